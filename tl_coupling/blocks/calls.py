@@ -1,0 +1,162 @@
+"""One block as the model called it: its module, its captured arguments, and a cache that stands in for the context."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+# The names under which HuggingFace and TransformerLens blocks take a key/value cache, newest first.
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "past_kv_cache_entry")
+
+
+class BlockError(RuntimeError):
+    """A block could not be called on its own."""
+
+
+class _KeysAndValuesKnown(Exception):
+    """Raised by a recording cache: the rest of the block is not needed."""
+
+
+class _ReadOnlyCache:
+    """A key/value cache that never changes, in HuggingFace's dialect (`update`) and TransformerLens' (`append`).
+
+    With `context=None` it records the new keys and values and stops the block; otherwise it puts the context in front
+    of the new ones. `dim` is the position axis of keys and values.
+    """
+
+    is_compileable = False
+    frozen = True
+
+    def __init__(self, context: tuple[Tensor, Tensor] | None, dim: int, empty: Tensor) -> None:
+        self.context, self.dim, self.empty = context, dim, empty
+        self.recorded: tuple[Tensor, Tensor] | None = None
+        self.uses = 0
+
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self.uses += 1
+        if self.context is None:
+            self.recorded = (keys, values)
+            raise _KeysAndValuesKnown
+        return torch.cat([self.context[0], keys], self.dim), torch.cat([self.context[1], values], self.dim)
+
+    append = update
+
+    @property
+    def past_keys(self) -> Tensor:
+        return self.empty if self.context is None else self.context[0]
+
+    def get_seq_length(self, *_: object) -> int:
+        return 0 if self.context is None else self.context[0].shape[self.dim]
+
+    def get_max_cache_shape(self, *_: object) -> int:
+        return -1
+
+
+def hidden_states(output: Any) -> Tensor:
+    """The residual stream in what a block returned (some return tuples)."""
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """A captured argument with its floating-point tensors in `dtype`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(in_dtype(v, dtype) for v in value)
+    if isinstance(value, dict):
+        return {k: in_dtype(v, dtype) for k, v in value.items()}
+    return value
+
+
+def _row_of(name: str, value: Any, position: int) -> Any:
+    """What a block argument is for the query at `position` alone: its own row, and the keys up to itself."""
+    rows, keys = slice(position, position + 1), slice(0, position + 1)
+    if value is None:
+        return None
+    if name in ("attention_mask", "causal_mask") and isinstance(value, Tensor):
+        return value[..., rows, keys] if value.ndim == 4 else value[..., keys]
+    if name in ("position_ids", "cache_position"):
+        return value[..., rows]
+    if name == "position_embeddings" and isinstance(value, tuple | list):
+        return type(value)(v[..., rows, :] for v in value)
+    if name in ("position_embeddings", "shortformer_pos_embed"):
+        return value[:, rows]
+    if name in ("alibi", "position_bias"):
+        return value[..., keys]
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCall:
+    """A block and every argument the model gave it, but for the residual stream and the cache.
+
+    `position_dim` is the position axis of its keys and values.
+    """
+
+    module: nn.Module
+    arguments: Mapping[str, Any]
+    cache_argument: str | None
+    takes_use_cache: bool
+    position_dim: int
+
+    @classmethod
+    def captured(
+        cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
+    ) -> tuple["BlockCall", Tensor]:
+        """The call that a forward pre-hook saw, and the residual stream `[1 n_pos d_model]` in it."""
+        original = getattr(module, "original_component", None)
+        parameters = inspect.signature((module if original is None else original).forward).parameters
+        arguments = dict(zip(parameters, args, strict=False)) | dict(kwargs)
+        residual = arguments.pop(next(iter(parameters)))
+        for name in _CACHE_ARGUMENTS:
+            if name in arguments:
+                arguments[name] = None
+        if "use_cache" in arguments:
+            arguments["use_cache"] = False
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named = [name for name in _CACHE_ARGUMENTS if name in arguments or name in parameters]
+        return cls(
+            module=module,
+            arguments=in_dtype(arguments, dtype),
+            cache_argument=named[0] if named else (_CACHE_ARGUMENTS[0] if takes_any else None),
+            takes_use_cache="use_cache" in parameters or "use_cache" in arguments,
+            # HookedTransformer keeps keys as [batch pos head d_head], HuggingFace as [batch head pos d_head].
+            position_dim=1 if original is None else -2,
+        ), residual
+
+    def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
+        """The block's output for the whole sequence."""
+        return hidden_states(self.module(X[None], **self.arguments))[0]
+
+    def keys_and_values(self, X: Float[Tensor, "n_rows d_model"], position: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows X: the whole sequence, or the one row that stands at `position`."""
+        cache = _ReadOnlyCache(None, self.position_dim, X.new_empty(1, 0, 1, 1))
+        arguments = self.arguments if position is None else self._row_arguments(position)
+        try:
+            self.module(X[None], **self._with_cache(arguments, cache))
+        except _KeysAndValuesKnown:
+            assert cache.recorded is not None
+            return cache.recorded
+        raise BlockError("the block ignores its key/value cache")
+
+    def row(
+        self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, Tensor]
+    ) -> Float[Tensor, " d_model"]:
+        """The block's output at `position`, from the row there and the keys and values of the rows before it."""
+        cache = _ReadOnlyCache(context, self.position_dim, x.new_empty(1, 0, 1, 1))
+        output = self.module(x[None, None], **self._with_cache(self._row_arguments(position), cache))
+        if cache.uses != 1:
+            raise BlockError(f"the block used its key/value cache {cache.uses} times")
+        return hidden_states(output)[0, 0]
+
+    def _row_arguments(self, position: int) -> dict[str, Any]:
+        return {name: _row_of(name, value, position) for name, value in self.arguments.items()}
+
+    def _with_cache(self, arguments: Mapping[str, Any], cache: _ReadOnlyCache) -> dict[str, Any]:
+        if self.cache_argument is None:
+            raise BlockError("the block takes no key/value cache")
+        return {**arguments, self.cache_argument: cache} | ({"use_cache": True} if self.takes_use_cache else {})

@@ -1,0 +1,205 @@
+"""Block functions: `f(X) = block(X) − X`, one row of it at a time, the cheapest way that is right.
+
+Three ways, cheapest first:
+
+* **token_local_affine_mlp**: as the next, with the MLP replaced by its first-order expansion. Same Jacobian at the
+  traced point, for two fifths of the arithmetic; for Jacobians only.
+* **token_local**: the block called on one row, with the keys and values of the earlier rows handed in through a
+  read-only cache. Costs one token.
+* **full_sequence**: the block called on all rows. Always right, and costs the whole prompt.
+
+The first two are trusted only after their forward value and a random vector–Jacobian product agreed with the full
+sequence's at this layer and this pair of positions.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tl_coupling.blocks.calls import BlockCall, BlockError
+from tl_coupling.blocks.mlps import affine_mlp
+
+Path = Literal["token_local_affine_mlp", "token_local", "full_sequence"]
+RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
+
+GATE_TOLERANCE = 1e-4
+
+
+@contextmanager
+def _exact_arithmetic() -> Iterator[None]:
+    """No gradients into parameters, no TF32, and attention in plain operations that every kind of AD can follow."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def _weights_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """The module's floating-point weights in `dtype`, for as long as the context lasts.
+
+    Not `torch.func.functional_call`: a bridge reaches one module under two names, and is left with foreign weights.
+    """
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() and t.dtype != dtype]
+    originals = [t.data for t in tensors]
+    try:
+        for t in tensors:
+            t.data = t.data.to(dtype)
+        yield
+    finally:
+        for t, original in zip(tensors, originals, strict=True):
+            t.data = original
+
+
+@dataclass(frozen=True, eq=False)
+class BlockFunction:
+    """`f^l` at a trace: what the block at `layer` adds to the residual stream that entered it, `X`.
+
+    `f(X) = block(X) − X`; with `norm`, `f(X) = norm(block(X)) − X` (the last block of a trace with `final_norm=True`).
+    """
+
+    layer: int
+    call: BlockCall
+    X: Float[Tensor, "n_pos d_model"]
+    norm: nn.Module | None = None
+    _references: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
+        """f on the full sequence."""
+        with self.evaluation():
+            return self._after_norm(self.call(X)) - X
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """The context in which the block is evaluated and differentiated: exact arithmetic, weights in X's dtype."""
+        with ExitStack() as stack:
+            stack.enter_context(_exact_arithmetic())
+            stack.enter_context(_weights_in(self.call.module, self.X.dtype))
+            if self.norm is not None:
+                stack.enter_context(_weights_in(self.norm, self.X.dtype))
+            yield
+
+    def full_sequence(self, input_position: int, output_position: int) -> RowFunction:
+        """`x ↦ f(X with row input_position replaced by x)[output_position]`, on all rows."""
+
+        def function(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
+            X = torch.cat([self.X[:input_position], x[None], self.X[input_position + 1 :]])
+            return self._minus_skip(self.call(X)[output_position], X[output_position])
+
+        return function
+
+    def token_local(self, input_position: int, output_position: int) -> RowFunction:
+        """The same function for the cost of one token, if rows meet in keys and values alone."""
+        if input_position > output_position:
+            raise BlockError("a later row is not in the context")
+        keys, values = self._keys_and_values
+        dim = self.call.position_dim
+
+        def rows(old: Tensor, start: int, stop: int) -> Tensor:
+            return old.narrow(dim, start, stop - start)
+
+        def own_row(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
+            context = rows(keys, 0, output_position), rows(values, 0, output_position)
+            return self._minus_skip(self.call.row(x, output_position, context), x)
+
+        def earlier_row(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
+            new = self.call.keys_and_values(x[None], position=input_position)
+            parts = [
+                [rows(o, 0, input_position), n, rows(o, input_position + 1, output_position)]
+                for o, n in zip((keys, values), new, strict=True)
+            ]
+            context = torch.cat(parts[0], dim), torch.cat(parts[1], dim)
+            x_out = self.X[output_position]
+            return self._minus_skip(self.call.row(x_out, output_position, context), x_out)
+
+        return own_row if input_position == output_position else earlier_row
+
+    def ways(
+        self, input_position: int, output_position: int
+    ) -> Iterator[tuple[Path, Callable[[], RowFunction], AbstractContextManager[None]]]:
+        """Every way to evaluate the pair, cheapest first: its name, how to make it, the context it is evaluated in."""
+        pair = (input_position, output_position)
+
+        def local() -> RowFunction:
+            return self.token_local(*pair)
+
+        def forward() -> Tensor:
+            return local()(self.X[input_position])
+
+        yield "token_local_affine_mlp", local, affine_mlp(self.call.module, forward)
+        yield "token_local", local, nullcontext()
+        yield "full_sequence", lambda: self.full_sequence(*pair), nullcontext()
+
+    def reference(self, output_position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Full-sequence `(f(X)[t], u, uᵀ J_{· t})` for a seeded random u: what every cheaper way is held against.
+
+        Shapes `[d_model]`, `[d_model]`, `[n_pos d_model]`. One forward and one backward pass of the block; kept.
+        """
+        if output_position not in self._references:
+
+            def row(X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, " d_model"]:
+                return self._minus_skip(self.call(X)[output_position], X[output_position])
+
+            with self.evaluation():
+                y, pull_back = vjp(row, self.X)
+                generator = torch.Generator().manual_seed(output_position)
+                u = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
+                self._references[output_position] = y, u, pull_back(u)
+        return self._references[output_position]
+
+    def agrees(
+        self, y: Float[Tensor, " d_model"], uJ: Float[Tensor, " d_model"], input_position: int, output_position: int
+    ) -> bool:
+        """Whether a forward value and a candidate for `uᵀ J_{t1 t2}` are the full sequence's, to 1e-4 of their norms."""
+        y_full, _, rows = self.reference(output_position)
+        # f is a difference: its rounding error grows with the residual stream, and a vanishing J_{t1 t2} has no norm.
+        value_scale = y_full.norm() + 1e-2 * self.X[output_position].norm()
+        product_scale = rows[input_position].norm() + 1e-2 * rows.norm()
+        return bool(
+            (y - y_full).norm() <= GATE_TOLERANCE * value_scale
+            and (uJ - rows[input_position]).norm() <= GATE_TOLERANCE * product_scale
+        )
+
+    def reaches_back(self, input_position: int, output_position: int) -> bool:
+        """Whether a later row moves an earlier one (never in a causal model: its products there are exact zeros)."""
+        return bool(self.reference(output_position)[2][input_position].any())
+
+    @cached_property
+    def _keys_and_values(self) -> tuple[Tensor, Tensor]:
+        with self.evaluation():
+            return self.call.keys_and_values(self.X)
+
+    def _after_norm(self, Y: Float[Tensor, "n_rows d_model"]) -> Float[Tensor, "n_rows d_model"]:
+        return Y if self.norm is None else self.norm(Y[None])[0]
+
+    def _minus_skip(self, y: Float[Tensor, " d_model"], x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
+        return self._after_norm(y[None])[0] - x
+
+
+def vjp(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """`torch.func.vjp`, by plain autograd where a custom autograd Function keeps torch.func out (BLOOM's GELU)."""
+    try:
+        y, pull_back = torch.func.vjp(function, x)
+        return y, lambda u: pull_back(u)[0]
+    except RuntimeError as error:
+        if "setup_context" not in str(error):
+            raise
+    with torch.enable_grad():
+        leaf = x.detach().clone().requires_grad_()
+        y = function(leaf)
+
+    def by_autograd(u: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad(y, leaf, u, retain_graph=True, allow_unused=True)
+        return torch.zeros_like(leaf) if g is None else g
+
+    return y.detach(), by_autograd

@@ -1,0 +1,79 @@
+"""The Jacobian of a standard MLP in closed form, and the affine map that may stand in for the MLP while one is taken.
+
+For `mlp(n) = W_outᵀ h(W_gateᵀ n, W_inᵀ n)` with an elementwise h, the Jacobian is one large product,
+
+    W_outᵀ (diag(∂h/∂pre) W_gateᵀ + diag(∂h/∂pre_linear) W_inᵀ),
+
+where reverse mode multiplies every seed through all three matrices. Near `n_0` the MLP is `mlp(n_0) + J (n − n_0)` to
+first order, so a block with that map in the MLP's place has the same Jacobian. Whether a module really is of this form
+is not decided here: the result is compared with the full sequence like every other cheap path.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tl_coupling.blocks.calls import BlockError
+
+
+@contextmanager
+def _forward_hook(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def mlp_jacobian(mlp: Any, n: Float[Tensor, "1 1 d_model"]) -> Float[Tensor, "d_model d_model"]:
+    """`∂ mlp(n) / ∂ n` from TransformerLens' weights and hook points; rows index outputs.
+
+    Raises:
+        BlockError: the module lacks those names, or its hook points do not fire.
+    """
+    gated = getattr(mlp, "W_gate", None) is not None
+    hook_points = ("hook_pre", "hook_pre_linear") if gated else ("hook_pre",)
+    weights = (mlp.W_gate, mlp.W_in) if gated else (mlp.W_in,)
+
+    def hidden(*shifts: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        with ExitStack() as stack:
+            for name, shift in zip(hook_points, shifts, strict=True):
+                stack.enter_context(_forward_hook(getattr(mlp, name), lambda _, __, z, shift=shift: z + shift))
+            stack.enter_context(_forward_hook(mlp.hook_post, lambda _, __, h: seen.append(h)))
+            mlp(n)
+        if len(seen) != 1:
+            raise BlockError("the MLP's hook_post did not fire once")
+        return seen[0]
+
+    d_mlp = weights[0].shape[1]
+    zeros = tuple(n.new_zeros(1, 1, d_mlp) for _ in hook_points)
+    h, pull_back = torch.func.vjp(hidden, *zeros)
+    slopes = pull_back(torch.ones_like(h))
+    inner = sum(slope.reshape(d_mlp, 1) * W.T for slope, W in zip(slopes, weights, strict=True))
+    return mlp.W_out.T @ inner
+
+
+@contextmanager
+def affine_mlp(block: nn.Module, forward: Callable[[], Any]) -> Iterator[None]:
+    """While the context lasts, the block's MLP is its own first-order expansion where `forward()` meets it.
+
+    Raises:
+        BlockError: the block has no MLP of the standard form, or `forward` does not call it once, on one row.
+    """
+    mlp = getattr(block, "mlp", None)
+    if not isinstance(mlp, nn.Module):
+        raise BlockError("the block has no module called mlp")
+    met: list[tuple[Tensor, Tensor]] = []
+    with _forward_hook(mlp, lambda _, args, out: met.append((args[0], out))):
+        forward()
+    if len(met) != 1 or not isinstance(met[0][1], Tensor) or met[0][0].shape[:-1] != (1, 1):
+        raise BlockError("the block does not call its MLP once on one row")
+    n_0, out_0 = met[0]
+    J = mlp_jacobian(mlp, n_0)
+    with _forward_hook(mlp, lambda _, args, __: out_0 + (args[0] - n_0) @ J.T):
+        yield

@@ -1,0 +1,223 @@
+"""`trace`: one forward pass that records the residual stream and how every block was called."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tl_coupling.blocks.calls import BlockCall, hidden_states
+from tl_coupling.blocks.functions import BlockFunction
+from tl_coupling.models import describe_model, is_bridge, str_tokens, tokenize
+
+Prompt = str | Sequence[int] | Int[Tensor, " n_pos"] | Int[Tensor, "1 n_pos"]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The trajectory of every token through one model, and the block functions along it.
+
+    Attributes:
+        model: the TransformerLens model that was run.
+        tokens: token ids, `[n_pos]`.
+        str_tokens: the same tokens as text.
+        residual: the residual stream, `[n_layers+1 n_pos d_model]`: entry 0 is what enters block 0, entry `l + 1` what
+            leaves block `l`. The last entry is normalised if `final_norm`.
+        logits: what the model predicts, `[n_pos d_vocab]`.
+        blocks: one `BlockFunction` for each layer.
+        final_norm: whether the last block function includes the final norm.
+        provenance: how all this was made; JSON-able.
+    """
+
+    model: nn.Module
+    tokens: Int[Tensor, " n_pos"]
+    str_tokens: tuple[str, ...]
+    residual: Float[Tensor, "n_layers_plus_1 n_pos d_model"]
+    logits: Float[Tensor, "n_pos d_vocab"]
+    blocks: tuple[BlockFunction, ...]
+    final_norm: bool
+    provenance: dict[str, Any]
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def n_pos(self) -> int:
+        return self.residual.shape[1]
+
+    @property
+    def d_model(self) -> int:
+        return self.residual.shape[2]
+
+    def layer_index(self, layer: int, name: str = "layer") -> int:
+        """A layer counted from 0; negative ones count from the end."""
+        if not -self.n_layers <= layer < self.n_layers:
+            raise ValueError(
+                f"`{name}` must lie in [{-self.n_layers}, {self.n_layers - 1}] for this {self.n_layers}-block model, "
+                f"got {layer}"
+            )
+        return layer % self.n_layers
+
+    def position_index(self, position: int, name: str = "position") -> int:
+        """A token position counted from 0; negative ones count from the end."""
+        if not -self.n_pos <= position < self.n_pos:
+            raise ValueError(
+                f"`{name}` must lie in [{-self.n_pos}, {self.n_pos - 1}] for this {self.n_pos}-token prompt, "
+                f"got {position}"
+            )
+        return position % self.n_pos
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({self.provenance['model']!r}, n_layers={self.n_layers}, n_pos={self.n_pos}, "
+            f"d_model={self.d_model}, final_norm={self.final_norm}, tokens={list(self.str_tokens)})"
+        )
+
+
+def trace(
+    model: nn.Module,
+    prompt: Prompt,
+    *,
+    prepend_bos: bool | None = None,
+    final_norm: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Trace:
+    """Run the model once and keep its residual stream and its blocks as functions.
+
+    `X^l = X^{l−1} + f^l(X^{l−1})` (Aubry et al. 2025, eq. 6); `trace.residual[l]` is `X^l`, `trace.blocks[l]` is
+    `f^{l+1}` in the paper's counting from one.
+
+    Args:
+        model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it is: a model whose weights were
+            processed (`center_writing_weights`) gets a warning, because its residual stream is another one.
+        prompt: text, or token ids (`[n_pos]` or `[1 n_pos]`). One prompt, unpadded.
+        prepend_bos: whether text gets a BOS token; `None` follows the tokenizer's own default (none for GPT-2 and
+            Pythia, one for Llama), whatever TransformerLens' default is. Token ids are taken as they are.
+        final_norm: include the model's final norm in the last block, as the paper's code does by reading HuggingFace's
+            `hidden_states`. Changes the last block only, and by much; off by default.
+        dtype: in what precision blocks are linearised: float32, or float64 for a float64 model, unless given.
+
+    Raises:
+        ValueError: an empty prompt, one longer than the context, unknown token ids, a model in train mode, weights
+            or activations that are not finite.
+
+    Cost: one forward pass; memory for `n_layers + 1` copies of the residual stream.
+
+    Example:
+        >>> import tl_coupling as tlc                                          # doctest: +SKIP
+        >>> t = tlc.trace(tlc.load_model("smollm2-135m"), "The capital is")    # doctest: +SKIP
+        >>> t.residual.shape                                                   # doctest: +SKIP
+        torch.Size([31, 3, 576])
+    """
+    _check_model(model)
+    tokens, tokenization = tokenize(model, prompt, prepend_bos)
+    _check_tokens(model, tokens)
+    parameter = next(model.parameters())
+    if dtype is None:
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    if not dtype.is_floating_point or torch.finfo(dtype).bits < 32:
+        raise ValueError(f"`dtype` must be torch.float32 or torch.float64, got {dtype}")
+
+    seen: list[tuple[BlockCall, Tensor, Tensor]] = []
+    arguments = {"use_cache": False} if is_bridge(model) else {}
+    with torch.no_grad(), _recorded(model.blocks, seen, dtype):
+        logits = model(tokens[None].to(parameter.device), return_type="logits", **arguments)[0]
+    if len(seen) != len(model.blocks):
+        raise ValueError(
+            f"wanted a model that calls each of its {len(model.blocks)} blocks once, this one made {len(seen)} calls"
+        )
+    stream = [X.to(dtype) for _, X, _ in seen] + [seen[-1][2].to(dtype)]
+    _check_stream(stream, [post.to(dtype) for _, _, post in seen], model)
+
+    norm = _final_norm(model) if final_norm else None
+    blocks = tuple(
+        BlockFunction(layer, call, X, norm if layer == len(seen) - 1 else None)
+        for layer, ((call, _, _), X) in enumerate(zip(seen, stream[:-1], strict=True))
+    )
+    if final_norm:
+        stream[-1] = stream[-2] + blocks[-1](stream[-2])
+    residual = torch.stack(stream)
+    text = str_tokens(model, tokens)
+    return Trace(
+        model=model,
+        tokens=tokens,
+        str_tokens=text,
+        residual=residual,
+        logits=logits,
+        blocks=blocks,
+        final_norm=final_norm,
+        provenance=describe_model(model, residual[:-1])
+        | tokenization
+        | {
+            "prompt": prompt if isinstance(prompt, str) else None,
+            "tokens": tokens.tolist(),
+            "str_tokens": list(text),
+            "final_norm": final_norm,
+            "linearised_in": str(dtype).removeprefix("torch."),
+        },
+    )
+
+
+@contextmanager
+def _recorded(
+    blocks: Sequence[nn.Module], seen: list[tuple[BlockCall, Tensor, Tensor]], dtype: torch.dtype
+) -> Iterator[None]:
+    """Append `(call, residual before, residual after)` for every block that runs, rows `[n_pos d_model]`."""
+    entered: list[tuple[BlockCall, Tensor]] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entered.append(BlockCall.captured(module, args, kwargs, dtype))
+
+    def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        call, residual = entered.pop()
+        seen.append((call, residual[0].detach(), hidden_states(output)[0].detach()))
+
+    handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
+    handles += [block.register_forward_hook(leave) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _final_norm(model: nn.Module) -> nn.Module:
+    norm = getattr(model, "ln_final", None)
+    if not isinstance(norm, nn.Module):
+        raise ValueError("`final_norm=True` needs a model with a final norm (`ln_final`); this one has none")
+    return norm
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(getattr(model, "blocks", None), nn.ModuleList) or not hasattr(model, "cfg"):
+        raise TypeError(
+            f"wanted a TransformerLens model (TransformerBridge or HookedTransformer), got {type(model).__name__}; "
+            "`tl_coupling.load_model(name)` makes one"
+        )
+    if model.training or any(m.training for block in model.blocks for m in block.modules()):
+        raise ValueError("wanted a model in eval mode (dropout makes a Jacobian random), got train mode: call .eval()")
+
+
+def _check_tokens(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> None:
+    if len(tokens) == 0:
+        raise ValueError("the prompt is empty: wanted at least one token")
+    n_ctx, d_vocab = model.cfg.n_ctx, model.cfg.d_vocab
+    if n_ctx is not None and 0 < n_ctx < len(tokens):
+        raise ValueError(f"the prompt has {len(tokens)} tokens, this model's context holds {n_ctx}: shorten the prompt")
+    if d_vocab is not None and d_vocab > 0 and not 0 <= int(tokens.min()) <= int(tokens.max()) < d_vocab:
+        raise ValueError(f"token ids must lie in [0, {d_vocab - 1}], got {int(tokens.min())} … {int(tokens.max())}")
+
+
+def _check_stream(pre: list[Tensor], post: list[Tensor], model: nn.Module) -> None:
+    for layer, X in enumerate(pre):
+        if not bool(torch.isfinite(X).all()):
+            culprits = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+            found = f"parameter {culprits[0]!r} is not finite" if culprits else "all parameters are finite"
+            raise ValueError(f"the residual stream at layer {layer} has NaN or infinite entries; {found}")
+    for layer, (X, Y) in enumerate(zip(pre[1:], post, strict=True)):
+        if X.shape != Y.shape or not torch.equal(X, Y):
+            raise ValueError(f"block {layer} does not hand its output on unchanged: not one residual stream")

@@ -1,0 +1,300 @@
+"""Which connections are compared, and the result of comparing them."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.blocks import Trace
+from tl_coupling.coupling import (
+    Measure,
+    Orientation,
+    captured_energy,
+    check_orientation,
+    miscoupling,
+    normalized_miscoupling,
+    random_subspace_null,
+    spectral_miscoupling,
+)
+from tl_coupling.jacobians import jacobian_and_path
+from tl_coupling.spectra import check_cut, check_k, svd
+
+if TYPE_CHECKING:
+    import xarray
+
+Progress = Callable[[Iterable[int]], Iterable[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class CouplingMap:
+    """Coupling matrices of every pair of compared connections, at the largest k; every smaller k is a slice of them.
+
+    Attributes:
+        matrices: `A = U_{2,k}ᵀ J_1 V_{2,k}` (or "vju"), `[n_rows n_cols k k]`; rows are the J_1, columns the J_2 that
+            gave the singular vectors.
+        singular_values: of each J_1, `[n_rows k]`, largest first.
+        frobenius_norms: of each J_1, `[n_rows]`.
+        d_model: size of the Jacobians.
+        row_layers, col_layers: the layer of each row's J_1 and each column's J_2.
+        row_positions, col_positions: the token position of each.
+        kind: what was compared: "depth" (one token, every pair of layers), "self" or "context" (tokens).
+        orientation: "ujv" or "vju".
+        provenance: how it was made; JSON-able.
+    """
+
+    matrices: Float[Tensor, "n_rows n_cols k k"]
+    singular_values: Float[Tensor, "n_rows k"]
+    frobenius_norms: Float[Tensor, " n_rows"]
+    d_model: int
+    row_layers: tuple[int, ...]
+    col_layers: tuple[int, ...]
+    row_positions: tuple[int, ...]
+    col_positions: tuple[int, ...]
+    kind: str
+    orientation: Orientation
+    provenance: dict[str, Any] = field(repr=False)
+
+    @property
+    def k(self) -> int:
+        """The largest k that can be asked for."""
+        return self.matrices.shape[-1]
+
+    def at(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols k k"]:
+        """The coupling matrices for the top k singular vectors: a corner of `matrices` (`None`: all of it)."""
+        check_k(self.k if k is None else k, self.k)
+        return self.matrices[..., :k, :k]
+
+    def miscoupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+        """`m(A)` of every pair; see `tl_coupling.miscoupling`."""
+        return miscoupling(self.at(k))
+
+    def normalized_miscoupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+        """`m̃(A)` of every pair; see `tl_coupling.normalized_miscoupling`."""
+        return normalized_miscoupling(self.at(k))
+
+    def spectral_miscoupling(
+        self, k: int | None = None, p: float = 2, absolute: bool = False
+    ) -> Float[Tensor, "n_rows n_cols"]:
+        """`m_K` of every pair; see `tl_coupling.spectral_miscoupling`. `absolute=True` is the authors' code."""
+        return spectral_miscoupling(self.at(k), self.singular_values[:, None], p, absolute)
+
+    def captured_energy(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+        """`‖A‖_F / ‖s_{1,k}‖₂` of every pair; see `tl_coupling.captured_energy`."""
+        return captured_energy(self.at(k), self.singular_values[:, None])
+
+    def coupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+        """`1 − m̃(A)` of every pair: 1 where J_2's vectors diagonalise J_1, `1 − √(1 − 1/k)` for random subspaces."""
+        return 1 - self.normalized_miscoupling(k)
+
+    def values(
+        self, k: int | None = None, measure: Measure = "coupling", **options: Any
+    ) -> Float[Tensor, "n_rows n_cols"]:
+        """A measure by name, for every pair; `options` (`p`, `absolute`) go to `spectral_miscoupling`."""
+        if measure not in get_args(Measure):
+            raise ValueError(f"`measure` must be one of {', '.join(get_args(Measure))}, got {measure!r}")
+        return getattr(self, measure)(k, **options)
+
+    def mean(
+        self, k: int | None = None, measure: Measure = "coupling", off_diagonal: bool = True, **options: Any
+    ) -> float:
+        """Mean of a measure over the pairs; without those that compare a connection with itself if `off_diagonal`."""
+        values = self.values(k, measure, **options)
+        if off_diagonal:
+            values = values[~self._same_connection()]
+            if not len(values):
+                raise ValueError("every pair here compares a connection with itself: use `off_diagonal=False`")
+        return float(values.mean())
+
+    def null(self, k: int | None = None, measure: Measure = "coupling", **options: Any) -> float:
+        """What random subspaces would give instead of J_2's, mean over the rows; see `random_subspace_null`."""
+        value = random_subspace_null(
+            self.k if k is None else k,
+            measure,
+            d_model=self.d_model,
+            S_1=self.singular_values.cpu(),
+            frobenius_norm=self.frobenius_norms.cpu(),
+            **options,
+        )
+        return float(value.mean())
+
+    def locality_profile(
+        self, k: int | None = None, measure: Measure = "coupling", **options: Any
+    ) -> Float[Tensor, " n_distances"]:
+        """Mean of a measure over pairs of layers `|l − l'|` apart, for distances 0, 1, … to the largest.
+
+        A distance that no pair has is NaN (only where `layers` was a selection).
+        """
+        values = self.values(k, measure, **options)
+        distance = (torch.tensor(self.row_layers)[:, None] - torch.tensor(self.col_layers)).abs()
+        means = [values[distance.to(values.device) == d].mean() for d in range(int(distance.max()) + 1)]
+        return torch.stack(means)
+
+    def to_dataset(self) -> "xarray.Dataset":
+        """The map as an `xarray.Dataset`, every array named and the provenance in the attributes."""
+        import xarray
+
+        pair = ("row", "col", "i", "j")
+        return xarray.Dataset(
+            {
+                "matrices": (pair, self.matrices.cpu().numpy()),
+                "singular_values": (("row", "i"), self.singular_values.cpu().numpy()),
+                "frobenius_norms": ("row", self.frobenius_norms.cpu().numpy()),
+            },
+            coords={
+                "row_layer": ("row", list(self.row_layers)),
+                "row_position": ("row", list(self.row_positions)),
+                "col_layer": ("col", list(self.col_layers)),
+                "col_position": ("col", list(self.col_positions)),
+            },
+            attrs={
+                "kind": self.kind,
+                "orientation": self.orientation,
+                "d_model": self.d_model,
+                "provenance": json.dumps(self.provenance),
+            },
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the map as netCDF, whole or not at all (a temporary file, then a rename)."""
+        path = Path(path)
+        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        try:
+            self.to_dataset().to_netcdf(unfinished, engine="netcdf4")
+            os.chmod(unfinished, 0o644)
+            os.replace(unfinished, path)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "CouplingMap":
+        """Read what `save` wrote."""
+        import xarray
+
+        try:
+            with xarray.open_dataset(path, engine="netcdf4") as file:
+                data = file.load()
+            return cls(
+                matrices=torch.from_numpy(data["matrices"].values),
+                singular_values=torch.from_numpy(data["singular_values"].values),
+                frobenius_norms=torch.from_numpy(data["frobenius_norms"].values),
+                d_model=int(data.attrs["d_model"]),
+                **{
+                    f"{side}_{what}s": tuple(int(i) for i in data[f"{side}_{what}"].values)
+                    for side in ("row", "col")
+                    for what in ("layer", "position")
+                },
+                kind=data.attrs["kind"],
+                orientation=data.attrs["orientation"],
+                provenance=json.loads(data.attrs["provenance"]),
+            )
+        except FileNotFoundError:
+            raise
+        except (OSError, KeyError, ValueError) as error:
+            raise ValueError(f"{path} is not a coupling map that `CouplingMap.save` wrote, or is damaged") from error
+
+    def __repr__(self) -> str:
+        n_rows, n_cols = self.matrices.shape[:2]
+        return (
+            f"CouplingMap(kind={self.kind!r}, model={self.provenance.get('model')!r}, {n_rows}×{n_cols} pairs, "
+            f"k≤{self.k}, orientation={self.orientation!r}, mean coupling {self.mean(off_diagonal=n_rows > 1):.3f}, "
+            f"null {self.null():.3f})"
+        )
+
+    def _same_connection(self) -> Tensor:
+        rows = torch.tensor(list(zip(self.row_layers, self.row_positions, strict=True)))
+        cols = torch.tensor(list(zip(self.col_layers, self.col_positions, strict=True)))
+        return (rows[:, None] == cols[None]).all(-1).to(self.matrices.device)
+
+
+def depth_coupling(
+    trace: Trace,
+    k: int = 50,
+    position: int = -1,
+    orientation: Orientation = "ujv",
+    *,
+    layers: Sequence[int] | None = None,
+    chunk_size: int | None = None,
+    progress: Progress | None = None,
+) -> CouplingMap:
+    """Coupling across depth: one token's `J^l_{tt}` against `J^{l'}_{tt}` for every pair of layers.
+
+    Depth-wise coupling of Aubry et al. 2025, section 3.1.
+
+    Args:
+        trace: a traced prompt.
+        k: how many top singular vectors, at most; every smaller k is read off the same result.
+        position: the token; the last by default, as in the paper.
+        orientation: `"ujv"` (the paper's) or `"vju"`.
+        layers: a selection of layers, in this order; all by default.
+        chunk_size: as in `block_jacobian`.
+        progress: wraps the loop over layers, `progress=tqdm.tqdm` for one.
+
+    Returns:
+        a `CouplingMap` with rows = layers of J_1, columns = layers that gave the singular vectors.
+
+    Raises:
+        ValueError: k outside `[1, d_model]`, a layer or position out of range.
+
+    Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary).
+
+    Cost: a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L² matrices A.
+
+    Example:
+        >>> result = tlc.depth_coupling(trace, k=50)                     # doctest: +SKIP
+        >>> result.mean(10), result.null(10)                             # doctest: +SKIP
+    """
+    check_orientation(orientation)
+    check_k(k, trace.d_model)
+    chosen = [trace.layer_index(layer) for layer in (range(trace.n_layers) if layers is None else layers)]
+    if not chosen:
+        raise ValueError("`layers` is empty: wanted at least one layer")
+    t = trace.position_index(position)
+
+    jacobians, paths = [], {}
+    for layer in progress(chosen) if progress else chosen:
+        J, paths[layer] = jacobian_and_path(trace.blocks[layer], t, t, chunk_size)
+        jacobians.append(J)
+    J = torch.stack(jacobians)
+    # One singular value more than is asked for: it tells whether the cut falls inside a near-repeated one.
+    spectrum = svd(J, min(k + 1, trace.d_model))
+    check_cut(spectrum.S, k, [f"layer {layer}" for layer in chosen])
+    spectrum = spectrum.top(k)
+    here = (t,) * len(chosen)
+    return CouplingMap(
+        matrices=_all_pairs(J, spectrum.U, spectrum.Vh.mT, orientation),
+        singular_values=spectrum.S,
+        frobenius_norms=torch.linalg.matrix_norm(J),
+        d_model=trace.d_model,
+        row_layers=tuple(chosen),
+        col_layers=tuple(chosen),
+        row_positions=here,
+        col_positions=here,
+        kind="depth",
+        orientation=orientation,
+        provenance=trace.provenance | {"position": t, "paths": {str(layer): path for layer, path in paths.items()}},
+    )
+
+
+def _all_pairs(
+    J: Float[Tensor, "n_rows d d"], U: Float[Tensor, "n_cols d k"], V: Float[Tensor, "n_cols d k"], orientation: str
+) -> Float[Tensor, "n_rows n_cols k k"]:
+    """`A` of every pair. All columns' right vectors go through J_1 in one product."""
+    left, right = (U, V) if orientation == "ujv" else (V, U)
+    n_cols, _, k = right.shape
+    beside = rearrange(right, "col d k -> d (col k)")
+    rows = []
+    for J_1 in J:
+        images = rearrange(J_1 @ beside, "d (col k) -> col d k", col=n_cols, k=k)
+        rows.append(einsum(left, images, "col d i, col d j -> col i j"))
+    return torch.stack(rows)
