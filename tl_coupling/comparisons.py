@@ -251,10 +251,29 @@ def depth_coupling(
     Cost: a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L² matrices A.
 
     Example:
-        >>> result = tlc.depth_coupling(trace, k=50)                     # doctest: +SKIP
-        >>> result.mean(10), result.null(10)                             # doctest: +SKIP
+        >>> result = tlc.depth_coupling(trace, k=8)
+        >>> result.coupling(4).shape
+        torch.Size([2, 2])
+        >>> round(result.null(4), 3)
+        0.134
     """
-    check_orientation(orientation)
+    both = depth_couplings(trace, k, position, (orientation,), layers=layers, chunk_size=chunk_size, progress=progress)
+    return both[orientation]
+
+
+def depth_couplings(
+    trace: Trace,
+    k: int = 50,
+    position: int = -1,
+    orientations: Sequence[Orientation] = ("ujv", "vju"),
+    *,
+    layers: Sequence[int] | None = None,
+    chunk_size: int | None = None,
+    progress: Progress | None = None,
+) -> dict[Orientation, CouplingMap]:
+    """`depth_coupling` in several orientations, from the same Jacobians and SVDs. Arguments as there."""
+    for orientation in orientations:
+        check_orientation(orientation)
     check_k(k, trace.d_model)
     chosen = [trace.layer_index(layer) for layer in (range(trace.n_layers) if layers is None else layers)]
     if not chosen:
@@ -263,27 +282,29 @@ def depth_coupling(
 
     jacobians, paths = [], {}
     for layer in progress(chosen) if progress else chosen:
-        J, paths[layer] = jacobian_and_path(trace.blocks[layer], t, t, chunk_size)
+        J, paths[str(layer)] = jacobian_and_path(trace.blocks[layer], t, t, chunk_size)
         jacobians.append(J)
     J = torch.stack(jacobians)
     # One singular value more than is asked for: it tells whether the cut falls inside a near-repeated one.
     spectrum = svd(J, min(k + 1, trace.d_model))
     check_cut(spectrum.S, k, [f"layer {layer}" for layer in chosen])
     spectrum = spectrum.top(k)
-    here = (t,) * len(chosen)
-    return CouplingMap(
-        matrices=_all_pairs(J, spectrum.U, spectrum.Vh.mT, orientation),
-        singular_values=spectrum.S,
-        frobenius_norms=torch.linalg.matrix_norm(J),
-        d_model=trace.d_model,
-        row_layers=tuple(chosen),
-        col_layers=tuple(chosen),
-        row_positions=here,
-        col_positions=here,
-        kind="depth",
-        orientation=orientation,
-        provenance=trace.provenance | {"position": t, "paths": {str(layer): path for layer, path in paths.items()}},
-    )
+    return {
+        orientation: CouplingMap(
+            matrices=_all_pairs(J, spectrum.U, spectrum.Vh.mT, orientation),
+            singular_values=spectrum.S,
+            frobenius_norms=torch.linalg.matrix_norm(J),
+            d_model=trace.d_model,
+            row_layers=tuple(chosen),
+            col_layers=tuple(chosen),
+            row_positions=(t,) * len(chosen),
+            col_positions=(t,) * len(chosen),
+            kind="depth",
+            orientation=orientation,
+            provenance=trace.provenance | {"position": t, "paths": paths},
+        )
+        for orientation in orientations
+    }
 
 
 def _all_pairs(

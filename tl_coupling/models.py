@@ -100,7 +100,7 @@ def is_bridge(model: nn.Module) -> bool:
     return getattr(model, "original_model", None) is not None
 
 
-def describe_model(model: nn.Module, residual: Float[Tensor, "n_layers n_pos d_model"]) -> dict[str, Any]:
+def describe_model(model: Any, residual: Float[Tensor, "n_layers n_pos d_model"]) -> dict[str, Any]:
     """Provenance of a model, JSON-able; warns if its residual stream shows centred writing weights."""
     parameter = next(model.parameters())
     loaded = _loaded_as.get(model, {"model": getattr(model.cfg, "model_name", type(model).__name__)})
@@ -125,18 +125,18 @@ def describe_model(model: nn.Module, residual: Float[Tensor, "n_layers n_pos d_m
 
 
 def tokenize(
-    model: nn.Module, prompt: str | Sequence[int] | Tensor, prepend_bos: bool | None
+    model: Any, prompt: str | Sequence[int] | Tensor, prepend_bos: bool | None
 ) -> tuple[Int[Tensor, " n_pos"], dict[str, Any]]:
     """Token ids of one prompt, and how they came about. Ids are taken as they are."""
     if not isinstance(prompt, str):
-        ids = torch.as_tensor(prompt, dtype=torch.long, device="cpu")
-        if ids.ndim == 2 and len(ids) == 1:
-            ids = ids[0]
-        if ids.ndim != 1:
+        given = torch.as_tensor(prompt, dtype=torch.long, device="cpu")
+        given = given[0] if given.ndim == 2 and len(given) == 1 else given
+        if given.ndim != 1:
+            shape = list(given.shape)
             raise ValueError(
-                f"`prompt` must be one prompt: text, or token ids [n_pos] or [1 n_pos]; got {list(ids.shape)}"
+                f"`prompt` must be text, or token ids [n_pos] or [1 n_pos] of one prompt; got shape {shape}"
             )
-        return ids, {"prepend_bos": "token ids given"}
+        return given, {"prepend_bos": "token ids given"}
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise ValueError("this model has no tokenizer: give the prompt as token ids")

@@ -5,7 +5,8 @@ argument it was called with (`calls`). From then on a block is called on its own
 `f(X) = block(X) − X`, TransformerLens' `hook_resid_pre → hook_resid_post` without the skip (`functions`).
 """
 
-from tl_coupling.blocks.calls import BlockCall, BlockError
+from tl_coupling.blocks.attention import BlockError
+from tl_coupling.blocks.calls import BlockCall
 from tl_coupling.blocks.functions import BlockFunction, Path
 from tl_coupling.blocks.tracing import Trace, trace
 

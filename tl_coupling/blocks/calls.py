@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.blocks.attention import BlockError, MovedRow, ProductRule
+
 # The names under which HuggingFace and TransformerLens blocks take a key/value cache, newest first.
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "past_kv_cache_entry")
-
-
-class BlockError(RuntimeError):
-    """A block could not be called on its own."""
 
 
 class _KeysAndValuesKnown(Exception):
@@ -25,14 +24,17 @@ class _ReadOnlyCache:
     """A key/value cache that never changes, in HuggingFace's dialect (`update`) and TransformerLens' (`append`).
 
     With `context=None` it records the new keys and values and stops the block; otherwise it puts the context in front
-    of the new ones. `dim` is the position axis of keys and values.
+    of the new ones. `dim` is the position axis of keys and values. With `moved` all keys and values that the block
+    gets are constants; what moves is left to the product rule (`attention.py`).
     """
 
     is_compileable = False
     frozen = True
 
-    def __init__(self, context: tuple[Tensor, Tensor] | None, dim: int, empty: Tensor) -> None:
-        self.context, self.dim, self.empty = context, dim, empty
+    def __init__(
+        self, context: tuple[Tensor, Tensor] | None, dim: int, empty: Tensor, moved: MovedRow | None = None
+    ) -> None:
+        self.context, self.dim, self.empty, self.moved = context, dim, empty, moved
         self.recorded: tuple[Tensor, Tensor] | None = None
         self.uses = 0
 
@@ -41,6 +43,10 @@ class _ReadOnlyCache:
         if self.context is None:
             self.recorded = (keys, values)
             raise _KeysAndValuesKnown
+        if self.moved is not None:
+            if self.moved.keys is None:
+                self.moved.set(keys, values, self.dim)
+            keys, values = keys.detach(), values.detach()
         return torch.cat([self.context[0], keys], self.dim), torch.cat([self.context[1], values], self.dim)
 
     append = update
@@ -144,11 +150,19 @@ class BlockCall:
         raise BlockError("the block ignores its key/value cache")
 
     def row(
-        self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, Tensor]
+        self,
+        x: Float[Tensor, " d_model"],
+        position: int,
+        context: tuple[Tensor, Tensor],
+        moved: MovedRow | None = None,
     ) -> Float[Tensor, " d_model"]:
-        """The block's output at `position`, from the row there and the keys and values of the rows before it."""
-        cache = _ReadOnlyCache(context, self.position_dim, x.new_empty(1, 0, 1, 1))
-        output = self.module(x[None, None], **self._with_cache(self._row_arguments(position), cache))
+        """The block's output at `position`, from the row there and the keys and values of the rows before it.
+
+        With `moved`, keys and values are constants but for that one row's, which enter by the product rule.
+        """
+        cache = _ReadOnlyCache(context, self.position_dim, x.new_empty(1, 0, 1, 1), moved)
+        with nullcontext() if moved is None else ProductRule(moved, position + 1):
+            output = self.module(x[None, None], **self._with_cache(self._row_arguments(position), cache))
         if cache.uses != 1:
             raise BlockError(f"the block used its key/value cache {cache.uses} times")
         return hidden_states(output)[0, 0]

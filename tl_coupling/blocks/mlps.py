@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks.calls import BlockError
+from tl_coupling.blocks.attention import BlockError
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def mlp_jacobian(mlp: Any, n: Float[Tensor, "1 1 d_model"]) -> Float[Tensor, "d_
 
     d_mlp = weights[0].shape[1]
     zeros = tuple(n.new_zeros(1, 1, d_mlp) for _ in hook_points)
-    h, pull_back = torch.func.vjp(hidden, *zeros)
+    h, pull_back = torch.func.vjp(hidden, *zeros)  # type: ignore[misc]
     slopes = pull_back(torch.ones_like(h))
     inner = sum(slope.reshape(d_mlp, 1) * W.T for slope, W in zip(slopes, weights, strict=True))
     return mlp.W_out.T @ inner

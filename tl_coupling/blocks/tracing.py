@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -43,14 +43,17 @@ class Trace:
 
     @property
     def n_layers(self) -> int:
+        """Number of blocks."""
         return len(self.blocks)
 
     @property
     def n_pos(self) -> int:
+        """Number of tokens."""
         return self.residual.shape[1]
 
     @property
     def d_model(self) -> int:
+        """Width of the residual stream."""
         return self.residual.shape[2]
 
     def layer_index(self, layer: int, name: str = "layer") -> int:
@@ -108,12 +111,14 @@ def trace(
     Cost: one forward pass; memory for `n_layers + 1` copies of the residual stream.
 
     Example:
-        >>> import tl_coupling as tlc                                          # doctest: +SKIP
-        >>> t = tlc.trace(tlc.load_model("smollm2-135m"), "The capital is")    # doctest: +SKIP
-        >>> t.residual.shape                                                   # doctest: +SKIP
-        torch.Size([31, 3, 576])
+        >>> trace = tlc.trace(model, "w3 w14 w15 w92")
+        >>> trace.residual.shape
+        torch.Size([3, 4, 32])
+        >>> torch.allclose(trace.residual[0] + trace.blocks[0](trace.residual[0]), trace.residual[1], atol=1e-5)
+        True
     """
     _check_model(model)
+    modules = list(cast(nn.ModuleList, model.blocks))
     tokens, tokenization = tokenize(model, prompt, prepend_bos)
     _check_tokens(model, tokens)
     parameter = next(model.parameters())
@@ -124,11 +129,11 @@ def trace(
 
     seen: list[tuple[BlockCall, Tensor, Tensor]] = []
     arguments = {"use_cache": False} if is_bridge(model) else {}
-    with torch.no_grad(), _recorded(model.blocks, seen, dtype):
+    with torch.no_grad(), _recorded(modules, seen, dtype):
         logits = model(tokens[None].to(parameter.device), return_type="logits", **arguments)[0]
-    if len(seen) != len(model.blocks):
+    if len(seen) != len(modules):
         raise ValueError(
-            f"wanted a model that calls each of its {len(model.blocks)} blocks once, this one made {len(seen)} calls"
+            f"wanted a model that calls each of its {len(modules)} blocks once, this one made {len(seen)} calls"
         )
     stream = [X.to(dtype) for _, X, _ in seen] + [seen[-1][2].to(dtype)]
     _check_stream(stream, [post.to(dtype) for _, _, post in seen], model)
@@ -192,7 +197,7 @@ def _final_norm(model: nn.Module) -> nn.Module:
     return norm
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: Any) -> None:
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList) or not hasattr(model, "cfg"):
         raise TypeError(
             f"wanted a TransformerLens model (TransformerBridge or HookedTransformer), got {type(model).__name__}; "
@@ -202,7 +207,7 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("wanted a model in eval mode (dropout makes a Jacobian random), got train mode: call .eval()")
 
 
-def _check_tokens(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> None:
+def _check_tokens(model: Any, tokens: Int[Tensor, " n_pos"]) -> None:
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: wanted at least one token")
     n_ctx, d_vocab = model.cfg.n_ctx, model.cfg.d_vocab

@@ -1,0 +1,401 @@
+"""Time and memory of one prompt's depth coupling: the paper's released algorithm against tl_coupling.
+
+    python -m benchmarks.depth_coupling --tokens 10 64 --out benchmarks/results
+
+Both get the same token ids and the same float32 weights, each in a process of its own, so that a peak of memory belongs
+to one of them. Loading and one small warm-up are not timed.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import tl_coupling as tlc
+from benchmarks import released_algorithm as released
+from tl_coupling.comparisons import _all_pairs
+from tl_coupling.models import EMBEDDED_MODEL, ModelError, _embedded_folder
+
+PAPER_PROMPT = "What is the capital of France? The capital is"
+TEXT = (
+    "The harbour was quiet when the first boats came back. Gulls followed them in, loud and hungry, and the men on "
+    "deck threw what they could not sell over the side. By eight the tide had turned. An old woman sat on the wall "
+    "with a basket of bread, as she had done every morning for thirty years, and sold a loaf to anyone who asked. She "
+    "knew the names of all the crews, and of the ships, and of most of the storms that had taken the others. When the "
+    "wind came round to the north she would look at the sky, close her basket, and go home without a word; and those "
+    "who had watched her long enough tied their boats up twice and stayed ashore that night. Nobody had ever asked "
+    "her how she could tell. It was said in the village that her father had taught her, and that his mother had "
+    "taught him, but the harbour master thought that she simply listened better than the rest of them did."
+)
+Maps = dict[int, dict[str, Tensor]]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class BenchmarkError(ValueError):
+    """Something was asked for that cannot be measured; the message says what to do."""
+
+
+def source_of(name: str) -> str:
+    """Where HuggingFace finds a model that tl_coupling knows by this name."""
+    return str(_embedded_folder()) if name == EMBEDDED_MODEL else name
+
+
+def token_ids(name: str, n_tokens: int) -> list[int]:
+    """The paper's prompt where it has this many tokens, else the beginning of a fixed text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source_of(name))
+    paper = tokenizer(PAPER_PROMPT)["input_ids"]
+    if len(paper) == n_tokens:
+        return paper
+    text = tokenizer(TEXT)["input_ids"]
+    if n_tokens > len(text):
+        raise BenchmarkError(
+            f"--tokens must lie in [1, {len(text)}] (the text that is used is no longer), got {n_tokens}"
+        )
+    return text[:n_tokens]
+
+
+def timed(device: torch.device, function: Callable[[], Any]) -> tuple[Any, float]:
+    """What the function returns, and how many seconds it took on the device."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return perf_counter()
+
+    start = now()
+    result = function()
+    return result, now() - start
+
+
+def run_released(name: str, n_tokens: int, device: torch.device, repeats: int) -> dict[str, Any]:
+    """Times, memory and values of the transcription."""
+    from transformers import AutoModelForCausalLM
+
+    ids = token_ids(name, n_tokens)
+    model = AutoModelForCausalLM.from_pretrained(source_of(name), dtype=torch.float32, attn_implementation="eager")
+    model.to(device).eval().requires_grad_(False)
+    memory = Memory(device)
+
+    def staged(states: Sequence[Tensor]) -> tuple[Maps, dict[str, float]]:
+        seconds = {}
+        Js, seconds["jacobians"] = timed(device, lambda: released.jacobians(states))
+        svds, seconds["svd"] = timed(device, lambda: released.decompositions(Js))
+        maps, seconds["matrices and measures"] = timed(device, lambda: released.couplings(Js, svds))
+        return maps, seconds
+
+    staged(released.hidden_states(model, ids[:3])[:2])
+    memory.start()
+    runs = []
+    for _ in range(repeats):
+        states, forward = timed(device, lambda: released.hidden_states(model, ids))
+        maps, seconds = staged(states)
+        runs.append({"forward": forward, **seconds})
+    for run in runs:
+        run["end to end"] = sum(run.values())
+    shapes = {"n_pos": n_tokens, "n_layers": len(states) - 1, "d_model": states[0].shape[-1], "k": list(released.KS)}
+    return report(ids, shapes, runs, memory.stop(), maps)
+
+
+def ours_end_to_end(model: Any, ids: Sequence[int]) -> Maps:
+    """Token ids to every measure of both orientations, by public calls."""
+    trace = tlc.trace(model, ids, final_norm=True)
+    k = max(released.KS)
+    ujv = tlc.depth_coupling(trace, k=k, orientation="ujv")
+    vju = tlc.depth_coupling(trace, k=k, orientation="vju")
+    return {
+        K: {
+            "ujv_norm": ujv.spectral_miscoupling(K, p=2, absolute=True),
+            "ujv_trace": ujv.spectral_miscoupling(K, p=1, absolute=True),
+            "vju_norm": vju.spectral_miscoupling(K, p=2, absolute=True),
+            "vju_trace": vju.spectral_miscoupling(K, p=1, absolute=True),
+            "m": ujv.miscoupling(K),
+            "m_normalized": ujv.normalized_miscoupling(K),
+        }
+        for K in released.KS
+    }
+
+
+def ours_by_stage(model: Any, ids: Sequence[int], device: torch.device) -> dict[str, float]:
+    """Seconds of what `ours_end_to_end` is made of, with nothing done twice."""
+    k, seconds = max(released.KS), {}
+    trace, seconds["forward"] = timed(device, lambda: tlc.trace(model, ids, final_norm=True))
+    J, seconds["jacobians"] = timed(device, lambda: tlc.block_jacobians(trace))
+    spectrum, seconds["svd"] = timed(device, lambda: tlc.svd(J, k + 1))
+    S, U, V = spectrum.S[:, None], spectrum.top(k).U, spectrum.top(k).Vh.mT
+
+    def measures(A: Tensor, B: Tensor) -> None:
+        for K in released.KS:
+            for M in (A[..., :K, :K], B[..., :K, :K]):
+                for p in (1, 2):
+                    tlc.spectral_miscoupling(M, S, p=p, absolute=True)
+            tlc.miscoupling(A[..., :K, :K])
+            tlc.normalized_miscoupling(A[..., :K, :K])
+
+    (A, B), seconds["matrices"] = timed(device, lambda: [_all_pairs(J, U, V, way) for way in ("ujv", "vju")])
+    _, seconds["measures"] = timed(device, lambda: measures(A, B))
+    seconds["matrices and measures"] = seconds["matrices"] + seconds["measures"]
+    return seconds
+
+
+def run_ours(name: str, n_tokens: int, device: torch.device, repeats: int) -> dict[str, Any]:
+    """Times, memory and values of tl_coupling. Memory is that of the end-to-end calls, which come first."""
+    ids = token_ids(name, n_tokens)
+    model = tlc.load_model(name, device=device)
+    memory = Memory(device)
+    warm_up = tlc.trace(model, ids[:3], final_norm=True)
+    tlc.depth_coupling(warm_up, k=max(released.KS), layers=[0])
+    memory.start()
+    ends = []
+    for _ in range(repeats):
+        maps, seconds = timed(device, lambda: ours_end_to_end(model, ids))
+        ends.append(seconds)
+    peaks = memory.stop()
+    runs = [ours_by_stage(model, ids, device) | {"end to end": end} for end in ends]
+    shapes = {"n_pos": n_tokens, "n_layers": warm_up.n_layers, "d_model": warm_up.d_model, "k": list(released.KS)}
+    return report(ids, shapes, runs, peaks, maps)
+
+
+class Memory:
+    """Memory of this process, in MiB: after loading (at creation), after the warm-up, and at its peak since then.
+
+    The weights are mapped from their file and count as resident only once they have been read: it is `after_warm_up`
+    that a peak compares with.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.mib: dict[str, float | bool] = {"after_loading": resident(), **self._on_gpu("after_loading")}
+
+    def start(self) -> None:
+        """From here on the peak is taken."""
+        self.mib["after_warm_up"] = resident()
+        # Linux can forget the peak so far; elsewhere it includes loading.
+        self.mib["peak_includes_loading"] = True
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+            self.mib["peak_includes_loading"] = False
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def stop(self) -> dict[str, float | bool]:
+        """All that was recorded."""
+        return self.mib | {"peak": resident(peak=True)} | self._on_gpu("peak")
+
+    def _on_gpu(self, when: str) -> dict[str, float]:
+        if self.device.type != "cuda":
+            return {}
+        read = torch.cuda.max_memory_allocated if when == "peak" else torch.cuda.memory_allocated
+        return {f"gpu_{when}": read(self.device) / 2**20}
+
+
+def resident(peak: bool = False) -> float:
+    """Resident memory of this process in MiB, now or at its peak (without /proc only the latter is known)."""
+    try:
+        # Not ru_maxrss: it starts from the peak of the process that started this one.
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:" if peak else "VmRSS:")[1].split()[0]) / 2**10
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def report(
+    ids: list[int], shapes: dict[str, Any], runs: list[dict[str, float]], memory: dict[str, Any], maps: Maps
+) -> dict[str, Any]:
+    """What a worker hands back; the seconds are those of its fastest run."""
+    return {
+        "tokens": ids,
+        "shapes": shapes,
+        "seconds": min(runs, key=lambda run: run["end to end"]),
+        "seconds_of_all_runs": runs,
+        "memory_mib": memory,
+        "maps": {str(K): {name: values.tolist() for name, values in of_k.items()} for K, of_k in maps.items()},
+    }
+
+
+WORKERS = {"released": run_released, "ours": run_ours}
+
+
+def in_own_process(worker: str, options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
+    """Run a worker in a fresh interpreter and return its report."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "benchmarks.depth_coupling", "--worker", worker, "--tokens", n_tokens]
+        command += ["--repeats", options.repeats, "--device", options.device, "--model", options.model, "--out", path]
+        done = subprocess.run([str(part) for part in command], cwd=ROOT, check=False)
+        if done.returncode:
+            # The worker has said what was wrong.
+            raise SystemExit(done.returncode)
+        return json.loads(path.read_text())
+
+
+def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
+    """Largest absolute difference of each measure, over K and all pairs."""
+    largest = {}
+    for name in released.MEASURES:
+        pairs = [(torch.tensor(theirs[K][name]), torch.tensor(ours[K][name])) for K in theirs]
+        # Not max() of floats, which can lose a NaN.
+        largest[name] = float(torch.stack([(a - b).abs().amax() for a, b in pairs]).amax())
+    return largest
+
+
+def compare(options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
+    """Both workers on one prompt."""
+    theirs, ours = (in_own_process(worker, options, n_tokens) for worker in WORKERS)
+    if theirs["tokens"] != ours["tokens"] or theirs["shapes"] != ours["shapes"]:
+        raise BenchmarkError("the two did not measure the same prompt and model")
+    maps = theirs.pop("maps"), ours.pop("maps")
+    shared = {key: theirs.pop(key) for key in ("tokens", "shapes")}
+    by_measure = differences(*maps)
+    stages = [stage for stage in theirs["seconds"] if stage in ours["seconds"]]
+    return shared | {
+        "released": theirs,
+        "ours": {key: value for key, value in ours.items() if key not in shared},
+        "ratio": {stage: theirs["seconds"][stage] / ours["seconds"][stage] for stage in stages},
+        "max_abs_difference": by_measure,
+        "largest_difference": float(torch.tensor(list(by_measure.values())).amax()),
+    }
+
+
+def table(run: dict[str, Any], title: str) -> Table:
+    """One prompt's figures for reading."""
+    theirs, ours = run["released"], run["ours"]
+    shapes, largest = run["shapes"], run["largest_difference"]
+    drawn = Table(
+        "",
+        title=f"{title}: T = {shapes['n_pos']}, L = {shapes['n_layers']}, d = {shapes['d_model']}, K = {shapes['k']}",
+        caption=f"largest difference between the two, over all measures: {largest:.1e}",
+    )
+    for header in ("released", "tl_coupling", "ratio"):
+        drawn.add_column(header, justify="right")
+    for stage in ("forward", "jacobians", "svd", "matrices", "measures", "matrices and measures", "end to end"):
+        cells = [f"{side['seconds'][stage]:.3f} s" if stage in side["seconds"] else "" for side in (theirs, ours)]
+        ratio = f"{run['ratio'][stage]:.1f}" if stage in run["ratio"] else ""
+        drawn.add_row(stage, *cells, ratio, end_section=stage == "matrices and measures")
+    drawn.add_section()
+    for name in theirs["memory_mib"]:
+        if name != "peak_includes_loading":
+            drawn.add_row(f"memory {name}", *(f"{side['memory_mib'][name]:.0f} MiB" for side in (theirs, ours)))
+    return drawn
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and machine."""
+    packages = ("torch", "transformers", "transformer-lens", "tl-coupling")
+    return {
+        "python": platform.python_version(),
+        "versions": {package: importlib.metadata.version(package) for package in packages},
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "cpu_threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+    }
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    def positive(text: str) -> int:
+        number = int(text)
+        if number < 1:
+            raise argparse.ArgumentTypeError(f"wanted a positive number, got {text}")
+        return number
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.depth_coupling",
+        description="Time and peak memory of one prompt's depth coupling (last token, all pairs of layers,\n"
+        "K = 10, 30, 50, both orientations): a transcription of the paper's released algorithm\n"
+        "against tl_coupling. Prints a table for each prompt length and writes\nOUT/depth_coupling.json.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  python -m benchmarks.depth_coupling --tokens 10 64 --repeats 3 --out benchmarks/results",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        default=[10, 64],
+        metavar="T",
+        help="prompt lengths; one that fits the paper's prompt (10 for SmolLM2) takes that prompt (default: 10 64)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=1, help="runs of each; the fastest counts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto is a GPU if there is one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model",
+        default=EMBEDDED_MODEL,
+        help="smollm2-135m, a HuggingFace hub name or a local folder (default: %(default)s)",
+    )
+    parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch sees no GPU: use cpu, or install torch with CUDA")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(arguments)
+    device = torch.device(options.device)
+    try:
+        if options.worker:
+            found = WORKERS[options.worker](options.model, options.tokens[0], device, options.repeats)
+            options.out.write_text(json.dumps(found))
+            return
+        console = Console()
+        runs = []
+        for n_tokens in options.tokens:
+            token_ids(options.model, n_tokens)
+        for n_tokens in options.tokens:
+            runs.append(compare(options, n_tokens))
+            console.print(table(runs[-1], f"{options.model} on {device}, {torch.get_num_threads()} threads"))
+    # What HuggingFace and tl_coupling raise for a model that is not there.
+    except (BenchmarkError, ModelError, OSError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        raise SystemExit(2) from None
+    results = {
+        "benchmark": "depth_coupling",
+        "model": options.model,
+        "repeats": options.repeats,
+        "environment": environment(device),
+        "runs": runs,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "depth_coupling.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    console.print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

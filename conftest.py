@@ -1,0 +1,30 @@
+"""Names that docstring examples use: a tiny random model and its trace."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "tests"))
+
+
+@pytest.fixture(autouse=True)
+def _doctest_names(request: pytest.FixtureRequest) -> None:
+    if not isinstance(request.node, pytest.DoctestItem):
+        return
+    names: dict[str, Any] = request.getfixturevalue("doctest_namespace")
+    names |= request.getfixturevalue("_example_names")
+
+
+@pytest.fixture(scope="session")
+def _example_names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    import tiny
+    import torch
+
+    import tl_coupling as tlc
+
+    folder = tmp_path_factory.mktemp("example_tokenizer")
+    tiny.save_tokenizer(folder)
+    model = tiny.bridge(tiny.huggingface_model("llama"), folder)
+    return {"torch": torch, "tlc": tlc, "model": model, "trace": tlc.trace(model, tiny.TOKENS)}

@@ -1,0 +1,487 @@
+"""What the pictures hold: data, labels, limits, artists; and that they leave pyplot alone."""
+
+import dataclasses
+import inspect
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+import tl_coupling as tlc
+from tl_coupling.comparisons import CouplingMap
+from tl_coupling.plots import (
+    plot_adjacency,
+    plot_coupling,
+    plot_coupling_matrices,
+    plot_locality,
+    plot_singular_values,
+)
+
+PROVENANCE = {
+    "model": "tiny",
+    "prompt": "It costs $5 or $6",
+    "position": 3,
+    "str_tokens": ["It", " costs", " $5", "\n", " ", " $6"],
+    "n_layers": 20,
+}
+
+
+def random_map(layers=(0, 1, 2, 3), k=5, seed=0, kind="depth", **provenance) -> CouplingMap:
+    """A map of random 12×12 Jacobians, one for each layer (kind "depth") or for each token."""
+    n = len(layers)
+    J = torch.randn(n, 12, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    spectra = [tlc.svd(J[i], k) for i in range(n)]
+    depth = kind == "depth"
+    return CouplingMap(
+        matrices=torch.stack([torch.stack([tlc.coupling_matrix(J_1, s, k) for s in spectra]) for J_1 in J]),
+        singular_values=torch.stack([s.S for s in spectra]),
+        frobenius_norms=torch.linalg.matrix_norm(J),
+        d_model=12,
+        row_layers=tuple(layers) if depth else (8,) * n,
+        col_layers=tuple(layers) if depth else (9,) * n,
+        row_positions=(3,) * n if depth else tuple(layers),
+        col_positions=(3,) * n if depth else tuple(layers),
+        kind=kind,
+        orientation="ujv",
+        provenance=PROVENANCE | provenance,
+    )
+
+
+@pytest.fixture(autouse=True)
+def global_state_untouched():
+    before = dict(matplotlib.rcParams)
+    yield
+    assert plt.get_fignums() == []
+    assert dict(matplotlib.rcParams) == before
+
+
+def tick_labels(axis) -> list[str]:
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def colour_bar(ax):
+    (bar,) = [other for other in ax.figure.axes if other is not ax]
+    return bar
+
+
+# plot_coupling
+
+
+def test_coupling_image_is_the_measure():
+    result = random_map()
+    ax = plot_coupling(result, k=3)
+    (image,) = ax.images
+    np.testing.assert_array_equal(image.get_array(), result.coupling(3))
+    assert image.get_clim() == (0, 1)
+    assert "k = 3" in ax.get_title()
+    assert colour_bar(ax).get_ylabel().startswith("coupling")
+    assert "k = 3" in colour_bar(ax).get_ylabel()
+
+
+def test_coupling_of_all_singular_vectors_by_default():
+    result = random_map(k=5)
+    ax = plot_coupling(result)
+    np.testing.assert_array_equal(ax.images[0].get_array(), result.coupling(5))
+    assert "k = 5" in colour_bar(ax).get_ylabel()
+
+
+@pytest.mark.parametrize(
+    ("measure", "name"),
+    [
+        ("normalized_miscoupling", "normalised mis-coupling"),
+        ("captured_energy", "captured energy"),
+        ("miscoupling", "mis-coupling"),
+        ("spectral_miscoupling", "spectral mis-coupling"),
+    ],
+)
+def test_coupling_limits_and_label_of_each_measure(measure, name):
+    result = random_map()
+    options = {"p": 2.0} if measure == "spectral_miscoupling" else {}
+    ax = plot_coupling(result, measure=measure, **options)
+    values = result.values(measure=measure, **options)
+    np.testing.assert_array_equal(ax.images[0].get_array(), values)
+    bounded = measure in ("normalized_miscoupling", "captured_energy")
+    assert ax.images[0].get_clim() == (0, 1 if bounded else float(values.max()))
+    assert colour_bar(ax).get_ylabel().startswith(name)
+
+
+def test_coupling_options_reach_the_measure_and_the_label():
+    result = random_map()
+    ax = plot_coupling(result, measure="spectral_miscoupling", p=1.0, absolute=True)
+    np.testing.assert_array_equal(ax.images[0].get_array(), result.spectral_miscoupling(p=1.0, absolute=True))
+    assert "p = 1, |A|" in colour_bar(ax).get_ylabel()
+
+
+def test_coupling_takes_limits_colours_and_axes():
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    ax = plot_coupling(random_map(), ax=right, vmin=0.2, vmax=0.7, cmap="magma")
+    assert ax is right
+    assert not left.images
+    assert ax.images[0].get_clim() == (0.2, 0.7)
+    assert ax.images[0].get_cmap().name == "magma"
+
+
+def test_coupling_marks_undefined_values_without_touching_the_registered_colour_map():
+    result = random_map()
+    dead = dataclasses.replace(result, matrices=result.matrices * (torch.arange(4) != 1)[:, None, None, None])
+    with pytest.warns(UserWarning, match="undefined"):
+        ax = plot_coupling(dead)
+    assert np.isnan(ax.images[0].get_array().filled(np.nan)).any(axis=1).tolist() == [False, True, False, False]
+    assert ax.images[0].get_cmap()(np.nan) == pytest.approx((0.8, 0.8, 0.8, 1))
+    assert matplotlib.colormaps[matplotlib.rcParams["image.cmap"]](np.nan)[3] == 0
+
+
+def test_coupling_ticks_are_layers():
+    ax = plot_coupling(random_map(layers=(2, 5, 11)))
+    assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == ["2", "5", "11"]
+    assert list(ax.get_xticks()) == [0, 1, 2]
+    assert "J₁" in ax.get_ylabel()
+    assert "singular vectors" in ax.get_xlabel()
+
+
+def test_coupling_thins_the_ticks_of_many_layers():
+    ax = plot_coupling(random_map(layers=range(20), k=2))
+    assert list(ax.get_xticks()) == list(range(0, 20, 2))
+    assert tick_labels(ax.yaxis) == [str(layer) for layer in range(0, 20, 2)]
+
+
+@pytest.mark.parametrize("kind", ["self", "context"])
+def test_coupling_ticks_are_tokens(kind):
+    ax = plot_coupling(random_map(layers=range(1, 6), kind=kind))
+    wanted = ["1 costs", "2 $5", "3 \\n", "4 ␣", "5 $6"]
+    assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == wanted
+    assert ax.get_ylabel() == "token of J₁, layer 8"
+    assert ax.get_xlabel() == "token of the singular vectors, layer 9"
+    assert ax.get_title().startswith(f"{kind.capitalize()} coupling")
+    assert not any(label.get_parse_math() for label in ax.get_xticklabels())
+
+
+def test_coupling_ticks_are_bare_positions_without_the_text():
+    ax = plot_coupling(random_map(layers=(4, 7), kind="self", str_tokens=None))
+    assert tick_labels(ax.xaxis) == ["4", "7"]
+
+
+def test_coupling_title_tells_model_prompt_and_token():
+    ax = plot_coupling(random_map(untrained=True, checkpoint=0), k=2)
+    assert ax.get_title() == (
+        "Depth coupling · ujv · k = 2\ntiny at checkpoint 0 (untrained)\n“It costs $5 or $6” · token 3 \\n"
+    )
+    assert not ax.title.get_parse_math()
+
+
+def test_coupling_title_shortens_a_long_prompt_and_bears_an_empty_provenance():
+    long = plot_coupling(random_map(prompt="word " * 100)).get_title().splitlines()[2]
+    assert long.startswith("“word word")
+    assert "…”" in long
+    assert len(long) < 70
+    bare = dataclasses.replace(random_map(), provenance={})
+    assert plot_coupling(bare).get_title() == "Depth coupling · ujv · k = 5\ntoken 3"
+
+
+@pytest.mark.parametrize("k", [0, 6])
+def test_k_out_of_range_is_refused_everywhere(k):
+    result = random_map(k=5)
+    for plot in (plot_coupling, plot_coupling_matrices, plot_adjacency, plot_locality):
+        with pytest.raises(ValueError, match=rf"`k` must lie in \[1, 5\].*got {k}"):
+            plot(result, k=k)
+
+
+# plot_coupling_matrices
+
+
+def panels(part) -> list[np.ndarray]:
+    return [np.asarray(ax.images[0].get_array()) for ax in part.axes if ax.images]
+
+
+def test_matrices_are_drawn_relative_to_the_largest_singular_value():
+    result = random_map()
+    fig = plot_coupling_matrices(result, k=4, layers=[3, 1])
+    assert isinstance(fig, Figure)
+    (part,) = fig.subfigs
+    drawn = panels(part)
+    assert len(drawn) == 4
+    for panel, (row, col) in zip(drawn, [(3, 3), (3, 1), (1, 3), (1, 1)], strict=True):
+        wanted = result.matrices[row, col, :4, :4].abs() / result.singular_values[row, 0]
+        np.testing.assert_allclose(panel, wanted, rtol=1e-12)
+    assert {ax.images[0].get_clim() for ax in part.axes if ax.images} == {(0, 0.25)}
+    assert [ax.get_ylabel() for ax in part.axes[::2][:2]] == ["3", "1"]
+    assert [ax.get_xlabel() for ax in part.axes[2:4]] == ["3", "1"]
+    assert "|A| / σ₁ of J₁" in part.axes[-1].get_ylabel()
+    assert "k = 4" in part.get_suptitle()
+
+
+@pytest.mark.parametrize(
+    ("held", "drawn"),
+    [
+        (range(18), range(8, 16)),
+        (range(10), [8, 9]),
+        (range(4), range(4)),
+        ((0, 1, 2, 3, 4, 5, 6, 7, 19), (1, 2, 3, 4, 5, 6, 7, 19)),
+    ],
+)
+def test_matrices_of_the_papers_layers_by_default(held, drawn):
+    fig = plot_coupling_matrices(random_map(layers=held, k=1))
+    (part,) = fig.subfigs
+    assert [ax.get_xlabel() for ax in part.axes if ax.get_xlabel()] == [str(layer) for layer in drawn]
+    assert len(panels(part)) == len(drawn) ** 2
+
+
+def test_matrices_of_the_untrained_twin_lie_below_on_the_same_scale():
+    trained, twin = random_map(), random_map(seed=1, untrained=True)
+    fig = plot_coupling_matrices(trained, untrained=twin, k=2, vmax=0.5)
+    above, below = fig.subfigs
+    assert above.bbox.y0 >= below.bbox.y1
+    assert "(untrained)" not in above.get_suptitle()
+    assert "(untrained)" in below.get_suptitle()
+    for part, result in ((above, trained), (below, twin)):
+        wanted = result.at(2).abs() / result.singular_values[:, :1, None, None]
+        np.testing.assert_allclose(np.stack(panels(part)), wanted.flatten(0, 1), rtol=1e-12)
+        assert {ax.images[0].get_clim() for ax in part.axes if ax.images} == {(0, 0.5)}
+
+
+def test_matrices_of_a_dead_block_are_dark_and_finite():
+    result = random_map()
+    dead = dataclasses.replace(result, matrices=result.matrices * 0, singular_values=result.singular_values * 0)
+    assert all((panel == 0).all() for panel in panels(plot_coupling_matrices(dead).subfigs[0]))
+
+
+def test_matrices_count_negative_layers_from_the_models_end():
+    fig = plot_coupling_matrices(random_map(layers=(0, 18, 19)), layers=[-1, 0])
+    assert [ax.get_xlabel() for ax in fig.subfigs[0].axes if ax.get_xlabel()] == ["19", "0"]
+
+
+def test_matrices_are_drawn_on_the_figure_given():
+    fig = Figure()
+    assert plot_coupling_matrices(random_map(), fig=fig) is fig
+    assert len(fig.subfigs) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": [1, 7]}, r"`layers` must be among those of 'result', \[0, 1, 2, 3\], got \[7\]"),
+        ({"layers": []}, "`layers` is empty"),
+        ({"untrained": random_map(layers=(0, 1))}, r"among those of 'untrained', \[0, 1\], got \[2, 3\]"),
+        ({"untrained": random_map(k=3)}, r"`k` must be given .* here \[5, 3\]"),
+        ({"untrained": random_map(k=3), "k": 4}, r"`k` must lie in \[1, 3\]"),
+        ({"untrained": random_map(kind="self")}, "'untrained' is of kind 'self'"),
+    ],
+)
+def test_matrices_refuse_what_they_cannot_draw(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        plot_coupling_matrices(random_map(), **options)
+    assert "\n" not in str(error.value)
+
+
+# plot_adjacency
+
+
+def edges_of(ax):
+    """Width and opacity of every edge, with its end points."""
+    if not ax.collections or not hasattr(ax.collections[0], "get_segments"):
+        return {}
+    lines = ax.collections[0]
+    places = {text.get_text(): text.get_position() for text in ax.texts}
+
+    def node(point):
+        return min(places, key=lambda name: np.linalg.norm(np.subtract(places[name], point)))
+
+    return {
+        frozenset(int(node(point)) for point in (segment[0], segment[-1])): (width, color[3])
+        for segment, width, color in zip(lines.get_segments(), lines.get_linewidths(), lines.get_colors(), strict=True)
+    }
+
+
+def test_adjacency_draws_the_mean_of_both_orders():
+    result = random_map(layers=(4, 5, 6, 9))
+    ax = plot_adjacency(result, k=3)
+    values = result.coupling(3).numpy()
+    drawn = edges_of(ax)
+    assert len(drawn) == 6
+    for i, j in [(0, 1), (0, 3), (2, 3)]:
+        weight = (values[i, j] + values[j, i]) / 2
+        assert values[i, j] != values[j, i]
+        width, alpha = drawn[frozenset((result.row_layers[i], result.row_layers[j]))]
+        assert width == pytest.approx(8 * weight)
+        assert alpha == pytest.approx(weight**0.5)
+    assert [text.get_text() for text in ax.texts] == ["4", "5", "6", "9"]
+    legend = ax.get_legend()
+    assert "mean of (l, l′) and (l′, l)" in legend.get_title().get_text()
+    assert "6 of 6 edges" in legend.get_title().get_text()
+    assert [text.get_text() for text in legend.get_texts()] == ["0.1", "0.25", "0.5", "1"]
+    assert "k = 3" in ax.get_title()
+
+
+def test_adjacency_nodes_lie_on_a_circle_the_same_way_each_time():
+    result = random_map(layers=range(7), k=2)
+    first, second = ([text.get_position() for text in plot_adjacency(result).texts] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(np.linalg.norm(first, axis=1), 1, atol=1e-6)
+
+
+def test_adjacency_keeps_edges_from_the_threshold_on():
+    result = random_map()
+    values = result.coupling().numpy()
+    weights = np.sort(((values + values.T) / 2)[np.tril_indices(4, -1)])
+    ax = plot_adjacency(result, threshold=weights[2])
+    assert sorted(width for width, _ in edges_of(ax).values()) == pytest.approx(8 * weights[2:])
+    assert "4 of 6 edges, at least" in ax.get_legend().get_title().get_text()
+    none = plot_adjacency(result, threshold=2.0)
+    assert edges_of(none) == {}
+    assert "0 of 6 edges" in none.get_legend().get_title().get_text()
+    assert len(none.texts) == 4
+
+
+def test_adjacency_of_an_unbounded_measure_is_full_at_its_largest_weight():
+    result = random_map()
+    ax = plot_adjacency(result, measure="miscoupling")
+    values = result.miscoupling().numpy()
+    largest = ((values + values.T) / 2)[np.tril_indices(4, -1)].max()
+    assert max(width for width, _ in edges_of(ax).values()) == pytest.approx(8)
+    assert ax.get_legend().get_texts()[-1].get_text() == f"{largest:.2g}"
+
+
+def test_adjacency_leaves_out_undefined_edges():
+    result = random_map()
+    dead = dataclasses.replace(result, matrices=result.matrices * (torch.arange(4) != 1)[:, None, None, None])
+    with pytest.warns(UserWarning, match="undefined"):
+        ax = plot_adjacency(dead)
+    assert set(edges_of(ax)) == {frozenset(pair) for pair in [(0, 2), (0, 3), (2, 3)]}
+
+
+def test_adjacency_takes_axes():
+    ax = Figure().subplots()
+    assert plot_adjacency(random_map(), ax=ax) is ax
+
+
+def test_adjacency_wants_the_same_layers_on_both_sides():
+    result = random_map()
+    with pytest.raises(ValueError, match=r"same layers, each once.*columns \[3, 2, 1, 0\]"):
+        plot_adjacency(dataclasses.replace(result, col_layers=(3, 2, 1, 0)))
+    with pytest.raises(ValueError, match=r"each once.*got rows \[0, 0\]"):
+        plot_adjacency(random_map(layers=(0, 0)))
+
+
+# plot_locality
+
+
+def test_locality_draws_the_profiles_and_the_null():
+    maps = {"first $": random_map(), "second $": random_map(seed=1)}
+    ax = plot_locality(maps, k=3)
+    *lines, null = ax.lines
+    for line, (name, result) in zip(lines, maps.items(), strict=True):
+        assert line.get_label() == name
+        np.testing.assert_array_equal(line.get_xdata(), [0, 1, 2, 3])
+        np.testing.assert_array_equal(line.get_ydata(), result.locality_profile(3))
+    assert lines[0].get_color() != lines[1].get_color()
+    assert null.get_linestyle() == "--"
+    assert list(null.get_ydata()) == pytest.approx([1 - (2 / 3) ** 0.5] * 2)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "first $",
+        "second $",
+        "random subspaces, 0.184",
+    ]
+    assert not any(text.get_parse_math() for text in ax.get_legend().get_texts())
+    assert ax.get_ylim()[0] == 0
+    assert "k = 3" in ax.get_ylabel()
+
+
+def test_locality_passes_over_distances_that_no_pair_has():
+    result = random_map(layers=(0, 1, 5))
+    line = plot_locality(result).lines[0]
+    assert list(line.get_xdata()) == [0, 1, 4, 5]
+    np.testing.assert_array_equal(line.get_ydata(), result.locality_profile()[[0, 1, 4, 5]])
+
+
+def test_one_map_needs_no_name():
+    ax = Figure().subplots()
+    assert plot_locality(random_map(), ax=ax) is ax
+    assert ax.lines[0].get_label() == "tiny"
+    assert len(ax.lines) == 2
+    assert plot_singular_values(random_map(k=2)).lines[0].get_label() == "tiny, top 2"
+
+
+def test_title_tells_only_what_all_maps_share():
+    twin = dataclasses.replace(random_map(untrained=True, prompt="Another"), orientation="vju")
+    title = plot_locality({"trained": random_map(), "untrained": twin}).get_title()
+    assert title == "Depth coupling · k = 5\ntiny\ntoken 3 \\n"
+
+
+def test_locality_wants_one_k():
+    maps = {"five": random_map(k=5), "three": random_map(k=3)}
+    with pytest.raises(ValueError, match=r"`k` must be given .* here \[5, 3\]"):
+        plot_locality(maps)
+    with pytest.raises(ValueError, match=r"`k` must lie in \[1, 3\]"):
+        plot_locality(maps, k=4)
+    assert len(plot_locality(maps, k=3).lines) == 3
+
+
+# plot_singular_values
+
+
+def test_singular_values_against_depth():
+    # Layers out of order: lines still run from left to right.
+    maps = {"trained": random_map(layers=(2, 0, 1)), "untrained": random_map(layers=(2, 0, 1), seed=1)}
+    ax = plot_singular_values(maps, n=3)
+    assert ax.get_yscale() == "log"
+    assert len(ax.lines) == 6
+    for number, result in enumerate(maps.values()):
+        for i, line in enumerate(ax.lines[3 * number : 3 * number + 3]):
+            assert list(line.get_xdata()) == [0, 1, 2]
+            np.testing.assert_array_equal(line.get_ydata(), result.singular_values[[1, 2, 0], i])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["trained, top 3", "untrained, top 3"]
+    assert ax.get_xlabel() == "layer"
+
+
+def test_singular_values_have_one_colour_family_each_darkest_first():
+    ax = plot_singular_values({"a": random_map(), "b": random_map(seed=1)}, n=4)
+    colours = np.array([matplotlib.colors.to_rgb(line.get_color()) for line in ax.lines]).reshape(2, 4, 3)
+    assert (np.diff(colours.sum(-1), axis=1) > 0).all()
+    hues = matplotlib.colors.rgb_to_hsv(colours)[..., 0]
+    np.testing.assert_allclose(hues, hues[:, :1] * np.ones(4), atol=1e-6)
+    assert abs(hues[0, 0] - hues[1, 0]) > 0.1
+
+
+def test_singular_values_are_as_many_as_the_map_holds():
+    assert len(plot_singular_values(random_map(k=5)).lines) == 5
+    with pytest.raises(ValueError, match=r"`n` must be at least 1.*got 0"):
+        plot_singular_values(random_map(), n=0)
+
+
+# What they all refuse
+
+
+@pytest.mark.parametrize("plot", [plot_coupling_matrices, plot_adjacency, plot_locality, plot_singular_values])
+def test_maps_of_tokens_are_refused_where_layers_are_drawn(plot):
+    with pytest.raises(ValueError, match=r"kind 'depth' \(`depth_coupling`\).*of kind 'self'"):
+        plot(random_map(kind="self"))
+
+
+@pytest.mark.parametrize("plot", [plot_locality, plot_singular_values])
+def test_results_must_be_maps(plot):
+    with pytest.raises(ValueError, match="`results` is empty"):
+        plot({})
+    # Unwrapped: in the tests, beartype refuses it first.
+    with pytest.raises(TypeError, match="wanted a CouplingMap or a mapping from names to them, got list"):
+        inspect.unwrap(plot)([random_map()])
+
+
+def test_pictures_render_without_warnings(tmp_path, recwarn):
+    trained, twin = random_map(layers=range(6)), random_map(layers=range(6), seed=1, untrained=True)
+    both = {"trained": trained, "untrained": twin}
+    figures = [
+        plot_coupling(trained).figure,
+        plot_coupling(random_map(layers=range(6), kind="self")).figure,
+        plot_coupling_matrices(trained, layers=[0, 5], untrained=twin),
+        plot_adjacency(trained).figure,
+        plot_locality(both).figure,
+        plot_singular_values(both).figure,
+    ]
+    for i, figure in enumerate(figures):
+        figure.savefig(tmp_path / f"{i}.png", dpi=40)
+        assert plt.imread(tmp_path / f"{i}.png").std() > 0
+    assert [str(warning.message) for warning in recwarn] == []

@@ -1,0 +1,117 @@
+"""The attention of one query to a context of which one row moves, with the other rows' gradients never formed.
+
+Scores and outputs are products, `q Kᵀ` and `P V`. Reverse mode through them gives a gradient for every row of K and V
+and every seed, `[d_model n_heads n_pos d_head]` numbers of which one row is wanted. Here the block gets K and V as
+constants, and the row that moves re-enters by the product rule, `d(q kᵀ) = dq kᵀ + q dkᵀ`: terms whose value is zero
+and whose derivative is right are added to the two products as the block computes them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+class BlockError(RuntimeError):
+    """A block is not of the form that a cheap way to evaluate it needs."""
+
+
+@dataclass
+class MovedRow:
+    """The one row of keys and values that depends on the input.
+
+    Its position, and its keys and values `[1 n_kv_heads 1 d_head]`; for the query's own row they are set when the block
+    has computed them.
+    """
+
+    position: int
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def set(self, keys: Tensor, values: Tensor, position_dim: int) -> "MovedRow":
+        """Take keys and values as the block keeps them (HookedTransformer has positions before heads)."""
+        self.keys, self.values = (z if position_dim == -2 else z.transpose(1, 2) for z in (keys, values))
+        return self
+
+
+class ProductRule(TorchFunctionMode):
+    """While it is entered, the block's two attention products carry the derivative of the moved row.
+
+    Raises:
+        BlockError: on leaving, if the block did not form `q Kᵀ` and then `P V` of the shapes expected (an attention in
+            other operations, keys that are rotated after they are cached).
+    """
+
+    def __init__(self, moved: MovedRow, n_keys: int) -> None:
+        super().__init__()
+        self.moved, self.n_keys, self.products = moved, n_keys, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _PRODUCTS and self.moved.keys is not None and self.moved.values is not None:
+            left, right = args
+            if left.ndim == right.ndim == 4 and left.shape[-2] == 1:
+                at = self.moved.position
+                if self.products == 0 and right.shape[-1] == self.n_keys:
+                    self.products = 1
+                    keys = _for_heads(self.moved.keys, right[..., at])
+                    scores = (left.detach() * (keys - keys.detach())).sum(-1, keepdim=True)
+                    padding = (at, self.n_keys - 1 - at)
+                    return _TimesConstant.apply(left, right) + torch.nn.functional.pad(scores, padding)
+                if self.products == 1 and right.shape[-2] == self.n_keys:
+                    self.products = 2
+                    values = _for_heads(self.moved.values, right[..., at, :])
+                    outputs = left[..., at : at + 1].detach() * (values - values.detach())
+                    return _TimesConstant.apply(left, right) + outputs
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if exception[0] is None and self.products != 2:
+            raise BlockError("the block's attention is not q Kᵀ and P V by two matrix products")
+
+
+def _for_heads(rows: Tensor, used: Tensor) -> Tensor:
+    """Rows `[1 n_kv_heads 1 d_head]`, repeated for the query heads that share them.
+
+    `used` is what the block made of them, `[1 n_heads d_head]`.
+
+    Raises:
+        BlockError: the block changed them on the way, so that their derivative is not the one that is wanted.
+    """
+    n_heads, n_kv_heads = used.shape[1], rows.shape[1]
+    if n_heads % n_kv_heads == 0:
+        repeated = rows.repeat_interleave(n_heads // n_kv_heads, dim=1)
+        if repeated.shape[-1] == used.shape[-1] and bool((used == repeated.detach()[..., 0, :]).all()):
+            return repeated
+    raise BlockError("keys or values are changed between the cache and the attention's products")
+
+
+class _TimesConstant(torch.autograd.Function):
+    """`left @ right`, `[1 n_heads 1 n] × [1 n_heads n m]`, for a constant `right` that is never copied for each seed.
+
+    PyTorch's own rule for a batched matmul expands the unbatched factor; here the seeds become rows of `left`.
+    """
+
+    @staticmethod
+    def forward(left: Tensor, right: Tensor) -> Tensor:
+        return left @ right
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (right,) = ctx.saved_tensors
+        return _TimesConstant.apply(grad, right.mT), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], left: Tensor, right: Tensor) -> tuple[Tensor, int]:
+        rows = left.movedim(in_dims[0], -2).squeeze(-3)
+        return (rows @ right).unsqueeze(-3), 3
