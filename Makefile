@@ -18,7 +18,7 @@ setup: .venv/ready .venv-tl3/ready
 	touch $@
 
 demo: .venv/ready
-	.venv/bin/tl-coupling depth --model smollm2-135m --prompt "$(PROMPT)" --out out
+	.venv/bin/tl-coupling depth --model smollm2-135m --prompt "$(PROMPT)" --untrained --out out
 
 test: setup
 	.venv/bin/python -m pytest

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -115,9 +116,7 @@ def run_released(name: str, n_tokens: int, device: torch.device, repeats: int) -
 def ours_end_to_end(model: Any, ids: Sequence[int]) -> Maps:
     """Token ids to every measure of both orientations, by public calls."""
     trace = tlc.trace(model, ids, final_norm=True)
-    k = max(released.KS)
-    ujv = tlc.depth_coupling(trace, k=k, orientation="ujv")
-    vju = tlc.depth_coupling(trace, k=k, orientation="vju")
+    ujv, vju = tlc.depth_couplings(trace, k=max(released.KS), orientations=("ujv", "vju")).values()
     return {
         K: {
             "ujv_norm": ujv.spectral_miscoupling(K, p=2, absolute=True),
@@ -234,15 +233,19 @@ WORKERS = {"released": run_released, "ours": run_ours}
 
 def in_own_process(worker: str, options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
     """Run a worker in a fresh interpreter and return its report."""
+    # More than a fraction here means that others were using the cores: the seconds are then too many.
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = [sys.executable, "-m", "benchmarks.depth_coupling", "--worker", worker, "--tokens", n_tokens]
         command += ["--repeats", options.repeats, "--device", options.device, "--model", options.model, "--out", path]
         done = subprocess.run([str(part) for part in command], cwd=ROOT, check=False)
+        if done.returncode < 0:
+            raise BenchmarkError(f"the process that measured {worker!r} was killed by signal {-done.returncode}")
         if done.returncode:
             # The worker has said what was wrong.
             raise SystemExit(done.returncode)
-        return json.loads(path.read_text())
+        return {"load_average_before": load} | json.loads(path.read_text())
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
@@ -279,8 +282,8 @@ def table(run: dict[str, Any], title: str) -> Table:
     shapes, largest = run["shapes"], run["largest_difference"]
     drawn = Table(
         "",
-        title=f"{title}: T = {shapes['n_pos']}, L = {shapes['n_layers']}, d = {shapes['d_model']}, K = {shapes['k']}",
-        caption=f"largest difference between the two, over all measures: {largest:.1e}",
+        title=f"{title}\nT = {shapes['n_pos']}, L = {shapes['n_layers']}, d = {shapes['d_model']}, K = {shapes['k']}",
+        caption=f"largest difference in any measure: {largest:.1e}",
     )
     for header in ("released", "tl_coupling", "ratio"):
         drawn.add_column(header, justify="right")

@@ -214,6 +214,12 @@ def test_matrices_are_drawn_relative_to_the_largest_singular_value():
     assert "k = 4" in part.get_suptitle()
 
 
+def test_matrices_find_layers_that_rows_and_columns_order_differently():
+    result = dataclasses.replace(random_map(), col_layers=(1, 0, 3, 2))
+    one_above_two = panels(plot_coupling_matrices(result, layers=[1, 2]).subfigs[0])[1]
+    np.testing.assert_allclose(one_above_two, result.matrices[1, 3].abs() / result.singular_values[1, 0], rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("held", "drawn"),
     [
@@ -444,6 +450,13 @@ def test_singular_values_have_one_colour_family_each_darkest_first():
     hues = matplotlib.colors.rgb_to_hsv(colours)[..., 0]
     np.testing.assert_allclose(hues, hues[:, :1] * np.ones(4), atol=1e-6)
     assert abs(hues[0, 0] - hues[1, 0]) > 0.1
+
+
+def test_singular_values_of_zero_leave_a_gap():
+    result = random_map()
+    dead = dataclasses.replace(result, singular_values=result.singular_values * (torch.arange(4) != 1)[:, None])
+    ax = plot_singular_values(dead)
+    assert np.isfinite(ax.yaxis.get_transform().transform(ax.lines[0].get_ydata())).tolist() == [1, 0, 1, 1]
 
 
 def test_singular_values_are_as_many_as_the_map_holds():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from tl_coupling.coupling import (
     random_subspace_null,
     spectral_miscoupling,
 )
+from tl_coupling.files import write_atomically
 from tl_coupling.jacobians import jacobian_and_path
 from tl_coupling.spectra import check_cut, check_k, svd
 
@@ -81,7 +81,7 @@ class CouplingMap:
         return normalized_miscoupling(self.at(k))
 
     def spectral_miscoupling(
-        self, k: int | None = None, p: float = 2, absolute: bool = False
+        self, k: int | None = None, p: float = 2.0, absolute: bool = False
     ) -> Float[Tensor, "n_rows n_cols"]:
         """`m_K` of every pair; see `tl_coupling.spectral_miscoupling`. `absolute=True` is the authors' code."""
         return spectral_miscoupling(self.at(k), self.singular_values[:, None], p, absolute)
@@ -163,18 +163,8 @@ class CouplingMap:
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the map as netCDF, whole or not at all (a temporary file, then a rename)."""
-        path = Path(path)
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
-            self.to_dataset().to_netcdf(unfinished, engine="netcdf4")
-            os.chmod(unfinished, 0o644)
-            os.replace(unfinished, path)
-        except BaseException:
-            os.unlink(unfinished)
-            raise
-        return path
+        """Write the map as netCDF, whole or not at all."""
+        return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "CouplingMap":
@@ -280,11 +270,10 @@ def depth_couplings(
         raise ValueError("`layers` is empty: wanted at least one layer")
     t = trace.position_index(position)
 
-    jacobians, paths = [], {}
-    for layer in progress(chosen) if progress else chosen:
-        J, paths[str(layer)] = jacobian_and_path(trace.blocks[layer], t, t, chunk_size)
-        jacobians.append(J)
-    J = torch.stack(jacobians)
+    paths = {}
+    J = trace.residual.new_empty(len(chosen), trace.d_model, trace.d_model)
+    for row, layer in enumerate(progress(chosen) if progress else chosen):
+        J[row], paths[str(layer)] = jacobian_and_path(trace.blocks[layer], t, t, chunk_size)
     # One singular value more than is asked for: it tells whether the cut falls inside a near-repeated one.
     spectrum = svd(J, min(k + 1, trace.d_model))
     check_cut(spectrum.S, k, [f"layer {layer}" for layer in chosen])
@@ -314,8 +303,8 @@ def _all_pairs(
     left, right = (U, V) if orientation == "ujv" else (V, U)
     n_cols, _, k = right.shape
     beside = rearrange(right, "col d k -> d (col k)")
-    rows = []
-    for J_1 in J:
+    A = J.new_empty(len(J), n_cols, k, k)
+    for row, J_1 in enumerate(J):
         images = rearrange(J_1 @ beside, "d (col k) -> col d k", col=n_cols, k=k)
-        rows.append(einsum(left, images, "col d i, col d j -> col i j"))
-    return torch.stack(rows)
+        A[row] = einsum(left, images, "col d i, col d j -> col i j")
+    return A

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from einops import einsum
 from jaxtyping import Float
-from scipy import integrate, special
 from torch import Tensor
 
 from tl_coupling.spectra import Spectrum, check_k
@@ -59,7 +58,7 @@ def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*ba
 
 
 def spectral_miscoupling(
-    A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"], p: float = 2, absolute: bool = False
+    A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"], p: float = 2.0, absolute: bool = False
 ) -> Float[Tensor, "*batch"]:
     """`m_K(J_1, J_2) = ‖A − S_{1,K}‖_F / ‖s_{1,K}‖_p`, the project page's measure; not bounded by 1.
 
@@ -97,9 +96,9 @@ def random_subspace_null(
     d_model: int | None = None,
     S_1: Float[Tensor, "*batch n"] | None = None,
     frobenius_norm: Float[Tensor, "*batch"] | None = None,
-    p: float = 2,
+    p: float = 2.0,
     absolute: bool = False,
-) -> Float[Tensor, "*batch"]:
+) -> Float[Tensor, "..."]:
     """What Haar-random, independent `U_2, V_2` would give: the root mean square of a measure, in closed form.
 
     All entries of A are then exchangeable, so `E[m̃²] = 1 − 1/k` whatever J_1 is; and with `E a_ij² = ‖J_1‖_F²/d²`
@@ -160,7 +159,7 @@ def _masked_where_zero(denominator: Tensor, name: str) -> Tensor:
 
 def _mean_absolute_entry(S: Tensor, frobenius_norm: Tensor, d: int) -> Tensor:
     """`E|uᵀ J v|` for independent uniform unit vectors: `E|u_1| · E‖J g‖ / E‖g‖` with a Gaussian g."""
-    log_u = special.gammaln(d / 2) - special.gammaln((d + 1) / 2)
+    log_u = math.lgamma(d / 2) - math.lgamma((d + 1) / 2)
     mean_u = math.exp(log_u) / math.sqrt(math.pi)
     mean_g = math.sqrt(2) * math.exp(-log_u)
     given, n_rest = S.square(), d - S.shape[-1]
@@ -174,6 +173,8 @@ def _mean_absolute_entry(S: Tensor, frobenius_norm: Tensor, d: int) -> Tensor:
 
 def _mean_norm(weights: np.ndarray, left_over: float, n_rest: int) -> float:
     """`E √(Σ w_i g_i²)`, by `√q = (1/2√π) ∫ (1 − e^{−qt}) t^{−3/2} dt` with the χ² moment generating function."""
+    from scipy import integrate
+
     scale = float(weights.sum()) + left_over
     if scale == 0:
         return 0.0

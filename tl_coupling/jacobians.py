@@ -59,7 +59,10 @@ def block_jacobians(
     chosen = range(trace.n_layers) if layers is None else layers
     if not len(chosen):
         raise ValueError("`layers` is empty: wanted at least one layer")
-    return torch.stack([block_jacobian(trace, layer, position=position, chunk_size=chunk_size) for layer in chosen])
+    J = trace.residual.new_empty(len(chosen), trace.d_model, trace.d_model)
+    for row, layer in enumerate(chosen):
+        J[row] = block_jacobian(trace, layer, position=position, chunk_size=chunk_size)
+    return J
 
 
 def block_vjp(

@@ -1,11 +1,10 @@
 """Pictures of coupling maps, with matplotlib and networkx.
 
 Every function draws what a result holds and labels itself from it, takes `ax=` (or `fig=`) and returns what it drew on.
-Nothing is shown and pyplot is left alone: without `ax=` the picture is on a Figure of its own, `ax.figure`.
+Nothing is shown and pyplot is left alone: without `ax=` the picture has a Figure of its own, `ax.figure`.
 
 >>> from tl_coupling.plots import plot_coupling
 >>> ax = plot_coupling(tlc.depth_coupling(trace, k=4))
->>> ax.figure.savefig("coupling.png")                                            # doctest: +SKIP
 """
 
 import math
@@ -371,7 +370,7 @@ def _token(result: CouplingMap, position: int) -> str:
     return f"{position}" if tokens is None else f"{position} {repr(tokens[position])[1:-1].strip() or '␣'}"
 
 
-def _measure_label(measure: str, k: int, p: float = 2, absolute: bool = False) -> str:
+def _measure_label(measure: str, k: int, p: float = 2.0, absolute: bool = False) -> str:
     variant = f", p = {p:g}{', |A|' if absolute else ''}" if measure == "spectral_miscoupling" else ""
     return f"{_MEASURES[measure]} (k = {k}{variant})"
 

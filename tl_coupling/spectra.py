@@ -65,17 +65,26 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
 
 def _top_of_one(J: Float[Tensor, "d_out d_in"], k: int) -> Spectrum:
     wide = J.double()
-    eigenvectors = torch.linalg.eigh(wide.mT @ wide).eigenvectors[:, -k:].flip(-1)
-    images = wide @ eigenvectors
-    S = images.norm(dim=0)
-    order = S.argsort(descending=True)
-    S, V, images = S[order], eigenvectors[:, order], images[:, order]
+    V = _top_eigenvectors(wide.mT @ wide, k)
+    images = wide @ V
+    S, order = images.norm(dim=0).sort(descending=True)
+    V, images = V[:, order], images[:, order]
     U = images / S.clamp_min(torch.finfo(torch.float64).tiny)
     residual = (wide.mT @ U - V * S).norm(dim=0).amax()
     overlap = (U.mT @ U - torch.eye(k, dtype=U.dtype, device=U.device)).abs().amax()
     if not bool((residual <= _RESIDUAL_TOLERANCE * S[0]) & (overlap <= _RESIDUAL_TOLERANCE)):
         return Spectrum(*torch.linalg.svd(J, full_matrices=False)).top(k)
     return Spectrum(U.to(J), S.to(J), V.mT.to(J))
+
+
+def _top_eigenvectors(G: Float[Tensor, "d d"], k: int) -> Float[Tensor, "d k"]:
+    """Eigenvectors of the k largest eigenvalues of a symmetric matrix; on the CPU only those are computed."""
+    if G.device.type != "cpu":
+        return torch.linalg.eigh(G).eigenvectors[:, -k:]
+    import scipy.linalg
+
+    d = len(G)
+    return torch.from_numpy(scipy.linalg.eigh(G.numpy(), subset_by_index=(d - k, d - 1), driver="evr")[1])
 
 
 def check_k(k: int, largest: int) -> None:

@@ -1,7 +1,7 @@
 """`trace`: one forward pass that records the residual stream and how every block was called."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ class Trace:
         str_tokens: the same tokens as text.
         residual: the residual stream, `[n_layers+1 n_pos d_model]`: entry 0 is what enters block 0, entry `l + 1` what
             leaves block `l`. The last entry is normalised if `final_norm`.
-        logits: what the model predicts, `[n_pos d_vocab]`.
         blocks: one `BlockFunction` for each layer.
         final_norm: whether the last block function includes the final norm.
         provenance: how all this was made; JSON-able.
@@ -36,7 +35,6 @@ class Trace:
     tokens: Int[Tensor, " n_pos"]
     str_tokens: tuple[str, ...]
     residual: Float[Tensor, "n_layers_plus_1 n_pos d_model"]
-    logits: Float[Tensor, "n_pos d_vocab"]
     blocks: tuple[BlockFunction, ...]
     final_norm: bool
     provenance: dict[str, Any]
@@ -108,7 +106,7 @@ def trace(
         ValueError: an empty prompt, one longer than the context, unknown token ids, a model in train mode, weights
             or activations that are not finite.
 
-    Cost: one forward pass; memory for `n_layers + 1` copies of the residual stream.
+    Cost: one forward pass, to the last block; memory for `n_layers + 1` copies of the residual stream.
 
     Example:
         >>> trace = tlc.trace(model, "w3 w14 w15 w92")
@@ -129,8 +127,8 @@ def trace(
 
     seen: list[tuple[BlockCall, Tensor, Tensor]] = []
     arguments = {"use_cache": False} if is_bridge(model) else {}
-    with torch.no_grad(), _recorded(modules, seen, dtype):
-        logits = model(tokens[None].to(parameter.device), return_type="logits", **arguments)[0]
+    with torch.no_grad(), _recorded(modules, seen, dtype), suppress(_LastBlockDone):
+        model(tokens[None].to(parameter.device), return_type=None, **arguments)
     if len(seen) != len(modules):
         raise ValueError(
             f"wanted a model that calls each of its {len(modules)} blocks once, this one made {len(seen)} calls"
@@ -152,7 +150,6 @@ def trace(
         tokens=tokens,
         str_tokens=text,
         residual=residual,
-        logits=logits,
         blocks=blocks,
         final_norm=final_norm,
         provenance=describe_model(model, residual[:-1])
@@ -165,6 +162,10 @@ def trace(
             "linearised_in": str(dtype).removeprefix("torch."),
         },
     )
+
+
+class _LastBlockDone(Exception):
+    """Raised after the last block: the unembedding, the largest matrix of a small model, is not needed."""
 
 
 @contextmanager
@@ -180,6 +181,8 @@ def _recorded(
     def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         call, residual = entered.pop()
         seen.append((call, residual[0].detach(), hidden_states(output)[0].detach()))
+        if len(seen) == len(blocks):
+            raise _LastBlockDone
 
     handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
     handles += [block.register_forward_hook(leave) for block in blocks]

@@ -1,0 +1,113 @@
+"""The command as a user meets it: files, exit status, one line when something is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+from torch import nn
+
+import tl_coupling as tlc
+
+
+@pytest.fixture(scope="session")
+def folder_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.huggingface_model("llama").save_pretrained(folder)
+    tiny.save_tokenizer(folder)
+    return folder
+
+
+def run(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tl_coupling", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def test_depth_writes_results_and_pictures_and_prints_a_table(folder_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    done = run(
+        "depth", "--model", folder_model, "--prompt", "w3 w14 w15", "--k", 4, "--k", 8, "--untrained", "--out", out
+    )
+    expected = {
+        "depth.nc", "depth-untrained.nc", "summary.json", "coupling-k4.png", "coupling-k8.png",
+        "matrices.png", "adjacency.png", "locality.png", "singular_values.png",
+    }  # fmt: skip
+    assert {path.name for path in out.iterdir()} == expected
+    result = tlc.CouplingMap.load(out / "depth.nc")
+    again = tlc.depth_coupling(tlc.trace(tlc.load_model(str(folder_model)), "w3 w14 w15"), k=8)
+    assert abs(result.mean(4) - again.mean(4)) < 1e-5
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["mean"]["trained"]["prompt"]["4"] == pytest.approx(result.mean(4))
+    assert summary["provenance"]["untrained"]["untrained"] is True
+    assert f"{result.mean(8):.3f}" in done.stdout
+    assert f"{result.null(8):.3f}" in done.stdout
+
+
+def test_many_prompts(folder_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": "a/1", "prompt": "w3 w4"}\n\n{"prompt": "w5 w6 w7"}\n')
+    run("depth", "--model", folder_model, "--prompts", file, "--k", 4, "--out", tmp_path / "out")
+    maps = {path.name: tlc.CouplingMap.load(path) for path in (tmp_path / "out").glob("*.nc")}
+    assert {name: m.provenance["tokens"] for name, m in maps.items()} == {
+        "depth-a%2f1.nc": [3, 4],
+        "depth-3.nc": [5, 6, 7],
+    }
+
+
+def test_help_has_examples() -> None:
+    assert "depth" in run("--help").stdout
+    assert "Examples:" in run("depth", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--k", "0"], "`--k` must be at least 1, got 0"),
+        (["--k", "33"], "`k` must lie in [1, 32]"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--position", "5"], "must lie in [-2, 1]"),
+        (["--orientation", "juv"], '"ujv" or "vju"'),
+        (["--backend", "hook"], '"bridge" or "hooked"'),
+        (["--model", "no-such/model"], "could not load 'no-such/model'"),
+        (["--prompts", "no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["--prompts", "{file}", "--prompt", "w1"], "not both"),
+        (["--prompts", "{file}"], "prompts.jsonl, line 2"),
+        (["--out", "{file}/out"], "cannot write to the output folder"),
+    ],
+)
+def test_bad_input_is_one_line_status_2_and_nothing_written(
+    folder_model: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w1"}\n{"promt": "w2"}\n')
+    before = sorted(tmp_path.rglob("*"))
+    options = {"--model": str(folder_model), "--prompt": "w1 w2", "--k": "4", "--out": str(tmp_path / "out")}
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    if "--prompts" in given and "--prompt" not in given:
+        del options["--prompt"]
+    flat = [part.replace("{file}", str(file)) for pair in (options | given).items() for part in pair]
+    done = run("depth", *flat, status=2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("tl-coupling: ")]) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/version").exists(), reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+    # /proc refuses even root.
+    done = run("depth", "--model", "no-such/model", "--out", "/proc/tl_coupling", status=2)
+    assert "cannot write to the output folder" in done.stderr
+
+
+def test_the_embedded_model_beats_null_and_twin(smollm2: nn.Module, tmp_path: Path) -> None:
+    run("depth", "--untrained", "--k", "10", "--out", tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    trained, untrained = (summary["mean"][run]["prompt"]["10"] for run in ("trained", "untrained"))
+    assert trained > 3 * summary["null"]["10"]
+    assert trained > 3 * untrained

@@ -1,0 +1,38 @@
+"""JSONL files of prompts: what is read, and errors that name file and line."""
+
+from pathlib import Path
+
+import pytest
+
+import tl_coupling as tlc
+
+
+def test_ids_tasks_and_blank_lines(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"id": 7, "task": "arc", "prompt": "é\\n?"}\n\n{"prompt": "b", "more": 1}\n', encoding="utf-8")
+    assert tlc.read_prompts(file) == [tlc.Prompt("7", "é\n?", "arc"), tlc.Prompt("3", "b", None)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"not json", r"p\.jsonl, line 2: .*not JSON"),
+        (b"[1, 2]", r"p\.jsonl, line 2: wanted"),
+        (b'{"text": "x"}', r"p\.jsonl, line 2: wanted"),
+        (b'{"prompt": 3}', r"p\.jsonl, line 2: wanted"),
+        (b'{"prompt": " "}', r"p\.jsonl, line 2: .*not empty"),
+        (b'{"id": "1", "prompt": "x"}', r"line 2: the id '1' stands twice"),
+        (b"\xff\xfe", "UTF-8"),
+    ],
+)
+def test_a_line_that_is_not_a_prompt_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'{"id": "1", "prompt": "fine"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=message):
+        tlc.read_prompts(file)
+
+
+def test_a_file_without_prompts(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match="no prompts"):
+        tlc.read_prompts(tmp_path / "p.jsonl")

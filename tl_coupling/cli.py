@@ -1,0 +1,226 @@
+"""The `tl-coupling` command."""
+
+import json
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tl_coupling.comparisons import CouplingMap, depth_coupling
+from tl_coupling.files import output_folder, write_atomically
+from tl_coupling.models import EMBEDDED_MODEL
+from tl_coupling.prompts import Prompt, read_prompts
+
+PAPER_PROMPT = "What is the capital of France? The capital is"
+
+app = typer.Typer(
+    help="Transformer block coupling and residual-stream trajectories for TransformerLens models.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def main() -> None:
+    """Entry point: bad input is one line on standard error and exit status 2."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError) as error:
+        # One line, whatever a library below put into its message.
+        typer.echo(f"tl-coupling: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)
+
+
+@app.callback()
+def _options() -> None:
+    """Keeps `depth` a subcommand while it is the only one."""
+
+
+_DEPTH_HELP = """Coupling across depth: one token's block Jacobians against each other, for every pair of layers.
+
+Prints the mean coupling at every k beside what random subspaces would give (the null) and, with --untrained, what the
+same architecture gives at its initialisation; writes netCDF, JSON and pictures.
+
+Examples:
+
+  tl-coupling depth --prompt "The capital of France is" --untrained --out out
+
+  tl-coupling depth --model gpt2 --prompts prompts.jsonl --k 10 --k 50 --out gpt2
+"""
+
+
+@app.command(help=_DEPTH_HELP)
+def depth(
+    model: Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")] = EMBEDDED_MODEL,
+    prompt: Annotated[str | None, typer.Option(help=f"One prompt. Without any: {PAPER_PROMPT!r}.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSONL file, one {"id": …, "prompt": …} a line.', dir_okay=False)
+    ] = None,
+    k: Annotated[list[int] | None, typer.Option(help="Top singular vectors; may be repeated. [10, 30, 50]")] = None,
+    position: Annotated[int, typer.Option(help="Token position; negative counts from the end.")] = -1,
+    untrained: Annotated[bool, typer.Option("--untrained", help="Measure the untrained twin as well.")] = False,
+    prepend_bos: Annotated[
+        bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")
+    ] = None,
+    final_norm: Annotated[bool, typer.Option("--final-norm", help="Include the final norm in the last block.")] = False,
+    orientation: Annotated[str, typer.Option(help='"ujv" (the paper\'s) or "vju".')] = "ujv",
+    checkpoint: Annotated[str | None, typer.Option(help="Training step, or hub revision.")] = None,
+    backend: Annotated[str, typer.Option(help='"auto", "bridge" or "hooked".')] = "auto",
+    device: Annotated[str | None, typer.Option(help="Torch device; CUDA if there is one, else the CPU.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)] = Path("out"),
+) -> None:
+    """See `_DEPTH_HELP`."""
+    if prompt is not None and prompts is not None:
+        raise ValueError("give --prompt or --prompts, not both")
+    chosen = (
+        [Prompt("prompt", PAPER_PROMPT if prompt is None else prompt)] if prompts is None else read_prompts(prompts)
+    )
+    ks = sorted(set(k or (10, 30, 50)))
+    if ks[0] < 1:
+        raise ValueError(f"`--k` must be at least 1, got {ks[0]}")
+    console = Console(stderr=True)
+    tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}
+    comparing = {"k": ks[-1], "position": position, "orientation": orientation}
+    with output_folder(out) as folder, _quiet(console), _progress(console) as progress:
+        arguments = {"backend": backend, "device": device}
+        step = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
+        measure = partial(_measure, model, chosen, tracing, comparing, progress, **arguments)
+        runs = {"trained": measure(checkpoint=step)}
+        if untrained:
+            runs["untrained"] = measure(untrained=True)
+        progress.console.print("drawing …")
+        written = _write(folder, runs, chosen, ks)
+    Console().print(_table(runs, ks))
+    Console().print(f"wrote {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True)
+
+
+def _measure(
+    name: str,
+    prompts: list[Prompt],
+    tracing: dict[str, Any],
+    comparing: dict[str, Any],
+    progress: Progress,
+    **loading: Any,
+) -> list[CouplingMap]:
+    """One coupling map for each prompt, with a bar over prompts and one over layers."""
+    from tl_coupling.blocks import trace
+    from tl_coupling.models import load_model
+
+    twin = "untrained " if loading.get("untrained") else ""
+    loading_task = progress.add_task(f"loading {twin}{name}", total=None)
+    model = load_model(name, **loading)
+    progress.remove_task(loading_task)
+    over_prompts = progress.add_task(f"{twin}{name}: prompts", total=len(prompts))
+    over_layers = progress.add_task("layers", total=None)
+    results = []
+    for prompt in prompts:
+        try:
+            traced = trace(model, prompt.prompt, **tracing)
+            results.append(
+                depth_coupling(traced, **comparing, progress=lambda layers: progress.track(layers, task_id=over_layers))
+            )
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.id!r}: {error}" if len(prompts) > 1 else str(error)) from error
+        progress.advance(over_prompts)
+        progress.reset(over_layers)
+    progress.remove_task(over_layers)
+    return results
+
+
+def _write(folder: Path, runs: dict[str, list[CouplingMap]], prompts: list[Prompt], ks: list[int]) -> list[Path]:
+    """Everything that goes into the output folder. Pictures show the first prompt."""
+    from tl_coupling import plots
+
+    written = []
+    for run, results in runs.items():
+        suffix = "" if run == "trained" else f"-{run}"
+        for prompt, result in zip(prompts, results, strict=True):
+            name = "depth" if len(prompts) == 1 else f"depth-{_file_name(prompt.id)}"
+            written.append(result.save(folder / f"{name}{suffix}.nc"))
+    first = {run: results[0] for run, results in runs.items()}
+    trained, twin = first["trained"], first.get("untrained")
+    k = ks[-1]
+    pictures: dict[str, Callable[[], Any]] = {
+        **{f"coupling-k{n}.png": partial(plots.plot_coupling, trained, k=n) for n in ks},
+        "matrices.png": partial(plots.plot_coupling_matrices, trained, k=k, untrained=twin),
+        "adjacency.png": partial(plots.plot_adjacency, trained, k=k),
+        "locality.png": partial(plots.plot_locality, first, k=k),
+        "singular_values.png": partial(plots.plot_singular_values, first),
+    }
+    for name, draw in pictures.items():
+        drawn = draw()
+        figure = getattr(drawn, "figure", drawn)
+        written.append(write_atomically(folder / name, partial(figure.savefig, dpi=150)))
+    summary = json.dumps(_summary(runs, prompts, ks), indent=1)
+    written.append(write_atomically(folder / "summary.json", lambda path: path.write_text(summary)))
+    return written
+
+
+def _summary(runs: dict[str, list[CouplingMap]], prompts: list[Prompt], ks: list[int]) -> dict[str, Any]:
+    return {
+        "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of different layers",
+        "null": {k: runs["trained"][0].null(k) for k in ks},
+        "mean": {
+            run: {prompt.id: {k: result.mean(k) for k in ks} for prompt, result in zip(prompts, results, strict=True)}
+            for run, results in runs.items()
+        },
+        "provenance": {run: results[0].provenance for run, results in runs.items()},
+    }
+
+
+def _table(runs: dict[str, list[CouplingMap]], ks: list[int]) -> Table:
+    results = runs["trained"]
+    n_layers, n_prompts = results[0].matrices.shape[0], len(results)
+    table = Table(
+        title=f"{results[0].provenance['model']}: depth coupling 1 − m̃, mean over pairs of different layers",
+        caption=f"{n_layers} layers, {n_prompts} prompt{'s (mean ± standard deviation)' if n_prompts > 1 else ''}; "
+        "null: random subspaces",
+    )
+    for heading in ("k", *runs, "null"):
+        table.add_column(heading, justify="right")
+    for k in ks:
+        cells = []
+        for run in runs.values():
+            means = [result.mean(k) for result in run]
+            spread = f" ± {statistics.stdev(means):.3f}" if n_prompts > 1 else ""
+            cells.append(f"{statistics.fmean(means):.3f}{spread}")
+        table.add_row(str(k), *cells, f"{results[0].null(k):.3f}")
+    return table
+
+
+def _file_name(identifier: str) -> str:
+    """A prompt's id as part of a file name; ids that would clash or leave the folder are escaped."""
+    return "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in identifier)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield progress
+
+
+@contextmanager
+def _quiet(console: Console) -> Iterator[None]:
+    """Warnings as one line each; no progress bars but ours."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if issubclass(category, UserWarning):
+            console.print(f"warning: {message}", style="yellow", highlight=False, soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
