@@ -119,9 +119,8 @@ def test_the_whole_spectrum(deep):
     trace, J = deep
     result = tlc.depth_coupling(trace, tiny.D_MODEL)
     np.testing.assert_allclose(result.captured_energy(), 1, atol=1e-5)
-    np.testing.assert_allclose(
-        result.miscoupling(), naive_map(J[LAST], [0, 1, 2, 3], tiny.D_MODEL)["miscoupling"], rtol=1e-5
-    )
+    expected = naive_map(J[LAST], [0, 1, 2, 3], tiny.D_MODEL)["miscoupling"]
+    np.testing.assert_allclose(result.miscoupling(), expected, rtol=1e-5, atol=3e-5)
 
 
 def test_a_layer_with_itself_is_coupled_fully(result):
@@ -333,7 +332,7 @@ def test_unknown_orientation(deep):
 @pytest.mark.usefixtures("as_a_user")
 def test_unknown_measure(result):
     for call in (result.values, result.mean, result.null, result.locality_profile):
-        with pytest.raises(ValueError, match="`measure` must be one of coupling, .*captured_energy, got 'at'"):
+        with pytest.raises(ValueError, match=r"`measure` must be one of coupling, .*captured_energy, got 'at'"):
             call(2, "at")
 
 
@@ -354,13 +353,13 @@ def test_a_cut_inside_a_repeated_singular_value_warns_and_names_the_layer(deep, 
 
 
 def test_a_zero_jacobian_is_nan_with_a_warning_and_only_where_it_is(deep, monkeypatch):
-    J = torch.linspace(-1, 1, tiny.D_MODEL**2).sin().reshape(tiny.D_MODEL, tiny.D_MODEL) + torch.eye(tiny.D_MODEL)
+    J = torch.randn(tiny.D_MODEL, tiny.D_MODEL, generator=torch.Generator().manual_seed(0))
 
     def stand_in(block, *_):
         return J * (block.layer != 1), "full_sequence"
 
     monkeypatch.setattr(comparisons, "jacobian_and_path", stand_in)
-    with pytest.warns(UserWarning, match="equal to rounding in layer 1"):
+    with pytest.warns(UserWarning, match="σ_6 and σ_7 are equal to rounding in layer 1:"):
         result = tlc.depth_coupling(deep[0], K)
     for measure in ("coupling", "normalized_miscoupling", "spectral_miscoupling", "captured_energy"):
         with pytest.warns(UserWarning, match="undefined there"):
@@ -508,7 +507,7 @@ def test_the_embedded_model_against_the_authors_algorithm(smollm2, reference):
     assert trace.tokens.tolist() == reference["token_ids"]
     both = tlc.depth_couplings(trace, k=50)
     ujv, vju = both["ujv"], both["vju"]
-    np.testing.assert_allclose(ujv.singular_values[:, :10], reference["sigma"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(ujv.singular_values[:, :10], reference["sigma"], rtol=0, atol=1e-4)
     assert set(reference["coupling"]) == {"10", "30", "50"}
     for k, expected in reference["coupling"].items():
         got = {
@@ -521,4 +520,4 @@ def test_the_embedded_model_against_the_authors_algorithm(smollm2, reference):
         assert set(got) == set(expected)
         for name, values in got.items():
             assert values.shape == (30, 30)
-            np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-4, err_msg=f"{name}, K = {k}")
+            np.testing.assert_allclose(values, expected[name], rtol=0, atol=1e-4, err_msg=f"{name}, K = {k}")

@@ -80,7 +80,8 @@ def load_model(
         given["checkpoint_value"] = checkpoint
     elif checkpoint is not None:
         given["revision"] = checkpoint
-    with _one_line_errors(name, checkpoint):
+    # Building a bridge draws random numbers; the caller's generator is left as it was.
+    with _one_line_errors(name, checkpoint), torch.random.fork_rng(devices=[]):
         if backend == "hooked":
             model = _hooked_transformer().from_pretrained_no_processing(source, **given)
         else:

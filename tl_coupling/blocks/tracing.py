@@ -13,7 +13,7 @@ from tl_coupling.blocks.calls import BlockCall, hidden_states
 from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.models import describe_model, is_bridge, str_tokens, tokenize
 
-Prompt = str | Sequence[int] | Int[Tensor, " n_pos"] | Int[Tensor, "1 n_pos"]
+Prompt = str | Sequence[int] | Int[Tensor, "*batch n_pos"]
 
 
 @dataclass(frozen=True, eq=False)
