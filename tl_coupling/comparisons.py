@@ -81,7 +81,7 @@ class CouplingMap:
         return normalized_miscoupling(self.at(k))
 
     def spectral_miscoupling(
-        self, k: int | None = None, p: float = 2.0, absolute: bool = False
+        self, k: int | None = None, p: int | float = 2, absolute: bool = False
     ) -> Float[Tensor, "n_rows n_cols"]:
         """`m_K` of every pair; see `tl_coupling.spectral_miscoupling`. `absolute=True` is the authors' code."""
         return spectral_miscoupling(self.at(k), self.singular_values[:, None], p, absolute)
@@ -115,8 +115,10 @@ class CouplingMap:
 
     def null(self, k: int | None = None, measure: Measure = "coupling", **options: Any) -> float:
         """What random subspaces would give instead of J_2's, mean over the rows; see `random_subspace_null`."""
+        k = self.k if k is None else k
+        check_k(k, self.k)
         value = random_subspace_null(
-            self.k if k is None else k,
+            k,
             measure,
             d_model=self.d_model,
             S_1=self.singular_values.cpu(),
@@ -174,6 +176,10 @@ class CouplingMap:
         try:
             with xarray.open_dataset(path, engine="netcdf4") as file:
                 data = file.load()
+            check_orientation(data.attrs["orientation"])
+            provenance = json.loads(data.attrs["provenance"])
+            if not isinstance(provenance, dict):
+                raise TypeError("the provenance is not an object")
             return cls(
                 matrices=torch.from_numpy(data["matrices"].values),
                 singular_values=torch.from_numpy(data["singular_values"].values),
@@ -186,19 +192,19 @@ class CouplingMap:
                 },
                 kind=data.attrs["kind"],
                 orientation=data.attrs["orientation"],
-                provenance=json.loads(data.attrs["provenance"]),
+                provenance=provenance,
             )
         except FileNotFoundError:
             raise
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, ValueError, TypeError) as error:
             raise ValueError(f"{path} is not a coupling map that `CouplingMap.save` wrote, or is damaged") from error
 
     def __repr__(self) -> str:
         n_rows, n_cols = self.matrices.shape[:2]
         return (
             f"CouplingMap(kind={self.kind!r}, model={self.provenance.get('model')!r}, {n_rows}×{n_cols} pairs, "
-            f"k≤{self.k}, orientation={self.orientation!r}, mean coupling {self.mean(off_diagonal=n_rows > 1):.3f}, "
-            f"null {self.null():.3f})"
+            f"k≤{self.k}, orientation={self.orientation!r}, mean coupling {self.mean(off_diagonal=False):.3f} "
+            f"with the diagonal, null {self.null():.3f})"
         )
 
     def _same_connection(self) -> Tensor:
@@ -262,6 +268,8 @@ def depth_couplings(
     progress: Progress | None = None,
 ) -> dict[Orientation, CouplingMap]:
     """`depth_coupling` in several orientations, from the same Jacobians and SVDs. Arguments as there."""
+    if isinstance(orientations, str) or not orientations:
+        raise ValueError(f'`orientations` must be a sequence like ("ujv", "vju"), got {orientations!r}')
     for orientation in orientations:
         check_orientation(orientation)
     check_k(k, trace.d_model)

@@ -58,7 +58,7 @@ def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*ba
 
 
 def spectral_miscoupling(
-    A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"], p: float = 2.0, absolute: bool = False
+    A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"], p: int | float = 2, absolute: bool = False
 ) -> Float[Tensor, "*batch"]:
     """`m_K(J_1, J_2) = ‖A − S_{1,K}‖_F / ‖s_{1,K}‖_p`, the project page's measure; not bounded by 1.
 
@@ -72,8 +72,7 @@ def spectral_miscoupling(
     """
     k = A.shape[-1]
     check_k(k, S_1.shape[-1])
-    if not p >= 1:
-        raise ValueError(f"`p` must be at least 1 for a norm, got {p}")
+    _check_p(p)
     s = S_1[..., :k]
     distance = (A.abs() if absolute else A) - torch.diag_embed(s)
     return distance.norm(dim=(-2, -1)) / _masked_where_zero(torch.linalg.vector_norm(s, ord=p, dim=-1), "‖s_{1,K}‖_p")
@@ -96,7 +95,7 @@ def random_subspace_null(
     d_model: int | None = None,
     S_1: Float[Tensor, "*batch n"] | None = None,
     frobenius_norm: Float[Tensor, "*batch"] | None = None,
-    p: float = 2.0,
+    p: int | float = 2,
     absolute: bool = False,
 ) -> Float[Tensor, "..."]:
     """What Haar-random, independent `U_2, V_2` would give: the root mean square of a measure, in closed form.
@@ -116,8 +115,10 @@ def random_subspace_null(
         d_model, S_1, frobenius_norm: of J_1; wanted by the measures that depend on it.
         p, absolute: as in `spectral_miscoupling`.
     """
-    if k < 1:
-        raise ValueError(f"`k` must be at least 1, got {k}")
+    if measure not in get_args(Measure):
+        raise ValueError(f"`measure` must be one of {', '.join(get_args(Measure))}, got {measure!r}")
+    check_k(k, k if d_model is None else d_model)
+    _check_p(p)
     rms = torch.tensor(math.sqrt(1 - 1 / k), dtype=torch.float64)
     if measure == "coupling":
         return 1 - rms
@@ -131,12 +132,11 @@ def random_subspace_null(
     if measure == "miscoupling":
         return math.sqrt(k * k - k) / d_model * norm
     if measure == "captured_energy":
-        return k / d_model * norm / s.norm(dim=-1)
-    if measure == "spectral_miscoupling":
-        squared = (k / d_model * norm) ** 2 + s.norm(dim=-1) ** 2
-        if absolute:
-            squared = squared - 2 * _mean_absolute_entry(S_1, norm, d_model) * s.sum(-1)
-        return squared.sqrt() / torch.linalg.vector_norm(s, ord=p, dim=-1)
+        return k / d_model * norm / _masked_where_zero(s.norm(dim=-1), "‖s_{1,K}‖₂")
+    squared = (k / d_model * norm) ** 2 + s.norm(dim=-1) ** 2
+    if absolute:
+        squared = (squared - 2 * _mean_absolute_entry(S_1, norm, d_model) * s.sum(-1)).clamp_min(0)
+    return squared.sqrt() / _masked_where_zero(torch.linalg.vector_norm(s, ord=p, dim=-1), "‖s_{1,K}‖_p")
     raise ValueError(f"`measure` must be one of {', '.join(get_args(Measure))}, got {measure!r}")
 
 
@@ -144,6 +144,11 @@ def check_orientation(orientation: str) -> None:
     """Raise ValueError for anything but "ujv" and "vju"."""
     if orientation not in ("ujv", "vju"):
         raise ValueError(f'`orientation` must be "ujv" or "vju", got {orientation!r}')
+
+
+def _check_p(p: float) -> None:
+    if not p >= 1:
+        raise ValueError(f"`p` must be at least 1 for a norm, got {p}")
 
 
 def _off_diagonal(A: Tensor) -> Tensor:
@@ -164,11 +169,9 @@ def _mean_absolute_entry(S: Tensor, frobenius_norm: Tensor, d: int) -> Tensor:
     mean_g = math.sqrt(2) * math.exp(-log_u)
     given, n_rest = S.square(), d - S.shape[-1]
     left_over = (frobenius_norm.square() - given.sum(-1)).clamp_min(0)
-    out = torch.empty_like(frobenius_norm)
-    for index in torch.cartesian_prod(*(torch.arange(n) for n in out.shape)).reshape(-1, out.ndim).tolist() or [[]]:
-        i = tuple(index)
-        out[i] = mean_u * _mean_norm(given[i].numpy(), float(left_over[i]), n_rest) / mean_g
-    return out
+    rows = zip(given.reshape(-1, given.shape[-1]).numpy(), left_over.reshape(-1).tolist(), strict=True)
+    means = [mean_u * _mean_norm(weights, rest, n_rest) / mean_g for weights, rest in rows]
+    return torch.tensor(means, dtype=frobenius_norm.dtype).reshape(frobenius_norm.shape)
 
 
 def _mean_norm(weights: np.ndarray, left_over: float, n_rest: int) -> float:

@@ -51,10 +51,12 @@ def mlp_jacobian(mlp: Any, n: Float[Tensor, "1 1 d_model"]) -> Float[Tensor, "d_
         return seen[0]
 
     d_mlp = weights[0].shape[1]
-    zeros = tuple(n.new_zeros(1, 1, d_mlp) for _ in hook_points)
+    zeros = [n.new_zeros(1, 1, d_mlp) for _ in hook_points]
     h, pull_back = torch.func.vjp(hidden, *zeros)  # type: ignore[misc]
-    slopes = pull_back(torch.ones_like(h))
-    inner = sum(slope.reshape(d_mlp, 1) * W.T for slope, W in zip(slopes, weights, strict=True))
+    slopes: tuple[Tensor, ...] = pull_back(torch.ones_like(h))
+    inner = slopes[0].reshape(d_mlp, 1) * weights[0].T
+    if gated:
+        inner.addcmul_(slopes[1].reshape(d_mlp, 1), weights[1].T)
     return mlp.W_out.T @ inner
 
 

@@ -61,7 +61,7 @@ class Trace:
                 f"`{name}` must lie in [{-self.n_layers}, {self.n_layers - 1}] for this {self.n_layers}-block model, "
                 f"got {layer}"
             )
-        return layer % self.n_layers
+        return int(layer) % self.n_layers
 
     def position_index(self, position: int, name: str = "position") -> int:
         """A token position counted from 0; negative ones count from the end."""
@@ -70,7 +70,7 @@ class Trace:
                 f"`{name}` must lie in [{-self.n_pos}, {self.n_pos - 1}] for this {self.n_pos}-token prompt, "
                 f"got {position}"
             )
-        return position % self.n_pos
+        return int(position) % self.n_pos
 
     def __repr__(self) -> str:
         return (
