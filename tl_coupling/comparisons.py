@@ -201,10 +201,11 @@ class CouplingMap:
 
     def __repr__(self) -> str:
         n_rows, n_cols = self.matrices.shape[:2]
+        off_diagonal = not bool(self._same_connection().all())
         return (
             f"CouplingMap(kind={self.kind!r}, model={self.provenance.get('model')!r}, {n_rows}×{n_cols} pairs, "
-            f"k≤{self.k}, orientation={self.orientation!r}, mean coupling {self.mean(off_diagonal=False):.3f} "
-            f"with the diagonal, null {self.null():.3f})"
+            f"k≤{self.k}, orientation={self.orientation!r}, mean coupling {self.mean(off_diagonal=off_diagonal):.3f}, "
+            f"null {self.null():.3f})"
         )
 
     def _same_connection(self) -> Tensor:

@@ -117,7 +117,10 @@ def random_subspace_null(
     """
     if measure not in get_args(Measure):
         raise ValueError(f"`measure` must be one of {', '.join(get_args(Measure))}, got {measure!r}")
-    check_k(k, k if d_model is None else d_model)
+    if k < 1:
+        raise ValueError(f"`k` must be at least 1, got {k}")
+    if d_model is not None:
+        check_k(k, d_model)
     _check_p(p)
     rms = torch.tensor(math.sqrt(1 - 1 / k), dtype=torch.float64)
     if measure == "coupling":
@@ -146,7 +149,7 @@ def check_orientation(orientation: str) -> None:
         raise ValueError(f'`orientation` must be "ujv" or "vju", got {orientation!r}')
 
 
-def _check_p(p: float) -> None:
+def _check_p(p: int | float) -> None:
     if not p >= 1:
         raise ValueError(f"`p` must be at least 1 for a norm, got {p}")
 

@@ -370,7 +370,7 @@ def _token(result: CouplingMap, position: int) -> str:
     return f"{position}" if tokens is None else f"{position} {repr(tokens[position])[1:-1].strip() or '␣'}"
 
 
-def _measure_label(measure: str, k: int, p: float = 2.0, absolute: bool = False) -> str:
+def _measure_label(measure: str, k: int, p: int | float = 2, absolute: bool = False) -> str:
     variant = f", p = {p:g}{', |A|' if absolute else ''}" if measure == "spectral_miscoupling" else ""
     return f"{_MEASURES[measure]} (k = {k}{variant})"
 

@@ -165,7 +165,8 @@ class BlockCall:
             output = self.module(x[None, None], **self._with_cache(self._row_arguments(position), cache))
         if cache.uses != 1:
             raise BlockError(f"the block used its key/value cache {cache.uses} times")
-        return hidden_states(output)[0, 0]
+        # Not [0, 0]: the derivative of a selection is a matrix of zeros with one row filled in, for every seed.
+        return hidden_states(output).reshape(-1)
 
     def _row_arguments(self, position: int) -> dict[str, Any]:
         return {name: _row_of(name, value, position) for name, value in self.arguments.items()}

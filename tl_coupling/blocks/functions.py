@@ -188,10 +188,10 @@ class BlockFunction:
             return self.call.keys_and_values(self.X)
 
     def _after_norm(self, Y: Float[Tensor, "n_rows d_model"]) -> Float[Tensor, "n_rows d_model"]:
-        return Y if self.norm is None else self.norm(Y[None])[0]
+        return Y if self.norm is None else self.norm(Y[None]).reshape(Y.shape)
 
     def _minus_skip(self, y: Float[Tensor, " d_model"], x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
-        return self._after_norm(y[None])[0] - x
+        return self._after_norm(y[None]).reshape(-1) - x
 
 
 def vjp(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -53,10 +53,10 @@ def mlp_jacobian(mlp: Any, n: Float[Tensor, "1 1 d_model"]) -> Float[Tensor, "d_
     d_mlp = weights[0].shape[1]
     zeros = [n.new_zeros(1, 1, d_mlp) for _ in hook_points]
     h, pull_back = torch.func.vjp(hidden, *zeros)  # type: ignore[misc]
-    slopes: tuple[Tensor, ...] = pull_back(torch.ones_like(h))
+    slopes = pull_back(torch.ones_like(h))
     inner = slopes[0].reshape(d_mlp, 1) * weights[0].T
     if gated:
-        inner.addcmul_(slopes[1].reshape(d_mlp, 1), weights[1].T)
+        inner.addcmul_(slopes[-1].reshape(d_mlp, 1), weights[-1].T)
     return mlp.W_out.T @ inner
 
 
