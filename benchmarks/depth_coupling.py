@@ -136,7 +136,7 @@ def ours_by_stage(model: Any, ids: Sequence[int], device: torch.device) -> dict[
     trace, seconds["forward"] = timed(device, lambda: tlc.trace(model, ids, final_norm=True))
     J, seconds["jacobians"] = timed(device, lambda: tlc.block_jacobians(trace))
     spectrum, seconds["svd"] = timed(device, lambda: tlc.svd(J, k + 1))
-    S, U, V = spectrum.S[:, None], spectrum.top(k).U, spectrum.top(k).Vh.mT
+    S = spectrum.S[:, None]
 
     def measures(A: Tensor, B: Tensor) -> None:
         for K in released.KS:
@@ -146,7 +146,7 @@ def ours_by_stage(model: Any, ids: Sequence[int], device: torch.device) -> dict[
             tlc.miscoupling(A[..., :K, :K])
             tlc.normalized_miscoupling(A[..., :K, :K])
 
-    (A, B), seconds["matrices"] = timed(device, lambda: [_all_pairs(J, U, V, way) for way in ("ujv", "vju")])
+    (A, B), seconds["matrices"] = timed(device, lambda: [_all_pairs(J, spectrum.top(k), way) for way in ("ujv", "vju")])
     _, seconds["measures"] = timed(device, lambda: measures(A, B))
     seconds["matrices and measures"] = seconds["matrices"] + seconds["measures"]
     return seconds

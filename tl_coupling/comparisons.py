@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from tl_coupling.coupling import (
 )
 from tl_coupling.files import write_atomically
 from tl_coupling.jacobians import jacobian_and_path
-from tl_coupling.spectra import check_cut, check_k, svd
+from tl_coupling.spectra import Spectrum, check_cut, check_k, svd
 
 if TYPE_CHECKING:
     import xarray
@@ -289,7 +288,7 @@ def depth_couplings(
     spectrum = spectrum.top(k)
     return {
         orientation: CouplingMap(
-            matrices=_all_pairs(J, spectrum.U, spectrum.Vh.mT, orientation),
+            matrices=_all_pairs(J, spectrum, orientation),
             singular_values=spectrum.S,
             frobenius_norms=torch.linalg.matrix_norm(J),
             d_model=trace.d_model,
@@ -306,14 +305,15 @@ def depth_couplings(
 
 
 def _all_pairs(
-    J: Float[Tensor, "n_rows d d"], U: Float[Tensor, "n_cols d k"], V: Float[Tensor, "n_cols d k"], orientation: str
+    J: Float[Tensor, "n_rows d d"], spectra: Spectrum, orientation: Orientation
 ) -> Float[Tensor, "n_rows n_cols k k"]:
-    """`A` of every pair. All columns' right vectors go through J_1 in one product."""
-    left, right = (U, V) if orientation == "ujv" else (V, U)
-    n_cols, _, k = right.shape
-    beside = rearrange(right, "col d k -> d (col k)")
+    """`A` of every pair. All columns' right vectors go through J_1 in one product; no layout is copied."""
+    left, right = spectra.U.mT.contiguous(), spectra.Vh.contiguous()
+    if orientation == "vju":
+        left, right = right, left
+    n_cols, k, d = right.shape
     A = J.new_empty(len(J), n_cols, k, k)
     for row, J_1 in enumerate(J):
-        images = rearrange(J_1 @ beside, "d (col k) -> col d k", col=n_cols, k=k)
-        A[row] = einsum(left, images, "col d i, col d j -> col i j")
+        images = (right.reshape(n_cols * k, d) @ J_1.mT).reshape(n_cols, k, d)
+        A[row] = left @ images.mT
     return A
