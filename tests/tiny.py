@@ -30,7 +30,8 @@ _GROUPED = {"num_key_value_heads": 2}
 _GPT_LIKE: dict[str, Any] = {"n_embd": D_MODEL, "n_layer": N_LAYERS, "n_head": N_HEADS, "n_positions": 32}
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {**_GPT_LIKE, "n_inner": D_MLP},
+    # As on the hub: with n_ctx, which HookedTransformer reads, and an MLP four times as wide, which it assumes.
+    "gpt2": {**_GPT_LIKE, "n_ctx": 32},
     "gpt_neox": {**_LLAMA_LIKE, "rotary_pct": 0.5},
     "llama": {**_LLAMA_LIKE, **_GROUPED},
     # A window shorter than the prompt, so that the mask really slides.
