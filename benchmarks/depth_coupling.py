@@ -28,7 +28,7 @@ from torch import Tensor
 
 import tl_coupling as tlc
 from benchmarks import released_algorithm as released
-from tl_coupling.comparisons import _all_pairs
+from tl_coupling.comparisons.depth import _all_pairs
 from tl_coupling.models import EMBEDDED_MODEL, ModelError, _embedded_folder
 
 PAPER_PROMPT = "What is the capital of France? The capital is"

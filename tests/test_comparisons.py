@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from pathlib import Path
+from typing import get_args
 
 import jaxtyping
 import numpy as np
@@ -15,8 +16,8 @@ import torch
 import xarray
 
 import tl_coupling as tlc
-from tl_coupling import comparisons
-from tl_coupling.comparisons import CouplingMap
+from tl_coupling import coupling
+from tl_coupling.comparisons import CouplingMap, depth
 
 N_LAYERS, K = 4, 6
 MIDDLE, LAST = 3, len(tiny.TOKENS) - 1
@@ -141,13 +142,13 @@ def test_one_a_serves_every_smaller_k(deep, result):
 
 
 def test_two_orientations_from_the_same_jacobians(deep, monkeypatch):
-    trace, calls, original = deep[0], [], comparisons.jacobian_and_path
+    trace, calls, original = deep[0], [], depth.jacobian_and_path
 
     def spy(block, *args):
         calls.append(block.layer)
         return original(block, *args)
 
-    monkeypatch.setattr(comparisons, "jacobian_and_path", spy)
+    monkeypatch.setattr(depth, "jacobian_and_path", spy)
     both = tlc.depth_couplings(trace, K, MIDDLE, layers=[2, 0], chunk_size=7)
     assert calls == [2, 0]
     assert list(both) == ["ujv", "vju"]
@@ -263,7 +264,7 @@ def test_absolute_null_is_what_random_frames_give(deep, result):
 
 
 def test_values_by_name(result):
-    assert set(MEASURES) == set(comparisons.get_args(comparisons.Measure))
+    assert set(MEASURES) == set(get_args(coupling.Measure))
     for measure in MEASURES:
         assert torch.equal(result.values(3, measure), getattr(result, measure)(3))
         assert torch.equal(result.values(measure=measure), getattr(result, measure)())
@@ -303,7 +304,7 @@ def test_null_for_a_k_that_the_result_does_not_hold(result):
 )
 def test_bad_arguments_have_one_clear_error_before_any_jacobian(deep, options, message, monkeypatch):
     if "chunk_size" not in options:
-        monkeypatch.setattr(comparisons, "jacobian_and_path", lambda *_: pytest.fail("a Jacobian was computed"))
+        monkeypatch.setattr(depth, "jacobian_and_path", lambda *_: pytest.fail("a Jacobian was computed"))
     for function in (tlc.depth_coupling, tlc.depth_couplings):
         with pytest.raises(ValueError, match=message) as error:
             function(deep[0], **options)
@@ -342,7 +343,7 @@ def test_a_cut_inside_a_repeated_singular_value_warns_and_names_the_layer(deep, 
     def stand_in(block, *_):
         return (repeated if block.layer == 2 else distinct), "full_sequence"
 
-    monkeypatch.setattr(comparisons, "jacobian_and_path", stand_in)
+    monkeypatch.setattr(depth, "jacobian_and_path", stand_in)
     with pytest.warns(UserWarning, match="σ_2 and σ_3 are equal to rounding in layer 2:"):
         tlc.depth_coupling(deep[0], 2)
     with warnings.catch_warnings():
@@ -357,7 +358,7 @@ def test_a_zero_jacobian_is_nan_with_a_warning_and_only_where_it_is(deep, monkey
     def stand_in(block, *_):
         return J * (block.layer != 1), "full_sequence"
 
-    monkeypatch.setattr(comparisons, "jacobian_and_path", stand_in)
+    monkeypatch.setattr(depth, "jacobian_and_path", stand_in)
     with pytest.warns(UserWarning, match="σ_6 and σ_7 are equal to rounding in layer 1:"):
         result = tlc.depth_coupling(deep[0], K)
     for measure in ("coupling", "normalized_miscoupling", "spectral_miscoupling", "captured_energy"):

@@ -1,50 +1,36 @@
-"""The `tl-coupling` command."""
+"""`tl-coupling depth`: coupling across depth, of one prompt or many."""
 
 import json
 import statistics
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
+from tl_coupling.cli.app import app
+from tl_coupling.cli.console import progress_bars, quiet
+from tl_coupling.cli.options import (
+    PAPER_PROMPT,
+    Backend,
+    Checkpoint,
+    Device,
+    FinalNorm,
+    Model,
+    Orientation,
+    Out,
+    Position,
+    PrependBos,
+    training_step,
+)
 from tl_coupling.comparisons import CouplingMap, depth_coupling
 from tl_coupling.files import output_folder, write_atomically
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.prompts import Prompt, read_prompts
-
-PAPER_PROMPT = "What is the capital of France? The capital is"
-
-app = typer.Typer(
-    help="Transformer block coupling and residual-stream trajectories for TransformerLens models.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-
-
-def main() -> None:
-    """Entry point: bad input is one line on standard error and exit status 2."""
-    try:
-        app()
-    except (ValueError, TypeError, OSError) as error:
-        # One line, whatever a library below put into its message.
-        typer.echo(f"tl-coupling: {' '.join(str(error).split())}", err=True)
-        sys.exit(2)
-
-
-@app.callback()
-def _options() -> None:
-    """Keeps `depth` a subcommand while it is the only one."""
-
 
 _DEPTH_HELP = """Coupling across depth: one token's block Jacobians against each other, for every pair of layers.
 
@@ -61,23 +47,21 @@ Examples:
 
 @app.command(help=_DEPTH_HELP)
 def depth(
-    model: Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")] = EMBEDDED_MODEL,
+    model: Model = EMBEDDED_MODEL,
     prompt: Annotated[str | None, typer.Option(help=f"One prompt. Without any: {PAPER_PROMPT!r}.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help='JSONL file, one {"id": …, "prompt": …} a line.', dir_okay=False)
     ] = None,
     k: Annotated[list[int] | None, typer.Option(help="Top singular vectors; may be repeated. [10, 30, 50]")] = None,
-    position: Annotated[int, typer.Option(help="Token position; negative counts from the end.")] = -1,
+    position: Position = -1,
     untrained: Annotated[bool, typer.Option("--untrained", help="Measure the untrained twin as well.")] = False,
-    prepend_bos: Annotated[
-        bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")
-    ] = None,
-    final_norm: Annotated[bool, typer.Option("--final-norm", help="Include the final norm in the last block.")] = False,
-    orientation: Annotated[str, typer.Option(help='"ujv" (the paper\'s) or "vju".')] = "ujv",
-    checkpoint: Annotated[str | None, typer.Option(help="Training step, or hub revision.")] = None,
-    backend: Annotated[str, typer.Option(help='"auto", "bridge" or "hooked".')] = "auto",
-    device: Annotated[str | None, typer.Option(help="Torch device; CUDA if there is one, else the CPU.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)] = Path("out"),
+    prepend_bos: PrependBos = None,
+    final_norm: FinalNorm = False,
+    orientation: Orientation = "ujv",
+    checkpoint: Checkpoint = None,
+    backend: Backend = "auto",
+    device: Device = None,
+    out: Out = Path("out"),
 ) -> None:
     """See `_DEPTH_HELP`."""
     if prompt is not None and prompts is not None:
@@ -91,11 +75,10 @@ def depth(
     console = Console(stderr=True)
     tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}
     comparing = {"k": ks[-1], "position": position, "orientation": orientation}
-    with output_folder(out) as folder, _quiet(console), _progress(console) as progress:
+    with output_folder(out) as folder, quiet(console), progress_bars(console) as progress:
         arguments = {"backend": backend, "device": device}
-        step = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
         measure = partial(_measure, model, chosen, tracing, comparing, progress, **arguments)
-        runs = {"trained": measure(checkpoint=step)}
+        runs = {"trained": measure(checkpoint=training_step(checkpoint))}
         if untrained:
             runs["untrained"] = measure(untrained=True)
         progress.console.print("drawing …")
@@ -201,26 +184,3 @@ def _table(runs: dict[str, list[CouplingMap]], ks: list[int]) -> Table:
 def _file_name(identifier: str) -> str:
     """A prompt's id as part of a file name; ids that would clash or leave the folder are escaped."""
     return "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in identifier)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield progress
-
-
-@contextmanager
-def _quiet(console: Console) -> Iterator[None]:
-    """Warnings as one line each; no progress bars but ours."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        if issubclass(category, UserWarning):
-            console.print(f"warning: {message}", style="yellow", highlight=False, soft_wrap=True)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield

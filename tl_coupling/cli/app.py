@@ -1,0 +1,28 @@
+"""The application that the commands hang on, and its entry point."""
+
+import sys
+
+import typer
+
+app = typer.Typer(
+    help="Transformer block coupling and residual-stream trajectories for TransformerLens models.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def _options() -> None:
+    """Keeps `depth` a subcommand while it is the only one."""
+
+
+def main() -> None:
+    """Entry point: bad input is one line on standard error and exit status 2."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError) as error:
+        # One line, whatever a library below put into its message.
+        typer.echo(f"tl-coupling: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)

@@ -1,0 +1,24 @@
+"""Options that several commands have in common."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PAPER_PROMPT = "What is the capital of France? The capital is"
+
+Model = Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")]
+OnePrompt = Annotated[str, typer.Option(help="The prompt.")]
+Position = Annotated[int, typer.Option(help="Token position; negative counts from the end.")]
+PrependBos = Annotated[bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")]
+FinalNorm = Annotated[bool, typer.Option("--final-norm", help="Include the final norm in the last block.")]
+Orientation = Annotated[str, typer.Option(help='"ujv" (the paper\'s) or "vju".')]
+Checkpoint = Annotated[str | None, typer.Option(help="Training step, or hub revision.")]
+Backend = Annotated[str, typer.Option(help='"auto", "bridge" or "hooked".')]
+Device = Annotated[str | None, typer.Option(help="Torch device; CUDA if there is one, else the CPU.")]
+Out = Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)]
+
+
+def training_step(checkpoint: str | None) -> str | int | None:
+    """A checkpoint as `load_model` takes it: a number where it is one."""
+    return int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint

@@ -1,0 +1,13 @@
+"""Pictures of results, with matplotlib and networkx.
+
+Every function draws what a result holds and labels itself from it, takes `ax=` (or `fig=`) and returns what it drew on.
+Nothing is shown and pyplot is left alone: without `ax=` the picture has a Figure of its own, `ax.figure`.
+
+>>> from tl_coupling.plots import plot_coupling
+>>> ax = plot_coupling(tlc.depth_coupling(trace, k=4))
+"""
+
+from tl_coupling.plots.layers import plot_adjacency, plot_locality, plot_singular_values
+from tl_coupling.plots.maps import plot_coupling, plot_coupling_matrices
+
+__all__ = ["plot_adjacency", "plot_coupling", "plot_coupling_matrices", "plot_locality", "plot_singular_values"]

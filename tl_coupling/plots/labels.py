@@ -1,0 +1,111 @@
+"""What every picture shares: axes of its own, the words on it, and the maps it takes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from tl_coupling.comparisons import CouplingMap
+from tl_coupling.spectra import check_k
+
+_MEASURES = {
+    "coupling": r"coupling $1 - \tilde{m}$",
+    "normalized_miscoupling": r"normalised mis-coupling $\tilde{m}$",
+    "miscoupling": "mis-coupling $m$",
+    "spectral_miscoupling": "spectral mis-coupling $m_K$",
+    "captured_energy": "captured energy",
+}
+BOUNDED_BY_1 = ("coupling", "normalized_miscoupling", "captured_energy")
+_MAX_LAYER_TICKS, _MAX_TOKEN_TICKS = 16, 40
+
+
+def own_axes(width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained") -> Axes:
+    """Axes on a Figure of their own; pyplot does not know it."""
+    return Figure(figsize=(width, height), layout=layout).subplots()
+
+
+def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
+    """`k`, or what all maps hold; checked against each."""
+    held = [result.k for result in maps]
+    if k is None and len(set(held)) > 1:
+        raise ValueError(f"`k` must be given where the maps hold different numbers of singular vectors, here {held}")
+    k = held[0] if k is None else k
+    check_k(k, min(held))
+    return k
+
+
+def by_name(results: Any) -> dict[str, CouplingMap]:
+    """Depth maps by the name they are drawn under; one map goes by its model's."""
+    if isinstance(results, CouplingMap):
+        results = {results.provenance.get("model") or "coupling": results}
+    if not isinstance(results, Mapping) or not all(isinstance(result, CouplingMap) for result in results.values()):
+        raise TypeError(f"wanted a CouplingMap or a mapping from names to them, got {type(results).__name__}")
+    if not results:
+        raise ValueError("`results` is empty: wanted at least one CouplingMap")
+    for name, result in results.items():
+        check_depth(result, name)
+    return dict(results)
+
+
+def check_depth(result: CouplingMap, name: str) -> None:
+    """Raise unless the map compares layers."""
+    if result.kind != "depth":
+        raise ValueError(
+            f"this picture wants maps of layers, kind 'depth' (`depth_coupling`), {name!r} is of kind {result.kind!r}"
+        )
+
+
+def label_pairs(ax: Axes, result: CouplingMap) -> None:
+    """Ticks and axis labels of a map: layers, or tokens."""
+    depth = result.kind == "depth"
+    sides = (
+        (ax.xaxis, result.col_layers, result.col_positions, "the singular vectors"),
+        (ax.yaxis, result.row_layers, result.row_positions, "J₁"),
+    )
+    for axis, layers, positions, whose in sides:
+        labels = [str(layer) for layer in layers] if depth else [token(result, position) for position in positions]
+        axis.set_label_text(f"layer of {whose}" if depth else f"token of {whose}, layer {layers[0]}")
+        shown = range(0, len(labels), math.ceil(len(labels) / (_MAX_LAYER_TICKS if depth else _MAX_TOKEN_TICKS)))
+        rotation = 0 if depth or axis is ax.yaxis else 90
+        # parse_math: a token may hold a dollar sign.
+        axis.set_ticks(list(shown), [labels[i] for i in shown], rotation=rotation, parse_math=False)
+
+
+def token(result: CouplingMap, position: int) -> str:
+    """A position and its token, printable on one line."""
+    tokens = result.provenance.get("str_tokens")
+    return f"{position}" if tokens is None else f"{position} {repr(tokens[position])[1:-1].strip() or '␣'}"
+
+
+def measure_label(measure: str, k: int, p: int | float = 2, absolute: bool = False) -> str:
+    """A measure in words, with k and its options."""
+    variant = f", p = {p:g}{', |A|' if absolute else ''}" if measure == "spectral_miscoupling" else ""
+    return f"{_MEASURES[measure]} (k = {k}{variant})"
+
+
+def title(maps: Sequence[CouplingMap], k: int | None = None) -> str:
+    """What was measured; on which model; for which prompt and token. Only what all maps have in common."""
+    first = maps[0]
+    known = {key: value for key, value in first.provenance.items() if all(m.provenance.get(key) == value for m in maps)}
+    what = [f"{first.kind.capitalize()} coupling"]
+    what += [first.orientation] if len({result.orientation for result in maps}) == 1 else []
+    what += [] if k is None else [f"k = {k}"]
+    model = str(known.get("model") or "")
+    model += "" if known.get("checkpoint") is None else f" at checkpoint {known['checkpoint']}"
+    model += " (untrained)" if known.get("untrained") else ""
+    prompt = " ".join((known.get("prompt") or "").split())
+    where = [f"“{prompt if len(prompt) <= 48 else prompt[:47].rstrip() + '…'}”"] if prompt else []
+    tokens = {token(result, result.row_positions[0]) for result in maps}
+    where += [f"token {tokens.pop()}"] if first.kind == "depth" and len(tokens) == 1 else []
+    return "\n".join(filter(None, (" · ".join(what), model, " · ".join(where))))
+
+
+def finish_lines(ax: Axes, title: str) -> None:
+    """Whole numbers below, title above, a legend without mathtext."""
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_title(title, fontsize="medium", parse_math=False)
+    for text in ax.legend(frameon=False).get_texts():
+        text.set_parse_math(False)
