@@ -28,7 +28,7 @@ from torch import Tensor
 
 import tl_coupling as tlc
 from benchmarks import released_algorithm as released
-from tl_coupling.comparisons.depth import _all_pairs
+from tl_coupling.comparisons.pairs import fill_pairs
 from tl_coupling.models import EMBEDDED_MODEL, ModelError, _embedded_folder
 
 PAPER_PROMPT = "What is the capital of France? The capital is"
@@ -146,7 +146,13 @@ def ours_by_stage(model: Any, ids: Sequence[int], device: torch.device) -> dict[
             tlc.miscoupling(A[..., :K, :K])
             tlc.normalized_miscoupling(A[..., :K, :K])
 
-    (A, B), seconds["matrices"] = timed(device, lambda: [_all_pairs(J, spectrum.top(k), way) for way in ("ujv", "vju")])
+    A, B = J.new_empty(2, len(J), len(J), k, k)
+
+    def matrices() -> None:
+        fill_pairs(A, J, spectrum.top(k), "ujv")
+        fill_pairs(B, J, spectrum.top(k), "vju")
+
+    _, seconds["matrices"] = timed(device, matrices)
     _, seconds["measures"] = timed(device, lambda: measures(A, B))
     seconds["matrices and measures"] = seconds["matrices"] + seconds["measures"]
     return seconds

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import install_import_hook
+import jaxtyping
 
-install_import_hook("tl_coupling", "beartype.beartype")
+jaxtyping.install_import_hook("tl_coupling", "beartype.beartype")
 
 # Read when transformers is imported: from here on the hub is this folder, and nothing else.
 _HUB = tempfile.TemporaryDirectory(prefix="tl_coupling_hub_")
@@ -68,3 +68,9 @@ def reference() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def tiny_trace(tokenizer_folder: Path) -> tlc.Trace:
     return tlc.trace(tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder), tiny.TOKENS)
+
+
+@pytest.fixture
+def as_a_user(monkeypatch):
+    """Without the tests' type checks, before which an unknown name never reaches the function."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

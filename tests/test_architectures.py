@@ -128,4 +128,7 @@ def test_a_block_that_is_wrong_when_called_on_one_row_falls_back_to_the_full_seq
     assert_close(tlc.block_vjp(trace, 1, v), v @ J, 1e-5)
     assert_close(tlc.block_jvp(trace, 1, v), J @ v, 1e-5)
     result = tlc.depth_coupling(trace, k=4)
-    assert result.provenance["paths"] == {"0": "token_local_linearised", "1": "full_sequence"}
+    assert result.provenance["paths"] == {
+        "layer 0, token 7": "token_local_linearised",
+        "layer 1, token 7": "full_sequence",
+    }

@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 from typing import get_args
 
-import jaxtyping
 import numpy as np
 import pytest
 import tiny
@@ -16,8 +15,8 @@ import torch
 import xarray
 
 import tl_coupling as tlc
-from tl_coupling import coupling
-from tl_coupling.comparisons import CouplingMap, depth
+from tl_coupling import coupling, jacobians
+from tl_coupling.comparisons import CouplingMap
 
 N_LAYERS, K = 4, 6
 MIDDLE, LAST = 3, len(tiny.TOKENS) - 1
@@ -142,13 +141,13 @@ def test_one_a_serves_every_smaller_k(deep, result):
 
 
 def test_two_orientations_from_the_same_jacobians(deep, monkeypatch):
-    trace, calls, original = deep[0], [], depth.jacobian_and_path
+    trace, calls, original = deep[0], [], jacobians.jacobians_of_output
 
     def spy(block, *args):
         calls.append(block.layer)
         return original(block, *args)
 
-    monkeypatch.setattr(depth, "jacobian_and_path", spy)
+    monkeypatch.setattr(jacobians, "jacobians_of_output", spy)
     both = tlc.depth_couplings(trace, K, MIDDLE, layers=[2, 0], chunk_size=7)
     assert calls == [2, 0]
     assert list(both) == ["ujv", "vju"]
@@ -179,16 +178,16 @@ def test_chunk_size_changes_nothing(deep):
         torch.testing.assert_close(values, tlc.depth_coupling(trace, K).coupling(), rtol=0, atol=1e-5)
 
 
-def test_progress_wraps_the_loop_over_layers(deep):
+def test_progress_wraps_the_loop_over_jacobians(deep):
     seen = []
 
-    def progress(layers):
-        for layer in layers:
-            yield layer
-            seen.append(layer)
+    def progress(numbers):
+        for number in numbers:
+            yield number
+            seen.append(number)
 
     tlc.depth_coupling(deep[0], 2, layers=[3, 1], progress=progress)
-    assert seen == [3, 1]
+    assert seen == [0, 1]
 
 
 def test_mean_with_and_without_the_diagonal(result):
@@ -304,17 +303,11 @@ def test_null_for_a_k_that_the_result_does_not_hold(result):
 )
 def test_bad_arguments_have_one_clear_error_before_any_jacobian(deep, options, message, monkeypatch):
     if "chunk_size" not in options:
-        monkeypatch.setattr(depth, "jacobian_and_path", lambda *_: pytest.fail("a Jacobian was computed"))
+        monkeypatch.setattr(jacobians, "jacobians_of_output", lambda *_: pytest.fail("a Jacobian was computed"))
     for function in (tlc.depth_coupling, tlc.depth_couplings):
         with pytest.raises(ValueError, match=message) as error:
             function(deep[0], **options)
         assert "\n" not in str(error.value)
-
-
-@pytest.fixture
-def as_a_user(monkeypatch):
-    """Without the tests' type checks, before which an unknown name never reaches the function."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -341,10 +334,10 @@ def test_a_cut_inside_a_repeated_singular_value_warns_and_names_the_layer(deep, 
     distinct = torch.diag(torch.linspace(3, 1, tiny.D_MODEL))
 
     def stand_in(block, *_):
-        return (repeated if block.layer == 2 else distinct), "full_sequence"
+        return (repeated if block.layer == 2 else distinct)[None], "full_sequence"
 
-    monkeypatch.setattr(depth, "jacobian_and_path", stand_in)
-    with pytest.warns(UserWarning, match="σ_2 and σ_3 are equal to rounding in layer 2:"):
+    monkeypatch.setattr(jacobians, "jacobians_of_output", stand_in)
+    with pytest.warns(UserWarning, match="σ_2 and σ_3 are equal to rounding in layer 2, token 7:"):
         tlc.depth_coupling(deep[0], 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -356,10 +349,10 @@ def test_a_zero_jacobian_is_nan_with_a_warning_and_only_where_it_is(deep, monkey
     J = torch.randn(tiny.D_MODEL, tiny.D_MODEL, generator=torch.Generator().manual_seed(0))
 
     def stand_in(block, *_):
-        return J * (block.layer != 1), "full_sequence"
+        return (J * (block.layer != 1))[None], "full_sequence"
 
-    monkeypatch.setattr(depth, "jacobian_and_path", stand_in)
-    with pytest.warns(UserWarning, match="σ_6 and σ_7 are equal to rounding in layer 1:"):
+    monkeypatch.setattr(jacobians, "jacobians_of_output", stand_in)
+    with pytest.warns(UserWarning, match="σ_6 and σ_7 are equal to rounding in layer 1, token 7:"):
         result = tlc.depth_coupling(deep[0], K)
     for measure in ("coupling", "normalized_miscoupling", "spectral_miscoupling", "captured_energy"):
         with pytest.warns(UserWarning, match="undefined there"):
@@ -373,7 +366,7 @@ def test_provenance_says_how(deep):
     trace = deep[0]
     result = tlc.depth_coupling(trace, 2, MIDDLE, layers=[-1, 1])
     assert result.provenance["position"] == MIDDLE
-    assert set(result.provenance["paths"]) == {"3", "1"}
+    assert set(result.provenance["paths"]) == {f"layer 3, token {MIDDLE}", f"layer 1, token {MIDDLE}"}
     assert {key: result.provenance[key] for key in trace.provenance} == trace.provenance
     assert json.loads(json.dumps(result.provenance)) == result.provenance
     assert "position" not in trace.provenance

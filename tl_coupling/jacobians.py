@@ -1,6 +1,8 @@
 """Jacobians of block functions with torch.func, and products with them that never form one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -9,8 +11,27 @@ from torch import Tensor
 from tl_coupling.blocks import BlockFunction, Path, Trace
 from tl_coupling.blocks.functions import RowFunction, vjp
 
+Progress = Callable[[Iterable[int]], Iterable[int]]
+
 # Entries in the widest activation that one chunk of seeds may carry (float32: 64 MiB); it sets the default chunk size.
 _CHUNK_BUDGET = 2**24
+# Entries in a batch of Jacobians (float32: 256 MiB), and how many at most share what they have in common.
+BATCH_BUDGET = 2**26
+_MOST_SHARING = 32
+
+
+class Connection(NamedTuple):
+    """A block, from one token to one token: `J^l_{t1 t2}` by name; `position` is the token that labels a result."""
+
+    layer: int
+    input_position: int
+    output_position: int
+    position: int
+
+    def __str__(self) -> str:
+        if self.input_position == self.output_position:
+            return f"layer {self.layer}, token {self.position}"
+        return f"layer {self.layer}, tokens {self.input_position}→{self.output_position}"
 
 
 def block_jacobian(
@@ -77,7 +98,7 @@ def block_vjp(
     """`(J^l_{t1 t2})ᵀ v`, one backward pass, J never formed. Arguments and errors as in `block_jacobian`."""
     block, t1, t2 = _connection(trace, layer, position, input_position, output_position)
     with block.evaluation():
-        return vjp(_row_function(block, t1, t2), block.X[t1])[1](_vector(vector, block))
+        return vjp(_row_function(block, t1, t2), block.X[t1])[1](_vector(vector, block))[0]
 
 
 def block_jvp(
@@ -100,6 +121,39 @@ def block_jvp(
             return torch.func.jvp(function, (x,), (v,))[1]
         except (RuntimeError, NotImplementedError):
             return torch.autograd.functional.jvp(function, x, v)[1]
+
+
+def jacobians_of(
+    trace: Trace,
+    connections: Sequence[Connection],
+    chunk_size: int | None,
+    progress: Progress | None,
+    paths: dict[str, str],
+) -> Iterator[Float[Tensor, "d_model d_model"]]:
+    """`J` of each connection, in order; neighbours with a layer or an output in common share that work.
+
+    Which way each was evaluated is noted in `paths`.
+    """
+    numbers = range(len(connections))
+    computed = _in_order(trace, connections, chunk_size, paths)
+    for _ in progress(numbers) if progress else numbers:
+        yield next(computed)
+
+
+def _in_order(
+    trace: Trace, connections: Sequence[Connection], chunk_size: int | None, paths: dict[str, str]
+) -> Iterator[Tensor]:
+    at_once = max(1, min(_MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
+    for layer, same_layer in groupby(connections, lambda connection: connection.layer):
+        block, rest = trace.blocks[layer], list(same_layer)
+        while rest:
+            sharing, rest = rest[:at_once], rest[at_once:]
+            block.refer_to([connection.output_position for connection in sharing])
+            for t2, same_output in groupby(sharing, lambda connection: connection.output_position):
+                some = list(same_output)
+                J, path = jacobians_of_output(block, [connection.input_position for connection in some], t2, chunk_size)
+                paths |= dict.fromkeys(map(str, some), path)
+                yield from J
 
 
 def jacobian_and_path(
@@ -129,16 +183,83 @@ def jacobian_and_path(
     raise AssertionError("the last way always returns")
 
 
+def jacobians_of_output(
+    block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: int | None = None
+) -> tuple[Float[Tensor, "n_inputs d_model d_model"], Path]:
+    """`J_{t1 t2}` for several t1 ≤ t2 and one t2, for little more than the cost of one; and which way that was."""
+    if len(input_positions) == 1:
+        J, path = jacobian_and_path(block, input_positions[0], output_position, chunk_size)
+        return J[None], path
+    n_pos, d_model = block.X.shape
+    J = block.X.new_empty(len(input_positions), d_model, d_model)
+    with block.evaluation():
+        _, u, _ = block.reference(output_position)
+        for path, context in block.query_ways(output_position):
+            chunk = chunk_size or max(1, _CHUNK_BUDGET // (max(4, 2 * n_pos) * d_model))
+            fill = _pull_back_everything if path == "full_sequence" else _pull_back_once
+            try:
+                with context:
+                    y = fill(block, input_positions, output_position, chunk, J)
+            # As in `jacobian_and_path`.
+            except Exception:
+                if path == "full_sequence":
+                    raise
+                continue
+            pairs = zip(J, input_positions, strict=True)
+            if path == "full_sequence" or all(block.agrees(y, u @ J_1, t1, output_position) for J_1, t1 in pairs):
+                return J, path
+    raise AssertionError("the last way always returns")
+
+
+def _pull_back_once(
+    block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: int, J: Tensor
+) -> Tensor:
+    """Fill J `[n_inputs d d]` from one output row and every input row's keys and values; f(X)[t2]."""
+    function, inputs = block.query_local(output_position)
+    y, pull_back = vjp(function, *inputs)
+    feeding = {t: vjp(block.keys_and_values(t), block.X[t])[1] for t in input_positions if t != output_position}
+    dim = block.call.position_dim
+    for start in range(0, len(y), chunk_size):
+        rows = slice(start, start + chunk_size)
+        own, *context = _for_seeds(pull_back, torch.eye(len(y), dtype=y.dtype, device=y.device)[rows])
+        # The seeds stand in front: a position axis counted from the front moves up by one.
+        axis = dim if dim < 0 else dim + 1
+        for J_1, t in zip(J, input_positions, strict=True):
+            if t == output_position:
+                J_1[rows] = own
+            else:
+                (J_1[rows],) = _for_seeds(feeding[t], tuple(g.narrow(axis, t, 1) for g in context))
+    return y
+
+
+def _pull_back_everything(
+    block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: int, J: Tensor
+) -> Tensor:
+    """As `_pull_back_once`, through the block on all rows."""
+    Y, pull_back = vjp(lambda X: block.of_all_rows(X)[output_position], block.X)
+    for start in range(0, len(Y), chunk_size):
+        rows = slice(start, start + chunk_size)
+        (gradient,) = _for_seeds(pull_back, torch.eye(len(Y), dtype=Y.dtype, device=Y.device)[rows])
+        J[:, rows] = gradient[:, list(input_positions)].transpose(0, 1)
+    return Y
+
+
+def _for_seeds(pull_back: Callable[[Any], tuple[Tensor, ...]], seeds: Any) -> tuple[Tensor, ...]:
+    """`pull_back` of every seed (a tensor, or a tuple of them), stacked; a loop where vmap cannot."""
+    try:
+        return torch.func.vmap(pull_back)(seeds)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        each = seeds if isinstance(seeds, Tensor) else zip(*seeds, strict=True)
+        return tuple(torch.stack(parts) for parts in zip(*(pull_back(seed) for seed in each), strict=True))
+
+
 def _all_rows(function: RowFunction, x: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     """`(f(x), ∂f/∂x)`, reverse mode, `chunk_size` rows at a time."""
     y, pull_back = vjp(function, x)
     seeds = torch.eye(len(y), dtype=y.dtype, device=y.device)
-    try:
-        return y, torch.func.vmap(pull_back, chunk_size=chunk_size)(seeds)
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        return y, torch.stack([pull_back(seed) for seed in seeds])
+    return y, torch.cat([_for_seeds(pull_back, chunk)[0] for chunk in seeds.split(chunk_size)])
 
 
 def _row_function(block: BlockFunction, input_position: int, output_position: int) -> RowFunction:
@@ -147,7 +268,7 @@ def _row_function(block: BlockFunction, input_position: int, output_position: in
     try:
         function = block.token_local(input_position, output_position)
         y, pull_back = vjp(function, block.X[input_position])
-        if block.agrees(y, pull_back(u), input_position, output_position):
+        if block.agrees(y, pull_back(u)[0], input_position, output_position):
             return function
     # As above: whatever the block makes of a foreign cache.
     except Exception:

@@ -1,6 +1,8 @@
 """Singular value decompositions, and what is read off them alone."""
 
+import math
 import warnings
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from numbers import Integral
@@ -29,6 +31,21 @@ class Spectrum:
         return Spectrum(self.U[..., :k], self.S[..., :k], self.Vh[..., :k, :])
 
 
+@dataclass(frozen=True, eq=False)
+class InverseSingularValueFit:
+    """A line through `1/σ_k` against depth, for each k: `1/σ_k ≈ intercept + slope · layer`; and how good it is.
+
+    Attributes:
+        slope: in units of 1/σ for one layer.
+        intercept: at layer 0, in units of 1/σ.
+        r_squared: share of the variance of `1/σ_k` over layers that the line explains.
+    """
+
+    slope: Float[Tensor, " k"]
+    intercept: Float[Tensor, " k"]
+    r_squared: Float[Tensor, " k"]
+
+
 def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum:
     """Singular value decomposition `J = U diag(S) Vh`, batched.
 
@@ -53,17 +70,12 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
         >>> tlc.svd(J, k=1).S
         tensor([4.])
     """
-    if J.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"`J` must be float32 or float64, got {J.dtype}: convert it with `.float()` or `.double()`")
-    if J.ndim < 2:
-        raise ValueError(f"`J` must be a matrix or a batch of matrices, got shape {list(J.shape)}")
-    if not bool(torch.isfinite(J).all()):
-        raise ValueError("`J` has NaN or infinite entries: no singular value decomposition")
+    _check_matrices(J)
     rank = min(J.shape[-2:])
     if k is not None:
         check_k(k, rank)
     kept = rank if k is None else k
-    matrices = J.detach().reshape(-1, *J.shape[-2:])
+    batch, matrices = J.shape[:-2], J.detach().reshape(-1, *J.shape[-2:])
     U = J.new_empty(len(matrices), J.shape[-2], kept)
     S = J.new_empty(len(matrices), kept)
     Vh = J.new_empty(len(matrices), kept, J.shape[-1])
@@ -72,15 +84,46 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
         u, s, vh = torch.linalg.svd(matrices[i], full_matrices=False)
         U[i], S[i], Vh[i] = u[:, :kept], s[:kept], vh[:kept]
 
-    n_threads = min(torch.get_num_threads(), len(matrices)) if J.device.type == "cpu" else 1
+    _side_by_side(decompose, matrices)
+    return Spectrum(*(part.reshape(*batch, *part.shape[1:]) for part in (U, S, Vh)))
+
+
+def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*batch n_singular"]:
+    """Singular values alone, largest first. Errors as in `svd`; half its cost.
+
+    Example:
+        >>> singular_values(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+        tensor([4., 3.])
+    """
+    _check_matrices(J)
+    batch, matrices = J.shape[:-2], J.detach().reshape(-1, *J.shape[-2:])
+    S = J.new_empty(len(matrices), min(J.shape[-2:]))
+
+    def decompose(i: int) -> None:
+        S[i] = torch.linalg.svdvals(matrices[i])
+
+    _side_by_side(decompose, matrices)
+    return S.reshape(*batch, -1)
+
+
+def _check_matrices(J: Tensor) -> None:
+    if J.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"`J` must be float32 or float64, got {J.dtype}: convert it with `.float()` or `.double()`")
+    if J.ndim < 2:
+        raise ValueError(f"`J` must be a matrix or a batch of matrices, got shape {list(J.shape)}")
+    if not bool(torch.isfinite(J).all()):
+        raise ValueError("`J` has NaN or infinite entries: no singular value decomposition")
+
+
+def _side_by_side(decompose: Callable[[int], None], matrices: Tensor) -> None:
+    """`decompose(i)` for every matrix: on the CPU one core each, elsewhere one after the other."""
+    n_threads = min(torch.get_num_threads(), len(matrices)) if matrices.device.type == "cpu" else 1
     if n_threads > 1:
         with ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             list(pool.map(decompose, range(len(matrices))))
     else:
         for i in range(len(matrices)):
             decompose(i)
-    batch = J.shape[:-2]
-    return Spectrum(*(part.reshape(*batch, *part.shape[1:]) for part in (U, S, Vh)))
 
 
 def check_k(k: int, largest: int) -> None:
@@ -108,3 +151,183 @@ def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> Non
             "the coupling cut at this k; try another k",
             stacklevel=3,
         )
+
+
+def inverse_singular_value_fit(
+    S: Float[Tensor, "n_layers k"], layers: Sequence[int] | None = None
+) -> InverseSingularValueFit:
+    """Least-squares line through `1/σ_k` against depth, for each k.
+
+    In residual networks trained to classify, `1/σ_k` grows linearly with depth (Li and Papyan 2023); Aubry et al. 2025
+    find no such scaling in language models.
+
+    Args:
+        S: singular values, one row for each layer.
+        layers: the layer of each row; 0, 1, 2, … by default.
+
+    Returns:
+        slope, intercept and R² for each k, in S's dtype. Two layers have R² = 1 whatever they are. NaN, with a warning:
+        all three where some σ_k is 0, and R² where `1/σ_k` is the same at all layers, to rounding.
+
+    Raises:
+        TypeError: S is not real floating point of 32 or 64 bits.
+        ValueError: entries that are negative or not finite, fewer than 2 layers, other than one distinct layer a row.
+
+    Example:
+        >>> fit = inverse_singular_value_fit(torch.tensor([[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]]))
+        >>> fit.slope, fit.intercept
+        (tensor([1.5000, 3.0000]), tensor([0.8333, 1.6667]))
+        >>> fit.r_squared
+        tensor([0.9643, 0.9643])
+    """
+    _check_singular_values(S)
+    layers = range(len(S)) if layers is None else layers
+    if len(S) < 2 or len(layers) != len(S) or len(set(layers)) != len(S):
+        raise ValueError(
+            f"a line wants at least 2 rows of `S` and a layer of its own for each, got {len(S)} rows and layers "
+            f"{list(layers)}"
+        )
+    y = 1 / S.double().masked_fill((S == 0).any(0), math.nan)
+    x = torch.tensor(list(layers), dtype=y.dtype, device=y.device)
+    x_centred, y_centred = x - x.mean(), y - y.mean(0)
+    slope = x_centred @ y_centred / x_centred.square().sum()
+    residual = y_centred - x_centred[:, None] * slope
+    flat = y_centred.norm(dim=0) <= 8 * torch.finfo(S.dtype).eps * y.norm(dim=0)
+    r_squared = 1 - residual.square().sum(0) / y_centred.square().sum(0).masked_fill(flat, math.nan)
+    n_zero, n_flat = int(y.isnan().any(0).sum()), int(flat.sum())
+    if n_zero or n_flat:
+        warnings.warn(
+            f"of {S.shape[1]} lines through 1/σ_k, {n_zero} are undefined (NaN) where σ_k is 0, and R² of {n_flat} "
+            "is undefined (NaN) where 1/σ_k does not vary",
+            stacklevel=2,
+        )
+    # R² lies in [0, 1] but for rounding.
+    return InverseSingularValueFit(
+        slope=slope.to(S.dtype),
+        intercept=(y.mean(0) - slope * x.mean()).to(S.dtype),
+        r_squared=r_squared.clamp(0, 1).to(S.dtype),
+    )
+
+
+def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
+    """Size of the commutator of J with its transpose, `‖JᵀJ − JJᵀ‖_F / ‖J‖_F²`.
+
+    Dimensionless, in [0, √2]. 0 exactly for normal matrices (symmetric, antisymmetric, orthogonal, …), whose left and
+    right singular vectors are the same up to signs and rotations within a repeated singular value; √2 exactly for
+    `u vᵀ` with `u ⊥ v`. The
+    bound: JᵀJ and JJᵀ are positive semidefinite, so that their product has no negative trace and
+    `‖JᵀJ − JJᵀ‖_F² ≤ ‖JᵀJ‖_F² + ‖JJᵀ‖_F² ≤ 2 (tr JᵀJ)²`. A d×d matrix of independent Gaussian entries has about
+    `√(2/d)`: compare with that, not with √2. Invariant under orthogonal similarity, scale and transposition.
+
+    One of the measures of Elsner and Paardekooper 1987. The better known one, Henrici's departure from normality
+    `√(‖J‖_F² − Σ|λ_i|²)`, is not taken: it needs eigenvalues, which are ill-conditioned just where a matrix is far from
+    normal, and a batched eigensolver. The two vanish together, and `‖JᵀJ − JJᵀ‖_F ≤ √6 ‖J‖_F` times Henrici's.
+
+    Raises:
+        TypeError, ValueError: J is not a square matrix, or a batch of them, finite and in 32 or 64 bits.
+
+    NaN, with a warning, where J is zero.
+
+    Cost: two matrix products.
+
+    Example:
+        >>> non_normality(torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]]))
+        tensor([1.4142, 0.0000])
+    """
+    J = _unit_matrices(J, "non-normality")
+    return torch.linalg.matrix_norm(J.mT @ J - J @ J.mT)
+
+
+def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
+    """Share of J that is antisymmetric, `‖J − Jᵀ‖_F / (2 ‖J‖_F)`.
+
+    Dimensionless, in [0, 1]: 0 for symmetric matrices, 1 for antisymmetric ones, about `1/√2` for independent Gaussian
+    entries. Its square and that of the symmetric share add up to 1. Invariant under orthogonal similarity, scale and
+    transposition. The closed form of Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
+
+    Raises:
+        TypeError, ValueError: J is not a square matrix, or a batch of them, finite and in 32 or 64 bits.
+
+    NaN, with a warning, where J is zero.
+
+    Example:
+        >>> asymmetry(torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]]))
+        tensor([0.0000, 1.0000, 0.7071])
+    """
+    J = _unit_matrices(J, "asymmetry")
+    return torch.linalg.matrix_norm(J - J.mT) / 2
+
+
+def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
+    """Participation ratio of the squared singular values, `(Σ σ_i²)² / Σ σ_i⁴`: how many directions carry the energy.
+
+    Dimensionless, in [1, k]: n for n equal singular values and zeros besides. Of all singular values it is
+    `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k it says nothing of the others, and is no larger than k.
+
+    Raises:
+        TypeError, ValueError: S is not floating point of 32 or 64 bits, or has negative or infinite entries.
+
+    NaN, with a warning, where all of S is zero.
+
+    Example:
+        >>> participation_ratio(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
+        tensor([3., 1.])
+    """
+    energy = _shares(S, "participation ratio").square()
+    return (energy.sum(-1).square() / energy.square().sum(-1)).clamp(1, S.shape[-1]).to(S.dtype)
+
+
+def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
+    """Effective rank `exp(−Σ p_i ln p_i)` with `p_i = σ_i / Σ_j σ_j`.
+
+    Dimensionless, in [1, k]: n for n equal singular values and zeros besides. Roy and Vetterli 2007, who take shares of
+    the singular values themselves; shares of their squares, which are also met, weigh the large ones more and give a
+    smaller rank. Of the top k singular values it says nothing of the others.
+
+    Raises:
+        TypeError, ValueError: S is not floating point of 32 or 64 bits, or has negative or infinite entries.
+
+    NaN, with a warning, where all of S is zero.
+
+    Example:
+        >>> effective_rank(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).round(decimals=4)
+        tensor([3., 1.])
+    """
+    p = _shares(S, "effective rank")
+    return torch.special.entr(p).sum(-1).exp().clamp(1, S.shape[-1]).to(S.dtype)
+
+
+def _unit_matrices(J: Tensor, measure: str) -> Tensor:
+    """J over its Frobenius norm; NaN with a warning where that is zero."""
+    if J.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"`J` must be float32 or float64, got {J.dtype}: convert it with `.float()` or `.double()`")
+    if J.ndim < 2 or J.shape[-1] != J.shape[-2]:
+        raise ValueError(f"`J` must be a square matrix or a batch of them, got shape {list(J.shape)}")
+    if not bool(torch.isfinite(J).all()):
+        raise ValueError(f"`J` has NaN or infinite entries: no {measure}")
+    # In two steps: the squares in a norm leave the range of the dtype long before the entries do.
+    J = J / _or_nan(J.abs().amax((-2, -1), keepdim=True), measure, "J")
+    return J / torch.linalg.matrix_norm(J, keepdim=True)
+
+
+def _shares(S: Tensor, measure: str) -> Tensor:
+    """Each row of S over its sum, in float64; NaN with a warning where that is zero."""
+    _check_singular_values(S)
+    S = S.double() / _or_nan(S.double().amax(-1, keepdim=True), measure, "S")
+    return S / S.sum(-1, keepdim=True)
+
+
+def _or_nan(size: Tensor, measure: str, name: str) -> Tensor:
+    n_zero = int((size == 0).sum())
+    if n_zero:
+        warnings.warn(f"{measure} is undefined (NaN) for {n_zero} of {size.numel()} zero `{name}`", stacklevel=4)
+    return size.masked_fill(size == 0, math.nan)
+
+
+def _check_singular_values(S: Tensor) -> None:
+    if S.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"`S` must be float32 or float64, got {S.dtype}: convert it with `.float()` or `.double()`")
+    if S.shape[-1] == 0:
+        raise ValueError(f"`S` must hold at least one singular value, got shape {list(S.shape)}")
+    if not bool(torch.isfinite(S).all()) or bool((S < 0).any()):
+        raise ValueError("`S` must be singular values, finite and at least 0, got others")

@@ -1,6 +1,6 @@
 """Block functions: `f(X) = block(X) − X`, one row of it at a time, the cheapest way that is right.
 
-Three ways, cheapest first:
+Three ways to one `J_{t1 t2}`, cheapest first:
 
 * **token_local_linearised**: as the next, with the MLP replaced by its first-order expansion and the attention's two
   products by theirs. Same value and Jacobian at the traced point, at a fraction of the cost; for Jacobians only.
@@ -8,15 +8,18 @@ Three ways, cheapest first:
   read-only cache. Costs one token.
 * **full_sequence**: the block called on all rows. Always right, and costs the whole prompt.
 
-The first two are trusted only after their forward value and a random vector–Jacobian product agreed with the full
-sequence's at this layer and this pair of positions.
+For many t1 and one t2, **query_local**: the output row is pulled back once, to its own input and to every row's keys
+and values, and each row of those to its input. Costs little more than one token.
+
+All but the full sequence are trusted only after their forward value and a random vector–Jacobian product agreed with
+the full sequence's at this layer and this pair of positions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -27,10 +30,11 @@ from tl_coupling.blocks.attention import BlockError, MovedRow
 from tl_coupling.blocks.calls import BlockCall
 from tl_coupling.blocks.mlps import affine_mlp
 
-Path = Literal["token_local_linearised", "token_local", "full_sequence"]
+Path = Literal["token_local_linearised", "token_local", "query_local_linearised", "query_local", "full_sequence"]
 RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
 
 GATE_TOLERANCE = 1e-4
+_MOST_REFERENCES = 32
 
 
 @contextmanager
@@ -78,7 +82,11 @@ class BlockFunction:
     def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
         """f on the full sequence."""
         with self.evaluation():
-            return self._after_norm(self.call(X)) - X
+            return self.of_all_rows(X)
+
+    def of_all_rows(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
+        """f on the full sequence, to be differentiated inside `evaluation()`."""
+        return self._after_norm(self.call(X)) - X
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -133,6 +141,32 @@ class BlockFunction:
 
         return own_row if input_position == output_position else earlier_row
 
+    def query_local(self, output_position: int) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+        """`(x, keys, values) ↦ f(X)[output_position]` of its own row and the context's keys and values; and those."""
+        dim = self.call.position_dim
+        keys, values = (rows.narrow(dim, 0, output_position) for rows in self._keys_and_values)
+
+        def function(x: Float[Tensor, " d_model"], *context: Tensor) -> Float[Tensor, " d_model"]:
+            keys, values = context
+            return self._minus_skip(self.call.row(x, output_position, (keys, values)), x)
+
+        return function, (self.X[output_position], keys, values)
+
+    def keys_and_values(self, position: int) -> Callable[[Float[Tensor, " d_model"]], tuple[Tensor, Tensor]]:
+        """`x ↦` what a row at `position` gives the queries after it."""
+        return lambda x: self.call.keys_and_values(x[None], position=position)
+
+    def query_ways(self, output_position: int) -> Iterator[tuple[Path, AbstractContextManager[None]]]:
+        """Every way to evaluate all inputs of one output, cheapest first; see `ways`."""
+
+        def forward() -> Tensor:
+            function, inputs = self.query_local(output_position)
+            return function(*inputs)
+
+        yield "query_local_linearised", affine_mlp(self.call.module, forward)
+        yield "query_local", nullcontext()
+        yield "full_sequence", nullcontext()
+
     def ways(
         self, input_position: int, output_position: int
     ) -> Iterator[tuple[Path, Callable[[], RowFunction], AbstractContextManager[None]]]:
@@ -154,16 +188,25 @@ class BlockFunction:
         Shapes `[d_model]`, `[d_model]`, `[n_pos d_model]`. One forward and one backward pass of the block; kept.
         """
         if output_position not in self._references:
-
-            def row(X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, " d_model"]:
-                return self._minus_skip(self.call(X)[output_position], X[output_position])
-
-            with self.evaluation():
-                y, pull_back = vjp(row, self.X)
-                generator = torch.Generator().manual_seed(output_position)
-                u = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
-                self._references[output_position] = y, u, pull_back(u)
+            self.refer_to([output_position])
         return self._references[output_position]
+
+    def refer_to(self, output_positions: Sequence[int]) -> None:
+        """Make `reference` of several positions ready: one forward pass for all. Older ones are forgotten."""
+        missing = set(output_positions) - self._references.keys()
+        if not missing:
+            return
+        if len(self._references) + len(missing) > _MOST_REFERENCES:
+            self._references.clear()
+            missing = set(output_positions)
+        with self.evaluation():
+            Y, pull_back = vjp(self.of_all_rows, self.X)
+            for t in sorted(missing):
+                generator = torch.Generator().manual_seed(t)
+                u = torch.randn(self.X.shape[1], generator=generator, dtype=torch.float64).to(Y)
+                seed = torch.zeros_like(Y)
+                seed[t] = u
+                self._references[t] = Y[t], u, pull_back(seed)[0]
 
     def agrees(
         self, y: Float[Tensor, " d_model"], uJ: Float[Tensor, " d_model"], input_position: int, output_position: int
@@ -194,20 +237,19 @@ class BlockFunction:
         return self._after_norm(y[None]).reshape(-1) - x
 
 
-def vjp(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def vjp(function: Callable[..., Any], *inputs: Tensor) -> tuple[Any, Callable[[Any], tuple[Tensor, ...]]]:
     """`torch.func.vjp`, by plain autograd where a custom autograd Function keeps torch.func out (BLOOM's GELU)."""
     try:
-        y, pull_back = torch.func.vjp(function, x)  # type: ignore[misc]
-        return y, lambda u: pull_back(u)[0]
+        return torch.func.vjp(function, *inputs)  # type: ignore[return-value]
     except RuntimeError as error:
         if "setup_context" not in str(error):
             raise
     with torch.enable_grad():
-        leaf = x.detach().clone().requires_grad_()
-        y = function(leaf)
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        y = function(*leaves)
 
-    def by_autograd(u: Tensor) -> Tensor:
-        (g,) = torch.autograd.grad(y, leaf, u, retain_graph=True, allow_unused=True)
-        return torch.zeros_like(leaf) if g is None else g
+    def by_autograd(u: Any) -> tuple[Tensor, ...]:
+        gradients = torch.autograd.grad(y, leaves, u, retain_graph=True, allow_unused=True)
+        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))
 
-    return y.detach(), by_autograd
+    return y.detach() if isinstance(y, Tensor) else tuple(part.detach() for part in y), by_autograd

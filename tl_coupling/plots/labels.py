@@ -1,8 +1,8 @@
 """What every picture shares: axes of its own, the words on it, and the maps it takes."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.spectra import check_k
 
+_Result = TypeVar("_Result")
 _MEASURES = {
     "coupling": r"coupling $1 - \tilde{m}$",
     "normalized_miscoupling": r"normalised mis-coupling $\tilde{m}$",
@@ -39,14 +40,21 @@ def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
 
 def by_name(results: Any) -> dict[str, CouplingMap]:
     """Depth maps by the name they are drawn under; one map goes by its model's."""
-    if isinstance(results, CouplingMap):
-        results = {results.provenance.get("model") or "coupling": results}
-    if not isinstance(results, Mapping) or not all(isinstance(result, CouplingMap) for result in results.values()):
-        raise TypeError(f"wanted a CouplingMap or a mapping from names to them, got {type(results).__name__}")
-    if not results:
-        raise ValueError("`results` is empty: wanted at least one CouplingMap")
-    for name, result in results.items():
+    maps = named(results, CouplingMap)
+    for name, result in maps.items():
         check_depth(result, name)
+    return maps
+
+
+def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
+    """Results of one kind by the name they are drawn under; one alone goes by its model's."""
+    if isinstance(results, kind):
+        # A result describes itself, whichever kind it is.
+        results = {getattr(results, "provenance", {}).get("model") or kind.__name__: results}
+    if not isinstance(results, Mapping) or not all(isinstance(result, kind) for result in results.values()):
+        raise TypeError(f"wanted a {kind.__name__} or a mapping from names to them, got {type(results).__name__}")
+    if not results:
+        raise ValueError(f"`results` is empty: wanted at least one {kind.__name__}")
     return dict(results)
 
 
@@ -75,8 +83,13 @@ def label_pairs(ax: Axes, result: CouplingMap) -> None:
 
 
 def token(result: CouplingMap, position: int) -> str:
+    """A position of a map's prompt and its token, printable on one line."""
+    return token_name(result.provenance, position)
+
+
+def token_name(provenance: Mapping[str, Any], position: int) -> str:
     """A position and its token, printable on one line."""
-    tokens = result.provenance.get("str_tokens")
+    tokens = provenance.get("str_tokens")
     return f"{position}" if tokens is None else f"{position} {repr(tokens[position])[1:-1].strip() or '␣'}"
 
 
@@ -89,18 +102,23 @@ def measure_label(measure: str, k: int, p: int | float = 2, absolute: bool = Fal
 def title(maps: Sequence[CouplingMap], k: int | None = None) -> str:
     """What was measured; on which model; for which prompt and token. Only what all maps have in common."""
     first = maps[0]
-    known = {key: value for key, value in first.provenance.items() if all(m.provenance.get(key) == value for m in maps)}
     what = [f"{first.kind.capitalize()} coupling"]
     what += [first.orientation] if len({result.orientation for result in maps}) == 1 else []
     what += [] if k is None else [f"k = {k}"]
+    tokens = {token(result, result.row_positions[0]) for result in maps} if first.kind == "depth" else set()
+    return heading(" · ".join(what), [result.provenance for result in maps], tokens)
+
+
+def heading(what: str, provenances: Sequence[Mapping[str, Any]], tokens: Collection[str] = ()) -> str:
+    """`what`; the model; the prompt, and the token if there is one. Only what all provenances have in common."""
+    known = {key: value for key, value in provenances[0].items() if all(p.get(key) == value for p in provenances)}
     model = str(known.get("model") or "")
     model += "" if known.get("checkpoint") is None else f" at checkpoint {known['checkpoint']}"
     model += " (untrained)" if known.get("untrained") else ""
     prompt = " ".join((known.get("prompt") or "").split())
     where = [f"“{prompt if len(prompt) <= 48 else prompt[:47].rstrip() + '…'}”"] if prompt else []
-    tokens = {token(result, result.row_positions[0]) for result in maps}
-    where += [f"token {tokens.pop()}"] if first.kind == "depth" and len(tokens) == 1 else []
-    return "\n".join(filter(None, (" · ".join(what), model, " · ".join(where))))
+    where += [f"token {next(iter(tokens))}"] if len(tokens) == 1 else []
+    return "\n".join(filter(None, (what, model, " · ".join(where))))
 
 
 def finish_lines(ax: Axes, title: str) -> None:

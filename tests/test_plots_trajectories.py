@@ -1,0 +1,347 @@
+"""What the pictures of trajectories hold: data, labels, limits; and that they leave pyplot alone."""
+
+import dataclasses
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from test_plots import random_map
+
+import tl_coupling as tlc
+from tl_coupling.blocks import BlockCall, BlockFunction, Trace
+from tl_coupling.plots.trajectories import (
+    plot_inverse_singular_values,
+    plot_linearisation,
+    plot_perturbation,
+    plot_trajectories,
+    plot_trajectory_metrics,
+)
+from tl_coupling.trajectories import (
+    line_shape_score,
+    line_shape_score_by_depth,
+    linearisation,
+    norms,
+    perturbation,
+    step_lengths,
+    trajectory_pca,
+)
+
+TOKENS = ("It", " costs", " $5", "\n", " ", " $6")
+
+
+@pytest.fixture(autouse=True)
+def global_state_untouched():
+    before = dict(matplotlib.rcParams)
+    yield
+    assert plt.get_fignums() == []
+    assert dict(matplotlib.rcParams) == before
+
+
+def walk(n_layers: int = 20, seed: int = 0, sink: int | None = None, **provenance) -> Trace:
+    """A trace without a model: tokens that walk at random from one point; a sink runs away in the middle."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n_layers + 1, len(TOKENS), 8, generator=generator, dtype=torch.float64).cumsum(0)
+    if sink is not None:
+        x[3:-2, sink] *= 300
+    unused = BlockCall(torch.nn.Identity(), {}, None, False, -2)
+    return Trace(
+        model=torch.nn.Identity(),
+        tokens=torch.arange(len(TOKENS)),
+        str_tokens=TOKENS,
+        residual=x,
+        blocks=tuple(BlockFunction(layer, unused, X) for layer, X in enumerate(x[:-1])),
+        final_norm=False,
+        provenance={"model": "tiny", "prompt": "It costs $5 or $6", "str_tokens": list(TOKENS)} | provenance,
+    )
+
+
+def lines(ax, label: str):
+    return [line for line in ax.lines if line.get_label() == label]
+
+
+def named_lines(ax):
+    return [line for line in ax.lines if not str(line.get_label()).startswith("_")]
+
+
+# plot_trajectories
+
+
+def test_trajectories_are_the_principal_components_of_the_last_depth():
+    trace = walk()
+    fig = plot_trajectories(trace)
+    wanted = trajectory_pca(trace.residual).projected.numpy()
+    for ax, (first, last) in zip(fig.axes, [(0, 20), (0, 10), (10, 20)], strict=True):
+        for t, line in enumerate(named_lines(ax)):
+            np.testing.assert_array_equal(line.get_xydata(), wanted[first : last + 1, t])
+        assert f"depth {first} to {last}" in ax.get_title()
+        assert "PC 1" in ax.get_xlabel()
+        assert "PC 2" in ax.get_ylabel()
+
+
+def test_the_last_token_is_black_and_no_other():
+    colors = [to_hex(line.get_color()) for line in named_lines(plot_trajectories(walk()).axes[0])]
+    assert colors[-1] == "#000000"
+    assert "#000000" not in colors[:-1]
+    assert len(set(colors)) == len(TOKENS)
+
+
+def test_a_ring_where_a_token_enters_and_a_dot_where_it_leaves():
+    ax = plot_trajectories(walk(), views=["deep"]).axes[0]
+    path, ring, dot = ax.lines[:3]
+    assert ring.get_xydata().tolist() == path.get_xydata()[:1].tolist()
+    assert dot.get_xydata().tolist() == path.get_xydata()[-1:].tolist()
+    assert ring.get_markerfacecolor() == "none"
+    assert dot.get_markerfacecolor() != "none"
+
+
+def test_an_attention_sink_is_left_out_and_named():
+    trace = walk(sink=0)
+    fig = plot_trajectories(trace)
+    wanted = trajectory_pca(trace.residual[:, 1:]).projected.numpy()
+    assert len(named_lines(fig.axes[0])) == len(TOKENS) - 1
+    np.testing.assert_array_equal(named_lines(fig.axes[0])[0].get_xydata(), wanted[:, 0])
+    assert "without attention sink: token 0 It" in fig.get_suptitle()
+    assert "sink" not in plot_trajectories(walk()).get_suptitle()
+
+
+def test_positions_are_what_they_say_sink_or_not():
+    fig = plot_trajectories(walk(sink=0), positions=[0, 2, -1])
+    assert [line.get_label() for line in named_lines(fig.axes[0])] == ["0 It", "2 $5", "5 $6"]
+    assert "sink" not in fig.get_suptitle()
+
+
+def test_views_and_figures_are_chosen():
+    figure = Figure(layout="constrained")
+    assert plot_trajectories(walk(), views=("deep", "all"), fig=figure) is figure
+    assert [ax.get_title().split(":")[0] for ax in figure.axes] == ["deep", "all"]
+
+
+def test_dollars_in_tokens_are_no_formulas():
+    fig = plot_trajectories(walk())
+    (legend,) = fig.legends
+    assert [text.get_text() for text in legend.get_texts()][2] == "2 $5"
+    assert not any(text.get_parse_math() for text in legend.get_texts())
+    fig.draw_without_rendering()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"views": ()}, "`views` must be among all, shallow, deep, one or more"),
+        ({"positions": [6]}, r"`positions` must lie in \[-6, 5\]"),
+        ({"positions": [2]}, r"at least 2 tokens, got positions \[2\]"),
+    ],
+)
+def test_trajectories_refuse(options, message):
+    with pytest.raises(ValueError, match=message):
+        plot_trajectories(walk(), **options)
+
+
+# plot_trajectory_metrics
+
+
+def test_metrics_are_the_measures_of_each_token_and_their_mean():
+    trace = walk()
+    fig = plot_trajectory_metrics(trace, window=5)
+    x = trace.residual
+    measures = [norms(x), step_lengths(x), line_shape_score(x, window=5), line_shape_score_by_depth(x)]
+    for ax, wanted, start in zip(fig.axes, measures, (0, 0, 2, 0), strict=True):
+        faint = lines(ax, "_tokens")
+        np.testing.assert_array_equal(np.stack([line.get_ydata() for line in faint], axis=1), wanted)
+        (mean,) = lines(ax, "tiny")
+        np.testing.assert_allclose(mean.get_ydata(), wanted.mean(1))
+        assert list(mean.get_xdata()) == list(range(start, start + len(wanted)))
+        assert mean.get_color() == faint[0].get_color()
+        assert faint[0].get_alpha() < 0.5
+    assert [ax.get_yscale() for ax in fig.axes] == ["log", "log", "linear", "linear"]
+    assert fig.axes[2].get_ylim()[0] == fig.axes[3].get_ylim()[0] == 1
+    assert "5 steps" in fig.axes[2].get_title()
+
+
+def test_metrics_show_what_random_steps_score():
+    fig = plot_trajectory_metrics(walk(), window=5)
+    (level,) = [line for line in fig.axes[2].lines if line.get_linestyle() == "--"]
+    assert set(level.get_ydata()) == {5**0.5}
+    (curve,) = lines(fig.axes[3], "random steps")
+    np.testing.assert_allclose(curve.get_ydata(), np.sqrt(np.arange(1, 21)))
+
+
+def test_metrics_of_several_results_have_a_colour_each():
+    traces = {"trained": walk(), "untrained": walk(seed=1, untrained=True)}
+    fig = plot_trajectory_metrics(traces)
+    for ax in fig.axes:
+        assert lines(ax, "trained")[0].get_color() != lines(ax, "untrained")[0].get_color()
+    (legend,) = fig.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["trained", "untrained", "random steps"]
+    assert "untrained" not in fig.get_suptitle()
+
+
+def test_metrics_leave_out_a_sink_of_any_result():
+    fig = plot_trajectory_metrics({"a": walk(sink=2), "b": walk(seed=1)})
+    assert len(lines(fig.axes[0], "_tokens")) == 2 * (len(TOKENS) - 1)
+    assert "sink: token 2 $5" in fig.get_suptitle()
+
+
+@pytest.mark.parametrize(("n_layers", "width"), [(20, 11), (11, 11), (10, 9), (2, 1), (1, 1)])
+def test_a_shallow_model_takes_a_window_that_it_fills(n_layers, width):
+    fig = plot_trajectory_metrics(walk(n_layers))
+    assert f"{width} steps" in fig.axes[2].get_title()
+    assert len(lines(fig.axes[2], "tiny")[0].get_ydata()) == n_layers - width + 1
+
+
+def test_entropies_are_a_fifth_panel():
+    entropy = torch.rand(21, len(TOKENS))
+    for given in (entropy, {"tiny": entropy}):
+        ax = plot_trajectory_metrics(walk(), entropies=given).axes[4]
+        np.testing.assert_allclose(lines(ax, "tiny")[0].get_ydata(), entropy.mean(1), rtol=1e-6)
+        assert ax.get_ylabel() == "nats"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 4}, "`window` must be an odd number of steps, got 4"),
+        ({"window": -1}, "`window` must be an odd number of steps, got -1"),
+        ({"positions": []}, "`positions` is empty"),
+        ({"entropies": torch.rand(20, 6)}, r"`entropies` must be \[n_layers\+1 n_pos\]"),
+        ({"entropies": {"other": torch.rand(21, 6)}}, r"for each of \['tiny'\]"),
+    ],
+)
+def test_metrics_refuse(options, message):
+    with pytest.raises(ValueError, match=message):
+        plot_trajectory_metrics(walk(), **options)
+
+
+def test_metrics_of_different_prompts_are_refused():
+    other = dataclasses.replace(walk(), tokens=torch.arange(6).flip(0))
+    with pytest.raises(ValueError, match="`traces` must be of one prompt"):
+        plot_trajectory_metrics({"a": walk(), "b": other})
+
+
+# plot_linearisation
+
+
+def test_linearisation_lines_are_its_errors_and_cosines(tiny_trace: Trace):
+    result = linearisation(tiny_trace, k=7)
+    error, compounded_error, cosine, compounded_cosine = plot_linearisation({"mine": result}).axes
+    wanted = {error: ("one_step", "previous"), compounded_error: ("product", "closed_form", "input")}
+    for ax, predictions in wanted.items():
+        for line, prediction in zip(named_lines(ax), predictions, strict=True):
+            np.testing.assert_allclose(line.get_ydata(), result.relative_error(prediction))
+        assert ax.get_yscale() == "log"
+    wanted = {cosine: ("one_step", "previous"), compounded_cosine: ("product", "closed_form", "input")}
+    for ax, predictions in wanted.items():
+        for line, prediction in zip(named_lines(ax), predictions, strict=True):
+            np.testing.assert_allclose(line.get_ydata(), result.cosine_similarity(prediction))
+            assert str(line.get_label()).startswith("mine: ")
+        assert ax.get_ylim()[1] == pytest.approx(1.03)
+
+
+def test_linearisation_says_whose_u_and_which_token(tiny_trace: Trace):
+    fig = plot_linearisation(linearisation(tiny_trace, position=2, reference_layer=0))
+    assert "closed form with U of layer 0" in fig.get_suptitle()
+    assert "token 2 w15" in fig.get_suptitle()
+
+
+def test_linearisation_without_a_closed_form_draws_none(tiny_trace: Trace):
+    fig = plot_linearisation(linearisation(tiny_trace, closed_form=False))
+    assert [len(named_lines(ax)) for ax in fig.axes] == [2, 2, 2, 2]
+    assert "closed form" not in fig.get_suptitle()
+
+
+def test_linearisations_by_name_have_a_colour_each(tiny_trace: Trace):
+    result = linearisation(tiny_trace, closed_form=False)
+    figure = Figure()
+    assert plot_linearisation({"a": result, "b": result}, fig=figure) is figure
+    colors = [line.get_color() for line in named_lines(figure.axes[0])]
+    assert colors == ["C0", "C0", "C1", "C1"]
+
+
+# plot_perturbation
+
+
+def test_perturbation_lines_are_the_first_and_the_last_depth(tiny_trace: Trace):
+    result = perturbation(tiny_trace, (1.0, 0.1), n_samples=3)
+    ax = plot_perturbation(result)
+    first, last = named_lines(ax)
+    assert "before the first layer" in first.get_label()
+    assert "after the last layer" in last.get_label()
+    for line, depth in ((first, 0), (last, -1)):
+        np.testing.assert_array_equal(line.get_xdata(), [0.1, 1.0])
+        np.testing.assert_array_equal(line.get_ydata(), result.cosine_similarity[:, :, depth].mean(1).flip(0))
+    (samples,) = lines(ax, "_samples")
+    assert sorted(samples.get_ydata()) == sorted(result.cosine_similarity[..., -1].flatten().tolist())
+    assert sorted(set(samples.get_xdata())) == [0.1, 1.0]
+    assert ax.get_xscale() == "log"
+    assert "token 7" in ax.get_title()
+
+
+def test_perturbation_with_scale_zero_is_drawn_linearly_and_where_it_is_told(tiny_trace: Trace):
+    _, right = Figure().subplots(1, 2)
+    result = perturbation(tiny_trace, (0.0, 1.0), n_samples=1)
+    assert plot_perturbation({"a": result, "b": result}, ax=right) is right
+    assert right.get_xscale() == "linear"
+    assert [line.get_color() for line in named_lines(right)] == ["C0", "C0", "C1", "C1"]
+
+
+# plot_inverse_singular_values
+
+
+def test_inverse_singular_values_with_their_line_and_r_squared():
+    result = random_map(layers=(5, 2, 11, 7))
+    ax = plot_inverse_singular_values({"mine": result}, n=2)
+    for i in range(2):
+        points, fit = ax.lines[2 * i : 2 * i + 2]
+        y = 1 / result.singular_values[:, i].numpy()
+        np.testing.assert_allclose(points.get_xydata(), np.stack([[5, 2, 11, 7], y], axis=1))
+        line = scipy.stats.linregress([5, 2, 11, 7], y)
+        assert list(fit.get_xdata()) == [2, 11]
+        np.testing.assert_allclose(fit.get_ydata(), line.intercept + line.slope * np.array([2, 11]))
+        assert points.get_label() == f"mine, σ_{i + 1}: R² = {line.rvalue**2:.2f}"
+        assert fit.get_color() == points.get_color()
+    assert len(ax.lines) == 4
+    assert ax.get_ylim()[0] == 0
+    assert "Inverse singular values" in ax.get_title()
+    assert "token 3" in ax.get_title()
+
+
+def test_inverse_singular_values_of_several_results_and_fewer_than_asked():
+    ax = plot_inverse_singular_values({"a": random_map(k=2), "b": random_map(seed=1, k=2)}, n=5)
+    assert [line.get_color() for line in named_lines(ax)] == ["C0", "C0", "C1", "C1"]
+
+
+@pytest.mark.parametrize(
+    ("result", "options", "message"),
+    [
+        (random_map(), {"n": 0}, "`n` must be at least 1"),
+        (random_map(kind="self"), {}, "kind 'depth'"),
+        (random_map(layers=(4,)), {}, "at least 2 rows"),
+    ],
+)
+def test_inverse_singular_values_refuse(result, options, message):
+    with pytest.raises(ValueError, match=message):
+        plot_inverse_singular_values(result, **options)
+
+
+def test_nothing_to_draw_and_other_things_are_refused():
+    for plot in (plot_trajectory_metrics, plot_linearisation, plot_perturbation, plot_inverse_singular_values):
+        with pytest.raises(ValueError, match="`results` is empty: wanted at least one"):
+            plot({})
+
+
+def test_every_picture_renders(tiny_trace: Trace):
+    maps = {name: tlc.depth_coupling(tiny_trace, k=3) for name in ("a", "b")}
+    pictures = [
+        plot_trajectories(tiny_trace),
+        plot_trajectory_metrics(tiny_trace),
+        plot_linearisation(linearisation(tiny_trace)),
+        plot_perturbation(perturbation(tiny_trace, n_samples=1)).figure,
+        plot_inverse_singular_values(maps).figure,
+    ]
+    for picture in pictures:
+        picture.draw_without_rendering()

@@ -1,0 +1,167 @@
+"""Coupling across tokens: one layer pair, every pair of tokens."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from tl_coupling.blocks import Trace
+from tl_coupling.comparisons.maps import CouplingMap
+from tl_coupling.comparisons.pairs import compare
+from tl_coupling.coupling import Orientation
+from tl_coupling.jacobians import Connection, Progress
+
+Fixed = Literal["input", "output"]
+
+
+def self_coupling(
+    trace: Trace,
+    layer: int,
+    other_layer: int | None = None,
+    *,
+    positions: Sequence[int] | None = None,
+    k: int = 50,
+    orientation: Orientation = "ujv",
+    chunk_size: int | None = None,
+    progress: Progress | None = None,
+) -> CouplingMap:
+    """Self-coupling: `J^l_{tt}` against `J^{l'}_{t't'}` for every pair of tokens t, t'; layers l, l' fixed.
+
+    Self-coupling of Aubry et al. 2025, section 3.1: does a block treat one token in the directions in which another
+    block (or itself) treats another token?
+
+    Args:
+        trace: a traced prompt of at least two tokens.
+        layer: l, of the Jacobians J_1; the rows.
+        other_layer: l', of the singular vectors; the columns. The same layer by default.
+        positions: a selection of tokens, in this order; all by default.
+        k: how many top singular vectors, at most; every smaller k is read off the same result.
+        orientation: `"ujv"` (the paper's) or `"vju"`.
+        chunk_size: as in `block_jacobian`.
+        progress: wraps the loop over Jacobians, `progress=tqdm.tqdm` for one.
+
+    Returns:
+        a `CouplingMap` of kind "self": rows and columns are tokens, `row_positions` and `col_positions` name them.
+
+    Raises:
+        ValueError: fewer than two tokens, a layer or position out of range, k outside `[1, d_model]`.
+
+    Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary).
+
+    Cost: n Jacobians of one token for each of the two layers, n SVDs, `2 n² k d²` flops for the n² matrices A; memory
+    for `2 n k d + n² k²` numbers and a batch of Jacobians (n of them if the layers are one and the same).
+
+    Example:
+        >>> result = tlc.self_coupling(trace, layer=0, other_layer=1, k=4)
+        >>> result.coupling().shape, result.row_positions[:3]
+        (torch.Size([8, 8]), (0, 1, 2))
+    """
+    chosen = _positions(trace, positions, range(trace.n_pos), "a self-coupling map")
+    layers = trace.layer_index(layer), _other_layer(trace, layer, other_layer)
+    rows, cols = ([Connection(one, t, t, t) for t in chosen] for one in layers)
+    results = compare(
+        trace,
+        rows,
+        cols,
+        kind="self",
+        k=k,
+        orientations=(orientation,),
+        chunk_size=chunk_size,
+        progress=progress,
+        provenance={},
+    )
+    return results[orientation]
+
+
+def context_coupling(
+    trace: Trace,
+    layer: int,
+    other_layer: int | None = None,
+    *,
+    fixed: Fixed = "output",
+    position: int | None = None,
+    positions: Sequence[int] | None = None,
+    k: int = 50,
+    orientation: Orientation = "ujv",
+    chunk_size: int | None = None,
+    progress: Progress | None = None,
+) -> CouplingMap:
+    """Context coupling: what one token gives to others, or takes from others, at two layers.
+
+    With `fixed="input"`, `J^l_{t1 t2}` against `J^{l'}_{t1 t2'}` over all `t2, t2' ≥ t1`; with `fixed="output"`,
+    `J^l_{t1 t2}` against `J^{l'}_{t1' t2}` over all `t1, t1' ≤ t2`. Aubry et al. 2025, section 3.1. The map covers the
+    tokens that causality allows and no others; the fixed token itself is among them.
+
+    Args:
+        trace: a traced prompt of at least two tokens.
+        layer: l, of the Jacobians J_1; the rows.
+        other_layer: l', of the singular vectors; the columns. The same layer by default.
+        fixed: which end of the connections is held: `"input"` or `"output"`.
+        position: the token that is held; by default the first for a fixed input and the last for a fixed output.
+        positions: a selection of tokens for the other end, in this order; all that causality allows by default.
+        k, orientation, chunk_size, progress: as in `self_coupling`.
+
+    Returns:
+        a `CouplingMap` of kind "context"; `row_positions` and `col_positions` name the tokens of the free end, the
+        provenance holds `fixed` and `position`.
+
+    Raises:
+        ValueError: `fixed` is neither; fewer than two tokens that causality allows, or a chosen one that it does not; a
+            layer or position out of range, k outside `[1, d_model]`.
+
+    Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary).
+
+    A Jacobian between two tokens has at most the rank that the attention heads let through; beyond it singular vectors
+    are arbitrary, and k should stay below.
+
+    Cost: a fixed output costs little more than one token's Jacobian for each layer, a fixed input one Jacobian for each
+    token; SVDs, products and memory as in `self_coupling`.
+
+    Example:
+        >>> result = tlc.context_coupling(trace, layer=0, other_layer=1, fixed="output", position=3, k=4)
+        >>> result.coupling().shape, result.row_positions
+        (torch.Size([4, 4]), (0, 1, 2, 3))
+    """
+    if fixed not in get_args(Fixed):
+        raise ValueError(f'`fixed` must be "input" or "output", got {fixed!r}')
+    held = trace.position_index((0 if fixed == "input" else -1) if position is None else position)
+    allowed = range(held, trace.n_pos) if fixed == "input" else range(held + 1)
+    chosen = _positions(trace, positions, allowed, f"a context-coupling map with the {fixed} fixed at {held}")
+    layers = trace.layer_index(layer), _other_layer(trace, layer, other_layer)
+    rows, cols = (
+        [Connection(one, held, t, t) if fixed == "input" else Connection(one, t, held, t) for t in chosen]
+        for one in layers
+    )
+    results = compare(
+        trace,
+        rows,
+        cols,
+        kind="context",
+        k=k,
+        orientations=(orientation,),
+        chunk_size=chunk_size,
+        progress=progress,
+        provenance={"fixed": fixed, "position": held},
+    )
+    return results[orientation]
+
+
+def _other_layer(trace: Trace, layer: int, other_layer: int | None) -> int:
+    return trace.layer_index(layer if other_layer is None else other_layer, "other_layer")
+
+
+def _positions(trace: Trace, positions: Sequence[int] | None, allowed: range, what: str) -> list[int]:
+    """The chosen tokens, from 0, or all that are allowed.
+
+    Raises:
+        ValueError: one is chosen twice, or not allowed, or fewer than two are left.
+    """
+    chosen = list(allowed) if positions is None else [trace.position_index(t, "positions") for t in positions]
+    if forbidden := [t for t in chosen if t not in allowed]:
+        raise ValueError(
+            f"`positions` of {what} must lie in [{allowed[0]}, {allowed[-1]}], where causality lets tokens act on each "
+            f"other; got {forbidden}"
+        )
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"`positions` must name each token once, got {chosen}")
+    if len(chosen) < 2:
+        raise ValueError(f"{what} compares at least two tokens, here there is {len(chosen)}: use a longer prompt")
+    return chosen

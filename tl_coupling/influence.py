@@ -1,0 +1,114 @@
+"""How much, and through how many directions, each earlier token moves what a block writes at one token."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.blocks import Trace
+from tl_coupling.files import write_atomically
+from tl_coupling.jacobians import Connection, Progress, jacobians_of
+from tl_coupling.spectra import effective_rank, participation_ratio, singular_values
+
+if TYPE_CHECKING:
+    import xarray
+
+
+@dataclass(frozen=True, eq=False)
+class Influence:
+    """Sizes and ranks of `J^l_{t1 t2}` for one output token t2, every source token t1 ≤ t2 and layer l.
+
+    The skip connection is left out, for t1 = t2 as well.
+
+    Attributes:
+        frobenius_norm: `‖J‖_F = √Σσ²`, a gain over all input directions.
+        largest_singular_value: σ₁, the largest gain of any direction.
+        participation_ratio: `(Σσ²)² / Σσ⁴`, how many directions carry the squared gain.
+        effective_rank: `exp(−Σ p ln p)` with `p = σ / Σσ` (Roy & Vetterli 2007), the entropy rank.
+        layers: the layer of each row.
+        source_positions: the token t1 of each column.
+        output_position: the token t2.
+        provenance: how it was made; JSON-able.
+    """
+
+    frobenius_norm: Float[Tensor, "n_layers n_sources"]
+    largest_singular_value: Float[Tensor, "n_layers n_sources"]
+    participation_ratio: Float[Tensor, "n_layers n_sources"]
+    effective_rank: Float[Tensor, "n_layers n_sources"]
+    layers: tuple[int, ...]
+    source_positions: tuple[int, ...]
+    output_position: int
+    provenance: dict[str, Any] = field(repr=False)
+
+    def to_dataset(self) -> "xarray.Dataset":
+        """The measures as an `xarray.Dataset` over `layer` and `source_position`, provenance in the attributes."""
+        import xarray
+
+        return xarray.Dataset(
+            {name: (("layer", "source_position"), getattr(self, name).cpu().numpy()) for name in INFLUENCE_MEASURES},
+            coords={"layer": list(self.layers), "source_position": list(self.source_positions)},
+            attrs={"output_position": self.output_position, "provenance": json.dumps(self.provenance)},
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the measures as netCDF, whole or not at all."""
+        return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
+
+
+INFLUENCE_MEASURES = ("frobenius_norm", "largest_singular_value", "participation_ratio", "effective_rank")
+
+
+def cross_token_influence(
+    trace: Trace,
+    output_position: int = -1,
+    *,
+    layers: Sequence[int] | None = None,
+    chunk_size: int | None = None,
+    progress: Progress | None = None,
+) -> Influence:
+    """Size and rank of `J^l_{t1 t2}`, what moving token t1 does to block l's output at token t2, for every t1 ≤ t2.
+
+    Args:
+        trace: a traced prompt.
+        output_position: t2; the last token by default.
+        layers: a selection of layers, in this order; all by default.
+        chunk_size: as in `block_jacobian`.
+        progress: wraps the loop over Jacobians, `progress=tqdm.tqdm` for one.
+
+    Raises:
+        ValueError: a layer or position out of range, an empty selection.
+
+    Warns: where a Jacobian is exactly zero; it has no rank (NaN).
+
+    Cost: for each layer little more than one token's Jacobian, and the singular values of one matrix for each source.
+
+    Example:
+        >>> influence = tlc.cross_token_influence(trace, output_position=3)
+        >>> influence.frobenius_norm.shape, influence.source_positions
+        (torch.Size([2, 4]), (0, 1, 2, 3))
+    """
+    t2 = trace.position_index(output_position, "output_position")
+    chosen = [trace.layer_index(layer) for layer in (range(trace.n_layers) if layers is None else layers)]
+    if not chosen:
+        raise ValueError("`layers` is empty: wanted at least one layer")
+    sources = range(t2 + 1)
+    paths: dict[str, str] = {}
+    connections = [Connection(layer, t1, t2, t1) for layer in chosen for t1 in sources]
+    computed = jacobians_of(trace, connections, chunk_size, progress, paths)
+    S = torch.stack([singular_values(J) for J in computed]).reshape(len(chosen), len(sources), -1)
+    return Influence(
+        frobenius_norm=S.norm(dim=-1),
+        largest_singular_value=S[..., 0],
+        participation_ratio=participation_ratio(S),
+        effective_rank=effective_rank(S),
+        layers=tuple(chosen),
+        source_positions=tuple(sources),
+        output_position=t2,
+        provenance=trace.provenance | {"paths": paths},
+    )

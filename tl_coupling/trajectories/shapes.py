@@ -1,0 +1,239 @@
+"""The path of a token through the residual stream: how straight, how evenly spaced, how it grows. Pure tensors.
+
+A trajectory is `x^0, …, x^L` (Aubry et al. 2025, sections 3.2 and 3.3): the first axis of `x` is depth, 0 being what
+enters the first block and `l` what leaves block `l − 1`; the last axis is `d_model`; any axes between (positions,
+prompts) are a batch, and every measure is taken for each of its tokens. *Step* `l`, counted from 0, leads from `x[l]`
+to `x[l + 1]`: it is what block `l` adds.
+
+Everything is computed in float64, since norms and their logarithms are then subtracted from each other, and returned in
+x's dtype, or float32 if that is narrower.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+# ‖x^L‖ and ‖x^0‖ each carry up to half an ε from the rounding of x alone: growth below a few ε is not known to be any.
+_GROWTH_TOLERANCE_IN_EPS = 8
+_MOST_NAMED = 5
+
+
+def norms(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "n_layers_plus_1 *batch"]:
+    """Euclidean norm `‖x^l‖₂` at every depth, in units of x.
+
+    Raises:
+        TypeError, ValueError: x is not a finite floating-point tensor with a depth and a `d_model` axis.
+
+    Example:
+        >>> norms(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
+        tensor([ 5., 10.])
+    """
+    return narrowed(checked(x, at_least=1).norm(dim=-1), x)
+
+
+def step_lengths(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
+    """Length of every step, `‖x^l − x^{l−1}‖₂`, in units of x; entry `l` is the step that block `l` makes.
+
+    Raises:
+        TypeError, ValueError: x is not a finite floating-point tensor with at least 2 depths.
+
+    Example:
+        >>> step_lengths(torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]))
+        tensor([5., 1.])
+    """
+    return narrowed(checked(x).diff(dim=0).norm(dim=-1), x)
+
+
+def line_shape_score(
+    x: Float[Tensor, "n_layers_plus_1 *batch d_model"], window: int | None = None
+) -> Float[Tensor, "*batch"] | Float[Tensor, "n_windows *batch"]:
+    """Line-shape score `LSS = L / ‖Σ_l e^l‖₂` with unit steps `e^l = (x^l − x^{l−1}) / ‖x^l − x^{l−1}‖₂` (eq. 15, 16).
+
+    Dimensionless, at least 1, and 1 for a straight line that never turns back, whatever its spacing. (The paper says
+    "co-linear"; a line walked to and fro is co-linear too, and scores more.) Steps in random directions score about
+    √L, a closed loop of unit steps inf (or, rounding permitting, a number beyond 1e12). Invariant under rotation,
+    translation and scale.
+
+    Args:
+        x: trajectories, depth first.
+        window: `None` scores each trajectory as a whole. An odd number of steps scores every full window of that many
+            consecutive steps instead (the paper's figure has 11, which it calls "layers"; we count steps).
+
+    Returns:
+        `[*batch]`; with `window`, `[n_windows *batch]` with `n_windows = L − window + 1`. Entry `i` covers steps `i` to
+        `i + window − 1` and is centred on step `i + window // 2`, so `x[i]` to `x[i + window]` enter it.
+
+    A zero step has no direction: the trajectories, or the windows, that contain one are NaN, with a warning.
+
+    Raises:
+        TypeError, ValueError: x is not a finite floating-point tensor with at least 2 depths; `window` is even, below 1
+            or above L.
+
+    Cost: O(L d) for each token, O(L · window · d) with a window; memory for three float64 copies of x.
+
+    Example:
+        >>> corner = torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]])
+        >>> line_shape_score(corner)
+        tensor(1.4142)
+        >>> line_shape_score(corner, window=1)
+        tensor([1., 1.])
+    """
+    steps = checked(x).diff(dim=0)
+    if window is None:
+        return narrowed(_score(len(steps), _unit(steps).sum(0)), x)
+    _check_window(window, len(steps))
+    return narrowed(_score(window, _unit(steps).unfold(0, window, 1).sum(-1)), x)
+
+
+def line_shape_score_by_depth(
+    x: Float[Tensor, "n_layers_plus_1 *batch d_model"],
+) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
+    """Line-shape score of the first 1, 2, …, L steps: `LSS_l = l / ‖Σ_{j≤l} e^j‖₂` (eq. 15, 16).
+
+    Entry `l` scores `x[0]` to `x[l + 1]`: the first is 1, the last is `line_shape_score(x)`. A zero step has no
+    direction: that entry and all deeper ones are NaN, with a warning.
+
+    Raises:
+        TypeError, ValueError: x is not a finite floating-point tensor with at least 2 depths.
+
+    Cost: as `line_shape_score`.
+
+    Example:
+        >>> line_shape_score_by_depth(torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]]))
+        tensor([1.0000, 1.4142])
+    """
+    units = _unit(checked(x).diff(dim=0))
+    n_steps = torch.arange(1, len(units) + 1, dtype=units.dtype, device=units.device)
+    return narrowed(_score(n_steps.reshape(-1, *[1] * (x.ndim - 2)), units.cumsum(0)), x)
+
+
+def expodistance(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "*batch"]:
+    """Expodistance `ED = Var_l(α) / (Avg_l α)²` of the growth rates `α^l = ln(‖x^l‖ / ‖x^{l−1}‖)` (eq. 17, 18).
+
+    Dimensionless; 0 for exact exponential growth (or decay) of the norm. The variance is the population's, over the L
+    steps. Invariant under rotation and scale, not under translation.
+
+    The mean growth is `ln(‖x^L‖ / ‖x^0‖) / L`: only the two ends enter it. A norm that comes back near to where it
+    began, as a final norm makes it do (the paper's last entry is normalised, `trace(…, final_norm=True)`), makes ED
+    large and ill-conditioned: a relative error δ in `‖x^L‖` moves ED by about `2 δ / ln(‖x^L‖ / ‖x^0‖)` of itself.
+
+    A norm of 0, or a mean growth of 0, leaves ED undefined: NaN, with a warning. Mean growth counts as 0 when
+    `|ln(‖x^L‖ / ‖x^0‖)| ≤ 8 ε`, ε being the machine epsilon of x's dtype: ED would then be made of rounding.
+
+    Raises:
+        TypeError, ValueError: x is not a finite floating-point tensor with at least 2 depths.
+
+    Cost: O(L d) for each token.
+
+    Example:
+        >>> expodistance(torch.tensor([[1.0], [2.0], [8.0]]))  # rates ln 2 and 2 ln 2: (1/2)² / (3/2)²
+        tensor(0.1111)
+    """
+    lengths = checked(x).norm(dim=-1)
+    n_zero = int((lengths == 0).any(0).sum())
+    alpha = lengths.masked_fill(lengths == 0, math.nan).log().diff(dim=0)
+    growth = alpha.mean(0)
+    level = growth.abs() * len(alpha) <= _GROWTH_TOLERANCE_IN_EPS * torch.finfo(x.dtype).eps
+    n_level = int(level.sum())
+    if n_zero or n_level:
+        _warn_undefined("expodistance", {"with a norm of 0": n_zero, "whose norm does not grow": n_level}, growth)
+    return narrowed((alpha - growth).square().mean(0) / growth.masked_fill(level, math.nan).square(), x)
+
+
+def equidistance(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "*batch"]:
+    """Coefficient of variation over depth of the step lengths: their population standard deviation over their mean.
+
+    Dimensionless, in [0, √(L − 1)]; 0 for equidistant steps, whatever their directions. Invariant under rotation,
+    translation and scale. A trajectory that never moves has none: NaN, with a warning.
+
+    Raises:
+        TypeError, ValueError: x is not a finite floating-point tensor with at least 2 depths.
+
+    Cost: O(L d) for each token.
+
+    Example:
+        >>> equidistance(torch.tensor([[0.0], [1.0], [4.0]]))  # steps 1 and 3: 1 / 2
+        tensor(0.5000)
+    """
+    lengths = checked(x).diff(dim=0).norm(dim=-1)
+    mean = lengths.mean(0)
+    n_still = int((mean == 0).sum())
+    if n_still:
+        _warn_undefined("equidistance", {"that never move": n_still}, mean)
+    return narrowed((lengths - mean).square().mean(0).sqrt() / mean.masked_fill(mean == 0, math.nan), x)
+
+
+def direction_cosine(a: Float[Tensor, "*batch d_model"], b: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
+    """Cosine of the angle between a and b, in [−1, 1]; NaN with a warning where one of them is zero or not finite."""
+    a, b = (v / v.abs().amax(-1, keepdim=True) for v in (a.double(), b.double()))  # squares of large entries overflow
+    cosine = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+    n_undefined = int(cosine.isnan().sum())
+    if n_undefined:
+        warnings.warn(
+            f"{n_undefined} of {cosine.numel()} cosine similarities are undefined (NaN): a vector is zero or infinite",
+            stacklevel=3,
+        )
+    return cosine.clamp(-1, 1)
+
+
+def checked(x: Tensor, at_least: int = 2) -> Tensor:
+    """Raise unless x is a finite trajectory of that many depths; in float64."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = f"one of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"`x` must be a floating-point tensor, got {kind}: convert it, for example with x.float()")
+    if x.ndim < 2 or len(x) < at_least:
+        raise ValueError(
+            f"`x` must be [n_layers+1 *batch d_model] with at least {at_least} depths, got shape {list(x.shape)}: "
+            "give the whole residual stream, depth first"
+        )
+    finite = torch.isfinite(x).flatten(1).all(1)
+    if not bool(finite.all()):
+        bad = _named((~finite).nonzero().flatten().tolist())
+        raise ValueError(f"`x` must be finite, got NaN or infinite entries at depth {bad}: measure in a wider dtype?")
+    return x.double()
+
+
+def _check_window(window: int, n_steps: int) -> None:
+    if not 1 <= window <= n_steps or window % 2 == 0:
+        raise ValueError(
+            f"`window` must be an odd number in [1, {n_steps}] for these trajectories of {n_steps} steps, got {window}"
+        )
+
+
+def _unit(steps: Tensor) -> Tensor:
+    lengths = steps.norm(dim=-1, keepdim=True)
+    zero = lengths == 0
+    if bool(zero.any()):
+        still = zero.flatten(1)
+        warnings.warn(
+            f"{int(zero.sum())} steps of {int(still.any(0).sum())} of {still.shape[1]} tokens have length 0, at layer "
+            f"{_named(still.any(1).nonzero().flatten().tolist())}: a line-shape score with such a step is undefined "
+            "(NaN)",
+            stacklevel=3,
+        )
+    return steps / lengths.masked_fill(zero, math.nan)
+
+
+def _score(n_steps: int | Tensor, total: Tensor) -> Tensor:
+    # The triangle inequality says ≥ 1; on a straight line rounding alone may say less.
+    return (n_steps / total.norm(dim=-1)).clamp_min(1)
+
+
+def _warn_undefined(measure: str, causes: dict[str, int], tokens: Tensor) -> None:
+    counts = ", ".join(f"{count} {cause}" for cause, count in causes.items() if count)
+    warnings.warn(f"{measure} is undefined (NaN) for some of {tokens.numel()} tokens: {counts}", stacklevel=3)
+
+
+def _named(indices: Iterable[int]) -> str:
+    names = [str(i) for i in indices]
+    rest = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def narrowed(result: Tensor, x: Tensor) -> Tensor:
+    """A float64 result in x's dtype, or float32 if that is narrower."""
+    return result.to(torch.promote_types(x.dtype, torch.float32))
