@@ -274,7 +274,7 @@ def test_matrices_are_drawn_on_the_figure_given():
         ({"untrained": random_map(layers=(0, 1))}, r"among those of 'untrained', \[0, 1\], got \[2, 3\]"),
         ({"untrained": random_map(k=3)}, r"`k` must be given .* here \[5, 3\]"),
         ({"untrained": random_map(k=3), "k": 4}, r"`k` must lie in \[1, 3\]"),
-        ({"untrained": random_map(kind="self")}, "'untrained' is of kind 'self'"),
+        ({"untrained": random_map(kind="self")}, "`untrained` must be a map of kind 'depth' as well, got 'self'"),
     ],
 )
 def test_matrices_refuse_what_they_cannot_draw(options, message):
@@ -468,7 +468,7 @@ def test_singular_values_are_as_many_as_the_map_holds():
 # What they all refuse
 
 
-@pytest.mark.parametrize("plot", [plot_coupling_matrices, plot_adjacency, plot_locality, plot_singular_values])
+@pytest.mark.parametrize("plot", [plot_adjacency, plot_locality, plot_singular_values])
 def test_maps_of_tokens_are_refused_where_layers_are_drawn(plot):
     with pytest.raises(ValueError, match=r"kind 'depth' \(`depth_coupling`\).*of kind 'self'"):
         plot(random_map(kind="self"))

@@ -69,17 +69,29 @@ def check_depth(result: CouplingMap, name: str) -> None:
 def label_pairs(ax: Axes, result: CouplingMap) -> None:
     """Ticks and axis labels of a map: layers, or tokens."""
     depth = result.kind == "depth"
+    of_rows, of_cols = side_labels(result)
     sides = (
-        (ax.xaxis, result.col_layers, result.col_positions, "the singular vectors"),
-        (ax.yaxis, result.row_layers, result.row_positions, "J₁"),
+        (ax.xaxis, result.col_layers, result.col_positions, of_cols),
+        (ax.yaxis, result.row_layers, result.row_positions, of_rows),
     )
-    for axis, layers, positions, whose in sides:
+    for axis, layers, positions, label in sides:
         labels = [str(layer) for layer in layers] if depth else [token(result, position) for position in positions]
-        axis.set_label_text(f"layer of {whose}" if depth else f"token of {whose}, layer {layers[0]}")
+        axis.set_label_text(label)
         shown = range(0, len(labels), math.ceil(len(labels) / (_MAX_LAYER_TICKS if depth else _MAX_TOKEN_TICKS)))
         rotation = 0 if depth or axis is ax.yaxis else 90
         # parse_math: a token may hold a dollar sign.
         axis.set_ticks(list(shown), [labels[i] for i in shown], rotation=rotation, parse_math=False)
+
+
+def side_labels(result: CouplingMap) -> tuple[str, str]:
+    """What the rows are, and what the columns are."""
+    if result.kind == "depth":
+        return "layer of J₁", "layer of the singular vectors"
+    what = {"output": "input token", "input": "output token"}.get(result.provenance.get("fixed", ""), "token")
+    return (
+        f"{what} of J₁, layer {result.row_layers[0]}",
+        f"{what} of the singular vectors, layer {result.col_layers[0]}",
+    )
 
 
 def token(result: CouplingMap, position: int) -> str:
@@ -105,6 +117,9 @@ def title(maps: Sequence[CouplingMap], k: int | None = None) -> str:
     what = [f"{first.kind.capitalize()} coupling"]
     what += [first.orientation] if len({result.orientation for result in maps}) == 1 else []
     what += [] if k is None else [f"k = {k}"]
+    if first.kind == "context":
+        ends = {(result.provenance.get("fixed"), result.provenance.get("position")) for result in maps}
+        what += [f"{end} fixed at {token(first, held)}" for end, held in ends if len(ends) == 1 and held is not None]
     tokens = {token(result, result.row_positions[0]) for result in maps} if first.kind == "depth" else set()
     return heading(" · ".join(what), [result.provenance for result in maps], tokens)
 

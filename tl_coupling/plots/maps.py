@@ -12,7 +12,16 @@ from matplotlib.figure import Figure, FigureBase
 
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import Measure
-from tl_coupling.plots.labels import BOUNDED_BY_1, check_depth, common_k, label_pairs, measure_label, own_axes, title
+from tl_coupling.plots.labels import (
+    BOUNDED_BY_1,
+    common_k,
+    label_pairs,
+    measure_label,
+    own_axes,
+    side_labels,
+    title,
+    token,
+)
 
 _PAPER_LAYERS = range(8, 16)
 
@@ -68,25 +77,27 @@ def plot_coupling_matrices(
     *,
     k: int | None = None,
     layers: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
     untrained: CouplingMap | None = None,
     vmax: float = 0.25,
     fig: Figure | None = None,
 ) -> Figure:
-    """Grid of the coupling matrices themselves, one panel `|A|` for every pair of layers.
+    """Grid of the coupling matrices themselves, one panel `|A|` for every pair of layers, or of tokens.
 
-    Read off whether A is diagonal: coupled layers show a bright diagonal, uncoupled ones an even speckle.
+    Read off whether A is diagonal: coupled connections show a bright diagonal, uncoupled ones an even speckle.
 
     Every panel is divided by the largest singular value σ_1 of its J_1. That bounds `|A|` by 1, so that all panels of
     both grids share one colour scale whatever the size of the Jacobians. Colours follow the square root and end at
-    `vmax`, well below 1, because the diagonals of different layers are faint beside those of a layer with itself (its
+    `vmax`, well below 1, because the diagonals of different connections are faint beside those of one with itself (its
     singular values, for `orientation="ujv"`). An Axes for each panel: two grids of 8 × 8 take seconds to render.
 
     Args:
-        result: a map of kind "depth".
+        result: any map.
         k: size of the panels; as many singular vectors as the map holds by default.
-        layers: which layers, in this order. By default 8 … 15 (the paper's blocks 9 … 16), or those of them that the
-            map has; where it has none, its last eight.
-        untrained: the same layers of the untrained twin, drawn as a second grid below.
+        layers: for a map of layers, which ones, in this order. By default 8 … 15 (the paper's blocks 9 … 16), or those
+            of them that the map has; where it has none, its last eight.
+        positions: for a map of tokens, which ones, in this order; its last eight by default.
+        untrained: the same connections of the untrained twin, drawn as a second grid below.
         vmax: share of σ_1 where the colours end.
         fig: where to draw; a new Figure by default.
 
@@ -94,12 +105,13 @@ def plot_coupling_matrices(
         the Figure; a subfigure for each grid.
 
     Raises:
-        ValueError: k out of range, layers that a map does not have, a map of tokens.
+        ValueError: k out of range; layers or positions that a map does not have, or that it does not compare; two maps
+            of different kinds.
     """
     grids = {"result": result} | ({} if untrained is None else {"untrained": untrained})
-    for name, grid in grids.items():
-        check_depth(grid, name)
-    chosen = _chosen_layers(result, layers)
+    if untrained is not None and untrained.kind != result.kind:
+        raise ValueError(f"`untrained` must be a map of kind {result.kind!r} as well, got {untrained.kind!r}")
+    chosen = _chosen(result, layers, positions)
     k = common_k(list(grids.values()), k)
     panels = [_panels(grid, chosen, k, name) for name, grid in grids.items()]
     if fig is None:
@@ -107,44 +119,60 @@ def plot_coupling_matrices(
         fig = Figure(figsize=(side + 1.2, (side + 0.8) * len(grids)), layout="constrained")
     parts = fig.subfigures(len(grids), 1, squeeze=False).flat
     for part, grid, panel in zip(parts, grids.values(), panels, strict=True):
-        _draw_panels(part, panel, chosen, vmax)
+        _draw_panels(part, panel, grid, chosen, vmax)
         part.suptitle(title([grid], k), fontsize="medium", parse_math=False)
     return fig
 
 
-def _chosen_layers(result: CouplingMap, layers: Sequence[int] | None) -> list[int]:
-    if layers is None:
-        there = [layer for layer in result.row_layers if layer in result.col_layers]
-        chosen = [layer for layer in there if layer in _PAPER_LAYERS] or there[-len(_PAPER_LAYERS) :]
+def _sides(result: CouplingMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What rows and columns are told apart by: layers, or token positions."""
+    if result.kind == "depth":
+        return result.row_layers, result.col_layers
+    return result.row_positions, result.col_positions
+
+
+def _chosen(result: CouplingMap, layers: Sequence[int] | None, positions: Sequence[int] | None) -> list[int]:
+    depth = result.kind == "depth"
+    wanted, name, others = (layers, "layers", positions) if depth else (positions, "positions", layers)
+    if others is not None:
+        raise ValueError(f"a map of kind {result.kind!r} is drawn for chosen `{name}` only")
+    rows, cols = _sides(result)
+    if wanted is None:
+        there = [i for i in rows if i in cols]
+        chosen = [i for i in there if depth and i in _PAPER_LAYERS] or there[-len(_PAPER_LAYERS) :]
     else:
-        n_layers = result.provenance.get("n_layers", 0)
-        chosen = [layer + n_layers if -n_layers <= layer < 0 else layer for layer in layers]
+        n = result.provenance.get("n_layers", 0) if depth else len(result.provenance.get("tokens", ()))
+        chosen = [i + n if -n <= i < 0 else i for i in wanted]
     if not chosen:
-        raise ValueError("`layers` is empty: wanted at least one layer of the map")
+        raise ValueError(f"`{name}` is empty: wanted at least one of the map's")
     return chosen
 
 
-def _panels(result: CouplingMap, layers: list[int], k: int, name: str) -> np.ndarray:
-    """`|A| / σ_1(J_1)`, `[n n k k]`, for pairs of the chosen layers."""
-    for held in (result.row_layers, result.col_layers):
-        if missing := [layer for layer in layers if layer not in held]:
-            raise ValueError(f"`layers` must be among those of {name!r}, {list(held)}, got {missing}")
-    rows = [result.row_layers.index(layer) for layer in layers]
-    cols = [result.col_layers.index(layer) for layer in layers]
-    largest = result.singular_values[rows, 0].clamp_min(torch.finfo(result.singular_values.dtype).tiny)
-    return (result.at(k)[rows][:, cols].abs() / largest[:, None, None, None]).detach().cpu().numpy()
+def _panels(result: CouplingMap, chosen: list[int], k: int, name: str) -> np.ndarray:
+    """`|A| / σ_1(J_1)`, `[n n k k]`, for pairs of the chosen connections."""
+    rows, cols = _sides(result)
+    for held in (rows, cols):
+        if missing := [i for i in chosen if i not in held]:
+            what = "layers" if result.kind == "depth" else "positions"
+            raise ValueError(f"`{what}` must be among those of {name!r}, {list(held)}, got {missing}")
+    at_rows, at_cols = [rows.index(i) for i in chosen], [cols.index(i) for i in chosen]
+    largest = result.singular_values[at_rows, 0].clamp_min(torch.finfo(result.singular_values.dtype).tiny)
+    return (result.at(k)[at_rows][:, at_cols].abs() / largest[:, None, None, None]).detach().cpu().numpy()
 
 
-def _draw_panels(part: FigureBase, panels: np.ndarray, layers: list[int], vmax: float) -> None:
-    axes = part.subplots(len(layers), len(layers), squeeze=False, gridspec_kw={"wspace": 0.03, "hspace": 0.03})
+def _draw_panels(part: FigureBase, panels: np.ndarray, result: CouplingMap, chosen: list[int], vmax: float) -> None:
+    axes = part.subplots(len(chosen), len(chosen), squeeze=False, gridspec_kw={"wspace": 0.03, "hspace": 0.03})
     norm = PowerNorm(0.5, vmin=0, vmax=vmax)
-    for row, layer in enumerate(layers):
+    depth = result.kind == "depth"
+    for row, i in enumerate(chosen):
         for col, ax in enumerate(axes[row]):
             image = ax.imshow(panels[row, col], norm=norm, cmap="magma")
             ax.set(xticks=[], yticks=[])
-        axes[row, 0].set_ylabel(layer, rotation=0, ha="right", va="center")
-        axes[-1, row].set_xlabel(layer)
-    part.supylabel("layer of J₁", fontsize="medium")
-    part.supxlabel("layer of the singular vectors", fontsize="medium")
+        label = str(i) if depth else token(result, i)
+        axes[row, 0].set_ylabel(label, rotation=0, ha="right", va="center", parse_math=False)
+        axes[-1, row].set_xlabel(label, rotation=0 if depth else 90, parse_math=False)
+    of_rows, of_cols = side_labels(result)
+    part.supylabel(of_rows, fontsize="medium")
+    part.supxlabel(of_cols, fontsize="medium")
     extend = "max" if vmax < 1 else "neither"
     part.colorbar(image, ax=axes, label="|A| / σ₁ of J₁ (square-root colours)", extend=extend, shrink=0.9, aspect=40)
