@@ -32,6 +32,7 @@ check: .venv/ready
 
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.depth_coupling --out benchmarks/results
+	.venv/bin/python -m benchmarks.across_tokens --out benchmarks/results
 
 clean:
 	rm -rf .venv .venv-tl3 out

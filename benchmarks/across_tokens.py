@@ -1,0 +1,130 @@
+"""Time of token-by-token maps against the Jacobians that they are made of, one at a time.
+
+    python -m benchmarks.across_tokens --tokens 64 --out benchmarks/results
+
+Two baselines. For a self-coupling map: n calls of `block_jacobian`, one token each. For a map of contexts with a fixed
+output: n Jacobians `J_{t1 t2}` through the whole block on all rows, which is how they are taken without a key/value
+cache. Every map starts from a fresh trace and includes SVDs and the matrices A. All in one process, one after the
+other, so that a ratio compares like with like; the largest difference of the Jacobians is part of the result.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import tl_coupling as tlc
+from benchmarks.depth_coupling import BenchmarkError, Memory, environment, timed, token_ids
+from tl_coupling.jacobians import jacobians_of_output
+from tl_coupling.models import EMBEDDED_MODEL, ModelError
+
+LAYERS = 8, 9
+LONG = 128
+
+
+def measure(name: str, n_tokens: int, device: torch.device, k: int) -> dict[str, Any]:
+    """Seconds of the maps and of their baselines."""
+    ids = token_ids(name, n_tokens)
+    model = tlc.load_model(name, device=device)
+    warm_up = tlc.trace(model, ids[:3])
+    tlc.self_coupling(warm_up, *LAYERS, k=2)
+    tlc.context_coupling(warm_up, *LAYERS, k=2)
+
+    def single_tokens() -> None:
+        trace = tlc.trace(model, ids)
+        for position in range(n_tokens):
+            tlc.block_jacobian(trace, LAYERS[0], position=position)
+
+    block = tlc.trace(model, ids).blocks[LAYERS[0]]
+
+    def full_sequence(t1: int) -> torch.Tensor:
+        # Not our own fallback: plain torch.func on all rows.
+        function = block.full_sequence(t1, n_tokens - 1)
+        with block.evaluation():
+            return torch.func.jacrev(function, chunk_size=64)(block.X[t1])
+
+    ours, _ = jacobians_of_output(block, range(n_tokens), n_tokens - 1)
+    largest = 0.0
+
+    def full_sequences() -> None:
+        nonlocal largest
+        for t1 in range(n_tokens):
+            J = full_sequence(t1)
+            largest = max(largest, float((ours[t1] - J).norm() / J.norm()))
+
+    seconds = {}
+    for stage, work in {
+        "n single-token Jacobians": single_tokens,
+        "self-coupling, two layers": lambda: tlc.self_coupling(tlc.trace(model, ids), *LAYERS, k=k),
+        "self-coupling, one layer": lambda: tlc.self_coupling(tlc.trace(model, ids), LAYERS[0], k=k),
+        "context, input fixed": lambda: tlc.context_coupling(tlc.trace(model, ids), *LAYERS, fixed="input", k=k),
+        "context, output fixed": lambda: tlc.context_coupling(tlc.trace(model, ids), *LAYERS, fixed="output", k=k),
+        "n full-sequence Jacobians": full_sequences,
+    }.items():
+        _, seconds[stage] = timed(device, work)
+    return {
+        "tokens": ids,
+        "shapes": {"n_pos": n_tokens, "d_model": warm_up.d_model, "k": k, "layers": list(LAYERS)},
+        "seconds": seconds,
+        "largest_relative_difference_of_jacobians": largest,
+        "self_coupling_over_single_tokens": seconds["self-coupling, two layers"] / seconds["n single-token Jacobians"],
+        "full_sequences_over_context": seconds["n full-sequence Jacobians"] / seconds["context, output fixed"],
+    }
+
+
+def memory(name: str, device: torch.device, k: int) -> dict[str, Any]:
+    """Peak memory of a self-coupling map of 128 tokens."""
+    ids = token_ids(name, LONG)
+    model = tlc.load_model(name, device=device)
+    recorded = Memory(device)
+    tlc.self_coupling(tlc.trace(model, ids[:3]), *LAYERS, k=2)
+    recorded.start()
+    tlc.self_coupling(tlc.trace(model, ids), *LAYERS, k=k)
+    return {"n_pos": LONG, "memory_mib": recorded.stop()}
+
+
+def table(run: dict[str, Any], title: str) -> Table:
+    drawn = Table("", "seconds", title=f"{title}\n{run['shapes']}")
+    for stage, seconds in run["seconds"].items():
+        drawn.add_row(stage, f"{seconds:.2f}")
+    drawn.add_section()
+    drawn.add_row("self-coupling / single-token Jacobians", f"{run['self_coupling_over_single_tokens']:.2f} ×")
+    drawn.add_row("full-sequence Jacobians / context map", f"{run['full_sequences_over_context']:.1f} ×")
+    drawn.add_row("largest relative difference of J", f"{run['largest_relative_difference_of_jacobians']:.1e}")
+    return drawn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.across_tokens", description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=64, help="length of the prompt (default: %(default)s)")
+    parser.add_argument("--k", type=int, default=50, help="singular vectors (default: %(default)s)")
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="as tl_coupling loads it (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    console = Console()
+    try:
+        peak = memory(options.model, device, options.k)
+        run = measure(options.model, options.tokens, device, options.k)
+    except (BenchmarkError, ModelError, ValueError, OSError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        raise SystemExit(2) from None
+    console.print(table(run, f"{options.model} on {device}, {torch.get_num_threads()} threads"))
+    console.print(
+        f"self-coupling of {LONG} tokens: {peak['memory_mib']['peak']:.0f} MiB at its peak, "
+        f"{peak['memory_mib']['after_warm_up']:.0f} MiB before"
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "across_tokens.json"
+    results = {"benchmark": "across_tokens", "environment": environment(device), "long": peak, "run": run}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    console.print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
