@@ -1,5 +1,6 @@
 """Every notebook in demos/ runs from top to bottom, and its own assertions hold."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,3 +20,9 @@ def test_notebook_runs(notebook: Path, smollm2: nn.Module) -> None:
 
 def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_kept_without_outputs(notebook: Path) -> None:
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)

@@ -32,6 +32,7 @@ from tl_coupling.trajectories import (
     Linearisation,
     Perturbation,
     TrajectoryPCA,
+    entropy_by_depth,
     equidistance,
     expodistance,
     line_shape_score,
@@ -45,6 +46,7 @@ from tl_coupling.trajectories import (
 )
 
 if TYPE_CHECKING:
+    from tl_coupling.interactive import show_layers_by_token, show_token_coupling, show_tokens
     from tl_coupling.plots import (
         plot_adjacency,
         plot_coupling,
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
         plot_trajectories,
         plot_trajectory_metrics,
     )
+    from tl_coupling.report import html_report, measure_prompt, write_report
 
 __version__ = "0.1.0"
 
@@ -76,6 +79,8 @@ _DRAWN = {
         "plot_trajectories",
         "plot_trajectory_metrics",
     ),
+    "tl_coupling.interactive": ("show_layers_by_token", "show_token_coupling", "show_tokens"),
+    "tl_coupling.report": ("html_report", "measure_prompt", "write_report"),
 }
 
 

@@ -72,6 +72,24 @@ class Trace:
             )
         return int(position) % self.n_pos
 
+    def logits(self, x: Float[Tensor, "*batch d_model"], normalised: bool = False) -> Float[Tensor, "*batch d_vocab"]:
+        """Logits read off a residual stream: the model's final norm, unless it is normalised, and its unembedding.
+
+        Raises:
+            ValueError: the model has no `unembed`.
+        """
+        model: Any = self.model
+        if not hasattr(model, "unembed"):
+            raise ValueError("logits need a model with an unembedding (`unembed`); this one has none")
+        parameter = next(model.parameters())
+        with torch.no_grad():
+            rows = x.reshape(1, -1, x.shape[-1]).to(parameter)
+            logits = model.unembed(rows if normalised else model.ln_final(rows)).float()
+        # Gemma's; TransformerLens applies it outside its unembedding.
+        cap = getattr(model.cfg, "output_logits_soft_cap", None) or -1.0
+        logits = cap * torch.tanh(logits / cap) if cap > 0 else logits
+        return logits.reshape(*x.shape[:-1], -1)
+
     def __repr__(self) -> str:
         return (
             f"Trace({self.provenance['model']!r}, n_layers={self.n_layers}, n_pos={self.n_pos}, "

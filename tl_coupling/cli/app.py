@@ -13,11 +13,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _options() -> None:
-    """Keeps `depth` a subcommand while it is the only one."""
-
-
 def main() -> None:
     """Entry point: bad input is one line on standard error and exit status 2."""
     try:

@@ -1,6 +1,5 @@
 """`tl-coupling depth`: coupling across depth, of one prompt or many."""
 
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -13,22 +12,26 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tl_coupling.cli.app import app
-from tl_coupling.cli.console import progress_bars, quiet
+from tl_coupling.cli.console import load_with_bar, progress_bars, quiet, run_name
 from tl_coupling.cli.options import (
     PAPER_PROMPT,
     Backend,
     Checkpoint,
     Device,
     FinalNorm,
+    Ks,
     Model,
     Orientation,
     Out,
     Position,
     PrependBos,
+    Untrained,
+    checked_ks,
     training_step,
 )
+from tl_coupling.cli.results import with_suffix, write_pictures, write_summary
 from tl_coupling.comparisons import CouplingMap, depth_coupling
-from tl_coupling.files import output_folder, write_atomically
+from tl_coupling.files import output_folder
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.prompts import Prompt, read_prompts
 
@@ -52,9 +55,9 @@ def depth(
     prompts: Annotated[
         Path | None, typer.Option(help='JSONL file, one {"id": …, "prompt": …} a line.', dir_okay=False)
     ] = None,
-    k: Annotated[list[int] | None, typer.Option(help="Top singular vectors; may be repeated. [10, 30, 50]")] = None,
+    k: Ks = None,
     position: Position = -1,
-    untrained: Annotated[bool, typer.Option("--untrained", help="Measure the untrained twin as well.")] = False,
+    untrained: Untrained = False,
     prepend_bos: PrependBos = None,
     final_norm: FinalNorm = False,
     orientation: Orientation = "ujv",
@@ -69,9 +72,7 @@ def depth(
     chosen = (
         [Prompt("prompt", PAPER_PROMPT if prompt is None else prompt)] if prompts is None else read_prompts(prompts)
     )
-    ks = sorted(set(k or (10, 30, 50)))
-    if ks[0] < 1:
-        raise ValueError(f"`--k` must be at least 1, got {ks[0]}")
+    ks = checked_ks(k)
     console = Console(stderr=True)
     tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}
     comparing = {"k": ks[-1], "position": position, "orientation": orientation}
@@ -97,13 +98,9 @@ def _measure(
 ) -> list[CouplingMap]:
     """One coupling map for each prompt, with a bar over prompts and one over layers."""
     from tl_coupling.blocks import trace
-    from tl_coupling.models import load_model
 
-    twin = "untrained " if loading.get("untrained") else ""
-    loading_task = progress.add_task(f"loading {twin}{name}", total=None)
-    model = load_model(name, **loading)
-    progress.remove_task(loading_task)
-    over_prompts = progress.add_task(f"{twin}{name}: prompts", total=len(prompts))
+    model = load_with_bar(progress, name, **loading)
+    over_prompts = progress.add_task(f"{run_name(name, **loading)}: prompts", total=len(prompts))
     over_layers = progress.add_task("layers", total=None)
     results = []
     for prompt in prompts:
@@ -126,10 +123,9 @@ def _write(folder: Path, runs: dict[str, list[CouplingMap]], prompts: list[Promp
 
     written = []
     for run, results in runs.items():
-        suffix = "" if run == "trained" else f"-{run}"
         for prompt, result in zip(prompts, results, strict=True):
             name = "depth" if len(prompts) == 1 else f"depth-{_file_name(prompt.id)}"
-            written.append(result.save(folder / f"{name}{suffix}.nc"))
+            written.append(result.save(folder / f"{with_suffix(name, run)}.nc"))
     first = {run: results[0] for run, results in runs.items()}
     trained, twin = first["trained"], first.get("untrained")
     k = ks[-1]
@@ -140,13 +136,7 @@ def _write(folder: Path, runs: dict[str, list[CouplingMap]], prompts: list[Promp
         "locality.png": partial(plots.plot_locality, first, k=k),
         "singular_values.png": partial(plots.plot_singular_values, first),
     }
-    for name, draw in pictures.items():
-        drawn = draw()
-        figure = getattr(drawn, "figure", drawn)
-        written.append(write_atomically(folder / name, partial(figure.savefig, dpi=150)))
-    summary = json.dumps(_summary(runs, prompts, ks), indent=1)
-    written.append(write_atomically(folder / "summary.json", lambda path: path.write_text(summary)))
-    return written
+    return [*written, *write_pictures(folder, pictures), write_summary(folder, _summary(runs, prompts, ks))]
 
 
 def _summary(runs: dict[str, list[CouplingMap]], prompts: list[Prompt], ks: list[int]) -> dict[str, Any]:

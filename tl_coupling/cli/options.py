@@ -8,6 +8,8 @@ import typer
 PAPER_PROMPT = "What is the capital of France? The capital is"
 
 Model = Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")]
+Ks = Annotated[list[int] | None, typer.Option("--k", help="Top singular vectors; may be repeated. [10, 30, 50]")]
+Untrained = Annotated[bool, typer.Option("--untrained", help="Measure the untrained twin as well.")]
 OnePrompt = Annotated[str, typer.Option(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token position; negative counts from the end.")]
 PrependBos = Annotated[bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")]
@@ -17,6 +19,14 @@ Checkpoint = Annotated[str | None, typer.Option(help="Training step, or hub revi
 Backend = Annotated[str, typer.Option(help='"auto", "bridge" or "hooked".')]
 Device = Annotated[str | None, typer.Option(help="Torch device; CUDA if there is one, else the CPU.")]
 Out = Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)]
+
+
+def checked_ks(k: list[int] | None) -> list[int]:
+    """Numbers of singular vectors, smallest first."""
+    ks = sorted(set(k or (10, 30, 50)))
+    if ks[0] < 1:
+        raise ValueError(f"`--k` must be at least 1, got {ks[0]}")
+    return ks
 
 
 def training_step(checkpoint: str | None) -> str | int | None:

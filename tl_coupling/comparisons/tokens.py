@@ -144,6 +144,21 @@ def context_coupling(
     return results[orientation]
 
 
+def neighbours(trace: Trace, layer: int | None = None, other_layer: int | None = None) -> tuple[int, int]:
+    """Two layers to compare tokens at: those given, or neighbours of the one given, or the two in the middle.
+
+    Example:
+        >>> neighbours(trace), neighbours(trace, layer=1), neighbours(trace, other_layer=1)
+        ((0, 1), (1, 1), (0, 1))
+    """
+    other = None if other_layer is None else trace.layer_index(other_layer, "other_layer")
+    if layer is not None:
+        first = trace.layer_index(layer)
+    else:
+        first = max(0, (trace.n_layers // 2 if other is None else other) - 1)
+    return first, min(first + 1, trace.n_layers - 1) if other is None else other
+
+
 def _other_layer(trace: Trace, layer: int, other_layer: int | None) -> int:
     return trace.layer_index(layer if other_layer is None else other_layer, "other_layer")
 

@@ -1,0 +1,356 @@
+"""Views as data, and as a real browser without a network shows them."""
+
+import itertools
+import json
+import math
+import re
+import socket
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import browser
+import pytest
+import torch
+from circuitsvis.utils.render import RenderedHTML
+from torch import Tensor
+
+import tl_coupling as tlc
+from tl_coupling.interactive import (
+    circuitsvis_script,
+    show_layers_by_token,
+    show_token_coupling,
+    show_tokens,
+    visible_token,
+)
+
+HOSTILE = (
+    "<s>",
+    "</script>",
+    "\n",
+    "\"q'",
+    "法国",
+    "🇫🇷",
+    "&amp;",
+    " a b",
+    "<img src=x onerror=window.hit=1>",
+    "‮abc",
+    "",
+)
+PAGE = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>views</title>'
+
+
+class Widgets(HTMLParser):
+    """The circuitsvis elements of a piece of HTML: (name, props)."""
+
+    def __init__(self, source: str):
+        super().__init__()
+        self.found: list[tuple[str, dict[str, Any]]] = []
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if "data-circuitsvis" in given:
+            self.found.append((str(given["data-circuitsvis"]), json.loads(str(given["data-props"]))))
+
+
+def token_map(
+    matrices: Tensor, rows: list[int], cols: list[int], tokens: tuple[str, ...] | None, kind: str = "self"
+) -> tlc.CouplingMap:
+    k = matrices.shape[-1]
+    return tlc.CouplingMap(
+        matrices=matrices,
+        singular_values=torch.linspace(2, 1, k).expand(len(rows), k),
+        frobenius_norms=torch.full((len(rows),), 5.0),
+        d_model=32,
+        row_layers=(3,) * len(rows),
+        col_layers=(4,) * len(cols),
+        row_positions=tuple(rows),
+        col_positions=tuple(cols),
+        kind=kind,
+        orientation="ujv",
+        provenance={"model": "m"} | ({"str_tokens": list(tokens)} if tokens else {}),
+    )
+
+
+@pytest.fixture
+def square() -> tlc.CouplingMap:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        matrices = torch.randn(3, 3, 4, 4, dtype=torch.float64) + 3 * torch.eye(4, dtype=torch.float64)
+    matrices[2, 0] = 0
+    return token_map(matrices, [0, 1, 2], [0, 1, 2], HOSTILE)
+
+
+def naive_coupling(A: Tensor) -> float:
+    total = sum(float(A[i, j]) ** 2 for i in range(len(A)) for j in range(len(A)))
+    off = sum(float(A[i, j]) ** 2 for i in range(len(A)) for j in range(len(A)) if i != j)
+    return 1 - math.sqrt(off / total)
+
+
+def test_a_view_is_circuitsvis_and_asks_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a view opened a socket")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    view = show_tokens(["a", "b"], torch.tensor([1.0, 2.0]))
+    assert isinstance(view, RenderedHTML)
+    sources = {view._repr_html_(), view.__html__(), str(view), view.show_code(), view.local_src, view.cdn_src}
+    assert len(sources) == 1
+    source = sources.pop()
+    assert "unpkg" not in source
+    assert "sourceMappingURL" not in source
+    assert "src=" not in source.split("<script", 1)[0]
+    assert source.count("<script type=") == source.count("</script") == 1
+
+
+def test_bodies_are_the_same_for_the_same_data() -> None:
+    first, again = (show_tokens(["a", "b"], torch.tensor([1.0, 2.0])).body for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.filterwarnings("ignore:.*is 0 for 1 matrices")
+def test_a_token_map_holds_the_coupling_of_every_pair(square: tlc.CouplingMap) -> None:
+    widgets = Widgets(show_token_coupling({"a": square, "b": square}, k=(2, 4)).body).found
+    assert [name for name, _ in widgets] == ["AttentionPattern"] * 4
+    for (_, props), k in zip(widgets, (2, 4, 2, 4), strict=True):
+        assert props["maskUpperTri"] is False
+        for row, col in itertools.product(range(3), repeat=2):
+            cell = props["attention"][row][col]
+            if (row, col) == (2, 0):
+                assert cell == {"text": "undefined", "shade": -1}
+            else:
+                expected = naive_coupling(square.matrices[row, col, :k, :k])
+                assert float(cell["text"]) == pytest.approx(expected, rel=1e-3)
+                assert cell["shade"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_selection_keeps_its_positions_and_leaves_the_other_pairs_out() -> None:
+    A = torch.ones(2, 3, 2, 2) + torch.eye(2)
+    (_, props), *rest = Widgets(show_token_coupling(token_map(A, [5, 1], [1, 7, 3], HOSTILE)).body).found
+    assert not rest
+    assert [token.split(":")[0] for token in props["tokens"]] == ["5", "1", "7", "3"]
+    texts = [[cell["text"] for cell in row] for row in props["attention"]]
+    value = f"{naive_coupling(A[0, 0]):.4g}"
+    assert texts[0] == texts[1] == ["not compared", value, value, value]
+    assert texts[2] == texts[3] == ["not compared"] * 4
+
+
+def test_tokens_without_text_go_by_their_position() -> None:
+    (_, props), *_ = Widgets(show_token_coupling(token_map(torch.ones(2, 2, 2, 2), [4, 6], [4, 6], None)).body).found
+    assert props["tokens"] == ["4", "6"]
+
+
+def test_an_unbounded_measure_is_coloured_up_to_its_largest_value(square: tlc.CouplingMap) -> None:
+    (_, props), *_ = Widgets(show_token_coupling(square, measure="miscoupling").body).found
+    values = square.miscoupling()
+    for row, col in itertools.product(range(3), repeat=2):
+        expected = float(values[row, col] / values.max())
+        assert props["attention"][row][col]["shade"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "shades"),
+    [
+        ([1.0, 2.0, 3.0], [0, 0.5, 1]),
+        ([-1.0, 0.0, 4.0], [-0.25, 0, 1]),
+        ([-4.0, 0.0, 1.0], [-1, 0, 0.25]),
+        ([2.0, 2.0, 2.0], [0, 0, 0]),
+        ([1.0, math.nan, 3.0], [0, None, 1]),
+        ([1.0, math.inf, 3.0], [0, 1, 1]),
+        ([-math.inf, 0.0, -3.0], [-1, 0, -1]),
+        ([math.nan] * 3, [None] * 3),
+    ],
+)
+def test_shades_of_tokens(values: list[float], shades: list[float | None]) -> None:
+    ((name, props),) = Widgets(show_tokens("abc", torch.tensor(values)).body).found
+    assert name == "ColoredTokens"
+    assert [cell["shade"] for cell in props["values"]] == shades
+    texts = [cell["text"] for cell in props["values"]]
+    assert texts == ["undefined" if math.isnan(value) else f"{value:.4g}" for value in values]
+
+
+def test_layers_by_token_share_one_scale_and_stand_deepest_on_top() -> None:
+    values = torch.arange(6.0).reshape(3, 2)
+    body = show_layers_by_token(["a", "b"], values, layers=["x", "y", "z"]).body
+    assert re.findall(r"<b>(\w)</b>", body) == ["z", "y", "x"]
+    shades = [[cell["shade"] for cell in props["values"]] for _, props in Widgets(body).found]
+    assert shades == [[0.8, 1.0], [0.4, 0.6], [0.0, 0.2]]
+
+
+def test_named_values_by_layer_share_one_scale() -> None:
+    body = show_layers_by_token(["a"], {"x": torch.tensor([[0.0]]), "y": torch.tensor([[1.0], [4.0]])}).body
+    assert [props["values"][0]["shade"] for _, props in Widgets(body).found] == [0.0, 1.0, 0.25]
+
+
+def test_names_are_text_not_html(square: tlc.CouplingMap) -> None:
+    for view in (
+        show_tokens(["a"], {"<b id=x>": torch.tensor([1.0])}),
+        show_layers_by_token(["a"], {"<b id=x>": torch.ones(1, 1)}, layers=["<b id=x>"]),
+        show_token_coupling({"<b id=x>": square}, measure="miscoupling"),
+    ):
+        assert "&lt;b id=x&gt;" in view.body
+        assert "<b id=x>" not in view.body
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"),
+    [("\n", "↵"), (" the", " the"), ("", "∅"), ("\x00", "\\x00"), ("‮x", "\\u202ex"), ("👩‍🚀é", "👩‍🚀é")],
+)
+def test_visible_tokens(token: str, shown: str) -> None:
+    assert visible_token(token) == shown
+
+
+def test_no_token_is_read_as_html() -> None:
+    class Reader(HTMLParser):
+        tags, text = 0, ""
+
+        def handle_starttag(self, *_: Any) -> None:
+            self.tags += 1
+
+        def handle_endtag(self, *_: Any) -> None:
+            self.tags += 1
+
+        def handle_data(self, data: str) -> None:
+            self.text += data
+
+    for token in ("<s>", "</s>", "<!--", "<?x", "&lt;", "&#60;", "a<b>c"):
+        reader = Reader()
+        reader.feed(visible_token(token))
+        reader.close()
+        assert reader.tags == 0
+        assert reader.text.replace("\u2060", "") == token
+
+
+def test_bad_input_says_what_was_wanted(square: tlc.CouplingMap) -> None:
+    depth = token_map(square.matrices, [0, 0, 0], [0, 0, 0], HOSTILE, kind="depth")
+    one = torch.tensor([1.0])
+    for call, message in (
+        (lambda: show_token_coupling(depth), "kind 'depth': use `plot_coupling`"),
+        (lambda: show_token_coupling({}), "at least one map"),
+        (lambda: show_token_coupling(square, k=()), "one k"),
+        (lambda: show_token_coupling(square, k=9), r"`k` must lie in \[1, 4\]"),
+        (lambda: show_tokens(["a", "b"], one), r"each of the 2 tokens, got shape \[1\]"),
+        (lambda: show_tokens(["a"], {}), "at least one value"),
+        (lambda: show_layers_by_token(["a", "b"], torch.ones(2, 1)), r"shape \[2 2\], .* got \[2, 1\]"),
+        (lambda: show_layers_by_token(["a"], torch.ones(0, 1)), r"\[n_rows 1\]"),
+        (lambda: show_layers_by_token(["a"], {}), "`values` is empty"),
+        (lambda: show_layers_by_token(["a"], torch.ones(2, 1), layers=[1]), r"shape \[1 1\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_the_script_can_stand_inside_an_element() -> None:
+    assert "</script" not in circuitsvis_script().lower()
+    assert "<!--" not in circuitsvis_script()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Any:
+    with browser.chromium() as driver:
+        yield driver
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.filterwarnings("ignore:.*is 0 for 1 matrices")
+def test_views_of_hostile_tokens_in_a_browser(
+    chromium: Any, tmp_path: Path, square: tlc.CouplingMap, width: int
+) -> None:
+    values = torch.linspace(-1, 3, len(HOSTILE))
+    values[3] = math.nan
+    views = (
+        show_token_coupling(square, k=(2, 4)),
+        show_tokens(HOSTILE, {"signed": values}),
+        show_layers_by_token(HOSTILE, {"by layer": values.expand(3, -1)}),
+    )
+    page = tmp_path / "views.html"
+    page.write_text(PAGE + "".join(map(str, views)), encoding="utf-8")
+    browser.open_page(chromium, page, width)
+    assert browser.requested(chromium) == [page.as_uri()]
+    assert browser.complaints(chromium) == []
+    assert not browser.scrolls_sideways(chromium)
+    assert browser.spilling(chromium) == []
+    assert chromium.execute_script("return window.hit ?? null") is None
+    assert chromium.execute_script("return document.querySelectorAll('canvas').length") == 2
+    rows = chromium.execute_script(
+        "return [...document.querySelectorAll('.colored-tokens')]"
+        ".map(row => [...row.children].filter(e => e.tagName == 'SPAN').map(e => e.textContent))"
+    )
+    shown = [visible_token(token).replace(" ", "\u00a0") for token in HOSTILE]
+    assert rows == [shown] * 4
+
+    for index in (0, 3, 8):
+        token = chromium.execute_script(
+            "const t = document.querySelectorAll('.colored-tokens')[0].children[arguments[0]];"
+            "t.scrollIntoView({block: 'center'}); const box = t.getBoundingClientRect();"
+            "return [box.left + Math.min(8, box.width / 2), box.top + box.height / 2]",
+            index,
+        )
+        browser.move_to(chromium, *token)
+        expected = "undefined" if index == 3 else f"{float(values[index]):.4g}"
+        tooltip = "return document.querySelector('.colored-tokens > div')?.textContent ?? null"
+        browser.wait(chromium, f"return ({tooltip.removeprefix('return ')})?.endsWith({json.dumps(expected)})")
+        browser.move_to(chromium, 1, 1)
+        browser.wait(chromium, f"return ({tooltip.removeprefix('return ')}) === null")
+
+
+@pytest.mark.filterwarnings("ignore:.*is 0 for 1 matrices")
+def test_the_pointer_over_a_map_reads_every_pair(chromium: Any, tmp_path: Path, square: tlc.CouplingMap) -> None:
+    page = tmp_path / "map.html"
+    page.write_text(PAGE + str(show_token_coupling(square)), encoding="utf-8")
+    browser.open_page(chromium, page, 1280)
+    chromium.execute_script(
+        "const draw = CanvasRenderingContext2D.prototype.fillText; window.texts = [];"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...rest)"
+        "{ texts.push(String(text)); return draw.call(this, text, ...rest); }"
+    )
+    left, top, width, height = chromium.execute_script(
+        "const b = document.querySelector('canvas').getBoundingClientRect(); return [b.left, b.top, b.width, b.height]"
+    )
+    places = [
+        (left + width * (i + 2.5) / 10.5, top + height * (j + 0.3) / 14)
+        for i, j in itertools.product(range(8), range(10))
+    ]
+    colors = [
+        chromium.execute_script(
+            "return [...document.querySelector('canvas').getContext('2d').getImageData(...arguments, 1, 1).data]",
+            round(x - left),
+            round(y - top),
+        )
+        for x, y in places
+    ]
+    seen, shown_as = {}, {}
+    for place, color in zip(places, colors, strict=True):
+        browser.move_to(chromium, *place)
+        texts = "\n".join(chromium.execute_script("return texts.splice(0)"))
+        # The last one: on its way the pointer may have crossed another cell.
+        if found := re.findall(r"\((\d), (\d)\)\nSrc: (.*)\nDest: (.*)\nVal: (.*)", texts):
+            dest, src, src_token, dest_token, value = found[-1]
+            seen[int(dest), int(src)] = value
+            shown_as[int(dest), int(src)] = color[:3]
+            assert (src_token, dest_token.strip()) == tuple(visible_token(HOSTILE[int(i)]) for i in (src, dest))
+    expected = {
+        (row, col): "undefined" if (row, col) == (2, 0) else f"{naive_coupling(square.matrices[row, col]):.4g}"
+        for row, col in itertools.product(range(3), repeat=2)
+    }
+    assert seen == expected
+    # Undefined is grey; the larger a value, the less red is left in its blue.
+    assert shown_as.pop((2, 0)) == [187, 187, 187]
+    by_value = sorted(shown_as, key=lambda pair: float(seen[pair]))
+    assert by_value == sorted(shown_as, key=lambda pair: -shown_as[pair][0])
+
+
+def test_colours_of_tokens(chromium: Any, tmp_path: Path) -> None:
+    page = tmp_path / "tokens.html"
+    page.write_text(PAGE + str(show_tokens("abcde", torch.tensor([-4.0, 0.0, 2.0, 4.0, math.nan]))), encoding="utf-8")
+    browser.open_page(chromium, page, 1280)
+    red, white, pale, blue, undefined = chromium.execute_script(
+        "return [...document.querySelectorAll('.colored-tokens > span > span')].map(e => getComputedStyle(e))"
+        ".map(style => [style.backgroundColor, style.backgroundImage, style.color])"
+    )
+    assert (red[0], white[0], blue[0]) == ("rgb(178, 24, 43)", "rgb(255, 255, 255)", "rgb(33, 102, 172)")
+    assert 33 < int(re.findall(r"\d+", pale[0])[0]) < 255
+    assert "gradient" in undefined[1]
+    assert undefined[2] == "rgb(17, 17, 17)"

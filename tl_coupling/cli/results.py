@@ -1,0 +1,47 @@
+"""What the commands write beside the results themselves: pictures and a summary."""
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tl_coupling.files import write_atomically
+
+
+def write_pictures(folder: Path, pictures: Mapping[str, Callable[[], Any]]) -> list[Path]:
+    """Draw every picture into the file of its name; one that cannot be drawn is left out, with a warning.
+
+    By now the results are there, and worth more than a picture of them.
+    """
+    written = []
+    for name, draw in pictures.items():
+        try:
+            drawn = draw()
+        except ValueError as error:
+            warnings.warn(f"{name} is left out: {error}", stacklevel=2)
+            continue
+        figure = getattr(drawn, "figure", drawn)
+        written.append(write_atomically(folder / name, partial(figure.savefig, dpi=150)))
+    return written
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
+    """`summary.json`; a value that is undefined is `null`, which JSON knows and NaN it does not."""
+    text = json.dumps(_defined(summary), indent=1, allow_nan=False)
+    return write_atomically(folder / "summary.json", lambda path: path.write_text(text))
+
+
+def with_suffix(name: str, run: str) -> str:
+    """A result's file name: the trained model's goes without a suffix."""
+    return name if run == "trained" else f"{name}-{run}"
+
+
+def _defined(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _defined(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_defined(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
