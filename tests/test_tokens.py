@@ -232,6 +232,11 @@ def test_bad_input(llama, tokenizer_folder):
         tlc.context_coupling(trace, 0, fixed="output", position=3, positions=[0, 4])
     with pytest.raises(ValueError, match=r"must lie in \[3, 7\], where causality .* got \[0\]"):
         tlc.context_coupling(trace, 0, fixed="input", position=3, positions=[0, 4])
+    with pytest.raises(ValueError, match=r"must name at least two tokens, got \[3\]"):
+        tlc.self_coupling(trace, 0, positions=[3])
+    for chunk_size in (0, -1):
+        with pytest.raises(ValueError, match="`chunk_size` must be at least 1"):
+            tlc.context_coupling(trace, 0, k=2, chunk_size=chunk_size)
     with pytest.raises(ValueError, match="name each token once"):
         tlc.self_coupling(trace, 0, positions=[7, -1])
     with pytest.raises(ValueError, match=r"`positions` must lie in \[-8, 7\]"):
@@ -251,6 +256,20 @@ def test_unknown_end(llama):
     for fixed in ("both", "", None):
         with pytest.raises(ValueError, match=f'`fixed` must be "input" or "output", got {fixed!r}'):
             tlc.context_coupling(llama[0], 0, fixed=fixed)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_what_is_no_whole_number(llama):
+    for call in (
+        lambda: tlc.self_coupling(llama[0], 0.5),
+        lambda: tlc.self_coupling(llama[0], True),
+        lambda: tlc.self_coupling(llama[0], 0, positions=[1.5, 2]),
+        lambda: tlc.self_coupling(llama[0], 0, positions="01"),
+        lambda: tlc.self_coupling(llama[0], 0, k=2, chunk_size=1.5),
+        lambda: tlc.context_coupling(llama[0], 0, k=2, chunk_size=1.5),
+    ):
+        with pytest.raises(TypeError, match="must be a whole number, got"):
+            call()
 
 
 @pytest.fixture(scope="module")

@@ -132,8 +132,8 @@ def show_token_coupling(
     for name, result, _ in maps:
         if result.kind == "depth":
             raise ValueError(
-                f"this view wants maps of tokens (`self_coupling`, `context_coupling`), {name or 'this one'!r} is of "
-                "kind 'depth': use `plot_coupling`"
+                f"wanted maps of tokens (`self_coupling`, `context_coupling`), {repr(name) if name else 'this'} "
+                "is of kind 'depth': use `plot_coupling`"
             )
     values = [_numbers(result.values(n, measure, **options)) for _, result, n in maps]
     if vmax is None:
@@ -216,8 +216,7 @@ def show_layers_by_token(
         if n_rows == 0 or grid.shape != (n_rows, len(str_tokens)):
             raise ValueError(
                 f"wanted values of shape [{n_rows or 'n_rows'} {len(str_tokens)}], a row for each layer and a column "
-                "for "
-                f"each token, got {list(grid.shape)}" + (f" for {name!r}" if name else "")
+                f"for each token, got {list(grid.shape)}" + (f" for {name!r}" if name else "")
             )
     numbers = {name: _numbers(grid) for name, grid in named.items()}
     everything = [value for rows in numbers.values() for row in rows for value in row]

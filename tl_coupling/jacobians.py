@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -160,8 +161,7 @@ def jacobian_and_path(
     block: BlockFunction, input_position: int, output_position: int, chunk_size: int | None = None
 ) -> tuple[Float[Tensor, "d_model d_model"], Path]:
     """One Jacobian, by the cheapest of the block's ways that agrees with the full sequence; and which way that was."""
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}")
+    _check_chunk_size(chunk_size)
     x = block.X[input_position]
     with block.evaluation():
         if input_position > output_position and not block.reaches_back(input_position, output_position):
@@ -187,6 +187,7 @@ def jacobians_of_output(
     block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: int | None = None
 ) -> tuple[Float[Tensor, "n_inputs d_model d_model"], Path]:
     """`J_{t1 t2}` for several t1 ≤ t2 and one t2, for little more than the cost of one; and which way that was."""
+    _check_chunk_size(chunk_size)
     if len(input_positions) == 1:
         J, path = jacobian_and_path(block, input_positions[0], output_position, chunk_size)
         return J[None], path
@@ -209,6 +210,15 @@ def jacobians_of_output(
             if path == "full_sequence" or all(block.agrees(y, u @ J_1, t1, output_position) for J_1, t1 in pairs):
                 return J, path
     raise AssertionError("the last way always returns")
+
+
+def _check_chunk_size(chunk_size: int | None) -> None:
+    if chunk_size is None:
+        return
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, Integral):
+        raise TypeError(f"`chunk_size` must be a whole number, got {chunk_size!r}")
+    if chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}")
 
 
 def _pull_back_once(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -56,21 +57,11 @@ class Trace:
 
     def layer_index(self, layer: int, name: str = "layer") -> int:
         """A layer counted from 0; negative ones count from the end."""
-        if not -self.n_layers <= layer < self.n_layers:
-            raise ValueError(
-                f"`{name}` must lie in [{-self.n_layers}, {self.n_layers - 1}] for this {self.n_layers}-block model, "
-                f"got {layer}"
-            )
-        return int(layer) % self.n_layers
+        return _index(layer, self.n_layers, name, f"{self.n_layers}-block model")
 
     def position_index(self, position: int, name: str = "position") -> int:
         """A token position counted from 0; negative ones count from the end."""
-        if not -self.n_pos <= position < self.n_pos:
-            raise ValueError(
-                f"`{name}` must lie in [{-self.n_pos}, {self.n_pos - 1}] for this {self.n_pos}-token prompt, "
-                f"got {position}"
-            )
-        return int(position) % self.n_pos
+        return _index(position, self.n_pos, name, f"{self.n_pos}-token prompt")
 
     def logits(self, x: Float[Tensor, "*batch d_model"], normalised: bool = False) -> Float[Tensor, "*batch d_vocab"]:
         """Logits read off a residual stream: the model's final norm, unless it is normalised, and its unembedding.
@@ -180,6 +171,15 @@ def trace(
             "linearised_in": str(dtype).removeprefix("torch."),
         },
     )
+
+
+def _index(value: Any, size: int, name: str, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"`{name}` must be a whole number, got {value!r}")
+    index = int(value)
+    if not -size <= index < size:
+        raise ValueError(f"`{name}` must lie in [{-size}, {size - 1}] for this {what}, got {index}")
+    return index % size
 
 
 class _LastBlockDone(Exception):

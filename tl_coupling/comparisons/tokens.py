@@ -178,5 +178,9 @@ def _positions(trace: Trace, positions: Sequence[int] | None, allowed: range, wh
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"`positions` must name each token once, got {chosen}")
     if len(chosen) < 2:
-        raise ValueError(f"{what} compares at least two tokens, here there is {len(chosen)}: use a longer prompt")
+        raise ValueError(
+            f"{what} compares at least two tokens, here there is {len(chosen)}: use a longer prompt"
+            if positions is None
+            else f"`positions` of {what} must name at least two tokens, got {chosen}"
+        )
     return chosen

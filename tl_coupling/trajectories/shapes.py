@@ -198,7 +198,7 @@ def checked(x: Tensor, at_least: int = 2) -> Tensor:
 
 
 def _check_window(window: int, n_steps: int) -> None:
-    if not 1 <= window <= n_steps or window % 2 == 0:
+    if not isinstance(window, int) or not 1 <= window <= n_steps or window % 2 == 0:
         raise ValueError(
             f"`window` must be an odd number in [1, {n_steps}] for these trajectories of {n_steps} steps, got {window}"
         )
