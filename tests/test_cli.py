@@ -11,6 +11,7 @@ import tiny
 from torch import nn
 
 import tl_coupling as tlc
+from tl_coupling.cli import main
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +82,13 @@ def test_help_has_examples() -> None:
     ],
 )
 def test_bad_input_is_one_line_status_2_and_nothing_written(
-    folder_model: Path, tmp_path: Path, arguments: list[str], message: str
+    folder_model: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_a_user: None,
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w1"}\n{"promt": "w2"}\n')
@@ -91,10 +98,13 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
     if "--prompts" in given and "--prompt" not in given:
         del options["--prompt"]
     flat = [part.replace("{file}", str(file)) for pair in (options | given).items() for part in pair]
-    done = run("depth", *flat, status=2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len([line for line in done.stderr.splitlines() if line.startswith("tl-coupling: ")]) == 1
+    monkeypatch.setattr(sys, "argv", ["tl-coupling", "depth", *flat])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert message in said
+    assert len([line for line in said.splitlines() if line.startswith("tl-coupling: ")]) == 1
     assert sorted(tmp_path.rglob("*")) == before
 
 
