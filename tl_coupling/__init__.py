@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tl_coupling.blocks import BlockFunction, Trace, trace
+from tl_coupling.checkpoints import checkpoint_sweep, local_checkpoints, pythia_steps
 from tl_coupling.comparisons import CouplingMap, context_coupling, depth_coupling, depth_couplings, self_coupling
 from tl_coupling.coupling import (
     captured_energy,
@@ -15,6 +16,7 @@ from tl_coupling.coupling import (
 )
 from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.jacobians import block_jacobian, block_jacobians, block_jvp, block_vjp
+from tl_coupling.measurements import Settings, measure_prompts
 from tl_coupling.models import ModelError, load_model
 from tl_coupling.prompts import Prompt, read_prompts
 from tl_coupling.spectra import (

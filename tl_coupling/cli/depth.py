@@ -4,9 +4,8 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -14,7 +13,6 @@ from rich.table import Table
 from tl_coupling.cli.app import app
 from tl_coupling.cli.console import load_with_bar, progress_bars, quiet, run_name
 from tl_coupling.cli.options import (
-    PAPER_PROMPT,
     Backend,
     Checkpoint,
     Device,
@@ -25,15 +23,18 @@ from tl_coupling.cli.options import (
     Out,
     Position,
     PrependBos,
+    PromptOrPaper,
+    Prompts,
     Untrained,
     checked_ks,
+    chosen_prompts,
     training_step,
 )
 from tl_coupling.cli.results import with_suffix, write_pictures, write_summary
 from tl_coupling.comparisons import CouplingMap, depth_coupling
 from tl_coupling.files import output_folder
 from tl_coupling.models import EMBEDDED_MODEL
-from tl_coupling.prompts import Prompt, read_prompts
+from tl_coupling.prompts import Prompt
 
 _DEPTH_HELP = """Coupling across depth: one token's block Jacobians against each other, for every pair of layers.
 
@@ -51,10 +52,8 @@ Examples:
 @app.command(help=_DEPTH_HELP)
 def depth(
     model: Model = EMBEDDED_MODEL,
-    prompt: Annotated[str | None, typer.Option(help=f"One prompt. Without any: {PAPER_PROMPT!r}.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help='JSONL file, one {"id": …, "prompt": …} a line.', dir_okay=False)
-    ] = None,
+    prompt: PromptOrPaper = None,
+    prompts: Prompts = None,
     k: Ks = None,
     position: Position = -1,
     untrained: Untrained = False,
@@ -67,11 +66,7 @@ def depth(
     out: Out = Path("out"),
 ) -> None:
     """See `_DEPTH_HELP`."""
-    if prompt is not None and prompts is not None:
-        raise ValueError("give --prompt or --prompts, not both")
-    chosen = (
-        [Prompt("prompt", PAPER_PROMPT if prompt is None else prompt)] if prompts is None else read_prompts(prompts)
-    )
+    chosen = chosen_prompts(prompt, prompts)
     ks = checked_ks(k)
     console = Console(stderr=True)
     tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}

@@ -5,11 +5,15 @@ from typing import Annotated
 
 import typer
 
+from tl_coupling.prompts import Prompt, read_prompts
+
 PAPER_PROMPT = "What is the capital of France? The capital is"
 
 Model = Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")]
 Ks = Annotated[list[int] | None, typer.Option("--k", help="Top singular vectors; may be repeated. [10, 30, 50]")]
 Untrained = Annotated[bool, typer.Option("--untrained", help="Measure the untrained twin as well.")]
+PromptOrPaper = Annotated[str | None, typer.Option(help=f"One prompt. Without any: {PAPER_PROMPT!r}.")]
+Prompts = Annotated[Path | None, typer.Option(help='JSONL file, one {"id": …, "prompt": …} a line.', dir_okay=False)]
 OnePrompt = Annotated[str, typer.Option(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token position; negative counts from the end.")]
 PrependBos = Annotated[bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")]
@@ -19,6 +23,17 @@ Checkpoint = Annotated[str | None, typer.Option(help="Training step, or hub revi
 Backend = Annotated[str, typer.Option(help='"auto", "bridge" or "hooked".')]
 Device = Annotated[str | None, typer.Option(help="Torch device; CUDA if there is one, else the CPU.")]
 Out = Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)]
+
+
+def chosen_prompts(prompt: str | None, prompts: Path | None) -> list[Prompt]:
+    """The one prompt, those of the file, or the paper's.
+
+    Raises:
+        ValueError: both are given, or the file is not one of prompts.
+    """
+    if prompt is not None and prompts is not None:
+        raise ValueError("give --prompt or --prompts, not both")
+    return [Prompt("prompt", PAPER_PROMPT if prompt is None else prompt)] if prompts is None else read_prompts(prompts)
 
 
 def checked_ks(k: list[int] | None) -> list[int]:

@@ -1,0 +1,191 @@
+"""One model across its training: every checkpoint measured on the same prompts."""
+
+import gc
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tl_coupling.files import output_folder
+from tl_coupling.measurements import Settings, as_prompts, measure_prompts
+from tl_coupling.models import Backend, ModelError, load_model
+from tl_coupling.prompts import Prompt
+from tl_coupling.units import Outcome, Unit, check_plan, file_name, load_unit, run_units
+
+if TYPE_CHECKING:
+    import xarray
+
+Checkpoint = int | str
+Progress = Callable[[Iterable[Unit]], Iterable[Unit]]
+
+
+def pythia_steps(first: int = 1) -> tuple[int, ...]:
+    """Log-spaced training steps of the Pythia suite, from `first` on, as the paper takes them.
+
+    1, 2, 4, …, 512, then 1000, 2000, 4000, …, 128000, and the last, 143000 (Aubry et al. 2025, figures 1 and 16).
+    Pythia also published step 0 and every 1000th step.
+
+    Example:
+        >>> pythia_steps(first=512)
+        (512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
+    """
+    steps = [*(2**i for i in range(10)), *(1000 * 2**i for i in range(8)), 143_000]
+    return tuple(step for step in steps if step >= first)
+
+
+def local_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
+    """Checkpoints in a local folder: subfolders in HuggingFace format whose names end in their training step.
+
+    `step1000`, `checkpoint-1000`, `step_0001000` and their like; in the order of their steps.
+
+    Raises:
+        ValueError: there are none, or two of the same step.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(Path(folder).glob("*/config.json")):
+        number = re.search(r"(\d+)$", path.parent.name)
+        if number is None:
+            continue
+        step = int(number[1])
+        if step in found:
+            raise ValueError(f"{folder}: {found[step].name} and {path.parent.name} are both of step {step}")
+        found[step] = path.parent
+    if not found:
+        raise ValueError(
+            f"{folder}: no checkpoints in it; wanted subfolders in HuggingFace format whose names end in a step, like "
+            "step1000 or checkpoint-1000"
+        )
+    return dict(sorted(found.items()))
+
+
+def checkpoint_sweep(
+    name: str | os.PathLike[str],
+    checkpoints: Sequence[Checkpoint] | None = None,
+    prompts: str | Prompt | Sequence[str | Prompt] = "What is the capital of France? The capital is",
+    *,
+    settings: Settings | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    backend: Backend = "auto",
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    progress: Progress | None = None,
+) -> "xarray.Dataset":
+    """Measure a model at every checkpoint: coupling, singular values, shapes of trajectories, loss.
+
+    Args:
+        name: a hub name whose checkpoints were published (`"EleutherAI/pythia-160m"`), or a local folder of checkpoints
+            in HuggingFace format (see `local_checkpoints`).
+        checkpoints: training steps (`int`) or hub revisions (`str`). By default all of a local folder, or
+            `pythia_steps()`.
+        prompts: what every checkpoint is measured on.
+        settings: how; see `Settings`.
+        folder: where each finished checkpoint is written at once. A rerun there keeps what is finished, and measures
+            what is missing, failed or damaged. Without it nothing is kept.
+        backend, device, dtype: as in `load_model`.
+        progress: wraps the loop over checkpoints.
+
+    Returns:
+        what `measure_prompts` gives, along a further dim `checkpoint`. A checkpoint that failed is left out, with a
+        warning; the errors are in `attrs["failed"]`, a JSON object.
+
+    Raises:
+        ValueError: no checkpoints or prompts; a folder that holds other results; checkpoints of different shapes.
+        ModelError: not one checkpoint could be measured.
+        OSError: the folder cannot be written to; what is finished stays.
+
+    One model is in memory at a time. The results do not depend on whether a sweep was interrupted.
+    """
+    settings = settings or Settings()
+    chosen = as_prompts(prompts)
+    sources = _sources(name, checkpoints)
+    plan = {
+        "model": str(name),
+        "backend": backend,
+        "dtype": str(dtype).removeprefix("torch."),
+        **settings.as_plan(),
+        "prompts": [[p.id, p.task, p.prompt] for p in chosen],
+    }
+    units = [Unit(f"checkpoint-{file_name(str(c))}", {"checkpoint": c}) for c in sources]
+
+    def measure(unit: Unit) -> "xarray.Dataset":
+        # A bridge and its hook points refer to each other, and an error keeps its model until it was recorded.
+        gc.collect()
+        model = load_model(**sources[unit.what["checkpoint"]], backend=backend, device=device, dtype=dtype)
+        return measure_prompts(model, chosen, settings)
+
+    temporary = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
+    with temporary as path, output_folder(path) as results:
+        check_plan(results, plan)
+        outcomes = run_units(results, units, measure, progress)
+        gc.collect()
+        return _together(results, outcomes, str(name))
+
+
+def _sources(
+    name: str | os.PathLike[str], checkpoints: Sequence[Checkpoint] | None
+) -> dict[Checkpoint, dict[str, Any]]:
+    """What `load_model` takes for each checkpoint."""
+    sources: dict[Checkpoint, dict[str, Any]]
+    if isinstance(checkpoints, str):
+        raise ValueError(f"`checkpoints` must be a list of steps or revisions, got the text {checkpoints!r}")
+    if wrong := [
+        c for c in (() if checkpoints is None else checkpoints) if isinstance(c, bool) or not isinstance(c, int | str)
+    ]:
+        raise ValueError(f"`checkpoints` must be steps (int) or revisions (str), got {wrong}")
+    if Path(name).is_dir():
+        there = local_checkpoints(name)
+        wanted = list(there) if checkpoints is None else list(checkpoints)
+        if unknown := [c for c in wanted if c not in there]:
+            raise ValueError(f"{name} has no checkpoints {unknown}; there are {list(there)}")
+        sources = {c: {"name": str(there[c])} for c in wanted if isinstance(c, int)}
+    else:
+        wanted = list(pythia_steps() if checkpoints is None else checkpoints)
+        sources = {c: {"name": os.fspath(name), "checkpoint": c} for c in wanted}
+    if not wanted:
+        raise ValueError("`checkpoints` is empty: wanted at least one")
+    if len(sources) < len(wanted) or len({type(c) for c in wanted}) > 1:
+        raise ValueError(f"`checkpoints` must be all steps or all revisions, each once, got {wanted}")
+    return sources
+
+
+def _together(folder: Path, outcomes: Sequence[Outcome], name: str) -> "xarray.Dataset":
+    import xarray
+
+    failed = {str(o.unit.what["checkpoint"]): o.error for o in outcomes if o.status == "failed"}
+    done = [o.unit for o in outcomes if o.status != "failed"]
+    if not done:
+        first = next(iter(failed.items()))
+        raise ModelError(f"none of the {len(failed)} checkpoints of {name} could be measured; {first[0]}: {first[1]}")
+    if failed:
+        warnings.warn(
+            f"{len(failed)} of {len(outcomes)} checkpoints failed and are left out: "
+            + "; ".join(f"{checkpoint}: {error}" for checkpoint, error in failed.items()),
+            stacklevel=3,
+        )
+    results = [load_unit(folder, unit) for unit in done]
+    checkpoints = [unit.what["checkpoint"] for unit in done]
+    provenance = _common([json.loads(result.attrs["provenance"]) for result in results])
+    try:
+        # Joined otherwise, a model with fewer layers is filled up with NaN.
+        data = xarray.concat(results, "checkpoint", combine_attrs="drop_conflicts", join="exact")
+    except ValueError as error:
+        depths = {c: result.sizes["layer"] for c, result in zip(checkpoints, results, strict=True)}
+        raise ValueError(
+            f"the checkpoints of {name} are not of one architecture and do not fit into one dataset; layers: {depths}"
+        ) from error
+    return data.assign_coords(checkpoint=checkpoints).assign_attrs(
+        model=name, failed=json.dumps(failed), provenance=json.dumps(provenance)
+    )
+
+
+def _common(provenances: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What holds for every checkpoint; which one it was is a coordinate."""
+    first, *others = ({k: v for k, v in p.items() if k != "checkpoint"} for p in provenances)
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}

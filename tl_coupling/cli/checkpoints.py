@@ -1,0 +1,140 @@
+"""`tl-coupling checkpoints`: a model across its training."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tl_coupling.cli.app import app
+from tl_coupling.cli.console import progress_bars, quiet
+from tl_coupling.cli.options import (
+    Backend,
+    Device,
+    FinalNorm,
+    Ks,
+    Orientation,
+    Out,
+    Position,
+    PrependBos,
+    PromptOrPaper,
+    Prompts,
+    checked_ks,
+    chosen_prompts,
+    training_step,
+)
+from tl_coupling.cli.results import write_summary
+from tl_coupling.files import output_folder, write_atomically
+from tl_coupling.units import Unit
+
+if TYPE_CHECKING:
+    import xarray
+
+_CHECKPOINTS_HELP = """A model at every checkpoint: coupling, singular values, shapes of trajectories, loss.
+
+Each finished checkpoint is written at once; the same command again keeps what is finished and does the rest. A
+checkpoint that fails is left out, with its error, and the exit status is then 1. Without --checkpoint: all of a local
+folder, or 1, 2, 4, …, 512, 1000, 2000, …, 128000, 143000.
+
+Examples:
+
+  tl-coupling checkpoints --model EleutherAI/pythia-160m --prompts prompts.jsonl --k 10 --k 50 --out pythia
+
+  tl-coupling checkpoints --model runs/my-model --checkpoint 0 --checkpoint 1000 --out sweep
+"""
+
+
+@app.command(help=_CHECKPOINTS_HELP)
+def checkpoints(
+    model: Annotated[str, typer.Option(help="Hub name, or local folder of checkpoints in HuggingFace format.")],
+    checkpoint: Annotated[
+        list[str] | None, typer.Option(help="Training step, or hub revision; may be repeated.")
+    ] = None,
+    prompt: PromptOrPaper = None,
+    prompts: Prompts = None,
+    k: Ks = None,
+    position: Position = -1,
+    prepend_bos: PrependBos = None,
+    final_norm: FinalNorm = False,
+    orientation: Orientation = "ujv",
+    backend: Backend = "auto",
+    device: Device = None,
+    out: Out = Path("out"),
+) -> None:
+    """See `_CHECKPOINTS_HELP`."""
+    from tl_coupling.checkpoints import checkpoint_sweep
+    from tl_coupling.measurements import Settings
+
+    chosen = chosen_prompts(prompt, prompts)
+    settings = Settings(
+        k=tuple(checked_ks(k)),
+        position=position,
+        orientation=orientation,  # type: ignore[arg-type]
+        final_norm=final_norm,
+        prepend_bos=prepend_bos,
+    )
+    steps = None if checkpoint is None else [training_step(one) for one in checkpoint]
+    console = Console(stderr=True)
+    with output_folder(out) as folder, quiet(console), progress_bars(console) as progress:
+
+        def bar(units: Iterable[Unit]) -> Iterator[Unit]:
+            task = progress.add_task(model, total=None)
+            for unit in progress.track(list(units), task_id=task):
+                progress.update(task, description=f"{model} at {unit.what['checkpoint']}")
+                yield unit
+
+        data = checkpoint_sweep(
+            model,
+            steps,  # type: ignore[arg-type]
+            chosen,
+            settings=settings,
+            folder=folder / "checkpoints",
+            backend=backend,  # type: ignore[arg-type]
+            device=device,
+            progress=bar,
+        )
+        sweep = write_atomically(folder / "sweep.nc", lambda path: data.to_netcdf(path, engine="netcdf4"))
+        summary = write_summary(folder, _summary(data))
+    Console().print(_table(data))
+    Console().print(f"wrote {sweep}, {summary}", highlight=False, soft_wrap=True)
+    if json.loads(data.attrs["failed"]):
+        raise typer.Exit(1)
+
+
+def _summary(data: "xarray.Dataset") -> dict[str, Any]:
+    mean = data.mean("prompt")
+    per_k = {
+        name: {str(k): mean[variable].sel(k=k).values.tolist() for k in data["k"].values.tolist()}
+        for name, variable in (("coupling", "mean_coupling"), ("null", "null_coupling"))
+    }
+    return {
+        "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of different layers, then over prompts",
+        "model": data.attrs["model"],
+        "checkpoints": data["checkpoint"].values.tolist(),
+        "prompts": data["prompt"].values.tolist(),
+        **per_k,
+        "loss": mean["loss"].values.tolist(),
+        "line_shape_score": mean["line_shape_score_all_tokens"].values.tolist(),
+        "failed": json.loads(data.attrs["failed"]),
+    }
+
+
+def _table(data: "xarray.Dataset") -> Table:
+    ks, mean = data["k"].values.tolist(), data.mean("prompt")
+    n_prompts = data.sizes["prompt"]
+    table = Table(
+        title=f"{data.attrs['model']}: depth coupling 1 − m̃ across training",
+        caption=f"mean over pairs of different layers and {n_prompts} prompt{'s' if n_prompts > 1 else ''}",
+    )
+    table.add_column("checkpoint", justify="right")
+    for heading in (*(f"k = {k}" for k in ks), *(f"null {k}" for k in ks), "line-shape score", "loss"):
+        table.add_column(heading, justify="right")
+    for i, checkpoint in enumerate(data["checkpoint"].values.tolist()):
+        here = mean.isel(checkpoint=i)
+        cells = [*here["mean_coupling"].values, *here["null_coupling"].values]
+        cells += [here["line_shape_score_all_tokens"].item(), here["loss"].item()]
+        table.add_row(str(checkpoint), *(f"{cell:.3f}" for cell in cells))
+    return table

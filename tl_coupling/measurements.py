@@ -1,0 +1,166 @@
+"""All that is measured of one model on a set of prompts, as one dataset."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tl_coupling.blocks import Trace, trace
+from tl_coupling.comparisons import depth_coupling
+from tl_coupling.coupling import Measure, Orientation, check_orientation
+from tl_coupling.prompts import Prompt
+from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
+
+if TYPE_CHECKING:
+    import xarray
+
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How prompts are measured.
+
+    Attributes:
+        k: numbers of top singular vectors; all of them are read off one computation.
+        position: the token whose Jacobians are taken; the last by default.
+        orientation: "ujv" or "vju".
+        final_norm: include the final norm in the last block.
+        prepend_bos: whether text gets a BOS token; `None` follows the tokenizer.
+        window: steps in a window of the line-shape score; fewer where the model has fewer blocks.
+        n_singular_values: how many singular values are kept; the largest k if that is more.
+    """
+
+    k: tuple[int, ...] = (10, 30, 50)
+    position: int = -1
+    orientation: Orientation = "ujv"
+    final_norm: bool = False
+    prepend_bos: bool | None = None
+    window: int = 11
+    n_singular_values: int = 10
+
+    def __post_init__(self) -> None:
+        """Raise on values that no model could be measured with."""
+        if not self.k or min(self.k) < 1 or len(set(self.k)) < len(self.k):
+            raise ValueError(f"`k` must be different whole numbers of at least 1, one or more, got {list(self.k)}")
+        if self.window < 1 or self.window % 2 == 0:
+            raise ValueError(f"`window` must be an odd number of steps, got {self.window}")
+        check_orientation(self.orientation)
+
+    def as_plan(self) -> dict[str, Any]:
+        """The settings, JSON-able."""
+        return asdict(self) | {"k": list(self.k)}
+
+
+def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
+    """Prompts with ids; bare texts are numbered.
+
+    Raises:
+        ValueError: none at all, or an id twice.
+    """
+    given = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
+    named = [p if isinstance(p, Prompt) else Prompt(str(i), p) for i, p in enumerate(given)]
+    if not named:
+        raise ValueError("`prompts` is empty: wanted at least one")
+    if len({p.id for p in named}) < len(named):
+        raise ValueError("the ids of `prompts` must differ")
+    return named
+
+
+def measure_prompts(
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    progress: Callable[[Iterable[Prompt]], Iterable[Prompt]] | None = None,
+) -> "xarray.Dataset":
+    """Every measure of one model for every prompt.
+
+    Returns:
+        a Dataset with dims `prompt`, `k`, `layer` (of J_1), `other_layer` (of the singular vectors), `window`,
+        `distance` and `singular_value`:
+
+        - each measure of coupling, `[prompt k layer other_layer]`; its mean over pairs of different layers,
+          `mean_…`, and its null, `null_…`, both `[prompt k]`; coupling by distance in depth, `locality`;
+        - `singular_values`, `[prompt layer singular_value]`;
+        - `line_shape_score`, `expodistance`, `equidistance` of the token at `position`, `[prompt]`, and their mean over
+          all tokens, `…_all_tokens`; `windowed_line_shape_score`, `[prompt window]`, mean over all tokens;
+        - `loss`: mean negative log-likelihood of the prompt's tokens given those before, in nats; NaN for one token.
+    """
+    import xarray
+
+    per_prompt = []
+    for prompt in progress(prompts) if progress else prompts:
+        try:
+            traced = trace(model, prompt.prompt, prepend_bos=settings.prepend_bos, final_norm=settings.final_norm)
+            per_prompt.append(_of_prompt(traced, settings))
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
+    data = xarray.concat(per_prompt, "prompt", combine_attrs="drop_conflicts")
+    return data.assign_coords(prompt=[p.id for p in prompts], task=("prompt", [p.task or "" for p in prompts]))
+
+
+def loss(traced: Trace) -> float:
+    """Mean negative log-likelihood of each token given those before it, in nats; NaN where there is one token."""
+    if traced.n_pos < 2:
+        return float("nan")
+    tokens = traced.tokens[None].to(next(traced.model.parameters()).device)
+    with torch.no_grad():
+        logits: Tensor = traced.model(tokens, return_type="logits")
+    return float(torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
+
+
+def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
+    import xarray
+
+    ks = settings.k
+    # One computation at the largest k anything asks for.
+    largest = max(*ks, min(settings.n_singular_values, traced.d_model))
+    result = depth_coupling(traced, largest, settings.position, settings.orientation)
+    pair = ("k", "layer", "other_layer")
+    variables: dict[str, Any] = {}
+    for measure in MEASURES:
+        variables[measure] = (pair, np.stack([result.values(k, measure).cpu().numpy() for k in ks]))
+        if traced.n_layers > 1:
+            variables[f"mean_{measure}"] = ("k", [result.mean(k, measure) for k in ks])
+        variables[f"null_{measure}"] = ("k", [result.null(k, measure) for k in ks])
+    variables["locality"] = (("k", "distance"), np.stack([result.locality_profile(k).cpu().numpy() for k in ks]))
+    variables["singular_values"] = (("layer", "singular_value"), result.singular_values.cpu().numpy())
+    t = traced.position_index(settings.position)
+    for name, shape in (
+        ("line_shape_score", line_shape_score),
+        ("expodistance", expodistance),
+        ("equidistance", equidistance),
+    ):
+        values = shape(traced.residual)
+        variables[name] = ((), float(values[t]))
+        variables[f"{name}_all_tokens"] = ((), float(values.nanmean()))
+    window = min(settings.window, traced.n_layers - 1 + traced.n_layers % 2)
+    windowed = line_shape_score(traced.residual, window).nanmean(1).cpu().numpy()
+    variables["windowed_line_shape_score"] = ("window", windowed)
+    variables["loss"] = ((), loss(traced))
+    variables["n_pos"] = ((), traced.n_pos)
+    layers = list(result.row_layers)
+    return xarray.Dataset(
+        variables,
+        coords={
+            "k": list(ks),
+            "layer": layers,
+            "other_layer": layers,
+            "distance": range(len(layers)),
+            "singular_value": range(1, result.k + 1),
+            # The layer in the middle of each window.
+            "window": [i + window // 2 for i in range(len(windowed))],
+        },
+        attrs={
+            "orientation": settings.orientation,
+            "window": window,
+            "provenance": json.dumps({k: v for k, v in result.provenance.items() if k not in _OF_ONE_PROMPT}),
+        },
+    )
+
+
+_OF_ONE_PROMPT = ("prompt", "tokens", "str_tokens", "paths", "position")

@@ -1,0 +1,173 @@
+"""Work in units whose results are files: what is finished stays, what is missing or damaged is done again.
+
+A folder of units holds `plan.json`, which says what is measured, and for each unit `KEY.nc`, its result, and
+`KEY.json`, its record: finished, with the result's checksum, or failed, with the error. A result counts only with a
+record that names its checksum, and the record is written last: whenever the work is interrupted, the folder is right.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
+
+from tl_coupling.files import write_atomically
+
+if TYPE_CHECKING:
+    import xarray
+
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of work: `key` names its files, `what` says what it is (JSON-able)."""
+
+    key: str
+    what: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a unit: computed now, kept from an earlier run, or failed, with the error in one line."""
+
+    unit: Unit
+    status: Literal["computed", "kept", "failed"]
+    error: str | None = None
+
+
+def file_name(text: str) -> str:
+    """Text as part of a file name; what could clash or leave the folder is escaped."""
+    return quote(text, safe="")
+
+
+def check_plan(folder: Path, plan: dict[str, Any]) -> None:
+    """Write the plan into a new folder of units; in an old one, see that it is the same.
+
+    Raises:
+        ValueError: the folder holds results of another plan, or results without one.
+    """
+    path = folder / PLAN
+    plan = json.loads(json.dumps(plan))
+    if not path.exists():
+        if any(folder.glob("*.nc")):
+            raise ValueError(f"{folder} holds results, but no {PLAN} that says of what: choose another folder")
+        _remove_left_overs(folder, path.stem)
+        _write_json(path, plan)
+        return
+    try:
+        there = json.loads(path.read_text())
+        differing = sorted(key for key in {*there, *plan} if there.get(key) != plan.get(key))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: delete it if the results beside it are of the same plan") from error
+    if differing:
+        wanted, got = ({key: one.get(key) for key in differing} for one in (plan, there))
+        raise ValueError(
+            f"{folder} holds results of another plan ({', '.join(differing)}): wanted {_short(wanted)}, found "
+            f"{_short(got)}; choose another folder, or ask for the same"
+        )
+
+
+def run_units(
+    folder: str | os.PathLike[str],
+    units: Sequence[Unit],
+    measure: Callable[[Unit], "xarray.Dataset"],
+    progress: Callable[[Iterable[Unit]], Iterable[Unit]] | None = None,
+) -> list[Outcome]:
+    """Measure every unit that is not finished, one after the other, each written as soon as it is done.
+
+    An error in a unit is recorded and the others go on. Not so where nothing more can be written (OSError: a full
+    disk): that is raised, and what is finished stays.
+    """
+    folder = Path(folder)
+    return [run_unit(folder, unit, measure) for unit in (progress(units) if progress else units)]
+
+
+def run_unit(folder: Path, unit: Unit, measure: Callable[[Unit], "xarray.Dataset"]) -> Outcome:
+    """Measure one unit, unless it is finished."""
+    if is_finished(folder, unit):
+        return Outcome(unit, "kept")
+    _remove_left_overs(folder, unit.key)
+    start = time.perf_counter()
+    try:
+        data = measure(unit)
+    # A model may fail in any way; the other units do not depend on it.
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        _record(folder, unit, {"status": "failed", "error": text})
+        return Outcome(unit, "failed", text)
+    path = _write(result_path(folder, unit), lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4"))
+    seconds = round(time.perf_counter() - start, 3)
+    _record(folder, unit, {"status": "finished", "sha256": _checksum(path), "seconds": seconds})
+    return Outcome(unit, "computed")
+
+
+def is_finished(folder: Path, unit: Unit) -> bool:
+    """Whether the unit's result is there, whole, and of this unit."""
+    found = record(folder, unit)
+    path = result_path(folder, unit)
+    return (
+        found is not None
+        and found.get("status") == "finished"
+        and found.get("what") == json.loads(json.dumps(unit.what))
+        and path.exists()
+        and found.get("sha256") == _checksum(path)
+    )
+
+
+def load_unit(folder: Path, unit: Unit) -> "xarray.Dataset":
+    """The result of a finished unit."""
+    import xarray
+
+    return xarray.load_dataset(result_path(folder, unit), engine="netcdf4")
+
+
+def record(folder: Path, unit: Unit) -> dict[str, Any] | None:
+    """What is known of a unit; `None` where nothing is, or it cannot be read."""
+    try:
+        found = json.loads((folder / f"{unit.key}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def result_path(folder: Path, unit: Unit) -> Path:
+    """Where the unit's result stands."""
+    return folder / f"{unit.key}.nc"
+
+
+def _record(folder: Path, unit: Unit, content: dict[str, Any]) -> None:
+    _write_json(folder / f"{unit.key}.json", {"what": unit.what} | content)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1)
+    _write(path, lambda unfinished: unfinished.write_text(text))
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> Path:
+    try:
+        return write_atomically(path, write)
+    # On a full disk netCDF says RuntimeError, or PermissionError where not even the file's head can be written.
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot write {path}: {reason}; is the disk full, or the folder read-only?") from error
+
+
+def _remove_left_overs(folder: Path, key: str) -> None:
+    """Unfinished files of a run that was killed while it wrote them."""
+    for left_over in folder.glob(f".{key}.*"):
+        left_over.unlink(missing_ok=True)
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _short(what: dict[str, Any]) -> str:
+    text = json.dumps(what, ensure_ascii=False)
+    return text if len(text) <= 120 else text[:119] + "…"
