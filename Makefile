@@ -6,7 +6,7 @@ PROMPT = What is the capital of France? The capital is
 
 PYTEST ?=
 
-.PHONY: setup demo test test-tl4 test-tl3 check bench clean
+.PHONY: setup demo demo-training test test-tl4 test-tl3 check bench clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv-tl3/ready
@@ -21,6 +21,9 @@ setup: .venv/ready .venv-tl3/ready
 
 demo: .venv/ready
 	.venv/bin/tl-coupling depth --model smollm2-135m --prompt "$(PROMPT)" --untrained --out out
+
+demo-training: .venv/ready
+	.venv/bin/python demos/train_and_trace.py --out out/training
 
 # Both lines side by side, one thread each: threads that wait for each other cost more than they save.
 test: setup

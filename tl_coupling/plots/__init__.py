@@ -9,6 +9,7 @@ Nothing is shown and pyplot is left alone: without `ax=` the picture has a Figur
 
 from tl_coupling.plots.layers import plot_adjacency, plot_locality, plot_singular_values
 from tl_coupling.plots.maps import plot_coupling, plot_coupling_matrices
+from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
 from tl_coupling.plots.tokens import plot_influence
 from tl_coupling.plots.trajectories import (
     plot_inverse_singular_values,
@@ -22,11 +23,14 @@ __all__ = [
     "plot_adjacency",
     "plot_coupling",
     "plot_coupling_matrices",
+    "plot_coupling_strip",
+    "plot_emergence",
     "plot_influence",
     "plot_inverse_singular_values",
     "plot_linearisation",
     "plot_locality",
     "plot_perturbation",
+    "plot_shapes",
     "plot_singular_values",
     "plot_trajectories",
     "plot_trajectory_metrics",

@@ -1,0 +1,414 @@
+"""A small language model trained here, and what its coupling does while it learns.
+
+    python demos/train_and_trace.py --out out/training
+
+A small Pythia (GPT-NeoX) learns the standard library's own source from scratch, on the CPU, from several seeds;
+checkpoints are kept at log-spaced steps. Then every checkpoint is measured on the same held-out passages: coupling of
+layers beside its null, loss, shapes of trajectories. With a hub at hand the same command traces a model whose
+checkpoints were published:
+
+    python demos/train_and_trace.py --model EleutherAI/pythia-160m --out out/pythia-160m
+
+What is finished is kept: a second run trains and measures only what is missing.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xarray
+from jaxtyping import Int
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
+
+import tl_coupling as tlc
+from tl_coupling.checkpoints import checkpoint_sweep, local_checkpoints, pythia_steps
+from tl_coupling.files import output_folder, write_atomically
+from tl_coupling.measurements import Settings
+from tl_coupling.models import ModelError
+from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+# A quarter of a minute's work for the tokenizer at most.
+MAX_CHARACTERS = 8_000_000
+HELD_OUT = 20
+# Not the library, its tests, and tables of characters.
+SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings"}
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """A model and how it is trained: AdamW, a constant rate after a linear warm-up, batches of random windows.
+
+    Attributes:
+        width: of the residual stream, d_model; the MLP is four times as wide.
+        n_layers, n_heads: blocks, and heads in each.
+        vocabulary: entries of the byte-level BPE.
+        n_ctx: tokens in a window.
+        batch: windows in a step.
+        steps: how many; checkpoints lie at `checkpoint_steps(steps)`.
+        learning_rate, warmup, weight_decay: warm-up in steps.
+        seed: of the initial weights and of the order of the data.
+    """
+
+    width: int = 128
+    n_layers: int = 6
+    n_heads: int = 4
+    vocabulary: int = 2048
+    n_ctx: int = 128
+    batch: int = 16
+    steps: int = 512
+    learning_rate: float = 2e-3
+    warmup: int = 0
+    weight_decay: float = 0.01
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as training wants it: tokens to learn from, passages held out, and the tokenizer of both."""
+
+    tokenizer: "PreTrainedTokenizerFast"
+    tokens: Int[Tensor, " n_tokens"]
+    held_out: tuple[str, ...]
+    digest: str
+
+
+def checkpoint_steps(steps: int) -> tuple[int, ...]:
+    """Log-spaced steps from 0 to `steps`: powers of two, from 16 on also halfway between them."""
+    powers = [2**i for i in range(max(1, steps).bit_length())]
+    spaced = sorted({0, steps, *powers, *(power * 3 // 2 for power in powers if power >= 16)})
+    return tuple(step for step in spaced if step <= steps)
+
+
+def read_documents(path: str | os.PathLike[str] | None = None) -> list[str]:
+    """The standard library's modules; or a file's paragraphs, as about so many documents."""
+    if path is not None:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")[:MAX_CHARACTERS]
+        lines = text.splitlines(keepends=True)
+        per_document = max(1, len(lines) // 400)
+        return ["".join(lines[i : i + per_document]) for i in range(0, len(lines), per_document)]
+    library = Path(sysconfig.get_path("stdlib"))
+    documents, size = [], 0
+    for file in sorted(library.rglob("*.py")):
+        parts = file.relative_to(library).parts
+        if SKIPPED.isdisjoint(parts) and size < MAX_CHARACTERS:
+            documents.append(file.read_text(encoding="utf-8", errors="replace"))
+            size += len(documents[-1])
+    return documents
+
+
+def build_corpus(documents: Sequence[str], vocabulary: int) -> Corpus:
+    """Byte-level BPE trained on all but every 20th document, which is held out.
+
+    Raises:
+        ValueError: fewer than two documents, or none with text.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    held_out = tuple(documents[::HELD_OUT])
+    learned = [text for i, text in enumerate(documents) if i % HELD_OUT]
+    if not any(learned):
+        raise ValueError(f"wanted a text of at least two documents (files, or lines of one file), got {len(documents)}")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(learned, vocabulary, show_progress=False, special_tokens=[END_OF_TEXT])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
+    )
+    end = [tokenizer.eos_token_id]
+    tokens = [i for one in bpe.encode_batch(learned) for i in one.ids + end]
+    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()[:8]
+    return Corpus(tokenizer, torch.tensor(tokens), held_out, digest)
+
+
+def passages(documents: Sequence[str], tokenizer: Any, n: int, n_tokens: int) -> list[str]:
+    """`n` passages of about `n_tokens`, from the middle of documents that lie evenly spread.
+
+    Raises:
+        ValueError: not so many are long enough.
+    """
+    encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in documents]
+    long_enough = [ids for ids in encoded if len(ids) >= n_tokens]
+    if len(long_enough) < n:
+        raise ValueError(f"wanted {n} held-out passages of {n_tokens} tokens, the text has {len(long_enough)}")
+    spread = [long_enough[i * len(long_enough) // n] for i in range(n)]
+    middles = [(len(ids) - n_tokens) // 2 for ids in spread]
+    return [tokenizer.decode(ids[m : m + n_tokens]) for ids, m in zip(spread, middles, strict=True)]
+
+
+def new_model(config: TrainingConfig) -> nn.Module:
+    """A Pythia of this size at its own initialisation, seeded; the caller's generator is left as it was."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = GPTNeoXForCausalLM(
+            GPTNeoXConfig(
+                vocab_size=config.vocabulary,
+                hidden_size=config.width,
+                num_hidden_layers=config.n_layers,
+                num_attention_heads=config.n_heads,
+                intermediate_size=4 * config.width,
+                max_position_embeddings=2 * config.n_ctx,
+                use_parallel_residual=True,
+                tie_word_embeddings=False,
+                bos_token_id=0,
+                eos_token_id=0,
+                use_cache=False,
+            )
+        )
+    return model
+
+
+def batches(config: TrainingConfig, tokens: Int[Tensor, " n_tokens"]) -> Iterator[Int[Tensor, "batch n_ctx"]]:
+    """Random windows of the text, `steps` times; their order is the seed's."""
+    generator = torch.Generator().manual_seed(config.seed)
+    window = torch.arange(config.n_ctx)
+    for _ in range(config.steps):
+        start = torch.randint(len(tokens) - config.n_ctx + 1, (config.batch, 1), generator=generator)
+        yield tokens[start + window]
+
+
+def train(
+    config: TrainingConfig,
+    corpus: Corpus,
+    folder: Path,
+    progress: Callable[[Iterable[Tensor]], Iterable[Tensor]] | None = None,
+) -> Path:
+    """Train one model; its checkpoints in HuggingFace format, `step0`, `step1`, … of a folder named after the run.
+
+    A finished run is kept. The folder gets its name when everything is in it, so an interrupted run leaves none; it
+    also holds `training.json`: the config, and the loss of every step in nats.
+    """
+    described = asdict(config) | {"text": corpus.digest}
+    name = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:8]
+    done = folder / f"width{config.width}-layers{config.n_layers}-seed{config.seed}-{name}"
+    if done.is_dir():
+        return done
+    unfinished = folder / f".{done.name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+    model: Any = new_model(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    wanted = set(checkpoint_steps(config.steps))
+    losses: list[float] = []
+
+    def keep(step: int) -> None:
+        if step in wanted:
+            model.save_pretrained(unfinished / f"step{step}")
+            corpus.tokenizer.save_pretrained(unfinished / f"step{step}")
+
+    keep(0)
+    data = batches(config, corpus.tokens)
+    for step, batch in enumerate(progress(data) if progress else data, 1):
+        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, step / max(1, config.warmup))
+        loss = nn.functional.cross_entropy(model(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        keep(step)
+    (unfinished / "training.json").write_text(json.dumps(described | {"loss": losses}))
+    unfinished.rename(done)
+    return done
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model's checkpoints, what they were measured on, and what came of it."""
+
+    name: str
+    prompts: tuple[str, ...]
+    data: xarray.Dataset
+
+
+def one_run(config: TrainingConfig, corpus: Corpus, prompts: list[str], settings: Settings, out: Path) -> Run:
+    """Train from one seed, then measure every checkpoint. One thread: other seeds have the other cores."""
+    torch.set_num_threads(1)
+    # Once more: this may be a process of its own.
+    disable_progress_bar()
+    look: dict[str, Any] = {"position": config.seed, "leave": False, "dynamic_ncols": True}
+    learning = partial(tqdm, desc=f"seed {config.seed}: train", total=config.steps, **look)
+    folder = train(config, corpus, out / "runs", learning)
+    data = checkpoint_sweep(
+        folder,
+        prompts=prompts,
+        settings=settings,
+        folder=out / "sweeps" / folder.name,
+        device="cpu",
+        progress=partial(tqdm, desc=f"seed {config.seed}: measure", **look),
+    )
+    return Run(str(folder), tuple(prompts), data)
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Short windows of the line-shape score: a model of 6 blocks has two of 5 steps."""
+    return Settings(k=tuple(arguments.k), window=3)
+
+
+def runs_here(config: TrainingConfig, arguments: argparse.Namespace) -> list[Run]:
+    """A run for each seed, `jobs` at a time in processes of their own.
+
+    Raises:
+        ValueError: a number of seeds or jobs below 1.
+    """
+    if min(arguments.seeds, arguments.jobs) < 1:
+        raise ValueError(f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and {arguments.jobs}")
+    corpus = build_corpus(read_documents(arguments.text), config.vocabulary)
+    prompts = passages(corpus.held_out, corpus.tokenizer, arguments.prompts, config.n_ctx)
+    seeds = range(config.seed, config.seed + arguments.seeds)
+    work = [(replace(config, seed=seed), corpus, prompts, settings_of(arguments), arguments.out) for seed in seeds]
+    if arguments.jobs == 1 or len(work) == 1:
+        return [one_run(*one) for one in work]
+    # Threads that share the cores of others wait for each other at every operation: processes of one thread do not.
+    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(one_run, *zip(*work, strict=True)))
+
+
+def runs_published(arguments: argparse.Namespace) -> list[Run]:
+    """The checkpoints of a model on the hub, or of a local folder, on the same kind of passages."""
+    from transformers import AutoTokenizer
+
+    name = arguments.model
+    source = next(iter(local_checkpoints(name).values())) if Path(name).is_dir() else name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"could not load the tokenizer of {name!r}: {' '.join(str(error).split())[:200]}") from error
+    prompts = passages(read_documents(arguments.text)[::HELD_OUT], tokenizer, arguments.prompts, arguments.n_ctx)
+    steps = None if Path(name).is_dir() else (0, *pythia_steps())
+    given: dict[str, Any] = {"settings": settings_of(arguments), "folder": arguments.out / "sweep"}
+    data = checkpoint_sweep(name, steps, prompts, **given, progress=tqdm)
+    return [Run(name, tuple(prompts), data)]
+
+
+def together(runs: Sequence[Run], config: TrainingConfig | None) -> xarray.Dataset:
+    """Runs along `seed`; a checkpoint that failed in one is left out of all."""
+    data = xarray.concat([run.data for run in runs], "seed", join="inner", combine_attrs="drop_conflicts")
+    data = data.assign_coords(text=("prompt", list(runs[0].prompts)))
+    if config is None:
+        return data.assign_attrs(model=runs[0].name)
+    model = f"GPT-NeoX trained here: {config.n_layers} blocks of width {config.width}, rate {config.learning_rate:g}"
+    data = data.assign_coords(seed=[config.seed + i for i in range(len(runs))])
+    return data.assign_attrs(model=model, training=json.dumps(asdict(config)))
+
+
+def rank_correlations(data: xarray.Dataset, k: int) -> dict[str, list[float]]:
+    """Spearman's ρ of coupling and loss over checkpoints, for each seed: over all, up to the peak, and from it on.
+
+    NaN where fewer than three checkpoints are left.
+    """
+    found: dict[str, list[float]] = {"all": [], "up to the peak": [], "from the peak on": []}
+    for seed in range(data.sizes["seed"]):
+        means = data.isel(seed=seed).sel(k=k).mean("prompt").sortby("checkpoint")
+        coupling, loss = means["mean_coupling"].values, means["loss"].values
+        peak = int(coupling.argmax())
+        for name, part in zip(found, (slice(None), slice(peak + 1), slice(peak, None)), strict=True):
+            many = len(coupling[part]) > 2
+            found[name].append(float(spearmanr(coupling[part], loss[part])[0]) if many else float("nan"))
+    return found
+
+
+def report(data: xarray.Dataset, k: int, console: Console) -> None:
+    """Coupling beside its null, loss and shape at every checkpoint; then the rank correlations."""
+    means = data.sel(k=k).mean("prompt")
+    null = float(means["null_coupling"].mean())
+    table = Table(title=f"{data.attrs['model']}, k = {k}")
+    for column in ("step", "loss", "coupling [range over seeds]", "null", "× null", "line-shape score"):
+        table.add_column(column, justify="right")
+    for step in data["checkpoint"].values.tolist():
+        here = means.sel(checkpoint=step)
+        values = here["mean_coupling"].values
+        loss, shape = float(here["loss"].mean()), float(here["line_shape_score_all_tokens"].mean())
+        coupling = f"{values.mean():.3f} [{values.min():.3f}, {values.max():.3f}]"
+        table.add_row(str(step), f"{loss:.3f}", coupling, f"{null:.3f}", f"{values.mean() / null:.1f}", f"{shape:.2f}")
+    console.print(table)
+    for name, found in rank_correlations(data, k).items():
+        numbers = ", ".join(f"{rho:+.2f}" for rho in found)
+        text = f"rank correlation of coupling with loss, {name}, for each seed: {numbers}"
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+def draw(data: xarray.Dataset, run: Run, k: int, out: Path) -> list[Path]:
+    """All figures; graphs of layers and trajectories are of the first run and passage, at four steps at most."""
+    figures = {"emergence": plot_emergence(data, k=k), "strip": plot_coupling_strip(data, k=k)}
+    figures["shapes"] = plot_shapes(data)
+    steps = data["checkpoint"].values.tolist()
+    highest = data["mean_coupling"].sel(k=k).mean(["seed", "prompt"]).idxmax()
+    chosen = sorted({steps[0], steps[len(steps) // 2], int(highest), steps[-1]})
+    graphs = Figure(figsize=(5 * len(chosen), 5.8), layout="constrained")
+    for ax, step in zip(graphs.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
+        local = Path(run.name).is_dir()
+        source = {"name": str(local_checkpoints(run.name)[step])} if local else {"name": run.name, "checkpoint": step}
+        traced = tlc.trace(tlc.load_model(**source, device="cpu"), run.prompts[0])
+        tlc.plot_adjacency(tlc.depth_coupling(traced, k), ax=ax).set_title(f"step {step}")
+        figures[f"trajectories-step{step}"] = tlc.plot_trajectories(traced)
+    figures["adjacency"] = graphs
+    paths = [out / f"{name}.png" for name in figures]
+    for path, figure in zip(paths, figures.values(), strict=True):
+        write_atomically(path, partial(figure.savefig, dpi=120, format="png"))
+    return paths
+
+
+def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; every field of `TrainingConfig` is an option."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/training"), help="checkpoints, netCDF and figures")
+    parser.add_argument("--model", help="a hub name, or a folder of checkpoints, to trace instead of training")
+    parser.add_argument("--text", type=Path, help="what to learn; the standard library's source by default")
+    parser.add_argument("--seeds", type=int, default=4, help="runs, from --seed on (default 4)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: all cores)")
+    parser.add_argument("--prompts", type=int, default=8, help="held-out passages (default 8)")
+    parser.add_argument("--k", type=int, nargs="+", default=[5, 10, 20], help="singular vectors; figures: the first")
+    for field in fields(TrainingConfig):
+        option = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(option, type=type(field.default), default=field.default, help=f"(default {field.default})")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train or load, measure, report, draw."""
+    arguments = arguments_of(argv)
+    console = Console()
+    # Dozens of bars, for saving and loading a few megabytes each.
+    disable_progress_bar()
+    try:
+        config = TrainingConfig(**{field.name: getattr(arguments, field.name) for field in fields(TrainingConfig)})
+        runs = runs_published(arguments) if arguments.model else runs_here(config, arguments)
+        data = together(runs, None if arguments.model else config)
+        with output_folder(arguments.out) as out:
+            path = write_atomically(out / "training.nc", partial(data.to_netcdf, engine="netcdf4"))
+            report(data, arguments.k[0], console)
+            figures = draw(data, runs[0], arguments.k[0], out)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    console.print("\n".join(str(one) for one in (path, *figures)), highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

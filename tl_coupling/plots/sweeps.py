@@ -1,0 +1,332 @@
+"""One model across its training: coupling, loss and shapes of trajectories against the step, and maps as a strip.
+
+All of them take what `checkpoint_sweep` returns. Runs from several seeds go along a further dim `seed`:
+`xarray.concat([…], "seed")`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib import colormaps, rcParams
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from tl_coupling.coupling import Measure
+from tl_coupling.plots.labels import BOUNDED_BY_1, heading, measure_label, named
+
+if TYPE_CHECKING:
+    import xarray
+
+_LEVEL = 0.95
+_MAX_PANELS = 8
+
+
+def plot_emergence(
+    data: "xarray.Dataset | Mapping[str, xarray.Dataset]",
+    *,
+    k: int | None = None,
+    measure: Measure = "coupling",
+    fig: Figure | None = None,
+) -> Figure:
+    """Mean coupling of different layers against the training step, above the loss on the same prompts.
+
+    Read off when coupling emerges, whether it stays, and what the loss does meanwhile. The dashed line is what random
+    subspaces would give; a ring marks step 0, the untrained model. The step axis is logarithmic, with a place for 0.
+
+    Bands are 95 % t intervals of the mean over prompts and seeds, both taken as samples: the squared standard error is
+    `s²_seeds / n_seeds + s²_prompts / n_prompts`, of the means of each seed and of each prompt, with the degrees of
+    freedom of Welch and Satterthwaite. Interaction of both counts twice, so the band is wide rather than narrow. There
+    is none where there is one prompt and one seed.
+
+    Args:
+        data: sweeps by name, a line each; or one. A dim `seed` is averaged over.
+        k: how many top singular vectors; the largest number that all sweeps hold by default.
+        measure: as in `CouplingMap.values`.
+        fig: where to draw; a new Figure by default.
+
+    Returns:
+        the Figure; its Axes are coupling and loss (no loss where prompts have one token). In each, the lines are the
+        sweeps in their order.
+
+    Raises:
+        ValueError: no sweep, a k or measure that a sweep does not hold, checkpoints that are not steps.
+
+    Example:
+        >>> from tl_coupling.measurements import Settings, as_prompts, measure_prompts
+        >>> prompts = as_prompts(["w1 w2 w3", "w4 w5 w6"])
+        >>> data = measure_prompts(model, prompts, Settings(k=(4,), n_singular_values=4))
+        >>> fig = tlc.plots.sweeps.plot_emergence(data.expand_dims(checkpoint=[0]))
+
+    Source:
+        Aubry et al. 2025, figure 1: without null, loss and interval.
+    """
+    import xarray
+
+    # Attributes of a Dataset can be read like fields, `provenance` too.
+    if isinstance(data, xarray.Dataset):
+        data = {data.attrs.get("model") or "sweep": data}
+    by = named(data, xarray.Dataset)
+    k = _common_k(by, k)
+    variable = f"mean_{measure}"
+    for name, sweep in by.items():
+        _check(sweep, name, variable)
+    with_loss = not all(bool(sweep["loss"].isnull().all()) for sweep in by.values())
+    fig = Figure(figsize=(7.2, 6.6 if with_loss else 4.4), layout="constrained") if fig is None else fig
+    ratios = {"height_ratios": [3, 2]} if with_loss else {}
+    panels = fig.subplots(1 + with_loss, 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
+    for number, (name, sweep) in enumerate(by.items()):
+        _line(panels[0], sweep[variable].sel(k=k), f"C{number}", name)
+        if with_loss:
+            _line(panels[1], sweep["loss"], f"C{number}", name)
+    _nulls(panels[0], {name: sweep[f"null_{measure}"].sel(k=k) for name, sweep in by.items()})
+    panels[0].set_ylabel(f"mean {measure_label(measure, k)}")
+    panels[0].set_ylim(bottom=0)
+    if with_loss:
+        panels[1].set_ylabel("loss (nats per token)")
+    _step_axis(panels[-1], list(by.values()))
+    _legend(panels[0])
+    fig.suptitle(_heading("Coupling of different layers across training", by), fontsize="medium", parse_math=False)
+    return fig
+
+
+def plot_coupling_strip(
+    data: "xarray.Dataset",
+    *,
+    checkpoints: Sequence[int] | None = None,
+    k: int | None = None,
+    measure: Measure = "coupling",
+    fig: Figure | None = None,
+) -> Figure:
+    """Heat maps of all pairs of layers side by side, one for each checkpoint, on one colour scale.
+
+    Read off which layers couple first, and whether coupling is a matter of neighbours. Means over prompts and seeds.
+
+    Args:
+        data: a sweep.
+        checkpoints: which, in this order; by default at most eight, spread evenly over those that were measured.
+        k: how many top singular vectors; the largest number that the sweep holds by default.
+        measure: as in `CouplingMap.values`.
+        fig: where to draw; a new Figure by default.
+
+    Returns:
+        the Figure; an Axes with one image for each checkpoint, then the colour bar.
+
+    Raises:
+        ValueError: a checkpoint, k or measure that the sweep does not hold, checkpoints that are not steps.
+
+    Example:
+        >>> from tl_coupling.measurements import Settings, as_prompts, measure_prompts
+        >>> data = measure_prompts(model, as_prompts("w1 w2 w3"), Settings(k=(4,), n_singular_values=4))
+        >>> fig = tlc.plots.sweeps.plot_coupling_strip(data.expand_dims(checkpoint=[0]))
+    """
+    by = {"data": data}
+    k = _common_k(by, k)
+    _check(data, "data", measure)
+    steps = _chosen(data, checkpoints)
+    values = data[measure].sel(k=k, checkpoint=steps)
+    maps = values.mean(_samples(values)).transpose("checkpoint", "layer", "other_layer").values
+    layers = [str(layer) for layer in data["layer"].values]
+
+    fig = Figure(figsize=(1.9 * len(steps) + 1.2, 3.1), layout="compressed") if fig is None else fig
+    panels = fig.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(bad="0.8")
+    vmax = 1.0 if measure in BOUNDED_BY_1 else float(np.nanmax(maps))
+    for ax, step, panel in zip(panels, steps, maps, strict=True):
+        image = ax.imshow(panel, vmin=0, vmax=vmax, cmap=cmap)
+        ax.set_title(_step(step), fontsize="medium")
+        shown = range(0, len(layers), -(-len(layers) // 8))
+        ax.set_xticks(list(shown), [layers[i] for i in shown], fontsize="small")
+        ax.set_yticks(list(shown), [layers[i] for i in shown], fontsize="small")
+    panels[0].set_ylabel("layer of J₁")
+    fig.supxlabel("layer of the singular vectors", fontsize="medium")
+    fig.colorbar(image, ax=list(panels), label=measure_label(measure, k))
+    fig.suptitle(_heading("Depth coupling across training", by, "mean"), fontsize="medium", parse_math=False)
+    return fig
+
+
+def plot_shapes(
+    data: "xarray.Dataset", *, checkpoints: Sequence[int] | None = None, fig: Figure | None = None
+) -> Figure:
+    """Line-shape score against the training step, and over a window of layers against depth.
+
+    Read off when trajectories straighten, and where in depth they do: 1 is a straight line, the dashed line is what
+    steps in random directions score, √(number of steps). Means over tokens, prompts and seeds; the band is that of
+    `plot_emergence`.
+
+    Args:
+        data: a sweep.
+        checkpoints: those of the right panel; by default at most eight, spread evenly over those that were measured.
+        fig: where to draw; a new Figure by default.
+
+    Returns:
+        the Figure; its Axes are the score against the step, with one line, the windowed score against depth, with a
+        line for each checkpoint, and the colour bar of the latter.
+
+    Raises:
+        ValueError: a checkpoint that the sweep does not hold, checkpoints that are not steps.
+
+    Example:
+        >>> from tl_coupling.measurements import Settings, as_prompts, measure_prompts
+        >>> data = measure_prompts(model, as_prompts("w1 w2 w3"), Settings(k=(4,), n_singular_values=4))
+        >>> fig = tlc.plots.sweeps.plot_shapes(data.expand_dims(checkpoint=[0]))
+
+    Source:
+        Aubry et al. 2025, eqs. 15 and 16.
+    """
+    _check(data, "data", "line_shape_score_all_tokens")
+    steps = _chosen(data, checkpoints)
+    window, n_layers = int(data.attrs["window"]), data.sizes["layer"]
+    fig = Figure(figsize=(10.4, 4.4), layout="constrained") if fig is None else fig
+    left, right = fig.subplots(1, 2)
+    _line(left, data["line_shape_score_all_tokens"], "C0", "mean over tokens")
+    left.axhline(n_layers**0.5, color="0.4", linestyle="--", linewidth=1, label=f"random steps, {n_layers**0.5:.2f}")
+    left.set(ylabel=f"line-shape score, {n_layers} steps")
+    _step_axis(left, [data])
+    _legend(left)
+
+    windowed = data["windowed_line_shape_score"].sel(checkpoint=steps)
+    curves = windowed.mean(_samples(windowed)).transpose("checkpoint", "window").values
+    shades = colormaps["viridis"].resampled(len(steps))
+    for i, (step, curve) in enumerate(zip(steps, curves, strict=True)):
+        right.plot(data["window"].values, curve, marker="o", markersize=3, color=shades(i), label=_step(step))
+    right.axhline(window**0.5, color="0.4", linestyle="--", linewidth=1)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.set(xlabel="middle layer", ylabel="line-shape score", title=f"windows of {window} steps")
+    scale = ScalarMappable(BoundaryNorm(np.arange(len(steps) + 1) - 0.5, len(steps)), shades)
+    bar = fig.colorbar(scale, ax=right, label="training step", ticks=range(len(steps)))
+    bar.set_ticklabels([str(step) for step in steps])
+    right.title.set_fontsize("medium")
+    for ax in (left, right):
+        ax.set_ylim(bottom=1)
+    fig.suptitle(_heading("Line-shape score across training", {"data": data}), fontsize="medium", parse_math=False)
+    return fig
+
+
+def _mean_and_half_width(values: "xarray.DataArray") -> tuple[np.ndarray, np.ndarray]:
+    """Mean over prompts and seeds against the checkpoint, and half its interval; NaN where nothing varies.
+
+    Prompts without a value (the loss of one token) are left out.
+    """
+    from scipy.stats import t
+
+    samples = [dim for dim in _samples(values) if values.sizes[dim] > 1]
+    mean = values.mean(_samples(values)).values
+    if not samples:
+        return mean, np.full_like(mean, np.nan)
+    squares, squares_by_freedom = np.zeros_like(mean), np.zeros_like(mean)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        for dim in samples:
+            means = values.mean([other for other in _samples(values) if other != dim])
+            n = means.notnull().sum(dim).values
+            square = means.var(dim, ddof=1).values / n
+            squares += square
+            squares_by_freedom += square**2 / (n - 1)
+        freedom = np.where(squares > 0, squares**2 / squares_by_freedom, 1.0)
+    return mean, t.ppf((1 + _LEVEL) / 2, freedom) * np.sqrt(squares)
+
+
+def _line(ax: Axes, values: "xarray.DataArray", color: str, name: str) -> None:
+    """Mean and band against the step; a ring at step 0."""
+    steps = values["checkpoint"].values
+    order = np.argsort(steps)
+    mean, half = (part[order] for part in _mean_and_half_width(values))
+    steps = steps[order]
+    ax.plot(steps, mean, color=color, marker="o", markersize=3, label=name)
+    if not np.isnan(half).all():
+        ax.fill_between(steps, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
+    if steps[0] == 0:
+        ax.plot(0, mean[0], "o", color=color, markerfacecolor="white", markersize=7, label="_untrained")
+
+
+def _nulls(ax: Axes, nulls: "Mapping[str, xarray.DataArray]") -> None:
+    """What random subspaces give: one line where it is the same for all, which it is for all measures but one."""
+    curves = {name: null.mean(_samples(null)).sortby("checkpoint") for name, null in nulls.items()}
+    every = np.concatenate([curve.values for curve in curves.values()])
+    look: dict[str, Any] = {"linestyle": "--", "linewidth": 1}
+    if np.ptp(every) <= 1e-6 * abs(every[0]):
+        ax.axhline(every[0], color="0.4", label=f"random subspaces, {every[0]:.3f}", **look)
+        return
+    for number, (name, curve) in enumerate(curves.items()):
+        ax.plot(curve["checkpoint"].values, curve.values, color=f"C{number}", label=f"{name}: random subspaces", **look)
+
+
+def _step_axis(ax: Axes, sweeps: "Sequence[xarray.Dataset]") -> None:
+    """Logarithmic; with step 0, linear between 0 and 1."""
+    if min(int(sweep["checkpoint"].min()) for sweep in sweeps) == 0:
+        ax.set_xscale("symlog", linthresh=1, linscale=0.5)
+        ax.set_xlim(left=-0.3)
+    else:
+        ax.set_xscale("log")
+    ax.set_xlabel("training step")
+
+
+def _legend(ax: Axes) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    rings = [line for line in ax.lines if line.get_label() == "_untrained"]
+    if rings:
+        look: dict[str, Any] = {
+            "marker": "o",
+            "linestyle": "",
+            "color": "0.3",
+            "markerfacecolor": "white",
+            "markersize": 7,
+        }
+        handles, labels = [*handles, Line2D([], [], **look)], [*labels, "untrained, step 0"]
+    # Above the axes: no corner of a curve that rises and falls is always free.
+    above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
+    for text in ax.legend(handles, labels, frameon=False, fontsize="small", **above).get_texts():
+        text.set_parse_math(False)
+
+
+def _heading(what: str, by: "Mapping[str, xarray.Dataset]", drawn: str = f"mean and {_LEVEL:.0%} interval") -> str:
+    """What was measured, on which model, and over what the mean and its interval are."""
+    counts = {(sweep.sizes.get("prompt", 1), sweep.sizes.get("seed", 1)) for sweep in by.values()}
+    over = []
+    if len(counts) == 1:
+        n_prompts, n_seeds = counts.pop()
+        over = [f"{n} {samples}" for n, samples in ((n_prompts, "prompts"), (n_seeds, "seeds")) if n > 1]
+    model = heading("", [{"model": sweep.attrs.get("model")} for sweep in by.values()])
+    return "\n".join(filter(None, (what, model, f"{drawn} over {' and '.join(over)}" if over else "")))
+
+
+def _samples(values: "xarray.DataArray") -> list[str]:
+    return [dim for dim in ("prompt", "seed") if dim in values.dims]
+
+
+def _step(step: int) -> str:
+    return f"step {step}" if step else "step 0, untrained"
+
+
+def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None) -> int:
+    held = [{int(one) for one in np.atleast_1d(sweep["k"].values)} for sweep in by.values()]
+    common = set.intersection(*held)
+    if k is None and common:
+        return max(common)
+    if k not in common:
+        wanted = (
+            "the sweeps hold no number of singular vectors in common" if k is None else f"`k` must be held, got {k}"
+        )
+        raise ValueError(f"{wanted}; they hold {', '.join(str(sorted(one)) for one in held)}")
+    return k
+
+
+def _check(sweep: "xarray.Dataset", name: str, variable: str) -> None:
+    if "checkpoint" not in sweep.dims or not np.issubdtype(sweep["checkpoint"].dtype, np.integer):
+        raise ValueError(f"{name!r}: wanted a sweep along `checkpoint`, training steps as whole numbers")
+    if variable not in sweep:
+        raise ValueError(f"{name!r} holds no {variable!r}; it holds {', '.join(map(str, sweep.data_vars))}")
+
+
+def _chosen(sweep: "xarray.Dataset", checkpoints: Sequence[int] | None) -> list[int]:
+    there = [int(step) for step in sweep["checkpoint"].values]
+    if checkpoints is None:
+        spread = np.linspace(0, len(there) - 1, min(_MAX_PANELS, len(there)))
+        return [there[round(i)] for i in spread]
+    if not checkpoints or any(step not in there for step in checkpoints):
+        raise ValueError(f"`checkpoints` must be among {there}, one or more, got {list(checkpoints)}")
+    return list(checkpoints)
