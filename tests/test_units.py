@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import xarray
 
-from tl_coupling.units import Unit, check_plan, file_name, load_unit, record, run_units
+from tl_coupling.files import file_name
+from tl_coupling.units import Unit, check_plan, load_unit, record, run_units
 
 UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(3)]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tl_coupling.files import output_folder
+from tl_coupling.files import file_name, output_folder
 from tl_coupling.measurements import Settings, as_prompts, measure_prompts
 from tl_coupling.models import Backend, ModelError, load_model
 from tl_coupling.prompts import Prompt
-from tl_coupling.units import Outcome, Unit, check_plan, file_name, load_unit, run_units
+from tl_coupling.units import Outcome, Unit, check_plan, load_unit, run_units
 
 if TYPE_CHECKING:
     import xarray

@@ -19,6 +19,7 @@ from tl_coupling.spectra import Spectrum, check_k
 
 Orientation = Literal["ujv", "vju"]
 Measure = Literal["coupling", "normalized_miscoupling", "miscoupling", "spectral_miscoupling", "captured_energy"]
+BOUNDED_BY_1: tuple[Measure, ...] = ("coupling", "normalized_miscoupling", "captured_energy")
 
 
 def coupling_matrix(

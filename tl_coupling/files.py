@@ -5,6 +5,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
+
+
+def file_name(text: str) -> str:
+    """Text as part of a file name; what could clash or leave the folder is escaped."""
+    return quote(text, safe="")
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], object]) -> Path:

@@ -21,11 +21,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.coupling import Measure
+from tl_coupling.coupling import BOUNDED_BY_1, Measure
 
 _LONGEST_LABEL = 14
 _POSITIVE, _NEGATIVE, _UNDEFINED = "#2166ac", "#b2182b", "#bbbbbb"
-_BOUNDED_BY_1 = ("coupling", "normalized_miscoupling", "captured_energy")
 # Keeps `<` and `&` from being read as HTML, as circuitsvis' token widgets would, and takes no room as text.
 _WORD_JOINER = "\u2060"
 _SHOWN_AS = {"\n": "↵", "\r": "␍", "\t": "⇥", "<": f"<{_WORD_JOINER}", "&": f"&{_WORD_JOINER}"}
@@ -138,7 +137,7 @@ def show_token_coupling(
     values = [_numbers(result.values(n, measure, **options)) for _, result, n in maps]
     if vmax is None:
         finite = [v for grid in values for row in grid for v in row if math.isfinite(v)]
-        vmax = 1.0 if measure in _BOUNDED_BY_1 else max(finite, default=1.0)
+        vmax = 1.0 if measure in BOUNDED_BY_1 else max(finite, default=1.0)
     parts = [
         f"<div><h4>{html.escape(_map_title(name, result, n))}</h4>{_map_widget(result, grid, vmax)}</div>"
         for (name, result, n), grid in zip(maps, values, strict=True)

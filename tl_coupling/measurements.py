@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tl_coupling.blocks import Trace, trace
 from tl_coupling.comparisons import depth_coupling
@@ -107,10 +107,8 @@ def loss(traced: Trace) -> float:
     """Mean negative log-likelihood of each token given those before it, in nats; NaN where there is one token."""
     if traced.n_pos < 2:
         return float("nan")
-    tokens = traced.tokens[None].to(next(traced.model.parameters()).device)
-    with torch.no_grad():
-        logits: Tensor = traced.model(tokens, return_type="logits")
-    return float(torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
+    logits = traced.logits(traced.residual[-1, :-1], normalised=traced.final_norm)
+    return float(torch.nn.functional.cross_entropy(logits, traced.tokens[1:].to(logits.device)))
 
 
 def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import quote
 
 from tl_coupling.files import write_atomically
 
@@ -38,11 +37,6 @@ class Outcome:
     unit: Unit
     status: Literal["computed", "kept", "failed"]
     error: str | None = None
-
-
-def file_name(text: str) -> str:
-    """Text as part of a file name; what could clash or leave the folder is escaped."""
-    return quote(text, safe="")
 
 
 def check_plan(folder: Path, plan: dict[str, Any]) -> None:

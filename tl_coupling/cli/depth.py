@@ -32,7 +32,7 @@ from tl_coupling.cli.options import (
 )
 from tl_coupling.cli.results import with_suffix, write_pictures, write_summary
 from tl_coupling.comparisons import CouplingMap, depth_coupling
-from tl_coupling.files import output_folder
+from tl_coupling.files import file_name, output_folder
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.prompts import Prompt
 
@@ -119,7 +119,7 @@ def _write(folder: Path, runs: dict[str, list[CouplingMap]], prompts: list[Promp
     written = []
     for run, results in runs.items():
         for prompt, result in zip(prompts, results, strict=True):
-            name = "depth" if len(prompts) == 1 else f"depth-{_file_name(prompt.id)}"
+            name = "depth" if len(prompts) == 1 else f"depth-{file_name(prompt.id)}"
             written.append(result.save(folder / f"{with_suffix(name, run)}.nc"))
     first = {run: results[0] for run, results in runs.items()}
     trained, twin = first["trained"], first.get("untrained")
@@ -164,8 +164,3 @@ def _table(runs: dict[str, list[CouplingMap]], ks: list[int]) -> Table:
             cells.append(f"{statistics.fmean(means):.3f}{spread}")
         table.add_row(str(k), *cells, f"{results[0].null(k):.3f}")
     return table
-
-
-def _file_name(identifier: str) -> str:
-    """A prompt's id as part of a file name; ids that would clash or leave the folder are escaped."""
-    return "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in identifier)

@@ -19,7 +19,6 @@ _MEASURES = {
     "spectral_miscoupling": "spectral mis-coupling $m_K$",
     "captured_energy": "captured energy",
 }
-BOUNDED_BY_1 = ("coupling", "normalized_miscoupling", "captured_energy")
 _MAX_LAYER_TICKS, _MAX_TOKEN_TICKS = 16, 40
 
 

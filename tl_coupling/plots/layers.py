@@ -10,9 +10,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.coupling import Measure, random_subspace_null
+from tl_coupling.coupling import BOUNDED_BY_1, Measure, random_subspace_null
 from tl_coupling.plots.labels import (
-    BOUNDED_BY_1,
     by_name,
     check_depth,
     common_k,

@@ -11,9 +11,8 @@ from matplotlib.colors import Colormap, PowerNorm
 from matplotlib.figure import Figure, FigureBase
 
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.coupling import Measure
+from tl_coupling.coupling import BOUNDED_BY_1, Measure
 from tl_coupling.plots.labels import (
-    BOUNDED_BY_1,
     common_k,
     label_pairs,
     measure_label,

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from tl_coupling.coupling import Measure
-from tl_coupling.plots.labels import BOUNDED_BY_1, heading, measure_label, named
+from tl_coupling.coupling import BOUNDED_BY_1, Measure
+from tl_coupling.plots.labels import heading, measure_label, named
 
 if TYPE_CHECKING:
     import xarray
