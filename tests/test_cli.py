@@ -55,7 +55,7 @@ def test_many_prompts(folder_model: Path, tmp_path: Path) -> None:
     run("depth", "--model", folder_model, "--prompts", file, "--k", 4, "--out", tmp_path / "out")
     maps = {path.name: tlc.CouplingMap.load(path) for path in (tmp_path / "out").glob("*.nc")}
     assert {name: m.provenance["tokens"] for name, m in maps.items()} == {
-        "depth-a%2f1.nc": [3, 4],
+        "depth-a%2F1.nc": [3, 4],
         "depth-3.nc": [5, 6, 7],
     }
 
