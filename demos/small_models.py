@@ -1,0 +1,209 @@
+"""Small Pythias (GPT-NeoX) trained from scratch on the CPU, on text that is always there.
+
+The standard library's own source by default; byte-level BPE; checkpoints in HuggingFace format at log-spaced steps. The
+demos that need a model whose whole training is at hand share this.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+# A quarter of a minute's work for the tokenizer at most.
+MAX_CHARACTERS = 8_000_000
+HELD_OUT = 20
+# Not the library, its tests, and tables of characters.
+SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings"}
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """A model and how it is trained: AdamW, a constant rate after a linear warm-up, batches of random windows.
+
+    Attributes:
+        width: of the residual stream, d_model; the MLP is four times as wide.
+        n_layers, n_heads: blocks, and heads in each.
+        vocabulary: entries of the byte-level BPE.
+        n_ctx: tokens in a window.
+        batch: windows in a step.
+        steps: how many; checkpoints lie at `checkpoint_steps(steps)`.
+        learning_rate, warmup, weight_decay: warm-up in steps.
+        seed: of the initial weights and of the order of the data.
+    """
+
+    width: int = 128
+    n_layers: int = 6
+    n_heads: int = 4
+    vocabulary: int = 2048
+    n_ctx: int = 128
+    batch: int = 16
+    steps: int = 512
+    learning_rate: float = 2e-3
+    warmup: int = 0
+    weight_decay: float = 0.01
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as training wants it: tokens to learn from, passages held out, and the tokenizer of both."""
+
+    tokenizer: "PreTrainedTokenizerFast"
+    tokens: Int[Tensor, " n_tokens"]
+    held_out: tuple[str, ...]
+    digest: str
+
+
+def checkpoint_steps(steps: int) -> tuple[int, ...]:
+    """Log-spaced steps from 0 to `steps`: powers of two, from 16 on also halfway between them."""
+    powers = [2**i for i in range(max(1, steps).bit_length())]
+    spaced = sorted({0, steps, *powers, *(power * 3 // 2 for power in powers if power >= 16)})
+    return tuple(step for step in spaced if step <= steps)
+
+
+def read_documents(path: str | os.PathLike[str] | None = None) -> list[str]:
+    """The standard library's modules; or a file's paragraphs, as about so many documents."""
+    if path is not None:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")[:MAX_CHARACTERS]
+        lines = text.splitlines(keepends=True)
+        per_document = max(1, len(lines) // 400)
+        return ["".join(lines[i : i + per_document]) for i in range(0, len(lines), per_document)]
+    library = Path(sysconfig.get_path("stdlib"))
+    documents, size = [], 0
+    for file in sorted(library.rglob("*.py")):
+        parts = file.relative_to(library).parts
+        if SKIPPED.isdisjoint(parts) and size < MAX_CHARACTERS:
+            documents.append(file.read_text(encoding="utf-8", errors="replace"))
+            size += len(documents[-1])
+    return documents
+
+
+def build_corpus(documents: Sequence[str], vocabulary: int) -> Corpus:
+    """Byte-level BPE trained on all but every 20th document, which is held out.
+
+    Raises:
+        ValueError: fewer than two documents, or none with text.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    held_out = tuple(documents[::HELD_OUT])
+    learned = [text for i, text in enumerate(documents) if i % HELD_OUT]
+    if not any(learned):
+        raise ValueError(f"wanted a text of at least two documents (files, or lines of one file), got {len(documents)}")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(learned, vocabulary, show_progress=False, special_tokens=[END_OF_TEXT])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
+    )
+    end = [tokenizer.eos_token_id]
+    tokens = [i for one in bpe.encode_batch(learned) for i in one.ids + end]
+    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()[:8]
+    return Corpus(tokenizer, torch.tensor(tokens), held_out, digest)
+
+
+def passages(documents: Sequence[str], tokenizer: Any, n: int, n_tokens: int) -> list[str]:
+    """`n` passages of about `n_tokens`, from the middle of documents that lie evenly spread.
+
+    Raises:
+        ValueError: not so many are long enough.
+    """
+    encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in documents]
+    long_enough = [ids for ids in encoded if len(ids) >= n_tokens]
+    if len(long_enough) < n:
+        raise ValueError(f"wanted {n} held-out passages of {n_tokens} tokens, the text has {len(long_enough)}")
+    spread = [long_enough[i * len(long_enough) // n] for i in range(n)]
+    middles = [(len(ids) - n_tokens) // 2 for ids in spread]
+    return [tokenizer.decode(ids[m : m + n_tokens]) for ids, m in zip(spread, middles, strict=True)]
+
+
+def new_model(config: TrainingConfig) -> nn.Module:
+    """A Pythia of this size at its own initialisation, seeded; the caller's generator is left as it was."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = GPTNeoXForCausalLM(
+            GPTNeoXConfig(
+                vocab_size=config.vocabulary,
+                hidden_size=config.width,
+                num_hidden_layers=config.n_layers,
+                num_attention_heads=config.n_heads,
+                intermediate_size=4 * config.width,
+                max_position_embeddings=2 * config.n_ctx,
+                use_parallel_residual=True,
+                tie_word_embeddings=False,
+                bos_token_id=0,
+                eos_token_id=0,
+                use_cache=False,
+            )
+        )
+    return model
+
+
+def batches(config: TrainingConfig, tokens: Int[Tensor, " n_tokens"]) -> Iterator[Int[Tensor, "batch n_ctx"]]:
+    """Random windows of the text, `steps` times; their order is the seed's."""
+    generator = torch.Generator().manual_seed(config.seed)
+    window = torch.arange(config.n_ctx)
+    for _ in range(config.steps):
+        start = torch.randint(len(tokens) - config.n_ctx + 1, (config.batch, 1), generator=generator)
+        yield tokens[start + window]
+
+
+def train(
+    config: TrainingConfig,
+    corpus: Corpus,
+    folder: Path,
+    progress: Callable[[Iterable[Tensor]], Iterable[Tensor]] | None = None,
+) -> Path:
+    """Train one model; its checkpoints in HuggingFace format, `step0`, `step1`, … of a folder named after the run.
+
+    A finished run is kept. The folder gets its name when everything is in it, so an interrupted run leaves none; it
+    also holds `training.json`: the config, and the loss of every step in nats.
+    """
+    described = asdict(config) | {"text": corpus.digest}
+    name = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:8]
+    done = folder / f"width{config.width}-layers{config.n_layers}-seed{config.seed}-{name}"
+    if done.is_dir():
+        return done
+    unfinished = folder / f".{done.name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+    model: Any = new_model(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    wanted = set(checkpoint_steps(config.steps))
+    losses: list[float] = []
+
+    def keep(step: int) -> None:
+        if step in wanted:
+            model.save_pretrained(unfinished / f"step{step}")
+            corpus.tokenizer.save_pretrained(unfinished / f"step{step}")
+
+    keep(0)
+    data = batches(config, corpus.tokens)
+    for step, batch in enumerate(progress(data) if progress else data, 1):
+        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, step / max(1, config.warmup))
+        loss = nn.functional.cross_entropy(model(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        keep(step)
+    (unfinished / "training.json").write_text(json.dumps(described | {"loss": losses}))
+    unfinished.rename(done)
+    return done
