@@ -156,13 +156,12 @@ def test_the_hubs_own_client_checks_sizes_and_nothing_else(server: FakeHub, save
     assert sent[0] == sent[1] == right[:half] + bytes(255 - byte for byte in right[half:])
 
 
-# Steps on the bridge; revisions on HookedTransformer, which asks for a step with an empty token ("Bearer ") that the
-# hub's client refuses to send unless HF_TOKEN is set.
+@pytest.mark.parametrize("named", ["steps", "revisions"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
-    server: FakeHub, undisturbed: xarray.Dataset, tmp_path: Path, backend: str
+    server: FakeHub, undisturbed: xarray.Dataset, tmp_path: Path, backend: str, named: str
 ) -> None:
-    wanted = list(STEPS) if backend == "bridge" else [f"step{step}" for step in STEPS]
+    wanted = list(STEPS) if named == "steps" else [f"step{step}" for step in STEPS]
     server.faults = {
         ("step1", WEIGHTS): ["drop", "drop"],
         ("step2", WEIGHTS): ["short"],
@@ -175,6 +174,7 @@ def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
     short, error = first["failed"].values()
     assert "Consistency check failed" in short
     assert "500" in error
+    assert all("the hub failed, or broke off; what came is kept, try again" in one for one in (short, error))
     assert len(first["said"]) == 1
     assert first["said"][0].startswith(f"2 of 4 checkpoints failed and are left out: {wanted[2]}: ModelError: ")
     assert second == {"said": [], "failed": {}}

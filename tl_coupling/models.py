@@ -76,6 +76,8 @@ def load_model(
         given |= _from_folder(source, untrained, dtype)
     elif untrained:
         given |= _from_folder(_official_name(name), untrained, dtype)
+    elif isinstance(checkpoint, int) and backend == "hooked" and (branch := _branch_of_step(name)):
+        given["revision"] = branch.format(checkpoint)
     elif isinstance(checkpoint, int):
         given["checkpoint_value"] = checkpoint
     elif checkpoint is not None:
@@ -83,6 +85,7 @@ def load_model(
     # Building a bridge draws random numbers; the caller's generator is left as it was.
     with _one_line_errors(name, checkpoint), torch.random.fork_rng(devices=[]):
         if backend == "hooked":
+            _check_step(name, checkpoint)
             model = _hooked_transformer().from_pretrained_no_processing(source, **given)
         else:
             from transformer_lens.model_bridge import TransformerBridge
@@ -172,7 +175,9 @@ def _one_line_errors(name: str, checkpoint: int | str | None) -> Iterator[None]:
     except Exception as error:
         what = repr(name) + (f" at checkpoint {checkpoint!r}" if checkpoint is not None else "")
         text = " ".join(str(error).split())
-        if any(word in text for word in ("connect", "offline", "Offline", "LocalEntryNotFound", "resolve host")):
+        if any(word in text for word in ("Consistency check failed", "Server Error", "Server error", "Too Many")):
+            advice = "the hub failed, or broke off; what came is kept, try again"
+        elif any(word in text for word in ("connect", "offline", "Offline", "LocalEntryNotFound", "resolve host")):
             advice = "no network and not in the local cache; go online once, or give a local folder or 'smollm2-135m'"
         else:
             advice = "wanted a HuggingFace hub name, a local folder in HuggingFace format, or 'smollm2-135m'"
@@ -189,6 +194,29 @@ def _hooked_transformer() -> Any:
             'use backend="bridge" or `pip install "transformer-lens<4"`'
         ) from None
     return HookedTransformer
+
+
+def _branch_of_step(name: str) -> str | None:
+    """The hub branch that holds a training step, where a family publishes them so.
+
+    HookedTransformer asks for a step with an empty token ("Bearer ") unless HF_TOKEN is set, which the hub's client
+    refuses to send; for a branch it asks without one.
+    """
+    families = {"EleutherAI/pythia": "step{}", "stanford-crfm/": "checkpoint-{}"}
+    official = _official_name(name)
+    return next((branch for family, branch in families.items() if official.startswith(family)), None)
+
+
+def _check_step(name: str, checkpoint: int | str | None) -> None:
+    """Raise on a step that TransformerLens knows the model not to have; of other names it knows none."""
+    from transformer_lens.loading_from_pretrained import get_checkpoint_labels
+
+    if not isinstance(checkpoint, int) or _branch_of_step(name) is None:
+        return
+    known, _ = get_checkpoint_labels(_official_name(name))
+    if checkpoint not in known:
+        near = sorted(known, key=lambda step: abs(step - checkpoint))[:3]
+        raise ModelError(f"{name!r} has no checkpoint {checkpoint}; the nearest are {sorted(near)}")
 
 
 def _from_folder(source: str, untrained: bool, dtype: torch.dtype) -> dict[str, Any]:
