@@ -9,11 +9,14 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from asyncio import CancelledError
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tl_coupling.executors import Executor, Future, submitted
 from tl_coupling.files import write_atomically
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ class Unit:
     """One piece of work: `key` names its files, `what` says what it is (JSON-able)."""
 
     key: str
-    what: dict[str, Any]
+    what: dict[str, Any] = field(hash=False)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class Outcome:
     unit: Unit
     status: Literal["computed", "kept", "failed"]
     error: str | None = None
+
+
+Progress = Callable[[Iterable[Unit]], Iterable[Unit]]
 
 
 def check_plan(folder: Path, plan: dict[str, Any]) -> None:
@@ -70,15 +76,35 @@ def run_units(
     folder: str | os.PathLike[str],
     units: Sequence[Unit],
     measure: Callable[[Unit], "xarray.Dataset"],
-    progress: Callable[[Iterable[Unit]], Iterable[Unit]] | None = None,
+    progress: Progress | None = None,
+    executor: Executor | None = None,
 ) -> list[Outcome]:
-    """Measure every unit that is not finished, one after the other, each written as soon as it is done.
+    """Measure every unit that is not finished, each written as soon as it is done.
 
-    An error in a unit is recorded and the others go on. Not so where nothing more can be written (OSError: a full
-    disk): that is raised, and what is finished stays.
+    One after the other in this process; or by an executor, anything with `submit(function, *arguments)` that returns
+    futures: of concurrent.futures, a Client of dask.distributed, submitit. `measure` must be picklable then, and the
+    folder lie where every worker sees it. submitit's jobs become one array.
+
+    `progress` wraps the loop: over the units to come in this process, over those that came back from an executor.
+
+    An error in a unit is recorded and the others go on; so is a worker that was killed. Not so where nothing more can
+    be written (OSError: a full disk): that is raised, and what is finished stays.
+
+    Raises:
+        ValueError: another run is at work in the folder.
+        OSError: a result cannot be written.
     """
     folder = Path(folder)
-    return [run_unit(folder, unit, measure) for unit in (progress(units) if progress else units)]
+    with _only_one(folder):
+        if executor is None:
+            return [run_unit(folder, unit, measure) for unit in (progress(units) if progress else units)]
+        found = {unit.key: Outcome(unit, "kept") for unit in units if is_finished(folder, unit)}
+        to_do = [unit for unit in units if unit.key not in found]
+        work = {unit: (folder.resolve(), unit, measure) for unit in to_do}
+        with submitted(executor, run_unit, work) as finished:
+            for unit in progress(finished) if progress else finished:
+                found[unit.key] = _outcome(folder, unit, finished.futures[unit])
+        return [found[unit.key] for unit in units]
 
 
 def run_unit(folder: Path, unit: Unit, measure: Callable[[Unit], "xarray.Dataset"]) -> Outcome:
@@ -91,13 +117,55 @@ def run_unit(folder: Path, unit: Unit, measure: Callable[[Unit], "xarray.Dataset
         data = measure(unit)
     # A model may fail in any way; the other units do not depend on it.
     except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-        _record(folder, unit, {"status": "failed", "error": text})
-        return Outcome(unit, "failed", text)
+        return _failed(folder, unit, error)
     path = _write(result_path(folder, unit), lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4"))
     seconds = round(time.perf_counter() - start, 3)
     _record(folder, unit, {"status": "finished", "sha256": _checksum(path), "seconds": seconds})
     return Outcome(unit, "computed")
+
+
+def _outcome(folder: Path, unit: Unit, future: Future) -> Outcome:
+    try:
+        outcome: Outcome = future.result()
+    except OSError:
+        raise
+    # dask's and asyncio's CancelledError is no Exception.
+    except (Exception, CancelledError) as error:
+        # The worker is gone, perhaps after its last write.
+        return Outcome(unit, "computed") if is_finished(folder, unit) else _failed(folder, unit, error)
+    return outcome
+
+
+def _failed(folder: Path, unit: Unit, error: BaseException) -> Outcome:
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+    _record(folder, unit, {"status": "failed", "error": text})
+    return Outcome(unit, "failed", text)
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Two runs would write the same units and remove each other's unfinished files; a lock that ends with its process.
+
+    Where there are no such locks (Windows, some network drives), nothing is checked.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another run is at work in {folder}, or its workers are: wait for it, or choose another folder"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def is_finished(folder: Path, unit: Unit) -> bool:
