@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tl_coupling as tlc
-from benchmarks.depth_coupling import BenchmarkError, Memory, environment, timed, token_ids
+from benchmarks.timing import BenchmarkError, Memory, environment, timed, token_ids
 from tl_coupling.jacobians import jacobians_of_output
 from tl_coupling.models import EMBEDDED_MODEL, ModelError
 

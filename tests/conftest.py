@@ -6,6 +6,7 @@ Shape and type annotations are checked here by jaxtyping and beartype, and nowhe
 import importlib.util
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ DATA = Path(__file__).parents[2] / "shared" / "data"
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
+    tiny.save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folder_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama as HuggingFace saves it."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny.huggingface_model("llama").save_pretrained(folder)
     tiny.save_tokenizer(folder)
     return folder
 
@@ -93,3 +103,48 @@ def tiny_trace(tokenizer_folder: Path) -> tlc.Trace:
 def as_a_user(monkeypatch):
     """Without the tests' type checks, before which an unknown name never reaches the function."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def pyplot_untouched():
+    """A picture leaves no figure behind in pyplot, and no setting changed."""
+    import matplotlib.pyplot as plt
+
+    before = dict(plt.rcParams)
+    yield
+    assert plt.get_fignums() == []
+    assert dict(plt.rcParams) == before
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_a_user: None):
+    """The `tl-coupling` command in this process: what it says as `.out` and `.err`."""
+    from tl_coupling.cli import main
+
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: object, status: int = 0) -> Any:
+        monkeypatch.setattr(sys, "argv", ["tl-coupling", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        said = capsys.readouterr()
+        assert (stopped.value.code or 0) == status, said.err
+        return said
+
+    return run
+
+
+@pytest.fixture
+def refused(call, tmp_path: Path):
+    """The one line of a command that ends with status 2 and writes nothing."""
+
+    def run(command: str, options: dict[str, object], arguments: list[str]) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        given = options | dict(zip(arguments[::2], arguments[1::2], strict=True))
+        said = call(command, *(part for pair in given.items() for part in pair), status=2).err
+        lines = [line for line in said.splitlines() if line.startswith(("tl-coupling: ", "Traceback"))]
+        assert len(lines) == 1, said
+        assert sorted(tmp_path.rglob("*")) == before
+        return lines[0]
+
+    return run

@@ -2,14 +2,11 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import xarray
-
-from tl_coupling.cli import main
 
 STEPS = (0, 16, 256)
 
@@ -23,27 +20,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_a_user: None):
-    """The command in this process: exit status, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tl-coupling", "checkpoints", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        said = capsys.readouterr()
-        return stopped.value.code or 0, said.out, said.err
-
-    return run
-
-
 def options(model: Path, out: Path) -> list[object]:
-    return ["--model", model, "--prompt", "w1 w2 w3 w4", "--k", 3, "--k", 8, "--out", out]
+    return ["checkpoints", "--model", model, "--prompt", "w1 w2 w3 w4", "--k", 3, "--k", 8, "--out", out]
 
 
 def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
-    status, said, _ = call(*options(run_folder, tmp_path))
-    assert status == 0
+    said = call(*options(run_folder, tmp_path)).out
     with xarray.open_dataset(tmp_path / "sweep.nc") as file:
         data = file.load()
     assert data["checkpoint"].values.tolist() == list(STEPS)
@@ -54,7 +36,7 @@ def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
     assert all(f"{value:.3f}" in said for value in coupling)
     results = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").glob("*.nc")}
     assert len(results) == 3
-    assert call(*options(run_folder, tmp_path))[0] == 0
+    call(*options(run_folder, tmp_path))
     assert {path: path.stat().st_mtime_ns for path in results} == results
     with xarray.open_dataset(tmp_path / "sweep.nc") as file:
         assert file.identical(data)
@@ -65,12 +47,11 @@ def test_a_checkpoint_that_fails_is_said_and_the_status_is_1(call, run_folder: P
     shutil.copytree(run_folder, model)
     (model / "step16" / "model.safetensors").write_bytes(b"not weights")
     out = tmp_path / "out"
-    status, _, said = call(*options(model, out))
-    assert status == 1
+    said = call(*options(model, out), status=1).err
     assert "1 of 3 checkpoints failed" in " ".join(said.split())
     assert list(json.loads((out / "summary.json").read_text())["failed"]) == ["16"]
     shutil.copytree(run_folder / "step16", model / "step16", dirs_exist_ok=True)
-    assert call(*options(model, out))[0] == 0
+    call(*options(model, out))
     assert json.loads((out / "summary.json").read_text())["checkpoints"] == list(STEPS)
 
 
@@ -85,16 +66,14 @@ def test_a_checkpoint_that_fails_is_said_and_the_status_is_1(call, run_folder: P
 def test_bad_input(call, run_folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     out = tmp_path / "out"
     given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
-    status, _, said = call(*options(run_folder, out), *given)
-    assert status == 2
+    said = call(*options(run_folder, out), *given, status=2).err
     assert message in " ".join(said.split())
     assert not (out / "sweep.nc").exists()
 
 
 def test_results_of_other_settings_are_left_alone(call, run_folder: Path, tmp_path: Path) -> None:
-    assert call(*options(run_folder, tmp_path))[0] == 0
+    call(*options(run_folder, tmp_path))
     before = (tmp_path / "sweep.nc").read_bytes()
-    status, _, said = call("--model", run_folder, "--prompt", "w1 w2 w3 w4", "--k", 5, "--out", tmp_path)
-    assert status == 2
+    said = call(*options(run_folder, tmp_path), "--k", 5, status=2).err
     assert "holds results of another plan" in " ".join(said.split())
     assert (tmp_path / "sweep.nc").read_bytes() == before

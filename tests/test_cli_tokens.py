@@ -1,9 +1,6 @@
 """`tl-coupling tokens` as a user meets it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,25 +10,9 @@ import xarray
 from torch import nn
 
 import tl_coupling as tlc
-from tl_coupling.cli import main
 
 PROMPT = "w3 w14 w15 w92"
 MAPS = {"self", "fixed-input", "fixed-output"}
-
-
-@pytest.fixture(scope="module")
-def folder_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.huggingface_model("llama").save_pretrained(folder)
-    tiny.save_tokenizer(folder)
-    return folder
-
-
-def run(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tl_coupling", "tokens", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
-    assert done.returncode == status, done.stderr
-    return done
 
 
 def coupling(J_1: torch.Tensor, J_2: torch.Tensor, k: int) -> float:
@@ -46,13 +27,13 @@ def jacobian(layer: int, t1: int, t2: int) -> torch.Tensor:
     return tiny.oracle_jacobian(tiny.huggingface_model("llama"), [3, 14, 15, 92], layer, t1, t2)
 
 
-def test_results_pictures_and_table(folder_model: Path, tmp_path: Path) -> None:
+def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    done = run("--model", folder_model, "--prompt", PROMPT, "--k", 4, "--k", 8, "--untrained", "--out", out)
+    done = call("tokens", "--model", folder_model, "--prompt", PROMPT, "--k", 4, "--k", 8, "--untrained", "--out", out)
     pictures = {f"{name}-{what}.png" for name in MAPS for what in ("k4", "k8", "matrices")} | {"influence.png"}
     results = {f"{name}{suffix}.nc" for name in MAPS | {"influence"} for suffix in ("", "-untrained")}
     assert {path.name for path in out.iterdir()} == pictures | results | {"summary.json"}
-    assert "warning" not in done.stderr
+    assert "warning" not in done.err
 
     summary = json.loads((out / "summary.json").read_text())
     maps = {name: tlc.CouplingMap.load(out / f"{name}.nc") for name in MAPS}
@@ -68,10 +49,10 @@ def test_results_pictures_and_table(folder_model: Path, tmp_path: Path) -> None:
         assert result.coupling(4).flatten().tolist() == pytest.approx(expected, abs=1e-4)
         mean = sum(expected) / len(expected)
         assert summary["mean"]["trained"][name]["4"] == pytest.approx(mean, abs=1e-4)
-        assert f"{result.mean(4):.3f}" in done.stdout
+        assert f"{result.mean(4):.3f}" in done.out
         twin = tlc.CouplingMap.load(out / f"{name}-untrained.nc")
         assert twin.provenance["untrained"] is True
-        assert f"{twin.mean(8):.3f}" in done.stdout
+        assert f"{twin.mean(8):.3f}" in done.out
         assert summary["mean"]["untrained"][name]["8"] == pytest.approx(twin.mean(8))
         assert summary["null"][name]["4"] == pytest.approx(1 - 0.75**0.5, abs=0.01)
         assert 0 < summary["captured_energy"]["trained"][name]["4"] <= 1
@@ -85,10 +66,10 @@ def test_results_pictures_and_table(folder_model: Path, tmp_path: Path) -> None:
     assert summary["influence"]["trained"]["frobenius_norm"] == pytest.approx(means)
 
 
-def test_chosen_layers_and_tokens(folder_model: Path, tmp_path: Path) -> None:
+def test_chosen_layers_and_tokens(call, folder_model: Path, tmp_path: Path) -> None:
     chosen = ["--layer", 1, "--other-layer", 0, "--position", 2, "--input-position", 1]
     positions = [part for t in (3, 0, -2, 1) for part in ("--positions", t)]
-    run("--model", folder_model, "--prompt", PROMPT, "--k", 4, *chosen, *positions, "--out", tmp_path)
+    call("tokens", "--model", folder_model, "--prompt", PROMPT, "--k", 4, *chosen, *positions, "--out", tmp_path)
     maps = {name: tlc.CouplingMap.load(tmp_path / f"{name}.nc") for name in MAPS}
     assert {(m.row_layers[0], m.col_layers[0]) for m in maps.values()} == {(1, 0)}
     # In the order asked for; in context maps without those that causality forbids.
@@ -104,8 +85,8 @@ def test_chosen_layers_and_tokens(folder_model: Path, tmp_path: Path) -> None:
         assert influence["source_position"].values.tolist() == [0, 1, 2]
 
 
-def test_help_has_examples() -> None:
-    text = run("--help").stdout
+def test_help_has_examples(call) -> None:
+    text = call("tokens", "--help").out
     assert "Examples:" in text
     assert "--input-position" in text
 
@@ -129,30 +110,15 @@ def test_help_has_examples() -> None:
     ],
 )
 def test_bad_input_is_one_line_status_2_and_nothing_written(
-    folder_model: Path,
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    as_a_user: None,
+    refused, folder_model: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    options = {"--model": str(folder_model), "--prompt": "w1 w2 w3", "--k": "4", "--out": str(tmp_path / "out")}
-    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    flat = [part for pair in (options | given).items() for part in pair]
-    monkeypatch.setattr(sys, "argv", ["tl-coupling", "tokens", *flat])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert message in said
-    assert len([line for line in said.splitlines() if line.startswith("tl-coupling: ")]) == 1
-    assert not list(tmp_path.iterdir())
+    options = {"--model": folder_model, "--prompt": "w1 w2 w3", "--k": 4, "--out": tmp_path / "out"}
+    assert message in refused("tokens", options, arguments)
 
 
-def test_the_embedded_model_beats_null_and_twin(smollm2: nn.Module, tmp_path: Path) -> None:
+def test_the_embedded_model_beats_null_and_twin(call, smollm2: nn.Module, tmp_path: Path) -> None:
     positions = [part for t in (0, 4, 7, 9) for part in ("--positions", t)]
-    run("--untrained", "--k", 10, *positions, "--position", 4, "--out", tmp_path)
+    call("tokens", "--untrained", "--k", 10, *positions, "--position", 4, "--out", tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["layers"] == {"J_1": 14, "singular_vectors": 15}
     null = summary["null"]["self"]["10"]

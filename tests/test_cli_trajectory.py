@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,17 +13,7 @@ import torch
 import xarray
 from torch import nn
 
-from tl_coupling.cli import main
-
 PROMPT, TOKENS = "w3 w14 w15 w92", [3, 14, 15, 92]
-
-
-@pytest.fixture(scope="module")
-def folder_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.huggingface_model("llama").save_pretrained(folder)
-    tiny.save_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +27,6 @@ def still_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf_model.save_pretrained(folder)
     tiny.save_tokenizer(folder)
     return folder
-
-
-def run(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tl_coupling", "trajectory", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
-    assert done.returncode == status, done.stderr
-    return done
 
 
 def stream_and_entropy() -> tuple[list[torch.Tensor], list[float]]:
@@ -80,14 +60,14 @@ def shapes(x: list[torch.Tensor], token: int) -> dict[str, float]:
     }
 
 
-def test_results_pictures_and_table(folder_model: Path, tmp_path: Path) -> None:
+def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    done = run("--model", folder_model, "--prompt", PROMPT, "--untrained", "--out", out)
+    done = call("trajectory", "--model", folder_model, "--prompt", PROMPT, "--untrained", "--out", out)
     assert {path.name for path in out.iterdir()} == {
         "trajectory.nc", "summary.json", "trajectories.png", "trajectories-untrained.png", "metrics.png",
         "linearisation.png", "inverse_singular_values.png", "perturbation.png",
     }  # fmt: skip
-    assert "warning" not in done.stderr
+    assert "warning" not in done.err
     with xarray.open_dataset(out / "trajectory.nc") as file:
         data = file.load()
     trained, untrained = (data.sel(run=name) for name in ("trained", "untrained"))
@@ -103,7 +83,7 @@ def test_results_pictures_and_table(folder_model: Path, tmp_path: Path) -> None:
         assert summary["tokens"]["trained"][name] == pytest.approx(values, rel=1e-3)
         assert summary["mean"]["trained"][name] == pytest.approx(statistics.fmean(values), rel=1e-3)
         for run_data in (trained, untrained):
-            assert f"{run_data[name].mean().item():.3f}" in done.stdout
+            assert f"{run_data[name].mean().item():.3f}" in done.out
     assert summary["window"] == 1
     assert summary["seconds"]["untrained"]["perturbation"] > 0
 
@@ -126,9 +106,9 @@ def test_results_pictures_and_table(folder_model: Path, tmp_path: Path) -> None:
     assert (noisy.diff("scale") < 0).all()
 
 
-def test_final_norm_is_not_applied_twice(folder_model: Path, tmp_path: Path) -> None:
+def test_final_norm_is_not_applied_twice(call, folder_model: Path, tmp_path: Path) -> None:
     options = ["--model", folder_model, "--prompt", PROMPT, "--final-norm", "--no-perturbation", "--window", 1]
-    run(*options, "--position", 1, "--out", tmp_path)
+    call("trajectory", *options, "--position", 1, "--out", tmp_path)
     assert not (tmp_path / "perturbation.png").exists()
     with xarray.open_dataset(tmp_path / "trajectory.nc") as file:
         data = file.sel(run="trained").load()
@@ -145,11 +125,11 @@ def test_final_norm_is_not_applied_twice(folder_model: Path, tmp_path: Path) -> 
     assert data["logit_lens_entropy"].sel(depth=0).values == pytest.approx(lens.numpy(), abs=1e-4)
 
 
-def test_undefined_values_are_said(still_model: Path, tmp_path: Path) -> None:
-    done = run("--model", still_model, "--prompt", PROMPT, "--no-perturbation", "--out", tmp_path)
-    row = next(line for line in done.stdout.splitlines() if "line-shape score" in line and "undefined" in line)
+def test_undefined_values_are_said(call, still_model: Path, tmp_path: Path) -> None:
+    done = call("trajectory", "--model", still_model, "--prompt", PROMPT, "--no-perturbation", "--out", tmp_path)
+    row = next(line for line in done.out.splitlines() if "line-shape score" in line and "undefined" in line)
     assert "nan" not in row
-    assert "length 0" in done.stderr
+    assert "length 0" in done.err
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["mean"]["trained"]["line_shape_score"] is None
     assert summary["undefined_tokens"]["trained"] == {
@@ -159,16 +139,16 @@ def test_undefined_values_are_said(still_model: Path, tmp_path: Path) -> None:
     assert summary["mean"]["trained"]["equidistance"] == pytest.approx(1)
 
 
-def test_one_token_has_a_trajectory_and_no_components(folder_model: Path, tmp_path: Path) -> None:
-    done = run("--model", folder_model, "--prompt", "w3", "--no-perturbation", "--out", tmp_path)
-    assert "trajectories.png is left out" in done.stderr
+def test_one_token_has_a_trajectory_and_no_components(call, folder_model: Path, tmp_path: Path) -> None:
+    done = call("trajectory", "--model", folder_model, "--prompt", "w3", "--no-perturbation", "--out", tmp_path)
+    assert "trajectories.png is left out" in done.err
     names = {path.name for path in tmp_path.iterdir()}
     assert "trajectories.png" not in names
     assert {"trajectory.nc", "summary.json", "metrics.png"} <= names
 
 
-def test_help_has_examples() -> None:
-    text = run("--help").stdout
+def test_help_has_examples(call) -> None:
+    text = call("trajectory", "--help").out
     assert "Examples:" in text
     assert "--no-perturbation" in text
 
@@ -186,29 +166,14 @@ def test_help_has_examples() -> None:
     ],
 )
 def test_bad_input_is_one_line_status_2_and_nothing_written(
-    folder_model: Path,
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    as_a_user: None,
+    refused, folder_model: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    options = {"--model": str(folder_model), "--prompt": "w1 w2 w3", "--out": str(tmp_path / "out")}
-    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    flat = [part for pair in (options | given).items() for part in pair]
-    monkeypatch.setattr(sys, "argv", ["tl-coupling", "trajectory", *flat])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert message in said
-    assert len([line for line in said.splitlines() if line.startswith("tl-coupling: ")]) == 1
-    assert not list(tmp_path.iterdir())
+    options = {"--model": folder_model, "--prompt": "w1 w2 w3", "--out": tmp_path / "out"}
+    assert message in refused("trajectory", options, arguments)
 
 
-def test_the_embedded_model_is_straighter_than_its_twin(smollm2: nn.Module, tmp_path: Path) -> None:
-    done = run("--untrained", "--no-perturbation", "--out", tmp_path)
+def test_the_embedded_model_is_straighter_than_its_twin(call, smollm2: nn.Module, tmp_path: Path) -> None:
+    done = call("trajectory", "--untrained", "--no-perturbation", "--out", tmp_path)
     mean = json.loads((tmp_path / "summary.json").read_text())["mean"]
     assert mean["trained"]["line_shape_score"] < mean["untrained"]["line_shape_score"]
-    assert f"√30 = {30**0.5:.2f}" in done.stdout
+    assert f"√30 = {30**0.5:.2f}" in done.out

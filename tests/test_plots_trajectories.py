@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import scipy.stats
@@ -31,15 +29,9 @@ from tl_coupling.trajectories import (
     trajectory_pca,
 )
 
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
+
 TOKENS = ("It", " costs", " $5", "\n", " ", " $6")
-
-
-@pytest.fixture(autouse=True)
-def global_state_untouched():
-    before = dict(matplotlib.rcParams)
-    yield
-    assert plt.get_fignums() == []
-    assert dict(matplotlib.rcParams) == before
 
 
 def walk(n_layers: int = 20, seed: int = 0, sink: int | None = None, **provenance) -> Trace:

@@ -1,4 +1,4 @@
-"""The report: what is measured, the page as text, and the page in a real browser."""
+"""The report: the page as text, and the page in a real browser."""
 
 import base64
 import hashlib
@@ -21,14 +21,10 @@ from torch import nn
 
 import tl_coupling as tlc
 from tl_coupling.interactive import visible_token
-from tl_coupling.report import PromptMeasurements, html_report, measure_prompt, write_report
+from tl_coupling.report import html_report, write_report
 
 HOSTILE = ["<s>", "</script>", "\n", "$x$", "法国", "&amp;", "<img src=x onerror=window.hit=1>", "\udc80"]
 PROMPT = "<b>w3</b> </blockquote> & “w14”"
-
-
-def trace_of(seed: int, folder: Path, **tracing: Any) -> tlc.Trace:
-    return tlc.trace(tiny.bridge(tiny.huggingface_model("llama", seed), folder), tiny.TOKENS, **tracing)
 
 
 def hostile(trace: tlc.Trace) -> tlc.Trace:
@@ -37,15 +33,16 @@ def hostile(trace: tlc.Trace) -> tlc.Trace:
 
 
 @pytest.fixture(scope="module")
-def runs(tokenizer_folder: Path) -> dict[str, PromptMeasurements]:
+def runs(tokenizer_folder: Path) -> dict[str, tlc.Portrait]:
+    models = {"trained": tiny.huggingface_model("llama", 0), "untrained": tiny.huggingface_model("llama", 1)}
     return {
-        name: measure_prompt(hostile(trace_of(seed, tokenizer_folder)), k=(8, 4))
-        for seed, name in enumerate(("trained", "untrained"))
+        name: tlc.portrait(hostile(tlc.trace(tiny.bridge(model, tokenizer_folder), tiny.TOKENS)), k=(8, 4))
+        for name, model in models.items()
     }
 
 
 @pytest.fixture(scope="module")
-def page(runs: dict[str, PromptMeasurements], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(runs: dict[str, tlc.Portrait], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("report") / "report.html", runs)
 
 
@@ -82,75 +79,10 @@ def read(page: Path) -> Reader:
     return Reader(page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("final_norm", [False, True])
-def test_the_lens_reads_the_models_own_prediction_at_the_end(tokenizer_folder: Path, final_norm: bool) -> None:
-    hf_model = tiny.huggingface_model("llama")
-    measured = measure_prompt(trace_of(0, tokenizer_folder, final_norm=final_norm), k=(4,))
-    with torch.no_grad():
-        logits = hf_model(torch.tensor([tiny.TOKENS])).logits[0].double()
-    for position, row in enumerate(logits.tolist()):
-        largest = max(row)
-        weights = [math.exp(value - largest) for value in row]
-        entropy = -sum(w / sum(weights) * math.log(w / sum(weights)) for w in weights)
-        assert float(measured.entropy[-1, position]) == pytest.approx(entropy, abs=1e-4)
-    assert measured.entropy.shape == (tiny.N_LAYERS + 1, len(tiny.TOKENS))
-
-
-def test_soft_capped_logits(tokenizer_folder: Path) -> None:
-    trace = tlc.trace(tiny.bridge(tiny.huggingface_model("gemma2"), tokenizer_folder), tiny.TOKENS)
-    hf_model = tiny.huggingface_model("gemma2")
-    assert hf_model.config.final_logit_softcapping
-    with torch.no_grad():
-        p = hf_model(torch.tensor([tiny.TOKENS])).logits[0].softmax(-1)
-    expected = -(p * p.log()).sum(-1)
-    assert measure_prompt(trace, k=(4,)).entropy[-1].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
-
-
-@tiny.needs_hooked_transformer
-def test_the_lens_of_a_hooked_transformer(hub: Path) -> None:
-    bridge, hooked = (tlc.load_model("gpt2", backend=backend) for backend in ("bridge", "hooked"))
-    first, again = (measure_prompt(tlc.trace(model, tiny.TOKENS), k=(4,)).entropy for model in (bridge, hooked))
-    torch.testing.assert_close(first, again, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("given", "pair"),
-    [
-        ({}, (0, 1)),
-        ({"layer": 1}, (1, 1)),
-        ({"layer": 0}, (0, 1)),
-        ({"other_layer": -1}, (0, 1)),
-        ({"other_layer": 0}, (0, 0)),
-        ({"layer": -1, "other_layer": 0}, (1, 0)),
-    ],
-)
-def test_the_pair_of_layers(tokenizer_folder: Path, given: dict[str, int], pair: tuple[int, int]) -> None:
-    measured = measure_prompt(trace_of(0, tokenizer_folder), k=(4,), **given)
-    for result in measured.tokens.values():
-        assert (set(result.row_layers), set(result.col_layers)) == ({pair[0]}, {pair[1]})
-
-
-def test_what_is_held_and_what_varies(tokenizer_folder: Path) -> None:
-    measured = measure_prompt(trace_of(0, tokenizer_folder), k=(8, 4), position=-2, input_position=3)
-    assert measured.ks == (4, 8)
-    assert measured.depth.k == 8
-    assert measured.depth.row_positions == (6, 6)
-    assert measured.tokens["self"].row_positions == tuple(range(8))
-    assert measured.tokens["fixed input"].row_positions == tuple(range(3, 8))
-    assert measured.tokens["fixed output"].row_positions == tuple(range(7))
-    assert measured.influence.output_position == 6
-
-
-def test_bad_input_says_what_was_wanted(tokenizer_folder: Path, runs: dict[str, PromptMeasurements]) -> None:
-    trace = trace_of(0, tokenizer_folder)
+def test_bad_input_says_what_was_wanted(tiny_trace: tlc.Trace, runs: dict[str, tlc.Portrait]) -> None:
     for call, message in (
-        (lambda: measure_prompt(trace, k=()), "`k` is empty"),
-        (lambda: measure_prompt(trace, k=(33,)), r"`k` must lie in \[1, 32\]"),
-        (lambda: measure_prompt(trace, k=(4,), layer=2), "`layer` must lie in"),
-        (lambda: measure_prompt(trace, k=(4,), other_layer=-3), "`other_layer` must lie in"),
-        (lambda: measure_prompt(trace, k=(4,), input_position=8), "`input_position` must lie in"),
         (lambda: html_report({}), "`runs` is empty"),
-        (lambda: html_report(runs | {"x": measure_prompt(trace, k=(4, 8))}), "same tokens, 'x' has"),
+        (lambda: html_report(runs | {"x": tlc.portrait(tiny_trace, k=(4, 8))}), "same tokens, 'x' has"),
         (lambda: html_report(runs | {"x": replace(runs["trained"], ks=(4,))}), "same k"),
         (lambda: html_report(runs | {"x": replace(runs["trained"], position=3)}), "same position"),
     ):
@@ -191,7 +123,7 @@ def test_the_page_loads_nothing_and_allows_nothing(page: Path, read: Reader) -> 
     assert not re.search(r"url\(|@import", source[: source.index("<body>")])
 
 
-def test_the_numbers_are_those_of_the_results(runs: dict[str, PromptMeasurements], read: Reader) -> None:
+def test_the_numbers_are_those_of_the_results(runs: dict[str, tlc.Portrait], read: Reader) -> None:
     for run, k in itertools.product(runs.values(), (4, 8)):
         values = run.depth.coupling(k)
         mean = float((values.sum() - values.trace()) / 2)
@@ -204,7 +136,7 @@ def test_the_numbers_are_those_of_the_results(runs: dict[str, PromptMeasurements
         assert fact in read.text
 
 
-def test_the_widgets_hold_the_measurements(runs: dict[str, PromptMeasurements], read: Reader) -> None:
+def test_the_widgets_hold_the_measurements(runs: dict[str, tlc.Portrait], read: Reader) -> None:
     found = [
         (str(attrs["data-circuitsvis"]), json.loads(str(attrs["data-props"])))
         for _, attrs in read.elements
@@ -227,20 +159,20 @@ def test_the_widgets_hold_the_measurements(runs: dict[str, PromptMeasurements], 
     assert len(rows) == len(runs) * (2 * tiny.N_LAYERS + (tiny.N_LAYERS + 1) + 3)
 
 
-def test_the_same_results_give_the_same_page(runs: dict[str, PromptMeasurements], page: Path) -> None:
+def test_the_same_results_give_the_same_page(runs: dict[str, tlc.Portrait], page: Path) -> None:
     assert html_report(runs).encode("utf-8", "xmlcharrefreplace") == page.read_bytes()
 
 
 def test_one_token(tokenizer_folder: Path) -> None:
     model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
-    page = Reader(html_report({"alone": measure_prompt(tlc.trace(model, [3]), k=(4,))}))
+    page = Reader(html_report({"alone": tlc.portrait(tlc.trace(model, [3]), k=(4,))}))
     assert "No token stands before the measured one." in page.text
     assert "The prompt has one token" in page.text
     assert "AttentionPattern" not in [attrs.get("data-circuitsvis") for attrs in page.all("div")]
 
 
-def test_a_first_and_a_last_token_leave_maps_out(tokenizer_folder: Path) -> None:
-    measured = measure_prompt(trace_of(0, tokenizer_folder), k=(4,), position=0, input_position=-1)
+def test_a_first_and_a_last_token_leave_maps_out(tiny_trace: tlc.Trace) -> None:
+    measured = tlc.portrait(tiny_trace, k=(4,), position=0, input_position=-1)
     assert list(measured.tokens) == ["self"]
     assert "No token stands before the measured one." in html_report({"a": measured})
 
@@ -261,7 +193,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_in_a_browser_without_a_network(
-    chromium: Any, runs: dict[str, PromptMeasurements], page: Path, read: Reader, width: int, tmp_path: Path
+    chromium: Any, runs: dict[str, tlc.Portrait], page: Path, read: Reader, width: int, tmp_path: Path
 ) -> None:
     browser.open_page(chromium, page, width)
     requested = browser.requested(chromium)
@@ -302,7 +234,7 @@ def test_the_page_in_a_browser_without_a_network(
 
 def test_the_embedded_model_on_a_page(smollm2: nn.Module, chromium: Any, tmp_path: Path) -> None:
     trace = tlc.trace(smollm2, "What is the capital of France? The capital is")
-    measured = measure_prompt(trace, k=(10,))
+    measured = tlc.portrait(trace, k=(10,))
     assert measured.tokens["self"].mean() > 3 * measured.tokens["self"].null()
     path = write_report(tmp_path / "smollm2.html", {"trained": measured})
     assert path.stat().st_size < 6e6
@@ -316,7 +248,7 @@ def test_the_embedded_model_on_a_page(smollm2: nn.Module, chromium: Any, tmp_pat
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_pointing_at_a_token_shows_its_value(
-    chromium: Any, runs: dict[str, PromptMeasurements], page: Path, width: int
+    chromium: Any, runs: dict[str, tlc.Portrait], page: Path, width: int
 ) -> None:
     browser.open_page(chromium, page, width)
     entropy = runs["trained"].entropy

@@ -23,6 +23,8 @@ from torch import Tensor
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure
 
+__all__ = ["show_layers_by_token", "show_token_coupling", "show_tokens"]
+
 _LONGEST_LABEL = 14
 _POSITIVE, _NEGATIVE, _UNDEFINED = "#2166ac", "#b2182b", "#bbbbbb"
 # Keeps `<` and `&` from being read as HTML, as circuitsvis' token widgets would, and takes no room as text.

@@ -18,6 +18,7 @@ from tl_coupling.trajectories import equidistance, expodistance, line_shape_scor
 if TYPE_CHECKING:
     import xarray
 
+PAPER_PROMPT = "What is the capital of France? The capital is"
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 

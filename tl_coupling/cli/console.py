@@ -1,16 +1,23 @@
 """What the commands show on the terminal while they work."""
 
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-if TYPE_CHECKING:
-    from torch import nn
+from tl_coupling.files import output_folder
+
+
+@contextmanager
+def at_work(out: Path) -> Iterator[tuple[Path, Progress]]:
+    """The output folder and a place for bars, while warnings are one line each."""
+    console = Console(stderr=True)
+    with output_folder(out) as folder, quiet(console), progress_bars(console) as progress:
+        yield folder, progress
 
 
 @contextmanager
@@ -35,37 +42,3 @@ def quiet(console: Console) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-def load_with_bar(progress: Progress, name: str, **loading: Any) -> "nn.Module":
-    """`load_model`, with a bar while it lasts."""
-    from tl_coupling.models import load_model
-
-    task = progress.add_task(f"loading {run_name(name, **loading)}", total=None)
-    model = load_model(name, **loading)
-    progress.remove_task(task)
-    return model
-
-
-def run_name(name: str, untrained: bool = False, **_: Any) -> str:
-    """What bars call a model."""
-    return f"untrained {name}" if untrained else name
-
-
-def bar(progress: Progress, description: str) -> Callable[[Iterable[int]], Iterable[int]]:
-    """Wraps a loop into a bar that is gone when the loop is."""
-
-    def over(items: Iterable[int]) -> Iterator[int]:
-        task = progress.add_task(description, total=None)
-        yield from progress.track(list(items), task_id=task)
-        progress.remove_task(task)
-
-    return over
-
-
-@contextmanager
-def timed(seconds: dict[str, float], what: str) -> Iterator[None]:
-    """Note how long the block took, in seconds of wall time."""
-    start = time.perf_counter()
-    yield
-    seconds[what] = round(time.perf_counter() - start, 3)

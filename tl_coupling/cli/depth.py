@@ -6,12 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from tl_coupling.cli.app import app
-from tl_coupling.cli.console import load_with_bar, progress_bars, quiet, run_name
+from tl_coupling.cli.console import at_work
 from tl_coupling.cli.options import (
     Backend,
     Checkpoint,
@@ -30,9 +28,10 @@ from tl_coupling.cli.options import (
     chosen_prompts,
     training_step,
 )
-from tl_coupling.cli.results import with_suffix, write_pictures, write_summary
+from tl_coupling.cli.results import show, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap, depth_coupling
-from tl_coupling.files import file_name, output_folder
+from tl_coupling.files import file_name
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.prompts import Prompt
 
@@ -68,47 +67,24 @@ def depth(
     """See `_DEPTH_HELP`."""
     chosen = chosen_prompts(prompt, prompts)
     ks = checked_ks(k)
-    console = Console(stderr=True)
     tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}
-    comparing = {"k": ks[-1], "position": position, "orientation": orientation}
-    with output_folder(out) as folder, quiet(console), progress_bars(console) as progress:
-        arguments = {"backend": backend, "device": device}
-        measure = partial(_measure, model, chosen, tracing, comparing, progress, **arguments)
-        runs = {"trained": measure(checkpoint=training_step(checkpoint))}
-        if untrained:
-            runs["untrained"] = measure(untrained=True)
+    loading = {"checkpoint": training_step(checkpoint), "backend": backend, "device": device}
+    measure = partial(_measure, prompts=chosen, k=ks[-1], position=position, orientation=orientation)
+    with at_work(out) as (folder, progress):
+        runs = measured_runs(model, measure, progress, untrained, tracing, **loading)
         progress.console.print("drawing …")
         written = _write(folder, runs, chosen, ks)
-    Console().print(_table(runs, ks))
-    Console().print(f"wrote {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True)
+    show(written, _table(runs, ks))
 
 
-def _measure(
-    name: str,
-    prompts: list[Prompt],
-    tracing: dict[str, Any],
-    comparing: dict[str, Any],
-    progress: Progress,
-    **loading: Any,
-) -> list[CouplingMap]:
-    """One coupling map for each prompt, with a bar over prompts and one over layers."""
-    from tl_coupling.blocks import trace
-
-    model = load_with_bar(progress, name, **loading)
-    over_prompts = progress.add_task(f"{run_name(name, **loading)}: prompts", total=len(prompts))
-    over_layers = progress.add_task("layers", total=None)
+def _measure(run: Run, prompts: list[Prompt], **comparing: Any) -> list[CouplingMap]:
+    """One coupling map for each prompt."""
     results = []
-    for prompt in prompts:
+    for prompt in run.bar("prompts")(prompts):
         try:
-            traced = trace(model, prompt.prompt, **tracing)
-            results.append(
-                depth_coupling(traced, **comparing, progress=lambda layers: progress.track(layers, task_id=over_layers))
-            )
+            results.append(depth_coupling(run.trace(prompt.prompt), **comparing, progress=run.bar("layers")))
         except ValueError as error:
             raise ValueError(f"prompt {prompt.id!r}: {error}" if len(prompts) > 1 else str(error)) from error
-        progress.advance(over_prompts)
-        progress.reset(over_layers)
-    progress.remove_task(over_layers)
     return results
 
 

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
+from tl_coupling.measurements import PAPER_PROMPT
 from tl_coupling.prompts import Prompt, read_prompts
-
-PAPER_PROMPT = "What is the capital of France? The capital is"
 
 Model = Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")]
 Ks = Annotated[list[int] | None, typer.Option("--k", help="Top singular vectors; may be repeated. [10, 30, 50]")]

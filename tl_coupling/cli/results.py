@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from tl_coupling.files import write_atomically
 
 
@@ -32,6 +35,14 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
     """`summary.json`; a value that is undefined is `null`, which JSON knows and NaN it does not."""
     text = json.dumps(_defined(summary), indent=1, allow_nan=False)
     return write_atomically(folder / "summary.json", lambda path: path.write_text(text))
+
+
+def show(written: list[Path], table: Table | None = None) -> None:
+    """Print a table, if there is one, and where the files are."""
+    console = Console()
+    if table is not None:
+        console.print(table)
+    console.print(f"wrote {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
 
 
 def with_suffix(name: str, run: str) -> str:

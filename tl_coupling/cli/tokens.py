@@ -1,21 +1,17 @@
 """`tl-coupling tokens`: coupling across tokens at one pair of layers, and the influence of tokens on each other."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from tl_coupling.blocks import Trace
 from tl_coupling.cli.app import app
-from tl_coupling.cli.console import bar, load_with_bar, progress_bars, quiet, run_name, timed
+from tl_coupling.cli.console import at_work
 from tl_coupling.cli.options import (
-    PAPER_PROMPT,
     Backend,
     Checkpoint,
     Device,
@@ -30,10 +26,11 @@ from tl_coupling.cli.options import (
     checked_ks,
     training_step,
 )
-from tl_coupling.cli.results import with_suffix, write_pictures, write_summary
+from tl_coupling.cli.results import show, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap, context_coupling, neighbours, self_coupling
-from tl_coupling.files import output_folder
 from tl_coupling.influence import INFLUENCE_MEASURES, Influence, cross_token_influence
+from tl_coupling.measurements import PAPER_PROMPT
 from tl_coupling.models import EMBEDDED_MODEL
 
 _TOKENS_HELP = """Coupling across tokens: one pair of layers, every pair of tokens.
@@ -62,7 +59,7 @@ class _Measured:
 
     maps: dict[str, CouplingMap]
     influence: Influence
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float]
 
 
 @app.command(help=_TOKENS_HELP)
@@ -89,46 +86,29 @@ def tokens(
 ) -> None:
     """See `_TOKENS_HELP`."""
     ks = checked_ks(k)
-    console = Console(stderr=True)
     tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}
-    pair = {"layer": layer, "other_layer": other_layer}
-    held = {"position": position, "input_position": input_position, "positions": positions}
-    comparing = {"k": ks[-1], "orientation": orientation}
-    with output_folder(out) as folder, quiet(console), progress_bars(console) as progress:
-        arguments = {"backend": backend, "device": device}
-        measure = partial(_measure, model, prompt, tracing, pair | held | comparing, progress, **arguments)
-        runs = {"trained": measure(checkpoint=training_step(checkpoint))}
-        if untrained:
-            runs["untrained"] = measure(untrained=True)
+    loading = {"checkpoint": training_step(checkpoint), "backend": backend, "device": device}
+    measure = partial(
+        _measure,
+        prompt=prompt,
+        layer=layer,
+        other_layer=other_layer,
+        position=position,
+        input_position=input_position,
+        positions=positions,
+        k=ks[-1],
+        orientation=orientation,
+    )
+    with at_work(out) as (folder, progress):
+        runs = measured_runs(model, measure, progress, untrained, tracing, **loading)
         progress.console.print("drawing …")
         written = _write(folder, runs, ks)
-    Console().print(_table(runs, ks))
-    Console().print(f"wrote {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True)
+    show(written, _table(runs, ks))
 
 
 def _measure(
-    name: str,
+    run: Run,
     prompt: str,
-    tracing: dict[str, Any],
-    comparing: dict[str, Any],
-    progress: Progress,
-    **loading: Any,
-) -> _Measured:
-    from tl_coupling.blocks import trace
-
-    seconds: dict[str, float] = {}
-    with timed(seconds, "loading"):
-        model = load_with_bar(progress, name, **loading)
-    with timed(seconds, "trace"):
-        traced = trace(model, prompt, **tracing)
-    return _compare(traced, seconds, lambda what: bar(progress, f"{run_name(name, **loading)}: {what}"), **comparing)
-
-
-def _compare(
-    traced: Trace,
-    seconds: dict[str, float],
-    bars: Callable[[str], Any],
-    *,
     layer: int | None,
     other_layer: int | None,
     position: int,
@@ -136,6 +116,7 @@ def _compare(
     positions: list[int] | None,
     **comparing: Any,
 ) -> _Measured:
+    traced = run.trace(prompt)
     first, second = neighbours(traced, layer, other_layer)
     held_input = traced.position_index(input_position, "input_position")
     held_output = traced.position_index(position)
@@ -155,11 +136,11 @@ def _compare(
     found = {}
     # The cheap ones first: what is wrong with the arguments is said before the long work.
     for name in reversed(_MAPS):
-        with timed(seconds, name):
-            found[name] = maps[name](progress=bars(f"{name} coupling"))
-    with timed(seconds, "influence"):
-        influence = cross_token_influence(traced, held_output, progress=bars("influence"))
-    return _Measured({name: found[name] for name in _MAPS}, influence, seconds)
+        with run.timed(name):
+            found[name] = maps[name](progress=run.bar(f"{name} coupling"))
+    with run.timed("influence"):
+        influence = cross_token_influence(traced, held_output, progress=run.bar("influence"))
+    return _Measured({name: found[name] for name in _MAPS}, influence, run.seconds)
 
 
 def _write(folder: Path, runs: dict[str, _Measured], ks: list[int]) -> list[Path]:

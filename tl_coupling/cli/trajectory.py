@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
 from tl_coupling.cli.app import app
-from tl_coupling.cli.console import bar, load_with_bar, progress_bars, quiet, run_name, timed
+from tl_coupling.cli.console import at_work
 from tl_coupling.cli.options import (
-    PAPER_PROMPT,
     Backend,
     Checkpoint,
     Device,
@@ -31,9 +28,11 @@ from tl_coupling.cli.options import (
     Untrained,
     training_step,
 )
-from tl_coupling.cli.results import with_suffix, write_pictures, write_summary
+from tl_coupling.cli.results import show, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap, depth_coupling
-from tl_coupling.files import output_folder, write_atomically
+from tl_coupling.files import write_atomically
+from tl_coupling.measurements import PAPER_PROMPT
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import (
@@ -113,72 +112,42 @@ def trajectory(
     out: Out = Path("out"),
 ) -> None:
     """See `_TRAJECTORY_HELP`."""
-    console = Console(stderr=True)
     tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}
-    measuring = {"position": position, "window": window, "noise": perturbation}
-    with output_folder(out) as folder, quiet(console), progress_bars(console) as progress:
-        arguments = {"backend": backend, "device": device}
-        measure = partial(_measure, model, prompt, tracing, measuring, progress, **arguments)
-        runs = {"trained": measure(checkpoint=training_step(checkpoint))}
-        if untrained:
-            runs["untrained"] = measure(untrained=True)
+    loading = {"checkpoint": training_step(checkpoint), "backend": backend, "device": device}
+    measure = partial(_measure, prompt=prompt, position=position, window=window, noise=perturbation)
+    with at_work(out) as (folder, progress):
+        runs = measured_runs(model, measure, progress, untrained, tracing, **loading)
         progress.console.print("drawing …")
         written = _write(folder, runs)
-    Console().print(_table(runs))
-    Console().print(f"wrote {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True)
+    show(written, _table(runs))
 
 
-def _measure(
-    name: str,
-    prompt: str,
-    tracing: dict[str, Any],
-    measuring: dict[str, Any],
-    progress: Progress,
-    **loading: Any,
-) -> _Measured:
-    from tl_coupling.blocks import trace
-
-    seconds: dict[str, float] = {}
-    with timed(seconds, "loading"):
-        model = load_with_bar(progress, name, **loading)
-    with timed(seconds, "trace"):
-        traced = trace(model, prompt, **tracing)
-    return _of_trace(traced, seconds, lambda what: bar(progress, f"{run_name(name, **loading)}: {what}"), **measuring)
-
-
-def _of_trace(
-    traced: Trace,
-    seconds: dict[str, float],
-    bars: Callable[[str], Any],
-    *,
-    position: int,
-    window: int | None,
-    noise: bool,
-) -> _Measured:
+def _measure(run: Run, prompt: str, position: int, window: int | None, noise: bool) -> _Measured:
+    traced = run.trace(prompt)
     position = traced.position_index(position)
     if window is None:
         # The largest odd number of steps that a shallow model has.
         window = min(_PAPER_WINDOW, traced.n_layers - 1 + traced.n_layers % 2)
     x = traced.residual
-    with timed(seconds, "shapes"):
+    with run.timed("shapes"):
         windowed = line_shape_score(x, window)
         shapes = {
             "line_shape_score": line_shape_score(x),
             "expodistance": expodistance(x),
             "equidistance": equidistance(x),
         }
-    with timed(seconds, "logit lens"):
+    with run.timed("logit lens"):
         entropy = entropy_by_depth(traced)
-    with timed(seconds, "linearisation"):
-        linear = linearisation(traced, position, progress=bars("linearisation"))
-    with timed(seconds, "singular values"):
+    with run.timed("linearisation"):
+        linear = linearisation(traced, position, progress=run.bar("linearisation"))
+    with run.timed("singular values"):
         k = min(_N_SINGULAR_VALUES, traced.d_model)
-        depth = depth_coupling(traced, k, position, progress=bars("singular values"))
+        depth = depth_coupling(traced, k, position, progress=run.bar("singular values"))
     noisy = None
     if noise:
-        with timed(seconds, "perturbation"):
-            noisy = perturbation(traced, position=position, progress=bars("perturbation"))
-    return _Measured(traced, window, shapes, windowed, entropy, linear, depth, noisy, seconds)
+        with run.timed("perturbation"):
+            noisy = perturbation(traced, position=position, progress=run.bar("perturbation"))
+    return _Measured(traced, window, shapes, windowed, entropy, linear, depth, noisy, run.seconds)
 
 
 def _write(folder: Path, runs: dict[str, _Measured]) -> list[Path]:

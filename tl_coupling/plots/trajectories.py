@@ -310,7 +310,7 @@ def plot_inverse_singular_values(
         for i in range(S.shape[1]):
             look: dict[str, Any] = {"color": f"C{number}", "alpha": 1 - 0.6 * i / max(1, S.shape[1] - 1)}
             label = f"{name}, σ_{i + 1}: R² = {float(fit.r_squared[i]):.2f}"
-            ax.plot(layers, 1 / S[:, i].cpu().numpy(), "osD^v"[i % 5], markersize=3.5, label=label, **look)
+            ax.plot(layers, (1 / S[:, i]).cpu().numpy(), "osD^v"[i % 5], markersize=3.5, label=label, **look)
             line = float(fit.intercept[i]) + float(fit.slope[i]) * ends
             ax.plot(ends, line, "-", linewidth=1.2, label="_fit", **look)
     ax.set(xlabel="layer", ylabel="1 / singular value of J")

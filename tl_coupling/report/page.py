@@ -1,4 +1,4 @@
-"""From measurements to one HTML page, whole or not at all."""
+"""From portraits of a prompt to one HTML page, whole or not at all."""
 
 import base64
 import hashlib
@@ -12,8 +12,8 @@ from string import Template
 import tl_coupling
 from tl_coupling.files import write_atomically
 from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script
+from tl_coupling.portraits import Portrait
 from tl_coupling.report import sections
-from tl_coupling.report.measurements import PromptMeasurements
 
 _SECTIONS: dict[str, tuple[str, Callable[[sections.Runs], str]]] = {
     "depth": ("Across depth", sections.depth),
@@ -26,13 +26,13 @@ _SECTIONS: dict[str, tuple[str, Callable[[sections.Runs], str]]] = {
 }
 
 
-def html_report(runs: Mapping[str, PromptMeasurements]) -> str:
+def html_report(runs: Mapping[str, Portrait]) -> str:
     """One self-contained HTML page: figures with captions, views to hover over, and how it was made.
 
     The page asks no host for anything, and its security policy forbids it to; scripts other than its own do not run.
 
     Args:
-        runs: measurements of one prompt by name, the main one first: `{"trained": …, "untrained": …}`.
+        runs: portraits of one prompt by name, the main one first: `{"trained": …, "untrained": …}`.
 
     Raises:
         ValueError: no runs, or runs of different tokens, layers, positions or k.
@@ -40,7 +40,7 @@ def html_report(runs: Mapping[str, PromptMeasurements]) -> str:
     Cost: seconds of drawing, most of it for the grid of coupling matrices; 1.3 MB of the page are circuitsvis' script.
 
     Example:
-        >>> page = html_report({"trained": tlc.report.measure_prompt(trace, k=(4, 8))})
+        >>> page = html_report({"trained": tlc.portrait(trace, k=(4, 8))})
         >>> page.splitlines()[1]
         '<html lang="en">'
     """
@@ -66,7 +66,7 @@ def html_report(runs: Mapping[str, PromptMeasurements]) -> str:
     )
 
 
-def write_report(path: str | os.PathLike[str], runs: Mapping[str, PromptMeasurements]) -> Path:
+def write_report(path: str | os.PathLike[str], runs: Mapping[str, Portrait]) -> Path:
     """Write `html_report(runs)` as UTF-8, whole or not at all.
 
     Raises:
@@ -76,7 +76,7 @@ def write_report(path: str | os.PathLike[str], runs: Mapping[str, PromptMeasurem
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = write_report(f"{folder}/report.html", {"trained": tlc.report.measure_prompt(trace, k=(4, 8))})
+        ...     path = write_report(f"{folder}/report.html", {"trained": tlc.portrait(trace, k=(4, 8))})
         ...     path.name
         'report.html'
     """
@@ -85,9 +85,9 @@ def write_report(path: str | os.PathLike[str], runs: Mapping[str, PromptMeasurem
     return write_atomically(path, lambda unfinished: unfinished.write_bytes(page))
 
 
-def _check(runs: Mapping[str, PromptMeasurements]) -> None:
+def _check(runs: Mapping[str, Portrait]) -> None:
     if not runs:
-        raise ValueError("`runs` is empty: wanted at least one PromptMeasurements")
+        raise ValueError("`runs` is empty: wanted at least one Portrait")
     first = next(iter(runs.values()))
     for name, run in runs.items():
         for what, of_first, of_this in (

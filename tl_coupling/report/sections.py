@@ -19,11 +19,11 @@ from tl_coupling.plots import (
     plot_trajectories,
     plot_trajectory_metrics,
 )
+from tl_coupling.portraits import Portrait
 from tl_coupling.report.images import figure, grid, table, view
-from tl_coupling.report.measurements import PromptMeasurements
 from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
 
-Runs = Mapping[str, PromptMeasurements]
+Runs = Mapping[str, Portrait]
 
 
 def summary(runs: Runs) -> str:
@@ -241,11 +241,11 @@ def provenance(runs: Runs) -> str:
     return "".join(parts)
 
 
-def _first(runs: Runs) -> PromptMeasurements:
+def _first(runs: Runs) -> Portrait:
     return next(iter(runs.values()))
 
 
-def _token(run: PromptMeasurements, position: int) -> str:
+def _token(run: Portrait, position: int) -> str:
     """A position and its token, as HTML."""
     token = visible_token(run.trace.str_tokens[position]).strip() or "␣"
     return f"<code><small>{position}</small> {html.escape(token)}</code>"

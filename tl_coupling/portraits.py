@@ -1,4 +1,4 @@
-"""Everything that a report shows of one model and one prompt."""
+"""All comparisons of one traced prompt at once: what a report is measured from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from tl_coupling.trajectories import entropy_by_depth
 
 
 @dataclass(frozen=True, eq=False)
-class PromptMeasurements:
-    """What `measure_prompt` found.
+class Portrait:
+    """What a traced prompt shows: coupling across depth and tokens, influence, entropy.
 
     Attributes:
         trace: the traced prompt.
@@ -41,7 +41,7 @@ class PromptMeasurements:
     entropy: Float[Tensor, "n_layers_plus_1 n_pos"]
 
 
-def measure_prompt(
+def portrait(
     trace: Trace,
     *,
     k: Sequence[int] = (10, 30, 50),
@@ -51,8 +51,10 @@ def measure_prompt(
     input_position: int = 0,
     orientation: Orientation = "ujv",
     progress: Progress | None = None,
-) -> PromptMeasurements:
-    """Measure everything that a report shows of one traced prompt.
+) -> Portrait:
+    """Coupling across depth and across tokens, influence and logit-lens entropy of one traced prompt.
+
+    It is what `html_report` draws.
 
     Args:
         trace: a traced prompt.
@@ -72,7 +74,7 @@ def measure_prompt(
     layers about `L + 6 n + L n` Jacobians.
 
     Example:
-        >>> measured = measure_prompt(trace, k=(4, 8))
+        >>> measured = tlc.portrait(trace, k=(4, 8))
         >>> measured.depth.k, measured.tokens["self"].k
         (8, 4)
     """
@@ -91,7 +93,7 @@ def measure_prompt(
         tokens["fixed input"] = context_coupling(trace, *pair, fixed="input", position=held_input, **given)
     if held_output > 0:
         tokens["fixed output"] = context_coupling(trace, *pair, fixed="output", position=held_output, **given)
-    return PromptMeasurements(
+    return Portrait(
         trace=trace,
         ks=ks,
         position=held_output,

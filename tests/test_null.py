@@ -1,0 +1,169 @@
+"""The null of coupling measures against sampled random subspaces and closed forms."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import gammaln
+from test_coupling import haar
+
+import tl_coupling as tlc
+
+# Small enough that what the closed forms say differs much from "1".
+
+N_SAMPLES = 40_000
+NULL_D, NULL_K = 12, 3
+SPECTRA = {
+    "flat": np.full(NULL_D, 0.8),
+    "rank one": 3.0 * np.eye(NULL_D)[0],
+    "fast": np.geomspace(2, 1e-5, NULL_D),
+    "slow": 1 / np.arange(1, NULL_D + 1),
+    "rank k + 1, flat": np.where(np.arange(NULL_D) <= NULL_K, 1.0, 0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def frames() -> tuple[torch.Tensor, torch.Tensor]:
+    """Independent Haar-random orthonormal frames `[n d k]`: QR of Gaussians, the signs of R's diagonal put right."""
+    Q, R = torch.linalg.qr(
+        torch.randn(2, N_SAMPLES, NULL_D, NULL_K, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    )
+    U, V = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    return U, V
+
+
+def sampled(frames: tuple[torch.Tensor, torch.Tensor], sigma: np.ndarray) -> np.ndarray:
+    """A of every sampled pair of frames, `[n k k]`."""
+    rng = np.random.default_rng(1)
+    J = torch.from_numpy(haar(NULL_D, rng) * sigma @ haar(NULL_D, rng))
+    U, V = frames
+    return (U.mT @ J @ V).numpy()
+
+
+def assert_mean_of_squares(samples: np.ndarray, null: float) -> None:
+    """That null² is the mean of samples², to five standard errors and these within 2 % of it."""
+    squares = samples**2
+    error = squares.std() / math.sqrt(len(squares))
+    assert error < 0.02 * max(squares.mean(), 1e-12)
+    assert abs(squares.mean() - null**2) < 5 * error + 1e-12
+
+
+def null_of(sigma: np.ndarray, measure: str, given: int | None = None, k: int = NULL_K, **options) -> float:
+    S = torch.from_numpy(sigma)[None]
+    value = tlc.random_subspace_null(
+        k, measure, d_model=len(sigma), S_1=S[:, :given], frobenius_norm=S.norm(dim=-1), **options
+    )
+    # The null of m̃ is the same for every J_1: one number.
+    assert value.shape == (() if measure in ("coupling", "normalized_miscoupling") else (1,))
+    return float(value.mean())
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_null_against_sampled_random_subspaces(name, frames):
+    sigma = SPECTRA[name]
+    A, s = sampled(frames, sigma), np.diag(sigma[:NULL_K])
+    off = A * (1 - np.eye(NULL_K))
+    total, length, trace = (np.linalg.norm(A, axis=(1, 2)), np.linalg.norm(s), np.trace(s))
+    miscoupling = np.linalg.norm(off, axis=(1, 2))
+    assert_mean_of_squares(miscoupling, null_of(sigma, "miscoupling"))
+    assert_mean_of_squares(miscoupling / total, null_of(sigma, "normalized_miscoupling"))
+    assert_mean_of_squares(total / length, null_of(sigma, "captured_energy"))
+    assert null_of(sigma, "coupling") == pytest.approx(1 - null_of(sigma, "normalized_miscoupling"))
+    for absolute, values in ((False, A), (True, np.abs(A))):
+        distance = np.linalg.norm(values - s, axis=(1, 2))
+        for p, norm in ((2.0, length), (1.0, trace)):
+            null = null_of(sigma, "spectral_miscoupling", p=p, absolute=absolute)
+            assert_mean_of_squares(distance / norm, null)
+            # From what a result keeps: the top k and ‖J‖_F. Never above, and less than 0.4 % below.
+            approximate = null_of(sigma, "spectral_miscoupling", given=NULL_K, p=p, absolute=absolute)
+            assert null * (1 - 4e-3) < approximate <= null * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("d", [2, 12, 576])
+@pytest.mark.parametrize("given", ["all", "top k"])
+def test_null_of_flat_and_of_rank_one_in_closed_form(d, given):
+    """`E|u_1| = Γ(d/2) / (√π Γ((d+1)/2))`: `E|uᵀJv|` c times it for an orthogonal cQ, σ times its square for σuvᵀ."""
+    k = min(3, d)
+    mean_u = math.exp(gammaln(d / 2) - gammaln((d + 1) / 2)) / math.sqrt(math.pi)
+    n = None if given == "all" else k
+    flat, rank_one = np.full(d, 0.8), 3.0 * np.eye(d)[0]
+    squared = k**2 * d * 0.64 / d**2 + k * 0.64 - 2 * k * 0.8 * 0.8 * mean_u
+    null = null_of(flat, "spectral_miscoupling", n, k, absolute=True)
+    assert null == pytest.approx(math.sqrt(max(squared, 0) / (k * 0.64)), abs=1e-7)
+    squared = k**2 * 9 / d**2 + 9 - 2 * 3 * 3 * mean_u**2
+    null = null_of(rank_one, "spectral_miscoupling", n, k, absolute=True)
+    assert null == pytest.approx(math.sqrt(max(squared, 0) / 9), abs=1e-7)
+
+
+@pytest.mark.parametrize("d", [64, 576])
+@pytest.mark.parametrize("k", [2, 10, 50])
+def test_the_null_from_the_top_k_alone_is_close_at_the_sizes_of_real_models(d, k):
+    """Energy left over is taken as spread evenly, which is the most `E|a|` it can give; k + 1 equal gains are worst."""
+    index = np.arange(1, d + 1)
+    for sigma in (np.geomspace(1, 1e-6, d), 1 / index, index**-0.5, np.where(index <= k + 1, 1.0, 0.0)):
+        full, top = (null_of(sigma, "spectral_miscoupling", n, k, absolute=True) for n in (None, k))
+        assert full * (1 - 1e-3) < top <= full * (1 + 1e-9)
+
+
+def test_null_depends_on_the_subspaces_being_random_and_not_on_k_alone(frames):
+    """What the page says: m̃ near √(1 − 1/k), coupling 0.051 at k = 10 and 0.010 at k = 50, m_K near 1."""
+    assert float(tlc.random_subspace_null(10)) == pytest.approx(0.051, abs=5e-4)
+    assert float(tlc.random_subspace_null(50)) == pytest.approx(0.010, abs=5e-4)
+    for k in (10, 50):
+        assert null_of(1 / np.arange(1, 577), "spectral_miscoupling", k=k, absolute=True) == pytest.approx(1, abs=0.02)
+
+
+def test_null_in_full_dimension():
+    """k = d: the frames are whole bases and `‖A‖_F = ‖J‖_F`, not in the mean but always."""
+    sigma = np.linspace(2, 1, 5)
+    assert null_of(sigma, "captured_energy", k=5) == pytest.approx(1)
+    assert null_of(sigma, "miscoupling", k=5) == pytest.approx(np.linalg.norm(sigma) * math.sqrt(1 - 1 / 5))
+
+
+def test_null_of_a_batch_is_its_rows_one_by_one():
+    S = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(5)).sort(descending=True).values
+    norm = 1.5 * S.norm(dim=-1)
+    for measure in ("miscoupling", "captured_energy", "spectral_miscoupling"):
+        for absolute in (False, True):
+            options = {"d_model": 9, "absolute": absolute}
+            value = tlc.random_subspace_null(4, measure, S_1=S, frobenius_norm=norm, **options)
+            assert value.shape == (2, 3)
+            for i, j in np.ndindex(2, 3):
+                one = tlc.random_subspace_null(
+                    4, measure, S_1=S[i, j][None], frobenius_norm=norm[i, j][None], **options
+                )
+                torch.testing.assert_close(value[i, j], one[0])
+
+
+def test_absolute_null_of_a_single_jacobian():
+    S = torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64)
+    null = tlc.random_subspace_null(2, "spectral_miscoupling", d_model=3, S_1=S, frobenius_norm=S.norm(), absolute=True)
+    assert null.shape == ()
+    assert float(null) == pytest.approx(null_of(S.numpy(), "spectral_miscoupling", k=2, absolute=True))
+
+
+@pytest.mark.parametrize("measure", ["captured_energy", "spectral_miscoupling"])
+def test_null_of_a_zero_jacobian_is_nan_with_a_warning(measure):
+    with pytest.warns(UserWarning, match="is 0 for 1 matrices"):
+        null_of(np.zeros(5), measure)
+
+
+@pytest.mark.parametrize("d", [4, 12, 64])
+def test_null_of_the_identity_is_transformerlens_mean_projection_kernel(d, frames):
+    """With `J = I`, `‖A‖_F²` is the projection kernel of two random subspaces."""
+    analysis = pytest.importorskip("transformer_lens.tools.analysis")
+    if not hasattr(analysis, "random_projection_kernel_moments"):
+        pytest.skip("this TransformerLens has no random_projection_kernel_moments")
+    for k in (1, 2, d):
+        moments = analysis.random_projection_kernel_moments(d, k)
+        energy = null_of(np.ones(d), "captured_energy", k=k)
+        assert energy**2 * k == pytest.approx(moments.mean)
+        miscoupling = null_of(np.ones(d), "miscoupling", k=k)
+        assert miscoupling**2 == pytest.approx(moments.mean * (1 - 1 / k))
+    if d == NULL_D:
+        # And so are the samples that the null was held against, in mean and spread.
+        moments = analysis.random_projection_kernel_moments(d, NULL_K)
+        kernel = np.square(sampled(frames, np.ones(d))).sum((1, 2))
+        assert kernel.mean() == pytest.approx(moments.mean, rel=0.01)
+        assert kernel.var() == pytest.approx(moments.variance, rel=0.05)

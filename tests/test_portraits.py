@@ -1,0 +1,82 @@
+"""A portrait of a prompt: what is measured, of which layers and which tokens."""
+
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+import tl_coupling as tlc
+
+
+@pytest.mark.parametrize("final_norm", [False, True])
+def test_the_lens_reads_the_models_own_prediction_at_the_end(tokenizer_folder: Path, final_norm: bool) -> None:
+    hf_model = tiny.huggingface_model("llama")
+    trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS, final_norm=final_norm)
+    measured = tlc.portrait(trace, k=(4,))
+    with torch.no_grad():
+        logits = hf_model(torch.tensor([tiny.TOKENS])).logits[0].double()
+    for position, row in enumerate(logits.tolist()):
+        largest = max(row)
+        weights = [math.exp(value - largest) for value in row]
+        entropy = -sum(w / sum(weights) * math.log(w / sum(weights)) for w in weights)
+        assert float(measured.entropy[-1, position]) == pytest.approx(entropy, abs=1e-4)
+    assert measured.entropy.shape == (tiny.N_LAYERS + 1, len(tiny.TOKENS))
+
+
+def test_soft_capped_logits(tokenizer_folder: Path) -> None:
+    trace = tlc.trace(tiny.bridge(tiny.huggingface_model("gemma2"), tokenizer_folder), tiny.TOKENS)
+    hf_model = tiny.huggingface_model("gemma2")
+    assert hf_model.config.final_logit_softcapping
+    with torch.no_grad():
+        p = hf_model(torch.tensor([tiny.TOKENS])).logits[0].softmax(-1)
+    expected = -(p * p.log()).sum(-1)
+    assert tlc.portrait(trace, k=(4,)).entropy[-1].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@tiny.needs_hooked_transformer
+def test_the_lens_of_a_hooked_transformer(hub: Path) -> None:
+    bridge, hooked = (tlc.load_model("gpt2", backend=backend) for backend in ("bridge", "hooked"))
+    first, again = (tlc.portrait(tlc.trace(model, tiny.TOKENS), k=(4,)).entropy for model in (bridge, hooked))
+    torch.testing.assert_close(first, again, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "pair"),
+    [
+        ({}, (0, 1)),
+        ({"layer": 1}, (1, 1)),
+        ({"layer": 0}, (0, 1)),
+        ({"other_layer": -1}, (0, 1)),
+        ({"other_layer": 0}, (0, 0)),
+        ({"layer": -1, "other_layer": 0}, (1, 0)),
+    ],
+)
+def test_the_pair_of_layers(tiny_trace: tlc.Trace, given: dict[str, int], pair: tuple[int, int]) -> None:
+    measured = tlc.portrait(tiny_trace, k=(4,), **given)
+    for result in measured.tokens.values():
+        assert (set(result.row_layers), set(result.col_layers)) == ({pair[0]}, {pair[1]})
+
+
+def test_what_is_held_and_what_varies(tiny_trace: tlc.Trace) -> None:
+    measured = tlc.portrait(tiny_trace, k=(8, 4), position=-2, input_position=3)
+    assert measured.ks == (4, 8)
+    assert measured.depth.k == 8
+    assert measured.depth.row_positions == (6, 6)
+    assert measured.tokens["self"].row_positions == tuple(range(8))
+    assert measured.tokens["fixed input"].row_positions == tuple(range(3, 8))
+    assert measured.tokens["fixed output"].row_positions == tuple(range(7))
+    assert measured.influence.output_position == 6
+
+
+def test_bad_input_says_what_was_wanted(tiny_trace: tlc.Trace) -> None:
+    for call, message in (
+        (lambda: tlc.portrait(tiny_trace, k=()), "`k` is empty"),
+        (lambda: tlc.portrait(tiny_trace, k=(33,)), r"`k` must lie in \[1, 32\]"),
+        (lambda: tlc.portrait(tiny_trace, k=(4,), layer=2), "`layer` must lie in"),
+        (lambda: tlc.portrait(tiny_trace, k=(4,), other_layer=-3), "`other_layer` must lie in"),
+        (lambda: tlc.portrait(tiny_trace, k=(4,), input_position=8), "`input_position` must lie in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

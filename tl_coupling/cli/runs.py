@@ -1,0 +1,73 @@
+"""The models that a command measures, one after the other."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rich.progress import Progress
+from torch import nn
+
+from tl_coupling.blocks import Trace, trace
+from tl_coupling.models import load_model
+
+Item = TypeVar("Item")
+Measured = TypeVar("Measured")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A loaded model: how its prompts are traced, and what is shown and noted meanwhile."""
+
+    name: str
+    model: nn.Module
+    tracing: dict[str, Any]
+    progress: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def trace(self, prompt: str) -> Trace:
+        """The traced prompt; how long it took is noted."""
+        with self.timed("trace"):
+            return trace(self.model, prompt, **self.tracing)
+
+    def bar(self, what: str) -> Callable[[Iterable[Item]], Iterable[Item]]:
+        """Wraps a loop into a bar that is gone when the loop is."""
+
+        def over(items: Iterable[Item]) -> Iterator[Item]:
+            task = self.progress.add_task(f"{self.name}: {what}", total=None)
+            yield from self.progress.track(list(items), task_id=task)
+            self.progress.remove_task(task)
+
+        return over
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Note how long the block took, in seconds of wall time."""
+        start = time.perf_counter()
+        yield
+        self.seconds[what] = round(time.perf_counter() - start, 3)
+
+
+def measured_runs(
+    model: str,
+    measure: Callable[[Run], Measured],
+    progress: Progress,
+    untrained: bool,
+    tracing: dict[str, Any],
+    **loading: Any,
+) -> dict[str, Measured]:
+    """What `measure` finds in the trained model and, where it is asked for, in its untrained twin."""
+
+    # A function of its own, so that one model is gone before the next is loaded.
+    def measured(name: str, **loading: Any) -> Measured:
+        task = progress.add_task(f"loading {name}", total=None)
+        start = time.perf_counter()
+        loaded = load_model(model, **loading)
+        progress.remove_task(task)
+        return measure(Run(name, loaded, tracing, progress, {"loading": round(time.perf_counter() - start, 3)}))
+
+    runs = {"trained": measured(model, **loading)}
+    if untrained:
+        runs["untrained"] = measured(f"untrained {model}", **loading | {"checkpoint": None, "untrained": True})
+    return runs
