@@ -9,6 +9,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -384,3 +385,20 @@ def test_progress_wraps_the_checkpoints(run: Path) -> None:
 
     checkpoint_sweep(run, [20, 0], PROMPTS, settings=SETTINGS, progress=progress)
     assert seen == [20, 0]
+
+
+def test_an_executor_gives_the_same_values(run: Path, undisturbed: xarray.Dataset, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        data = checkpoint_sweep(run, prompts=PROMPTS, settings=SETTINGS, folder=tmp_path, executor=executor)
+    xarray.testing.assert_identical(data, undisturbed)
+
+
+def test_a_local_folder_is_the_same_however_its_path_is_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path}
+    checkpoint_sweep(run, [0], **given)
+    before = state(tmp_path)
+    monkeypatch.chdir(run.parent)
+    checkpoint_sweep(run.name, [0], **given)
+    assert state(tmp_path) == before

@@ -1,13 +1,12 @@
 """Units handed to other processes: the same results, and what becomes of them when a worker or the driver is killed."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import xarray
 
-from tl_coupling.executors import AsTheyFinish, Preemptible, submitted
+from tl_coupling.executors import AsTheyFinish, Preemptible, process_pool, submitted
 from tl_coupling.units import Unit, load_unit, record, run_units
 
 UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(4)]
@@ -33,10 +32,6 @@ def measure_or_die(unit: Unit) -> xarray.Dataset:
         # The two before have been written by then: one worker takes them in turn.
         os.kill(os.getpid(), signal.SIGKILL)
     return measure(unit)
-
-
-def pool(workers: int = 1) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -59,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_process_pool_gives_the_same_files(alone: Path, folder: Path) -> None:
-    with pool(2) as executor:
+    with process_pool(2) as executor:
         outcomes = run_units(folder, UNITS, measure, executor=executor)
         again = run_units(folder, UNITS, measure, executor=executor)
     assert [(o.unit, o.status) for o in outcomes] == [(unit, "computed") for unit in UNITS]
@@ -122,7 +117,7 @@ def test_a_killed_worker_loses_nothing_finished_and_a_rerun_completes(
     alone: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TL_COUPLING_TEST_MARK", str(tmp_path / "mark"))
-    with pool() as executor:
+    with process_pool(1) as executor:
         outcomes = run_units(folder, UNITS, measure_or_die, executor=executor)
     assert [o.status for o in outcomes] == ["computed", "computed", "failed", "failed"]
     found = record(folder, UNITS[2])
@@ -130,7 +125,7 @@ def test_a_killed_worker_loses_nothing_finished_and_a_rerun_completes(
     assert found["status"] == "failed"
     assert "BrokenProcessPool" in found["error"]
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("unit-[01].*")}
-    with pool() as executor:
+    with process_pool(1) as executor:
         outcomes = run_units(folder, UNITS, measure_or_die, executor=executor)
     assert [o.status for o in outcomes] == ["kept", "kept", "computed", "computed"]
     assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
@@ -141,7 +136,8 @@ _DRIVER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_executors import UNITS, measure, pool
+from test_executors import UNITS, measure
+from tl_coupling.executors import process_pool
 from tl_coupling.units import run_units
 
 def slow(unit):
@@ -149,7 +145,7 @@ def slow(unit):
     return measure(unit)
 
 if __name__ == "__main__":
-    with pool() as executor:
+    with process_pool(1) as executor:
         run_units(Path(sys.argv[1]), UNITS, slow, executor=executor)
 """
 

@@ -84,11 +84,12 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def huggingface_model(architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+def huggingface_model(
+    architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> nn.Module:
     """A random HuggingFace model whose blocks are far from linear (its own initialisation is tiny)."""
-    config = AutoConfig.for_model(
-        architecture, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, pad_token_id=0, **CONFIGS[architecture]
-    )
+    given = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0} | CONFIGS[architecture]
+    config = AutoConfig.for_model(architecture, **given | changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()

@@ -6,24 +6,57 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tl_coupling.executors import Executor
 from tl_coupling.files import file_name, output_folder
-from tl_coupling.measurements import Settings, as_prompts, measure_prompts
+from tl_coupling.measurements import PAPER_PROMPT, Settings, as_prompts, measure_prompts
 from tl_coupling.models import Backend, ModelError, load_model
 from tl_coupling.prompts import Prompt
-from tl_coupling.units import Outcome, Unit, check_plan, load_unit, run_units
+from tl_coupling.units import Outcome, Progress, Unit, check_plan, load_unit, run_units
 
 if TYPE_CHECKING:
     import xarray
 
 Checkpoint = int | str
-Progress = Callable[[Iterable[Unit]], Iterable[Unit]]
+# What `load_model` takes: a name, and a checkpoint where the name alone does not say it.
+Source = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MeasureModel:
+    """What is done for a unit, in this process or another: load a model, measure it on prompts.
+
+    The unit's `given` is the model's source and the prompts. Attributes as in `checkpoint_sweep`.
+    """
+
+    settings: Settings
+    backend: Backend
+    device: str | torch.device | None
+    dtype: torch.dtype
+
+    def __call__(self, unit: Unit) -> "xarray.Dataset":
+        """All measures."""
+        # A bridge and its hook points refer to each other, and an error keeps its model until it was recorded.
+        gc.collect()
+        source, prompts = unit.given
+        model = load_model(**source, backend=self.backend, device=self.device, dtype=self.dtype)
+        return measure_prompts(model, prompts, self.settings)
+
+    def as_plan(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """What the results depend on beside the model, JSON-able."""
+        return {
+            "backend": self.backend,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            **self.settings.as_plan(),
+            "prompts": [[p.id, p.task, p.prompt] for p in prompts],
+        }
 
 
 def pythia_steps(first: int = 1) -> tuple[int, ...]:
@@ -33,7 +66,7 @@ def pythia_steps(first: int = 1) -> tuple[int, ...]:
     Pythia also published step 0 and every 1000th step.
 
     Example:
-        >>> pythia_steps(first=512)
+        >>> tlc.pythia_steps(first=512)
         (512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
     """
     steps = [*(2**i for i in range(10)), *(1000 * 2**i for i in range(8)), 143_000]
@@ -47,6 +80,16 @@ def local_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
 
     Raises:
         ValueError: there are none, or two of the same step.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (0, 100, 20):
+        ...         Path(folder, f"step{step}").mkdir()
+        ...         _ = Path(folder, f"step{step}", "config.json").write_text("{}")
+        ...     list(tlc.local_checkpoints(folder))
+        [0, 20, 100]
     """
     found: dict[int, Path] = {}
     for path in sorted(Path(folder).glob("*/config.json")):
@@ -68,7 +111,7 @@ def local_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
 def checkpoint_sweep(
     name: str | os.PathLike[str],
     checkpoints: Sequence[Checkpoint] | None = None,
-    prompts: str | Prompt | Sequence[str | Prompt] = "What is the capital of France? The capital is",
+    prompts: str | Prompt | Sequence[str | Prompt] = PAPER_PROMPT,
     *,
     settings: Settings | None = None,
     folder: str | os.PathLike[str] | None = None,
@@ -76,6 +119,7 @@ def checkpoint_sweep(
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
+    executor: Executor | None = None,
 ) -> "xarray.Dataset":
     """Measure a model at every checkpoint: coupling, singular values, shapes of trajectories, loss.
 
@@ -90,6 +134,8 @@ def checkpoint_sweep(
             what is missing, failed or damaged. Without it nothing is kept.
         backend, device, dtype: as in `load_model`.
         progress: wraps the loop over checkpoints.
+        executor: measures checkpoints elsewhere, many at a time; see `run_units`. The folder must lie where its workers
+            see it.
 
     Returns:
         what `measure_prompts` gives, along a further dim `checkpoint`. A checkpoint that failed is left out, with a
@@ -102,37 +148,31 @@ def checkpoint_sweep(
 
     One model is in memory at a time. The results do not depend on whether a sweep was interrupted.
     """
-    settings = settings or Settings()
     chosen = as_prompts(prompts)
-    sources = _sources(name, checkpoints)
-    plan = {
-        "model": str(name),
-        "backend": backend,
-        "dtype": str(dtype).removeprefix("torch."),
-        **settings.as_plan(),
-        "prompts": [[p.id, p.task, p.prompt] for p in chosen],
-    }
-    units = [Unit(f"checkpoint-{file_name(str(c))}", {"checkpoint": c}) for c in sources]
-
-    def measure(unit: Unit) -> "xarray.Dataset":
-        # A bridge and its hook points refer to each other, and an error keeps its model until it was recorded.
-        gc.collect()
-        model = load_model(**sources[unit.what["checkpoint"]], backend=backend, device=device, dtype=dtype)
-        return measure_prompts(model, chosen, settings)
-
+    measure = MeasureModel(settings or Settings(), backend, device, dtype)
+    units = [
+        Unit(f"checkpoint-{file_name(str(checkpoint))}", {"checkpoint": checkpoint}, (source, chosen))
+        for checkpoint, source in checkpoint_sources(name, checkpoints).items()
+    ]
+    # However the path of a local folder was written.
+    model = str(Path(name).resolve()) if Path(name).is_dir() else str(name)
     temporary = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
     with temporary as path, output_folder(path) as results:
-        check_plan(results, plan)
-        outcomes = run_units(results, units, measure, progress)
+        check_plan(results, {"model": model} | measure.as_plan(chosen))
+        outcomes = run_units(results, units, measure, progress, executor)
         gc.collect()
         return _together(results, outcomes, str(name))
 
 
-def _sources(
+def checkpoint_sources(
     name: str | os.PathLike[str], checkpoints: Sequence[Checkpoint] | None
-) -> dict[Checkpoint, dict[str, Any]]:
-    """What `load_model` takes for each checkpoint."""
-    sources: dict[Checkpoint, dict[str, Any]]
+) -> dict[Checkpoint, Source]:
+    """What `load_model` takes for each checkpoint of a hub model or a local folder.
+
+    Raises:
+        ValueError: none, one twice, steps and revisions mixed, or one that the folder does not have.
+    """
+    sources: dict[Checkpoint, Source]
     if isinstance(checkpoints, str):
         raise ValueError(f"`checkpoints` must be a list of steps or revisions, got the text {checkpoints!r}")
     if wrong := [
@@ -171,7 +211,7 @@ def _together(folder: Path, outcomes: Sequence[Outcome], name: str) -> "xarray.D
         )
     results = [load_unit(folder, unit) for unit in done]
     checkpoints = [unit.what["checkpoint"] for unit in done]
-    provenance = _common([json.loads(result.attrs["provenance"]) for result in results])
+    provenance = common_provenance([json.loads(result.attrs["provenance"]) for result in results])
     try:
         # Joined otherwise, a model with fewer layers is filled up with NaN.
         data = xarray.concat(results, "checkpoint", combine_attrs="drop_conflicts", join="exact")
@@ -185,7 +225,7 @@ def _together(folder: Path, outcomes: Sequence[Outcome], name: str) -> "xarray.D
     )
 
 
-def _common(provenances: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What holds for every checkpoint; which one it was is a coordinate."""
+def common_provenance(provenances: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What holds for all; which checkpoint it was is a coordinate."""
     first, *others = ({k: v for k, v in p.items() if k != "checkpoint"} for p in provenances)
     return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}

@@ -1,11 +1,19 @@
 """Work handed to executors: whatever has `submit`, on this machine or on a cluster."""
 
+import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-_POLL_SECONDS = 0.1
+# SLURM takes arrays of 1001 jobs at most unless it is told otherwise.
+_BATCH = 1000
+# From quick answers to few questions: on a network drive each one costs.
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.05, 1.0
 
 
 @runtime_checkable
@@ -63,14 +71,15 @@ class AsTheyFinish(Generic[Key]):
         return len(self.futures)
 
     def __iter__(self) -> Iterator[Key]:
-        waiting = list(self.futures)
+        waiting, pause = list(self.futures), _FIRST_POLL_SECONDS
         while waiting:
-            done = [key for key in waiting if self.futures[key].done()]
-            yield from done
+            done = {key for key in waiting if self.futures[key].done()}
+            yield from (key for key in waiting if key in done)
             waiting = [key for key in waiting if key not in done]
             # The futures of different libraries cannot be waited for in another common way.
             if waiting and not done:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(pause)
+            pause = _FIRST_POLL_SECONDS if done else min(2 * pause, _LAST_POLL_SECONDS)
 
 
 @contextmanager
@@ -81,13 +90,44 @@ def submitted(
 
     Those that have not ended are cancelled if this process leaves with an error.
     """
-    call = Preemptible(function)
-    with getattr(executor, "batch", nullcontext)():
-        futures = {key: executor.submit(call, *arguments) for key, arguments in work.items()}
+    call, to_do = Preemptible(function), iter(work.items())
+    futures: dict[Key, Future] = {}
     try:
+        while batch := list(islice(to_do, _BATCH)):
+            with getattr(executor, "batch", nullcontext)():
+                futures |= {key: executor.submit(call, *arguments) for key, arguments in batch}
         yield AsTheyFinish(futures)
     except BaseException:
         for future in futures.values():
-            if not future.done():
-                future.cancel()
+            # Whatever a cluster answers, the others are cancelled too, and the first error is the one to tell.
+            with suppress(Exception):
+                if not future.done():
+                    future.cancel()
         raise
+
+
+def process_pool(workers: int) -> ProcessPoolExecutor:
+    """A pool of processes that share this machine's cores evenly, and end when this process does, even killed.
+
+    Raises:
+        ValueError: fewer than one worker.
+    """
+    if workers < 1:
+        raise ValueError(f"`workers` must be at least 1, got {workers}")
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    # A forked process inherits torch's threads without the threads, and everything else that is open.
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (threads,))
+
+
+def _begin_worker(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

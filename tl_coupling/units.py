@@ -27,10 +27,17 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of work: `key` names its files, `what` says what it is (JSON-able)."""
+    """One piece of work.
+
+    Attributes:
+        key: names its files.
+        what: says what it is, JSON-able; stands in its record.
+        given: what it takes to do it beyond that; travels with it and is not recorded.
+    """
 
     key: str
     what: dict[str, Any] = field(hash=False)
+    given: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -59,17 +66,32 @@ def check_plan(folder: Path, plan: dict[str, Any]) -> None:
         _remove_left_overs(folder, path.stem)
         _write_json(path, plan)
         return
-    try:
-        there = json.loads(path.read_text())
-        differing = sorted(key for key in {*there, *plan} if there.get(key) != plan.get(key))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: delete it if the results beside it are of the same plan") from error
+    there = read_plan(folder)
+    differing = sorted(key for key in {*there, *plan} if there.get(key) != plan.get(key))
     if differing:
         wanted, got = ({key: one.get(key) for key in differing} for one in (plan, there))
         raise ValueError(
             f"{folder} holds results of another plan ({', '.join(differing)}): wanted {_short(wanted)}, found "
             f"{_short(got)}; choose another folder, or ask for the same"
         )
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """The plan of a folder of units.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    path = folder / PLAN
+    try:
+        plan = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is no folder of results: there is no {PLAN} in it") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: delete it if the results beside it are of the same plan") from error
+    if not isinstance(plan, dict):
+        raise ValueError(f"{path} is damaged: delete it if the results beside it are of the same plan")
+    return plan
 
 
 def run_units(
@@ -195,6 +217,13 @@ def record(folder: Path, unit: Unit) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def all_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """What is known of every unit in the folder, by key; records that cannot be read are left out."""
+    keys = sorted(path.stem for path in folder.glob("[!.]*.json") if path.name != PLAN)
+    found = {key: record(folder, Unit(key, {})) for key in keys}
+    return {key: one for key, one in found.items() if one is not None and isinstance(one.get("what"), dict)}
 
 
 def result_path(folder: Path, unit: Unit) -> Path:
