@@ -18,7 +18,8 @@ from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.jacobians import block_jacobian, block_jacobians, block_jvp, block_vjp
 from tl_coupling.measurements import Settings, measure_prompts
 from tl_coupling.models import ModelError, load_model
-from tl_coupling.prompts import Prompt, read_prompts
+from tl_coupling.portraits import Portrait, portrait
+from tl_coupling.prompts import Prompt, load_prompts, open_llm_leaderboard_prompts, prompts_per_task, read_prompts
 from tl_coupling.spectra import (
     InverseSingularValueFit,
     Spectrum,
@@ -30,6 +31,7 @@ from tl_coupling.spectra import (
     singular_values,
     svd,
 )
+from tl_coupling.survey import Survey, open_survey, run
 from tl_coupling.trajectories import (
     Linearisation,
     Perturbation,
@@ -48,56 +50,27 @@ from tl_coupling.trajectories import (
 )
 
 if TYPE_CHECKING:
-    from tl_coupling.interactive import show_layers_by_token, show_token_coupling, show_tokens
-    from tl_coupling.plots import (
-        plot_adjacency,
-        plot_coupling,
-        plot_coupling_matrices,
-        plot_coupling_strip,
-        plot_emergence,
-        plot_influence,
-        plot_inverse_singular_values,
-        plot_linearisation,
-        plot_locality,
-        plot_perturbation,
-        plot_shapes,
-        plot_singular_values,
-        plot_trajectories,
-        plot_trajectory_metrics,
-    )
-    from tl_coupling.report import html_report, measure_prompt, write_report
+    from tl_coupling.interactive import *  # noqa: F403
+    from tl_coupling.plots import *  # noqa: F403
+    from tl_coupling.report import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-# Loaded when something is drawn: matplotlib, networkx, circuitsvis.
+# Loaded when something is drawn (matplotlib, networkx, circuitsvis) or by `dir`; rooms by how their names begin.
 _DRAWN = {
-    "tl_coupling.plots": (
-        "plot_adjacency",
-        "plot_coupling",
-        "plot_coupling_matrices",
-        "plot_coupling_strip",
-        "plot_emergence",
-        "plot_influence",
-        "plot_inverse_singular_values",
-        "plot_linearisation",
-        "plot_locality",
-        "plot_perturbation",
-        "plot_shapes",
-        "plot_singular_values",
-        "plot_trajectories",
-        "plot_trajectory_metrics",
-    ),
-    "tl_coupling.interactive": ("show_layers_by_token", "show_token_coupling", "show_tokens"),
-    "tl_coupling.report": ("html_report", "measure_prompt", "write_report"),
+    "plot_": "tl_coupling.plots",
+    "show_": "tl_coupling.interactive",
+    "html_report": "tl_coupling.report",
+    "write_report": "tl_coupling.report",
 }
 
 
 def __getattr__(name: str) -> Any:
-    for room, names in _DRAWN.items():
-        if name in names:
+    for beginning, room in _DRAWN.items():
+        if name.startswith(beginning):
             return getattr(importlib.import_module(room), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *(name for names in _DRAWN.values() for name in names)])
+    return sorted({*globals(), *(name for room in _DRAWN.values() for name in importlib.import_module(room).__all__)})

@@ -1,0 +1,252 @@
+"""Surveys: many models, checkpoints and prompts, in units that survive a crash and run on whatever can run them."""
+
+import gc
+import importlib.util
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tl_coupling.checkpoints import Checkpoint, MeasureModel, Source, checkpoint_sources, common_provenance
+from tl_coupling.executors import Executor
+from tl_coupling.files import file_name, output_folder
+from tl_coupling.measurements import Settings, as_prompts
+from tl_coupling.models import Backend, ModelError
+from tl_coupling.prompts import Prompt
+from tl_coupling.units import Progress, Unit, all_records, check_plan, is_finished, read_plan, result_path, run_units
+
+if TYPE_CHECKING:
+    import xarray
+
+MAIN, UNTRAINED = "main", "untrained"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is measured on what: every model, at every checkpoint, on every prompt.
+
+    Attributes:
+        models: hub names, local folders in HuggingFace format or folders of checkpoints; or a mapping from the names
+            they go by in the results.
+        prompts: what every model is measured on.
+        checkpoints: training steps or hub revisions, of all models; or a mapping from models to theirs. Without any a
+            model is taken as it is ("main"), a local folder of checkpoints whole.
+        untrained: measure each model's untrained twin as well, as checkpoint "untrained"; only of models that are
+            taken as they are.
+        settings: how; see `Settings`.
+        prompts_per_unit: a unit of work is one model and checkpoint with so many prompts, all of them by default. Fewer
+            lose less when a unit is cut off and can run side by side; each unit loads its model anew.
+        backend, device, dtype: as in `load_model`.
+
+    Raises:
+        ValueError: no models or prompts, one twice, checkpoints of a model that is not among them.
+
+    Example:
+        >>> survey = tlc.Survey(["gpt2", "distilgpt2"], ["One and one is", "The capital of France is"])
+        >>> [unit.key for unit in survey.units()]
+        ['gpt2@main', 'distilgpt2@main']
+    """
+
+    models: Mapping[str, str] | Sequence[str]
+    prompts: Sequence[str | Prompt]
+    checkpoints: Sequence[Checkpoint] | Mapping[str, Sequence[Checkpoint]] | None = None
+    untrained: bool = False
+    settings: Settings = field(default_factory=Settings)
+    prompts_per_unit: int | None = None
+    backend: Backend = "auto"
+    device: str | torch.device | None = None
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        """Raise on what could not be measured."""
+        names = [self.models] if isinstance(self.models, str) else list(self.models)
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"`models` must be one or more, each once, got {names}")
+        if self.prompts_per_unit is not None and self.prompts_per_unit < 1:
+            raise ValueError(f"`prompts_per_unit` must be at least 1, or None for all, got {self.prompts_per_unit}")
+        if isinstance(self.checkpoints, Mapping) and (unknown := set(self.checkpoints) - set(names)):
+            raise ValueError(f"`checkpoints` names models that are not surveyed: {sorted(unknown)}; there are {names}")
+        as_prompts(self.prompts)
+
+    def units(self) -> list[Unit]:
+        """The pieces of work, in the order of models, checkpoints and prompts."""
+        prompts = as_prompts(self.prompts)
+        size = self.prompts_per_unit or len(prompts)
+        found = []
+        for model, name in self._named().items():
+            for checkpoint, source in self._checkpoints_of(model, name).items():
+                what = {"model": model, "checkpoint": checkpoint, "source": source}
+                for first in range(0, len(prompts), size):
+                    key = f"{file_name(model)}@{file_name(str(checkpoint))}"
+                    key += f"+{first}" if size < len(prompts) else ""
+                    some = prompts[first : first + size]
+                    found.append(Unit(key, what | {"prompts": [first, first + len(some)]}, (source, some)))
+        return found
+
+    def _named(self) -> dict[str, str]:
+        if isinstance(self.models, Mapping):
+            named = dict(self.models)
+        else:
+            named = {name: name for name in ([self.models] if isinstance(self.models, str) else self.models)}
+        # A folder is the same however its path is written, and wherever a worker starts.
+        return {model: str(Path(name).resolve()) if Path(name).is_dir() else name for model, name in named.items()}
+
+    def _checkpoints_of(self, model: str, name: str) -> dict[Checkpoint, Source]:
+        chosen = self.checkpoints.get(model) if isinstance(self.checkpoints, Mapping) else self.checkpoints
+        if chosen is not None or (Path(name).is_dir() and not (Path(name) / "config.json").exists()):
+            return checkpoint_sources(name, chosen)
+        twin: dict[Checkpoint, Source] = {UNTRAINED: {"name": name, "untrained": True}} if self.untrained else {}
+        return {MAIN: {"name": name}} | twin
+
+
+def run(
+    survey: Survey,
+    folder: str | os.PathLike[str] | None = None,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+) -> "xarray.Dataset":
+    """Measure what a survey asks for, and open the results.
+
+    Args:
+        survey: what.
+        folder: where each unit's result is written when it is done. A run there keeps what is finished and measures
+            what is missing, failed or damaged; models may be added later. Without it the results are in memory only.
+        executor: `None` measures one unit after the other, here. Otherwise anything with `submit`: a pool of
+            concurrent.futures, a Client of dask.distributed, submitit on a SLURM cluster (one job array; preempted jobs
+            are queued again). It gets names and paths, never models; the folder must lie where its workers see it.
+        progress: wraps the loop over units.
+
+    Returns:
+        as `open_survey`. Units that failed are missing (NaN), with a warning; their errors are in `attrs["failed"]`.
+
+    Raises:
+        ValueError: a folder with results of another survey, or in which another run is at work.
+        ModelError: not one unit could be measured.
+        OSError: the folder cannot be written to; what is finished stays.
+
+    The values do not depend on the executor, on what was interrupted or on how prompts are shared out, as long as
+    torch runs with the same number of threads.
+
+    Example:
+        >>> from concurrent.futures import ProcessPoolExecutor
+        >>> survey = tlc.Survey(["gpt2"], tlc.load_prompts("gsm8k", n=20))  # doctest: +SKIP
+        >>> with ProcessPoolExecutor(4) as pool:  # doctest: +SKIP
+        ...     data = tlc.run(survey, "out/gpt2", executor=pool)
+    """
+    units = survey.units()
+    measure = MeasureModel(survey.settings, survey.backend, survey.device, survey.dtype)
+    plan = {
+        "kind": "survey",
+        "prompts_per_unit": survey.prompts_per_unit,
+        **measure.as_plan(as_prompts(survey.prompts)),
+    }
+    temporary = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
+    with temporary as path, output_folder(path) as results:
+        check_plan(results, plan)
+        _check_sources(results, units)
+        outcomes = run_units(results, units, measure, progress, executor)
+        gc.collect()
+        failed = {outcome.unit.key: outcome.error for outcome in outcomes if outcome.status == "failed"}
+        if len(failed) == len(outcomes):
+            first = next(iter(failed.items()))
+            raise ModelError(f"none of the {len(failed)} units could be measured; {first[0]}: {first[1]}")
+        if failed:
+            errors = "; ".join(f"{key}: {error}" for key, error in failed.items())
+            warnings.warn(f"{len(failed)} of {len(outcomes)} units failed and are left out: {errors}", stacklevel=2)
+        data = open_survey(results)
+        return data.load() if folder is None else data
+
+
+def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
+    """What stands in a survey's folder, as one dataset; values are read when they are used.
+
+    Returns:
+        what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model checkpoint]`: `n_layers`, `d_model`,
+        `n_parameters`, `seconds` of work. Coordinates of `prompt`: `task`, `text`. NaN where something was not
+        measured, or where a model has fewer layers than another. Checkpoints are numbers if all are training steps,
+        else text. `attrs["failed"]`: errors of units, a JSON object.
+
+    Raises:
+        ValueError: no folder of a survey, or nothing in it is finished; dask is not installed.
+
+    Cost: the checksums of all files; memory for coordinates only.
+    """
+    if importlib.util.find_spec("dask") is None:
+        raise ValueError('opening a survey needs dask: pip install "tl-coupling[survey]"')
+    folder = Path(folder)
+    plan = read_plan(folder)
+    if plan.get("kind") != "survey":
+        raise ValueError(f"{folder} holds results of something else than a survey: wanted a folder that `run` filled")
+    found = all_records(folder)
+    units = [Unit(key, record["what"]) for key, record in found.items() if record.get("status") == "finished"]
+    done = [unit for unit in units if is_finished(folder, unit)]
+    if not done:
+        raise ValueError(f"{folder} holds no finished results: run the survey first")
+    by_model = {}
+    for model, of_model in _grouped(done, "model").items():
+        pieces = {c: _one_checkpoint(folder, units, found) for c, units in _grouped(of_model, "checkpoint").items()}
+        by_model[model] = _concat(pieces, "checkpoint")
+    labels = {label for data in by_model.values() for label in data["checkpoint"].values.tolist()}
+    if len({type(label) for label in labels}) > 1:
+        by_model = {m: data.assign_coords(checkpoint=data["checkpoint"].astype(str)) for m, data in by_model.items()}
+    ids, tasks, texts = zip(*plan["prompts"], strict=True)
+    data = _concat(by_model, "model").reindex(prompt=list(ids))
+    data = data.assign_coords(task=("prompt", [task or "" for task in tasks]), text=("prompt", list(texts)))
+    failed = {key: record.get("error") for key, record in found.items() if record.get("status") == "failed"}
+    provenances = [json.loads(one.attrs["provenance"]) for one in by_model.values()]
+    return data.assign_attrs(
+        failed=json.dumps(failed),
+        models=json.dumps({unit.what["model"]: unit.what["source"]["name"] for unit in done}),
+        provenance=json.dumps(common_provenance(provenances)),
+    )
+
+
+def _one_checkpoint(folder: Path, units: Sequence[Unit], records: Mapping[str, dict[str, Any]]) -> "xarray.Dataset":
+    """All prompts of one model at one checkpoint, and what is known of that model."""
+    import xarray
+
+    pieces = [xarray.open_dataset(result_path(folder, unit), engine="netcdf4", chunks={}) for unit in units]
+    data = xarray.concat(pieces, "prompt", join="exact", combine_attrs="drop_conflicts", data_vars="minimal")
+    facts = json.loads(pieces[0].attrs["provenance"])
+    return data.drop_vars("task").assign(
+        n_layers=facts["n_layers"],
+        d_model=facts["d_model"],
+        n_parameters=facts["n_params"],
+        seconds=sum(records[unit.key]["seconds"] for unit in units),
+    )
+
+
+def _concat(pieces: "Mapping[Any, xarray.Dataset]", dim: str) -> "xarray.Dataset":
+    """Datasets along a new dimension; those of other sizes are filled up with NaN."""
+    import xarray
+
+    provenances = [json.loads(piece.attrs["provenance"]) for piece in pieces.values()]
+    data = xarray.concat(pieces.values(), dim, join="outer", combine_attrs="drop_conflicts", data_vars="all")
+    return data.assign_coords({dim: list(pieces)}).assign_attrs(provenance=json.dumps(common_provenance(provenances)))
+
+
+def _grouped(units: Sequence[Unit], what: str) -> dict[Any, list[Unit]]:
+    """Units by model or checkpoint, sorted; training steps as numbers."""
+    groups: dict[Any, list[Unit]] = {}
+    for unit in sorted(units, key=lambda unit: unit.what["prompts"]):
+        groups.setdefault(unit.what[what], []).append(unit)
+    return dict(sorted(groups.items(), key=lambda item: (isinstance(item[0], str), item[0])))
+
+
+def _check_sources(folder: Path, units: Sequence[Unit]) -> None:
+    """Raise where a name stands for another model than before: its results would be overwritten."""
+    there = all_records(folder)
+    for unit in units:
+        before = there.get(unit.key, {}).get("what", unit.what)
+        if before["source"] != unit.what["source"]:
+            raise ValueError(
+                f"{folder} holds results of {before['source']['name']!r} as {unit.what['model']!r}, asked for is "
+                f"{unit.what['source']['name']!r}: give it another name, or choose another folder"
+            )
