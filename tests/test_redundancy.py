@@ -1,0 +1,364 @@
+"""Changed models against HuggingFace models changed in the same way; correlations against hand-made data."""
+
+import copy
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import xarray
+from scipy import stats
+from torch import nn
+
+import tl_coupling as tlc
+from tl_coupling.redundancy import CHANGES, layer_redundancy, redundancy_correlations
+
+OTHER = [7, 7, 1, 50, 2]
+
+
+@pytest.fixture
+def four_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deep enough that a change in the middle has layers before and after it."""
+    monkeypatch.setattr(tiny, "N_LAYERS", 4)
+    for architecture, config in tiny.CONFIGS.items():
+        depth = {key: 4 for key in ("n_layer", "num_layers", "num_hidden_layers", "n_layers") if key in config}
+        monkeypatch.setitem(tiny.CONFIGS, architecture, config | depth)
+    types = {"attention_types": [[["global", "local"], 2]]}
+    monkeypatch.setitem(tiny.CONFIGS, "gpt_neo", tiny.CONFIGS["gpt_neo"] | types)
+
+
+def reordered(hf_model: nn.Module, order: list[int], merged: tuple[int, int] | None = None) -> nn.Module:
+    """A copy of the model with its layers in this order; `merged`: the first has the mean of both state dicts."""
+    model = copy.deepcopy(hf_model)
+    layers = tiny.layers_of(model)
+    if merged:
+        first, second = (layers[i].state_dict() for i in merged)
+        layers[merged[0]].load_state_dict({name: (first[name] + second[name]) / 2 for name in first})
+    chosen = [layers[i] for i in order]
+    types = getattr(model.config, "layer_types", None)
+    if types is not None:
+        model.config.layer_types = [types[i] for i in order]
+    while len(layers):
+        del layers[-1]
+    layers.extend(chosen)
+    return model
+
+
+@torch.no_grad()
+def hf_loss(hf_model: nn.Module, tokens: list[int]) -> float:
+    logits = hf_model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+    return float(-logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].mean())
+
+
+def expected(hf_model: nn.Module, tokens: list[int], merge: bool = True) -> dict[str, Any]:
+    n = len(tiny.layers_of(hf_model))
+    every = list(range(n))
+    swaps = [[*every[:i], i + 1, i, *every[i + 2 :]] for i in range(n - 1)]
+    found: dict[str, Any] = {
+        "loss": hf_loss(hf_model, tokens),
+        "loss_dropped": [hf_loss(reordered(hf_model, every[:i] + every[i + 1 :]), tokens) for i in range(n)],
+        "loss_swapped": [hf_loss(reordered(hf_model, order), tokens) for order in swaps],
+    }
+    if merge:
+        found["loss_merged"] = [
+            hf_loss(reordered(hf_model, every[: i + 1] + every[i + 2 :], (i, i + 1)), tokens) for i in range(n - 1)
+        ]
+    return found
+
+
+def assert_agree(data: xarray.Dataset, hf_model: nn.Module, prompts: list[list[int]], merge: bool = True) -> None:
+    for i, tokens in enumerate(prompts):
+        for name, values in expected(hf_model, tokens, merge).items():
+            np.testing.assert_allclose(data[name].values[i], values, rtol=0, atol=2e-5, err_msg=name)
+
+
+def words(tokens: list[int]) -> str:
+    return " ".join(f"w{i}" for i in tokens)
+
+
+def bridged(architecture: str, folder: Path) -> tuple[nn.Module, nn.Module]:
+    hf_model = tiny.huggingface_model(architecture)
+    return hf_model, tiny.bridge(hf_model, folder)
+
+
+# Losses
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "llama", "mistral", "mixtral", "bloom", "opt"])
+def test_losses_equal_those_of_a_huggingface_model_with_its_layers_changed(
+    architecture: str, tokenizer_folder: Path, four_layers: None
+) -> None:
+    hf_model, model = bridged(architecture, tokenizer_folder)
+    prompts = [tiny.TOKENS, OTHER]
+    data = layer_redundancy(model, [words(p) for p in prompts], k=[4])
+    assert data.sizes == {"prompt": 2, "k": 1, "layer": 4, "pair": 3}
+    assert_agree(data, hf_model, prompts)
+    changes = np.concatenate([(data[f"loss_{change}"] - data.loss).values.ravel() for change in CHANGES])
+    assert np.abs(changes).min() > 1e-3
+
+
+@tiny.needs_hooked_transformer
+@pytest.mark.parametrize(("architecture", "name"), [("gpt2", "gpt2"), ("gpt_neox", "EleutherAI/pythia-14m")])
+def test_losses_of_a_hooked_transformer(architecture: str, name: str, hub: Path) -> None:
+    model = tlc.load_model(name, backend="hooked")
+    data = layer_redundancy(model, words(tiny.TOKENS), k=[4])
+    assert_agree(data, tiny.huggingface_model(architecture), [tiny.TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "setting"),
+    [("gemma2", "'sliding_attention' and 'full_attention'"), ("gpt_neo", "'global' and 'local'")],
+)
+def test_windowed_and_full_attention_are_swapped_but_not_merged(
+    architecture: str, setting: str, tokenizer_folder: Path, four_layers: None
+) -> None:
+    hf_model, model = bridged(architecture, tokenizer_folder)
+    with pytest.warns(UserWarning, match=f"3 of 3 pairs cannot be merged.*layers 0 and 1 differ in .*{setting}"):
+        data = layer_redundancy(model, words(tiny.TOKENS), k=[4])
+    assert data.loss_merged.isnull().all()
+    assert sorted(json.loads(data.attrs["not_merged"])) == ["0", "1", "2"]
+    assert_agree(data, hf_model, [tiny.TOKENS], merge=False)
+
+
+def test_a_block_that_writes_nothing_can_go(tokenizer_folder: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        hf_model = tiny.huggingface_model("llama", dtype=dtype)
+        for name, parameter in tiny.layers_of(hf_model)[1].named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.data.zero_()
+        data = layer_redundancy(tiny.bridge(hf_model, tokenizer_folder), words(tiny.TOKENS), k=[4])
+        assert data.loss_dropped[0, 1] == data.loss[0]
+        assert abs(data.block_influence[0, 1]) < 1e-12
+        assert abs(data.loss_dropped[0, 0] - data.loss[0]) > 1e-3
+        assert data.block_influence[0, 0] > 1e-3
+
+
+def test_equal_blocks_swap_for_nothing_and_merge_into_a_drop_of_one(tokenizer_folder: Path) -> None:
+    hf_model = tiny.huggingface_model("llama")
+    first, second = tiny.layers_of(hf_model)
+    second.load_state_dict(first.state_dict())
+    data = layer_redundancy(tiny.bridge(hf_model, tokenizer_folder), words(tiny.TOKENS), k=[4])
+    assert data.loss_swapped[0, 0] == data.loss[0]
+    assert data.loss_merged[0, 0] == data.loss_dropped[0, 0] == data.loss_dropped[0, 1] != data.loss[0]
+
+
+def test_block_influence_is_one_minus_the_mean_cosine_of_input_and_output(
+    tokenizer_folder: Path, four_layers: None
+) -> None:
+    hf_model, model = bridged("gpt2", tokenizer_folder)
+    states: list[torch.Tensor] = []
+    for layer in tiny.layers_of(hf_model):
+        layer.register_forward_pre_hook(lambda _, args: states.append(args[0][0]))
+    tiny.layers_of(hf_model)[-1].register_forward_hook(
+        lambda _, __, out: states.append((out[0] if isinstance(out, tuple) else out).reshape(len(tiny.TOKENS), -1))
+    )
+    with torch.no_grad():
+        hf_model(torch.tensor([tiny.TOKENS]))
+    cosines = [torch.cosine_similarity(x, y, dim=-1).mean() for x, y in pairwise(states)]
+    data = layer_redundancy(model, words(tiny.TOKENS), k=[4])
+    np.testing.assert_allclose(data.block_influence[0], 1 - np.array(cosines), atol=1e-6)
+
+
+def test_coupling_is_averaged_over_both_orders(tokenizer_folder: Path, four_layers: None) -> None:
+    _, model = bridged("llama", tokenizer_folder)
+    data = layer_redundancy(model, words(tiny.TOKENS), k=[3, 8], position=4, orientation="vju")
+    for i, k in enumerate((3, 8)):
+        C = tlc.depth_coupling(tlc.trace(model, tiny.TOKENS), 8, 4, "vju").coupling(k).tolist()
+        pairs = [(C[i][i + 1] + C[i + 1][i]) / 2 for i in range(3)]
+        others = [np.mean([x for j in range(4) if j != i for x in (C[i][j], C[j][i])]) for i in range(4)]
+        np.testing.assert_allclose(data.coupling_of_pair[0, i], pairs, atol=1e-6)
+        np.testing.assert_allclose(data.coupling_with_others[0, i], others, atol=1e-6)
+        assert float(data.null_coupling[i]) == pytest.approx(1 - (1 - 1 / k) ** 0.5)
+
+
+def test_the_dataset_says_what_it_is_and_can_be_written(tokenizer_folder: Path, tmp_path: Path) -> None:
+    _, model = bridged("llama", tokenizer_folder)
+    prompts = [tlc.Prompt("a", "w1 w2 w3", "counting"), tlc.Prompt("b", "w9 w8", None)]
+    seen: list[str] = []
+    data = layer_redundancy(model, prompts, k=[4], progress=lambda todo: (seen.append(p.id) or p for p in todo))
+    assert seen == ["a", "b"] == data.prompt.values.tolist()
+    assert data.task.values.tolist() == ["counting", ""]
+    assert data.n_pos.values.tolist() == [3, 2]
+    provenance = json.loads(data.attrs["provenance"])
+    assert provenance["architecture"] == "LlamaForCausalLM"
+    assert "tokens" not in provenance
+    data.to_netcdf(tmp_path / "data.nc", engine="netcdf4")
+    xarray.testing.assert_identical(xarray.load_dataset(tmp_path / "data.nc", engine="netcdf4"), data)
+
+
+# The model afterwards
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_left_as_it_was_also_by_an_error(dtype: torch.dtype, fails: bool, tokenizer_folder: Path) -> None:
+    model = tiny.bridge(tiny.huggingface_model("gpt2", dtype=dtype), tokenizer_folder)
+    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    originals = [p.detach().float() for p in model.blocks[0].parameters()]
+    merged: list[bool] = []
+
+    def notice(module: nn.Module, _: Any) -> None:
+        merged.append(any(not torch.equal(p.float(), q) for p, q in zip(module.parameters(), originals, strict=True)))
+        if fails and merged[-1]:
+            raise RuntimeError("out of memory")
+
+    model.blocks[0].register_forward_pre_hook(notice)
+    if not fails:
+        layer_redundancy(model, words(tiny.TOKENS), k=[4])
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            layer_redundancy(model, words(tiny.TOKENS), k=[4])
+    assert any(merged)
+    for name, p in model.named_parameters():
+        assert p.dtype == dtype
+        assert p.data_ptr() == before[name][0]
+        assert torch.equal(p, before[name][1])
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "`prompts` is empty"),
+        (["w1 w2", "w1"], {"k": [4]}, "prompt '1': wanted at least 2 tokens"),
+        (["w1 w2"], {"k": [33]}, r"prompt '0': `k` must lie in \[1, 32\]"),
+        (["w1 w2"], {"k": []}, "`k` must be different whole numbers"),
+        (["w1 w2"], {"k": [0, 4]}, "`k` must be different whole numbers"),
+        (["w1 w2"], {"k": [4], "position": 2}, "prompt '0': `position` must lie in"),
+    ],
+)
+def test_bad_input_is_one_line(
+    prompts: list[str], options: dict[str, Any], message: str, tiny_trace: tlc.Trace, as_a_user: None
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        layer_redundancy(tiny_trace.model, prompts, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_one_block_has_no_neighbour(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.CONFIGS, "llama", tiny.CONFIGS["llama"] | {"num_hidden_layers": 1})
+    _, model = bridged("llama", tokenizer_folder)
+    with pytest.raises(ValueError, match="prompt '0': wanted a model of at least 2 blocks"):
+        layer_redundancy(model, "w1 w2", k=[4])
+
+
+# Rank correlations
+
+
+def made(n_prompts: int = 6, n_layers: int = 9, seed: int = 0) -> xarray.Dataset:
+    """Random numbers, some tied, of the form that `layer_redundancy` returns."""
+    rng = np.random.default_rng(seed)
+
+    def tied(*shape: int) -> np.ndarray:
+        return rng.integers(0, 12, shape) / 4.0
+
+    return xarray.Dataset(
+        {
+            "loss": ("prompt", tied(n_prompts)),
+            "loss_dropped": (("prompt", "layer"), tied(n_prompts, n_layers)),
+            "loss_swapped": (("prompt", "pair"), tied(n_prompts, n_layers - 1)),
+            "loss_merged": (("prompt", "pair"), tied(n_prompts, n_layers - 1)),
+            "block_influence": (("prompt", "layer"), tied(n_prompts, n_layers)),
+            "coupling_of_pair": (("prompt", "k", "pair"), tied(n_prompts, 2, n_layers - 1)),
+            "coupling_with_others": (("prompt", "k", "layer"), tied(n_prompts, 2, n_layers)),
+        },
+        {"k": [5, 10], "layer": range(n_layers), "pair": range(n_layers - 1), "prompt": range(n_prompts)},
+    )
+
+
+def spearman_of(data: xarray.Dataset, change: str, inner: bool, k: int) -> tuple[float, float]:
+    """ρ with coupling and with block influence, by scipy."""
+    cut = slice(1, -1) if inner else slice(None)
+    means = data.mean("prompt")
+    loss_change = (means[f"loss_{change}"] - means.loss).values[cut]
+    influence = means.block_influence.values
+    if change == "dropped":
+        coupling = means.coupling_with_others.sel(k=k).values
+    else:
+        coupling = means.coupling_of_pair.sel(k=k).values
+        influence = np.array([(a + b) / 2 for a, b in pairwise(influence)])
+    return tuple(stats.spearmanr(loss_change, x[cut]).statistic for x in (coupling, influence))
+
+
+def test_correlations_are_those_of_scipy_over_means_of_prompts() -> None:
+    # Of eight prompts, so that means of quarters are exact and ties stay ties.
+    data = made(n_prompts=8)
+    rho = redundancy_correlations(data, n_resamples=10)
+    for change in CHANGES:
+        for blocks in ("all", "inner"):
+            for k in (5, 10):
+                one = rho.sel(change=change, blocks=blocks, k=k)
+                coupling, influence = spearman_of(data, change, blocks == "inner", k)
+                np.testing.assert_allclose((one.coupling, one.block_influence), (coupling, influence), atol=1e-12)
+                np.testing.assert_allclose(one.advantage, abs(coupling) - abs(influence), atol=1e-12)
+    assert rho.n.values.tolist() == [[9, 7], [8, 6], [8, 6]]
+
+
+def test_monotone_relations_have_a_correlation_of_one_and_a_point_for_an_interval() -> None:
+    data = made()
+    steps = np.arange(9.0)
+    data["loss_dropped"] = data.loss + xarray.DataArray(steps**3, dims="layer")
+    data["block_influence"] = xarray.zeros_like(data.block_influence) + xarray.DataArray(np.exp(steps), dims="layer")
+    data["coupling_with_others"] = xarray.zeros_like(data.coupling_with_others) - xarray.DataArray(steps, dims="layer")
+    one = redundancy_correlations(data).sel(change="dropped", blocks="all", k=5)
+    np.testing.assert_allclose(one.coupling_interval, [-1, -1])
+    np.testing.assert_allclose(one.block_influence_interval, [1, 1])
+    np.testing.assert_allclose(one.advantage_interval, [0, 0], atol=1e-12)
+
+
+def test_the_interval_resamples_prompts_and_all_measures_together() -> None:
+    """Two prompts have three resamples, a twice, b twice or both: the interval ends at the extremes of those."""
+    data = made(n_prompts=2)
+    rho = redundancy_correlations(data, n_resamples=400)
+    resamples = [data.isel(prompt=[i, j]) for i, j in ((0, 0), (0, 1), (1, 1))]
+    for change in CHANGES:
+        one = rho.sel(change=change, blocks="inner", k=10)
+        pairs = np.array([spearman_of(resample, change, True, 10) for resample in resamples])
+        coupling, influence = pairs.T
+        advantage = abs(coupling) - abs(influence)
+        for name, values in (("coupling", coupling), ("block_influence", influence), ("advantage", advantage)):
+            np.testing.assert_allclose(one[f"{name}_interval"], (min(values), max(values)), atol=1e-12)
+
+
+def test_the_bootstrap_is_seeded() -> None:
+    data = made()
+    first, second, other = (redundancy_correlations(data, n_resamples=50, seed=seed) for seed in (1, 1, 2))
+    xarray.testing.assert_identical(first, second)
+    assert (first.coupling_interval != other.coupling_interval).any()
+    np.testing.assert_array_equal(first.coupling, other.coupling)
+
+
+def test_pairs_that_were_not_merged_are_left_out() -> None:
+    data = made()
+    data["loss_merged"][:, [1, 3]] = np.nan
+    rho = redundancy_correlations(data, n_resamples=10).sel(change="merged", blocks="all", k=5)
+    assert rho.n == 6
+    kept = data.isel(pair=[0, 2, 4, 5, 6, 7])
+    expected = stats.spearmanr(
+        (kept.loss_merged - kept.loss).mean("prompt"), kept.coupling_of_pair.sel(k=5).mean("prompt")
+    ).statistic
+    np.testing.assert_allclose(rho.coupling, expected)
+
+
+def test_too_few_layers_or_prompts_are_nan() -> None:
+    rho = redundancy_correlations(made(n_layers=4), n_resamples=10)
+    assert rho.n.sel(change="dropped", blocks="inner") == 2
+    assert rho.coupling.sel(change="dropped", blocks="inner").isnull().all()
+    assert rho.coupling.sel(change="dropped", blocks="all").notnull().all()
+    alone = redundancy_correlations(made(n_prompts=1), n_resamples=10)
+    assert alone.coupling.notnull().all()
+    assert alone.coupling_interval.isnull().all()
+    assert alone.advantage_interval.isnull().all()
+
+
+def test_correlations_want_redundancy_data() -> None:
+    with pytest.raises(ValueError, match="got data without block_influence, coupling_of_pair"):
+        redundancy_correlations(made().drop_vars(["block_influence", "coupling_of_pair"]))
+    with pytest.raises(ValueError, match="`n_resamples` must be at least 1, got 0"):
+        redundancy_correlations(made(), n_resamples=0)
