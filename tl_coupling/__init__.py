@@ -14,12 +14,23 @@ from tl_coupling.coupling import (
     random_subspace_null,
     spectral_miscoupling,
 )
+from tl_coupling.generalization import (
+    Generalization,
+    bootstrap,
+    coupling_table,
+    generalization_study,
+    leave_one_out,
+    paper_table1,
+    partial_regression,
+    read_scores,
+)
 from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.jacobians import block_jacobian, block_jacobians, block_jvp, block_vjp
 from tl_coupling.measurements import Settings, measure_prompts
 from tl_coupling.models import ModelError, load_model
 from tl_coupling.portraits import Portrait, portrait
 from tl_coupling.prompts import Prompt, load_prompts, open_llm_leaderboard_prompts, prompts_per_task, read_prompts
+from tl_coupling.redundancy import layer_redundancy, redundancy_correlations
 from tl_coupling.spectra import (
     InverseSingularValueFit,
     Spectrum,

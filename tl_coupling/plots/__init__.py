@@ -7,8 +7,10 @@ Nothing is shown and pyplot is left alone: without `ax=` the picture has a Figur
 >>> ax = plot_coupling(tlc.depth_coupling(trace, k=4))
 """
 
+from tl_coupling.plots.generalization import plot_forest, plot_generalization, plot_k_sweep
 from tl_coupling.plots.layers import plot_adjacency, plot_locality, plot_singular_values
 from tl_coupling.plots.maps import plot_coupling, plot_coupling_matrices
+from tl_coupling.plots.redundancy import plot_redundancy
 from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
 from tl_coupling.plots.tokens import plot_influence
 from tl_coupling.plots.trajectories import (
@@ -25,11 +27,15 @@ __all__ = [
     "plot_coupling_matrices",
     "plot_coupling_strip",
     "plot_emergence",
+    "plot_forest",
+    "plot_generalization",
     "plot_influence",
     "plot_inverse_singular_values",
+    "plot_k_sweep",
     "plot_linearisation",
     "plot_locality",
     "plot_perturbation",
+    "plot_redundancy",
     "plot_shapes",
     "plot_singular_values",
     "plot_trajectories",
