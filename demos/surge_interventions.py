@@ -7,7 +7,7 @@ blocks learn alone, each in a run of its own, so that they cannot adapt to each 
 """
 
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import tl_coupling as tlc
-from small_models import Corpus, TrainingConfig, batches, new_model
+from small_models import Corpus, TrainingConfig, batches, learn, new_model
 from surge_probes import mean_cosine, mean_coupling, random_rotations
 from tl_coupling.measurements import loss
 
@@ -80,25 +80,6 @@ def freeze_all_but(model: Any, layers: Collection[int]) -> None:
         model.gpt_neox.layers[layer].requires_grad_(True)
 
 
-def learn(model: nn.Module, config: TrainingConfig, tokens: Tensor) -> Iterator[int]:
-    """Train as `small_models.train` does, in memory; the step is yielded after it, 0 before the first.
-
-    Parameters that ask for no gradient stay as they are.
-    """
-    learned = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=config.learning_rate, weight_decay=config.weight_decay)
-    model.train()
-    yield 0
-    for step, batch in enumerate(batches(config, tokens), 1):
-        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, step / max(1, config.warmup))
-        logits = model(batch).logits[:, :-1]
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
-        nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        yield step
-
-
 def jacobians(model: Any, corpus: Corpus, prompts: tuple[str, ...]) -> tuple[Tensor, list[float]]:
     """Of every block at the last token of each prompt, `[n_prompts n_layers d d]` in float64; and the losses."""
     # Saved and loaded: the library measures TransformerLens models, which share nothing with this one's hooks.
@@ -152,7 +133,7 @@ def _stages(
     if name in ("blocks only", "blocks alone"):
         freeze_all_but(model, range(config.n_layers) if only is None else [only])
     found = []
-    for step in learn(model, config, corpus.tokens):
+    for step, _ in learn(model, config, batches(config, corpus.tokens)):
         if step in steps:
             plain = fold_output(model, rotations) if name == "own coordinates" else model
             found.append(jacobians(plain, corpus, prompts))

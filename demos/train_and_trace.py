@@ -14,11 +14,9 @@ What is finished is kept: a second run trains and measures only what is missing.
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -90,7 +88,7 @@ def runs_here(config: TrainingConfig, arguments: argparse.Namespace) -> list[Run
     if arguments.jobs == 1 or len(work) == 1:
         return [one_run(*one) for one in work]
     # Threads that share the cores of others wait for each other at every operation: processes of one thread do not.
-    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
+    with tlc.process_pool(arguments.jobs) as pool:
         return list(pool.map(one_run, *zip(*work, strict=True)))
 
 

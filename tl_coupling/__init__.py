@@ -14,6 +14,7 @@ from tl_coupling.coupling import (
     random_subspace_null,
     spectral_miscoupling,
 )
+from tl_coupling.executors import process_pool, slurm_executor
 from tl_coupling.generalization import (
     Generalization,
     bootstrap,
@@ -23,6 +24,7 @@ from tl_coupling.generalization import (
     paper_table1,
     partial_regression,
     read_scores,
+    task_means,
 )
 from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.jacobians import block_jacobian, block_jacobians, block_jvp, block_vjp

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -106,6 +107,42 @@ def submitted(
         raise
 
 
+def slurm_executor(folder: str | os.PathLike[str], **parameters: int | str) -> Executor:
+    """submitit's executor for a SLURM cluster, with its scripts and logs in `folder`, which every node must see.
+
+    Args:
+        folder: where to.
+        parameters: as sbatch knows them: `partition="gpu"`, `gpus_per_node=1`, `cpus_per_task=4`, `mem_gb=32`,
+            `timeout_min=240` (of one unit; four hours by default, submitit's own five minutes are few),
+            `array_parallelism=16` (jobs at a time), `account=…`.
+
+    Raises:
+        ValueError: submitit is not installed, there is no SLURM, or a parameter that submitit does not know.
+
+    Where the cluster keeps no accounts (`sacct` fails), a job that was killed cannot be told from one that waits, and
+    whoever waits for it waits on: interrupt the run and start it again.
+
+    Example:
+        >>> executor = tlc.slurm_executor("out/jobs", partition="gpu", gpus_per_node=1)  # doctest: +SKIP
+    """
+    try:
+        import submitit
+    except ImportError:
+        raise ValueError('SLURM needs submitit: pip install "tl-coupling[slurm]"') from None
+    if shutil.which("sbatch") is None:
+        raise ValueError("there is no SLURM here: wanted its command `sbatch`; on one machine use processes instead")
+    shared = {"timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name"}
+    named = {name if name in shared else f"slurm_{name}": value for name, value in parameters.items()}
+    executor = submitit.AutoExecutor(folder=os.fspath(folder), cluster="slurm")
+    try:
+        executor.update_parameters(**{"timeout_min": 240, "name": "tl-coupling"} | named)
+    # submitit's own NameError names every parameter there is.
+    except NameError as error:
+        unknown = " ".join(str(error).split())[:200]
+        raise ValueError(f"SLURM does not take {sorted(parameters)} as they are: {unknown}") from None
+    return executor
+
+
 def process_pool(workers: int) -> ProcessPoolExecutor:
     """A pool of processes that share this machine's cores evenly, and end when this process does, even killed.
 
@@ -121,8 +158,11 @@ def process_pool(workers: int) -> ProcessPoolExecutor:
 
 def _begin_worker(threads: int) -> None:
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(threads)
+    # Of every file that is loaded, across the bars of whoever started this.
+    disable_progress_bar()
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

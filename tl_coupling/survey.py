@@ -114,6 +114,8 @@ def run(
 ) -> "xarray.Dataset":
     """Measure what a survey asks for, and open the results.
 
+    An executor's worker that is killed fails its unit, and perhaps others; the next run does them again.
+
     Args:
         survey: what.
         folder: where each unit's result is written when it is done. A run there keeps what is finished and measures
@@ -135,9 +137,8 @@ def run(
     torch runs with the same number of threads.
 
     Example:
-        >>> from concurrent.futures import ProcessPoolExecutor
         >>> survey = tlc.Survey(["gpt2"], tlc.load_prompts("gsm8k", n=20))  # doctest: +SKIP
-        >>> with ProcessPoolExecutor(4) as pool:  # doctest: +SKIP
+        >>> with tlc.process_pool(4) as pool:  # doctest: +SKIP
         ...     data = tlc.run(survey, "out/gpt2", executor=pool)
     """
     units = survey.units()
@@ -169,9 +170,9 @@ def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
 
     Returns:
         what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model checkpoint]`: `n_layers`, `d_model`,
-        `n_parameters`, `seconds` of work. Coordinates of `prompt`: `task`, `text`. NaN where something was not
-        measured, or where a model has fewer layers than another. Checkpoints are numbers if all are training steps,
-        else text. `attrs["failed"]`: errors of units, a JSON object.
+        `n_parameters`, `seconds` of work, `peak_memory` of the processes that did it in MiB. Coordinates of `prompt`:
+        `task`, `text`. NaN where something was not measured, or where a model has fewer layers than another.
+        Checkpoints are numbers if all are training steps, else text. `attrs["failed"]`: errors of units, a JSON object.
 
     Raises:
         ValueError: no folder of a survey, or nothing in it is finished; dask is not installed.
@@ -220,6 +221,7 @@ def _one_checkpoint(folder: Path, units: Sequence[Unit], records: Mapping[str, d
         d_model=facts["d_model"],
         n_parameters=facts["n_params"],
         seconds=sum(records[unit.key]["seconds"] for unit in units),
+        peak_memory=max(records[unit.key]["peak_memory"] or float("nan") for unit in units),
     )
 
 

@@ -8,6 +8,7 @@ record that names its checksum, and the record is written last: whenever the wor
 import hashlib
 import json
 import os
+import sys
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -142,7 +143,8 @@ def run_unit(folder: Path, unit: Unit, measure: Callable[[Unit], "xarray.Dataset
         return _failed(folder, unit, error)
     path = _write(result_path(folder, unit), lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4"))
     seconds = round(time.perf_counter() - start, 3)
-    _record(folder, unit, {"status": "finished", "sha256": _checksum(path), "seconds": seconds})
+    effort = {"seconds": seconds, "peak_memory": _peak_memory()}
+    _record(folder, unit, {"status": "finished", "sha256": _checksum(path)} | effort)
     return Outcome(unit, "computed")
 
 
@@ -156,6 +158,16 @@ def _outcome(folder: Path, unit: Unit, future: Future) -> Outcome:
         # The worker is gone, perhaps after its last write.
         return Outcome(unit, "computed") if is_finished(folder, unit) else _failed(folder, unit, error)
     return outcome
+
+
+def _peak_memory() -> int | None:
+    """The most memory that this process has held since it began, in MiB; `None` where that is not known."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak >> (20 if sys.platform == "darwin" else 10)
 
 
 def _failed(folder: Path, unit: Unit, error: BaseException) -> Outcome:

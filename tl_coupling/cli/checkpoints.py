@@ -1,16 +1,14 @@
 """`tl-coupling checkpoints`: a model across its training."""
 
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tl_coupling.cli.app import app
-from tl_coupling.cli.console import progress_bars, quiet
+from tl_coupling.cli.console import at_work, over_units
 from tl_coupling.cli.options import (
     Backend,
     Device,
@@ -26,9 +24,8 @@ from tl_coupling.cli.options import (
     chosen_prompts,
     training_step,
 )
-from tl_coupling.cli.results import write_summary
-from tl_coupling.files import output_folder, write_atomically
-from tl_coupling.units import Unit
+from tl_coupling.cli.results import show, write_summary
+from tl_coupling.files import write_atomically
 
 if TYPE_CHECKING:
     import xarray
@@ -77,15 +74,7 @@ def checkpoints(
         prepend_bos=prepend_bos,
     )
     steps = None if checkpoint is None else [training_step(one) for one in checkpoint]
-    console = Console(stderr=True)
-    with output_folder(out) as folder, quiet(console), progress_bars(console) as progress:
-
-        def bar(units: Iterable[Unit]) -> Iterator[Unit]:
-            task = progress.add_task(model, total=None)
-            for unit in progress.track(list(units), task_id=task):
-                progress.update(task, description=f"{model} at {unit.what['checkpoint']}")
-                yield unit
-
+    with at_work(out) as (folder, progress):
         data = checkpoint_sweep(
             model,
             steps,  # type: ignore[arg-type]
@@ -94,12 +83,11 @@ def checkpoints(
             folder=folder / "checkpoints",
             backend=backend,  # type: ignore[arg-type]
             device=device,
-            progress=bar,
+            progress=over_units(progress, model, lambda unit: f"at {unit.what['checkpoint']}"),
         )
         sweep = write_atomically(folder / "sweep.nc", lambda path: data.to_netcdf(path, engine="netcdf4"))
         summary = write_summary(folder, _summary(data))
-    Console().print(_table(data))
-    Console().print(f"wrote {sweep}, {summary}", highlight=False, soft_wrap=True)
+    show([sweep, summary], _table(data))
     if json.loads(data.attrs["failed"]):
         raise typer.Exit(1)
 

@@ -1,7 +1,7 @@
 """What the commands show on the terminal while they work."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tl_coupling import units
 from tl_coupling.files import output_folder
+from tl_coupling.units import Unit
 
 
 @contextmanager
@@ -26,6 +28,19 @@ def progress_bars(console: Console) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         yield progress
+
+
+def over_units(progress: Progress, what: str, label: Callable[[Unit], str]) -> units.Progress:
+    """A bar over units of work, as `run_units` takes it: whichever is at work, or came back from elsewhere."""
+
+    def bar(to_do: Iterable[Unit]) -> Iterator[Unit]:
+        task = progress.add_task(what, total=len(to_do) if isinstance(to_do, Sized) else None)
+        for unit in to_do:
+            progress.update(task, description=f"{what}: {label(unit)}")
+            yield unit
+            progress.advance(task)
+
+    return bar
 
 
 @contextmanager

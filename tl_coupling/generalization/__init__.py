@@ -7,6 +7,7 @@ from tl_coupling.generalization.associations import (
     k_sweep,
     prompt_correlations,
     task_fits,
+    task_means,
 )
 from tl_coupling.generalization.fits import (
     ExponentialFit,
@@ -54,4 +55,5 @@ __all__ = [
     "read_scores",
     "subset_fits",
     "task_fits",
+    "task_means",
 ]

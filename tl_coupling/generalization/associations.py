@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,15 @@ from tl_coupling.generalization.fits import (
     rank_correlation,
 )
 from tl_coupling.generalization.resampling import Bootstrap, bootstrap, check_draws, correlation, percentiles
-from tl_coupling.generalization.tables import Measured, at_one_checkpoint, coupling_table, measured, of_rows, per_prompt
+from tl_coupling.generalization.tables import (
+    Measured,
+    at_one_checkpoint,
+    coupling_table,
+    largest_k,
+    measured,
+    of_rows,
+    per_prompt,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -122,6 +131,49 @@ def task_fits(
         )
         for task, part in _by_task(data).items()
     }
+
+
+def task_means(
+    data: "xarray.Dataset",
+    k: int | None = None,
+    measure: Measure = "coupling",
+    *,
+    n_resamples: int = 2000,
+    seed: int = 0,
+) -> "pandas.DataFrame":
+    """Mean coupling of every model and checkpoint on each task, with its interval over prompts.
+
+    Args:
+        data, k, measure: as in `coupling_table`.
+        n_resamples: draws of a bootstrap over the task's prompts.
+        seed: of `numpy.random.default_rng`.
+
+    Returns:
+        columns `model`, `checkpoint`, `task` ("all" last; alone where prompts have none), `n_prompts`, `mean`, `low`
+        and `high` (95 % percentiles; NaN with one prompt), `null` (what random subspaces would give), `loss` (mean, in
+        nats per token). `attrs` names `k` and `measure`.
+
+    Raises:
+        ValueError: as `coupling_table`; fewer than one draw.
+    """
+    import pandas
+
+    check_draws(n_resamples)
+    k = largest_k(data) if k is None else k
+    held = per_prompt(data, k, measure)
+    rng = np.random.default_rng(seed)
+    rows = []
+    for model, checkpoint in product(held["model"].values, held["checkpoint"].values):
+        here = held.sel(model=model, checkpoint=checkpoint).dropna("prompt", subset=["x"])
+        for task, part in [*_by_task(here).items(), ("all", here)] if here.sizes["prompt"] else []:
+            x, n = part["x"].values, part.sizes["prompt"]
+            low, high = percentiles(x[rng.integers(n, size=(n_resamples, n))].mean(1)) if n > 1 else (np.nan, np.nan)
+            means = {name: float(part[name].mean()) if name in part else np.nan for name in ("x", "null", "loss")}
+            rows.append((str(model), checkpoint, task, n, means["x"], low, high, means["null"], means["loss"]))
+    columns = ["model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null", "loss"]
+    table = pandas.DataFrame(rows, columns=columns)
+    table.attrs |= {"k": k, "measure": measure}
+    return table
 
 
 def fits_across_tasks(

@@ -11,6 +11,7 @@ from tl_coupling.plots.generalization import plot_forest, plot_generalization, p
 from tl_coupling.plots.layers import plot_adjacency, plot_locality, plot_singular_values
 from tl_coupling.plots.maps import plot_coupling, plot_coupling_matrices
 from tl_coupling.plots.redundancy import plot_redundancy
+from tl_coupling.plots.survey import plot_task_means
 from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
 from tl_coupling.plots.tokens import plot_influence
 from tl_coupling.plots.trajectories import (
@@ -38,6 +39,7 @@ __all__ = [
     "plot_redundancy",
     "plot_shapes",
     "plot_singular_values",
+    "plot_task_means",
     "plot_trajectories",
     "plot_trajectory_metrics",
 ]

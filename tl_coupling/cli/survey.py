@@ -1,0 +1,204 @@
+"""`tl-coupling survey`: many models on many prompts, here, in processes, or on a cluster."""
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tl_coupling.cli.app import app
+from tl_coupling.cli.console import at_work, over_units
+from tl_coupling.cli.options import (
+    Backend,
+    Device,
+    FinalNorm,
+    Ks,
+    Orientation,
+    Out,
+    Position,
+    PrependBos,
+    checked_ks,
+    training_step,
+)
+from tl_coupling.cli.results import show, write_pictures, write_summary
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+
+    from tl_coupling.executors import Executor
+
+_SURVEY_HELP = """Many models on many prompts: coupling, singular values, shapes of trajectories, loss; means by task.
+
+Each finished unit (one model and checkpoint, some prompts) is written at once; the same command again keeps what is
+finished and does the rest, and models may be added. A unit that fails is left out, with its error, and the exit status
+is then 1. `tl-coupling generalization` goes on from here.
+
+Examples:
+
+  tl-coupling survey --model gpt2 --model EleutherAI/pythia-160m --prompts open_llm_leaderboard --n 1200 --out survey
+
+  tl-coupling survey --model smollm2-135m --prompts prompts.jsonl --per-task 20 --prompts-per-unit 30 --workers 2
+
+  tl-coupling survey --model EleutherAI/pythia-6.9b --prompts gsm8k --slurm partition=gpu,gpus_per_node=1,mem_gb=64
+"""
+
+
+@app.command(help=_SURVEY_HELP)
+def survey(
+    model: Annotated[
+        list[str], typer.Option(help="Hub name or local folder, or NAME=that to call it so; may be repeated.")
+    ],
+    prompts: Annotated[
+        str, typer.Option(help='JSONL file; or gsm8k, mmlu, …; or "open_llm_leaderboard", six of them.')
+    ],
+    n: Annotated[int | None, typer.Option(help="Prompts, drawn at random. [all of a file, 200 of a set, 1200]")] = None,
+    per_task: Annotated[int | None, typer.Option(help="Prompts of each task of a file, instead of --n.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draw.", min=0)] = 0,
+    checkpoint: Annotated[
+        list[str] | None, typer.Option(help="Training step or hub revision, of all models; may be repeated.")
+    ] = None,
+    untrained: Annotated[bool, typer.Option("--untrained", help="Measure untrained twins as well.")] = False,
+    k: Ks = None,
+    position: Position = -1,
+    prepend_bos: PrependBos = None,
+    final_norm: FinalNorm = False,
+    orientation: Orientation = "ujv",
+    backend: Backend = "auto",
+    device: Device = None,
+    prompts_per_unit: Annotated[int | None, typer.Option(help="Prompts in a unit of work. [all]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes of this machine that share the units.", min=1)] = None,
+    slurm: Annotated[
+        str | None, typer.Option(help="Units as SLURM jobs: partition=…,gpus_per_node=1,timeout_min=240,…")
+    ] = None,
+    out: Out = Path("out"),
+) -> None:
+    """See `_SURVEY_HELP`."""
+    from tl_coupling.generalization import task_means
+    from tl_coupling.measurements import Settings
+    from tl_coupling.survey import Survey, run
+
+    asked = Survey(
+        models=_named(model),
+        prompts=_chosen(prompts, n, per_task, seed),
+        checkpoints=None if checkpoint is None else [training_step(one) for one in checkpoint],  # type: ignore[misc]
+        untrained=untrained,
+        settings=Settings(
+            k=tuple(checked_ks(k)),
+            position=position,
+            orientation=orientation,  # type: ignore[arg-type]
+            final_norm=final_norm,
+            prepend_bos=prepend_bos,
+        ),
+        prompts_per_unit=prompts_per_unit,
+        backend=backend,  # type: ignore[arg-type]
+        device=device,
+    )
+    with at_work(out) as (folder, progress), _executor(workers, slurm, folder / "jobs") as executor:
+        units = folder / "units"
+        data = run(asked, units, executor, over_units(progress, "survey", lambda unit: unit.key))
+        tables = {one: task_means(data, one) for one in data["k"].values.tolist()}
+        written = [
+            units,
+            write_summary(folder, _summary(data, tables)),
+            *write_pictures(folder, {f"tasks-k{one}.png": partial(_picture, table) for one, table in tables.items()}),
+        ]
+    for one, table in tables.items():
+        Console().print(_table(one, table))
+    show(written, _costs(data))
+    if json.loads(data.attrs["failed"]):
+        raise typer.Exit(1)
+
+
+def _named(models: list[str]) -> dict[str, str]:
+    pairs = [
+        (name, source) if equals else (one, one) for one in models for name, equals, source in [one.partition("=")]
+    ]
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"`--model` must name each model once, got {models}; NAME=MODEL tells two of them apart")
+    return dict(pairs)
+
+
+def _chosen(prompts: str, n: int | None, per_task: int | None, seed: int) -> list[Any]:
+    from tl_coupling.prompts import load_prompts, open_llm_leaderboard_prompts, prompts_per_task
+
+    if n is not None and per_task is not None:
+        raise ValueError("give --n or --per-task, not both")
+    if prompts == "open_llm_leaderboard":
+        return open_llm_leaderboard_prompts(1200 if n is None else n, seed)
+    if per_task is not None:
+        return prompts_per_task(load_prompts(prompts, None), per_task, seed)
+    return load_prompts(prompts, 200 if n is None and not Path(prompts).is_file() else n, seed)
+
+
+def _executor(workers: int | None, slurm: str | None, jobs: Path) -> "AbstractContextManager[Executor | None]":
+    from tl_coupling.executors import process_pool, slurm_executor
+
+    if workers is not None and slurm is not None:
+        raise ValueError("give --workers or --slurm, not both")
+    if slurm is not None:
+        return nullcontext(slurm_executor(jobs, **_parameters(slurm)))
+    return nullcontext() if workers is None else process_pool(workers)
+
+
+def _parameters(text: str) -> dict[str, int | str]:
+    found: dict[str, int | str] = {}
+    for one in text.split(","):
+        name, equals, value = (part.strip() for part in one.partition("="))
+        if not (name and equals and value):
+            raise ValueError(f"`--slurm` must be like partition=gpu,gpus_per_node=1,timeout_min=240, got {text!r}")
+        found[name] = int(value) if value.isdigit() else value
+    return found
+
+
+def _picture(table: "pandas.DataFrame") -> Any:
+    from tl_coupling.plots import plot_task_means
+
+    return plot_task_means(table)
+
+
+def _summary(data: "xarray.Dataset", tables: "dict[int, pandas.DataFrame]") -> dict[str, Any]:
+    costs = data[["seconds", "peak_memory"]].to_dataframe().dropna().reset_index()
+    return {
+        "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of different layers, then over prompts",
+        "intervals": "95 % percentiles of a bootstrap over prompts",
+        "by_task": {str(k): table.to_dict("records") for k, table in tables.items()},
+        "cost": costs.to_dict("records"),
+        "failed": json.loads(data.attrs["failed"]),
+        "provenance": json.loads(data.attrs["provenance"]),
+    }
+
+
+def _table(k: int, rows: "pandas.DataFrame") -> Table:
+    table = Table(title=f"depth coupling 1 − m̃ (k = {k})", caption="95 % intervals: bootstrap over prompts")
+    for heading in ("model", "checkpoint", "task", "prompts", "coupling", "interval", "null", "loss"):
+        table.add_column(heading, justify="left" if heading in ("model", "checkpoint", "task") else "right")
+    for row in rows.itertuples():
+        of_coupling = (f"{row.mean:.3f}", f"{row.low:.3f} to {row.high:.3f}", f"{row.null:.3f}")
+        table.add_row(row.model, str(row.checkpoint), row.task, str(row.n_prompts), *of_coupling, f"{row.loss:.3f}")
+    return table
+
+
+def _costs(data: "xarray.Dataset") -> Table:
+    n_prompts = data["loss"].notnull().sum("prompt")
+    table = Table(title="what it took", caption="loading included; peak memory of the processes that did it")
+    for heading in ("model", "checkpoint", "layers", "width", "parameters", "seconds a prompt", "peak memory"):
+        table.add_column(heading, justify="left" if heading in ("model", "checkpoint") else "right")
+    for model in data["model"].values.tolist():
+        for checkpoint in data["checkpoint"].values.tolist():
+            here = data.sel(model=model, checkpoint=checkpoint)
+            if not (n := int(n_prompts.sel(model=model, checkpoint=checkpoint))):
+                continue
+            facts = (f"{int(here[name]):,}" for name in ("n_layers", "d_model", "n_parameters"))
+            table.add_row(
+                model,
+                str(checkpoint),
+                *facts,
+                f"{float(here['seconds']) / n:.2f}",
+                f"{float(here['peak_memory']):.0f} MiB",
+            )
+    return table
