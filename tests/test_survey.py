@@ -58,7 +58,7 @@ def undisturbed(survey: Survey, tmp_path_factory: pytest.TempPathFactory) -> xar
 
 def values_of(data: xarray.Dataset) -> xarray.Dataset:
     """All but how long it took."""
-    return data.drop_vars("seconds").load()
+    return data.drop_vars(["seconds", "peak_memory"]).load()
 
 
 def state(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -198,6 +198,8 @@ def test_checkpoints_and_untrained_twins(models: dict[str, str], undisturbed: xa
 def test_some_checkpoints_of_some_models(models: dict[str, str]) -> None:
     survey = Survey({"run": models["run"], "two": models["two"]}, PROMPTS, checkpoints={"run": [100]})
     assert [unit.key for unit in survey.units()] == ["run@100", "two@main"]
+    (alone,) = Survey([Path(models["two"])], PROMPTS).units()
+    assert alone.what["model"] == alone.what["source"]["name"] == str(Path(models["two"]).resolve())
     hub = Survey(["a/b", "c"], PROMPTS, checkpoints=[1, 1000])
     assert [unit.key for unit in hub.units()] == ["a%2Fb@1", "a%2Fb@1000", "c@1", "c@1000"]
 

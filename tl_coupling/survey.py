@@ -54,7 +54,7 @@ class Survey:
         ['gpt2@main', 'distilgpt2@main']
     """
 
-    models: Mapping[str, str] | Sequence[str]
+    models: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
     prompts: Sequence[str | Prompt]
     checkpoints: Sequence[Checkpoint] | Mapping[str, Sequence[Checkpoint]] | None = None
     untrained: bool = False
@@ -66,7 +66,7 @@ class Survey:
 
     def __post_init__(self) -> None:
         """Raise on what could not be measured."""
-        names = [self.models] if isinstance(self.models, str) else list(self.models)
+        names = [model for model, _ in self._named()]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"`models` must be one or more, each once, got {names}")
         if self.prompts_per_unit is not None and self.prompts_per_unit < 1:
@@ -80,7 +80,7 @@ class Survey:
         prompts = as_prompts(self.prompts)
         size = self.prompts_per_unit or len(prompts)
         found = []
-        for model, name in self._named().items():
+        for model, name in self._named():
             for checkpoint, source in self._checkpoints_of(model, name).items():
                 what = {"model": model, "checkpoint": checkpoint, "source": source}
                 for first in range(0, len(prompts), size):
@@ -90,13 +90,15 @@ class Survey:
                     found.append(Unit(key, what | {"prompts": [first, first + len(some)]}, (source, some)))
         return found
 
-    def _named(self) -> dict[str, str]:
+    def _named(self) -> list[tuple[str, str]]:
+        """Each model's name in the results, and where it is."""
         if isinstance(self.models, Mapping):
-            named = dict(self.models)
+            named = [(model, os.fspath(source)) for model, source in self.models.items()]
         else:
-            named = {name: name for name in ([self.models] if isinstance(self.models, str) else self.models)}
+            sources = [self.models] if isinstance(self.models, str | os.PathLike) else self.models
+            named = [(os.fspath(source), os.fspath(source)) for source in sources]
         # A folder is the same however its path is written, and wherever a worker starts.
-        return {model: str(Path(name).resolve()) if Path(name).is_dir() else name for model, name in named.items()}
+        return [(model, str(Path(name).resolve()) if Path(name).is_dir() else name) for model, name in named]
 
     def _checkpoints_of(self, model: str, name: str) -> dict[Checkpoint, Source]:
         chosen = self.checkpoints.get(model) if isinstance(self.checkpoints, Mapping) else self.checkpoints
