@@ -34,12 +34,20 @@ surge: .venv/ready
 demo-survey: .venv/ready
 	.venv/bin/python demos/ladder.py --out out/ladder $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(PER_TASK),--per-task $(PER_TASK))
 
+# What does not depend on TransformerLens' line runs on one of them.
+ON_TL4_ONLY = notebooks
+ON_TL3_ONLY = cli_generalization early_surge executors generalization generalization_survey ladder \
+	plots_generalization prompt_sets slurm small_models task_means training_demo units
+
 # Both lines side by side, one thread each: threads that wait for each other cost more than they save.
 test: setup
 	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory --jobs=2 --output-sync=target test-tl4 test-tl3
 
-test-tl4 test-tl3:
-	$(if $(filter %3,$@),.venv-tl3,.venv)/bin/python -m pytest $(PYTEST)
+test-tl4:
+	.venv/bin/python -m pytest $(ON_TL3_ONLY:%=--ignore=tests/test_%.py) $(PYTEST)
+
+test-tl3:
+	.venv-tl3/bin/python -m pytest $(ON_TL4_ONLY:%=--ignore=tests/test_%.py) $(PYTEST)
 
 check: .venv/ready
 	.venv/bin/ruff format --check .
@@ -50,6 +58,7 @@ check: .venv/ready
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.depth_coupling --out benchmarks/results
 	.venv/bin/python -m benchmarks.across_tokens --out benchmarks/results
+	.venv/bin/python -m benchmarks.engines --out benchmarks/results
 
 clean:
 	rm -rf .venv .venv-tl3 out

@@ -68,7 +68,7 @@ def test_workers_give_the_same_values(call, options, tmp_path: Path) -> None:
 
 def test_a_model_that_fails_is_said_and_the_status_is_1(call, options, tmp_path: Path) -> None:
     said = call(*options, "--model", "no/such-model", "--n", 2, status=1).err
-    assert "1 of 3 units failed and are left out: no%2Fsuch-model@main" in " ".join(said.split())
+    assert "1 of 3 units failed and are left out: no/such-model@main" in " ".join(said.split())
     assert list(json.loads((tmp_path / "out" / "summary.json").read_text())["failed"]) == ["no%2Fsuch-model@main"]
 
 

@@ -355,13 +355,18 @@ def test_the_summary_holds_it_all_and_is_json():
     assert result.association.linear.p == pytest.approx(by_hand.pvalue)
     assert result.left_out["org/m0"] == "no score"
     assert list(result.partial) == [
-        "n_parameters",
+        "log10(n_parameters)",
         "n_layers",
         "d_model",
-        "training_tokens",
-        "n_parameters + n_layers + d_model + training_tokens",
+        "log10(training_tokens)",
+        "log10(n_parameters) + n_layers + d_model + log10(training_tokens)",
     ]
-    assert list(result.covariates.index) == ["n_parameters", "n_layers", "d_model", "training_tokens"]
+    assert list(result.covariates.index) == [
+        "log10(n_parameters)",
+        "n_layers",
+        "d_model",
+        "log10(training_tokens)",
+    ]
     assert set(result.by_k) == set(KS)
     assert result.by_k[5] is result.association
     assert set(result.by_task) == {"arc", "mmlu"}
@@ -431,7 +436,7 @@ def test_what_lacks_models_is_left_out_and_said():
     assert result.influence is None
     assert "four models" in result.left_out["influence"]
     assert "'n_layers' is the same" in result.left_out["covariate n_layers"]
-    assert "want 4 models" in result.left_out["given n_parameters"]
+    assert "want 4 models" in result.left_out["given log10(n_parameters)"]
     assert result.partial == {}
 
 

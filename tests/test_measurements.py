@@ -214,6 +214,15 @@ def test_an_error_names_the_prompt(model, prompts, settings: Settings, message: 
     assert "\n" not in str(caught.value)
 
 
+def test_prompts_that_are_too_long_are_named_before_any_is_measured(model, monkeypatch) -> None:
+    monkeypatch.setattr("tl_coupling.measurements.trace", lambda *_, **__: pytest.fail("measured"))
+    many = [tlc.Prompt(f"p{i}", " ".join(["w3"] * (20 + 20 * (i % 2)))) for i in range(14)]
+    with pytest.raises(
+        ValueError, match=r"^7 of 14 prompts have more tokens than .* holds, 32: 'p1' \(40\), .*, …; shorten"
+    ):
+        measure_prompts(model, many, SMALL)
+
+
 def test_progress_wraps_the_prompts(model) -> None:
     seen = []
 

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import slurm_cluster
 import tiny
 import xarray
 
-from tl_coupling.executors import Preemptible
+from tl_coupling.executors import Preemptible, slurm_executor
 from tl_coupling.measurements import Settings
 from tl_coupling.prompts import Prompt
-from tl_coupling.survey import Survey, run
+from tl_coupling.survey import Survey, open_survey, run
 
 submitit = pytest.importorskip("submitit")
 needs_slurm = pytest.mark.skipif(slurm_cluster.why_not() is not None, reason=str(slurm_cluster.why_not()))
@@ -27,6 +28,9 @@ needs_slurm = pytest.mark.skipif(slurm_cluster.why_not() is not None, reason=str
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with slurm_cluster.local_slurm(tmp_path_factory.mktemp("slurm")):
         yield
+
+
+COSTS = ["seconds", "peak_memory"]
 
 
 def wait_until(ready: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
@@ -139,7 +143,7 @@ def executor(slurm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     monkeypatch.setattr(submitit.SlurmJob.watcher, "_delay_s", 1)
     monkeypatch.setattr(submitit.SlurmJob, "_results_timeout_s", 1)
     wait_until(lambda: not queue(), "the end of earlier jobs")
-    return submitit.AutoExecutor(folder=tmp_path / "log", cluster="slurm")
+    return slurm_executor(tmp_path / "log")
 
 
 @needs_slurm
@@ -170,8 +174,7 @@ def test_a_rerun_of_a_survey_does_what_killed_and_cancelled_jobs_did_not(
     data = run(survey, tmp_path / "results", executor).load()
     assert logs(tmp_path).count("Loading pickle") == 4
     assert modified(tmp_path / "results", "*.nc").items() >= finished.items()
-    # How long it took is no value.
-    xarray.testing.assert_equal(data.drop_vars("seconds"), here.drop_vars("seconds"))
+    xarray.testing.assert_equal(data.drop_vars(COSTS), here.drop_vars(COSTS))
     assert data.attrs == here.attrs
 
 
@@ -191,3 +194,29 @@ def test_an_interrupted_survey_leaves_no_job_behind(survey: Survey, executor: An
         run(survey, tmp_path / "results", executor, interrupt)
     assert len(seen) == 3
     wait_until(lambda: not queue(), "the end of the jobs")
+
+
+@needs_slurm
+def test_the_command_hands_its_units_to_the_cluster(survey: Survey, executor: Any, call: Any, tmp_path: Path) -> None:
+    here = run(replace(survey, models=dict(list(survey.models.items())[:1])))
+    ((name, path),) = [(model, path) for model, path in survey.models.items() if model in here["model"]]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"id": p.id, "task": p.task, "prompt": p.prompt}) for p in survey.prompts))
+    options = ["--model", f"{name}={path}", "--prompts", prompts, "--k", 2, "--k", 4, "--out", tmp_path / "out"]
+    said = call("survey", *options, "--slurm", "partition=local,cpus_per_task=1,timeout_min=5").out
+    data = open_survey(tmp_path / "out" / "units").load()
+    xarray.testing.assert_equal(data.drop_vars(COSTS), here.drop_vars(COSTS))
+    assert f"{float(here['mean_coupling'].sel(k=2).mean()):.3f}" in said
+    assert list((tmp_path / "out" / "jobs").glob("*_submission.sh"))
+
+
+@needs_slurm
+def test_parameters_that_slurm_does_not_take_are_said(slurm: None, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"SLURM does not take \['prtition'\] as they are"):
+        slurm_executor(tmp_path, prtition="local")
+
+
+def test_a_machine_without_slurm_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="there is no SLURM here: wanted its command `sbatch`"):
+        slurm_executor(tmp_path)

@@ -211,7 +211,9 @@ def test_a_model_that_fails_fails_alone_and_a_rerun_completes(
     link.mkdir()
     broken = replace(survey, models={"two": models["two"], "three": str(link)})
     (link / "config.json").write_text("{}")
-    with pytest.warns(UserWarning, match=r"2 of 4 units failed and are left out: three@main\+0: ModelError"):
+    with pytest.warns(
+        UserWarning, match=r"2 of 4 units failed and are left out: three@main\+0, three@main\+2: ModelError"
+    ):
         data = run(broken, tmp_path / "results")
     assert data["model"].values.tolist() == ["two"]
     assert set(json.loads(data.attrs["failed"])) == {"three@main+0", "three@main+2"}

@@ -19,7 +19,7 @@ from tl_coupling.files import file_name, output_folder
 from tl_coupling.measurements import PAPER_PROMPT, Settings, as_prompts, measure_prompts
 from tl_coupling.models import Backend, ModelError, load_model
 from tl_coupling.prompts import Prompt
-from tl_coupling.units import Outcome, Progress, Unit, check_plan, load_unit, run_units
+from tl_coupling.units import Outcome, Progress, Unit, check_plan, load_unit, one_line, run_units
 
 if TYPE_CHECKING:
     import xarray
@@ -205,8 +205,7 @@ def _together(folder: Path, outcomes: Sequence[Outcome], name: str) -> "xarray.D
         raise ModelError(f"none of the {len(failed)} checkpoints of {name} could be measured; {first[0]}: {first[1]}")
     if failed:
         warnings.warn(
-            f"{len(failed)} of {len(outcomes)} checkpoints failed and are left out: "
-            + "; ".join(f"{checkpoint}: {error}" for checkpoint, error in failed.items()),
+            f"{len(failed)} of {len(outcomes)} checkpoints failed and are left out: " + one_line(failed),
             stacklevel=3,
         )
     results = [load_unit(folder, unit) for unit in done]

@@ -1,7 +1,8 @@
 """All that is measured of one model on a set of prompts, as one dataset."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -12,6 +13,7 @@ from torch import nn
 from tl_coupling.blocks import Trace, trace
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.coupling import Measure, Orientation, check_orientation
+from tl_coupling.models import tokenize
 from tl_coupling.prompts import Prompt
 from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
 
@@ -80,6 +82,10 @@ def measure_prompts(
 ) -> "xarray.Dataset":
     """Every measure of one model for every prompt.
 
+    Raises:
+        ValueError: prompts longer than the model's context, named before anything is measured; otherwise as `trace`,
+            with the prompt's id.
+
     Returns:
         a Dataset with dims `prompt`, `k`, `layer` (of J_1), `other_layer` (of the singular vectors), `window`,
         `distance` and `singular_value`:
@@ -93,15 +99,39 @@ def measure_prompts(
     """
     import xarray
 
+    _check_lengths(model, prompts, settings)
     per_prompt = []
     for prompt in progress(prompts) if progress else prompts:
-        try:
+        with _named(prompt):
             traced = trace(model, prompt.prompt, prepend_bos=settings.prepend_bos, final_norm=settings.final_norm)
             per_prompt.append(_of_prompt(traced, settings))
-        except ValueError as error:
-            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
     data = xarray.concat(per_prompt, "prompt", combine_attrs="drop_conflicts")
     return data.assign_coords(prompt=[p.id for p in prompts], task=("prompt", [p.task or "" for p in prompts]))
+
+
+@contextmanager
+def _named(prompt: Prompt) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"prompt {prompt.id!r}: {error}") from error
+
+
+def _check_lengths(model: Any, prompts: Sequence[Prompt], settings: Settings) -> None:
+    """Raise on prompts that the model's context cannot hold, before hours are spent on those that come first."""
+    n_ctx = model.cfg.n_ctx
+    if n_ctx is None or n_ctx <= 0:
+        return
+    lengths = {}
+    for prompt in prompts:
+        with _named(prompt):
+            lengths[prompt.id] = len(tokenize(model, prompt.prompt, settings.prepend_bos)[0])
+    if too_long := {name: length for name, length in lengths.items() if length > n_ctx}:
+        some = ", ".join(f"{name!r} ({length})" for name, length in list(too_long.items())[:5])
+        raise ValueError(
+            f"{len(too_long)} of {len(lengths)} prompts have more tokens than this model's context holds, {n_ctx}: "
+            f"{some}{', …' if len(too_long) > 5 else ''}; shorten them or leave them out"
+        )
 
 
 def loss(traced: Trace) -> float:

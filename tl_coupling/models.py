@@ -85,8 +85,9 @@ def load_model(
     # Building a bridge draws random numbers; the caller's generator is left as it was.
     with _one_line_errors(name, checkpoint), torch.random.fork_rng(devices=[]):
         if backend == "hooked":
+            hooked = _hooked_transformer()
             _check_step(name, checkpoint)
-            model = _hooked_transformer().from_pretrained_no_processing(source, **given)
+            model = hooked.from_pretrained_no_processing(source, **given)
         else:
             from transformer_lens.model_bridge import TransformerBridge
             from transformer_lens.model_bridge.sources import transformers  # noqa: F401  (attaches boot_transformers)
@@ -209,10 +210,10 @@ def _branch_of_step(name: str) -> str | None:
 
 def _check_step(name: str, checkpoint: int | str | None) -> None:
     """Raise on a step that TransformerLens knows the model not to have; of other names it knows none."""
-    from transformer_lens.loading_from_pretrained import get_checkpoint_labels
-
     if not isinstance(checkpoint, int) or _branch_of_step(name) is None:
         return
+    from transformer_lens.loading_from_pretrained import get_checkpoint_labels
+
     known, _ = get_checkpoint_labels(_official_name(name))
     if checkpoint not in known:
         near = sorted(known, key=lambda step: abs(step - checkpoint))[:3]

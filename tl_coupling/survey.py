@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,25 @@ from tl_coupling.files import file_name, output_folder
 from tl_coupling.measurements import Settings, as_prompts
 from tl_coupling.models import Backend, ModelError
 from tl_coupling.prompts import Prompt
-from tl_coupling.units import Progress, Unit, all_records, check_plan, is_finished, read_plan, result_path, run_units
+from tl_coupling.units import (
+    PLAN,
+    Progress,
+    Unit,
+    all_records,
+    check_plan,
+    is_finished,
+    one_line,
+    read_plan,
+    result_path,
+    run_units,
+)
 
 if TYPE_CHECKING:
     import xarray
 
 MAIN, UNTRAINED = "main", "untrained"
+# Where `tl-coupling survey` puts a survey, beside its tables and pictures.
+UNITS = "units"
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,8 @@ class Survey:
             raise ValueError(f"`prompts_per_unit` must be at least 1, or None for all, got {self.prompts_per_unit}")
         if isinstance(self.checkpoints, Mapping) and (unknown := set(self.checkpoints) - set(names)):
             raise ValueError(f"`checkpoints` names models that are not surveyed: {sorted(unknown)}; there are {names}")
-        as_prompts(self.prompts)
+        # Once: whatever can be walked through only once has been, then.
+        object.__setattr__(self, "prompts", as_prompts(self.prompts))
 
     def units(self) -> list[Unit]:
         """The pieces of work, in the order of models, checkpoints and prompts."""
@@ -161,14 +175,18 @@ def run(
             first = next(iter(failed.items()))
             raise ModelError(f"none of the {len(failed)} units could be measured; {first[0]}: {first[1]}")
         if failed:
-            errors = "; ".join(f"{key}: {error}" for key, error in failed.items())
-            warnings.warn(f"{len(failed)} of {len(outcomes)} units failed and are left out: {errors}", stacklevel=2)
+            warnings.warn(
+                f"{len(failed)} of {len(outcomes)} units failed and are left out: {one_line(failed)}", stacklevel=2
+            )
         data = open_survey(results)
         return data.load() if folder is None else data
 
 
 def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
     """What stands in a survey's folder, as one dataset; values are read when they are used.
+
+    Args:
+        folder: what `run` filled, or what `tl-coupling survey` wrote.
 
     Returns:
         what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model checkpoint]`: `n_layers`, `d_model`,
@@ -184,6 +202,8 @@ def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
     if importlib.util.find_spec("dask") is None:
         raise ValueError('opening a survey needs dask: pip install "tl-coupling[survey]"')
     folder = Path(folder)
+    if not (folder / PLAN).exists() and (folder / UNITS / PLAN).exists():
+        folder = folder / UNITS
     plan = read_plan(folder)
     if plan.get("kind") != "survey":
         raise ValueError(f"{folder} holds results of something else than a survey: wanted a folder that `run` filled")
@@ -199,8 +219,9 @@ def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
     labels = {label for data in by_model.values() for label in data["checkpoint"].values.tolist()}
     if len({type(label) for label in labels}) > 1:
         by_model = {m: data.assign_coords(checkpoint=data["checkpoint"].astype(str)) for m, data in by_model.items()}
+    order = [str(label) for label in _sorted(labels)] if len({type(label) for label in labels}) > 1 else _sorted(labels)
     ids, tasks, texts = zip(*plan["prompts"], strict=True)
-    data = _concat(by_model, "model").reindex(prompt=list(ids))
+    data = _concat(by_model, "model").reindex(prompt=list(ids), checkpoint=order)
     data = data.assign_coords(task=("prompt", [task or "" for task in tasks]), text=("prompt", list(texts)))
     failed = {key: record.get("error") for key, record in found.items() if record.get("status") == "failed"}
     provenances = [json.loads(one.attrs["provenance"]) for one in by_model.values()]
@@ -230,9 +251,13 @@ def _one_checkpoint(folder: Path, units: Sequence[Unit], records: Mapping[str, d
 def _concat(pieces: "Mapping[Any, xarray.Dataset]", dim: str) -> "xarray.Dataset":
     """Datasets along a new dimension; those of other sizes are filled up with NaN."""
     import xarray
+    from dask.array import PerformanceWarning
 
     provenances = [json.loads(piece.attrs["provenance"]) for piece in pieces.values()]
-    data = xarray.concat(pieces.values(), dim, join="outer", combine_attrs="drop_conflicts", data_vars="all")
+    with warnings.catch_warnings():
+        # That filling up makes more chunks.
+        warnings.simplefilter("ignore", PerformanceWarning)
+        data = xarray.concat(pieces.values(), dim, join="outer", combine_attrs="drop_conflicts", data_vars="all")
     return data.assign_coords({dim: list(pieces)}).assign_attrs(provenance=json.dumps(common_provenance(provenances)))
 
 
@@ -241,7 +266,12 @@ def _grouped(units: Sequence[Unit], what: str) -> dict[Any, list[Unit]]:
     groups: dict[Any, list[Unit]] = {}
     for unit in sorted(units, key=lambda unit: unit.what["prompts"]):
         groups.setdefault(unit.what[what], []).append(unit)
-    return dict(sorted(groups.items(), key=lambda item: (isinstance(item[0], str), item[0])))
+    return {label: groups[label] for label in _sorted(groups)}
+
+
+def _sorted(labels: Iterable[Any]) -> list[Any]:
+    """Training steps by number, before names."""
+    return sorted(labels, key=lambda label: (isinstance(label, str), label))
 
 
 def _check_sources(folder: Path, units: Sequence[Unit]) -> None:

@@ -11,11 +11,12 @@ import os
 import sys
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote
 
 from tl_coupling.executors import Executor, Future, submitted
 from tl_coupling.files import write_atomically
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import xarray
 
 PLAN = "plan.json"
+# Units and errors that a warning names.
+_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,18 @@ def _only_one(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def one_line(errors: Mapping[str, str | None]) -> str:
+    """Errors of units in a few words: units with the same one together, the longest lists cut short."""
+    alike: dict[str, list[str]] = {}
+    for key, error in errors.items():
+        alike.setdefault(str(error), []).append(unquote(key))
+    parts = []
+    for error, keys in alike.items():
+        more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+        parts.append(f"{', '.join(keys[:_NAMED])}{more}: {error}")
+    return "; ".join(parts[:_NAMED]) + ("; …" if len(parts) > _NAMED else "")
 
 
 def is_finished(folder: Path, unit: Unit) -> bool:

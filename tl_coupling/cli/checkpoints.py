@@ -1,6 +1,8 @@
 """`tl-coupling checkpoints`: a model across its training."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +26,7 @@ from tl_coupling.cli.options import (
     chosen_prompts,
     training_step,
 )
-from tl_coupling.cli.results import show, write_summary
+from tl_coupling.cli.results import show, write_pictures, write_summary
 from tl_coupling.files import write_atomically
 
 if TYPE_CHECKING:
@@ -86,10 +88,20 @@ def checkpoints(
             progress=over_units(progress, model, lambda unit: f"at {unit.what['checkpoint']}"),
         )
         sweep = write_atomically(folder / "sweep.nc", lambda path: data.to_netcdf(path, engine="netcdf4"))
-        summary = write_summary(folder, _summary(data))
-    show([sweep, summary], _table(data))
+        written = [sweep, write_summary(folder, _summary(data)), *write_pictures(folder, _pictures(data))]
+    show(written, _table(data))
     if json.loads(data.attrs["failed"]):
         raise typer.Exit(1)
+
+
+def _pictures(data: "xarray.Dataset") -> dict[str, Callable[[], Any]]:
+    from tl_coupling.plots import plot_coupling_strip, plot_emergence, plot_shapes
+
+    pictures: dict[str, Callable[[], Any]] = {"shapes.png": partial(plot_shapes, data)}
+    for k in data["k"].values.tolist():
+        pictures[f"emergence-k{k}.png"] = partial(plot_emergence, data, k=k)
+        pictures[f"strip-k{k}.png"] = partial(plot_coupling_strip, data, k=k)
+    return pictures
 
 
 def _summary(data: "xarray.Dataset") -> dict[str, Any]:

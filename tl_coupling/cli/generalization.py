@@ -121,17 +121,17 @@ def _table(result: "Generalization") -> Table:
     line, drawn = result.association.linear, result.association.bootstrap
     table = Table(
         title=f"{result.score} against {result.measure} (k = {result.k})",
-        caption=f"{drawn.n_models} models, {drawn.n_prompts} prompts; intervals at {drawn.level:.0%}",
+        caption=f"{drawn.n_models} models, {drawn.n_prompts} prompts; {drawn.level:.0%} intervals, t but the second",
     )
     for heading in ("", "n", "slope", "interval", "R²", "p"):
         table.add_column(heading, justify="left" if not heading else "right")
 
-    def row(name: str, n: int, slope: float, interval: tuple[float, float], r_squared: float, p: float) -> None:
+    def row(name: str, n: int, slope: float, interval: tuple[float, float], *rest: float) -> None:
         low, high = interval
-        table.add_row(name, str(n), f"{slope:.4g}", f"{low:.4g} to {high:.4g}", f"{r_squared:.3f}", f"{p:.3g}")
+        table.add_row(name, str(n), f"{slope:.4g}", f"{low:.4g} to {high:.4g}", *(f"{number:.3g}" for number in rest))
 
     row("all models, t", line.n, line.slope, line.slope_interval, line.r_squared, line.p)
-    row("all models, bootstrap", line.n, line.slope, drawn.slope, line.r_squared, line.p)
+    row("all models, bootstrap", line.n, line.slope, drawn.slope)
     for name, fit in result.subsets.items():
         row(name, fit.n, fit.slope, fit.slope_interval, fit.r_squared, fit.p)
     for name, held in result.partial.items():
@@ -150,8 +150,10 @@ def _remarks(result: "Generalization") -> list[str]:
         f"R² = {line.r_squared:.3f} ({low:.3f} to {high:.3f}), Spearman's ρ = {rank.rho:.3f} ({rho_low:.3f} to "
         f"{rho_high:.3f}), p = {rank.p:.3g}; {drawn.n_resamples} draws, {drawn.n_dropped} of them degenerate"
     ]
-    if result.exponential is not None:
-        lines.append(f"exponential fit: R² = {result.exponential.r_squared:.3f}, p = {result.exponential.p:.3g}")
+    if drawn.n_dropped > 0.1 * drawn.n_resamples:
+        lines.append("many draws are degenerate: too few models for the bootstrap's intervals to mean much")
+    if (fit := result.exponential) is not None:
+        lines.append(f"exponential fit, score = a exp(b coupling): R² = {fit.r_squared:.3f}, p = {fit.p:.3g}")
     if (influence := result.influence) is not None:
         low, high = influence.r_squared_range
         lines.append(f"without one model R² is {low:.3f} to {high:.3f}; {influence.most_influential} changes it most")

@@ -51,7 +51,11 @@ Examples:
 @app.command(help=_SURVEY_HELP)
 def survey(
     model: Annotated[
-        list[str], typer.Option(help="Hub name or local folder, or NAME=that to call it so; may be repeated.")
+        list[str],
+        typer.Option(
+            help="Hub name, local folder, or folder of checkpoints (all are measured); NAME=that calls it so; may be "
+            "repeated."
+        ),
     ],
     prompts: Annotated[
         str, typer.Option(help='JSONL file; or gsm8k, mmlu, …; or "open_llm_leaderboard", six of them.')
@@ -80,7 +84,7 @@ def survey(
     """See `_SURVEY_HELP`."""
     from tl_coupling.generalization import task_means
     from tl_coupling.measurements import Settings
-    from tl_coupling.survey import Survey, run
+    from tl_coupling.survey import UNITS, Survey, run
 
     asked = Survey(
         models=_named(model),
@@ -99,7 +103,7 @@ def survey(
         device=device,
     )
     with at_work(out) as (folder, progress), _executor(workers, slurm, folder / "jobs") as executor:
-        units = folder / "units"
+        units = folder / UNITS
         data = run(asked, units, executor, over_units(progress, "survey", lambda unit: unit.key))
         tables = {one: task_means(data, one) for one in data["k"].values.tolist()}
         written = [
@@ -178,7 +182,8 @@ def _table(k: int, rows: "pandas.DataFrame") -> Table:
     for heading in ("model", "checkpoint", "task", "prompts", "coupling", "interval", "null", "loss"):
         table.add_column(heading, justify="left" if heading in ("model", "checkpoint", "task") else "right")
     for row in rows.itertuples():
-        of_coupling = (f"{row.mean:.3f}", f"{row.low:.3f} to {row.high:.3f}", f"{row.null:.3f}")
+        interval = f"{row.low:.3f} to {row.high:.3f}" if row.n_prompts > 1 else "–"
+        of_coupling = (f"{row.mean:.3f}", interval, f"{row.null:.3f}")
         table.add_row(row.model, str(row.checkpoint), row.task, str(row.n_prompts), *of_coupling, f"{row.loss:.3f}")
     return table
 

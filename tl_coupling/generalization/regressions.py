@@ -11,7 +11,13 @@ from tl_coupling.generalization.fits import LEVEL, Interval, complete_rows, is_c
 if TYPE_CHECKING:
     import pandas
 
-COVARIATES = ("n_parameters", "n_layers", "d_model", "training_tokens")
+# By the column that must be known. Parameters and tokens span decades: as they are, the largest model decides.
+COVARIATES = {
+    "n_parameters": "log10(n_parameters)",
+    "n_layers": "n_layers",
+    "d_model": "d_model",
+    "training_tokens": "log10(training_tokens)",
+}
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def partial_regression(table: "pandas.DataFrame", y: str, x: str, controls: Sequ
 
 
 def covariate_fits(
-    table: "pandas.DataFrame", y: str, x: str, covariates: Sequence[str] = COVARIATES
+    table: "pandas.DataFrame", y: str, x: str, covariates: Sequence[str] = tuple(COVARIATES.values())
 ) -> "pandas.DataFrame":
     """Each covariate alone against y, beside x on the same models.
 

@@ -102,8 +102,8 @@ def generalization_study(
         measure: as in `CouplingMap.values`.
         score: which column of `scores`.
         checkpoint: of all models; each model's last by default, and "untrained" for the untrained twins.
-        controls: covariates, columns or expressions such as `"log10(n_parameters)"`; by default those of parameters,
-            depth, width and training tokens that are known and differ.
+        controls: covariates, columns or expressions such as `"log10(n_parameters)"`; by default depth, width and
+            the logarithms of parameters and training tokens, those that are known and differ.
         subsets: as in `subset_fits`.
         difficulty: of prompts, by id.
         n_resamples, seed: as in `bootstrap`.
@@ -142,7 +142,7 @@ def generalization_study(
             return None
 
     main = association(held, n_resamples=n_resamples, seed=seed)
-    chosen = [name for name in COVARIATES if name in table] if controls is None else list(controls)
+    chosen = [name for column, name in COVARIATES.items() if column in table] if controls is None else list(controls)
     if controls is not None:
         # A name that is not there is the caller's mistake, not a lack of models.
         complete_rows(table, chosen)

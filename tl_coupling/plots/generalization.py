@@ -42,7 +42,7 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     ax.plot(ends, line.intercept + line.slope * ends, color="C0", label="linear fit, bootstrap band")
     if result.exponential is not None:
         fit = result.exponential
-        label = f"exponential fit, R² = {fit.r_squared:.2f}"
+        label = f"exponential fit $a\\,e^{{bx}}$, R² = {fit.r_squared:.2f}"
         ax.plot(drawn.band_x, fit.a * np.exp(fit.b * drawn.band_x), color="C1", linestyle=":", label=label)
     ax.plot(x, y, "o", color="C0", markeredgecolor="white", label="_models")
     # Bands of few models are wide: the points decide what is shown.
@@ -86,7 +86,7 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     labels = [f"{name}\n{statistics}" for name, _, _, statistics in rows]
     ax.set_yticks(places, labels, fontsize="small", parse_math=False)
     ax.invert_yaxis()
-    ax.set_xlabel(f"slope: {result.score} for 1 of {measure_label(result.measure, result.k)}")
+    ax.set_xlabel(f"slope, {result.score} per unit of {measure_label(result.measure, result.k)}")
     ax.set_title(f"{_heading(result)}\nslope and {line.level:.0%} interval", fontsize="medium", parse_math=False)
     return ax
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from matplotlib.axes import Axes
@@ -49,7 +50,7 @@ def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
     """Results of one kind by the name they are drawn under; one alone goes by its model's."""
     if isinstance(results, kind):
         # A result describes itself, whichever kind it is.
-        results = {getattr(results, "provenance", {}).get("model") or kind.__name__: results}
+        results = {short_path(getattr(results, "provenance", {}).get("model") or kind.__name__): results}
     if not isinstance(results, Mapping) or not all(isinstance(result, kind) for result in results.values()):
         raise TypeError(f"wanted a {kind.__name__} or a mapping from names to them, got {type(results).__name__}")
     if not results:
@@ -126,13 +127,18 @@ def title(maps: Sequence[CouplingMap], k: int | None = None) -> str:
 def heading(what: str, provenances: Sequence[Mapping[str, Any]], tokens: Collection[str] = ()) -> str:
     """`what`; the model; the prompt, and the token if there is one. Only what all provenances have in common."""
     known = {key: value for key, value in provenances[0].items() if all(p.get(key) == value for p in provenances)}
-    model = str(known.get("model") or "")
+    model = short_path(str(known.get("model") or ""))
     model += "" if known.get("checkpoint") is None else f" at checkpoint {known['checkpoint']}"
     model += " (untrained)" if known.get("untrained") else ""
     prompt = " ".join((known.get("prompt") or "").split())
     where = [f"“{prompt if len(prompt) <= 48 else prompt[:47].rstrip() + '…'}”"] if prompt else []
     where += [f"token {next(iter(tokens))}"] if len(tokens) == 1 else []
     return "\n".join(filter(None, (what, model, " · ".join(where))))
+
+
+def short_path(model: str) -> str:
+    """The last two parts of a local model's path; other names as they are."""
+    return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
 
 
 def finish_lines(ax: Axes, title: str) -> None:

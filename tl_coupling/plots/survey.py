@@ -10,6 +10,9 @@ from tl_coupling.plots.labels import measure_label, own_axes
 if TYPE_CHECKING:
     import pandas
 
+# Once the ten colours are used up.
+_MARKERS = "osD^v"
+
 
 def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axes:
     """Mean coupling on each task with its interval over prompts, a colour a model, and what random subspaces give.
@@ -24,14 +27,15 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
     tasks = list(dict.fromkeys(table["task"]))
     several = table.groupby("model")["checkpoint"].nunique().max() > 1
     groups = list(table.groupby(["model", "checkpoint"], sort=False))
-    ax = own_axes(7.2, 1.4 + 0.4 * len(tasks) + 0.1 * len(groups)) if ax is None else ax
+    ax = own_axes(9.0, 1.4 + 0.4 * len(tasks) + 0.1 * len(groups)) if ax is None else ax
     # Side by side within a row.
     offsets = np.linspace(-0.3, 0.3, len(groups)) if len(groups) > 1 else [0.0]
     for number, (((model, checkpoint), rows), offset) in enumerate(zip(groups, offsets, strict=True)):
         places = np.array([tasks.index(task) for task in rows["task"]]) + offset
-        ax.hlines(places, rows["low"], rows["high"], color=f"C{number % 10}")
+        color, marker = f"C{number % 10}", _MARKERS[number // 10 % len(_MARKERS)]
+        ax.hlines(places, rows["low"], rows["high"], color=color)
         name = f"{model} at {checkpoint}" if several else str(model)
-        ax.plot(rows["mean"], places, "o", color=f"C{number % 10}", linestyle="", label=name)
+        ax.plot(rows["mean"], places, marker, color=color, linestyle="", label=name)
     null = table["null"].dropna().unique()
     if len(null) and np.ptp(null) <= 1e-6:
         ax.axvline(null[0], color="0.4", linestyle="--", linewidth=1, label=f"random subspaces, {null[0]:.3f}")
@@ -40,6 +44,7 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
     ax.set_ylim(len(tasks) - 0.4, -0.6)
     ax.set_xlabel(f"mean {measure_label(table.attrs['measure'], table.attrs['k'])}")
     ax.set_title("Coupling of different layers by task, mean and 95% interval over prompts", fontsize="medium")
-    for text in ax.legend(frameon=False, fontsize="small").get_texts():
+    legend = ax.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    for text in legend.get_texts():
         text.set_parse_math(False)
     return ax

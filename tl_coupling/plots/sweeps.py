@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.coupling import BOUNDED_BY_1, Measure
-from tl_coupling.plots.labels import heading, measure_label, named
+from tl_coupling.plots.labels import heading, measure_label, named, short_path
 
 if TYPE_CHECKING:
     import xarray
@@ -69,7 +69,7 @@ def plot_emergence(
 
     # Attributes of a Dataset can be read like fields, `provenance` too.
     if isinstance(data, xarray.Dataset):
-        data = {data.attrs.get("model") or "sweep": data}
+        data = {short_path(data.attrs.get("model") or "sweep"): data}
     by = named(data, xarray.Dataset)
     k = _common_k(by, k)
     variable = f"mean_{measure}"

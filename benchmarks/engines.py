@@ -1,0 +1,120 @@
+"""One survey by every engine: whether the values are the same, and how long each takes.
+
+    python -m benchmarks.engines --prompts prompts.jsonl --per-task 2 --out benchmarks/results
+    python tests/slurm_cluster.py .venv/bin/python -m benchmarks.engines --engines here slurm
+
+The second starts a SLURM of one node on this machine for the while. torch has one thread everywhere: values depend on
+the number of threads, and engines that share the cores evenly can be compared. Seconds include starting the engine and,
+in each unit, loading the model; the baseline is one unit after the other in this process.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import xarray
+from rich.console import Console
+from rich.table import Table
+
+import tl_coupling as tlc
+from benchmarks.timing import TEXT, environment
+from tl_coupling.executors import Executor
+from tl_coupling.models import EMBEDDED_MODEL
+
+ENGINES = ("here", "processes", "dask", "slurm")
+COSTS = ["seconds", "peak_memory"]
+
+
+@contextmanager
+def dask_client(workers: int) -> Iterator[Any]:
+    """A cluster of this machine's processes, on loopback."""
+    from distributed import Client, LocalCluster
+
+    options = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "host": "127.0.0.1"}
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        yield client
+
+
+def engine(name: str, workers: int, jobs: Path) -> AbstractContextManager[Executor | None]:
+    """What `run` takes as its executor."""
+    if name == "here":
+        return nullcontext()
+    if name == "processes":
+        return tlc.process_pool(workers)
+    if name == "dask":
+        return dask_client(workers)
+    return nullcontext(tlc.slurm_executor(jobs, cpus_per_task=1, array_parallelism=workers))
+
+
+def measure(survey: tlc.Survey, engines: list[str], workers: int) -> dict[str, Any]:
+    """Seconds of each engine, and whether its values are the first one's, bit for bit."""
+    found: dict[str, Any] = {}
+    first: xarray.Dataset | None = None
+    for name in engines:
+        with tempfile.TemporaryDirectory() as folder:
+            start = perf_counter()
+            with engine(name, workers, Path(folder, "jobs")) as executor:
+                data = tlc.run(survey, Path(folder, "units"), executor).load()
+            found[name] = {"seconds": perf_counter() - start, "seconds_in_units": float(data["seconds"].sum())}
+            values = data.drop_vars(COSTS)
+            data.close()
+        first = values if first is None else first
+        found[name]["identical"] = values.identical(first)
+    return found
+
+
+def report(found: dict[str, Any], survey: tlc.Survey, console: Console) -> None:
+    baseline = next(iter(found.values()))["seconds"]
+    title = f"{len(survey.units())} units, {len(survey.prompts)} prompts, one thread each"
+    table = Table("engine", "seconds", f"× {next(iter(found))}", "seconds in units", "identical", title=title)
+    for name, one in found.items():
+        ratio = f"{baseline / one['seconds']:.2f}"
+        table.add_row(name, f"{one['seconds']:.1f}", ratio, f"{one['seconds_in_units']:.1f}", str(one["identical"]))
+    console.print(table)
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help=f"(default {EMBEDDED_MODEL})")
+    parser.add_argument("--prompts", help="JSONL file; sentences of a fixed text by default")
+    parser.add_argument("--per-task", type=int, default=2, help="prompts of each task of the file (default 2)")
+    parser.add_argument("--prompts-per-unit", type=int, default=3, help="(default 3)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="(default: all cores)")
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, default=list(ENGINES[:3]), help="the first is the base"
+    )
+    parser.add_argument("--out", type=Path, help="folder for engines.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    # For every process that is started from here.
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    try:
+        if arguments.prompts is None:
+            prompts: list[Any] = [f"{sentence}." for sentence in TEXT.split(". ")]
+        else:
+            prompts = tlc.prompts_per_task(tlc.load_prompts(arguments.prompts, None), arguments.per_task)
+        given: dict[str, Any] = {"prompts_per_unit": arguments.prompts_per_unit, "device": "cpu"}
+        survey = tlc.Survey([arguments.model], prompts, **given)
+        found = measure(survey, arguments.engines, arguments.workers)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    report(found, survey, Console())
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        content = {"environment": environment(torch.device("cpu")), "prompts": len(prompts), "engines": found}
+        (arguments.out / "engines.json").write_text(json.dumps(content, indent=1))
+    return 0 if all(one["identical"] for one in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
