@@ -94,6 +94,8 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="folder for engines.json")
     arguments = parser.parse_args()
+    if arguments.workers < 1:
+        parser.error(f"--workers must be at least 1, got {arguments.workers}")
     torch.set_num_threads(1)
     # For every process that is started from here.
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

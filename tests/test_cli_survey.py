@@ -41,12 +41,12 @@ def test_a_survey_by_task_and_its_rerun(call, options, models: Path, tmp_path: P
     assert data["task"].values.tolist() == ["sums"] * 3 + ["riddles"] * 3
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     rows = {(row["model"], row["task"]): row for row in summary["by_task"]["3"]}
-    assert {task for _, task in rows} == {*TASKS, "all"}
+    assert {task for _, task in rows} == {*TASKS, "all prompts"}
     coupling = data["mean_coupling"].sel(model="second", checkpoint="main", k=3)
     sums = coupling.values[:3]
     assert rows["second", "sums"]["mean"] == pytest.approx(float(sums.mean()))
     assert sums.min() <= rows["second", "sums"]["low"] < rows["second", "sums"]["high"] <= sums.max()
-    assert rows["second", "all"]["mean"] == pytest.approx(float(coupling.mean()))
+    assert rows["second", "all prompts"]["mean"] == pytest.approx(float(coupling.mean()))
     assert f"{float(coupling.mean()):.3f}" in said
     assert "what it took" in said
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"tasks-k3.png", "tasks-k8.png"}

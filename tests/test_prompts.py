@@ -36,3 +36,23 @@ def test_a_file_without_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="no prompts"):
         tlc.read_prompts(tmp_path / "p.jsonl")
+
+
+def test_lines_end_where_a_file_says_and_a_mark_at_its_beginning_is_no_text(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\ufeff{"prompt": "one\u2028two\x85three"}\r\n{"prompt": "four"}\n', encoding="utf-8")
+    assert [prompt.prompt for prompt in tlc.read_prompts(path)] == ["one\u2028two\x85three", "four"]
+
+
+def test_a_task_is_text(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one", "task": ["sums"]}')
+    with pytest.raises(ValueError, match=r"line 1: wanted a \"task\" that is text, or none, got \['sums'\]"):
+        tlc.read_prompts(path)
+
+
+def test_prompts_per_task_of_what_can_be_walked_through_once(as_a_user):
+    prompts = [tlc.Prompt("0", "a", "x"), tlc.Prompt("0", "b", "y"), tlc.Prompt("1", "c", "x")]
+    drawn = tlc.prompts_per_task(prompts, 1)
+    assert tlc.prompts_per_task(iter(prompts), 1) == drawn
+    assert sorted(prompt.task for prompt in drawn) == ["x", "y"]

@@ -212,8 +212,17 @@ def test_the_command_hands_its_units_to_the_cluster(survey: Survey, executor: An
 
 @needs_slurm
 def test_parameters_that_slurm_does_not_take_are_said(slurm: None, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"SLURM does not take \['prtition'\] as they are"):
-        slurm_executor(tmp_path, prtition="local")
+    for given in ({"prtition": "local"}, {"timeout_min": "12h"}):
+        with pytest.raises(ValueError, match=rf"SLURM does not take \\{{'{next(iter(given))}'.*\\}} as they are"):
+            slurm_executor(tmp_path, **given)
+
+
+@needs_slurm
+def test_work_that_slurm_refuses_is_one_line(survey: Survey, executor: Any, tmp_path: Path) -> None:
+    executor.update_parameters(slurm_partition="nowhere")
+    with pytest.raises(OSError, match=r"^the work could not be handed over \(FailedJobError: .*nowhere") as caught:
+        run(survey, tmp_path / "results", executor)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_machine_without_slurm_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import tiny
 import xarray
 
 import tl_coupling as tlc
+from tl_coupling.checkpoints import step_order
 from tl_coupling.executors import process_pool
 from tl_coupling.measurements import Settings, measure_prompts
 from tl_coupling.models import ModelError
@@ -211,9 +213,7 @@ def test_a_model_that_fails_fails_alone_and_a_rerun_completes(
     link.mkdir()
     broken = replace(survey, models={"two": models["two"], "three": str(link)})
     (link / "config.json").write_text("{}")
-    with pytest.warns(
-        UserWarning, match=r"2 of 4 units failed and are left out: three@main\+0, three@main\+2: ModelError"
-    ):
+    with pytest.warns(UserWarning, match=r"2 of 4 units failed .*: three@main\+0, three@main\+2: ModelError"):
         data = run(broken, tmp_path / "results")
     assert data["model"].values.tolist() == ["two"]
     assert set(json.loads(data.attrs["failed"])) == {"three@main+0", "three@main+2"}
@@ -261,6 +261,57 @@ def test_a_folder_of_something_else_is_said(models: dict[str, str], tmp_path: Pa
         open_survey(tmp_path)
 
 
+def test_a_path_that_begins_with_a_dot_is_not_hidden(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(models["two"]).parent)
+    data = run(Survey(["./two"], PROMPTS[:1], settings=SETTINGS), tmp_path)
+    assert data["model"].values.tolist() == ["./two"]
+    again = run(Survey([Path(models["two"])], PROMPTS[:1], settings=SETTINGS), tmp_path)
+    assert set(again["model"].values.tolist()) == {"./two", models["two"]}
+
+
+def test_threads_share_a_folder(survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as executor:
+        data = run(replace(survey, prompts_per_unit=1), tmp_path, executor)
+    xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
+
+
+def test_revisions_are_in_the_order_of_their_steps() -> None:
+    names = ["main", "step64000", "step1000", "step143000", "v10", "v2", "100", "20"]
+    assert sorted(names, key=step_order) == ["20", "100", "main", "step1000", "step64000", "step143000", "v2", "v10"]
+
+
+def test_results_that_were_damaged_since_are_said(survey: Survey, tmp_path: Path) -> None:
+    run(survey, tmp_path)
+    path = tmp_path / "two@main+0.nc"
+    path.write_bytes(path.read_bytes()[:-10])
+    (tmp_path / "three@main+0.json").write_text('{"what": {}, "status": "finished"}')
+    data = open_survey(tmp_path)
+    assert json.loads(data.attrs["failed"]) == {"two@main+0": "its result is missing or damaged: run again"}
+    assert data.loss.sel(model="two", checkpoint="main").isnull().values.tolist() == [True, True, False]
+    assert not run(survey, tmp_path).loss.isnull().any()
+
+
+def test_failures_of_earlier_runs_are_not_those_of_this_one(models: dict[str, str], tmp_path: Path) -> None:
+    given = {"prompts": PROMPTS[:1], "settings": SETTINGS}
+    with pytest.warns(UserWarning, match="1 of 2 units failed"):
+        run(Survey({"two": models["two"], "thre": "no/thre"}, **given), tmp_path)
+    data = run(Survey({"two": models["two"], "three": models["three"]}, **given), tmp_path)
+    assert json.loads(data.attrs["failed"]) == {}
+    assert set(json.loads(open_survey(tmp_path).attrs["failed"])) == {"thre@main"}
+
+
+def test_prompts_that_can_be_walked_through_once_are_kept(models: dict[str, str], as_a_user: None) -> None:
+    survey = Survey([models["two"]], (prompt for prompt in PROMPTS), settings=SETTINGS)
+    assert [len(unit.given[1]) for unit in survey.units()] == [len(unit.given[1]) for unit in survey.units()] == [3]
+
+
+def test_the_folder_of_the_command_opens_too(survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path) -> None:
+    run(survey, tmp_path / "units")
+    xarray.testing.assert_identical(values_of(open_survey(tmp_path)), values_of(undisturbed))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -268,6 +319,8 @@ def test_a_folder_of_something_else_is_said(models: dict[str, str], tmp_path: Pa
         ({"models": ["a", "a"]}, "each once, got"),
         ({"prompts": []}, "`prompts` is empty"),
         ({"prompts_per_unit": 0}, "`prompts_per_unit` must be at least 1, or None for all, got 0"),
+        ({"untrained": True, "checkpoints": [1]}, "`untrained` is of models"),
+        ({"models": ["./nowhere"]}, "there is no such folder: ./nowhere"),
         ({"checkpoints": {"b": [1]}}, r"names models that are not surveyed: \['b'\]; there are \['a'\]"),
     ],
 )

@@ -14,7 +14,7 @@ def test_task_means_are_means_with_intervals_over_prompts():
     x = np.concatenate([0.2 + 0.1 * rng.standard_normal((2, 200)), 0.6 + 0.1 * rng.standard_normal((2, 200))], 1)
     table = task_means(survey(x), 5)
     assert table.attrs == {"k": 5, "measure": "coupling"}
-    assert table["task"].tolist() == ["arc", "mmlu", "all"] * 2
+    assert table["task"].tolist() == ["arc", "mmlu", "all prompts"] * 2
     assert table["n_prompts"].tolist() == [200, 200, 400] * 2
     np.testing.assert_allclose(table["mean"][:3], [x[0, :200].mean(), x[0, 200:].mean(), x[0].mean()])
     # The bootstrap of a mean is the normal interval here, to a few per cent of its width.
@@ -28,7 +28,7 @@ def test_task_means_leave_out_what_was_not_measured():
     data["mean_coupling"][1, 0, :2] = np.nan
     data["mean_coupling"][1, 0, 3] = np.nan
     table = task_means(data)
-    assert table[table["model"] == "org/m1"]["task"].tolist() == ["mmlu", "all"]
+    assert table[table["model"] == "org/m1"]["task"].tolist() == ["mmlu", "all prompts"]
     assert table[table["model"] == "org/m1"]["n_prompts"].tolist() == [1, 1]
     assert table[table["model"] == "org/m1"][["low", "high"]].isna().all(axis=None)
     assert table["loss"].notna().all()
@@ -39,7 +39,11 @@ def test_task_means_leave_out_what_was_not_measured():
 def test_picture_of_task_means_has_a_row_for_each_task():
     table = task_means(survey(n_models=2), 5)
     ax = tlc.plot_task_means(table)
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["arc (n = 3)", "mmlu (n = 3)", "all (n = 6)"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "arc (n = 3)",
+        "mmlu (n = 3)",
+        "all prompts (n = 6)",
+    ]
     drawn = [line for line in ax.lines if line.get_linestyle() == "None"]
     assert [line.get_label() for line in drawn] == ["org/m0", "org/m1"]
     np.testing.assert_allclose(drawn[1].get_xdata(), table[table["model"] == "org/m1"]["mean"])

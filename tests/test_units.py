@@ -168,7 +168,7 @@ def test_the_user_can_stop_it_and_go_on_later(tmp_path: Path, stop: type[BaseExc
 
 def test_left_over_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     left_over = [tmp_path / name for name in (".plan.ab1.json", ".unit-1.cd2.nc", ".unit-1.ef3.json")]
-    others = [tmp_path / name for name in (".unit-11.gh4.nc", "notes.txt")]
+    others = [tmp_path / name for name in (".unit-11.gh4.nc", ".unit-1.5.ij5.nc", "notes.txt")]
     left_over[0].write_bytes(b"half")
     check_plan(tmp_path, {})
     for path in (*left_over[1:], *others):
@@ -217,7 +217,7 @@ def test_what_differs_is_named_however_long_it_is(finished: Path) -> None:
 def test_a_damaged_plan_is_said(finished: Path, content: bytes) -> None:
     (finished / "plan.json").write_bytes(content)
     before = snapshot(finished)
-    with pytest.raises(ValueError, match=r"plan\.json is damaged: delete it if"):
+    with pytest.raises(ValueError, match=r"plan\.json is damaged: put it back as it was"):
         check_plan(finished, {"of": "units"})
     assert snapshot(finished) == before
 
@@ -235,6 +235,10 @@ def test_names_of_files_are_safe_and_different() -> None:
     assert files[:2] == names[:2]
     assert len(set(files)) == len(names)
     assert not any(c in "".join(files) for c in "/\\ *?[]:")
+    assert not any(name.startswith(".") for name in files)
+    long = [file_name("字" * n) for n in (60, 61)]
+    assert len(set(long)) == 2
+    assert all(len(name) < 200 for name in long)
     assert "/" not in os.path.normpath(f"x-{file_name('../up')}")
 
 

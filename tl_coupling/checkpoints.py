@@ -73,6 +73,12 @@ def pythia_steps(first: int = 1) -> tuple[int, ...]:
     return tuple(step for step in steps if step >= first)
 
 
+def step_order(checkpoint: Checkpoint) -> list[tuple[bool, int, str]]:
+    """Sorts checkpoints: training steps by number, also within names, and before other names."""
+    parts = re.split(r"(\d+)", str(checkpoint))
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
+
+
 def local_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
     """Checkpoints in a local folder: subfolders in HuggingFace format whose names end in their training step.
 

@@ -94,9 +94,14 @@ def submitted(
     call, to_do = Preemptible(function), iter(work.items())
     futures: dict[Key, Future] = {}
     try:
-        while batch := list(islice(to_do, _BATCH)):
-            with getattr(executor, "batch", nullcontext)():
-                futures |= {key: executor.submit(call, *arguments) for key, arguments in batch}
+        try:
+            while batch := list(islice(to_do, _BATCH)):
+                with getattr(executor, "batch", nullcontext)():
+                    futures |= {key: executor.submit(call, *arguments) for key, arguments in batch}
+        # submitit's FailedJobError is one.
+        except RuntimeError as error:
+            said = " ".join(str(error).split())[:300]
+            raise OSError(f"the work could not be handed over ({type(error).__name__}: {said})") from error
         yield AsTheyFinish(futures)
     except BaseException:
         for future in futures.values():
@@ -136,15 +141,17 @@ def slurm_executor(folder: str | os.PathLike[str], **parameters: int | str) -> E
     executor = submitit.AutoExecutor(folder=os.fspath(folder), cluster="slurm")
     try:
         executor.update_parameters(**{"timeout_min": 240, "name": "tl-coupling"} | named)
-    # submitit's own NameError names every parameter there is.
-    except NameError as error:
+    # submitit's own errors name every parameter there is.
+    except (NameError, AssertionError, ValueError, TypeError) as error:
         unknown = " ".join(str(error).split())[:200]
-        raise ValueError(f"SLURM does not take {sorted(parameters)} as they are: {unknown}") from None
+        raise ValueError(f"SLURM does not take {parameters} as they are: {unknown}") from None
     return executor
 
 
 def process_pool(workers: int) -> ProcessPoolExecutor:
     """A pool of processes that share this machine's cores evenly, and end when this process does, even killed.
+
+    A script that uses one runs its own work under `if __name__ == "__main__":`, because each process imports it.
 
     Raises:
         ValueError: fewer than one worker.

@@ -1,5 +1,6 @@
 """Writing results: whole or not at all."""
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -7,10 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+_LONGEST = 150
+
 
 def file_name(text: str) -> str:
-    """Text as part of a file name; what could clash or leave the folder is escaped."""
-    return quote(text, safe="")
+    """Text as part of a file name; what could clash, be hidden or leave the folder is escaped."""
+    name = quote(text, safe="")
+    name = f"%2E{name[1:]}" if name.startswith(".") else name
+    # File systems end at 255; what is added to a name needs room as well.
+    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}~{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], object]) -> Path:

@@ -153,8 +153,9 @@ def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
     variables: dict[str, Any] = {}
     for measure in MEASURES:
         variables[measure] = (pair, np.stack([result.values(k, measure).cpu().numpy() for k in ks]))
-        if traced.n_layers > 1:
-            variables[f"mean_{measure}"] = ("k", [result.mean(k, measure) for k in ks])
+        # A model of one block has no pairs of different ones.
+        means = [result.mean(k, measure) if traced.n_layers > 1 else float("nan") for k in ks]
+        variables[f"mean_{measure}"] = ("k", means)
         variables[f"null_{measure}"] = ("k", [result.null(k, measure) for k in ks])
     variables["locality"] = (("k", "distance"), np.stack([result.locality_profile(k).cpu().numpy() for k in ks]))
     variables["singular_values"] = (("layer", "singular_value"), result.singular_values.cpu().numpy())

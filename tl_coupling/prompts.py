@@ -5,9 +5,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,14 @@ def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: int = 0) -> list[P
         >>> [prompt.task for prompt in tlc.prompts_per_task(prompts, n=2)]
         ['sums', 'sums', 'riddles', 'riddles']
     """
-    tasks: dict[str | None, list[Prompt]] = {}
-    for prompt in prompts:
-        tasks.setdefault(prompt.task, []).append(prompt)
+    prompts = list(prompts)
+    tasks: dict[str | None, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        tasks.setdefault(prompt.task, []).append(i)
     fewest = min((len(of_task) for of_task in tasks.values()), default=0)
     if not 1 <= n <= fewest:
         raise ValueError(f"`n` must lie in [1, {fewest}], the prompts of the smallest task, got {n}")
-    drawn = {prompt.id for of_task in tasks.values() for prompt in _draw(of_task, n, seed)}
-    return [prompt for prompt in prompts if prompt.id in drawn]
+    return [prompts[i] for i in sorted(i for of_task in tasks.values() for i in _draw(of_task, n, seed))]
 
 
 def open_llm_leaderboard_prompts(n: int = 1200, seed: int = 0) -> list[Prompt]:
@@ -144,7 +146,8 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """
     prompts: dict[str, Prompt] = {}
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a text may hold Unicode's own line separators.
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
     for number, line in enumerate(lines, start=1):
@@ -160,7 +163,9 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
             raise ValueError(
                 f'{where}: wanted {{"prompt": "…"}} with a text that is not empty, got {line.strip()[:80]}'
             )
-        prompt = Prompt(str(entry.get("id", number)), text, entry.get("task"))
+        if not isinstance(task := entry.get("task"), str | None):
+            raise ValueError(f'{where}: wanted a "task" that is text, or none, got {task!r}')
+        prompt = Prompt(str(entry.get("id", number)), text, task)
         if prompt.id in prompts:
             raise ValueError(f"{where}: the id {prompt.id!r} stands twice; ids must differ")
         prompts[prompt.id] = prompt
@@ -169,9 +174,9 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     return list(prompts.values())
 
 
-def _draw(prompts: Sequence[Prompt], n: int, seed: int) -> list[Prompt]:
-    drawn = np.random.default_rng(seed).permutation(len(prompts))[:n]
-    return [prompts[i] for i in sorted(drawn)]
+def _draw(items: Sequence[_Item], n: int, seed: int) -> list[_Item]:
+    drawn = np.random.default_rng(seed).permutation(len(items))[:n]
+    return [items[i] for i in sorted(drawn)]
 
 
 def _hub_prompts(name: str) -> list[Prompt]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tl_coupling.checkpoints import Checkpoint, MeasureModel, Source, checkpoint_sources, common_provenance
+from tl_coupling.checkpoints import Checkpoint, MeasureModel, Source, checkpoint_sources, common_provenance, step_order
 from tl_coupling.executors import Executor
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.measurements import Settings, as_prompts
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     import xarray
 
 MAIN, UNTRAINED = "main", "untrained"
+_PATH_BEGINNINGS = ("/", "./", "../", "~")
+# What says which unit a record is of.
+_UNIT_KEYS = {"model", "checkpoint", "source", "prompts"}
 # Where `tl-coupling survey` puts a survey, beside its tables and pictures.
 UNITS = "units"
 
@@ -79,14 +82,20 @@ class Survey:
 
     def __post_init__(self) -> None:
         """Raise on what could not be measured."""
-        names = [model for model, _ in self._named()]
+        named = self._named()
+        names = [model for model, _ in named]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"`models` must be one or more, each once, got {names}")
         if self.prompts_per_unit is not None and self.prompts_per_unit < 1:
             raise ValueError(f"`prompts_per_unit` must be at least 1, or None for all, got {self.prompts_per_unit}")
         if isinstance(self.checkpoints, Mapping) and (unknown := set(self.checkpoints) - set(names)):
             raise ValueError(f"`checkpoints` names models that are not surveyed: {sorted(unknown)}; there are {names}")
-        # Once: whatever can be walked through only once has been, then.
+        if self.untrained and self.checkpoints is not None and not isinstance(self.checkpoints, Mapping):
+            raise ValueError(
+                "`untrained` is of models that are taken as they are: leave out `checkpoints`, or name models"
+            )
+        # Once: paths as they are meant now, and what can be walked through only once.
+        object.__setattr__(self, "models", dict(named))
         object.__setattr__(self, "prompts", as_prompts(self.prompts))
 
     def units(self) -> list[Unit]:
@@ -111,6 +120,8 @@ class Survey:
         else:
             sources = [self.models] if isinstance(self.models, str | os.PathLike) else self.models
             named = [(os.fspath(source), os.fspath(source)) for source in sources]
+        if missing := [name for _, name in named if name.startswith(_PATH_BEGINNINGS) and not Path(name).is_dir()]:
+            raise ValueError(f"there is no such folder: {', '.join(missing)}")
         # A folder is the same however its path is written, and wherever a worker starts.
         return [(model, str(Path(name).resolve()) if Path(name).is_dir() else name) for model, name in named]
 
@@ -135,7 +146,8 @@ def run(
     Args:
         survey: what.
         folder: where each unit's result is written when it is done. A run there keeps what is finished and measures
-            what is missing, failed or damaged; models may be added later. Without it the results are in memory only.
+            what is missing, failed or damaged; models may be added later. A local model that changed in place since is
+            not noticed. Without a folder the results are in memory only.
         executor: `None` measures one unit after the other, here. Otherwise anything with `submit`: a pool of
             concurrent.futures, a Client of dask.distributed, submitit on a SLURM cluster (one job array; preempted jobs
             are queued again). It gets names and paths, never models; the folder must lie where its workers see it.
@@ -157,6 +169,7 @@ def run(
         >>> with tlc.process_pool(4) as pool:  # doctest: +SKIP
         ...     data = tlc.run(survey, "out/gpt2", executor=pool)
     """
+    _check_dask()
     units = survey.units()
     measure = MeasureModel(survey.settings, survey.backend, survey.device, survey.dtype)
     plan = {
@@ -178,7 +191,8 @@ def run(
             warnings.warn(
                 f"{len(failed)} of {len(outcomes)} units failed and are left out: {one_line(failed)}", stacklevel=2
             )
-        data = open_survey(results)
+        # Of what was asked for now: other models may have failed in earlier runs.
+        data = open_survey(results).assign_attrs(failed=json.dumps(failed))
         return data.load() if folder is None else data
 
 
@@ -199,17 +213,18 @@ def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
 
     Cost: the checksums of all files; memory for coordinates only.
     """
-    if importlib.util.find_spec("dask") is None:
-        raise ValueError('opening a survey needs dask: pip install "tl-coupling[survey]"')
+    _check_dask()
     folder = Path(folder)
     if not (folder / PLAN).exists() and (folder / UNITS / PLAN).exists():
         folder = folder / UNITS
     plan = read_plan(folder)
-    if plan.get("kind") != "survey":
+    if plan.get("kind") != "survey" or "prompts" not in plan:
         raise ValueError(f"{folder} holds results of something else than a survey: wanted a folder that `run` filled")
-    found = all_records(folder)
+    found = _records(folder)
     units = [Unit(key, record["what"]) for key, record in found.items() if record.get("status") == "finished"]
     done = [unit for unit in units if is_finished(folder, unit)]
+    failed = {key: record.get("error") for key, record in found.items() if record.get("status") == "failed"}
+    failed |= {unit.key: "its result is missing or damaged: run again" for unit in units if unit not in done}
     if not done:
         raise ValueError(f"{folder} holds no finished results: run the survey first")
     by_model = {}
@@ -223,7 +238,6 @@ def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
     ids, tasks, texts = zip(*plan["prompts"], strict=True)
     data = _concat(by_model, "model").reindex(prompt=list(ids), checkpoint=order)
     data = data.assign_coords(task=("prompt", [task or "" for task in tasks]), text=("prompt", list(texts)))
-    failed = {key: record.get("error") for key, record in found.items() if record.get("status") == "failed"}
     provenances = [json.loads(one.attrs["provenance"]) for one in by_model.values()]
     return data.assign_attrs(
         failed=json.dumps(failed),
@@ -243,8 +257,8 @@ def _one_checkpoint(folder: Path, units: Sequence[Unit], records: Mapping[str, d
         n_layers=facts["n_layers"],
         d_model=facts["d_model"],
         n_parameters=facts["n_params"],
-        seconds=sum(records[unit.key]["seconds"] for unit in units),
-        peak_memory=max(records[unit.key]["peak_memory"] or float("nan") for unit in units),
+        seconds=sum(records[unit.key].get("seconds", float("nan")) for unit in units),
+        peak_memory=max(records[unit.key].get("peak_memory") or float("nan") for unit in units),
     )
 
 
@@ -262,7 +276,7 @@ def _concat(pieces: "Mapping[Any, xarray.Dataset]", dim: str) -> "xarray.Dataset
 
 
 def _grouped(units: Sequence[Unit], what: str) -> dict[Any, list[Unit]]:
-    """Units by model or checkpoint, sorted; training steps as numbers."""
+    """Units by model or checkpoint, in order."""
     groups: dict[Any, list[Unit]] = {}
     for unit in sorted(units, key=lambda unit: unit.what["prompts"]):
         groups.setdefault(unit.what[what], []).append(unit)
@@ -270,16 +284,27 @@ def _grouped(units: Sequence[Unit], what: str) -> dict[Any, list[Unit]]:
 
 
 def _sorted(labels: Iterable[Any]) -> list[Any]:
-    """Training steps by number, before names."""
-    return sorted(labels, key=lambda label: (isinstance(label, str), label))
+    """Models by name, training steps by number."""
+    return sorted(labels, key=step_order)
+
+
+def _records(folder: Path) -> dict[str, dict[str, Any]]:
+    """What is known of every unit; records that are not of units of a survey are as if they were not there."""
+    found = all_records(folder)
+    return {key: one for key, one in found.items() if one["what"].keys() >= _UNIT_KEYS}
+
+
+def _check_dask() -> None:
+    if importlib.util.find_spec("dask") is None:
+        raise ValueError('a survey needs dask to be opened: pip install "tl-coupling[survey]"')
 
 
 def _check_sources(folder: Path, units: Sequence[Unit]) -> None:
     """Raise where a name stands for another model than before: its results would be overwritten."""
-    there = all_records(folder)
+    there = _records(folder)
     for unit in units:
         before = there.get(unit.key, {}).get("what", unit.what)
-        if before["source"] != unit.what["source"]:
+        if before["source"]["name"] != unit.what["source"]["name"]:
             raise ValueError(
                 f"{folder} holds results of {before['source']['name']!r} as {unit.what['model']!r}, asked for is "
                 f"{unit.what['source']['name']!r}: give it another name, or choose another folder"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 PLAN = "plan.json"
 # Units and errors that a warning names.
 _NAMED = 5
+_netcdf = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ def check_plan(folder: Path, plan: dict[str, Any]) -> None:
     plan = json.loads(json.dumps(plan))
     if not path.exists():
         if any(folder.glob("*.nc")):
-            raise ValueError(f"{folder} holds results, but no {PLAN} that says of what: choose another folder")
+            raise ValueError(
+                f"{folder} holds results, but no {PLAN} that says of what: put it back, or choose another folder"
+            )
         _remove_left_overs(folder, path.stem)
         _write_json(path, plan)
         return
@@ -92,9 +96,9 @@ def read_plan(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{folder} is no folder of results: there is no {PLAN} in it") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: delete it if the results beside it are of the same plan") from error
+        raise ValueError(f"{path} is damaged: put it back as it was, or choose another folder") from error
     if not isinstance(plan, dict):
-        raise ValueError(f"{path} is damaged: delete it if the results beside it are of the same plan")
+        raise ValueError(f"{path} is damaged: put it back as it was, or choose another folder")
     return plan
 
 
@@ -144,7 +148,9 @@ def run_unit(folder: Path, unit: Unit, measure: Callable[[Unit], "xarray.Dataset
     # A model may fail in any way; the other units do not depend on it.
     except Exception as error:
         return _failed(folder, unit, error)
-    path = _write(result_path(folder, unit), lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4"))
+    # netCDF's library is not made for threads.
+    with _netcdf:
+        path = _write(result_path(folder, unit), lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4"))
     seconds = round(time.perf_counter() - start, 3)
     effort = {"seconds": seconds, "peak_memory": _peak_memory()}
     _record(folder, unit, {"status": "finished", "sha256": _checksum(path)} | effort)
@@ -279,7 +285,9 @@ def _write(path: Path, write: Callable[[Path], object]) -> Path:
 def _remove_left_overs(folder: Path, key: str) -> None:
     """Unfinished files of a run that was killed while it wrote them."""
     for left_over in folder.glob(f".{key}.*"):
-        left_over.unlink(missing_ok=True)
+        # Not those of a key that goes on after a dot.
+        if left_over.name.count(".") == key.count(".") + 3:
+            left_over.unlink(missing_ok=True)
 
 
 def _checksum(path: Path) -> str:

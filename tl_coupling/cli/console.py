@@ -25,7 +25,7 @@ def at_work(out: Path) -> Iterator[tuple[Path, Progress]]:
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Progress]:
     """Bars that leave nothing behind."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         yield progress
 
@@ -52,7 +52,7 @@ def quiet(console: Console) -> Iterator[None]:
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if issubclass(category, UserWarning):
-            console.print(f"warning: {message}", style="yellow", highlight=False, soft_wrap=True)
+            console.print(f"warning: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

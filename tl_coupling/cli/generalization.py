@@ -57,7 +57,12 @@ def generalization(
     """See `_GENERALIZATION_HELP`."""
     from tl_coupling.generalization import generalization_study, read_scores
 
-    subsets = dict(_named_query(one) for one in subset or ())
+    queries = [_named_query(one) for one in subset or ()]
+    subsets = dict(queries)
+    if len(subsets) < len(queries):
+        raise ValueError(f"`--subset` must name each subset once, got {[name for name, _ in queries]}")
+    if scores in (None, "loss") and score_column != "score":
+        raise ValueError(f"`--score-column` {score_column!r} is of a CSV file: give --scores as well")
     with at_work(out) as (folder, progress):
         progress.add_task("resampling models and prompts", total=None)
         with _opened(survey) as data:
@@ -81,7 +86,7 @@ def generalization(
             *write_pictures(folder, _pictures(result)),
         ]
     for line in _remarks(result):
-        Console().print(line, highlight=False, soft_wrap=True)
+        Console().print(line, highlight=False, markup=False, soft_wrap=True)
     show(written, _table(result))
 
 

@@ -45,4 +45,4 @@ def checked_ks(k: list[int] | None) -> list[int]:
 
 def training_step(checkpoint: str | None) -> str | int | None:
     """A checkpoint as `load_model` takes it: a number where it is one."""
-    return int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
+    return int(checkpoint) if checkpoint is not None and checkpoint.isdecimal() and checkpoint.isascii() else checkpoint

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tl_coupling.cli.app import app
@@ -61,7 +62,7 @@ def survey(
         str, typer.Option(help='JSONL file; or gsm8k, mmlu, …; or "open_llm_leaderboard", six of them.')
     ],
     n: Annotated[int | None, typer.Option(help="Prompts, drawn at random. [all of a file, 200 of a set, 1200]")] = None,
-    per_task: Annotated[int | None, typer.Option(help="Prompts of each task of a file, instead of --n.")] = None,
+    per_task: Annotated[int | None, typer.Option(help="Prompts of each task, instead of --n.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draw.", min=0)] = 0,
     checkpoint: Annotated[
         list[str] | None, typer.Option(help="Training step or hub revision, of all models; may be repeated.")
@@ -133,7 +134,8 @@ def _chosen(prompts: str, n: int | None, per_task: int | None, seed: int) -> lis
     if n is not None and per_task is not None:
         raise ValueError("give --n or --per-task, not both")
     if prompts == "open_llm_leaderboard":
-        return open_llm_leaderboard_prompts(1200 if n is None else n, seed)
+        wanted = 1200 if per_task is None else 6 * per_task
+        return open_llm_leaderboard_prompts(wanted if n is None else n, seed)
     if per_task is not None:
         return prompts_per_task(load_prompts(prompts, None), per_task, seed)
     return load_prompts(prompts, 200 if n is None and not Path(prompts).is_file() else n, seed)
@@ -183,13 +185,13 @@ def _table(k: int, rows: "pandas.DataFrame") -> Table:
         table.add_column(heading, justify="left" if heading in ("model", "checkpoint", "task") else "right")
     for row in rows.itertuples():
         interval = f"{row.low:.3f} to {row.high:.3f}" if row.n_prompts > 1 else "–"
-        of_coupling = (f"{row.mean:.3f}", interval, f"{row.null:.3f}")
-        table.add_row(row.model, str(row.checkpoint), row.task, str(row.n_prompts), *of_coupling, f"{row.loss:.3f}")
+        names = (escape(row.model), escape(str(row.checkpoint)), escape(row.task))
+        table.add_row(*names, str(row.n_prompts), f"{row.mean:.3f}", interval, f"{row.null:.3f}", f"{row.loss:.3f}")
     return table
 
 
 def _costs(data: "xarray.Dataset") -> Table:
-    n_prompts = data["loss"].notnull().sum("prompt")
+    n_prompts = data["n_pos"].notnull().sum("prompt")
     table = Table(title="what it took", caption="loading included; peak memory of the processes that did it")
     for heading in ("model", "checkpoint", "layers", "width", "parameters", "seconds a prompt", "peak memory"):
         table.add_column(heading, justify="left" if heading in ("model", "checkpoint") else "right")
@@ -199,11 +201,6 @@ def _costs(data: "xarray.Dataset") -> Table:
             if not (n := int(n_prompts.sel(model=model, checkpoint=checkpoint))):
                 continue
             facts = (f"{int(here[name]):,}" for name in ("n_layers", "d_model", "n_parameters"))
-            table.add_row(
-                model,
-                str(checkpoint),
-                *facts,
-                f"{float(here['seconds']) / n:.2f}",
-                f"{float(here['peak_memory']):.0f} MiB",
-            )
+            seconds, memory = float(here["seconds"]) / n, float(here["peak_memory"])
+            table.add_row(escape(model), escape(str(checkpoint)), *facts, f"{seconds:.2f}", f"{memory:.0f} MiB")
     return table

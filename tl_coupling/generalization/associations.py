@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import xarray
 
 _CHUNK = 250
+ALL = "all prompts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +130,7 @@ def task_fits(
             n_resamples=n_resamples,
             seed=seed,
         )
-        for task, part in _by_task(data).items()
+        for task, part in by_task(data).items()
     }
 
 
@@ -149,9 +150,9 @@ def task_means(
         seed: of `numpy.random.default_rng`.
 
     Returns:
-        columns `model`, `checkpoint`, `task` ("all" last; alone where prompts have none), `n_prompts`, `mean`, `low`
-        and `high` (95 % percentiles; NaN with one prompt), `null` (what random subspaces would give), `loss` (mean, in
-        nats per token). `attrs` names `k` and `measure`.
+        columns `model`, `checkpoint`, `task` ("all prompts" last; alone where prompts have none), `n_prompts`, `mean`,
+        `low` and `high` (95 % percentiles; NaN with one prompt), `null` (what random subspaces would give), `loss`
+        (mean, in nats per token). `attrs` names `k` and `measure`.
 
     Raises:
         ValueError: as `coupling_table`; fewer than one draw.
@@ -165,7 +166,7 @@ def task_means(
     rows = []
     for model, checkpoint in product(held["model"].values, held["checkpoint"].values):
         here = held.sel(model=model, checkpoint=checkpoint).dropna("prompt", subset=["x"])
-        for task, part in [*_by_task(here).items(), ("all", here)] if here.sizes["prompt"] else []:
+        for task, part in [*by_task(here).items(), (ALL, here)] if here.sizes["prompt"] else []:
             x, n = part["x"].values, part.sizes["prompt"]
             low, high = percentiles(x[rng.integers(n, size=(n_resamples, n))].mean(1)) if n > 1 else (np.nan, np.nan)
             means = {name: float(part[name].mean()) if name in part else np.nan for name in ("x", "null", "loss")}
@@ -198,7 +199,7 @@ def fits_across_tasks(
     """
     import pandas
 
-    parts = {t: part for t, part in _by_task(data).items() if isinstance(scores, str) or t in scores}
+    parts = {t: part for t, part in by_task(data).items() if isinstance(scores, str) or t in scores}
     if len(parts) < 3:
         raise ValueError(f"a fit across tasks wants three tasks or more that have scores, got {list(parts)}")
     rows = []
@@ -286,7 +287,8 @@ def _over_prompts(
     )
 
 
-def _by_task(data: "xarray.Dataset") -> "dict[str, xarray.Dataset]":
+def by_task(data: "xarray.Dataset") -> "dict[str, xarray.Dataset]":
+    """The prompts of each task; those without one are left out."""
     if "task" not in data.coords:
         return {}
     tasks = data["task"].values.astype(str)

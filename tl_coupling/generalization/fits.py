@@ -196,10 +196,10 @@ def subset_fits(
     fits = {}
     for name, subset in subsets.items():
         try:
-            mask = _evaluated(table, subset) if isinstance(subset, str) else np.asarray(subset)
-            if np.asarray(mask).dtype != bool or len(mask) != len(table):
+            mask = np.asarray(_evaluated(table, subset) if isinstance(subset, str) else subset)
+            if mask.dtype != bool or mask.shape != (len(table),):
                 raise ValueError(f"wanted one of true and false for each of {len(table)} rows")
-            fits[name] = linear_fit(table[np.asarray(mask)], x, y)
+            fits[name] = linear_fit(table[mask], x, y)
         except ValueError as error:
             raise ValueError(f"subset {name!r}: {error}") from None
     return fits

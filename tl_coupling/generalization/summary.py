@@ -12,6 +12,7 @@ from tl_coupling.generalization.associations import (
     Association,
     PromptCorrelation,
     association,
+    by_task,
     fits_across_tasks,
     k_sweep,
     prompt_correlations,
@@ -158,7 +159,14 @@ def generalization_study(
     by_k = {k: main}
     for one in sorted({int(one) for one in data["k"].values} - {k}):
         by_k |= unless_impossible(f"k = {one}", k_sweep, data, scores, ks=[one], score=score, **where, **drawn) or {}
+    tasks: dict[str, Association] = {}
+    for task, part in by_task(data).items():
+        tasks |= unless_impossible(f"task {task}", task_fits, part, scores, k=k, score=score, **where, **drawn) or {}
     of_prompts: dict[str, Any] = {"k": k, "seed": seed, **where}
+    lengths: dict[str, PromptCorrelation] = {}
+    for model in data["model"].values.tolist() if "model" in data.dims else ():
+        of_model = data.sel(model=[model])
+        lengths |= unless_impossible(f"prompt length, {model}", prompt_correlations, of_model, **of_prompts) or {}
     return Generalization(
         measure=measure,
         k=k,
@@ -172,9 +180,9 @@ def generalization_study(
         partial=_there(partial),
         subsets=subset_fits(table, subsets or {}, x, y),
         by_k=dict(sorted(by_k.items())),
-        by_task=unless_impossible("tasks", task_fits, data, scores, k=k, score=score, **where, **drawn) or {},
+        by_task=tasks,
         across_tasks=unless_impossible("across tasks", fits_across_tasks, data, scores, k=k, **where) or {},
-        prompt_length=unless_impossible("prompt length", prompt_correlations, data, **of_prompts) or {},
+        prompt_length=lengths,
         prompt_difficulty=prompt_correlations(data, difficulty, **of_prompts) if difficulty else {},
         left_out=left_out,
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from tl_coupling.checkpoints import step_order
 from tl_coupling.coupling import Measure
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def read_scores(
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: not a CSV file with a header line: {error}") from None
     read.columns = read.columns.str.strip()
+    if twice := sorted(set(read.columns[read.columns.duplicated()])):
+        raise ValueError(f"{os.fspath(path)}: the columns {', '.join(map(repr, twice))} are there twice")
     try:
         return checked_scores(read.apply(_numbers_if_all_are), models, score)
     except ValueError as error:
@@ -256,17 +259,9 @@ def per_prompt(data: "xarray.Dataset", k: int | None, measure: str, also: Sequen
         held = held.expand_dims(model=[str(data.attrs.get("model") or "model")])
     if "checkpoint" not in held.dims:
         return held.expand_dims(checkpoint=["main"])
-    order = sorted(range(held.sizes["checkpoint"]), key=lambda i: _step(held["checkpoint"].values[i]))
+    # "untrained" comes late in the alphabet: `at_one_checkpoint` leaves it out.
+    order = sorted(range(held.sizes["checkpoint"]), key=lambda i: step_order(str(held["checkpoint"].values[i])))
     return held.isel(checkpoint=order)
-
-
-def _step(checkpoint: Any) -> tuple[bool, int, str]:
-    """Training steps in their order, also where they are text; then what has a name, such as "main".
-
-    "untrained" comes after it in the alphabet: `at_one_checkpoint` leaves it out.
-    """
-    text = str(checkpoint)
-    return not text.isdigit(), int(text) if text.isdigit() else 0, text
 
 
 def _table(
