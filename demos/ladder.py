@@ -38,6 +38,8 @@ from tl_coupling.cli import app
 from tl_coupling.files import output_folder, write_atomically
 from tl_coupling.generalization import linear_fit
 
+# Lower is better.
+SCORE = "held_out_loss"
 # Windows of held-out text that a model is scored on.
 EVALUATED = 64
 # Prompts on which the blocks of one model are dropped, swapped and merged.
@@ -111,7 +113,7 @@ def write_scores(rungs: Sequence[Rung], out: Path) -> Path:
     rows = [
         {
             "model": rung.name,
-            "score": rung.loss,
+            SCORE: rung.loss,
             "training_tokens": rung.config.steps * rung.config.batch * rung.config.n_ctx,
         }
         for rung in rungs
@@ -122,7 +124,7 @@ def write_scores(rungs: Sequence[Rung], out: Path) -> Path:
 def generalization_command(folder: Path, scores: Path, arguments: argparse.Namespace) -> list[str]:
     """The command that compares coupling with the held-out loss, with subsets of equal size and equal text."""
     command = ["generalization", "--survey", folder, "--scores", scores, "--k", arguments.k[0]]
-    command += ["--out", arguments.out / "generalization"]
+    command += ["--score-column", SCORE, "--out", arguments.out / "generalization"]
     tokens = {steps: steps * TrainingConfig().batch * arguments.n_ctx for steps in arguments.steps}
     subsets = [f"width {width}=d_model == {width}" for width in arguments.widths]
     subsets += [f"{depth} blocks=n_layers == {depth}" for depth in arguments.depths]

@@ -61,11 +61,11 @@ def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
     scores = pandas.read_csv(out / "scores.csv")
     assert len(scores) == 8
     assert set(scores["training_tokens"]) == {4 * 16 * 16, 12 * 16 * 16}
-    assert scores["score"].between(4, 6).all()
+    assert scores["held_out_loss"].between(4, 6).all()
     summary = json.loads((out / "generalization" / "summary.json").read_text())
     assert len(summary["table"]) == 8
     for row in summary["table"]:
-        assert row["score"] == pytest.approx(scores.set_index("model").loc[row["model"], "score"])
+        assert row["held_out_loss"] == pytest.approx(scores.set_index("model").loc[row["model"], "held_out_loss"])
     assert {"width 16", "2 blocks", "4 steps"} <= set(summary["subsets"])
     # Size and text explain the loss of models this small better than anything: what matters is that it is all there.
     assert summary["association"]["linear"]["n"] == 8

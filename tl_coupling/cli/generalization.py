@@ -126,10 +126,11 @@ def _table(result: "Generalization") -> Table:
     line, drawn = result.association.linear, result.association.bootstrap
     table = Table(
         title=f"{result.score} against {result.measure} (k = {result.k})",
-        caption=f"{drawn.n_models} models, {drawn.n_prompts} prompts; {drawn.level:.0%} intervals, t but the second",
+        caption=f"{drawn.n_models} models, {drawn.n_prompts} prompts; {drawn.level:.0%} intervals, t but the second; "
+        "R² of given … is partial",
     )
     for heading in ("", "n", "slope", "interval", "R²", "p"):
-        table.add_column(heading, justify="left" if not heading else "right")
+        table.add_column(heading, justify="left" if not heading else "right", overflow="fold")
 
     def row(name: str, n: int, slope: float, interval: tuple[float, float], *rest: float) -> None:
         low, high = interval
@@ -140,7 +141,7 @@ def _table(result: "Generalization") -> Table:
     for name, fit in result.subsets.items():
         row(name, fit.n, fit.slope, fit.slope_interval, fit.r_squared, fit.p)
     for name, held in result.partial.items():
-        row(f"given {name} (partial R²)", held.n, held.coefficient, held.interval, held.partial_r_squared, held.p)
+        row(f"given {name}", held.n, held.coefficient, held.interval, held.partial_r_squared, held.p)
     for name, alone in result.covariates.iterrows():
         table.add_row(
             f"{name} alone", f"{alone.n:.0f}", f"{alone.slope:.4g}", "", f"{alone.r_squared:.3f}", f"{alone.p:.3g}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from tl_coupling.plots.labels import heading, measure_label
 from tl_coupling.redundancy import CHANGES, change_and_predictors, check_redundancy, redundancy_correlations
@@ -76,6 +76,11 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     # The first block's is many times that of the others.
     if float(data["block_influence"].mean("prompt").min()) > 0:
         panels["block_influence"].set_xscale("log")
+        # Over a decade or two, names of all minor ticks would lie over each other.
+        axis = panels["block_influence"].xaxis
+        axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
     # Above the axes: no corner of a scatter is always free.
     look: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "frameon": False, "fontsize": "small"}
     panels["depth"].legend(ncols=3, **look)
