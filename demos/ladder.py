@@ -8,9 +8,9 @@ scored by its loss on text it has not seen, and a survey measures the coupling o
 coupling is held against the loss in every way that `tl-coupling generalization` knows, and blocks are dropped, swapped
 and merged to see whether coupled ones are redundant. The paper's Table 1 is regressed on its own columns: what size
 alone says about the score there. Last, SmolLM2 is surveyed on benchmark prompts: those of `--prompts`, or six test sets
-from the hub where it can be reached.
+from the hub where it can be reached; with a file, its blocks are changed too.
 
-What is finished is kept: a second run trains and measures only what is missing.
+Models and surveys that are finished are kept: a second run does what is missing of them, and the comparisons anew.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from typing import Any
 
 import pandas
 import torch
+import xarray
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -37,6 +38,7 @@ from small_models import Corpus, TrainingConfig, build_corpus, passages, read_do
 from tl_coupling.cli import app
 from tl_coupling.files import output_folder, write_atomically
 from tl_coupling.generalization import linear_fit
+from tl_coupling.models import EMBEDDED_MODEL
 
 # Lower is better.
 SCORE = "held_out_loss"
@@ -136,26 +138,29 @@ def generalization_command(folder: Path, scores: Path, arguments: argparse.Names
     return [str(one) for one in command]
 
 
-def redundancy(rungs: Sequence[Rung], prompts: list[str], arguments: argparse.Namespace, console: Console) -> Path:
-    """Drop, swap and merge the blocks of the best of the deepest models; print the rank correlations; the figure."""
-    best = min(rungs, key=lambda rung: (-rung.config.n_layers, rung.loss))
-    model = tlc.load_model(best.path, device="cpu")
-    data = tlc.layer_redundancy(model, prompts[:CHANGED], k=arguments.k, progress=partial(tqdm, desc="redundancy"))
-    data.to_netcdf(arguments.out / "redundancy.nc")
-    table = Table(title=f"{best.name}: Spearman's ρ of the change in loss over layers, 95 % intervals over prompts")
-    for column in ("change", "blocks", "n", f"with coupling, k = {arguments.k[0]}", "with block influence"):
+def redundancy(name: str, source: str, prompts: Sequence[Any], k: Sequence[int], out: Path, console: Console) -> None:
+    """Drop, swap and merge the blocks of a model; print the rank correlations; keep the data and a figure."""
+    model = tlc.load_model(source, device="cpu")
+    bar = partial(tqdm, desc=f"redundancy of {name}", dynamic_ncols=True)
+    data = tlc.layer_redundancy(model, prompts, k=k, progress=bar)
+    written = [write_atomically(out / f"redundancy-{name}.nc", data.to_netcdf)]
+    table = Table(title=f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over prompts")
+    for column in ("change", "blocks", "n", *(f"with coupling, k = {one}" for one in k), "with block influence"):
         table.add_column(column)
-    found = tlc.redundancy_correlations(data).sel(k=arguments.k[0])
+    found = tlc.redundancy_correlations(data)
     for change, blocks in product(found["change"].values, found["blocks"].values):
         here = found.sel(change=change, blocks=blocks)
-        cells = (
-            f"{float(here[name]):+.2f} [{', '.join(f'{end:+.2f}' for end in here[f'{name}_interval'].values)}]"
-            for name in ("coupling", "block_influence")
-        )
-        table.add_row(change, blocks, str(int(here["n"])), *cells)
+        cells = [_with_interval(here.sel(k=one), "coupling") for one in k]
+        table.add_row(change, blocks, str(int(here["n"])), *cells, _with_interval(here, "block_influence"))
     console.print(table)
-    figure = tlc.plot_redundancy(data, k=arguments.k[0])
-    return write_atomically(arguments.out / "redundancy.png", partial(figure.savefig, dpi=120, format="png"))
+    figure = tlc.plot_redundancy(data, k=k[0])
+    written.append(write_atomically(out / f"redundancy-{name}.png", partial(figure.savefig, dpi=120, format="png")))
+    console.print(f"wrote {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
+
+
+def _with_interval(found: xarray.Dataset, name: str) -> str:
+    low, high = found[f"{name}_interval"].values
+    return f"{float(found[name]):+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def report_table1(console: Console) -> None:
@@ -180,7 +185,7 @@ def report_table1(console: Console) -> None:
 
 def embedded_command(arguments: argparse.Namespace) -> list[str]:
     """The command that surveys SmolLM2 on benchmark prompts."""
-    command: list[Any] = ["survey", "--model", "smollm2-135m", "--prompts-per-unit", 30, "--workers", arguments.jobs]
+    command: list[Any] = ["survey", "--model", EMBEDDED_MODEL, "--prompts-per-unit", 30, "--workers", arguments.jobs]
     if arguments.prompts is None:
         command += ["--prompts", "open_llm_leaderboard", "--n", 6 * arguments.per_task]
     else:
@@ -213,10 +218,14 @@ def commands(arguments: argparse.Namespace, console: Console) -> Iterator[list[s
     rungs = climbed(arguments, corpus)
     folder = survey(rungs, prompts, arguments)
     yield generalization_command(folder, write_scores(rungs, arguments.out), arguments)
-    console.print(f"wrote {redundancy(rungs, prompts, arguments, console)}", highlight=False, soft_wrap=True)
+    best = min(rungs, key=lambda rung: (-rung.config.n_layers, rung.loss))
+    redundancy(best.name, best.path, prompts[:CHANGED], arguments.k, arguments.out, console)
     report_table1(console)
     if arguments.per_task:
         yield embedded_command(arguments)
+    if arguments.per_task and arguments.prompts is not None:
+        some = tlc.prompts_per_task(tlc.load_prompts(arguments.prompts, None), 2)
+        redundancy(EMBEDDED_MODEL, EMBEDDED_MODEL, some, (10, 30), arguments.out, console)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

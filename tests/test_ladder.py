@@ -10,6 +10,7 @@ import torch
 import xarray
 
 import ladder
+import tl_coupling as tlc
 
 SMALL = (
     "--widths 16 32 --depths 2 3 --steps 4 12 --seeds 1 --vocabulary 300 --n-ctx 16 --passages 3 --k 4 8 --per-task 0"
@@ -70,9 +71,12 @@ def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
     # Size and text explain the loss of models this small better than anything: what matters is that it is all there.
     assert summary["association"]["linear"]["n"] == 8
     assert {path.name for path in (out / "generalization").glob("*.png")} >= {"generalization.png", "forest.png"}
-    changed = xarray.load_dataset(out / "redundancy.nc")
+    (path,) = out.glob("redundancy-w*-d3-*.nc")
+    changed = xarray.load_dataset(path)
     assert dict(changed.loss_dropped.sizes) == {"prompt": 3, "layer": changed.sizes["layer"]}
-    assert (out / "redundancy.png").stat().st_size > 10_000
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    rho = float(tlc.redundancy_correlations(changed).coupling.sel(change="dropped", blocks="all", k=4))
+    assert f"{rho:+.2f}" in said
     assert "the paper's Table 1" in said
     assert "log10(params_billion) with depth and width held fixed: partial R²" in said
     assert "$ tl-coupling generalization --survey" in said

@@ -180,13 +180,17 @@ def _summary(data: "xarray.Dataset", tables: "dict[int, pandas.DataFrame]") -> d
 
 
 def _table(k: int, rows: "pandas.DataFrame") -> Table:
-    table = Table(title=f"depth coupling 1 − m̃ (k = {k})", caption="95 % intervals: bootstrap over prompts")
-    for heading in ("model", "checkpoint", "task", "prompts", "coupling", "interval", "null", "loss"):
-        table.add_column(heading, justify="left" if heading in ("model", "checkpoint", "task") else "right")
-    for row in rows.itertuples():
-        interval = f"{row.low:.3f} to {row.high:.3f}" if row.n_prompts > 1 else "–"
-        names = (escape(row.model), escape(str(row.checkpoint)), escape(row.task))
-        table.add_row(*names, str(row.n_prompts), f"{row.mean:.3f}", interval, f"{row.null:.3f}", f"{row.loss:.3f}")
+    # What is the same in every row goes above them.
+    shared = [name for name in ("model", "checkpoint") if rows[name].nunique() == 1]
+    title = f"depth coupling 1 − m̃ (k = {k})" + (f", {rows['model'].iloc[0]}" if "model" in shared else "")
+    table = Table(title=escape(title), caption="95 % intervals: bootstrap over prompts")
+    names = [name for name in ("model", "checkpoint", "task") if name not in shared]
+    for heading in (*names, "prompts", "coupling", "null", "loss"):
+        table.add_column(heading, justify="left" if heading in names else "right")
+    for _, row in rows.iterrows():
+        interval = f" [{row['low']:.3f}, {row['high']:.3f}]" if row["n_prompts"] > 1 else ""
+        cells = (str(row["n_prompts"]), f"{row['mean']:.3f}{interval}", f"{row['null']:.3f}", f"{row['loss']:.3f}")
+        table.add_row(*(escape(str(row[name])) for name in names), *(escape(cell) for cell in cells))
     return table
 
 
