@@ -35,9 +35,9 @@ demo-survey: .venv/ready
 	.venv/bin/python demos/ladder.py --out out/ladder $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(PER_TASK),--per-task $(PER_TASK))
 
 # What does not depend on TransformerLens' line runs on one of them.
-ON_TL4_ONLY = notebooks
-ON_TL3_ONLY = cli_generalization early_surge executors generalization generalization_survey ladder \
-	plots_generalization prompt_sets slurm small_models task_means training_demo units
+ON_TL4_ONLY = early_surge ladder notebooks small_models
+ON_TL3_ONLY = cli_generalization executors generalization generalization_survey plots_generalization prompt_sets slurm \
+	task_means training_demo units
 
 # Both lines side by side, one thread each: threads that wait for each other cost more than they save.
 test: setup
