@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from tl_coupling.generalization import Generalization
 
+# Lines on what was left out.
+_NAMED = 5
+
 _GENERALIZATION_HELP = """Coupling against a score across models: fits, bootstrap, covariates, what one model carries.
 
 Takes a survey, and a CSV file with the columns `model` and `score`. Without --scores, the survey's own loss stands in
@@ -167,4 +170,6 @@ def _remarks(result: "Generalization") -> list[str]:
             lines.append(f"the slope changes its sign without {' or '.join(influence.sign_changes)}")
         if influence.not_significant:
             lines.append(f"p exceeds 0.05 without {' or '.join(influence.not_significant)}")
-    return lines + [f"left out: {name}: {why}" for name, why in result.left_out.items()]
+    left_out = [f"left out: {name}: {why}" for name, why in result.left_out.items()]
+    more = len(left_out) - _NAMED
+    return lines + left_out[:_NAMED] + ([f"left out: {more} more, see summary.json"] if more > 0 else [])
