@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tl_coupling.generalization import Generalization
 
 # Lines on what was left out.
-_NAMED = 5
+_NAMED = 10
 
 _GENERALIZATION_HELP = """Coupling against a score across models: fits, bootstrap, covariates, what one model carries.
 
