@@ -34,10 +34,10 @@ surge: .venv/ready
 demo-survey: .venv/ready
 	.venv/bin/python demos/ladder.py --out out/ladder $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(PER_TASK),--per-task $(PER_TASK))
 
-# What does not depend on TransformerLens' line runs on one of them.
-ON_TL4_ONLY = early_surge ladder notebooks small_models
-ON_TL3_ONLY = cli_generalization executors generalization generalization_survey plots_generalization prompt_sets slurm \
-	task_means training_demo units
+# What hardly depends on TransformerLens' line runs on one of them (surveys are in the SLURM tests on the other).
+ON_TL4_ONLY = early_surge notebooks small_models survey
+ON_TL3_ONLY = cli_generalization cli_survey executors generalization generalization_survey ladder plots_generalization \
+	prompt_sets slurm task_means training_demo units
 
 # Both lines side by side, one thread each: threads that wait for each other cost more than they save.
 test: setup
