@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,17 @@ from transformers.utils.logging import disable_progress_bar
 
 import surge_probes as probes
 import tl_coupling as tlc
-from small_models import Corpus, TrainingConfig, build_corpus, checkpoint_steps, passages, read_documents, train
+from small_models import (
+    Corpus,
+    TrainingConfig,
+    add_training_options,
+    build_corpus,
+    checkpoint_steps,
+    config_of,
+    passages,
+    read_documents,
+    train,
+)
 from surge_interventions import INTERVENTIONS, intervene
 from surge_report import draw, report
 from tl_coupling.checkpoints import local_checkpoints
@@ -302,9 +312,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=4, help="held-out passages (default 4)")
     parser.add_argument("--k", type=int, default=5, help="singular vectors (default 5)")
     parser.add_argument("--at", type=int, nargs="+", help="steps to measure (default 0, 1, 2, 4, 8, … and the last)")
-    for field in fields(TrainingConfig):
-        option = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(option, type=type(field.default), default=field.default, help=f"(default {field.default})")
+    add_training_options(parser)
     return parser.parse_args(argv)
 
 
@@ -314,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Dozens of bars, for saving and loading a few megabytes each.
     disable_progress_bar()
     try:
-        base = TrainingConfig(**{field.name: getattr(arguments, field.name) for field in fields(TrainingConfig)})
+        base = config_of(arguments)
         with output_folder(arguments.out) as out:
             data = study_here(base, arguments)
             paths = [write_atomically(out / "surge.nc", partial(data.to_netcdf, engine="netcdf4"))]

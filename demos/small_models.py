@@ -4,13 +4,14 @@ The standard library's own source by default; byte-level BPE; checkpoints in Hug
 demos that need a model whose whole training is at hand share this.
 """
 
+import argparse
 import hashlib
 import json
 import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,18 @@ class Corpus:
     tokens: Int[Tensor, " n_tokens"]
     held_out: tuple[str, ...]
     digest: str
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Every field of `TrainingConfig` as an option."""
+    for field in fields(TrainingConfig):
+        option = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(option, type=type(field.default), default=field.default, help=f"(default {field.default})")
+
+
+def config_of(arguments: argparse.Namespace) -> TrainingConfig:
+    """What was given as those options."""
+    return TrainingConfig(**{field.name: getattr(arguments, field.name) for field in fields(TrainingConfig)})
 
 
 def checkpoint_steps(steps: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,17 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 import tl_coupling as tlc
-from small_models import HELD_OUT, Corpus, TrainingConfig, build_corpus, passages, read_documents, train
+from small_models import (
+    HELD_OUT,
+    Corpus,
+    TrainingConfig,
+    add_training_options,
+    build_corpus,
+    config_of,
+    passages,
+    read_documents,
+    train,
+)
 from tl_coupling.checkpoints import checkpoint_sweep, local_checkpoints, pythia_steps
 from tl_coupling.files import output_folder, write_atomically
 from tl_coupling.measurements import Settings
@@ -187,9 +197,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: all cores)")
     parser.add_argument("--prompts", type=int, default=8, help="held-out passages (default 8)")
     parser.add_argument("--k", type=int, nargs="+", default=[5, 10, 20], help="singular vectors; figures: the first")
-    for field in fields(TrainingConfig):
-        option = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(option, type=type(field.default), default=field.default, help=f"(default {field.default})")
+    add_training_options(parser)
     return parser.parse_args(argv)
 
 
@@ -200,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Dozens of bars, for saving and loading a few megabytes each.
     disable_progress_bar()
     try:
-        config = TrainingConfig(**{field.name: getattr(arguments, field.name) for field in fields(TrainingConfig)})
+        config = config_of(arguments)
         runs = runs_published(arguments) if arguments.model else runs_here(config, arguments)
         data = together(runs, None if arguments.model else config)
         with output_folder(arguments.out) as out:

@@ -2,8 +2,6 @@
 
 import itertools
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas
 import pytest
@@ -23,12 +21,7 @@ def result() -> Generalization:
     return generalization_study(data, scores, k=5, subsets={"deep $x$": "n_layers > 12"}, n_resamples=200)
 
 
-@pytest.fixture(autouse=True)
-def global_state_untouched():
-    before = dict(matplotlib.rcParams)
-    yield
-    assert plt.get_fignums() == []
-    assert dict(matplotlib.rcParams) == before
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
 def lines(ax) -> dict:

@@ -2,8 +2,6 @@
 
 import json
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import xarray
@@ -35,12 +33,7 @@ def made(n_prompts: int = 5, n_layers: int = 8) -> xarray.Dataset:
     )
 
 
-@pytest.fixture(autouse=True)
-def global_state_untouched():
-    before = dict(matplotlib.rcParams)
-    yield
-    assert plt.get_fignums() == []
-    assert dict(matplotlib.rcParams) == before
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
 def named_lines(ax) -> dict:

@@ -1,7 +1,5 @@
 """What the pictures of sweeps hold: means, bands, nulls, maps, labels; and that they leave pyplot alone."""
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import xarray
@@ -46,12 +44,7 @@ def seeds(n=3, **changed) -> xarray.Dataset:
     return xarray.concat([sweep(seed=seed, **changed) for seed in range(n)], "seed", combine_attrs="override")
 
 
-@pytest.fixture(autouse=True)
-def global_state_untouched():
-    before = dict(matplotlib.rcParams)
-    yield
-    assert plt.get_fignums() == []
-    assert dict(matplotlib.rcParams) == before
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
 def named_lines(ax) -> dict:

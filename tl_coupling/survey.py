@@ -234,9 +234,9 @@ def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
     labels = {label for data in by_model.values() for label in data["checkpoint"].values.tolist()}
     if len({type(label) for label in labels}) > 1:
         by_model = {m: data.assign_coords(checkpoint=data["checkpoint"].astype(str)) for m, data in by_model.items()}
-    order = [str(label) for label in _sorted(labels)] if len({type(label) for label in labels}) > 1 else _sorted(labels)
+        labels = {str(label) for label in labels}
     ids, tasks, texts = zip(*plan["prompts"], strict=True)
-    data = _concat(by_model, "model").reindex(prompt=list(ids), checkpoint=order)
+    data = _concat(by_model, "model").reindex(prompt=list(ids), checkpoint=_sorted(labels))
     data = data.assign_coords(task=("prompt", [task or "" for task in tasks]), text=("prompt", list(texts)))
     provenances = [json.loads(one.attrs["provenance"]) for one in by_model.values()]
     return data.assign_attrs(

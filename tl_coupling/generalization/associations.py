@@ -240,7 +240,7 @@ def prompt_correlations(
         ValueError: nothing of that name was measured; ids of prompts that there are not; for some model, fewer than
             three prompts, or all alike.
 
-    Cost: a second for a model, 1,200 prompts and 1,000 draws.
+    Cost: for each model `n_resamples · n_prompts` operations, and as many ranks.
 
     Source:
         Aubry et al. 2025, figure 10.

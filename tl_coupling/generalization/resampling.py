@@ -67,7 +67,7 @@ def bootstrap(
     Raises:
         ValueError: fewer than three models with both; no draws, or all of them degenerate.
 
-    Cost: seconds for 40 models, 1,200 prompts and 10,000 draws; memory does not grow with the draws.
+    Cost: `n_resamples · n_models · n_prompts` operations; memory does not grow with the draws.
 
     Example:
         >>> import numpy as np
