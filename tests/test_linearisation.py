@@ -32,8 +32,8 @@ def affine_trace(A: Tensor, b: Tensor | None = None, x: Tensor | None = None) ->
         module.weight.data = torch.eye(D, dtype=A.dtype) + matrix
         module.bias.data = torch.zeros(D, dtype=A.dtype) if b is None else b[layer]
         call = BlockCall(module, {}, None, False, -2)
-        blocks.append(BlockFunction(layer, call, stream[-1]))
         stream.append(module(stream[-1]).detach())
+        blocks.append(BlockFunction(layer, call, stream[-2], stream[-1] - stream[-2]))
     n_pos = len(X)
     return Trace(
         model=nn.Identity(),
@@ -128,7 +128,7 @@ def test_a_product_beyond_the_range_of_the_dtype_is_followed():
     # Gains of 1e30 at each of four layers: 1e120, where float32 ends at 3e38.
     ones = torch.ones(N_POS, D)
     call = affine_trace(1e30 * torch.eye(D)[None], x=ones).blocks[0].call
-    blocks = tuple(BlockFunction(layer, call, ones) for layer in range(L))
+    blocks = tuple(BlockFunction(layer, call, ones, call(ones).detach() - ones) for layer in range(L))
     trace = dataclasses.replace(affine_trace(torch.zeros(L, D, D), x=ones), blocks=blocks)
     for closed_form in (True, False):
         result = linearisation(trace, closed_form=closed_form)

@@ -46,7 +46,7 @@ def walk(n_layers: int = 20, seed: int = 0, sink: int | None = None, **provenanc
         tokens=torch.arange(len(TOKENS)),
         str_tokens=TOKENS,
         residual=x,
-        blocks=tuple(BlockFunction(layer, unused, X) for layer, X in enumerate(x[:-1])),
+        blocks=tuple(BlockFunction(layer, unused, X, 0 * X) for layer, X in enumerate(x[:-1])),
         final_norm=False,
         provenance={"model": "tiny", "prompt": "It costs $5 or $6", "str_tokens": list(TOKENS)} | provenance,
     )

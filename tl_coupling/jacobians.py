@@ -1,6 +1,8 @@
 """Jacobians of block functions with torch.func, and products with them that never form one."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import groupby
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -9,10 +11,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import BlockFunction, Path, Trace
-from tl_coupling.blocks.functions import RowFunction, vjp
+from tl_coupling.blocks import BlockError, BlockFunction, Path, Trace
+from tl_coupling.blocks.differentiation import PullBack, for_seeds, is_out_of_memory, over_seeds, vjp
+from tl_coupling.blocks.functions import RowFunction
 
 Progress = Callable[[Iterable[int]], Iterable[int]]
+# A way, the context it needs, and what computes f(X)[t2] and what is wanted.
+Attempt = tuple[Path, AbstractContextManager[None], Callable[[], tuple[Tensor, Any]]]
 
 # Entries in the widest activation that one chunk of seeds may carry (float32: 64 MiB); it sets the default chunk size.
 _CHUNK_BUDGET = 2**24
@@ -98,8 +103,10 @@ def block_vjp(
 ) -> Float[Tensor, " d_model"]:
     """`(J^l_{t1 t2})ᵀ v`, one backward pass, J never formed. Arguments and errors as in `block_jacobian`."""
     block, t1, t2 = _connection(trace, layer, position, input_position, output_position)
+    v = _vector(vector, block)
+    _, pull_back = _differentiated(block, t1, t2)
     with block.evaluation():
-        return vjp(_row_function(block, t1, t2), block.X[t1])[1](_vector(vector, block))[0]
+        return pull_back(v)[0]
 
 
 def block_jvp(
@@ -116,8 +123,9 @@ def block_jvp(
     Forward mode; where a block has no forward derivative, its backward pass is differentiated once more.
     """
     block, t1, t2 = _connection(trace, layer, position, input_position, output_position)
+    x, v = block.X[t1], _vector(vector, block)
+    function, _ = _differentiated(block, t1, t2)
     with block.evaluation():
-        function, x, v = _row_function(block, t1, t2), block.X[t1], _vector(vector, block)
         try:
             return torch.func.jvp(function, (x,), (v,))[1]
         except (RuntimeError, NotImplementedError):
@@ -149,7 +157,7 @@ def _in_order(
         block, rest = trace.blocks[layer], list(same_layer)
         while rest:
             sharing, rest = rest[:at_once], rest[at_once:]
-            block.refer_to([connection.output_position for connection in sharing])
+            block.gate.refer_to([connection.output_position for connection in sharing])
             for t2, same_output in groupby(sharing, lambda connection: connection.output_position):
                 some = list(same_output)
                 J, path = jacobians_of_output(block, [connection.input_position for connection in some], t2, chunk_size)
@@ -163,24 +171,20 @@ def jacobian_and_path(
     """One Jacobian, by the cheapest of the block's ways that agrees with the full sequence; and which way that was."""
     _check_chunk_size(chunk_size)
     x = block.X[input_position]
-    with block.evaluation():
-        if input_position > output_position and not block.reaches_back(input_position, output_position):
-            return x.new_zeros(len(x), len(x)), "full_sequence"
-        u = block.reference(output_position)[1]
+    u = block.gate.reference(output_position).u
+    if input_position > output_position and not block.gate.reaches_back(input_position, output_position):
+        return x.new_zeros(len(x), len(x)), "full_sequence"
+
+    def attempts() -> Iterator[Attempt]:
         for path, make, context in block.ways(input_position, output_position):
             n_rows = block.X.shape[0] if path == "full_sequence" else 1
             chunk = chunk_size or max(1, _CHUNK_BUDGET // (4 * len(x) * n_rows))
-            try:
-                with context:
-                    y, J = _all_rows(make(), x, chunk)
-            # A foreign block may raise anything when it is called with our cache; the full sequence remains.
-            except Exception:
-                if path == "full_sequence":
-                    raise
-                continue
-            if path == "full_sequence" or block.agrees(y, u @ J, input_position, output_position):
-                return J, path
-    raise AssertionError("the last way always returns")
+            yield path, context, partial(_all_rows, make, x, chunk)
+
+    def agrees(y: Tensor, J: Tensor) -> bool:
+        return block.gate.agrees(y, u @ J, input_position, output_position)
+
+    return _cheapest(block, attempts(), agrees)
 
 
 def jacobians_of_output(
@@ -192,24 +196,52 @@ def jacobians_of_output(
         J, path = jacobian_and_path(block, input_positions[0], output_position, chunk_size)
         return J[None], path
     n_pos, d_model = block.X.shape
-    J = block.X.new_empty(len(input_positions), d_model, d_model)
-    with block.evaluation():
-        _, u, _ = block.reference(output_position)
+    u = block.gate.reference(output_position).u
+    chunk = chunk_size or max(1, _CHUNK_BUDGET // (max(4, 2 * n_pos) * d_model))
+
+    def attempts() -> Iterator[Attempt]:
         for path, context in block.query_ways(output_position):
-            chunk = chunk_size or max(1, _CHUNK_BUDGET // (max(4, 2 * n_pos) * d_model))
             fill = _pull_back_everything if path == "full_sequence" else _pull_back_once
+            yield path, context, partial(fill, block, input_positions, output_position, chunk)
+
+    def agrees(y: Tensor, J: Tensor) -> bool:
+        pairs = zip(J, input_positions, strict=True)
+        return all(block.gate.agrees(y, u @ J_1, t1, output_position) for J_1, t1 in pairs)
+
+    return _cheapest(block, attempts(), agrees)
+
+
+def _cheapest(
+    block: BlockFunction, attempts: Iterator[Attempt], agrees: Callable[[Tensor, Any], bool]
+) -> tuple[Any, Path]:
+    """The result of the first attempt that agrees with the full sequence, and its way.
+
+    A way that the block does not allow (`BlockError`) is passed over; so is one that fails in another way, with a
+    remark, because a foreign block may raise anything when it is called with our cache.
+
+    Raises:
+        StepError: the full sequence does not agree with itself.
+        MemoryError, RuntimeError: memory ran out. A dearer way would need more of it.
+    """
+    with block.evaluation():
+        for path, context, compute in attempts:
             try:
                 with context:
-                    y = fill(block, input_positions, output_position, chunk, J)
-            # As in `jacobian_and_path`.
-            except Exception:
-                if path == "full_sequence":
-                    raise
+                    y, result = compute()
+            except BlockError:
                 continue
-            pairs = zip(J, input_positions, strict=True)
-            if path == "full_sequence" or all(block.agrees(y, u @ J_1, t1, output_position) for J_1, t1 in pairs):
-                return J, path
-    raise AssertionError("the last way always returns")
+            except Exception as error:
+                if path == "full_sequence" or is_out_of_memory(error):
+                    raise
+                block.remarks.add(
+                    f"{path}: {type(error).__name__}",
+                    f"layer {block.layer}: the way {path} failed ({type(error).__name__}: "
+                    f"{' '.join(str(error).split())[:200]}), a dearer one was taken",
+                )
+                continue
+            if agrees(y, result):
+                return result, path
+    raise block.gate.changed()
 
 
 def _check_chunk_size(chunk_size: int | None) -> None:
@@ -222,68 +254,76 @@ def _check_chunk_size(chunk_size: int | None) -> None:
 
 
 def _pull_back_once(
-    block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: int, J: Tensor
-) -> Tensor:
-    """Fill J `[n_inputs d d]` from one output row and every input row's keys and values; f(X)[t2]."""
+    block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """f(X)[t2], and `[n_inputs d d]` from one output row and every input row's keys and values."""
     function, inputs = block.query_local(output_position)
     y, pull_back = vjp(function, *inputs)
     feeding = {t: vjp(block.keys_and_values(t), block.X[t])[1] for t in input_positions if t != output_position}
     dim = block.call.position_dim
-    for start in range(0, len(y), chunk_size):
-        rows = slice(start, start + chunk_size)
-        own, *context = _for_seeds(pull_back, torch.eye(len(y), dtype=y.dtype, device=y.device)[rows])
-        # The seeds stand in front: a position axis counted from the front moves up by one.
-        axis = dim if dim < 0 else dim + 1
+    # The seeds stand in front: a position axis counted from the front moves up by one.
+    axis = dim if dim < 0 else dim + 1
+    J = y.new_empty(len(input_positions), len(y), len(y))
+
+    def pull(rows: slice, seeds: Tensor) -> None:
+        own, *context = for_seeds(pull_back, seeds)
         for J_1, t in zip(J, input_positions, strict=True):
             if t == output_position:
                 J_1[rows] = own
             else:
-                (J_1[rows],) = _for_seeds(feeding[t], tuple(g.narrow(axis, t, 1) for g in context))
-    return y
+                (J_1[rows],) = for_seeds(feeding[t], tuple(g.narrow(axis, t, 1) for g in context))
+
+    over_seeds(pull, y, chunk_size)
+    return y, J
 
 
 def _pull_back_everything(
-    block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: int, J: Tensor
-) -> Tensor:
+    block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: int
+) -> tuple[Tensor, Tensor]:
     """As `_pull_back_once`, through the block on all rows."""
-    Y, pull_back = vjp(lambda X: block.of_all_rows(X)[output_position], block.X)
-    for start in range(0, len(Y), chunk_size):
-        rows = slice(start, start + chunk_size)
-        (gradient,) = _for_seeds(pull_back, torch.eye(len(Y), dtype=Y.dtype, device=Y.device)[rows])
+    y, pull_back = vjp(lambda X: block.of_all_rows(X)[output_position], block.X)
+    J = y.new_empty(len(input_positions), len(y), len(y))
+
+    def pull(rows: slice, seeds: Tensor) -> None:
+        (gradient,) = for_seeds(pull_back, seeds)
         J[:, rows] = gradient[:, list(input_positions)].transpose(0, 1)
-    return Y
+
+    over_seeds(pull, y, chunk_size)
+    return y, J
 
 
-def _for_seeds(pull_back: Callable[[Any], tuple[Tensor, ...]], seeds: Any) -> tuple[Tensor, ...]:
-    """`pull_back` of every seed (a tensor, or a tuple of them), stacked; a loop where vmap cannot."""
-    try:
-        return torch.func.vmap(pull_back)(seeds)
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        each = seeds if isinstance(seeds, Tensor) else zip(*seeds, strict=True)
-        return tuple(torch.stack(parts) for parts in zip(*(pull_back(seed) for seed in each), strict=True))
-
-
-def _all_rows(function: RowFunction, x: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+def _all_rows(make: Callable[[], RowFunction], x: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     """`(f(x), ∂f/∂x)`, reverse mode, `chunk_size` rows at a time."""
+    y, pull_back = vjp(make(), x)
+    J = y.new_empty(len(y), len(x))
+
+    def pull(rows: slice, seeds: Tensor) -> None:
+        (J[rows],) = for_seeds(pull_back, seeds)
+
+    over_seeds(pull, y, chunk_size)
+    return y, J
+
+
+def _differentiated(block: BlockFunction, input_position: int, output_position: int) -> tuple[RowFunction, PullBack]:
+    """The token-local row function and its pull-back if they pass the gate, else the full sequence's."""
+    expected = block.gate.reference(output_position)
+    x, pair = block.X[input_position], (input_position, output_position)
+
+    def attempts() -> Iterator[Attempt]:
+        for path, make, context in block.ways(*pair):
+            if path in ("token_local", "full_sequence"):
+                yield path, context, partial(_with_pull_back, make, x)
+
+    def agrees(y: Tensor, made: tuple[RowFunction, PullBack]) -> bool:
+        return block.gate.agrees(y, made[1](expected.u)[0], *pair)
+
+    return _cheapest(block, attempts(), agrees)[0]
+
+
+def _with_pull_back(make: Callable[[], RowFunction], x: Tensor) -> tuple[Tensor, tuple[RowFunction, PullBack]]:
+    function = make()
     y, pull_back = vjp(function, x)
-    seeds = torch.eye(len(y), dtype=y.dtype, device=y.device)
-    return y, torch.cat([_for_seeds(pull_back, chunk)[0] for chunk in seeds.split(chunk_size)])
-
-
-def _row_function(block: BlockFunction, input_position: int, output_position: int) -> RowFunction:
-    """The token-local row function if it passes the gate by one backward pass, else the full-sequence one."""
-    _, u, _ = block.reference(output_position)
-    try:
-        function = block.token_local(input_position, output_position)
-        y, pull_back = vjp(function, block.X[input_position])
-        if block.agrees(y, pull_back(u)[0], input_position, output_position):
-            return function
-    # As above: whatever the block makes of a foreign cache.
-    except Exception:
-        pass
-    return block.full_sequence(input_position, output_position)
+    return y, (function, pull_back)
 
 
 def _connection(

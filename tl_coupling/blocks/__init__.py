@@ -8,6 +8,16 @@ argument it was called with (`calls`). From then on a block is called on its own
 from tl_coupling.blocks.attention import BlockError
 from tl_coupling.blocks.calls import BlockCall
 from tl_coupling.blocks.functions import BlockFunction, Path
+from tl_coupling.blocks.gate import DerivativeError, StepError
 from tl_coupling.blocks.tracing import Trace, trace
 
-__all__ = ["BlockCall", "BlockError", "BlockFunction", "Path", "Trace", "trace"]
+__all__ = [
+    "BlockCall",
+    "BlockError",
+    "BlockFunction",
+    "DerivativeError",
+    "Path",
+    "StepError",
+    "Trace",
+    "trace",
+]

@@ -1,9 +1,9 @@
 """One block as the model called it: its module, its captured arguments, and a cache that stands in for the context."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "past_kv_
 
 class _KeysAndValuesKnown(Exception):
     """Raised by a recording cache: the rest of the block is not needed."""
+
+
+class _UnknownToCache(BlockError, AttributeError):
+    """A block asks its cache for more than keys and values; an AttributeError too, so that `hasattr` works on it."""
 
 
 class _ReadOnlyCache:
@@ -61,20 +65,24 @@ class _ReadOnlyCache:
     def get_max_cache_shape(self, *_: object) -> int:
         return -1
 
+    def __getattr__(self, name: str) -> Any:
+        raise _UnknownToCache(f"the block asks its key/value cache for {name!r}")
+
 
 def hidden_states(output: Any) -> Tensor:
     """The residual stream in what a block returned (some return tuples)."""
     return output[0] if isinstance(output, tuple | list) else output
 
 
-def in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """A captured argument with its floating-point tensors in `dtype`."""
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A captured argument with its floating-point tensors changed, wherever in tuples, lists and dicts they stand."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return change(value) if value.is_floating_point() else value
     if isinstance(value, tuple | list):
-        return type(value)(in_dtype(v, dtype) for v in value)
+        changed = [with_tensors(v, change) for v in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if isinstance(value, dict):
-        return {k: in_dtype(v, dtype) for k, v in value.items()}
+        return {k: with_tensors(v, change) for k, v in value.items()}
     return value
 
 
@@ -111,7 +119,7 @@ class BlockCall:
 
     @classmethod
     def captured(
-        cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
+        cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple["BlockCall", Tensor]:
         """The call that a forward pre-hook saw, and the residual stream `[1 n_pos d_model]` in it."""
         original = getattr(module, "original_component", None)
@@ -127,12 +135,16 @@ class BlockCall:
         named = [name for name in _CACHE_ARGUMENTS if name in arguments or name in parameters]
         return cls(
             module=module,
-            arguments=in_dtype(arguments, dtype),
+            arguments=arguments,
             cache_argument=named[0] if named else (_CACHE_ARGUMENTS[0] if takes_any else None),
             takes_use_cache="use_cache" in parameters or "use_cache" in arguments,
             # HookedTransformer keeps keys as [batch pos head d_head], HuggingFace as [batch head pos d_head].
             position_dim=1 if original is None else -2,
         ), residual
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "BlockCall":
+        """The same call with every floating-point tensor in its arguments changed."""
+        return replace(self, arguments=with_tensors(self.arguments, change))
 
     def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
         """The block's output for the whole sequence."""

@@ -21,8 +21,8 @@ from tl_coupling.blocks.attention import BlockError
 
 
 @contextmanager
-def _forward_hook(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
+def _forward_hook(module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> Iterator[None]:
+    handle = module.register_forward_hook(hook, with_kwargs=with_kwargs)
     try:
         yield
     finally:
@@ -37,6 +37,8 @@ def mlp_jacobian(mlp: Any, n: Float[Tensor, "1 1 d_model"]) -> Float[Tensor, "d_
     """
     gated = getattr(mlp, "W_gate", None) is not None
     hook_points = ("hook_pre", "hook_pre_linear") if gated else ("hook_pre",)
+    if missing := [name for name in ("W_in", "W_out", "hook_post", *hook_points) if getattr(mlp, name, None) is None]:
+        raise BlockError(f"the MLP has no {', '.join(missing)}")
     weights = (mlp.W_gate, mlp.W_in) if gated else (mlp.W_in,)
 
     def hidden(*shifts: Tensor) -> Tensor:
@@ -70,12 +72,14 @@ def affine_mlp(block: nn.Module, forward: Callable[[], Any]) -> Iterator[None]:
     mlp = getattr(block, "mlp", None)
     if not isinstance(mlp, nn.Module):
         raise BlockError("the block has no module called mlp")
-    met: list[tuple[Tensor, Tensor]] = []
-    with _forward_hook(mlp, lambda _, args, out: met.append((args[0], out))):
+    met: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+    with _forward_hook(mlp, lambda _, args, kwargs, out: met.append((args, kwargs, out)), with_kwargs=True):
         forward()
-    if len(met) != 1 or not isinstance(met[0][1], Tensor) or met[0][0].shape[:-1] != (1, 1):
-        raise BlockError("the block does not call its MLP once on one row")
-    n_0, out_0 = met[0]
+    if len(met) != 1 or len(met[0][0]) != 1 or met[0][1] or not isinstance(met[0][2], Tensor):
+        raise BlockError("the block does not call its MLP once, on its input alone")
+    ((n_0,), _, out_0) = met[0]
+    if n_0.shape[:-1] != (1, 1):
+        raise BlockError("the block calls its MLP on more than one row")
     J = mlp_jacobian(mlp, n_0)
     with _forward_hook(mlp, lambda _, args, __: out_0 + (args[0] - n_0) @ J.T):
         yield

@@ -1,18 +1,18 @@
 """`trace`: one forward pass that records the residual stream and how every block was called."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tl_coupling.blocks.calls import BlockCall, hidden_states
 from tl_coupling.blocks.functions import BlockFunction
-from tl_coupling.models import describe_model, is_bridge, str_tokens, tokenize
+from tl_coupling.blocks.gate import Remarks
+from tl_coupling.blocks.recording import record, user_hooks
+from tl_coupling.models import describe_model, str_tokens, tokenize
 
 Prompt = str | Sequence[int] | Int[Tensor, "*batch n_pos"]
 
@@ -125,7 +125,6 @@ def trace(
         True
     """
     _check_model(model)
-    modules = list(cast(nn.ModuleList, model.blocks))
     tokens, tokenization = tokenize(model, prompt, prepend_bos)
     _check_tokens(model, tokens)
     parameter = next(model.parameters())
@@ -134,24 +133,19 @@ def trace(
     if not dtype.is_floating_point or torch.finfo(dtype).bits < 32:
         raise ValueError(f"`dtype` must be torch.float32 or torch.float64, got {dtype}")
 
-    seen: list[tuple[BlockCall, Tensor, Tensor]] = []
-    arguments = {"use_cache": False} if is_bridge(model) else {}
-    with torch.no_grad(), _recorded(modules, seen, dtype), suppress(_LastBlockDone):
-        model(tokens[None].to(parameter.device), return_type=None, **arguments)
-    if len(seen) != len(modules):
-        raise ValueError(
-            f"wanted a model that calls each of its {len(modules)} blocks once, this one made {len(seen)} calls"
-        )
-    stream = [X.to(dtype) for _, X, _ in seen] + [seen[-1][2].to(dtype)]
-    _check_stream(stream, [post.to(dtype) for _, _, post in seen], model)
+    hooks = user_hooks(model)
+    passed = record(model, tokens[None].to(parameter.device))
+    stream = [call.X[0].to(dtype) for call in passed.calls] + [passed.calls[-1].Y[0].to(dtype)]
+    _check_stream(stream, [call.Y[0].to(dtype) for call in passed.calls], model)
 
     norm = _final_norm(model) if final_norm else None
+    remarks = Remarks()
     blocks = tuple(
-        BlockFunction(layer, call, X, norm if layer == len(seen) - 1 else None)
-        for layer, ((call, _, _), X) in enumerate(zip(seen, stream[:-1], strict=True))
+        passed.block_function(layer, dtype, remarks, norm if layer == len(passed.calls) - 1 else None)
+        for layer in range(len(passed.calls))
     )
     if final_norm:
-        stream[-1] = stream[-2] + blocks[-1](stream[-2])
+        stream[-1] = stream[-2] + blocks[-1].step
     residual = torch.stack(stream)
     text = str_tokens(model, tokens)
     return Trace(
@@ -167,8 +161,11 @@ def trace(
             "prompt": prompt if isinstance(prompt, str) else None,
             "tokens": tokens.tolist(),
             "str_tokens": list(text),
+            "n_layers": len(blocks),
             "final_norm": final_norm,
             "linearised_in": str(dtype).removeprefix("torch."),
+            "hooks": hooks,
+            "remarks": remarks.texts,
         },
     )
 
@@ -180,35 +177,6 @@ def _index(value: Any, size: int, name: str, what: str) -> int:
     if not -size <= index < size:
         raise ValueError(f"`{name}` must lie in [{-size}, {size - 1}] for this {what}, got {index}")
     return index % size
-
-
-class _LastBlockDone(Exception):
-    """Raised after the last block: the unembedding, the largest matrix of a small model, is not needed."""
-
-
-@contextmanager
-def _recorded(
-    blocks: Sequence[nn.Module], seen: list[tuple[BlockCall, Tensor, Tensor]], dtype: torch.dtype
-) -> Iterator[None]:
-    """Append `(call, residual before, residual after)` for every block that runs, rows `[n_pos d_model]`."""
-    entered: list[tuple[BlockCall, Tensor]] = []
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entered.append(BlockCall.captured(module, args, kwargs, dtype))
-
-    def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        call, residual = entered.pop()
-        seen.append((call, residual[0].detach(), hidden_states(output)[0].detach()))
-        if len(seen) == len(blocks):
-            raise _LastBlockDone
-
-    handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
-    handles += [block.register_forward_hook(leave) for block in blocks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _final_norm(model: nn.Module) -> nn.Module:
