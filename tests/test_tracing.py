@@ -1,7 +1,9 @@
 """What a trace holds, and what it refuses."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -159,3 +161,68 @@ def test_chunks_change_memory_and_nothing_else(tiny_trace: tlc.Trace) -> None:
     whole = tlc.block_jacobian(tiny_trace, 1)
     for chunk_size in (1, 5, 32, 1000):
         torch.testing.assert_close(tlc.block_jacobian(tiny_trace, 1, chunk_size=chunk_size), whole, rtol=0, atol=1e-6)
+
+
+class Streams(nn.Module):
+    """A model as TransformerLens' look from outside: embedding, `blocks` called as `order` says, unembedding."""
+
+    def __init__(self, order: list[int], between: Callable[[torch.Tensor], torch.Tensor] = lambda X: X) -> None:
+        super().__init__()
+        self.cfg = SimpleNamespace(n_ctx=32, d_vocab=tiny.VOCAB, model_name="streams")
+        self.order, self.between = order, between
+        self.embed = nn.Embedding(tiny.VOCAB, tiny.D_MODEL)
+        self.blocks = nn.ModuleList(AddsALine() for _ in range(2))
+        self.unembed = nn.Linear(tiny.D_MODEL, tiny.VOCAB)
+
+    def forward(self, tokens: torch.Tensor, return_type: str | None = "logits") -> torch.Tensor:
+        X = self.embed(tokens)
+        for i, block in enumerate(self.order):
+            X = self.blocks[block](X if i == 0 or block else self.between(X))
+        return self.unembed(X)
+
+
+class AddsALine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(tiny.D_MODEL, tiny.D_MODEL)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + torch.tanh(self.line(hidden_states))
+
+
+def test_a_model_that_runs_its_blocks_again_has_a_layer_for_each_call() -> None:
+    model = Streams([0, 1, 0, 1, 0, 1]).eval()
+    trace = tlc.trace(model, tiny.TOKENS)
+    assert trace.n_layers == trace.provenance["n_layers"] == 6
+    X = model.embed(torch.tensor(tiny.TOKENS))
+    for layer in range(6):
+        line = model.blocks[layer % 2].line
+        slope = 1 - torch.tanh(line(X[-1])) ** 2
+        torch.testing.assert_close(tlc.block_jacobian(trace, layer), slope[:, None] * line.weight, rtol=1e-4, atol=1e-6)
+        X = X + torch.tanh(line(X))
+    torch.testing.assert_close(trace.residual[-1], X.detach())
+
+
+def test_a_stream_that_is_changed_before_the_blocks_run_again_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"block 1 does not hand its output on unchanged.*runs its blocks again"):
+        tlc.trace(Streams([0, 1, 0, 1], between=lambda X: X / X.norm()).eval(), tiny.TOKENS)
+
+
+@pytest.mark.parametrize("order", [[0], [1, 0], [0, 1, 0], [0, 0, 1, 1], []])
+def test_blocks_out_of_order_are_refused(order: list[int]) -> None:
+    with pytest.raises(
+        ValueError, match=r"calls its 2 blocks one after the other, this one called them in the order \["
+    ):
+        tlc.trace(Streams(order).eval(), tiny.TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("streams", "shape"),
+    [(lambda X: X[:, :, None].repeat(1, 1, 2, 1), r"\[1 8 2 32\]"), (lambda X: X.repeat(2, 1, 1), r"\[2 8 32\]")],
+)
+def test_several_parallel_streams_are_refused(streams: Callable[[torch.Tensor], torch.Tensor], shape: str) -> None:
+    model = Streams([0, 1], between=lambda X: X).eval()
+    embed = model.embed.forward
+    model.embed.forward = lambda tokens: streams(embed(tokens))
+    with pytest.raises(ValueError, match="wanted one residual stream .* block 0 takes " + shape.replace(" ", ", ")):
+        tlc.trace(model, tiny.TOKENS)

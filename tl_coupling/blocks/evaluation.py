@@ -72,8 +72,9 @@ def attributes_set(changes: Iterable[Change]) -> Iterator[None]:
     undo: list[Change] = []
     try:
         for owner, name, value in changes:
-            undo.append((owner, name, getattr(owner, name)))
+            before = getattr(owner, name)
             setattr(owner, name, value)
+            undo.append((owner, name, before))
         yield
     finally:
         for owner, name, value in reversed(undo):

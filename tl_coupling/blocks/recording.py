@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -64,6 +65,20 @@ class Passage:
             recording=recording,
             remarks=remarks,
         )
+
+    def rounded_arguments(self, dtype: torch.dtype) -> list[str]:
+        """Names of what blocks were handed, rounded to another dtype, that cannot be made anew. Masks are exact."""
+        names: set[str] = set()
+
+        def look(name: str, tensor: Tensor) -> Tensor:
+            if tensor.dtype != dtype and id(tensor) not in self.origins and "mask" not in name:
+                names.add(name)
+            return tensor
+
+        for made in self.calls:
+            for name, value in made.call.arguments.items():
+                with_tensors(value, partial(look, name))
+        return sorted(names)
 
     def _in_dtype(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A captured argument in `dtype`: made anew by the module that made it, or else as it was rounded."""

@@ -99,7 +99,12 @@ def trace(
     """Run the model once and keep its residual stream and its blocks as functions.
 
     `X^l = X^{l−1} + f^l(X^{l−1})` (Aubry et al. 2025, eq. 6); `trace.residual[l]` is `X^l`, `trace.blocks[l]` is
-    `f^{l+1}` in the paper's counting from one.
+    `f^{l+1}` in the paper's counting from one. A model that runs its blocks several times has a layer for each call.
+
+    Hooks that are on the model count: they are part of what is traced and measured, and are listed in the provenance.
+    Weights and hooks must stay as they are until the trace has been measured. A block that is no longer the function
+    that was traced is refused (`StepError`), and so is one whose derivative is not its slope (`DerivativeError`).
+    Autocast, TF32 and fused attention are off while a model is traced or measured.
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it is: a model whose weights were
@@ -112,8 +117,8 @@ def trace(
         dtype: in what precision blocks are linearised: float32, or float64 for a float64 model, unless given.
 
     Raises:
-        ValueError: an empty prompt, one longer than the context, unknown token ids, a model in train mode, weights
-            or activations that are not finite.
+        ValueError: an empty prompt, one longer than the context, unknown token ids, a model in train mode with dropout,
+            one that does not add to a single residual stream, weights or activations that are not finite.
 
     Cost: one forward pass, to the last block; memory for `n_layers + 1` copies of the residual stream.
 
@@ -165,6 +170,7 @@ def trace(
             "final_norm": final_norm,
             "linearised_in": str(dtype).removeprefix("torch."),
             "hooks": hooks,
+            "rounded_arguments": passed.rounded_arguments(dtype),
             "remarks": remarks.texts,
         },
     )
@@ -192,8 +198,25 @@ def _check_model(model: Any) -> None:
             f"wanted a TransformerLens model (TransformerBridge or HookedTransformer), got {type(model).__name__}; "
             "`tl_coupling.load_model(name)` makes one"
         )
-    if model.training or any(m.training for block in model.blocks for m in block.modules()):
-        raise ValueError("wanted a model in eval mode (dropout makes a Jacobian random), got train mode: call .eval()")
+    for name, module in model.named_modules():
+        if module.training and (what := _drawn_at_random(module)):
+            raise ValueError(
+                f"wanted a model that draws no random numbers, {name or 'the model'} is in train mode with {what}: "
+                "call .eval()"
+            )
+
+
+def _drawn_at_random(module: nn.Module) -> str | None:
+    """What a module in train mode draws random numbers for, as its settings say."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return f"p = {module.p}" if module.p > 0 else None
+    # HuggingFace's attention and mixtures keep theirs as numbers.
+    drawn = (
+        f"{name} = {value}"
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value > 0 and any(word in name for word in ("drop", "jitter"))
+    )
+    return next(drawn, None)
 
 
 def _check_tokens(model: Any, tokens: Int[Tensor, " n_pos"]) -> None:
@@ -206,12 +229,16 @@ def _check_tokens(model: Any, tokens: Int[Tensor, " n_pos"]) -> None:
         raise ValueError(f"token ids must lie in [0, {d_vocab - 1}], got {int(tokens.min())} … {int(tokens.max())}")
 
 
-def _check_stream(pre: list[Tensor], post: list[Tensor], model: nn.Module) -> None:
+def _check_stream(pre: list[Tensor], post: list[Tensor], model: Any) -> None:
     for layer, X in enumerate(pre):
         if not bool(torch.isfinite(X).all()):
             culprits = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
             found = f"parameter {culprits[0]!r} is not finite" if culprits else "all parameters are finite"
             raise ValueError(f"the residual stream at layer {layer} has NaN or infinite entries; {found}")
     for layer, (X, Y) in enumerate(zip(pre[1:], post, strict=True)):
-        if X.shape != Y.shape or not torch.equal(X, Y):
-            raise ValueError(f"block {layer} does not hand its output on unchanged: not one residual stream")
+        if not torch.equal(X, Y):
+            n_blocks = len(model.blocks)
+            again = "; the model runs its blocks again from there on another stream" if layer + 1 == n_blocks else ""
+            raise ValueError(
+                f"block {layer % n_blocks} does not hand its output on unchanged: not one residual stream{again}"
+            )
