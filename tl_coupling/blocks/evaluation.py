@@ -6,7 +6,7 @@ them, whatever thread it runs in, and Ctrl-C is heard between its steps, where e
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _measuring = threading.RLock()
+# What was entered and not yet left, by the thread that measures: device, dtype and modules.
+_entered: list[tuple[Any, ...]] = []
 
 # How HuggingFace's mixtures compute their experts; the public property next to it also sets every other part's.
 _EXPERTS = "_experts_implementation_internal"
@@ -82,21 +84,32 @@ def attributes_set(changes: Iterable[Change]) -> Iterator[None]:
 
 
 @contextmanager
-def exact_arithmetic(device: torch.device) -> Iterator[None]:
+def exact_arithmetic(
+    device: torch.device, modules: Sequence[nn.Module] = (), dtype: torch.dtype | None = None
+) -> Iterator[None]:
     """No gradients into parameters, no autocast, no TF32, attention in plain operations that AD can follow.
 
-    One thread at a time; Ctrl-C is heard on entering, on leaving and by `hear_interrupts`.
+    The modules compute in `dtype`. One thread at a time; Ctrl-C is heard on entering, on leaving, by `hear_interrupts`.
     """
-    with _measuring, _interrupts.held(), ExitStack() as stack:
-        hear_interrupts()
-        for kind in {"cpu", device.type} - {"meta"}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(attributes_set(_full_precision()))
-        # An inference tensor could not be differentiated later.
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        yield
+    with _measuring:
+        if (what := (device, dtype, *map(id, modules))) in _entered:
+            hear_interrupts()
+            yield
+            return
+        with _interrupts.held(), ExitStack() as stack:
+            hear_interrupts()
+            for kind in {"cpu", device.type} - {"meta"}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(attributes_set(_full_precision()))
+            # An inference tensor could not be differentiated later.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if dtype is not None:
+                stack.enter_context(attributes_set(change for m in modules for change in computing_in(m, dtype)))
+            _entered.append(what)
+            stack.callback(_entered.pop)
+            yield
 
 
 def _full_precision() -> Iterator[Change]:

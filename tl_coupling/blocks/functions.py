@@ -18,7 +18,7 @@ this layer and this pair of positions.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Literal
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from tl_coupling.blocks.attention import BlockError, MovedRow
 from tl_coupling.blocks.calls import BlockCall
-from tl_coupling.blocks.evaluation import attributes_set, computing_in, exact_arithmetic
+from tl_coupling.blocks.evaluation import exact_arithmetic
 from tl_coupling.blocks.gate import Gate, Recording, Remarks
 from tl_coupling.blocks.mlps import affine_mlp
 
@@ -72,11 +72,8 @@ class BlockFunction:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """The context in which the block is evaluated and differentiated: exact arithmetic, weights in X's dtype."""
-        with ExitStack() as stack:
-            stack.enter_context(exact_arithmetic(self.X.device))
-            for module in (self.call.module, self.norm):
-                if module is not None:
-                    stack.enter_context(attributes_set(computing_in(module, self.X.dtype)))
+        modules = [self.call.module] if self.norm is None else [self.call.module, self.norm]
+        with exact_arithmetic(self.X.device, modules, self.X.dtype):
             yield
 
     @cached_property

@@ -26,8 +26,8 @@ from tl_coupling.blocks.differentiation import vjp
 GATE_TOLERANCE = 1e-4
 _MOST_REFERENCES = 32
 # Moves along the random direction, as a part of the root mean square of each row. Where the first disagrees (curvature,
-# a kink, a token sent to another expert on the way), smaller ones decide; at a kink, those to one side.
-_FIRST_MOVE, _SMALLER_MOVES = 0.03, (0.01, 0.005, 0.0025, 0.001)
+# a kink, a token sent to another expert on the way), several decide; at a kink, those to one side.
+_FIRST_MOVE, _MOVES = 0.01, (0.01, 0.005, 0.0025, 0.001)
 _SLOPE_TOLERANCE = 0.1
 # Functions whose derivative is zero wherever there is one, and casts; on a stair too wide for the moves they are seen
 # by name only.
@@ -221,7 +221,7 @@ class Gate:
 
         if not bool(disagree(_FIRST_MOVE).any()):
             return
-        sides = [[disagree(side * move) for move in _SMALLER_MOVES] for side in (1, -1)]
+        sides = [[disagree(side * move) for move in _MOVES] for side in (1, -1)]
         wrong = torch.stack([torch.stack(side).sum(0) > 1 for side in sides]).all(0)
         if bool(wrong.any()):
             tokens = torch.zeros(len(self.X), dtype=torch.bool)

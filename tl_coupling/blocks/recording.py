@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tl_coupling.blocks.calls import BlockCall, hidden_states, with_tensors
-from tl_coupling.blocks.evaluation import allowing, attributes_set, computing_in, exact_arithmetic, hear_interrupts
+from tl_coupling.blocks.evaluation import allowing, attributes_set, exact_arithmetic, hear_interrupts
 from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.blocks.gate import Recording, Remarks
 from tl_coupling.models import is_bridge
@@ -51,7 +51,7 @@ class Passage:
         made = self.calls[layer]
         X, Y = made.X[0].to(dtype), made.Y[0].to(dtype)
         if norm is not None:
-            with exact_arithmetic(X.device), attributes_set(computing_in(norm, dtype)):
+            with exact_arithmetic(X.device, [norm], dtype):
                 Y = norm(Y[None]).reshape(Y.shape)
         recording = None
         if made.X.dtype != dtype:
@@ -86,7 +86,7 @@ class Passage:
             return tensor.to(dtype)
         made = self.origins[id(tensor)]
         args, kwargs = with_tensors((made.args, made.kwargs), lambda given: given.to(dtype))
-        with exact_arithmetic(tensor.device), attributes_set(computing_in(made.module, dtype)):
+        with exact_arithmetic(tensor.device, [made.module], dtype):
             output = made.module(*args, **kwargs)
         anew = output if made.part is None else output[made.part]
         return anew.to(dtype) if anew.shape == tensor.shape else tensor.to(dtype)
