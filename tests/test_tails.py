@@ -228,6 +228,15 @@ def test_hooks_act_once(tokenizer_folder: Path) -> None:
     close(trace.logits(torch.ones(3, tiny.D_MODEL)), plain)
 
 
+def test_an_ending_that_works_in_place_leaves_the_trace_alone(tokenizer_folder: Path) -> None:
+    model = tiny.bridge(huggingface_model("llama"), tokenizer_folder)
+    trace = tlc.trace(model, tiny.TOKENS)
+    model.ln_final.register_forward_pre_hook(lambda _, args: (args[0].add_(1),))
+    before = trace.residual.clone()
+    close(trace.logits(trace.residual[-1]), model(IDS)[0])
+    assert torch.equal(trace.residual, before)
+
+
 def test_processed_weights(tokenizer_folder: Path) -> None:
     model = tiny.bridge(huggingface_model("gpt2"), tokenizer_folder)
     model.enable_compatibility_mode()

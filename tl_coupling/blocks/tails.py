@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -91,7 +92,7 @@ def final_norm(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> nn.Module:
     asked = {"output_hidden_states": True} if is_bridge(model) else {}
     with torch.no_grad(), _watched(model) as seen:
         _, raw = _run(model, tokens, **asked)
-        X = hidden_states(seen[len(seen) - 1])
+        _, X = seen[len(seen) - 1]
         # A HookedTransformer gives none; `ln_final` is what it applies to X.
         states = getattr(raw, "hidden_states", None)
         if norm is None or (states and torch.equal(states[-1], X)):
@@ -115,13 +116,8 @@ def _outputs(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> _Outputs:
     tokens = tokens if len(tokens) > 1 else tokens.repeat(2)
     with _watched(model) as seen:
         expected = _logits(model, tokens)
-    X = hidden_states(seen[len(seen) - 1])
-    outputs = _Outputs(
-        tuple(len(output) if isinstance(output, tuple | list) else 0 for _, output in sorted(seen.items())),
-        X.shape[-1],
-        X.dtype,
-        dtype,
-    )
+    _, X = seen[len(seen) - 1]
+    outputs = _Outputs(tuple(seen[layer][0] for layer in range(len(seen))), X.shape[-1], X.dtype, dtype)
     # In reverse, because rows must not depend on where they stand.
     got = _tail(model, tokens, X[0].flip(0), outputs, []).flip(0)
     if not _close(got, expected, X.dtype):
@@ -146,7 +142,8 @@ def _tail(
     def block(length: int) -> Callable[..., Any]:
         def forward(first: Tensor | None = None, *_: Any, **named: Any) -> Any:
             at = named["hidden_states"] if first is None else first
-            given = X[None].to(at.device, outputs.dtype)
+            # A copy: what comes next may work in place.
+            given = X[None].to(at.device, outputs.dtype, copy=True)
             return (given, *[None] * (length - 1)) if length else given
 
         return forward
@@ -202,13 +199,15 @@ def _close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """What each block returns, by its number, in a run within the context."""
-    seen: dict[int, Any] = {}
-    handles = [
-        block.register_forward_hook(lambda _, __, output, layer=layer: seen.update({layer: output}))
-        for layer, block in enumerate(cast(nn.ModuleList, model.blocks))
-    ]
+def _watched(model: nn.Module) -> Iterator[dict[int, tuple[int, Tensor]]]:
+    """What each block returned last in a run within the context: how long a tuple (0 for a tensor), and its stream."""
+    seen: dict[int, tuple[int, Tensor]] = {}
+
+    def leave(layer: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        seen[layer] = len(output) if isinstance(output, tuple | list) else 0, hidden_states(output).clone()
+
+    blocks = cast(nn.ModuleList, model.blocks)
+    handles = [block.register_forward_hook(partial(leave, layer)) for layer, block in enumerate(blocks)]
     try:
         yield seen
     finally:
