@@ -16,20 +16,27 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 def vjp(function: Callable[..., Any], *inputs: Tensor) -> tuple[Any, PullBack]:
     """`torch.func.vjp`, by plain autograd where a custom autograd Function keeps torch.func out (BLOOM's GELU)."""
+    y, pull_back, _ = vjp_and_more(lambda *x: (function(*x), ()), *inputs)
+    return y, pull_back
+
+
+def vjp_and_more(function: Callable[..., tuple[Any, Any]], *inputs: Tensor) -> tuple[Any, PullBack, Any]:
+    """`vjp` of the first thing that the function returns; and the second, tensors met on the way."""
     try:
-        return torch.func.vjp(function, *inputs)  # type: ignore[return-value]
+        return torch.func.vjp(function, *inputs, has_aux=True)  # type: ignore[return-value]
     except RuntimeError as error:
         if "setup_context" not in str(error):
             raise
     with torch.enable_grad():
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
-        y = function(*leaves)
+        y, more = function(*leaves)
 
     def by_autograd(u: Any) -> tuple[Tensor, ...]:
         gradients = torch.autograd.grad(y, leaves, u, retain_graph=True, allow_unused=True)
         return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))
 
-    return y.detach() if isinstance(y, Tensor) else tuple(part.detach() for part in y), by_autograd
+    values = y.detach() if isinstance(y, Tensor) else tuple(part.detach() for part in y)
+    return values, by_autograd, tuple(part.detach() for part in more)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

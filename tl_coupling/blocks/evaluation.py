@@ -112,6 +112,14 @@ def exact_arithmetic(
             yield
 
 
+@contextmanager
+def own_arithmetic(module: nn.Module) -> Iterator[None]:
+    """Exact arithmetic, in the precision that the module's weights are in: how models are traced."""
+    weight = next(module.parameters())
+    with exact_arithmetic(weight.device), attributes_set(_allowing(module, weight.dtype)):
+        yield
+
+
 def _full_precision() -> Iterator[Change]:
     backends: Any = torch.backends
     operations = [getattr(backends.cudnn, name, None) for name in ("conv", "rnn")]
@@ -136,10 +144,10 @@ def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     for cfg in _parts(module, "cfg"):
         if isinstance(was := getattr(cfg, "dtype", None), torch.dtype) and was != dtype:
             yield cfg, "dtype", dtype
-    yield from allowing(module, dtype)
+    yield from _allowing(module, dtype)
 
 
-def allowing(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
+def _allowing(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     """Changes without which a module fails in `dtype`: HuggingFace's grouped experts know no float64."""
     if dtype == torch.float64:
         for config in _parts(module, "config"):

@@ -31,7 +31,7 @@ from tl_coupling.blocks.attention import BlockError, MovedRow
 from tl_coupling.blocks.calls import BlockCall
 from tl_coupling.blocks.evaluation import exact_arithmetic
 from tl_coupling.blocks.gate import Gate, Recording, Remarks
-from tl_coupling.blocks.mlps import affine_mlp
+from tl_coupling.blocks.mlps import affine_mlp, watched_mlp
 
 Path = Literal[
     "token_local_linearised",
@@ -69,6 +69,10 @@ class BlockFunction:
         """f on the full sequence, to be differentiated inside `evaluation()`."""
         return self._after_norm(self.call(X)) - X
 
+    def with_mlp(self, X: Float[Tensor, "n_pos d_model"]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`of_all_rows`, and what the block's MLP got and gave; nothing where it has none of the usual form."""
+        return watched_mlp(self.call.module, lambda: self.of_all_rows(X))
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """The context in which the block is evaluated and differentiated: exact arithmetic, weights in X's dtype."""
@@ -79,7 +83,7 @@ class BlockFunction:
     @cached_property
     def gate(self) -> Gate:
         """What every way is held against."""
-        return Gate(self.layer, self.of_all_rows, self.X, self.step, self.evaluation, self.recording, self.remarks)
+        return Gate(self.layer, self.with_mlp, self.X, self.step, self.evaluation, self.recording, self.remarks)
 
     def full_sequence(self, input_position: int, output_position: int) -> RowFunction:
         """`x ↦ f(X with row input_position replaced by x)[output_position]`, on all rows."""
@@ -141,12 +145,7 @@ class BlockFunction:
 
     def query_ways(self, output_position: int) -> Iterator[tuple[Path, AbstractContextManager[None]]]:
         """Every way to evaluate all inputs of one output, cheapest first; see `ways`."""
-
-        def forward() -> Tensor:
-            function, inputs = self.query_local(output_position)
-            return function(*inputs)
-
-        yield "query_local_affine_mlp", affine_mlp(self.call.module, forward)
+        yield "query_local_affine_mlp", self._affine_mlp(output_position)
         yield "query_local", nullcontext()
         yield "full_sequence", nullcontext()
 
@@ -155,17 +154,14 @@ class BlockFunction:
     ) -> Iterator[tuple[Path, Callable[[], RowFunction], AbstractContextManager[None]]]:
         """Every way to evaluate the pair, cheapest first: its name, how to make it, the context it is evaluated in."""
         pair = (input_position, output_position)
-
-        def forward() -> Tensor:
-            return self.token_local(*pair)(self.X[input_position])
-
-        def affine() -> AbstractContextManager[None]:
-            return affine_mlp(self.call.module, forward)
-
+        affine = partial(self._affine_mlp, output_position)
         yield "token_local_linearised", partial(self.token_local, *pair, product_rule=True), affine()
         yield "token_local_affine_mlp", partial(self.token_local, *pair), affine()
         yield "token_local", partial(self.token_local, *pair), nullcontext()
         yield "full_sequence", lambda: self.full_sequence(*pair), nullcontext()
+
+    def _affine_mlp(self, output_position: int) -> AbstractContextManager[None]:
+        return affine_mlp(self.call.module, self.gate.reference(output_position).met)
 
     @cached_property
     def _keys_and_values(self) -> tuple[Tensor, Tensor]:

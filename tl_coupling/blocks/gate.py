@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from tl_coupling.blocks.differentiation import vjp
+from tl_coupling.blocks.differentiation import vjp_and_more
 
 GATE_TOLERANCE = 1e-4
 _MOST_REFERENCES = 32
@@ -31,8 +32,8 @@ _FIRST_MOVE, _MOVES = 0.01, (0.01, 0.005, 0.0025, 0.001)
 _SLOPE_TOLERANCE = 0.1
 # Functions whose derivative is zero wherever there is one, and casts; on a stair too wide for the moves they are seen
 # by name only.
-_STAIRS = ("round", "floor", "ceil", "trunc", "fix", "quantize_per_tensor", "quantize_per_channel")
-_CASTS = ("to", "type", "long", "int", "short", "char")
+_STAIRS = {"round", "floor", "ceil", "trunc", "fix", "quantize_per_tensor", "quantize_per_channel"}
+_CASTS = {"to", "type", "long", "int", "short", "char"}
 
 
 class StepError(ValueError):
@@ -72,11 +73,15 @@ class Remarks:
 
 
 class Reference(NamedTuple):
-    """The full sequence's `f(X)[t]`, a seeded random u, and `uᵀ J_{· t}` of every input row, `[n_pos d_model]`."""
+    """The full sequence's `f(X)[t]`, a seeded random u, and `uᵀ J_{· t}` of every input row, `[n_pos d_model]`.
+
+    `met` is what the block's MLP got and gave at t, `[1 1 d_model]` each; empty where that is not known.
+    """
 
     y: Float[Tensor, " d_model"]
     u: Float[Tensor, " d_model"]
     rows: Float[Tensor, "n_pos d_model"]
+    met: tuple[Float[Tensor, "1 1 d_model"], ...]
 
 
 @dataclass(eq=False)
@@ -85,7 +90,7 @@ class Gate:
 
     Attributes:
         layer: of the block.
-        f: the block function on all rows, to be called inside `evaluation()`.
+        f: the block function on all rows, to be called inside `evaluation()`, and what its MLP got and gave.
         X: the residual stream that entered the block.
         step: what the block added to it when it was traced.
         evaluation: the context in which f is what it was.
@@ -94,7 +99,7 @@ class Gate:
     """
 
     layer: int
-    f: Callable[[Tensor], Tensor]
+    f: Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]]
     X: Float[Tensor, "n_pos d_model"]
     step: Float[Tensor, "n_pos d_model"]
     evaluation: Callable[[], AbstractContextManager[None]]
@@ -125,7 +130,7 @@ class Gate:
         made: dict[int, Reference] = {}
         with self.evaluation():
             with _Stairs() as stairs:
-                Y, pull_back = vjp(self.f, self.X)
+                Y, pull_back, met = vjp_and_more(self.f, self.X)
             self._check_step(Y)
             if stairs.found:
                 raise DerivativeError(self._no_derivative(f"it calls `{stairs.found}`"))
@@ -134,7 +139,7 @@ class Gate:
                 u = torch.randn(self.X.shape[1], generator=generator, dtype=torch.float64).to(Y)
                 seed = torch.zeros_like(Y)
                 seed[t] = u
-                made[t] = Reference(Y[t], u, pull_back(seed)[0])
+                made[t] = Reference(Y[t], u, pull_back(seed)[0], tuple(rows[:, t : t + 1] for rows in met))
             self._check_slopes(Y, made)
         self._references |= made
 
@@ -216,7 +221,7 @@ class Gate:
         rounding = 32 * torch.finfo(torch.float32).eps * (self.X[at].norm(dim=1) + Y[at].norm(dim=1))
 
         def disagree(move: float) -> Tensor:
-            slopes = ((self.f(self.X + move * V)[at] - Y[at]) * u).sum(1) / move
+            slopes = ((self.f(self.X + move * V)[0][at] - Y[at]) * u).sum(1) / move
             return ~((slopes - expected).abs() <= _SLOPE_TOLERANCE * scale + rounding / abs(move))
 
         if not bool(disagree(_FIRST_MOVE).any()):
@@ -252,11 +257,11 @@ class _Stairs(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if args and isinstance(args[0], Tensor) and args[0].requires_grad:
-            name = getattr(func, "__name__", "")
-            to_integers = name in _CASTS and isinstance(output, Tensor) and not output.is_floating_point()
-            if name in _STAIRS or to_integers or str(func).startswith("quantized."):
-                self.found = str(func) if str(func).startswith("quantized.") else name
+        name = getattr(func, "__name__", "")
+        quantized = isinstance(func, OpOverloadPacket) and str(func).startswith("quantized.")
+        to_integers = name in _CASTS and isinstance(output, Tensor) and not output.is_floating_point()
+        if (quantized or to_integers or name in _STAIRS) and isinstance(args[0], Tensor) and args[0].requires_grad:
+            self.found = str(func) if quantized else name
         return output
 
 

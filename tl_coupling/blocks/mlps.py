@@ -9,7 +9,7 @@ first order, so a block with that map in the MLP's place has the same Jacobian. 
 is not decided here: the result is compared with the full sequence like every other cheap path.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -62,24 +62,33 @@ def mlp_jacobian(mlp: Any, n: Float[Tensor, "1 1 d_model"]) -> Float[Tensor, "d_
     return mlp.W_out.T @ inner
 
 
-@contextmanager
-def affine_mlp(block: nn.Module, forward: Callable[[], Any]) -> Iterator[None]:
-    """While the context lasts, the block's MLP is its own first-order expansion where `forward()` meets it.
+def watched_mlp(block: nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`forward()`, and what the block's MLP got and gave meanwhile, both `[1 n_rows d_model]`.
 
-    Raises:
-        BlockError: the block has no MLP of the standard form, or `forward` does not call it once, on one row.
+    Nothing where the block has no MLP by that name, or does not call it once, on its input alone.
     """
     mlp = getattr(block, "mlp", None)
     if not isinstance(mlp, nn.Module):
-        raise BlockError("the block has no module called mlp")
+        return forward(), ()
     met: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
     with _forward_hook(mlp, lambda _, args, kwargs, out: met.append((args, kwargs, out)), with_kwargs=True):
-        forward()
+        Y = forward()
     if len(met) != 1 or len(met[0][0]) != 1 or met[0][1] or not isinstance(met[0][2], Tensor):
-        raise BlockError("the block does not call its MLP once, on its input alone")
-    ((n_0,), _, out_0) = met[0]
-    if n_0.shape[:-1] != (1, 1):
-        raise BlockError("the block calls its MLP on more than one row")
+        return Y, ()
+    return Y, (met[0][0][0], met[0][2])
+
+
+@contextmanager
+def affine_mlp(block: nn.Module, met: Sequence[Float[Tensor, "1 1 d_model"]]) -> Iterator[None]:
+    """While the context lasts, the block's MLP is its own first-order expansion where it got and gave `met`.
+
+    Raises:
+        BlockError: the block has no MLP of the standard form.
+    """
+    if len(met) != 2:
+        raise BlockError("the block has no module called mlp that it calls once, on its input alone")
+    n_0, out_0 = met
+    mlp: Any = block.mlp
     J = mlp_jacobian(mlp, n_0)
     with _forward_hook(mlp, lambda _, args, __: out_0 + (args[0] - n_0) @ J.T):
         yield

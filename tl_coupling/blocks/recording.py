@@ -11,9 +11,10 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tl_coupling.blocks.calls import BlockCall, hidden_states, with_tensors
-from tl_coupling.blocks.evaluation import allowing, attributes_set, exact_arithmetic, hear_interrupts
+from tl_coupling.blocks.evaluation import exact_arithmetic, hear_interrupts, own_arithmetic
 from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.blocks.gate import Recording, Remarks
+from tl_coupling.blocks.tails import runnable
 from tl_coupling.models import is_bridge
 
 
@@ -93,7 +94,7 @@ class Passage:
 
 
 def _repeated(made: RecordedCall) -> Tensor:
-    with exact_arithmetic(made.X.device), attributes_set(allowing(made.call.module, made.X.dtype)):
+    with own_arithmetic(made.call.module):
         return made.call(made.X[0])
 
 
@@ -107,8 +108,8 @@ def record(model: nn.Module, tokens: Int[Tensor, "1 n_pos"]) -> Passage:
     origins: dict[int, _Origin] = {}
     arguments = {"use_cache": False} if is_bridge(model) else {}
     with (
-        exact_arithmetic(tokens.device),
-        attributes_set(allowing(model, next(model.parameters()).dtype)),
+        own_arithmetic(model),
+        runnable(model),
         _recording(model, calls, origins),
         suppress(_BlocksDone),
     ):

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tl_coupling.blocks import tails
 from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.blocks.gate import Remarks
 from tl_coupling.blocks.recording import record, user_hooks
@@ -64,22 +65,17 @@ class Trace:
         return _index(position, self.n_pos, name, f"{self.n_pos}-token prompt")
 
     def logits(self, x: Float[Tensor, "*batch d_model"], normalised: bool = False) -> Float[Tensor, "*batch d_vocab"]:
-        """Logits read off a residual stream: the model's final norm, unless it is normalised, and its unembedding.
+        """Logits read off a residual stream: what the model makes of it behind its last block.
+
+        With `normalised`, of a stream that went through the final norm already.
 
         Raises:
-            ValueError: the model has no `unembed`.
+            ValueError: the model has no logits for every token, or they do not follow from what leaves its last block;
+                `normalised`, but the model has no final norm.
+
+        Cost: embedding and unembedding of the rows; the first call for a model also runs all of it once.
         """
-        model: Any = self.model
-        if not hasattr(model, "unembed"):
-            raise ValueError("logits need a model with an unembedding (`unembed`); this one has none")
-        parameter = next(model.parameters())
-        with torch.no_grad():
-            rows = x.reshape(1, -1, x.shape[-1]).to(parameter)
-            logits = model.unembed(rows if normalised else model.ln_final(rows)).float()
-        # Gemma's; TransformerLens applies it outside its unembedding.
-        cap = getattr(model.cfg, "output_logits_soft_cap", None) or -1.0
-        logits = cap * torch.tanh(logits / cap) if cap > 0 else logits
-        return logits.reshape(*x.shape[:-1], -1)
+        return tails.logits(self.model, self.tokens, x, normalised)
 
     def __repr__(self) -> str:
         return (
@@ -143,7 +139,7 @@ def trace(
     stream = [call.X[0].to(dtype) for call in passed.calls] + [passed.calls[-1].Y[0].to(dtype)]
     _check_stream(stream, [call.Y[0].to(dtype) for call in passed.calls], model)
 
-    norm = _final_norm(model) if final_norm else None
+    norm = tails.final_norm(model, tokens) if final_norm else None
     remarks = Remarks()
     blocks = tuple(
         passed.block_function(layer, dtype, remarks, norm if layer == len(passed.calls) - 1 else None)
@@ -183,13 +179,6 @@ def _index(value: Any, size: int, name: str, what: str) -> int:
     if not -size <= index < size:
         raise ValueError(f"`{name}` must lie in [{-size}, {size - 1}] for this {what}, got {index}")
     return index % size
-
-
-def _final_norm(model: nn.Module) -> nn.Module:
-    norm = getattr(model, "ln_final", None)
-    if not isinstance(norm, nn.Module):
-        raise ValueError("`final_norm=True` needs a model with a final norm (`ln_final`); this one has none")
-    return norm
 
 
 def _check_model(model: Any) -> None:
