@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
 from tl_coupling.executors import Executor, Future, submitted
-from tl_coupling.files import write_atomically
+from tl_coupling.files import remove_left_overs, write_atomically
 
 if TYPE_CHECKING:
     import xarray
@@ -71,7 +71,7 @@ def check_plan(folder: Path, plan: dict[str, Any]) -> None:
             raise ValueError(
                 f"{folder} holds results, but no {PLAN} that says of what: put it back, or choose another folder"
             )
-        _remove_left_overs(folder, path.stem)
+        remove_left_overs(folder, path.stem)
         _write_json(path, plan)
         return
     there = read_plan(folder)
@@ -141,19 +141,23 @@ def run_unit(folder: Path, unit: Unit, measure: Callable[[Unit], "xarray.Dataset
     """Measure one unit, unless it is finished."""
     if is_finished(folder, unit):
         return Outcome(unit, "kept")
-    _remove_left_overs(folder, unit.key)
+    remove_left_overs(folder, unit.key)
     start = time.perf_counter()
     try:
         data = measure(unit)
     # A model may fail in any way; the other units do not depend on it.
     except Exception as error:
-        return _failed(folder, unit, error)
+        # Another process at the same unit, a killed driver's, may have finished it.
+        return Outcome(unit, "kept") if is_finished(folder, unit) else _failed(folder, unit, error)
     # netCDF's library is not made for threads.
     with _netcdf:
         path = _write(result_path(folder, unit), lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4"))
     seconds = round(time.perf_counter() - start, 3)
     effort = {"seconds": seconds, "peak_memory": _peak_memory()}
-    _record(folder, unit, {"status": "finished", "sha256": _checksum(path)} | effort)
+    checksum = None
+    # Another process at the same unit may have put its result in place meanwhile: the record is of what stands there.
+    while checksum != (checksum := _checksum(path)):
+        _record(folder, unit, {"status": "finished", "sha256": checksum} | effort)
     return Outcome(unit, "computed")
 
 
@@ -280,14 +284,6 @@ def _write(path: Path, write: Callable[[Path], object]) -> Path:
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot write {path}: {reason}; is the disk full, or the folder read-only?") from error
-
-
-def _remove_left_overs(folder: Path, key: str) -> None:
-    """Unfinished files of a run that was killed while it wrote them."""
-    for left_over in folder.glob(f".{key}.*"):
-        # Not those of a key that goes on after a dot.
-        if left_over.name.count(".") == key.count(".") + 3:
-            left_over.unlink(missing_ok=True)
 
 
 def _checksum(path: Path) -> str:
