@@ -31,6 +31,7 @@ from tl_coupling.units import (
     read_plan,
     result_path,
     run_units,
+    saying_what_is_kept,
 )
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def run(
 ) -> "xarray.Dataset":
     """Measure what a survey asks for, and open the results.
 
-    An executor's worker that is killed fails its unit, and perhaps others; the next run does them again.
+    A unit that kills its worker fails; with other executors than `process_pool` others may fail with it. The next run
+    does them again. Ctrl-C ends a `process_pool` at once, and says how many units are kept.
 
     Args:
         survey: what.
@@ -178,7 +180,8 @@ def run(
         **measure.as_plan(as_prompts(survey.prompts)),
     }
     temporary = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
-    with temporary as path, output_folder(path) as results:
+    telling = nullcontext() if folder is None else saying_what_is_kept(Path(folder), units)
+    with temporary as path, output_folder(path) as results, telling:
         check_plan(results, plan)
         _check_sources(results, units)
         outcomes = run_units(results, units, measure, progress, executor)

@@ -14,7 +14,7 @@ import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
@@ -117,8 +117,9 @@ def run_units(
 
     `progress` wraps the loop: over the units to come in this process, over those that came back from an executor.
 
-    An error in a unit is recorded and the others go on; so is a worker that was killed. Not so where nothing more can
-    be written (OSError: a full disk): that is raised, and what is finished stays.
+    An error in a unit is recorded and the others go on; so is a worker that was killed: with `process_pool` the unit that
+    kills its worker, alone as well, with other pools all that had not ended. Not so where nothing more can be written
+    (OSError: a full disk): that is raised, and what is finished stays.
 
     Raises:
         ValueError: another run is at work in the folder.
@@ -131,7 +132,7 @@ def run_units(
         found = {unit.key: Outcome(unit, "kept") for unit in units if is_finished(folder, unit)}
         to_do = [unit for unit in units if unit.key not in found]
         work = {unit: (folder.resolve(), unit, measure) for unit in to_do}
-        with submitted(executor, run_unit, work) as finished:
+        with submitted(executor, _run_elsewhere, work) as finished:
             for unit in progress(finished) if progress else finished:
                 found[unit.key] = _outcome(folder, unit, finished.futures[unit])
         return [found[unit.key] for unit in units]
@@ -161,9 +162,15 @@ def run_unit(folder: Path, unit: Unit, measure: Callable[[Unit], "xarray.Dataset
     return Outcome(unit, "computed")
 
 
+def _run_elsewhere(folder: Path, unit: Unit, measure: Callable[[Unit], "xarray.Dataset"]) -> Outcome:
+    """As `run_unit`, without what was given: a pipe takes a short answer whole, even from a worker that is killed."""
+    outcome = run_unit(folder, unit, measure)
+    return replace(outcome, unit=replace(unit, given=None))
+
+
 def _outcome(folder: Path, unit: Unit, future: Future) -> Outcome:
     try:
-        outcome: Outcome = future.result()
+        outcome: Outcome = replace(future.result(), unit=unit)
     except OSError:
         raise
     # dask's and asyncio's CancelledError is no Exception.
@@ -187,6 +194,18 @@ def _failed(folder: Path, unit: Unit, error: BaseException) -> Outcome:
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
     _record(folder, unit, {"status": "failed", "error": text})
     return Outcome(unit, "failed", text)
+
+
+@contextmanager
+def saying_what_is_kept(folder: Path, units: Sequence[Unit]) -> Iterator[None]:
+    """Ctrl-C inside says how far the units are, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        records = [record(folder, unit) or {} for unit in units]
+        n = sum(one.get("status") == "finished" for one in records)
+        error.args = (f"interrupted: {folder} keeps {n} of {len(units)} finished; the same again does the rest",)
+        raise
 
 
 @contextmanager
