@@ -117,9 +117,9 @@ def run_units(
 
     `progress` wraps the loop: over the units to come in this process, over those that came back from an executor.
 
-    An error in a unit is recorded and the others go on; so is a worker that was killed: with `process_pool` the unit that
-    kills its worker, alone as well, with other pools all that had not ended. Not so where nothing more can be written
-    (OSError: a full disk): that is raised, and what is finished stays.
+    An error in a unit is recorded and the others go on; so is a worker that was killed: with `process_pool` the unit
+    that kills its worker, alone as well, with other pools all that had not ended. Not so where nothing more can be
+    written (OSError: a full disk): that is raised, and what is finished stays.
 
     Raises:
         ValueError: another run is at work in the folder.
