@@ -1,5 +1,6 @@
 """Surveys: models by checkpoints by prompts, resumed, extended, refused; every executor gives the same values."""
 
+import hashlib
 import json
 import os
 import signal
@@ -96,6 +97,7 @@ def test_values_are_those_of_each_model_alone(models: dict[str, str], undisturbe
             np.testing.assert_array_equal(kept, alone[variable], err_msg=str(variable))
     assert undisturbed.coupling.sel(model="two").isel(layer=2).isnull().all()
     assert json.loads(undisturbed.attrs["failed"]) == {}
+    assert "provenance_by_unit" not in undisturbed.attrs
 
 
 def test_prompts_and_units_can_be_shared_out_otherwise(survey: Survey, undisturbed: xarray.Dataset) -> None:
@@ -163,7 +165,8 @@ def test_a_killed_process_loses_nothing_finished(
             os.kill(worker, signal.SIGKILL)
     _, said = driver.communicate()
     if victim == "worker":
-        assert "units failed and are left out" in said
+        # Its units are done again by a new one.
+        assert (driver.returncode, "units failed" in said) == (0, False)
     before = {name: content for name, content in state(folder).items() if name.endswith(".nc") and name[0] != "."}
     assert before
     data = run(survey, folder)
@@ -291,6 +294,38 @@ def test_results_that_were_damaged_since_are_said(survey: Survey, tmp_path: Path
     assert json.loads(data.attrs["failed"]) == {"two@main+0": "its result is missing or damaged: run again"}
     assert data.loss.sel(model="two", checkpoint="main").isnull().values.tolist() == [True, True, False]
     assert not run(survey, tmp_path).loss.isnull().any()
+
+
+@pytest.mark.parametrize("prompts_per_unit", [2, None])
+def test_units_of_different_versions_open_and_are_named(
+    survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path, prompts_per_unit: int | None
+) -> None:
+    """As after an upgrade between two runs: within one model, or between two."""
+    asked = replace(survey, prompts_per_unit=prompts_per_unit)
+    run(asked, tmp_path)
+    key = asked.units()[0].key
+    path, record = tmp_path / f"{key}.nc", tmp_path / f"{key}.json"
+    data = xarray.load_dataset(path)
+    provenance = json.loads(data.attrs["provenance"])
+    versions = provenance["versions"] | {"torch": "1.0"}
+    data.assign_attrs(provenance=json.dumps(provenance | {"versions": versions, "device": "cuda"})).to_netcdf(path)
+    checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"sha256": checksum}))
+    with pytest.warns(
+        UserWarning, match=r"were not all measured alike: device, versions differ, attrs\['provenance_by"
+    ):
+        opened = open_survey(tmp_path)
+    by_unit = json.loads(opened.attrs["provenance_by_unit"])
+    assert {unit: one["device"] for unit, one in by_unit.items()} == {
+        unit.key: "cuda" if unit.key == key else "cpu" for unit in asked.units()
+    }
+    assert by_unit[key]["versions"] == versions
+    common = json.loads(opened.attrs["provenance"])
+    assert common["dtype"] == "float32"
+    assert not {"device", "versions", "model"} & common.keys()
+    np.testing.assert_array_equal(opened.coupling, undisturbed.coupling)
+    with pytest.warns(UserWarning, match="were not all measured alike"):
+        assert run(asked, tmp_path).attrs["provenance_by_unit"] == opened.attrs["provenance_by_unit"]
 
 
 def test_failures_of_earlier_runs_are_not_those_of_this_one(models: dict[str, str], tmp_path: Path) -> None:

@@ -166,18 +166,6 @@ def test_the_user_can_stop_it_and_go_on_later(tmp_path: Path, stop: type[BaseExc
     assert again.asked == [1, 2]
 
 
-def test_left_over_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
-    left_over = [tmp_path / name for name in (".plan.ab1.json", ".unit-1.cd2.nc", ".unit-1.ef3.json")]
-    others = [tmp_path / name for name in (".unit-11.gh4.nc", ".unit-1.5.ij5.nc", "notes.txt")]
-    left_over[0].write_bytes(b"half")
-    check_plan(tmp_path, {})
-    for path in (*left_over[1:], *others):
-        path.write_bytes(b"half")
-    run_units(tmp_path, UNITS, Measurement())
-    assert not any(path.exists() for path in left_over)
-    assert all(path.exists() for path in others)
-
-
 def test_progress_wraps_the_loop(tmp_path: Path) -> None:
     seen = []
 

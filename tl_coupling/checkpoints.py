@@ -19,7 +19,7 @@ from tl_coupling.files import file_name, output_folder
 from tl_coupling.measurements import PAPER_PROMPT, Settings, as_prompts, measure_prompts
 from tl_coupling.models import Backend, ModelError, load_model
 from tl_coupling.prompts import Prompt
-from tl_coupling.units import Outcome, Progress, Unit, check_plan, load_unit, one_line, run_units
+from tl_coupling.units import Outcome, Progress, Unit, check_plan, load_unit, one_line, run_units, saying_what_is_kept
 
 if TYPE_CHECKING:
     import xarray
@@ -163,7 +163,8 @@ def checkpoint_sweep(
     # However the path of a local folder was written.
     model = str(Path(name).resolve()) if Path(name).is_dir() else str(name)
     temporary = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
-    with temporary as path, output_folder(path) as results:
+    telling = nullcontext() if folder is None else saying_what_is_kept(Path(folder), units)
+    with temporary as path, output_folder(path) as results, telling:
         check_plan(results, {"model": model} | measure.as_plan(chosen))
         outcomes = run_units(results, units, measure, progress, executor)
         gc.collect()

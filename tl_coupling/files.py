@@ -2,13 +2,20 @@
 
 import hashlib
 import os
+import platform
+import re
+import secrets
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
 _LONGEST = 150
+_ABANDONED_SECONDS = 24 * 3600
 
 
 def file_name(text: str) -> str:
@@ -23,19 +30,53 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
     """Let `write` fill a temporary file beside `path`, then rename it; whatever goes wrong, `path` is as it was."""
     path = Path(path)
     # The ending stays: writers choose the format by it.
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
-    os.close(handle)
+    unfinished = path.with_name(f".{path.stem}.{_here()}-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
     try:
-        write(Path(unfinished))
-        # mkstemp is private; results are as readable as any new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(unfinished, 0o666 & ~umask)
+        unfinished.touch(exist_ok=False)
+        write(unfinished)
         os.replace(unfinished, path)
     except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise
     return path
+
+
+def remove_left_overs(folder: Path, stem: str) -> None:
+    """Remove what writers of `stem` with any ending left unfinished when they were killed.
+
+    A file whose writer is alive stays. Of a writer on another machine, in another container or before a reboot, nobody
+    here can say: its file goes a day after it was last written to.
+    """
+    name = re.compile(rf"\.{re.escape(stem)}\.(?:(?P<where>[0-9a-f]{{12}})-(?P<pid>[0-9]{{1,9}})-)?[^.]+\.[^.]+")
+    for path in folder.glob(f".{stem}.*"):
+        if not (found := name.fullmatch(path.name)):
+            continue
+        with suppress(FileNotFoundError):
+            known = found["where"] == _here()
+            if (known and not _is_alive(int(found["pid"]))) or time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                path.unlink()
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@cache
+def _here() -> str:
+    """Where a number of a process means the same one: a machine since its boot, and a container on it."""
+    try:
+        where = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        where = f"{platform.node()} {uuid.getnode()}"
+    return hashlib.sha256(where.encode()).hexdigest()[:12]
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from tl_coupling.units import (
     read_plan,
     result_path,
     run_units,
+    saying_what_is_kept,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ MAIN, UNTRAINED = "main", "untrained"
 _PATH_BEGINNINGS = ("/", "./", "../", "~")
 # What says which unit a record is of.
 _UNIT_KEYS = {"model", "checkpoint", "source", "prompts"}
+# What is the same for all models, unless they were measured in different runs.
+_SAME_FOR_ALL = ("device", "versions")
 # Where `tl-coupling survey` puts a survey, beside its tables and pictures.
 UNITS = "units"
 
@@ -141,7 +144,8 @@ def run(
 ) -> "xarray.Dataset":
     """Measure what a survey asks for, and open the results.
 
-    An executor's worker that is killed fails its unit, and perhaps others; the next run does them again.
+    A unit that kills its worker fails; with other executors than `process_pool` others may fail with it. The next run
+    does them again. Ctrl-C ends a `process_pool` at once, and says how many units are kept.
 
     Args:
         survey: what.
@@ -178,7 +182,8 @@ def run(
         **measure.as_plan(as_prompts(survey.prompts)),
     }
     temporary = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
-    with temporary as path, output_folder(path) as results:
+    telling = nullcontext() if folder is None else saying_what_is_kept(Path(folder), units)
+    with temporary as path, output_folder(path) as results, telling:
         check_plan(results, plan)
         _check_sources(results, units)
         outcomes = run_units(results, units, measure, progress, executor)
@@ -206,7 +211,9 @@ def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
         what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model checkpoint]`: `n_layers`, `d_model`,
         `n_parameters`, `seconds` of work, `peak_memory` of the processes that did it in MiB. Coordinates of `prompt`:
         `task`, `text`. NaN where something was not measured, or where a model has fewer layers than another.
-        Checkpoints are numbers if all are training steps, else text. `attrs["failed"]`: errors of units, a JSON object.
+        Checkpoints are numbers if all are training steps, else text. `attrs["failed"]`: errors of units, a JSON object;
+        `attrs["provenance"]`: what holds for all; `attrs["provenance_by_unit"]`: what does not though it might have
+        been expected to, such as versions after an upgrade between two runs, with a warning.
 
     Raises:
         ValueError: no folder of a survey, or nothing in it is finished; dask is not installed.
@@ -227,10 +234,21 @@ def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
     failed |= {unit.key: "its result is missing or damaged: run again" for unit in units if unit not in done}
     if not done:
         raise ValueError(f"{folder} holds no finished results: run the survey first")
+    pieces = {unit: _opened(folder, unit) for unit in done}
+    by_unit = _differing({unit: json.loads(piece.attrs["provenance"]) for unit, piece in pieces.items()})
+    if by_unit:
+        keys = ", ".join(next(iter(by_unit.values())))
+        warnings.warn(
+            f"the units in {folder} were not all measured alike: {keys} differ, attrs['provenance_by_unit'] says how",
+            stacklevel=2,
+        )
     by_model = {}
     for model, of_model in _grouped(done, "model").items():
-        pieces = {c: _one_checkpoint(folder, units, found) for c, units in _grouped(of_model, "checkpoint").items()}
-        by_model[model] = _concat(pieces, "checkpoint")
+        of_checkpoints = {
+            c: _one_checkpoint({unit: pieces[unit] for unit in units}, found)
+            for c, units in _grouped(of_model, "checkpoint").items()
+        }
+        by_model[model] = _concat(of_checkpoints, "checkpoint")
     labels = {label for data in by_model.values() for label in data["checkpoint"].values.tolist()}
     if len({type(label) for label in labels}) > 1:
         by_model = {m: data.assign_coords(checkpoint=data["checkpoint"].astype(str)) for m, data in by_model.items()}
@@ -243,22 +261,45 @@ def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
         failed=json.dumps(failed),
         models=json.dumps({unit.what["model"]: unit.what["source"]["name"] for unit in done}),
         provenance=json.dumps(common_provenance(provenances)),
+        **({"provenance_by_unit": json.dumps(by_unit)} if by_unit else {}),
     )
 
 
-def _one_checkpoint(folder: Path, units: Sequence[Unit], records: Mapping[str, dict[str, Any]]) -> "xarray.Dataset":
+def _differing(provenances: Mapping[Unit, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By unit, what differs between units of one model and checkpoint, or is the same for all models as a rule."""
+    groups: dict[tuple[str, Any], list[dict[str, Any]]] = {}
+    for unit, one in provenances.items():
+        groups.setdefault((unit.what["model"], unit.what["checkpoint"]), []).append(one)
+    keys = {key for group in groups.values() for key in _unequal(group)}
+    keys |= _unequal(list(provenances.values())) & set(_SAME_FOR_ALL)
+    return {unit.key: {key: one.get(key) for key in sorted(keys)} for unit, one in provenances.items()} if keys else {}
+
+
+def _unequal(provenances: Sequence[dict[str, Any]]) -> set[str]:
+    keys = {key for one in provenances for key in one}
+    return {key for key in keys if any(one.get(key) != provenances[0].get(key) for one in provenances)}
+
+
+def _opened(folder: Path, unit: Unit) -> "xarray.Dataset":
+    import xarray
+
+    return xarray.open_dataset(result_path(folder, unit), engine="netcdf4", chunks={})
+
+
+def _one_checkpoint(pieces: "Mapping[Unit, xarray.Dataset]", records: Mapping[str, dict[str, Any]]) -> "xarray.Dataset":
     """All prompts of one model at one checkpoint, and what is known of that model."""
     import xarray
 
-    pieces = [xarray.open_dataset(result_path(folder, unit), engine="netcdf4", chunks={}) for unit in units]
-    data = xarray.concat(pieces, "prompt", join="exact", combine_attrs="drop_conflicts", data_vars="minimal")
-    facts = json.loads(pieces[0].attrs["provenance"])
+    data = xarray.concat(pieces.values(), "prompt", join="exact", combine_attrs="drop_conflicts", data_vars="minimal")
+    provenances = [json.loads(piece.attrs["provenance"]) for piece in pieces.values()]
+    data = data.assign_attrs(provenance=json.dumps(common_provenance(provenances)))
+    facts = provenances[0]
     return data.drop_vars("task").assign(
         n_layers=facts["n_layers"],
         d_model=facts["d_model"],
         n_parameters=facts["n_params"],
-        seconds=sum(records[unit.key].get("seconds", float("nan")) for unit in units),
-        peak_memory=max(records[unit.key].get("peak_memory") or float("nan") for unit in units),
+        seconds=sum(records[unit.key].get("seconds", float("nan")) for unit in pieces),
+        peak_memory=max(records[unit.key].get("peak_memory") or float("nan") for unit in pieces),
     )
 
 

@@ -14,13 +14,13 @@ import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
 from tl_coupling.executors import Executor, Future, submitted
-from tl_coupling.files import write_atomically
+from tl_coupling.files import remove_left_overs, write_atomically
 
 if TYPE_CHECKING:
     import xarray
@@ -71,7 +71,7 @@ def check_plan(folder: Path, plan: dict[str, Any]) -> None:
             raise ValueError(
                 f"{folder} holds results, but no {PLAN} that says of what: put it back, or choose another folder"
             )
-        _remove_left_overs(folder, path.stem)
+        remove_left_overs(folder, path.stem)
         _write_json(path, plan)
         return
     there = read_plan(folder)
@@ -117,8 +117,9 @@ def run_units(
 
     `progress` wraps the loop: over the units to come in this process, over those that came back from an executor.
 
-    An error in a unit is recorded and the others go on; so is a worker that was killed. Not so where nothing more can
-    be written (OSError: a full disk): that is raised, and what is finished stays.
+    An error in a unit is recorded and the others go on; so is a worker that was killed: with `process_pool` the unit
+    that kills its worker, alone as well, with other pools all that had not ended. Not so where nothing more can be
+    written (OSError: a full disk): that is raised, and what is finished stays.
 
     Raises:
         ValueError: another run is at work in the folder.
@@ -131,7 +132,7 @@ def run_units(
         found = {unit.key: Outcome(unit, "kept") for unit in units if is_finished(folder, unit)}
         to_do = [unit for unit in units if unit.key not in found]
         work = {unit: (folder.resolve(), unit, measure) for unit in to_do}
-        with submitted(executor, run_unit, work) as finished:
+        with submitted(executor, _run_elsewhere, work) as finished:
             for unit in progress(finished) if progress else finished:
                 found[unit.key] = _outcome(folder, unit, finished.futures[unit])
         return [found[unit.key] for unit in units]
@@ -141,25 +142,35 @@ def run_unit(folder: Path, unit: Unit, measure: Callable[[Unit], "xarray.Dataset
     """Measure one unit, unless it is finished."""
     if is_finished(folder, unit):
         return Outcome(unit, "kept")
-    _remove_left_overs(folder, unit.key)
+    remove_left_overs(folder, unit.key)
     start = time.perf_counter()
     try:
         data = measure(unit)
     # A model may fail in any way; the other units do not depend on it.
     except Exception as error:
-        return _failed(folder, unit, error)
+        # Another process at the same unit, a killed driver's, may have finished it.
+        return Outcome(unit, "kept") if is_finished(folder, unit) else _failed(folder, unit, error)
     # netCDF's library is not made for threads.
     with _netcdf:
         path = _write(result_path(folder, unit), lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4"))
     seconds = round(time.perf_counter() - start, 3)
     effort = {"seconds": seconds, "peak_memory": _peak_memory()}
-    _record(folder, unit, {"status": "finished", "sha256": _checksum(path)} | effort)
+    checksum = None
+    # Another process at the same unit may have put its result in place meanwhile: the record is of what stands there.
+    while checksum != (checksum := _checksum(path)):
+        _record(folder, unit, {"status": "finished", "sha256": checksum} | effort)
     return Outcome(unit, "computed")
+
+
+def _run_elsewhere(folder: Path, unit: Unit, measure: Callable[[Unit], "xarray.Dataset"]) -> Outcome:
+    """As `run_unit`, without what was given: a pipe takes a short answer whole, even from a worker that is killed."""
+    outcome = run_unit(folder, unit, measure)
+    return replace(outcome, unit=replace(unit, given=None))
 
 
 def _outcome(folder: Path, unit: Unit, future: Future) -> Outcome:
     try:
-        outcome: Outcome = future.result()
+        outcome: Outcome = replace(future.result(), unit=unit)
     except OSError:
         raise
     # dask's and asyncio's CancelledError is no Exception.
@@ -183,6 +194,18 @@ def _failed(folder: Path, unit: Unit, error: BaseException) -> Outcome:
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
     _record(folder, unit, {"status": "failed", "error": text})
     return Outcome(unit, "failed", text)
+
+
+@contextmanager
+def saying_what_is_kept(folder: Path, units: Sequence[Unit]) -> Iterator[None]:
+    """Ctrl-C inside says how far the units are, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        records = [record(folder, unit) or {} for unit in units]
+        n = sum(one.get("status") == "finished" for one in records)
+        error.args = (f"interrupted: {folder} keeps {n} of {len(units)} finished; the same again does the rest",)
+        raise
 
 
 @contextmanager
@@ -280,14 +303,6 @@ def _write(path: Path, write: Callable[[Path], object]) -> Path:
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot write {path}: {reason}; is the disk full, or the folder read-only?") from error
-
-
-def _remove_left_overs(folder: Path, key: str) -> None:
-    """Unfinished files of a run that was killed while it wrote them."""
-    for left_over in folder.glob(f".{key}.*"):
-        # Not those of a key that goes on after a dot.
-        if left_over.name.count(".") == key.count(".") + 3:
-            left_over.unlink(missing_ok=True)
 
 
 def _checksum(path: Path) -> str:

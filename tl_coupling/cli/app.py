@@ -4,6 +4,8 @@ import sys
 
 import typer
 
+from tl_coupling.cli.interrupts import stoppable
+
 app = typer.Typer(
     help="Transformer block coupling and residual-stream trajectories for TransformerLens models.",
     no_args_is_help=True,
@@ -14,9 +16,10 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point: bad input is one line on standard error and exit status 2."""
+    """Entry point: bad input is one line on standard error and exit status 2, an interrupt one line and 130."""
     try:
-        app()
+        with stoppable():
+            app()
     except (ValueError, TypeError, OSError) as error:
         # One line, whatever a library below put into its message.
         typer.echo(f"tl-coupling: {' '.join(str(error).split())}", err=True)

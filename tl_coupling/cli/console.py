@@ -1,11 +1,13 @@
 """What the commands show on the terminal while they work."""
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -16,10 +18,22 @@ from tl_coupling.units import Unit
 
 @contextmanager
 def at_work(out: Path) -> Iterator[tuple[Path, Progress]]:
-    """The output folder and a place for bars, while warnings are one line each."""
-    console = Console(stderr=True)
-    with output_folder(out) as folder, quiet(console), progress_bars(console) as progress:
-        yield folder, progress
+    """The output folder and a place for bars, while warnings are one line each; an interrupt is one line as well."""
+    console, start = Console(stderr=True), time.time()
+    try:
+        with output_folder(out) as folder, quiet(console), progress_bars(console) as progress:
+            yield folder, progress
+    except KeyboardInterrupt as error:
+        said = str(error) or f"interrupted: {_written_since(start, out)}; the same command does all of it"
+        typer.echo(f"tl-coupling: {said}", err=True)
+        raise typer.Exit(getattr(error, "status", 130)) from None
+
+
+def _written_since(start: float, folder: Path) -> str:
+    """What of this run stands in the folder; times of files are rounded down."""
+    paths = folder.glob("[!.]*") if folder.is_dir() else ()
+    names = sorted(path.name for path in paths if path.is_file() and path.stat().st_mtime >= start - 0.01)
+    return f"{folder} has {', '.join(names)} of this run" if names else "nothing was written"
 
 
 @contextmanager

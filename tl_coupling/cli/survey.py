@@ -176,6 +176,7 @@ def _summary(data: "xarray.Dataset", tables: "dict[int, pandas.DataFrame]") -> d
         "cost": costs.to_dict("records"),
         "failed": json.loads(data.attrs["failed"]),
         "provenance": json.loads(data.attrs["provenance"]),
+        "provenance_by_unit": json.loads(data.attrs.get("provenance_by_unit", "{}")),
     }
 
 

@@ -3,9 +3,11 @@
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from tl_coupling.generalization.expressions import evaluate
 
 if TYPE_CHECKING:
     import pandas
@@ -87,7 +89,8 @@ def linear_fit(table: "pandas.DataFrame", x: str, y: str) -> LinearFit:
 
     Args:
         table: a row a model.
-        x, y: columns, or expressions of them that `DataFrame.eval` knows, such as `"log10(n_parameters)"`. Rows that
+        x, y: columns, or expressions of them, such as `"log10(n_parameters)"`: numbers, `+ - * / **`, comparisons,
+            `log`, `log10`, `log2`, `sqrt`, `exp`, `abs`; names of columns that are not Python's in backticks. Rows that
             lack one are left out.
 
     Raises:
@@ -185,7 +188,8 @@ def subset_fits(
 
     Args:
         table, x, y: as in `linear_fit`.
-        subsets: by name, a query (`"score > 45"`, as `DataFrame.query` reads it) or a mask over the rows.
+        subsets: by name, a query or a mask over the rows. A query is an expression as in `linear_fit` that is true or
+            false: `"score > 45 and n_layers <= 32"`, `"family in ['llama', 'gpt2']"`.
 
     Raises:
         ValueError: as in `linear_fit`, saying which subset; a query that cannot be read.
@@ -196,7 +200,7 @@ def subset_fits(
     fits = {}
     for name, subset in subsets.items():
         try:
-            mask = np.asarray(_evaluated(table, subset) if isinstance(subset, str) else subset)
+            mask = np.asarray(evaluate(table, subset) if isinstance(subset, str) else subset)
             if mask.dtype != bool or mask.shape != (len(table),):
                 raise ValueError(f"wanted one of true and false for each of {len(table)} rows")
             fits[name] = linear_fit(table[mask], x, y)
@@ -226,7 +230,7 @@ def complete_rows(table: "pandas.DataFrame", names: Sequence[str]) -> "pandas.Da
 
     columns = {}
     for name in names:
-        values = table[name] if name in table else _evaluated(table, name)
+        values = table[name] if name in table else evaluate(table, name)
         try:
             columns[name] = pandas.Series(values, index=table.index).astype(float)
         except (TypeError, ValueError):
@@ -240,12 +244,3 @@ def complete_rows(table: "pandas.DataFrame", names: Sequence[str]) -> "pandas.Da
 def is_constant(values: np.ndarray) -> bool:
     """Whether nothing varies but rounding."""
     return bool(np.ptp(values) <= 1e-12 * np.abs(values).max())
-
-
-def _evaluated(table: "pandas.DataFrame", expression: str) -> Any:
-    try:
-        # The caller's variables are none of the expression's.
-        return table.eval(expression, engine="python", local_dict={}, global_dict={})
-    # What pandas raises for an expression it cannot read has no common type.
-    except Exception:
-        raise ValueError(f"no column or expression {expression!r}; the columns are {', '.join(table)}") from None

@@ -1,0 +1,181 @@
+"""Files written whole: beside other writers, alive or killed, and for others to read."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray
+
+from tl_coupling import units
+from tl_coupling.files import remove_left_overs, write_atomically
+from tl_coupling.units import Unit, check_plan, is_finished, load_unit, run_unit
+
+UNIT = Unit("unit-1", {"number": 1})
+DAY = 24 * 3600
+
+
+def result(value: float) -> xarray.Dataset:
+    return xarray.Dataset({"x": ("i", np.full(1000, value))})
+
+
+def wait_until(ready: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# Writes half of its result, and the rest when it may.
+_WRITER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_files import UNIT, result
+from tl_coupling.units import run_unit
+
+folder = Path(sys.argv[1])
+
+class Slow:
+    def to_netcdf(self, path, engine):
+        result(1).to_netcdf(path, engine=engine)
+        whole = path.read_bytes()
+        path.write_bytes(whole[:2000])
+        (folder / "half").touch()
+        while not (folder / "go on").exists():
+            time.sleep(0.01)
+        path.write_bytes(whole)
+
+print(run_unit(folder, UNIT, lambda unit: Slow()).status)
+"""
+
+
+@contextmanager
+def half_written(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-c", _WRITER, str(folder), str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writer:
+        try:
+            wait_until(lambda: (folder / "half").exists() or writer.poll() is not None)
+            yield writer
+        finally:
+            writer.kill()
+
+
+def unfinished(folder: Path) -> list[Path]:
+    return list(folder.glob(".unit-1.*"))
+
+
+def test_two_processes_at_one_unit_both_finish_it(tmp_path: Path) -> None:
+    with half_written(tmp_path) as other:
+        (theirs,) = unfinished(tmp_path)
+        assert run_unit(tmp_path, UNIT, lambda unit: result(1)).status == "computed"
+        assert is_finished(tmp_path, UNIT)
+        assert unfinished(tmp_path) == [theirs]
+        (tmp_path / "go on").touch()
+        said, errors = other.communicate(timeout=60)
+        assert (said.strip(), errors, other.returncode) == ("computed", "", 0)
+    assert is_finished(tmp_path, UNIT)
+    assert unfinished(tmp_path) == []
+    xarray.testing.assert_identical(load_unit(tmp_path, UNIT), result(1))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    with half_written(tmp_path) as other:
+        other.kill()
+        other.wait()
+        assert len(unfinished(tmp_path)) == 1
+        run_unit(tmp_path, UNIT, lambda unit: result(1))
+        assert unfinished(tmp_path) == []
+
+
+def test_files_of_nobody_known_here_are_removed_when_they_are_old(tmp_path: Path) -> None:
+    endings = (
+        f"{'0' * 12}-{os.getpid()}-ab12.nc",
+        f"{'0' * 12}-1-ab12.json",
+        "ab12.nc",
+        f"{'0' * 12}-99999999999-a.nc",
+    )
+    ours = [tmp_path / f".unit-1.{ending}" for ending in endings]
+    others = [tmp_path / name for name in (".unit-11.ab12.nc", ".unit-1.5.ab12.nc", ".unit-1.nc", "unit-1.ab12.nc")]
+    for path in (*ours, *others):
+        path.write_bytes(b"half")
+    remove_left_overs(tmp_path, "unit-1")
+    assert all(path.exists() for path in (*ours, *others))
+    for path in (*ours, *others):
+        os.utime(path, (time.time() - 2 * DAY,) * 2)
+    remove_left_overs(tmp_path, "unit-1")
+    assert not any(path.exists() for path in ours)
+    assert all(path.exists() for path in others)
+
+
+def test_a_plan_leaves_no_left_overs_either(tmp_path: Path) -> None:
+    left_over = tmp_path / ".plan.ab12.json"
+    left_over.write_bytes(b"half")
+    os.utime(left_over, (time.time() - 2 * DAY,) * 2)
+    check_plan(tmp_path, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_the_record_is_of_the_result_that_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between our checksum and our record another process puts its own result and record in place."""
+    write_record = units._record
+
+    def after_another(folder: Path, unit: Unit, content: dict[str, object]) -> None:
+        monkeypatch.setattr(units, "_record", write_record)
+        run_unit(folder, unit, lambda unit: result(2))
+        write_record(folder, unit, content)
+
+    monkeypatch.setattr(units, "_record", after_another)
+    run_unit(tmp_path, UNIT, lambda unit: result(1))
+    assert is_finished(tmp_path, UNIT)
+    xarray.testing.assert_identical(load_unit(tmp_path, UNIT), result(2))
+
+
+def test_a_failure_does_not_undo_what_another_process_finished(tmp_path: Path) -> None:
+    def fails_late(unit: Unit) -> xarray.Dataset:
+        run_unit(tmp_path, unit, lambda unit: result(2))
+        raise RuntimeError("out of memory")
+
+    assert run_unit(tmp_path, UNIT, fails_late).status == "kept"
+    assert is_finished(tmp_path, UNIT)
+
+
+def test_files_are_as_readable_as_any_new_file(tmp_path: Path) -> None:
+    for mask in (0o022, 0o077, 0o000):
+        before = os.umask(mask)
+        try:
+            path = write_atomically(tmp_path / f"{mask}.txt", lambda unfinished: unfinished.write_text("text"))
+        finally:
+            os.umask(before)
+        assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the whole process's: a file that another thread makes meanwhile would be anybody's to write."""
+
+    def umask(mask: int) -> int:
+        raise AssertionError(f"the umask was set to {mask:o}")
+
+    monkeypatch.setattr(os, "umask", umask)
+    write_atomically(tmp_path / "one.txt", lambda unfinished: unfinished.write_text("text"))
+    assert (tmp_path / "one.txt").read_text() == "text"
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("old")
+
+    def fails(unfinished: Path) -> None:
+        unfinished.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, fails)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("one.txt", "old")]
