@@ -5,7 +5,6 @@ import json
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tl_coupling.border import checked, warn_caller
 from tl_coupling.executors import Executor
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.measurements import PAPER_PROMPT, Settings, as_prompts, measure_prompts
@@ -59,6 +59,7 @@ class MeasureModel:
         }
 
 
+@checked
 def pythia_steps(first: int = 1) -> tuple[int, ...]:
     """Log-spaced training steps of the Pythia suite, from `first` on, as the paper takes them.
 
@@ -79,6 +80,7 @@ def step_order(checkpoint: Checkpoint) -> list[tuple[bool, int, str]]:
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
+@checked
 def local_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
     """Checkpoints in a local folder: subfolders in HuggingFace format whose names end in their training step.
 
@@ -114,6 +116,7 @@ def local_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+@checked
 def checkpoint_sweep(
     name: str | os.PathLike[str],
     checkpoints: Sequence[Checkpoint] | None = None,
@@ -179,12 +182,6 @@ def checkpoint_sources(
         ValueError: none, one twice, steps and revisions mixed, or one that the folder does not have.
     """
     sources: dict[Checkpoint, Source]
-    if isinstance(checkpoints, str):
-        raise ValueError(f"`checkpoints` must be a list of steps or revisions, got the text {checkpoints!r}")
-    if wrong := [
-        c for c in (() if checkpoints is None else checkpoints) if isinstance(c, bool) or not isinstance(c, int | str)
-    ]:
-        raise ValueError(f"`checkpoints` must be steps (int) or revisions (str), got {wrong}")
     if Path(name).is_dir():
         there = local_checkpoints(name)
         wanted = list(there) if checkpoints is None else list(checkpoints)
@@ -210,10 +207,7 @@ def _together(folder: Path, outcomes: Sequence[Outcome], name: str) -> "xarray.D
         first = next(iter(failed.items()))
         raise ModelError(f"none of the {len(failed)} checkpoints of {name} could be measured; {first[0]}: {first[1]}")
     if failed:
-        warnings.warn(
-            f"{len(failed)} of {len(outcomes)} checkpoints failed and are left out: " + one_line(failed),
-            stacklevel=3,
-        )
+        warn_caller(f"{len(failed)} of {len(outcomes)} checkpoints failed and are left out: " + one_line(failed))
     results = [load_unit(folder, unit) for unit in done]
     checkpoints = [unit.what["checkpoint"] for unit in done]
     provenance = common_provenance([json.loads(result.attrs["provenance"]) for result in results])

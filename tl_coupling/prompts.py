@@ -9,9 +9,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from tl_coupling.border import Count, Seed, checked
+
 _Item = TypeVar("_Item")
 
 
+@checked
 @dataclass(frozen=True)
 class Prompt:
     """One prompt with an id that stays the same from run to run, and the task it comes from, if any."""
@@ -19,6 +22,12 @@ class Prompt:
     id: str
     prompt: str
     task: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise on a prompt that cannot be named or measured."""
+        for name in ("id", "prompt"):
+            if not getattr(self, name):
+                raise ValueError(f"`{name}` of a prompt must not be empty")
 
 
 def _is_passage(text: str) -> bool:
@@ -51,7 +60,8 @@ _DATASETS = _LEADERBOARD | {
 }
 
 
-def load_prompts(source: str | os.PathLike[str], n: int | None = 200, seed: int = 0) -> list[Prompt]:
+@checked
+def load_prompts(source: str | os.PathLike[str], n: Count | None = 200, seed: Seed = 0) -> list[Prompt]:
     r"""Prompts of a benchmark's test set, or of a JSONL file; `n` of them, drawn at random and kept in row order.
 
     The draw depends on `seed` and the rows alone, and a larger `n` draws the same prompts and more. Texts are the
@@ -82,8 +92,6 @@ def load_prompts(source: str | os.PathLike[str], n: int | None = 200, seed: int 
         >>> [prompt.id for prompt in tlc.load_prompts(file, n=None)]
         ['a', 'b']
     """
-    if n is not None and n < 1:
-        raise ValueError(f"`n` must be at least 1, or None for all prompts, got {n}")
     if isinstance(source, str) and source in _DATASETS:
         prompts = _hub_prompts(source)
     elif isinstance(source, str) and not Path(source).is_file():
@@ -97,7 +105,8 @@ def load_prompts(source: str | os.PathLike[str], n: int | None = 200, seed: int 
     return _draw(prompts, n, seed)
 
 
-def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: int = 0) -> list[Prompt]:
+@checked
+def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: Seed = 0) -> list[Prompt]:
     """`n` prompts of every task, drawn at random and kept in their order; a larger `n` draws the same and more.
 
     Raises:
@@ -118,7 +127,8 @@ def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: int = 0) -> list[P
     return [prompts[i] for i in sorted(i for of_task in tasks.values() for i in _draw(of_task, n, seed))]
 
 
-def open_llm_leaderboard_prompts(n: int = 1200, seed: int = 0) -> list[Prompt]:
+@checked
+def open_llm_leaderboard_prompts(n: int = 1200, seed: Seed = 0) -> list[Prompt]:
     """The prompts of the paper's comparison of models: equally many of six Open LLM Leaderboard benchmarks.
 
     ARC (Challenge), GSM8K, HellaSwag, MMLU, TruthfulQA and WinoGrande, in this order, each as `load_prompts` draws it.
@@ -134,6 +144,7 @@ def open_llm_leaderboard_prompts(n: int = 1200, seed: int = 0) -> list[Prompt]:
     return [prompt for name in _LEADERBOARD for prompt in load_prompts(name, n // len(_LEADERBOARD), seed)]
 
 
+@checked
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """Prompts from a JSONL file: one object a line, `{"prompt": …}` and optionally `"id"` and `"task"`.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tl_coupling.border import Count, checked, warn_caller
 from tl_coupling.checkpoints import Checkpoint, MeasureModel, Source, checkpoint_sources, common_provenance, step_order
 from tl_coupling.executors import Executor
 from tl_coupling.files import file_name, output_folder
@@ -44,6 +45,7 @@ _UNIT_KEYS = {"model", "checkpoint", "source", "prompts"}
 UNITS = "units"
 
 
+@checked
 @dataclass(frozen=True)
 class Survey:
     """What is measured on what: every model, at every checkpoint, on every prompt.
@@ -70,12 +72,12 @@ class Survey:
         ['gpt2@main', 'distilgpt2@main']
     """
 
-    models: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
-    prompts: Sequence[str | Prompt]
+    models: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
+    prompts: str | Prompt | Sequence[str | Prompt]
     checkpoints: Sequence[Checkpoint] | Mapping[str, Sequence[Checkpoint]] | None = None
     untrained: bool = False
     settings: Settings = field(default_factory=Settings)
-    prompts_per_unit: int | None = None
+    prompts_per_unit: Count | None = None
     backend: Backend = "auto"
     device: str | torch.device | None = None
     dtype: torch.dtype = torch.float32
@@ -84,10 +86,8 @@ class Survey:
         """Raise on what could not be measured."""
         named = self._named()
         names = [model for model, _ in named]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"`models` must be one or more, each once, got {names}")
-        if self.prompts_per_unit is not None and self.prompts_per_unit < 1:
-            raise ValueError(f"`prompts_per_unit` must be at least 1, or None for all, got {self.prompts_per_unit}")
+        if not names or not all(map(all, named)) or len(set(names)) < len(names):
+            raise ValueError(f"`models` must be one or more names or folders, each once, got {names}")
         if isinstance(self.checkpoints, Mapping) and (unknown := set(self.checkpoints) - set(names)):
             raise ValueError(f"`checkpoints` names models that are not surveyed: {sorted(unknown)}; there are {names}")
         if self.untrained and self.checkpoints is not None and not isinstance(self.checkpoints, Mapping):
@@ -133,6 +133,7 @@ class Survey:
         return {MAIN: {"name": name}} | twin
 
 
+@checked
 def run(
     survey: Survey,
     folder: str | os.PathLike[str] | None = None,
@@ -188,14 +189,13 @@ def run(
             first = next(iter(failed.items()))
             raise ModelError(f"none of the {len(failed)} units could be measured; {first[0]}: {first[1]}")
         if failed:
-            warnings.warn(
-                f"{len(failed)} of {len(outcomes)} units failed and are left out: {one_line(failed)}", stacklevel=2
-            )
+            warn_caller(f"{len(failed)} of {len(outcomes)} units failed and are left out: {one_line(failed)}")
         # Of what was asked for now: other models may have failed in earlier runs.
         data = open_survey(results).assign_attrs(failed=json.dumps(failed))
         return data.load() if folder is None else data
 
 
+@checked
 def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
     """What stands in a survey's folder, as one dataset; values are read when they are used.
 

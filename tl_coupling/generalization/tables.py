@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from tl_coupling.border import checked
 from tl_coupling.checkpoints import step_order
 from tl_coupling.coupling import Measure
 
@@ -63,6 +64,7 @@ def paper_table1() -> "pandas.DataFrame":
         return pandas.read_csv(file)
 
 
+@checked
 def read_scores(
     path: str | os.PathLike[str], models: Sequence[str] | None = None, *, score: str = "score"
 ) -> "pandas.DataFrame":
@@ -123,6 +125,7 @@ def checked_scores(scores: "pandas.DataFrame", models: Sequence[str] | None, sco
     return scores.assign(**{score: numbers.astype(float)})
 
 
+@checked
 def coupling_table(
     data: "xarray.Dataset",
     k: int | None = None,

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, PowerNorm
 from matplotlib.figure import Figure, FigureBase
 
+from tl_coupling.border import Finite, Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure
 from tl_coupling.plots.labels import (
@@ -25,14 +26,15 @@ from tl_coupling.plots.labels import (
 _PAPER_LAYERS = range(8, 16)
 
 
+@checked
 def plot_coupling(
     result: CouplingMap,
     *,
     k: int | None = None,
     measure: Measure = "coupling",
     ax: Axes | None = None,
-    vmin: float | None = None,
-    vmax: float | None = None,
+    vmin: Finite | None = None,
+    vmax: Finite | None = None,
     cmap: str | Colormap | None = None,
     **options: Any,
 ) -> Axes:
@@ -71,6 +73,7 @@ def plot_coupling(
     return ax
 
 
+@checked
 def plot_coupling_matrices(
     result: CouplingMap,
     *,
@@ -78,7 +81,7 @@ def plot_coupling_matrices(
     layers: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
     untrained: CouplingMap | None = None,
-    vmax: float = 0.25,
+    vmax: Positive = 0.25,
     fig: Figure | None = None,
 ) -> Figure:
     """Grid of the coupling matrices themselves, one panel `|A|` for every pair of layers, or of tokens.

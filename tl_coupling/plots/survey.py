@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.axes import Axes
 
+from tl_coupling.border import checked
 from tl_coupling.plots.labels import measure_label, own_axes
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 _MARKERS = "osD^v"
 
 
+@checked
 def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axes:
     """Mean coupling on each task with its interval over prompts, a colour a model, and what random subspaces give.
 

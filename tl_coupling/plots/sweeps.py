@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from tl_coupling.border import checked
 from tl_coupling.coupling import BOUNDED_BY_1, Measure
 from tl_coupling.plots.labels import heading, measure_label, named, short_path
 
@@ -26,6 +27,7 @@ _LEVEL = 0.95
 _MAX_PANELS = 8
 
 
+@checked
 def plot_emergence(
     data: "xarray.Dataset | Mapping[str, xarray.Dataset]",
     *,
@@ -94,6 +96,7 @@ def plot_emergence(
     return fig
 
 
+@checked
 def plot_coupling_strip(
     data: "xarray.Dataset",
     *,
@@ -149,6 +152,7 @@ def plot_coupling_strip(
     return fig
 
 
+@checked
 def plot_shapes(
     data: "xarray.Dataset", *, checkpoints: Sequence[int] | None = None, fig: Figure | None = None
 ) -> Figure:

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 
 import tl_coupling
+from tl_coupling.border import checked
 from tl_coupling.files import write_atomically
 from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script
 from tl_coupling.portraits import Portrait
@@ -26,6 +27,7 @@ _SECTIONS: dict[str, tuple[str, Callable[[sections.Runs], str]]] = {
 }
 
 
+@checked
 def html_report(runs: Mapping[str, Portrait]) -> str:
     """One self-contained HTML page: figures with captions, views to hover over, and how it was made.
 
@@ -66,6 +68,7 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
     )
 
 
+@checked
 def write_report(path: str | os.PathLike[str], runs: Mapping[str, Portrait]) -> Path:
     """Write `html_report(runs)` as UTF-8, whole or not at all.
 
