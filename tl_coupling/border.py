@@ -9,12 +9,15 @@ import functools
 import importlib
 import inspect
 import math
+import os
 import sys
 import typing
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
+
+import torch
 
 from tl_coupling.kinds import Kind, OtherKind, Sizes, kind_of, shown
 
@@ -46,8 +49,28 @@ def _positive(value: float) -> None:
         raise ValueError(f"must be above 0 and finite, got {value}")
 
 
+def _not_empty(path: str | os.PathLike[str]) -> None:
+    if not os.fspath(path):
+        raise ValueError("must not be empty")
+
+
+def _known_to_torch(device: str | torch.device) -> None:
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ValueError(f'must be a device such as "cpu" or "cuda:0", got {device!r}') from None
+
+
+def _floating(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise ValueError(f"must be a floating-point dtype such as torch.float32, got {dtype}")
+
+
+AnyPath = Annotated[str | os.PathLike[str], _not_empty]
 Count = Annotated[int, AtLeast(1)]
 Seed = Annotated[int, AtLeast(0)]
+Device = Annotated[str | torch.device, _known_to_torch]
+FloatDtype = Annotated[torch.dtype, _floating]
 Finite = Annotated[float, _finite]
 Positive = Annotated[float, _positive]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tl_coupling.border import checked, warn_caller
+from tl_coupling.border import AnyPath, Device, FloatDtype, checked, warn_caller
 from tl_coupling.executors import Executor
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.measurements import PAPER_PROMPT, Settings, as_prompts, measure_prompts
@@ -81,7 +81,7 @@ def step_order(checkpoint: Checkpoint) -> list[tuple[bool, int, str]]:
 
 
 @checked
-def local_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
+def local_checkpoints(folder: AnyPath) -> dict[int, Path]:
     """Checkpoints in a local folder: subfolders in HuggingFace format whose names end in their training step.
 
     `step1000`, `checkpoint-1000`, `step_0001000` and their like; in the order of their steps.
@@ -118,15 +118,15 @@ def local_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
 
 @checked
 def checkpoint_sweep(
-    name: str | os.PathLike[str],
+    name: AnyPath,
     checkpoints: Sequence[Checkpoint] | None = None,
     prompts: str | Prompt | Sequence[str | Prompt] = PAPER_PROMPT,
     *,
     settings: Settings | None = None,
-    folder: str | os.PathLike[str] | None = None,
+    folder: AnyPath | None = None,
     backend: Backend = "auto",
-    device: str | torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    device: Device | None = None,
+    dtype: FloatDtype = torch.float32,
     progress: Progress | None = None,
     executor: Executor | None = None,
 ) -> "xarray.Dataset":
@@ -173,9 +173,7 @@ def checkpoint_sweep(
         return _together(results, outcomes, str(name))
 
 
-def checkpoint_sources(
-    name: str | os.PathLike[str], checkpoints: Sequence[Checkpoint] | None
-) -> dict[Checkpoint, Source]:
+def checkpoint_sources(name: AnyPath, checkpoints: Sequence[Checkpoint] | None) -> dict[Checkpoint, Source]:
     """What `load_model` takes for each checkpoint of a hub model or a local folder.
 
     Raises:

@@ -38,6 +38,7 @@ def coupling_matrix(
     Returns:
         `A[i, j] = u_iᵀ J_1 v_j`. If both Jacobians are the same, `A = diag(S)` for `"ujv"`.
     """
+    _check_finite(J_1, "J_1")
     _check_sides(J_1, spectrum_2)
     top = spectrum_2.top(k)
     left, right = top.U, top.Vh.mT
@@ -49,6 +50,7 @@ def coupling_matrix(
 @checked
 def miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
     """Mis-coupling `m(A) = ‖A − Diag(A)‖_F` (eq. 13). In units of J's gain; 0 for a diagonal A."""
+    _check_finite(A, "A")
     return _off_diagonal(A).norm(dim=(-2, -1))
 
 
@@ -58,6 +60,7 @@ def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*ba
 
     0 for a diagonal A, and so for any 1×1: K = 1 says nothing. `A = 0` has no m̃: NaN, with a warning.
     """
+    _check_finite(A, "A")
     total = A.norm(dim=(-2, -1))
     return _off_diagonal(A).norm(dim=(-2, -1)) / _masked_where_zero(total, "‖A‖_F")
 
@@ -76,6 +79,8 @@ def spectral_miscoupling(
 
     `S_1 = 0` has no m_K: NaN, with a warning.
     """
+    _check_finite(A, "A")
+    _check_finite(S_1, "S_1")
     k = A.shape[-1]
     check_k(k, S_1.shape[-1])
     s = S_1[..., :k]
@@ -89,6 +94,8 @@ def captured_energy(A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch 
 
     1 if they are J_1's own. A high coupling with little energy captured says little (`m̃` is blind to it).
     """
+    _check_finite(A, "A")
+    _check_finite(S_1, "S_1")
     k = A.shape[-1]
     check_k(k, S_1.shape[-1])
     return A.norm(dim=(-2, -1)) / _masked_where_zero(S_1[..., :k].norm(dim=-1), "‖s_{1,K}‖₂")
@@ -142,6 +149,11 @@ def random_subspace_null(
     if absolute:
         squared = (squared - 2 * _mean_absolute_entry(S_1, norm, d_model) * s.sum(-1)).clamp_min(0)
     return squared.sqrt() / _masked_where_zero(torch.linalg.vector_norm(s, ord=p, dim=-1), "‖s_{1,K}‖_p")
+
+
+def _check_finite(values: Tensor, name: str) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"`{name}` has NaN or infinite entries: it has no measure")
 
 
 def _check_sides(J_1: Tensor, spectrum_2: Spectrum) -> None:

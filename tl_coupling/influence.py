@@ -1,7 +1,6 @@
 """How much, and through how many directions, each earlier token moves what a block writes at one token."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
-from tl_coupling.border import checked
+from tl_coupling.border import AnyPath, checked
 from tl_coupling.files import write_atomically
 from tl_coupling.jacobians import Connection, Progress, jacobians_of
 from tl_coupling.spectra import effective_rank, participation_ratio, singular_values
@@ -58,7 +57,7 @@ class Influence:
         )
 
     @checked
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: AnyPath) -> Path:
         """Write the measures as netCDF, whole or not at all."""
         return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
 

@@ -32,7 +32,7 @@ _MAKERS = {
     "Spectrum": "`tl_coupling.svd(J)` makes one",
     "Survey": "`tl_coupling.Survey(models, prompts)` makes one",
     "Trace": "`tl_coupling.trace(model, prompt)` makes one",
-    "dtype": "such as torch.float32",
+    "dtype": "torch.float32 is one",
 }
 
 
@@ -78,7 +78,7 @@ def kind_of(annotation: Any) -> Kind:
     if origin in (collections.abc.Sequence, tuple):
         return _list_of(kind_of(inside[0]), tuple if origin is tuple else None)
     if origin in (collections.abc.Mapping, dict):
-        return _mapping(kind_of(inside[0]), kind_of(inside[1]))
+        return _mapping(origin, kind_of(inside[0]), kind_of(inside[1]))
     if inspect.isclass(annotation) and issubclass(annotation, AbstractArray):
         return _array(annotation)
     if inspect.isclass(origin or annotation):
@@ -139,8 +139,8 @@ def _restricted(kind: Kind, rules: Sequence[Callable[[Any], None]]) -> Kind:
 
 
 def _one_of(choices: tuple[Any, ...]) -> Kind:
-    names = [f'"{choice}"' for choice in choices]
-    wanted = " or ".join(names) if len(names) < 3 else f"one of {', '.join(names)}"
+    few = len(choices) < 3
+    wanted = " or ".join(f'"{choice}"' for choice in choices) if few else f"one of {', '.join(choices)}"
 
     def take(value: Any, _: str, __: Sizes) -> Any:
         if not isinstance(value, str) or value not in choices:
@@ -196,11 +196,11 @@ def _list_of(kind: Kind, into: type | None) -> Kind:
     return Kind(f"a list of {kind.many}", f"lists of {kind.many}", take)
 
 
-def _mapping(keys: Kind, values: Kind) -> Kind:
+def _mapping(wanted: type, keys: Kind, values: Kind) -> Kind:
     what = f"from {keys.many} to {values.many}"
 
     def take(value: Any, name: str, sizes: Sizes) -> Any:
-        if not isinstance(value, Mapping):
+        if not isinstance(value, wanted):
             raise OtherKind
         # Results that are drawn side by side may have sizes of their own.
         held = {keys.take(k, name, {}): values.take(v, name, dict(sizes)) for k, v in value.items()}

@@ -1,7 +1,6 @@
 """Sets of prompts: benchmark questions from the HuggingFace hub, and JSONL files."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from tl_coupling.border import Count, Seed, checked
+from tl_coupling.border import AnyPath, Count, Seed, checked
 
 _Item = TypeVar("_Item")
 
@@ -61,7 +60,7 @@ _DATASETS = _LEADERBOARD | {
 
 
 @checked
-def load_prompts(source: str | os.PathLike[str], n: Count | None = 200, seed: Seed = 0) -> list[Prompt]:
+def load_prompts(source: AnyPath, n: Count | None = 200, seed: Seed = 0) -> list[Prompt]:
     r"""Prompts of a benchmark's test set, or of a JSONL file; `n` of them, drawn at random and kept in row order.
 
     The draw depends on `seed` and the rows alone, and a larger `n` draws the same prompts and more. Texts are the
@@ -145,7 +144,7 @@ def open_llm_leaderboard_prompts(n: int = 1200, seed: Seed = 0) -> list[Prompt]:
 
 
 @checked
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+def read_prompts(path: AnyPath) -> list[Prompt]:
     """Prompts from a JSONL file: one object a line, `{"prompt": …}` and optionally `"id"` and `"task"`.
 
     The id defaults to the line number. Blank lines are skipped.
@@ -217,8 +216,8 @@ def _hub_prompts(name: str) -> list[Prompt]:
     by_text: dict[str, Prompt] = {}
     seen: set[str] = set()
     for own, text in zip(ids, texts, strict=True):
-        prompt = Prompt(f"{name}-{own}", (text or "").strip(), name)
-        if wanted.wanted(prompt.prompt) and prompt.prompt not in by_text and prompt.id not in seen:
-            by_text[prompt.prompt] = prompt
-            seen.add(prompt.id)
+        text, key = (text or "").strip(), f"{name}-{own}"
+        if wanted.wanted(text) and text not in by_text and key not in seen:
+            by_text[text] = Prompt(key, text, name)
+            seen.add(key)
     return list(by_text.values())

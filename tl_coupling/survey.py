@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tl_coupling.border import Count, checked, warn_caller
+from tl_coupling.border import AnyPath, Count, Device, FloatDtype, checked, warn_caller
 from tl_coupling.checkpoints import Checkpoint, MeasureModel, Source, checkpoint_sources, common_provenance, step_order
 from tl_coupling.executors import Executor
 from tl_coupling.files import file_name, output_folder
@@ -72,22 +72,22 @@ class Survey:
         ['gpt2@main', 'distilgpt2@main']
     """
 
-    models: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
+    models: AnyPath | Mapping[str, AnyPath] | Sequence[AnyPath]
     prompts: str | Prompt | Sequence[str | Prompt]
     checkpoints: Sequence[Checkpoint] | Mapping[str, Sequence[Checkpoint]] | None = None
     untrained: bool = False
     settings: Settings = field(default_factory=Settings)
     prompts_per_unit: Count | None = None
     backend: Backend = "auto"
-    device: str | torch.device | None = None
-    dtype: torch.dtype = torch.float32
+    device: Device | None = None
+    dtype: FloatDtype = torch.float32
 
     def __post_init__(self) -> None:
         """Raise on what could not be measured."""
         named = self._named()
         names = [model for model, _ in named]
-        if not names or not all(map(all, named)) or len(set(names)) < len(names):
-            raise ValueError(f"`models` must be one or more names or folders, each once, got {names}")
+        if not names or "" in names or len(set(names)) < len(names):
+            raise ValueError(f"`models` must be one or more names, each once, got {names}")
         if isinstance(self.checkpoints, Mapping) and (unknown := set(self.checkpoints) - set(names)):
             raise ValueError(f"`checkpoints` names models that are not surveyed: {sorted(unknown)}; there are {names}")
         if self.untrained and self.checkpoints is not None and not isinstance(self.checkpoints, Mapping):
@@ -136,7 +136,7 @@ class Survey:
 @checked
 def run(
     survey: Survey,
-    folder: str | os.PathLike[str] | None = None,
+    folder: AnyPath | None = None,
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> "xarray.Dataset":
@@ -196,7 +196,7 @@ def run(
 
 
 @checked
-def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
+def open_survey(folder: AnyPath) -> "xarray.Dataset":
     """What stands in a survey's folder, as one dataset; values are read when they are used.
 
     Args:

@@ -1,7 +1,6 @@
 """The result of comparing connections."""
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import checked
+from tl_coupling.border import AnyPath, Count, checked
 from tl_coupling.coupling import (
     Measure,
     Norm,
@@ -49,7 +48,7 @@ class CouplingMap:
     matrices: Float[Tensor, "n_rows n_cols k k"]
     singular_values: Float[Tensor, "n_rows k"]
     frobenius_norms: Float[Tensor, " n_rows"]
-    d_model: int
+    d_model: Count
     row_layers: tuple[int, ...]
     col_layers: tuple[int, ...]
     row_positions: tuple[int, ...]
@@ -179,13 +178,13 @@ class CouplingMap:
         )
 
     @checked
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: AnyPath) -> Path:
         """Write the map as netCDF, whole or not at all."""
         return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
 
     @classmethod
     @checked
-    def load(cls, path: str | os.PathLike[str]) -> "CouplingMap":
+    def load(cls, path: AnyPath) -> "CouplingMap":
         """Read what `save` wrote."""
         import xarray
 

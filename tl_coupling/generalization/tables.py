@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from tl_coupling.border import checked
+from tl_coupling.border import AnyPath, checked
 from tl_coupling.checkpoints import step_order
 from tl_coupling.coupling import Measure
 
@@ -65,9 +65,7 @@ def paper_table1() -> "pandas.DataFrame":
 
 
 @checked
-def read_scores(
-    path: str | os.PathLike[str], models: Sequence[str] | None = None, *, score: str = "score"
-) -> "pandas.DataFrame":
+def read_scores(path: AnyPath, models: Sequence[str] | None = None, *, score: str = "score") -> "pandas.DataFrame":
     """Scores of models, from a CSV file with a header line.
 
     Args:

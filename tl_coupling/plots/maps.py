@@ -65,6 +65,10 @@ def plot_coupling(
         ax = own_axes(side, 0.9 * side, "compressed")
     vmin = 0 if vmin is None else vmin
     vmax = 1 if vmax is None and measure in BOUNDED_BY_1 else vmax
+    if vmax is not None and vmin >= vmax:
+        raise ValueError(f"`vmin` must lie below `vmax`, got {vmin} and {vmax}")
+    if isinstance(cmap, str) and cmap not in colormaps:
+        raise ValueError(f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}")
     cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(bad="0.8")
     image = ax.imshow(values, vmin=vmin, vmax=vmax, cmap=cmap)
     label_pairs(ax, result)

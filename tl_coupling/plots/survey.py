@@ -26,6 +26,9 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
     Returns:
         the Axes, a row from top to bottom for each task, all prompts last.
     """
+    missing = {"model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null"} - set(table)
+    if missing or not {"k", "measure"} <= set(table.attrs) or table.empty:
+        raise ValueError("`table` must be what `task_means` returns, with at least one row")
     tasks = list(dict.fromkeys(table["task"]))
     several = table.groupby("model")["checkpoint"].nunique().max() > 1
     groups = list(table.groupby(["model", "checkpoint"], sort=False))

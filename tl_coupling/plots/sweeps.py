@@ -307,6 +307,9 @@ def _step(step: int) -> str:
 
 
 def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None) -> int:
+    for name, sweep in by.items():
+        if "k" not in sweep.coords:
+            raise ValueError(f"{name!r} holds no `k`: wanted what `checkpoint_sweep` returns")
     held = [{int(one) for one in np.atleast_1d(sweep["k"].values)} for sweep in by.values()]
     common = set.intersection(*held)
     if k is None and common:

@@ -3,14 +3,13 @@
 import base64
 import hashlib
 import html
-import os
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from string import Template
 
 import tl_coupling
-from tl_coupling.border import checked
+from tl_coupling.border import AnyPath, checked
 from tl_coupling.files import write_atomically
 from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script
 from tl_coupling.portraits import Portrait
@@ -69,7 +68,7 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
 
 
 @checked
-def write_report(path: str | os.PathLike[str], runs: Mapping[str, Portrait]) -> Path:
+def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
     """Write `html_report(runs)` as UTF-8, whole or not at all.
 
     Raises:
