@@ -189,11 +189,16 @@ def checkpoint_sources(name: AnyPath, checkpoints: Sequence[Checkpoint] | None) 
     else:
         wanted = list(pythia_steps() if checkpoints is None else checkpoints)
         sources = {c: {"name": os.fspath(name), "checkpoint": c} for c in wanted}
+    check_checkpoints(wanted)
+    return sources
+
+
+def check_checkpoints(wanted: Sequence[Checkpoint]) -> None:
+    """Raise unless there is one or more, all steps or all revisions, each once."""
     if not wanted:
         raise ValueError("`checkpoints` is empty: wanted at least one")
-    if len(sources) < len(wanted) or len({type(c) for c in wanted}) > 1:
-        raise ValueError(f"`checkpoints` must be all steps or all revisions, each once, got {wanted}")
-    return sources
+    if len(set(wanted)) < len(wanted) or len({type(c) for c in wanted}) > 1:
+        raise ValueError(f"`checkpoints` must be all steps or all revisions, each once, got {list(wanted)}")
 
 
 def _together(folder: Path, outcomes: Sequence[Outcome], name: str) -> "xarray.Dataset":

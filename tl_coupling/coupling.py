@@ -160,9 +160,7 @@ def _check_sides(J_1: Tensor, spectrum_2: Spectrum) -> None:
     """Raise unless singular vectors and Jacobian can be multiplied."""
     d, sides = J_1.shape[-1], (spectrum_2.U.shape[-2], spectrum_2.Vh.shape[-1])
     if sides != (d, d):
-        raise ValueError(
-            f"`spectrum_2` must be of [{d} {d}] matrices, as `J_1` is one, got one of [{sides[0]} {sides[1]}]"
-        )
+        raise ValueError(f"`spectrum_2` must be of [{d} {d}] matrices like `J_1`, got {list(sides)}")
     if J_1.dtype != spectrum_2.U.dtype:
         raise TypeError(
             f"`J_1` and `spectrum_2` must have one dtype, got {J_1.dtype} and {spectrum_2.U.dtype}: convert J_1"

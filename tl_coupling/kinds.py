@@ -232,9 +232,9 @@ def _array(annotation: Any) -> Kind:
 
 
 def _as_tensor(value: Any) -> Tensor:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        # A copy: torch shares no memory that is read-only or runs backwards.
-        return torch.tensor(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        # A copy: torch takes none that is read-only, runs backwards or has foreign bytes.
+        return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")).copy())
     if not isinstance(value, Tensor):
         raise OtherKind
     return value

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tl_coupling.border import AnyPath, Count, Device, FloatDtype, checked, warn_caller
-from tl_coupling.checkpoints import Checkpoint, MeasureModel, Source, checkpoint_sources, common_provenance, step_order
+from tl_coupling.checkpoints import (
+    Checkpoint,
+    MeasureModel,
+    Source,
+    check_checkpoints,
+    checkpoint_sources,
+    common_provenance,
+    step_order,
+)
 from tl_coupling.executors import Executor
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.measurements import Settings, as_prompts
@@ -90,6 +98,9 @@ class Survey:
             raise ValueError(f"`models` must be one or more names, each once, got {names}")
         if isinstance(self.checkpoints, Mapping) and (unknown := set(self.checkpoints) - set(names)):
             raise ValueError(f"`checkpoints` names models that are not surveyed: {sorted(unknown)}; there are {names}")
+        for chosen in self.checkpoints.values() if isinstance(self.checkpoints, Mapping) else [self.checkpoints]:
+            if chosen is not None:
+                check_checkpoints(chosen)
         if self.untrained and self.checkpoints is not None and not isinstance(self.checkpoints, Mapping):
             raise ValueError(
                 "`untrained` is of models that are taken as they are: leave out `checkpoints`, or name models"
