@@ -136,7 +136,11 @@ def taken(value: Any, name: str, kind: Kind, sizes: Sizes) -> Any:
 def warn_caller(message: str) -> None:
     """Warn at the line outside this package that led here, however many calls lie between."""
     level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ("tl_coupling", "jaxtyping", "contextlib"):
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "tl_coupling",
+        "jaxtyping",
+        "contextlib",
+    ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 

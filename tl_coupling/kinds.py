@@ -196,7 +196,7 @@ def _list_of(kind: Kind, into: type | None) -> Kind:
     return Kind(f"a list of {kind.many}", f"lists of {kind.many}", take)
 
 
-def _mapping(wanted: type, keys: Kind, values: Kind) -> Kind:
+def _mapping(wanted: Any, keys: Kind, values: Kind) -> Kind:
     what = f"from {keys.many} to {values.many}"
 
     def take(value: Any, name: str, sizes: Sizes) -> Any:
@@ -288,10 +288,11 @@ def shown(value: Any) -> str:
     if isinstance(value, Tensor | np.ndarray):
         what = "tensor" if isinstance(value, Tensor) else "array"
         return f"a {what} of {value.dtype} and shape [{' '.join(map(str, value.shape))}]"
-    plain = (str, bytes, int, float, complex, types.NoneType, type, np.generic, torch.dtype)
-    parts = [*value, *value.values()] if isinstance(value, dict) else value
-    if isinstance(value, plain):
-        return " ".join(reprlib.repr(value).split())
-    if isinstance(value, list | tuple | dict | set) and all(isinstance(part, plain) for part in parts):
+    held: Any = [value]
+    if isinstance(value, list | tuple | set):
+        held = value
+    elif isinstance(value, dict):
+        held = [*value, *value.values()]
+    if all(isinstance(part, str | bytes | complex | Real | type | torch.dtype | None) for part in held):
         return " ".join(reprlib.repr(value).split())
     return f"a {type(value).__name__}" if isinstance(value, list | tuple | dict | set) else type(value).__name__
