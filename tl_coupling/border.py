@@ -86,8 +86,10 @@ def checked(public: _Public) -> _Public:
         ValueError: the right kind and another shape, or a value that the annotation excludes.
 
     Example:
+        >>> import numpy as np
+        >>> from jaxtyping import Float
         >>> @checked
-        ... def corner(A: Float[Tensor, "n n"], k: Count) -> Tensor:
+        ... def corner(A: Float[torch.Tensor, "n n"], k: Count) -> torch.Tensor:
         ...     return A[:k, :k]
         >>> corner(np.eye(3), np.int64(1))
         tensor([[1.]], dtype=torch.float64)
