@@ -1,6 +1,6 @@
 """What all tests share: type checks, a hub that is a folder, tiny models, the embedded model, reference values.
 
-Shape and type annotations are checked here by jaxtyping and beartype, and nowhere else.
+Shape and type annotations are checked here by jaxtyping and beartype, of every function and of what it returns.
 """
 
 import importlib.util

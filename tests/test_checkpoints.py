@@ -250,11 +250,10 @@ def test_an_error_in_measuring_names_prompt_and_checkpoint(run: Path, tmp_path: 
         ([1, 2, 1], "each once"),
         (["main", "main"], "each once"),
         ([1, "step1"], "all steps or all revisions"),
-        ("main", "must be a list of steps or revisions, got the text 'main'"),
-        ([True], "must be steps"),
-        ([1.5], "must be steps"),
-        ([np.int64(1)], "must be steps"),
-        ([None], "must be steps"),
+        ("main", "must be a list of whole numbers or texts or None, got 'main'"),
+        ([True], "must be a list of whole numbers or texts or None, got [True]"),
+        ([1.5], "must be a list of whole numbers or texts or None, got [1.5]"),
+        ([None], "must be a list of whole numbers or texts or None, got [None]"),
     ],
 )
 def test_checkpoints_that_make_no_sense_are_refused_before_anything_is_loaded(
@@ -262,7 +261,7 @@ def test_checkpoints_that_make_no_sense_are_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(checkpoints, "load_model", None)
     for name in (PYTHIA, run):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
+        with pytest.raises((ValueError, TypeError)) as caught:
             checkpoint_sweep(name, wanted, PROMPTS, settings=SETTINGS, folder=tmp_path / "results")
         text = str(caught.value)
         assert message in text or (name == run and "has no checkpoints" in text)

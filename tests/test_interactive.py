@@ -164,7 +164,7 @@ def test_an_unbounded_measure_is_coloured_up_to_its_largest_value(square: tlc.Co
     ],
 )
 def test_shades_of_tokens(values: list[float], shades: list[float | None]) -> None:
-    ((name, props),) = Widgets(show_tokens("abc", torch.tensor(values)).body).found
+    ((name, props),) = Widgets(show_tokens(list("abc"), torch.tensor(values)).body).found
     assert name == "ColoredTokens"
     assert [cell["shade"] for cell in props["values"]] == shades
     texts = [cell["text"] for cell in props["values"]]

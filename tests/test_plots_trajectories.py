@@ -124,7 +124,7 @@ def test_dollars_in_tokens_are_no_formulas():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"views": ()}, "`views` must be among all, shallow, deep, one or more"),
+        ({"views": ()}, "`views` is empty"),
         ({"positions": [6]}, r"`positions` must lie in \[-6, 5\]"),
         ({"positions": [2]}, r"at least 2 tokens, got positions \[2\]"),
     ],

@@ -212,7 +212,7 @@ def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
 
 @pytest.mark.parametrize("n", [0, -1])
 def test_n_below_one(n: int) -> None:
-    with pytest.raises(ValueError, match=f"`n` must be at least 1, or None for all prompts, got {n}$"):
+    with pytest.raises(ValueError, match=f"`n` must be at least 1, got {n}$"):
         load_prompts("gsm8k", n=n)
 
 

@@ -229,7 +229,7 @@ def test_the_model_is_left_as_it_was_also_by_an_error(dtype: torch.dtype, fails:
         (["w1 w2", "w1"], {"k": [4]}, "prompt '1': wanted at least 2 tokens"),
         (["w1 w2"], {"k": [33]}, r"prompt '0': `k` must lie in \[1, 32\]"),
         (["w1 w2"], {"k": []}, "`k` must be different whole numbers"),
-        (["w1 w2"], {"k": [0, 4]}, "`k` must be different whole numbers"),
+        (["w1 w2"], {"k": [0, 4]}, "`k` must be at least 1, got 0"),
         (["w1 w2"], {"k": [4], "position": 2}, "prompt '0': `position` must lie in"),
     ],
 )

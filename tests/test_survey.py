@@ -350,10 +350,10 @@ def test_the_folder_of_the_command_opens_too(survey: Survey, undisturbed: xarray
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"models": []}, "`models` must be one or more, each once, got"),
+        ({"models": []}, "`models` must be one or more names, each once, got"),
         ({"models": ["a", "a"]}, "each once, got"),
         ({"prompts": []}, "`prompts` is empty"),
-        ({"prompts_per_unit": 0}, "`prompts_per_unit` must be at least 1, or None for all, got 0"),
+        ({"prompts_per_unit": 0}, "`prompts_per_unit` must be at least 1, got 0"),
         ({"untrained": True, "checkpoints": [1]}, "`untrained` is of models"),
         ({"models": ["./nowhere"]}, "there is no such folder: ./nowhere"),
         ({"checkpoints": {"b": [1]}}, r"names models that are not surveyed: \['b'\]; there are \['a'\]"),

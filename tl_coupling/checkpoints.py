@@ -5,7 +5,6 @@ import json
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tl_coupling.border import AnyPath, Device, FloatDtype, checked, warn_caller
 from tl_coupling.executors import Executor
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.measurements import PAPER_PROMPT, Settings, as_prompts, measure_prompts
@@ -59,6 +59,7 @@ class MeasureModel:
         }
 
 
+@checked
 def pythia_steps(first: int = 1) -> tuple[int, ...]:
     """Log-spaced training steps of the Pythia suite, from `first` on, as the paper takes them.
 
@@ -79,7 +80,8 @@ def step_order(checkpoint: Checkpoint) -> list[tuple[bool, int, str]]:
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
-def local_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
+@checked
+def local_checkpoints(folder: AnyPath) -> dict[int, Path]:
     """Checkpoints in a local folder: subfolders in HuggingFace format whose names end in their training step.
 
     `step1000`, `checkpoint-1000`, `step_0001000` and their like; in the order of their steps.
@@ -114,16 +116,17 @@ def local_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+@checked
 def checkpoint_sweep(
-    name: str | os.PathLike[str],
+    name: AnyPath,
     checkpoints: Sequence[Checkpoint] | None = None,
     prompts: str | Prompt | Sequence[str | Prompt] = PAPER_PROMPT,
     *,
     settings: Settings | None = None,
-    folder: str | os.PathLike[str] | None = None,
+    folder: AnyPath | None = None,
     backend: Backend = "auto",
-    device: str | torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    device: Device | None = None,
+    dtype: FloatDtype = torch.float32,
     progress: Progress | None = None,
     executor: Executor | None = None,
 ) -> "xarray.Dataset":
@@ -171,21 +174,13 @@ def checkpoint_sweep(
         return _together(results, outcomes, str(name))
 
 
-def checkpoint_sources(
-    name: str | os.PathLike[str], checkpoints: Sequence[Checkpoint] | None
-) -> dict[Checkpoint, Source]:
+def checkpoint_sources(name: AnyPath, checkpoints: Sequence[Checkpoint] | None) -> dict[Checkpoint, Source]:
     """What `load_model` takes for each checkpoint of a hub model or a local folder.
 
     Raises:
         ValueError: none, one twice, steps and revisions mixed, or one that the folder does not have.
     """
     sources: dict[Checkpoint, Source]
-    if isinstance(checkpoints, str):
-        raise ValueError(f"`checkpoints` must be a list of steps or revisions, got the text {checkpoints!r}")
-    if wrong := [
-        c for c in (() if checkpoints is None else checkpoints) if isinstance(c, bool) or not isinstance(c, int | str)
-    ]:
-        raise ValueError(f"`checkpoints` must be steps (int) or revisions (str), got {wrong}")
     if Path(name).is_dir():
         there = local_checkpoints(name)
         wanted = list(there) if checkpoints is None else list(checkpoints)
@@ -195,11 +190,16 @@ def checkpoint_sources(
     else:
         wanted = list(pythia_steps() if checkpoints is None else checkpoints)
         sources = {c: {"name": os.fspath(name), "checkpoint": c} for c in wanted}
+    check_checkpoints(wanted)
+    return sources
+
+
+def check_checkpoints(wanted: Sequence[Checkpoint]) -> None:
+    """Raise unless there is one or more, all steps or all revisions, each once."""
     if not wanted:
         raise ValueError("`checkpoints` is empty: wanted at least one")
-    if len(sources) < len(wanted) or len({type(c) for c in wanted}) > 1:
-        raise ValueError(f"`checkpoints` must be all steps or all revisions, each once, got {wanted}")
-    return sources
+    if len(set(wanted)) < len(wanted) or len({type(c) for c in wanted}) > 1:
+        raise ValueError(f"`checkpoints` must be all steps or all revisions, each once, got {list(wanted)}")
 
 
 def _together(folder: Path, outcomes: Sequence[Outcome], name: str) -> "xarray.Dataset":
@@ -211,10 +211,7 @@ def _together(folder: Path, outcomes: Sequence[Outcome], name: str) -> "xarray.D
         first = next(iter(failed.items()))
         raise ModelError(f"none of the {len(failed)} checkpoints of {name} could be measured; {first[0]}: {first[1]}")
     if failed:
-        warnings.warn(
-            f"{len(failed)} of {len(outcomes)} checkpoints failed and are left out: " + one_line(failed),
-            stacklevel=3,
-        )
+        warn_caller(f"{len(failed)} of {len(outcomes)} checkpoints failed and are left out: " + one_line(failed))
     results = [load_unit(folder, unit) for unit in done]
     checkpoints = [unit.what["checkpoint"] for unit in done]
     provenance = common_provenance([json.loads(result.attrs["provenance"]) for result in results])

@@ -6,8 +6,7 @@ diagonalise another. Every measure here takes `A` with any leading batch axes, i
 """
 
 import math
-import warnings
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -15,13 +14,16 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.border import AtLeast, Count, checked, warn_caller
 from tl_coupling.spectra import Spectrum, check_k
 
+Norm = Annotated[int | float, AtLeast(1)]
 Orientation = Literal["ujv", "vju"]
 Measure = Literal["coupling", "normalized_miscoupling", "miscoupling", "spectral_miscoupling", "captured_energy"]
 BOUNDED_BY_1: tuple[Measure, ...] = ("coupling", "normalized_miscoupling", "captured_energy")
 
 
+@checked
 def coupling_matrix(
     J_1: Float[Tensor, "*batch d_model d_model"], spectrum_2: Spectrum, k: int, orientation: Orientation = "ujv"
 ) -> Float[Tensor, "*batch k k"]:
@@ -36,7 +38,8 @@ def coupling_matrix(
     Returns:
         `A[i, j] = u_iᵀ J_1 v_j`. If both Jacobians are the same, `A = diag(S)` for `"ujv"`.
     """
-    check_orientation(orientation)
+    _check_finite(J_1, "J_1")
+    _check_sides(J_1, spectrum_2)
     top = spectrum_2.top(k)
     left, right = top.U, top.Vh.mT
     if orientation == "vju":
@@ -44,22 +47,27 @@ def coupling_matrix(
     return einsum(left, J_1 @ right, "... out i, ... out j -> ... i j")
 
 
+@checked
 def miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
     """Mis-coupling `m(A) = ‖A − Diag(A)‖_F` (eq. 13). In units of J's gain; 0 for a diagonal A."""
+    _check_finite(A, "A")
     return _off_diagonal(A).norm(dim=(-2, -1))
 
 
+@checked
 def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
     """Normalised mis-coupling `m̃(A) = ‖A − Diag(A)‖_F / ‖A‖_F` (eq. 14), in [0, 1].
 
     0 for a diagonal A, and so for any 1×1: K = 1 says nothing. `A = 0` has no m̃: NaN, with a warning.
     """
+    _check_finite(A, "A")
     total = A.norm(dim=(-2, -1))
     return _off_diagonal(A).norm(dim=(-2, -1)) / _masked_where_zero(total, "‖A‖_F")
 
 
+@checked
 def spectral_miscoupling(
-    A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"], p: int | float = 2, absolute: bool = False
+    A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"], p: Norm = 2, absolute: bool = False
 ) -> Float[Tensor, "*batch"]:
     """`m_K(J_1, J_2) = ‖A − S_{1,K}‖_F / ‖s_{1,K}‖_p`, the project page's measure; not bounded by 1.
 
@@ -71,32 +79,37 @@ def spectral_miscoupling(
 
     `S_1 = 0` has no m_K: NaN, with a warning.
     """
+    _check_finite(A, "A")
+    _check_finite(S_1, "S_1")
     k = A.shape[-1]
     check_k(k, S_1.shape[-1])
-    _check_p(p)
     s = S_1[..., :k]
     distance = (A.abs() if absolute else A) - torch.diag_embed(s)
     return distance.norm(dim=(-2, -1)) / _masked_where_zero(torch.linalg.vector_norm(s, ord=p, dim=-1), "‖s_{1,K}‖_p")
 
 
+@checked
 def captured_energy(A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]) -> Float[Tensor, "*batch"]:
     """`‖A‖_F / ‖s_{1,K}‖₂`, in [0, 1]: how much of J_1's top-K energy the subspaces of J_2 see at all.
 
     1 if they are J_1's own. A high coupling with little energy captured says little (`m̃` is blind to it).
     """
+    _check_finite(A, "A")
+    _check_finite(S_1, "S_1")
     k = A.shape[-1]
     check_k(k, S_1.shape[-1])
     return A.norm(dim=(-2, -1)) / _masked_where_zero(S_1[..., :k].norm(dim=-1), "‖s_{1,K}‖₂")
 
 
+@checked
 def random_subspace_null(
-    k: int,
+    k: Count,
     measure: Measure = "coupling",
     *,
-    d_model: int | None = None,
+    d_model: Count | None = None,
     S_1: Float[Tensor, "*batch n"] | None = None,
     frobenius_norm: Float[Tensor, "*batch"] | None = None,
-    p: int | float = 2,
+    p: Norm = 2,
     absolute: bool = False,
 ) -> Float[Tensor, "..."]:
     """What Haar-random, independent `U_2, V_2` would give: the root mean square of a measure, in closed form.
@@ -116,13 +129,8 @@ def random_subspace_null(
         d_model, S_1, frobenius_norm: of J_1; wanted by the measures that depend on it.
         p, absolute: as in `spectral_miscoupling`.
     """
-    if measure not in get_args(Measure):
-        raise ValueError(f"`measure` must be one of {', '.join(get_args(Measure))}, got {measure!r}")
-    if k < 1:
-        raise ValueError(f"`k` must be at least 1, got {k}")
     if d_model is not None:
         check_k(k, d_model)
-    _check_p(p)
     rms = torch.tensor(math.sqrt(1 - 1 / k), dtype=torch.float64)
     if measure == "coupling":
         return 1 - rms
@@ -141,18 +149,29 @@ def random_subspace_null(
     if absolute:
         squared = (squared - 2 * _mean_absolute_entry(S_1, norm, d_model) * s.sum(-1)).clamp_min(0)
     return squared.sqrt() / _masked_where_zero(torch.linalg.vector_norm(s, ord=p, dim=-1), "‖s_{1,K}‖_p")
-    raise ValueError(f"`measure` must be one of {', '.join(get_args(Measure))}, got {measure!r}")
 
 
-def check_orientation(orientation: str) -> None:
-    """Raise ValueError for anything but "ujv" and "vju"."""
-    if orientation not in ("ujv", "vju"):
-        raise ValueError(f'`orientation` must be "ujv" or "vju", got {orientation!r}')
+def _check_finite(values: Tensor, name: str) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"`{name}` has NaN or infinite entries: it has no measure")
 
 
-def _check_p(p: int | float) -> None:
-    if not p >= 1:
-        raise ValueError(f"`p` must be at least 1 for a norm, got {p}")
+def _check_sides(J_1: Tensor, spectrum_2: Spectrum) -> None:
+    """Raise unless singular vectors and Jacobian can be multiplied."""
+    d, sides = J_1.shape[-1], (spectrum_2.U.shape[-2], spectrum_2.Vh.shape[-1])
+    if sides != (d, d):
+        raise ValueError(f"`spectrum_2` must be of [{d} {d}] matrices like `J_1`, got {list(sides)}")
+    if J_1.dtype != spectrum_2.U.dtype:
+        raise TypeError(
+            f"`J_1` and `spectrum_2` must have one dtype, got {J_1.dtype} and {spectrum_2.U.dtype}: convert J_1"
+        )
+    try:
+        torch.broadcast_shapes(J_1.shape[:-2], spectrum_2.S.shape[:-1])
+    except RuntimeError:
+        raise ValueError(
+            f"`J_1` and `spectrum_2` must have batch axes that fit, got {list(J_1.shape[:-2])} and "
+            f"{list(spectrum_2.S.shape[:-1])}"
+        ) from None
 
 
 def _off_diagonal(A: Tensor) -> Tensor:
@@ -162,7 +181,7 @@ def _off_diagonal(A: Tensor) -> Tensor:
 def _masked_where_zero(denominator: Tensor, name: str) -> Tensor:
     zero = denominator == 0
     if bool(zero.any()):
-        warnings.warn(f"{name} is 0 for {int(zero.sum())} matrices: the measure is undefined there (NaN)", stacklevel=3)
+        warn_caller(f"{name} is 0 for {int(zero.sum())} matrices: the measure is undefined there (NaN)")
     return denominator.masked_fill(zero, math.nan)
 
 

@@ -1,17 +1,17 @@
 """How much, and through how many directions, each earlier token moves what a block writes at one token."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
+from tl_coupling.border import AnyPath, checked
 from tl_coupling.files import write_atomically
 from tl_coupling.jacobians import Connection, Progress, jacobians_of
 from tl_coupling.spectra import effective_rank, participation_ratio, singular_values
@@ -56,14 +56,17 @@ class Influence:
             attrs={"output_position": self.output_position, "provenance": json.dumps(self.provenance)},
         )
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    @checked
+    def save(self, path: AnyPath) -> Path:
         """Write the measures as netCDF, whole or not at all."""
         return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
 
 
-INFLUENCE_MEASURES = ("frobenius_norm", "largest_singular_value", "participation_ratio", "effective_rank")
+InfluenceMeasure = Literal["frobenius_norm", "largest_singular_value", "participation_ratio", "effective_rank"]
+INFLUENCE_MEASURES: tuple[InfluenceMeasure, ...] = get_args(InfluenceMeasure)
 
 
+@checked
 def cross_token_influence(
     trace: Trace,
     output_position: int = -1,

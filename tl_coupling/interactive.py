@@ -20,6 +20,7 @@ from circuitsvis.utils.render import RenderedHTML
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.border import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure
 
@@ -93,12 +94,13 @@ class View(RenderedHTML):
         return f"<View with {self.body.count('data-circuitsvis=')} circuitsvis widgets>"
 
 
+@checked
 def show_token_coupling(
     results: CouplingMap | Mapping[str, CouplingMap],
     *,
     k: int | Sequence[int] | None = None,
     measure: Measure = "coupling",
-    vmax: float | None = None,
+    vmax: Positive | None = None,
     **options: Any,
 ) -> View:
     """Token-by-token maps of a measure, one for each result and each k; the pointer shows a pair and its value.
@@ -124,8 +126,6 @@ def show_token_coupling(
         <View with 2 circuitsvis widgets>
     """
     named = {"": results} if isinstance(results, CouplingMap) else results
-    if not isinstance(named, Mapping) or not all(isinstance(result, CouplingMap) for result in named.values()):
-        raise TypeError(f"wanted a CouplingMap or a mapping from names to them, got {type(results).__name__}")
     ks = k if isinstance(k, Sequence) else (k,)
     if not named or not ks:
         raise ValueError(f"wanted at least one map and one k, got {len(named)} and {len(ks)}")
@@ -148,6 +148,7 @@ def show_token_coupling(
     return View(f'{scale}<div class="tlc-maps">{"".join(parts)}</div>')
 
 
+@checked
 def show_tokens(
     str_tokens: Sequence[str], values: Float[Tensor, " n_pos"] | Mapping[str, Float[Tensor, " n_pos"]]
 ) -> View:
@@ -186,6 +187,7 @@ def show_tokens(
     return View("".join(parts))
 
 
+@checked
 def show_layers_by_token(
     str_tokens: Sequence[str],
     values: Float[Tensor, "n_rows n_pos"] | Mapping[str, Float[Tensor, "n_rows n_pos"]],

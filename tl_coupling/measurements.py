@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from tl_coupling.blocks import Trace, trace
+from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import depth_coupling
-from tl_coupling.coupling import Measure, Orientation, check_orientation
+from tl_coupling.coupling import Measure, Orientation
 from tl_coupling.models import tokenize
 from tl_coupling.prompts import Prompt
 from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
+from tl_coupling.trajectories.shapes import Window
 
 if TYPE_CHECKING:
     import xarray
@@ -24,6 +26,7 @@ PAPER_PROMPT = "What is the capital of France? The capital is"
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 
+@checked
 @dataclass(frozen=True)
 class Settings:
     """How prompts are measured.
@@ -38,21 +41,18 @@ class Settings:
         n_singular_values: how many singular values are kept; the largest k if that is more.
     """
 
-    k: tuple[int, ...] = (10, 30, 50)
+    k: tuple[Count, ...] = (10, 30, 50)
     position: int = -1
     orientation: Orientation = "ujv"
     final_norm: bool = False
     prepend_bos: bool | None = None
-    window: int = 11
-    n_singular_values: int = 10
+    window: Window = 11
+    n_singular_values: Count = 10
 
     def __post_init__(self) -> None:
         """Raise on values that no model could be measured with."""
-        if not self.k or min(self.k) < 1 or len(set(self.k)) < len(self.k):
-            raise ValueError(f"`k` must be different whole numbers of at least 1, one or more, got {list(self.k)}")
-        if self.window < 1 or self.window % 2 == 0:
-            raise ValueError(f"`window` must be an odd number of steps, got {self.window}")
-        check_orientation(self.orientation)
+        if not self.k or len(set(self.k)) < len(self.k):
+            raise ValueError(f"`k` must be different whole numbers, one or more, got {list(self.k)}")
 
     def as_plan(self) -> dict[str, Any]:
         """The settings, JSON-able."""
@@ -74,9 +74,10 @@ def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
     return named
 
 
+@checked
 def measure_prompts(
     model: nn.Module,
-    prompts: Sequence[Prompt],
+    prompts: str | Prompt | Sequence[str | Prompt],
     settings: Settings,
     progress: Callable[[Iterable[Prompt]], Iterable[Prompt]] | None = None,
 ) -> "xarray.Dataset":
@@ -99,14 +100,15 @@ def measure_prompts(
     """
     import xarray
 
-    _check_lengths(model, prompts, settings)
+    named = as_prompts(prompts)
+    _check_lengths(model, named, settings)
     per_prompt = []
-    for prompt in progress(prompts) if progress else prompts:
+    for prompt in progress(named) if progress else named:
         with _named(prompt):
             traced = trace(model, prompt.prompt, prepend_bos=settings.prepend_bos, final_norm=settings.final_norm)
             per_prompt.append(_of_prompt(traced, settings))
     data = xarray.concat(per_prompt, "prompt", combine_attrs="drop_conflicts")
-    return data.assign_coords(prompt=[p.id for p in prompts], task=("prompt", [p.task or "" for p in prompts]))
+    return data.assign_coords(prompt=[p.id for p in named], task=("prompt", [p.task or "" for p in named]))
 
 
 @contextmanager
@@ -119,7 +121,8 @@ def _named(prompt: Prompt) -> Iterator[None]:
 
 def _check_lengths(model: Any, prompts: Sequence[Prompt], settings: Settings) -> None:
     """Raise on prompts that the model's context cannot hold, before hours are spent on those that come first."""
-    n_ctx = model.cfg.n_ctx
+    # What is no model `trace` says.
+    n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
     if n_ctx is None or n_ctx <= 0:
         return
     lengths = {}

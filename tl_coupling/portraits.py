@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
+from tl_coupling.border import checked
 from tl_coupling.comparisons import CouplingMap, context_coupling, depth_coupling, neighbours, self_coupling
 from tl_coupling.coupling import Orientation
 from tl_coupling.influence import Influence, cross_token_influence
@@ -41,6 +42,7 @@ class Portrait:
     entropy: Float[Tensor, "n_layers_plus_1 n_pos"]
 
 
+@checked
 def portrait(
     trace: Trace,
     *,

@@ -1,7 +1,6 @@
 """Sets of prompts: benchmark questions from the HuggingFace hub, and JSONL files."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +8,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from tl_coupling.border import AnyPath, Count, Seed, checked
+
 _Item = TypeVar("_Item")
 
 
+@checked
 @dataclass(frozen=True)
 class Prompt:
     """One prompt with an id that stays the same from run to run, and the task it comes from, if any."""
@@ -19,6 +21,12 @@ class Prompt:
     id: str
     prompt: str
     task: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise on a prompt that cannot be named or measured."""
+        for name in ("id", "prompt"):
+            if not getattr(self, name):
+                raise ValueError(f"`{name}` of a prompt must not be empty")
 
 
 def _is_passage(text: str) -> bool:
@@ -51,7 +59,8 @@ _DATASETS = _LEADERBOARD | {
 }
 
 
-def load_prompts(source: str | os.PathLike[str], n: int | None = 200, seed: int = 0) -> list[Prompt]:
+@checked
+def load_prompts(source: AnyPath, n: Count | None = 200, seed: Seed = 0) -> list[Prompt]:
     r"""Prompts of a benchmark's test set, or of a JSONL file; `n` of them, drawn at random and kept in row order.
 
     The draw depends on `seed` and the rows alone, and a larger `n` draws the same prompts and more. Texts are the
@@ -82,8 +91,6 @@ def load_prompts(source: str | os.PathLike[str], n: int | None = 200, seed: int 
         >>> [prompt.id for prompt in tlc.load_prompts(file, n=None)]
         ['a', 'b']
     """
-    if n is not None and n < 1:
-        raise ValueError(f"`n` must be at least 1, or None for all prompts, got {n}")
     if isinstance(source, str) and source in _DATASETS:
         prompts = _hub_prompts(source)
     elif isinstance(source, str) and not Path(source).is_file():
@@ -97,7 +104,8 @@ def load_prompts(source: str | os.PathLike[str], n: int | None = 200, seed: int 
     return _draw(prompts, n, seed)
 
 
-def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: int = 0) -> list[Prompt]:
+@checked
+def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: Seed = 0) -> list[Prompt]:
     """`n` prompts of every task, drawn at random and kept in their order; a larger `n` draws the same and more.
 
     Raises:
@@ -118,7 +126,8 @@ def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: int = 0) -> list[P
     return [prompts[i] for i in sorted(i for of_task in tasks.values() for i in _draw(of_task, n, seed))]
 
 
-def open_llm_leaderboard_prompts(n: int = 1200, seed: int = 0) -> list[Prompt]:
+@checked
+def open_llm_leaderboard_prompts(n: int = 1200, seed: Seed = 0) -> list[Prompt]:
     """The prompts of the paper's comparison of models: equally many of six Open LLM Leaderboard benchmarks.
 
     ARC (Challenge), GSM8K, HellaSwag, MMLU, TruthfulQA and WinoGrande, in this order, each as `load_prompts` draws it.
@@ -134,7 +143,8 @@ def open_llm_leaderboard_prompts(n: int = 1200, seed: int = 0) -> list[Prompt]:
     return [prompt for name in _LEADERBOARD for prompt in load_prompts(name, n // len(_LEADERBOARD), seed)]
 
 
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+@checked
+def read_prompts(path: AnyPath) -> list[Prompt]:
     """Prompts from a JSONL file: one object a line, `{"prompt": …}` and optionally `"id"` and `"task"`.
 
     The id defaults to the line number. Blank lines are skipped.
@@ -206,8 +216,8 @@ def _hub_prompts(name: str) -> list[Prompt]:
     by_text: dict[str, Prompt] = {}
     seen: set[str] = set()
     for own, text in zip(ids, texts, strict=True):
-        prompt = Prompt(f"{name}-{own}", (text or "").strip(), name)
-        if wanted.wanted(prompt.prompt) and prompt.prompt not in by_text and prompt.id not in seen:
-            by_text[prompt.prompt] = prompt
-            seen.add(prompt.id)
+        text, key = (text or "").strip(), f"{name}-{own}"
+        if wanted.wanted(text) and text not in by_text and key not in seen:
+            by_text[text] = Prompt(key, text, name)
+            seen.add(key)
     return list(by_text.values())

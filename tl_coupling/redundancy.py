@@ -1,7 +1,6 @@
 """What coupling may be good for: how much of the loss depends on a block, or on the order of two neighbours."""
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from tl_coupling.blocks import BlockFunction, Trace, trace
 from tl_coupling.blocks.merging import differ_in, mean_weights
+from tl_coupling.border import Count, Seed, checked, warn_caller
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.coupling import Orientation, random_subspace_null
 from tl_coupling.measurements import Settings, as_prompts, loss
@@ -29,6 +29,7 @@ _FEWEST_RANKED = 3
 _Stream = Float[Tensor, "n_pos d_model"]
 
 
+@checked
 def layer_redundancy(
     model: nn.Module,
     prompts: str | Prompt | Sequence[str | Prompt],
@@ -110,10 +111,9 @@ def layer_redundancy(
         not_merged |= reasons
     if not_merged:
         (pair, reason), n_pairs = next(iter(not_merged.items())), per_prompt[0].sizes["pair"]
-        warnings.warn(
+        warn_caller(
             f"{len(not_merged)} of {n_pairs} pairs cannot be merged, their loss is NaN; layers {pair} and {pair + 1} "
-            f"differ in {reason}",
-            stacklevel=2,
+            f"differ in {reason}"
         )
     together = xarray.concat(per_prompt, "prompt", combine_attrs="drop_conflicts")
     common = {key: v for key, v in provenances[0].items() if all(p.get(key) == v for p in provenances)}
@@ -130,7 +130,8 @@ def layer_redundancy(
     )
 
 
-def redundancy_correlations(data: "xarray.Dataset", *, n_resamples: int = 1000, seed: int = 0) -> "xarray.Dataset":
+@checked
+def redundancy_correlations(data: "xarray.Dataset", *, n_resamples: Count = 1000, seed: Seed = 0) -> "xarray.Dataset":
     """Rank correlation, over layers or pairs, of the change in loss with coupling and with block influence.
 
     Spearman's ρ of means over prompts. Drops are ranked over layers, against `coupling_with_others` and
@@ -169,8 +170,6 @@ def redundancy_correlations(data: "xarray.Dataset", *, n_resamples: int = 1000, 
     import xarray
 
     check_redundancy(data)
-    if n_resamples < 1:
-        raise ValueError(f"`n_resamples` must be at least 1, got {n_resamples}")
     n_prompts = data.sizes["prompt"]
     drawn = np.random.default_rng(seed).integers(0, n_prompts, (n_resamples, n_prompts))
     # How often each prompt counts: row 0 is the data as they are, the others the bootstrap.

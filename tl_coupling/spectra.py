@@ -1,17 +1,18 @@
 """Singular value decompositions, and what is read off them alone."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.border import checked, warn_caller
 
+
+@checked
 @dataclass(frozen=True, eq=False)
 class Spectrum:
     """Singular triplets of one matrix or a batch: `J ≈ U diag(S) Vh`, largest first, as torch names and shapes them."""
@@ -25,6 +26,7 @@ class Spectrum:
         """How many triplets there are."""
         return self.S.shape[-1]
 
+    @checked
     def top(self, k: int) -> "Spectrum":
         """The k largest triplets: a slice, nothing is computed."""
         check_k(k, self.k)
@@ -46,6 +48,7 @@ class InverseSingularValueFit:
     r_squared: Float[Tensor, " k"]
 
 
+@checked
 def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum:
     """Singular value decomposition `J = U diag(S) Vh`, batched.
 
@@ -88,6 +91,7 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
     return Spectrum(*(part.reshape(*batch, *part.shape[1:]) for part in (U, S, Vh)))
 
 
+@checked
 def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*batch n_singular"]:
     """Singular values alone, largest first. Errors as in `svd`; half its cost.
 
@@ -109,8 +113,6 @@ def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*ba
 def _check_matrices(J: Tensor) -> None:
     if J.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"`J` must be float32 or float64, got {J.dtype}: convert it with `.float()` or `.double()`")
-    if J.ndim < 2:
-        raise ValueError(f"`J` must be a matrix or a batch of matrices, got shape {list(J.shape)}")
     if not bool(torch.isfinite(J).all()):
         raise ValueError("`J` has NaN or infinite entries: no singular value decomposition")
 
@@ -127,9 +129,7 @@ def _side_by_side(decompose: Callable[[int], None], matrices: Tensor) -> None:
 
 
 def check_k(k: int, largest: int) -> None:
-    """Raise unless k is a whole number with `1 <= k <= largest`."""
-    if isinstance(k, bool) or not isinstance(k, Integral):
-        raise TypeError(f"`k` must be a whole number, got {k!r}")
+    """Raise unless `1 <= k <= largest`."""
     if not 1 <= k <= largest:
         raise ValueError(f"`k` must lie in [1, {largest}] (the number of singular vectors), got {k}")
 
@@ -146,13 +146,13 @@ def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> Non
     close = gap <= 10 * torch.finfo(S.dtype).eps * S[:, 0]
     if bool(close.any()):
         where = ", ".join(name for name, hit in zip(names, close.tolist(), strict=True) if hit)
-        warnings.warn(
+        warn_caller(
             f"σ_{k} and σ_{k + 1} are equal to rounding in {where}: the top-{k} subspace there is arbitrary, and so is "
-            "the coupling cut at this k; try another k",
-            stacklevel=3,
+            "the coupling cut at this k; try another k"
         )
 
 
+@checked
 def inverse_singular_value_fit(
     S: Float[Tensor, "n_layers k"], layers: Sequence[int] | None = None
 ) -> InverseSingularValueFit:
@@ -196,10 +196,9 @@ def inverse_singular_value_fit(
     r_squared = 1 - residual.square().sum(0) / y_centred.square().sum(0).masked_fill(flat, math.nan)
     n_zero, n_flat = int(y.isnan().any(0).sum()), int(flat.sum())
     if n_zero or n_flat:
-        warnings.warn(
+        warn_caller(
             f"of {S.shape[1]} lines through 1/σ_k, {n_zero} are undefined (NaN) where σ_k is 0, and R² of {n_flat} "
-            "is undefined (NaN) where 1/σ_k does not vary",
-            stacklevel=2,
+            "is undefined (NaN) where 1/σ_k does not vary"
         )
     # R² lies in [0, 1] but for rounding.
     return InverseSingularValueFit(
@@ -209,6 +208,7 @@ def inverse_singular_value_fit(
     )
 
 
+@checked
 def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     """Size of the commutator of J with its transpose, `‖JᵀJ − JJᵀ‖_F / ‖J‖_F²`.
 
@@ -238,6 +238,7 @@ def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     return torch.linalg.matrix_norm(J.mT @ J - J @ J.mT)
 
 
+@checked
 def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     """Share of J that is antisymmetric, `‖J − Jᵀ‖_F / (2 ‖J‖_F)`.
 
@@ -258,6 +259,7 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     return torch.linalg.matrix_norm(J - J.mT) / 2
 
 
+@checked
 def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """Participation ratio of the squared singular values, `(Σ σ_i²)² / Σ σ_i⁴`: how many directions carry the energy.
 
@@ -277,6 +279,7 @@ def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]
     return (energy.sum(-1).square() / energy.square().sum(-1)).clamp(1, S.shape[-1]).to(S.dtype)
 
 
+@checked
 def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """Effective rank `exp(−Σ p_i ln p_i)` with `p_i = σ_i / Σ_j σ_j`.
 
@@ -301,8 +304,6 @@ def _unit_matrices(J: Tensor, measure: str) -> Tensor:
     """J over its Frobenius norm; NaN with a warning where that is zero."""
     if J.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"`J` must be float32 or float64, got {J.dtype}: convert it with `.float()` or `.double()`")
-    if J.ndim < 2 or J.shape[-1] != J.shape[-2]:
-        raise ValueError(f"`J` must be a square matrix or a batch of them, got shape {list(J.shape)}")
     if not bool(torch.isfinite(J).all()):
         raise ValueError(f"`J` has NaN or infinite entries: no {measure}")
     # In two steps: the squares in a norm leave the range of the dtype long before the entries do.
@@ -320,7 +321,7 @@ def _shares(S: Tensor, measure: str) -> Tensor:
 def _or_nan(size: Tensor, measure: str, name: str) -> Tensor:
     n_zero = int((size == 0).sum())
     if n_zero:
-        warnings.warn(f"{measure} is undefined (NaN) for {n_zero} of {size.numel()} zero `{name}`", stacklevel=4)
+        warn_caller(f"{measure} is undefined (NaN) for {n_zero} of {size.numel()} zero `{name}`")
     return size.masked_fill(size == 0, math.nan)
 
 

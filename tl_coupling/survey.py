@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tl_coupling.checkpoints import Checkpoint, MeasureModel, Source, checkpoint_sources, common_provenance, step_order
+from tl_coupling.border import AnyPath, Count, Device, FloatDtype, checked, warn_caller
+from tl_coupling.checkpoints import (
+    Checkpoint,
+    MeasureModel,
+    Source,
+    check_checkpoints,
+    checkpoint_sources,
+    common_provenance,
+    step_order,
+)
 from tl_coupling.executors import Executor
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.measurements import Settings, as_prompts
@@ -47,6 +56,7 @@ _SAME_FOR_ALL = ("device", "versions")
 UNITS = "units"
 
 
+@checked
 @dataclass(frozen=True)
 class Survey:
     """What is measured on what: every model, at every checkpoint, on every prompt.
@@ -73,26 +83,27 @@ class Survey:
         ['gpt2@main', 'distilgpt2@main']
     """
 
-    models: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
-    prompts: Sequence[str | Prompt]
+    models: AnyPath | Mapping[str, AnyPath] | Sequence[AnyPath]
+    prompts: str | Prompt | Sequence[str | Prompt]
     checkpoints: Sequence[Checkpoint] | Mapping[str, Sequence[Checkpoint]] | None = None
     untrained: bool = False
     settings: Settings = field(default_factory=Settings)
-    prompts_per_unit: int | None = None
+    prompts_per_unit: Count | None = None
     backend: Backend = "auto"
-    device: str | torch.device | None = None
-    dtype: torch.dtype = torch.float32
+    device: Device | None = None
+    dtype: FloatDtype = torch.float32
 
     def __post_init__(self) -> None:
         """Raise on what could not be measured."""
         named = self._named()
         names = [model for model, _ in named]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"`models` must be one or more, each once, got {names}")
-        if self.prompts_per_unit is not None and self.prompts_per_unit < 1:
-            raise ValueError(f"`prompts_per_unit` must be at least 1, or None for all, got {self.prompts_per_unit}")
+        if not names or "" in names or len(set(names)) < len(names):
+            raise ValueError(f"`models` must be one or more names, each once, got {names}")
         if isinstance(self.checkpoints, Mapping) and (unknown := set(self.checkpoints) - set(names)):
             raise ValueError(f"`checkpoints` names models that are not surveyed: {sorted(unknown)}; there are {names}")
+        for chosen in self.checkpoints.values() if isinstance(self.checkpoints, Mapping) else [self.checkpoints]:
+            if chosen is not None:
+                check_checkpoints(chosen)
         if self.untrained and self.checkpoints is not None and not isinstance(self.checkpoints, Mapping):
             raise ValueError(
                 "`untrained` is of models that are taken as they are: leave out `checkpoints`, or name models"
@@ -136,9 +147,10 @@ class Survey:
         return {MAIN: {"name": name}} | twin
 
 
+@checked
 def run(
     survey: Survey,
-    folder: str | os.PathLike[str] | None = None,
+    folder: AnyPath | None = None,
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> "xarray.Dataset":
@@ -193,15 +205,14 @@ def run(
             first = next(iter(failed.items()))
             raise ModelError(f"none of the {len(failed)} units could be measured; {first[0]}: {first[1]}")
         if failed:
-            warnings.warn(
-                f"{len(failed)} of {len(outcomes)} units failed and are left out: {one_line(failed)}", stacklevel=2
-            )
+            warn_caller(f"{len(failed)} of {len(outcomes)} units failed and are left out: {one_line(failed)}")
         # Of what was asked for now: other models may have failed in earlier runs.
         data = open_survey(results).assign_attrs(failed=json.dumps(failed))
         return data.load() if folder is None else data
 
 
-def open_survey(folder: str | os.PathLike[str]) -> "xarray.Dataset":
+@checked
+def open_survey(folder: AnyPath) -> "xarray.Dataset":
     """What stands in a survey's folder, as one dataset; values are read when they are used.
 
     Args:

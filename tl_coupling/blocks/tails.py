@@ -193,7 +193,7 @@ def _run(model: nn.Module, tokens: Int[Tensor, " n_pos"], **arguments: bool) -> 
 
 def runnable(model: nn.Module) -> AbstractContextManager[None]:
     """The model without a final norm that a bridge has and HuggingFace has not (OPT with post-norm), which fails."""
-    norm = getattr(model, "ln_final", None)
+    norm: Any = getattr(model, "ln_final", None)
     hollow = is_bridge(model) and norm is not None and getattr(norm, "original_component", norm) is None
     return _replaced({norm: _hand_on} if hollow else {})
 

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from tl_coupling.blocks import Trace
+from tl_coupling.border import checked
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.pairs import compare
 from tl_coupling.coupling import Orientation
 from tl_coupling.jacobians import Connection, Progress
 
 
+@checked
 def depth_coupling(
     trace: Trace,
     k: int = 50,
@@ -53,6 +55,7 @@ def depth_coupling(
     return both[orientation]
 
 
+@checked
 def depth_couplings(
     trace: Trace,
     k: int = 50,
@@ -64,8 +67,8 @@ def depth_couplings(
     progress: Progress | None = None,
 ) -> dict[Orientation, CouplingMap]:
     """`depth_coupling` in several orientations, from the same Jacobians and SVDs. Arguments as there."""
-    if isinstance(orientations, str) or not orientations:
-        raise ValueError(f'`orientations` must be a sequence like ("ujv", "vju"), got {orientations!r}')
+    if not orientations:
+        raise ValueError("`orientations` is empty: wanted at least one")
     chosen = [trace.layer_index(layer) for layer in (range(trace.n_layers) if layers is None else layers)]
     if not chosen:
         raise ValueError("`layers` is empty: wanted at least one layer")

@@ -1,20 +1,20 @@
 """The result of comparing connections."""
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.border import AnyPath, Count, checked
 from tl_coupling.coupling import (
     Measure,
+    Norm,
     Orientation,
     captured_energy,
-    check_orientation,
     miscoupling,
     normalized_miscoupling,
     random_subspace_null,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import xarray
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class CouplingMap:
     """Coupling matrices of every pair of compared connections, at the largest k; every smaller k is a slice of them.
@@ -47,7 +48,7 @@ class CouplingMap:
     matrices: Float[Tensor, "n_rows n_cols k k"]
     singular_values: Float[Tensor, "n_rows k"]
     frobenius_norms: Float[Tensor, " n_rows"]
-    d_model: int
+    d_model: Count
     row_layers: tuple[int, ...]
     col_layers: tuple[int, ...]
     row_positions: tuple[int, ...]
@@ -56,46 +57,62 @@ class CouplingMap:
     orientation: Orientation
     provenance: dict[str, Any] = field(repr=False)
 
+    def __post_init__(self) -> None:
+        """Raise unless every row and every column has a name."""
+        for i, side in enumerate(("row", "col")):
+            for what in (f"{side}_layers", f"{side}_positions"):
+                if len(getattr(self, what)) != self.matrices.shape[i]:
+                    raise ValueError(
+                        f"`{what}` must name the {self.matrices.shape[i]} {side}s of `matrices`, got "
+                        f"{len(getattr(self, what))}"
+                    )
+
     @property
     def k(self) -> int:
         """The largest k that can be asked for."""
         return self.matrices.shape[-1]
 
+    @checked
     def at(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols k k"]:
         """The coupling matrices for the top k singular vectors: a corner of `matrices` (`None`: all of it)."""
         check_k(self.k if k is None else k, self.k)
         return self.matrices[..., :k, :k]
 
+    @checked
     def miscoupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
         """`m(A)` of every pair; see `tl_coupling.miscoupling`."""
         return miscoupling(self.at(k))
 
+    @checked
     def normalized_miscoupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
         """`m̃(A)` of every pair; see `tl_coupling.normalized_miscoupling`."""
         return normalized_miscoupling(self.at(k))
 
+    @checked
     def spectral_miscoupling(
-        self, k: int | None = None, p: int | float = 2, absolute: bool = False
+        self, k: int | None = None, p: Norm = 2, absolute: bool = False
     ) -> Float[Tensor, "n_rows n_cols"]:
         """`m_K` of every pair; see `tl_coupling.spectral_miscoupling`. `absolute=True` is the authors' code."""
         return spectral_miscoupling(self.at(k), self.singular_values[:, None], p, absolute)
 
+    @checked
     def captured_energy(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
         """`‖A‖_F / ‖s_{1,k}‖₂` of every pair; see `tl_coupling.captured_energy`."""
         return captured_energy(self.at(k), self.singular_values[:, None])
 
+    @checked
     def coupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
         """`1 − m̃(A)` of every pair: 1 where J_2's vectors diagonalise J_1, `1 − √(1 − 1/k)` for random subspaces."""
         return 1 - self.normalized_miscoupling(k)
 
+    @checked
     def values(
         self, k: int | None = None, measure: Measure = "coupling", **options: Any
     ) -> Float[Tensor, "n_rows n_cols"]:
         """A measure by name, for every pair; `options` (`p`, `absolute`) go to `spectral_miscoupling`."""
-        if measure not in get_args(Measure):
-            raise ValueError(f"`measure` must be one of {', '.join(get_args(Measure))}, got {measure!r}")
         return getattr(self, measure)(k, **options)
 
+    @checked
     def mean(
         self, k: int | None = None, measure: Measure = "coupling", off_diagonal: bool = True, **options: Any
     ) -> float:
@@ -107,6 +124,7 @@ class CouplingMap:
                 raise ValueError("every pair here compares a connection with itself: use `off_diagonal=False`")
         return float(values.mean())
 
+    @checked
     def null(self, k: int | None = None, measure: Measure = "coupling", **options: Any) -> float:
         """What random subspaces would give instead of J_2's, mean over the rows; see `random_subspace_null`."""
         k = self.k if k is None else k
@@ -121,6 +139,7 @@ class CouplingMap:
         )
         return float(value.mean())
 
+    @checked
     def locality_profile(
         self, k: int | None = None, measure: Measure = "coupling", **options: Any
     ) -> Float[Tensor, " n_distances"]:
@@ -158,19 +177,20 @@ class CouplingMap:
             },
         )
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    @checked
+    def save(self, path: AnyPath) -> Path:
         """Write the map as netCDF, whole or not at all."""
         return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "CouplingMap":
+    @checked
+    def load(cls, path: AnyPath) -> "CouplingMap":
         """Read what `save` wrote."""
         import xarray
 
         try:
             with xarray.open_dataset(path, engine="netcdf4") as file:
                 data = file.load()
-            check_orientation(data.attrs["orientation"])
             provenance = json.loads(data.attrs["provenance"])
             if not isinstance(provenance, dict):
                 raise TypeError("the provenance is not an object")

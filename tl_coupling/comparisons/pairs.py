@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_coupling.blocks import Trace
 from tl_coupling.comparisons.maps import CouplingMap
-from tl_coupling.coupling import Orientation, check_orientation
+from tl_coupling.coupling import Orientation
 from tl_coupling.jacobians import BATCH_BUDGET, Connection, Progress, jacobians_of
 from tl_coupling.spectra import Spectrum, check_cut, check_k, singular_values, svd
 
@@ -35,8 +35,6 @@ def compare(
     Memory: `2 k d_model` numbers for each column, `k²` for each pair, and a batch of Jacobians; where rows and columns
     are the same connections all their Jacobians, because each is needed in both roles.
     """
-    for orientation in orientations:
-        check_orientation(orientation)
     d = trace.d_model
     check_k(k, d)
     same = list(rows) == list(cols)

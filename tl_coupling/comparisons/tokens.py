@@ -1,9 +1,10 @@
 """Coupling across tokens: one layer pair, every pair of tokens."""
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from tl_coupling.blocks import Trace
+from tl_coupling.border import checked
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.pairs import compare
 from tl_coupling.coupling import Orientation
@@ -12,6 +13,7 @@ from tl_coupling.jacobians import Connection, Progress
 Fixed = Literal["input", "output"]
 
 
+@checked
 def self_coupling(
     trace: Trace,
     layer: int,
@@ -71,6 +73,7 @@ def self_coupling(
     return results[orientation]
 
 
+@checked
 def context_coupling(
     trace: Trace,
     layer: int,
@@ -120,8 +123,6 @@ def context_coupling(
         >>> result.coupling().shape, result.row_positions
         (torch.Size([4, 4]), (0, 1, 2, 3))
     """
-    if fixed not in get_args(Fixed):
-        raise ValueError(f'`fixed` must be "input" or "output", got {fixed!r}')
     held = trace.position_index((0 if fixed == "input" else -1) if position is None else position)
     allowed = range(held, trace.n_pos) if fixed == "input" else range(held + 1)
     chosen = _positions(trace, positions, allowed, f"a context-coupling map with the {fixed} fixed at {held}")
@@ -144,6 +145,7 @@ def context_coupling(
     return results[orientation]
 
 
+@checked
 def neighbours(trace: Trace, layer: int | None = None, other_layer: int | None = None) -> tuple[int, int]:
     """Two layers to compare tokens at: those given, or neighbours of the one given, or the two in the middle.
 

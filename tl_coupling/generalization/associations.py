@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from tl_coupling.border import Count, Seed, checked
 from tl_coupling.coupling import Measure
 from tl_coupling.generalization.fits import (
     Interval,
@@ -17,7 +18,7 @@ from tl_coupling.generalization.fits import (
     linear_fit,
     rank_correlation,
 )
-from tl_coupling.generalization.resampling import Bootstrap, bootstrap, check_draws, correlation, percentiles
+from tl_coupling.generalization.resampling import Bootstrap, bootstrap, correlation, percentiles
 from tl_coupling.generalization.tables import (
     Measured,
     at_one_checkpoint,
@@ -76,6 +77,7 @@ def association(of: Measured, *, n_resamples: int = 2000, seed: int = 0) -> Asso
     )
 
 
+@checked
 def k_sweep(
     data: "xarray.Dataset",
     scores: "pandas.DataFrame | str",
@@ -84,8 +86,8 @@ def k_sweep(
     measure: Measure = "coupling",
     score: str = "score",
     checkpoint: int | str | None = None,
-    n_resamples: int = 2000,
-    seed: int = 0,
+    n_resamples: Count = 2000,
+    seed: Seed = 0,
 ) -> dict[int, Association]:
     """Coupling against score at each number of singular vectors; every k sees the same draws.
 
@@ -108,6 +110,7 @@ def k_sweep(
     }
 
 
+@checked
 def task_fits(
     data: "xarray.Dataset",
     scores: "pandas.DataFrame | str",
@@ -116,8 +119,8 @@ def task_fits(
     measure: Measure = "coupling",
     score: str = "score",
     checkpoint: int | str | None = None,
-    n_resamples: int = 2000,
-    seed: int = 0,
+    n_resamples: Count = 2000,
+    seed: Seed = 0,
 ) -> dict[str, Association]:
     """Coupling on the prompts of each task against score, across models.
 
@@ -134,13 +137,14 @@ def task_fits(
     }
 
 
+@checked
 def task_means(
     data: "xarray.Dataset",
     k: int | None = None,
     measure: Measure = "coupling",
     *,
-    n_resamples: int = 2000,
-    seed: int = 0,
+    n_resamples: Count = 2000,
+    seed: Seed = 0,
 ) -> "pandas.DataFrame":
     """Mean coupling of every model and checkpoint on each task, with its interval over prompts.
 
@@ -159,7 +163,6 @@ def task_means(
     """
     import pandas
 
-    check_draws(n_resamples)
     k = largest_k(data) if k is None else k
     held = per_prompt(data, k, measure)
     rng = np.random.default_rng(seed)
@@ -177,6 +180,7 @@ def task_means(
     return table
 
 
+@checked
 def fits_across_tasks(
     data: "xarray.Dataset",
     scores: "pandas.DataFrame | str",
@@ -214,6 +218,7 @@ def fits_across_tasks(
     }
 
 
+@checked
 def prompt_correlations(
     data: "xarray.Dataset",
     against: str | Mapping[str, float] = "n_pos",
@@ -221,8 +226,8 @@ def prompt_correlations(
     k: int | None = None,
     measure: Measure = "coupling",
     checkpoint: int | str | None = None,
-    n_resamples: int = 1000,
-    seed: int = 0,
+    n_resamples: Count = 1000,
+    seed: Seed = 0,
 ) -> dict[str, PromptCorrelation]:
     """Within each model, coupling of each prompt against what the prompt is like.
 
@@ -245,7 +250,6 @@ def prompt_correlations(
     Source:
         Aubry et al. 2025, figure 10.
     """
-    check_draws(n_resamples)
     held = per_prompt(data, k, measure, also=(against,) if isinstance(against, str) else ())
     rows = at_one_checkpoint(coupling_table(data, k, measure), checkpoint)
     x = of_rows(held["x"], rows)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tl_coupling.border import checked
 from tl_coupling.generalization.expressions import evaluate
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class RankCorrelation:
     p: float
 
 
+@checked
 def linear_fit(table: "pandas.DataFrame", x: str, y: str) -> LinearFit:
     """Ordinary least squares of column y on column x.
 
@@ -125,6 +127,7 @@ def linear_fit(table: "pandas.DataFrame", x: str, y: str) -> LinearFit:
     )
 
 
+@checked
 def exponential_fit(table: "pandas.DataFrame", x: str, y: str) -> ExponentialFit:
     """Least squares of `a · exp(b · x)` on column y, with `scipy.optimize.curve_fit`.
 
@@ -172,6 +175,7 @@ def exponential_fit(table: "pandas.DataFrame", x: str, y: str) -> ExponentialFit
     )
 
 
+@checked
 def rank_correlation(table: "pandas.DataFrame", x: str, y: str) -> RankCorrelation:
     """Spearman's ρ of columns x and y; arguments and errors as in `linear_fit`."""
     from scipy import stats
@@ -181,6 +185,7 @@ def rank_correlation(table: "pandas.DataFrame", x: str, y: str) -> RankCorrelati
     return RankCorrelation(x=x, y=y, n=len(rows), rho=float(result.statistic), p=float(result.pvalue))
 
 
+@checked
 def subset_fits(
     table: "pandas.DataFrame", subsets: "Mapping[str, str | Sequence[bool] | pandas.Series]", x: str, y: str
 ) -> dict[str, LinearFit]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tl_coupling.border import checked
 from tl_coupling.generalization.fits import LEVEL, Interval, complete_rows, is_constant, linear_fit, pairs
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class LeaveOneOut:
     not_significant: tuple[str, ...]
 
 
+@checked
 def partial_regression(table: "pandas.DataFrame", y: str, x: str, controls: Sequence[str]) -> PartialRegression:
     """Regress y on x with the controls held fixed.
 
@@ -130,6 +132,7 @@ def partial_regression(table: "pandas.DataFrame", y: str, x: str, controls: Sequ
     )
 
 
+@checked
 def covariate_fits(
     table: "pandas.DataFrame", y: str, x: str, covariates: Sequence[str] = tuple(COVARIATES.values())
 ) -> "pandas.DataFrame":
@@ -164,6 +167,7 @@ def covariate_fits(
     return pandas.DataFrame.from_dict(fits, orient="index", columns=columns).rename_axis("covariate")
 
 
+@checked
 def leave_one_out(table: "pandas.DataFrame", x: str, y: str) -> LeaveOneOut:
     """How far each model carries the linear fit of y on x.
 

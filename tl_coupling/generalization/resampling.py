@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from tl_coupling.border import Count, Seed, checked
 from tl_coupling.generalization.fits import LEVEL, Interval
 
 _CHUNK = 500
@@ -47,12 +48,13 @@ class Bootstrap:
     resampled: str = "models, and prompts within each draw, the same for all its models"
 
 
+@checked
 def bootstrap(
     x: Float[np.ndarray, "n_models n_prompts"],
     y: Float[np.ndarray, " n_models"] | Float[np.ndarray, "n_models n_prompts"],
     *,
-    n_resamples: int = 2000,
-    seed: int = 0,
+    n_resamples: Count = 2000,
+    seed: Seed = 0,
 ) -> Bootstrap:
     """Resample models with replacement and, within each draw, prompts with replacement, the same for all models.
 
@@ -77,7 +79,6 @@ def bootstrap(
         >>> round(result.slope[0], 6), round(result.slope[1], 6), round(result.r_squared[0], 6)
         (2.0, 2.0, 1.0)
     """
-    check_draws(n_resamples)
     held = np.isfinite(x).any(1) & np.isfinite(y.reshape(len(y), -1)).any(1)
     if held.sum() < 3:
         raise ValueError(f"resampling models wants three or more that have both values, got {held.sum()}")
@@ -111,12 +112,6 @@ def bootstrap(
         n_models=n_models,
         n_prompts=n_prompts,
     )
-
-
-def check_draws(n_resamples: int) -> None:
-    """Raise unless there is at least one draw."""
-    if n_resamples < 1:
-        raise ValueError(f"`n_resamples` must be at least 1, got {n_resamples}")
 
 
 def percentiles(values: Float[np.ndarray, " draws"]) -> Float[np.ndarray, "2"]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from tl_coupling.border import Count, Seed, checked
 from tl_coupling.coupling import Measure
 from tl_coupling.generalization.associations import (
     Association,
@@ -79,6 +80,7 @@ class Generalization:
         return _jsonable(self)
 
 
+@checked
 def generalization_study(
     data: "xarray.Dataset",
     scores: "pandas.DataFrame | str" = "loss",
@@ -90,8 +92,8 @@ def generalization_study(
     controls: Sequence[str] | None = None,
     subsets: "Mapping[str, str | Sequence[bool] | pandas.Series] | None" = None,
     difficulty: Mapping[str, float] | None = None,
-    n_resamples: int = 2000,
-    seed: int = 0,
+    n_resamples: Count = 2000,
+    seed: Seed = 0,
 ) -> Generalization:
     """Coupling against a score across models, with what could explain it otherwise.
 
@@ -142,6 +144,8 @@ def generalization_study(
             left_out[name] = str(error)
             return None
 
+    if controls is not None and len(set(controls)) < len(controls):
+        raise ValueError(f"`controls` must be different columns, got {list(controls)}")
     main = association(held, n_resamples=n_resamples, seed=seed)
     chosen = [name for column, name in COVARIATES.items() if column in table] if controls is None else list(controls)
     if controls is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from tl_coupling.border import AnyPath, checked
 from tl_coupling.checkpoints import step_order
 from tl_coupling.coupling import Measure
 
@@ -63,9 +64,8 @@ def paper_table1() -> "pandas.DataFrame":
         return pandas.read_csv(file)
 
 
-def read_scores(
-    path: str | os.PathLike[str], models: Sequence[str] | None = None, *, score: str = "score"
-) -> "pandas.DataFrame":
+@checked
+def read_scores(path: AnyPath, models: Sequence[str] | None = None, *, score: str = "score") -> "pandas.DataFrame":
     """Scores of models, from a CSV file with a header line.
 
     Args:
@@ -123,6 +123,7 @@ def checked_scores(scores: "pandas.DataFrame", models: Sequence[str] | None, sco
     return scores.assign(**{score: numbers.astype(float)})
 
 
+@checked
 def coupling_table(
     data: "xarray.Dataset",
     k: int | None = None,

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox, BboxBase
 
+from tl_coupling.border import checked
 from tl_coupling.generalization import Generalization, LinearFit
 from tl_coupling.plots.labels import measure_label, own_axes
 
@@ -18,6 +19,7 @@ _DISTANCES = (5.0, 14.0, 26.0)
 _DIRECTIONS = tuple((x, y) for x, y in product((1, -1, 0), (0, 1, -1)) if (x, y) != (0, 0))
 
 
+@checked
 def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """Score against mean coupling, a point a model, with the line, its band and what random subspaces would give.
 
@@ -57,6 +59,7 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     return ax
 
 
+@checked
 def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """The slope with its interval: over all models, over subsets of them, and with covariates held fixed.
 
@@ -91,6 +94,7 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@checked
 def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """R² of the linear fit against the number of singular vectors, with bootstrap intervals over models and prompts.
 

@@ -51,8 +51,6 @@ def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
     if isinstance(results, kind):
         # A result describes itself, whichever kind it is.
         results = {short_path(getattr(results, "provenance", {}).get("model") or kind.__name__): results}
-    if not isinstance(results, Mapping) or not all(isinstance(result, kind) for result in results.values()):
-        raise TypeError(f"wanted a {kind.__name__} or a mapping from names to them, got {type(results).__name__}")
     if not results:
         raise ValueError(f"`results` is empty: wanted at least one {kind.__name__}")
     return dict(results)

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 
+from tl_coupling.border import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure, random_subspace_null
 from tl_coupling.plots.labels import (
@@ -24,12 +25,13 @@ from tl_coupling.plots.labels import (
 _MAX_EDGE_WIDTH = 8.0
 
 
+@checked
 def plot_adjacency(
     result: CouplingMap,
     *,
     k: int | None = None,
     measure: Measure = "coupling",
-    threshold: float | None = None,
+    threshold: Finite | None = None,
     ax: Axes | None = None,
 ) -> Axes:
     """Layers as a graph: nodes on a circle, each edge as wide and as opaque as its two layers are coupled.
@@ -92,6 +94,7 @@ def plot_adjacency(
     return ax
 
 
+@checked
 def plot_locality(
     results: CouplingMap | Mapping[str, CouplingMap], *, k: int | None = None, ax: Axes | None = None
 ) -> Axes:
@@ -127,8 +130,9 @@ def plot_locality(
     return ax
 
 
+@checked
 def plot_singular_values(
-    results: CouplingMap | Mapping[str, CouplingMap], *, n: int = 10, ax: Axes | None = None
+    results: CouplingMap | Mapping[str, CouplingMap], *, n: Count = 10, ax: Axes | None = None
 ) -> Axes:
     """Largest singular values of the Jacobians against depth, on a logarithmic axis.
 
@@ -147,8 +151,6 @@ def plot_singular_values(
         ValueError: no map, a map of tokens, n below 1.
     """
     maps = by_name(results)
-    if n < 1:
-        raise ValueError(f"`n` must be at least 1 (singular values to draw), got {n}")
     ax = own_axes(6.4, 4.6) if ax is None else ax
     for number, (name, result) in enumerate(maps.items()):
         order = np.argsort(result.row_layers)

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, PowerNorm
 from matplotlib.figure import Figure, FigureBase
 
+from tl_coupling.border import Finite, Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure
 from tl_coupling.plots.labels import (
@@ -25,14 +26,15 @@ from tl_coupling.plots.labels import (
 _PAPER_LAYERS = range(8, 16)
 
 
+@checked
 def plot_coupling(
     result: CouplingMap,
     *,
     k: int | None = None,
     measure: Measure = "coupling",
     ax: Axes | None = None,
-    vmin: float | None = None,
-    vmax: float | None = None,
+    vmin: Finite | None = None,
+    vmax: Finite | None = None,
     cmap: str | Colormap | None = None,
     **options: Any,
 ) -> Axes:
@@ -63,6 +65,10 @@ def plot_coupling(
         ax = own_axes(side, 0.9 * side, "compressed")
     vmin = 0 if vmin is None else vmin
     vmax = 1 if vmax is None and measure in BOUNDED_BY_1 else vmax
+    if vmax is not None and vmin >= vmax:
+        raise ValueError(f"`vmin` must lie below `vmax`, got {vmin} and {vmax}")
+    if isinstance(cmap, str) and cmap not in colormaps:
+        raise ValueError(f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}")
     cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(bad="0.8")
     image = ax.imshow(values, vmin=vmin, vmax=vmax, cmap=cmap)
     label_pairs(ax, result)
@@ -71,6 +77,7 @@ def plot_coupling(
     return ax
 
 
+@checked
 def plot_coupling_matrices(
     result: CouplingMap,
     *,
@@ -78,7 +85,7 @@ def plot_coupling_matrices(
     layers: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
     untrained: CouplingMap | None = None,
-    vmax: float = 0.25,
+    vmax: Positive = 0.25,
     fig: Figure | None = None,
 ) -> Figure:
     """Grid of the coupling matrices themselves, one panel `|A|` for every pair of layers, or of tokens.

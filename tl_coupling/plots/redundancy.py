@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
+from tl_coupling.border import checked
 from tl_coupling.plots.labels import heading, measure_label
 from tl_coupling.redundancy import CHANGES, change_and_predictors, check_redundancy, redundancy_correlations
 
@@ -20,6 +21,7 @@ _LOOKS = {"dropped": ("C0", "o"), "swapped": ("C1", "s"), "merged": ("C2", "^")}
 _LINEAR_UP_TO = 0.1
 
 
+@checked
 def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure | None = None) -> Figure:
     """Change in loss by depth; and against coupling and block influence, with Spearman's ρ.
 

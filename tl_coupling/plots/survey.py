@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.axes import Axes
 
+from tl_coupling.border import checked
 from tl_coupling.plots.labels import measure_label, own_axes
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 _MARKERS = "osD^v"
 
 
+@checked
 def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axes:
     """Mean coupling on each task with its interval over prompts, a colour a model, and what random subspaces give.
 
@@ -24,6 +26,9 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
     Returns:
         the Axes, a row from top to bottom for each task, all prompts last.
     """
+    missing = {"model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null"} - set(table)
+    if missing or not {"k", "measure"} <= set(table.attrs) or table.empty:
+        raise ValueError("`table` must be what `task_means` returns, with at least one row")
     tasks = list(dict.fromkeys(table["task"]))
     several = table.groupby("model")["checkpoint"].nunique().max() > 1
     groups = list(table.groupby(["model", "checkpoint"], sort=False))

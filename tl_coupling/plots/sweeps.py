@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from tl_coupling.border import checked
 from tl_coupling.coupling import BOUNDED_BY_1, Measure
 from tl_coupling.plots.labels import heading, measure_label, named, short_path
 
@@ -26,6 +27,7 @@ _LEVEL = 0.95
 _MAX_PANELS = 8
 
 
+@checked
 def plot_emergence(
     data: "xarray.Dataset | Mapping[str, xarray.Dataset]",
     *,
@@ -94,6 +96,7 @@ def plot_emergence(
     return fig
 
 
+@checked
 def plot_coupling_strip(
     data: "xarray.Dataset",
     *,
@@ -149,6 +152,7 @@ def plot_coupling_strip(
     return fig
 
 
+@checked
 def plot_shapes(
     data: "xarray.Dataset", *, checkpoints: Sequence[int] | None = None, fig: Figure | None = None
 ) -> Figure:
@@ -303,6 +307,9 @@ def _step(step: int) -> str:
 
 
 def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None) -> int:
+    for name, sweep in by.items():
+        if "k" not in sweep.coords:
+            raise ValueError(f"{name!r} holds no `k`: wanted what `checkpoint_sweep` returns")
     held = [{int(one) for one in np.atleast_1d(sweep["k"].values)} for sweep in by.values()]
     common = set.intersection(*held)
     if k is None and common:

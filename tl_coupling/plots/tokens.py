@@ -6,7 +6,8 @@ import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from tl_coupling.influence import INFLUENCE_MEASURES, Influence
+from tl_coupling.border import checked
+from tl_coupling.influence import Influence, InfluenceMeasure
 from tl_coupling.plots.labels import heading, named, token_name
 
 _MEASURES = {
@@ -19,8 +20,12 @@ _LOGARITHMIC = ("frobenius_norm", "largest_singular_value")
 _MOST_TICKS = 40
 
 
+@checked
 def plot_influence(
-    results: Influence | Mapping[str, Influence], *, measure: str = "frobenius_norm", fig: Figure | None = None
+    results: Influence | Mapping[str, Influence],
+    *,
+    measure: InfluenceMeasure = "frobenius_norm",
+    fig: Figure | None = None,
 ) -> Figure:
     """Heat map of what every source token does to one output token, layer by layer.
 
@@ -39,8 +44,6 @@ def plot_influence(
     Raises:
         ValueError: an unknown measure, or no result.
     """
-    if measure not in INFLUENCE_MEASURES:
-        raise ValueError(f"`measure` must be one of {', '.join(INFLUENCE_MEASURES)}, got {measure!r}")
     panels = named(results, Influence)
     values = {name: getattr(result, measure).detach().cpu().double().numpy() for name, result in panels.items()}
     if fig is None:

@@ -1,7 +1,7 @@
 """Trajectories: in two dimensions, their shape against depth, and how far linear blocks and noise explain them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
+from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.plots.labels import by_name, finish_lines, heading, named, own_axes, token_name
 from tl_coupling.spectra import inverse_singular_value_fit
@@ -25,6 +26,7 @@ from tl_coupling.trajectories import (
     step_lengths,
     trajectory_pca,
 )
+from tl_coupling.trajectories.shapes import Window
 
 View = Literal["all", "shallow", "deep"]
 
@@ -33,6 +35,7 @@ _SINK = 10.0
 _MAX_LEGEND_TOKENS = 24
 
 
+@checked
 def plot_trajectories(
     trace: Trace,
     *,
@@ -58,8 +61,8 @@ def plot_trajectories(
     Raises:
         ValueError: an unknown view or none, a position out of range, fewer than two tokens to draw.
     """
-    if not views or any(view not in get_args(View) for view in views):
-        raise ValueError(f"`views` must be among {', '.join(get_args(View))}, one or more, got {list(views)}")
+    if not views:
+        raise ValueError("`views` is empty: wanted at least one")
     chosen, left_out = _chosen(positions, [trace])
     if len(chosen) < 2:
         raise ValueError(f"principal components want at least 2 tokens, got positions {chosen}: give a longer prompt")
@@ -97,10 +100,11 @@ def plot_trajectories(
     return fig
 
 
+@checked
 def plot_trajectory_metrics(
     traces: Trace | Mapping[str, Trace],
     *,
-    window: int = 11,
+    window: Window = 11,
     positions: Sequence[int] | None = None,
     entropies: Float[Tensor, "n_depths n_pos"] | Mapping[str, Float[Tensor, "n_depths n_pos"]] | None = None,
     fig: Figure | None = None,
@@ -132,8 +136,6 @@ def plot_trajectory_metrics(
     chosen, left_out = _chosen(positions, list(by.values()))
     if not chosen:
         raise ValueError("`positions` is empty: wanted at least one token")
-    if window < 1 or window % 2 == 0:
-        raise ValueError(f"`window` must be an odd number of steps, got {window}")
     lens = _entropies(entropies, by)
     # A shallow model takes the largest odd window that it fills.
     windows = {name: min(window, trace.n_layers - 1 + trace.n_layers % 2) for name, trace in by.items()}
@@ -178,6 +180,7 @@ def plot_trajectory_metrics(
     return fig
 
 
+@checked
 def plot_linearisation(results: Linearisation | Mapping[str, Linearisation], *, fig: Figure | None = None) -> Figure:
     """Errors and directions of the linear predictions of a trajectory, against depth.
 
@@ -236,6 +239,7 @@ def plot_linearisation(results: Linearisation | Mapping[str, Linearisation], *, 
     return fig
 
 
+@checked
 def plot_perturbation(results: Perturbation | Mapping[str, Perturbation], *, ax: Axes | None = None) -> Axes:
     """Similarity of a noisy token to the clean one against the size of the noise, where it enters and where it leaves.
 
@@ -280,8 +284,9 @@ def plot_perturbation(results: Perturbation | Mapping[str, Perturbation], *, ax:
     return ax
 
 
+@checked
 def plot_inverse_singular_values(
-    results: CouplingMap | Mapping[str, CouplingMap], *, n: int = 3, ax: Axes | None = None
+    results: CouplingMap | Mapping[str, CouplingMap], *, n: Count = 3, ax: Axes | None = None
 ) -> Axes:
     """`1/σ_k` of the Jacobians against depth, with the least-squares line of each k.
 
@@ -300,8 +305,6 @@ def plot_inverse_singular_values(
         ValueError: no map, a map of tokens or of fewer than two layers, n below 1.
     """
     maps = by_name(results)
-    if n < 1:
-        raise ValueError(f"`n` must be at least 1 (singular values to draw), got {n}")
     ax = own_axes(7.2, 4.8) if ax is None else ax
     for number, (name, result) in enumerate(maps.items()):
         S, layers = result.singular_values[:, :n], np.asarray(result.row_layers)

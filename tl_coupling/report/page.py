@@ -3,13 +3,13 @@
 import base64
 import hashlib
 import html
-import os
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from string import Template
 
 import tl_coupling
+from tl_coupling.border import AnyPath, checked
 from tl_coupling.files import write_atomically
 from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script
 from tl_coupling.portraits import Portrait
@@ -26,6 +26,7 @@ _SECTIONS: dict[str, tuple[str, Callable[[sections.Runs], str]]] = {
 }
 
 
+@checked
 def html_report(runs: Mapping[str, Portrait]) -> str:
     """One self-contained HTML page: figures with captions, views to hover over, and how it was made.
 
@@ -66,7 +67,8 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
     )
 
 
-def write_report(path: str | os.PathLike[str], runs: Mapping[str, Portrait]) -> Path:
+@checked
+def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
     """Write `html_report(runs)` as UTF-8, whole or not at all.
 
     Raises:

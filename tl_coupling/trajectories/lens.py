@@ -7,9 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
+from tl_coupling.border import checked
 from tl_coupling.trajectories.projections import logit_lens_entropy
 
 
+@checked
 def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
     """Entropy of the logit lens in nats, at every depth and token; `logit_lens_entropy` with the model's own logits.
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
+from tl_coupling.border import Count, Seed, checked
 from tl_coupling.trajectories.shapes import direction_cosine
 
 
@@ -37,13 +38,14 @@ class Perturbation:
         return self.cosine_similarity.mean(1)
 
 
+@checked
 def perturbation(
     trace: Trace,
     scales: Sequence[int | float] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
     *,
     position: int = -1,
-    n_samples: int = 8,
-    seed: int = 0,
+    n_samples: Count = 8,
+    seed: Seed = 0,
     progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
 ) -> Perturbation:
     """Add Gaussian noise to one token's embedding and follow how its direction changes through the blocks.
@@ -78,8 +80,6 @@ def perturbation(
     t = trace.position_index(position)
     if not len(scales) or not all(math.isfinite(scale) and scale >= 0 for scale in scales):
         raise ValueError(f"`scales` must be finite numbers of at least 0, one or more, got {list(scales)}")
-    if n_samples < 1:
-        raise ValueError(f"`n_samples` must be at least 1, got {n_samples}")
     clean = trace.residual[:, t]
     size = clean[0].norm()
     if size == 0:

@@ -1,15 +1,15 @@
 """How well the linearised blocks predict a token's trajectory (Aubry et al. 2025, section 6.1 and eq. 19–24)."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
+from tl_coupling.border import checked, warn_caller
 from tl_coupling.jacobians import block_jacobian, block_jvp
 from tl_coupling.spectra import check_k, singular_values, svd
 from tl_coupling.trajectories.shapes import direction_cosine
@@ -45,13 +45,12 @@ class Linearisation:
     position: int
     provenance: dict[str, Any] = field(repr=False)
 
+    @checked
     def predicted(self, prediction: Prediction) -> Float[Tensor, "n_layers d_model"]:
         """A prediction by name. Two are of no block at all: "previous" says `x^{l−1}`, "input" says `x^0`.
 
         Those are what a linearisation has to beat: "previous" for one step, "input" for the products.
         """
-        if prediction not in get_args(Prediction):
-            raise ValueError(f"`prediction` must be one of {', '.join(get_args(Prediction))}, got {prediction!r}")
         if prediction == "previous":
             return self.trajectory[:-1]
         if prediction == "input":
@@ -61,6 +60,7 @@ class Linearisation:
             raise ValueError("the closed form was left out: measure with `closed_form=True`")
         return values
 
+    @checked
     def relative_error(self, prediction: Prediction) -> Float[Tensor, " n_layers"]:
         """`‖x̂^l − x^l‖ / ‖x^l‖` of a prediction `x̂`, without dimension; 0 is perfect, 1 is as good as saying 0.
 
@@ -71,14 +71,16 @@ class Linearisation:
         undefined = truth.norm(dim=-1) == 0
         if bool(undefined.any()):
             at = ", ".join(str(layer) for layer in undefined.nonzero().flatten().tolist())
-            warnings.warn(f"relative error is undefined (NaN) where x is 0, after layer {at}", stacklevel=2)
+            warn_caller(f"relative error is undefined (NaN) where x is 0, after layer {at}")
         return error.masked_fill(undefined, torch.nan)
 
+    @checked
     def cosine_similarity(self, prediction: Prediction) -> Float[Tensor, " n_layers"]:
         """Cosine of the angle between a prediction and `x^l`; NaN with a warning where either is zero."""
         return direction_cosine(self.predicted(prediction), self.trajectory[1:])
 
 
+@checked
 def linearisation(
     trace: Trace,
     position: int = -1,

@@ -3,7 +3,6 @@
 Axes and precision are those of `shapes`.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,8 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.trajectories.shapes import checked, narrowed
+from tl_coupling.border import Count, checked, warn_caller
+from tl_coupling.trajectories.shapes import finite, narrowed
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +32,7 @@ class TrajectoryPCA:
     explained_variance_ratio: Float[Tensor, " n_components"]
 
 
+@checked
 def logit_lens_entropy(
     x: Float[Tensor, "n_layers_plus_1 *batch d_model"], unembed: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, "n_layers_plus_1 *batch"]:
@@ -55,12 +56,13 @@ def logit_lens_entropy(
         >>> logit_lens_entropy(torch.eye(2), lambda stream: 0 * stream)
         tensor([0.6931, 0.6931])
     """
-    checked(x, at_least=1)
+    finite(x, at_least=1)
     with torch.no_grad():
         return narrowed(torch.stack([_entropy(unembed(stream), stream, depth) for depth, stream in enumerate(x)]), x)
 
 
-def trajectory_pca(x: Float[Tensor, "n_layers_plus_1 *batch d_model"], n_components: int = 2) -> TrajectoryPCA:
+@checked
+def trajectory_pca(x: Float[Tensor, "n_layers_plus_1 *batch d_model"], n_components: Count = 2) -> TrajectoryPCA:
     """Principal components of the last depth's embeddings `x^L`, and every depth's coordinates in them.
 
     `projected[l] = (x^l − mean(x^L)) componentsᵀ`, the mean being over tokens (all batch axes). Signs are fixed: the
@@ -88,13 +90,13 @@ def trajectory_pca(x: Float[Tensor, "n_layers_plus_1 *batch d_model"], n_compone
         (tensor([[1., 0.]]), tensor([[-1., -2.],
                 [ 1., -1.]]))
     """
-    wide = checked(x, at_least=1)
+    wide = finite(x, at_least=1)
     last = rearrange(wide[-1], "... d_model -> (...) d_model")
     n_tokens, d_model = last.shape
     if n_tokens < 2:
         raise ValueError(f"principal components want at least 2 tokens, got {n_tokens}: give `x` more positions")
     largest = min(n_tokens, d_model)
-    if not 1 <= n_components <= largest:
+    if n_components > largest:
         raise ValueError(
             f"`n_components` must lie in [1, {largest}] for {n_tokens} tokens of width {d_model}, got {n_components}"
         )
@@ -104,10 +106,9 @@ def trajectory_pca(x: Float[Tensor, "n_layers_plus_1 *batch d_model"], n_compone
     if rank == 0:
         raise ValueError(f"principal components want tokens that differ, got {n_tokens} equal ones in `x[-1]`")
     if rank < n_components:
-        warnings.warn(
+        warn_caller(
             f"the {n_tokens} tokens of `x[-1]` span {rank} of the {n_components} components asked for: the others have "
-            "no variance and an arbitrary direction",
-            stacklevel=2,
+            "no variance and an arbitrary direction"
         )
     components = Vh[:n_components]
     components = components * components.gather(1, components.abs().argmax(1, keepdim=True)).sign()

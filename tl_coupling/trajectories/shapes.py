@@ -10,18 +10,29 @@ x's dtype, or float32 if that is narrower.
 """
 
 import math
-import warnings
 from collections.abc import Iterable
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from tl_coupling.border import checked, warn_caller
 
 # ‖x^L‖ and ‖x^0‖ each carry up to half an ε from the rounding of x alone: growth below a few ε is not known to be any.
 _GROWTH_TOLERANCE_IN_EPS = 8
 _MOST_NAMED = 5
 
 
+def _odd(window: int) -> None:
+    if window < 1 or window % 2 == 0:
+        raise ValueError(f"must be an odd number of steps, got {window}")
+
+
+Window = Annotated[int, _odd]
+
+
+@checked
 def norms(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "n_layers_plus_1 *batch"]:
     """Euclidean norm `‖x^l‖₂` at every depth, in units of x.
 
@@ -32,9 +43,10 @@ def norms(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "
         >>> norms(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
         tensor([ 5., 10.])
     """
-    return narrowed(checked(x, at_least=1).norm(dim=-1), x)
+    return narrowed(finite(x, at_least=1).norm(dim=-1), x)
 
 
+@checked
 def step_lengths(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
     """Length of every step, `‖x^l − x^{l−1}‖₂`, in units of x; entry `l` is the step that block `l` makes.
 
@@ -45,11 +57,12 @@ def step_lengths(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Te
         >>> step_lengths(torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]))
         tensor([5., 1.])
     """
-    return narrowed(checked(x).diff(dim=0).norm(dim=-1), x)
+    return narrowed(finite(x).diff(dim=0).norm(dim=-1), x)
 
 
+@checked
 def line_shape_score(
-    x: Float[Tensor, "n_layers_plus_1 *batch d_model"], window: int | None = None
+    x: Float[Tensor, "n_layers_plus_1 *batch d_model"], window: Window | None = None
 ) -> Float[Tensor, "*batch"] | Float[Tensor, "n_windows *batch"]:
     """Line-shape score `LSS = L / ‖Σ_l e^l‖₂` with unit steps `e^l = (x^l − x^{l−1}) / ‖x^l − x^{l−1}‖₂` (eq. 15, 16).
 
@@ -82,13 +95,14 @@ def line_shape_score(
         >>> line_shape_score(corner, window=1)
         tensor([1., 1.])
     """
-    steps = checked(x).diff(dim=0)
+    steps = finite(x).diff(dim=0)
     if window is None:
         return narrowed(_score(len(steps), _unit(steps).sum(0)), x)
     _check_window(window, len(steps))
     return narrowed(_score(window, _unit(steps).unfold(0, window, 1).sum(-1)), x)
 
 
+@checked
 def line_shape_score_by_depth(
     x: Float[Tensor, "n_layers_plus_1 *batch d_model"],
 ) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
@@ -106,11 +120,12 @@ def line_shape_score_by_depth(
         >>> line_shape_score_by_depth(torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]]))
         tensor([1.0000, 1.4142])
     """
-    units = _unit(checked(x).diff(dim=0))
+    units = _unit(finite(x).diff(dim=0))
     n_steps = torch.arange(1, len(units) + 1, dtype=units.dtype, device=units.device)
     return narrowed(_score(n_steps.reshape(-1, *[1] * (x.ndim - 2)), units.cumsum(0)), x)
 
 
+@checked
 def expodistance(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "*batch"]:
     """Expodistance `ED = Var_l(α) / (Avg_l α)²` of the growth rates `α^l = ln(‖x^l‖ / ‖x^{l−1}‖)` (eq. 17, 18).
 
@@ -133,7 +148,7 @@ def expodistance(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Te
         >>> expodistance(torch.tensor([[1.0], [2.0], [8.0]]))  # rates ln 2 and 2 ln 2: (1/2)² / (3/2)²
         tensor(0.1111)
     """
-    lengths = checked(x).norm(dim=-1)
+    lengths = finite(x).norm(dim=-1)
     n_zero = int((lengths == 0).any(0).sum())
     alpha = lengths.masked_fill(lengths == 0, math.nan).log().diff(dim=0)
     growth = alpha.mean(0)
@@ -144,6 +159,7 @@ def expodistance(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Te
     return narrowed((alpha - growth).square().mean(0) / growth.masked_fill(level, math.nan).square(), x)
 
 
+@checked
 def equidistance(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "*batch"]:
     """Coefficient of variation over depth of the step lengths: their population standard deviation over their mean.
 
@@ -159,7 +175,7 @@ def equidistance(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Te
         >>> equidistance(torch.tensor([[0.0], [1.0], [4.0]]))  # steps 1 and 3: 1 / 2
         tensor(0.5000)
     """
-    lengths = checked(x).diff(dim=0).norm(dim=-1)
+    lengths = finite(x).diff(dim=0).norm(dim=-1)
     mean = lengths.mean(0)
     n_still = int((mean == 0).sum())
     if n_still:
@@ -173,35 +189,29 @@ def direction_cosine(a: Float[Tensor, "*batch d_model"], b: Float[Tensor, "*batc
     cosine = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
     n_undefined = int(cosine.isnan().sum())
     if n_undefined:
-        warnings.warn(
-            f"{n_undefined} of {cosine.numel()} cosine similarities are undefined (NaN): a vector is zero or infinite",
-            stacklevel=3,
+        warn_caller(
+            f"{n_undefined} of {cosine.numel()} cosine similarities are undefined (NaN): a vector is zero or infinite"
         )
     return cosine.clamp(-1, 1)
 
 
-def checked(x: Tensor, at_least: int = 2) -> Tensor:
+def finite(x: Tensor, at_least: int = 2) -> Tensor:
     """Raise unless x is a finite trajectory of that many depths; in float64."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = f"one of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"`x` must be a floating-point tensor, got {kind}: convert it, for example with x.float()")
-    if x.ndim < 2 or len(x) < at_least:
+    if len(x) < at_least:
         raise ValueError(
             f"`x` must be [n_layers+1 *batch d_model] with at least {at_least} depths, got shape {list(x.shape)}: "
             "give the whole residual stream, depth first"
         )
-    finite = torch.isfinite(x).flatten(1).all(1)
-    if not bool(finite.all()):
-        bad = _named((~finite).nonzero().flatten().tolist())
+    whole = torch.isfinite(x).flatten(1).all(1)
+    if not bool(whole.all()):
+        bad = _named((~whole).nonzero().flatten().tolist())
         raise ValueError(f"`x` must be finite, got NaN or infinite entries at depth {bad}: measure in a wider dtype?")
     return x.double()
 
 
 def _check_window(window: int, n_steps: int) -> None:
-    if not isinstance(window, int) or not 1 <= window <= n_steps or window % 2 == 0:
-        raise ValueError(
-            f"`window` must be an odd number in [1, {n_steps}] for these trajectories of {n_steps} steps, got {window}"
-        )
+    if window > n_steps:
+        raise ValueError(f"`window` must be at most {n_steps} for these trajectories of {n_steps} steps, got {window}")
 
 
 def _unit(steps: Tensor) -> Tensor:
@@ -209,11 +219,10 @@ def _unit(steps: Tensor) -> Tensor:
     zero = lengths == 0
     if bool(zero.any()):
         still = zero.flatten(1)
-        warnings.warn(
+        warn_caller(
             f"{int(zero.sum())} steps of {int(still.any(0).sum())} of {still.shape[1]} tokens have length 0, at layer "
             f"{_named(still.any(1).nonzero().flatten().tolist())}: a line-shape score with such a step is undefined "
-            "(NaN)",
-            stacklevel=3,
+            "(NaN)"
         )
     return steps / lengths.masked_fill(zero, math.nan)
 
@@ -225,7 +234,7 @@ def _score(n_steps: int | Tensor, total: Tensor) -> Tensor:
 
 def _warn_undefined(measure: str, causes: dict[str, int], tokens: Tensor) -> None:
     counts = ", ".join(f"{count} {cause}" for cause, count in causes.items() if count)
-    warnings.warn(f"{measure} is undefined (NaN) for some of {tokens.numel()} tokens: {counts}", stacklevel=3)
+    warn_caller(f"{measure} is undefined (NaN) for some of {tokens.numel()} tokens: {counts}")
 
 
 def _named(indices: Iterable[int]) -> str:

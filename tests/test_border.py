@@ -1,0 +1,377 @@
+"""What users call refuses whatever does not fit in one line, and takes what they mean all the same."""
+
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+import xarray
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import tl_coupling as tlc
+from tl_coupling import comparisons, generalization, interactive, plots, report
+from tl_coupling.border import checked
+
+# Rooms that check their own arguments.
+ELSEWHERE = {"tl_coupling.jacobians", "tl_coupling.blocks.tracing", "tl_coupling.models", "tl_coupling.executors"}
+MADE = (tlc.CouplingMap, tlc.Prompt, tlc.Settings, tlc.Spectrum, tlc.Survey)
+ASKED = (tlc.CouplingMap, tlc.Influence, tlc.Linearisation, tlc.Spectrum)
+# Functions of a table, which call its columns x and y.
+OF_COLUMNS = {"linear_fit", "exponential_fit", "rank_correlation", "subset_fits", "leave_one_out"}
+OF_COLUMNS |= {"partial_regression", "covariate_fits"}
+SQUARE = torch.tensor([[2.0, 1.0], [0.5, 3.0]])
+
+
+class Foreign:
+    """What no annotation asks for."""
+
+
+def public() -> Iterator[Callable[..., Any]]:
+    """Every function that takes arguments, classes that users make, methods of what they are given."""
+    rooms = (tlc, comparisons, generalization, interactive, plots, report)
+    for value in (getattr(room, name) for room in rooms for name in getattr(room, "__all__", dir(room))):
+        if isinstance(value, types.FunctionType) and value.__module__ not in ELSEWHERE:
+            yield value
+    yield from (one.__init__ for one in MADE)
+    for one in ASKED:
+        functions = (getattr(value, "__func__", value) for name, value in vars(one).items() if name[0] != "_")
+        yield from filter(inspect.isfunction, functions)
+
+
+PUBLIC = {f.__qualname__: f for f in public() if f.__name__[0] != "_" or f.__name__ == "__init__"}
+PUBLIC = {name: f for name, f in PUBLIC.items() if set(inspect.signature(f).parameters) - {"self", "cls"}}
+
+
+def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
+    """What a function cannot be called without, of the right kind and nothing more: it is never run."""
+    depth = tlc.depth_coupling(trace, k=2)
+    by_name = {
+        **{"trace": trace, "traces": trace, "model": trace.model, "layer": 0, "k": 1, "n": 1, "prediction": "input"},
+        **{"J": SQUARE, "J_1": SQUARE, "A": SQUARE, "S": torch.ones(2), "S_1": torch.ones(2), "x": torch.ones(3, 4)},
+        **{"spectrum_2": tlc.svd(SQUARE), "U": SQUARE, "Vh": SQUARE, "result": depth, "results": {}, "runs": {}},
+        **{"data": xarray.Dataset(), "table": pandas.DataFrame(), "scores": "loss", "controls": ["z"], "subsets": {}},
+        **{"survey": tlc.Survey(["a"], ["b"]), "prompts": ["b"], "settings": tlc.Settings(), "models": ["a"]},
+        **{"folder": "f", "path": "f", "name": "f", "source": "f", "id": "a", "prompt": "b", "y": "score"},
+        **{"str_tokens": ["a"], "values": torch.ones(1), "unembed": torch.exp},
+        **{name: getattr(depth, name) for name in depth.__dataclass_fields__},
+    }
+    owner = {one.__name__: one for one in ASKED + MADE}.get(function.__qualname__.partition(".")[0])
+    by_name |= {"self": owner and object.__new__(owner), "cls": owner}
+    by_name |= {"x": "coupling"} if function.__name__ in OF_COLUMNS else {}
+    by_name |= {
+        "bootstrap": {"x": np.ones((3, 2)), "y": np.ones(3)},
+        "inverse_singular_value_fit": {"S": torch.ones(2, 2)},
+        "prompts_per_task": {"prompts": [tlc.Prompt("a", "b")]},
+        "show_layers_by_token": {"values": torch.ones(1, 1)},
+        **{
+            f"plot_{name}": {"result": object.__new__(tlc.Generalization)}
+            for name in ("generalization", "forest", "k_sweep")
+        },
+    }.get(function.__name__, {})
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: by_name[p.name] for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize("function", PUBLIC.values(), ids=PUBLIC)
+def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
+    function: Callable[..., Any], tiny_trace: tlc.Trace
+) -> None:
+    needed = fitting(function, tiny_trace)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in ("self", "cls") or parameter.annotation is Any:
+            continue
+        # What has been made a keyword of its own by `**options`.
+        name = "frequency" if parameter.kind is parameter.VAR_KEYWORD else name
+        for wrong in (
+            Foreign(),
+            1j,
+            {1.5},
+            b"bytes",
+            [[None]],
+            {None: Foreign()},
+            *([] if "Callable" in str(parameter) else [Foreign]),
+        ):
+            with pytest.raises((TypeError, ValueError)) as error:
+                function(**needed | {name: wrong})
+            message = str(error.value)
+            assert message.startswith(f"`{name}` must be "), (wrong, message)
+            assert ", got " in message
+            assert "\n" not in message
+
+
+def test_the_whole_api_is_there() -> None:
+    # Fewer would mean that the test above looks at nothing.
+    assert len(PUBLIC) > 90
+    assert {"svd", "plot_coupling", "html_report", "Settings.__init__", "CouplingMap.values", "bootstrap"} <= set(
+        PUBLIC
+    )
+
+
+WHOLE = {
+    "random_subspace_null": ["k"],
+    "depth_coupling": ["k", "position"],
+    "self_coupling": ["layer", "other_layer", "k"],
+    "svd": ["k"],
+    "redundancy_correlations": ["n_resamples", "seed"],
+    "perturbation": ["n_samples", "seed", "position"],
+    "plot_singular_values": ["n"],
+    "load_prompts": ["n", "seed"],
+    "Survey.__init__": ["prompts_per_unit"],
+    "Settings.__init__": ["position", "window", "n_singular_values"],
+    "generalization_study": ["k", "n_resamples", "seed"],
+}
+
+
+@pytest.mark.parametrize(("name", "parameter"), [(name, one) for name, many in WHOLE.items() for one in many])
+def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
+    name: str, parameter: str, tiny_trace: tlc.Trace
+) -> None:
+    function = PUBLIC[name]
+    for wrong in (2.5, 2.0, True, np.bool_(True), "2", float("nan"), torch.tensor(2), np.array([2])):
+        with pytest.raises(TypeError, match=rf"^`{parameter}` must be a whole number( or None)?, got "):
+            function(**fitting(function, tiny_trace) | {parameter: wrong})
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            lambda t: tlc.svd([[1.0]]),
+            TypeError,
+            r"`J` must be a floating-point torch tensor \[… d_out d_in\], got a list",
+        ),
+        (
+            lambda t: tlc.svd(torch.eye(2, dtype=torch.int64)),
+            TypeError,
+            r"got a tensor of torch.int64 and shape \[2 2\]: con",
+        ),
+        (lambda t: tlc.svd(torch.ones(3)), ValueError, r"`J` must have shape \[… d_out d_in\], got \[3\]"),
+        (lambda t: tlc.miscoupling(torch.ones(3, 4)), ValueError, r"`A` must have shape \[… k k\], got \[3 4\]"),
+        (lambda t: tlc.miscoupling(torch.full((2, 2), torch.nan)), ValueError, "`A` has NaN or infinite entries"),
+        (
+            lambda t: tlc.coupling_matrix(torch.eye(3), tlc.svd(SQUARE), 1),
+            ValueError,
+            r"`spectrum_2` must be of \[3 3\] matrices like `J_1`, got \[2, 2\]",
+        ),
+        (
+            lambda t: tlc.coupling_matrix(SQUARE.double(), tlc.svd(SQUARE), 1),
+            TypeError,
+            "one dtype, got torch.float64 and",
+        ),
+        (
+            lambda t: tlc.coupling_matrix(SQUARE.expand(3, 2, 2), tlc.svd(SQUARE.expand(5, 2, 2)), 1),
+            ValueError,
+            r"batch axes that fit, got \[3\] and \[5\]",
+        ),
+        (
+            lambda t: tlc.captured_energy(torch.ones(3, 2, 2), torch.ones(5, 2)),
+            ValueError,
+            r"`S_1` must have shape \[… n\] with batch = \[3\] as in `A`, got \[5 2\]",
+        ),
+        (
+            lambda t: tlc.bootstrap(np.ones((3, 2)), np.ones(4)),
+            ValueError,
+            r"`y` must have shape \[n_models\] with n_models = 3 as in `x`, got \[4\]",
+        ),
+        (
+            lambda t: tlc.bootstrap("xyz", [1.0]),
+            TypeError,
+            r"`x` must be a floating-point array \[n_models n_prompts\]",
+        ),
+        (
+            lambda t: tlc.norms([[1.0]]),
+            TypeError,
+            r"`x` must be a floating-point torch tensor \[n_layers\+1 … d_model\], got a list",
+        ),
+        (lambda t: tlc.random_subspace_null(1.5), TypeError, "`k` must be a whole number, got 1.5"),
+        (lambda t: tlc.random_subspace_null(True), TypeError, "`k` must be a whole number, got True"),
+        (lambda t: tlc.random_subspace_null(0), ValueError, "`k` must be at least 1, got 0"),
+        (lambda t: tlc.Settings(k=5), TypeError, "`k` must be a list of whole numbers, got 5"),
+        (lambda t: tlc.Settings(k=(2.5,)), TypeError, r"`k` must be a list of whole numbers, got \(2.5,\)"),
+        (lambda t: tlc.Settings(k=(True,)), TypeError, r"`k` must be a list of whole numbers, got \(True,\)"),
+        (lambda t: tlc.Settings(position="x"), TypeError, "`position` must be a whole number, got 'x'"),
+        (lambda t: tlc.Settings(n_singular_values=-5), ValueError, "`n_singular_values` must be at least 1, got -5"),
+        (lambda t: tlc.Survey("", ["b"]), ValueError, "`models` must not be empty"),
+        (lambda t: tlc.Survey([""], ["b"]), ValueError, "`models` must not be empty"),
+        (lambda t: tlc.Survey(5, ["b"]), TypeError, "`models` must be .*, got 5"),
+        (lambda t: tlc.Survey(["a"], 5), TypeError, "`prompts` must be .*, got 5: `tl_coupling.Prompt"),
+        (lambda t: tlc.Survey(["a"], [""]), ValueError, "`prompt` of a prompt must not be empty"),
+        (
+            lambda t: tlc.Survey(["a"], ["b"], dtype="float32"),
+            TypeError,
+            "`dtype` must be a torch.dtype, got 'float32'",
+        ),
+        (lambda t: tlc.Survey(["a"], ["b"], dtype=torch.int32), ValueError, "`dtype` must be a floating-point dtype"),
+        (lambda t: tlc.Survey(["a"], ["b"], device="gpu"), ValueError, '`device` must be a device such as "cpu"'),
+        (lambda t: tlc.Survey(["a"], ["b"], [1, 1]), ValueError, "`checkpoints` must be all steps or all revisions"),
+        (
+            lambda t: tlc.Survey(["a"], ["b"], settings={"k": 3}),
+            TypeError,
+            r"`settings` must be a Settings, got {'k': 3}: `tl_coupling.Settings\(k=…\)` makes one",
+        ),
+        (
+            lambda t: tlc.run(tlc.Survey(["a"], ["b"]), executor=5),
+            TypeError,
+            "`executor` must be an Executor or None, got 5",
+        ),
+        (lambda t: tlc.run(tlc.Survey(["a"], ["b"]), folder=""), ValueError, "`folder` must not be empty"),
+        (lambda t: tlc.portrait(t, k=3), TypeError, "`k` must be a list of whole numbers, got 3"),
+        (lambda t: tlc.Prompt("a", ""), ValueError, "`prompt` of a prompt must not be empty"),
+        (lambda t: tlc.Prompt("", "a"), ValueError, "`id` of a prompt must not be empty"),
+        (
+            lambda t: tlc.measure_prompts(nn.Linear(2, 2), "a", tlc.Settings()),
+            TypeError,
+            "wanted a TransformerLens model",
+        ),
+        (
+            lambda t: tlc.depth_coupling(t.model),
+            TypeError,
+            r"`trace` must be a Trace, got TransformerBridge: `tl_coupling.trace\(model, prompt\)` makes one",
+        ),
+        (
+            lambda t: tlc.depth_coupling(t, layers="01"),
+            TypeError,
+            "`layers` must be a list of whole numbers or None, got '01'",
+        ),
+        (lambda t: tlc.depth_coupling(t, layers={0, 1}), TypeError, r"`layers` must be a list of .*, got \{0, 1\}"),
+        (lambda t: tlc.plot_coupling(t), TypeError, r"`result` must be a CouplingMap, got Trace: .*depth_coupling"),
+        (lambda t: tlc.pythia_steps(first=None), TypeError, "`first` must be a whole number, got None"),
+        (lambda t: tlc.svd(), TypeError, "^svd: missing a required argument: 'J'"),
+    ],
+)
+def test_what_was_raw_or_taken(
+    call: Callable[[tlc.Trace], Any], kind: type[Exception], message: str, tiny_trace: tlc.Trace
+) -> None:
+    with pytest.raises(kind, match=message) as error:
+        call(tiny_trace)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_of_colours_are_finite(value: float, tiny_trace: tlc.Trace) -> None:
+    result = tlc.depth_coupling(tiny_trace, k=2)
+    of_tokens = tlc.self_coupling(tiny_trace, 0, k=2)
+    for name, draw in {
+        "vmin": lambda: tlc.plot_coupling(result, vmin=value),
+        "vmax": lambda: tlc.plot_coupling(result, vmax=value),
+        "threshold": lambda: tlc.plot_adjacency(result, threshold=value),
+    }.items():
+        with pytest.raises(ValueError, match=f"^`{name}` must be finite, got {value}$"):
+            draw()
+    for draw in (
+        lambda: tlc.plot_coupling_matrices(result, vmax=value),
+        lambda: tlc.show_token_coupling(of_tokens, vmax=value),
+    ):
+        with pytest.raises(ValueError, match=f"^`vmax` must be above 0 and finite, got {value}$"):
+            draw()
+    with pytest.raises(ValueError, match=r"`vmin` must lie below `vmax`, got 1.0 and 0.5"):
+        tlc.plot_coupling(result, vmin=1, vmax=0.5)
+    with pytest.raises(ValueError, match="`cmap` must be a colour map that matplotlib knows, got 'nonsense'"):
+        tlc.plot_coupling(result, cmap="nonsense")
+
+
+def test_controls_are_different() -> None:
+    coupling = 0.1 * np.arange(1, 6)[:, None, None] + 0.01 * np.arange(4)[:, None]
+    data = xarray.Dataset({"mean_coupling": (("model", "prompt", "k"), coupling)}, {"model": list("abcde"), "k": [10]})
+    scores = pandas.DataFrame({"model": list("abcde"), "score": [30, 35, 41, 43, 52], "z": [3, 1, 4, 1, 5]})
+    with pytest.raises(ValueError, match=r"`controls` must be different columns, got \['z', 'z'\]"):
+        tlc.generalization_study(data, scores, controls=["z", "z"], n_resamples=10)
+
+
+# --- what is meant all the same
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    settings = tlc.Settings(k=np.array([4, 2]), position=np.int64(-2), n_singular_values=np.int32(3))
+    assert settings == tlc.Settings(k=(4, 2), position=-2, n_singular_values=3)
+    assert {type(value) for value in (*settings.k, settings.position, settings.n_singular_values)} == {int}
+    assert tlc.svd(SQUARE, np.int64(1)).k == 1
+    assert tlc.random_subspace_null(np.int64(4)) == tlc.random_subspace_null(4)
+    assert tlc.Survey(["a"], ["b"], np.array([10, 20])).checkpoints == [10, 20]
+
+
+def test_numpy_arrays_are_tensors() -> None:
+    x = np.random.default_rng(0).normal(size=(5, 3, 4))
+    for view in (x, x[::-1], np.broadcast_to(x[:, :1], x.shape)):
+        assert torch.equal(tlc.line_shape_score(view), tlc.line_shape_score(torch.tensor(view.copy())))
+    A = np.array([[2.0, 1.0], [1.0, 2.0]], dtype=np.float32)
+    assert tlc.miscoupling(A).item() == pytest.approx(np.sqrt(2))
+    assert tlc.miscoupling(A).dtype == torch.float32
+
+
+def test_lists_of_numbers_are_arrays_where_arrays_are_wanted() -> None:
+    x, y = [[1, 2], [3, 5], [4, 4], [7, 8]], [2, 3, 5, 9]
+    of_arrays = tlc.bootstrap(np.array(x, float), np.array(y, float), n_resamples=20)
+    for given in ((x, y), (torch.tensor(x), torch.tensor(y)), (x, pandas.Series(y))):
+        assert tlc.bootstrap(*given, n_resamples=20).slope == of_arrays.slope
+
+
+def test_one_text_and_many_are_prompts(tiny_trace: tlc.Trace) -> None:
+    settings = tlc.Settings(k=(2,), window=1)
+    data = tlc.measure_prompts(tiny_trace.model, ["w1 w2", "w3 w4"], settings)
+    assert data["prompt"].values.tolist() == ["0", "1"]
+    named = tlc.measure_prompts(tiny_trace.model, [tlc.Prompt("one", "w3 w4")], settings)
+    assert named["mean_coupling"].item() == data["mean_coupling"].sel(prompt="1").item()
+
+
+# --- the decorator
+
+
+@checked
+def product(a: Float[Tensor, "*batch n m"], b: Float[Tensor, "*#batch m"], by: int | float | None = None) -> Tensor:
+    return (a * b[..., None, :]).sum(-1) * (by or 1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "fits"),
+    [
+        ((2, 3), (3,), True),
+        ((5, 2, 3), (3,), True),
+        ((5, 2, 3), (1, 3), True),
+        ((5, 2, 3), (5, 3), True),
+        ((4, 5, 2, 3), (5, 3), True),
+        ((5, 2, 3), (4, 3), False),
+        ((2, 3), (5, 3), False),
+        ((2, 3), (2,), False),
+        ((3,), (3,), False),
+    ],
+)
+def test_sizes_hold_across_arguments(a: tuple[int, ...], b: tuple[int, ...], fits: bool) -> None:
+    if fits:
+        assert product(torch.ones(a), torch.ones(b)).shape == a[:-1]
+    else:
+        with pytest.raises(ValueError, match=r"^`[ab]` must have shape \["):
+            product(torch.ones(a), torch.ones(b))
+
+
+def test_a_call_leaves_nothing_behind() -> None:
+    # Sizes are those of one call.
+    assert product(torch.ones(2, 3), torch.ones(3)).shape == (2,)
+    assert product(torch.ones(4, 5), torch.ones(5), by=np.float32(2)).tolist() == [10] * 4
+
+
+def test_names_and_documentation_stay() -> None:
+    assert tlc.svd.__name__ == "svd"
+    assert tlc.svd.__doc__.startswith("Singular value decomposition")
+    assert list(inspect.signature(tlc.svd).parameters) == ["J", "k"]
+
+
+def test_warnings_point_at_the_line_that_called(tmp_path: Path) -> None:
+    still = torch.ones(3, 2, 4)
+    for call in (
+        lambda: tlc.line_shape_score(still),
+        lambda: tlc.effective_rank(torch.zeros(2)),
+        lambda: tlc.normalized_miscoupling(torch.zeros(2, 2)),
+        lambda: tlc.asymmetry(torch.zeros(2, 2)),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        assert [Path(one.filename).name for one in caught] == ["test_border.py"]
