@@ -13,7 +13,7 @@ from torch import nn
 from tl_coupling.blocks import Trace, trace
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.coupling import Measure, Orientation, check_orientation
-from tl_coupling.models import tokenize
+from tl_coupling.models import context_length, tokenize
 from tl_coupling.prompts import Prompt
 from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
 
@@ -119,8 +119,8 @@ def _named(prompt: Prompt) -> Iterator[None]:
 
 def _check_lengths(model: Any, prompts: Sequence[Prompt], settings: Settings) -> None:
     """Raise on prompts that the model's context cannot hold, before hours are spent on those that come first."""
-    n_ctx = model.cfg.n_ctx
-    if n_ctx is None or n_ctx <= 0:
+    n_ctx = context_length(model)
+    if n_ctx is None:
         return
     lengths = {}
     for prompt in prompts:
