@@ -5,6 +5,7 @@ import warnings
 import weakref
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -74,6 +75,8 @@ def reads_both_ways(model: nn.Module) -> bool:
     from transformer_lens.utilities.architectures import MASKED_LM_ARCHITECTURES
 
     cfg: Any = model.cfg
+    if is_bridge(model) and getattr(_config(model), "is_decoder", False):
+        return False
     return (
         getattr(cfg, "attention_dir", "causal") == "bidirectional"
         or getattr(cfg, "architecture", None) in MASKED_LM_ARCHITECTURES
@@ -93,13 +96,15 @@ def context_length(model: nn.Module) -> int | None:
         32
     """
     cfg: Any = model.cfg
-    n_ctx = cfg.n_ctx
-    if is_bridge(model):
-        config = _config(model)
-        config = getattr(config, "text_config", None) or config
-        declared = [getattr(config, field, None) for field in _CONTEXT_FIELDS]
-        n_ctx = n_ctx if any(declared) else None
-    return n_ctx if n_ctx is not None and n_ctx > 0 else None
+    limits = [cfg.n_ctx]
+    config = _config(model) if is_bridge(model) else None
+    if config is not None:
+        # Only what is written there: RWKV has its training length answer to `max_position_embeddings`.
+        held = (getattr(config, "text_config", None) or config).to_dict()
+        declared = [held[field] for field in _CONTEXT_FIELDS if held.get(field)]
+        # TransformerLens knows of rows that are not positions (RoBERTa).
+        limits = [*declared, cfg.n_ctx] if declared else []
+    return min((int(limit) for limit in limits if limit is not None and limit > 0), default=None)
 
 
 def describe_model(model: Any, residual: Float[Tensor, "n_layers n_pos d_model"]) -> dict[str, Any]:
@@ -135,19 +140,21 @@ def _weight_processing(model: nn.Module, residual: Tensor) -> list[str]:
     # Centring leaves every row of the stream with mean zero. So does a LayerNorm within the stream (BERT), but not in
     # the rows of the embedding, which centring writes as well.
     embedding = getattr(model, "W_E", None)
-    if isinstance(embedding, Tensor) and _have_mean_zero(residual) and _have_mean_zero(embedding[:1000]):
-        found.append("center_writing_weights")
+    if isinstance(embedding, Tensor) and embedding.is_floating_point() and not embedding.is_meta:
+        # As far as rounding leaves it so; of other weights single rows come that near, never all.
+        tolerance = 1e-5 if torch.finfo(embedding.dtype).bits > 16 else 1e-2
+        if all(_have_mean_zero(rows, tolerance) for rows in (residual, embedding[:1000])):
+            found.append("center_writing_weights")
     return found
 
 
-def _have_mean_zero(rows: Tensor) -> bool:
-    """Whether all rows have mean zero, up to the rounding of bfloat16."""
+def _have_mean_zero(rows: Tensor, tolerance: float) -> bool:
     rows = rows.detach().float()
-    return bool((rows.mean(-1).abs() <= 1e-3 * rows.abs().mean(-1)).all())
+    return bool((rows.mean(-1).abs() <= tolerance * rows.abs().mean(-1)).all())
 
 
 def _config(bridge: nn.Module) -> Any:
-    """The HuggingFace configuration of the model that a bridge wraps."""
+    """The HuggingFace configuration of the model that a bridge wraps; None where that is no HuggingFace model."""
     original: Any = bridge.original_model
     return getattr(original, "config", None)
 

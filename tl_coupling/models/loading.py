@@ -67,9 +67,9 @@ def load_model(
             "`untrained=True` and `checkpoint` exclude each other: an untrained model has no training step"
         )
     if checkpoint is not None and (name == EMBEDDED_MODEL or Path(name).is_dir()):
-        kind = "the embedded model" if name == EMBEDDED_MODEL else "a local folder"
+        what = "the embedded model" if name == EMBEDDED_MODEL else "a local folder"
         raise ModelError(
-            f"{name!r} has no checkpoints, it is {kind}; `checkpoint` is for hub models that published theirs, and a "
+            f"{name!r} has no checkpoints, it is {what}; `checkpoint` is for hub models that published theirs, and a "
             "local checkpoint is loaded by its own folder"
         )
     given: dict[str, Any] = {
@@ -128,7 +128,7 @@ def named_device(device: str | torch.device) -> torch.device:
 
 def _present_device(device: str | torch.device | None) -> torch.device:
     """The device that is asked for; a model without weights (`meta`) has nothing to measure."""
-    wanted = named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    wanted = named_device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     try:
         torch.empty(0, device=wanted)
     except (RuntimeError, AssertionError, ImportError) as error:

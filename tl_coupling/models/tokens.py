@@ -40,7 +40,7 @@ def tokenize(
         raise ValueError("the prompt is empty: wanted at least one token")
     text = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     own = _own_default(tokenizer, bool(loaded_as(model).get("trust_remote_code")))
-    before, after = _around(text, own(prompt)["input_ids"])
+    before, after = _around(text, own(prompt, return_special_tokens_mask=True))
     if prepend_bos and not before:
         if tokenizer.bos_token_id is None:
             raise ValueError("`prepend_bos=True`, but this model's tokenizer has no BOS token")
@@ -60,10 +60,12 @@ def str_tokens(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> tuple[str, ..
     return tuple(tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in tokens.tolist())
 
 
-def _around(text: list[int], ids: list[int]) -> tuple[list[int], list[int]]:
-    """What stands before and after the text's own tokens; as much as can before, where they repeat."""
-    extra = len(ids) - len(text)
-    start = next((i for i in range(extra, -1, -1) if ids[i : i + len(text)] == text), None)
+def _around(text: list[int], encoded: Any) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts before and after the text's own tokens."""
+    ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
+    # The mask knows the closing token from the same token in the text. Not every tokenizer fills it in.
+    starts = [special.index(0) if 0 in special else 0, *range(len(ids) - len(text), -1, -1)]
+    start = next((i for i in starts if ids[i : i + len(text)] == text), None)
     if start is None:
         raise ValueError("this model's tokenizer splits the text otherwise when it adds special tokens: give token ids")
     return ids[:start], ids[start + len(text) :]
