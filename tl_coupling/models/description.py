@@ -88,7 +88,7 @@ def context_length(model: nn.Module) -> int | None:
 
     What the model's configuration declares: a table of positions (GPT-2, BERT), or the length that rotary and ALiBi
     models name. State-space models (Mamba, RWKV) and ALiBi models that name none (BLOOM) have no limit;
-    TransformerLens writes 2048 there. A HookedTransformer's masks and tables have `cfg.n_ctx` rows, whatever the model.
+    TransformerLens writes 2048 there. A HookedTransformer's tables have `cfg.n_ctx` rows; with ALiBi it has none.
 
     Example:
         >>> from tl_coupling.models import context_length
@@ -96,7 +96,7 @@ def context_length(model: nn.Module) -> int | None:
         32
     """
     cfg: Any = model.cfg
-    limits = [cfg.n_ctx]
+    limits = [] if getattr(cfg, "positional_embedding_type", None) == "alibi" else [cfg.n_ctx]
     config = _config(model) if is_bridge(model) else None
     if config is not None:
         # Only what is written there: RWKV has its training length answer to `max_position_embeddings`.

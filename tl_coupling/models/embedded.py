@@ -65,13 +65,12 @@ def _is_whole(folder: Path) -> bool:
     """Whether every file can be read. Opening the weights holds their length against their table of contents."""
     from safetensors import SafetensorError, safe_open
 
+    held = {"config.json": "model_type", "tokenizer.json": "model", "tokenizer_config.json": "tokenizer_class"}
     try:
-        config, *_ = [
-            json.loads((folder / name).read_text("utf-8"))
-            for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
-        ]
-        with safe_open(folder / "model.safetensors", "pt"):
-            return "model_type" in config
+        with safe_open(folder / "model.safetensors", "pt") as weights:
+            return bool(weights.keys()) and all(
+                key in json.loads((folder / name).read_text("utf-8")) for name, key in held.items()
+            )
     except (OSError, ValueError, SafetensorError):
         return False
 

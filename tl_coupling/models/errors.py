@@ -48,6 +48,11 @@ def _advice(text: str) -> str | None:
         return _CUSTOM_CODE
     if "Weights only load failed" in text:
         return "its weights are a pickle that holds more than tensors and would run code; wanted safetensors"
+    if "Valid official model names" in text:
+        return (
+            "HookedTransformer takes hub models that TransformerLens lists "
+            '(`transformer_lens.loading.OFFICIAL_MODEL_NAMES`); use backend="bridge"'
+        )
     if "Could not determine supported architecture" in text:
         named = re.search(r"Config architectures: \[([^]]*)\]", text)
         version = importlib.metadata.version("transformer-lens")

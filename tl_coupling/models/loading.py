@@ -92,8 +92,8 @@ def load_model(
             _check_step(name, checkpoint)
             if not trust_remote_code:
                 _refuse_custom_code(name, _official_name(source), branch)
-            if untrained or name == EMBEDDED_MODEL:
-                given |= _parts(_official_name(source), untrained, dtype, trust_remote_code)
+            if untrained:
+                given |= _untrained_parts(_official_name(source), dtype, trust_remote_code)
             model = hooked.from_pretrained_no_processing(source, **given)
         else:
             from transformer_lens.model_bridge import TransformerBridge
@@ -257,17 +257,15 @@ def _refuse_custom_code(name: str, source: str, revision: str | None) -> None:
         raise custom_code(name)
 
 
-def _parts(source: str, untrained: bool, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, Any]:
-    """A HuggingFace model and its tokenizer, as HookedTransformer takes them."""
+def _untrained_parts(source: str, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, Any]:
+    """A HuggingFace model at its own initialisation and its tokenizer, as HookedTransformer takes them."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    trust = {"trust_remote_code": trust_remote_code}
-    if untrained:
-        config = AutoConfig.from_pretrained(source, **trust)
-        hf_model = _fresh(AutoModelForCausalLM, config, dtype, trust_remote_code, None)
-    else:
-        hf_model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **trust)
-    return {"hf_model": hf_model, "tokenizer": AutoTokenizer.from_pretrained(source, **trust)}
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    return {
+        "hf_model": _fresh(AutoModelForCausalLM, config, dtype, trust_remote_code, None),
+        "tokenizer": AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code),
+    }
 
 
 def _official_name(name: str) -> str:
