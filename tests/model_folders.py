@@ -136,7 +136,7 @@ def poison_weights(folder: Path, witness: Path) -> None:
 
 
 def poison_adapter(folder: Path, witness: Path) -> None:
-    """Put a PEFT adapter beside a model's weights, whose own are a pickle that writes `witness`."""
+    """Put a PEFT adapter beside a model, whose weights are a pickle that writes `witness`."""
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "gpt2"}))
     (folder / "adapter_model.bin").write_bytes(pickle.dumps(Evil(witness)))
 

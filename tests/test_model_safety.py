@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import model_folders
 import pytest
 import tiny
@@ -126,15 +128,12 @@ def test_code_is_run_where_it_is_asked_for(folder: Path, witness: Path, asked: l
     assert tlc.trace(model, "w7 w8").provenance["trust_remote_code"] is True
 
 
-@pytest.mark.parametrize("spoil", [model_folders.poison_weights])
-def test_pickled_weights_are_refused(folder: Path, witness: Path, spoil: Callable) -> None:
-    spoil(folder, witness)
+def test_pickled_weights_are_refused(folder: Path, witness: Path) -> None:
+    model_folders.poison_weights(folder, witness)
     with pytest.raises(tlc.ModelError, match=r"its weights are a pickle .*; wanted safetensors"):
         tlc.load_model(str(folder))
     assert not witness.exists()
-    # The witness: the attack is one.
-    import pickle
-
+    # The attack is one.
     pickle.loads((folder / "pytorch_model.bin").read_bytes())
     assert witness.exists()
 
@@ -146,13 +145,19 @@ def test_weights_in_a_pickle_of_nothing_but_tensors_are_read(folder: Path) -> No
     assert torch.equal(tlc.load_model(str(folder)).W_E, model.get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize("spoil", [model_folders.poison_adapter, model_folders.poison_chat_template])
 @pytest.mark.parametrize("untrained", [False, True])
-def test_adapters_and_chat_templates_do_no_harm(folder: Path, witness: Path, spoil: Callable, untrained: bool) -> None:
-    spoil(folder, witness)
+def test_adapters_and_chat_templates_do_no_harm(folder: Path, witness: Path, untrained: bool) -> None:
+    model_folders.poison_adapter(folder, witness)
+    model_folders.poison_chat_template(folder, witness)
     model = tlc.load_model(str(folder), untrained=untrained)
     tlc.trace(model, "w7 w8")
     assert not witness.exists()
+    # The attacks are attacks.
+    pickle.loads((folder / "adapter_model.bin").read_bytes())
+    assert witness.exists()
+    witness.unlink()
+    jinja2.Template(model.tokenizer.chat_template).render()
+    assert witness.exists()
 
 
 @pytest.mark.parametrize("untrained", [False, True])
