@@ -161,7 +161,7 @@ class _AutoModel:
         auto = get_hf_model_class_for_architecture(determine_architecture_from_hf_config(config))
         if not self.untrained:
             return auto.from_pretrained(source, config=config, dtype=torch_dtype, **given)
-        return _fresh(auto, config, torch_dtype, bool(given.get("trust_remote_code")), given["attn_implementation"])
+        return _fresh(auto, config, torch_dtype, bool(given.get("trust_remote_code")), given.get("attn_implementation"))
 
 
 def _fresh(auto: Any, config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str | None) -> nn.Module:
