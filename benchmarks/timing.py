@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tl_coupling.measurements import PAPER_PROMPT
-from tl_coupling.models import EMBEDDED_MODEL, _embedded_folder
+from tl_coupling.models import EMBEDDED_MODEL
+from tl_coupling.models.embedded import embedded_folder
 
 TEXT = (
     "The harbour was quiet when the first boats came back. Gulls followed them in, loud and hungry, and the men on "
@@ -33,7 +34,7 @@ class BenchmarkError(ValueError):
 
 def source_of(name: str) -> str:
     """Where HuggingFace finds a model that tl_coupling knows by this name."""
-    return str(_embedded_folder()) if name == EMBEDDED_MODEL else name
+    return str(embedded_folder()) if name == EMBEDDED_MODEL else name
 
 
 def token_ids(name: str, n_tokens: int) -> list[int]:

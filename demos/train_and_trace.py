@@ -109,7 +109,7 @@ def runs_published(arguments: argparse.Namespace) -> list[Run]:
     name = arguments.model
     source = next(iter(local_checkpoints(name).values())) if Path(name).is_dir() else name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"could not load the tokenizer of {name!r}: {' '.join(str(error).split())[:200]}") from error
     prompts = passages(read_documents(arguments.text)[::HELD_OUT], tokenizer, arguments.prompts, arguments.n_ctx)

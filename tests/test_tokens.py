@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import tl_coupling as tlc
 from tl_coupling import jacobians
 from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
-from tl_coupling.models import _embedded_folder
+from tl_coupling.models.embedded import embedded_folder
 
 N, K = len(tiny.TOKENS), 6
 ARCHITECTURES = sorted(tiny.CONFIGS)
@@ -276,7 +276,7 @@ def test_what_is_no_whole_number(llama):
 def paris(smollm2):
     """The paper's prompt on the embedded model, and every J of two layers by the transcription."""
     trace = tlc.trace(smollm2, "What is the capital of France? The capital is")
-    hf_model = AutoModelForCausalLM.from_pretrained(_embedded_folder(), attn_implementation="eager").eval()
+    hf_model = AutoModelForCausalLM.from_pretrained(embedded_folder(), attn_implementation="eager").eval()
     layers = 8, 9
     return trace, layers, [all_jacobians(hf_model, hf_model.model.layers[i], trace.tokens.tolist()) for i in layers]
 

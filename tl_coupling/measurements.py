@@ -14,7 +14,7 @@ from tl_coupling.blocks import Trace, trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.coupling import Measure, Orientation
-from tl_coupling.models import tokenize
+from tl_coupling.models import context_length, tokenize
 from tl_coupling.prompts import Prompt
 from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
 from tl_coupling.trajectories.shapes import Window
@@ -96,6 +96,7 @@ def measure_prompts(
         - `singular_values`, `[prompt layer singular_value]`;
         - `line_shape_score`, `expodistance`, `equidistance` of the token at `position`, `[prompt]`, and their mean over
           all tokens, `…_all_tokens`; `windowed_line_shape_score`, `[prompt window]`, mean over all tokens;
+        - `n_pos`, `[prompt]`: number of tokens; `remarks`: what went otherwise than expected, a line each, or nothing;
         - `loss`: mean negative log-likelihood of the prompt's tokens given those before, in nats; NaN for one token.
     """
     import xarray
@@ -121,9 +122,9 @@ def _named(prompt: Prompt) -> Iterator[None]:
 
 def _check_lengths(model: Any, prompts: Sequence[Prompt], settings: Settings) -> None:
     """Raise on prompts that the model's context cannot hold, before hours are spent on those that come first."""
-    # What is no model `trace` says.
-    n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
-    if n_ctx is None or n_ctx <= 0:
+    # What is no model, `trace` says.
+    n_ctx = context_length(model) if hasattr(model, "cfg") else None
+    if n_ctx is None:
         return
     lengths = {}
     for prompt in prompts:
@@ -176,6 +177,7 @@ def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
     variables["windowed_line_shape_score"] = ("window", windowed)
     variables["loss"] = ((), loss(traced))
     variables["n_pos"] = ((), traced.n_pos)
+    variables["remarks"] = ((), "\n".join(traced.provenance["remarks"]))
     layers = list(result.row_layers)
     return xarray.Dataset(
         variables,
@@ -196,4 +198,4 @@ def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
     )
 
 
-_OF_ONE_PROMPT = ("prompt", "tokens", "str_tokens", "paths", "position")
+_OF_ONE_PROMPT = ("prompt", "tokens", "str_tokens", "paths", "position", "remarks")

@@ -13,7 +13,7 @@ from tl_coupling.blocks import tails
 from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.blocks.gate import Remarks
 from tl_coupling.blocks.recording import record, user_hooks
-from tl_coupling.models import describe_model, str_tokens, tokenize
+from tl_coupling.models import context_length, describe_kind, describe_model, str_tokens, tokenize
 
 Prompt = str | Sequence[int] | Int[Tensor, "*batch n_pos"]
 
@@ -107,7 +107,8 @@ def trace(
             processed (`center_writing_weights`) gets a warning, because its residual stream is another one.
         prompt: text, or token ids (`[n_pos]` or `[1 n_pos]`). One prompt, unpadded.
         prepend_bos: whether text gets a BOS token; `None` follows the tokenizer's own default (none for GPT-2 and
-            Pythia, one for Llama), whatever TransformerLens' default is. Token ids are taken as they are.
+            Pythia, one for Llama), whatever TransformerLens' default is. What the tokenizer appends is left off, except
+            for models that read both ways (BERT). Token ids are taken as they are.
         final_norm: include the model's final norm in the last block, as the paper's code does by reading HuggingFace's
             `hidden_states`. Changes the last block only, and by much; off by default.
         dtype: in what precision blocks are linearised: float32, or float64 for a float64 model, unless given.
@@ -182,11 +183,13 @@ def _index(value: Any, size: int, name: str, what: str) -> int:
 
 
 def _check_model(model: Any) -> None:
-    if not isinstance(getattr(model, "blocks", None), nn.ModuleList) or not hasattr(model, "cfg"):
+    if not isinstance(model, nn.Module) or not hasattr(model, "cfg"):
         raise TypeError(
             f"wanted a TransformerLens model (TransformerBridge or HookedTransformer), got {type(model).__name__}; "
             "`tl_coupling.load_model(name)` makes one"
         )
+    if kind := describe_kind(model):
+        raise ValueError(f"this model is {kind}")
     for name, module in model.named_modules():
         if module.training and (what := _drawn_at_random(module)):
             raise ValueError(
@@ -211,8 +214,8 @@ def _drawn_at_random(module: nn.Module) -> str | None:
 def _check_tokens(model: Any, tokens: Int[Tensor, " n_pos"]) -> None:
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: wanted at least one token")
-    n_ctx, d_vocab = model.cfg.n_ctx, model.cfg.d_vocab
-    if n_ctx is not None and 0 < n_ctx < len(tokens):
+    n_ctx, d_vocab = context_length(model), model.cfg.d_vocab
+    if n_ctx is not None and n_ctx < len(tokens):
         raise ValueError(f"the prompt has {len(tokens)} tokens, this model's context holds {n_ctx}: shorten the prompt")
     if d_vocab is not None and d_vocab > 0 and not 0 <= int(tokens.min()) <= int(tokens.max()) < d_vocab:
         raise ValueError(f"token ids must lie in [0, {d_vocab - 1}], got {int(tokens.min())} … {int(tokens.max())}")

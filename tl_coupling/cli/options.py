@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tl_coupling.measurements import PAPER_PROMPT
+from tl_coupling.models import named_device
 from tl_coupling.prompts import Prompt, read_prompts
 
 Model = Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")]
@@ -20,7 +21,14 @@ FinalNorm = Annotated[bool, typer.Option("--final-norm", help="Include the final
 Orientation = Annotated[str, typer.Option(help='"ujv" (the paper\'s) or "vju".')]
 Checkpoint = Annotated[str | None, typer.Option(help="Training step, or hub revision.")]
 Backend = Annotated[str, typer.Option(help='"auto", "bridge" or "hooked".')]
-Device = Annotated[str | None, typer.Option(help="Torch device; CUDA if there is one, else the CPU.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Torch device; CUDA if there is one, else the CPU.",
+        # Before any work: units of a run load their models later, perhaps on another machine.
+        callback=lambda device: device if device is None else str(named_device(device)),
+    ),
+]
 Out = Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)]
 
 
