@@ -18,11 +18,15 @@ logging.disable(logging.WARNING)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__, epilog="exit status 1: something is wrong or unclear")
+    parser = argparse.ArgumentParser(
+        prog="python -m zoo", description=__doc__, epilog="exit status 1: something is wrong or unclear"
+    )
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only architectures whose name contains one of these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the findings as JSON")
-    parser.add_argument("--beside", type=Path, nargs="*", default=[], metavar="FILE", help="findings of other TransformerLens lines")
+    parser.add_argument(
+        "--beside", type=Path, nargs="*", default=[], metavar="FILE", help="findings of other TransformerLens lines"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the page, docs/ARCHITECTURES.md")
     options = parser.parse_args()
 
@@ -35,7 +39,8 @@ def main() -> int:
     from zoo.run import measure_all
 
     names = [
-        name for name in names_of_this_line()
+        name
+        for name in names_of_this_line()
         if not options.only or any(part.lower() in name.lower() for part in options.only)
     ]
     if not names:

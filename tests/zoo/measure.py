@@ -38,7 +38,7 @@ _KINDS = ((VISION, "image|vision|pixel"), (AUDIO, "audio|sound|speech"), (SEQ2SE
 class Finding:
     """What became of one architecture in one precision."""
 
-    verdict: str  # correct, refused, wrong, unclear
+    verdict: str  # see page.VERDICTS
     error: float | None = None
     ways: list[str] = field(default_factory=list)
     sentence: str = ""
@@ -62,7 +62,22 @@ def measure(name: str, precision: str) -> Finding:
     except OracleError as error:
         return Finding("wrong", sentence=f"taken, but {error}")
     except Exception as error:
-        return judge(name, error)
+        finding = judge(name, error)
+        if finding.verdict == "unclear" and not _runs(model, inputs):
+            return Finding("does not run", sentence=f"the model itself raises {finding.sentence}")
+        return finding
+
+
+def _runs(model: Any, inputs: dict[str, Any]) -> bool:
+    """Whether the model's own forward pass succeeds, tl_coupling aside."""
+    if hasattr(original := getattr(model, "original_model", None), "set_experts_implementation"):
+        original.set_experts_implementation("eager")
+    try:
+        with torch.no_grad():
+            model(next(iter(inputs.values())), return_type=None)
+    except Exception:
+        return False
+    return True
 
 
 def judge(name: str, error: Exception) -> Finding:

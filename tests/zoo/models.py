@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from zoo.configs import DECODERS, N_CTX, VOCAB, D_HEAD, D_MLP, D_MODEL, N_HEADS, at_depth
+from zoo.configs import D_HEAD, D_MLP, D_MODEL, DECODERS, N_CTX, N_HEADS, VOCAB, at_depth
 from zoo.pretrain import PretrainModel
 from zoo.towers import AUDIO, SEQ2SEQ, VISION, WITH_TOWERS
 
@@ -20,6 +20,7 @@ CONFIGS = {**DECODERS, **WITH_TOWERS, **VISION, **AUDIO, **SEQ2SEQ}
 
 # Registry names that are no class of transformers: the class whose modules the adapter expects.
 _CLASSES = {
+    "BloomModel": "BloomForCausalLM",
     "GPT2LMHeadCustomModel": "GPT2LMHeadModel",
     "Gemma1ForCausalLM": "GemmaForCausalLM",
     "JetMoEForCausalLM": "JetMoeForCausalLM",
@@ -118,7 +119,7 @@ def _bridge_config(n_layers: int, **others: Any) -> Any:
 
 @contextmanager
 def _nothing_installed() -> Iterator[None]:
-    """Keep TransformerLens from running `pip install torchvision`, and from asking for it where text alone is measured."""
+    """Keep TransformerLens from running `pip install torchvision`, and from asking for it: text alone is measured."""
     from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 
     def refuse(command: Any, *_: Any, **__: Any) -> NoReturn:
@@ -126,7 +127,7 @@ def _nothing_installed() -> Iterator[None]:
 
     with (
         mock.patch.object(subprocess, "check_call", refuse),
-        mock.patch.object(ArchitectureAdapter, "_check_required_libraries", lambda _: None, create=True),
+        mock.patch.object(ArchitectureAdapter, "_check_required_libraries", create=True),
     ):
         yield
 

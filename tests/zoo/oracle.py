@@ -1,9 +1,8 @@
 """`J_{t1 t2}` by plain autograd over the whole original model: neither a bridge nor tl_coupling has a part in it."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,9 +23,7 @@ class Oracle:
     the model with its weights in float32).
     """
 
-    def __init__(
-        self, model: nn.Module, path: str, inputs: Mapping[str, Any], residual: Tensor | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, path: str, inputs: Mapping[str, Any], residual: Tensor | None = None) -> None:
         self.model, self.inputs, self.residual = model, inputs, residual
         self.blocks: Any = model.get_submodule(path)
         # The other way to run a mixture is grouped, in float32 or less.

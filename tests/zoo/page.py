@@ -1,10 +1,10 @@
 """What the zoo found, as lines for a terminal and as docs/ARCHITECTURES.md."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from zoo.measure import DTYPES, PAIRS, TOLERANCE
+from zoo.measure import DTYPES, N_LAYERS, PAIRS, TOLERANCE
 from zoo.models import HOOKED
 from zoo.registry import MEASURED_AS
 from zoo.run import Row
@@ -16,6 +16,7 @@ VERDICTS = {
     "correct": "all measured Jacobians equal autograd's, in each precision that is not refused",
     "refused": "one line says what the model is and what to do",
     "not built": "no model of this architecture can be made here",
+    "does not run": "the model raises an error by itself, with or without tl_coupling",
     "unclear": "an error from inside, or none where one is due",
     "wrong": "a Jacobian that is not autograd's",
 }
@@ -38,72 +39,63 @@ def lines(found: Found) -> Iterator[str]:
     for line, rows in found.items():
         yield f"TransformerLens {line}"
         for name, row in rows.items():
-            yield f"  {name:<44} {verdict(row):<10} {' '.join(f'{_cell(f):<14}' for f in row.values())} {_remark(name, row)}"
+            cells = " ".join(f"{_cell(finding):<14}" for finding in row.values())
+            yield f"  {name:<44} {verdict(row):<10} {cells} {_remark(name, row)}"
         yield f"  {_counts(rows)}"
 
 
+_INTRODUCTION = f"""\
+Each architecture that TransformerLens names is built as a tiny random model, {N_LAYERS} layers deep. Block Jacobians at
+the first, middle and last layer, of the first, middle and last token and of {len(PAIRS) - 3} pairs of tokens, are
+compared with plain autograd over the whole original model, in which neither TransformerLens nor tl_coupling has a part.
+A number is the largest relative error: at most {TOLERANCE["float32"]:.0e} in float32 and bfloat16,
+{TOLERANCE["float64"]:.0e} in float64, where HuggingFace's norms and softmax still compute in float32. A bfloat16 model
+is linearised in float32 at its own residual stream, and so is the model that it is compared with. Of a model with
+towers for images or sound the text stack is measured.
+"""
+
+
 def page(found: Found) -> str:
-    """docs/ARCHITECTURES.md."""
+    """docs/ARCHITECTURES.md: the newest line in full, of the others what differs."""
     newest = max(found)
-    others = [line for line in found if line != newest]
     registry = {name: row for name, row in found[newest].items() if name not in HOOKED}
-    text = [
-        "# Architectures",
-        "",
-        "Written by `make zoo`; not edited by hand.",
-        "",
-        *(f"- TransformerLens {line}: {_counts(rows)}." for line, rows in found.items()),
-        "",
-        "Each architecture that TransformerLens names is built as a tiny random model, three layers deep. Block Jacobians "
-        f"at the first, middle and last layer and {len(PAIRS)} pairs of tokens are compared with plain autograd over the "
-        "whole original model, in which neither TransformerLens nor tl_coupling has a part. A number is the largest "
-        "relative error "
-        f"(at most {TOLERANCE['float32']:.0e} in float32 and bfloat16, {TOLERANCE['float64']:.0e} in float64, where "
-        "HuggingFace's norms and softmax still compute in float32). A bfloat16 model is linearised in float32 at its own "
-        "residual stream, and so is the model that it is compared with.",
-        "",
-        "| verdict | meaning |",
-        "| --- | --- |",
-        *(f"| {word} | {meaning} |" for word, meaning in VERDICTS.items()),
-        "",
-        "Ways, cheapest first, are described in `tl_coupling/blocks/functions.py`. Of a model with towers for images or "
-        "sound the text stack is measured.",
-        "",
-        f"| architecture | verdict | way | {' | '.join(DTYPES)} | {''.join(f'on {line} | ' for line in others)}remark |",
-        f"| --- | --- | --- | {'--- | ' * (len(DTYPES) + len(others))}--- |",
-    ]
-    for name, row in sorted(registry.items(), key=lambda item: item[0].lower()):
-        elsewhere = [verdict(found[line][name]) if name in found[line] else "–" for line in others]
-        text.append(_line(name, row, elsewhere))
+    text = ["# Architectures", "", "Written by `make zoo`; not edited by hand.", ""]
+    text += [f"- TransformerLens {line}: {_counts(rows)}." for line, rows in sorted(found.items(), reverse=True)]
+    text += ["", _INTRODUCTION, *_table(["verdict", "meaning"], VERDICTS.items())]
+    text += ["", f"## TransformerLens {newest}", ""]
+    text += _table(["architecture", *_COLUMNS], ([name, *_cells(name, row)] for name, row in registry.items()))
     for line, rows in found.items():
-        hooked = {name: row for name, row in rows.items() if name in HOOKED}
+        if line == newest:
+            continue
+        others = {n: row for n, row in rows.items() if n in registry and verdict(row) != verdict(registry[n])}
+        hooked = [[n.removeprefix("HookedTransformer, "), *_cells(n, rows[n])] for n in HOOKED if n in rows]
+        missing = [name for name in registry if name not in rows]
+        text += ["", f"## Where TransformerLens {line} differs", ""]
+        text += _table(["architecture", *_COLUMNS], ([n, *_cells(n, row)] for n, row in others.items()))
+        if missing:
+            text += ["", f"It does not know {', '.join(missing)}."]
         if hooked:
-            text += [
-                "",
-                f"## HookedTransformer on {line}",
-                "",
-                "Straight from `HookedTransformer(HookedTransformerConfig(...))`.",
-                "",
-                f"| kind | verdict | way | {' | '.join(DTYPES)} | remark |",
-                f"| --- | --- | --- | {'--- | ' * len(DTYPES)}--- |",
-                *(_line(name.removeprefix("HookedTransformer, "), row, []) for name, row in hooked.items()),
-            ]
-        differing = {n: r for n, r in rows.items() if line != newest and n in registry and verdict(r) != verdict(registry[n])}
-        if differing:
-            text += ["", f"## Where {line} differs", "", "| architecture | verdict | remark |", "| --- | --- | --- |"]
-            text += [f"| {name} | {verdict(row)} | {_escaped(_remark(name, row))} |" for name, row in differing.items()]
+            text += ["", f"## HookedTransformer {line}", "", "Straight from its constructor.", ""]
+            text += _table(["kind", *_COLUMNS], hooked)
     return "\n".join(text) + "\n"
+
+
+_COLUMNS = ["verdict", "way", *DTYPES, "remark"]
+
+
+def _table(head: list[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    filled = [head, ["---"] * len(head), *([_escaped(cell) for cell in row] for row in rows)]
+    return [f"| {' | '.join(cells)} |" for cells in filled]
+
+
+def _cells(name: str, row: Row) -> list[str]:
+    ways = dict.fromkeys(way for finding in row.values() for way in finding["ways"])
+    return [verdict(row), ", ".join(ways), *map(_cell, row.values()), _remark(name, row)]
 
 
 def _counts(rows: dict[str, Row]) -> str:
     counted = Counter(map(verdict, rows.values()))
-    return f"{len(rows)} architectures, " + ", ".join(f"{counted[word]} {word}" for word in VERDICTS)
-
-
-def _line(name: str, row: Row, elsewhere: list[str]) -> str:
-    ways = dict.fromkeys(way for finding in row.values() for way in finding["ways"])
-    cells = [name, verdict(row), ", ".join(ways), *map(_cell, row.values()), *elsewhere, _remark(name, row)]
-    return f"| {' | '.join(map(_escaped, cells))} |"
+    return f"{len(rows)} architectures: " + ", ".join(f"{counted[word]} {word}" for word in VERDICTS)
 
 
 def _cell(finding: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ NOT_BUILT: dict[str, str] = {
     "RavenForCausalLM": "A looped model that starts from random numbers. " + _HUB_CODE,
 }
 # What is measured under a name that is no class of transformers.
+_LEGACY = "TransformerLens loads these checkpoints into its own model (`boot_tl_legacy`), which is measured."
 _TEXT_ONLY = (
     "TransformerLens asks for the package torchvision (of the same build as torch); the text stack, measured here, "
     "does without."
@@ -44,16 +45,14 @@ MEASURED_AS: dict[str, str] = {
         ),
         _TEXT_ONLY,
     ),
-    "BloomModel": "Without a head.",
+    "BloomModel": "TransformerLens loads such checkpoints as BloomForCausalLM.",
     "GPT2LMHeadCustomModel": "Measured with GPT-2's modules, which the adapter expects; its own code lies on the hub.",
     "Gemma1ForCausalLM": "Another name of GemmaForCausalLM.",
     "JetMoEForCausalLM": "Another name of JetMoeForCausalLM.",
     "MPTForCausalLM": "Another name of MptForCausalLM.",
-    "MinGPTForCausalLM": "TransformerLens loads these checkpoints into its own model (`boot_tl_legacy`): that is measured.",
+    "MinGPTForCausalLM": _LEGACY,
     "NanoGPTForCausalLM": "Measured with GPT-2's modules, which the adapter expects.",
-    "NeelSoluOldForCausalLM": (
-        "TransformerLens loads these checkpoints into its own model (`boot_tl_legacy`): that is measured."
-    ),
+    "NeelSoluOldForCausalLM": _LEGACY,
     "NeoForCausalLM": "Another name of GPTNeoForCausalLM.",
     "NeoXForCausalLM": "Another name of GPTNeoXForCausalLM.",
     "PhiMoEForCausalLM": "Measured as transformers' PhimoeForCausalLM.",

@@ -1,4 +1,4 @@
-"""Configs of what is more, or something else, than a decoder of text: towers for images and sound, encoders, two stacks.
+"""Configs of what is more or other than a decoder of text: towers for images and sound, encoders, two stacks.
 
 Only the text stack of a model with towers is measured; the towers are as small as can be built.
 """
@@ -159,7 +159,9 @@ _HEARS = {
 }
 AUDIO: dict[str, dict[str, Any]] = {
     "ASTForAudioClassification": {**BASE, "patch_size": 4, "max_length": 16, "num_mel_bins": 16},
-    **dict.fromkeys(("HubertForCTC", "HubertModel", "Wav2Vec2ForCTC", "Wav2Vec2ForPreTraining", "Wav2Vec2Model"), _HEARS),
+    **dict.fromkeys(
+        ("HubertForCTC", "HubertModel", "Wav2Vec2ForCTC", "Wav2Vec2ForPreTraining", "Wav2Vec2Model"), _HEARS
+    ),
 }
 
 _BART: dict[str, Any] = {
