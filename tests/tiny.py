@@ -62,9 +62,14 @@ _UNUSUAL = {
 }
 _CLASSES = _COMMON | _UNUSUAL
 COMMON = tuple(_COMMON)
-CONFIGS: dict[str, dict[str, Any]] = {
-    architecture: at_depth(DECODERS[class_name], N_LAYERS) for architecture, class_name in _CLASSES.items()
-}
+
+
+def configs(n_layers: int) -> dict[str, dict[str, Any]]:
+    """The config of every architecture, so many layers deep."""
+    return {architecture: at_depth(DECODERS[class_name], n_layers) for architecture, class_name in _CLASSES.items()}
+
+
+CONFIGS = configs(N_LAYERS)
 
 
 def save_tokenizer(folder: Path) -> None:
