@@ -44,8 +44,8 @@ _COMMON = {
 # One for each other way to build a block: what most tests need not repeat.
 _UNUSUAL = {
     "bert": "BertForMaskedLM",
-    "cohere2": "Cohere2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
@@ -54,9 +54,9 @@ _UNUSUAL = {
     "llama4": "Llama4ForCausalLM",
     "mamba": "MambaForCausalLM",
     "nemotron": "NemotronForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
     "openai-gpt": "OpenAIGPTLMHeadModel",
     "phi3": "Phi3ForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
     "recurrent_gemma": "RecurrentGemmaForCausalLM",
     "rwkv": "RwkvForCausalLM",
 }

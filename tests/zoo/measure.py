@@ -1,10 +1,11 @@
 """One architecture in one precision: built, traced, and every measured Jacobian held against the oracle."""
 
+import copy
 import math
 import re
 import tempfile
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import tl_coupling as tlc
 from tl_coupling.jacobians import jacobian_and_path
 from zoo.models import AUDIO, HOOKED, NATIVE, PRETRAIN, SEQ2SEQ, VISION, bridge, hooked_transformer, original_model
-from zoo.oracle import Oracle, OracleError
+from zoo.oracle import Oracle, OracleError, to_float32
 
 # TransformerLens reads a tokenizer once more from where it lies.
 _FOLDER = tempfile.TemporaryDirectory(prefix="tl_coupling_zoo_tokenizer_")
@@ -100,10 +101,26 @@ def judge(name: str, error: Exception) -> Finding:
 
 
 def _compare(trace: tlc.Trace, original: Any, path: str, inputs: dict[str, Any], precision: str) -> Finding:
+    """The trace's Jacobians against the original model's; against the bridge's own where that is another function."""
+    residual = None
     if precision == "bfloat16":
-        oracle = Oracle.in_float32(original, path, inputs, trace.residual)
-    else:
-        oracle = Oracle(original, path, inputs)
+        residual, original = trace.residual, to_float32(copy.deepcopy(original))
+    finding = _against(trace, Oracle(original, path, inputs, residual), precision)
+    if finding.verdict == "correct" or not hasattr(original, "config"):
+        return finding
+    model = trace.model if residual is None else to_float32(trace.model)
+    own_inputs = {"input": next(iter(inputs.values())), "use_cache": False}
+    with torch.no_grad():
+        theirs, ours = original(**inputs).logits, model(**own_inputs)
+    difference = float((ours - theirs).norm() / theirs.norm())
+    if difference < 1e-3:
+        return finding
+    finding = _against(trace, Oracle(model, "blocks", own_inputs, residual), precision)
+    remark = f"TransformerLens' bridge is not the original model (its logits are off by {difference:.0e})"
+    return replace(finding, sentence=f"{remark}: compared with autograd over the bridge. {finding.sentence}".strip())
+
+
+def _against(trace: tlc.Trace, oracle: Oracle, precision: str) -> Finding:
     worst, at, ways = 0.0, "", set()
     for layer in sorted({0, trace.n_layers // 2, trace.n_layers - 1}):
         expected = oracle.jacobians(layer, PAIRS)

@@ -1,6 +1,5 @@
 """`J_{t1 t2}` by plain autograd over the whole original model: neither a bridge nor tl_coupling has a part in it."""
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,8 +18,8 @@ class OracleError(Exception):
 class Oracle:
     """The original model, run once for each layer; `J[t1, t2]` of any pair of positions from then on.
 
-    With `residual`, what enters each of its blocks is replaced by that (a bfloat16 model's own stream, in a copy of
-    the model with its weights in float32).
+    With `residual`, what enters each of its blocks is replaced by that (a bfloat16 model's own stream, in a model with
+    the same weights in float32).
     """
 
     def __init__(self, model: nn.Module, path: str, inputs: Mapping[str, Any], residual: Tensor | None = None) -> None:
@@ -29,14 +28,6 @@ class Oracle:
         # The other way to run a mixture is grouped, in float32 or less.
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
-
-    @classmethod
-    def in_float32(cls, model: nn.Module, path: str, inputs: Mapping[str, Any], residual: Tensor) -> "Oracle":
-        upcast = copy.deepcopy(model).to(torch.float32)
-        # HookedTransformer reads its precision from here as well.
-        if getattr(getattr(upcast, "cfg", None), "dtype", None) is not None:
-            upcast.cfg.dtype = torch.float32
-        return cls(upcast, path, inputs, residual)
 
     def jacobians(self, layer: int, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
         """`J_{t1 t2}` of one block for each `(t1, t2)`, one output entry at a time, the skip left out."""
@@ -82,3 +73,11 @@ class Oracle:
             yield
         finally:
             handle.remove()
+
+
+def to_float32(model: Any) -> Any:
+    """The model itself, its weights in float32 from now on."""
+    # HookedTransformer reads its precision from its config as well.
+    if getattr(getattr(model, "cfg", None), "dtype", None) is not None:
+        model.cfg.dtype = torch.float32
+    return model.to(torch.float32)

@@ -95,7 +95,9 @@ def _cells(name: str, row: Row) -> list[str]:
 
 def _counts(rows: dict[str, Row]) -> str:
     counted = Counter(map(verdict, rows.values()))
-    return f"{len(rows)} architectures: " + ", ".join(f"{counted[word]} {word}" for word in VERDICTS)
+    in_float32 = sum(row["float32"]["verdict"] == "correct" for row in rows.values())
+    counts = ", ".join(f"{counted[word]} {word}" for word in VERDICTS)
+    return f"{len(rows)} architectures, {in_float32} correct in float32; over all precisions {counts}"
 
 
 def _cell(finding: dict[str, Any]) -> str:

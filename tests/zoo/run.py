@@ -4,6 +4,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -55,7 +56,10 @@ def _child(name: str, sender: Connection) -> None:
         if name in NOT_BUILT:
             sender.send((precision, asdict(Finding("not built", sentence=NOT_BUILT[name]))))
             continue
-        sender.send((precision, asdict(_guarded(lambda p=precision: measure(name, p)))))
+        # HookedTransformer prints.
+        with redirect_stdout(None):
+            finding = _guarded(lambda p=precision: measure(name, p))
+        sender.send((precision, asdict(finding)))
 
 
 def _guarded(call: Callable[[], Finding]) -> Finding:
