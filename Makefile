@@ -7,8 +7,9 @@ PROMPT = What is the capital of France? The capital is
 PYTEST ?=
 PROMPTS ?=
 PER_TASK ?=
+ONLY ?=
 
-.PHONY: setup demo demo-training surge demo-survey test test-tl4 test-tl3 check bench clean
+.PHONY: setup demo demo-training surge demo-survey test test-tl4 test-tl3 zoo check bench clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv-tl3/ready
@@ -48,6 +49,17 @@ test-tl4:
 
 test-tl3:
 	.venv-tl3/bin/python -m pytest $(ON_TL4_ONLY:%=--ignore=tests/test_%.py) $(PYTEST)
+
+# Every architecture that TransformerLens names, against autograd; ONLY="llama gpt2": some of them, and no page.
+ZOO = OMP_NUM_THREADS=1 PYTHONPATH=tests $(1)/bin/python -m zoo
+
+zoo: setup
+ifneq ($(ONLY),)
+	$(call ZOO,.venv) --only $(ONLY)
+else
+	$(call ZOO,.venv-tl3) --save out/zoo-3.9.json || true
+	$(call ZOO,.venv) --beside out/zoo-3.9.json --out docs/ARCHITECTURES.md
+endif
 
 check: .venv/ready
 	.venv/bin/ruff format --check .

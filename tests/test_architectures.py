@@ -13,11 +13,14 @@ FIRST, MIDDLE, LAST = 0, 4, 7
 # A window of 4 hides position 2 from position 6: there the sliding-window models' Jacobian is exactly zero.
 PAIRS = [(FIRST, FIRST), (MIDDLE, MIDDLE), (LAST, LAST), (MIDDLE, LAST), (FIRST, LAST), (2, 6)]
 # Attention or MLP in other operations than the two matrix products or the three weights that the shortcuts know.
-NOT_LINEARISED = {"opt", "mixtral", "bloom", "mpt"}
+NOT_LINEARISED = {"bert", "bloom", "gpt_oss", "granitemoehybrid", "jamba", "mamba", "mixtral", "mpt", "openai-gpt"}
+NOT_LINEARISED |= {"opt", "recurrent_gemma", "rwkv"}
+# Every token sees every other.
+NOT_CAUSAL = {"bert"}
 
 
 def assert_close(J: torch.Tensor, expected: torch.Tensor, rel: float = 2e-6) -> None:
-    assert float((J - expected).norm()) <= rel * max(float(expected.norm()), 1e-3)
+    assert float((J - expected).norm()) <= rel * max(float(expected.norm()), 0.1)
 
 
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
@@ -26,8 +29,7 @@ def test_jacobians_and_products_equal_autograd_over_the_whole_model(architecture
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
     paths = set()
     for layer in range(tiny.N_LAYERS):
-        for t1, t2 in PAIRS:
-            expected = tiny.oracle_jacobian(hf_model, tiny.TOKENS, layer, t1, t2)
+        for (t1, t2), expected in tiny.oracle_jacobians(hf_model, tiny.TOKENS, layer, PAIRS).items():
             J, path = jacobian_and_path(trace.blocks[layer], t1, t2)
             paths.add(path)
             assert_close(J, expected)
@@ -42,7 +44,7 @@ def test_jacobians_and_products_equal_autograd_over_the_whole_model(architecture
     assert ("token_local_linearised" in paths) == (architecture not in NOT_LINEARISED)
 
 
-@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+@pytest.mark.parametrize("architecture", sorted(tiny.CONFIGS.keys() - NOT_CAUSAL))
 def test_a_later_token_reaches_no_earlier_one(architecture: str, tokenizer_folder: Path) -> None:
     hf_model = tiny.huggingface_model(architecture)
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)

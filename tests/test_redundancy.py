@@ -24,11 +24,8 @@ OTHER = [7, 7, 1, 50, 2]
 def four_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deep enough that a change in the middle has layers before and after it."""
     monkeypatch.setattr(tiny, "N_LAYERS", 4)
-    for architecture, config in tiny.CONFIGS.items():
-        depth = {key: 4 for key in ("n_layer", "num_layers", "num_hidden_layers", "n_layers") if key in config}
-        monkeypatch.setitem(tiny.CONFIGS, architecture, config | depth)
-    types = {"attention_types": [[["global", "local"], 2]]}
-    monkeypatch.setitem(tiny.CONFIGS, "gpt_neo", tiny.CONFIGS["gpt_neo"] | types)
+    for architecture, config in tiny.configs(4).items():
+        monkeypatch.setitem(tiny.CONFIGS, architecture, config)
 
 
 def reordered(hf_model: nn.Module, order: list[int], merged: tuple[int, int] | None = None) -> nn.Module:

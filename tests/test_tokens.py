@@ -20,7 +20,7 @@ from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
 from tl_coupling.models.embedded import embedded_folder
 
 N, K = len(tiny.TOKENS), 6
-ARCHITECTURES = sorted(tiny.CONFIGS)
+ARCHITECTURES = sorted(tiny.COMMON)
 # No cache in between: BLOOM's custom GELU only outside its expansion, MPT's bridge on 3.9 ignores a cache.
 FULL_SEQUENCE_ON_3 = {"mpt"}
 
