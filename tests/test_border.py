@@ -19,8 +19,6 @@ import tl_coupling as tlc
 from tl_coupling import comparisons, generalization, interactive, plots, report
 from tl_coupling.border import checked
 
-# Rooms that check their own arguments.
-ELSEWHERE = {"tl_coupling.jacobians", "tl_coupling.blocks.tracing", "tl_coupling.models", "tl_coupling.executors"}
 MADE = (tlc.CouplingMap, tlc.Prompt, tlc.Settings, tlc.Spectrum, tlc.Survey)
 ASKED = (tlc.CouplingMap, tlc.Influence, tlc.Linearisation, tlc.Spectrum)
 # Functions of a table, which call its columns x and y.
@@ -37,7 +35,7 @@ def public() -> Iterator[Callable[..., Any]]:
     """Every function that takes arguments, classes that users make, methods of what they are given."""
     rooms = (tlc, comparisons, generalization, interactive, plots, report)
     for value in (getattr(room, name) for room in rooms for name in getattr(room, "__all__", dir(room))):
-        if isinstance(value, types.FunctionType) and value.__module__ not in ELSEWHERE:
+        if isinstance(value, types.FunctionType):
             yield value
     yield from (one.__init__ for one in MADE)
     for one in ASKED:
@@ -60,6 +58,7 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         **{"survey": tlc.Survey(["a"], ["b"]), "prompts": ["b"], "settings": tlc.Settings(), "models": ["a"]},
         **{"folder": "f", "path": "f", "name": "f", "source": "f", "id": "a", "prompt": "b", "y": "score"},
         **{"str_tokens": ["a"], "values": torch.ones(1), "unembed": torch.exp},
+        **{"vector": torch.ones(2), "workers": 1},
         **{name: getattr(depth, name) for name in depth.__dataclass_fields__},
     }
     owner = {one.__name__: one for one in ASKED + MADE}.get(function.__qualname__.partition(".")[0])

@@ -156,7 +156,7 @@ def test_the_model_and_the_process_are_as_before_after_an_error_anywhere(tokeniz
         finally:
             assert state_of(model) == before
             handle.remove()
-    assert failures > 10
+    assert failures >= 8
     assert torch.equal(measured(), expected)
 
 

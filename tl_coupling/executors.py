@@ -15,6 +15,8 @@ from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from tl_coupling.border import AnyPath, Count, checked
+
 # SLURM takes arrays of 1001 jobs at most unless it is told otherwise.
 _BATCH = 1000
 # From quick answers to few questions: on a network drive each one costs.
@@ -156,7 +158,8 @@ def submitted(
         raise
 
 
-def slurm_executor(folder: str | os.PathLike[str], **parameters: int | str) -> Executor:
+@checked
+def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
     """submitit's executor for a SLURM cluster, with its scripts and logs in `folder`, which every node must see.
 
     Args:
@@ -265,7 +268,8 @@ class ProcessPool(concurrent.futures.Executor):
         self.shutdown()
 
 
-def process_pool(workers: int) -> ProcessPool:
+@checked
+def process_pool(workers: Count) -> ProcessPool:
     """A pool of processes that share this machine's cores evenly, and end when this process does, even killed.
 
     A script that uses one runs its own work under `if __name__ == "__main__":`, because each process imports it.
@@ -273,8 +277,6 @@ def process_pool(workers: int) -> ProcessPool:
     Raises:
         ValueError: fewer than one worker.
     """
-    if workers < 1:
-        raise ValueError(f"`workers` must be at least 1, got {workers}")
     return ProcessPool(workers)
 
 

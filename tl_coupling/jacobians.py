@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from tl_coupling.blocks import BlockError, BlockFunction, Path, Trace
 from tl_coupling.blocks.differentiation import PullBack, for_seeds, is_out_of_memory, over_seeds, vjp
 from tl_coupling.blocks.functions import RowFunction
+from tl_coupling.border import Count, checked
 
 Progress = Callable[[Iterable[int]], Iterable[int]]
 # A way, the context it needs, and what computes f(X)[t2] and what is wanted.
@@ -40,6 +40,7 @@ class Connection(NamedTuple):
         return f"layer {self.layer}, tokens {self.input_position}→{self.output_position}"
 
 
+@checked
 def block_jacobian(
     trace: Trace,
     layer: int,
@@ -47,7 +48,7 @@ def block_jacobian(
     position: int = -1,
     input_position: int | None = None,
     output_position: int | None = None,
-    chunk_size: int | None = None,
+    chunk_size: Count | None = None,
 ) -> Float[Tensor, "d_model d_model"]:
     """Jacobian of one block function: `J^l_{t1 t2} = ∂ f^l(X)_{t2} / ∂ x_{t1}`, the skip left out.
 
@@ -79,8 +80,9 @@ def block_jacobian(
     return jacobian_and_path(block, t1, t2, chunk_size)[0]
 
 
+@checked
 def block_jacobians(
-    trace: Trace, layers: Sequence[int] | None = None, *, position: int = -1, chunk_size: int | None = None
+    trace: Trace, layers: Sequence[int] | None = None, *, position: int = -1, chunk_size: Count | None = None
 ) -> Float[Tensor, "n_chosen d_model d_model"]:
     """`J^l_{tt}` of several layers (`None`: all), stacked; see `block_jacobian`."""
     chosen = range(trace.n_layers) if layers is None else layers
@@ -92,6 +94,7 @@ def block_jacobians(
     return J
 
 
+@checked
 def block_vjp(
     trace: Trace,
     layer: int,
@@ -109,6 +112,7 @@ def block_vjp(
         return pull_back(v)[0]
 
 
+@checked
 def block_jvp(
     trace: Trace,
     layer: int,
@@ -166,10 +170,9 @@ def _in_order(
 
 
 def jacobian_and_path(
-    block: BlockFunction, input_position: int, output_position: int, chunk_size: int | None = None
+    block: BlockFunction, input_position: int, output_position: int, chunk_size: Count | None = None
 ) -> tuple[Float[Tensor, "d_model d_model"], Path]:
     """One Jacobian, by the cheapest of the block's ways that agrees with the full sequence; and which way that was."""
-    _check_chunk_size(chunk_size)
     x = block.X[input_position]
     u = block.gate.reference(output_position).u
     if input_position > output_position and not block.gate.reaches_back(input_position, output_position):
@@ -188,10 +191,9 @@ def jacobian_and_path(
 
 
 def jacobians_of_output(
-    block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: int | None = None
+    block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: Count | None = None
 ) -> tuple[Float[Tensor, "n_inputs d_model d_model"], Path]:
     """`J_{t1 t2}` for several t1 ≤ t2 and one t2, for little more than the cost of one; and which way that was."""
-    _check_chunk_size(chunk_size)
     if len(input_positions) == 1:
         J, path = jacobian_and_path(block, input_positions[0], output_position, chunk_size)
         return J[None], path
@@ -242,15 +244,6 @@ def _cheapest(
             if agrees(y, result):
                 return result, path
     raise block.gate.changed()
-
-
-def _check_chunk_size(chunk_size: int | None) -> None:
-    if chunk_size is None:
-        return
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, Integral):
-        raise TypeError(f"`chunk_size` must be a whole number, got {chunk_size!r}")
-    if chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}")
 
 
 def _pull_back_once(

@@ -10,7 +10,6 @@ more forward pass:
 """
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,11 +22,13 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from tl_coupling.blocks.differentiation import vjp_and_more
+from tl_coupling.border import warn_caller
 
 GATE_TOLERANCE = 1e-4
 _MOST_REFERENCES = 32
 # Moves along the random direction, as a part of the root mean square of each row. Where the first disagrees (curvature,
-# a kink, a token sent to another expert on the way), several decide; at a kink, those to one side.
+# a kink, a token sent to another expert on the way), several decide: those to one side of a kink, or the slopes from
+# side to side, which curvature does not bend. One of the four may disagree.
 _FIRST_MOVE, _MOVES = 0.01, (0.01, 0.005, 0.0025, 0.001)
 _SLOPE_TOLERANCE = 0.1
 # Functions whose derivative is zero wherever there is one, and casts; on a stair too wide for the moves they are seen
@@ -46,10 +47,14 @@ class DerivativeError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A block's call in the model's own dtype where blocks are linearised in another, to be repeated to the bit."""
+    """A block's call as the model made it, where blocks are linearised in another dtype; to be repeated to the bit.
+
+    `dtype` is the coarsest that the block computes in.
+    """
 
     repeat: Callable[[], Tensor]
     output: Float[Tensor, "n_pos d_model"]
+    dtype: torch.dtype
 
 
 @dataclass(eq=False)
@@ -69,7 +74,7 @@ class Remarks:
         self.texts.append(text)
         if kind not in self.warned_of:
             self.warned_of.add(kind)
-            warnings.warn(f"{text} (more of this kind, if any: `provenance['remarks']`)", stacklevel=2)
+            warn_caller(f"{text} (others like it: `provenance['remarks']`)")
 
 
 class Reference(NamedTuple):
@@ -177,7 +182,7 @@ class Gate:
             return
         recorded = self.recording.output
         difference = (self.recording.repeat() - recorded).float().norm(dim=1)
-        self._raise_if(difference > torch.finfo(recorded.dtype).eps * recorded.float().norm(dim=1), difference)
+        self._raise_if(difference > torch.finfo(self.recording.dtype).eps * recorded.float().norm(dim=1), difference)
 
     def _check_step(self, Y: Float[Tensor, "n_pos d_model"]) -> None:
         """Raise unless f(X) is the recorded step; where the model's dtype is another one, remark on what rounding does.
@@ -188,7 +193,7 @@ class Gate:
         if self.recording is None:
             self._raise_if(~(difference <= GATE_TOLERANCE * (step + 1e-2 * stream)), difference)
             return
-        dtype = self.recording.output.dtype
+        dtype = self.recording.dtype
         eps = torch.finfo(dtype).eps
         other = ~(difference <= (GATE_TOLERANCE + 8 * eps) * step + (1e-2 * GATE_TOLERANCE + 1.5 * eps) * stream)
         if bool(other.any()):
@@ -220,14 +225,21 @@ class Gate:
         # HuggingFace's norms and softmaxes compute in float32, whatever the model is in.
         rounding = 32 * torch.finfo(torch.float32).eps * (self.X[at].norm(dim=1) + Y[at].norm(dim=1))
 
-        def disagree(move: float) -> Tensor:
-            slopes = ((self.f(self.X + move * V)[0][at] - Y[at]) * u).sum(1) / move
-            return ~((slopes - expected).abs() <= _SLOPE_TOLERANCE * scale + rounding / abs(move))
+        def slopes(move: float) -> Tensor:
+            return ((self.f(self.X + move * V)[0][at] - Y[at]) * u).sum(1) / move
 
-        if not bool(disagree(_FIRST_MOVE).any()):
+        def disagree(found: Tensor, move: float) -> Tensor:
+            return ~((found - expected).abs() <= _SLOPE_TOLERANCE * scale + rounding / move)
+
+        if not bool(disagree(slopes(_FIRST_MOVE), _FIRST_MOVE).any()):
             return
-        sides = [[disagree(side * move) for move in _MOVES] for side in (1, -1)]
-        wrong = torch.stack([torch.stack(side).sum(0) > 1 for side in sides]).all(0)
+        up, down = ([slopes(side * move) for move in _MOVES] for side in (1, -1))
+        middle = [(a + b) / 2 for a, b in zip(up, down, strict=True)]
+        disagreeing = [
+            torch.stack([disagree(found, move) for found, move in zip(side, _MOVES, strict=True)])
+            for side in (up, down, middle)
+        ]
+        wrong = torch.stack([side.sum(0) > 1 for side in disagreeing]).all(0)
         if bool(wrong.any()):
             tokens = torch.zeros(len(self.X), dtype=torch.bool)
             tokens[at] = wrong.cpu()

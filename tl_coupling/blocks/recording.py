@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tl_coupling.blocks.calls import BlockCall, hidden_states, with_tensors
+from tl_coupling.blocks.differentiation import is_out_of_memory
 from tl_coupling.blocks.evaluation import exact_arithmetic, hear_interrupts, own_arithmetic
 from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.blocks.gate import Recording, Remarks
@@ -54,9 +55,12 @@ class Passage:
         if norm is not None:
             with exact_arithmetic(X.device, [norm], dtype):
                 Y = norm(Y[None]).reshape(Y.shape)
+        weights = {p.dtype for p in made.call.module.parameters() if p.is_floating_point()}
         recording = None
-        if made.X.dtype != dtype:
-            recording = Recording(lambda: _repeated(made), made.Y[0])
+        # The stream may be in another dtype than the weights (Mamba's is in float32).
+        if others := {made.X.dtype, *weights} - {dtype}:
+            coarsest = max(others, key=lambda other: torch.finfo(other).eps)
+            recording = Recording(lambda: _repeated(made), made.Y[0], coarsest)
         return BlockFunction(
             layer=layer,
             call=made.call.changed(lambda tensor: self._in_dtype(tensor, dtype)),
@@ -113,7 +117,17 @@ def record(model: nn.Module, tokens: Int[Tensor, "1 n_pos"]) -> Passage:
         _recording(model, calls, origins),
         suppress(_BlocksDone),
     ):
-        model(tokens, return_type=None, **arguments)
+        try:
+            model(tokens, return_type=None, **arguments)
+        except (RuntimeError, AttributeError) as error:
+            if is_out_of_memory(error):
+                raise
+            said = " ".join(str(error).split())[:300]
+            given = "".join(f", {name}={value}" for name, value in arguments.items())
+            raise ValueError(
+                f"the model itself fails, run as `model(tokens{given})` ({type(error).__name__}: {said}): try another "
+                "dtype, or another version of TransformerLens"
+            ) from error
     _check_calls(calls, list(cast(nn.ModuleList, model.blocks)), tokens.shape[1])
     return Passage(calls, origins)
 
@@ -154,7 +168,9 @@ def _recording(model: Any, calls: list[RecordedCall], origins: dict[int, _Origin
         for block in model.blocks:
             hook(block.register_forward_pre_hook(enter, with_kwargs=True))
             hook(block.register_forward_hook(leave))
-        for module in model.modules():
+        # A bridge does not list every part of the model that it wraps.
+        parts = {*model.modules(), *getattr(model, "original_model", model).modules()}
+        for module in parts:
             if "rotary" in type(module).__name__.lower() and id(module) not in inside:
                 hook(module.register_forward_hook(made, with_kwargs=True))
         if isinstance(getattr(model, "unembed", None), nn.Module):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +13,7 @@ from tl_coupling.blocks import tails
 from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.blocks.gate import Remarks
 from tl_coupling.blocks.recording import record, user_hooks
+from tl_coupling.border import FloatDtype, checked
 from tl_coupling.models import context_length, describe_kind, describe_model, str_tokens, tokenize
 
 Prompt = str | Sequence[int] | Int[Tensor, "*batch n_pos"]
@@ -64,6 +65,7 @@ class Trace:
         """A token position counted from 0; negative ones count from the end."""
         return _index(position, self.n_pos, name, f"{self.n_pos}-token prompt")
 
+    @checked
     def logits(self, x: Float[Tensor, "*batch d_model"], normalised: bool = False) -> Float[Tensor, "*batch d_vocab"]:
         """Logits read off a residual stream: what the model makes of it behind its last block.
 
@@ -84,13 +86,41 @@ class Trace:
         )
 
 
+def _one_stream(model: nn.Module) -> None:
+    """Raise unless the model can be traced: TransformerLens', of a kind that has one residual stream, not random."""
+    if not hasattr(model, "cfg"):
+        raise TypeError(
+            f"wanted a TransformerLens model (TransformerBridge or HookedTransformer), got {type(model).__name__}; "
+            "`tl_coupling.load_model(name)` makes one"
+        )
+    if kind := describe_kind(model):
+        raise ValueError(f"is {kind}")
+    for name, module in model.named_modules():
+        if module.training and (what := _drawn_at_random(module)):
+            raise ValueError(f"must draw no random numbers, {name or 'it'} is in train mode with {what}: call .eval()")
+
+
+def _drawn_at_random(module: nn.Module) -> str | None:
+    """What a module in train mode draws random numbers for, as its settings say."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return f"p = {module.p}" if module.p > 0 else None
+    # HuggingFace's attention and mixtures keep theirs as numbers.
+    drawn = (
+        f"{name} = {value}"
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value > 0 and any(word in name for word in ("drop", "jitter"))
+    )
+    return next(drawn, None)
+
+
+@checked
 def trace(
-    model: nn.Module,
+    model: Annotated[nn.Module, _one_stream],
     prompt: Prompt,
     *,
     prepend_bos: bool | None = None,
     final_norm: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: FloatDtype | None = None,
 ) -> Trace:
     """Run the model once and keep its residual stream and its blocks as functions.
 
@@ -126,7 +156,6 @@ def trace(
         >>> torch.allclose(trace.residual[0] + trace.blocks[0](trace.residual[0]), trace.residual[1], atol=1e-5)
         True
     """
-    _check_model(model)
     tokens, tokenization = tokenize(model, prompt, prepend_bos)
     _check_tokens(model, tokens)
     parameter = next(model.parameters())
@@ -180,35 +209,6 @@ def _index(value: Any, size: int, name: str, what: str) -> int:
     if not -size <= index < size:
         raise ValueError(f"`{name}` must lie in [{-size}, {size - 1}] for this {what}, got {index}")
     return index % size
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module) or not hasattr(model, "cfg"):
-        raise TypeError(
-            f"wanted a TransformerLens model (TransformerBridge or HookedTransformer), got {type(model).__name__}; "
-            "`tl_coupling.load_model(name)` makes one"
-        )
-    if kind := describe_kind(model):
-        raise ValueError(f"this model is {kind}")
-    for name, module in model.named_modules():
-        if module.training and (what := _drawn_at_random(module)):
-            raise ValueError(
-                f"wanted a model that draws no random numbers, {name or 'the model'} is in train mode with {what}: "
-                "call .eval()"
-            )
-
-
-def _drawn_at_random(module: nn.Module) -> str | None:
-    """What a module in train mode draws random numbers for, as its settings say."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return f"p = {module.p}" if module.p > 0 else None
-    # HuggingFace's attention and mixtures keep theirs as numbers.
-    drawn = (
-        f"{name} = {value}"
-        for name, value in vars(module).items()
-        if isinstance(value, float) and value > 0 and any(word in name for word in ("drop", "jitter"))
-    )
-    return next(drawn, None)
 
 
 def _check_tokens(model: Any, tokens: Int[Tensor, " n_pos"]) -> None:

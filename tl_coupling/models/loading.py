@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tl_coupling.border import FloatDtype, checked
 from tl_coupling.models.description import describe_kind, kind_of_config, remember
 from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.errors import ModelError, custom_code, one_line_errors
@@ -25,6 +26,7 @@ Backend = Literal["auto", "bridge", "hooked"]
 _UNTRAINED_SEED = 0
 
 
+@checked
 def load_model(
     name: str,
     *,
@@ -32,7 +34,7 @@ def load_model(
     untrained: bool = False,
     backend: Backend = "auto",
     device: str | torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: FloatDtype = torch.float32,
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """A TransformerLens model with raw weights, in eval mode.
@@ -60,8 +62,6 @@ def load_model(
     Warns:
         UserWarning: a multimodal model's processor needs torchvision, which is not installed. Its text stack is loaded.
     """
-    if backend not in ("auto", "bridge", "hooked"):
-        raise ModelError(f'`backend` must be "auto", "bridge" or "hooked", got {backend!r}')
     if untrained and checkpoint is not None:
         raise ModelError(
             "`untrained=True` and `checkpoint` exclude each other: an untrained model has no training step"
