@@ -3,6 +3,8 @@
 The witness is TransformerLens itself: autograd from one hook point of a whole forward pass to the next.
 """
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +121,17 @@ def test_hooks_on() -> None:
     assert not torch.allclose(
         tlc.block_jacobian(trace, 1), tlc.block_jacobian(tlc.trace(plain, tiny.TOKENS), 1), rtol=0.1
     )
+
+
+def test_readmes_lines_run_as_printed() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    (lines,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "HookedTransformerC" in block]
+    names: dict[str, Any] = {"tlc": tlc}
+    with pytest.warns(UserWarning, match="writing weights are centred"):
+        exec(lines, names)
+    assert names["trace"].provenance["hooks"] == ["blocks.2.hook_mlp_out"]
+    assert names["model"].cfg.dtype == torch.bfloat16
+    assert tlc.block_jacobian(tlc.trace(names["model"], names["tokens"]), 0).dtype == torch.float32
 
 
 @pytest.mark.parametrize("norm", ["LN", "RMS", None])
