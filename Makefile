@@ -57,7 +57,7 @@ zoo: setup
 ifneq ($(ONLY),)
 	$(call ZOO,.venv) --only $(ONLY)
 else
-	$(call ZOO,.venv-tl3) --save out/zoo-3.9.json || true
+	$(call ZOO,.venv-tl3) --save out/zoo-3.9.json
 	$(call ZOO,.venv) --beside out/zoo-3.9.json --out docs/ARCHITECTURES.md
 endif
 

@@ -201,7 +201,7 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
         (lambda t: tlc.Survey([""], ["b"]), ValueError, "`models` must not be empty"),
         (lambda t: tlc.Survey(5, ["b"]), TypeError, "`models` must be .*, got 5"),
         (lambda t: tlc.Survey(["a"], 5), TypeError, "`prompts` must be .*, got 5: `tl_coupling.Prompt"),
-        (lambda t: tlc.Survey(["a"], [""]), ValueError, "`prompt` of a prompt must not be empty"),
+        (lambda t: tlc.Survey(["a"], [""]), ValueError, "the prompt is empty"),
         (
             lambda t: tlc.Survey(["a"], ["b"], dtype="float32"),
             TypeError,
@@ -222,8 +222,8 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
         ),
         (lambda t: tlc.run(tlc.Survey(["a"], ["b"]), folder=""), ValueError, "`folder` must not be empty"),
         (lambda t: tlc.portrait(t, k=3), TypeError, "`k` must be a list of whole numbers, got 3"),
-        (lambda t: tlc.Prompt("a", ""), ValueError, "`prompt` of a prompt must not be empty"),
-        (lambda t: tlc.Prompt("", "a"), ValueError, "`id` of a prompt must not be empty"),
+        (lambda t: tlc.Prompt("a", ""), ValueError, "the prompt is empty"),
+        (lambda t: tlc.Prompt("", "a"), ValueError, "the id of a prompt is empty: wanted a name for 'a'"),
         (
             lambda t: tlc.measure_prompts(nn.Linear(2, 2), "a", tlc.Settings()),
             TypeError,

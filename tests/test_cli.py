@@ -57,7 +57,7 @@ def test_help_has_examples(call) -> None:
         (["--prompt", ""], "the prompt is empty"),
         (["--position", "5"], "must lie in [-2, 1]"),
         (["--orientation", "juv"], '"ujv" or "vju"'),
-        (["--backend", "hook"], '"bridge" or "hooked"'),
+        (["--backend", "hook"], "`backend` must be one of auto, bridge, hooked, got 'hook'"),
         (["--model", "no-such/model"], "could not load 'no-such/model'"),
         (["--prompts", "no-such-file.jsonl"], "no-such-file.jsonl"),
         (["--prompts", "{file}", "--prompt", "w1"], "not both"),

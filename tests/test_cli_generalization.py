@@ -91,7 +91,7 @@ def test_without_scores_the_loss_stands_in(call, given, tmp_path, scores):
         (["--scores", "{tmp}/none.csv"], "none.csv"),
         (["--score-column", "points"], "no column 'points'; the columns are model, score, arc"),
         (["--k", "7"], "`k` = 7 was not measured; there are [5, 10]"),
-        (["--measure", "beauty"], "no 'mean_beauty'"),
+        (["--measure", "beauty"], "`measure` must be one of coupling, "),
         (["--subset", "high"], "`--subset` must be NAME=QUERY"),
         (["--subset", "high=points > 3"], "subset 'high': no column or expression 'points > 3'"),
         (["--control", "colour"], "no column or expression 'colour'"),

@@ -82,7 +82,7 @@ def test_a_model_that_fails_is_said_and_the_status_is_1(call, options, tmp_path:
         (["--workers", "2", "--slurm", "partition=x"], "give --workers or --slurm, not both"),
         (["--slurm", "partition"], "`--slurm` must be like partition=gpu,gpus_per_node=1,timeout_min=240, got 'part"),
         (["--k", "0"], "`--k` must be at least 1, got 0"),
-        (["--prompts-per-unit", "0"], "`prompts_per_unit` must be at least 1, or None for all, got 0"),
+        (["--prompts-per-unit", "0"], "`prompts_per_unit` must be at least 1, got 0"),
         (["--orientation", "uvj"], 'must be "ujv" or "vju"'),
     ],
 )

@@ -156,13 +156,13 @@ def test_help_has_examples(call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--window", "4"], "`window` must be an odd number in [1, 2]"),
-        (["--window", "3"], "`window` must be an odd number in [1, 2]"),
+        (["--window", "4"], "`window` must be an odd number of steps, got 4"),
+        (["--window", "3"], "`window` must be at most 2 for these trajectories of 2 steps, got 3"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "w1 " * 40], "context holds 32"),
         (["--position", "3"], "`position` must lie in [-3, 2]"),
         (["--model", "no-such/model"], "could not load 'no-such/model'"),
-        (["--backend", "hook"], '"bridge" or "hooked"'),
+        (["--backend", "hook"], "`backend` must be one of auto, bridge, hooked, got 'hook'"),
     ],
 )
 def test_bad_input_is_one_line_status_2_and_nothing_written(

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
-from tl_coupling.border import AnyPath, checked
+from tl_coupling.border import AnyPath, Count, checked
 from tl_coupling.files import write_atomically
 from tl_coupling.jacobians import Connection, Progress, jacobians_of
 from tl_coupling.spectra import effective_rank, participation_ratio, singular_values
@@ -72,7 +72,7 @@ def cross_token_influence(
     output_position: int = -1,
     *,
     layers: Sequence[int] | None = None,
-    chunk_size: int | None = None,
+    chunk_size: Count | None = None,
     progress: Progress | None = None,
 ) -> Influence:
     """Size and rank of `J^l_{t1 t2}`, what moving token t1 does to block l's output at token t2, for every t1 ≤ t2.

@@ -24,9 +24,10 @@ class Prompt:
 
     def __post_init__(self) -> None:
         """Raise on a prompt that cannot be named or measured."""
-        for name in ("id", "prompt"):
-            if not getattr(self, name):
-                raise ValueError(f"`{name}` of a prompt must not be empty")
+        if not self.id:
+            raise ValueError(f"the id of a prompt is empty: wanted a name for {self.prompt[:80]!r}")
+        if not self.prompt:
+            raise ValueError("the prompt is empty: wanted at least one token")
 
 
 def _is_passage(text: str) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tl_coupling.blocks import Trace
-from tl_coupling.border import checked
+from tl_coupling.border import Count, checked
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.pairs import compare
 from tl_coupling.coupling import Orientation
@@ -18,7 +18,7 @@ def depth_coupling(
     orientation: Orientation = "ujv",
     *,
     layers: Sequence[int] | None = None,
-    chunk_size: int | None = None,
+    chunk_size: Count | None = None,
     progress: Progress | None = None,
 ) -> CouplingMap:
     """Coupling across depth: one token's `J^l_{tt}` against `J^{l'}_{tt}` for every pair of layers.
@@ -63,7 +63,7 @@ def depth_couplings(
     orientations: Sequence[Orientation] = ("ujv", "vju"),
     *,
     layers: Sequence[int] | None = None,
-    chunk_size: int | None = None,
+    chunk_size: Count | None = None,
     progress: Progress | None = None,
 ) -> dict[Orientation, CouplingMap]:
     """`depth_coupling` in several orientations, from the same Jacobians and SVDs. Arguments as there."""

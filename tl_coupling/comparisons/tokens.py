@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tl_coupling.blocks import Trace
-from tl_coupling.border import checked
+from tl_coupling.border import Count, checked
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.pairs import compare
 from tl_coupling.coupling import Orientation
@@ -22,7 +22,7 @@ def self_coupling(
     positions: Sequence[int] | None = None,
     k: int = 50,
     orientation: Orientation = "ujv",
-    chunk_size: int | None = None,
+    chunk_size: Count | None = None,
     progress: Progress | None = None,
 ) -> CouplingMap:
     """Self-coupling: `J^l_{tt}` against `J^{l'}_{t't'}` for every pair of tokens t, t'; layers l, l' fixed.
@@ -84,7 +84,7 @@ def context_coupling(
     positions: Sequence[int] | None = None,
     k: int = 50,
     orientation: Orientation = "ujv",
-    chunk_size: int | None = None,
+    chunk_size: Count | None = None,
     progress: Progress | None = None,
 ) -> CouplingMap:
     """Context coupling: what one token gives to others, or takes from others, at two layers.
