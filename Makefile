@@ -36,9 +36,9 @@ demo-survey: .venv/ready
 	.venv/bin/python demos/ladder.py --out out/ladder $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(PER_TASK),--per-task $(PER_TASK))
 
 # What hardly depends on TransformerLens' line runs on one of them (surveys are in the SLURM tests on the other).
-ON_TL4_ONLY = early_surge notebooks small_models survey
-ON_TL3_ONLY = cli_generalization cli_survey executors generalization generalization_survey ladder plots_generalization \
-	prompt_sets slurm task_means training_demo units
+ON_TL4_ONLY = border cli_trajectory early_surge notebooks small_models survey
+ON_TL3_ONLY = cli_generalization cli_survey cli_tokens executors expressions files generalization generalization_survey \
+	interrupts ladder plots_generalization prompt_sets slurm task_means training_demo units
 
 # Both lines side by side, one thread each: threads that wait for each other cost more than they save.
 test: setup

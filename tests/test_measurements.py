@@ -67,6 +67,7 @@ def test_dims_and_coordinates_are_as_documented(measured) -> None:
     shapes = ("line_shape_score", "expodistance", "equidistance")
     expected |= {name + end: ("prompt",) for name in shapes for end in ("", "_all_tokens")}
     expected |= {"windowed_line_shape_score": ("prompt", "window"), "loss": ("prompt",), "n_pos": ("prompt",)}
+    expected |= {"remarks": ("prompt",)}
     assert {name: values.dims for name, values in measured.data_vars.items()} == expected
     coordinates = {name: values.values.tolist() for name, values in measured.coords.items()}
     assert coordinates == {
