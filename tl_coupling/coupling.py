@@ -50,8 +50,7 @@ def coupling_matrix(
 @checked
 def miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
     """Mis-coupling `m(A) = ‖A − Diag(A)‖_F` (eq. 13). In units of J's gain; 0 for a diagonal A."""
-    _check_finite(A, "A")
-    return _off_diagonal(A).norm(dim=(-2, -1))
+    return _size(_off_diagonal(A), "A")
 
 
 @checked
@@ -60,9 +59,7 @@ def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*ba
 
     0 for a diagonal A, and so for any 1×1: K = 1 says nothing. `A = 0` has no m̃: NaN, with a warning.
     """
-    _check_finite(A, "A")
-    total = A.norm(dim=(-2, -1))
-    return _off_diagonal(A).norm(dim=(-2, -1)) / _masked_where_zero(total, "‖A‖_F")
+    return _off_diagonal(A).norm(dim=(-2, -1)) / _masked_where_zero(_size(A, "A"), "‖A‖_F")
 
 
 @checked
@@ -79,13 +76,12 @@ def spectral_miscoupling(
 
     `S_1 = 0` has no m_K: NaN, with a warning.
     """
-    _check_finite(A, "A")
     _check_finite(S_1, "S_1")
     k = A.shape[-1]
     check_k(k, S_1.shape[-1])
     s = S_1[..., :k]
-    distance = (A.abs() if absolute else A) - torch.diag_embed(s)
-    return distance.norm(dim=(-2, -1)) / _masked_where_zero(torch.linalg.vector_norm(s, ord=p, dim=-1), "‖s_{1,K}‖_p")
+    distance = _size((A.abs() if absolute else A) - torch.diag_embed(s), "A")
+    return distance / _masked_where_zero(torch.linalg.vector_norm(s, ord=p, dim=-1), "‖s_{1,K}‖_p")
 
 
 @checked
@@ -94,11 +90,10 @@ def captured_energy(A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch 
 
     1 if they are J_1's own. A high coupling with little energy captured says little (`m̃` is blind to it).
     """
-    _check_finite(A, "A")
     _check_finite(S_1, "S_1")
     k = A.shape[-1]
     check_k(k, S_1.shape[-1])
-    return A.norm(dim=(-2, -1)) / _masked_where_zero(S_1[..., :k].norm(dim=-1), "‖s_{1,K}‖₂")
+    return _size(A, "A") / _masked_where_zero(S_1[..., :k].norm(dim=-1), "‖s_{1,K}‖₂")
 
 
 @checked
@@ -149,6 +144,13 @@ def random_subspace_null(
     if absolute:
         squared = (squared - 2 * _mean_absolute_entry(S_1, norm, d_model) * s.sum(-1)).clamp_min(0)
     return squared.sqrt() / _masked_where_zero(torch.linalg.vector_norm(s, ord=p, dim=-1), "‖s_{1,K}‖_p")
+
+
+def _size(matrices: Float[Tensor, "*batch k k"], name: str) -> Float[Tensor, "*batch"]:
+    """Frobenius norms. They are finite where every entry is, and fewer."""
+    norms = matrices.norm(dim=(-2, -1))
+    _check_finite(norms, name)
+    return norms
 
 
 def _check_finite(values: Tensor, name: str) -> None:

@@ -138,10 +138,12 @@ def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     Weights by hand, not by `torch.func.functional_call`: a bridge reaches one module under two names, and is left with
     foreign weights. HookedTransformer's norms cast to `cfg.dtype`.
     """
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.is_floating_point() and tensor.dtype != dtype:
-            yield tensor, "data", tensor.data.to(dtype)
-    for cfg in _parts(module, "cfg"):
+    for part in module.modules():
+        # Of each part its own: `parameters()` and `buffers()` would go through all of them again.
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+                yield tensor, "data", tensor.data.to(dtype)
+        cfg = vars(part).get("cfg")
         if isinstance(was := getattr(cfg, "dtype", None), torch.dtype) and was != dtype:
             yield cfg, "dtype", dtype
     yield from _allowing(module, dtype)
@@ -150,12 +152,7 @@ def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
 def _allowing(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     """Changes without which a module fails in `dtype`: HuggingFace's grouped experts know no float64."""
     if dtype == torch.float64:
-        for config in _parts(module, "config"):
+        for part in module.modules():
+            config = vars(part).get("config")
             if getattr(config, _EXPERTS, None) not in (None, "eager"):
                 yield config, _EXPERTS, "eager"
-
-
-def _parts(module: nn.Module, name: str) -> list[Any]:
-    """Every different object that goes by a name in the module and in those inside it."""
-    found = (vars(part).get(name) for part in module.modules())
-    return list({id(one): one for one in found if one is not None}.values())
