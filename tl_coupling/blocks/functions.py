@@ -17,7 +17,7 @@ The full sequence itself is held against the traced step (`gate`), and every oth
 this layer and this pair of positions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -31,7 +31,7 @@ from tl_coupling.blocks.attention import BlockError, MovedRow
 from tl_coupling.blocks.calls import BlockCall
 from tl_coupling.blocks.evaluation import exact_arithmetic
 from tl_coupling.blocks.gate import Gate, Recording, Remarks
-from tl_coupling.blocks.mlps import affine_mlp, watched_mlp
+from tl_coupling.blocks.mlps import affine_mlp, mlp_on_rows, watched_mlp
 
 Path = Literal[
     "token_local_linearised",
@@ -73,6 +73,11 @@ class BlockFunction:
         """`of_all_rows`, and what the block's MLP got and gave; nothing where it has none of the usual form."""
         return watched_mlp(self.call.module, lambda: self.of_all_rows(X))
 
+    def of_some_rows(self, X: Float[Tensor, "n_pos d_model"], rows: Sequence[int]) -> Float[Tensor, "n_rows d_model"]:
+        """f of these rows, where the block's MLP takes its input alone and gives no row anything of another."""
+        with mlp_on_rows(self.call.module, rows):
+            return self.of_all_rows(X)[list(rows)]
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """The context in which the block is evaluated and differentiated: exact arithmetic, weights in X's dtype."""
@@ -83,7 +88,16 @@ class BlockFunction:
     @cached_property
     def gate(self) -> Gate:
         """What every way is held against."""
-        return Gate(self.layer, self.with_mlp, self.X, self.step, self.evaluation, self.recording, self.remarks)
+        return Gate(
+            self.layer,
+            self.with_mlp,
+            self.of_some_rows,
+            self.X,
+            self.step,
+            self.evaluation,
+            self.recording,
+            self.remarks,
+        )
 
     def full_sequence(self, input_position: int, output_position: int) -> RowFunction:
         """`x ↦ f(X with row input_position replaced by x)[output_position]`, on all rows."""

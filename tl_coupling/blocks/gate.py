@@ -27,8 +27,8 @@ from tl_coupling.border import warn_caller
 GATE_TOLERANCE = 1e-4
 _MOST_REFERENCES = 32
 # Moves along the random direction, as a part of the root mean square of each row. Where the first disagrees (curvature,
-# a kink, a token sent to another expert on the way), several decide: those to one side of a kink, or the slopes from
-# side to side, which curvature does not bend. One of the four may disagree.
+# a kink, a token sent to another expert on the way, an MLP that mixes rows), several decide: those to one side of a
+# kink, or the slopes from side to side, which curvature does not bend. One of the four may disagree.
 _FIRST_MOVE, _MOVES = 0.01, (0.01, 0.005, 0.0025, 0.001)
 _SLOPE_TOLERANCE = 0.1
 # Functions whose derivative is zero wherever there is one, and casts; on a stair too wide for the moves they are seen
@@ -96,6 +96,7 @@ class Gate:
     Attributes:
         layer: of the block.
         f: the block function on all rows, to be called inside `evaluation()`, and what its MLP got and gave.
+        f_of_rows: some of its rows, for less, if it has an MLP that got and gave something and does not mix rows.
         X: the residual stream that entered the block.
         step: what the block added to it when it was traced.
         evaluation: the context in which f is what it was.
@@ -105,6 +106,7 @@ class Gate:
 
     layer: int
     f: Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]]
+    f_of_rows: Callable[[Tensor, Sequence[int]], Tensor]
     X: Float[Tensor, "n_pos d_model"]
     step: Float[Tensor, "n_pos d_model"]
     evaluation: Callable[[], AbstractContextManager[None]]
@@ -225,13 +227,15 @@ class Gate:
         # HuggingFace's norms and softmaxes compute in float32, whatever the model is in.
         rounding = 32 * torch.finfo(torch.float32).eps * (self.X[at].norm(dim=1) + Y[at].norm(dim=1))
 
-        def slopes(move: float) -> Tensor:
-            return ((self.f(self.X + move * V)[0][at] - Y[at]) * u).sum(1) / move
+        def slopes(move: float, whole: bool = True) -> Tensor:
+            X = self.X + move * V
+            return (((self.f(X)[0][at] if whole else self.f_of_rows(X, at)) - Y[at]) * u).sum(1) / move
 
         def disagree(found: Tensor, move: float) -> Tensor:
             return ~((found - expected).abs() <= _SLOPE_TOLERANCE * scale + rounding / move)
 
-        if not bool(disagree(slopes(_FIRST_MOVE), _FIRST_MOVE).any()):
+        whole = not all(reference.met for reference in references.values())
+        if not bool(disagree(slopes(_FIRST_MOVE, whole), _FIRST_MOVE).any()):
             return
         up, down = ([slopes(side * move) for move in _MOVES] for side in (1, -1))
         middle = [(a + b) / 2 for a, b in zip(up, down, strict=True)]

@@ -79,6 +79,28 @@ def watched_mlp(block: nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor
 
 
 @contextmanager
+def mlp_on_rows(block: nn.Module, rows: Sequence[int]) -> Iterator[None]:
+    """While the context lasts, the block's MLP, which takes its input alone, computes these rows; the others are zero.
+
+    The MLP is most of a block's work, and gives no row anything of another.
+    """
+    mlp: Any = block.mlp
+    n_pos: list[int] = []
+
+    def take(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        n_pos.append(args[0].shape[1])
+        return (args[0][:, list(rows)],)
+
+    def put_back(_: nn.Module, __: tuple[Tensor], out: Tensor) -> Tensor:
+        return out.new_zeros(1, n_pos.pop(), out.shape[-1]).index_copy(1, torch.tensor(rows, device=out.device), out)
+
+    with ExitStack() as stack:
+        stack.callback(mlp.register_forward_pre_hook(take).remove)
+        stack.enter_context(_forward_hook(mlp, put_back))
+        yield
+
+
+@contextmanager
 def affine_mlp(block: nn.Module, met: Sequence[Float[Tensor, "1 1 d_model"]]) -> Iterator[None]:
     """While the context lasts, the block's MLP is its own first-order expansion where it got and gave `met`.
 
