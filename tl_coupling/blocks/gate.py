@@ -155,17 +155,14 @@ class Gate:
     ) -> bool:
         """Whether a forward value and a candidate for `uᵀ J_{t1 t2}` equal the full sequence's to 1e-4."""
         expected = self.reference(output_position)
-        rows = expected.rows
-        # A vanishing J_{t1 t2} has no norm of its own.
-        allowed = GATE_TOLERANCE * (rows[input_position].norm() + 1e-2 * rows.norm())
-        return self.gives(y, output_position) and bool((uJ - rows[input_position]).norm() <= allowed)
-
-    def gives(self, y: Float[Tensor, " d_model"], output_position: int) -> bool:
-        """Whether a forward value equals the full sequence's to 1e-4."""
-        expected = self.reference(output_position).y
-        # f is a difference: its rounding error grows with the residual stream.
-        allowed = GATE_TOLERANCE * (expected.norm() + 1e-2 * self.X[output_position].norm())
-        return bool((y - expected).norm() <= allowed)
+        row = expected.rows[input_position]
+        # f is a difference: its rounding error grows with the residual stream, and a vanishing J_{t1 t2} has no norm.
+        value_scale = expected.y.norm() + 1e-2 * self.X[output_position].norm()
+        product_scale = row.norm() + 1e-2 * expected.rows.norm()
+        return bool(
+            (y - expected.y).norm() <= GATE_TOLERANCE * value_scale
+            and (uJ - row).norm() <= GATE_TOLERANCE * product_scale
+        )
 
     def reaches_back(self, input_position: int, output_position: int) -> bool:
         """Whether a later row moves an earlier one (never in a causal model: its products there are exact zeros)."""
@@ -184,7 +181,8 @@ class Gate:
             return
         recorded = self.recording.output
         difference = (self.recording.repeat() - recorded).float().norm(dim=1)
-        self._raise_if(difference > torch.finfo(self.recording.dtype).eps * recorded.float().norm(dim=1), difference)
+        allowed = torch.finfo(self.recording.dtype).eps * recorded.float().norm(dim=1)
+        self._raise_if(~(difference <= allowed), difference)
 
     def _check_step(self, Y: Float[Tensor, "n_pos d_model"]) -> None:
         """Raise unless f(X) is the recorded step; where the model's dtype is another one, remark on what rounding does.
