@@ -70,17 +70,21 @@ def joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
+# Columns count as floats: -0 is another divisor than 0, which integers do not tell apart.
+FLOATS = TABLE.astype({name: float for name in TABLE.select_dtypes("int")})
+
+
 @settings(max_examples=200, deadline=None)
 @given(numbers)
 def test_numbers_are_what_pandas_makes_of_them(expression: str) -> None:
-    expected = TABLE.eval(expression, engine="python")
+    expected = FLOATS.eval(expression, engine="python")
     np.testing.assert_allclose(evaluate(TABLE, expression), expected.to_numpy(float), rtol=1e-12)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.recursive(comparisons, joined, max_leaves=5))
 def test_queries_are_what_pandas_makes_of_them(expression: str) -> None:
-    expected = TABLE.eval(expression, engine="python")
+    expected = FLOATS.eval(expression, engine="python")
     found = evaluate(TABLE, expression)
     assert found.dtype == bool
     np.testing.assert_array_equal(found, expected.to_numpy(bool))

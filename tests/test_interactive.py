@@ -344,7 +344,9 @@ def test_the_pointer_over_a_map_reads_every_pair(chromium: Any, tmp_path: Path, 
 
 def test_colours_of_tokens(chromium: Any, tmp_path: Path) -> None:
     page = tmp_path / "tokens.html"
-    page.write_text(PAGE + str(show_tokens("abcde", torch.tensor([-4.0, 0.0, 2.0, 4.0, math.nan]))), encoding="utf-8")
+    page.write_text(
+        PAGE + str(show_tokens(list("abcde"), torch.tensor([-4.0, 0.0, 2.0, 4.0, math.nan]))), encoding="utf-8"
+    )
     browser.open_page(chromium, page, 1280)
     red, white, pale, blue, undefined = chromium.execute_script(
         "return [...document.querySelectorAll('.colored-tokens > span > span')].map(e => getComputedStyle(e))"
