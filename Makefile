@@ -29,26 +29,22 @@ demo-training: .venv/ready
 	.venv/bin/python demos/train_and_trace.py --out out/training
 
 surge: .venv/ready
-	.venv/bin/python demos/early_surge.py --out out/surge
+	.venv/bin/python demos/studies/early_surge.py --out out/surge
 
 # PROMPTS=file.jsonl: what SmolLM2 is surveyed on; else test sets from the hub, where it can be reached.
 demo-survey: .venv/ready
-	.venv/bin/python demos/ladder.py --out out/ladder $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(PER_TASK),--per-task $(PER_TASK))
+	.venv/bin/python demos/studies/ladder.py --out out/ladder $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(PER_TASK),--per-task $(PER_TASK))
 
-# What hardly depends on TransformerLens' line runs on one of them (surveys are in the SLURM tests on the other).
-ON_TL4_ONLY = border cli_trajectory early_surge notebooks small_models survey
-ON_TL3_ONLY = cli_generalization cli_survey cli_tokens executors expressions files generalization generalization_survey \
-	interrupts ladder plots_generalization prompt_sets slurm task_means training_demo units
-
-# Both lines side by side, one thread each: threads that wait for each other cost more than they save.
+# Both lines side by side; what hardly depends on the line is marked to run on one of them. One
+# thread each: threads that wait for each other cost more than they save.
 test: setup
 	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory --jobs=2 --output-sync=target test-tl4 test-tl3
 
 test-tl4:
-	.venv/bin/python -m pytest $(ON_TL3_ONLY:%=--ignore=tests/test_%.py) $(PYTEST)
+	.venv/bin/python -m pytest -m 'not on_3_only' $(PYTEST)
 
 test-tl3:
-	.venv-tl3/bin/python -m pytest $(ON_TL4_ONLY:%=--ignore=tests/test_%.py) $(PYTEST)
+	.venv-tl3/bin/python -m pytest -m 'not on_4_only' $(PYTEST)
 
 # Every architecture that TransformerLens names, against autograd; ONLY="llama gpt2": some of them, and no page.
 ZOO = OMP_NUM_THREADS=1 PYTHONPATH=tests $(1)/bin/python -m zoo

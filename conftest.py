@@ -19,9 +19,9 @@ def _doctest_names(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def _example_names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    import tiny
     import torch
 
+    import tiny
     import tl_coupling as tlc
 
     folder = tmp_path_factory.mktemp("example_tokenizer")

@@ -63,7 +63,7 @@ def run_released(name: str, n_tokens: int, device: torch.device, repeats: int) -
 def ours_end_to_end(model: Any, ids: Sequence[int]) -> Maps:
     """Token ids to every measure of both orientations, by public calls."""
     trace = tlc.trace(model, ids, final_norm=True)
-    ujv, vju = tlc.depth_couplings(trace, k=max(released.KS), orientations=("ujv", "vju")).values()
+    ujv, vju = tlc.comparisons.depth_couplings(trace, k=max(released.KS), orientations=("ujv", "vju")).values()
     return {
         K: {
             "ujv_norm": ujv.spectral_miscoupling(K, p=2, absolute=True),

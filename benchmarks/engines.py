@@ -26,8 +26,8 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from benchmarks.timing import TEXT, environment
-from tl_coupling.executors import Executor
 from tl_coupling.models import EMBEDDED_MODEL
+from tl_coupling.surveys.executors import Executor
 
 ENGINES = ("here", "processes", "dask", "slurm")
 COSTS = ["seconds", "peak_memory"]
@@ -48,10 +48,10 @@ def engine(name: str, workers: int, jobs: Path) -> AbstractContextManager[Execut
     if name == "here":
         return nullcontext()
     if name == "processes":
-        return tlc.process_pool(workers)
+        return tlc.surveys.process_pool(workers)
     if name == "dask":
         return dask_client(workers)
-    return nullcontext(tlc.slurm_executor(jobs, cpus_per_task=1, array_parallelism=workers))
+    return nullcontext(tlc.surveys.slurm_executor(jobs, cpus_per_task=1, array_parallelism=workers))
 
 
 def measure(survey: tlc.Survey, engines: list[str], workers: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def main() -> int:
         if arguments.prompts is None:
             prompts: list[Any] = [f"{sentence}." for sentence in TEXT.split(". ")]
         else:
-            prompts = tlc.prompts_per_task(tlc.load_prompts(arguments.prompts, None), arguments.per_task)
+            prompts = tlc.prompts.prompts_per_task(tlc.load_prompts(arguments.prompts, None), arguments.per_task)
         given: dict[str, Any] = {"prompts_per_unit": arguments.prompts_per_unit, "device": "cpu"}
         survey = tlc.Survey([arguments.model], prompts, **given)
         found = measure(survey, arguments.engines, arguments.workers)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from tl_coupling.measurements import PAPER_PROMPT
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.models.embedded import embedded_folder
+from tl_coupling.surveys.measurements import PAPER_PROMPT
 
 TEXT = (
     "The harbour was quiet when the first boats came back. Gulls followed them in, loud and hungry, and the men on "

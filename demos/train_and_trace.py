@@ -43,11 +43,11 @@ from small_models import (
     read_documents,
     train,
 )
-from tl_coupling.checkpoints import checkpoint_sweep, local_checkpoints, pythia_steps
 from tl_coupling.files import output_folder, write_atomically
-from tl_coupling.measurements import Settings
 from tl_coupling.models import ModelError
 from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
+from tl_coupling.surveys.checkpoints import checkpoint_sweep, local_checkpoints, pythia_steps
+from tl_coupling.surveys.measurements import Settings
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def runs_here(config: TrainingConfig, arguments: argparse.Namespace) -> list[Run
     if arguments.jobs == 1 or len(work) == 1:
         return [one_run(*one) for one in work]
     # Threads that share the cores of others wait for each other at every operation: processes of one thread do not.
-    with tlc.process_pool(arguments.jobs) as pool:
+    with tlc.surveys.process_pool(arguments.jobs) as pool:
         return list(pool.map(one_run, *zip(*work, strict=True)))
 
 

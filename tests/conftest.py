@@ -20,11 +20,11 @@ _HUB = tempfile.TemporaryDirectory(prefix="tl_coupling_hub_")
 os.environ |= {"HF_HOME": _HUB.name, "HF_HUB_OFFLINE": "1"}
 
 import pytest  # noqa: E402
-import tiny  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import small_models  # noqa: E402
+import tiny  # noqa: E402
 import tl_coupling as tlc  # noqa: E402
 
 # Threads that wait for each other in operations of a microsecond cost far more than they save.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+
 from fake_hub import FakeHub, _etag, _Handler, commit_of
 
 

@@ -5,7 +5,10 @@ A fault belongs to one file of one revision and is used up by the requests it sp
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -157,3 +160,18 @@ class _Handler(BaseHTTPRequestHandler):
 def _etag(body: bytes) -> str:
     """As git names a file."""
     return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+
+
+def output_of(hub: FakeHub, tmp_path: Path, *code: str) -> list[str]:
+    """What a process prints that knows no hub but this one, and has nothing in its cache."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
+    environment |= {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "OMP_NUM_THREADS": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    ended = subprocess.run([sys.executable, "-c", *code], env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout.splitlines()

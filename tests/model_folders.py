@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 import transformers
 from torch import nn
+
+import tiny
 
 SMALL: dict[str, Any] = {
     "vocab_size": 100,

@@ -19,8 +19,10 @@ import tl_coupling as tlc
 from tl_coupling import comparisons, generalization, interactive, plots, report
 from tl_coupling.border import checked
 
+pytestmark = pytest.mark.on_4_only
+
 MADE = (tlc.CouplingMap, tlc.Prompt, tlc.Settings, tlc.Spectrum, tlc.Survey)
-ASKED = (tlc.CouplingMap, tlc.Influence, tlc.Linearisation, tlc.Spectrum)
+ASKED = (tlc.CouplingMap, tlc.influence.Influence, tlc.trajectories.Linearisation, tlc.Spectrum)
 # Functions of a table, which call its columns x and y.
 OF_COLUMNS = {"linear_fit", "exponential_fit", "rank_correlation", "subset_fits", "leave_one_out"}
 OF_COLUMNS |= {"partial_regression", "covariate_fits"}
@@ -70,7 +72,7 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         "prompts_per_task": {"prompts": [tlc.Prompt("a", "b")]},
         "show_layers_by_token": {"values": torch.ones(1, 1)},
         **{
-            f"plot_{name}": {"result": object.__new__(tlc.Generalization)}
+            f"plot_{name}": {"result": object.__new__(tlc.generalization.Generalization)}
             for name in ("generalization", "forest", "k_sweep")
         },
     }.get(function.__name__, {})
@@ -175,17 +177,17 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
             r"`S_1` must have shape \[… n\] with batch = \[3\] as in `A`, got \[5 2\]",
         ),
         (
-            lambda t: tlc.bootstrap(np.ones((3, 2)), np.ones(4)),
+            lambda t: tlc.generalization.bootstrap(np.ones((3, 2)), np.ones(4)),
             ValueError,
             r"`y` must have shape \[n_models\] with n_models = 3 as in `x`, got \[4\]",
         ),
         (
-            lambda t: tlc.bootstrap("xyz", [1.0]),
+            lambda t: tlc.generalization.bootstrap("xyz", [1.0]),
             TypeError,
             r"`x` must be a floating-point array \[n_models n_prompts\]",
         ),
         (
-            lambda t: tlc.norms([[1.0]]),
+            lambda t: tlc.trajectories.norms([[1.0]]),
             TypeError,
             r"`x` must be a floating-point torch tensor \[n_layers\+1 … d_model\], got a list",
         ),
@@ -225,7 +227,7 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
         (lambda t: tlc.Prompt("a", ""), ValueError, "the prompt is empty"),
         (lambda t: tlc.Prompt("", "a"), ValueError, "the id of a prompt is empty: wanted a name for 'a'"),
         (
-            lambda t: tlc.measure_prompts(nn.Linear(2, 2), "a", tlc.Settings()),
+            lambda t: tlc.surveys.measure_prompts(nn.Linear(2, 2), "a", tlc.Settings()),
             TypeError,
             "wanted a TransformerLens model",
         ),
@@ -241,7 +243,7 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
         ),
         (lambda t: tlc.depth_coupling(t, layers={0, 1}), TypeError, r"`layers` must be a list of .*, got \{0, 1\}"),
         (lambda t: tlc.plot_coupling(t), TypeError, r"`result` must be a CouplingMap, got Trace: .*depth_coupling"),
-        (lambda t: tlc.pythia_steps(first=None), TypeError, "`first` must be a whole number, got None"),
+        (lambda t: tlc.surveys.pythia_steps(first=None), TypeError, "`first` must be a whole number, got None"),
         (lambda t: tlc.svd(), TypeError, "^svd: missing a required argument: 'J'"),
     ],
 )
@@ -266,7 +268,7 @@ def test_scales_of_colours_are_finite(value: float, tiny_trace: tlc.Trace) -> No
             draw()
     for draw in (
         lambda: tlc.plot_coupling_matrices(result, vmax=value),
-        lambda: tlc.show_token_coupling(of_tokens, vmax=value),
+        lambda: tlc.interactive.show_token_coupling(of_tokens, vmax=value),
     ):
         with pytest.raises(ValueError, match=f"^`vmax` must be above 0 and finite, got {value}$"):
             draw()
@@ -281,7 +283,7 @@ def test_controls_are_different() -> None:
     data = xarray.Dataset({"mean_coupling": (("model", "prompt", "k"), coupling)}, {"model": list("abcde"), "k": [10]})
     scores = pandas.DataFrame({"model": list("abcde"), "score": [30, 35, 41, 43, 52], "z": [3, 1, 4, 1, 5]})
     with pytest.raises(ValueError, match=r"`controls` must be different columns, got \['z', 'z'\]"):
-        tlc.generalization_study(data, scores, controls=["z", "z"], n_resamples=10)
+        tlc.generalization.generalization_study(data, scores, controls=["z", "z"], n_resamples=10)
 
 
 # --- what is meant all the same
@@ -307,16 +309,16 @@ def test_numpy_arrays_are_tensors() -> None:
 
 def test_lists_of_numbers_are_arrays_where_arrays_are_wanted() -> None:
     x, y = [[1, 2], [3, 5], [4, 4], [7, 8]], [2, 3, 5, 9]
-    of_arrays = tlc.bootstrap(np.array(x, float), np.array(y, float), n_resamples=20)
+    of_arrays = tlc.generalization.bootstrap(np.array(x, float), np.array(y, float), n_resamples=20)
     for given in ((x, y), (torch.tensor(x), torch.tensor(y)), (x, pandas.Series(y))):
-        assert tlc.bootstrap(*given, n_resamples=20).slope == of_arrays.slope
+        assert tlc.generalization.bootstrap(*given, n_resamples=20).slope == of_arrays.slope
 
 
 def test_one_text_and_many_are_prompts(tiny_trace: tlc.Trace) -> None:
     settings = tlc.Settings(k=(2,), window=1)
-    data = tlc.measure_prompts(tiny_trace.model, ["w1 w2", "w3 w4"], settings)
+    data = tlc.surveys.measure_prompts(tiny_trace.model, ["w1 w2", "w3 w4"], settings)
     assert data["prompt"].values.tolist() == ["0", "1"]
-    named = tlc.measure_prompts(tiny_trace.model, [tlc.Prompt("one", "w3 w4")], settings)
+    named = tlc.surveys.measure_prompts(tiny_trace.model, [tlc.Prompt("one", "w3 w4")], settings)
     assert named["mean_coupling"].item() == data["mean_coupling"].sel(prompt="1").item()
 
 
@@ -366,9 +368,9 @@ def test_warnings_point_at_the_line_that_called(tmp_path: Path) -> None:
     still = torch.ones(3, 2, 4)
     for call in (
         lambda: tlc.line_shape_score(still),
-        lambda: tlc.effective_rank(torch.zeros(2)),
+        lambda: tlc.spectra.effective_rank(torch.zeros(2)),
         lambda: tlc.normalized_miscoupling(torch.zeros(2, 2)),
-        lambda: tlc.asymmetry(torch.zeros(2, 2)),
+        lambda: tlc.spectra.asymmetry(torch.zeros(2, 2)),
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import xarray
 
-from tl_coupling import units
 from tl_coupling.files import remove_left_overs, write_atomically
-from tl_coupling.units import Unit, check_plan, is_finished, load_unit, run_unit
+from tl_coupling.surveys import units
+from tl_coupling.surveys.units import Unit, check_plan, is_finished, load_unit, run_unit
+
+pytestmark = pytest.mark.on_3_only
 
 UNIT = Unit("unit-1", {"number": 1})
 DAY = 24 * 3600
@@ -38,7 +40,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_files import UNIT, result
-from tl_coupling.units import run_unit
+from tl_coupling.surveys.units import run_unit
 
 folder = Path(sys.argv[1])
 

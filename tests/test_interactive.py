@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import browser
 import pytest
 import torch
 from circuitsvis.utils.render import RenderedHTML
 from torch import Tensor
 
+import browser
 import tl_coupling as tlc
 from tl_coupling.interactive import (
     circuitsvis_script,

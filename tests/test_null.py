@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import gammaln
-from test_coupling import haar
 
 import tl_coupling as tlc
+from test_coupling import haar
 
 # Small enough that what the closed forms say differs much from "1".
 

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+import tiny
 import tl_coupling as tlc
 
 

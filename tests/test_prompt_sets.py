@@ -13,10 +13,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from fake_datasets_hub import FakeDatasetsHub, write_dataset
-from test_fake_hub import output_of
 
+from fake_datasets_hub import FakeDatasetsHub, write_dataset
+from fake_hub import output_of
 from tl_coupling.prompts import Prompt, load_prompts, open_llm_leaderboard_prompts, read_prompts
+
+pytestmark = pytest.mark.on_3_only
 
 N_ROWS = 30
 PROSE = (

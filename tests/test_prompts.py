@@ -10,7 +10,7 @@ import tl_coupling as tlc
 def test_ids_tasks_and_blank_lines(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"id": 7, "task": "arc", "prompt": "é\\n?"}\n\n{"prompt": "b", "more": 1}\n', encoding="utf-8")
-    assert tlc.read_prompts(file) == [tlc.Prompt("7", "é\n?", "arc"), tlc.Prompt("3", "b", None)]
+    assert tlc.prompts.read_prompts(file) == [tlc.Prompt("7", "é\n?", "arc"), tlc.Prompt("3", "b", None)]
 
 
 @pytest.mark.parametrize(
@@ -29,30 +29,30 @@ def test_a_line_that_is_not_a_prompt_is_named(tmp_path: Path, line: bytes, messa
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"id": "1", "prompt": "fine"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=message):
-        tlc.read_prompts(file)
+        tlc.prompts.read_prompts(file)
 
 
 def test_a_file_without_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="no prompts"):
-        tlc.read_prompts(tmp_path / "p.jsonl")
+        tlc.prompts.read_prompts(tmp_path / "p.jsonl")
 
 
 def test_lines_end_where_a_file_says_and_a_mark_at_its_beginning_is_no_text(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('\ufeff{"prompt": "one\u2028two\x85three"}\r\n{"prompt": "four"}\n', encoding="utf-8")
-    assert [prompt.prompt for prompt in tlc.read_prompts(path)] == ["one\u2028two\x85three", "four"]
+    assert [prompt.prompt for prompt in tlc.prompts.read_prompts(path)] == ["one\u2028two\x85three", "four"]
 
 
 def test_a_task_is_text(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one", "task": ["sums"]}')
     with pytest.raises(ValueError, match=r"line 1: wanted a \"task\" that is text, or none, got \['sums'\]"):
-        tlc.read_prompts(path)
+        tlc.prompts.read_prompts(path)
 
 
 def test_prompts_per_task_of_what_can_be_walked_through_once(as_a_user):
     prompts = [tlc.Prompt("0", "a", "x"), tlc.Prompt("0", "b", "y"), tlc.Prompt("1", "c", "x")]
-    drawn = tlc.prompts_per_task(prompts, 1)
-    assert tlc.prompts_per_task(iter(prompts), 1) == drawn
+    drawn = tlc.prompts.prompts_per_task(prompts, 1)
+    assert tlc.prompts.prompts_per_task(iter(prompts), 1) == drawn
     assert sorted(prompt.task for prompt in drawn) == ["x", "y"]

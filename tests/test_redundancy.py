@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import xarray
 from scipy import stats
 from torch import nn
 
+import tiny
 import tl_coupling as tlc
 from tl_coupling.redundancy import CHANGES, layer_redundancy, redundancy_correlations
 

@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+
+import tl_coupling as tlc
+from tl_coupling.jacobians import jacobian_and_path
 from zoo import measure, page, run
 from zoo.measure import Finding
 from zoo.models import buildable
 from zoo.registry import NOT_BUILT
-
-import tl_coupling as tlc
-from tl_coupling.jacobians import jacobian_and_path
 
 
 def refusal(call) -> Exception:

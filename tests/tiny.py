@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
+
 from zoo import models
 from zoo.configs import D_MODEL as D_MODEL
 from zoo.configs import DECODERS, VOCAB, at_depth

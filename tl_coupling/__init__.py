@@ -1,89 +1,69 @@
-"""Transformer block coupling and residual-stream trajectories for TransformerLens models."""
+"""Transformer block coupling and residual-stream trajectories for TransformerLens models.
+
+What most analyses need is here; the rest is in the rooms, such as `tlc.plots` or `tlc.generalization`.
+Everything is imported when it is first used.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tl_coupling.blocks import BlockFunction, Trace, trace
-from tl_coupling.checkpoints import checkpoint_sweep, local_checkpoints, pythia_steps
-from tl_coupling.comparisons import CouplingMap, context_coupling, depth_coupling, depth_couplings, self_coupling
-from tl_coupling.coupling import (
-    captured_energy,
-    coupling_matrix,
-    miscoupling,
-    normalized_miscoupling,
-    random_subspace_null,
-    spectral_miscoupling,
-)
-from tl_coupling.executors import process_pool, slurm_executor
-from tl_coupling.generalization import (
-    Generalization,
-    bootstrap,
-    coupling_table,
-    generalization_study,
-    leave_one_out,
-    paper_table1,
-    partial_regression,
-    read_scores,
-    task_means,
-)
-from tl_coupling.influence import Influence, cross_token_influence
-from tl_coupling.jacobians import block_jacobian, block_jacobians, block_jvp, block_vjp
-from tl_coupling.measurements import Settings, measure_prompts
-from tl_coupling.models import ModelError, load_model
-from tl_coupling.portraits import Portrait, portrait
-from tl_coupling.prompts import Prompt, load_prompts, open_llm_leaderboard_prompts, prompts_per_task, read_prompts
-from tl_coupling.redundancy import layer_redundancy, redundancy_correlations
-from tl_coupling.spectra import (
-    InverseSingularValueFit,
-    Spectrum,
-    asymmetry,
-    effective_rank,
-    inverse_singular_value_fit,
-    non_normality,
-    participation_ratio,
-    singular_values,
-    svd,
-)
-from tl_coupling.survey import Survey, open_survey, run
-from tl_coupling.trajectories import (
-    Linearisation,
-    Perturbation,
-    TrajectoryPCA,
-    entropy_by_depth,
-    equidistance,
-    expodistance,
-    line_shape_score,
-    line_shape_score_by_depth,
-    linearisation,
-    logit_lens_entropy,
-    norms,
-    perturbation,
-    step_lengths,
-    trajectory_pca,
-)
-
 if TYPE_CHECKING:
-    from tl_coupling.interactive import *  # noqa: F403
-    from tl_coupling.plots import *  # noqa: F403
-    from tl_coupling.report import *  # noqa: F403
+    from tl_coupling.blocks import Trace, trace
+    from tl_coupling.comparisons import CouplingMap, context_coupling, depth_coupling, self_coupling
+    from tl_coupling.coupling import (
+        captured_energy,
+        coupling_matrix,
+        miscoupling,
+        normalized_miscoupling,
+        random_subspace_null,
+        spectral_miscoupling,
+    )
+    from tl_coupling.influence import cross_token_influence
+    from tl_coupling.jacobians import block_jacobian, block_jacobians, block_jvp, block_vjp
+    from tl_coupling.models import ModelError, load_model
+    from tl_coupling.plots import plot_adjacency, plot_coupling, plot_coupling_matrices, plot_trajectories
+    from tl_coupling.portraits import portrait
+    from tl_coupling.prompts import Prompt, load_prompts
+    from tl_coupling.report import write_report
+    from tl_coupling.spectra import Spectrum, svd
+    from tl_coupling.surveys import Settings, Survey, checkpoint_sweep, open_survey, run
+    from tl_coupling.trajectories import equidistance, expodistance, line_shape_score, step_lengths
 
 __version__ = "0.1.0"
 
-# Loaded when something is drawn (matplotlib, networkx, circuitsvis) or by `dir`; rooms by how their names begin.
-_DRAWN = {
-    "plot_": "tl_coupling.plots",
-    "show_": "tl_coupling.interactive",
-    "html_report": "tl_coupling.report",
-    "write_report": "tl_coupling.report",
+_ROOM_OF = {
+    name: room
+    for room, names in {
+        "models": "ModelError load_model",
+        "prompts": "Prompt load_prompts",
+        "blocks": "Trace trace",
+        "jacobians": "block_jacobian block_jacobians block_jvp block_vjp",
+        "spectra": "Spectrum svd",
+        "coupling": "captured_energy coupling_matrix miscoupling normalized_miscoupling random_subspace_null "
+        "spectral_miscoupling",
+        "comparisons": "CouplingMap context_coupling depth_coupling self_coupling",
+        "influence": "cross_token_influence",
+        "trajectories": "equidistance expodistance line_shape_score step_lengths",
+        "portraits": "portrait",
+        "surveys": "Settings Survey checkpoint_sweep open_survey run",
+        "redundancy": "",
+        "generalization": "",
+        "plots": "plot_adjacency plot_coupling plot_coupling_matrices plot_trajectories",
+        "interactive": "",
+        "report": "write_report",
+    }.items()
+    for name in [*names.split(), room]
 }
+__all__ = sorted(name for name, room in _ROOM_OF.items() if name != room)
 
 
 def __getattr__(name: str) -> Any:
-    for beginning, room in _DRAWN.items():
-        if name.startswith(beginning):
-            return getattr(importlib.import_module(room), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = _ROOM_OF.get(name)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{room}")
+    return module if name == room else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *(name for room in _DRAWN.values() for name in importlib.import_module(room).__all__)})
+    return sorted(_ROOM_OF)

@@ -114,7 +114,7 @@ def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: Seed = 0) -> list[
 
     Example:
         >>> prompts = [tlc.Prompt(f"{task}-{i}", "1 + 1 =", task) for task in ("sums", "riddles") for i in range(9)]
-        >>> [prompt.task for prompt in tlc.prompts_per_task(prompts, n=2)]
+        >>> [prompt.task for prompt in tlc.prompts.prompts_per_task(prompts, n=2)]
         ['sums', 'sums', 'riddles', 'riddles']
     """
     prompts = list(prompts)

@@ -15,8 +15,8 @@ from tl_coupling.blocks.merging import differ_in, mean_weights
 from tl_coupling.border import Count, Seed, checked, warn_caller
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.coupling import Orientation, random_subspace_null
-from tl_coupling.measurements import Settings, as_prompts, loss
 from tl_coupling.prompts import Prompt
+from tl_coupling.surveys.measurements import Settings, as_prompts, loss
 from tl_coupling.trajectories.shapes import direction_cosine
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+import tiny
 import tl_coupling as tlc
 from tl_coupling.jacobians import jacobian_and_path
 from zoo.models import AUDIO, HOOKED, NATIVE, PRETRAIN, SEQ2SEQ, VISION, bridge, hooked_transformer, original_model

@@ -64,7 +64,8 @@ MEASURED_AS: dict[str, str] = {
 
 def names_of_this_line() -> list[str]:
     """Every architecture of the installed TransformerLens, and HookedTransformer's kinds where it still has one."""
-    from tiny import HAS_HOOKED_TRANSFORMER
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+
+    from tiny import HAS_HOOKED_TRANSFORMER
 
     return [*sorted(SUPPORTED_ARCHITECTURES, key=str.lower), *(HOOKED if HAS_HOOKED_TRANSFORMER else ())]

@@ -64,8 +64,8 @@ def checkpoints(
     out: Out = Path("out"),
 ) -> None:
     """See `_CHECKPOINTS_HELP`."""
-    from tl_coupling.checkpoints import checkpoint_sweep
-    from tl_coupling.measurements import Settings
+    from tl_coupling.surveys.checkpoints import checkpoint_sweep
+    from tl_coupling.surveys.measurements import Settings
 
     chosen = chosen_prompts(prompt, prompts)
     settings = Settings(

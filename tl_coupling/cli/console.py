@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tl_coupling import units
 from tl_coupling.files import output_folder
-from tl_coupling.units import Unit
+from tl_coupling.surveys import units
+from tl_coupling.surveys.units import Unit
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from tl_coupling.measurements import PAPER_PROMPT
 from tl_coupling.models import named_device
 from tl_coupling.prompts import Prompt, read_prompts
+from tl_coupling.surveys.measurements import PAPER_PROMPT
 
 Model = Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")]
 Ks = Annotated[list[int] | None, typer.Option("--k", help="Top singular vectors; may be repeated. [10, 30, 50]")]

@@ -23,9 +23,9 @@ from tl_coupling.cli.options import (
 )
 from tl_coupling.cli.results import show
 from tl_coupling.cli.runs import Run, measured_runs
-from tl_coupling.measurements import PAPER_PROMPT
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.portraits import Portrait, portrait
+from tl_coupling.surveys.measurements import PAPER_PROMPT
 
 _REPORT_HELP = """One self-contained HTML page on a model and a prompt.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-    from tl_coupling.executors import Executor
+    from tl_coupling.surveys.executors import Executor
 
 _SURVEY_HELP = """Many models on many prompts: coupling, singular values, shapes of trajectories, loss; means by task.
 
@@ -84,8 +84,8 @@ def survey(
 ) -> None:
     """See `_SURVEY_HELP`."""
     from tl_coupling.generalization import task_means
-    from tl_coupling.measurements import Settings
-    from tl_coupling.survey import UNITS, Survey, run
+    from tl_coupling.surveys.measurements import Settings
+    from tl_coupling.surveys.survey import UNITS, Survey, run
 
     asked = Survey(
         models=_named(model),
@@ -142,7 +142,7 @@ def _chosen(prompts: str, n: int | None, per_task: int | None, seed: int) -> lis
 
 
 def _executor(workers: int | None, slurm: str | None, jobs: Path) -> "AbstractContextManager[Executor | None]":
-    from tl_coupling.executors import process_pool, slurm_executor
+    from tl_coupling.surveys.executors import process_pool, slurm_executor
 
     if workers is not None and slurm is not None:
         raise ValueError("give --workers or --slurm, not both")

@@ -30,8 +30,8 @@ from tl_coupling.cli.results import show, with_suffix, write_pictures, write_sum
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap, context_coupling, neighbours, self_coupling
 from tl_coupling.influence import INFLUENCE_MEASURES, Influence, cross_token_influence
-from tl_coupling.measurements import PAPER_PROMPT
 from tl_coupling.models import EMBEDDED_MODEL
+from tl_coupling.surveys.measurements import PAPER_PROMPT
 
 _TOKENS_HELP = """Coupling across tokens: one pair of layers, every pair of tokens.
 

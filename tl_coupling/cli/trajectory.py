@@ -32,9 +32,9 @@ from tl_coupling.cli.results import show, with_suffix, write_pictures, write_sum
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap, depth_coupling
 from tl_coupling.files import write_atomically
-from tl_coupling.measurements import PAPER_PROMPT
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.spectra import inverse_singular_value_fit
+from tl_coupling.surveys.measurements import PAPER_PROMPT
 from tl_coupling.trajectories import (
     Linearisation,
     Perturbation,

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Float
 
 from tl_coupling.border import AnyPath, checked
-from tl_coupling.checkpoints import step_order
 from tl_coupling.coupling import Measure
+from tl_coupling.surveys.checkpoints import step_order
 
 if TYPE_CHECKING:
     import pandas
@@ -203,7 +203,7 @@ def measured(
 
 def at_one_checkpoint(rows: "pandas.DataFrame", checkpoint: int | str | None) -> "pandas.DataFrame":
     """The rows of a checkpoint; by default each model's last, untrained twins aside."""
-    from tl_coupling.survey import UNTRAINED
+    from tl_coupling.surveys.survey import UNTRAINED
 
     if checkpoint is None:
         rows = rows[rows["checkpoint"] != UNTRAINED]

@@ -59,7 +59,7 @@ def plot_emergence(
         ValueError: no sweep, a k or measure that a sweep does not hold, checkpoints that are not steps.
 
     Example:
-        >>> from tl_coupling.measurements import Settings, as_prompts, measure_prompts
+        >>> from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
         >>> prompts = as_prompts(["w1 w2 w3", "w4 w5 w6"])
         >>> data = measure_prompts(model, prompts, Settings(k=(4,), n_singular_values=4))
         >>> fig = tlc.plots.sweeps.plot_emergence(data.expand_dims(checkpoint=[0]))
@@ -123,7 +123,7 @@ def plot_coupling_strip(
         ValueError: a checkpoint, k or measure that the sweep does not hold, checkpoints that are not steps.
 
     Example:
-        >>> from tl_coupling.measurements import Settings, as_prompts, measure_prompts
+        >>> from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
         >>> data = measure_prompts(model, as_prompts("w1 w2 w3"), Settings(k=(4,), n_singular_values=4))
         >>> fig = tlc.plots.sweeps.plot_coupling_strip(data.expand_dims(checkpoint=[0]))
     """
@@ -175,7 +175,7 @@ def plot_shapes(
         ValueError: a checkpoint that the sweep does not hold, checkpoints that are not steps.
 
     Example:
-        >>> from tl_coupling.measurements import Settings, as_prompts, measure_prompts
+        >>> from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
         >>> data = measure_prompts(model, as_prompts("w1 w2 w3"), Settings(k=(4,), n_singular_values=4))
         >>> fig = tlc.plots.sweeps.plot_shapes(data.expand_dims(checkpoint=[0]))
 

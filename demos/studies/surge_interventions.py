@@ -1,0 +1,158 @@
+"""Training with one cause taken away: what the blocks of a small Pythia learn when their feedback is tampered with.
+
+In a residual network every block gets nearly the same loss gradient, and reads nearly the same stream. Is that why
+their Jacobians become alike? Here the gradient is turned by an orthogonal matrix before it enters a block, so that its
+size and spectrum stay and only its direction changes: by another one for each block, or by the same one for all. And
+blocks learn alone, each in a run of its own, so that they cannot adapt to each other.
+"""
+
+import tempfile
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import tl_coupling as tlc
+from small_models import Corpus, TrainingConfig, batches, learn, new_model
+from surge_probes import mean_cosine, mean_coupling, random_rotations
+from tl_coupling.surveys.measurements import loss
+
+if TYPE_CHECKING:
+    import xarray
+
+INTERVENTIONS = {
+    "own coordinates": "each block writes in axes of its own: true gradients",
+    "own feedback": "each block's gradient is turned, each by its own rotation",
+    "one wrong feedback": "each block's gradient is turned, all by the same rotation",
+    "blocks only": "all but the blocks is frozen",
+    "blocks alone": "all but one block is frozen; blocks of different runs are compared",
+}
+
+
+class _TurnedFeedback(torch.autograd.Function):
+    """The identity, whose gradient is turned: `g ↦ g Q`."""
+
+    @staticmethod
+    def forward(ctx: Any, written: Tensor, Q: Tensor) -> Tensor:
+        ctx.save_for_backward(Q)
+        return written.view_as(written)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.saved_tensors[0], None
+
+
+def turn_feedback(model: Any, rotations: Float[Tensor, "n_layers d d"]) -> None:
+    """From now on block l learns from `g Q_l` instead of the gradient g; what the model computes stays."""
+    for block, Q in zip(model.gpt_neox.layers, rotations, strict=True):
+        block.register_forward_hook(
+            lambda _, args, output, Q=Q: args[0] + _TurnedFeedback.apply(output - args[0], Q), prepend=True
+        )
+
+
+def turn_output(model: Any, rotations: Float[Tensor, "n_layers d d"]) -> None:
+    """From now on block l writes `f_l(x) Q_l` instead of `f_l(x)`, and learns from its true gradient."""
+    for block, Q in zip(model.gpt_neox.layers, rotations, strict=True):
+        block.register_forward_hook(lambda _, args, output, Q=Q: args[0] + (output - args[0]) @ Q, prepend=True)
+
+
+def fold_output(model: Any, rotations: Float[Tensor, "n_layers d d"]) -> nn.Module:
+    """A plain model with the weights that write turned: what a model with `turn_output` computes, without hooks."""
+    from transformers import GPTNeoXForCausalLM
+
+    plain = GPTNeoXForCausalLM(model.config)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for block, Q in zip(plain.gpt_neox.layers, rotations, strict=True):
+            for writing in (block.attention.dense, block.mlp.dense_4h_to_h):
+                writing.weight.copy_(Q.mT @ writing.weight)
+                writing.bias.copy_(writing.bias @ Q)
+    return plain
+
+
+def freeze_all_but(model: Any, layers: Collection[int]) -> None:
+    """From now on only these blocks learn: not the others, the embeddings or the final norm."""
+    model.requires_grad_(False)
+    for layer in layers:
+        model.gpt_neox.layers[layer].requires_grad_(True)
+
+
+def jacobians(model: Any, corpus: Corpus, prompts: tuple[str, ...]) -> tuple[Tensor, list[float]]:
+    """Of every block at the last token of each prompt, `[n_prompts n_layers d d]` in float64; and the losses."""
+    # Saved and loaded: the library measures TransformerLens models, which share nothing with this one's hooks.
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        corpus.tokenizer.save_pretrained(folder)
+        measured = tlc.load_model(folder, device="cpu")
+    traces = [tlc.trace(measured, prompt) for prompt in prompts]
+    return torch.stack([tlc.block_jacobians(one) for one in traces]).double(), [loss(one) for one in traces]
+
+
+def intervene(
+    name: str, config: TrainingConfig, corpus: Corpus, prompts: tuple[str, ...], steps: tuple[int, ...], k: int
+) -> "xarray.Dataset":
+    """Coupling, cosine of J between layers, and loss under one of `INTERVENTIONS`, `[checkpoint prompt]`.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in INTERVENTIONS:
+        raise ValueError(f"`name` must be one of {', '.join(INTERVENTIONS)}, got {name!r}")
+    config = replace(config, steps=max(steps))
+    if name == "blocks alone":
+        alone = [_stages(name, config, corpus, prompts, steps, only=layer) for layer in range(config.n_layers)]
+        stages = [
+            (torch.stack([J[:, layer] for layer, (J, _) in enumerate(runs)], 1), _means([found for _, found in runs]))
+            for runs in zip(*alone, strict=True)
+        ]
+    else:
+        stages = _stages(name, config, corpus, prompts, steps)
+    return _dataset(stages, steps, k)
+
+
+def _stages(
+    name: str,
+    config: TrainingConfig,
+    corpus: Corpus,
+    prompts: tuple[str, ...],
+    steps: tuple[int, ...],
+    only: int | None = None,
+) -> list[tuple[Tensor, list[float]]]:
+    """Jacobians and losses at each step of one training run."""
+    model: Any = new_model(config)
+    generator = torch.Generator().manual_seed(config.seed)
+    n = 1 if name == "one wrong feedback" else config.n_layers
+    rotations = random_rotations(n, config.width, generator).float().expand(config.n_layers, -1, -1)
+    if name in ("own feedback", "one wrong feedback"):
+        turn_feedback(model, rotations)
+    if name == "own coordinates":
+        turn_output(model, rotations)
+    if name in ("blocks only", "blocks alone"):
+        freeze_all_but(model, range(config.n_layers) if only is None else [only])
+    found = []
+    for step, _ in learn(model, config, batches(config, corpus.tokens)):
+        if step in steps:
+            plain = fold_output(model, rotations) if name == "own coordinates" else model
+            found.append(jacobians(plain, corpus, prompts))
+    return found
+
+
+def _means(losses: list[list[float]]) -> list[float]:
+    return torch.tensor(losses).mean(0).tolist()
+
+
+def _dataset(stages: list[tuple[Tensor, list[float]]], steps: tuple[int, ...], k: int) -> "xarray.Dataset":
+    import xarray
+
+    dims = ("checkpoint", "prompt")
+    return xarray.Dataset(
+        {
+            "coupling": (dims, [[mean_coupling(J, k) for J in found] for found, _ in stages]),
+            "cosine_of_jacobians": (dims, [[mean_cosine(J) for J in found] for found, _ in stages]),
+            "loss": (dims, [losses for _, losses in stages]),
+        },
+        {"checkpoint": list(steps)},
+    )

@@ -1,0 +1,112 @@
+"""What the Jacobians of a model's blocks have in common, read off the matrices alone.
+
+Throughout, `J` is `[n_layers d d]`: `J_l = ∂f_l/∂x` of each block at one token, rows index outputs. Everything is
+dimensionless. `early_surge.py` asks with these which explanation of a rise in coupling holds.
+"""
+
+from itertools import combinations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+import tl_coupling as tlc
+
+
+def mean_coupling(J: Float[Tensor, "n_layers d d"], k: int) -> float:
+    """Mean of `1 − ‖A − Diag(A)‖_F / ‖A‖_F` over ordered pairs of different layers, `A = U_{b,k}ᵀ J_a V_{b,k}`.
+
+    What `depth_coupling(…).mean(k)` is for a trace, of matrices that no model need have.
+    """
+    if len(J) < 2:
+        raise ValueError(f"coupling wants the Jacobians of at least 2 layers, got {len(J)}")
+    spectrum = tlc.svd(J, k)
+    A = torch.stack([tlc.coupling_matrix(J, tlc.Spectrum(*one), k) for one in _each(spectrum)], dim=1)
+    different = ~torch.eye(len(J), dtype=torch.bool)
+    return float((1 - tlc.normalized_miscoupling(A))[different].mean())
+
+
+def mean_cosine(X: Float[Tensor, "n ..."]) -> float:
+    """Mean over pairs of `⟨X_a, X_b⟩ / (‖X_a‖ ‖X_b‖)`, in [-1/(n−1), 1]; about 0 for independent ones."""
+    unit = torch.nn.functional.normalize(X.flatten(1), dim=1)
+    n = len(unit)
+    return float((unit.sum(0).square().sum() - n) / (n * (n - 1)))
+
+
+def sigma_1_share(S: Float[Tensor, "n_layers d"]) -> float:
+    """Mean over layers of `σ_1² / Σ σ_i²`, in [1/d, 1]: how much of J one pair of directions is."""
+    return float((S[:, 0].square() / S.square().sum(1)).mean())
+
+
+def without_own_top(J: Float[Tensor, "n_layers d d"]) -> Float[Tensor, "n_layers d d"]:
+    """`J_l − σ_1 u_1 v_1ᵀ`: each layer without its own leading pair of directions."""
+    top = tlc.svd(J, 1)
+    return J - top.U * top.S[..., None, :] @ top.Vh
+
+
+def without_shared_directions(J: Float[Tensor, "n_layers d d"], r: int) -> Float[Tensor, "n_layers d d"]:
+    """`(1 − PPᵀ) J_l (1 − QQᵀ)`: J without the r left and r right directions that all layers share most.
+
+    P holds the leading eigenvectors of `Σ_l J_l J_lᵀ / ‖J_l‖²`, Q those of `Σ_l J_lᵀ J_l / ‖J_l‖²`.
+    """
+    unit = J / torch.linalg.matrix_norm(J, keepdim=True)
+    # eigh orders upwards.
+    P = torch.linalg.eigh((unit @ unit.mT).sum(0))[1][:, -r:]
+    Q = torch.linalg.eigh((unit.mT @ unit).sum(0))[1][:, -r:]
+    J = J - P @ (P.mT @ J)
+    return J - (J @ Q) @ Q.mT
+
+
+def coupling_without_shared_map(J: Float[Tensor, "n_layers d d"], k: int) -> float:
+    """Mean coupling of what each pair of layers has beside the map that the others share.
+
+    For layers a and b, coupling is that of `J_a − ⟨J_a, M⟩ M` and `J_b − ⟨J_b, M'⟩ M'`, where M and M' are the unit
+    vectors along `Σ_c J_c / ‖J_c‖` over two disjoint halves of the other layers. Of one M for both, what is particular
+    to the others would be subtracted from both, and couple them: one planted map in noise would not reach the null.
+    """
+    if len(J) < 4:
+        raise ValueError(f"two disjoint sets of other layers want at least 4 layers, got {len(J)}")
+    unit = J / torch.linalg.matrix_norm(J, keepdim=True)
+    found = []
+    for pair in combinations(range(len(J)), 2):
+        others = [c for c in range(len(J)) if c not in pair]
+        M = torch.stack([unit[others[half::2]].sum(0) for half in (0, 1)])
+        M = M / torch.linalg.matrix_norm(M, keepdim=True)
+        along = (J[list(pair)] * M).sum((-2, -1), keepdim=True)
+        found.append(mean_coupling(J[list(pair)] - along * M, k))
+    return sum(found) / len(found)
+
+
+def with_random_vectors(J: Float[Tensor, "n_layers d d"], generator: torch.Generator) -> Float[Tensor, "n_layers d d"]:
+    """`Q_l diag(S_l) R_lᵀ`: the singular values of each layer between independent Haar-random bases."""
+    Q, R = (random_rotations(len(J), J.shape[-1], generator).to(J.dtype) for _ in range(2))
+    return Q @ torch.diag_embed(tlc.spectra.singular_values(J)) @ R.mT
+
+
+def random_rotations(n: int, d: int, generator: torch.Generator) -> Float[Tensor, "n d d"]:
+    """Independent orthogonal matrices, uniform over all of them, in float64 (Mezzadri 2007)."""
+    Q, R = torch.linalg.qr(torch.randn(n, d, d, generator=generator, dtype=torch.float64))
+    # LAPACK's signs are a convention; those of R's diagonal make Q uniform.
+    return Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
+
+
+def leading_directions(X: Float[Tensor, "n d"], m: int) -> Float[Tensor, "d m"]:
+    """The m leading eigenvectors of `XᵀX`: the principal directions of rows that are not centred here."""
+    return torch.linalg.eigh(X.mT @ X)[1][:, -m:]
+
+
+def mean_overlap(bases: Float[Tensor, "n_layers d m"], vectors: Float[Tensor, "n_layers d k"]) -> float:
+    """Mean over layers of `‖Bᵀ V‖_F² / k`, in [0, 1]: how much of k orthonormal vectors lies in m others.
+
+    Random subspaces have m/d.
+    """
+    return float((bases.mT @ vectors).square().sum((-2, -1)).mean() / vectors.shape[-1])
+
+
+def frequency_direction(unembedding: Float[Tensor, "n_vocab d"], frequencies: Float[Tensor, " n_vocab"]) -> Tensor:
+    """`W_Uᵀ (p − 1/n)`: where the stream must go to raise frequent tokens over the average one, `[d]`."""
+    return frequencies @ unembedding - unembedding.mean(0)
+
+
+def _each(spectrum: tlc.Spectrum) -> list[tuple[Tensor, Tensor, Tensor]]:
+    return list(zip(spectrum.U, spectrum.S, spectrum.Vh, strict=True))

@@ -1,0 +1,349 @@
+"""A block that is not the function that was traced, or has no derivative, is refused; failures are told apart."""
+
+import dataclasses
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.blocks import BlockError, DerivativeError, StepError
+from tl_coupling.blocks.differentiation import is_out_of_memory, over_seeds
+from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
+
+LAST = 7
+
+
+@pytest.fixture
+def model(tokenizer_folder: Path) -> nn.Module:
+    return tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+
+
+def measurements(trace: tlc.Trace) -> list:
+    v = torch.ones(tiny.D_MODEL)
+    return [
+        lambda: tlc.block_jacobian(trace, 1),
+        lambda: tlc.block_jacobian(trace, 1, input_position=2, output_position=5),
+        lambda: tlc.block_jacobians(trace),
+        lambda: tlc.block_vjp(trace, 1, v),
+        lambda: tlc.block_jvp(trace, 1, v),
+        lambda: tlc.depth_coupling(trace, k=4),
+        lambda: tlc.self_coupling(trace, layer=1, other_layer=0, k=4),
+        lambda: tlc.context_coupling(trace, 1, 0, fixed="output", position=-1, k=4),
+        lambda: tlc.cross_token_influence(trace),
+        lambda: tlc.trajectories.linearisation(trace),
+    ]
+
+
+def doubled(z, hook=None):
+    return 2 * z
+
+
+# The step
+
+
+def assert_all_refuse(trace: tlc.Trace) -> None:
+    for measure in measurements(trace):
+        with pytest.raises(StepError, match=r"block 1 .*differs by \d+ %.*hooks changed") as refused:
+            measure()
+        assert "\n" not in str(refused.value)
+
+
+def test_traced_inside_hooks_and_measured_outside(model: nn.Module) -> None:
+    with model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", doubled)]):
+        trace = tlc.trace(model, tiny.TOKENS)
+        inside = tlc.block_jacobian(trace, 1)
+    assert_all_refuse(tlc.Trace(**{**vars(trace), "blocks": tuple(_anew(f) for f in trace.blocks)}))
+    assert not torch.allclose(inside, tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1), rtol=0.1)
+
+
+def _anew(f):
+    """The block function as before anything was measured of it."""
+    return dataclasses.replace(f)
+
+
+def test_measured_once_inside_hooks_and_again_outside(model: nn.Module) -> None:
+    """What was found right inside is not believed outside."""
+    with model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", doubled)]):
+        trace = tlc.trace(model, tiny.TOKENS)
+        tlc.block_jacobian(trace, 1)
+    with pytest.raises(StepError, match="block 1 gave another value"):
+        tlc.block_jacobian(trace, 1)
+
+
+def test_traced_outside_hooks_and_measured_inside(model: nn.Module) -> None:
+    trace = tlc.trace(model, tiny.TOKENS)
+    with model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", doubled)]):
+        assert_all_refuse(trace)
+    tlc.block_jacobian(trace, 1)
+
+
+def test_hooks_that_stay_are_part_of_the_function_and_of_the_provenance(model: nn.Module) -> None:
+    hf_model = tiny.huggingface_model("llama")
+    tiny.layers_of(hf_model)[1].mlp.register_forward_hook(lambda _, __, out: 2 * out)
+    expected = tiny.oracle_jacobian(hf_model, tiny.TOKENS, 1, LAST, LAST)
+    model.add_hook("blocks.1.hook_mlp_out", doubled)
+    trace = tlc.trace(model, tiny.TOKENS)
+    torch.testing.assert_close(tlc.block_jacobian(trace, 1), expected, rtol=1e-5, atol=1e-5)
+    assert [name for name in trace.provenance["hooks"] if name.startswith("blocks.1.")]
+    assert not [name for name in trace.provenance["hooks"] if name.startswith("blocks.0.")]
+    model.reset_hooks()
+    assert tlc.trace(model, tiny.TOKENS).provenance["hooks"] == []
+
+
+def test_a_plain_pytorch_hook_is_named_too(model: nn.Module) -> None:
+    handle = model.blocks[0].register_forward_hook(lambda *_: None)
+    assert tlc.trace(model, tiny.TOKENS).provenance["hooks"] == ["blocks.0"]
+    handle.remove()
+
+
+def test_weights_that_changed(model: nn.Module) -> None:
+    trace = tlc.trace(model, tiny.TOKENS)
+    with torch.no_grad():
+        for p in model.blocks[1].mlp.parameters():
+            p.mul_(1.5)
+    assert_all_refuse(trace)
+    assert torch.isfinite(tlc.block_jacobian(trace, 0)).all()
+
+
+def test_weights_that_changed_after_a_first_measurement(model: nn.Module) -> None:
+    trace = tlc.trace(model, tiny.TOKENS)
+    tlc.block_jacobian(trace, 1)
+    with torch.no_grad():
+        for p in model.blocks[1].mlp.parameters():
+            p.mul_(1.5)
+    with pytest.raises(StepError, match="block 1"):
+        tlc.block_jacobian(trace, 1)
+
+
+def test_weights_of_the_final_norm_that_changed(model: nn.Module) -> None:
+    trace = tlc.trace(model, tiny.TOKENS, final_norm=True)
+    with torch.no_grad():
+        model.ln_final.weight.mul_(3)
+    with pytest.raises(StepError, match="block 1"):
+        tlc.block_jacobian(trace, 1)
+
+
+def test_a_block_that_draws_random_numbers(model: nn.Module) -> None:
+    model.add_hook("blocks.1.hook_mlp_out", lambda z, hook: z + 0.1 * torch.randn_like(z))
+    with pytest.raises(StepError, match="random numbers"):
+        tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
+
+
+def test_a_block_that_counts_its_calls(model: nn.Module) -> None:
+    calls = iter(range(1, 1000))
+    model.add_hook("blocks.1.hook_mlp_out", lambda z, hook: z * next(calls))
+    with pytest.raises(StepError, match="state"):
+        tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
+
+
+def test_a_change_of_one_tenth_of_a_percent_is_noticed(model: nn.Module) -> None:
+    trace = tlc.trace(model, tiny.TOKENS)
+    with torch.no_grad():
+        for p in model.blocks[1].parameters():
+            p.mul_(1.001)
+    with pytest.raises(StepError, match=r"differs by 0\.\d+ %"):
+        tlc.block_jacobian(trace, 1)
+
+
+@pytest.mark.parametrize("around", ["trace", "measurement", "both"])
+def test_autocast_does_not_take_part(model: nn.Module, around: str) -> None:
+    plain = tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around != "measurement"):
+        trace = tlc.trace(model, tiny.TOKENS)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around != "trace"):
+        assert torch.equal(tlc.block_jacobian(trace, 1), plain)
+
+
+def test_a_bfloat16_model_whose_weights_changed(tokenizer_folder: Path) -> None:
+    model = tiny.bridge(tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder)
+    trace = tlc.trace(model, tiny.TOKENS)
+    with torch.no_grad():
+        for p in model.blocks[1].mlp.parameters():
+            p.mul_(1.05)
+    with pytest.raises(StepError, match="block 1 is not the function that was traced"):
+        tlc.block_jacobian(trace, 1)
+
+
+def test_a_mixture_whose_tokens_go_to_other_experts_in_float32_is_remarked_on(tokenizer_folder: Path) -> None:
+    """Many experts and long prompts: some token lies where bfloat16 and float32 disagree about its experts."""
+    hf_model = tiny.huggingface_model(
+        "mixtral", dtype=torch.bfloat16, num_local_experts=32, max_position_embeddings=256
+    )
+    model = tiny.bridge(hf_model, tokenizer_folder)
+    tokens = torch.randint(1, tiny.VOCAB, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    trace = tlc.trace(model, tokens)
+    with pytest.warns(
+        UserWarning, match=r"layer 0: in float32 the block does something else than in bfloat16 at token"
+    ):
+        tlc.block_jacobian(trace, 0)
+
+    (remark,) = trace.provenance["remarks"]
+    rounded = trace.residual[1] - trace.residual[0]
+    differs = ((trace.blocks[0](trace.residual[0]) - rounded).norm(dim=1) / rounded.norm(dim=1)).argmax()
+    named = re.search(r"at tokens? ([\d, ]+)", remark)
+    assert named is not None
+    assert int(differs) in [int(number) for number in re.findall(r"\d+", named.group(1))]
+    dense = tiny.bridge(tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder)
+    dense_trace = tlc.trace(dense, tiny.TOKENS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tlc.block_jacobians(dense_trace)
+    assert dense_trace.provenance["remarks"] == []
+
+
+# The slope
+
+
+@pytest.mark.parametrize("step", [1.0, 0.25, 0.05])
+@pytest.mark.parametrize("point", ["hook_mlp_out", "hook_attn_out", "hook_resid_mid"])
+def test_rounding_has_no_derivative(model: nn.Module, step: float, point: str) -> None:
+    model.add_hook(f"blocks.1.{point}", lambda z, hook: torch.round(z / step) * step)
+    trace = tlc.trace(model, tiny.TOKENS)
+    with pytest.raises(DerivativeError, match="block 1 has no derivative"):
+        tlc.block_jacobian(trace, 1)
+    tlc.block_jacobian(trace, 0)
+
+
+@pytest.mark.parametrize("step", [1.0, 0.25, 0.05])
+def test_rounding_by_way_of_whole_numbers(model: nn.Module, step: float) -> None:
+    model.add_hook("blocks.1.hook_mlp_out", lambda z, hook: (z / step + 100.5).long() * step - 100 * step)
+    with pytest.raises(DerivativeError, match="it calls `long`"):
+        tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
+
+
+class HalfASlope(torch.autograd.Function):
+    """Twice its input, said to be once its input."""
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_derivative_that_is_not_the_functions_is_seen_by_its_slope(model: nn.Module) -> None:
+    model.add_hook("blocks.1.hook_mlp_out", lambda z, hook: HalfASlope.apply(z))
+    trace = tlc.trace(model, tiny.TOKENS)
+    refused = 0
+    for position in range(8):
+        try:
+            tlc.block_jacobian(trace, 1, position=position)
+        except DerivativeError as error:
+            refused += f"at token {position} it moves otherwise than autograd says" in str(error)
+    assert refused >= 7
+
+
+@pytest.mark.parametrize("part", ["mlp", "self_attn"])
+def test_integer_layers_have_no_derivative(tokenizer_folder: Path, part: str) -> None:
+    from torch.ao.quantization import quantize_dynamic
+
+    hf_model = tiny.huggingface_model("llama")
+    quantize_dynamic(getattr(tiny.layers_of(hf_model)[1], part), {nn.Linear}, dtype=torch.qint8, inplace=True)
+    trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
+    for position in range(8):
+        with pytest.raises(DerivativeError, match=r"quantized\.linear_dynamic.*load the model without quantization"):
+            tlc.block_jacobian(trace, 1, position=position)
+    assert tlc.block_jacobian(trace, 0).isfinite().all()
+
+
+@pytest.mark.parametrize("architecture", tiny.COMMON)
+def test_no_derivative_that_exists_is_refused(architecture: str, tokenizer_folder: Path) -> None:
+    """ReLUs with their kinks, experts with their jumps, sharp attention: many points of each."""
+    model = tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder)
+    for seed in range(6):
+        tokens = torch.randint(1, tiny.VOCAB, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
+        for block in tlc.trace(model, tokens).blocks:
+            block.gate.refer_to(range(8))
+
+
+# Failures
+
+
+def test_memory_that_runs_out_halves_the_chunk() -> None:
+    asked = []
+
+    def pull(rows: slice, seeds: torch.Tensor) -> None:
+        asked.append(len(seeds))
+        if len(seeds) > 3:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+        J[rows] = 2 * seeds
+
+    J = torch.full((10, 10), torch.nan)
+    over_seeds(pull, torch.zeros(10), 10)
+    assert torch.equal(J, 2 * torch.eye(10))
+    assert asked == [10, 5, 2, 2, 2, 2, 2]
+
+
+def test_memory_that_runs_out_for_one_row_is_said_and_no_dearer_way_is_taken(model: nn.Module) -> None:
+    trace = tlc.trace(model, tiny.TOKENS)
+    trace.blocks[1].gate.refer_to([LAST])
+
+    def full(z, hook):
+        if z.shape[1] == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return z
+
+    model.add_hook("blocks.1.hook_mlp_out", full)
+    for error in (
+        lambda: jacobian_and_path(trace.blocks[1], LAST, LAST),
+        lambda: tlc.block_jvp(trace, 1, torch.ones(32)),
+    ):
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            error()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("MPS backend out of memory")]
+)
+def test_what_is_out_of_memory(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(BlockError("can't allocate"))
+
+
+def test_an_unexpected_failure_is_a_remark_and_a_warning_and_the_result_right(model: nn.Module) -> None:
+    expected = tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
+    trace = tlc.trace(model, tiny.TOKENS)
+    trace.blocks[1].gate.refer_to([LAST])
+
+    def of_rows(z, hook):
+        return z if z.shape[1] > 1 else {}["no such key"]
+
+    model.add_hook("blocks.1.hook_mlp_out", of_rows)
+    with pytest.warns(UserWarning, match=r"layer 1: the way token_local_linearised failed \(KeyError"):
+        J, path = jacobian_and_path(trace.blocks[1], LAST, LAST)
+    assert path == "full_sequence"
+    torch.testing.assert_close(J, expected, rtol=1e-5, atol=1e-6)
+    assert len(trace.provenance["remarks"]) == 3
+    assert all("layer 1" in remark and "KeyError" in remark for remark in trace.provenance["remarks"])
+    assert tlc.depth_coupling(trace, k=4).provenance["remarks"] == trace.provenance["remarks"]
+
+
+def test_an_expected_refusal_is_no_remark(tokenizer_folder: Path) -> None:
+    for architecture in ("bloom", "mixtral", "mpt", "opt"):
+        trace = tlc.trace(tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder), tiny.TOKENS)
+        tlc.block_jacobians(trace)
+        assert trace.provenance["remarks"] == []
+
+
+def test_every_way_has_a_name_of_its_own(model: nn.Module) -> None:
+    trace = tlc.trace(model, tiny.TOKENS)
+    block = trace.blocks[1]
+    with block.evaluation():
+        names = [path for path, _, _ in block.ways(2, 5)]
+        of_output = [path for path, _ in block.query_ways(5)]
+    assert len(set(names)) == len(names) == 4
+    assert len(set(of_output)) == len(of_output) == 3
+    assert set(names) & set(of_output) == {"full_sequence"}
+    assert jacobians_of_output(block, [2, 5], 5)[1] == "query_local_affine_mlp"

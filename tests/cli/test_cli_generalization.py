@@ -1,0 +1,147 @@
+"""`tl-coupling generalization` as a user meets it."""
+
+import json
+import sys
+
+import numpy as np
+import pandas
+import pytest
+from scipy import stats
+
+import tiny
+from fake_survey import survey
+from tl_coupling import Settings
+from tl_coupling.cli import main
+
+pytestmark = pytest.mark.on_3_only
+
+PICTURES = {"generalization.png", "forest.png", "k_sweep.png"}
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, as_a_user):
+    """The command in this process: exit status, standard output, standard error, both as one line."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tl-coupling", "generalization", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        said = capsys.readouterr()
+        return stopped.value.code or 0, " ".join(said.out.split()), " ".join(said.err.split())
+
+    return run
+
+
+@pytest.fixture
+def given(tmp_path):
+    """A survey's file, its scores' file, and both in memory."""
+    data = survey(n_models=10)
+    x = data["mean_coupling"].values[:, 0, :, 0].mean(1)
+    scores = pandas.DataFrame(
+        {"model": data["model"].values, "score": 20 + 60 * x, "arc": np.random.default_rng(0).random(10)}
+    )
+    data.to_netcdf(tmp_path / "sweep.nc")
+    scores.to_csv(tmp_path / "scores.csv", index=False)
+    return tmp_path / "sweep.nc", tmp_path / "scores.csv", data, scores
+
+
+def test_scores_of_a_file(call, given, tmp_path):
+    file, scores, _, table = given
+    arguments = ["--survey", file, "--scores", scores, "--k", 5, "--subset", "high=score > 45", "--resamples", 100]
+    status, said, _ = call(*arguments, "--control", "log10(n_parameters)", "--out", tmp_path / "out")
+    assert status == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["association"]["linear"]["r_squared"] == pytest.approx(1)
+    assert summary["association"]["linear"]["slope"] == pytest.approx(60)
+    assert list(summary["partial"]) == ["log10(n_parameters)"]
+    assert summary["subsets"]["high"]["n"] == (table["score"] > 45).sum()
+    written = pandas.read_csv(tmp_path / "out" / "table.csv")
+    assert written["score"].tolist() == pytest.approx(table["score"].tolist())
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == PICTURES
+    assert "score against coupling (k = 5)" in said
+    assert "given log10(n_parameters)" in said
+    low, high = summary["association"]["bootstrap"]["r_squared"]
+    assert f"R² = 1.000 ({low:.3f} to {high:.3f})" in said
+
+
+def test_another_column_is_the_score(call, given, tmp_path):
+    file, scores, data, table = given
+    call("--survey", file, "--scores", scores, "--score-column", "arc", "--k", 5, "--resamples", 100, "--out", tmp_path)
+    fit = json.loads((tmp_path / "summary.json").read_text())["association"]["linear"]
+    expected = stats.linregress(data["mean_coupling"].values[:, 0, :, 0].mean(1), table["arc"])
+    assert (fit["y"], fit["slope"], fit["p"]) == ("arc", pytest.approx(expected.slope), pytest.approx(expected.pvalue))
+
+
+@pytest.mark.parametrize("scores", [[], ["--scores", "loss"]])
+def test_without_scores_the_loss_stands_in(call, given, tmp_path, scores):
+    file, _, data, _ = given
+    status, said, _ = call("--survey", file, *scores, "--resamples", 100, "--out", tmp_path / "out")
+    assert status == 0
+    assert "loss against coupling (k = 10)" in said
+    fit = json.loads((tmp_path / "out" / "summary.json").read_text())["association"]["linear"]
+    x, y = data["mean_coupling"].values[:, 0, :, 1].mean(1), data["loss"].values[:, 0].mean(1)
+    assert fit["slope"] == pytest.approx(stats.linregress(x, y).slope)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--survey", "{tmp}"], "{tmp}"),
+        (["--survey", "{tmp}/none.nc"], "no survey at"),
+        (["--survey", "{tmp}/scores.csv"], "is not a netCDF file that can be read"),
+        (["--scores", "{tmp}/none.csv"], "none.csv"),
+        (["--score-column", "points"], "no column 'points'; the columns are model, score, arc"),
+        (["--k", "7"], "`k` = 7 was not measured; there are [5, 10]"),
+        (["--measure", "beauty"], "`measure` must be one of coupling, "),
+        (["--subset", "high"], "`--subset` must be NAME=QUERY"),
+        (["--subset", "high=points > 3"], "subset 'high': no column or expression 'points > 3'"),
+        (["--control", "colour"], "no column or expression 'colour'"),
+        (["--checkpoint", "9"], "no checkpoint '9' was measured; there are main"),
+        (["--resamples", "0"], "--resamples"),
+    ],
+)
+def test_bad_input_overwrites_nothing(call, given, tmp_path, arguments, message):
+    file, scores, *_ = given
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "summary.json").write_text("earlier")
+    filled = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
+    status, _, said = call("--survey", file, "--scores", scores, "--out", out, *filled)
+    assert status == 2
+    assert message.replace("{tmp}", str(tmp_path)) in said
+    assert [path.name for path in out.iterdir()] == ["summary.json"]
+    assert (out / "summary.json").read_text() == "earlier"
+
+
+def test_scores_of_models_that_were_not_measured(call, given, tmp_path):
+    file, scores, _, table = given
+    table.assign(model=[*table["model"][:-1], "gpt-5"]).to_csv(scores, index=False)
+    status, _, said = call("--survey", file, "--scores", scores, "--out", tmp_path / "out")
+    assert status == 2
+    assert "models that were not measured: gpt-5" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_of_a_survey(call, tmp_path):
+    from tl_coupling.surveys.survey import Survey, run
+
+    models = {}
+    for family in ("gpt2", "llama", "gpt_neox"):
+        models[family] = str(tmp_path / family)
+        tiny.huggingface_model(family).save_pretrained(models[family])
+        tiny.save_tokenizer(tmp_path / family)
+    prompts = ["w1 w2 w3 w4", "w5 w6 w7 w8 w9"]
+    asked = Survey(
+        models, prompts, untrained=True, settings=Settings(k=(4, 8), n_singular_values=4), prompts_per_unit=1
+    )
+    data = run(asked, tmp_path / "survey").load()
+    status, said, _ = call("--survey", tmp_path / "survey", "--resamples", 100, "--out", tmp_path / "out")
+    assert status == 0
+    table = pandas.read_csv(tmp_path / "out" / "table.csv").set_index("model")
+    assert set(table["checkpoint"]) == {"main"}
+    for model in models:
+        measured = data.sel(model=model, checkpoint="main")
+        assert table.loc[model, "coupling"] == pytest.approx(measured["mean_coupling"].sel(k=8).mean().item())
+        assert table.loc[model, "n_parameters"] == measured["n_parameters"].item()
+    assert "left out: influence: leaving one model out wants four models or more, got 3" in said

@@ -1,0 +1,243 @@
+"""Ctrl-C and SIGTERM, as terminals and batch systems send them: to real processes, while they are at something."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray
+
+from tl_coupling.files import write_atomically
+from tl_coupling.surveys.executors import process_pool
+from tl_coupling.surveys.survey import Survey, run
+from tl_coupling.surveys.units import Unit, record, run_units, saying_what_is_kept
+
+pytestmark = [
+    pytest.mark.on_3_only,
+    pytest.mark.skipif(not hasattr(os, "killpg"), reason="no groups of processes here"),
+]
+
+
+def wait_until(ready: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+# The command, with units that take their time at one thing. Workers import this file as well.
+_COMMAND = """
+import os, sys, time
+from pathlib import Path
+import numpy as np, xarray
+from tl_coupling.surveys.checkpoints import MeasureModel
+from tl_coupling.cli import main
+
+folder, stage = Path(os.environ["TL_COUPLING_TEST_MARK"]), os.environ["TL_COUPLING_TEST_STAGE"]
+
+class Slow:
+    def to_netcdf(self, path, engine):
+        path.write_bytes(b"half")
+        at_it()
+
+def at_it():
+    (folder / f"pid-{os.getpid()}").touch()
+    while True:
+        np.linalg.svd(np.ones((50, 50)))
+
+def measure(self, unit):
+    if unit.what["prompts"] == [0, 1]:
+        return xarray.Dataset({"x": ("i", np.arange(5.0))})
+    if stage == "measuring":
+        at_it()
+    return Slow()
+
+MeasureModel.__call__ = measure
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "workers", "signals"),
+    [
+        ("writing", 2, [signal.SIGINT] * 3),
+        ("loading", 2, [signal.SIGINT]),
+        ("measuring", 2, [signal.SIGTERM]),
+        ("measuring", None, [signal.SIGINT] * 2),
+        ("writing", None, [signal.SIGTERM]),
+    ],
+)
+def test_a_command_ends_within_seconds_in_one_line(
+    tmp_path: Path, stage: str, workers: int | None, signals: list[signal.Signals]
+) -> None:
+    (tmp_path / "command.py").write_text(_COMMAND)
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"w{i}"}) for i in range(1, 9)))
+    options = ["--model", "some/model", "--prompts", tmp_path / "prompts.jsonl", "--prompts-per-unit", 1]
+    options += ["--out", tmp_path / "out", *(("--workers", workers) if workers else ())]
+    command = list(map(str, [sys.executable, tmp_path / "command.py", "survey", *options]))
+    variables = os.environ | {"TL_COUPLING_TEST_MARK": str(tmp_path), "TL_COUPLING_TEST_STAGE": stage}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=variables, start_new_session=True, **pipes) as driver:
+        try:
+            units = tmp_path / "out" / "units"
+
+            def is_at_it() -> bool:
+                if stage == "loading":
+                    return (units / "plan.json").exists()
+                return any(tmp_path.glob("pid-*")) and (units / "some%2Fmodel@main+0.json").exists()
+
+            wait_until(lambda: is_at_it() or driver.poll() is not None)
+            # Somewhere in the start of the workers.
+            time.sleep(0.5 if stage == "loading" else 0)
+            start = time.monotonic()
+            for number in signals:
+                if driver.poll() is None:
+                    os.killpg(driver.pid, number)
+                time.sleep(0.1)
+            said, errors = driver.communicate(timeout=30)
+        finally:
+            driver.kill()
+    assert time.monotonic() - start < 15
+    n = 0 if stage == "loading" else 1
+    expected = f"tl-coupling: interrupted: {units} keeps {n} of 8 finished; the same again does the rest"
+    assert (said, errors.strip()) == ("", expected)
+    assert driver.returncode == 128 + signals[0]
+    wait_until(lambda: not any(is_running(int(path.name[4:])) for path in tmp_path.glob("pid-*")), 10)
+    if workers is None:
+        assert not list(units.glob(".*"))
+
+
+def test_a_command_without_units_says_what_it_has_written(
+    call, folder_model: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """The second of its files is not written any more."""
+    from tl_coupling.cli import results
+
+    written = []
+
+    def interrupted(path: Path, write: Callable[[Path], object]) -> Path:
+        written.append(write_atomically(path, write))
+        os.kill(os.getpid(), signal.SIGINT)
+        return path
+
+    monkeypatch.setattr(results, "write_atomically", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        said = call("depth", "--model", folder_model, "--prompt", "w3 w4", "--k", 4, "--out", tmp_path, status=130).err
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    names = ", ".join(sorted(["depth.nc", *(path.name for path in written)]))
+    assert f"tl-coupling: interrupted: {tmp_path} has {names} of this run; the same command does all of it" in said
+    assert len(written) == 1
+
+
+UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(6)]
+
+
+def measure_or_hang(unit: Unit) -> xarray.Dataset:
+    folder = Path(os.environ["TL_COUPLING_TEST_MARK"])
+    (folder / f"asked-{unit.key}").touch()
+    if unit.what["number"] and not (folder / "go on").exists():
+        (folder / f"pid-{os.getpid()}").touch()
+        while True:
+            time.sleep(0.01)
+    return xarray.Dataset({"x": ("i", np.arange(5.0) + unit.what["number"])})
+
+
+def test_an_interrupted_pool_ends_its_workers_and_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TL_COUPLING_TEST_MARK", str(tmp_path))
+    folder = tmp_path / "results"
+    folder.mkdir()
+
+    def interrupt() -> None:
+        wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2 and record(folder, UNITS[0]) is not None)
+        # A worker that is stopped, as Ctrl-Z does it, hears of nothing but SIGKILL.
+        os.kill(int(next(tmp_path.glob("pid-*")).name[4:]), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with process_pool(2) as pool:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with (
+            pytest.raises(KeyboardInterrupt, match=r"results keeps 1 of 6 finished; the same again does the rest"),
+            saying_what_is_kept(folder, UNITS),
+        ):
+            run_units(folder, UNITS, measure_or_hang, executor=pool)
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        workers = list(tmp_path.glob("pid-*"))
+        assert not any(is_running(int(path.name[4:])) for path in workers)
+        asked = len(list(tmp_path.glob("asked-*")))
+        # Those that a worker had not begun are not begun any more.
+        assert asked == 3
+        (tmp_path / "go on").touch()
+        outcomes = run_units(folder, UNITS, measure_or_hang, executor=pool)
+        assert [o.status for o in outcomes] == ["kept"] + ["computed"] * 5
+    assert list(folder.glob(".*")) == []
+    with pytest.raises(RuntimeError, match="was shut down"):
+        pool.submit(max, 1, 2)
+
+
+def test_a_survey_says_so_where_it_has_a_folder_and_keeps_still_where_not(tmp_path: Path) -> None:
+    survey = Survey({"some": "some/model"}, ["w1", "w2"], prompts_per_unit=1)
+
+    def interrupted(units: object) -> object:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted: .*results keeps 0 of 2 finished"):
+        run(survey, tmp_path / "results", progress=interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(survey, progress=interrupted)
+    assert str(caught.value) == ""
+
+
+def poison(unit: Unit) -> xarray.Dataset:
+    if unit.what["number"] == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return xarray.Dataset({"x": ("i", np.arange(5.0))})
+
+
+def test_a_unit_that_kills_its_worker_is_named_and_the_others_are_done(tmp_path: Path) -> None:
+    seen = []
+
+    def progress(units):
+        assert len(units) == 6
+        for unit in units:
+            seen.append(unit.key)
+            yield unit
+
+    with process_pool(2) as pool:
+        outcomes = run_units(tmp_path, UNITS, poison, progress, pool)
+    assert [o.status == "failed" for o in outcomes] == [False, True, False, False, False, False]
+    assert sorted(seen) == [unit.key for unit in UNITS]
+    error = "WorkerDied: its worker died, and again when it had nothing else to do: out of memory?"
+    assert record(tmp_path, UNITS[1]) == {"what": {"number": 1}, "status": "failed", "error": error}
+
+
+def die(threads: int, begun: object) -> None:
+    os._exit(3)
+
+
+def test_workers_that_cannot_begin_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tl_coupling.surveys import executors
+
+    monkeypatch.setattr(executors, "_begin_worker", die)
+    guard = r"end before they have begun: .* under `if __name__ == \"__main__\":`"
+    with pytest.raises(OSError, match=guard), process_pool(1) as pool:
+        run_units(tmp_path, UNITS, measure_or_hang, executor=pool)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,402 @@
+"""Depth coupling of a four-layer model against a naive transcription of the paper, and what its result can do."""
+
+import dataclasses
+import itertools
+import json
+import math
+import warnings
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling import coupling, jacobians
+from tl_coupling.comparisons import CouplingMap
+
+N_LAYERS, K = 4, 6
+MIDDLE, LAST = 3, len(tiny.TOKENS) - 1
+MEASURES = ["coupling", "normalized_miscoupling", "miscoupling", "spectral_miscoupling", "captured_energy"]
+
+
+@pytest.fixture(scope="module")
+def deep(tokenizer_folder) -> tuple[tlc.Trace, dict[int, np.ndarray]]:
+    """A four-layer model's trace, and by position its Jacobians by plain autograd, `[n_layers d d]` in float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "N_LAYERS", N_LAYERS)
+        patch.setitem(tiny.CONFIGS["llama"], "num_hidden_layers", N_LAYERS)
+        hf_model = tiny.huggingface_model("llama")
+        trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
+        J = {
+            t: np.stack(
+                [tiny.oracle_jacobian(hf_model, tiny.TOKENS, layer, t, t).double().numpy() for layer in range(N_LAYERS)]
+            )
+            for t in (MIDDLE, LAST)
+        }
+    return trace, J
+
+
+@pytest.fixture(scope="module")
+def result(deep) -> CouplingMap:
+    return tlc.depth_coupling(deep[0], k=K)
+
+
+def naive(J_1: np.ndarray, J_2: np.ndarray, k: int, orientation: str) -> dict[str, np.ndarray | float]:
+    """The paper's formulae for one pair, nothing shared between pairs and no k cut from another."""
+    U, _, Vh = np.linalg.svd(J_2)
+    s = np.linalg.svd(J_1)[1][:k]
+    U, V = U[:, :k], Vh[:k].T
+    A = U.T @ J_1 @ V if orientation == "ujv" else V.T @ J_1 @ U
+    off = A - np.diag(np.diag(A))
+    m = np.linalg.norm(off) / np.linalg.norm(A)
+    return {
+        "A": A,
+        "coupling": 1 - m,
+        "normalized_miscoupling": m,
+        "miscoupling": np.linalg.norm(off),
+        "spectral_miscoupling": np.linalg.norm(A - np.diag(s)) / np.linalg.norm(s),
+        "trace, absolute": np.linalg.norm(np.abs(A) - np.diag(s)) / s.sum(),
+        "captured_energy": np.linalg.norm(A) / np.linalg.norm(s),
+    }
+
+
+def naive_map(J: np.ndarray, layers: list[int], k: int, orientation: str = "ujv") -> dict[str, np.ndarray]:
+    pairs = [[naive(J[row], J[col], k, orientation) for col in layers] for row in layers]
+    return {name: np.array([[pair[name] for pair in row] for row in pairs]) for name in pairs[0][0]}
+
+
+def assert_map(result: CouplingMap, J: np.ndarray, layers: list[int], k: int, orientation: str) -> None:
+    expected = naive_map(J, layers, k, orientation)
+    A = result.at(k).numpy()
+    # Singular vectors have their signs in pairs: |A| and its diagonal do not depend on them.
+    np.testing.assert_allclose(np.abs(A), np.abs(expected["A"]), atol=3e-5)
+    np.testing.assert_allclose(
+        np.diagonal(A, axis1=2, axis2=3), np.diagonal(expected["A"], axis1=2, axis2=3), atol=3e-5
+    )
+    for measure in MEASURES:
+        np.testing.assert_allclose(result.values(k, measure), expected[measure], atol=3e-5)
+    values = result.values(k, "spectral_miscoupling", p=1.0, absolute=True)
+    np.testing.assert_allclose(values, expected["trace, absolute"], atol=3e-5)
+
+
+@pytest.mark.parametrize("orientation", ["ujv", "vju"])
+@pytest.mark.parametrize(
+    ("position", "t", "layers", "chosen"),
+    [
+        (-1, LAST, None, [0, 1, 2, 3]),
+        (MIDDLE, MIDDLE, None, [0, 1, 2, 3]),
+        (MIDDLE - len(tiny.TOKENS), MIDDLE, [-1, 0, 2], [3, 0, 2]),
+        (LAST, LAST, range(1, 3), [1, 2]),
+        (LAST, LAST, (2,), [2]),
+    ],
+)
+def test_depth_coupling_is_the_naive_transcription(deep, position, t, layers, chosen, orientation):
+    trace, J = deep
+    result = tlc.depth_coupling(trace, K, position, orientation, layers=layers)
+    assert result.matrices.shape == (len(chosen), len(chosen), K, K)
+    assert result.row_layers == result.col_layers == tuple(chosen)
+    assert result.row_positions == result.col_positions == (t,) * len(chosen)
+    assert (result.kind, result.orientation, result.d_model, result.k) == ("depth", orientation, tiny.D_MODEL, K)
+    sigma = np.linalg.svd(J[t][chosen], compute_uv=False)
+    np.testing.assert_allclose(result.singular_values, sigma[:, :K], rtol=1e-5)
+    np.testing.assert_allclose(result.frobenius_norms, np.sqrt((sigma**2).sum(1)), rtol=1e-5)
+    for k in range(1, K + 1):
+        assert_map(result, J[t], chosen, k, orientation)
+
+
+def test_rows_and_columns_are_not_interchanged(deep):
+    """Row: the Jacobian; column: whose singular vectors. The map is far from symmetric, so a transpose would show."""
+    J = deep[1][LAST]
+    expected = naive_map(J, [0, 1, 2, 3], K)["spectral_miscoupling"]
+    assert np.abs(expected - expected.T).max() > 1e-2
+
+
+def test_the_whole_spectrum(deep):
+    trace, J = deep
+    result = tlc.depth_coupling(trace, tiny.D_MODEL)
+    np.testing.assert_allclose(result.captured_energy(), 1, atol=1e-5)
+    expected = naive_map(J[LAST], [0, 1, 2, 3], tiny.D_MODEL)["miscoupling"]
+    np.testing.assert_allclose(result.miscoupling(), expected, rtol=1e-5, atol=3e-5)
+
+
+def test_a_layer_with_itself_is_coupled_fully(result):
+    own = torch.diagonal(result.matrices, dim1=0, dim2=1).permute(2, 0, 1)
+    torch.testing.assert_close(own, torch.diag_embed(result.singular_values), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.diagonal(result.coupling()), torch.ones(N_LAYERS), rtol=0, atol=1e-5)
+
+
+def test_one_a_serves_every_smaller_k(deep, result):
+    assert torch.equal(result.at(), result.matrices)
+    for k in (1, 3, K):
+        again = tlc.depth_coupling(deep[0], k)
+        torch.testing.assert_close(again.matrices.abs(), result.at(k).abs(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(again.coupling(), result.coupling(k), rtol=0, atol=1e-5)
+        assert again.mean() == pytest.approx(result.mean(k), abs=1e-5)
+        for measure in MEASURES:
+            assert again.null(measure=measure) == pytest.approx(result.null(k, measure), abs=1e-5)
+
+
+def test_two_orientations_from_the_same_jacobians(deep, monkeypatch):
+    trace, calls, original = deep[0], [], jacobians.jacobians_of_output
+
+    def spy(block, *args):
+        calls.append(block.layer)
+        return original(block, *args)
+
+    monkeypatch.setattr(jacobians, "jacobians_of_output", spy)
+    both = tlc.comparisons.depth_couplings(trace, K, MIDDLE, layers=[2, 0], chunk_size=7)
+    assert calls == [2, 0]
+    assert list(both) == ["ujv", "vju"]
+    for orientation, one in both.items():
+        single = tlc.depth_coupling(trace, K, MIDDLE, orientation, layers=[2, 0], chunk_size=7)
+        assert_same(one, single)
+    assert list(tlc.comparisons.depth_couplings(trace, 2, orientations=["vju"])) == ["vju"]
+    assert tlc.depth_coupling(trace, 2).orientation == "ujv"
+
+
+def assert_same(one: CouplingMap, other: CouplingMap) -> None:
+    for field in dataclasses.fields(CouplingMap):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+        else:
+            assert a == b
+            assert type(a) is type(b)
+
+
+def test_chunk_size_changes_nothing(deep):
+    trace = deep[0]
+    whole = tlc.block_jacobians(trace)
+    for chunk_size in (1, 5, tiny.D_MODEL, 10**6):
+        torch.testing.assert_close(tlc.block_jacobians(trace, chunk_size=chunk_size), whole, rtol=0, atol=1e-6)
+        values = tlc.depth_coupling(trace, K, chunk_size=chunk_size).coupling()
+        torch.testing.assert_close(values, tlc.depth_coupling(trace, K).coupling(), rtol=0, atol=1e-5)
+
+
+def test_progress_wraps_the_loop_over_jacobians(deep):
+    seen = []
+
+    def progress(numbers):
+        for number in numbers:
+            yield number
+            seen.append(number)
+
+    tlc.depth_coupling(deep[0], 2, layers=[3, 1], progress=progress)
+    assert seen == [0, 1]
+
+
+def test_mean_with_and_without_the_diagonal(result):
+    for measure, options in [*((m, {}) for m in MEASURES), ("spectral_miscoupling", {"p": 1.0, "absolute": True})]:
+        values = result.values(4, measure, **options).double().numpy()
+        off = [values[i, j] for i, j in itertools.product(range(N_LAYERS), repeat=2) if i != j]
+        assert result.mean(4, measure, off_diagonal=False, **options) == pytest.approx(values.mean(), abs=1e-6)
+        assert result.mean(4, measure, **options) == pytest.approx(np.mean(off), abs=1e-6)
+    assert result.mean() == result.mean(K, "coupling", off_diagonal=True)
+
+
+def test_what_the_mean_leaves_out_is_named_by_layer_and_position(result):
+    """Also where the same connection stands in another place of the grid, or the same layer at another token."""
+    values = result.coupling()
+    shifted = dataclasses.replace(result, col_layers=(1, 0, 2, 3))
+    keep = [(i, j) for i, j in itertools.product(range(4), repeat=2) if (0, 1, 2, 3)[i] != (1, 0, 2, 3)[j]]
+    assert shifted.mean() == pytest.approx(float(np.mean([values[pair] for pair in keep])), abs=1e-6)
+    elsewhere = dataclasses.replace(result, kind="self", col_positions=(0, 1, 2, 3))
+    assert elsewhere.mean() == pytest.approx(float(values.mean()), abs=1e-6)
+
+
+def test_a_single_layer_has_no_mean_off_the_diagonal(deep):
+    one = tlc.depth_coupling(deep[0], 2, layers=[1])
+    assert one.mean(off_diagonal=False) == pytest.approx(1, abs=1e-5)
+    with pytest.raises(ValueError, match="off_diagonal=False"):
+        one.mean()
+    assert "mean coupling 1.000" in repr(one)
+
+
+@pytest.mark.parametrize("layers", [None, [3, 1], [0, 3], [2, 2, 0]])
+def test_locality_profile_is_the_loop(deep, layers):
+    result = tlc.depth_coupling(deep[0], K, layers=layers)
+    chosen = result.row_layers
+    for measure, options in (("coupling", {}), ("spectral_miscoupling", {"absolute": True})):
+        values = result.values(3, measure, **options).double().numpy()
+        by_distance = {}
+        for i, j in itertools.product(range(len(chosen)), repeat=2):
+            by_distance.setdefault(abs(chosen[i] - chosen[j]), []).append(values[i, j])
+        profile = result.locality_profile(3, measure, **options)
+        expected = [np.mean(by_distance.get(d, [math.nan])) for d in range(max(by_distance) + 1)]
+        np.testing.assert_allclose(profile, expected, atol=1e-6)
+
+
+def test_null_is_the_mean_over_the_rows(deep, result):
+    sigma, d = np.linalg.svd(deep[1][LAST], compute_uv=False), tiny.D_MODEL
+    norm = np.sqrt((sigma**2).sum(1))
+    for k in (2, K):
+        length, trace = np.sqrt((sigma[:, :k] ** 2).sum(1)), sigma[:, :k].sum(1)
+        squared = (k * norm / d) ** 2 + length**2
+        assert result.null(k) == pytest.approx(1 - math.sqrt(1 - 1 / k))
+        assert result.null(k, "normalized_miscoupling") == pytest.approx(math.sqrt(1 - 1 / k))
+        assert result.null(k, "miscoupling") == pytest.approx(np.mean(math.sqrt(k * k - k) * norm / d), rel=1e-5)
+        assert result.null(k, "captured_energy") == pytest.approx(np.mean(k * norm / d / length), rel=1e-5)
+        null = result.null(k, "spectral_miscoupling")
+        assert null == pytest.approx(np.mean(np.sqrt(squared) / length), rel=1e-5)
+        null = result.null(k, "spectral_miscoupling", p=1.0)
+        assert null == pytest.approx(np.mean(np.sqrt(squared) / trace), rel=1e-5)
+    assert result.null() == result.null(K, "coupling")
+
+
+def test_absolute_null_is_what_random_frames_give(deep, result):
+    J = torch.from_numpy(deep[1][LAST])
+    Q, R = torch.linalg.qr(
+        torch.randn(2, 10_000, tiny.D_MODEL, K, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    )
+    U, V = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    rows = []
+    for J_1 in J:
+        s = torch.linalg.svdvals(J_1)[:K]
+        distance = ((U.mT @ J_1 @ V).abs() - torch.diag(s)).norm(dim=(1, 2))
+        rows.append(float(distance.square().mean().sqrt() / s.norm()))
+    assert result.null(measure="spectral_miscoupling", absolute=True) == pytest.approx(np.mean(rows), rel=3e-3)
+
+
+def test_values_by_name(result):
+    assert set(MEASURES) == set(get_args(coupling.Measure))
+    for measure in MEASURES:
+        assert torch.equal(result.values(3, measure), getattr(result, measure)(3))
+        assert torch.equal(result.values(measure=measure), getattr(result, measure)())
+    absolute = result.values(3, "spectral_miscoupling", p=1.0, absolute=True)
+    assert torch.equal(absolute, result.spectral_miscoupling(3, 1.0, True))
+    assert not torch.equal(absolute, result.spectral_miscoupling(3))
+    with pytest.raises(TypeError, match="absolut"):
+        result.values(3, "spectral_miscoupling", absolut=True)
+
+
+@pytest.mark.parametrize("k", [0, -1, K + 1])
+def test_k_that_the_result_does_not_hold(result, k):
+    for method in (result.at, result.coupling, result.values, result.mean, result.locality_profile):
+        with pytest.raises(ValueError, match=rf"`k` must lie in \[1, {K}\].*got {k}"):
+            method(k)
+
+
+def test_null_for_a_k_that_the_result_does_not_hold(result):
+    with pytest.raises(ValueError, match=rf"`k` must lie in \[1, {K}\]"):
+        result.null(K + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 0}, r"`k` must lie in \[1, 32\].*got 0"),
+        ({"k": -3}, r"`k` must lie in \[1, 32\].*got -3"),
+        ({"k": 33}, r"`k` must lie in \[1, 32\].*got 33"),
+        ({}, r"`k` must lie in \[1, 32\].*got 50"),
+        ({"k": 2, "layers": []}, "`layers` is empty"),
+        ({"k": 2, "layers": [0, 4]}, r"`layer` must lie in \[-4, 3\] for this 4-block model, got 4"),
+        ({"k": 2, "layers": [-5]}, r"`layer` must lie in \[-4, 3\].*got -5"),
+        ({"k": 2, "position": 8}, r"`position` must lie in \[-8, 7\] for this 8-token prompt, got 8"),
+        ({"k": 2, "position": -9}, r"`position` must lie in \[-8, 7\].*got -9"),
+        ({"k": 2, "chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_have_one_clear_error_before_any_jacobian(deep, options, message, monkeypatch):
+    if "chunk_size" not in options:
+        monkeypatch.setattr(jacobians, "jacobians_of_output", lambda *_: pytest.fail("a Jacobian was computed"))
+    for function in (tlc.depth_coupling, tlc.comparisons.depth_couplings):
+        with pytest.raises(ValueError, match=message) as error:
+            function(deep[0], **options)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_unknown_orientation(deep):
+    for orientation in ("uvj", "UJV", "", None):
+        for call in (
+            lambda o=orientation: tlc.depth_coupling(deep[0], 2, orientation=o),
+            lambda o=orientation: tlc.comparisons.depth_couplings(deep[0], 2, orientations=["ujv", o]),
+            lambda o=orientation: tlc.coupling_matrix(torch.eye(2), tlc.svd(torch.eye(2)), 1, o),
+        ):
+            with pytest.raises(ValueError, match=f'`orientations?` must be "ujv" or "vju", got {orientation!r}'):
+                call()
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_unknown_measure(result):
+    for call in (result.values, result.mean, result.null, result.locality_profile):
+        with pytest.raises(ValueError, match=r"`measure` must be one of coupling, .*captured_energy, got 'at'"):
+            call(2, "at")
+
+
+def test_a_cut_inside_a_repeated_singular_value_warns_and_names_the_layer(deep, monkeypatch):
+    repeated = torch.diag(torch.tensor([3.0, 2.0, 2.0, *[1.0] * (tiny.D_MODEL - 3)]))
+    distinct = torch.diag(torch.linspace(3, 1, tiny.D_MODEL))
+
+    def stand_in(block, *_):
+        return (repeated if block.layer == 2 else distinct)[None], "full_sequence"
+
+    monkeypatch.setattr(jacobians, "jacobians_of_output", stand_in)
+    with pytest.warns(UserWarning, match="σ_2 and σ_3 are equal to rounding in layer 2, token 7:"):
+        tlc.depth_coupling(deep[0], 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tlc.depth_coupling(deep[0], 3)
+        tlc.depth_coupling(deep[0], 2, layers=[0, 1, 3])
+
+
+def test_a_zero_jacobian_is_nan_with_a_warning_and_only_where_it_is(deep, monkeypatch):
+    J = torch.randn(tiny.D_MODEL, tiny.D_MODEL, generator=torch.Generator().manual_seed(0))
+
+    def stand_in(block, *_):
+        return (J * (block.layer != 1))[None], "full_sequence"
+
+    monkeypatch.setattr(jacobians, "jacobians_of_output", stand_in)
+    with pytest.warns(UserWarning, match="σ_6 and σ_7 are equal to rounding in layer 1, token 7:"):
+        result = tlc.depth_coupling(deep[0], K)
+    for measure in ("coupling", "normalized_miscoupling", "spectral_miscoupling", "captured_energy"):
+        with pytest.warns(UserWarning, match="undefined there"):
+            values = result.values(measure=measure)
+        assert values.isnan().nonzero()[:, 0].unique().tolist() == [1]
+        assert int(values.isnan().sum()) == N_LAYERS
+    assert result.miscoupling()[1].tolist() == [0] * N_LAYERS
+
+
+def test_provenance_says_how(deep):
+    trace = deep[0]
+    result = tlc.depth_coupling(trace, 2, MIDDLE, layers=[-1, 1])
+    assert result.provenance["position"] == MIDDLE
+    assert set(result.provenance["paths"]) == {f"layer 3, token {MIDDLE}", f"layer 1, token {MIDDLE}"}
+    assert {key: result.provenance[key] for key in trace.provenance} == trace.provenance
+    assert json.loads(json.dumps(result.provenance)) == result.provenance
+    assert "position" not in trace.provenance
+
+
+def test_repr_says_what_it_is(result):
+    text = repr(result)
+    assert "\n" not in text
+    for part in ("depth", "local/tiny", "4×4", f"k≤{K}", "ujv", f"{result.mean():.3f}", f"null {result.null():.3f}"):
+        assert part in text
+
+
+def test_repr_where_a_layer_was_chosen_twice(deep):
+    assert "2×2" in repr(tlc.depth_coupling(deep[0], 2, layers=[1, 1]))
+
+
+def test_the_embedded_model_against_the_authors_algorithm(smollm2, reference):
+    trace = tlc.trace(smollm2, reference["prompt"], final_norm=True)
+    assert trace.tokens.tolist() == reference["token_ids"]
+    both = tlc.comparisons.depth_couplings(trace, k=50)
+    ujv, vju = both["ujv"], both["vju"]
+    np.testing.assert_allclose(ujv.singular_values[:, :10], reference["sigma"], rtol=0, atol=1e-4)
+    assert set(reference["coupling"]) == {"10", "30", "50"}
+    for k, expected in reference["coupling"].items():
+        got = {
+            "ujv_norm": ujv.spectral_miscoupling(int(k), p=2.0, absolute=True),
+            "ujv_trace": ujv.spectral_miscoupling(int(k), p=1.0, absolute=True),
+            "vju_norm": vju.spectral_miscoupling(int(k), p=2.0, absolute=True),
+            "m": ujv.miscoupling(int(k)),
+            "m_normalized": ujv.normalized_miscoupling(int(k)),
+        }
+        assert set(got) == set(expected)
+        for name, values in got.items():
+            assert values.shape == (30, 30)
+            np.testing.assert_allclose(values, expected[name], rtol=0, atol=1e-4, err_msg=f"{name}, K = {k}")

@@ -1,0 +1,135 @@
+"""The ladder of small models at a size of a minute, and its pieces."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+import xarray
+
+import ladder
+import tl_coupling as tlc
+
+pytestmark = pytest.mark.on_3_only
+
+SMALL = (
+    "--widths 16 32 --depths 2 3 --steps 4 12 --seeds 1 --vocabulary 300 --n-ctx 16 --passages 3 --k 4 8 --per-task 0"
+)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ladder")
+
+
+@pytest.fixture(scope="module")
+def options(small_text: Path, out: Path) -> list[str]:
+    return [*SMALL.split(), "--text", str(small_text), "--out", str(out), "--jobs", "2"]
+
+
+def test_a_ladder_is_all_sizes_and_no_seed_twice(options):
+    configs = ladder.ladder(ladder.arguments_of(options))
+    shapes = {(config.width, config.n_layers, config.steps) for config in configs}
+    assert shapes == {(w, d, s) for w in (16, 32) for d in (2, 3) for s in (4, 12)}
+    assert len({config.seed for config in configs}) == len(configs) == 8
+    assert len(ladder.ladder(ladder.arguments_of([]))) == 24
+
+
+def test_held_out_loss_is_that_of_the_unigram_model_for_constant_logits(small_config, small_corpus):
+    """Logits that do not depend on the input give the cross-entropy of one fixed distribution."""
+
+    class Constant(torch.nn.Module):
+        def forward(self, ids):
+            logits = torch.zeros(*ids.shape, 300)
+            logits[..., 7] = 3.0
+            return type("Output", (), {"logits": logits})
+
+    model = Constant()
+    found = ladder.held_out_loss(model, small_corpus, small_config)
+    total = 299 + np.exp(3.0)
+    # The mean of two numbers, by how often token 7 comes.
+    low, high = np.log(total) - 3, np.log(total)
+    assert low <= found <= high
+    ids = [i for text in small_corpus.held_out for i in small_corpus.tokenizer(text)["input_ids"]]
+    n = len(ids) // 16
+    windows = np.array(ids[: n * 16]).reshape(n, 16)[np.linspace(0, n - 1, min(ladder.EVALUATED, n)).astype(int), 1:]
+    assert found == pytest.approx(high - 3 * (windows == 7).mean(), rel=1e-5)
+
+
+def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
+    assert ladder.main(options) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    scores = pandas.read_csv(out / "scores.csv")
+    assert len(scores) == 8
+    assert set(scores["training_tokens"]) == {4 * 16 * 16, 12 * 16 * 16}
+    assert scores["held_out_loss"].between(4, 6).all()
+    summary = json.loads((out / "generalization" / "summary.json").read_text())
+    assert len(summary["table"]) == 8
+    for row in summary["table"]:
+        assert row["held_out_loss"] == pytest.approx(scores.set_index("model").loc[row["model"], "held_out_loss"])
+    assert {"width 16", "2 blocks", "4 steps"} <= set(summary["subsets"])
+    # Size and text explain the loss of models this small better than anything: what matters is that it is all there.
+    assert summary["association"]["linear"]["n"] == 8
+    assert {path.name for path in (out / "generalization").glob("*.png")} >= {"generalization.png", "forest.png"}
+    (path,) = out.glob("redundancy-w*-d3-*.nc")
+    changed = xarray.load_dataset(path)
+    assert dict(changed.loss_dropped.sizes) == {"prompt": 3, "layer": changed.sizes["layer"]}
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    rho = float(tlc.redundancy.redundancy_correlations(changed).coupling.sel(change="dropped", blocks="all", k=4))
+    assert f"{rho:+.2f}" in said
+    assert "the paper's Table 1" in said
+    assert "log10(params_billion) with depth and width held fixed: partial R²" in said
+    assert "$ tl-coupling generalization --survey" in said
+    assert "smollm2" not in said
+
+
+def test_what_is_finished_is_kept(options, out):
+    """Models, and units of the survey, by the time they were written."""
+
+    def written() -> dict[str, int]:
+        files = [*(out / "models").rglob("*.safetensors"), *(out / "survey").glob("*.nc")]
+        return {str(path): path.stat().st_mtime_ns for path in files}
+
+    before = written()
+    assert len(before) == 16
+    assert ladder.main(options) == 0
+    assert written() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--jobs", "0"], "`workers` must be at least 1, got 0"),
+        (["--passages", "500"], "wanted 500 held-out passages"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_bad_input_is_one_line(options, given, message, capsys):
+    assert ladder.main([*options, *given]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len([line for line in error.splitlines() if line.startswith("error:")]) == 1
+
+
+def test_prompts_of_a_file_or_of_the_hub_for_the_real_model(options, tmp_path):
+    without = ladder.embedded_command(ladder.arguments_of([*options, "--per-task", "5"]))
+    assert " ".join(without[without.index("--prompts") :][:4]) == "--prompts open_llm_leaderboard --n 30"
+    given = ["--prompts", str(tmp_path / "p.jsonl"), "--per-task", "20"]
+    command = ladder.embedded_command(ladder.arguments_of([*options, *given]))
+    assert " ".join(command[command.index("--prompts") :][:4]) == " ".join(given)
+
+
+def test_without_a_hub_the_real_model_is_left_out_and_said(options, monkeypatch, capsys, tmp_path):
+    """All that comes before it is in place of what it does not need."""
+
+    def unreachable(command, **_):
+        if command[0] == "survey":
+            raise OSError("the hub cannot be reached")
+
+    monkeypatch.setattr(ladder, "commands", lambda *_: iter([["survey", "--n", "30"]]))
+    monkeypatch.setattr(ladder, "app", unreachable)
+    assert ladder.main(["--out", str(tmp_path)]) == 0
+    assert "SmolLM2 is left out: the hub cannot be reached" in " ".join(capsys.readouterr().out.split())
+    assert ladder.main(["--out", str(tmp_path), "--prompts", "p.jsonl"]) == 2

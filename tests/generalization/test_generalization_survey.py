@@ -1,0 +1,483 @@
+"""From a survey to statistics: tables, scores, resampling, the summary."""
+
+import json
+
+import numpy as np
+import pandas
+import pytest
+import xarray
+from scipy import stats
+
+import tiny
+import tl_coupling as tlc
+from fake_survey import KS, survey
+from tl_coupling.generalization import (
+    bootstrap,
+    coupling_table,
+    fits_across_tasks,
+    generalization_study,
+    k_sweep,
+    prompt_correlations,
+    read_scores,
+    task_fits,
+)
+
+pytestmark = pytest.mark.on_3_only
+
+
+def scores_of(data: xarray.Dataset, slope=50.0, noise=1.0, **more) -> pandas.DataFrame:
+    """Scores on a line over coupling at the first k and the last checkpoint."""
+    rng = np.random.default_rng(7)
+    x = data["mean_coupling"].isel(k=0, checkpoint=-1).mean("prompt").values
+    score = 20 + slope * x + noise * rng.standard_normal(len(x))
+    return pandas.DataFrame({"model": data["model"].values, "score": score} | more)
+
+
+# reading scores
+
+
+def written(tmp_path, text: str):
+    path = tmp_path / "scores.csv"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_scores_are_read(tmp_path):
+    text = "\ufeffmodel, score,family,training_tokens\nNA,1.5,x,1e12\nb,2,y,\nc, ,,3\nd,-4,z,4\n"
+    read = read_scores(written(tmp_path, text), ["NA", "b", "c", "d"])
+    assert read["model"].tolist() == ["NA", "b", "c", "d"]
+    np.testing.assert_array_equal(read["score"], [1.5, 2, np.nan, -4])
+    np.testing.assert_array_equal(read["training_tokens"], [1e12, np.nan, 3, 4])
+    assert read["family"].tolist() == ["x", "y", "", "z"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a CSV file"),
+        ("name,score\na,1\n", "no column 'model'; the columns are name, score"),
+        ("model,points\na,1\n", "no column 'score'"),
+        ("model,score\na,1\nb,high\nc,3\n", "'score' of model 'b' must be a finite number, got 'high'"),
+        ("model,score\na,1\nb,inf\nc,3\n", "'score' of model 'b' must be a finite number"),
+        ("model,score\na,1\nb,2\nc,3\na,4\n", "a is there twice"),
+        ("model,checkpoint,score\na,1,1\na,1,2\nc,3,4\n", "a at 1 is there twice"),
+        ("model,score\na,1\nb,2\nz,3\ny,3\n", "not measured: y, z; measured were a, b, c"),
+        ("model,score\na,1\nb,2\nc,\n", "three models or more, got 2"),
+        ("model,score\na,1,2,3\nb,2,3,4\nc,3,4,5\n", "lines are longer than the header"),
+        ("model,score\na,1\nb,2,7\nc,3\n", "not a CSV file .* Expected 2 fields in line 3, saw 3"),
+    ],
+)
+def test_scores_that_are_none(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        read_scores(written(tmp_path, text), ["a", "b", "c"])
+    assert "scores.csv" in str(raised.value)
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(OSError, match=r"none\.csv"):
+        read_scores(tmp_path / "none.csv")
+
+
+# tables
+
+
+def test_a_table_has_a_row_for_every_model_and_checkpoint_measured():
+    data = survey(n_models=4, checkpoints=(0, 1000)).load()
+    data["mean_coupling"][1, 0] = np.nan
+    data["mean_coupling"][2, 1, :2] = np.nan
+    table = coupling_table(data, 5, scores="loss")
+    assert list(table) == ["model", "checkpoint", "coupling", "null", "loss", "n_layers", "d_model", "n_parameters"]
+    assert len(table) == 7
+    row = table[(table["model"] == "org/m2") & (table["checkpoint"] == 1000)].iloc[0]
+    assert row["coupling"] == pytest.approx(data["mean_coupling"].values[2, 1, 2:, 0].mean())
+    assert row["null"] == pytest.approx(1 - np.sqrt(0.8))
+    assert row["loss"] == pytest.approx(data["loss"].values[2, 1].mean())
+    assert row["n_layers"] == data["n_layers"].values[2, 1]
+
+
+def test_scores_go_to_their_models_whatever_their_order():
+    data = survey(n_models=4, checkpoints=(0, 1000))
+    given = scores_of(data, family=[*"wxyz"], n_layers=99, training_tokens=[1.0, 2, 3, 4])
+    table = coupling_table(data, 5, scores=given[::-1])
+    expected = dict(zip(given["model"], given["score"], strict=True))
+    assert table["score"].tolist() == [expected[model] for model in table["model"]]
+    # What was measured stays.
+    assert 99 not in table["n_layers"].tolist()
+    assert list(table)[:5] == ["model", "checkpoint", "coupling", "null", "score"]
+    assert set(table["training_tokens"]) == {1, 2, 3, 4}
+
+
+def test_scores_of_checkpoints():
+    data = survey(n_models=3, checkpoints=(0, 1000))
+    given = pandas.DataFrame(
+        {"model": data["model"].values.repeat(2), "checkpoint": [1000, 0] * 3, "score": [10.0, 1, 20, 2, 30, 3]}
+    )
+    table = coupling_table(data, 5, scores=given)
+    assert table["score"].tolist() == [1, 10, 2, 20, 3, 30]
+
+
+def test_one_model_across_training_is_a_table_too():
+    data = survey(n_models=1, checkpoints=(0, 10, 100)).isel(model=0, drop=True).assign_attrs(model="pythia")
+    table = coupling_table(data)
+    assert table["model"].tolist() == ["pythia"] * 3
+    assert table["checkpoint"].tolist() == [0, 10, 100]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"k": 7}, r"`k` = 7 was not measured; there are \[5, 10\]"),
+        ({"measure": "captured_energy"}, "no 'mean_captured_energy'"),
+        ({"scores": "accuracy"}, '`scores` must be a table, or "loss"'),
+        ({"scores": pandas.DataFrame({"model": ["gpt5"] * 3, "score": 1.0})}, "twice"),
+    ],
+)
+def test_tables_that_cannot_be_made(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        coupling_table(survey(), **arguments)
+
+
+def test_only_what_is_needed_is_read_from_a_lazy_survey():
+    class Forbidden(xarray.backends.BackendArray):
+        shape, dtype = (8, 1, 6, 2, 3, 3), np.dtype(float)
+
+        def __getitem__(self, key):
+            raise AssertionError("maps of pairs of layers were read")
+
+    maps = xarray.Variable(
+        ("model", "checkpoint", "prompt", "k", "layer", "other_layer"),
+        xarray.core.indexing.LazilyIndexedArray(Forbidden()),
+    )
+    lazy = survey().chunk(model=2).assign(coupling=maps)
+    pandas.testing.assert_frame_equal(coupling_table(lazy, 5), coupling_table(survey(), 5))
+
+
+# resampling
+
+
+def test_the_mean_varies_by_models_and_by_prompts():
+    # x = a_m + b_p: the variance of the mean is var(a) / M + var(b) / P, and never that of layer pairs.
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal(40), 2 * rng.standard_normal(60)
+    result = bootstrap(a[:, None] + b, a, n_resamples=4000)
+    expected = 1.96 * np.sqrt(a.var() / 40 + b.var() / 60)
+    low, high = result.mean
+    assert (high - low) / 2 == pytest.approx(expected, rel=0.06)
+    assert (high + low) / 2 == pytest.approx(a.mean() + b.mean(), abs=0.1 * expected)
+
+
+def test_all_models_of_a_draw_see_the_same_prompts():
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal(10)
+    # Prompts that differ far more than models: drawn apart for each model, they would drown the slope.
+    result = bootstrap(a[:, None] + 100 * rng.standard_normal(12), a)
+    assert result.slope == pytest.approx((1, 1))
+    assert result.r_squared == pytest.approx((1, 1))
+
+
+def test_a_loss_is_taken_on_the_prompts_drawn():
+    x = np.random.default_rng(0).standard_normal((6, 9))
+    result = bootstrap(x, 3 * x - 1)
+    assert result.slope == pytest.approx((3, 3))
+    assert result.intercept == pytest.approx((-1, -1))
+    assert result.rho == pytest.approx((1, 1))
+
+
+@pytest.mark.parametrize(("few", "many"), [((6, 40), (60, 40)), ((30, 3), (30, 80))])
+def test_few_models_or_prompts_make_wide_intervals(few, many):
+    def width(shape):
+        rng = np.random.default_rng(1)
+        low, high = bootstrap(
+            rng.standard_normal((shape[0], 1)) + rng.standard_normal(shape[1]), np.arange(shape[0]) * 1.0
+        ).mean
+        return high - low
+
+    assert width(few) > 1.5 * width(many)
+
+
+def test_intervals_are_those_of_a_loop_over_draws():
+    rng = np.random.default_rng(5)
+    x = rng.random((9, 1)) + 0.3 * rng.standard_normal((9, 7))
+    y = 4 * x.mean(1) + rng.standard_normal(9)
+    slopes, r_squared, rhos, lines = [], [], [], []
+    while len(slopes) < 1500:
+        models, prompts = rng.choice(9, 9), rng.choice(7, 7)
+        if len(set(models)) < 3:
+            continue
+        drawn = x[models][:, prompts].mean(1)
+        fit = stats.linregress(drawn, y[models])
+        slopes.append(fit.slope)
+        r_squared.append(fit.rvalue**2)
+        rhos.append(stats.spearmanr(drawn, y[models]).statistic)
+        lines.append(fit.intercept + fit.slope * x.mean(1).max())
+    result = bootstrap(x, y, n_resamples=6000)
+    found = [result.slope, result.r_squared, result.rho, (result.band_low[-1], result.band_high[-1])]
+    for interval, draws in zip(found, (slopes, r_squared, rhos, lines), strict=True):
+        expected = np.quantile(draws, [0.025, 0.975])
+        np.testing.assert_allclose(interval, expected, atol=0.12 * np.ptp(expected))
+
+
+def test_intervals_cover_what_is_true():
+    covered = []
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        models, prompts = rng.standard_normal(30), rng.standard_normal(40)
+        result = bootstrap(
+            0.5 + models[:, None] + prompts, 2 * models + rng.standard_normal(30), n_resamples=200, seed=seed
+        )
+        covered.append([low <= true <= high for true, (low, high) in ((2, result.slope), (0.5, result.mean))])
+    # Percentiles of 30 models are a little narrow; at 95 % three standard errors of 150 are 5 %.
+    slope, mean = np.mean(covered, 0)
+    assert 0.87 <= slope <= 0.995
+    assert 0.87 <= mean <= 0.995
+
+
+def test_degenerate_draws_are_counted():
+    x = np.array([[1.0], [2], [4]])
+    result = bootstrap(x, np.array([1.0, 2, 3]), n_resamples=5000)
+    # All three models: 3! of 3³ draws.
+    assert result.n_dropped / 5000 == pytest.approx(1 - 6 / 27, abs=0.02)
+    rng = np.random.default_rng(0)
+    assert bootstrap(rng.random((30, 2)), rng.random(30)).n_dropped == 0
+
+
+def test_seeds():
+    rng = np.random.default_rng(0)
+    x, y = rng.random((8, 5)), rng.random(8)
+    assert bootstrap(x, y, seed=1).slope == bootstrap(x, y, seed=1).slope
+    assert bootstrap(x, y, seed=1).slope != bootstrap(x, y, seed=2).slope
+
+
+def test_prompts_that_a_model_lacks_are_left_out_of_its_mean():
+    x = np.arange(6.0)[:, None] + np.zeros(8)
+    x[0, :3] = np.nan
+    result = bootstrap(np.vstack([x, np.full(8, np.nan)]), np.append(5 * np.arange(6.0), 99))
+    assert result.n_models == 6
+    assert result.slope == pytest.approx((5, 5))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "arguments", "message"),
+    [
+        (np.zeros((2, 4)), np.zeros(2), {}, "three or more .* got 2"),
+        (np.zeros((5, 4)), np.arange(5.0), {}, "all 2000 draws are degenerate"),
+        (np.ones((5, 4)), np.arange(5.0), {"n_resamples": 0}, "`n_resamples` must be at least 1"),
+    ],
+)
+def test_nothing_to_resample(x, y, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        bootstrap(x, y, **arguments)
+
+
+# sweeps, tasks, prompts
+
+
+def test_each_k_has_its_own_fit():
+    data = survey()
+    rng = np.random.default_rng(0)
+    data["mean_coupling"][..., 1] = rng.random((8, 1, 6))
+    given = scores_of(data, noise=0)
+    found = k_sweep(data, given, n_resamples=50)
+    assert list(found) == list(KS)
+    assert found[5].linear.r_squared == pytest.approx(1)
+    x = data["mean_coupling"].values[:, 0, :, 1].mean(1)
+    assert found[10].linear.r_squared == pytest.approx(np.corrcoef(x, given["score"])[0, 1] ** 2)
+
+
+def test_tasks_have_their_prompts_and_their_scores():
+    data = survey()
+    given = scores_of(data, arc=np.random.default_rng(3).random(8))
+    found = task_fits(data, given, k=5, n_resamples=50)
+    x = data["mean_coupling"].values[:, 0, :, 0]
+    for task, prompts, score in (("arc", x[:, :3], given["arc"]), ("mmlu", x[:, 3:], given["score"])):
+        assert found[task].linear.r_squared == pytest.approx(np.corrcoef(prompts.mean(1), score)[0, 1] ** 2)
+        assert found[task].bootstrap.n_prompts == 3
+
+
+def test_within_a_model_across_tasks():
+    data = survey(n_models=4, n_prompts=6).assign_coords(task=("prompt", ["a", "a", "b", "b", "c", "c"]))
+    rng = np.random.default_rng(0)
+    given = pandas.DataFrame({"model": data["model"].values} | {task: rng.random(4) for task in "abc"})
+    found = fits_across_tasks(data, given, k=5)
+    x = data["mean_coupling"].values[2, 0, :, 0].reshape(3, 2).mean(1)
+    assert found["org/m2"].r_squared == pytest.approx(np.corrcoef(x, given.loc[2, [*"abc"]].astype(float))[0, 1] ** 2)
+    assert found["org/m2"].n == 3
+    with pytest.raises(ValueError, match="three tasks or more"):
+        fits_across_tasks(data, given[["model", "a", "b"]], k=5)
+
+
+def test_length_and_difficulty_of_prompts():
+    data = survey(n_models=3, n_prompts=30)
+    x, length = data["mean_coupling"].values[1, 0, :, 0], data["n_pos"].values[1, 0]
+    by_length = prompt_correlations(data, k=5, n_resamples=500)["org/m1"]
+    expected = stats.spearmanr(x, length)
+    assert (by_length.rho, by_length.p, by_length.n) == pytest.approx((expected.statistic, expected.pvalue, 30))
+    low, high = by_length.interval
+    assert low < by_length.rho < high
+    # Fisher's z has a standard error of about 1.06 / √(n − 3) on ranks.
+    assert np.arctanh(high) - np.arctanh(low) == pytest.approx(2 * 1.96 * 1.06 / np.sqrt(27), rel=0.25)
+    difficulty = {f"p{i}": float(-x[i]) for i in range(20)}
+    by_difficulty = prompt_correlations(data, difficulty, k=5)["org/m1"]
+    assert (by_difficulty.rho, by_difficulty.n) == pytest.approx((-1, 20))
+    assert by_difficulty.interval == pytest.approx((-1, -1))
+
+
+@pytest.mark.parametrize(
+    ("against", "message"),
+    [
+        ("colour", "nothing called 'colour'"),
+        ("n_layers", "nothing called 'n_layers' was measured of prompts"),
+        ({"q": 1.0}, "not measured: q"),
+        ({"p1": 1.0}, "three prompts or more"),
+    ],
+)
+def test_nothing_known_of_prompts(against, message):
+    with pytest.raises(ValueError, match=message):
+        prompt_correlations(survey(), against)
+
+
+# the summary
+
+
+def test_the_summary_holds_it_all_and_is_json():
+    data = survey(n_models=12)
+    given = scores_of(data, training_tokens=np.arange(12) * 1e12)
+    given.loc[0, "score"] = np.nan
+    result = generalization_study(
+        data,
+        given,
+        k=5,
+        subsets={"deep": "n_layers > 15"},
+        difficulty={f"p{i}": float(i) for i in range(6)},
+        n_resamples=100,
+    )
+    x = data["mean_coupling"].values[1:, 0, :, 0].mean(1)
+    by_hand = stats.linregress(x, given["score"][1:])
+    assert result.association.linear.slope == pytest.approx(by_hand.slope)
+    assert result.association.linear.p == pytest.approx(by_hand.pvalue)
+    assert result.left_out["org/m0"] == "no score"
+    assert list(result.partial) == [
+        "log10(n_parameters)",
+        "n_layers",
+        "d_model",
+        "log10(training_tokens)",
+        "log10(n_parameters) + n_layers + d_model + log10(training_tokens)",
+    ]
+    assert list(result.covariates.index) == [
+        "log10(n_parameters)",
+        "n_layers",
+        "d_model",
+        "log10(training_tokens)",
+    ]
+    assert set(result.by_k) == set(KS)
+    assert result.by_k[5] is result.association
+    assert set(result.by_task) == {"arc", "mmlu"}
+    assert set(result.prompt_length) == set(result.prompt_difficulty) == set(data["model"].values)
+    read = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert read["association"]["linear"]["n"] == 11
+    assert len(read["table"]) == len(read["influence"]["table"]) == 11
+    assert read["influence"]["table"][0]["model"] == "org/m1"
+    assert read["covariates"][1]["covariate"] == "n_layers"
+    assert read["association"]["bootstrap"]["resampled"].startswith("models, and prompts")
+    assert read["by_k"]["10"]["linear"]["r_squared"] == pytest.approx(result.by_k[10].linear.r_squared)
+
+
+def test_maps_of_layers_change_nothing():
+    data = survey()
+    maps = np.random.default_rng(0).random((8, 1, 6, 2, 3, 3))
+    with_maps = data.assign(coupling=(("model", "checkpoint", "prompt", "k", "layer", "other_layer"), maps))
+    plain, other = (generalization_study(d, scores_of(data), n_resamples=50).to_dict() for d in (data, with_maps))
+    assert plain == other
+
+
+def test_the_last_checkpoint_of_each_model_unless_one_is_named():
+    data = survey(n_models=5, checkpoints=(1000, 0, 20))
+    data["mean_coupling"][:, 0] += 0.1
+    data["mean_coupling"][2, 0] = np.nan
+    result = generalization_study(data, "loss", n_resamples=50)
+    assert result.table["checkpoint"].tolist() == [1000, 1000, 20, 1000, 1000]
+    assert result.score == "loss"
+    assert result.table["coupling"][0] == pytest.approx(data["mean_coupling"].values[0, 0, :, 1].mean())
+    named = generalization_study(data, "loss", checkpoint="0", n_resamples=50).table
+    assert named["checkpoint"].tolist() == [0] * 5
+    with pytest.raises(ValueError, match="no checkpoint 7 was measured; there are 0, 20, 1000"):
+        generalization_study(data, "loss", checkpoint=7)
+
+
+def test_numbered_checkpoints_are_in_order_as_text_too():
+    data = survey(n_models=4, checkpoints=("main", "1000", "9"))
+    assert coupling_table(data)["checkpoint"][:3].tolist() == ["9", "1000", "main"]
+    assert set(generalization_study(data, n_resamples=50).table["checkpoint"]) == {"main"}
+
+
+def test_untrained_twins_are_a_baseline_and_nothing_else():
+    data = survey(n_models=4, checkpoints=("main", "untrained"))
+    data["mean_coupling"][:, 1] *= 0.1
+    trained = generalization_study(data, n_resamples=50)
+    assert set(trained.table["checkpoint"]) == {"main"}
+    baseline = generalization_study(data, checkpoint="untrained", n_resamples=50)
+    np.testing.assert_allclose(baseline.table["coupling"], 0.1 * trained.table["coupling"])
+    data["mean_coupling"][2, 0] = np.nan
+    assert generalization_study(data, n_resamples=50).left_out["org/m2"] == "no coupling at k = 10"
+
+
+def test_prompts_that_only_some_models_know_are_said():
+    data = survey(n_models=5)
+    data["mean_coupling"][:, :, 5] = np.nan
+    assert generalization_study(data, n_resamples=50).n_prompts == 5
+    data["mean_coupling"][3, :, 4] = np.nan
+    with pytest.warns(UserWarning, match="org/m3: some prompts were not measured"):
+        result = generalization_study(data, n_resamples=50)
+    assert result.table["coupling"][3] == pytest.approx(data["mean_coupling"].values[3, 0, :4, 1].mean())
+
+
+def test_what_lacks_models_is_left_out_and_said():
+    data = survey(n_models=3).drop_vars("d_model")
+    data["n_layers"][:] = 12
+    result = generalization_study(data, scores_of(data), n_resamples=50)
+    assert result.influence is None
+    assert "four models" in result.left_out["influence"]
+    assert "'n_layers' is the same" in result.left_out["covariate n_layers"]
+    assert "want 4 models" in result.left_out["given log10(n_parameters)"]
+    assert result.partial == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"controls": ["colour"]}, "no column or expression 'colour'"),
+        ({"subsets": {"none": "score > 1e9"}}, "subset 'none'"),
+        ({"k": 3}, "`k` = 3 was not measured"),
+        ({"difficulty": {"q": 1.0}}, "not measured: q"),
+        ({"n_resamples": 0}, "`n_resamples`"),
+        ({"score": "arc"}, "no column 'arc'"),
+    ],
+)
+def test_arguments_that_name_what_is_not_there(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generalization_study(survey(), scores_of(survey()), **arguments)
+
+
+def test_fewer_than_three_models():
+    with pytest.raises(ValueError, match=r"wants three models or more that have both, got 2: org/m0, org/m1"):
+        generalization_study(survey(n_models=2), "loss")
+
+
+def test_on_real_measurements(tokenizer_folder):
+    models = {f"{family}": tiny.huggingface_model(family) for family in ("gpt2", "llama", "gpt_neox")}
+    settings, prompts = tlc.Settings(k=(4, 8), n_singular_values=4), ["w1 w2 w3 w4", "w5 w6 w7 w8 w9"]
+    from tl_coupling.surveys.measurements import as_prompts
+
+    measured = [
+        tlc.surveys.measure_prompts(tiny.bridge(model, tokenizer_folder), as_prompts(prompts), settings).expand_dims(
+            model=[name], checkpoint=["main"]
+        )
+        for name, model in models.items()
+    ]
+    data = xarray.concat(measured, "model", combine_attrs="drop_conflicts")
+    result = generalization_study(data, "loss", n_resamples=50)
+    assert result.k == 8
+    assert result.table["coupling"].tolist() == pytest.approx(
+        data["mean_coupling"].sel(k=8).mean("prompt").values[:, 0].tolist()
+    )
+    assert result.association.linear.n == 3

@@ -1,0 +1,54 @@
+"""Means by task, their intervals over prompts, and the picture of them."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import tl_coupling as tlc
+from fake_survey import survey
+from tl_coupling.generalization import task_means
+
+pytestmark = pytest.mark.on_3_only
+
+
+def test_task_means_are_means_with_intervals_over_prompts():
+    rng = np.random.default_rng(0)
+    x = np.concatenate([0.2 + 0.1 * rng.standard_normal((2, 200)), 0.6 + 0.1 * rng.standard_normal((2, 200))], 1)
+    table = task_means(survey(x), 5)
+    assert table.attrs == {"k": 5, "measure": "coupling"}
+    assert table["task"].tolist() == ["arc", "mmlu", "all prompts"] * 2
+    assert table["n_prompts"].tolist() == [200, 200, 400] * 2
+    np.testing.assert_allclose(table["mean"][:3], [x[0, :200].mean(), x[0, 200:].mean(), x[0].mean()])
+    # The bootstrap of a mean is the normal interval here, to a few per cent of its width.
+    half = stats.norm.ppf(0.975) * np.array([x[0, :200].std(), x[0, 200:].std(), x[0].std()]) / np.sqrt([200, 200, 400])
+    np.testing.assert_allclose(table["high"][:3] - table["mean"][:3], half, rtol=0.1)
+    np.testing.assert_allclose(table["mean"][:3] - table["low"][:3], half, rtol=0.1)
+
+
+def test_task_means_leave_out_what_was_not_measured():
+    data = survey(n_models=2, n_prompts=4)
+    data["mean_coupling"][1, 0, :2] = np.nan
+    data["mean_coupling"][1, 0, 3] = np.nan
+    table = task_means(data)
+    assert table[table["model"] == "org/m1"]["task"].tolist() == ["mmlu", "all prompts"]
+    assert table[table["model"] == "org/m1"]["n_prompts"].tolist() == [1, 1]
+    assert table[table["model"] == "org/m1"][["low", "high"]].isna().all(axis=None)
+    assert table["loss"].notna().all()
+    with pytest.raises(ValueError, match="`k` = 7 was not measured"):
+        task_means(data, 7)
+
+
+def test_picture_of_task_means_has_a_row_for_each_task():
+    table = task_means(survey(n_models=2), 5)
+    ax = tlc.plots.plot_task_means(table)
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "arc (n = 3)",
+        "mmlu (n = 3)",
+        "all prompts (n = 6)",
+    ]
+    drawn = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert [line.get_label() for line in drawn] == ["org/m0", "org/m1"]
+    np.testing.assert_allclose(drawn[1].get_xdata(), table[table["model"] == "org/m1"]["mean"])
+    intervals = ax.collections[0].get_segments()
+    np.testing.assert_allclose([segment[:, 0] for segment in intervals], table[["low", "high"]][:3])
+    assert "k = 5" in ax.get_xlabel()

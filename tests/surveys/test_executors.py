@@ -1,0 +1,242 @@
+"""Units handed to other processes: the same results, and what becomes of them when a worker or the driver is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray
+
+from tl_coupling.surveys.executors import AsTheyFinish, Preemptible, process_pool, submitted
+from tl_coupling.surveys.units import Unit, load_unit, record, run_units
+
+pytestmark = pytest.mark.on_3_only
+
+UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(4)]
+
+
+def measure(unit: Unit) -> xarray.Dataset:
+    return xarray.Dataset({"x": ("i", np.arange(5.0) + 100 * unit.what["number"])})
+
+
+def measure_or_die(unit: Unit) -> xarray.Dataset:
+    """Number 2 kills its process until its mark is there."""
+    if unit.what["number"] == 2 and not Path(os.environ["TL_COUPLING_TEST_MARK"]).exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return measure(unit)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.nc")}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Path:
+    """The same units, done in this process."""
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    run_units(folder, UNITS, measure)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "results").mkdir()
+    return tmp_path / "results"
+
+
+def test_a_process_pool_gives_the_same_files(alone: Path, folder: Path) -> None:
+    with process_pool(2) as executor:
+        outcomes = run_units(folder, UNITS, measure, executor=executor)
+        again = run_units(folder, UNITS, measure, executor=executor)
+    assert [(o.unit, o.status) for o in outcomes] == [(unit, "computed") for unit in UNITS]
+    assert [o.status for o in again] == ["kept"] * 4
+    assert bytes_of(folder) == bytes_of(alone)
+
+
+def test_progress_runs_over_what_came_back_and_knows_how_much_will(folder: Path) -> None:
+    run_units(folder, UNITS[:1], measure)
+    lengths, seen = [], set()
+
+    def progress(units):
+        lengths.append(len(units))
+        for unit in units:
+            seen.add(unit.key)
+            yield unit
+
+    with ThreadPoolExecutor(2) as executor:
+        run_units(folder, UNITS, measure, progress, executor)
+    assert lengths == [3]
+    assert seen == {"unit-1", "unit-2", "unit-3"}
+
+
+def test_a_failure_elsewhere_is_recorded_like_one_here(folder: Path) -> None:
+    def failing(unit: Unit) -> xarray.Dataset:
+        if unit is UNITS[1]:
+            raise RuntimeError("no\nluck")
+        return measure(unit)
+
+    with ThreadPoolExecutor(1) as executor:
+        outcomes = run_units(folder, UNITS, failing, executor=executor)
+    assert [o.status for o in outcomes] == ["computed", "failed", "computed", "computed"]
+    assert outcomes[1].error == "RuntimeError: no luck"
+
+
+def test_a_disk_that_cannot_be_written_ends_the_run_and_cancels_the_rest(folder: Path) -> None:
+    cancelled = []
+
+    class Never(Future):
+        def cancel(self) -> bool:
+            cancelled.append(self)
+            return super().cancel()
+
+    class Elsewhere:
+        def submit(self, fn, /, *arguments):
+            unit = arguments[1]
+            if unit is not UNITS[0]:
+                return Never()
+            future: Future = Future()
+            future.set_exception(OSError("cannot write"))
+            return future
+
+    with pytest.raises(OSError, match="cannot write"):
+        run_units(folder, UNITS, measure, executor=Elsewhere())
+    assert len(cancelled) == 3
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def test_a_killed_worker_loses_nothing_finished_and_a_rerun_completes(
+    alone: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TL_COUPLING_TEST_MARK", str(tmp_path / "mark"))
+    with process_pool(1) as executor:
+        outcomes = run_units(folder, UNITS, measure_or_die, executor=executor)
+    assert [o.status for o in outcomes] == ["computed", "computed", "failed", "computed"]
+    found = record(folder, UNITS[2])
+    assert found is not None
+    assert found["status"] == "failed"
+    assert found["error"].startswith("WorkerDied: its worker died, and again when it had nothing else to do")
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("unit-[013].*")}
+    (tmp_path / "mark").touch()
+    with process_pool(1) as executor:
+        outcomes = run_units(folder, UNITS, measure_or_die, executor=executor)
+    assert [o.status for o in outcomes] == ["kept", "kept", "computed", "kept"]
+    assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
+    assert bytes_of(folder) == bytes_of(alone)
+
+
+_DRIVER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_executors import UNITS, measure
+from tl_coupling.surveys.executors import process_pool
+from tl_coupling.surveys.units import run_units
+
+def slow(unit):
+    time.sleep(0.5)
+    return measure(unit)
+
+if __name__ == "__main__":
+    with process_pool(1) as executor:
+        run_units(Path(sys.argv[1]), UNITS, slow, executor=executor)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def test_a_killed_driver_loses_nothing_finished_and_a_rerun_completes(
+    alone: Path, folder: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(_DRIVER)
+    driver = subprocess.Popen([sys.executable, script, folder, Path(__file__).parent])
+    deadline = time.monotonic() + 60
+    while not (folder / "unit-0.json").exists():
+        assert time.monotonic() < deadline
+        assert driver.poll() is None
+        time.sleep(0.02)
+    driver.kill()
+    driver.wait()
+    before = bytes_of(folder)
+    # Its worker may still be writing what it was given.
+    outcomes = run_units(folder, UNITS, measure)
+    assert outcomes[0].status == "kept"
+    assert bytes_of(folder) == bytes_of(alone)
+    assert before.items() <= bytes_of(folder).items()
+
+
+def test_a_worker_that_died_after_its_last_write_has_done_its_work(folder: Path) -> None:
+    class DiesAfterwards:
+        def submit(self, fn, /, *arguments):
+            fn(*arguments)
+            future: Future = Future()
+            future.set_exception(RuntimeError("killed"))
+            return future
+
+    assert [o.status for o in run_units(folder, UNITS, measure, executor=DiesAfterwards())] == ["computed"] * 4
+
+
+def test_two_runs_in_one_folder_are_one_too_many(folder: Path) -> None:
+    pytest.importorskip("fcntl")
+
+    def inside(units):
+        with pytest.raises(ValueError, match=r"another run is at work in .*results, or its workers are: wait for it"):
+            run_units(folder, UNITS, measure)
+        yield from units
+
+    run_units(folder, UNITS[:1], measure, inside)
+    assert [o.status for o in run_units(folder, UNITS[:1], measure)] == ["kept"]
+
+
+def test_what_is_submitted_together_is_one_batch() -> None:
+    class Batching:
+        inside = False
+
+        @contextmanager
+        def batch(self) -> Iterator[None]:
+            self.inside = True
+            yield
+            self.inside = False
+
+        def submit(self, fn, /, *arguments):
+            assert self.inside
+            future: Future = Future()
+            future.set_result(fn(*arguments))
+            return future
+
+    executor = Batching()
+    with submitted(executor, max, {"a": (1, 2), "b": (5, 4)}) as finished:
+        assert not executor.inside
+        assert {key: finished.futures[key].result() for key in finished} == {"a": 2, "b": 5}
+
+
+def test_keys_come_in_the_order_in_which_their_futures_end() -> None:
+    futures: dict[str, Future] = {name: Future() for name in "abc"}
+    futures["c"].set_result(0)
+    keys = AsTheyFinish(futures)
+    order = iter(keys)
+    assert len(keys) == 3
+    assert next(order) == "c"
+    futures["a"].set_exception(ValueError())
+    assert next(order) == "a"
+    futures["b"].cancel()
+    assert list(order) == ["b"]
+
+
+def test_a_preempted_job_is_the_same_call_once_more() -> None:
+    pytest.importorskip("submitit")
+    call = Preemptible(max)
+    again = call.checkpoint(3, 7)
+    assert again.function(*again.args) == call(3, 7) == 7
+
+
+def test_results_are_read_back_as_they_were_measured(alone: Path) -> None:
+    for unit in UNITS:
+        xarray.testing.assert_identical(load_unit(alone, unit), measure(unit))

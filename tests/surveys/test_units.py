@@ -1,0 +1,292 @@
+"""Units of work on disk: kept, done again, failed, and a disk that is full."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray
+
+from tl_coupling.files import file_name
+from tl_coupling.surveys.units import Unit, check_plan, load_unit, record, run_units
+
+pytestmark = pytest.mark.on_3_only
+
+UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(3)]
+
+
+class Measurement:
+    """Gives each unit its own values and counts how often it was asked."""
+
+    def __init__(self, failing: tuple[int, ...] = ()) -> None:
+        self.failing = failing
+        self.asked: list[int] = []
+
+    def __call__(self, unit: Unit) -> xarray.Dataset:
+        number = unit.what["number"]
+        self.asked.append(number)
+        if number in self.failing:
+            raise RuntimeError(f"no\nluck with {number}")
+        return xarray.Dataset({"x": ("i", np.arange(5.0) + 100 * number)})
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    check_plan(tmp_path, {"of": "units"})
+    run_units(tmp_path, UNITS, Measurement())
+    return tmp_path
+
+
+def test_each_unit_is_a_result_and_a_record(finished: Path) -> None:
+    assert {path.name for path in finished.iterdir()} == {
+        "plan.json",
+        *(f"unit-{i}.{ending}" for i in range(3) for ending in ("nc", "json")),
+    }
+    for i, unit in enumerate(UNITS):
+        np.testing.assert_array_equal(load_unit(finished, unit)["x"], np.arange(5) + 100 * i)
+        found = record(finished, unit)
+        assert found is not None
+        assert (found["status"], found["what"]) == ("finished", {"number": i})
+
+
+def test_what_is_finished_is_kept_and_not_touched(finished: Path) -> None:
+    before, again = snapshot(finished), Measurement()
+    outcomes = run_units(finished, UNITS, again)
+    assert [outcome.status for outcome in outcomes] == ["kept"] * 3
+    assert again.asked == []
+    assert snapshot(finished) == before
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "unit-1.nc"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def one_bit_flipped(folder: Path) -> None:
+    path = folder / "unit-1.nc"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def record_of_another_shape(folder: Path) -> None:
+    (folder / "unit-1.json").write_text("[1, 2]")
+
+
+def record_not_text(folder: Path) -> None:
+    (folder / "unit-1.json").write_bytes(b"\xff\xfe{")
+
+
+def both_of_another_unit(folder: Path) -> None:
+    for ending in ("nc", "json"):
+        shutil.copy(folder / f"unit-2.{ending}", folder / f"unit-1.{ending}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncated,
+        one_bit_flipped,
+        record_of_another_shape,
+        record_not_text,
+        both_of_another_unit,
+        lambda folder: (folder / "unit-1.nc").unlink(),
+        lambda folder: (folder / "unit-1.nc").write_bytes(b""),
+        lambda folder: shutil.copy(folder / "unit-2.nc", folder / "unit-1.nc"),
+        lambda folder: (folder / "unit-1.json").unlink(),
+        lambda folder: (folder / "unit-1.json").write_text(""),
+        lambda folder: (folder / "unit-1.json").write_text('{"what": {"num'),
+    ],
+)
+def test_what_is_missing_or_damaged_is_done_again_and_nothing_else(finished: Path, damage) -> None:
+    before = snapshot(finished)
+    damage(finished)
+    again = Measurement()
+    assert [o.status for o in run_units(finished, UNITS, again)] == ["kept", "computed", "kept"]
+    assert again.asked == [1]
+    after = snapshot(finished)
+    assert after.keys() == before.keys()
+    assert {name for name in before if after[name] != before[name]} <= {"unit-1.nc", "unit-1.json"}
+    assert [o.status for o in run_units(finished, UNITS, again)] == ["kept"] * 3
+    np.testing.assert_array_equal(load_unit(finished, UNITS[1])["x"], np.arange(5) + 100)
+
+
+def test_a_unit_that_is_now_something_else_is_done_again(finished: Path) -> None:
+    again = Measurement()
+    run_units(finished, [Unit("unit-0", {"number": 7}), Unit("unit-1", {"number": "1"})], lambda unit: again(UNITS[2]))
+    assert again.asked == [2, 2]
+
+
+def test_a_failure_is_recorded_the_others_go_on_and_a_rerun_tries_again(tmp_path: Path) -> None:
+    first = Measurement(failing=(1,))
+    outcomes = run_units(tmp_path, UNITS, first)
+    assert [(o.status, o.error) for o in outcomes] == [
+        ("computed", None),
+        ("failed", "RuntimeError: no luck with 1"),
+        ("computed", None),
+    ]
+    assert record(tmp_path, UNITS[1]) == {
+        "what": {"number": 1},
+        "status": "failed",
+        "error": "RuntimeError: no luck with 1",
+    }
+    assert not (tmp_path / "unit-1.nc").exists()
+    second = Measurement()
+    assert [o.status for o in run_units(tmp_path, UNITS, second)] == ["kept", "computed", "kept"]
+    assert second.asked == [1]
+
+
+def test_an_old_result_does_not_pass_for_that_of_a_unit_that_failed_since(finished: Path) -> None:
+    truncated(finished)
+    whole = (finished / "unit-2.nc").read_bytes()
+    run_units(finished, UNITS, Measurement(failing=(1,)))
+    (finished / "unit-1.nc").write_bytes(whole)
+    again = Measurement()
+    run_units(finished, UNITS, again)
+    assert again.asked == [1]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_the_user_can_stop_it_and_go_on_later(tmp_path: Path, stop: type[BaseException]) -> None:
+    def stopped(unit: Unit) -> xarray.Dataset:
+        if unit is UNITS[1]:
+            raise stop
+        return Measurement()(unit)
+
+    with pytest.raises(stop):
+        run_units(tmp_path, UNITS, stopped)
+    again = Measurement()
+    run_units(tmp_path, UNITS, again)
+    assert again.asked == [1, 2]
+
+
+def test_progress_wraps_the_loop(tmp_path: Path) -> None:
+    seen = []
+
+    def progress(units):
+        for unit in units:
+            seen.append(unit.key)
+            yield unit
+
+    run_units(tmp_path, UNITS, Measurement(), progress)
+    assert seen == ["unit-0", "unit-1", "unit-2"]
+
+
+def test_another_plan_is_refused_by_name_and_nothing_is_overwritten(finished: Path) -> None:
+    before = snapshot(finished)
+    check_plan(finished, {"of": "units"})
+    with pytest.raises(ValueError, match=r'\(k, of\): wanted \{"k": 3, "of": "ünits"\}, found .*"units"') as caught:
+        check_plan(finished, {"of": "ünits", "k": 3})
+    assert str(finished) in str(caught.value)
+    assert snapshot(finished) == before
+
+
+def test_a_plan_is_what_json_makes_of_it(tmp_path: Path) -> None:
+    for pair in ((1, 2), [1, 2]):
+        check_plan(tmp_path, {"pair": pair})
+    with pytest.raises(ValueError, match="another plan"):
+        check_plan(tmp_path, {"pair": [2, 1]})
+
+
+def test_what_differs_is_named_however_long_it_is(finished: Path) -> None:
+    with pytest.raises(ValueError, match=r"\(a, of, z\)") as caught:
+        check_plan(finished, {"a": "long " * 1000, "of": "units!", "z": 1})
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'["of"]', b'"text"', b"7", b"null", b"\xff\xfe"])
+def test_a_damaged_plan_is_said(finished: Path, content: bytes) -> None:
+    (finished / "plan.json").write_bytes(content)
+    before = snapshot(finished)
+    with pytest.raises(ValueError, match=r"plan\.json is damaged: put it back as it was"):
+        check_plan(finished, {"of": "units"})
+    assert snapshot(finished) == before
+
+
+def test_results_without_a_plan_are_not_ours(finished: Path) -> None:
+    (finished / "plan.json").unlink()
+    with pytest.raises(ValueError, match=r"holds results, but no plan\.json"):
+        check_plan(finished, {"of": "units"})
+    assert not (finished / "plan.json").exists()
+
+
+def test_names_of_files_are_safe_and_different() -> None:
+    names = ["step1", "STEP.1-a_b", "refs/pr/1", "../up", "a b", "a%20b", "ü", "\u02f1", "/1", "*[?]", "~"]
+    files = [file_name(name) for name in names]
+    assert files[:2] == names[:2]
+    assert len(set(files)) == len(names)
+    assert not any(c in "".join(files) for c in "/\\ *?[]:")
+    assert not any(name.startswith(".") for name in files)
+    long = [file_name("字" * n) for n in (60, 61)]
+    assert len(set(long)) == 2
+    assert all(len(name) < 200 for name in long)
+    assert "/" not in os.path.normpath(f"x-{file_name('../up')}")
+
+
+_ON_A_FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+import numpy as np, xarray
+from tl_coupling.surveys.units import Unit, check_plan, run_units
+
+folder, limit = Path(sys.argv[1]), int(sys.argv[2])
+
+def measure(unit):
+    print("asked", unit.key)
+    return xarray.Dataset({"x": ("i", np.arange(unit.what["size"], dtype=float))})
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    check_plan(folder, {"of": "sizes"})
+    run_units(folder, [Unit("small", {"size": 10}), Unit("large", {"size": 9999}), Unit("last", {"size": 5})], measure)
+except OSError as error:
+    print("OSError:", error)
+"""
+
+
+def write_under(limit: int, folder: Path) -> list[str]:
+    """What the run prints where no file may grow beyond `limit` bytes (0: no limit)."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _ON_A_FULL_DISK, str(folder), str(limit)], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr[-500:]
+    assert "Traceback" not in ended.stderr
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+def test_a_full_disk_is_one_clear_error_and_a_rerun_completes(tmp_path: Path) -> None:
+    printed = write_under(60_000, tmp_path)
+    assert printed[:2] == ["asked small", "asked large"]
+    assert len(printed) == 3
+    assert printed[2].startswith(f"OSError: cannot write {tmp_path / 'large.nc'}: ")
+    assert "is the disk full" in printed[2]
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "small.nc", "small.json"}
+    before = snapshot(tmp_path)
+    assert write_under(0, tmp_path) == ["asked large", "asked last"]
+    assert {name: content for name, content in snapshot(tmp_path).items() if name in before} == before
+    np.testing.assert_array_equal(load_unit(tmp_path, Unit("large", {}))["x"], np.arange(9999))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+def test_a_disk_without_room_for_anything_is_said_of_the_file_that_was_wanted(tmp_path: Path) -> None:
+    """netCDF says "Permission denied" of a temporary file then, and a text file has no name in its error."""
+    (printed,) = write_under(10, tmp_path)
+    assert printed.startswith(f"OSError: cannot write {tmp_path / 'plan.json'}: ")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "plan.json").write_text(json.dumps({"of": "sizes"}))
+    asked, printed = write_under(50, tmp_path)
+    assert asked == "asked small"
+    assert printed.startswith(f"OSError: cannot write {tmp_path / 'small.nc'}: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
