@@ -244,3 +244,34 @@ def test_the_warning_tells_apart_subspaces_that_rounding_turns_from_those_that_i
         turned[bool(warnings_of(S, 2, ["J"]))] = float(np.sqrt(max(0, 1 - cosine**2)))
     assert turned[True] > 0.1
     assert turned[False] < 1e-3
+
+
+LARGE = 240
+# Spectra, and whether their top 40 should be had for less than a full SVD.
+LARGE_SIGMA = {
+    "as block Jacobians have": (np.arange(1, LARGE + 1) ** -0.5, True),
+    "flat": (np.full(LARGE, 0.7), True),
+    "two levels, the cut inside the lower": (np.where(np.arange(LARGE) < 20, 1.0, 0.3), True),
+    "an outlier": (np.concatenate([[10.0], np.linspace(1.0, 0.5, LARGE - 1)]), True),
+    "an outlier that hides the rest": (np.concatenate([[1e4], np.linspace(1.0, 0.5, LARGE - 1)]), False),
+    "steep": (np.geomspace(1, 1e-8, LARGE), True),
+    "heavy tail": (np.geomspace(1, 1e-12, LARGE), False),
+    "rank 8": (np.where(np.arange(LARGE) < 8, 1.0, 0.0), False),
+}
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+@pytest.mark.parametrize("shape", [(LARGE, LARGE), (LARGE + 40, LARGE), (LARGE, LARGE + 40)])
+@pytest.mark.parametrize("name", LARGE_SIGMA)
+def test_top_triplets_of_a_large_matrix(name, shape, scale, monkeypatch):
+    sigma, cheaper = LARGE_SIGMA[name]
+    J = torch.from_numpy(matrix(scale * sigma, shape)).float()
+    decompose, full = torch.linalg.svd, []
+    monkeypatch.setattr(torch.linalg, "svd", lambda J, **options: full.append(1) or decompose(J, **options))
+    spectrum = tlc.svd(J, k=40)
+    assert bool(full) != cheaper
+    # LAPACK's own residuals in float32 reach 5e-6.
+    tolerance = 4e-6 if cheaper else PROMISED
+    assert_svd(J.double().numpy(), spectrum, tolerance)
+    residual = J.double() @ spectrum.Vh.mT.double() - spectrum.U.double() * spectrum.S.double()
+    assert float(residual.norm(dim=0).max()) <= tolerance * float(spectrum.S[0])

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from tl_coupling.border import checked, warn_caller
 
+# The truncated SVD in float32: eigenvectors kept beyond k, what it must leave of `Jᵀu − σ v` (an SVD leaves as much),
+# and how small σ_k² may be beside σ_1² (rounding in float32 is a ten-thousandth of that).
+_OVERSAMPLING, _RESIDUAL_TOLERANCE, _LEAST_SQUARE = 32, 2e-6, 1e-3
+
 
 @checked
 @dataclass(frozen=True, eq=False)
@@ -63,10 +67,11 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
         TypeError: J is not real floating point of 32 or 64 bits.
         ValueError: k out of range, fewer than two axes, or entries that are not finite.
 
-    Cost: a full SVD of every matrix (LAPACK's gesdd), k or not: the spectra met here are too flat for truncated methods
-    (`torch.svd_lowrank` with its default iterations errs by several per cent). On the CPU the matrices of a batch are
-    decomposed side by side, one core each, which is faster than all cores on one small matrix; with k, only the top
-    triplets are kept.
+    Cost: a full SVD of every matrix (LAPACK's gesdd). For `k ≤ rank / 3` in float32 on the CPU, the top of the spectrum
+    by an eigendecomposition of `JᵀJ`, polished in float64: about half the time, and more accurate. It is taken if both
+    residuals, `‖J v − σ u‖` and `‖Jᵀu − σ v‖`, stay below `2·10⁻⁶ σ_1`. (The spectra met here are too flat for
+    `torch.svd_lowrank`, which errs by several per cent.) On the CPU the matrices of a batch are decomposed side by
+    side, one core each, which is faster than all cores on one small matrix.
 
     Example:
         >>> J = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
@@ -83,8 +88,11 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
     S = J.new_empty(len(matrices), kept)
     Vh = J.new_empty(len(matrices), kept, J.shape[-1])
 
+    is_small_part = kept <= rank // 3 and J.dtype == torch.float32 and J.device.type == "cpu"
+
     def decompose(i: int) -> None:
-        u, s, vh = torch.linalg.svd(matrices[i], full_matrices=False)
+        top = _top_triplets(matrices[i], kept) if is_small_part else None
+        u, s, vh = top or torch.linalg.svd(matrices[i], full_matrices=False)
         U[i], S[i], Vh[i] = u[:, :kept], s[:kept], vh[:kept]
 
     _side_by_side(decompose, matrices)
@@ -108,6 +116,32 @@ def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*ba
 
     _side_by_side(decompose, matrices)
     return S.reshape(*batch, -1)
+
+
+def _top_triplets(J: Float[Tensor, "d_out d_in"], k: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The top k triplets of a float32 matrix in float64, for less than an SVD; None where that cannot be vouched for.
+
+    The eigenvectors of `JᵀJ` in float32 span the top of the spectrum up to rounding, `ε σ_1² / (σ_k² − σ_{k+33}²)`: one
+    step of subspace iteration and a Rayleigh–Ritz step in float64 make triplets of them. Rounding moves no `σ²` by more
+    than a few `ε σ_1²`, so that none of the top k can be missed unless σ_k is small beside σ_1.
+    """
+    if J.shape[0] < J.shape[1]:
+        top = _top_triplets(J.mT, k)
+        return top and (top[2].mT, top[1], top[0].mT)
+    scale = J.abs().max().clamp_min(torch.finfo(J.dtype).tiny)
+    J = J / scale
+    span = torch.linalg.eigh(J.mT @ J).eigenvectors[:, -(k + _OVERSAMPLING) :].double()
+    J = J.double()
+    Q = torch.linalg.qr(J.mT @ (J @ span)).Q
+    images = J @ Q
+    squares, within = torch.linalg.eigh(images.mT @ images)
+    squares, within = squares[-k:].flip(-1), within[:, -k:].flip(-1)
+    if not squares[-1] > _LEAST_SQUARE * squares[0]:
+        return None
+    S, V = squares.sqrt(), Q @ within
+    U = images @ within / S
+    residual = torch.linalg.vector_norm(J.mT @ U - V * S, dim=0).max()
+    return (U, scale * S, V.mT) if residual <= _RESIDUAL_TOLERANCE * S[0] else None
 
 
 def _check_matrices(J: Tensor) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tl_coupling.blocks.differentiation import times_constant
+
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
@@ -62,12 +64,12 @@ class ProductRule(TorchFunctionMode):
                     keys = _for_heads(self.moved.keys, right[..., at])
                     scores = (left.detach() * (keys - keys.detach())).sum(-1, keepdim=True)
                     padding = (at, self.n_keys - 1 - at)
-                    return _TimesConstant.apply(left, right) + torch.nn.functional.pad(scores, padding)
+                    return times_constant(left, right) + torch.nn.functional.pad(scores, padding)
                 if self.products == 1 and right.shape[-2] == self.n_keys:
                     self.products = 2
                     values = _for_heads(self.moved.values, right[..., at, :])
                     outputs = left[..., at : at + 1].detach() * (values - values.detach())
-                    return _TimesConstant.apply(left, right) + outputs
+                    return times_constant(left, right) + outputs
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception: Any) -> None:
@@ -90,28 +92,3 @@ def _for_heads(rows: Tensor, used: Tensor) -> Tensor:
         if repeated.shape[-1] == used.shape[-1] and bool((used == repeated.detach()[..., 0, :]).all()):
             return repeated
     raise BlockError("keys or values are changed between the cache and the attention's products")
-
-
-class _TimesConstant(torch.autograd.Function):
-    """`left @ right`, `[1 n_heads 1 n] × [1 n_heads n m]`, for a constant `right` that is never copied for each seed.
-
-    PyTorch's own rule for a batched matmul expands the unbatched factor; here the seeds become rows of `left`.
-    """
-
-    @staticmethod
-    def forward(left: Tensor, right: Tensor) -> Tensor:
-        return left @ right
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (right,) = ctx.saved_tensors
-        return _TimesConstant.apply(grad, right.mT), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], left: Tensor, right: Tensor) -> tuple[Tensor, int]:
-        rows = left.movedim(in_dims[0], -2).squeeze(-3)
-        return (rows @ right).unsqueeze(-3), 3

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks.evaluation import hear_interrupts
@@ -77,3 +78,43 @@ def for_seeds(pull_back: PullBack, seeds: Any) -> tuple[Tensor, ...]:
             raise
         each = seeds if isinstance(seeds, Tensor) else zip(*seeds, strict=True)
         return tuple(torch.stack(parts) for parts in zip(*(pull_back(seed) for seed in each), strict=True))
+
+
+def times_constant(left: Float[Tensor, "... 1 n"], right: Float[Tensor, "... n m"]) -> Tensor:
+    """`left @ right` for a constant `right`, which is not copied for every seed that comes back.
+
+    PyTorch's own rule for a batched matmul expands the factor without a batch; here the seeds become rows of `left`.
+    Seeds that are rows of the identity pick rows of `right`, and nothing is multiplied.
+    """
+    return _TimesConstant.apply(left, right)
+
+
+class _TimesConstant(torch.autograd.Function):
+    @staticmethod
+    def forward(left: Tensor, right: Tensor) -> Tensor:
+        return left @ right
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (right,) = ctx.saved_tensors
+        return _TimesConstant.apply(grad, right.mT), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], left: Tensor, right: Tensor) -> tuple[Tensor, int]:
+        rows = left.movedim(in_dims[0], -2).squeeze(-3)
+        picked = _rows_of_identity(rows[0]) if right.ndim == 2 else None
+        product = rows @ right if picked is None else right[None, picked]
+        return product.unsqueeze(-3), -2
+
+
+def _rows_of_identity(seeds: Tensor) -> slice | None:
+    """Which rows of the identity these are, if they are neighbouring ones."""
+    start = int(seeds[0].argmax())
+    diagonal = seeds.diagonal(start)
+    if len(diagonal) == len(seeds) == int(seeds.count_nonzero()) and bool((diagonal == 1).all()):
+        return slice(start, start + len(seeds))
+    return None

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.blocks.attention import BlockError
+from tl_coupling.blocks.differentiation import times_constant
 
 
 @contextmanager
@@ -112,5 +113,5 @@ def affine_mlp(block: nn.Module, met: Sequence[Float[Tensor, "1 1 d_model"]]) ->
     n_0, out_0 = met
     mlp: Any = block.mlp
     J = mlp_jacobian(mlp, n_0)
-    with _forward_hook(mlp, lambda _, args, __: out_0 + (args[0] - n_0) @ J.T):
+    with _forward_hook(mlp, lambda _, args, __: out_0 + times_constant(args[0] - n_0, J.T)):
         yield

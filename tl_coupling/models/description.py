@@ -3,6 +3,7 @@
 import importlib.metadata
 import warnings
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 _loaded_as: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 # The fields of a HuggingFace configuration in which models declare how many positions they have.
+_PACKAGES = ("tl-coupling", "transformer-lens", "transformers", "torch", "numpy")
 _CONTEXT_FIELDS = ("n_positions", "max_position_embeddings", "max_context_length", "max_seq_len", "max_sequence_length")
 
 
@@ -122,11 +124,11 @@ def describe_model(model: Any, residual: Float[Tensor, "n_layers n_pos d_model"]
         "architecture": type(getattr(model, "original_model", model)).__name__,
         "n_layers": len(model.blocks),
         "d_model": int(residual.shape[-1]),
-        "n_params": sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()),
+        "n_params": sum(p.numel() for p in model.parameters()),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": str(parameter.device),
         "weight_processing": processing or ["none"],
-        "versions": _versions(),
+        "versions": {name: _version(name) for name in _PACKAGES},
     }
 
 
@@ -159,12 +161,9 @@ def _config(bridge: nn.Module) -> Any:
     return getattr(original, "config", None)
 
 
-def _versions() -> dict[str, str]:
-    packages = ("tl-coupling", "transformer-lens", "transformers", "torch", "numpy")
-    found = {}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+@cache
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
