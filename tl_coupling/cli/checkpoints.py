@@ -9,23 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from tl_coupling.cli.app import app
+from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work, over_units
-from tl_coupling.cli.options import (
-    Backend,
-    Device,
-    FinalNorm,
-    Ks,
-    Orientation,
-    Out,
-    Position,
-    PrependBos,
-    PromptOrPaper,
-    Prompts,
-    checked_ks,
-    chosen_prompts,
-    training_step,
-)
+from tl_coupling.cli.options import Checkpoints, Comparing, Machine, Out, Position, Prompts, Tracing, training_step
 from tl_coupling.cli.results import show, write_pictures, write_summary
 from tl_coupling.files import write_atomically
 
@@ -46,34 +32,28 @@ Examples:
 """
 
 
-@app.command(help=_CHECKPOINTS_HELP)
+@command(_CHECKPOINTS_HELP)
 def checkpoints(
     model: Annotated[str, typer.Option(help="Hub name, or local folder of checkpoints in HuggingFace format.")],
-    checkpoint: Annotated[
-        list[str] | None, typer.Option(help="Training step, or hub revision; may be repeated.")
-    ] = None,
-    prompt: PromptOrPaper = None,
-    prompts: Prompts = None,
-    k: Ks = None,
+    machine: Machine,
+    tracing: Tracing,
+    comparing: Comparing,
+    prompts: Prompts,
+    checkpoint: Checkpoints = None,
     position: Position = -1,
-    prepend_bos: PrependBos = None,
-    final_norm: FinalNorm = False,
-    orientation: Orientation = "ujv",
-    backend: Backend = "auto",
-    device: Device = None,
     out: Out = Path("out"),
 ) -> None:
     """See `_CHECKPOINTS_HELP`."""
     from tl_coupling.surveys.checkpoints import checkpoint_sweep
     from tl_coupling.surveys.measurements import Settings
 
-    chosen = chosen_prompts(prompt, prompts)
+    chosen = prompts.chosen()
     settings = Settings(
-        k=tuple(checked_ks(k)),
+        k=tuple(comparing.ks),
         position=position,
-        orientation=orientation,  # type: ignore[arg-type]
-        final_norm=final_norm,
-        prepend_bos=prepend_bos,
+        orientation=comparing.orientation,
+        final_norm=tracing.final_norm,
+        prepend_bos=tracing.prepend_bos,
     )
     steps = None if checkpoint is None else [training_step(one) for one in checkpoint]
     with at_work(out) as (folder, progress):
@@ -83,8 +63,9 @@ def checkpoints(
             chosen,
             settings=settings,
             folder=folder / "checkpoints",
-            backend=backend,  # type: ignore[arg-type]
-            device=device,
+            backend=machine.backend,
+            device=machine.device,
+            dtype=machine.torch_dtype,
             progress=over_units(progress, model, lambda unit: f"at {unit.what['checkpoint']}"),
         )
         sweep = write_atomically(folder / "sweep.nc", lambda path: data.to_netcdf(path, engine="netcdf4"))

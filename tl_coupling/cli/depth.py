@@ -8,31 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from tl_coupling.cli.app import app
+from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import (
-    Backend,
-    Checkpoint,
-    Device,
-    FinalNorm,
-    Ks,
-    Model,
-    Orientation,
-    Out,
-    Position,
-    PrependBos,
-    PromptOrPaper,
-    Prompts,
-    Untrained,
-    checked_ks,
-    chosen_prompts,
-    training_step,
-)
+from tl_coupling.cli.options import Comparing, Loading, Out, Position, Prompts, Tracing, Untrained
 from tl_coupling.cli.results import show, with_suffix, write_pictures, write_summary
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap, depth_coupling
 from tl_coupling.files import file_name
-from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.prompts import Prompt
 
 _DEPTH_HELP = """Coupling across depth: one token's block Jacobians against each other, for every pair of layers.
@@ -48,30 +30,22 @@ Examples:
 """
 
 
-@app.command(help=_DEPTH_HELP)
+@command(_DEPTH_HELP)
 def depth(
-    model: Model = EMBEDDED_MODEL,
-    prompt: PromptOrPaper = None,
-    prompts: Prompts = None,
-    k: Ks = None,
+    loading: Loading,
+    tracing: Tracing,
+    comparing: Comparing,
+    prompts: Prompts,
     position: Position = -1,
     untrained: Untrained = False,
-    prepend_bos: PrependBos = None,
-    final_norm: FinalNorm = False,
-    orientation: Orientation = "ujv",
-    checkpoint: Checkpoint = None,
-    backend: Backend = "auto",
-    device: Device = None,
     out: Out = Path("out"),
 ) -> None:
     """See `_DEPTH_HELP`."""
-    chosen = chosen_prompts(prompt, prompts)
-    ks = checked_ks(k)
-    tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}
-    loading = {"checkpoint": training_step(checkpoint), "backend": backend, "device": device}
-    measure = partial(_measure, prompts=chosen, k=ks[-1], position=position, orientation=orientation)
+    chosen = prompts.chosen()
+    ks = comparing.ks
+    measure = partial(_measure, prompts=chosen, k=ks[-1], position=position, orientation=comparing.orientation)
     with at_work(out) as (folder, progress):
-        runs = measured_runs(model, measure, progress, untrained, tracing, **loading)
+        runs = measured_runs(loading, tracing, measure, progress, untrained)
         progress.console.print("drawing …")
         written = _write(folder, runs, chosen, ks)
     show(written, _table(runs, ks))

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tl_coupling.cli.app import app
+from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work
 from tl_coupling.cli.options import Out
 from tl_coupling.cli.results import show, write_pictures, write_summary
@@ -37,7 +37,7 @@ Examples:
 """
 
 
-@app.command(help=_GENERALIZATION_HELP)
+@command(_GENERALIZATION_HELP)
 def generalization(
     survey: Annotated[Path, typer.Option(help="Folder of a survey, or its netCDF file.")],
     scores: Annotated[

@@ -1,54 +1,118 @@
-"""Options that several commands have in common."""
+"""Options that several commands have in common, in groups: a parameter of such a type is an option for each field."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
+import torch
 import typer
+from torch import nn
 
-from tl_coupling.models import named_device
+from tl_coupling.blocks import Trace, trace
+from tl_coupling.models import EMBEDDED_MODEL, load_model, named_device
 from tl_coupling.prompts import Prompt, read_prompts
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 
-Model = Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")]
-Ks = Annotated[list[int] | None, typer.Option("--k", help="Top singular vectors; may be repeated. [10, 30, 50]")]
 Untrained = Annotated[bool, typer.Option("--untrained", help="Measure the untrained twin as well.")]
-PromptOrPaper = Annotated[str | None, typer.Option(help=f"One prompt. Without any: {PAPER_PROMPT!r}.")]
-Prompts = Annotated[Path | None, typer.Option(help='JSONL file, one {"id": …, "prompt": …} a line.', dir_okay=False)]
+Checkpoints = Annotated[list[str] | None, typer.Option(help="Training step, or hub revision; may be repeated.")]
 OnePrompt = Annotated[str, typer.Option(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token position; negative counts from the end.")]
-PrependBos = Annotated[bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")]
-FinalNorm = Annotated[bool, typer.Option("--final-norm", help="Include the final norm in the last block.")]
-Orientation = Annotated[str, typer.Option(help='"ujv" (the paper\'s) or "vju".')]
-Checkpoint = Annotated[str | None, typer.Option(help="Training step, or hub revision.")]
-Backend = Annotated[str, typer.Option(help='"auto", "bridge" or "hooked".')]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="Torch device; CUDA if there is one, else the CPU.",
-        # Before any work: units of a run load their models later, perhaps on another machine.
-        callback=lambda device: device if device is None else str(named_device(device)),
-    ),
-]
 Out = Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)]
 
 
-def chosen_prompts(prompt: str | None, prompts: Path | None) -> list[Prompt]:
-    """The one prompt, those of the file, or the paper's.
+@dataclass(frozen=True)
+class Machine:
+    """Where and how models are loaded."""
 
-    Raises:
-        ValueError: both are given, or the file is not one of prompts.
-    """
-    if prompt is not None and prompts is not None:
-        raise ValueError("give --prompt or --prompts, not both")
-    return [Prompt("prompt", PAPER_PROMPT if prompt is None else prompt)] if prompts is None else read_prompts(prompts)
+    backend: Annotated[Literal["auto", "bridge", "hooked"], typer.Option(help="TransformerLens' class.")] = "auto"
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Torch device; CUDA if there is one, else the CPU.",
+            # Before any work: units of a run load their models later, perhaps on another machine.
+            callback=lambda device: device if device is None else str(named_device(device)),
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "float64", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")
+    ] = "float32"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The precision, as torch names it."""
+        return getattr(torch, self.dtype)
 
 
-def checked_ks(k: list[int] | None) -> list[int]:
-    """Numbers of singular vectors, smallest first."""
-    ks = sorted(set(k or (10, 30, 50)))
-    if ks[0] < 1:
-        raise ValueError(f"`--k` must be at least 1, got {ks[0]}")
-    return ks
+@dataclass(frozen=True)
+class Loading(Machine):
+    """One model."""
+
+    model: Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")] = EMBEDDED_MODEL
+    checkpoint: Annotated[str | None, typer.Option(help="Training step, or hub revision.")] = None
+
+    def load(self, untrained: bool = False) -> nn.Module:
+        """The model, or its untrained twin."""
+        checkpoint = None if untrained else training_step(self.checkpoint)
+        return load_model(
+            self.model,
+            checkpoint=checkpoint,
+            untrained=untrained,
+            backend=self.backend,
+            device=self.device,
+            dtype=self.torch_dtype,
+        )
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """How a prompt is traced."""
+
+    prepend_bos: Annotated[
+        bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")
+    ] = None
+    final_norm: Annotated[bool, typer.Option("--final-norm", help="Include the final norm in the last block.")] = False
+
+    def trace(self, model: nn.Module, prompt: Any) -> Trace:
+        """The traced prompt."""
+        return trace(model, prompt, prepend_bos=self.prepend_bos, final_norm=self.final_norm)
+
+
+@dataclass(frozen=True)
+class Comparing:
+    """What blocks are compared by."""
+
+    k: Annotated[list[int] | None, typer.Option(help="Top singular vectors; may be repeated. [10, 30, 50]")] = None
+    orientation: Annotated[Literal["ujv", "vju"], typer.Option(help="A = U' J V of the paper, or V' J U.")] = "ujv"
+
+    @property
+    def ks(self) -> list[int]:
+        """Numbers of singular vectors, smallest first."""
+        ks = sorted(set(self.k or (10, 30, 50)))
+        if ks[0] < 1:
+            raise ValueError(f"`--k` must be at least 1, got {ks[0]}")
+        return ks
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """One prompt, or those of a file."""
+
+    prompt: Annotated[str | None, typer.Option(help=f"One prompt. Without any: {PAPER_PROMPT!r}.")] = None
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSONL file, one {"id": …, "prompt": …} per line.', dir_okay=False)
+    ] = None
+
+    def chosen(self) -> list[Prompt]:
+        """The one prompt, those of the file, or the paper's.
+
+        Raises:
+            ValueError: both are given, or the file is not one of prompts.
+        """
+        if self.prompts is None:
+            return [Prompt("prompt", PAPER_PROMPT if self.prompt is None else self.prompt)]
+        if self.prompt is not None:
+            raise ValueError("give --prompt or --prompts, not both")
+        return read_prompts(self.prompts)
 
 
 def training_step(checkpoint: str | None) -> str | int | None:

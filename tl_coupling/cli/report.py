@@ -5,25 +5,11 @@ from typing import Annotated
 
 import typer
 
-from tl_coupling.cli.app import app
+from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import (
-    Backend,
-    Checkpoint,
-    Device,
-    FinalNorm,
-    Ks,
-    Model,
-    OnePrompt,
-    Orientation,
-    Position,
-    PrependBos,
-    checked_ks,
-    training_step,
-)
+from tl_coupling.cli.options import Comparing, Loading, OnePrompt, Position, Tracing
 from tl_coupling.cli.results import show
 from tl_coupling.cli.runs import Run, measured_runs
-from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.portraits import Portrait, portrait
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 
@@ -41,11 +27,12 @@ Examples:
 """
 
 
-@app.command(help=_REPORT_HELP)
+@command(_REPORT_HELP)
 def report(
-    model: Model = EMBEDDED_MODEL,
+    loading: Loading,
+    tracing: Tracing,
+    comparing: Comparing,
     prompt: OnePrompt = PAPER_PROMPT,
-    k: Ks = None,
     position: Position = -1,
     layer: Annotated[int | None, typer.Option(help="Token maps: layer of J_1. By default in the middle.")] = None,
     other_layer: Annotated[
@@ -53,18 +40,10 @@ def report(
     ] = None,
     input_position: Annotated[int, typer.Option(help="Token maps: position of the fixed input.")] = 0,
     untrained: Annotated[bool, typer.Option(help="Measure the untrained twin as well.")] = True,
-    prepend_bos: PrependBos = None,
-    final_norm: FinalNorm = False,
-    orientation: Orientation = "ujv",
-    checkpoint: Checkpoint = None,
-    backend: Backend = "auto",
-    device: Device = None,
     out: Annotated[Path, typer.Option(help="The page to write.", dir_okay=False)] = Path("report.html"),
 ) -> None:
     """See `_REPORT_HELP`."""
-    ks = checked_ks(k)
-    tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}
-    loading = {"checkpoint": training_step(checkpoint), "backend": backend, "device": device}
+    ks = comparing.ks
 
     def measure(run: Run) -> Portrait:
         return portrait(
@@ -74,14 +53,14 @@ def report(
             layer=layer,
             other_layer=other_layer,
             input_position=input_position,
-            orientation=orientation,  # type: ignore[arg-type]
+            orientation=comparing.orientation,
             progress=run.bar("measuring"),
         )
 
     with at_work(out.parent) as (_, progress):
         from tl_coupling.report import write_report
 
-        runs = measured_runs(model, measure, progress, untrained, tracing, **loading)
+        runs = measured_runs(loading, tracing, measure, progress, untrained)
         progress.add_task("drawing", total=None)
         written = write_report(out, runs)
     show([written])

@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.progress import Progress
 from torch import nn
 
-from tl_coupling.blocks import Trace, trace
-from tl_coupling.models import load_model
+from tl_coupling.blocks import Trace
+from tl_coupling.cli.options import Loading, Tracing
 
 Item = TypeVar("Item")
 Measured = TypeVar("Measured")
@@ -22,14 +22,14 @@ class Run:
 
     name: str
     model: nn.Module
-    tracing: dict[str, Any]
+    tracing: Tracing
     progress: Progress
     seconds: dict[str, float] = field(default_factory=dict)
 
     def trace(self, prompt: str) -> Trace:
         """The traced prompt; how long it took is noted."""
         with self.timed("trace"):
-            return trace(self.model, prompt, **self.tracing)
+            return self.tracing.trace(self.model, prompt)
 
     def bar(self, what: str) -> Callable[[Iterable[Item]], Iterable[Item]]:
         """Wraps a loop into a bar that is gone when the loop is."""
@@ -50,24 +50,23 @@ class Run:
 
 
 def measured_runs(
-    model: str,
+    loading: Loading,
+    tracing: Tracing,
     measure: Callable[[Run], Measured],
     progress: Progress,
     untrained: bool,
-    tracing: dict[str, Any],
-    **loading: Any,
 ) -> dict[str, Measured]:
     """What `measure` finds in the trained model and, where it is asked for, in its untrained twin."""
 
     # A function of its own, so that one model is gone before the next is loaded.
-    def measured(name: str, **loading: Any) -> Measured:
+    def measured(name: str, untrained: bool) -> Measured:
         task = progress.add_task(f"loading {name}", total=None)
         start = time.perf_counter()
-        loaded = load_model(model, **loading)
+        model = loading.load(untrained)
         progress.remove_task(task)
-        return measure(Run(name, loaded, tracing, progress, {"loading": round(time.perf_counter() - start, 3)}))
+        return measure(Run(name, model, tracing, progress, {"loading": round(time.perf_counter() - start, 3)}))
 
-    runs = {"trained": measured(model, **loading)}
+    runs = {"trained": measured(loading.model, False)}
     if untrained:
-        runs["untrained"] = measured(f"untrained {model}", **loading | {"checkpoint": None, "untrained": True})
+        runs["untrained"] = measured(f"untrained {loading.model}", True)
     return runs

@@ -11,20 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tl_coupling.cli.app import app
+from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work, over_units
-from tl_coupling.cli.options import (
-    Backend,
-    Device,
-    FinalNorm,
-    Ks,
-    Orientation,
-    Out,
-    Position,
-    PrependBos,
-    checked_ks,
-    training_step,
-)
+from tl_coupling.cli.options import Comparing, Machine, Out, Position, Tracing, training_step
 from tl_coupling.cli.results import show, write_pictures, write_summary
 
 if TYPE_CHECKING:
@@ -49,7 +38,7 @@ Examples:
 """
 
 
-@app.command(help=_SURVEY_HELP)
+@command(_SURVEY_HELP)
 def survey(
     model: Annotated[
         list[str],
@@ -58,6 +47,9 @@ def survey(
             "repeated."
         ),
     ],
+    machine: Machine,
+    tracing: Tracing,
+    comparing: Comparing,
     prompts: Annotated[
         str, typer.Option(help='JSONL file; or gsm8k, mmlu, …; or "open_llm_leaderboard", six of them.')
     ],
@@ -68,13 +60,7 @@ def survey(
         list[str] | None, typer.Option(help="Training step or hub revision, of all models; may be repeated.")
     ] = None,
     untrained: Annotated[bool, typer.Option("--untrained", help="Measure untrained twins as well.")] = False,
-    k: Ks = None,
     position: Position = -1,
-    prepend_bos: PrependBos = None,
-    final_norm: FinalNorm = False,
-    orientation: Orientation = "ujv",
-    backend: Backend = "auto",
-    device: Device = None,
     prompts_per_unit: Annotated[int | None, typer.Option(help="Prompts in a unit of work. [all]")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of this machine that share the units.", min=1)] = None,
     slurm: Annotated[
@@ -93,15 +79,16 @@ def survey(
         checkpoints=None if checkpoint is None else [training_step(one) for one in checkpoint],  # type: ignore[misc]
         untrained=untrained,
         settings=Settings(
-            k=tuple(checked_ks(k)),
+            k=tuple(comparing.ks),
             position=position,
-            orientation=orientation,  # type: ignore[arg-type]
-            final_norm=final_norm,
-            prepend_bos=prepend_bos,
+            orientation=comparing.orientation,
+            final_norm=tracing.final_norm,
+            prepend_bos=tracing.prepend_bos,
         ),
         prompts_per_unit=prompts_per_unit,
-        backend=backend,  # type: ignore[arg-type]
-        device=device,
+        backend=machine.backend,
+        device=machine.device,
+        dtype=machine.torch_dtype,
     )
     with at_work(out) as (folder, progress), _executor(workers, slurm, folder / "jobs") as executor:
         units = folder / UNITS

@@ -9,28 +9,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tl_coupling.cli.app import app
+from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import (
-    Backend,
-    Checkpoint,
-    Device,
-    FinalNorm,
-    Ks,
-    Model,
-    OnePrompt,
-    Orientation,
-    Out,
-    PrependBos,
-    Untrained,
-    checked_ks,
-    training_step,
-)
+from tl_coupling.cli.options import Comparing, Loading, OnePrompt, Out, Tracing, Untrained
 from tl_coupling.cli.results import show, with_suffix, write_pictures, write_summary
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap, context_coupling, neighbours, self_coupling
 from tl_coupling.influence import INFLUENCE_MEASURES, Influence, cross_token_influence
-from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 
 _TOKENS_HELP = """Coupling across tokens: one pair of layers, every pair of tokens.
@@ -62,13 +47,14 @@ class _Measured:
     seconds: dict[str, float]
 
 
-@app.command(help=_TOKENS_HELP)
+@command(_TOKENS_HELP)
 def tokens(
-    model: Model = EMBEDDED_MODEL,
+    loading: Loading,
+    tracing: Tracing,
+    comparing: Comparing,
     prompt: OnePrompt = PAPER_PROMPT,
     layer: Annotated[int | None, typer.Option(help="Layer of J_1. [in the middle]")] = None,
     other_layer: Annotated[int | None, typer.Option(help="Layer of the singular vectors. [the one after]")] = None,
-    k: Ks = None,
     position: Annotated[int, typer.Option(help="The fixed output, and the token that is influenced.")] = -1,
     input_position: Annotated[int, typer.Option(help="The fixed input.")] = 0,
     positions: Annotated[
@@ -76,18 +62,10 @@ def tokens(
         typer.Option(help="Tokens to compare; may be repeated. In context maps those that causality allows. [all]"),
     ] = None,
     untrained: Untrained = False,
-    prepend_bos: PrependBos = None,
-    final_norm: FinalNorm = False,
-    orientation: Orientation = "ujv",
-    checkpoint: Checkpoint = None,
-    backend: Backend = "auto",
-    device: Device = None,
     out: Out = Path("out"),
 ) -> None:
     """See `_TOKENS_HELP`."""
-    ks = checked_ks(k)
-    tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}
-    loading = {"checkpoint": training_step(checkpoint), "backend": backend, "device": device}
+    ks = comparing.ks
     measure = partial(
         _measure,
         prompt=prompt,
@@ -97,10 +75,10 @@ def tokens(
         input_position=input_position,
         positions=positions,
         k=ks[-1],
-        orientation=orientation,
+        orientation=comparing.orientation,
     )
     with at_work(out) as (folder, progress):
-        runs = measured_runs(model, measure, progress, untrained, tracing, **loading)
+        runs = measured_runs(loading, tracing, measure, progress, untrained)
         progress.console.print("drawing …")
         written = _write(folder, runs, ks)
     show(written, _table(runs, ks))

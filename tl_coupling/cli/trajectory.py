@@ -14,25 +14,13 @@ from rich.table import Table
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
-from tl_coupling.cli.app import app
+from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import (
-    Backend,
-    Checkpoint,
-    Device,
-    FinalNorm,
-    Model,
-    OnePrompt,
-    Out,
-    PrependBos,
-    Untrained,
-    training_step,
-)
+from tl_coupling.cli.options import Loading, OnePrompt, Out, Tracing, Untrained
 from tl_coupling.cli.results import show, with_suffix, write_pictures, write_summary
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap, depth_coupling
 from tl_coupling.files import write_atomically
-from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 from tl_coupling.trajectories import (
@@ -94,9 +82,10 @@ class _Measured:
     seconds: dict[str, float]
 
 
-@app.command(help=_TRAJECTORY_HELP)
+@command(_TRAJECTORY_HELP)
 def trajectory(
-    model: Model = EMBEDDED_MODEL,
+    loading: Loading,
+    tracing: Tracing,
     prompt: OnePrompt = PAPER_PROMPT,
     position: Annotated[int, typer.Option(help="The token that is linearised and perturbed.")] = -1,
     window: Annotated[
@@ -104,19 +93,12 @@ def trajectory(
     ] = None,
     perturbation: Annotated[bool, typer.Option(help="Follow noise in the embedding: 48 forward passes.")] = True,
     untrained: Untrained = False,
-    prepend_bos: PrependBos = None,
-    final_norm: FinalNorm = False,
-    checkpoint: Checkpoint = None,
-    backend: Backend = "auto",
-    device: Device = None,
     out: Out = Path("out"),
 ) -> None:
     """See `_TRAJECTORY_HELP`."""
-    tracing = {"prepend_bos": prepend_bos, "final_norm": final_norm}
-    loading = {"checkpoint": training_step(checkpoint), "backend": backend, "device": device}
     measure = partial(_measure, prompt=prompt, position=position, window=window, noise=perturbation)
     with at_work(out) as (folder, progress):
-        runs = measured_runs(model, measure, progress, untrained, tracing, **loading)
+        runs = measured_runs(loading, tracing, measure, progress, untrained)
         progress.console.print("drawing …")
         written = _write(folder, runs)
     show(written, _table(runs))
