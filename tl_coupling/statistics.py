@@ -8,7 +8,7 @@ LEVEL = 0.95
 FEWEST_RANKED = 3
 
 
-def half_width(x: Float[np.ndarray, "n *rest"], level: float = LEVEL) -> Float[np.ndarray, " *rest"]:
+def half_width(x: Float[np.ndarray, "n ..."], level: float = LEVEL) -> Float[np.ndarray, "..."]:
     """Half the t interval of the mean over the first axis: `t_{n−1} s / √n`; NaN for fewer than two values."""
     n = len(x)
     if n < 2:

@@ -107,7 +107,7 @@ def test_help_has_examples(call) -> None:
         (["--positions", "7"], "`positions` must lie in [-3, 2]"),
         (["--layer", "2"], "`layer` must lie in [-2, 1]"),
         (["--other-layer", "-3"], "`other_layer` must lie in [-2, 1]"),
-        (["--orientation", "juv"], '"ujv" or "vju"'),
+        (["--orientation", "juv"], "'ujv', 'vju'"),
         (["--model", "no-such/model"], "could not load 'no-such/model'"),
     ],
 )

@@ -13,7 +13,6 @@ from tl_coupling.cli.interrupts import stoppable
 
 app = typer.Typer(
     help="Transformer block coupling and residual-stream trajectories for TransformerLens models.",
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -80,16 +79,22 @@ def main() -> None:
     """
     try:
         with stoppable():
-            app()
+            sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        # One line, whatever a library below put into its message.
-        said = " ".join(str(error).split())
-        if not isinstance(error, ValueError | TypeError | OSError | MemoryError):
+        # Typer's own errors know how they are shown; what else comes from a library is made one line.
+        told = hasattr(error, "format_message")
+        said, status = (error.format_message(), error.exit_code) if told else (str(error), 2)  # type: ignore[attr-defined]
+        if isinstance(error, typer.Abort):
+            said, status = "interrupted", 130
+        elif isinstance(error, MemoryError):
+            said, status = f"out of memory: {said}", 1
+        elif not (told or isinstance(error, ValueError | TypeError | OSError)):
+            status = 1
             said = (
-                f"{type(error).__name__}: {said}. This should not happen: run it again with `tl-coupling --debug …`, "
-                "and report what it prints with the project's issues"
+                f"{type(error).__name__}: {said}. This should not happen: please report what `tl-coupling --debug …` "
+                "prints as an issue of the project"
             )
-        typer.echo(f"tl-coupling: {said}", err=True)
-        sys.exit(2 if isinstance(error, ValueError | TypeError | OSError) else 1)
+        typer.echo(f"tl-coupling: {' '.join(said.split())}", err=True)
+        sys.exit(status)
