@@ -1,6 +1,6 @@
 """Jacobians of block functions with torch.func, and products with them that never form one."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
@@ -14,8 +14,8 @@ from tl_coupling.blocks import BlockError, BlockFunction, Path, Trace
 from tl_coupling.blocks.differentiation import PullBack, for_seeds, is_out_of_memory, over_seeds, vjp
 from tl_coupling.blocks.functions import RowFunction
 from tl_coupling.border import Count, checked
+from tl_coupling.progress import Progress, with_progress
 
-Progress = Callable[[Iterable[int]], Iterable[int]]
 # A way, the context it needs, and what computes f(X)[t2] and what is wanted.
 Attempt = tuple[Path, AbstractContextManager[None], Callable[[], tuple[Tensor, Any]]]
 
@@ -82,14 +82,19 @@ def block_jacobian(
 
 @checked
 def block_jacobians(
-    trace: Trace, layers: Sequence[int] | None = None, *, position: int = -1, chunk_size: Count | None = None
+    trace: Trace,
+    layers: Sequence[int] | None = None,
+    *,
+    position: int = -1,
+    chunk_size: Count | None = None,
+    progress: Progress | None = None,
 ) -> Float[Tensor, "n_chosen d_model d_model"]:
-    """`J^l_{tt}` of several layers (`None`: all), stacked; see `block_jacobian`."""
+    """`J^l_{tt}` of several layers (`None`: all), stacked; see `block_jacobian`. `progress` wraps the loop."""
     chosen = range(trace.n_layers) if layers is None else layers
     if not len(chosen):
         raise ValueError("`layers` is empty: wanted at least one layer")
     J = trace.residual.new_empty(len(chosen), trace.d_model, trace.d_model)
-    for row, layer in enumerate(chosen):
+    for row, layer in enumerate(with_progress(chosen, progress, "Jacobians")):
         J[row] = block_jacobian(trace, layer, position=position, chunk_size=chunk_size)
     return J
 
@@ -147,9 +152,8 @@ def jacobians_of(
 
     Which way each was evaluated is noted in `paths`.
     """
-    numbers = range(len(connections))
     computed = _in_order(trace, connections, chunk_size, paths)
-    for _ in progress(numbers) if progress else numbers:
+    for _ in with_progress(range(len(connections)), progress, "Jacobians"):
         yield next(computed)
 
 
