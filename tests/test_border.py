@@ -234,7 +234,7 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
         (
             lambda t: tlc.depth_coupling(t.model),
             TypeError,
-            r"`trace` must be a Trace or an Iterable, got TransformerBridge: `tl_coupling.trace\(model, prompt\)` makes one",
+            r"`trace` must be a Trace or .*, got TransformerBridge: `tl_coupling.trace\(model, prompt\)` makes one",
         ),
         (
             lambda t: tlc.depth_coupling(t, layers="01"),
