@@ -107,7 +107,8 @@ def test_what_fits_and_a_short_repr(tiny_trace: tlc.Trace) -> None:
     with pytest.warns(UserWarning, match="k = 32 is used in place of the default"):
         measured = tlc.portrait(tiny_trace)
     assert measured.ks == (10, 30, 32)
-    for text in map(repr, (measured, measured.influence, measured.depth)):
+    part = tlc.portraits.token_portrait(tiny_trace, k=2)
+    for text in map(repr, (measured, measured.influence, measured.depth, part)):
         assert len(text) < 3 * 100
         assert "\n" not in text
 

@@ -20,7 +20,7 @@ TokenMap = Literal["self", "fixed input", "fixed output"]
 TOKEN_MAPS: tuple[TokenMap, ...] = get_args(TokenMap)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenPortrait:
     """What a traced prompt shows across its tokens, at one pair of layers.
 
@@ -31,6 +31,10 @@ class TokenPortrait:
 
     maps: dict[TokenMap, CouplingMap]
     influence: Influence
+
+    def __repr__(self) -> str:
+        maps = ", ".join(f"{name} (k≤{result.k})" for name, result in self.maps.items())
+        return f"TokenPortrait({self.influence.provenance['model']!r}, maps: {maps}, {self.influence!r})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -82,16 +86,13 @@ def token_portrait(
 
     Args:
         trace: a traced prompt.
-        layer, other_layer: of J_1 and of the singular vectors. By default neighbours: the two layers in the middle, or
-            the one given and the one after (before) it.
-        k: how many top singular vectors, as in `depth_coupling`.
+        layer, other_layer: of J_1 and of the singular vectors. Neighbours by default: of the one given, or in the middle.
         position: the fixed output, and the token whose influences are measured.
         input_position: the fixed input.
-        positions: a selection of tokens, in this order; of these, context maps compare those that causality allows. All
-            by default.
+        positions: a selection of tokens, in this order, all by default; context maps compare those that causality
+            allows.
         maps: which maps to make.
-        orientation: `"ujv"` (the paper's) or `"vju"`.
-        progress: wraps every loop over Jacobians.
+        k, orientation, progress: as in `depth_coupling`.
 
     Raises:
         ValueError: as `self_coupling` and `context_coupling`.
@@ -140,9 +141,8 @@ def portrait(
 
     Args:
         trace: a traced prompt.
-        k: how many top singular vectors: 10, 30 and 50 by default, or as many as a narrower model has. The token maps
-            are made at the smallest of them, where coupling stands out most against random subspaces and the pairs of a
-            long prompt fit into memory.
+        k: how many top singular vectors: 10, 30 and 50 by default, or what fits a narrower model. Token maps are made
+            at the smallest, where coupling stands out most and the pairs of a long prompt fit into memory.
         position: the token whose coupling across depth and whose influences are measured, and the fixed output.
         layer, other_layer, input_position, orientation, progress: as in `token_portrait`.
 

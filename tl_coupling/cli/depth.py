@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work
 from tl_coupling.cli.options import Comparing, Loading, Out, Position, Prompts, Tracing, Untrained
-from tl_coupling.cli.results import show, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.results import coupling_table, show, with_suffix, write_pictures, write_summary
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap, depth_coupling
 from tl_coupling.files import file_name
@@ -55,7 +54,11 @@ def depth(
         runs = measured_runs(loading, tracing, partial(measure, folder=maps), progress, untrained)
         progress.console.print("drawing …")
         written = _write(folder, runs, comparing) + ([maps] if maps and maps.exists() else [])
-    show(written, _table({run: measured.result for run, measured in runs.items()}, comparing))
+    first = runs["trained"].result
+    n, what = first.n_prompts, "depth coupling 1 − m̃, mean over pairs of different layers"
+    caption = f"{len(first.row_layers)} layers, {n} prompt{'s (mean ± standard deviation)' if n > 1 else ''}"
+    maps_by_name = {run: {"depth": measured.result} for run, measured in runs.items()}
+    show(written, coupling_table(what, caption, maps_by_name, comparing.up_to(first.k)))
 
 
 def _measure(run: Run, prompts: list[Prompt], comparing: Comparing, position: int, folder: Path | None) -> _Measured:
@@ -119,22 +122,3 @@ def _summary(runs: dict[str, _Measured], comparing: Comparing) -> dict[str, Any]
         **({"standard_deviation_over_prompts": spreads} if spreads else {}),
         "provenance": {run: result.provenance for run, result in results.items()},
     }
-
-
-def _table(results: dict[str, CouplingMap], comparing: Comparing) -> Table:
-    first = results["trained"]
-    n = first.n_prompts
-    table = Table(
-        title=f"{first.provenance['model']}: depth coupling 1 − m̃, mean over pairs of different layers",
-        caption=f"{len(first.row_layers)} layers, {n} prompt{'s (mean ± standard deviation)' if n > 1 else ''}; "
-        "null: random subspaces",
-    )
-    for heading in ("k", *results, "null"):
-        table.add_column(heading, justify="right")
-    for k in comparing.up_to(first.k):
-        cells = []
-        for result in results.values():
-            spread = f" ± {result.spread_of_mean(k):.3f}" if isinstance(result, MeanCouplingMap) else ""
-            cells.append(f"{result.mean(k):.3f}{spread}")
-        table.add_row(str(k), *cells, f"{first.null(k):.3f}")
-    return table

@@ -17,6 +17,10 @@ Untrained = Annotated[bool, typer.Option("--untrained", help="Measure the untrai
 Checkpoints = Annotated[list[str] | None, typer.Option(help="Training step, or hub revision; may be repeated.")]
 OnePrompt = Annotated[str, typer.Option(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token position; negative counts from the end.")]
+Positions = Annotated[
+    list[int] | None,
+    typer.Option(help="Tokens to compare; may be repeated. In context maps those that causality allows. [all]"),
+]
 Out = Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)]
 
 

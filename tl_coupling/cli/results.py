@@ -1,4 +1,4 @@
-"""What the commands write beside the results themselves: pictures and a summary."""
+"""What the commands write and print beside the results themselves: pictures, a summary, a table."""
 
 import json
 import math
@@ -11,13 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.files import write_atomically
 
 
 def write_pictures(folder: Path, pictures: Mapping[str, Callable[[], Any]]) -> list[Path]:
     """Draw every picture into the file of its name; one that cannot be drawn is left out, with a warning.
 
-    By now the results are there, and worth more than a picture of them.
+    The results are there by now, and a picture must not cost them.
     """
     written = []
     for name, draw in pictures.items():
@@ -32,9 +33,27 @@ def write_pictures(folder: Path, pictures: Mapping[str, Callable[[], Any]]) -> l
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
-    """`summary.json`; a value that is undefined is `null`, which JSON knows and NaN it does not."""
+    """`summary.json`; undefined values are `null`, because JSON has no NaN."""
     text = json.dumps(_defined(summary), indent=1, allow_nan=False)
     return write_atomically(folder / "summary.json", lambda path: path.write_text(text))
+
+
+def coupling_table(what: str, caption: str, runs: Mapping[str, Mapping[str, CouplingMap]], ks: list[int]) -> Table:
+    """Mean coupling (and its spread over prompts) of every run's maps, which have the same names, beside the null."""
+    trained = runs["trained"]
+    model = next(iter(trained.values())).provenance["model"]
+    table = Table("map", title=f"{model}: {what}", caption=f"{caption}\nnull: random subspaces")
+    for heading in ("k", *runs, "null"):
+        table.add_column(heading, justify="right")
+    for name, result in trained.items():
+        for k in ks:
+            cells = []
+            for one in (maps[name] for maps in runs.values()):
+                spread = f" ± {one.spread_of_mean(k):.3f}" if isinstance(one, MeanCouplingMap) else ""
+                cells.append(f"{one.mean(k):.3f}{spread}")
+            words = name if k == ks[0] else ""
+            table.add_row(words, str(k), *cells, f"{result.null(k):.3f}", end_section=k == ks[-1])
+    return table
 
 
 def show(written: list[Path], table: Table | None = None) -> None:
@@ -46,7 +65,7 @@ def show(written: list[Path], table: Table | None = None) -> None:
 
 
 def with_suffix(name: str, run: str) -> str:
-    """A result's file name: the trained model's goes without a suffix."""
+    """A result's file name, with a suffix for any run but the trained model's."""
     return name if run == "trained" else f"{name}-{run}"
 
 

@@ -3,15 +3,12 @@
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from rich.table import Table
+from typing import Any
 
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import AcrossTokens, Comparing, Loading, OnePrompt, Out, Tracing, Untrained
-from tl_coupling.cli.results import show, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.options import AcrossTokens, Comparing, Loading, OnePrompt, Out, Positions, Tracing, Untrained
+from tl_coupling.cli.results import coupling_table, show, with_suffix, write_pictures, write_summary
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.influence import INFLUENCE_MEASURES
@@ -43,10 +40,7 @@ def tokens(
     comparing: Comparing,
     across: AcrossTokens,
     prompt: OnePrompt = PAPER_PROMPT,
-    positions: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens to compare; may be repeated. In context maps those that causality allows. [all]"),
-    ] = None,
+    positions: Positions = None,
     untrained: Untrained = False,
     out: Out = Path("out"),
 ) -> None:
@@ -64,10 +58,14 @@ def tokens(
     with at_work(out) as (folder, progress):
         runs = measured_runs(loading, tracing, measure, progress, untrained)
         progress.console.print("drawing …")
-        ks = comparing.up_to(runs["trained"].maps["self"].k)
+        own = runs["trained"].maps["self"]
+        ks = comparing.up_to(own.k)
         written = _write(folder, runs, ks)
         written.append(write_summary(folder, _summary(runs, ks) | {"seconds": seconds}))
-    show(written, _table(runs, ks))
+    J_1, singular_vectors = (layers[0] for layers in (own.row_layers, own.col_layers))
+    caption = f"mean over pairs; J_1 of layer {J_1}, singular vectors of layer {singular_vectors}"
+    maps = {run: {_described(*one): one[1] for one in measured.maps.items()} for run, measured in runs.items()}
+    show(written, coupling_table("coupling 1 − m̃ across tokens", caption, maps, ks))
 
 
 def _write(folder: Path, runs: dict[str, TokenPortrait], ks: list[int]) -> list[Path]:
@@ -115,25 +113,6 @@ def _summary(runs: dict[str, TokenPortrait], ks: list[int]) -> dict[str, Any]:
         },
         "provenance": {run: measured.maps["self"].provenance for run, measured in runs.items()},
     }
-
-
-def _table(runs: dict[str, TokenPortrait], ks: list[int]) -> Table:
-    maps = runs["trained"].maps
-    own = maps["self"]
-    table = Table(
-        title=f"{own.provenance['model']}: coupling 1 − m̃ across tokens",
-        caption=f"mean over pairs; J_1 of layer {own.row_layers[0]}, singular vectors of layer {own.col_layers[0]}\n"
-        "null: random subspaces",
-    )
-    table.add_column("map")
-    for heading in ("k", *runs, "null"):
-        table.add_column(heading, justify="right")
-    for name, result in maps.items():
-        for k in ks:
-            cells = [f"{measured.maps[name].mean(k):.3f}" for measured in runs.values()]
-            words = _described(name, result) if k == ks[0] else ""
-            table.add_row(words, str(k), *cells, f"{result.null(k):.3f}", end_section=k == ks[-1])
-    return table
 
 
 def _described(name: str, result: CouplingMap) -> str:

@@ -64,9 +64,8 @@ def depth_coupling(
         (torch.Size([2, 2]), torch.Size([2, 2]), 2)
     """
     if isinstance(trace, Trace):
-        return depth_couplings(
-            trace, k, position, (orientation,), layers=layers, chunk_size=chunk_size, progress=progress
-        )[orientation]
+        given = {"layers": layers, "chunk_size": chunk_size, "progress": progress}
+        return depth_couplings(trace, k, position, (orientation,), **given)[orientation]  # type: ignore[arg-type]
     return MeanCouplingMap.over(
         depth_coupling(one, k, position, orientation, layers=layers, chunk_size=chunk_size, progress=False)
         for one in with_progress(_each(trace), progress, "prompts")
@@ -89,17 +88,7 @@ def depth_couplings(
         raise ValueError("`orientations` is empty: wanted at least one")
     t = trace.position_index(position)
     connections = [Connection(layer, t, t, t) for layer in chosen_layers(trace, layers)]
-    return compare(
-        trace,
-        connections,
-        connections,
-        kind="depth",
-        k=k,
-        orientations=orientations,
-        chunk_size=chunk_size,
-        progress=progress,
-        provenance={"position": t},
-    )
+    return compare(trace, connections, connections, "depth", k, orientations, chunk_size, progress, {"position": t})
 
 
 def _each(traces: Iterable[Any]) -> Iterator[Trace]:

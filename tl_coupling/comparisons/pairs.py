@@ -25,7 +25,6 @@ def compare(
     trace: Trace,
     rows: Sequence[Connection],
     cols: Sequence[Connection],
-    *,
     kind: str,
     k: int | None,
     orientations: Sequence[Orientation],

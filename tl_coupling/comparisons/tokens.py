@@ -56,8 +56,7 @@ def self_coupling(
     """
     chosen = _positions(trace, positions, range(trace.n_pos), "a self-coupling map")
     ends = [(t, t, t) for t in chosen]
-    how = {"k": k, "orientation": orientation, "chunk_size": chunk_size, "progress": progress}
-    return _compared(trace, layer, other_layer, ends, "self", {}, **how)
+    return _compared(trace, layer, other_layer, ends, "self", {}, k, orientation, chunk_size, progress)
 
 
 @checked
@@ -114,8 +113,8 @@ def context_coupling(
     allowed = range(held, trace.n_pos) if fixed == "input" else range(held + 1)
     chosen = _positions(trace, positions, allowed, f"a context-coupling map with the {fixed} fixed at {held}")
     ends = [(held, t, t) if fixed == "input" else (t, held, t) for t in chosen]
-    how = {"k": k, "orientation": orientation, "chunk_size": chunk_size, "progress": progress}
-    return _compared(trace, layer, other_layer, ends, "context", {"fixed": fixed, "position": held}, **how)
+    held_end = {"fixed": fixed, "position": held}
+    return _compared(trace, layer, other_layer, ends, "context", held_end, k, orientation, chunk_size, progress)
 
 
 @checked
@@ -141,13 +140,15 @@ def _compared(
     ends: list[tuple[int, int, int]],
     kind: str,
     provenance: dict[str, Any],
-    **how: Any,
+    k: int | None,
+    orientation: Orientation,
+    chunk_size: int | None,
+    progress: Progress | None,
 ) -> CouplingMap:
     """The same tokens' connections at both layers; `ends` are input, output, and the one that names the connection."""
     layers = trace.layer_index(layer), trace.layer_index(layer if other_layer is None else other_layer, "other_layer")
     rows, cols = ([Connection(one, *tokens) for tokens in ends] for one in layers)
-    orientation = how.pop("orientation")
-    return compare(trace, rows, cols, kind=kind, orientations=(orientation,), provenance=provenance, **how)[orientation]
+    return compare(trace, rows, cols, kind, k, (orientation,), chunk_size, progress, provenance)[orientation]
 
 
 def _positions(trace: Trace, positions: Sequence[int] | None, allowed: range, what: str) -> list[int]:
