@@ -86,7 +86,8 @@ def token_portrait(
 
     Args:
         trace: a traced prompt.
-        layer, other_layer: of J_1 and of the singular vectors. Neighbours by default: of the one given, or in the middle.
+        layer, other_layer: of J_1 and of the singular vectors. Neighbours by default: the one given and the next, or
+            the two in the middle.
         position: the fixed output, and the token whose influences are measured.
         input_position: the fixed input.
         positions: a selection of tokens, in this order, all by default; context maps compare those that causality

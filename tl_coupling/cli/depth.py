@@ -86,7 +86,6 @@ def _measure(run: Run, prompts: list[Prompt], comparing: Comparing, position: in
 def _write(folder: Path, runs: dict[str, _Measured], comparing: Comparing) -> list[Path]:
     """Everything that goes into the output folder."""
     from tl_coupling import plots
-    from tl_coupling.plots.means import plot_spread
 
     results = {run: measured.result for run, measured in runs.items()}
     written = [result.save(folder / f"{with_suffix('depth', run)}.nc") for run, result in results.items()]
@@ -95,7 +94,7 @@ def _write(folder: Path, runs: dict[str, _Measured], comparing: Comparing) -> li
     for k in comparing.up_to(trained.k):
         pictures[f"coupling-k{k}.png"] = partial(plots.plot_coupling, trained, k=k)
         if isinstance(trained, MeanCouplingMap):
-            pictures[f"spread-k{k}.png"] = partial(plot_spread, trained, k=k)
+            pictures[f"spread-k{k}.png"] = partial(plots.plot_spread, trained, k=k)
     pictures |= {
         "matrices.png": partial(plots.plot_coupling_matrices, trained, untrained=twin),
         "adjacency.png": partial(plots.plot_adjacency, trained),

@@ -10,6 +10,7 @@ Nothing is shown and pyplot is left alone: without `ax=` the picture has a Figur
 from tl_coupling.plots.generalization import plot_forest, plot_generalization, plot_k_sweep
 from tl_coupling.plots.layers import plot_adjacency, plot_locality, plot_singular_values
 from tl_coupling.plots.maps import plot_coupling, plot_coupling_matrices
+from tl_coupling.plots.means import plot_spread
 from tl_coupling.plots.redundancy import plot_redundancy
 from tl_coupling.plots.survey import plot_task_means
 from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
@@ -39,6 +40,7 @@ __all__ = [
     "plot_redundancy",
     "plot_shapes",
     "plot_singular_values",
+    "plot_spread",
     "plot_task_means",
     "plot_trajectories",
     "plot_trajectory_metrics",
