@@ -157,7 +157,7 @@ def _in_order(
         block, rest = trace.blocks[layer], list(same_layer)
         while rest:
             sharing, rest = rest[:at_once], rest[at_once:]
-            block.gate.refer_to([connection.output_position for connection in sharing])
+            block.refer_to([connection.output_position for connection in sharing])
             for t2, same_output in groupby(sharing, lambda connection: connection.output_position):
                 some = list(same_output)
                 J, path = jacobians_of_output(block, [connection.input_position for connection in some], t2, chunk_size)
@@ -178,7 +178,7 @@ def jacobians_of_output(
 ) -> tuple[Float[Tensor, "n_inputs d_model d_model"], Path]:
     """`J_{t1 t2}` for several t1 ≤ t2, or any one t1, at little more than the cost of one; and the name of the way."""
     n_inputs, d_model = len(input_positions), block.X.shape[1]
-    expected = block.gate.reference(output_position)
+    expected = block.reference(output_position)
     # In a causal model no later row moves an earlier one: these products with J are exact zeros.
     if min(input_positions) > output_position and not bool(expected.rows[list(input_positions)].any()):
         return block.X.new_zeros(n_inputs, d_model, d_model), "full_sequence"
@@ -232,14 +232,14 @@ def _cheapest(
                 )
                 continue
             pairs = zip(products, input_positions, strict=True)
-            if all(block.gate.agrees(y, uJ, t1, output_position) for uJ, t1 in pairs):
+            if all(block.agrees(y, uJ, t1, output_position) for uJ, t1 in pairs):
                 return result, way.path
-    raise block.gate.changed()
+    raise block.changed()
 
 
 def _differentiated(block: BlockFunction, input_position: int, output_position: int) -> tuple[RowFunction, PullBack]:
     """The token-local row function and its pull-back if they pass the gate, else the full sequence's."""
-    u = block.gate.reference(output_position).u
+    u = block.reference(output_position).u
 
     def compute(way: Way) -> tuple[Tensor, list[Tensor], tuple[RowFunction, PullBack]]:
         function, inputs, _ = way.make()

@@ -276,7 +276,7 @@ def test_no_derivative_that_exists_is_refused(architecture: str, tokenizer_folde
     for seed in range(6):
         tokens = torch.randint(1, tiny.VOCAB, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
         for block in tlc.trace(model, tokens).blocks:
-            block.gate.refer_to(range(8))
+            block.refer_to(range(8))
 
 
 # Failures
@@ -299,7 +299,7 @@ def test_memory_that_runs_out_halves_the_chunk() -> None:
 
 def test_memory_that_runs_out_for_one_row_is_said_and_no_dearer_way_is_taken(model: nn.Module) -> None:
     trace = tlc.trace(model, tiny.TOKENS)
-    trace.blocks[1].gate.refer_to([LAST])
+    trace.blocks[1].refer_to([LAST])
 
     def full(z, hook):
         if z.shape[1] == 1:
@@ -327,7 +327,7 @@ def test_what_is_out_of_memory(error: BaseException) -> None:
 def test_an_unexpected_failure_is_a_remark_and_a_warning_and_the_result_right(model: nn.Module) -> None:
     expected = tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
     trace = tlc.trace(model, tiny.TOKENS)
-    trace.blocks[1].gate.refer_to([LAST])
+    trace.blocks[1].refer_to([LAST])
 
     def of_rows(z, hook):
         return z if z.shape[1] > 1 else {}["no such key"]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks.attention import BlockError, MovedRow, ProductRule
+from tl_coupling.blocks.attention import BlockError, ProductRule
 from tl_coupling.blocks.evaluation import own_arithmetic
 
 # The names under which HuggingFace and TransformerLens blocks take a key/value cache, newest first.
@@ -29,23 +29,23 @@ class _ReadOnlyCache:
     """A key/value cache that never changes, with HuggingFace's interface (`update`) and TransformerLens' (`append`).
 
     It puts the context in front of the new keys and values, along the position axis `dim`; without a context it raises
-    the new ones as `_KeysAndValues`. With `moved`, all keys and values that the block gets are constants, and the
-    product rule (`attention.py`) adds the derivative of the row that moves.
+    the new ones as `_KeysAndValues`. With a product rule, all keys and values that the block gets are constants, and
+    the rule adds the derivative of the row that moves.
     """
 
     is_compileable = False
     frozen = True
 
-    def __init__(self, context: tuple[Tensor, ...] | None, dim: int, moved: MovedRow | None = None) -> None:
-        self.context, self.dim, self.moved, self.uses = context, dim, moved, 0
+    def __init__(self, context: tuple[Tensor, ...] | None, dim: int, rule: ProductRule | None = None) -> None:
+        self.context, self.dim, self.rule, self.uses = context, dim, rule, 0
 
     def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.uses += 1
         if self.context is None:
             raise _KeysAndValues(keys, values)
-        if self.moved is not None:
-            if self.moved.keys is None:
-                self.moved.set(keys, values, self.dim)
+        if self.rule is not None:
+            if self.rule.moved is None:
+                self.rule.set(keys, values, self.dim)
             keys, values = keys.detach(), values.detach()
         return torch.cat([self.context[0], keys], self.dim), torch.cat([self.context[1], values], self.dim)
 
@@ -153,14 +153,14 @@ class BlockCall:
         raise BlockError("the block ignores its key/value cache")
 
     def row(
-        self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...], moved: MovedRow | None = None
+        self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...], rule: ProductRule | None = None
     ) -> Float[Tensor, " d_model"]:
         """The block's output at `position`, from the row there and the keys and values of the rows before it.
 
-        With `moved`, keys and values are constants except for that one row, which enters by the product rule.
+        With a product rule, keys and values are constants except for the row that it is about.
         """
-        cache = _ReadOnlyCache(context, self.position_dim, moved)
-        with nullcontext() if moved is None else ProductRule(moved, position + 1):
+        cache = _ReadOnlyCache(context, self.position_dim, rule)
+        with rule or nullcontext():
             output = self._with_cache(cache, x[None], position)
         if cache.uses != 1:
             raise BlockError(f"the block used its key/value cache {cache.uses} times")

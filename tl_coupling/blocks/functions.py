@@ -18,21 +18,18 @@ the same layer and positions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property, partial
 from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from tl_coupling.blocks.attention import BlockError, MovedRow
-from tl_coupling.blocks.calls import BlockCall, RecordedCall
+from tl_coupling.blocks.attention import BlockError, ProductRule
 from tl_coupling.blocks.differentiation import PullBack, for_seeds, vjp
-from tl_coupling.blocks.evaluation import exact_arithmetic
-from tl_coupling.blocks.gate import Gate, Remarks
-from tl_coupling.blocks.mlps import affine_mlp, mlp_on_rows, watched_mlp
+from tl_coupling.blocks.gate import CheckedFunction
+from tl_coupling.blocks.mlps import affine_mlp
 
 Path = Literal[
     "token_local_linearised",
@@ -59,48 +56,8 @@ class Way(NamedTuple):
     width: int
 
 
-@dataclass(frozen=True, eq=False)
-class BlockFunction:
-    """`f^l` at a trace: what the block at `layer` adds to the residual stream `X` that entered it.
-
-    `f(X) = block(X) − X`; with `norm`, `f(X) = norm(block(X)) − X` (the last block of a trace with `final_norm=True`).
-    `step` is what the block added when it was traced; `recorded` is that call where the model's dtype is not X's.
-    """
-
-    layer: int
-    call: BlockCall
-    X: Float[Tensor, "n_pos d_model"]
-    step: Float[Tensor, "n_pos d_model"] = field(repr=False)
-    norm: nn.Module | None = None
-    recorded: RecordedCall | None = field(default=None, repr=False)
-    remarks: Remarks = field(default_factory=Remarks, repr=False)
-
-    def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
-        """f on the full sequence."""
-        with self.evaluation():
-            return self.of_all_rows(X)
-
-    def of_all_rows(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
-        """f on the full sequence, to be differentiated inside `evaluation()`."""
-        return self._after_norm(self.call(X)) - X
-
-    def of_some_rows(self, X: Float[Tensor, "n_pos d_model"], rows: Sequence[int]) -> Float[Tensor, "n_rows d_model"]:
-        """These rows of f; for blocks whose MLP has one argument and treats each row by itself."""
-        with mlp_on_rows(self.call.module, rows):
-            return self.of_all_rows(X)[list(rows)]
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """The context in which the block is evaluated and differentiated: exact arithmetic, weights in X's dtype."""
-        modules = [self.call.module] if self.norm is None else [self.call.module, self.norm]
-        with exact_arithmetic(self.X.device, modules, self.X.dtype):
-            yield
-
-    @cached_property
-    def gate(self) -> Gate:
-        """The reference that every way is checked against."""
-        f = partial(watched_mlp, self.call.module, self.of_all_rows)
-        return Gate(self.layer, f, self.of_some_rows, self.X, self.step, self.evaluation, self.recorded, self.remarks)
+class BlockFunction(CheckedFunction):
+    """A block function (`CheckedFunction`) with every way to evaluate its rows."""
 
     def ways(self, input_positions: Sequence[int], output_position: int) -> Iterator[Way]:
         """Every way to evaluate `J_{t1 t2}` of these t1 and one t2, cheapest first."""
@@ -108,7 +65,7 @@ class BlockFunction:
         t2, n_pos = output_position, len(self.X)
 
         def affine() -> AbstractContextManager[None]:
-            return affine_mlp(self.call.module, self.gate.reference(t2).met)
+            return affine_mlp(self.call.module, self.reference(t2).met)
 
         if others:
             query, width = partial(self.query_local, input_positions, t2), max(4, 2 * n_pos)
@@ -132,7 +89,7 @@ class BlockFunction:
 
         def function(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
             X = torch.cat([self.X[:input_position], x[None], self.X[input_position + 1 :]])
-            return self._after_norm(self.call(X)[output_position]) - X[output_position]
+            return self.after_norm(self.call(X)[output_position]) - X[output_position]
 
         return function
 
@@ -143,18 +100,17 @@ class BlockFunction:
         """
         if input_position > output_position:
             raise BlockError("a later row is not in the context")
-        dim, known = self.call.position_dim, self._keys_and_values
+        dim, known, n_keys = self.call.position_dim, self._keys_and_values, output_position + 1
         context = tuple(rows.narrow(dim, 0, output_position) for rows in known)
 
         def own_row(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
-            moved = MovedRow(output_position) if product_rule else None
-            return self._at(x, output_position, context, moved)
+            return self._at(x, output_position, context, ProductRule(output_position, n_keys) if product_rule else None)
 
         def earlier_row(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
             new = self.call.keys_and_values(x[None], input_position)
             if product_rule:
-                moved = MovedRow(input_position).set(*new, dim)
-                return self._at(self.X[output_position], output_position, context, moved)
+                rule = ProductRule(input_position, n_keys).set(*new, dim)
+                return self._at(self.X[output_position], output_position, context, rule)
             after = output_position - input_position - 1
             swapped = tuple(
                 torch.cat([old.narrow(dim, 0, input_position), row, old.narrow(dim, input_position + 1, after)], dim)
@@ -193,9 +149,6 @@ class BlockFunction:
             return self.call.keys_and_values(self.X)
 
     def _at(
-        self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...], moved: MovedRow | None = None
+        self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...], rule: ProductRule | None = None
     ) -> Float[Tensor, " d_model"]:
-        return self._after_norm(self.call.row(x, position, context, moved)) - x
-
-    def _after_norm(self, Y: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        return Y if self.norm is None else self.norm(Y.reshape(1, -1, Y.shape[-1])).reshape(Y.shape)
+        return self.after_norm(self.call.row(x, position, context, rule)) - x

@@ -9,19 +9,22 @@ Three checks, all from one forward and one backward pass of the block and one mo
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from tl_coupling.blocks.calls import RecordedCall
+from tl_coupling.blocks.calls import BlockCall, RecordedCall
 from tl_coupling.blocks.differentiation import vjp_and_more
+from tl_coupling.blocks.evaluation import exact_arithmetic
+from tl_coupling.blocks.mlps import mlp_on_rows, watched_mlp
 from tl_coupling.border import warn_caller
 
 GATE_TOLERANCE = 1e-4
@@ -78,30 +81,42 @@ class Reference(NamedTuple):
     met: tuple[Float[Tensor, "1 1 d_model"], ...]
 
 
-@dataclass(eq=False)
-class Gate:
-    """Checks one block function `f` at `X`, and cheaper ways to evaluate it against it.
+@dataclass(frozen=True, eq=False)
+class CheckedFunction:
+    """`f^l` at a trace: what the block at `layer` adds to the residual stream `X` that entered it; and its checks.
 
-    Attributes:
-        layer: of the block.
-        f: the block function on all rows, and its MLP's input and output; to be called inside `evaluation()`.
-        f_of_rows: some of its rows, for less, if its MLP has such an input and does not mix rows.
-        X: the residual stream that entered the block.
-        step: what the block added to it when it was traced.
-        evaluation: the context in which f is evaluated.
-        recorded: the traced call in the model's own dtype, where X is in another.
-        remarks: where to note what a user would not expect.
+    `f(X) = block(X) − X`; with `norm`, `f(X) = norm(block(X)) − X` (the last block of a trace with `final_norm=True`).
+    `step` is what the block added when it was traced; `recorded` is that call where the model's dtype is not X's.
     """
 
     layer: int
-    f: Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]]
-    f_of_rows: Callable[[Tensor, Sequence[int]], Tensor]
+    call: BlockCall
     X: Float[Tensor, "n_pos d_model"]
-    step: Float[Tensor, "n_pos d_model"]
-    evaluation: Callable[[], AbstractContextManager[None]]
-    recorded: RecordedCall | None
-    remarks: Remarks
-    _references: dict[int, Reference] = field(default_factory=dict)
+    step: Float[Tensor, "n_pos d_model"] = field(repr=False)
+    norm: nn.Module | None = None
+    recorded: RecordedCall | None = field(default=None, repr=False)
+    remarks: Remarks = field(default_factory=Remarks, repr=False)
+    _references: dict[int, Reference] = field(default_factory=dict, init=False, repr=False)
+
+    def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
+        """f on the full sequence."""
+        with self.evaluation():
+            return self.of_all_rows(X)
+
+    def of_all_rows(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
+        """f on the full sequence, to be differentiated inside `evaluation()`."""
+        return self.after_norm(self.call(X)) - X
+
+    def after_norm(self, Y: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
+        """Rows of the block's output, after the norm if there is one."""
+        return Y if self.norm is None else self.norm(Y.reshape(1, -1, Y.shape[-1])).reshape(Y.shape)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """The context in which the block is evaluated and differentiated: exact arithmetic, weights in X's dtype."""
+        modules = [self.call.module] if self.norm is None else [self.call.module, self.norm]
+        with exact_arithmetic(self.X.device, modules, self.X.dtype):
+            yield
 
     def reference(self, output_position: int) -> Reference:
         """The reference of one position; kept. The first call must be outside `evaluation()`, as `refer_to` must."""
@@ -132,7 +147,7 @@ class Gate:
         made: dict[int, Reference] = {}
         with self.evaluation():
             with _Stairs() as stairs:
-                Y, pull_back, met = vjp_and_more(self.f, self.X)
+                Y, pull_back, met = vjp_and_more(partial(watched_mlp, self.call.module, self.of_all_rows), self.X)
             self._check_step(Y)
             if stairs.found:
                 raise self._no_derivative(f"it calls `{stairs.found}`")
@@ -142,7 +157,7 @@ class Gate:
                 seed[t] = u
                 made[t] = Reference(Y[t], u, pull_back(seed)[0], tuple(rows[:, t : t + 1] for rows in met))
             self._check_slopes(Y, made)
-        self._references |= made
+        self._references.update(made)
 
     def agrees(
         self, y: Float[Tensor, " d_model"], uJ: Float[Tensor, " d_model"], input_position: int, output_position: int
@@ -209,8 +224,10 @@ class Gate:
         rounding = 32 * torch.finfo(torch.float32).eps * (self.X[at].norm(dim=1) + Y[at].norm(dim=1))
 
         def slopes(move: float, whole: bool = True) -> Tensor:
-            X = self.X + move * V
-            return (((self.f(X)[0][at] if whole else self.f_of_rows(X, at)) - Y[at]) * u).sum(1) / move
+            # Where the MLP has one argument and, as is checked here, treats each row by itself, a few rows are cheaper.
+            with nullcontext() if whole else mlp_on_rows(self.call.module, at):
+                moved = self.of_all_rows(self.X + move * V)[at]
+            return ((moved - Y[at]) * u).sum(1) / move
 
         def disagree(found: Tensor, move: float | Tensor) -> Tensor:
             return ~((found - expected).abs() <= _SLOPE_TOLERANCE * scale + rounding / move)

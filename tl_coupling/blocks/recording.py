@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -19,25 +19,16 @@ from tl_coupling.blocks.tails import runnable
 from tl_coupling.models import is_bridge
 
 
-class _Origin(NamedTuple):
-    """A tensor, which part of a module's output it is (`None`: all), and the module's own arguments."""
-
-    tensor: Tensor
-    part: int | None
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """Every call of a block in one forward pass, in order, and the origins of tensors among their arguments.
+    """Every call of a block in one forward pass, in order.
 
-    `origins` has, by the tensor's id, the module outside the blocks that produced it (rotary embeddings).
+    `again` computes tensors among their arguments in another dtype, by the tensor's id: what modules outside the blocks
+    produced (rotary embeddings).
     """
 
     calls: list[RecordedCall]
-    origins: dict[int, _Origin]
+    again: dict[int, Callable[[torch.dtype], Tensor]]
 
     def block_function(self, layer: int, dtype: torch.dtype, remarks: Remarks, norm: nn.Module | None) -> BlockFunction:
         """The block function of one call, in `dtype`."""
@@ -55,7 +46,7 @@ class Passage:
         names: set[str] = set()
 
         def look(name: str, tensor: Tensor) -> Tensor:
-            if tensor.dtype != dtype and id(tensor) not in self.origins and "mask" not in name:
+            if tensor.dtype != dtype and id(tensor) not in self.again and "mask" not in name:
                 names.add(name)
             return tensor
 
@@ -66,14 +57,20 @@ class Passage:
 
     def _in_dtype(self, dtype: torch.dtype, tensor: Tensor) -> Tensor:
         """A captured argument in `dtype`: computed again by its module in that precision, or else as it was rounded."""
-        if tensor.dtype == dtype or id(tensor) not in self.origins:
+        if tensor.dtype == dtype or id(tensor) not in self.again:
             return tensor.to(dtype)
-        _, part, module, *inputs = self.origins[id(tensor)]
-        args, kwargs = with_tensors(inputs, lambda given: given.to(dtype))
-        with exact_arithmetic(tensor.device, [module], dtype):
-            output = module(*args, **kwargs)
-        again = output if part is None else output[part]
+        again = self.again[id(tensor)](dtype)
         return (again if again.shape == tensor.shape else tensor).to(dtype)
+
+
+def _again(
+    tensor: Tensor, part: int | None, module: nn.Module, args: Any, kwargs: dict[str, Any], dtype: torch.dtype
+) -> Tensor:
+    """A module's output (`None`), or one part of it, in `dtype`; `tensor` is the one that it gave, kept for its id."""
+    args, kwargs = with_tensors((args, kwargs), lambda given: given.to(dtype))
+    with exact_arithmetic(tensor.device, [module], dtype):
+        output = module(*args, **kwargs)
+    return output if part is None else output[part]
 
 
 def record(model: Any, tokens: Int[Tensor, "1 n_pos"]) -> Passage:
@@ -83,9 +80,9 @@ def record(model: Any, tokens: Int[Tensor, "1 n_pos"]) -> Passage:
         ValueError: its blocks do not add, in order, to one residual stream; or the model itself fails.
     """
     calls: list[RecordedCall] = []
-    origins: dict[int, _Origin] = {}
+    again: dict[int, Callable[[torch.dtype], Tensor]] = {}
     arguments = {"use_cache": False} if is_bridge(model) else {}
-    with own_arithmetic(model), runnable(model), _recording(model, calls, origins), suppress(_BlocksDone):
+    with own_arithmetic(model), runnable(model), _recording(model, calls, again), suppress(_BlocksDone):
         try:
             model(tokens, return_type=None, **arguments)
         except (RuntimeError, AttributeError) as error:
@@ -98,7 +95,7 @@ def record(model: Any, tokens: Int[Tensor, "1 n_pos"]) -> Passage:
                 "another dtype, or another version of TransformerLens"
             ) from error
     _check_calls(calls, list(model.blocks), tokens.shape[1])
-    return Passage(calls, origins)
+    return Passage(calls, again)
 
 
 class _BlocksDone(Exception):
@@ -106,7 +103,9 @@ class _BlocksDone(Exception):
 
 
 @contextmanager
-def _recording(model: Any, calls: list[RecordedCall], origins: dict[int, _Origin]) -> Iterator[None]:
+def _recording(
+    model: Any, calls: list[RecordedCall], again: dict[int, Callable[[torch.dtype], Tensor]]
+) -> Iterator[None]:
     entered: list[tuple[BlockCall, Tensor]] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -124,7 +123,7 @@ def _recording(model: Any, calls: list[RecordedCall], origins: dict[int, _Origin
         parts = enumerate(output) if isinstance(output, tuple | list) else [(None, output)]
         for part, tensor in parts:
             if isinstance(tensor, Tensor) and not entered:
-                origins.setdefault(id(tensor), _Origin(tensor, part, module, args, kwargs))
+                again.setdefault(id(tensor), partial(_again, tensor, part, module, args, kwargs))
 
     def unembed(*_: Any) -> None:
         raise _BlocksDone
