@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -136,9 +137,10 @@ class BlockCall:
             position_dim=1 if original is None else -2,
         ), residual
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "BlockCall":
-        """The same call with every floating-point tensor in its arguments changed."""
-        return replace(self, arguments=with_tensors(self.arguments, change))
+    def changed(self, change: Callable[[str, Tensor], Tensor]) -> "BlockCall":
+        """The same call with every floating-point tensor in its arguments, given by the argument's name, changed."""
+        arguments = {name: with_tensors(value, partial(change, name)) for name, value in self.arguments.items()}
+        return replace(self, arguments=arguments)
 
     def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
         """The block's output for the whole sequence."""

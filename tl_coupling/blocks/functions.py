@@ -1,20 +1,20 @@
-"""Block functions: `f(X) = block(X) − X`, and the ways to evaluate one row of it.
+"""The ways to evaluate one row of a block function `f(X) = block(X) − X`.
 
-To one `J_{t1 t2}` there are four, cheapest first:
+For one `J_{t1 t2}`, cheapest first:
 
-* **token_local_linearised**: as the next, with the attention's two products replaced by their first-order expansion
-  too. Same value and Jacobian at the traced point, at a fraction of the cost; for Jacobians only.
-* **token_local_affine_mlp**: as the next, with the MLP replaced by its first-order expansion.
-* **token_local**: the block called on one row, with the keys and values of the earlier rows passed in a read-only
-  cache. Costs one token.
-* **full_sequence**: the block called on all rows. Always right, and costs the whole prompt.
+* **token_local_linearised**: the next, with the attention's two products replaced by their first-order expansion too.
+  Same value and Jacobian at the traced point, at a fraction of the cost; for Jacobians only.
+* **token_local_affine_mlp**: the next, with the MLP replaced by its first-order expansion.
+* **token_local**: the block on one row, with the keys and values of the earlier rows in a read-only cache. Costs one
+  token.
+* **full_sequence**: the block on all rows. Always right, and costs the whole prompt.
 
-To many t1 and one t2, **query_local**: the output row is pulled back once, to its own input and to every row's keys and
-values, and each row of those to its input. Costs little more than one token. **query_local_affine_mlp** replaces the
-MLP as above.
+For many t1 and one t2, **query_local**: the output row is pulled back once, to its own input and to every row's keys
+and values, and each row of those to its input, for little more than the cost of one token; **query_local_affine_mlp**
+replaces the MLP as above.
 
-The full sequence itself is checked against the traced step (`gate`), and every other way against the full sequence, at
-the same layer and positions.
+The full sequence is checked against the traced step (`gate`), every other way against the full sequence, at the same
+layer and positions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,64 +84,57 @@ class BlockFunction(CheckedFunction):
         yield Way("token_local", nullcontext(), of_row(self.token_local), 4)
         yield Way("full_sequence", nullcontext(), of_row(self.full_sequence), 4 * n_pos)
 
-    def full_sequence(self, input_position: int, output_position: int) -> RowFunction:
-        """`x ↦ f(X with row input_position replaced by x)[output_position]`, on all rows."""
+    def full_sequence(self, t1: int, t2: int) -> RowFunction:
+        """`x ↦ f(X with row t1 replaced by x)[t2]`, on all rows."""
 
         def function(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
-            X = torch.cat([self.X[:input_position], x[None], self.X[input_position + 1 :]])
-            return self.after_norm(self.call(X)[output_position]) - X[output_position]
+            X = torch.cat([self.X[:t1], x[None], self.X[t1 + 1 :]])
+            return self.after_norm(self.call(X)[t2]) - X[t2]
 
         return function
 
-    def token_local(self, input_position: int, output_position: int, product_rule: bool = False) -> RowFunction:
+    def token_local(self, t1: int, t2: int, product_rule: bool = False) -> RowFunction:
         """The same function at the cost of one token, if rows meet in keys and values alone.
 
         With `product_rule`, it has the same value and derivative at the traced point only.
         """
-        if input_position > output_position:
+        if t1 > t2:
             raise BlockError("a later row is not in the context")
-        dim, known, n_keys = self.call.position_dim, self._keys_and_values, output_position + 1
-        context = tuple(rows.narrow(dim, 0, output_position) for rows in known)
+        dim, known = self.call.position_dim, self._keys_and_values
+        context = tuple(rows.narrow(dim, 0, t2) for rows in known)
 
-        def own_row(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
-            return self._at(x, output_position, context, ProductRule(output_position, n_keys) if product_rule else None)
-
-        def earlier_row(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
-            new = self.call.keys_and_values(x[None], input_position)
-            if product_rule:
-                rule = ProductRule(input_position, n_keys).set(*new, dim)
-                return self._at(self.X[output_position], output_position, context, rule)
-            after = output_position - input_position - 1
+        def function(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
+            rule = ProductRule(t1, n_keys=t2 + 1) if product_rule else None
+            if t1 == t2:
+                return self._at(x, t2, context, rule)
+            new = self.call.keys_and_values(x[None], t1)
+            if rule is not None:
+                return self._at(self.X[t2], t2, context, rule.set(*new, dim))
             swapped = tuple(
-                torch.cat([old.narrow(dim, 0, input_position), row, old.narrow(dim, input_position + 1, after)], dim)
+                torch.cat([old.narrow(dim, 0, t1), row, old.narrow(dim, t1 + 1, t2 - t1 - 1)], dim)
                 for old, row in zip(known, new, strict=True)
             )
-            return self._at(self.X[output_position], output_position, swapped)
+            return self._at(self.X[t2], t2, swapped)
 
-        return own_row if input_position == output_position else earlier_row
+        return function
 
-    def query_local(self, input_positions: Sequence[int], output_position: int) -> Differentiable:
-        """`f(X)[output_position]` of its own row and of the context's keys and values, which each input row feeds."""
+    def query_local(self, input_positions: Sequence[int], t2: int) -> Differentiable:
+        """`f(X)[t2]` of its own row and of the context's keys and values, which the other input rows feed."""
         dim = self.call.position_dim
         # The seeds stand in front: a position axis counted from the front moves up by one.
         axis = dim if dim < 0 else dim + 1
 
-        def function(x: Float[Tensor, " d_model"], *context: Tensor) -> Float[Tensor, " d_model"]:
-            return self._at(x, output_position, context)
-
         @cache
-        def fed_by(t: int) -> PullBack:
-            return vjp(lambda x: self.call.keys_and_values(x[None], t), self.X[t])[1]
+        def fed_by(t1: int) -> PullBack:
+            return vjp(lambda x: self.call.keys_and_values(x[None], t1), self.X[t1])[1]
 
         def of_each_input(own: Tensor, *context: Tensor) -> Iterator[Tensor]:
-            for t in input_positions:
-                if t == output_position:
-                    yield own
-                else:
-                    yield for_seeds(fed_by(t), tuple(gradient.narrow(axis, t, 1) for gradient in context))[0]
+            for t1 in input_positions:
+                rows = tuple(gradient.narrow(axis, t1, 1) for gradient in context if t1 != t2)
+                yield for_seeds(fed_by(t1), rows)[0] if rows else own
 
-        context = (rows.narrow(dim, 0, output_position) for rows in self._keys_and_values)
-        return function, (self.X[output_position], *context), of_each_input
+        context = (rows.narrow(dim, 0, t2) for rows in self._keys_and_values)
+        return (lambda x, *context: self._at(x, t2, context)), (self.X[t2], *context), of_each_input
 
     @cached_property
     def _keys_and_values(self) -> tuple[Tensor, Tensor]:

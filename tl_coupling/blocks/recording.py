@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,12 @@ class Passage:
     """Every call of a block in one forward pass, in order.
 
     `again` computes tensors among their arguments in another dtype, by the tensor's id: what modules outside the blocks
-    produced (rotary embeddings).
+    produced (rotary embeddings). `rounded` names the arguments that block functions took as rounded to another dtype.
     """
 
     calls: list[RecordedCall]
     again: dict[int, Callable[[torch.dtype], Tensor]]
+    rounded: set[str] = field(default_factory=set)
 
     def block_function(self, layer: int, dtype: torch.dtype, remarks: Remarks, norm: nn.Module | None) -> BlockFunction:
         """The block function of one call, in `dtype`."""
@@ -41,23 +42,13 @@ class Passage:
         other = recorded if recorded.dtypes - {dtype} else None
         return BlockFunction(layer, call, X, step=Y - X, norm=norm, recorded=other, remarks=remarks)
 
-    def rounded_arguments(self, dtype: torch.dtype) -> list[str]:
-        """Names of the blocks' arguments that stay rounded to another dtype. Masks are exact."""
-        names: set[str] = set()
-
-        def look(name: str, tensor: Tensor) -> Tensor:
-            if tensor.dtype != dtype and id(tensor) not in self.again and "mask" not in name:
-                names.add(name)
-            return tensor
-
-        for recorded in self.calls:
-            for name, value in recorded.call.arguments.items():
-                with_tensors(value, partial(look, name))
-        return sorted(names)
-
-    def _in_dtype(self, dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    def _in_dtype(self, dtype: torch.dtype, name: str, tensor: Tensor) -> Tensor:
         """A captured argument in `dtype`: computed again by its module in that precision, or else as it was rounded."""
-        if tensor.dtype == dtype or id(tensor) not in self.again:
+        if tensor.dtype == dtype:
+            return tensor
+        if id(tensor) not in self.again:
+            if "mask" not in name:  # Masks are exact.
+                self.rounded.add(name)
             return tensor.to(dtype)
         again = self.again[id(tensor)](dtype)
         return (again if again.shape == tensor.shape else tensor).to(dtype)

@@ -160,9 +160,8 @@ def trace(
     tokens, tokenization = tokenize(model, prompt, prepend_bos)
     _check_tokens(model, tokens)
     parameter = next(model.parameters())
-    if dtype is None:
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    if not dtype.is_floating_point or torch.finfo(dtype).bits < 32:
+    dtype = dtype or (torch.float64 if parameter.dtype == torch.float64 else torch.float32)
+    if torch.finfo(dtype).bits < 32:
         raise ValueError(f"`dtype` must be torch.float32 or torch.float64, got {dtype}")
 
     hooks = user_hooks(model)
@@ -186,7 +185,7 @@ def trace(
         "final_norm": final_norm,
         "linearised_in": str(dtype).removeprefix("torch."),
         "hooks": hooks,
-        "rounded_arguments": passed.rounded_arguments(dtype),
+        "rounded_arguments": sorted(passed.rounded),
         "remarks": remarks.texts,
     }
     return Trace(model, tokens, text, residual, blocks, final_norm, provenance)
