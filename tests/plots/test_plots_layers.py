@@ -208,5 +208,5 @@ def test_maps_of_tokens_are_refused_where_layers_are_drawn(plot):
 def test_results_must_be_maps(plot):
     with pytest.raises(ValueError, match="`results` is empty"):
         plot({})
-    with pytest.raises(TypeError, match="`results` must be a CouplingMap or a mapping from texts to CouplingMaps"):
+    with pytest.raises(TypeError, match="`results` must be a CouplingMap or a mapping from strings to CouplingMaps"):
         plot([random_map()])

@@ -15,8 +15,9 @@ from tl_coupling.blocks.gate import Remarks
 from tl_coupling.blocks.recording import record, user_hooks
 from tl_coupling.border import FloatDtype, checked
 from tl_coupling.models import context_length, describe_kind, describe_model, str_tokens, tokenize
+from tl_coupling.prompts import Prompt
 
-Prompt = str | Sequence[int] | Int[Tensor, "*batch n_pos"]
+_ONE_PROMPT = "trace prompts one at a time; token ids are whole numbers"
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +118,7 @@ def _drawn_at_random(module: nn.Module) -> str | None:
 @checked
 def trace(
     model: Annotated[nn.Module, _one_stream],
-    prompt: Prompt,
+    prompt: Annotated[str | Prompt | Sequence[int] | Int[Tensor, "*batch n_pos"], _ONE_PROMPT],
     *,
     prepend_bos: bool | None = None,
     final_norm: bool = False,
@@ -136,7 +137,7 @@ def trace(
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it is: processed weights
             (`center_writing_weights`) raise a warning, because they change the residual stream.
-        prompt: text, or token ids (`[n_pos]` or `[1 n_pos]`). One prompt, unpadded.
+        prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`). One prompt, unpadded.
         prepend_bos: whether text gets a BOS token; `None` follows the tokenizer's own default (none for GPT-2 and
             Pythia, one for Llama), not TransformerLens'. Tokens that the tokenizer appends are left off, except for
             bidirectional models (BERT). Token ids are taken as they are.
@@ -157,6 +158,7 @@ def trace(
         >>> torch.allclose(trace.residual[0] + trace.blocks[0](trace.residual[0]), trace.residual[1], atol=1e-5)
         True
     """
+    prompt = prompt.prompt if isinstance(prompt, Prompt) else prompt
     tokens, tokenization = tokenize(model, prompt, prepend_bos)
     _check_tokens(model, tokens)
     parameter = next(model.parameters())
