@@ -1,4 +1,4 @@
-"""What the pictures hold: data, labels, limits, artists; and that they leave pyplot alone."""
+"""What the pictures hold: data, labels, limits, artists; and where their figures live."""
 
 import dataclasses
 
@@ -11,13 +11,8 @@ from matplotlib.figure import Figure
 
 import tl_coupling as tlc
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.plots import (
-    plot_adjacency,
-    plot_coupling,
-    plot_coupling_matrices,
-    plot_locality,
-    plot_singular_values,
-)
+from tl_coupling.plots import plot_adjacency, plot_coupling, plot_coupling_matrices, plot_locality, plot_singular_values
+from tl_coupling.plots.labels import off_screen
 
 pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
@@ -145,7 +140,7 @@ def test_coupling_thins_the_ticks_of_many_layers():
 @pytest.mark.parametrize("kind", ["self", "context"])
 def test_coupling_ticks_are_tokens(kind):
     ax = plot_coupling(random_map(layers=range(1, 6), kind=kind))
-    wanted = ["1 costs", "2 $5", "3 \\n", "4 ␣", "5 $6"]
+    wanted = ["1 ‘costs’", "2 ‘$5’", "3 ‘\\n’", "4 ‘␣’", "5 ‘$6’"]
     assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == wanted
     assert ax.get_ylabel() == "token of J₁, layer 8"
     assert ax.get_xlabel() == "token of the singular vectors, layer 9"
@@ -161,7 +156,7 @@ def test_coupling_ticks_are_bare_positions_without_the_text():
 def test_coupling_title_tells_model_prompt_and_token():
     ax = plot_coupling(random_map(untrained=True, checkpoint=0), k=2)
     assert ax.get_title() == (
-        "Depth coupling · ujv · k = 2\ntiny at checkpoint 0 (untrained)\n“It costs $5 or $6” · token 3 \\n"
+        "Depth coupling · ujv · k = 2\ntiny at checkpoint 0 (untrained)\n“It costs $5 or $6” · token 3 ‘\\n’"
     )
     assert not ax.title.get_parse_math()
 
@@ -291,3 +286,35 @@ def test_pictures_render_without_warnings(tmp_path, recwarn):
         figure.savefig(tmp_path / f"{i}.png", dpi=40)
         assert plt.imread(tmp_path / f"{i}.png").std() > 0
     assert [str(warning.message) for warning in recwarn] == []
+
+
+# Where figures live
+
+
+def test_pyplot_shows_what_is_drawn_without_axes_and_nothing_else(tiny_trace):
+    result = random_map()
+    ax = plot_coupling(result)
+    fig = plot_coupling_matrices(result, layers=[0, 1])
+    assert [plt.figure(number) for number in plt.get_fignums()] == [ax.figure, fig]
+    plot_coupling(result, ax=Figure().subplots())
+    plot_coupling_matrices(result, layers=[0, 1], fig=Figure())
+    with off_screen():
+        plot_locality(result)
+    assert len(plt.get_fignums()) == 2
+
+
+def test_a_notebook_shows_every_figure_once():
+    """Also where a cell ends in one, whose value IPython displays as well."""
+    nbformat, nbclient = (pytest.importorskip(name) for name in ("nbformat", "nbclient"))
+    setup = (
+        "import torch\n"
+        "from tl_coupling.comparisons import CouplingMap\n"
+        "from tl_coupling.plots import plot_coupling, plot_coupling_matrices\n"
+        "A, one = torch.randn(2, 2, 3, 3), torch.ones(2, 3)\n"
+        "of = CouplingMap(A, one, one[:, 0], 8, (0, 1), (0, 1), (0, 0), (0, 0), 'depth', 'ujv', {})"
+    )
+    cells = ("plot_coupling_matrices(of)", "fig = plot_coupling_matrices(of)", "fig", "ax = plot_coupling(of)")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (setup, *cells)])
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    pictures = [["image/png" in part.get("data", ()) for part in cell.outputs].count(True) for cell in notebook.cells]
+    assert pictures == [0, 1, 1, 1, 1]

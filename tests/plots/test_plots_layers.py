@@ -144,7 +144,7 @@ def test_one_map_needs_no_name():
 def test_title_tells_only_what_all_maps_share():
     twin = dataclasses.replace(random_map(untrained=True, prompt="Another"), orientation="vju")
     title = plot_locality({"trained": random_map(), "untrained": twin}).get_title()
-    assert title == "Depth coupling · k = 5\ntiny\ntoken 3 \\n"
+    assert title == "Depth coupling · k = 5\ntiny\ntoken 3 ‘\\n’"
 
 
 def test_locality_wants_one_k():

@@ -30,11 +30,11 @@ def test_token_grid(token_map):
         for panel, (row, col) in zip(panels, [(i, j) for i in (4, 0, 5) for j in (4, 0, 5)], strict=True):
             expected = token_map.at(3)[row, col].abs() / token_map.singular_values[row, 0]
             np.testing.assert_allclose(np.asarray(panel.images[0].get_array()), expected, rtol=1e-6)
-        assert [panels[i].get_ylabel() for i in (0, 3, 6)] == ["4 \\n", "0 <s>", "5 日本"]
-        assert [panel.get_xlabel() for panel in panels[6:]] == ["4 \\n", "0 <s>", "5 日本"]
+        assert [panels[i].get_ylabel() for i in (0, 3, 6)] == ["4 ‘\\n’", "0 ‘<s>’", "5 ‘日本’"]
+        assert [panel.get_xlabel() for panel in panels[6:]] == ["4 ‘\\n’", "0 ‘<s>’", "5 ‘日本’"]
         assert part.get_supylabel() == "input token of J₁, layer 0"
         assert part.get_supxlabel() == "input token of the singular vectors, layer 1"
-        assert "Context coupling · ujv · k = 3 · output fixed at 5 日本" in part.get_suptitle()
+        assert "Context coupling · ujv · k = 3 · output fixed at 5 ‘日本’" in part.get_suptitle()
 
 
 def test_token_grid_shows_the_last_eight_by_default(token_map):
@@ -43,7 +43,7 @@ def test_token_grid_shows_the_last_eight_by_default(token_map):
 
 
 def test_the_title_says_what_is_fixed(token_map):
-    assert "output fixed at 5 日本" in plot_coupling(token_map).get_title()
+    assert "output fixed at 5 ‘日本’" in plot_coupling(token_map).get_title()
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_influence_shows_the_values(measure):
     np.testing.assert_allclose(np.asarray(image.get_array()), getattr(result, measure), rtol=1e-6)
     assert isinstance(image.norm, LogNorm) == (measure != "participation_ratio")
     assert image.norm.vmax == pytest.approx(float(getattr(result, measure).max()))
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["0 <s>", "1 It", "2 costs", "3 $5"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["0 ‘<s>’", "1 ‘It’", "2 ‘costs’", "3 ‘$5’"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["0", "1", "5"]
     assert bar.get_ylabel().endswith("of J")
-    assert fig.get_suptitle() == "Influence on token 3 $5\ntiny\n“It costs”"
+    assert fig.get_suptitle() == "Influence on token 3 ‘$5’\ntiny\n“It costs”"
 
 
 def test_two_influences_share_a_scale_and_zeros_are_masked():

@@ -17,10 +17,11 @@ from tl_coupling.plots.labels import (
     common_k,
     label_pairs,
     measure_label,
+    new_figure,
     own_axes,
     side_labels,
     title,
-    token,
+    token_name,
 )
 
 _PAPER_LAYERS = range(8, 16)
@@ -122,7 +123,7 @@ def plot_coupling_matrices(
     panels = [_panels(grid, chosen, k, name) for name, grid in grids.items()]
     if fig is None:
         side = max(4.0, 0.85 * len(chosen))
-        fig = Figure(figsize=(side + 1.2, (side + 0.8) * len(grids)), layout="constrained")
+        fig = new_figure(side + 1.2, (side + 0.8) * len(grids))
     parts = fig.subfigures(len(grids), 1, squeeze=False).flat
     for part, grid, panel in zip(parts, grids.values(), panels, strict=True):
         _draw_panels(part, panel, grid, chosen, vmax)
@@ -174,7 +175,7 @@ def _draw_panels(part: FigureBase, panels: np.ndarray, result: CouplingMap, chos
         for col, ax in enumerate(axes[row]):
             image = ax.imshow(panels[row, col], norm=norm, cmap="magma")
             ax.set(xticks=[], yticks=[])
-        label = str(i) if depth else token(result, i)
+        label = str(i) if depth else token_name(result.provenance, i)
         axes[row, 0].set_ylabel(label, rotation=0, ha="right", va="center", parse_math=False)
         axes[-1, row].set_xlabel(label, rotation=0 if depth else 90, parse_math=False)
     of_rows, of_cols = side_labels(result)

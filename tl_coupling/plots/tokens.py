@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from tl_coupling.border import checked
 from tl_coupling.influence import Influence, InfluenceMeasure
-from tl_coupling.plots.labels import heading, named, token_name
+from tl_coupling.plots.labels import heading, named, new_figure, token_name
 
 _MEASURES = {
     "frobenius_norm": "Frobenius norm of J",
@@ -49,7 +49,7 @@ def plot_influence(
     if fig is None:
         largest = max(len(result.source_positions) for result in panels.values())
         width = min(7.0, max(3.6, 1.6 + 0.3 * largest))
-        fig = Figure(figsize=(width * len(panels) + 1.0, 6.4), layout="constrained")
+        fig = new_figure(width * len(panels) + 1.0, 6.4)
     axes = fig.subplots(1, len(panels), squeeze=False)[0]
     norm = _common_scale(np.concatenate([value.ravel() for value in values.values()]), measure in _LOGARITHMIC)
     for ax, (name, result) in zip(axes, panels.items(), strict=True):
