@@ -50,6 +50,9 @@ else:
         coupling: Callable[..., Any]
         null: Callable[..., float]
 
+    # What error messages ask for.
+    PairMap.__name__ = CouplingMap.__name__
+
 
 class Picture(Figure):
     """A figure that pyplot shows, and that a notebook shows once where a cell ends in it."""
@@ -111,7 +114,7 @@ def common_k(maps: Sequence[PairMap], k: int | None) -> int:
 
 def by_name(results: Any) -> dict[str, PairMap]:
     """Depth maps by the name they are drawn under; one map goes by its model's."""
-    maps = named(results, CouplingMap)
+    maps: dict[str, PairMap] = named(results, CouplingMap)
     for name, result in maps.items():
         check_depth(result, name)
     return maps
