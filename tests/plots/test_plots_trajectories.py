@@ -97,13 +97,13 @@ def test_an_attention_sink_is_left_out_and_named():
     wanted = trajectory_pca(trace.residual[:, 1:]).projected.numpy()
     assert len(named_lines(fig.axes[0])) == len(TOKENS) - 1
     np.testing.assert_array_equal(named_lines(fig.axes[0])[0].get_xydata(), wanted[:, 0])
-    assert "without attention sink: token 0 It" in fig.get_suptitle()
+    assert "without attention sink: token 0 ‘It’" in fig.get_suptitle()
     assert "sink" not in plot_trajectories(walk()).get_suptitle()
 
 
 def test_positions_are_what_they_say_sink_or_not():
     fig = plot_trajectories(walk(sink=0), positions=[0, 2, -1])
-    assert [line.get_label() for line in named_lines(fig.axes[0])] == ["0 It", "2 $5", "5 $6"]
+    assert [line.get_label() for line in named_lines(fig.axes[0])] == ["0 ‘It’", "2 ‘$5’", "5 ‘$6’"]
     assert "sink" not in fig.get_suptitle()
 
 
@@ -116,7 +116,7 @@ def test_views_and_figures_are_chosen():
 def test_dollars_in_tokens_are_no_formulas():
     fig = plot_trajectories(walk())
     (legend,) = fig.legends
-    assert [text.get_text() for text in legend.get_texts()][2] == "2 $5"
+    assert [text.get_text() for text in legend.get_texts()][2] == "2 ‘$5’"
     assert not any(text.get_parse_math() for text in legend.get_texts())
     fig.draw_without_rendering()
 
@@ -176,7 +176,7 @@ def test_metrics_of_several_results_have_a_colour_each():
 def test_metrics_leave_out_a_sink_of_any_result():
     fig = plot_trajectory_metrics({"a": walk(sink=2), "b": walk(seed=1)})
     assert len(lines(fig.axes[0], "_tokens")) == 2 * (len(TOKENS) - 1)
-    assert "sink: token 2 $5" in fig.get_suptitle()
+    assert "sink: token 2 ‘$5’" in fig.get_suptitle()
 
 
 @pytest.mark.parametrize(("n_layers", "width"), [(20, 11), (11, 11), (10, 9), (2, 1), (1, 1)])
@@ -237,7 +237,7 @@ def test_linearisation_lines_are_its_errors_and_cosines(tiny_trace: Trace):
 def test_linearisation_says_whose_u_and_which_token(tiny_trace: Trace):
     fig = plot_linearisation(linearisation(tiny_trace, position=2, reference_layer=0))
     assert "closed form with U of layer 0" in fig.get_suptitle()
-    assert "token 2 w15" in fig.get_suptitle()
+    assert "token 2 ‘w15’" in fig.get_suptitle()
 
 
 def test_linearisation_without_a_closed_form_draws_none(tiny_trace: Trace):

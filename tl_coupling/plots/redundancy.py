@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from tl_coupling.border import checked
-from tl_coupling.plots.labels import heading, measure_label
+from tl_coupling.plots.labels import heading, measure_label, new_figure
 from tl_coupling.redundancy import CHANGES, change_and_predictors, check_redundancy, redundancy_correlations
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     k = max(held) if k is None else k
     if k not in held:
         raise ValueError(f"`k` must be among {held}, got {k}")
-    fig = Figure(figsize=(10.4, 8.2), layout="constrained") if fig is None else fig
+    fig = new_figure(10.4, 8.2) if fig is None else fig
     panels = fig.subplot_mosaic([["depth", "depth"], ["coupling", "block_influence"]])
     for ax in panels.values():
         ax.set_yscale("symlog", linthresh=_LINEAR_UP_TO)

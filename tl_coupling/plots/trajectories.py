@@ -15,7 +15,7 @@ from torch import Tensor
 from tl_coupling.blocks import Trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.plots.labels import by_name, finish_lines, heading, named, own_axes, token_name
+from tl_coupling.plots.labels import by_name, finish_lines, heading, named, new_figure, own_axes, token_name
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import (
     Linearisation,
@@ -74,7 +74,7 @@ def plot_trajectories(
     spans = {"all": (0, n), "shallow": (0, max(1, n // 2)), "deep": (n // 2, n)}
     shades = colormaps["viridis"](np.linspace(0.05, 0.95, len(chosen)))
     colors = ["black" if t == trace.n_pos - 1 else tuple(shades[i]) for i, t in enumerate(chosen)]
-    fig = Figure(figsize=(4.0 * len(views) + 1.6, 4.6), layout="constrained") if fig is None else fig
+    fig = new_figure(4.0 * len(views) + 1.6, 4.6) if fig is None else fig
     for ax, view in zip(fig.subplots(1, len(views), squeeze=False)[0], views, strict=True):
         first, last = spans[view]
         for i, t in enumerate(chosen):
@@ -141,7 +141,7 @@ def plot_trajectory_metrics(
     windows = {name: min(window, trace.n_layers - 1 + trace.n_layers % 2) for name, trace in by.items()}
 
     n_panels = 4 if lens is None else 5
-    fig = Figure(figsize=(3.1 * n_panels, 4.2), layout="constrained") if fig is None else fig
+    fig = new_figure(3.1 * n_panels, 4.2) if fig is None else fig
     panels = fig.subplots(1, n_panels)
     for number, (name, trace) in enumerate(by.items()):
         x, color = trace.residual[:, chosen], f"C{number}"
@@ -200,7 +200,7 @@ def plot_linearisation(results: Linearisation | Mapping[str, Linearisation], *, 
         ValueError: no result.
     """
     by = named(results, Linearisation)
-    fig = Figure(figsize=(10.5, 6.8), layout="constrained") if fig is None else fig
+    fig = new_figure(10.5, 6.8) if fig is None else fig
     panels = fig.subplots(2, 2, sharex=True)
     columns: list[list[tuple[Any, str, str]]] = [
         [("one_step", "-", "(I + J) x of the layer before"), ("previous", ":", "x of the layer before, unchanged")],
