@@ -107,6 +107,7 @@ _SIMPLE: dict[Any, Kind] = {
     int: Kind("a whole number", "whole numbers", _is(lambda value: _is_number(value, Integral), int)),
     float: Kind("a number", "numbers", _is(lambda value: _is_number(value, Real), float)),
     str: Kind("a text", "texts", _is(lambda value: isinstance(value, str))),
+    Literal[False]: Kind("False", "False", _is(lambda value: value is False)),
 }
 
 
