@@ -29,7 +29,7 @@ _MEASURES = {
     "spectral_miscoupling": "spectral mis-coupling $m_K$",
     "captured_energy": "captured energy",
 }
-_MAX_LAYER_TICKS, _MAX_TOKEN_TICKS = 16, 40
+MAX_LAYER_TICKS, MAX_TOKEN_TICKS = 16, 40
 _OFF_SCREEN = ContextVar("off_screen", default=False)
 
 
@@ -49,6 +49,9 @@ else:
         col_layers: tuple[int, ...]
         coupling: Callable[..., Any]
         null: Callable[..., float]
+
+    # What error messages ask for.
+    PairMap.__name__ = CouplingMap.__name__
 
 
 class Picture(Figure):
@@ -111,7 +114,7 @@ def common_k(maps: Sequence[PairMap], k: int | None) -> int:
 
 def by_name(results: Any) -> dict[str, PairMap]:
     """Depth maps by the name they are drawn under; one map goes by its model's."""
-    maps = named(results, CouplingMap)
+    maps: dict[str, PairMap] = named(results, CouplingMap)
     for name, result in maps.items():
         check_depth(result, name)
     return maps
@@ -140,13 +143,13 @@ def label_pairs(ax: Axes, result: PairMap) -> None:
     for axis, of_rows in ((ax.yaxis, True), (ax.xaxis, False)):
         axis.set_label_text(side_labels(result)[0 if of_rows else 1])
         if result.kind == "depth":
-            name_ticks(axis, result.row_layers if of_rows else result.col_layers, _MAX_LAYER_TICKS)
+            name_ticks(axis, result.row_layers if of_rows else result.col_layers, MAX_LAYER_TICKS)
         else:
             positions = result.row_positions if of_rows else result.col_positions
             name_ticks(axis, [token_name(result.provenance, position) for position in positions], rotate=not of_rows)
 
 
-def name_ticks(axis: Axis, names: Sequence[Any], most: int = _MAX_TOKEN_TICKS, rotate: bool = False) -> None:
+def name_ticks(axis: Axis, names: Sequence[Any], most: int = MAX_TOKEN_TICKS, rotate: bool = False) -> None:
     """A tick for each name, or for every second, third … one where there are more than `most`."""
     shown = range(0, len(names), math.ceil(len(names) / most))
     # parse_math: a token may hold a dollar sign.
