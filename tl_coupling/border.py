@@ -186,7 +186,9 @@ def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
         for rule in filter(callable, inside[1:]):
             rule(value)
     elif origin is Literal:
-        if not isinstance(value, str) or value not in inside:
+        if inside == (False,) and value is not False:
+            raise _WrongType
+        if not any(value is one or (isinstance(value, str) and value == one) for one in inside):
             raise ValueError(f"must be {_words(kind)}, got {_shown(value)}")
     elif origin in (typing.Union, types.UnionType):
         errors: list[Exception] = []
