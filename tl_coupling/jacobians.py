@@ -12,8 +12,7 @@ from tl_coupling.blocks import BlockError, BlockFunction, Path, Trace
 from tl_coupling.blocks.differentiation import PullBack, for_seeds, is_out_of_memory, over_seeds, vjp
 from tl_coupling.blocks.functions import RowFunction, Way
 from tl_coupling.border import Count, checked
-
-Progress = Callable[[Iterable[int]], Iterable[int]]
+from tl_coupling.progress import Progress, with_progress
 
 # Entries of the widest activation for one chunk of seeds (float32: 64 MiB); it sets the default chunk size.
 _CHUNK_BUDGET = 2**24
@@ -78,14 +77,19 @@ def block_jacobian(
 
 @checked
 def block_jacobians(
-    trace: Trace, layers: Sequence[int] | None = None, *, position: int = -1, chunk_size: Count | None = None
+    trace: Trace,
+    layers: Sequence[int] | None = None,
+    *,
+    position: int = -1,
+    chunk_size: Count | None = None,
+    progress: Progress | None = None,
 ) -> Float[Tensor, "n_chosen d_model d_model"]:
-    """`J^l_{tt}` of several layers (`None`: all), stacked; see `block_jacobian`."""
+    """`J^l_{tt}` of several layers (`None`: all), stacked; see `block_jacobian`. `progress` wraps the loop."""
     chosen = range(trace.n_layers) if layers is None else layers
     if not len(chosen):
         raise ValueError("`layers` is empty: wanted at least one layer")
     J = trace.residual.new_empty(len(chosen), trace.d_model, trace.d_model)
-    for row, layer in enumerate(chosen):
+    for row, layer in enumerate(with_progress(chosen, progress, "Jacobians")):
         J[row] = block_jacobian(trace, layer, position=position, chunk_size=chunk_size)
     return J
 
@@ -143,9 +147,8 @@ def jacobians_of(
 
     `paths` is filled with the way in which each was evaluated.
     """
-    numbers = range(len(connections))
     computed = _in_order(trace, connections, chunk_size, paths)
-    for _ in progress(numbers) if progress else numbers:
+    for _ in with_progress(range(len(connections)), progress, "Jacobians"):
         yield next(computed)
 
 
