@@ -156,7 +156,9 @@ def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
     short, error = first["failed"].values()
     assert "Consistency check failed" in short
     assert "500" in error
-    assert all("the hub failed, or broke off; what came is kept, try again" in one for one in (short, error))
+    assert all(
+        "the hub failed or broke off the download; finished files are kept, try again" in one for one in (short, error)
+    )
     assert len(first["said"]) == 1
     assert first["said"][0].startswith(f"2 of 4 checkpoints failed and are left out: {wanted[2]}: ModelError: ")
     assert second == {"said": [], "failed": {}}
