@@ -105,9 +105,7 @@ def block_vjp(
     output_position: int | None = None,
 ) -> Float[Tensor, " d_model"]:
     """`(J^l_{t1 t2})ᵀ v` by one backward pass, without J. Arguments and errors as in `block_jacobian`."""
-    block, t1, t2 = _connection(trace, layer, position, input_position, output_position)
-    v = _vector(vector, block)
-    _, pull_back = _differentiated(block, t1, t2)
+    block, _, v, _, pull_back = _differentiated(trace, layer, vector, position, input_position, output_position)
     with block.evaluation():
         return pull_back(v)[0]
 
@@ -126,9 +124,7 @@ def block_jvp(
 
     By forward mode, or by differentiating the backward pass where a block does not support it.
     """
-    block, t1, t2 = _connection(trace, layer, position, input_position, output_position)
-    x, v = block.X[t1], _vector(vector, block)
-    function, _ = _differentiated(block, t1, t2)
+    block, x, v, function, _ = _differentiated(trace, layer, vector, position, input_position, output_position)
     with block.evaluation():
         try:
             return torch.func.jvp(function, (x,), (v,))[1]
@@ -240,18 +236,26 @@ def _cheapest(
     raise block.changed()
 
 
-def _differentiated(block: BlockFunction, input_position: int, output_position: int) -> tuple[RowFunction, PullBack]:
-    """The token-local row function and its pull-back if they pass the gate, else the full sequence's."""
-    u = block.reference(output_position).u
+def _differentiated(
+    trace: Trace, layer: int, vector: Tensor, *positions: Any
+) -> tuple[BlockFunction, Tensor, Tensor, RowFunction, PullBack]:
+    """The block, its input row, the vector in its dtype, the row function and its pull-back.
+
+    The token-local function if it passes the gate, else the full sequence's.
+    """
+    block, t1, t2 = _connection(trace, layer, *positions)
+    if vector.shape != block.X.shape[1:]:
+        raise ValueError(f"`vector` must have shape {list(block.X.shape[1:])}, got {list(vector.shape)}")
+    u = block.reference(t2).u
 
     def compute(way: Way) -> tuple[Tensor, list[Tensor], tuple[RowFunction, PullBack]]:
         function, inputs, _ = way.make()
         y, pull_back = vjp(function, *inputs)
         return y, [pull_back(u)[0]], (function, pull_back)
 
-    inputs = [input_position]
-    ways = (way for way in block.ways(inputs, output_position) if way.path in ("token_local", "full_sequence"))
-    return _cheapest(block, ways, inputs, output_position, compute)[0]
+    ways = (way for way in block.ways([t1], t2) if way.path in ("token_local", "full_sequence"))
+    (function, pull_back), _ = _cheapest(block, ways, [t1], t2, compute)
+    return block, block.X[t1], vector.to(block.X), function, pull_back
 
 
 def _connection(
@@ -260,10 +264,3 @@ def _connection(
     t1 = trace.position_index(position if input_position is None else input_position, "input_position")
     t2 = trace.position_index(position if output_position is None else output_position, "output_position")
     return trace.blocks[trace.layer_index(layer)], t1, t2
-
-
-def _vector(vector: Tensor, block: BlockFunction) -> Tensor:
-    d_model = block.X.shape[1]
-    if vector.shape != (d_model,):
-        raise ValueError(f"`vector` must have shape [{d_model}], got {list(vector.shape)}")
-    return vector.to(block.X)
