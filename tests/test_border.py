@@ -1,6 +1,8 @@
 """What users call refuses whatever does not fit in one line, and takes what they mean all the same."""
 
 import inspect
+import operator
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +18,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import tl_coupling as tlc
-from tl_coupling import comparisons, generalization, interactive, plots, report
+from tl_coupling import (
+    border,
+    comparisons,
+    generalization,
+    interactive,
+    plots,
+    prompts,
+    redundancy,
+    report,
+    spectra,
+    trajectories,
+)
 from tl_coupling.border import checked
 
 pytestmark = pytest.mark.on_4_only
@@ -35,10 +48,12 @@ class Foreign:
 
 def public() -> Iterator[Callable[..., Any]]:
     """Every function that takes arguments, classes that users make, methods of what they are given."""
-    rooms = (tlc, comparisons, generalization, interactive, plots, report)
-    for value in (getattr(room, name) for room in rooms for name in getattr(room, "__all__", dir(room))):
-        if isinstance(value, types.FunctionType):
-            yield value
+    rooms = (tlc, comparisons, generalization, interactive, plots, report, trajectories)
+    values = [getattr(room, name) for room in rooms for name in getattr(room, "__all__", dir(room))]
+    yield from (value for value in values if isinstance(value, types.FunctionType))
+    yield from (redundancy.layer_redundancy, redundancy.redundancy_correlations, prompts.prompts_per_task)
+    yield from (spectra.singular_values, spectra.inverse_singular_value_fit, spectra.non_normality, spectra.asymmetry)
+    yield from (spectra.participation_ratio, spectra.effective_rank)
     yield from (one.__init__ for one in MADE)
     for one in ASKED:
         functions = (getattr(value, "__func__", value) for name, value in vars(one).items() if name[0] != "_")
@@ -105,6 +120,13 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
             assert message.startswith(f"`{name}` must be "), (wrong, message)
             assert ", got " in message
             assert "\n" not in message
+
+
+@pytest.mark.parametrize("maker", border._MAKERS.values())
+def test_what_an_error_says_makes_one_is_there(maker: str) -> None:
+    function = operator.attrgetter(maker.partition("(")[0])(tlc)
+    given = re.findall(r"\w+", maker.partition("(")[2].replace("…", ""))
+    assert set(given) - {"text"} <= set(inspect.signature(function).parameters)
 
 
 def test_the_whole_api_is_there() -> None:

@@ -224,7 +224,7 @@ def commands(arguments: argparse.Namespace, console: Console) -> Iterator[list[s
     if arguments.per_task:
         yield embedded_command(arguments)
     if arguments.per_task and arguments.prompts is not None:
-        some = tlc.prompts.prompts_per_task(tlc.load_prompts(arguments.prompts, None), 2)
+        some = tlc.prompts.prompts_per_task(tlc.load_prompts(arguments.prompts), 2)
         redundancy(EMBEDDED_MODEL, EMBEDDED_MODEL, some, (10, 30), arguments.out, console)
 
 

@@ -77,7 +77,10 @@ def test_a_model_that_fails_is_said_and_the_status_is_1(call, options, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompts", "no_such_set"], "'no_such_set' is no file and no prompt set: give a JSONL file or one of arc_c"),
+        (
+            ["--prompts", "no_such_set"],
+            "'no_such_set' is neither a file nor a prompt set: give a JSONL file or one of arc_c",
+        ),
         (["--n", "9"], "`n` must be at most 8, all the prompts of"),
         (["--per-task", "5"], "`n` must lie in [1, 4], the prompts of the smallest task, got 5"),
         (["--n", "3", "--per-task", "2"], "give --n or --per-task, not both"),

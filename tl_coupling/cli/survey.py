@@ -116,16 +116,15 @@ def _named(models: list[str]) -> dict[str, str]:
 
 
 def _chosen(prompts: str, n: int | None, per_task: int | None, seed: int) -> list[Any]:
-    from tl_coupling.prompts import load_prompts, open_llm_leaderboard_prompts, prompts_per_task
+    from tl_coupling.prompts import load_prompts, prompts_per_task
 
     if n is not None and per_task is not None:
         raise ValueError("give --n or --per-task, not both")
-    if prompts == "open_llm_leaderboard":
-        wanted = 1200 if per_task is None else 6 * per_task
-        return open_llm_leaderboard_prompts(wanted if n is None else n, seed)
     if per_task is not None:
-        return prompts_per_task(load_prompts(prompts, None), per_task, seed)
-    return load_prompts(prompts, 200 if n is None and not Path(prompts).is_file() else n, seed)
+        return prompts_per_task(load_prompts(prompts), per_task, seed)
+    if n is None and not Path(prompts).is_file():
+        n = 1200 if prompts == "open_llm_leaderboard" else 200
+    return load_prompts(prompts, n, seed)
 
 
 def _executor(workers: int | None, slurm: str | None, jobs: Path) -> "AbstractContextManager[Executor | None]":

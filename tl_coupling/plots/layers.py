@@ -13,8 +13,11 @@ from tl_coupling.border import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure, random_subspace_null
 from tl_coupling.plots.labels import (
+    NULL_LINE,
+    PairMap,
     by_name,
     check_depth,
+    colors_of,
     common_k,
     finish_lines,
     measure_label,
@@ -27,24 +30,26 @@ _MAX_EDGE_WIDTH = 8.0
 
 @checked
 def plot_adjacency(
-    result: CouplingMap,
+    result: PairMap,
     *,
     k: int | None = None,
     measure: Measure = "coupling",
+    strongest: Count | None = None,
     threshold: Finite | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Layers as a graph: nodes on a circle, each edge as wide and as opaque as its two layers are coupled.
+    """Layers as a graph, clockwise on a circle; each edge is as wide and as opaque as its two layers are coupled.
 
-    Read off which groups of layers are coupled. An edge weighs the mean of the map's two values for a pair of layers,
-    (l, l′) and (l′, l). Width follows the weight and opacity its square root; both are full at 1 for the measures
-    bounded by 1, so that two pictures compare (trained and untrained, checkpoints), else at the largest weight.
+    Read off which groups of layers are coupled. The weight of an edge is the mean of the map's two values for a pair of
+    layers, (l, l′) and (l′, l). Width is proportional to the weight and opacity to its square root; both are full at 1
+    for the measures bounded by 1, so that two pictures compare (trained and untrained), else at the largest weight.
 
     Args:
         result: a map of kind "depth".
         k: how many top singular vectors; as many as the map holds by default.
         measure: as in `CouplingMap.values`.
-        threshold: draw edges of at least this weight only; all by default.
+        strongest: draw this many edges, those of the largest weights; two for each layer by default.
+        threshold: draw all edges of at least this weight instead, or at most `strongest` of them if both are given.
         ax: where to draw; a Figure of its own by default.
 
     Returns:
@@ -60,18 +65,20 @@ def plot_adjacency(
             "a graph of layers wants a map with the same layers, each once, as rows and columns; "
             f"got rows {list(layers)} and columns {list(result.col_layers)}"
         )
-    values = result.values(k, measure).detach().cpu().double().numpy()
+    values = getattr(result, measure)(k).detach().cpu().double().numpy()
     weights = (values + values.T) / 2
     # Sorted by weight: strong edges are drawn last, on top of weak ones.
     below = [(i, j) for i in range(len(layers)) for j in range(i) if not math.isnan(weights[i, j])]
     pairs = sorted((weights[i, j], layers[j], layers[i]) for i, j in below)
-    edges = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
+    heavy = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
+    edges = heavy if strongest is None and threshold is not None else heavy[-(strongest or 2 * len(layers)) :]
     full = 1.0 if measure in BOUNDED_BY_1 or not edges else edges[-1][0] or 1.0
 
     ax = own_axes(6.4, 7.0) if ax is None else ax
     graph = nx.Graph()
     graph.add_nodes_from(layers)
-    places = nx.circular_layout(graph)
+    angles = np.pi / 2 - 2 * np.pi * np.arange(len(layers)) / len(layers)
+    places = {layer: (np.cos(angle), np.sin(angle)) for layer, angle in zip(layers, angles, strict=True)}
     widths, colors = _edge_style(np.array([weight for weight, *_ in edges]) / full)
     nx.draw_networkx_edges(graph, places, [ends for _, *ends in edges], ax=ax, width=widths, edge_color=colors)
     nx.draw_networkx_nodes(graph, places, ax=ax, node_color="white", edgecolors="0.3", node_size=260)
@@ -80,6 +87,7 @@ def plot_adjacency(
     ax.axis("off")
     k = result.k if k is None else k
     drawn = f"{len(edges)} of {len(pairs)} edges" + ("" if threshold is None else f", at least {threshold:g}")
+    drawn += ", the strongest" if len(edges) < len(heavy) else ""
     shares = np.array([0.1, 0.25, 0.5, 1])
     legend = ax.legend(
         [Line2D([], [], linewidth=width, color=color) for width, color in zip(*_edge_style(shares), strict=True)],
@@ -96,12 +104,14 @@ def plot_adjacency(
 
 @checked
 def plot_locality(
-    results: CouplingMap | Mapping[str, CouplingMap], *, k: int | None = None, ax: Axes | None = None
+    results: PairMap | Mapping[str, PairMap],
+    *,
+    k: int | None = None,
+    ax: Axes | None = None,
 ) -> Axes:
-    """Mean coupling of layers that lie `|l − l′|` apart, one line for each result.
+    """Mean coupling of layers that are `|l − l′|` apart, from 1 on; one line for each result.
 
-    Read off how fast coupling fades with distance, and against the dashed line what random subspaces would give.
-    Distance 0 is a layer with its own vectors: 1 for `orientation="ujv"`.
+    Read off how fast coupling fades with distance; the dashed line is what random subspaces would give.
 
     Args:
         results: maps of kind "depth", by name; or one.
@@ -117,15 +127,18 @@ def plot_locality(
     maps = by_name(results)
     k = common_k(list(maps.values()), k)
     ax = own_axes(6.4, 4.6) if ax is None else ax
+    colors = colors_of(maps)
     for name, result in maps.items():
         profile = result.locality_profile(k).detach().cpu().numpy()
-        # No pair of a selection of layers may be some distance apart: the line goes on to the next.
+        # A selection of layers may have no pair at some distance: the line goes on to the next.
         distance = np.flatnonzero(~np.isnan(profile))
-        ax.plot(distance, profile[distance], marker="o", markersize=3, label=name)
+        distance = distance[distance > 0]
+        ax.plot(distance, profile[distance], color=colors[name], marker="o", markersize=3, label=name)
     # The null of this measure depends on k alone: one line for all maps.
     null = float(random_subspace_null(k))
-    ax.axhline(null, color="0.4", linestyle="--", linewidth=1, label=f"random subspaces, {null:.3f}")
-    ax.set(ylim=(0, 1.03), xlabel="distance |l − l′| in layers", ylabel=f"mean {measure_label('coupling', k)}")
+    ax.axhline(null, label=f"random subspaces, {null:.3f}", **NULL_LINE)
+    ax.set_ylim(bottom=0)
+    ax.set(xlabel="distance |l − l′| in layers", ylabel=f"mean {measure_label('coupling', k)}")
     finish_lines(ax, title(list(maps.values()), k))
     return ax
 
@@ -152,11 +165,12 @@ def plot_singular_values(
     """
     maps = by_name(results)
     ax = own_axes(6.4, 4.6) if ax is None else ax
-    for number, (name, result) in enumerate(maps.items()):
+    colors = colors_of(maps)
+    for name, result in maps.items():
         order = np.argsort(result.row_layers)
         depth = np.asarray(result.row_layers)[order]
         sigma = result.singular_values.detach().cpu().numpy()[order, :n]
-        base = np.asarray(to_rgb(f"C{number}"))
+        base = np.asarray(to_rgb(colors[name]))
         for i, fade in enumerate(np.linspace(0, 0.75, sigma.shape[1])):
             color = tuple(base + fade * (1 - base))
             # A leading underscore keeps a line out of the legend.

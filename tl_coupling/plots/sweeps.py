@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.border import checked
 from tl_coupling.coupling import BOUNDED_BY_1, Measure
-from tl_coupling.plots.labels import heading, measure_label, named, short_path
+from tl_coupling.plots.labels import heading, measure_label, named, new_figure, short_path
 
 if TYPE_CHECKING:
     import xarray
@@ -78,7 +78,7 @@ def plot_emergence(
     for name, sweep in by.items():
         _check(sweep, name, variable)
     with_loss = not all(bool(sweep["loss"].isnull().all()) for sweep in by.values())
-    fig = Figure(figsize=(7.2, 6.6 if with_loss else 4.4), layout="constrained") if fig is None else fig
+    fig = new_figure(7.2, 6.6 if with_loss else 4.4) if fig is None else fig
     ratios = {"height_ratios": [3, 2]} if with_loss else {}
     panels = fig.subplots(1 + with_loss, 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
     for number, (name, sweep) in enumerate(by.items()):
@@ -135,7 +135,7 @@ def plot_coupling_strip(
     maps = values.mean(_samples(values)).transpose("checkpoint", "layer", "other_layer").values
     layers = [str(layer) for layer in data["layer"].values]
 
-    fig = Figure(figsize=(1.9 * len(steps) + 1.2, 3.1), layout="compressed") if fig is None else fig
+    fig = new_figure(1.9 * len(steps) + 1.2, 3.1, "compressed") if fig is None else fig
     panels = fig.subplots(1, len(steps), sharey=True, squeeze=False)[0]
     cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(bad="0.8")
     vmax = 1.0 if measure in BOUNDED_BY_1 else float(np.nanmax(maps))
@@ -185,7 +185,7 @@ def plot_shapes(
     _check(data, "data", "line_shape_score_all_tokens")
     steps = _chosen(data, checkpoints)
     window, n_layers = int(data.attrs["window"]), data.sizes["layer"]
-    fig = Figure(figsize=(10.4, 4.4), layout="constrained") if fig is None else fig
+    fig = new_figure(10.4, 4.4) if fig is None else fig
     left, right = fig.subplots(1, 2)
     _line(left, data["line_shape_score_all_tokens"], "C0", "mean over tokens")
     left.axhline(n_layers**0.5, color="0.4", linestyle="--", linewidth=1, label=f"random steps, {n_layers**0.5:.2f}")

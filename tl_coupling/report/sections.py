@@ -198,7 +198,7 @@ def trajectories(runs: Runs) -> str:
         f"{n_layers**0.5:.3g}."
     )
     entropies = {name: run.entropy for name, run in runs.items()}
-    drawn = plot_trajectory_metrics(traces, entropies=entropies)
+    drawn = plot_trajectory_metrics(traces)
     parts.append(figure(drawn, "Measures of the paths against depth", caption, wide=True))
 
     str_tokens = _first(runs).trace.str_tokens
