@@ -77,8 +77,8 @@ def test_imports_are_found_wherever_they_stand(tmp_path, monkeypatch):
 
 def test_every_room_has_a_level():
     rooms = {room_of(path) for path in MODULES}
-    assert rooms == set(LEVEL)
-    assert len(rooms) <= 22
+    assert rooms <= LEVEL.keys()
+    assert 10 < len(rooms) <= 22
 
 
 def test_nothing_is_imported_from_above():
