@@ -1,6 +1,7 @@
 """Couplings as they lie in depth: a graph of layers, locality, and the singular values below them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -78,7 +79,7 @@ def plot_adjacency(
     styles = zip(*_edge_style(shares).values(), strict=True)
     scale = [Line2D([], [], linewidth=width, color=color) for width, color in styles]
     what = f"{measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": len(shares), "frameon": False}
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": len(shares), "frameon": False}
     ax.legend(scale, [f"{full * share:.2g}" for share in shares], title=what, **place)
     ax.set_title(labels.title([result], k), fontsize="medium", parse_math=False)
     return ax
