@@ -46,7 +46,7 @@ from small_models import (
 from tl_coupling.files import output_folder, write_atomically
 from tl_coupling.models import ModelError
 from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
-from tl_coupling.surveys.checkpoints import checkpoint_sweep, local_checkpoints, pythia_steps
+from tl_coupling.surveys import checkpoint_sweep, local_checkpoints, pythia_steps
 from tl_coupling.surveys.measurements import Settings
 
 

@@ -48,7 +48,7 @@ from tl_coupling.files import file_name, output_folder, write_atomically
 from tl_coupling.models import ModelError
 from tl_coupling.surveys.checkpoints import local_checkpoints
 from tl_coupling.surveys.measurements import loss
-from tl_coupling.surveys.units import Unit, check_plan, load_unit, run_units
+from tl_coupling.surveys.units import Folder, Unit, load_unit
 
 # Training windows whose loss gradients are taken, and how many directions of theirs count as the leading ones.
 WINDOWS, LEADING = 8, 20
@@ -136,8 +136,7 @@ def one_run(run: Run, study: Study) -> xarray.Dataset:
         units = [Unit(f"step{step}", {"step": step}) for step in run.steps]
         measure = partial(measured, run, study, checkpoints)
     with output_folder(study.out / "measured" / file_name(run.name)) as folder:
-        check_plan(folder, plan)
-        for outcome in run_units(folder, units, measure):
+        for outcome in Folder(folder, plan).run(units, measure, False):
             if outcome.error is not None:
                 raise ModelError(f"{run.name}, {outcome.unit.key}: {outcome.error}")
         data = xarray.concat([load_unit(folder, unit) for unit in units], "checkpoint")
