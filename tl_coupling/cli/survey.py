@@ -93,7 +93,7 @@ def survey(
     with at_work(out) as (folder, progress), _executor(workers, slurm, folder / "jobs") as executor:
         units = folder / UNITS
         data = run(asked, units, executor, over_units(progress, "survey", lambda unit: unit.key))
-        tables = {one: task_means(data, one) for one in data["k"].values.tolist()}
+        tables = {one: task_means(data, k=one) for one in data["k"].values.tolist()}
         written = [
             units,
             write_summary(folder, _summary(data, tables)),
