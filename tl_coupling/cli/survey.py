@@ -93,7 +93,7 @@ def survey(
     )
     with at_work(out) as (folder, _), _executor(workers, slurm, folder / "jobs") as executor:
         data = run(asked, folder / UNITS, executor)
-        tables = {k: task_means(data, k) for k in data["k"].values.tolist()}
+        tables = {k: task_means(data, k=k) for k in data["k"].values.tolist()}
         pictures = {f"tasks-k{k}.png": partial(plot_task_means, table) for k, table in tables.items()}
         written = [folder / UNITS, write_summary(folder, _summary(data, tables)), *write_pictures(folder, pictures)]
     for k, table in tables.items():
