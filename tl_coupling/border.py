@@ -182,7 +182,7 @@ def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
         for rule in filter(callable, inside[1:]):
             rule(value)
     elif origin is Literal:
-        if not any(type(value) is type(one) for one in inside):
+        if not isinstance(value, tuple(map(type, inside))):
             raise _WrongType
         if value not in inside:
             raise ValueError(f"must be {_words(kind)}, got {_shown(value)}")

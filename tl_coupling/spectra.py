@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -88,10 +89,9 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
     def decompose(matrix: Tensor) -> tuple[Tensor, ...]:
         top = _top_triplets(matrix, kept) if is_small_part else None
         u, s, vh = top or torch.linalg.svd(matrix, full_matrices=False)
-        return u[:, :kept].to(J.dtype), s[:kept].to(J.dtype), vh[:kept].to(J.dtype)
+        return u[:, :kept], s[:kept], vh[:kept]
 
-    shapes = (J.shape[-2], kept), (kept,), (kept, J.shape[-1])
-    return Spectrum(*_of_each(decompose, J, shapes))
+    return Spectrum(*_of_each(decompose, J, [(J.shape[-2], kept), (kept,), (kept, J.shape[-1])]))
 
 
 @checked
@@ -103,12 +103,10 @@ def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*ba
         tensor([4., 3.])
     """
     _check_matrices(J, "singular value decomposition")
-    return _of_each(lambda matrix: (torch.linalg.svdvals(matrix),), J, ((min(J.shape[-2:]),),))[0]
+    return _of_each(lambda matrix: (torch.linalg.svdvals(matrix),), J, [(min(J.shape[-2:]),)])[0]
 
 
-def _of_each(
-    decompose: Callable[[Tensor], tuple[Tensor, ...]], J: Tensor, shapes: tuple[tuple[int, ...], ...]
-) -> list[Tensor]:
+def _of_each(decompose: Callable[[Tensor], tuple[Tensor, ...]], J: Tensor, shapes: Sequence[Any]) -> list[Tensor]:
     """The parts that `decompose` gives for each matrix, batched as J is: on the CPU one core each, else one by one."""
     matrices = J.detach().reshape(-1, *J.shape[-2:])
     parts = [J.new_empty(len(matrices), *shape) for shape in shapes]
@@ -122,8 +120,7 @@ def _of_each(
         with ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             list(pool.map(fill, range(len(matrices))))
     else:
-        for i in range(len(matrices)):
-            fill(i)
+        list(map(fill, range(len(matrices))))
     return [part.reshape(*J.shape[:-2], *part.shape[1:]) for part in parts]
 
 

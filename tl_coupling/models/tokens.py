@@ -53,7 +53,7 @@ def str_tokens(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> tuple[str, ..
     """Each token as text; its id where the model has no tokenizer."""
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
-        return tuple(str(i) for i in tokens.tolist())
+        return tuple(map(str, tokens.tolist()))
     return tuple(tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in tokens.tolist())
 
 
