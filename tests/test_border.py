@@ -7,7 +7,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas
@@ -372,6 +372,18 @@ def test_sizes_hold_across_arguments(a: tuple[int, ...], b: tuple[int, ...], fit
     else:
         with pytest.raises(ValueError, match=r"^`[ab]` must have shape \["):
             product(torch.ones(a), torch.ones(b))
+
+
+@checked
+def with_bar(progress: Callable[..., Any] | Literal[False] | None = None) -> Any:
+    return progress
+
+
+def test_false_stands_beside_other_kinds() -> None:
+    assert (with_bar(), with_bar(False), with_bar(list)) == (None, False, list)
+    for wrong in (0, 5, "x", True):
+        with pytest.raises((TypeError, ValueError), match=r"^`progress` must be .*False.*, got "):
+            with_bar(wrong)
 
 
 def test_a_call_leaves_nothing_behind() -> None:

@@ -3,7 +3,6 @@
 beartype and jaxtyping, which check everything in the tests, neither convert arguments nor give errors of one line.
 """
 
-import collections.abc
 import functools
 import importlib
 import inspect
@@ -15,8 +14,9 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -37,6 +37,7 @@ _SIMPLE: dict[Any, tuple[str, str, Any, Callable[[Any], Any]]] = {
     float: ("a number", "numbers", Real, float),
     str: ("a string", "strings", str, lambda value: value),
 }
+_NOUNS = {nn.Module: "torch.nn.Module", os.PathLike: "path", Path: "Path", Callable: "function"}
 _MAKERS = {
     "CouplingMap": "depth_coupling(trace)",
     "Generalization": "generalization.generalization_study(data, scores)",
@@ -102,9 +103,6 @@ def checked(public: _Public) -> _Public:
         ...     return A[:k, :k]
         >>> corner(np.eye(3), np.int64(1))
         tensor([[1.]], dtype=torch.float64)
-        >>> corner(torch.eye(3), 2.5)
-        Traceback (most recent call last):
-        TypeError: `k` must be a whole number, got 2.5
         >>> corner(torch.ones(3, 4), 1)
         Traceback (most recent call last):
         ValueError: `A` must have shape [n n], got [3 4]
@@ -123,10 +121,8 @@ def checked(public: _Public) -> _Public:
         except TypeError as error:
             raise TypeError(f"{public.__qualname__}: {error}") from None
         sizes: _Sizes = {}
-        for name, kind in kinds().items():
-            if name not in given.arguments:
-                continue
-            value = given.arguments[name]
+        for name, value in given.arguments.items():
+            kind = kinds().get(name, Any)
             if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
                 given.arguments[name] = {option: _taken(kind, one, option, sizes) for option, one in value.items()}
             else:
@@ -186,9 +182,9 @@ def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
         for rule in filter(callable, inside[1:]):
             rule(value)
     elif origin is Literal:
-        if inside == (False,) and value is not False:
+        if not any(type(value) is type(one) for one in inside):
             raise _WrongType
-        if not any(value is one or (isinstance(value, str) and value == one) for one in inside):
+        if value not in inside:
             raise ValueError(f"must be {_words(kind)}, got {_shown(value)}")
     elif origin in (typing.Union, types.UnionType):
         errors: list[Exception] = []
@@ -200,7 +196,7 @@ def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
         # The error of one that accepts the type but not the value says most.
         hints = dict.fromkeys(filter(None, map(str, errors)))
         raise next((error for error in errors if isinstance(error, ValueError)), _WrongType("; ".join(hints)))
-    elif origin in (collections.abc.Sequence, tuple):
+    elif origin in (Sequence, tuple):
         items = value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
         items = tuple(items) if isinstance(items, Iterator | ValuesView | KeysView) else items
         # A set has no order.
@@ -208,19 +204,16 @@ def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
             raise _WrongType
         held = [_take(inside[0], item, name, sizes) for item in items]
         return tuple(held) if origin is tuple else items if all(map(operator.is_, held, items)) else held
-    elif origin in (collections.abc.Mapping, dict):
+    elif origin in (Mapping, dict):
         if not isinstance(value, origin):
             raise _WrongType
         # Results that are drawn side by side may have sizes of their own.
         pairs = {_take(inside[0], k, name, {}): _take(inside[1], v, name, dict(sizes)) for k, v in value.items()}
         return value if all(map(operator.is_, pairs.values(), value.values())) else pairs
-    elif origin is collections.abc.Callable:
-        if not callable(value):
-            raise _WrongType
     elif inspect.isclass(kind) and issubclass(kind, AbstractArray):
         return _take_array(kind, value, name, sizes)
-    # A class is not its instance, though it has the same methods.
-    elif inspect.isclass(wanted := origin or kind) and (not isinstance(value, wanted) or isinstance(value, type)):
+    # A class is not its instance, though it has the same methods; but it can be called.
+    elif not isinstance(value, wanted := origin or kind) or (isinstance(value, type) and wanted is not Callable):
         maker = _MAKERS.get(wanted.__name__)
         raise _WrongType(f"`tl_coupling.{maker}` makes one" if maker else "")
     return value
@@ -289,26 +282,27 @@ def _words(kind: Any, several: bool = False) -> str:
     if origin is Annotated:
         return _words(inside[0], several)
     if origin is Literal:
-        return " or ".join(f'"{one}"' for one in inside) if len(inside) < 3 else f"one of {', '.join(inside)}"
+        choices = [f'"{one}"' if isinstance(one, str) else str(one) for one in inside]
+        return " or ".join(choices) if len(inside) < 3 else f"one of {', '.join(map(str, inside))}"
     if origin in (typing.Union, types.UnionType):
         # A whole number is a number. None is named last.
         kinds = [one for one in inside if one is not types.NoneType and not (one is int and float in inside)]
         kinds += [types.NoneType] if types.NoneType in inside and not several else []
         *first, last = dict.fromkeys(_words(one, several) for one in kinds)
         return f"{', '.join(first)} or {last}" if first else last
-    noun, rest = "function", ""
-    if origin in (collections.abc.Sequence, tuple):
+    rest = ""
+    if origin in (Sequence, tuple):
         noun, rest = "list", f" of {_words(inside[0], True)}"
-    elif origin in (collections.abc.Mapping, dict):
+    elif origin in (Mapping, dict):
         noun, rest = "mapping", f" from {_words(inside[0], True)} to {_words(inside[1], True)}"
     elif inspect.isclass(kind) and issubclass(kind, AbstractArray):
         content = "floating-point " if "float32" in kind.dtypes else "integer " if "int32" in kind.dtypes else ""
         noun, rest = f"{content}{'torch tensor' if kind.array_type is Tensor else 'array'}", f" {_dims(kind)[1]}"
-    elif origin is not collections.abc.Callable:
-        wanted = origin or kind
+    elif (wanted := origin or kind) in _NOUNS:
+        noun = _NOUNS[wanted]
+    else:
         room = wanted.__module__.partition(".")[0]
-        prefix = "" if room in ("tl_coupling", "builtins", "collections", "pathlib") else f"{room}."
-        noun = {nn.Module: "torch.nn.Module", os.PathLike: "path"}.get(wanted, prefix + wanted.__name__)
+        noun = f"{room}.{wanted.__name__}".removeprefix("tl_coupling.").removeprefix("builtins.")
     return f"{noun}s{rest}" if several else f"{'an' if noun[0] in 'aeiouAEIOUx' else 'a'} {noun}{rest}"
 
 

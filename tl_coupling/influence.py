@@ -1,27 +1,28 @@
-"""How much, and through how many directions, each earlier token moves what a block writes at one token."""
+"""How strongly, and through how many directions, each earlier token moves what a block writes at one token."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
-from tl_coupling.border import AnyPath, Count, checked
-from tl_coupling.files import write_atomically
-from tl_coupling.jacobians import Connection, Progress, jacobians_of
+from tl_coupling.border import Count, checked
+from tl_coupling.comparisons.pairs import chosen_layers
+from tl_coupling.comparisons.saving import Saved
+from tl_coupling.jacobians import Connection, jacobians_of
+from tl_coupling.progress import Progress
 from tl_coupling.spectra import effective_rank, participation_ratio, singular_values
 
-if TYPE_CHECKING:
-    import xarray
+InfluenceMeasure = Literal["frobenius_norm", "largest_singular_value", "participation_ratio", "effective_rank"]
+INFLUENCE_MEASURES: tuple[InfluenceMeasure, ...] = get_args(InfluenceMeasure)
 
 
-@dataclass(frozen=True, eq=False)
-class Influence:
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class Influence(Saved):
     """Sizes and ranks of `J^l_{t1 t2}` for one output token t2, every source token t1 ≤ t2 and layer l.
 
     The skip connection is left out, for t1 = t2 as well.
@@ -44,26 +45,18 @@ class Influence:
     layers: tuple[int, ...]
     source_positions: tuple[int, ...]
     output_position: int
-    provenance: dict[str, Any] = field(repr=False)
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        **dict.fromkeys(INFLUENCE_MEASURES, "layer source_position"),
+        **{"layers": "layer", "source_positions": "source_position"},
+    }
 
-    def to_dataset(self) -> "xarray.Dataset":
-        """The measures as an `xarray.Dataset` over `layer` and `source_position`, provenance in the attributes."""
-        import xarray
-
-        return xarray.Dataset(
-            {name: (("layer", "source_position"), getattr(self, name).cpu().numpy()) for name in INFLUENCE_MEASURES},
-            coords={"layer": list(self.layers), "source_position": list(self.source_positions)},
-            attrs={"output_position": self.output_position, "provenance": json.dumps(self.provenance)},
+    def __repr__(self) -> str:
+        n_layers, n_sources = self.frobenius_norm.shape
+        return (
+            f"Influence({self.provenance.get('model')!r}, {n_sources} source tokens on token {self.output_position} at "
+            f"{n_layers} layers; mean Frobenius norm {float(self.frobenius_norm.mean()):.3g})"
         )
-
-    @checked
-    def save(self, path: AnyPath) -> Path:
-        """Write the measures as netCDF, whole or not at all."""
-        return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
-
-
-InfluenceMeasure = Literal["frobenius_norm", "largest_singular_value", "participation_ratio", "effective_rank"]
-INFLUENCE_MEASURES: tuple[InfluenceMeasure, ...] = get_args(InfluenceMeasure)
 
 
 @checked
@@ -81,8 +74,7 @@ def cross_token_influence(
         trace: a traced prompt.
         output_position: t2; the last token by default.
         layers: a selection of layers, in this order; all by default.
-        chunk_size: as in `block_jacobian`.
-        progress: wraps the loop over Jacobians, `progress=tqdm.tqdm` for one.
+        chunk_size, progress: as in `depth_coupling`.
 
     Raises:
         ValueError: a layer or position out of range, an empty selection.
@@ -97,10 +89,7 @@ def cross_token_influence(
         (torch.Size([2, 4]), (0, 1, 2, 3))
     """
     t2 = trace.position_index(output_position, "output_position")
-    chosen = [trace.layer_index(layer) for layer in (range(trace.n_layers) if layers is None else layers)]
-    if not chosen:
-        raise ValueError("`layers` is empty: wanted at least one layer")
-    sources = range(t2 + 1)
+    chosen, sources = chosen_layers(trace, layers), range(t2 + 1)
     paths: dict[str, str] = {}
     connections = [Connection(layer, t1, t2, t1) for layer in chosen for t1 in sources]
     computed = jacobians_of(trace, connections, chunk_size, progress, paths)

@@ -12,8 +12,7 @@ from tl_coupling.blocks import BlockError, BlockFunction, Path, Trace
 from tl_coupling.blocks.differentiation import PullBack, for_seeds, is_out_of_memory, over_seeds, vjp
 from tl_coupling.blocks.functions import RowFunction, Way
 from tl_coupling.border import Count, checked
-
-Progress = Callable[[Iterable[int]], Iterable[int]]
+from tl_coupling.progress import Progress, with_progress
 
 # Entries of the widest activation for one chunk of seeds (float32: 64 MiB); it sets the default chunk size.
 _CHUNK_BUDGET = 2**24
@@ -78,14 +77,19 @@ def block_jacobian(
 
 @checked
 def block_jacobians(
-    trace: Trace, layers: Sequence[int] | None = None, *, position: int = -1, chunk_size: Count | None = None
+    trace: Trace,
+    layers: Sequence[int] | None = None,
+    *,
+    position: int = -1,
+    chunk_size: Count | None = None,
+    progress: Progress | None = None,
 ) -> Float[Tensor, "n_chosen d_model d_model"]:
-    """`J^l_{tt}` of several layers (`None`: all), stacked; see `block_jacobian`."""
+    """`J^l_{tt}` of several layers (`None`: all), stacked; see `block_jacobian`. `progress` wraps the loop."""
     chosen = range(trace.n_layers) if layers is None else layers
     if not len(chosen):
         raise ValueError("`layers` is empty: wanted at least one layer")
     J = trace.residual.new_empty(len(chosen), trace.d_model, trace.d_model)
-    for row, layer in enumerate(chosen):
+    for row, layer in enumerate(with_progress(chosen, progress, "Jacobians")):
         J[row] = block_jacobian(trace, layer, position=position, chunk_size=chunk_size)
     return J
 
@@ -101,9 +105,7 @@ def block_vjp(
     output_position: int | None = None,
 ) -> Float[Tensor, " d_model"]:
     """`(J^l_{t1 t2})ᵀ v` by one backward pass, without J. Arguments and errors as in `block_jacobian`."""
-    block, t1, t2 = _connection(trace, layer, position, input_position, output_position)
-    v = _vector(vector, block)
-    _, pull_back = _differentiated(block, t1, t2)
+    block, _, v, _, pull_back = _differentiated(trace, layer, vector, position, input_position, output_position)
     with block.evaluation():
         return pull_back(v)[0]
 
@@ -122,9 +124,7 @@ def block_jvp(
 
     By forward mode, or by differentiating the backward pass where a block does not support it.
     """
-    block, t1, t2 = _connection(trace, layer, position, input_position, output_position)
-    x, v = block.X[t1], _vector(vector, block)
-    function, _ = _differentiated(block, t1, t2)
+    block, x, v, function, _ = _differentiated(trace, layer, vector, position, input_position, output_position)
     with block.evaluation():
         try:
             return torch.func.jvp(function, (x,), (v,))[1]
@@ -143,9 +143,8 @@ def jacobians_of(
 
     `paths` is filled with the way in which each was evaluated.
     """
-    numbers = range(len(connections))
     computed = _in_order(trace, connections, chunk_size, paths)
-    for _ in progress(numbers) if progress else numbers:
+    for _ in with_progress(range(len(connections)), progress, "Jacobians"):
         yield next(computed)
 
 
@@ -237,18 +236,26 @@ def _cheapest(
     raise block.changed()
 
 
-def _differentiated(block: BlockFunction, input_position: int, output_position: int) -> tuple[RowFunction, PullBack]:
-    """The token-local row function and its pull-back if they pass the gate, else the full sequence's."""
-    u = block.reference(output_position).u
+def _differentiated(
+    trace: Trace, layer: int, vector: Tensor, *positions: Any
+) -> tuple[BlockFunction, Tensor, Tensor, RowFunction, PullBack]:
+    """The block, its input row, the vector in its dtype, the row function and its pull-back.
+
+    The token-local function if it passes the gate, else the full sequence's.
+    """
+    block, t1, t2 = _connection(trace, layer, *positions)
+    if vector.shape != block.X.shape[1:]:
+        raise ValueError(f"`vector` must have shape {list(block.X.shape[1:])}, got {list(vector.shape)}")
+    u = block.reference(t2).u
 
     def compute(way: Way) -> tuple[Tensor, list[Tensor], tuple[RowFunction, PullBack]]:
         function, inputs, _ = way.make()
         y, pull_back = vjp(function, *inputs)
         return y, [pull_back(u)[0]], (function, pull_back)
 
-    inputs = [input_position]
-    ways = (way for way in block.ways(inputs, output_position) if way.path in ("token_local", "full_sequence"))
-    return _cheapest(block, ways, inputs, output_position, compute)[0]
+    ways = (way for way in block.ways([t1], t2) if way.path in ("token_local", "full_sequence"))
+    (function, pull_back), _ = _cheapest(block, ways, [t1], t2, compute)
+    return block, block.X[t1], vector.to(block.X), function, pull_back
 
 
 def _connection(
@@ -257,10 +264,3 @@ def _connection(
     t1 = trace.position_index(position if input_position is None else input_position, "input_position")
     t2 = trace.position_index(position if output_position is None else output_position, "output_position")
     return trace.blocks[trace.layer_index(layer)], t1, t2
-
-
-def _vector(vector: Tensor, block: BlockFunction) -> Tensor:
-    d_model = block.X.shape[1]
-    if vector.shape != (d_model,):
-        raise ValueError(f"`vector` must have shape [{d_model}], got {list(vector.shape)}")
-    return vector.to(block.X)

@@ -1,21 +1,22 @@
-"""Progress bars: the caller's own, or one where somebody is looking."""
+"""Progress bars: the caller's own, or one in a terminal or notebook."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
 Item = TypeVar("Item")
-# What wraps a loop (`tqdm.tqdm` does); False for no bar.
-Progress = Callable[[Iterable[Any]], Iterable[Any]] | Literal[False]
+# Wraps a loop, as `tqdm.tqdm` does; True for a bar, False for none.
+Progress = Callable[[Iterable[Any]], Iterable[Any]] | bool
 
 
-def with_progress(items: Sequence[Item], progress: Progress | None, what: str) -> Iterable[Item]:
-    """The items, wrapped by `progress`. `None`: by a bar in a terminal or notebook, if they take over a second."""
-    if progress is None:
-        return tqdm(items, desc=what, leave=False, delay=1, disable=not (sys.stderr.isatty() or _in_notebook()))
-    return progress(items) if progress else items
+def with_progress(items: Iterable[Item], progress: Progress | None, what: str) -> Iterable[Item]:
+    """The items, wrapped by `progress`; `None` shows a bar in a terminal or notebook if they take over a second."""
+    if callable(progress):
+        return progress(items)
+    shown = progress or (progress is None and (sys.stderr.isatty() or _in_notebook()))
+    return tqdm(items, desc=what, leave=False, delay=1) if shown else items
 
 
 def _in_notebook() -> bool:

@@ -297,7 +297,7 @@ def test_memory_that_runs_out_halves_the_chunk() -> None:
     assert asked == [10, 5, 2, 2, 2, 2, 2]
 
 
-def test_memory_that_runs_out_for_one_row_is_said_and_no_dearer_way_is_taken(model: nn.Module) -> None:
+def test_memory_that_runs_out_for_one_row_is_an_error_and_no_more_expensive_way_is_tried(model: nn.Module) -> None:
     trace = tlc.trace(model, tiny.TOKENS)
     trace.blocks[1].refer_to([LAST])
 

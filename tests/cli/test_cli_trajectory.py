@@ -105,7 +105,7 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
     assert found == pytest.approx(error, rel=1e-3)
     sigma = trained["singular_values"].sel(layer=1)[:3].values
     assert sigma == pytest.approx(torch.linalg.svdvals(J)[:3].numpy(), rel=1e-3)
-    noisy = trained["perturbation_cosine_similarity"].mean("sample").sel(depth=0)
+    noisy = trained["cosine_similarity"].mean("sample").sel(depth=0)
     assert noisy.sel(scale=1.0).item() == pytest.approx(2**-0.5, abs=0.15)
     assert (noisy.diff("scale") < 0).all()
 
@@ -115,9 +115,9 @@ def test_final_norm_is_not_applied_twice(call, folder_model: Path, tmp_path: Pat
     call("trajectory", *options, "--position", 1, "--out", tmp_path)
     assert not (tmp_path / "perturbation.png").exists()
     data = xarray.load_dataset(tmp_path / "trajectory.nc")
-    assert "perturbation_cosine_similarity" not in data
+    assert "cosine_similarity" not in data
     assert json.loads(data.attrs["provenance"])["final_norm"] is True
-    assert data.attrs["linearisation_position"] == 1
+    assert json.loads(data.attrs["linearisation"])["position"] == 1
     x, entropy = stream_and_entropy()
     hf_model: Any = tiny.huggingface_model("llama")
     assert data["logit_lens_entropy"].sel(depth=2).values.tolist() == pytest.approx(entropy, abs=1e-4)

@@ -290,7 +290,7 @@ def test_null_for_a_k_that_the_result_does_not_hold(result):
         ({"k": 0}, r"`k` must lie in \[1, 32\].*got 0"),
         ({"k": -3}, r"`k` must lie in \[1, 32\].*got -3"),
         ({"k": 33}, r"`k` must lie in \[1, 32\].*got 33"),
-        ({}, r"`k` must lie in \[1, 32\].*got 50"),
+        ({"k": 50}, r"`k` must lie in \[1, 32\].*got 50"),
         ({"k": 2, "layers": []}, "`layers` is empty"),
         ({"k": 2, "layers": [0, 4]}, r"`layer` must lie in \[-4, 3\] for this 4-block model, got 4"),
         ({"k": 2, "layers": [-5]}, r"`layer` must lie in \[-4, 3\].*got -5"),

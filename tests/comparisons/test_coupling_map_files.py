@@ -118,7 +118,7 @@ UNNOTICED = ["d_model=[1, 2]", "provenance=3", 'orientation="uvj"', 'provenance=
 def test_a_file_that_is_no_coupling_map_is_one_clear_error(result, tmp_path, how):
     path = tmp_path / "odd.nc"
     spoil(result, path, how)
-    with pytest.raises(ValueError, match="is not a coupling map") as error:
+    with pytest.raises(ValueError, match=r"is not a file that `CouplingMap\.save` wrote") as error:
         CouplingMap.load(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)

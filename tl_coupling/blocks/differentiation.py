@@ -41,9 +41,8 @@ def vjp_and_more(function: Callable[..., tuple[Any, Any]], *inputs: Tensor) -> t
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error means that memory ran out."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+    said = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in said for text in _OUT_OF_MEMORY)
 
 
 def over_seeds(pull: Callable[[slice, Tensor], None], y: Tensor, chunk_size: int) -> None:
@@ -64,8 +63,8 @@ def over_seeds(pull: Callable[[slice, Tensor], None], y: Tensor, chunk_size: int
             if not is_out_of_memory(error) or chunk_size == 1:
                 raise
             chunk_size = max(1, min(chunk_size, len(y)) // 2)
-            continue
-        start = rows.stop
+        else:
+            start = rows.stop
 
 
 def for_seeds(pull_back: PullBack, seeds: Any) -> tuple[Tensor, ...]:

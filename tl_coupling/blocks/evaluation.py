@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ class _Interrupts:
         if self.previous or not callable(previous) or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.previous = previous
-        signal.signal(signal.SIGINT, self._hold)
         try:
+            self.previous = previous
+            signal.signal(signal.SIGINT, self._hold)
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
@@ -94,13 +95,12 @@ def exact_arithmetic(
             hear_interrupts()
             for kind in {"cpu", device.type} - {"meta"}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            stack.enter_context(attributes_set(_full_precision()))
             # An inference tensor could not be differentiated later.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if dtype is not None:
-                stack.enter_context(attributes_set(change for m in modules for change in _computing_in(m, dtype)))
+            casts = (_computing_in(module, dtype) for module in modules if dtype is not None)
+            stack.enter_context(attributes_set(chain(_full_precision(), *casts)))
             _entered.append(what)
             stack.callback(_entered.pop)
             yield

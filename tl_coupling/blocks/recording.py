@@ -57,7 +57,7 @@ class Passage:
 def _again(
     tensor: Tensor, part: int | None, module: nn.Module, args: Any, kwargs: dict[str, Any], dtype: torch.dtype
 ) -> Tensor:
-    """A module's output (`None`), or one part of it, in `dtype`; `tensor` is the one that it gave, kept for its id."""
+    """A module's output, or its entry `part`, in `dtype`. `tensor` is the recorded one, kept alive for its id."""
     args, kwargs = with_tensors((args, kwargs), lambda given: given.to(dtype))
     with exact_arithmetic(tensor.device, [module], dtype):
         output = module(*args, **kwargs)
@@ -70,10 +70,9 @@ def record(model: Any, tokens: Int[Tensor, "1 n_pos"]) -> Passage:
     Raises:
         ValueError: its blocks do not add, in order, to one residual stream; or the model itself fails.
     """
-    calls: list[RecordedCall] = []
-    again: dict[int, Callable[[torch.dtype], Tensor]] = {}
+    passage = Passage([], {})
     arguments = {"use_cache": False} if is_bridge(model) else {}
-    with own_arithmetic(model), runnable(model), _recording(model, calls, again), suppress(_BlocksDone):
+    with own_arithmetic(model), runnable(model), _recording(model, passage), suppress(_BlocksDone):
         try:
             model(tokens, return_type=None, **arguments)
         except (RuntimeError, AttributeError) as error:
@@ -85,8 +84,8 @@ def record(model: Any, tokens: Int[Tensor, "1 n_pos"]) -> Passage:
                 f"the model itself fails when called as `model(tokens{given})` ({type(error).__name__}: {said}): try "
                 "another dtype, or another version of TransformerLens"
             ) from error
-    _check_calls(calls, list(model.blocks), tokens.shape[1])
-    return Passage(calls, again)
+    _check_calls(passage.calls, list(model.blocks), tokens.shape[1])
+    return passage
 
 
 class _BlocksDone(Exception):
@@ -94,9 +93,7 @@ class _BlocksDone(Exception):
 
 
 @contextmanager
-def _recording(
-    model: Any, calls: list[RecordedCall], again: dict[int, Callable[[torch.dtype], Tensor]]
-) -> Iterator[None]:
+def _recording(model: Any, passage: Passage) -> Iterator[None]:
     entered: list[tuple[BlockCall, Tensor]] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -108,13 +105,13 @@ def _recording(
     def leave(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         call, X = entered.pop()
         dtypes = frozenset(p.dtype for p in module.parameters() if p.is_floating_point()) | {X.dtype}
-        calls.append(RecordedCall(call, X, hidden_states(output).detach().clone(), dtypes))
+        passage.calls.append(RecordedCall(call, X, hidden_states(output).detach().clone(), dtypes))
 
     def made(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         parts = enumerate(output) if isinstance(output, tuple | list) else [(None, output)]
         for part, tensor in parts:
             if isinstance(tensor, Tensor) and not entered:
-                again.setdefault(id(tensor), partial(_again, tensor, part, module, args, kwargs))
+                passage.again.setdefault(id(tensor), partial(_again, tensor, part, module, args, kwargs))
 
     def unembed(*_: Any) -> None:
         raise _BlocksDone

@@ -70,9 +70,8 @@ def final_norm(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> nn.Module:
     norm = getattr(model, "ln_final", None)
     if model in _with_final_norm:
         return cast(nn.Module, norm)
-    asked = {"output_hidden_states": True} if is_bridge(model) else {}
     with own_arithmetic(model), _watched(model) as seen:
-        _, raw = _run(model, tokens, **asked)
+        _, raw = _run(model, tokens, output_hidden_states=True)
         _, X = seen[len(seen) - 1]
         # A HookedTransformer has none; `ln_final` is what it applies to X.
         states = getattr(raw, "hidden_states", None)
@@ -142,13 +141,10 @@ def _logits(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> Float[Tensor, "n
     return found[0] if found.dtype == torch.float64 else found[0].float()
 
 
-def _run(model: Any, tokens: Int[Tensor, " n_pos"], **arguments: bool) -> tuple[Any, Any]:
+def _run(model: Any, tokens: Int[Tensor, " n_pos"], **of_bridge: bool) -> tuple[Any, Any]:
     """What the model returns when asked for logits, and what the HuggingFace model within a bridge returned."""
     raw: list[Any] = []
-    original = model
-    if is_bridge(model):
-        arguments["use_cache"] = False
-        original = model.original_model
+    original, arguments = (model.original_model, of_bridge | {"use_cache": False}) if is_bridge(model) else (model, {})
     device = next(model.parameters()).device
     with original.register_forward_hook(lambda _, __, output: raw.append(output)), runnable(model):
         return model(tokens[None].to(device), return_type="logits", **arguments), raw[0]

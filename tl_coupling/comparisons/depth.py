@@ -1,19 +1,21 @@
-"""Coupling across depth: one token, every pair of layers."""
+"""Coupling across depth: one token, every pair of layers; of one prompt or the mean over many."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tl_coupling.blocks import Trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons.maps import CouplingMap
-from tl_coupling.comparisons.pairs import compare
+from tl_coupling.comparisons.means import MeanCouplingMap
+from tl_coupling.comparisons.pairs import chosen_layers, compare
 from tl_coupling.coupling import Orientation
-from tl_coupling.jacobians import Connection, Progress
+from tl_coupling.jacobians import Connection
+from tl_coupling.progress import Progress, with_progress
 
 
 @checked
 def depth_coupling(
-    trace: Trace,
-    k: int = 50,
+    trace: Trace | Iterable[Trace],
+    k: int | None = None,
     position: int = -1,
     orientation: Orientation = "ujv",
     *,
@@ -26,23 +28,28 @@ def depth_coupling(
     Depth-wise coupling of Aubry et al. 2025, section 3.1.
 
     Args:
-        trace: a traced prompt.
-        k: how many top singular vectors, at most; every smaller k is read off the same result.
+        trace: a traced prompt; or many, from a list or a generator, for the mean over prompts and its spread.
+        k: how many top singular vectors: 50, or all of a narrower model, by default. Every smaller k is read off the
+            same result.
         position: the token; the last by default, as in the paper.
         orientation: `"ujv"` (the paper's) or `"vju"`.
         layers: a selection of layers, in this order; all by default.
         chunk_size: as in `block_jacobian`.
-        progress: wraps the loop over Jacobians, `progress=tqdm.tqdm` for one.
+        progress: wraps the loop over Jacobians, or over prompts if there are many: `progress=tqdm.tqdm`. By default a
+            bar in a terminal or notebook; `False` for none.
 
     Returns:
-        a `CouplingMap` with rows = layers of J_1, columns = layers that gave the singular vectors.
+        a `CouplingMap` with rows = layers of J_1, columns = layers that gave the singular vectors; over many prompts a
+        `MeanCouplingMap`, which has `spread` and `spread_of_mean` as well.
 
     Raises:
         ValueError: k outside `[1, d_model]`, a layer or position out of range.
 
-    Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary).
+    Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary); where 50 was the default and the
+    model is narrower.
 
-    Cost: a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L² matrices A.
+    Cost: for each prompt a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L² matrices A. From a
+    generator of traces one prompt at a time is held in memory.
 
     Example:
         >>> result = tlc.depth_coupling(trace, k=8)
@@ -50,15 +57,25 @@ def depth_coupling(
         torch.Size([2, 2])
         >>> round(result.null(4), 3)
         0.134
+        >>> prompts = ["w3 w14 w15", "w9 w2 w6 w5"]
+        >>> mean = tlc.depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=8)
+        >>> mean.coupling(4).shape, mean.spread(4).shape, mean.n_prompts
+        (torch.Size([2, 2]), torch.Size([2, 2]), 2)
     """
-    both = depth_couplings(trace, k, position, (orientation,), layers=layers, chunk_size=chunk_size, progress=progress)
-    return both[orientation]
+    if isinstance(trace, Trace):
+        return depth_couplings(
+            trace, k, position, (orientation,), layers=layers, chunk_size=chunk_size, progress=progress
+        )[orientation]
+    return MeanCouplingMap.over(
+        depth_coupling(one, k, position, orientation, layers=layers, chunk_size=chunk_size, progress=False)
+        for one in with_progress(_each(trace), progress, "prompts")
+    )
 
 
 @checked
 def depth_couplings(
     trace: Trace,
-    k: int = 50,
+    k: int | None = None,
     position: int = -1,
     orientations: Sequence[Orientation] = ("ujv", "vju"),
     *,
@@ -66,14 +83,11 @@ def depth_couplings(
     chunk_size: Count | None = None,
     progress: Progress | None = None,
 ) -> dict[Orientation, CouplingMap]:
-    """`depth_coupling` in several orientations, from the same Jacobians and SVDs. Arguments as there."""
+    """`depth_coupling` of one prompt in several orientations, from the same Jacobians and SVDs. Arguments as there."""
     if not orientations:
         raise ValueError("`orientations` is empty: wanted at least one")
-    chosen = [trace.layer_index(layer) for layer in (range(trace.n_layers) if layers is None else layers)]
-    if not chosen:
-        raise ValueError("`layers` is empty: wanted at least one layer")
     t = trace.position_index(position)
-    connections = [Connection(layer, t, t, t) for layer in chosen]
+    connections = [Connection(layer, t, t, t) for layer in chosen_layers(trace, layers)]
     return compare(
         trace,
         connections,
@@ -85,3 +99,13 @@ def depth_couplings(
         progress=progress,
         provenance={"position": t},
     )
+
+
+def _each(traces: Iterable[Trace]) -> Iterator[Trace]:
+    for one in traces:
+        if not isinstance(one, Trace):
+            raise TypeError(
+                f"`trace` must be a Trace or an iterable of traces, got {type(one).__name__}: trace the prompts first, "
+                "`(tl_coupling.trace(model, prompt) for prompt in prompts)`"
+            )
+        yield one

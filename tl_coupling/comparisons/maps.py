@@ -1,35 +1,22 @@
 """The result of comparing connections."""
 
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import AnyPath, Count, checked
-from tl_coupling.coupling import (
-    Measure,
-    Norm,
-    Orientation,
-    captured_energy,
-    miscoupling,
-    normalized_miscoupling,
-    random_subspace_null,
-    spectral_miscoupling,
-)
-from tl_coupling.files import write_atomically
+from tl_coupling import coupling as measures
+from tl_coupling.border import Count, checked
+from tl_coupling.comparisons.saving import Saved
+from tl_coupling.coupling import Measure, Norm, Orientation
 from tl_coupling.spectra import check_k
-
-if TYPE_CHECKING:
-    import xarray
 
 
 @checked
-@dataclass(frozen=True, eq=False)
-class CouplingMap:
+@dataclass(frozen=True, eq=False, repr=False)
+class CouplingMap(Saved):
     """Coupling matrices of every pair of compared connections, at the largest k; every smaller k is a slice of them.
 
     Attributes:
@@ -55,68 +42,80 @@ class CouplingMap:
     col_positions: tuple[int, ...]
     kind: str
     orientation: Orientation
-    provenance: dict[str, Any] = field(repr=False)
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        "matrices": "row col i j",
+        "singular_values": "row i",
+        "frobenius_norms": "row",
+        **{f"{side}_{what}": side for side in ("row", "col") for what in ("layers", "positions")},
+    }
 
     def __post_init__(self) -> None:
         """Raise unless every row and every column has a name."""
         for i, side in enumerate(("row", "col")):
+            n = self.matrices.shape[i]
             for what in (f"{side}_layers", f"{side}_positions"):
-                if len(getattr(self, what)) != self.matrices.shape[i]:
-                    raise ValueError(
-                        f"`{what}` must name the {self.matrices.shape[i]} {side}s of `matrices`, got "
-                        f"{len(getattr(self, what))}"
-                    )
+                if (got := len(getattr(self, what))) != n:
+                    raise ValueError(f"`{what}` must name the {n} {side}s of `matrices`, got {got}")
 
     @property
     def k(self) -> int:
         """The largest k that can be asked for."""
         return self.matrices.shape[-1]
 
+    @property
+    def n_prompts(self) -> int:
+        """How many prompts the values are a mean over."""
+        return 1
+
     @checked
     def at(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols k k"]:
         """The coupling matrices for the top k singular vectors: a corner of `matrices` (`None`: all of it)."""
-        check_k(self.k if k is None else k, self.k)
+        k = self._k(k)
         return self.matrices[..., :k, :k]
-
-    @checked
-    def miscoupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
-        """`m(A)` of every pair; see `tl_coupling.miscoupling`."""
-        return miscoupling(self.at(k))
-
-    @checked
-    def normalized_miscoupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
-        """`m̃(A)` of every pair; see `tl_coupling.normalized_miscoupling`."""
-        return normalized_miscoupling(self.at(k))
-
-    @checked
-    def spectral_miscoupling(
-        self, k: int | None = None, p: Norm = 2, absolute: bool = False
-    ) -> Float[Tensor, "n_rows n_cols"]:
-        """`m_K` of every pair; see `tl_coupling.spectral_miscoupling`. `absolute=True` is the authors' code."""
-        return spectral_miscoupling(self.at(k), self.singular_values[:, None], p, absolute)
-
-    @checked
-    def captured_energy(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
-        """`‖A‖_F / ‖s_{1,k}‖₂` of every pair; see `tl_coupling.captured_energy`."""
-        return captured_energy(self.at(k), self.singular_values[:, None])
-
-    @checked
-    def coupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
-        """`1 − m̃(A)` of every pair: 1 where J_2's vectors diagonalise J_1, `1 − √(1 − 1/k)` for random subspaces."""
-        return 1 - self.normalized_miscoupling(k)
 
     @checked
     def values(
         self, k: int | None = None, measure: Measure = "coupling", **options: Any
     ) -> Float[Tensor, "n_rows n_cols"]:
         """A measure by name, for every pair; `options` (`p`, `absolute`) go to `spectral_miscoupling`."""
-        return getattr(self, measure)(k, **options)
+        if measure == "coupling":
+            return 1 - measures.normalized_miscoupling(self.at(k), **options)
+        of_S_1 = [self.singular_values[:, None]] if measure in ("spectral_miscoupling", "captured_energy") else []
+        return getattr(measures, measure)(self.at(k), *of_S_1, **options)
+
+    @checked
+    def coupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+        """`1 − m̃(A)` of every pair: 1 where J_2's vectors diagonalise J_1, `1 − √(1 − 1/k)` for random subspaces."""
+        return self.values(k)
+
+    @checked
+    def miscoupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+        """`m(A)` of every pair; see `tl_coupling.miscoupling`."""
+        return self.values(k, "miscoupling")
+
+    @checked
+    def normalized_miscoupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+        """`m̃(A)` of every pair; see `tl_coupling.normalized_miscoupling`."""
+        return self.values(k, "normalized_miscoupling")
+
+    @checked
+    def spectral_miscoupling(
+        self, k: int | None = None, p: Norm = 2, absolute: bool = False
+    ) -> Float[Tensor, "n_rows n_cols"]:
+        """`m_K` of every pair; see `tl_coupling.spectral_miscoupling`. The authors' code has `absolute=True`."""
+        return self.values(k, "spectral_miscoupling", p=p, absolute=absolute)
+
+    @checked
+    def captured_energy(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+        """`‖A‖_F / ‖s_{1,k}‖₂` of every pair; see `tl_coupling.captured_energy`."""
+        return self.values(k, "captured_energy")
 
     @checked
     def mean(
         self, k: int | None = None, measure: Measure = "coupling", off_diagonal: bool = True, **options: Any
     ) -> float:
-        """Mean of a measure over the pairs; without those that compare a connection with itself if `off_diagonal`."""
+        """Mean of a measure over the pairs; `off_diagonal` leaves out those that pair a connection with itself."""
         values = self.values(k, measure, **options)
         if off_diagonal:
             values = values[~self._same_connection()]
@@ -126,18 +125,9 @@ class CouplingMap:
 
     @checked
     def null(self, k: int | None = None, measure: Measure = "coupling", **options: Any) -> float:
-        """What random subspaces would give instead of J_2's, mean over the rows; see `random_subspace_null`."""
-        k = self.k if k is None else k
-        check_k(k, self.k)
-        value = random_subspace_null(
-            k,
-            measure,
-            d_model=self.d_model,
-            S_1=self.singular_values.cpu(),
-            frobenius_norm=self.frobenius_norms.cpu(),
-            **options,
-        )
-        return float(value.mean())
+        """The measure for random subspaces in place of J_2's, mean over the rows; see `random_subspace_null`."""
+        options |= {"S_1": self.singular_values.cpu(), "frobenius_norm": self.frobenius_norms.cpu()}
+        return float(measures.random_subspace_null(self._k(k), measure, d_model=self.d_model, **options).mean())
 
     @checked
     def locality_profile(
@@ -145,82 +135,25 @@ class CouplingMap:
     ) -> Float[Tensor, " n_distances"]:
         """Mean of a measure over pairs of layers `|l − l'|` apart, for distances 0, 1, … to the largest.
 
-        A distance that no pair has is NaN (only where `layers` was a selection).
+        NaN where no pair of the chosen layers is that far apart.
         """
         values = self.values(k, measure, **options)
-        distance = (torch.tensor(self.row_layers)[:, None] - torch.tensor(self.col_layers)).abs()
-        means = [values[distance.to(values.device) == d].mean() for d in range(int(distance.max()) + 1)]
-        return torch.stack(means)
-
-    def to_dataset(self) -> "xarray.Dataset":
-        """The map as an `xarray.Dataset`, every array named and the provenance in the attributes."""
-        import xarray
-
-        pair = ("row", "col", "i", "j")
-        return xarray.Dataset(
-            {
-                "matrices": (pair, self.matrices.cpu().numpy()),
-                "singular_values": (("row", "i"), self.singular_values.cpu().numpy()),
-                "frobenius_norms": ("row", self.frobenius_norms.cpu().numpy()),
-            },
-            coords={
-                "row_layer": ("row", list(self.row_layers)),
-                "row_position": ("row", list(self.row_positions)),
-                "col_layer": ("col", list(self.col_layers)),
-                "col_position": ("col", list(self.col_positions)),
-            },
-            attrs={
-                "kind": self.kind,
-                "orientation": self.orientation,
-                "d_model": self.d_model,
-                "provenance": json.dumps(self.provenance),
-            },
-        )
-
-    @checked
-    def save(self, path: AnyPath) -> Path:
-        """Write the map as netCDF, whole or not at all."""
-        return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
-
-    @classmethod
-    @checked
-    def load(cls, path: AnyPath) -> "CouplingMap":
-        """Read what `save` wrote."""
-        import xarray
-
-        try:
-            with xarray.open_dataset(path, engine="netcdf4") as file:
-                data = file.load()
-            provenance = json.loads(data.attrs["provenance"])
-            if not isinstance(provenance, dict):
-                raise TypeError("the provenance is not an object")
-            return cls(
-                matrices=torch.from_numpy(data["matrices"].values),
-                singular_values=torch.from_numpy(data["singular_values"].values),
-                frobenius_norms=torch.from_numpy(data["frobenius_norms"].values),
-                d_model=int(data.attrs["d_model"]),
-                **{
-                    f"{side}_{what}s": tuple(int(i) for i in data[f"{side}_{what}"].values)
-                    for side in ("row", "col")
-                    for what in ("layer", "position")
-                },
-                kind=data.attrs["kind"],
-                orientation=data.attrs["orientation"],
-                provenance=provenance,
-            )
-        except FileNotFoundError:
-            raise
-        except (OSError, KeyError, ValueError, TypeError) as error:
-            raise ValueError(f"{path} is not a coupling map that `CouplingMap.save` wrote, or is damaged") from error
+        distance = (torch.tensor(self.row_layers)[:, None] - torch.tensor(self.col_layers)).abs().to(values.device)
+        return torch.stack([values[distance == d].mean() for d in range(int(distance.max()) + 1)])
 
     def __repr__(self) -> str:
         n_rows, n_cols = self.matrices.shape[:2]
-        off_diagonal = not bool(self._same_connection().all())
+        mean = f"{self.mean(off_diagonal=not bool(self._same_connection().all())):.3f}"
         return (
-            f"CouplingMap(kind={self.kind!r}, model={self.provenance.get('model')!r}, {n_rows}×{n_cols} pairs, "
-            f"k≤{self.k}, orientation={self.orientation!r}, mean coupling {self.mean(off_diagonal=off_diagonal):.3f}, "
-            f"null {self.null():.3f})"
+            f"{type(self).__name__}({self.kind}, {self.provenance.get('model')!r}, {n_rows}×{n_cols} pairs, "
+            f"{self.orientation}, k≤{self.k}, n_prompts={self.n_prompts}; "
+            f"at k={self.k}: mean coupling {mean}, null {self.null():.3f})"
         )
+
+    def _k(self, k: int | None) -> int:
+        k = self.k if k is None else k
+        check_k(k, self.k)
+        return k
 
     def _same_connection(self) -> Tensor:
         rows = torch.tensor(list(zip(self.row_layers, self.row_positions, strict=True)))

@@ -1,7 +1,6 @@
 """Every connection of one list against every connection of another: Jacobians, SVDs, and the matrices A.
 
-Whatever a comparison is called, it is a list of connections that give J_1 (rows) and a list that gives singular vectors
-(columns).
+Every comparison is a list of connections that give J_1 (rows) and a list that gives singular vectors (columns).
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +11,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
+from tl_coupling.border import warn_caller
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.coupling import Orientation
-from tl_coupling.jacobians import BATCH_BUDGET, Connection, Progress, jacobians_of
+from tl_coupling.jacobians import BATCH_BUDGET, Connection, jacobians_of
+from tl_coupling.progress import Progress
 from tl_coupling.spectra import Spectrum, check_cut, check_k, singular_values, svd
+
+DEFAULT_K = 50
 
 
 def compare(
@@ -24,7 +27,7 @@ def compare(
     cols: Sequence[Connection],
     *,
     kind: str,
-    k: int,
+    k: int | None,
     orientations: Sequence[Orientation],
     chunk_size: int | None,
     progress: Progress | None,
@@ -36,11 +39,10 @@ def compare(
     are the same connections all their Jacobians, because each is needed in both roles.
     """
     d = trace.d_model
-    check_k(k, d)
+    k = fitting_k(k, d)
     same = list(rows) == list(cols)
-    wanted = [*cols] if same else [*cols, *rows]
     paths: dict[str, str] = {}
-    computed = jacobians_of(trace, wanted, chunk_size, progress, paths)
+    computed = jacobians_of(trace, [*cols] if same else [*cols, *rows], chunk_size, progress, paths)
     batch = len(cols) if same else max(1, BATCH_BUDGET // d**2)
 
     def batches(n: int) -> Iterator[Tensor]:
@@ -52,7 +54,7 @@ def compare(
 
     held, spectra = [], []
     for J in batches(len(cols)):
-        # One singular value more than is asked for: it tells whether the cut falls inside a near-repeated one.
+        # One more singular value than asked for: it tells whether the cut falls inside a near-repeated one.
         spectra.append(svd(J, min(k + 1, d)))
         held += [J] if same else []
     spectrum = Spectrum(*(torch.cat([getattr(s, part) for s in spectra]) for part in ("U", "S", "Vh")))
@@ -87,11 +89,26 @@ def compare(
     }
 
 
+def fitting_k(k: int | None, d_model: int) -> int:
+    """`k`; without one 50, or all that a narrower model has, with a warning."""
+    if k is not None:
+        check_k(k, d_model)
+        return k
+    if d_model < DEFAULT_K:
+        warn_caller(f"the model has width {d_model}: k = {d_model} is used in place of the default, {DEFAULT_K}")
+    return min(DEFAULT_K, d_model)
+
+
+def chosen_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
+    """The chosen layers, counted from 0, or all."""
+    chosen = [trace.layer_index(layer) for layer in (range(trace.n_layers) if layers is None else layers)]
+    if not chosen:
+        raise ValueError("`layers` is empty: wanted at least one layer")
+    return chosen
+
+
 def fill_pairs(
-    A: Float[Tensor, "n_rows n_cols k k"],
-    J: Float[Tensor, "n_rows d d"],
-    spectra: Spectrum,
-    orientation: Orientation,
+    A: Float[Tensor, "n_rows n_cols k k"], J: Float[Tensor, "n_rows d d"], spectra: Spectrum, orientation: Orientation
 ) -> None:
     """Write `A` of every pair. All columns' right vectors go through J_1 in one product; no layout is copied."""
     left, right = spectra.U.mT.contiguous(), spectra.Vh.contiguous()

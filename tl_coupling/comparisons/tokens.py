@@ -1,14 +1,15 @@
 """Coupling across tokens: one layer pair, every pair of tokens."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from tl_coupling.blocks import Trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.pairs import compare
 from tl_coupling.coupling import Orientation
-from tl_coupling.jacobians import Connection, Progress
+from tl_coupling.jacobians import Connection
+from tl_coupling.progress import Progress
 
 Fixed = Literal["input", "output"]
 
@@ -20,7 +21,7 @@ def self_coupling(
     other_layer: int | None = None,
     *,
     positions: Sequence[int] | None = None,
-    k: int = 50,
+    k: int | None = None,
     orientation: Orientation = "ujv",
     chunk_size: Count | None = None,
     progress: Progress | None = None,
@@ -35,10 +36,7 @@ def self_coupling(
         layer: l, of the Jacobians J_1; the rows.
         other_layer: l', of the singular vectors; the columns. The same layer by default.
         positions: a selection of tokens, in this order; all by default.
-        k: how many top singular vectors, at most; every smaller k is read off the same result.
-        orientation: `"ujv"` (the paper's) or `"vju"`.
-        chunk_size: as in `block_jacobian`.
-        progress: wraps the loop over Jacobians, `progress=tqdm.tqdm` for one.
+        k, orientation, chunk_size, progress: as in `depth_coupling`.
 
     Returns:
         a `CouplingMap` of kind "self": rows and columns are tokens, `row_positions` and `col_positions` name them.
@@ -46,10 +44,10 @@ def self_coupling(
     Raises:
         ValueError: fewer than two tokens, a layer or position out of range, k outside `[1, d_model]`.
 
-    Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary).
+    Warns: as `depth_coupling`.
 
     Cost: n Jacobians of one token for each of the two layers, n SVDs, `2 n² k d²` flops for the n² matrices A; memory
-    for `2 n k d + n² k²` numbers and a batch of Jacobians (n of them if the layers are one and the same).
+    for `2 n k d + n² k²` numbers and a batch of Jacobians (n of them if the layers are the same).
 
     Example:
         >>> result = tlc.self_coupling(trace, layer=0, other_layer=1, k=4)
@@ -57,20 +55,9 @@ def self_coupling(
         (torch.Size([8, 8]), (0, 1, 2))
     """
     chosen = _positions(trace, positions, range(trace.n_pos), "a self-coupling map")
-    layers = trace.layer_index(layer), _other_layer(trace, layer, other_layer)
-    rows, cols = ([Connection(one, t, t, t) for t in chosen] for one in layers)
-    results = compare(
-        trace,
-        rows,
-        cols,
-        kind="self",
-        k=k,
-        orientations=(orientation,),
-        chunk_size=chunk_size,
-        progress=progress,
-        provenance={},
-    )
-    return results[orientation]
+    ends = [(t, t, t) for t in chosen]
+    how = {"k": k, "orientation": orientation, "chunk_size": chunk_size, "progress": progress}
+    return _compared(trace, layer, other_layer, ends, "self", {}, **how)
 
 
 @checked
@@ -82,38 +69,38 @@ def context_coupling(
     fixed: Fixed = "output",
     position: int | None = None,
     positions: Sequence[int] | None = None,
-    k: int = 50,
+    k: int | None = None,
     orientation: Orientation = "ujv",
     chunk_size: Count | None = None,
     progress: Progress | None = None,
 ) -> CouplingMap:
-    """Context coupling: what one token gives to others, or takes from others, at two layers.
+    """Context coupling: how one token acts on others, or others act on it, at two layers.
 
     With `fixed="input"`, `J^l_{t1 t2}` against `J^{l'}_{t1 t2'}` over all `t2, t2' ≥ t1`; with `fixed="output"`,
     `J^l_{t1 t2}` against `J^{l'}_{t1' t2}` over all `t1, t1' ≤ t2`. Aubry et al. 2025, section 3.1. The map covers the
-    tokens that causality allows and no others; the fixed token itself is among them.
+    tokens that causality allows, the fixed one among them.
 
     Args:
         trace: a traced prompt of at least two tokens.
         layer: l, of the Jacobians J_1; the rows.
         other_layer: l', of the singular vectors; the columns. The same layer by default.
-        fixed: which end of the connections is held: `"input"` or `"output"`.
-        position: the token that is held; by default the first for a fixed input and the last for a fixed output.
+        fixed: which end of the connections is fixed: `"input"` or `"output"`.
+        position: the fixed token; by default the first for a fixed input and the last for a fixed output.
         positions: a selection of tokens for the other end, in this order; all that causality allows by default.
-        k, orientation, chunk_size, progress: as in `self_coupling`.
+        k, orientation, chunk_size, progress: as in `depth_coupling`.
 
     Returns:
         a `CouplingMap` of kind "context"; `row_positions` and `col_positions` name the tokens of the free end, the
         provenance holds `fixed` and `position`.
 
     Raises:
-        ValueError: `fixed` is neither; fewer than two tokens that causality allows, or a chosen one that it does not; a
+        ValueError: `fixed` is neither; fewer than two tokens that causality allows, or a chosen one that it forbids; a
             layer or position out of range, k outside `[1, d_model]`.
 
-    Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary).
+    Warns: as `depth_coupling`.
 
-    A Jacobian between two tokens has at most the rank that the attention heads let through; beyond it singular vectors
-    are arbitrary, and k should stay below.
+    The rank of a Jacobian between two tokens is limited by the attention heads; beyond it singular vectors are
+    arbitrary, and k should stay below.
 
     Cost: a fixed output costs little more than one token's Jacobian for each layer, a fixed input one Jacobian for each
     token; SVDs, products and memory as in `self_coupling`.
@@ -126,23 +113,9 @@ def context_coupling(
     held = trace.position_index((0 if fixed == "input" else -1) if position is None else position)
     allowed = range(held, trace.n_pos) if fixed == "input" else range(held + 1)
     chosen = _positions(trace, positions, allowed, f"a context-coupling map with the {fixed} fixed at {held}")
-    layers = trace.layer_index(layer), _other_layer(trace, layer, other_layer)
-    rows, cols = (
-        [Connection(one, held, t, t) if fixed == "input" else Connection(one, t, held, t) for t in chosen]
-        for one in layers
-    )
-    results = compare(
-        trace,
-        rows,
-        cols,
-        kind="context",
-        k=k,
-        orientations=(orientation,),
-        chunk_size=chunk_size,
-        progress=progress,
-        provenance={"fixed": fixed, "position": held},
-    )
-    return results[orientation]
+    ends = [(held, t, t) if fixed == "input" else (t, held, t) for t in chosen]
+    how = {"k": k, "orientation": orientation, "chunk_size": chunk_size, "progress": progress}
+    return _compared(trace, layer, other_layer, ends, "context", {"fixed": fixed, "position": held}, **how)
 
 
 @checked
@@ -161,15 +134,27 @@ def neighbours(trace: Trace, layer: int | None = None, other_layer: int | None =
     return first, min(first + 1, trace.n_layers - 1) if other is None else other
 
 
-def _other_layer(trace: Trace, layer: int, other_layer: int | None) -> int:
-    return trace.layer_index(layer if other_layer is None else other_layer, "other_layer")
+def _compared(
+    trace: Trace,
+    layer: int,
+    other_layer: int | None,
+    ends: list[tuple[int, int, int]],
+    kind: str,
+    provenance: dict[str, Any],
+    **how: Any,
+) -> CouplingMap:
+    """The same tokens' connections at both layers; `ends` are input, output, and the one that names the connection."""
+    layers = trace.layer_index(layer), trace.layer_index(layer if other_layer is None else other_layer, "other_layer")
+    rows, cols = ([Connection(one, *tokens) for tokens in ends] for one in layers)
+    orientation = how.pop("orientation")
+    return compare(trace, rows, cols, kind=kind, orientations=(orientation,), provenance=provenance, **how)[orientation]
 
 
 def _positions(trace: Trace, positions: Sequence[int] | None, allowed: range, what: str) -> list[int]:
-    """The chosen tokens, from 0, or all that are allowed.
+    """The chosen tokens, counted from 0, or all that are allowed.
 
     Raises:
-        ValueError: one is chosen twice, or not allowed, or fewer than two are left.
+        ValueError: one is chosen twice or is not allowed, or fewer than two are left.
     """
     chosen = list(allowed) if positions is None else [trace.position_index(t, "positions") for t in positions]
     if forbidden := [t for t in chosen if t not in allowed]:

@@ -111,4 +111,4 @@ def _rho(correlations: "xarray.Dataset", predictor: str) -> str:
         low, high = one[f"{predictor}_interval"].values
         interval = "" if np.isnan(low + high) else f" [{low:+.2f}, {high:+.2f}]"
         said.append("undefined" if np.isnan(one[predictor]) else f"{float(one[predictor]):+.2f}{interval}")
-    return "; inner ".join(said)
+    return ";\ninner ".join(said)

@@ -1,7 +1,7 @@
 """All measures of one prompt's trajectories in one object, and its file."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,24 +24,31 @@ if TYPE_CHECKING:
     import xarray
 
 _PAPER_WINDOW = 11
-# Axes and units of the arrays of a result; those of a trajectory's shape, then those of one token.
-_SHAPES = {
-    "line_shape_score": (("token",), "1"),
-    "expodistance": (("token",), "1"),
-    "equidistance": (("token",), "1"),
-    "norm": (("depth", "token"), "residual stream"),
-    "step_length": (("layer", "token"), "residual stream"),
-    "line_shape_score_windowed": (("middle_layer", "token"), "1"),
-    "line_shape_score_by_depth": (("layer", "token"), "1"),
-    "logit_lens_entropy": (("depth", "token"), "nat"),
+# Axes and units of all arrays of a result and its parts.
+_STREAM = "residual stream"
+_ARRAYS = {
+    "line_shape_score": ("token", "1"),
+    "expodistance": ("token", "1"),
+    "equidistance": ("token", "1"),
+    "norm": ("depth token", _STREAM),
+    "step_length": ("layer token", _STREAM),
+    "line_shape_score_windowed": ("middle_layer token", "1"),
+    "line_shape_score_by_depth": ("layer token", "1"),
+    "logit_lens_entropy": ("depth token", "nat"),
+    "trajectory": ("depth d_model", _STREAM),
+    "one_step": ("layer d_model", _STREAM),
+    "product": ("layer d_model", _STREAM),
+    "closed_form": ("layer d_model", _STREAM),
+    "singular_values": ("layer i", "1"),
+    "cosine_similarity": ("scale sample depth", "1"),
+    # Made from these for the file alone.
+    "linearisation_relative_error": ("prediction layer", "1"),
+    "linearisation_cosine_similarity": ("prediction layer", "1"),
+    "inverse_singular_value_slope": ("i", "1"),
+    "inverse_singular_value_intercept": ("i", "1"),
+    "inverse_singular_value_r_squared": ("i", "1"),
 }
-_LINEAR = {
-    "trajectory": (("depth", "d_model"), "residual stream"),
-    "one_step": (("layer", "d_model"), "residual stream"),
-    "product": (("layer", "d_model"), "residual stream"),
-    "closed_form": (("layer", "d_model"), "residual stream"),
-    "singular_values": (("layer", "i"), "1"),
-}
+_PARTS = {"linearisation": Linearisation, "perturbation": Perturbation}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +57,12 @@ class TrajectoryResult:
 
     Attributes:
         line_shape_score, expodistance, equidistance: of each token; see the functions of the same names.
-        norm: `‖x^l‖` at every depth, in units of the residual stream.
-        step_length: `‖x^{l+1} − x^l‖` of every layer, in the same units.
+        norm, step_length: `‖x^l‖` at every depth and `‖x^{l+1} − x^l‖` of every layer, in units of the residual stream.
         line_shape_score_windowed: of every `window` consecutive steps; entry `i` is centred on layer `i + window // 2`.
         line_shape_score_by_depth: of the steps up to each layer.
         logit_lens_entropy: in nats, at every depth; `None` for a model without logits.
         window: steps of the windowed score.
-        linearisation: of one token; `None` if it was left out.
-        perturbation: of one token; `None` if it was left out.
+        linearisation, perturbation: of one token; `None` if left out.
         provenance: how it was made; JSON-able.
     """
 
@@ -80,15 +85,22 @@ class TrajectoryResult:
         return len(self.step_length)
 
     def to_dataset(self) -> "xarray.Dataset":
-        """The result as an `xarray.Dataset`: every array with named axes and its units, provenance in the attributes.
+        """The result as an `xarray.Dataset`: arrays with named axes and units, all else as JSON in the attributes.
 
-        Beside the attributes it has `linearisation_relative_error` and `linearisation_cosine_similarity`,
-        `[prediction layer]`, and slope, intercept and R² of the least-squares line through `1/σ_i` against layer.
+        It also has `linearisation_relative_error` and `linearisation_cosine_similarity`, `[prediction layer]`, and
+        slope, intercept and R² of the least-squares line through `1/σ_i` against layer.
         """
         import xarray
 
         n_pos = len(self.line_shape_score)
-        arrays = {name: (*_SHAPES[name], getattr(self, name)) for name in _SHAPES}
+        arrays: dict[str, Tensor] = {}
+        attrs = {"window": self.window, "provenance": json.dumps(self.provenance)}
+        for name, part in {"": self, **{name: getattr(self, name) for name in _PARTS}}.items():
+            held = {} if part is None else vars(part)
+            arrays |= {key: value for key, value in held.items() if key in _ARRAYS and value is not None}
+            if name and held:
+                rest = {key: value for key, value in held.items() if key not in (*_ARRAYS, "provenance")}
+                attrs[name] = json.dumps(rest)
         coords: dict[str, Any] = {
             "depth": range(self.n_layers + 1),
             "layer": range(self.n_layers),
@@ -96,29 +108,21 @@ class TrajectoryResult:
             "token": range(n_pos),
             "token_text": ("token", list(self.provenance.get("str_tokens") or [""] * n_pos)),
         }
-        attrs: dict[str, Any] = {"window": self.window, "provenance": json.dumps(self.provenance)}
         if (linear := self.linearisation) is not None:
             coords["prediction"] = [p for p in PREDICTIONS if p != "closed_form" or linear.closed_form is not None]
-            arrays |= {name: (*_LINEAR[name], getattr(linear, name)) for name in _LINEAR}
             for measure in ("relative_error", "cosine_similarity"):
-                values = torch.stack([getattr(linear, measure)(name) for name in coords["prediction"]])
-                arrays[f"linearisation_{measure}"] = (("prediction", "layer"), "1", values)
+                values = [getattr(linear, measure)(name) for name in coords["prediction"]]
+                arrays[f"linearisation_{measure}"] = torch.stack(values)
             if linear.singular_values is not None and self.n_layers > 1:
                 fit = inverse_singular_value_fit(linear.singular_values)
                 for name in ("slope", "intercept", "r_squared"):
-                    arrays[f"inverse_singular_value_{name}"] = (("i",), "1", getattr(fit, name))
-            attrs["linearisation_position"] = linear.position
-            if linear.reference_layer is not None:
-                attrs["linearisation_reference_layer"] = linear.reference_layer
-        if (noisy := self.perturbation) is not None:
-            arrays["perturbation_cosine_similarity"] = (("scale", "sample", "depth"), "1", noisy.cosine_similarity)
-            coords["scale"] = list(noisy.scales)
-            attrs |= {"perturbation_position": noisy.position, "perturbation_seed": noisy.seed}
+                    arrays[f"inverse_singular_value_{name}"] = getattr(fit, name)
+        if self.perturbation is not None:
+            coords["scale"] = list(self.perturbation.scales)
         return xarray.Dataset(
             {
-                name: (axes, values.cpu().numpy(), {"units": units})
-                for name, (axes, units, values) in arrays.items()
-                if values is not None
+                name: (_ARRAYS[name][0].split(), values.cpu().numpy(), {"units": _ARRAYS[name][1]})
+                for name, values in arrays.items()
             },
             coords,
             attrs,
@@ -132,45 +136,32 @@ class TrajectoryResult:
     @classmethod
     @checked
     def load(cls, path: AnyPath) -> "TrajectoryResult":
-        """Read what `save` wrote."""
+        """Read what `save` wrote; ValueError for other or damaged files."""
         import xarray
 
-        try:
-            with xarray.open_dataset(path, engine="netcdf4") as file:
-                data = file.load()
-            provenance, attrs = json.loads(data.attrs["provenance"]), data.attrs
-            arrays: Any = {name: torch.from_numpy(data[name].values) for name in data.data_vars}
-            linear, noisy = None, None
-            if "linearisation_position" in attrs:
-                at = int(attrs["linearisation_position"])
-                reference = attrs.get("linearisation_reference_layer")
-                linear = Linearisation(
-                    **{name: arrays.get(name) for name in _LINEAR},
-                    reference_layer=None if reference is None else int(reference),
-                    position=at,
-                    provenance=provenance | {"position": at},
-                )
-            if "perturbation_seed" in attrs:
-                at, seed = int(attrs["perturbation_position"]), int(attrs["perturbation_seed"])
-                scales = tuple(data["scale"].values.tolist())
-                noisy = Perturbation(
-                    arrays["perturbation_cosine_similarity"], scales, at, seed, provenance | {"position": at}
-                )
-            return cls(
-                **{name: arrays.get(name) for name in _SHAPES},
-                window=int(attrs["window"]),
-                linearisation=linear,
-                perturbation=noisy,
-                provenance=provenance,
+        def made(kind: Any, **rest: Any) -> Any:
+            held = [one.name for one in fields(kind) if one.name in _ARRAYS]
+            return kind(
+                **{name: torch.from_numpy(data[name].values) if name in data else None for name in held}, **rest
             )
+
+        try:
+            data = xarray.load_dataset(path, engine="netcdf4")
+            provenance, parts = json.loads(data.attrs["provenance"]), dict.fromkeys(_PARTS)
+            for name in _PARTS.keys() & data.attrs.keys():
+                rest = json.loads(data.attrs[name])
+                rest |= {"scales": tuple(rest["scales"])} if "scales" in rest else {}
+                own = provenance | {"position": rest["position"]}
+                parts[name] = made(_PARTS[name], **rest, provenance=own)
+            return made(cls, window=int(data.attrs["window"]), provenance=provenance, **parts)
         except FileNotFoundError:
             raise
         except (OSError, KeyError, ValueError, TypeError) as error:
             raise ValueError(f"{path} is not a file that `TrajectoryResult.save` wrote, or is damaged") from error
 
     def __repr__(self) -> str:
-        parts = [name for name in ("linearisation", "perturbation") if getattr(self, name) is not None]
-        means = ", ".join(f"{name} {float(getattr(self, name).nanmean()):.3f}" for name in list(_SHAPES)[:3])
+        parts = [name for name in _PARTS if getattr(self, name) is not None]
+        means = ", ".join(f"{name} {float(getattr(self, name).nanmean()):.3f}" for name in list(_ARRAYS)[:3])
         return (
             f"TrajectoryResult(model={self.provenance.get('model')!r}, {self.n_layers} layers, "
             f"{len(self.line_shape_score)} tokens, window={self.window}, means over tokens: {means}; "
@@ -194,26 +185,23 @@ def measure_trajectory(
         trace: a traced prompt.
         position: the token that is linearised and perturbed; the last by default.
         window: steps of the windowed line-shape score, odd; 11 as in the paper, or the most that the model has.
-        linear: whether to make the `linearisation`, with its closed form.
-        noise: whether to make the `perturbation`, with its default scales.
+        linear, noise: whether to make the `linearisation` with its closed form, and the default `perturbation`.
         progress: wraps the loops of both; `None`: a bar in a terminal or notebook, `False`: none.
 
     Raises:
         ValueError: a position out of range, a window that is even, below 1 or above the number of layers.
 
-    Warns: where the model has no logits, so that there is no entropy; where a measure is undefined (NaN).
+    Warns where the model has no logits, so that there is no entropy, and where a measure is undefined (NaN).
 
     Cost: `n_layers + 1` unembeddings of the prompt; with `linear` a Jacobian and its singular values per layer; with
     `noise` 48 forward passes.
 
     Example:
-        >>> measure_trajectory(trace, linear=False, noise=False)
-        TrajectoryResult(model='local/llama', 2 layers, 8 tokens, window=1, means over tokens: ...
+        >>> measure_trajectory(trace, linear=False, noise=False).line_shape_score.shape
+        torch.Size([8])
     """
-    t = trace.position_index(position)
-    x, n = trace.residual, trace.n_layers
-    if window is None:
-        window = min(_PAPER_WINDOW, n - 1 + n % 2)
+    t, x, n = trace.position_index(position), trace.residual, trace.n_layers
+    window = min(_PAPER_WINDOW, n - 1 + n % 2) if window is None else window
     windowed = shapes.line_shape_score(x, window)
     try:
         entropy = entropy_by_depth(trace)

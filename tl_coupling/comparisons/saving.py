@@ -1,0 +1,82 @@
+"""Results as netCDF files, and back."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from tl_coupling.border import AnyPath, checked
+from tl_coupling.files import write_atomically
+
+if TYPE_CHECKING:
+    import xarray
+
+_Result = TypeVar("_Result", bound="Saved")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Saved:
+    """A result that can be saved as netCDF and loaded again. `DIMS` names the dimensions of its tensors and tuples."""
+
+    DIMS: ClassVar[Mapping[str, str]] = {}
+
+    def to_dataset(self) -> "xarray.Dataset":
+        """The result as an `xarray.Dataset`; whatever is not an array is an attribute (the provenance as JSON)."""
+        import xarray
+
+        arrays: dict[str, Any] = {}
+        coords: dict[str, Any] = {}
+        attrs: dict[str, Any] = {"result": type(self).__name__}
+        for one in fields(self):
+            value, dims = getattr(self, one.name), self.DIMS.get(one.name, "").split()
+            if isinstance(value, Tensor):
+                arrays[one.name] = (dims, value.detach().cpu().numpy())
+            elif dims:
+                coords[one.name.removesuffix("s")] = (dims, list(value))
+            else:
+                attrs[one.name] = json.dumps(value) if isinstance(value, dict) else value
+        return xarray.Dataset(arrays, coords, attrs)
+
+    @checked
+    def save(self, path: AnyPath) -> Path:
+        """Write the result as netCDF, whole or not at all."""
+        return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
+
+    @classmethod
+    def load(cls: type[_Result], path: AnyPath) -> _Result:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it is not a result of this class, or damaged.
+        """
+        return _load(path, cls)
+
+
+@checked
+def _load(path: AnyPath, wanted: Any) -> Any:
+    import xarray
+
+    def stored(name: str, dims: str | None) -> Any:
+        if dims is None:
+            # netCDF hands back numpy's numbers.
+            value = getattr(data.attrs[name], "item", lambda: data.attrs[name])()
+            return json.loads(value) if name == "provenance" else value
+        if name in data:
+            return torch.from_numpy(data[name].values)
+        return tuple(data[name.removesuffix("s")].values.tolist())
+
+    try:
+        with xarray.open_dataset(path, engine="netcdf4") as file:
+            data = file.load()
+        kinds = {kind.__name__: kind for kind in (wanted, *wanted.__subclasses__())}
+        kind = kinds[data.attrs.get("result", wanted.__name__)]
+        return kind(**{one.name: stored(one.name, kind.DIMS.get(one.name)) for one in fields(kind)})
+    except FileNotFoundError:
+        raise
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a file that `{wanted.__name__}.save` wrote, or is damaged") from error
