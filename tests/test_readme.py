@@ -37,21 +37,17 @@ def commands(needs: str | None) -> list[list[str]]:
     return [line[1:] for line in lines if line[:1] == ["tl-coupling"]]
 
 
-def run(*arguments: str, folder: Path) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg", "COLUMNS": "120"}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def folder(smollm2: nn.Module) -> Iterator[Path]:
     """Where the Python of README has run; its models take 200 MB, so it does not stay."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "readme.py").write_text("\n".join(b.text for b in BLOCKS if b.language == "python" and not b.needs))
-        (folder / "said.txt").write_text(run("readme.py", folder=folder))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
+        command = [sys.executable, "readme.py"]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        (folder / "said.txt").write_text(done.stdout)
         yield folder
 
 
@@ -68,8 +64,9 @@ def test_python_runs_from_top_to_bottom(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", commands(None), ids=lambda command: command[0])
-def test_command_runs(folder: Path, command: list[str]) -> None:
-    assert run("-m", "tl_coupling", *command, folder=folder).strip()
+def test_command_runs(folder: Path, command: list[str], call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert call(*command).out.strip()
     out = folder / command[command.index("--out") + 1]
     assert out.stat().st_size > 10_000 if out.is_file() else list(out.glob("*.json"))
 
