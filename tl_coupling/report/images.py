@@ -22,11 +22,11 @@ def figure(drawn: Any, alt: str, caption: str, as_png: bool = False) -> str:
         # The head of the page and the caption say what the title would.
         drawn.set_title("")
         picture.set_size_inches(_SHRUNK * picture.get_size_inches())
-    data, mime = (_png(picture), "png") if as_png else (_svg(picture), "svg+xml")
+    data, mime = base64.b64encode(_saved(picture, as_png)).decode(), "png" if as_png else "svg+xml"
     box = picture.get_tightbbox().padded(_MARGIN)
     width, height = (round(_CSS_PIXELS_PER_INCH * inches) for inches in box.size)
     return (
-        f'<figure><img src="data:image/{mime};base64,{base64.b64encode(data).decode()}" alt="{html.escape(alt)}" '
+        f'<figure><img src="data:image/{mime};base64,{data}" alt="{html.escape(alt)}" '
         f'width="{width}" height="{height}" style="max-width: {round(_STRETCHED * width)}px">'
         f"<figcaption>{caption}</figcaption></figure>"
     )
@@ -56,17 +56,15 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "n
     return f'<div class="scroll" tabindex="0"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>'
 
 
-def _svg(picture: Any) -> bytes:
-    buffer = io.BytesIO()
-    # Names inside an SVG are random unless salted: the same results give the same page.
-    with rc_context({"svg.hashsalt": "tl_coupling"}):
-        picture.savefig(buffer, format="svg", bbox_inches="tight", pad_inches=_MARGIN, metadata={"Date": None})
-    return buffer.getvalue()
-
-
-def _png(picture: Any) -> bytes:
+def _saved(picture: Any, as_png: bool) -> bytes:
     buffer, small = io.BytesIO(), io.BytesIO()
-    picture.savefig(buffer, format="png", bbox_inches="tight", pad_inches=_MARGIN, dpi=_PNG_DPI)
+    cut: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": _MARGIN}
+    if not as_png:
+        # Names inside an SVG are random unless salted: the same results give the same page.
+        with rc_context({"svg.hashsalt": "tl_coupling"}):
+            picture.savefig(buffer, format="svg", metadata={"Date": None}, **cut)
+        return buffer.getvalue()
+    picture.savefig(buffer, format="png", dpi=_PNG_DPI, **cut)
     # Noise in 24 bits a pixel does not compress, and a colour map has few colours. Chosen for coverage: the rare bright
     # ones matter as much as the many dark ones.
     few = Image.open(buffer).convert("RGB").quantize(_PNG_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
