@@ -65,7 +65,7 @@ def plot_adjacency(
             "a graph of layers wants a map with the same layers, each once, as rows and columns; "
             f"got rows {list(layers)} and columns {list(result.col_layers)}"
         )
-    values = result.values(k, measure).detach().cpu().double().numpy()
+    values = getattr(result, measure)(k).detach().cpu().double().numpy()
     weights = (values + values.T) / 2
     # Sorted by weight: strong edges are drawn last, on top of weak ones.
     below = [(i, j) for i in range(len(layers)) for j in range(i) if not math.isnan(weights[i, j])]

@@ -82,7 +82,8 @@ def plot_coupling(
     )
     null = result.null(k, measure, **options)
     if low <= null <= high:
-        bar.ax.axhline(null, color="white", linewidth=2)
+        for color, linewidth in (("white", 3), ("black", 1)):
+            bar.ax.axhline(null, color=color, linewidth=linewidth)
         beside: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
         bar.ax.text(-0.2, null, "null ▸", transform=bar.ax.get_yaxis_transform(), **beside)
     return ax
