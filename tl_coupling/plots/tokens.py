@@ -16,7 +16,7 @@ _MEASURES = {
     "participation_ratio": "participation ratio of J",
     "effective_rank": "effective rank of J",
 }
-_WIDEST = 9.0
+_WIDEST, _ROOM_FOR_A_TICK = 9.0, 0.2
 
 
 @checked
@@ -45,29 +45,25 @@ def plot_influence(
     """
     panels = named(results, Influence)
     values = {name: getattr(result, measure).detach().cpu().double().numpy() for name, result in panels.items()}
-    # Side by side where that fits a notebook, else one above the other.
-    width = min(_WIDEST - 1, max(3.0, 1.2 + 0.22 * max(len(result.source_positions) for result in panels.values())))
-    n_cols = max(1, min(len(panels), int((_WIDEST - 1) / width)))
-    n_rows = -(-len(panels) // n_cols)
-    fig = new_figure(width * n_cols + 1.0, 5.6 * n_rows) if fig is None else fig
-    axes = fig.subplots(n_rows, n_cols, squeeze=False)
+    most = max(len(result.source_positions) for result in panels.values())
+    width = min((_WIDEST - 1) / len(panels), max(3.0, 1.2 + 0.22 * most))
+    fig = new_figure(width * len(panels) + 1, 5.6) if fig is None else fig
+    axes = fig.subplots(1, len(panels), squeeze=False)[0]
     known = np.concatenate([value[np.isfinite(value) & (value > 0)] for value in values.values()])
     norm = Normalize(0, known.max(initial=0) or 1)
     if len(known) and measure in ("frobenius_norm", "largest_singular_value"):
         norm = LogNorm(known.min(), known.max())
-    for ax, (name, result) in zip(axes.flat, panels.items(), strict=False):
+    for ax, (name, result) in zip(axes, panels.items(), strict=True):
         image = ax.imshow(np.where(values[name] > 0, values[name], np.nan), norm=norm, aspect="auto")
         ax.set_facecolor(UNDEFINED)
-        name_ticks(ax.xaxis, [token_name(result.provenance, t) for t in result.source_positions], rotate=True)
+        names = [token_name(result.provenance, t) for t in result.source_positions]
+        name_ticks(ax.xaxis, names, int(width / _ROOM_FOR_A_TICK), rotate=True)
         name_ticks(ax.yaxis, result.layers, MAX_LAYER_TICKS)
         ax.set_xlabel("source token")
         if len(panels) > 1:
             ax.set_title(name, fontsize="medium", parse_math=False)
-    for ax in axes.flat[len(panels) :]:
-        ax.remove()
-    for ax in axes[:, 0]:
-        ax.set_ylabel("layer")
-    fig.colorbar(image, ax=list(axes.flat[: len(panels)]), label=_MEASURES[measure])
+    axes[0].set_ylabel("layer")
+    fig.colorbar(image, ax=axes, label=_MEASURES[measure])
     tokens = {token_name(result.provenance, result.output_position) for result in panels.values()}
     what = f"Influence on token {tokens.pop()}" if len(tokens) == 1 else "Influence on one token"
     fig.suptitle(heading(what, [r.provenance for r in panels.values()]), fontsize="medium", parse_math=False)
