@@ -47,20 +47,19 @@ class Survey:
     """What is measured on what: every model, at every checkpoint, on every prompt.
 
     Attributes:
-        models: hub names, local folders in HuggingFace format or folders of checkpoints; or a mapping from the names
-            used in the results to these.
+        models: hub names, local folders in HuggingFace format or folders of checkpoints; or a mapping to these from the
+            names used in the results.
         prompts: what every model is measured on.
         checkpoints: training steps or hub revisions, of all models; or a mapping from models to theirs. By default the
             model itself ("main"), or all of a local folder of checkpoints.
         untrained: also measure each model's untrained twin, as checkpoint "untrained"; not with checkpoints.
         settings: how; see `Settings`.
-        prompts_per_unit: a unit of work is one model and checkpoint with this many prompts, all by default. With fewer
-            less is lost when a unit is cut off, and units can run in parallel; each loads its model anew.
+        prompts_per_unit: a unit of work is one model and checkpoint with this many prompts, all by default. Small units
+            lose less when cut off and can run in parallel, but each loads its model anew.
         backend, device, dtype: as in `load_model`.
 
     Raises:
-        ValueError: no models or prompts, one twice, a folder that is not there, checkpoints of a model that is not
-            surveyed.
+        ValueError: no models or prompts, one twice, no such folder, checkpoints of a model that is not surveyed.
 
     Example:
         >>> survey = tlc.Survey(["gpt2", "distilgpt2"], ["One and one is", "The capital of France is"])
@@ -138,7 +137,7 @@ class Survey:
 class MeasureModel:
     """Measures a unit of a survey, in this process or another: loads the model, measures the prompts.
 
-    Once a model could not be had for want of a network, only models that are here are tried.
+    After the first model that is not there without a network, only cached ones are tried.
     """
 
     survey: Survey
@@ -169,20 +168,16 @@ def run(
 ) -> "xarray.Dataset":
     """Measure what a survey asks for, and open the results.
 
-    A unit that kills its worker fails; with executors other than `process_pool`, others may fail with it. The next run
-    does them again. Ctrl-C ends a `process_pool` at once, with a message that says how many units are kept. Without a
-    network, models that are not in the local cache fail at once after the first of them.
-
     Args:
         survey: what is measured.
         folder: where each unit's result is written when it is done. A run there keeps what is finished and measures
-            what is missing, failed or damaged; models may be added later. A local model that was changed in place since
-            is not noticed. By default the results are in memory only.
+            what is missing, failed or damaged; models may be added. A local model changed in place is not noticed. By
+            default the results are in memory only.
         executor: by default units run one after the other in this process. Otherwise anything with `submit`: a pool of
             concurrent.futures, a Client of dask.distributed, submitit on a SLURM cluster (one job array; preempted jobs
             are queued again). It gets names and paths, never models; its workers must see the folder.
-        progress: wraps the loop over units, `tqdm.tqdm` for one. By default there is a bar for units, and one for the
-            prompts of each, in a terminal or notebook; False for none.
+        progress: wraps the loop over units, `tqdm.tqdm` for one. By default bars for units and for the prompts of each,
+            in a terminal or notebook; False for none.
 
     Returns:
         as `open_survey`. Units that failed are missing (NaN), with a warning; their errors are in `attrs["failed"]`.
@@ -193,7 +188,8 @@ def run(
         OSError: the folder cannot be written to; what is finished is kept.
 
     The values do not depend on the executor, on interruptions or on `prompts_per_unit`, as long as torch runs with the
-    same number of threads.
+    same number of threads. A unit that kills its worker fails; with executors other than `process_pool`, others may
+    fail with it. Without a network, only cached models are tried after the first that is not.
 
     Example:
         >>> survey = tlc.Survey(["gpt2"], tlc.load_prompts("gsm8k", n=20))  # doctest: +SKIP
@@ -226,19 +222,17 @@ def checkpoint_sweep(
             `pythia_steps()`.
         prompts: what every checkpoint is measured on.
         settings, backend, device, dtype: as in `Survey`.
-        folder, progress, executor: as in `run`; a unit is a checkpoint. `open_survey` opens the folder as well.
+        folder, progress, executor: as in `run`; a unit is a checkpoint.
 
     Returns:
-        what `measure_prompts` gives, along a further dim `checkpoint`, in the order asked for, with the coordinate
-        `text` of `prompt`. A checkpoint that failed is left out, with a warning; the errors are in `attrs["failed"]`, a
-        JSON object. Provenance as in `open_survey`.
+        what `open_survey` gives for this model without its size and cost, `[checkpoint prompt …]`, in the order asked
+        for. Checkpoints that failed are left out, with a warning; their errors are in `attrs["failed"]`.
 
     Raises:
         ValueError: no checkpoints or prompts; a folder that holds other results; checkpoints of different shapes.
-        ModelError: not one checkpoint could be measured.
-        OSError: the folder cannot be written to; what is finished is kept.
+        ModelError, OSError: as `run`.
 
-    One model is in memory at a time. The results do not depend on interruptions.
+    One model is in memory at a time.
     """
     label = Path(name).resolve().name if Path(name).is_dir() else os.fspath(name)
     steps = {label: list(checkpoint_sources(name, checkpoints))}
