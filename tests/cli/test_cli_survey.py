@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from tl_coupling.surveys.survey import open_survey
+from tl_coupling.surveys import open_survey
 
 pytestmark = pytest.mark.on_3_only
 

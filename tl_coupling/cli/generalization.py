@@ -97,7 +97,7 @@ def _opened(survey: Path) -> "xarray.Dataset":
     import xarray
 
     if survey.is_dir():
-        from tl_coupling.surveys.survey import open_survey
+        from tl_coupling.surveys import open_survey
 
         return open_survey(survey)
     if not survey.exists():
