@@ -16,9 +16,9 @@ import xarray
 import slurm_cluster
 import tiny
 from tl_coupling.prompts import Prompt
+from tl_coupling.surveys import Survey, open_survey, run
 from tl_coupling.surveys.executors import Preemptible, slurm_executor
 from tl_coupling.surveys.measurements import Settings
-from tl_coupling.surveys.survey import Survey, open_survey, run
 
 pytestmark = pytest.mark.on_3_only
 

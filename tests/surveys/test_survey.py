@@ -22,7 +22,8 @@ from tl_coupling.prompts import Prompt
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.executors import process_pool
 from tl_coupling.surveys.measurements import Settings, measure_prompts
-from tl_coupling.surveys.survey import Survey, open_survey, run
+from tl_coupling.surveys.opening import open_survey
+from tl_coupling.surveys.survey import Survey, run
 from tl_coupling.surveys.units import Folder
 
 pytestmark = pytest.mark.on_4_only
@@ -117,7 +118,7 @@ def test_results_are_opened_lazily_only_if_they_are_larger_than_memory(
     assert not any(data[name].chunks for name in variables)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
     size = sum(path.stat().st_size for path in tmp_path.glob("*.nc"))
-    monkeypatch.setattr("tl_coupling.surveys.survey._memory", lambda: size)
+    monkeypatch.setattr("tl_coupling.surveys.opening._memory", lambda: size)
     lazily = open_survey(tmp_path)
     assert all(lazily[name].chunks for name in variables)
     xarray.testing.assert_identical(values_of(lazily), values_of(undisturbed))
@@ -394,3 +395,19 @@ def test_the_folder_of_the_command_opens_too(survey: Survey, undisturbed: xarray
 def test_what_could_not_be_measured_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Survey(**({"models": ["a"], "prompts": PROMPTS} | given))
+
+
+def test_prompts_of_a_unit_have_a_bar_of_their_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def measured(model: object, prompts: object, settings: object, progress: object) -> None:
+        seen.append(progress)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("tl_coupling.surveys.survey.load_model", lambda **_: None)
+    monkeypatch.setattr("tl_coupling.surveys.survey.measure_prompts", measured)
+    with ThreadPoolExecutor(1) as executor:
+        for given in ({}, {"progress": False}, {"progress": iter}, {"executor": executor}):
+            with pytest.raises(ModelError, match="enough"):
+                run(Survey(["a"], ["w1"]), **given)
+    assert seen == [None, False, False, False]

@@ -67,11 +67,8 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
     ax.set_ylim(len(tasks) - 0.5, -0.5)
     ax.set_xlabel(f"mean {measure_label(table.attrs['measure'], table.attrs['k'])}")
     ax.set_title("Coupling of different layers by task, mean and 95% interval over prompts", fontsize="medium")
-    figure: Any = ax.figure
-    below: dict[str, Any] = {
-        "loc": "upper center",
-        "bbox_to_anchor": (0.5, -0.6 / ax.get_position().height / figure.get_figheight()),
-    }
+    # 0.6 inches below, where the label of the axis ends.
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.6 * ax.figure.dpi / ax.bbox.height)}
     for text in ax.legend(handles=handles, frameon=False, fontsize="small", ncols=3, **below).get_texts():
         text.set_parse_math(False)
     return ax

@@ -44,21 +44,19 @@ def plot_emergence(
 
     Args:
         data: sweeps by name, one line each; or one sweep. A dim `seed` is averaged over.
-        k: how many top singular vectors; the largest number that all sweeps hold by default.
+        k: how many top singular vectors; by default the largest number that all sweeps hold.
         measure: as in `CouplingMap.values`.
         fig: where to draw; a new Figure by default.
 
     Returns:
-        the Figure; its Axes are coupling and loss (no loss where prompts have one token). In each, the lines are the
-        sweeps in their order.
+        the Figure, with Axes for coupling and for loss (if prompts have more than one token), a line for each sweep.
 
     Raises:
         ValueError: no sweep, a k or measure that a sweep does not hold, checkpoints that are not steps.
 
     Example:
-        >>> from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
-        >>> prompts = as_prompts(["w1 w2 w3", "w4 w5 w6"])
-        >>> data = measure_prompts(model, prompts, Settings(k=(4,), n_singular_values=4))
+        >>> from tl_coupling.surveys import Settings, measure_prompts
+        >>> data = measure_prompts(model, ["w1 w2 w3", "w4 w5 w6"], Settings(k=(4,), n_singular_values=4))
         >>> fig = tlc.plots.sweeps.plot_emergence(data.expand_dims(checkpoint=[0]))
 
     Source:
@@ -109,21 +107,14 @@ def plot_coupling_strip(
 
     Args:
         data: a sweep.
-        checkpoints: which, in this order; by default at most eight, spread evenly over those that were measured.
-        k: how many top singular vectors; the largest number that the sweep holds by default.
-        measure: as in `CouplingMap.values`.
-        fig: where to draw; a new Figure by default.
+        checkpoints: which, in this order; by default at most eight, evenly spread over those measured.
+        k, measure, fig: as in `plot_emergence`.
 
     Returns:
         the Figure: an Axes with one image for each checkpoint, then the colour bar.
 
     Raises:
         ValueError: a checkpoint, k or measure that the sweep does not hold, checkpoints that are not steps.
-
-    Example:
-        >>> from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
-        >>> data = measure_prompts(model, as_prompts("w1 w2 w3"), Settings(k=(4,), n_singular_values=4))
-        >>> fig = tlc.plots.sweeps.plot_coupling_strip(data.expand_dims(checkpoint=[0]))
     """
     by = {"data": data}
     k = _common_k(by, k)
@@ -172,20 +163,14 @@ def plot_shapes(
 
     Args:
         data: a sweep.
-        checkpoints: those of the right panel; by default at most eight, spread evenly over those that were measured.
+        checkpoints: those of the right panel; by default at most eight, evenly spread over those measured.
         fig: where to draw; a new Figure by default.
 
     Returns:
-        the Figure; its Axes are the score against the step, with one line, the windowed score against depth, with a
-        line for each checkpoint, and the colour bar of the latter.
+        the Figure: Axes of the score against the step and of the windowed score against depth, then the colour bar.
 
     Raises:
         ValueError: a checkpoint that the sweep does not hold, checkpoints that are not steps.
-
-    Example:
-        >>> from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
-        >>> data = measure_prompts(model, as_prompts("w1 w2 w3"), Settings(k=(4,), n_singular_values=4))
-        >>> fig = tlc.plots.sweeps.plot_shapes(data.expand_dims(checkpoint=[0]))
 
     Source:
         Aubry et al. 2025, eqs. 15 and 16.
@@ -249,8 +234,8 @@ def _step_axis(ax: Axes, sweeps: "Sequence[xarray.Dataset]") -> None:
     places = np.where(steps > 0, np.log10(np.maximum(steps, 1) / first) + 0.5, 0)
     shown: list[int] = []
     for i in reversed(range(len(steps))):
-        if not shown or places[shown[-1]] - places[i] >= np.ptp(places) / 8:
-            shown.append(i)
+        if not shown or places[shown[0]] - places[i] >= np.ptp(places) / 8:
+            shown.insert(0, i)
     if steps[0] == 0:
         ax.set_xscale("symlog", linthresh=first, linscale=0.5)
         ax.set_xlim(left=-0.3 * first)
@@ -305,9 +290,7 @@ def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None) -> int:
     if k is None and common:
         return max(common)
     if k not in common:
-        wanted = (
-            "the sweeps hold no number of singular vectors in common" if k is None else f"`k` must be held, got {k}"
-        )
+        wanted = "the sweeps have no k in common" if k is None else f"`k` must be held by all sweeps, got {k}"
         raise ValueError(f"{wanted}; they hold {', '.join(str(sorted(one)) for one in held)}")
     return k
 

@@ -1,11 +1,9 @@
 """Surveys: many models, checkpoints and prompts, in units that survive a crash and run on any executor."""
 
 import gc
-import importlib.util
 import json
 import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,28 +15,16 @@ from tl_coupling.files import file_name
 from tl_coupling.models import Backend, ModelError, load_model
 from tl_coupling.progress import Progress
 from tl_coupling.prompts import Prompt
-from tl_coupling.surveys.checkpoints import (
-    Checkpoint,
-    Source,
-    check_checkpoints,
-    checkpoint_sources,
-    is_cached,
-    step_order,
-)
+from tl_coupling.surveys.checkpoints import Checkpoint, Source, check_checkpoints, checkpoint_sources, is_cached
 from tl_coupling.surveys.executors import Executor
 from tl_coupling.surveys.measurements import PAPER_PROMPT, Settings, as_prompts, measure_prompts
-from tl_coupling.surveys.units import PLAN, Folder, Unit, folder_of_results, is_finished, load_unit, one_line
+from tl_coupling.surveys.opening import COSTS, FACTS, all_finished, joined, survey_records
+from tl_coupling.surveys.units import Folder, Unit, folder_of_results, one_line
 
 if TYPE_CHECKING:
     import xarray
 
 MAIN, UNTRAINED = "main", "untrained"
-# Where `tl-coupling survey` puts a survey, beside its tables and pictures.
-UNITS = "units"
-COSTS = ("seconds", "peak_memory")
-_FACTS = {"n_layers": "n_layers", "d_model": "d_model", "n_parameters": "n_params"}
-# The same for all units, unless they were measured in different runs.
-_SAME_FOR_ALL = {"device", "versions"}
 
 
 @checked
@@ -47,20 +33,19 @@ class Survey:
     """What is measured on what: every model, at every checkpoint, on every prompt.
 
     Attributes:
-        models: hub names, local folders in HuggingFace format or folders of checkpoints; or a mapping from the names
-            used in the results to these.
+        models: hub names, local folders in HuggingFace format or folders of checkpoints; or a mapping to these from the
+            names used in the results.
         prompts: what every model is measured on.
         checkpoints: training steps or hub revisions, of all models; or a mapping from models to theirs. By default the
             model itself ("main"), or all of a local folder of checkpoints.
         untrained: also measure each model's untrained twin, as checkpoint "untrained"; not with checkpoints.
         settings: how; see `Settings`.
-        prompts_per_unit: a unit of work is one model and checkpoint with this many prompts, all by default. With fewer
-            less is lost when a unit is cut off, and units can run in parallel; each loads its model anew.
+        prompts_per_unit: a unit of work is one model and checkpoint with this many prompts, all by default. Small units
+            lose less when cut off and can run in parallel, but each loads its model anew.
         backend, device, dtype: as in `load_model`.
 
     Raises:
-        ValueError: no models or prompts, one twice, a folder that is not there, checkpoints of a model that is not
-            surveyed.
+        ValueError: no models or prompts, one twice, no such folder, checkpoints of a model that is not surveyed.
 
     Example:
         >>> survey = tlc.Survey(["gpt2", "distilgpt2"], ["One and one is", "The capital of France is"])
@@ -138,7 +123,7 @@ class Survey:
 class MeasureModel:
     """Measures a unit of a survey, in this process or another: loads the model, measures the prompts.
 
-    Once a model could not be had for want of a network, only models that are here are tried.
+    After the first model that is not there without a network, only cached ones are tried.
     """
 
     survey: Survey
@@ -169,20 +154,16 @@ def run(
 ) -> "xarray.Dataset":
     """Measure what a survey asks for, and open the results.
 
-    A unit that kills its worker fails; with executors other than `process_pool`, others may fail with it. The next run
-    does them again. Ctrl-C ends a `process_pool` at once, with a message that says how many units are kept. Without a
-    network, models that are not in the local cache fail at once after the first of them.
-
     Args:
         survey: what is measured.
         folder: where each unit's result is written when it is done. A run there keeps what is finished and measures
-            what is missing, failed or damaged; models may be added later. A local model that was changed in place since
-            is not noticed. By default the results are in memory only.
+            what is missing, failed or damaged; models may be added. A local model changed in place is not noticed. By
+            default the results are in memory only.
         executor: by default units run one after the other in this process. Otherwise anything with `submit`: a pool of
             concurrent.futures, a Client of dask.distributed, submitit on a SLURM cluster (one job array; preempted jobs
             are queued again). It gets names and paths, never models; its workers must see the folder.
-        progress: wraps the loop over units, `tqdm.tqdm` for one. By default there is a bar for units, and one for the
-            prompts of each, in a terminal or notebook; False for none.
+        progress: wraps the loop over units, `tqdm.tqdm` for one. By default bars for units and for the prompts of each,
+            in a terminal or notebook; False for none.
 
     Returns:
         as `open_survey`. Units that failed are missing (NaN), with a warning; their errors are in `attrs["failed"]`.
@@ -193,14 +174,15 @@ def run(
         OSError: the folder cannot be written to; what is finished is kept.
 
     The values do not depend on the executor, on interruptions or on `prompts_per_unit`, as long as torch runs with the
-    same number of threads.
+    same number of threads. A unit that kills its worker fails; with executors other than `process_pool`, others may
+    fail with it. Without a network, only cached models are tried after the first that is not.
 
     Example:
         >>> survey = tlc.Survey(["gpt2"], tlc.load_prompts("gsm8k", n=20))  # doctest: +SKIP
         >>> with tlc.surveys.process_pool(4) as pool:  # doctest: +SKIP
         ...     data = tlc.run(survey, "out/gpt2", executor=pool)
     """
-    return _run(survey, folder, executor, progress, "units", lambda unit: unit.key, _opened)
+    return _run(survey, folder, executor, progress, "units", lambda unit: unit.key, all_finished)
 
 
 @checked
@@ -226,31 +208,29 @@ def checkpoint_sweep(
             `pythia_steps()`.
         prompts: what every checkpoint is measured on.
         settings, backend, device, dtype: as in `Survey`.
-        folder, progress, executor: as in `run`; a unit is a checkpoint. `open_survey` opens the folder as well.
+        folder, progress, executor: as in `run`; a unit is a checkpoint.
 
     Returns:
-        what `measure_prompts` gives, along a further dim `checkpoint`, in the order asked for, with the coordinate
-        `text` of `prompt`. A checkpoint that failed is left out, with a warning; the errors are in `attrs["failed"]`, a
-        JSON object. Provenance as in `open_survey`.
+        what `open_survey` gives for this model without its size and cost, `[checkpoint prompt …]`, in the order asked
+        for. Checkpoints that failed are left out, with a warning; their errors are in `attrs["failed"]`.
 
     Raises:
         ValueError: no checkpoints or prompts; a folder that holds other results; checkpoints of different shapes.
-        ModelError: not one checkpoint could be measured.
-        OSError: the folder cannot be written to; what is finished is kept.
+        ModelError, OSError: as `run`.
 
-    One model is in memory at a time. The results do not depend on interruptions.
+    One model is in memory at a time.
     """
     label = Path(name).resolve().name if Path(name).is_dir() else os.fspath(name)
     steps = {label: list(checkpoint_sources(name, checkpoints))}
     survey = Survey({label: name}, prompts, steps, False, settings or Settings(), None, backend, device, dtype)
 
     def of_this_model(folder: Folder, units: list[Unit]) -> "xarray.Dataset":
-        data = _joined(folder, units).sel(model=label, checkpoint=[u.what["checkpoint"] for u in units], drop=True)
+        data = joined(folder, units).sel(model=label, checkpoint=[u.what["checkpoint"] for u in units], drop=True)
         # Joined with a deeper model, one with fewer layers is filled up with NaN.
         if len(set(data["n_layers"].values)) > 1:
             depths = dict(zip(data["checkpoint"].values.tolist(), data["n_layers"].values.tolist(), strict=True))
             raise ValueError(f"the checkpoints of {name} are not of one architecture; layers: {depths}")
-        return data.drop_vars([*_FACTS, *COSTS]).assign_attrs(model=os.fspath(name))
+        return data.drop_vars([*FACTS, *COSTS]).assign_attrs(model=os.fspath(name))
 
     what = f"checkpoints of {name}"
     return _run(survey, folder, executor, progress, what, lambda unit: str(unit.what["checkpoint"]), of_this_model)
@@ -284,155 +264,9 @@ def _run(
         return data.load() if folder is None else data
 
 
-@checked
-def open_survey(folder: AnyPath) -> "xarray.Dataset":
-    """The results in a survey's folder as one dataset, in memory unless they are larger than half of it.
-
-    Args:
-        folder: that `run` or `checkpoint_sweep` filled, or that `tl-coupling survey` wrote.
-
-    Returns:
-        what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model checkpoint]`: `n_layers`, `d_model`,
-        `n_parameters`, `seconds` of work, `peak_memory` of the processes that did it in MiB. Coordinates of `prompt`:
-        `task`, `text`. NaN where something was not measured, or where a model has fewer layers than another.
-        Checkpoints are numbers if all are training steps, else text. `attrs["failed"]`: errors of units, a JSON object;
-        `attrs["provenance"]`: what holds for all; `attrs["provenance_by_unit"]`: what differs between units though it
-        should not, such as versions after an upgrade between two runs, with a warning.
-
-    Raises:
-        ValueError: not a folder of a survey, or of an older version; nothing in it is finished; dask is missing where
-            the results are larger than memory.
-
-    Cost: the checksums of all files.
-    """
-    folder = Path(folder)
-    if not (folder / PLAN).exists() and (folder / UNITS / PLAN).exists():
-        folder = folder / UNITS
-    return _opened(Folder(folder))
-
-
-def _opened(folder: Folder, _: Sequence[Unit] = ()) -> "xarray.Dataset":
-    if folder.plan.get("kind") != "survey":
-        raise ValueError(f"{folder.path} holds results of something else than a survey")
-    records = _records(folder)
-    units = [Unit(key, one["what"]) for key, one in records.items() if one.get("status") == "finished"]
-    done = [unit for unit in units if is_finished(folder.path, unit)]
-    if not done:
-        raise ValueError(f"{folder.path} holds no finished results: run the survey first")
-    failed = {key: one.get("error") for key, one in records.items() if one.get("status") == "failed"}
-    failed |= {unit.key: "its result is missing or damaged: run again" for unit in units if unit not in done}
-    return _joined(folder, done).assign_attrs(failed=json.dumps(failed))
-
-
-def _joined(folder: Folder, units: Sequence[Unit]) -> "xarray.Dataset":
-    """Finished units as one dataset, with the provenance that they share and a warning about what differs."""
-    mixed = len({type(unit.what["checkpoint"]) for unit in units}) > 1
-    tree: dict[str, dict[Checkpoint, list[Unit]]] = {}
-    for unit in sorted(units, key=lambda unit: unit.what["prompts"]):
-        checkpoint = str(unit.what["checkpoint"]) if mixed else unit.what["checkpoint"]
-        tree.setdefault(unit.what["model"], {}).setdefault(checkpoint, []).append(unit)
-    labels = _in_order({checkpoint for of_model in tree.values() for checkpoint in of_model})
-    lazily = _larger_than_memory(
-        folder.path, len(tree) * len(labels), [u for one in tree.values() for u in one.values()]
-    )
-    pieces = {unit: load_unit(folder.path, unit, lazily) for unit in units}
-    provenances = {unit: json.loads(piece.attrs.pop("provenance")) for unit, piece in pieces.items()}
-    records = _records(folder)
-
-    def of_one(units: Sequence[Unit]) -> "xarray.Dataset":
-        seconds, memory = ([records[unit.key].get(cost) or float("nan") for unit in units] for cost in COSTS)
-        facts = {name: provenances[units[0]][key] for name, key in _FACTS.items()}
-        data = _concat([pieces[unit].drop_vars("task") for unit in units], "prompt")
-        return data.assign(facts | {"seconds": sum(seconds), "peak_memory": max(memory)})
-
-    by_model = {}
-    for model in _in_order(tree):
-        of_model = {checkpoint: of_one(tree[model][checkpoint]) for checkpoint in _in_order(tree[model])}
-        by_model[model] = _concat(of_model.values(), "checkpoint").assign_coords(checkpoint=list(of_model))
-    ids, tasks, texts = zip(*folder.plan["prompts"], strict=True)
-    data = _concat(by_model.values(), "model").assign_coords(model=list(by_model))
-    data = data.reindex(prompt=list(ids), checkpoint=labels)
-    data = data.assign_coords(task=("prompt", [task or "" for task in tasks]), text=("prompt", list(texts)))
-    # Which checkpoint it was is a coordinate.
-    common = {key: value for key, value in _common(list(provenances.values())).items() if key != "checkpoint"}
-    models = {unit.what["model"]: unit.what["source"]["name"] for unit in units}
-    attrs = {"models": json.dumps(models), "provenance": json.dumps(common)}
-    if differing := _differing(provenances):
-        attrs["provenance_by_unit"] = json.dumps(
-            {unit.key: {key: one.get(key) for key in differing} for unit, one in provenances.items()}
-        )
-        warn_caller(
-            f"the units in {folder.path} were not all measured alike: {', '.join(differing)} differ, "
-            "attrs['provenance_by_unit'] says how"
-        )
-    return data.assign_attrs(attrs)
-
-
-def _concat(pieces: "Iterable[xarray.Dataset]", dim: str) -> "xarray.Dataset":
-    """Datasets along a dimension; those of other sizes are filled up with NaN."""
-    import xarray
-
-    which: Any = "minimal" if dim == "prompt" else "all"
-    with warnings.catch_warnings():
-        # dask's, that filling up makes more chunks.
-        warnings.simplefilter("ignore")
-        return xarray.concat(list(pieces), dim, join="outer", combine_attrs="drop_conflicts", data_vars=which)
-
-
-def _larger_than_memory(folder: Path, n_cells: int, cells: Sequence[Sequence[Unit]]) -> bool:
-    """Whether the results, filled up to equal sizes, take more than half of this machine's memory."""
-    n_bytes = n_cells * max(sum((folder / f"{unit.key}.nc").stat().st_size for unit in units) for units in cells)
-    if 2 * n_bytes <= _memory():
-        return False
-    if importlib.util.find_spec("dask") is None:
-        raise ValueError(
-            f"the results in {folder} take {n_bytes / 2**30:.1f} GiB, over half of this machine's memory; to read "
-            'them piece by piece install dask: pip install "tl-coupling[survey]"'
-        )
-    return True
-
-
-def _memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Not on Windows.
-    except (AttributeError, ValueError):
-        return 8 << 30
-
-
-def _differing(provenances: Mapping[Unit, dict[str, Any]]) -> list[str]:
-    """What differs between units of one model and checkpoint, or usually is the same for all."""
-    groups: dict[tuple[str, Any], list[dict[str, Any]]] = {}
-    for unit, one in provenances.items():
-        groups.setdefault((unit.what["model"], unit.what["checkpoint"]), []).append(one)
-    everywhere = _SAME_FOR_ALL - _common(list(provenances.values())).keys()
-    return sorted(
-        {key for group in groups.values() for one in group for key in one.keys() - _common(group)} | everywhere
-    )
-
-
-def _common(provenances: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is the same in all."""
-    first, *others = provenances
-    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
-
-
-def _in_order(labels: Iterable[Any]) -> list[Any]:
-    return sorted(labels, key=step_order)
-
-
-def _records(folder: Folder) -> dict[str, dict[str, Any]]:
-    """Records of units of surveys; any others are ignored."""
-    return {
-        key: one
-        for key, one in folder.records().items()
-        if one["what"].keys() >= {"model", "checkpoint", "source", "prompts"}
-    }
-
-
 def _check_sources(folder: Folder, units: Sequence[Unit]) -> None:
     """Raise where a name stood for another model before: its results would be overwritten."""
-    there = _records(folder)
+    there = survey_records(folder)
     for unit in units:
         before, now = (what["source"]["name"] for what in (there.get(unit.key, {}).get("what", unit.what), unit.what))
         if before != now:

@@ -119,15 +119,11 @@ class Folder:
     ) -> list[Outcome]:
         """Measure every unit that is not finished; each is written as soon as it is done.
 
-        One after the other in this process; or by an executor, anything with `submit(function, *arguments)` that
-        returns futures: pools of concurrent.futures, a Client of dask.distributed, submitit (one job array). Then
-        `measure` must be picklable and every worker must see the folder.
+        One after the other in this process, or by an executor; then `measure` must be picklable and every worker must
+        see the folder. `progress` wraps the loop: over all units, or over those that come back from the executor.
 
-        `progress` wraps the loop: over all units in this process, over those that come back from an executor.
-
-        A unit that fails is recorded, and the others go on. If a worker is killed, `process_pool` finds the unit that
-        kills its worker; with other pools, every unit that had not ended fails. An error in writing (OSError, a full
-        disk) ends the run; what is finished is kept. So does Ctrl-C, with a message that says what is kept.
+        A unit that fails is recorded, and the others go on. An error in writing (a full disk) ends the run, and so does
+        Ctrl-C, with a message that says what is kept.
 
         Raises:
             ValueError: another run is using the folder.
