@@ -37,8 +37,7 @@ pytestmark = pytest.mark.on_4_only
 MADE = (tlc.CouplingMap, tlc.Prompt, tlc.Settings, tlc.Spectrum, tlc.Survey)
 ASKED = (tlc.CouplingMap, tlc.influence.Influence, tlc.trajectories.Linearisation, tlc.Spectrum)
 # Functions of a table, which call its columns x and y.
-OF_COLUMNS = {"linear_fit", "exponential_fit", "rank_correlation", "subset_fits", "leave_one_out"}
-OF_COLUMNS |= {"partial_regression", "covariate_fits"}
+OF_COLUMNS = {"linear_fit"}
 SQUARE = torch.tensor([[2.0, 1.0], [0.5, 3.0]])
 
 

@@ -11,7 +11,7 @@ from tl_coupling.border import Count, Seed, checked
 from tl_coupling.coupling import Measure
 from tl_coupling.generalization.fits import LinearFit, linear_fit
 from tl_coupling.generalization.resampling import Bootstrap, bootstrap
-from tl_coupling.generalization.tables import Measured, at_one_checkpoint, coupling_table, largest_k, per_prompt
+from tl_coupling.generalization.tables import Measured, at_one_checkpoint, coupling_table, per_prompt
 from tl_coupling.statistics import Interval, RankCorrelation, rank_correlation
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ def task_means(
     """
     import pandas
 
-    k = largest_k(data) if k is None else k
     held = per_prompt(data, k, measure)
     rng = np.random.default_rng(seed)
     rows = []
@@ -88,17 +87,12 @@ def task_means(
             rows.append((*which, means["x"], low, high, means["null"], means["loss"]))
     columns = ["model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null", "loss"]
     table = pandas.DataFrame(rows, columns=columns)
-    table.attrs |= {"k": k, "measure": measure}
+    table.attrs |= {"k": held["k"].item(), "measure": measure}
     return table
 
 
 def fits_across_tasks(
-    data: "xarray.Dataset",
-    scores: "pandas.DataFrame | str",
-    *,
-    k: int,
-    measure: Measure,
-    checkpoint: int | str | None,
+    data: "xarray.Dataset", scores: "pandas.DataFrame | str", *, k: int, measure: str, checkpoint: int | str | None
 ) -> dict[str, LinearFit]:
     """Within each model, its coupling on each task against its score there, in a column with the name of the task.
 

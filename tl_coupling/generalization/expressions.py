@@ -31,10 +31,6 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 _TOKENS = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|`([^`]*)`|[&|]", re.DOTALL)
 
 
-class _NotAllowed(ValueError):
-    """What is wrong with an expression; `evaluate` adds the expression."""
-
-
 def evaluate(table: "pandas.DataFrame", expression: str) -> Any:
     """The value of an expression: an array along the rows, or a single number, text or truth value without columns.
 
@@ -55,7 +51,7 @@ def evaluate(table: "pandas.DataFrame", expression: str) -> Any:
         tree, quoted = _parsed(expression)
         with np.errstate(all="ignore"):
             return _value(tree, lambda name: _column(table, quoted.get(name, name)))
-    except _NotAllowed as error:
+    except ValueError as error:
         shown = expression if len(expression) <= 100 else expression[:99] + "…"
         why = f"; the columns are {', '.join(map(str, table))}" if expression.isidentifier() else f": {error}"
         raise ValueError(f"no column or expression {shown!r}{why}") from None
@@ -64,7 +60,7 @@ def evaluate(table: "pandas.DataFrame", expression: str) -> Any:
 def _parsed(expression: str) -> tuple[ast.expr, dict[str, str]]:
     """The syntax tree, and the columns in backticks by the names that stand for them in it."""
     if len(expression) > _LONGEST:
-        raise _NotAllowed(f"at most {_LONGEST} characters, got {len(expression)}")
+        raise ValueError(f"at most {_LONGEST} characters, got {len(expression)}")
     quoted: dict[str, str] = {}
 
     def replaced(token: re.Match[str]) -> str:
@@ -78,12 +74,12 @@ def _parsed(expression: str) -> tuple[ast.expr, dict[str, str]]:
         tree = ast.parse(_TOKENS.sub(replaced, expression).strip(), mode="eval").body
     # NUL characters and lone surrogates raise ValueError, deep nesting one of the last two.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise _NotAllowed(f"it cannot be read; allowed are {ALLOWED}") from None
+        raise ValueError(f"it cannot be read; allowed are {ALLOWED}") from None
     layer: list[ast.AST] = [tree]
     for _ in range(_DEEPEST):
         layer = [child for node in layer for child in ast.iter_child_nodes(node)]
     if layer:
-        raise _NotAllowed(f"it is nested more than {_DEEPEST} deep")
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
     return tree, quoted
 
 
@@ -95,7 +91,7 @@ def _value(node: ast.expr, column: Callable[[str], Any]) -> Any:
             try:
                 return np.float64(constant)
             except OverflowError:
-                raise _NotAllowed("a number in it is too large") from None
+                raise ValueError("a number in it is too large") from None
         case ast.Name(id=name):
             return column(name)
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
@@ -109,12 +105,12 @@ def _value(node: ast.expr, column: Callable[[str], Any]) -> Any:
             base, other = (_numbers(node, _value(side, column)) for side in (left, right))
             if isinstance(op, ast.Pow) and not (np.ndim(other) == 0 and abs(other) <= _LARGEST_EXPONENT):
                 wanted = f"one number, at most {_LARGEST_EXPONENT} in magnitude"
-                raise _NotAllowed(f"the exponent in {_text(node)} must be {wanted}")
+                raise ValueError(f"the exponent in {_text(node)} must be {wanted}")
             return _OPERATORS[type(op)](base, other)
         case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op], comparators=[operand]):
             elements = [_value(e, column) for e in operand.elts] if isinstance(operand, ast.List | ast.Tuple) else [[]]
             if any(map(np.ndim, elements)):
-                raise _NotAllowed(f"`in` must be followed by a list of numbers or texts, got {_text(operand)}")
+                raise ValueError(f"`in` must be followed by a list of numbers or texts, got {_text(operand)}")
             value = _value(left, column)
             found = [_compared(node, value, ast.Eq(), element) for element in elements]
             return reduce(np.logical_or, found, np.zeros(np.shape(value), bool)) ^ isinstance(op, ast.NotIn)
@@ -124,18 +120,18 @@ def _value(node: ast.expr, column: Callable[[str], Any]) -> Any:
             return reduce(np.logical_and, map(partial(_compared, node), values, ops, values[1:]))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
             return _FUNCTIONS[name](_numbers(node, _value(argument, column)))
-    raise _NotAllowed(f"{_text(node)} is not allowed; allowed are {ALLOWED}")
+    raise ValueError(f"{_text(node)} is not allowed; allowed are {ALLOWED}")
 
 
 def _compared(node: ast.expr, left: Any, op: ast.cmpop, right: Any) -> Any:
     if type(op) not in _OPERATORS:
-        raise _NotAllowed(f"{_text(node)} is not allowed; allowed are {ALLOWED}")
+        raise ValueError(f"{_text(node)} is not allowed; allowed are {ALLOWED}")
     if not isinstance(op, ast.Eq | ast.NotEq):
         left, right = _numbers(node, left), _numbers(node, right)
     one, other = np.asarray(left).dtype.kind, np.asarray(right).dtype.kind
     # A column of objects may hold numbers beside text, as checkpoints do.
     if "U" in (one, other) and not {one, other} <= {"U", "O"}:
-        raise _NotAllowed(f"{_text(node)} compares text with {_kind(right if one == 'U' else left)}")
+        raise ValueError(f"{_text(node)} compares text with {_kind(right if one == 'U' else left)}")
     return _OPERATORS[type(op)](left, right)
 
 
@@ -145,10 +141,10 @@ def _column(table: "pandas.DataFrame", name: str) -> np.ndarray:
     from pandas.api import types
 
     if name not in table:
-        raise _NotAllowed(f"there is no column {name!r}; the columns are {', '.join(map(str, table))}")
+        raise ValueError(f"there is no column {name!r}; the columns are {', '.join(map(str, table))}")
     values = table[name]
     if not isinstance(values, pandas.Series):
-        raise _NotAllowed(f"there are two columns {name!r}")
+        raise ValueError(f"there are two columns {name!r}")
     values = values.infer_objects()
     if types.is_bool_dtype(values.dtype) and not values.isna().any():
         return values.to_numpy(dtype=bool)
@@ -163,13 +159,13 @@ def _kind(value: Any) -> str:
 
 def _numbers(node: ast.expr, value: Any) -> Any:
     if _kind(value) == "text":
-        raise _NotAllowed(f"{_text(node)} needs numbers, got text")
+        raise ValueError(f"{_text(node)} needs numbers, got text")
     return np.float64(value)
 
 
 def _truths(node: ast.expr, value: Any) -> Any:
     if (kind := _kind(value)) != "truth values":
-        raise _NotAllowed(f"{_text(node)} needs true or false on each side, got {kind}: put comparisons in brackets")
+        raise ValueError(f"{_text(node)} needs true or false on each side, got {kind}: put comparisons in brackets")
     return value
 
 

@@ -59,12 +59,10 @@ class ExponentialFit:
     """`y ≈ a · exp(b · x)`, least squares on y itself, not on its logarithm.
 
     Attributes:
-        x, y: the columns.
-        n: rows that have both.
+        x, y, n, level: as in `LinearFit`.
         a, b: a in units of y, b in units of 1/x, with a t interval.
         r_squared: `1 − Σ(y − ŷ)² / Σ(y − ȳ)²`, on y.
         p: two-sided, of b = 0, from the covariance at the solution.
-        level: of the interval.
     """
 
     x: str

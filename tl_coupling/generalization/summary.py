@@ -8,26 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tl_coupling.border import Count, Seed, checked
 from tl_coupling.coupling import Measure
-from tl_coupling.generalization.associations import (
-    Association,
-    PromptCorrelation,
-    association,
-    by_task,
-    fits_across_tasks,
-    prompt_correlations,
-)
-from tl_coupling.generalization.fits import (
-    ExponentialFit,
-    LeaveOneOut,
-    LinearFit,
-    complete_rows,
-    covariate_fits,
-    exponential_fit,
-    leave_one_out,
-    linear_fit,
-    subset_fits,
-)
-from tl_coupling.generalization.tables import checked_scores, largest_k, measured, needed
+from tl_coupling.generalization import associations, fits
+from tl_coupling.generalization.associations import Association, PromptCorrelation
+from tl_coupling.generalization.fits import ExponentialFit, LeaveOneOut, LinearFit
+from tl_coupling.generalization.tables import checked_scores, measured, needed
 
 if TYPE_CHECKING:
     import pandas
@@ -147,7 +131,8 @@ def generalization_study(
         checkpoint: of all models; each model's last by default, and "untrained" for the untrained twins.
         controls: covariates, columns or expressions such as `"log10(n_parameters)"`; by default depth, width and
             the logarithms of parameters and training tokens, those that are known and differ.
-        subsets: as in `subset_fits`.
+        subsets: by name, a query over the table such as `"score > 45 and n_layers <= 32"`, an expression as in
+            `linear_fit` that is true or false; or a mask over its rows.
         difficulty: of prompts, by id.
         n_resamples, seed: as in `bootstrap`.
 
@@ -174,11 +159,12 @@ def generalization_study(
     if not isinstance(scores, str) and models:
         # Here, so that there is one warning for models that were not measured.
         scores = checked_scores(scores, score, models)
-    k = largest_k(data) if k is None else k
+    k = int(data["k"].max()) if k is None else k
     where: dict[str, Any] = {"measure": measure, "checkpoint": checkpoint}
     held = measured(data, scores, k=k, score=score, **where)
     table, x, y = held.table, held.measure, held.score
     left_out = dict(held.left_out)
+    associate = partial(associations.association, n_resamples=n_resamples, seed=seed)
 
     def possible(what: str, computations: Mapping[_Key, Callable[[], _Result]]) -> dict[_Key, _Result]:
         found = {}
@@ -190,30 +176,34 @@ def generalization_study(
         return found
 
     def associated(part: "xarray.Dataset", k: int, score: str) -> Association:
-        return association(measured(part, scores, k=k, score=score, **where), n_resamples=n_resamples, seed=seed)
+        return associate(measured(part, scores, k=k, score=score, **where))
 
     if controls is not None:
         if len(set(controls)) < len(controls):
             raise ValueError(f"`controls` must be different columns, got {list(controls)}")
         # An unknown name is the caller's mistake, not a lack of models.
-        complete_rows(table, controls)
-    main = association(held, n_resamples=n_resamples, seed=seed)
+        fits.complete_rows(table, controls)
+    main = associate(held)
     chosen = [name for column, name in _COVARIATES.items() if column in table] if controls is None else controls
-    alone = {name: partial(covariate_fits, table, x, y, covariates=[name]) for name in chosen}
+    alone = {name: partial(fits.covariate_fits, table, x, y, covariates=[name]) for name in chosen}
     usable = list(possible("covariate ", alone))
     fixed = {name: [name] for name in usable} | ({" + ".join(usable): usable} if len(usable) > 1 else {})
+    given = {name: partial(fits.linear_fit, table, x, y, controls=held_fixed) for name, held_fixed in fixed.items()}
     other_ks = [int(other) for other in data["k"].values if other != k]
     by_k = possible("k = ", {other: partial(associated, data, other, score) for other in other_ks})
     columns = () if isinstance(scores, str) else scores.columns
-    tasks = {t: partial(associated, part, k, t if t in columns else score) for t, part in by_task(data).items()}
-    of_prompts: Callable[..., dict[str, PromptCorrelation]] = partial(prompt_correlations, k=k, seed=seed, **where)
+    parts = associations.by_task(data).items()
+    tasks = {task: partial(associated, part, k, task if task in columns else score) for task, part in parts}
+    of_prompts: Callable[..., dict[str, PromptCorrelation]] = partial(
+        associations.prompt_correlations, k=k, seed=seed, **where
+    )
     lengths = possible("prompt length, ", {model: partial(of_prompts, data.sel(model=[model])) for model in models})
-    single: dict[str, Any] = {
-        "exponential": partial(exponential_fit, table, x, y),
-        "influence": partial(leave_one_out, table, x, y),
-        "across tasks": partial(fits_across_tasks, data, scores, k=k, **where),
+    others: dict[str, Callable[[], Any]] = {
+        "exponential": partial(fits.exponential_fit, table, x, y),
+        "influence": partial(fits.leave_one_out, table, x, y),
+        "across tasks": partial(associations.fits_across_tasks, data, scores, k=k, **where),
     }
-    others = possible("", single)
+    single = possible("", others)
     return Generalization(
         measure=measure,
         k=k,
@@ -221,14 +211,14 @@ def generalization_study(
         table=table,
         n_prompts=held.x.shape[1],
         association=main,
-        exponential=others.get("exponential"),
-        influence=others.get("influence"),
-        covariates=covariate_fits(table, x, y, covariates=usable),
-        partial=possible("given ", {name: partial(linear_fit, table, x, y, controls=c) for name, c in fixed.items()}),
-        subsets=subset_fits(table, x, y, subsets=subsets or {}),
+        exponential=single.get("exponential"),
+        influence=single.get("influence"),
+        covariates=fits.covariate_fits(table, x, y, covariates=usable),
+        partial=possible("given ", given),
+        subsets=fits.subset_fits(table, x, y, subsets=subsets or {}),
         by_k=dict(sorted((by_k | {k: main}).items())),
         by_task=possible("task ", tasks),
-        across_tasks=others.get("across tasks", {}),
+        across_tasks=single.get("across tasks", {}),
         prompt_length={model: found for of_model in lengths.values() for model, found in of_model.items()},
         prompt_difficulty=of_prompts(data, difficulty) if difficulty else {},
         left_out=left_out,

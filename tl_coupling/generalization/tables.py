@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Float
 
 from tl_coupling.border import AnyPath, checked, warn_caller
-from tl_coupling.coupling import Measure
 from tl_coupling.surveys.checkpoints import step_order
 
 if TYPE_CHECKING:
@@ -129,10 +128,10 @@ def measured(
     data: "xarray.Dataset",
     scores: "pandas.DataFrame | str",
     *,
-    k: int | None,
-    measure: Measure,
-    score: str = "score",
-    checkpoint: int | str | None = None,
+    k: int,
+    measure: str,
+    score: str,
+    checkpoint: int | str | None,
 ) -> Measured:
     """Coupling and score of each model at `checkpoint`, by default the last at which it was measured.
 
@@ -175,11 +174,6 @@ def at_one_checkpoint(rows: "pandas.DataFrame", checkpoint: int | str | None) ->
     return chosen.groupby("model", sort=False).tail(1)
 
 
-def largest_k(data: "xarray.Dataset") -> int:
-    """The largest number of singular vectors that was measured."""
-    return int(np.max(data["k"].values))
-
-
 def needed(data: "xarray.Dataset", measure: str, also: Sequence[str] = ()) -> "xarray.Dataset":
     """What the statistics of a measure need of a survey, in memory, for all k; maps of pairs of layers are not read."""
     variable = f"mean_{measure}"
@@ -201,8 +195,8 @@ def per_prompt(data: "xarray.Dataset", k: int | None, measure: str, also: Sequen
         ValueError: the k or the measure was not measured.
     """
     held = needed(data, measure, also)
-    k = largest_k(data) if k is None else k
-    if k not in data["k"].values:
+    k = int(held["k"].max()) if k is None else k
+    if k not in held["k"].values:
         raise ValueError(f"`k` = {k} was not measured; there are {sorted(data['k'].values.tolist())}")
     names = {f"mean_{measure}": "x", f"null_{measure}": "null"}
     held = held.sel(k=k).rename({name: new for name, new in names.items() if name in held})

@@ -19,7 +19,7 @@ from tl_coupling.plots.labels import measure_label, own_axes
 _POINTS_PER_INCH = 72
 # Where a name may stand, seen from its point: beside it first, further away where something is in the way.
 _DISTANCES = (5.0, 12.0, 20.0, 28.0, 38.0)
-_DIRECTIONS = tuple((x, y) for x, y in product((1, -1, 0), (0, 1, -1)) if (x, y) != (0, 0))
+_DIRECTIONS = np.array([(x, y) for x, y in product((1, -1, 0), (0, 1, -1)) if (x, y) != (0, 0)])
 _NULL: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1}
 
 
@@ -33,9 +33,6 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     Args:
         result: from `generalization_study`.
         ax: where to draw; a new Figure by default.
-
-    Returns:
-        the Axes, with a name at each point.
 
     Source:
         Aubry et al. 2025, figures 1a and 8: without null and band.
@@ -69,16 +66,13 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
 
 @checked
 def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
-    """The slope with its interval: over all models, over subsets of them, and with covariates held fixed.
+    """The slope with its interval, one row each: over all models, over subsets of them, and with covariates held fixed.
 
-    Shows whether the slope keeps its sign. Intervals are t intervals except in the second row.
+    Shows whether the slope keeps its sign. Intervals are t intervals except in the second row, the bootstrap.
 
     Args:
         result: from `generalization_study`.
         ax: where to draw; a new Figure by default.
-
-    Returns:
-        the Axes, with a row from top to bottom for all models, the bootstrap, each subset, each set of covariates.
     """
     slopes, drawn = result.slopes, result.association.bootstrap
     places = np.arange(len(slopes))
@@ -111,9 +105,6 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     Args:
         result: from `generalization_study`.
         ax: where to draw; a new Figure by default.
-
-    Returns:
-        the Axes.
 
     Source:
         Aubry et al. 2025, figure of the correlation for varying K: without interval.
@@ -156,10 +147,10 @@ def _name_points(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> No
     figure.draw_without_rendering()
     pixels = figure.dpi / _POINTS_PER_INCH
     points, inside = ax.transData.transform(np.column_stack([x, y])), ax.get_window_extent()
-    taken = [_around(point, 3 * pixels) for point in points]
+    taken = [Bbox([point - 3 * pixels, point + 3 * pixels]) for point in points]
     for curve in (line for line in ax.lines if line.get_linestyle() not in ("None", "--")):
         path = ax.transData.transform_path(curve.get_path()).interpolated(3)
-        taken += [_around(point, pixels) for point in np.asarray(path.vertices)]
+        taken += [Bbox([point - pixels, point + pixels]) for point in np.asarray(path.vertices)]
     for xy, point, name in zip(zip(x, y, strict=True), points, names, strict=True):
         # A thin line leads from a name to its point where they stand apart.
         leader = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
@@ -167,8 +158,7 @@ def _name_points(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> No
         label = ax.annotate(name, xy, (0, 0), arrowprops=leader, **text)
         size = np.array(Text.get_window_extent(label).size)
         corners = [
-            point + distance * pixels * way + (way - 1) / 2 * size
-            for distance, way in product(_DISTANCES, np.array(_DIRECTIONS))
+            point + distance * pixels * way + (way - 1) / 2 * size for distance, way in product(_DISTANCES, _DIRECTIONS)
         ]
         boxes = [Bbox.from_bounds(*corner, *size) for corner in corners]
         covered = [box.count_overlaps(taken) for box in boxes]
@@ -176,7 +166,3 @@ def _name_points(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> No
         best = min(range(len(boxes)), key=lambda i: (inside.count_contains(boxes[i].corners()) < 4, covered[i]))
         taken.append(boxes[best])
         label.set_position(tuple((corners[best] - point) / pixels))
-
-
-def _around(point: np.ndarray, radius: float) -> Bbox:
-    return Bbox([point - radius, point + radius])
