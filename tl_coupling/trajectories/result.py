@@ -188,9 +188,7 @@ def measure_trajectory(
         linear, noise: whether to make the `linearisation` with its closed form, and the default `perturbation`.
         progress: wraps the loops of both; `None`: a bar in a terminal or notebook, `False`: none.
 
-    Raises:
-        ValueError: a position out of range, a window that is even, below 1 or above the number of layers.
-
+    Raises ValueError for a position out of range, and for a window that is even, below 1 or above the number of layers.
     Warns where the model has no logits, so that there is no entropy, and where a measure is undefined (NaN).
 
     Cost: `n_layers + 1` unembeddings of the prompt; with `linear` a Jacobian and its singular values per layer; with
