@@ -86,8 +86,8 @@ def _summary(results: dict[str, TrajectoryResult]) -> dict[str, Any]:
         "random_steps_line_shape_score": math.sqrt(results["trained"].n_layers),
         "window": results["trained"].window,
     }
-    for name in ("mean", "tokens", "undefined_tokens", "linearisation_mean_relative_error", "perturbation"):
-        summary[name] = {}
+    names = ("mean", "tokens", "undefined_tokens", "linearisation_mean_relative_error", "perturbation")
+    summary |= {name: {} for name in names}
     for run, result in results.items():
         tokens = {name: getattr(result, name) for name in _PER_TOKEN}
         summary["mean"][run] = {name: float(values.nanmean()) for name, values in tokens.items()}

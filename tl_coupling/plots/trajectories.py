@@ -118,7 +118,10 @@ def plot_trajectory_metrics(
     }
     first = next(iter(by.values()))
     provenance, n_pos = first.provenance, first.norm.shape[1]
-    if any(one.norm.shape[1] != n_pos or _tokens(one) != _tokens(first) for one in by.values()):
+    prompts = [
+        [one.norm.shape[1], *(one.provenance.get(key) for key in ("tokens", "str_tokens"))] for one in by.values()
+    ]
+    if any(prompt != prompts[0] for prompt in prompts):
         raise ValueError("`results` must be of one prompt, so that tokens and their means compare; got different ones")
     sinks = {t for one in by.values() for t in attention_sinks(one.norm[..., None])}
     chosen, left_out = _chosen(positions, n_pos, sinks, provenance)
@@ -323,10 +326,6 @@ def _chosen(
     names = ", ".join(token_name(provenance, t) for t in sorted(sinks))
     left_out = f" · without attention sink{'s' if len(sinks) > 1 else ''}: token {names}" if sinks else ""
     return [t for t in range(n_pos) if t not in sinks], left_out
-
-
-def _tokens(result: TrajectoryResult) -> Any:
-    return result.provenance.get("tokens", result.provenance.get("str_tokens"))
 
 
 def _parts(results: Any, kind: type, name: str) -> dict[str, Any]:

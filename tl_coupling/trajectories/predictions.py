@@ -94,8 +94,8 @@ def linearisation(
 ) -> Linearisation:
     """Predict one token's trajectory by its linearised blocks: step by step, compounded, and under exact coupling.
 
-    A block is not linear: its first-order expansion at `x` is `f(x) + J (y − x)`, and the linear model of the paper drops
-    the constant `f(x) − J x`. This measures how much that matters. J is `J^l_{tt}`: other tokens are held fixed.
+    A block is not linear: its first-order expansion at `x` is `f(x) + J (y − x)`. The linear model of the paper drops
+    the constant `f(x) − J x`; this measures how much that matters. J is `J^l_{tt}`: other tokens are held fixed.
 
     Expect little: a block that normalises first hardly depends on the length of its token. Where attention and MLP run
     in parallel (GPT-NeoX, GPT-J), `f(c x) = f(x)` except for the norm's ε, so `J x = 0` (Euler's theorem) and the

@@ -38,8 +38,8 @@ class TrajectoryPCA:
 def logit_lens_entropy(x: Trajectories, unembed: Callable[[Tensor], Tensor]) -> Float[Tensor, "n_layers_plus_1 *batch"]:
     """Entropy `H = −Σ_v p_v ln p_v` of `p = softmax(unembed(x^l))` at every depth, in nats: 0 to `ln d_vocab`.
 
-    `unembed`, usually final norm and unembedding, maps `[*batch d_model]` to logits `[*batch d_vocab]`; it is called per
-    depth, with `x[l]` in x's own dtype, without gradients. A last entry that is normalised already
+    `unembed`, usually final norm and unembedding, maps `[*batch d_model]` to logits `[*batch d_vocab]`. It is called at
+    each depth, with `x[l]` in x's own dtype, without gradients. A last entry that is normalised already
     (`trace(…, final_norm=True)`) would be normalised twice; `entropy_by_depth` avoids that.
 
     Raises:

@@ -56,7 +56,7 @@ class TrajectoryResult:
     """Shapes of all tokens' trajectories; for one token also their linear predictions and the fate of noise.
 
     Attributes:
-        line_shape_score, expodistance, equidistance: of each token; see the functions of the same names.
+        line_shape_score, expodistance, equidistance: of each token; see the functions of these names.
         norm, step_length: `‖x^l‖` at every depth and `‖x^{l+1} − x^l‖` of every layer, in units of the residual stream.
         line_shape_score_windowed: of every `window` consecutive steps; entry `i` is centred on layer `i + window // 2`.
         line_shape_score_by_depth: of the steps up to each layer.
