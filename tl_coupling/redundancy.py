@@ -40,15 +40,14 @@ def layer_redundancy(
 ) -> "xarray.Dataset":
     """Loss without each block, with neighbours swapped, and with neighbours merged, beside the blocks' coupling.
 
-    The residual stream is carried on from the first changed block, through every later block, to the logits:
-
     - dropped `l`: `X^{l+1} = X^l`, the skip connection alone;
     - swapped `(l, l+1)`: block `l+1` first, then block `l`;
-    - merged `(l, l+1)`: both replaced by one block, applied once: block `l` with each parameter the mean of the two
-      blocks' (without alignment: heads, neurons and experts are averaged by index). The stream also loses one step, so
-      compare with the better of the two drops: two equal blocks merge into a drop of one.
+    - merged `(l, l+1)`: one block in place of two: block `l` with each parameter the mean of the two blocks' (without
+      alignment: heads, neurons and experts are averaged by index). The stream also loses one step, so compare with the
+      better of the two drops: two equal blocks merge into a drop of one.
 
-    A block keeps the arguments that the model gave it (mask, positions) wherever it runs. The model is left unchanged.
+    Later blocks run on the changed stream. Every block keeps the arguments that the model gave it (mask, positions).
+    The model is left unchanged.
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode.
@@ -63,27 +62,23 @@ def layer_redundancy(
         a Dataset with dims `prompt`, `k`, `layer`, and `pair`, whose coordinate is the first layer of the pair:
 
         - `loss`, `[prompt]`; `loss_dropped`, `[prompt layer]`; `loss_swapped` and `loss_merged`, `[prompt pair]`: mean
-          negative log-likelihood per token given the tokens before, in nats. Pairs of different kinds (windowed and
-          full attention, dense and mixture of experts) cannot be merged: NaN, with the reason in the attribute
-          `not_merged`, and one warning;
+          negative log-likelihood per token, in nats. Blocks of different kinds (windowed and full attention, dense and
+          mixture of experts) cannot be merged: NaN, a warning, and the reason in the attribute `not_merged`;
         - `block_influence`, `[prompt layer]`: `1 − mean_t cos(X^l_t, X^{l+1}_t)` over the tokens t (Men et al. 2024);
         - `coupling_of_pair`, `[prompt k pair]`: mean of the pair's two couplings, either block giving the singular
           vectors; `coupling_with_others`, `[prompt k layer]`: mean over all other layers, both ways;
-          `null_coupling`, `[k]`: what random subspaces would give;
-        - `n_pos`, `[prompt]`: number of tokens.
+        - `null_coupling`, `[k]`: what random subspaces would give; `n_pos`, `[prompt]`: number of tokens.
 
     Raises:
-        ValueError: a model of one block, no prompts, a prompt of one token, k outside `[1, d_model]`; the message names
-            the prompt.
+        ValueError: a model of one block, no prompts, a prompt of one token, k out of range; it names the prompt.
 
     Cost: for each prompt a depth coupling, `1.5 L²` block evaluations and `3 L` unembeddings; memory for `3 L` residual
-    streams and, during a merge, the weights of one more block. Half precision is upcast block by block, but not in the
-    unembedding, which rounds the logits: small differences in loss are lost there.
+    streams and one more block. Half precision is upcast block by block, but not in the unembedding: small differences
+    in loss are lost in the rounding of the logits.
 
     Example:
         >>> data = layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,))
-        >>> change = data.loss_dropped - data.loss
-        >>> change.sizes
+        >>> (data.loss_dropped - data.loss).sizes
         Frozen({'prompt': 2, 'layer': 2})
 
     Source: block influence is eq. 1 of Men et al. 2024 (ShortGPT). That strongly coupled blocks can stand in for each
@@ -130,18 +125,14 @@ def layer_redundancy(
 def redundancy_correlations(data: "xarray.Dataset", *, n_resamples: Count = 1000, seed: Seed = 0) -> "xarray.Dataset":
     """Rank correlation, over layers or pairs, of the change in loss with coupling and with block influence.
 
-    Spearman's ρ of means over prompts. Drops are ranked over layers, against `coupling_with_others` and
-    `block_influence`; swaps and merges over pairs, against `coupling_of_pair` and the mean influence of the two blocks.
+    Spearman's ρ of means over prompts of `layer_redundancy`'s `data`. Drops are ranked over layers, by
+    `coupling_with_others` and `block_influence`; swaps and merges over pairs, by `coupling_of_pair` and the mean
+    influence of the two blocks.
     If coupled blocks are redundant, ρ with coupling is negative; if influence predicts the cost, ρ with it is positive.
 
     The intervals are 95 % percentile intervals of a bootstrap over prompts, with loss, coupling and influence resampled
     together. Layers are not resampled: they are the whole model, not a sample. So an interval says how far ρ might move
     on other prompts, not whether another model would show it.
-
-    Args:
-        data: what `layer_redundancy` returned.
-        n_resamples: size of the bootstrap.
-        seed: of the bootstrap.
 
     Returns:
         a Dataset with dims `change` ("dropped", "swapped", "merged"), `blocks` ("all", "inner": without the first and
@@ -155,11 +146,10 @@ def redundancy_correlations(data: "xarray.Dataset", *, n_resamples: Count = 1000
           and with one prompt the intervals are. Pairs that could not be merged are left out.
 
     Raises:
-        ValueError: `data` is of another kind, `n_resamples` below 1.
+        ValueError: `data` is not what `layer_redundancy` returns, `n_resamples` is below 1.
 
     Example:
-        >>> data = layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,))
-        >>> rho = redundancy_correlations(data)
+        >>> rho = redundancy_correlations(layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,)))
         >>> int(rho.n.sel(change="dropped", blocks="all"))
         2
     """

@@ -173,12 +173,12 @@ def report_table1() -> None:
 def survey_smollm2(arguments: argparse.Namespace) -> None:
     """Coupling of SmolLM2 on benchmark prompts by task; with a file of prompts, its blocks are changed as well."""
     if arguments.prompts is not None:
-        of_file = tlc.load_prompts(arguments.prompts, None)
+        of_file = tlc.load_prompts(arguments.prompts)
         prompts = tlc.prompts.prompts_per_task(of_file, arguments.per_task)
         redundancy(EMBEDDED_MODEL, EMBEDDED_MODEL, tlc.prompts.prompts_per_task(of_file, 2), K_SMOLLM2, arguments.out)
     else:
         try:
-            prompts = tlc.prompts.open_llm_leaderboard_prompts(6 * arguments.per_task)
+            prompts = tlc.load_prompts("open_llm_leaderboard", 6 * arguments.per_task)
         except OSError as error:
             print(f"SmolLM2 is left out: {error}")
             return

@@ -34,11 +34,7 @@ Examples:
   tl-coupling trajectory --model gpt2 --final-norm --window 7 --no-perturbation --out gpt2
 """
 
-_PER_TOKEN = {
-    "line_shape_score": "line-shape score",
-    "expodistance": "expodistance",
-    "equidistance": "equidistance",
-}
+_PER_TOKEN = ("line_shape_score", "expodistance", "equidistance")
 
 
 @command(_TRAJECTORY_HELP)
@@ -90,8 +86,8 @@ def _summary(results: dict[str, TrajectoryResult]) -> dict[str, Any]:
         "random_steps_line_shape_score": math.sqrt(results["trained"].n_layers),
         "window": results["trained"].window,
     }
-    for name in ("mean", "tokens", "undefined_tokens", "linearisation_mean_relative_error", "perturbation"):
-        summary[name] = {}
+    names = ("mean", "tokens", "undefined_tokens", "linearisation_mean_relative_error", "perturbation")
+    summary |= {name: {} for name in names}
     for run, result in results.items():
         tokens = {name: getattr(result, name) for name in _PER_TOKEN}
         summary["mean"][run] = {name: float(values.nanmean()) for name, values in tokens.items()}
@@ -124,12 +120,12 @@ def _table(results: dict[str, TrajectoryResult]) -> Table:
     table.add_column("measure")
     for run in results:
         table.add_column(run, justify="right")
-    for name, words in _PER_TOKEN.items():
+    for name in _PER_TOKEN:
         cells = []
         for result in results.values():
             values = getattr(result, name)
             n_undefined = int(values.isnan().sum())
             said = f" ({n_undefined} undefined)" if n_undefined else ""
             cells.append("undefined" if n_undefined == n_pos else f"{float(values.nanmean()):.3f}{said}")
-        table.add_row(words, *cells)
+        table.add_row(name.replace("line_shape_score", "line-shape score"), *cells)
     return table

@@ -36,17 +36,11 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
         k: how many top singular vectors; the largest number in the data by default.
         fig: where to draw; a new Figure by default.
 
-    Returns:
-        the Figure; its Axes are change by depth, against coupling, against influence. In each, lines are dropped,
-        swapped, and (where a pair could be merged) merged.
-
-    Raises:
-        ValueError: data of another kind, a k that is not in them.
+    Returns the Figure; its Axes are change by depth, against coupling, against influence. In each, lines are dropped,
+    swapped, and (where a pair could be merged) merged. Raises ValueError for other data, and a k that is not in them.
 
     Example:
-        >>> from tl_coupling.redundancy import layer_redundancy
-        >>> data = layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,))
-        >>> fig = plot_redundancy(data)
+        >>> fig = plot_redundancy(tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,)))
     """
     check_redundancy(data)
     held = [int(one) for one in data["k"].values]
@@ -95,11 +89,9 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     for predictor in ("coupling", "block_influence"):
         plain_legend(panels[predictor], title=ranked, title_fontsize="small", alignment="left", **place)
     n_prompts = data.sizes["prompt"]
-    what = heading(
-        "Loss without a block, and with neighbours swapped or merged", [json.loads(data.attrs["provenance"])]
-    )
     over = f"\nmean over {n_prompts} prompts" if n_prompts > 1 else ""
-    fig.suptitle(what + over, fontsize="medium", parse_math=False)
+    what = "Loss without a block, and with neighbours swapped or merged"
+    fig.suptitle(heading(what, [json.loads(data.attrs["provenance"])]) + over, fontsize="medium", parse_math=False)
     return fig
 
 

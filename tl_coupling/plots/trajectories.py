@@ -8,7 +8,7 @@ from jaxtyping import Float
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -16,27 +16,11 @@ from torch import Tensor
 from tl_coupling.blocks import Trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.plots.labels import (
-    NULL_LINE,
-    check_depth,
-    colors_of,
-    finish_lines,
-    heading,
-    named,
-    new_figure,
-    own_axes,
-    plain_legend,
-    token_name,
-)
+from tl_coupling.plots import labels
+from tl_coupling.plots.labels import NULL_LINE, colors_of, heading, named, new_figure, plain_legend, token_name
 from tl_coupling.spectra import inverse_singular_value_fit
-from tl_coupling.trajectories import (
-    Linearisation,
-    Perturbation,
-    TrajectoryResult,
-    attention_sinks,
-    measure_trajectory,
-    trajectory_pca,
-)
+from tl_coupling.trajectories import Linearisation, Perturbation, TrajectoryResult, attention_sinks, trajectory_pca
+from tl_coupling.trajectories.result import measure_trajectory
 
 View = Literal["all", "shallow", "deep"]
 
@@ -61,15 +45,11 @@ def plot_trajectories(
     Args:
         trace: a traced prompt, or its residual stream.
         views: a panel for each: "all" depths, the "shallow" half of them, the "deep" half.
-        positions: which tokens, for the components and the picture. By default all but attention sinks, tokens whose
-            norm somewhere exceeds ten times that of the median token; the title names them.
+        positions: which tokens; by default all but the `attention_sinks`, which the title names.
         fig: where to draw; a new Figure by default.
 
-    Returns:
-        the Figure; an Axes for each view, whose lines are the tokens in their order, then the marks of each.
-
-    Raises:
-        ValueError: an unknown view or none, a position out of range, fewer than two tokens to draw.
+    Returns the Figure; in the Axes of each view the lines are the tokens in their order, each followed by its marks.
+    Raises ValueError for an unknown view or none, a position out of range, and fewer than two tokens.
     """
     if not views:
         raise ValueError("`views` is empty: wanted at least one")
@@ -100,11 +80,11 @@ def plot_trajectories(
         ax.tick_params(labelsize="small")
         ax.locator_params(nbins=4)
     if len(chosen) <= _MAX_LEGEND_TOKENS:
-        handles, labels = panels[-1].get_legend_handles_labels()
-        plain_legend(fig, handles, labels, loc="outside lower center", ncols=2 * len(views), fontsize="small")
+        named_lines = panels[-1].get_legend_handles_labels()
+        plain_legend(fig, *named_lines, loc="outside lower center", ncols=2 * len(views), fontsize="small")
     else:
         # As many names would be longer than the picture is high.
-        scale = ScalarMappable(Normalize(0, n_pos - 1), "viridis")
+        scale = ScalarMappable(Normalize(0, n_pos - 1), ListedColormap(shades))
         bar = fig.colorbar(scale, ax=panels, label="token position (the last: black)")
         bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     what = f"Trajectories, components of depth {n}{left_out}"
@@ -126,15 +106,11 @@ def plot_trajectory_metrics(
 
     Args:
         results: results or traces by name, of one prompt; or one. Of a trace, `measure_trajectory` makes the shapes.
-        positions: which tokens. By default all but attention sinks, tokens whose norm somewhere exceeds ten times that
-            of the median token, in any of the results; the title names them.
+        positions: which tokens; by default all but the `attention_sinks` of any result, which the title names.
         fig: where to draw; a new Figure by default.
 
-    Returns:
-        the Figure; its Axes are norm, step length, windowed score, score of the first steps, entropy (if there is one).
-
-    Raises:
-        ValueError: no result, results of different prompts, a position out of range.
+    Returns the Figure; its Axes are norm, step length, windowed score, score of the first steps, and entropy if there
+    is one. Raises ValueError for no result, results of different prompts, and a position out of range.
     """
     by = {
         name: result if isinstance(result, TrajectoryResult) else measure_trajectory(result, linear=False, noise=False)
@@ -142,7 +118,10 @@ def plot_trajectory_metrics(
     }
     first = next(iter(by.values()))
     provenance, n_pos = first.provenance, first.norm.shape[1]
-    if any(one.norm.shape[1] != n_pos or _tokens(one) != _tokens(first) for one in by.values()):
+    prompts = [
+        [one.norm.shape[1], *(one.provenance.get(key) for key in ("tokens", "str_tokens"))] for one in by.values()
+    ]
+    if any(prompt != prompts[0] for prompt in prompts):
         raise ValueError("`results` must be of one prompt, so that tokens and their means compare; got different ones")
     sinks = {t for one in by.values() for t in attention_sinks(one.norm[..., None])}
     chosen, left_out = _chosen(positions, n_pos, sinks, provenance)
@@ -182,8 +161,8 @@ def plot_trajectory_metrics(
         panels["line_shape_score_windowed"].axhline(width**0.5, **NULL_LINE)
     n_steps = np.arange(1, max(one.n_layers for one in by.values()) + 1)
     panels["line_shape_score_by_depth"].plot(n_steps - 1, n_steps**0.5, label="random steps", **NULL_LINE)
-    handles, labels = panels["line_shape_score_by_depth"].get_legend_handles_labels()
-    plain_legend(fig, handles, labels, loc="outside lower center", ncols=4)
+    named_lines = panels["line_shape_score_by_depth"].get_legend_handles_labels()
+    plain_legend(fig, *named_lines, loc="outside lower center", ncols=4)
     what = f"Trajectories, mean over tokens and each token{left_out}"
     fig.suptitle(heading(what, [one.provenance for one in by.values()]), fontsize="medium", parse_math=False)
     return fig
@@ -206,12 +185,8 @@ def plot_linearisation(
         results: linearisations, or results that hold one, by name; or one.
         fig: where to draw; a new Figure by default.
 
-    Returns:
-        the Figure; its four Axes are relative error and cosine similarity (rows) of one step and of the compounded
-        predictions (columns).
-
-    Raises:
-        ValueError: no result, or one without a linearisation.
+    Returns the Figure; its four Axes are relative error and cosine similarity (rows) of one step and of the compounded
+    predictions (columns). Raises ValueError for no result, and for one without a linearisation.
     """
     by = _parts(results, Linearisation, "linearisation")
     fig = new_figure(8.4, 6.4) if fig is None else fig
@@ -264,15 +239,11 @@ def plot_perturbation(
         results: perturbations, or results that hold one, by name; or one.
         ax: where to draw; a Figure of its own by default.
 
-    Returns:
-        the Axes; for each result its lines are the means before the first layer and after the last, in this order, and
-        the samples after the last as points.
-
-    Raises:
-        ValueError: no result, or one without a perturbation.
+    Returns the Axes; the lines of each result are the means before the first layer and after the last, then the samples
+    after the last as points. Raises ValueError for no result, and for one without a perturbation.
     """
     by = _parts(results, Perturbation, "perturbation")
-    ax = own_axes(6.4, 4.6) if ax is None else ax
+    ax = labels.own_axes(6.4, 4.6) if ax is None else ax
     for (name, result), color in zip(by.items(), colors_of(by).values(), strict=True):
         order = np.argsort(result.scales)
         scales = np.asarray(result.scales)[order]
@@ -282,7 +253,9 @@ def plot_perturbation(
         ax.plot(scales, mean[:, -1], "-", color=color, marker="o", markersize=3, label=f"{name}, after the last layer")
         ax.plot(np.repeat(scales, samples.shape[1]), samples.ravel(), ".", color=color, alpha=0.25, label="_samples")
     tokens = {token_name(result.provenance, result.position) for result in by.values()}
-    finish_lines(ax, heading("Noise in a token's embedding", [result.provenance for result in by.values()], tokens))
+    labels.finish_lines(
+        ax, heading("Noise in a token's embedding", [result.provenance for result in by.values()], tokens)
+    )
     _legend_below(ax, len(by))
     # Scale 0 has no place on a logarithmic axis.
     ax.set_xscale("log" if all(min(result.scales) > 0 for result in by.values()) else "linear")
@@ -312,14 +285,11 @@ def plot_inverse_singular_values(
         n: how many singular values, from the largest; fewer where a result holds fewer.
         ax: where to draw; a Figure of its own by default.
 
-    Returns:
-        the Axes; for each result and each k its lines are the points and the fit, in this order.
-
-    Raises:
-        ValueError: no result, one without singular values or of fewer than two layers, a map of tokens, n below 1.
+    Returns the Axes; the lines of each result and each k are the points, then the fit. Raises ValueError for no result,
+    one without singular values or of fewer than two layers, a map of tokens, and n below 1.
     """
     by = _parts(results, CouplingMap, "linearisation")
-    ax = own_axes(6.4, 4.8) if ax is None else ax
+    ax = labels.own_axes(6.4, 4.8) if ax is None else ax
     tokens = set()
     for (name, result), color in zip(by.items(), colors_of(by).values(), strict=True):
         if isinstance(result, Linearisation):
@@ -327,7 +297,7 @@ def plot_inverse_singular_values(
                 raise ValueError(f"{name!r} has no singular values: measure with `closed_form=True`")
             layers, position = range(len(result.one_step)), result.position
         else:
-            check_depth(result, name)
+            labels.check_depth(result, name)
             layers, position = result.row_layers, result.row_positions[0]
         tokens.add(token_name(result.provenance, position))
         S = result.singular_values[:, :n]
@@ -340,7 +310,7 @@ def plot_inverse_singular_values(
             ax.plot(ends, float(fit.intercept[i]) + float(fit.slope[i]) * ends, label="_fit", **look)
     ax.set(xlabel="layer", ylabel="1 / singular value of J")
     ax.set_ylim(bottom=0)
-    finish_lines(ax, heading("Inverse singular values", [result.provenance for result in by.values()], tokens))
+    labels.finish_lines(ax, heading("Inverse singular values", [result.provenance for result in by.values()], tokens))
     _legend_below(ax, len(by))
     return ax
 
@@ -358,10 +328,6 @@ def _chosen(
     return [t for t in range(n_pos) if t not in sinks], left_out
 
 
-def _tokens(result: TrajectoryResult) -> Any:
-    return result.provenance.get("tokens", result.provenance.get("str_tokens"))
-
-
 def _parts(results: Any, kind: type, name: str) -> dict[str, Any]:
     """Results by name; of a `TrajectoryResult` the part of that name."""
     by: dict[str, Any] = named(results, kind)
@@ -372,4 +338,5 @@ def _parts(results: Any, kind: type, name: str) -> dict[str, Any]:
 
 
 def _legend_below(ax: Axes, ncols: int = 1) -> None:
+
     plain_legend(ax, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=ncols)

@@ -17,14 +17,9 @@ from tl_coupling.trajectories.shapes import direction_cosine
 
 @dataclass(frozen=True, eq=False)
 class Perturbation:
-    """Similarity of a token's noisy trajectory to its clean one.
+    """`cosine_similarity`, `cos(x^l, x̃^l)` of a token's clean and noisy trajectory, at depths 0 to L.
 
-    Attributes:
-        cosine_similarity: `cos(x^l, x̃^l)` at depths 0 (what enters the first block) to L.
-        scales: length of the noise divided by the length of the clean embedding.
-        position: which token was perturbed and is compared.
-        seed: of the noise.
-        provenance: how it was made; JSON-able.
+    `scales` are lengths of the noise divided by that of the clean embedding; `position` is the token.
     """
 
     cosine_similarity: Float[Tensor, "n_scales n_samples n_layers_plus_1"]
@@ -59,13 +54,10 @@ def perturbation(
 ) -> Perturbation:
     """Add Gaussian noise to one token's embedding and follow how its direction changes through the blocks.
 
-    `x̃^0_t = x^0_t + scale · ‖x^0_t‖ / √d_model · ε` with standard normal `ε`, so that noise of scale 1 is about as long
-    as the embedding itself in every model. Before the first layer the expected similarity is then close to
-    `1 / √(1 + scale²)`; deeper it says whether the blocks damp the noise or amplify it. The paper gives absolute noise
-    levels; ours are relative, so that models can be compared.
-
-    The samples `ε = torch.randn(n_samples, d_model, dtype=torch.float64)`, from a CPU generator with the seed, are the
-    same for every scale: differences between scales are not differences between samples.
+    `x̃^0_t = x^0_t + scale · ‖x^0_t‖ / √d_model · ε` with standard normal `ε`: noise of scale 1 is about as long as the
+    embedding. (The paper's levels are absolute; relative ones let models be compared.) Before the first layer the
+    expected similarity is close to `1 / √(1 + scale²)`; deeper it says whether the blocks damp the noise or amplify it.
+    The samples of ε, float64 from a CPU generator with the seed, are the same for every scale.
 
     Args:
         trace: a traced prompt. With `final_norm=True` the last depth is compared after the final norm.
@@ -76,14 +68,12 @@ def perturbation(
         progress: wraps the loop over forward passes; `None`: a bar in a terminal or notebook, `False`: none.
 
     Raises:
-        ValueError: no scales, a negative or infinite one, `n_samples < 1`, a position out of range, or an embedding
-            that is zero.
+        ValueError: no scales, a negative or infinite one, a position out of range, or an embedding that is zero.
 
     Cost: `n_scales · n_samples` forward passes of the prompt.
 
     Example:
-        >>> result = perturbation(trace, (0.1, 1.0), n_samples=2)
-        >>> result.cosine_similarity.shape
+        >>> perturbation(trace, (0.1, 1.0), n_samples=2).cosine_similarity.shape
         torch.Size([2, 2, 3])
     """
     t = trace.position_index(position)

@@ -23,7 +23,7 @@ class Linearisation:
     """A token's trajectory and three linear predictions of it; entry `l` of each predicts `trajectory[l + 1]`.
 
     Attributes:
-        trajectory: `x^0, …, x^L`.
+        trajectory: `x^0, …, x^L` of the token at `position`.
         one_step: `(I + J^l) x^{l−1}` (eq. 19, 23): each step starts from the true stream.
         product: `(I + J^l) ⋯ (I + J^1) x^0` (eq. 20): only the first step does.
         closed_form: `x^0 + U (Π_{j≤l} (I + S_j) − I) Uᵀ x^0` (eq. 24), what the product would be if the blocks were
@@ -31,10 +31,8 @@ class Linearisation:
             singular vectors of the reference layer. With k = d_model this is the paper's `U Π (I + S_j) Uᵀ x^0`.
         singular_values: `S_j`, largest first; `None` without the closed form.
         reference_layer: the layer that gave U; `None` without the closed form.
-        position: which token.
-        provenance: how it was made; JSON-able.
 
-    In float64, in units of the residual stream: the products outgrow it by many orders of magnitude.
+    In float64, in units of the residual stream, which products outgrow by many orders of magnitude.
     """
 
     trajectory: Float[Tensor, "n_layers_plus_1 d_model"]
@@ -53,10 +51,7 @@ class Linearisation:
 
     @checked
     def predicted(self, prediction: Prediction) -> Float[Tensor, "n_layers d_model"]:
-        """A prediction by name. Two ignore the blocks: "previous" is `x^{l−1}`, "input" is `x^0`.
-
-        These are the baselines: "previous" for one step, "input" for the compounded predictions.
-        """
+        """A prediction by name; of the two baselines, "previous" (for one step) is `x^{l−1}`, and "input" is `x^0`."""
         if prediction == "previous":
             return self.trajectory[:-1]
         if prediction == "input":
@@ -68,10 +63,7 @@ class Linearisation:
 
     @checked
     def relative_error(self, prediction: Prediction) -> Float[Tensor, " n_layers"]:
-        """`‖x̂^l − x^l‖ / ‖x^l‖` of a prediction `x̂`, dimensionless; 0 is perfect, predicting 0 scores 1.
-
-        NaN with a warning where `x^l` is zero.
-        """
+        """`‖x̂^l − x^l‖ / ‖x^l‖`, 1 for a prediction of 0; NaN with a warning where `x^l` is zero."""
         truth = self.trajectory[1:]
         size = truth.norm(dim=-1)
         if bool((size == 0).any()):
@@ -102,36 +94,30 @@ def linearisation(
 ) -> Linearisation:
     """Predict one token's trajectory by its linearised blocks: step by step, compounded, and under exact coupling.
 
-    A block is not linear and `J x ≠ f(x)`: the first-order expansion at `x` is `f(x) + J (y − x)`, and the linear model
-    of the paper drops its constant `f(x) − J x`. What is measured here is how much of a step that is. J is `J^l_{tt}`:
-    the other tokens are held fixed.
+    A block is not linear: its first-order expansion at `x` is `f(x) + J (y − x)`. The linear model of the paper drops
+    the constant `f(x) − J x`; this measures how much that matters. J is `J^l_{tt}`: other tokens are held fixed.
 
     Expect little: a block that normalises first hardly depends on the length of its token. Where attention and MLP run
     in parallel (GPT-NeoX, GPT-J), `f(c x) = f(x)` except for the norm's ε, so `J x = 0` (Euler's theorem) and the
     linear model predicts no step at all. Where the MLP comes second, `J x = −D a`, with `a` what attention adds and D
-    the derivative of the MLP after it. Compare with the predictions "previous" and "input", which ignore the blocks.
+    the derivative of the MLP after it. Compare with the baselines "previous" and "input".
 
     Args:
         trace: a traced prompt.
         position: the token; the last by default, as in the paper.
-        closed_form: also predict by eq. 24, which needs every J and its singular values; the others need one product
-            each.
-        reference_layer: whose left singular vectors are the paper's common U. The paper does not say (under exact
-            coupling all are the same); the middle layer by default, since coupling fades with distance in depth.
+        closed_form: also predict by eq. 24, which needs every J and its singular values.
+        reference_layer: whose left singular vectors are the common U. The paper does not say (under exact coupling all
+            are the same); the middle layer by default, since coupling fades with distance in depth.
         k: how many singular vectors U has, all by default. The rest of the stream is left as it is.
         progress: wraps the loop over layers; `None`: a bar in a terminal or notebook, `False`: none.
 
     Raises:
-        ValueError: a layer or position out of range, k outside `[1, d_model]`, or a reference layer or k without the
-            closed form.
+        ValueError: a layer, position or k out of range, or a reference layer or k without the closed form.
 
-    Cost: two Jacobian–vector products per layer; with the closed form instead a Jacobian and its singular values per
-    layer, of which one is kept at a time.
+    Cost: per layer a Jacobian and its singular values; without the closed form two Jacobian–vector products.
 
     Example:
         >>> result = linearisation(trace)
-        >>> result.relative_error("one_step").shape
-        torch.Size([2])
         >>> bool(result.relative_error("one_step")[0] == result.relative_error("product")[0])
         True
     """

@@ -19,13 +19,9 @@ from tl_coupling.trajectories.shapes import Trajectories, finite, narrowed
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryPCA:
-    """Trajectories in the principal components of the last depth's embeddings.
+    """Trajectories in the principal components of the last depth's embeddings; see `trajectory_pca`.
 
-    Attributes:
-        components: orthonormal directions, largest variance first; the entry of largest magnitude is positive.
-        mean: of the last depth's embeddings; subtracted at every depth.
-        projected: `projected[l]` are the coordinates of `x[l]`, in units of x.
-        explained_variance_ratio: each component's share of the variance at the last depth (not at other depths).
+    `explained_variance_ratio` is each component's share of the variance at the last depth (not at other depths).
     """
 
     components: Float[Tensor, "n_components d_model"]
@@ -40,20 +36,14 @@ class TrajectoryPCA:
 
 @checked
 def logit_lens_entropy(x: Trajectories, unembed: Callable[[Tensor], Tensor]) -> Float[Tensor, "n_layers_plus_1 *batch"]:
-    """Entropy `H = −Σ_v p_v ln p_v`, in nats, of `p = softmax(unembed(x^l))` at every depth (the logit lens).
+    """Entropy `H = −Σ_v p_v ln p_v` of `p = softmax(unembed(x^l))` at every depth, in nats: 0 to `ln d_vocab`.
 
-    Between 0 and `ln d_vocab`, the entropy of a uniform guess.
-
-    Args:
-        x: trajectories, depth first.
-        unembed: from the residual stream to logits, `[*batch d_model] → [*batch d_vocab]`, usually final norm and
-            unembedding. Called once per depth, with `x[l]` in x's own dtype, without gradients. Beware of a last entry
-            that is normalised already (`trace(…, final_norm=True)`); `entropy_by_depth` takes care of it.
+    `unembed`, usually final norm and unembedding, maps `[*batch d_model]` to logits `[*batch d_vocab]`. It is called at
+    each depth, with `x[l]` in x's own dtype, without gradients. A last entry that is normalised already
+    (`trace(…, final_norm=True)`) would be normalised twice; `entropy_by_depth` avoids that.
 
     Raises:
         ValueError: `unembed` returns another shape, NaN or +inf (−inf, a token ruled out, is fine).
-
-    Cost: `n_layers + 1` calls of `unembed`; memory for a few float64 copies of one depth's logits.
 
     Example:
         >>> logit_lens_entropy(torch.eye(2), lambda stream: 0 * stream)
@@ -68,12 +58,8 @@ def logit_lens_entropy(x: Trajectories, unembed: Callable[[Tensor], Tensor]) -> 
 def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
     """Entropy of the logit lens in nats, at every depth and token: `logit_lens_entropy` with the model's own logits.
 
-    With `final_norm=True` the last depth of a trace is normalised already, and is not normalised twice.
-
-    Raises:
-        ValueError: the model has no unembedding.
-
-    Cost: `n_layers + 1` unembeddings of the prompt.
+    A last depth that is normalised already (`final_norm=True`) is not normalised again. Raises ValueError for a model
+    without unembedding. Cost: `n_layers + 1` unembeddings of the prompt.
 
     Example:
         >>> entropy_by_depth(trace).shape
@@ -88,21 +74,15 @@ def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
 def trajectory_pca(x: Trajectories, n_components: Count = 2) -> TrajectoryPCA:
     """Principal components of the last depth's embeddings `x^L`, and every depth's coordinates in them.
 
-    `projected[l] = (x^l − mean(x^L)) componentsᵀ`, with the mean over tokens (all batch axes). Signs are fixed: the
-    entry of largest magnitude in each component is positive. For a view of some depths only, slice `projected`.
-
-    Args:
-        x: trajectories, depth first; at least 2 tokens.
-        n_components: how many, at most the smaller of `n_tokens` and `d_model`.
-
-    n tokens span at most n − 1 directions. A component without variance has an arbitrary direction: a warning says so.
+    `projected[l] = (x^l − mean(x^L)) componentsᵀ` in units of x, with the mean over tokens (all batch axes), as in the
+    paper's PCA figures. Components are orthonormal, of largest variance first, and their entry of largest magnitude is
+    positive. n tokens span at most n − 1 directions; a component without variance has an arbitrary one, with a warning.
 
     Raises:
-        ValueError: fewer than 2 tokens, tokens that are all the same at the last depth, or `n_components` out of range.
+        ValueError: fewer than 2 tokens, tokens that are all the same at the last depth, or `n_components` above the
+            number of tokens or `d_model`.
 
     Cost: one float64 SVD of `[n_tokens d_model]`.
-
-    Source: the paper's PCA figures.
 
     Example:
         >>> x = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[3.0, 0.0], [1.0, 0.0]]])

@@ -24,30 +24,22 @@ if TYPE_CHECKING:
     import xarray
 
 _PAPER_WINDOW = 11
-# Axes and units of all arrays of a result and its parts.
-_STREAM = "residual stream"
-_ARRAYS = {
-    "line_shape_score": ("token", "1"),
-    "expodistance": ("token", "1"),
-    "equidistance": ("token", "1"),
-    "norm": ("depth token", _STREAM),
-    "step_length": ("layer token", _STREAM),
-    "line_shape_score_windowed": ("middle_layer token", "1"),
-    "line_shape_score_by_depth": ("layer token", "1"),
-    "logit_lens_entropy": ("depth token", "nat"),
-    "trajectory": ("depth d_model", _STREAM),
-    "one_step": ("layer d_model", _STREAM),
-    "product": ("layer d_model", _STREAM),
-    "closed_form": ("layer d_model", _STREAM),
-    "singular_values": ("layer i", "1"),
-    "cosine_similarity": ("scale sample depth", "1"),
-    # Made from these for the file alone.
-    "linearisation_relative_error": ("prediction layer", "1"),
-    "linearisation_cosine_similarity": ("prediction layer", "1"),
-    "inverse_singular_value_slope": ("i", "1"),
-    "inverse_singular_value_intercept": ("i", "1"),
-    "inverse_singular_value_r_squared": ("i", "1"),
+# The arrays of a result, of its parts, and those made from them for the file alone, by their axes.
+_AXES = {
+    "token": "line_shape_score expodistance equidistance",
+    "depth token": "norm logit_lens_entropy",
+    "layer token": "step_length line_shape_score_by_depth",
+    "middle_layer token": "line_shape_score_windowed",
+    "depth d_model": "trajectory",
+    "layer d_model": "one_step product closed_form",
+    "layer i": "singular_values",
+    "scale sample depth": "cosine_similarity",
+    "prediction layer": "linearisation_relative_error linearisation_cosine_similarity",
+    "i": "inverse_singular_value_slope inverse_singular_value_intercept inverse_singular_value_r_squared",
 }
+_AXES_OF = {name: axes.split() for axes, names in _AXES.items() for name in names.split()}
+_UNITS = dict.fromkeys(["norm", "step_length", "trajectory", "one_step", "product", "closed_form"], "residual stream")
+_UNITS |= {"logit_lens_entropy": "nat"}
 _PARTS = {"linearisation": Linearisation, "perturbation": Perturbation}
 
 
@@ -56,7 +48,7 @@ class TrajectoryResult:
     """Shapes of all tokens' trajectories; for one token also their linear predictions and the fate of noise.
 
     Attributes:
-        line_shape_score, expodistance, equidistance: of each token; see the functions of the same names.
+        line_shape_score, expodistance, equidistance: of each token; see the functions of these names.
         norm, step_length: `‖x^l‖` at every depth and `‖x^{l+1} − x^l‖` of every layer, in units of the residual stream.
         line_shape_score_windowed: of every `window` consecutive steps; entry `i` is centred on layer `i + window // 2`.
         line_shape_score_by_depth: of the steps up to each layer.
@@ -97,9 +89,9 @@ class TrajectoryResult:
         attrs = {"window": self.window, "provenance": json.dumps(self.provenance)}
         for name, part in {"": self, **{name: getattr(self, name) for name in _PARTS}}.items():
             held = {} if part is None else vars(part)
-            arrays |= {key: value for key, value in held.items() if key in _ARRAYS and value is not None}
+            arrays |= {key: value for key, value in held.items() if key in _AXES_OF and value is not None}
             if name and held:
-                rest = {key: value for key, value in held.items() if key not in (*_ARRAYS, "provenance")}
+                rest = {key: value for key, value in held.items() if key not in (*_AXES_OF, "provenance")}
                 attrs[name] = json.dumps(rest)
         coords: dict[str, Any] = {
             "depth": range(self.n_layers + 1),
@@ -121,7 +113,7 @@ class TrajectoryResult:
             coords["scale"] = list(self.perturbation.scales)
         return xarray.Dataset(
             {
-                name: (_ARRAYS[name][0].split(), values.cpu().numpy(), {"units": _ARRAYS[name][1]})
+                name: (_AXES_OF[name], values.cpu().numpy(), {"units": _UNITS.get(name, "1")})
                 for name, values in arrays.items()
             },
             coords,
@@ -140,7 +132,7 @@ class TrajectoryResult:
         import xarray
 
         def made(kind: Any, **rest: Any) -> Any:
-            held = [one.name for one in fields(kind) if one.name in _ARRAYS]
+            held = [one.name for one in fields(kind) if one.name in _AXES_OF]
             return kind(
                 **{name: torch.from_numpy(data[name].values) if name in data else None for name in held}, **rest
             )
@@ -161,7 +153,7 @@ class TrajectoryResult:
 
     def __repr__(self) -> str:
         parts = [name for name in _PARTS if getattr(self, name) is not None]
-        means = ", ".join(f"{name} {float(getattr(self, name).nanmean()):.3f}" for name in list(_ARRAYS)[:3])
+        means = ", ".join(f"{name} {float(getattr(self, name).nanmean()):.3f}" for name in _AXES["token"].split())
         return (
             f"TrajectoryResult(model={self.provenance.get('model')!r}, {self.n_layers} layers, "
             f"{len(self.line_shape_score)} tokens, window={self.window}, means over tokens: {means}; "
@@ -188,9 +180,7 @@ def measure_trajectory(
         linear, noise: whether to make the `linearisation` with its closed form, and the default `perturbation`.
         progress: wraps the loops of both; `None`: a bar in a terminal or notebook, `False`: none.
 
-    Raises:
-        ValueError: a position out of range, a window that is even, below 1 or above the number of layers.
-
+    Raises ValueError for a position out of range, and for a window that is even, below 1 or above the number of layers.
     Warns where the model has no logits, so that there is no entropy, and where a measure is undefined (NaN).
 
     Cost: `n_layers + 1` unembeddings of the prompt; with `linear` a Jacobian and its singular values per layer; with

@@ -80,19 +80,11 @@ def line_shape_score(
     √L, a closed loop of unit steps inf (or, after rounding, a number beyond 1e12). Invariant under rotation,
     translation and scale.
 
-    Args:
-        x: trajectories, depth first.
-        window: `None` scores each trajectory as a whole. An odd number of steps scores every run of that many
-            consecutive steps instead (the paper's figure has 11, which it calls "layers"; we count steps).
-
-    Returns:
-        `[*batch]`; with `window`, `[n_windows *batch]` with `n_windows = L − window + 1`. Entry `i` covers steps `i` to
-        `i + window − 1`, centred on step `i + window // 2`, and uses `x[i]` to `x[i + window]`.
+    `window`, an odd number of steps up to L, scores every run of that many consecutive steps instead of the whole (the
+    paper's figure has 11, which it calls "layers"; we count steps): `[n_windows *batch]` with `n_windows = L − window +
+    1`, where entry `i` covers steps `i` to `i + window − 1`, centred on step `i + window // 2`.
 
     A zero step has no direction: trajectories or windows that contain one are NaN, with a warning.
-
-    Raises:
-        ValueError: `window` is even, below 1 or above L.
 
     Cost: O(L d) per token, O(L · window · d) with a window; memory for three float64 copies of x.
 
