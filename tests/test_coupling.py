@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tl_coupling as tlc
+from tl_coupling.coupling import MEASURES as MEASURES_IN_ORDER
+from tl_coupling.coupling import measures_at_every_k
 from tl_coupling.spectra import Spectrum
 
 D, K = 8, 4
@@ -57,6 +59,18 @@ def random_pair(seed: int, d: int = D) -> tuple[torch.Tensor, torch.Tensor]:
 
 def all_measures(A: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
     return torch.stack([measure(A, S) for measure in MEASURES.values()])
+
+
+def test_every_measure_at_every_k_is_the_loop_over_corners():
+    A = torch.stack([torch.stack([random_pair(10 * i + j)[0] for j in range(3)]) for i in range(2)])
+    S = torch.linalg.svdvals(torch.stack([random_pair(i)[1] for i in range(2)]))
+    values = measures_at_every_k(A, S[:, None])
+    assert values.shape == (len(MEASURES_IN_ORDER), D, 2, 3)
+    for k, i, j in np.ndindex(D, 2, 3):
+        expected = numpy_measures(A[i, j, : k + 1, : k + 1].numpy(), S[i, : k + 1].numpy())
+        m = expected["normalized_miscoupling"]
+        wanted = [1 - m, m, expected["miscoupling"], expected["spectral p=2"], expected["captured_energy"]]
+        np.testing.assert_allclose(values[:, k, i, j], wanted, atol=1e-12)
 
 
 @pytest.mark.parametrize("orientation", ["ujv", "vju"])

@@ -70,6 +70,48 @@ def test_what_is_held_and_what_varies(tiny_trace: tlc.Trace) -> None:
     assert measured.influence.output_position == 6
 
 
+def test_across_tokens_it_is_the_token_portrait(tiny_trace: tlc.Trace) -> None:
+    whole = tlc.portrait(tiny_trace, k=(4, 6), position=4, input_position=2, layer=0)
+    part = tlc.portraits.token_portrait(tiny_trace, 0, 1, k=4, position=4, input_position=2)
+    assert list(part.maps) == list(whole.tokens) == ["self", "fixed input", "fixed output"]
+    expected = {
+        "self": tlc.self_coupling(tiny_trace, 0, 1, k=4),
+        "fixed input": tlc.context_coupling(tiny_trace, 0, 1, k=4, fixed="input", position=2),
+        "fixed output": tlc.context_coupling(tiny_trace, 0, 1, k=4, fixed="output", position=4),
+    }
+    for name, result in expected.items():
+        torch.testing.assert_close(part.maps[name].coupling(), result.coupling())
+        torch.testing.assert_close(whole.tokens[name].coupling(), result.coupling())
+    torch.testing.assert_close(part.influence.frobenius_norm, whole.influence.frobenius_norm)
+    assert part.influence.output_position == 4
+
+
+def test_chosen_maps_of_chosen_tokens(tiny_trace: tlc.Trace) -> None:
+    part = tlc.portraits.token_portrait(
+        tiny_trace, k=2, position=5, positions=[7, 4, 0, -2], maps=["fixed output", "self"]
+    )
+    assert {name: result.row_positions for name, result in part.maps.items()} == {
+        "self": (7, 4, 0, 6),
+        "fixed output": (4, 0),
+    }
+
+
+def test_one_token_has_no_map_across_tokens(tiny_trace: tlc.Trace) -> None:
+    one = tlc.portrait(tlc.trace(tiny_trace.model, [5]), k=(2,))
+    assert one.tokens == {}
+    with pytest.raises(ValueError, match="use a longer prompt"):
+        tlc.portraits.token_portrait(one.trace, k=2)
+
+
+def test_what_fits_and_a_short_repr(tiny_trace: tlc.Trace) -> None:
+    with pytest.warns(UserWarning, match="k = 32 is used in place of the default"):
+        measured = tlc.portrait(tiny_trace)
+    assert measured.ks == (10, 30, 32)
+    for text in map(repr, (measured, measured.influence, measured.depth)):
+        assert len(text) < 3 * 100
+        assert "\n" not in text
+
+
 def test_bad_input_says_what_was_wanted(tiny_trace: tlc.Trace) -> None:
     for call, message in (
         (lambda: tlc.portrait(tiny_trace, k=()), "`k` is empty"),

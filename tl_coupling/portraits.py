@@ -1,8 +1,8 @@
-"""All comparisons of one traced prompt at once: what a report is measured from."""
+"""All comparisons of one traced prompt at once: what a report is made from, and the part across tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor
@@ -10,13 +10,30 @@ from torch import Tensor
 from tl_coupling.blocks import Trace
 from tl_coupling.border import checked
 from tl_coupling.comparisons import CouplingMap, context_coupling, depth_coupling, neighbours, self_coupling
+from tl_coupling.comparisons.pairs import DEFAULT_K, fitting_k
 from tl_coupling.coupling import Orientation
 from tl_coupling.influence import Influence, cross_token_influence
-from tl_coupling.jacobians import Progress
+from tl_coupling.progress import Progress
 from tl_coupling.trajectories import entropy_by_depth
+
+TokenMap = Literal["self", "fixed input", "fixed output"]
+TOKEN_MAPS: tuple[TokenMap, ...] = get_args(TokenMap)
 
 
 @dataclass(frozen=True, eq=False)
+class TokenPortrait:
+    """What a traced prompt shows across its tokens, at one pair of layers.
+
+    Attributes:
+        maps: coupling across tokens by name: "self", "fixed input" and "fixed output".
+        influence: of every token on the fixed output, at every layer.
+    """
+
+    maps: dict[TokenMap, CouplingMap]
+    influence: Influence
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Portrait:
     """What a traced prompt shows: coupling across depth and tokens, influence, entropy.
 
@@ -26,8 +43,7 @@ class Portrait:
         position: the token measured across depth, the output of the influences, and the fixed output.
         input_position: the fixed input.
         depth: coupling across depth.
-        tokens: coupling across tokens at one pair of layers, by name: "self", "fixed input" and "fixed output"; without
-            those where fewer than two tokens vary.
+        tokens: as `TokenPortrait.maps`, without those where fewer than two tokens vary.
         influence: of every token on the measured one, at every layer.
         entropy: of the logit lens in nats, `[n_layers+1 n_pos]`.
     """
@@ -37,16 +53,80 @@ class Portrait:
     position: int
     input_position: int
     depth: CouplingMap
-    tokens: dict[str, CouplingMap]
+    tokens: dict[TokenMap, CouplingMap]
     influence: Influence
     entropy: Float[Tensor, "n_layers_plus_1 n_pos"]
+
+    def __repr__(self) -> str:
+        return (
+            f"Portrait({self.trace.provenance['model']!r}, {self.trace.n_pos} tokens, k={list(self.ks)}, "
+            f"position={self.position}, input_position={self.input_position}, maps: depth, {', '.join(self.tokens)})"
+        )
+
+
+@checked
+def token_portrait(
+    trace: Trace,
+    layer: int | None = None,
+    other_layer: int | None = None,
+    *,
+    k: int | None = None,
+    position: int = -1,
+    input_position: int = 0,
+    positions: Sequence[int] | None = None,
+    maps: Sequence[TokenMap] = TOKEN_MAPS,
+    orientation: Orientation = "ujv",
+    progress: Progress | None = None,
+) -> TokenPortrait:
+    """Coupling across the tokens of a prompt at one pair of layers, and their influence on one token at every layer.
+
+    Args:
+        trace: a traced prompt.
+        layer, other_layer: of J_1 and of the singular vectors. By default neighbours: the two layers in the middle, or
+            the one given and the one after (before) it.
+        k: how many top singular vectors, as in `depth_coupling`.
+        position: the fixed output, and the token whose influences are measured.
+        input_position: the fixed input.
+        positions: a selection of tokens, in this order; of these, context maps compare those that causality allows. All
+            by default.
+        maps: which maps to make.
+        orientation: `"ujv"` (the paper's) or `"vju"`.
+        progress: wraps every loop over Jacobians.
+
+    Raises:
+        ValueError: as `self_coupling` and `context_coupling`.
+
+    Cost: one `self_coupling`, two `context_coupling` and `cross_token_influence`: for n tokens and L layers about
+    `6 n + L n` Jacobians.
+
+    Example:
+        >>> measured = tlc.portraits.token_portrait(trace, k=4, position=3)
+        >>> {name: len(result.row_positions) for name, result in measured.maps.items()}
+        {'self': 8, 'fixed input': 8, 'fixed output': 4}
+    """
+    ends = {"input": trace.position_index(input_position, "input_position"), "output": trace.position_index(position)}
+    allowed = {"input": range(ends["input"], trace.n_pos), "output": range(ends["output"] + 1)}
+    pair = neighbours(trace, layer, other_layer)
+    chosen = None if positions is None else [trace.position_index(t, "positions") for t in positions]
+    given: dict[str, Any] = {"k": fitting_k(k, trace.d_model), "orientation": orientation, "progress": progress}
+    found = {}
+    # The cheap ones first, so that wrong arguments are reported before the long work.
+    for name in sorted(set(maps), key=TOKEN_MAPS.index, reverse=True):
+        end: Any = name.removeprefix("fixed ")
+        if end == "self":
+            found[name] = self_coupling(trace, *pair, positions=chosen, **given)
+        else:
+            free = None if chosen is None else [t for t in chosen if t in allowed[end]]
+            found[name] = context_coupling(trace, *pair, fixed=end, position=ends[end], positions=free, **given)
+    influence = cross_token_influence(trace, position, progress=progress)
+    return TokenPortrait({name: found[name] for name in TOKEN_MAPS if name in found}, influence)
 
 
 @checked
 def portrait(
     trace: Trace,
     *,
-    k: Sequence[int] = (10, 30, 50),
+    k: Sequence[int] | None = None,
     position: int = -1,
     layer: int | None = None,
     other_layer: int | None = None,
@@ -56,52 +136,46 @@ def portrait(
 ) -> Portrait:
     """Coupling across depth and across tokens, influence and logit-lens entropy of one traced prompt.
 
-    It is what `html_report` draws.
+    It is what `write_report` draws.
 
     Args:
         trace: a traced prompt.
-        k: how many top singular vectors; the token maps are made at the smallest of them, where coupling stands out
-            most against random subspaces and a long prompt's pairs fit into memory.
+        k: how many top singular vectors: 10, 30 and 50 by default, or as many as a narrower model has. The token maps
+            are made at the smallest of them, where coupling stands out most against random subspaces and the pairs of a
+            long prompt fit into memory.
         position: the token whose coupling across depth and whose influences are measured, and the fixed output.
-        layer, other_layer: of J_1 and of the singular vectors in the token maps. By default neighbours: the two layers
-            in the middle, or the one given and the one after (before) it.
-        input_position: the fixed input.
-        orientation: `"ujv"` (the paper's) or `"vju"`.
-        progress: wraps every loop over layers or positions.
+        layer, other_layer, input_position, orientation, progress: as in `token_portrait`.
 
     Raises:
         ValueError: no k, k outside `[1, d_model]`, a layer or position out of range, a model without unembedding.
 
-    Cost: `depth_coupling`, one `self_coupling`, two `context_coupling` and `cross_token_influence`: for n tokens and L
-    layers about `L + 6 n + L n` Jacobians.
+    Cost: `depth_coupling` and `token_portrait`.
 
     Example:
         >>> measured = tlc.portrait(trace, k=(4, 8))
         >>> measured.depth.k, measured.tokens["self"].k
         (8, 4)
     """
+    if k is None:
+        largest = fitting_k(None, trace.d_model)
+        k = [min(one, largest) for one in (10, 30, DEFAULT_K)]
     ks = tuple(sorted(set(k)))
     if not ks:
         raise ValueError("`k` is empty: wanted at least one number of singular vectors")
-    held_output, held_input = trace.position_index(position), trace.position_index(input_position, "input_position")
-    pair = neighbours(trace, layer, other_layer)
+    output, fixed = trace.position_index(position), trace.position_index(input_position, "input_position")
+    n_varying = {"self": trace.n_pos, "fixed input": trace.n_pos - fixed, "fixed output": output + 1}
     given: dict[str, Any] = {"orientation": orientation, "progress": progress}
+    pair = neighbours(trace, layer, other_layer)
     depth = depth_coupling(trace, ks[-1], position, **given)
-    given |= {"k": ks[0]}
-    tokens = {}
-    if trace.n_pos > 1:
-        tokens["self"] = self_coupling(trace, *pair, **given)
-    if trace.n_pos - held_input > 1:
-        tokens["fixed input"] = context_coupling(trace, *pair, fixed="input", position=held_input, **given)
-    if held_output > 0:
-        tokens["fixed output"] = context_coupling(trace, *pair, fixed="output", position=held_output, **given)
+    given |= {"position": position, "input_position": input_position}
+    tokens = token_portrait(trace, *pair, k=ks[0], maps=[name for name in TOKEN_MAPS if n_varying[name] > 1], **given)
     return Portrait(
         trace=trace,
         ks=ks,
-        position=held_output,
-        input_position=held_input,
+        position=output,
+        input_position=fixed,
         depth=depth,
-        tokens=tokens,
-        influence=cross_token_influence(trace, position, progress=progress),
+        tokens=tokens.maps,
+        influence=tokens.influence,
         entropy=entropy_by_depth(trace),
     )

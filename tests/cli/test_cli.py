@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import tl_coupling as tlc
@@ -36,12 +37,32 @@ def test_depth_writes_results_and_pictures_and_prints_a_table(folder_model: Path
 def test_many_prompts(call, folder_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": "a/1", "prompt": "w3 w4"}\n\n{"prompt": "w5 w6 w7"}\n')
-    call("depth", "--model", folder_model, "--prompts", file, "--k", 4, "--out", tmp_path / "out")
-    maps = {path.name: tlc.CouplingMap.load(path) for path in (tmp_path / "out").glob("*.nc")}
-    assert {name: m.provenance["tokens"] for name, m in maps.items()} == {
-        "depth-a%2F1.nc": [3, 4],
-        "depth-3.nc": [5, 6, 7],
+    options = ["--model", folder_model, "--prompts", file, "--k", 2, "--k", 4]
+    done = call("depth", *options, "--out", tmp_path / "out", "--untrained")
+    files = {path.name for path in (tmp_path / "out").rglob("*.nc")}
+    assert files == {"depth.nc", "depth-untrained.nc"}
+    assert {f"{what}-k{k}.png" for what in ("coupling", "spread") for k in (2, 4)} < {
+        path.name for path in (tmp_path / "out").iterdir()
     }
+    mean = tlc.CouplingMap.load(tmp_path / "out" / "depth.nc")
+    model = tlc.load_model(str(folder_model))
+    maps = [tlc.depth_coupling(tlc.trace(model, text), 4) for text in ("w3 w4", "w5 w6 w7")]
+    torch.testing.assert_close(mean.coupling(2), (maps[0].coupling(2) + maps[1].coupling(2)) / 2)
+    spread = abs(maps[0].mean(2) - maps[1].mean(2)) / 2**0.5
+    assert f"{mean.mean(2):.3f} ± {spread:.3f}" in done.out
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["mean"]["trained"]["a/1"]["2"] == pytest.approx(maps[0].mean(2), abs=1e-5)
+    assert summary["mean_over_prompts"]["trained"]["2"] == pytest.approx(mean.mean(2))
+    assert summary["standard_deviation_over_prompts"]["trained"]["2"] == pytest.approx(spread, abs=1e-5)
+    call("depth", *options, "--out", tmp_path / "maps", "--save-maps")
+    saved = {path.name: tlc.CouplingMap.load(path) for path in (tmp_path / "maps" / "maps" / "trained").iterdir()}
+    assert {name: m.provenance["tokens"] for name, m in saved.items()} == {"a%2F1.nc": [3, 4], "3.nc": [5, 6, 7]}
+
+
+def test_a_narrow_model_takes_what_fits(call, folder_model: Path, tmp_path: Path) -> None:
+    done = call("depth", "--model", folder_model, "--prompt", "w3 w4", "--out", tmp_path)
+    assert "warning: the model has width 32: k = 32 is used" in done.err
+    assert {path.name for path in tmp_path.glob("coupling-*.png")} == {f"coupling-k{k}.png" for k in (10, 30, 32)}
 
 
 def test_help_has_examples(call) -> None:

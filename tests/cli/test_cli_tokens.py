@@ -58,8 +58,8 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
         assert summary["mean"]["untrained"][name]["8"] == pytest.approx(twin.mean(8))
         assert summary["null"][name]["4"] == pytest.approx(1 - 0.75**0.5, abs=0.01)
         assert 0 < summary["captured_energy"]["trained"][name]["4"] <= 1
-        assert summary["seconds"]["trained"][name] > 0
 
+    assert set(summary["seconds"]["untrained"]) == {"loading", "trace", "measuring"}
     with xarray.open_dataset(out / "influence.nc") as influence:
         norm = influence.sel(layer=1, source_position=2)["frobenius_norm"].item()
         assert influence.attrs["output_position"] == 3

@@ -204,6 +204,12 @@ def test_influence_as_a_dataset(llama, tmp_path):
         assert data["effective_rank"].dims == ("layer", "source_position")
         np.testing.assert_array_equal(data["frobenius_norm"], result.frobenius_norm)
         assert data.attrs["output_position"] == N - 1
+    loaded = tlc.influence.Influence.load(path)
+    assert repr(loaded) == repr(result)
+    for name in tlc.influence.INFLUENCE_MEASURES:
+        assert torch.equal(getattr(loaded, name), getattr(result, name))
+    assert (loaded.layers, loaded.source_positions, loaded.output_position) == ((1,), tuple(range(N)), N - 1)
+    assert loaded.provenance == result.provenance
 
 
 def test_progress_counts_jacobians(llama):

@@ -1,11 +1,11 @@
-"""`tl-coupling depth`: coupling across depth, of one prompt or many."""
+"""`tl-coupling depth`: coupling across depth, of one prompt or the mean over many."""
 
-import statistics
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from tl_coupling.cli.app import command
@@ -13,14 +13,15 @@ from tl_coupling.cli.console import at_work
 from tl_coupling.cli.options import Comparing, Loading, Out, Position, Prompts, Tracing, Untrained
 from tl_coupling.cli.results import show, with_suffix, write_pictures, write_summary
 from tl_coupling.cli.runs import Run, measured_runs
-from tl_coupling.comparisons import CouplingMap, depth_coupling
+from tl_coupling.comparisons import CouplingMap, MeanCouplingMap, depth_coupling
 from tl_coupling.files import file_name
 from tl_coupling.prompts import Prompt
 
 _DEPTH_HELP = """Coupling across depth: one token's block Jacobians against each other, for every pair of layers.
 
 Prints the mean coupling at every k beside what random subspaces would give (the null) and, with --untrained, what the
-same architecture gives at its initialisation; writes netCDF, JSON and pictures.
+same architecture gives at its initialisation; writes netCDF, JSON and pictures. Of many prompts it is the mean map over
+prompts, with its standard deviation.
 
 Examples:
 
@@ -28,6 +29,12 @@ Examples:
 
   tl-coupling depth --model gpt2 --prompts prompts.jsonl --k 10 --k 50 --out gpt2
 """
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    result: CouplingMap
+    means: dict[str, dict[int, float]]
 
 
 @command(_DEPTH_HELP)
@@ -38,79 +45,96 @@ def depth(
     prompts: Prompts,
     position: Position = -1,
     untrained: Untrained = False,
+    save_maps: Annotated[bool, typer.Option("--save-maps", help="Of many prompts, write every map as well.")] = False,
     out: Out = Path("out"),
 ) -> None:
     """See `_DEPTH_HELP`."""
-    chosen = prompts.chosen()
-    ks = comparing.ks
-    measure = partial(_measure, prompts=chosen, k=ks[-1], position=position, orientation=comparing.orientation)
+    measure = partial(_measure, prompts=prompts.chosen(), comparing=comparing, position=position)
     with at_work(out) as (folder, progress):
-        runs = measured_runs(loading, tracing, measure, progress, untrained)
+        maps = folder / "maps" if save_maps else None
+        runs = measured_runs(loading, tracing, partial(measure, folder=maps), progress, untrained)
         progress.console.print("drawing …")
-        written = _write(folder, runs, chosen, ks)
-    show(written, _table(runs, ks))
+        written = _write(folder, runs, comparing) + ([maps] if maps and maps.exists() else [])
+    show(written, _table({run: measured.result for run, measured in runs.items()}, comparing))
 
 
-def _measure(run: Run, prompts: list[Prompt], **comparing: Any) -> list[CouplingMap]:
-    """One coupling map for each prompt."""
-    results = []
-    for prompt in run.bar("prompts")(prompts):
+def _measure(run: Run, prompts: list[Prompt], comparing: Comparing, position: int, folder: Path | None) -> _Measured:
+    """The map of one prompt, or the mean over many; with the mean coupling of each prompt at each k."""
+    means: dict[str, dict[int, float]] = {}
+
+    def coupling_of(prompt: Prompt) -> CouplingMap:
         try:
-            results.append(depth_coupling(run.trace(prompt.prompt), **comparing, progress=run.bar("layers")))
+            traced = run.trace(prompt.prompt)
+            k, bar = comparing.largest, run.bar("layers")
+            result = depth_coupling(traced, k, position, comparing.orientation, progress=bar)
         except ValueError as error:
             raise ValueError(f"prompt {prompt.id!r}: {error}" if len(prompts) > 1 else str(error)) from error
-    return results
+        if len(prompts) > 1 and folder is not None:
+            (folder / run.role).mkdir(parents=True, exist_ok=True)
+            result.save(folder / run.role / f"{file_name(prompt.id)}.nc")
+        means[prompt.id] = {k: result.mean(k) for k in comparing.up_to(result.k)}
+        return result
+
+    if len(prompts) == 1:
+        return _Measured(coupling_of(prompts[0]), means)
+    return _Measured(MeanCouplingMap.over(map(coupling_of, run.bar("prompts")(prompts))), means)
 
 
-def _write(folder: Path, runs: dict[str, list[CouplingMap]], prompts: list[Prompt], ks: list[int]) -> list[Path]:
-    """Everything that goes into the output folder. Pictures show the first prompt."""
+def _write(folder: Path, runs: dict[str, _Measured], comparing: Comparing) -> list[Path]:
+    """Everything that goes into the output folder."""
     from tl_coupling import plots
+    from tl_coupling.plots.means import plot_spread
 
-    written = []
-    for run, results in runs.items():
-        for prompt, result in zip(prompts, results, strict=True):
-            name = "depth" if len(prompts) == 1 else f"depth-{file_name(prompt.id)}"
-            written.append(result.save(folder / f"{with_suffix(name, run)}.nc"))
-    first = {run: results[0] for run, results in runs.items()}
-    trained, twin = first["trained"], first.get("untrained")
-    k = ks[-1]
-    pictures: dict[str, Callable[[], Any]] = {
-        **{f"coupling-k{n}.png": partial(plots.plot_coupling, trained, k=n) for n in ks},
-        "matrices.png": partial(plots.plot_coupling_matrices, trained, k=k, untrained=twin),
-        "adjacency.png": partial(plots.plot_adjacency, trained, k=k),
-        "locality.png": partial(plots.plot_locality, first, k=k),
-        "singular_values.png": partial(plots.plot_singular_values, first),
+    results = {run: measured.result for run, measured in runs.items()}
+    written = [result.save(folder / f"{with_suffix('depth', run)}.nc") for run, result in results.items()]
+    trained, twin = results["trained"], results.get("untrained")
+    pictures: dict[str, Any] = {}
+    for k in comparing.up_to(trained.k):
+        pictures[f"coupling-k{k}.png"] = partial(plots.plot_coupling, trained, k=k)
+        if isinstance(trained, MeanCouplingMap):
+            pictures[f"spread-k{k}.png"] = partial(plot_spread, trained, k=k)
+    pictures |= {
+        "matrices.png": partial(plots.plot_coupling_matrices, trained, untrained=twin),
+        "adjacency.png": partial(plots.plot_adjacency, trained),
+        "locality.png": partial(plots.plot_locality, results),
+        "singular_values.png": partial(plots.plot_singular_values, results),
     }
-    return [*written, *write_pictures(folder, pictures), write_summary(folder, _summary(runs, prompts, ks))]
+    return [*written, *write_pictures(folder, pictures), write_summary(folder, _summary(runs, comparing))]
 
 
-def _summary(runs: dict[str, list[CouplingMap]], prompts: list[Prompt], ks: list[int]) -> dict[str, Any]:
+def _summary(runs: dict[str, _Measured], comparing: Comparing) -> dict[str, Any]:
+    results = {run: measured.result for run, measured in runs.items()}
+    ks = comparing.up_to(results["trained"].k)
+    spreads = {
+        run: {k: result.spread_of_mean(k) for k in ks}
+        for run, result in results.items()
+        if isinstance(result, MeanCouplingMap)
+    }
     return {
         "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of different layers",
-        "null": {k: runs["trained"][0].null(k) for k in ks},
-        "mean": {
-            run: {prompt.id: {k: result.mean(k) for k in ks} for prompt, result in zip(prompts, results, strict=True)}
-            for run, results in runs.items()
-        },
-        "provenance": {run: results[0].provenance for run, results in runs.items()},
+        "n_prompts": results["trained"].n_prompts,
+        "null": {k: results["trained"].null(k) for k in ks},
+        "mean": {run: measured.means for run, measured in runs.items()},
+        "mean_over_prompts": {run: {k: result.mean(k) for k in ks} for run, result in results.items()},
+        **({"standard_deviation_over_prompts": spreads} if spreads else {}),
+        "provenance": {run: result.provenance for run, result in results.items()},
     }
 
 
-def _table(runs: dict[str, list[CouplingMap]], ks: list[int]) -> Table:
-    results = runs["trained"]
-    n_layers, n_prompts = results[0].matrices.shape[0], len(results)
+def _table(results: dict[str, CouplingMap], comparing: Comparing) -> Table:
+    first = results["trained"]
+    n = first.n_prompts
     table = Table(
-        title=f"{results[0].provenance['model']}: depth coupling 1 − m̃, mean over pairs of different layers",
-        caption=f"{n_layers} layers, {n_prompts} prompt{'s (mean ± standard deviation)' if n_prompts > 1 else ''}; "
+        title=f"{first.provenance['model']}: depth coupling 1 − m̃, mean over pairs of different layers",
+        caption=f"{len(first.row_layers)} layers, {n} prompt{'s (mean ± standard deviation)' if n > 1 else ''}; "
         "null: random subspaces",
     )
-    for heading in ("k", *runs, "null"):
+    for heading in ("k", *results, "null"):
         table.add_column(heading, justify="right")
-    for k in ks:
+    for k in comparing.up_to(first.k):
         cells = []
-        for run in runs.values():
-            means = [result.mean(k) for result in run]
-            spread = f" ± {statistics.stdev(means):.3f}" if n_prompts > 1 else ""
-            cells.append(f"{statistics.fmean(means):.3f}{spread}")
-        table.add_row(str(k), *cells, f"{results[0].null(k):.3f}")
+        for result in results.values():
+            spread = f" ± {result.spread_of_mean(k):.3f}" if isinstance(result, MeanCouplingMap) else ""
+            cells.append(f"{result.mean(k):.3f}{spread}")
+        table.add_row(str(k), *cells, f"{first.null(k):.3f}")
     return table

@@ -1,4 +1,4 @@
-"""Options that several commands have in common, in groups: a parameter of such a type is an option for each field."""
+"""Options that several commands share, in groups: a parameter of such a type becomes an option for each field."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +79,11 @@ class Tracing:
 
 @dataclass(frozen=True)
 class Comparing:
-    """What blocks are compared by."""
+    """How blocks are compared."""
 
-    k: Annotated[list[int] | None, typer.Option(help="Top singular vectors; may be repeated. [10, 30, 50]")] = None
+    k: Annotated[
+        list[int] | None, typer.Option(help="Number of top singular vectors; may be repeated. [10, 30, 50]")
+    ] = None
     orientation: Annotated[Literal["ujv", "vju"], typer.Option(help="A = U' J V of the paper, or V' J U.")] = "ujv"
 
     @property
@@ -91,6 +93,27 @@ class Comparing:
         if ks[0] < 1:
             raise ValueError(f"`--k` must be at least 1, got {ks[0]}")
         return ks
+
+    @property
+    def largest(self) -> int | None:
+        """The largest that was asked for."""
+        return self.ks[-1] if self.k else None
+
+    def up_to(self, k: int) -> list[int]:
+        """As `ks`, of a result that holds k: a narrow model has fewer than the default."""
+        return sorted({min(one, k) for one in self.ks})
+
+
+@dataclass(frozen=True)
+class AcrossTokens:
+    """What is compared across tokens; the names are those of `token_portrait`."""
+
+    layer: Annotated[int | None, typer.Option(help="Layer of J_1 across tokens. [in the middle]")] = None
+    other_layer: Annotated[
+        int | None, typer.Option(help="Layer of the singular vectors across tokens. [the one after]")
+    ] = None
+    position: Annotated[int, typer.Option(help="The fixed output, and the token that is influenced.")] = -1
+    input_position: Annotated[int, typer.Option(help="The fixed input.")] = 0
 
 
 @dataclass(frozen=True)
@@ -116,5 +139,5 @@ class Prompts:
 
 
 def training_step(checkpoint: str | None) -> str | int | None:
-    """A checkpoint as `load_model` takes it: a number where it is one."""
+    """A checkpoint as `load_model` takes it: training steps are numbers."""
     return int(checkpoint) if checkpoint is not None and checkpoint.isdecimal() and checkpoint.isascii() else checkpoint

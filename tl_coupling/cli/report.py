@@ -1,5 +1,6 @@
 """`tl-coupling report`: everything about one prompt on one HTML page."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import typer
 
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import Comparing, Loading, OnePrompt, Position, Tracing
+from tl_coupling.cli.options import AcrossTokens, Comparing, Loading, OnePrompt, Tracing
 from tl_coupling.cli.results import show
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.portraits import Portrait, portrait
@@ -16,8 +17,8 @@ from tl_coupling.surveys.measurements import PAPER_PROMPT
 _REPORT_HELP = """One self-contained HTML page on a model and a prompt.
 
 Coupling across depth and across tokens, singular values, the influence of tokens on each other, and trajectories; each
-figure with a caption that says what to read off it, maps and tokens to hover over, and how it was made. The page loads
-nothing from anywhere. The same architecture at its initialisation stands beside it, unless --no-untrained.
+figure with a caption that says what to read off it and how it was made. The page loads nothing from anywhere. The same
+architecture at its initialisation stands beside the model, unless --no-untrained.
 
 Examples:
 
@@ -32,30 +33,17 @@ def report(
     loading: Loading,
     tracing: Tracing,
     comparing: Comparing,
+    across: AcrossTokens,
     prompt: OnePrompt = PAPER_PROMPT,
-    position: Position = -1,
-    layer: Annotated[int | None, typer.Option(help="Token maps: layer of J_1. By default in the middle.")] = None,
-    other_layer: Annotated[
-        int | None, typer.Option(help="Token maps: layer of the singular vectors. By default the one after.")
-    ] = None,
-    input_position: Annotated[int, typer.Option(help="Token maps: position of the fixed input.")] = 0,
     untrained: Annotated[bool, typer.Option(help="Measure the untrained twin as well.")] = True,
     out: Annotated[Path, typer.Option(help="The page to write.", dir_okay=False)] = Path("report.html"),
 ) -> None:
     """See `_REPORT_HELP`."""
-    ks = comparing.ks
+    ks = comparing.ks if comparing.k else None
 
     def measure(run: Run) -> Portrait:
-        return portrait(
-            run.trace(prompt),
-            k=ks,
-            position=position,
-            layer=layer,
-            other_layer=other_layer,
-            input_position=input_position,
-            orientation=comparing.orientation,
-            progress=run.bar("measuring"),
-        )
+        bar = run.bar("measuring")
+        return portrait(run.trace(prompt), k=ks, orientation=comparing.orientation, progress=bar, **asdict(across))
 
     with at_work(out.parent) as (_, progress):
         from tl_coupling.report import write_report

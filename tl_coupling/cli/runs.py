@@ -18,8 +18,9 @@ Measured = TypeVar("Measured")
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A loaded model: how its prompts are traced, and what is shown and noted meanwhile."""
+    """A loaded model, its role ("trained" or "untrained"), and how its prompts are traced and its progress shown."""
 
+    role: str
     name: str
     model: nn.Module
     tracing: Tracing
@@ -27,12 +28,12 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def trace(self, prompt: str) -> Trace:
-        """The traced prompt; how long it took is noted."""
+        """The traced prompt; the time it took is noted."""
         with self.timed("trace"):
             return self.tracing.trace(self.model, prompt)
 
     def bar(self, what: str) -> Callable[[Iterable[Item]], Iterable[Item]]:
-        """Wraps a loop into a bar that is gone when the loop is."""
+        """Wraps a loop in a bar that goes away with the loop."""
 
         def over(items: Iterable[Item]) -> Iterator[Item]:
             task = self.progress.add_task(f"{self.name}: {what}", total=None)
@@ -50,23 +51,17 @@ class Run:
 
 
 def measured_runs(
-    loading: Loading,
-    tracing: Tracing,
-    measure: Callable[[Run], Measured],
-    progress: Progress,
-    untrained: bool,
+    loading: Loading, tracing: Tracing, measure: Callable[[Run], Measured], progress: Progress, untrained: bool
 ) -> dict[str, Measured]:
-    """What `measure` finds in the trained model and, where it is asked for, in its untrained twin."""
+    """What `measure` finds in the trained model and, if wanted, in its untrained twin."""
 
-    # A function of its own, so that one model is gone before the next is loaded.
-    def measured(name: str, untrained: bool) -> Measured:
+    # A function of its own, so that one model is freed before the next is loaded.
+    def measured(role: str) -> Measured:
+        name = loading.model if role == "trained" else f"untrained {loading.model}"
         task = progress.add_task(f"loading {name}", total=None)
         start = time.perf_counter()
-        model = loading.load(untrained)
+        model = loading.load(role == "untrained")
         progress.remove_task(task)
-        return measure(Run(name, model, tracing, progress, {"loading": round(time.perf_counter() - start, 3)}))
+        return measure(Run(role, name, model, tracing, progress, {"loading": round(time.perf_counter() - start, 3)}))
 
-    runs = {"trained": measured(loading.model, False)}
-    if untrained:
-        runs["untrained"] = measured(f"untrained {loading.model}", True)
-    return runs
+    return {role: measured(role) for role in ("trained", *(["untrained"] if untrained else []))}

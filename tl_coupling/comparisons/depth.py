@@ -1,6 +1,7 @@
 """Coupling across depth: one token, every pair of layers; of one prompt or the mean over many."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from tl_coupling.blocks import Trace
 from tl_coupling.border import Count, checked
@@ -14,7 +15,7 @@ from tl_coupling.progress import Progress, with_progress
 
 @checked
 def depth_coupling(
-    trace: Trace | Iterable[Trace],
+    trace: Trace | Iterable[Any],
     k: int | None = None,
     position: int = -1,
     orientation: Orientation = "ujv",
@@ -101,7 +102,7 @@ def depth_couplings(
     )
 
 
-def _each(traces: Iterable[Trace]) -> Iterator[Trace]:
+def _each(traces: Iterable[Any]) -> Iterator[Trace]:
     for one in traces:
         if not isinstance(one, Trace):
             raise TypeError(

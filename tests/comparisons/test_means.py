@@ -1,0 +1,201 @@
+"""Means over prompts against numpy over maps that were measured one by one, and their files."""
+
+import dataclasses
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import xarray
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
+from tl_coupling.coupling import MEASURES
+
+K = 5
+PROMPTS = ["w3 w14 w15 w92", "w65 w35", "w89 w79 w3 w2 w3 w8", "w46 w26 w43"]
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer_folder):
+    return tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+
+
+@pytest.fixture(scope="module")
+def maps(model) -> list[CouplingMap]:
+    return [tlc.depth_coupling(tlc.trace(model, prompt), K) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def mean(model) -> MeanCouplingMap:
+    return tlc.depth_coupling((tlc.trace(model, prompt) for prompt in PROMPTS), K)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_means_and_spreads_are_numpys(maps, mean, measure):
+    off = ~np.eye(tiny.N_LAYERS, dtype=bool)
+    for k in range(1, K + 1):
+        values = np.stack([one.values(k, measure).double().numpy() for one in maps])
+        np.testing.assert_allclose(mean.values(k, measure), values.mean(0), atol=2e-6, rtol=1e-5)
+        np.testing.assert_allclose(mean.spread(k, measure), values.std(0, ddof=1), atol=2e-6, rtol=1e-3)
+        of_each = values[:, off].mean(1)
+        assert mean.mean(k, measure) == pytest.approx(of_each.mean(), abs=2e-6, rel=1e-5)
+        assert mean.spread_of_mean(k, measure) == pytest.approx(of_each.std(ddof=1), abs=2e-6, rel=1e-3)
+        assert mean.mean(k, measure, off_diagonal=False) == pytest.approx(values.mean(), abs=2e-6, rel=1e-5)
+        nulls = [one.null(k, measure) for one in maps]
+        assert mean.null(k, measure) == pytest.approx(np.mean(nulls), rel=1e-5)
+        profiles = np.stack([one.locality_profile(k, measure).numpy() for one in maps])
+        np.testing.assert_allclose(mean.locality_profile(k, measure), profiles.mean(0), atol=2e-6, rtol=1e-5)
+    assert torch.equal(mean.values(measure=measure), getattr(mean, measure)(K))
+
+
+def test_what_lies_behind_the_values(maps, mean):
+    for name in ("singular_values", "frobenius_norms"):
+        expected = np.mean([getattr(one, name).numpy() for one in maps], axis=0)
+        np.testing.assert_allclose(getattr(mean, name), expected, rtol=1e-5)
+    np.testing.assert_allclose(mean.at(3), np.mean([one.at(3).abs().numpy() for one in maps], axis=0), atol=1e-6)
+    assert (mean.k, mean.n_prompts, mean.kind, mean.orientation) == (K, len(PROMPTS), "depth", "ujv")
+    assert mean.row_layers == mean.col_layers == (0, 1)
+    # The last token, of prompts of different lengths.
+    assert mean.row_positions == mean.col_positions == (-1, -1)
+    assert mean.provenance["prompts"] == PROMPTS
+    assert mean.provenance["model"] == maps[0].provenance["model"]
+    assert not {"prompt", "tokens", "str_tokens", "position"} & set(mean.provenance)
+    for part in ("MeanCouplingMap", f"k≤{K}", "n_prompts=4", f"at k={K}: mean coupling {mean.mean():.3f}"):
+        assert part in repr(mean)
+
+
+def test_the_same_position_of_prompts_of_different_lengths(model):
+    result = tlc.depth_coupling([tlc.trace(model, prompt) for prompt in PROMPTS], 2, 1)
+    assert result.row_positions == (1, 1)
+    shifted = [tlc.depth_coupling(tlc.trace(model, PROMPTS[0]), 2, t) for t in (1, 2)]
+    with pytest.raises(ValueError, match="must be of the same positions"):
+        MeanCouplingMap.over(shifted)
+
+
+def test_one_map_at_a_time_is_in_memory(maps):
+    alive = []
+
+    def one_by_one():
+        for _ in range(6):
+            made = dataclasses.replace(maps[0])
+            gc.collect()
+            assert sum(map_() is not None for map_ in alive) <= 1
+            alive.append(weakref.ref(made))
+            yield made
+            del made
+
+    result = MeanCouplingMap.over(one_by_one())
+    assert len(alive) == result.n_prompts == 6
+    np.testing.assert_allclose(result.coupling(), maps[0].coupling(), atol=1e-6)
+    np.testing.assert_allclose(result.spread(), 0, atol=1e-7)
+
+
+def test_one_prompt_has_no_spread(maps):
+    one = MeanCouplingMap.over(maps[:1])
+    np.testing.assert_allclose(one.coupling(3), maps[0].coupling(3), atol=1e-6)
+    assert one.spread().isnan().all()
+    assert np.isnan(one.spread_of_mean())
+
+
+def test_tokens_of_prompts_of_one_length(model):
+    traces = [tlc.trace(model, prompt) for prompt in ("w1 w2 w3", "w4 w5 w6")]
+    maps = [tlc.self_coupling(trace, 0, 1, k=3) for trace in traces]
+    expected = np.mean([one.coupling().numpy() for one in maps], axis=0)
+    result = MeanCouplingMap.over(maps)
+    np.testing.assert_allclose(result.coupling(), expected, atol=1e-6)
+    assert result.row_positions == (0, 1, 2)
+    # No pair of one connection with itself: every pair counts.
+    assert result.spread_of_mean() == pytest.approx(np.std([one.mean() for one in maps], ddof=1), rel=1e-3)
+
+
+def test_save_and_load(mean, tmp_path):
+    path = mean.save(tmp_path / "mean.nc")
+    for loaded in (MeanCouplingMap.load(path), CouplingMap.load(path)):
+        assert type(loaded) is MeanCouplingMap
+        for field in dataclasses.fields(mean):
+            a, b = getattr(loaded, field.name), getattr(mean, field.name)
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    with xarray.open_dataset(path) as data:
+        drawn = data["means"].sel(measure="coupling", k=3)
+        np.testing.assert_array_equal(drawn, mean.coupling(3))
+
+
+def test_a_map_of_one_prompt_is_no_mean(maps, mean, tmp_path):
+    path = maps[0].save(tmp_path / "map.nc")
+    with pytest.raises(ValueError, match=r"is not a file that `MeanCouplingMap\.save` wrote"):
+        MeanCouplingMap.load(path)
+    with pytest.raises(ValueError, match=r"is not a file that `Influence\.save` wrote"):
+        tlc.influence.Influence.load(mean.save(path))
+
+
+def test_what_has_no_mean(maps, mean):
+    vju = dataclasses.replace(maps[1], orientation="vju")
+    other = dataclasses.replace(maps[1], provenance=maps[1].provenance | {"model": "other"})
+    for given, message in (
+        ([], "wanted at least one"),
+        ([maps[0], vju], "same orientation, got 'ujv' and 'vju'"),
+        ([maps[0], other], "same model, got .* and 'other'"),
+        ([maps[0], mean], "same n_prompts, got 1 and 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MeanCouplingMap.over(given)
+    with pytest.raises(ValueError, match="holds p=2 and absolute=False"):
+        mean.spectral_miscoupling(2, absolute=True)
+    with pytest.raises(ValueError, match=rf"`k` must lie in \[1, {K}\]"):
+        mean.spread(K + 1)
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize("wrong", [["one text", "another"], "a text", [3], {"a": 1}])
+def test_what_is_no_trace_is_one_line_that_says_what_to_do(wrong):
+    with pytest.raises(
+        TypeError, match=r"`trace` must be a Trace or .*, got (str|int).*trace the prompts first"
+    ) as error:
+        tlc.depth_coupling(wrong, 2)
+    assert "\n" not in str(error.value)
+
+
+def test_a_narrow_model_takes_what_fits_and_says_so(tiny_trace):
+    with pytest.warns(UserWarning, match="width 32: k = 32 is used in place of the default, 50") as warned:
+        assert tlc.depth_coupling(tiny_trace).k == tiny.D_MODEL
+    assert warned[0].filename == __file__
+    with pytest.warns(UserWarning, match="k = 32 is used"):
+        assert tlc.self_coupling(tiny_trace, 0).k == tiny.D_MODEL
+    with pytest.raises(ValueError, match=r"`k` must lie in \[1, 32\].*got 50"):
+        tlc.depth_coupling(tiny_trace, k=50)
+
+
+def test_bars(model, tiny_trace, capfd, monkeypatch):
+    seen = []
+
+    def progress(items):
+        for item in items:
+            seen.append(type(item).__name__)
+            yield item
+
+    tlc.depth_coupling((tlc.trace(model, prompt) for prompt in PROMPTS), 2, progress=progress)
+    assert seen == ["Trace"] * len(PROMPTS)
+    shown = []
+    monkeypatch.setattr(tlc.progress, "tqdm", lambda items, desc, **_: shown.append(desc) or items)
+    for terminal, wanted in ((False, []), (True, ["Jacobians"])):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
+        tlc.depth_coupling(tiny_trace, 2)
+        assert shown == wanted
+        shown.clear()
+    tlc.block_jacobians(tiny_trace)
+    tlc.depth_coupling([tiny_trace], 2)
+    tlc.depth_coupling(tiny_trace, 2, progress=False)
+    assert shown == ["Jacobians", "prompts"]
+
+
+def test_the_spread_is_drawn(mean, maps):
+    from tl_coupling.plots.means import plot_spread
+
+    ax = plot_spread(mean, k=3)
+    np.testing.assert_allclose(ax.images[0].get_array(), mean.spread(3))
+    assert "standard deviation over 4 prompts" in ax.images[0].colorbar.ax.get_ylabel()
+    with pytest.raises(ValueError, match="at least two prompts"):
+        plot_spread(MeanCouplingMap.over(maps[:1]))
