@@ -44,34 +44,8 @@ _WORDS = {
     "`Val: ": "`Value: ",
 }
 
-# A widget colours by a value and prints the same value: this array prints as its text and counts as its shade.
-_BOOT = """
-const cell = (text, shade) => Object.assign([text], {valueOf: () => shade ?? NaN});
-const revive = (key, value) => value?.text === undefined ? value : cell(value.text, value.shade);
-for (const div of document.querySelectorAll("[data-circuitsvis]:not([id])")) {
-  div.id = "circuits-vis-" + Math.random().toString(36).slice(2);
-  CircuitsVis.render(div.id, CircuitsVis[div.dataset.circuitsvis], JSON.parse(div.dataset.props, revive));
-}
-"""
-# The maps' own margins would spill out of a page. A transparent token (white on white) is one whose value is undefined.
-# Boxes that scroll stay unpositioned, or they would cut tooltips off.
-VIEW_STYLE = """
-.tlc-view { background: white; color: #111; color-scheme: light; font: 14px/1.5 system-ui, sans-serif; }
-.tlc-view h4 { margin: 0 0 .25em; font-size: 1em; font-weight: 600; }
-.tlc-view .scale { color: #555; font-size: .9em; font-weight: 400; }
-.tlc-maps { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22em), 1fr)); gap: 1.5em; }
-.tlc-maps > div { max-width: 36em; min-width: 0; }
-.tlc-maps [data-circuitsvis] div { margin-inline: 0 !important; }
-.tlc-tokens { margin-bottom: 1em; }
-.tlc-layers { overflow-x: auto; padding-bottom: 1em; }
-.tlc-layers > div { display: flex; width: max-content; }
-.tlc-layers > div > b { flex: none; width: var(--label); font-weight: 400; color: #555; }
-.tlc-columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24em), 1fr)); gap: 0 1.5em; }
-.tlc-columns > div { min-width: 0; }
-.tlc-layers .colored-tokens { white-space: nowrap; }
-.tlc-view .colored-tokens > span > span[style*="rgba(0, 0, 0, 0)"] {
-  background: repeating-linear-gradient(45deg, #ccc 0 3px, white 3px 6px) !important; color: #111 !important; }
-"""
+_HERE = Path(__file__)
+VIEW_STYLE = _HERE.with_suffix(".css").read_text(encoding="utf-8")
 
 
 class View(RenderedHTML):
@@ -242,8 +216,9 @@ def circuitsvis_script() -> str:
     bundle = "\n".join(line for line in bundle.splitlines() if not line.startswith("//# sourceMappingURL="))
     for theirs, ours in _WORDS.items():
         bundle = bundle.replace(theirs, ours)
+    boot = _HERE.with_suffix(".js").read_text(encoding="utf-8")
     # Once on a page: its parts complain when they are registered again.
-    return f"window.CircuitsVis ??= (() => {{ {bundle}\nreturn CircuitsVis; }})();{_BOOT}"
+    return f"window.CircuitsVis ??= (() => {{ {bundle}\nreturn CircuitsVis; }})();\n{boot}"
 
 
 @lru_cache(maxsize=1)

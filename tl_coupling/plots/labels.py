@@ -1,11 +1,11 @@
 """What every picture shares: its figure, its colours, the words on it, and the maps it takes."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, TypeVar
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -17,10 +17,12 @@ from matplotlib.ticker import MaxNLocator
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.spectra import check_k
 
-# One colour per meaning. `colors_of` gives every result its own; the null is what random subspaces would give.
-TRAINED, UNTRAINED, UNDEFINED = "C0", "C1", "0.8"
+# One look per meaning; `colors_of` has those of trained and untrained models.
+UNDEFINED = "0.8"
 NULL_LINE: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1}
 
+# `CouplingMap`s, or means of them over prompts.
+PairMap = CouplingMap
 _Result = TypeVar("_Result")
 _MEASURES = {
     "coupling": r"coupling $1 - \tilde{m}$",
@@ -31,27 +33,6 @@ _MEASURES = {
 }
 MAX_LAYER_TICKS, MAX_TOKEN_TICKS = 16, 40
 _OFF_SCREEN = ContextVar("off_screen", default=False)
-
-
-if TYPE_CHECKING:
-    # A Protocol of read-only attributes would take a property for each.
-    PairMap = CouplingMap
-else:
-
-    @runtime_checkable
-    class PairMap(Protocol):
-        """What pictures of maps read: a `CouplingMap`, or its mean over prompts (with `n_prompts`)."""
-
-        k: int
-        kind: str
-        provenance: dict[str, Any]
-        row_layers: tuple[int, ...]
-        col_layers: tuple[int, ...]
-        coupling: Callable[..., Any]
-        null: Callable[..., float]
-
-    # What error messages ask for.
-    PairMap.__name__ = CouplingMap.__name__
 
 
 class Picture(Figure):
@@ -86,13 +67,13 @@ def new_figure(width: float, height: float, layout: Literal["constrained", "comp
     return pyplot.figure(figsize=(width, height), layout=layout, FigureClass=Picture)
 
 
-def own_axes(width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained") -> Axes:
+def own_axes(*figure: Any) -> Axes:
     """The only Axes of a `new_figure`."""
-    return new_figure(width, height, layout).subplots()
+    return new_figure(*figure).subplots()
 
 
 def colors_of(results: Mapping[str, Any]) -> dict[str, str]:
-    """A colour for each result: the first trained one is `TRAINED`, the first untrained one `UNTRAINED`."""
+    """A colour for each result: blue (C0) for the first trained one, orange (C1) for the first untrained one."""
     colors: dict[str, str] = {}
     count = [0, 0]
     for name, result in results.items():
@@ -102,7 +83,7 @@ def colors_of(results: Mapping[str, Any]) -> dict[str, str]:
     return colors
 
 
-def common_k(maps: Sequence[PairMap], k: int | None) -> int:
+def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
     """`k`, or what all maps hold; checked against each."""
     held = [result.k for result in maps]
     if k is None and len(set(held)) > 1:
@@ -112,9 +93,9 @@ def common_k(maps: Sequence[PairMap], k: int | None) -> int:
     return k
 
 
-def by_name(results: Any) -> dict[str, PairMap]:
+def by_name(results: Any) -> dict[str, CouplingMap]:
     """Depth maps by the name they are drawn under; one map goes by its model's."""
-    maps: dict[str, PairMap] = named(results, CouplingMap)
+    maps = named(results, CouplingMap)
     for name, result in maps.items():
         check_depth(result, name)
     return maps
@@ -130,7 +111,7 @@ def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
     return dict(results)
 
 
-def check_depth(result: PairMap, name: str) -> None:
+def check_depth(result: CouplingMap, name: str) -> None:
     """Raise unless the map compares layers."""
     if result.kind != "depth":
         raise ValueError(
@@ -138,7 +119,7 @@ def check_depth(result: PairMap, name: str) -> None:
         )
 
 
-def label_pairs(ax: Axes, result: PairMap) -> None:
+def label_pairs(ax: Axes, result: CouplingMap) -> None:
     """Ticks and axis labels of a map: layers, or tokens."""
     for axis, of_rows in ((ax.yaxis, True), (ax.xaxis, False)):
         axis.set_label_text(side_labels(result)[0 if of_rows else 1])
@@ -156,7 +137,7 @@ def name_ticks(axis: Axis, names: Sequence[Any], most: int = MAX_TOKEN_TICKS, ro
     axis.set_ticks(list(shown), [str(names[i]) for i in shown], rotation=90 if rotate else 0, parse_math=False)
 
 
-def side_labels(result: PairMap) -> tuple[str, str]:
+def side_labels(result: CouplingMap) -> tuple[str, str]:
     """What the rows are, and what the columns are."""
     if result.kind == "depth":
         return "layer of J₁", "layer of the singular vectors"

@@ -52,7 +52,7 @@ def plot_adjacency(
             "a graph of layers wants a map with the same layers, each once, as rows and columns; "
             f"got rows {list(layers)} and columns {list(result.col_layers)}"
         )
-    values = getattr(result, measure)(k).detach().cpu().double().numpy()
+    values = result.values(k, measure).detach().cpu().double().numpy()
     weights = (values + values.T) / 2
     # Sorted by weight: strong edges are drawn last, on top of weak ones.
     below = zip(*np.tril_indices(len(layers), -1), strict=True)

@@ -15,7 +15,6 @@ from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import Measure
 from tl_coupling.plots.labels import (
     UNDEFINED,
-    PairMap,
     common_k,
     label_pairs,
     measure_label,
@@ -31,7 +30,7 @@ _PAPER_LAYERS = range(8, 16)
 
 @checked
 def plot_coupling(
-    result: PairMap,
+    result: CouplingMap,
     *,
     k: int | None = None,
     measure: Measure = "coupling",
@@ -90,7 +89,7 @@ def plot_coupling(
 
 
 def color_scale(
-    results: Sequence[PairMap], k: int | None = None, measure: Measure = "coupling", **options: Any
+    results: Sequence[CouplingMap], k: int | None = None, measure: Measure = "coupling", **options: Any
 ) -> tuple[float, float]:
     """Ends of a colour scale for all these maps and their nulls, without the pairs that are drawn in grey.
 
@@ -175,19 +174,12 @@ def plot_coupling_matrices(
     return fig
 
 
-def _without_own(result: PairMap, k: int | None, measure: Measure, options: dict[str, Any]) -> np.ndarray:
+def _without_own(result: CouplingMap, k: int | None, measure: Measure, options: dict[str, Any]) -> np.ndarray:
     """The values, NaN where a connection meets itself; all of them where there are no other pairs."""
-    values = getattr(result, measure)(k, **options).detach().cpu().double().numpy()
+    values = result.values(k, measure, **options).detach().cpu().double().numpy()
     rows = list(zip(result.row_layers, result.row_positions, strict=True))
     own = np.array([[row == col for col in zip(result.col_layers, result.col_positions, strict=True)] for row in rows])
     return values if own.all() else np.where(own, np.nan, values)
-
-
-def _sides(result: CouplingMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What tells rows and columns apart: layers, or token positions."""
-    if result.kind == "depth":
-        return result.row_layers, result.col_layers
-    return result.row_positions, result.col_positions
 
 
 def _chosen(result: CouplingMap, layers: Sequence[int] | None, positions: Sequence[int] | None) -> list[int]:
@@ -195,9 +187,8 @@ def _chosen(result: CouplingMap, layers: Sequence[int] | None, positions: Sequen
     wanted, name, others = (layers, "layers", positions) if depth else (positions, "positions", layers)
     if others is not None:
         raise ValueError(f"a map of kind {result.kind!r} is drawn for chosen `{name}` only")
-    rows, cols = _sides(result)
     if wanted is None:
-        there = [i for i in rows if i in cols]
+        there = [i for i in _places(result)[0] if i in _places(result)[1]]
         chosen = [i for i in there if depth and i in _PAPER_LAYERS] or there[-len(_PAPER_LAYERS) :]
     else:
         n = result.provenance.get("n_layers", 0) if depth else len(result.provenance.get("tokens", ()))
@@ -209,11 +200,16 @@ def _chosen(result: CouplingMap, layers: Sequence[int] | None, positions: Sequen
 
 def _panels(result: CouplingMap, chosen: list[int], k: int, name: str) -> np.ndarray:
     """`|A| / σ_1(J_1)`, `[n n k k]`, for pairs of the chosen connections."""
-    rows, cols = _sides(result)
-    for held in (rows, cols):
+    for held in _places(result):
         if missing := [i for i in chosen if i not in held]:
             what = "layers" if result.kind == "depth" else "positions"
             raise ValueError(f"`{what}` must be among those of {name!r}, {list(held)}, got {missing}")
-    at_rows, at_cols = [rows.index(i) for i in chosen], [cols.index(i) for i in chosen]
+    at_rows, at_cols = ([held.index(i) for i in chosen] for held in _places(result))
     largest = result.singular_values[at_rows, 0].clamp_min(torch.finfo(result.singular_values.dtype).tiny)
     return (result.at(k)[at_rows][:, at_cols].abs() / largest[:, None, None, None]).detach().cpu().numpy()
+
+
+def _places(result: CouplingMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What tells rows and columns apart: layers, or token positions."""
+    depth = result.kind == "depth"
+    return (result.row_layers, result.col_layers) if depth else (result.row_positions, result.col_positions)
