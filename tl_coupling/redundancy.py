@@ -213,7 +213,7 @@ def _of_prompt(traced: Trace, settings: Settings) -> tuple["xarray.Dataset", dic
         raise ValueError(f"wanted a model of at least 2 blocks, to swap and to merge, got {traced.n_layers}")
     if traced.n_pos < 2:
         raise ValueError(f"wanted at least 2 tokens, to predict one from the other, got {traced.n_pos}")
-    result = depth_coupling(traced, max(settings.k), settings.position, settings.orientation, progress=iter)
+    result = depth_coupling(traced, max(settings.k), settings.position, settings.orientation, progress=False)
     coupling = np.stack([result.coupling(k).cpu().numpy() for k in settings.k])
     coupling = (coupling + coupling.swapaxes(1, 2)) / 2
     stream, changed, reasons = _changed_streams(traced)
