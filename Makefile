@@ -9,7 +9,7 @@ PROMPTS ?=
 PER_TASK ?=
 ONLY ?=
 
-.PHONY: setup demo demo-training surge demo-survey test test-tl4 test-tl3 zoo check bench clean
+.PHONY: setup demo demo-training surge demo-survey notebooks pictures test test-tl4 test-tl3 zoo check bench clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv-tl3/ready
@@ -34,6 +34,14 @@ surge: .venv/ready
 # PROMPTS=file.jsonl: what SmolLM2 is surveyed on; else test sets from the hub, where it can be reached.
 demo-survey: .venv/ready
 	.venv/bin/python demos/studies/ladder.py --out out/ladder $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(PER_TASK),--per-task $(PER_TASK))
+
+# In place; bars are for those who wait.
+notebooks: .venv/ready
+	HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 .venv/bin/jupyter execute --inplace demos/*.ipynb
+
+# The one at the top of README.
+pictures: .venv/ready
+	.venv/bin/python demos/readme_picture.py
 
 # Both lines side by side; what hardly depends on the line is marked to run on one of them. One
 # thread each: threads that wait for each other cost more than they save.

@@ -103,7 +103,7 @@ def main() -> int:
         if arguments.prompts is None:
             prompts: list[Any] = [f"{sentence}." for sentence in TEXT.split(". ")]
         else:
-            prompts = tlc.prompts.prompts_per_task(tlc.load_prompts(arguments.prompts, None), arguments.per_task)
+            prompts = tlc.prompts.prompts_per_task(tlc.load_prompts(arguments.prompts), arguments.per_task)
         given: dict[str, Any] = {"prompts_per_unit": arguments.prompts_per_unit, "device": "cpu"}
         survey = tlc.Survey([arguments.model], prompts, **given)
         found = measure(survey, arguments.engines, arguments.workers)

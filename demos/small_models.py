@@ -1,7 +1,7 @@
-"""Small Pythias (GPT-NeoX) trained from scratch on the CPU, on text that is always there.
+"""Small Pythias (GPT-NeoX) trained from scratch on the CPU, on text that every Python has.
 
-The standard library's own source by default; byte-level BPE; checkpoints in HuggingFace format at log-spaced steps. The
-demos that need a model whose whole training is at hand share this.
+By default they learn the standard library's own source, with byte-level BPE; checkpoints are in HuggingFace format at
+log-spaced steps. Shared by the studies and notebooks that train their own models.
 """
 
 import argparse
@@ -9,8 +9,10 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
+
+import tl_coupling as tlc
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -68,16 +73,51 @@ class Corpus:
     digest: str
 
 
-def add_training_options(parser: argparse.ArgumentParser) -> None:
-    """Every field of `TrainingConfig` as an option."""
+def training_parser(description: str, out: str, *, seeds: int, prompts: int) -> argparse.ArgumentParser:
+    """The options that studies share: every field of `TrainingConfig`, text, seeds, passages, and where to write."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(out), help=f"folder for all results (default {out})")
+    parser.add_argument("--text", type=Path, help="text to learn (default: the standard library's source)")
+    parser.add_argument("--seeds", type=int, default=seeds, help=f"runs, from --seed on (default {seeds})")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: all cores)")
+    parser.add_argument("--prompts", type=int, default=prompts, help=f"held-out passages (default {prompts})")
     for field in fields(TrainingConfig):
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=type(field.default), default=field.default, help=f"(default {field.default})")
+    return parser
 
 
 def config_of(arguments: argparse.Namespace) -> TrainingConfig:
-    """What was given as those options."""
+    """The `TrainingConfig` among the options of `training_parser`.
+
+    Raises:
+        ValueError: fewer than one seed or job.
+    """
+    if min(arguments.seeds, arguments.jobs) < 1:
+        raise ValueError(f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and {arguments.jobs}")
     return TrainingConfig(**{field.name: getattr(arguments, field.name) for field in fields(TrainingConfig)})
+
+
+@contextmanager
+def parallel_map(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """`map` over that many processes of one thread each: threads that wait for each other are slower."""
+    if jobs == 1:
+        yield map
+    else:
+        with tlc.surveys.process_pool(jobs) as pool:
+            yield pool.map
+
+
+def status_of(study: Callable[[], None]) -> int:
+    """Run a study; bad input is one line on standard error and status 2."""
+    # Of every file that is saved or loaded.
+    disable_progress_bar()
+    try:
+        study()
+    except (ValueError, OSError, tlc.models.ModelError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def checkpoint_steps(steps: int) -> tuple[int, ...]:

@@ -3,18 +3,17 @@
     python demos/train_and_trace.py --out out/training
 
 A small Pythia (GPT-NeoX) learns the standard library's own source from scratch, on the CPU, from several seeds;
-checkpoints are kept at log-spaced steps. Then every checkpoint is measured on the same held-out passages: coupling of
-layers beside its null, loss, shapes of trajectories. With a hub at hand the same command traces a model whose
-checkpoints were published:
+checkpoints are saved at log-spaced steps. Then every checkpoint is measured on the same held-out passages: coupling of
+layers next to its null, loss, shapes of trajectories. With a network, the same command traces a model whose checkpoints
+were published:
 
     python demos/train_and_trace.py --model EleutherAI/pythia-160m --out out/pythia-160m
 
-What is finished is kept: a second run trains and measures only what is missing.
+Finished work is kept: a second run trains and measures only what is missing.
 """
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,23 +30,11 @@ from scipy.stats import spearmanr
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
+import small_models as small
 import tl_coupling as tlc
-from small_models import (
-    HELD_OUT,
-    Corpus,
-    TrainingConfig,
-    add_training_options,
-    build_corpus,
-    config_of,
-    passages,
-    read_documents,
-    train,
-)
 from tl_coupling.files import output_folder, write_atomically
 from tl_coupling.models import ModelError
-from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
-from tl_coupling.surveys.checkpoints import checkpoint_sweep, local_checkpoints, pythia_steps
-from tl_coupling.surveys.measurements import Settings
+from tl_coupling.surveys import Settings, local_checkpoints, pythia_steps
 
 
 @dataclass(frozen=True)
@@ -59,68 +46,57 @@ class Run:
     data: xarray.Dataset
 
 
-def one_run(config: TrainingConfig, corpus: Corpus, prompts: list[str], settings: Settings, out: Path) -> Run:
-    """Train from one seed, then measure every checkpoint. One thread: other seeds have the other cores."""
+def one_run(
+    config: small.TrainingConfig, corpus: small.Corpus, prompts: list[str], settings: Settings, out: Path
+) -> Run:
+    """Train from one seed, then measure every checkpoint."""
     torch.set_num_threads(1)
-    # Once more: this may be a process of its own.
+    # Again, because this may be a process of its own.
     disable_progress_bar()
-    look: dict[str, Any] = {"position": config.seed, "leave": False, "dynamic_ncols": True}
-    learning = partial(tqdm, desc=f"seed {config.seed}: train", total=config.steps, **look)
-    folder = train(config, corpus, out / "runs", learning)
-    data = checkpoint_sweep(
-        folder,
-        prompts=prompts,
-        settings=settings,
-        folder=out / "sweeps" / folder.name,
-        device="cpu",
-        progress=partial(tqdm, desc=f"seed {config.seed}: measure", **look),
-    )
+    bar: dict[str, Any] = {"position": config.seed, "leave": False, "dynamic_ncols": True}
+    learning = partial(tqdm, desc=f"seed {config.seed}: train", total=config.steps, **bar)
+    folder = small.train(config, corpus, out / "runs", learning)
+    measuring = partial(tqdm, desc=f"seed {config.seed}: measure", **bar)
+    given: dict[str, Any] = {"settings": settings, "folder": out / "sweeps" / folder.name}
+    data = tlc.checkpoint_sweep(folder, prompts=prompts, **given, device="cpu", progress=measuring)
     return Run(str(folder), tuple(prompts), data)
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Short windows of the line-shape score: a model of 6 blocks has two of 5 steps."""
+    """Short windows for the line-shape score, because a model of 6 blocks has few steps."""
     return Settings(k=tuple(arguments.k), window=3)
 
 
-def runs_here(config: TrainingConfig, arguments: argparse.Namespace) -> list[Run]:
-    """A run for each seed, `jobs` at a time in processes of their own.
-
-    Raises:
-        ValueError: a number of seeds or jobs below 1.
-    """
-    if min(arguments.seeds, arguments.jobs) < 1:
-        raise ValueError(f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and {arguments.jobs}")
-    corpus = build_corpus(read_documents(arguments.text), config.vocabulary)
-    prompts = passages(corpus.held_out, corpus.tokenizer, arguments.prompts, config.n_ctx)
-    seeds = range(config.seed, config.seed + arguments.seeds)
-    work = [(replace(config, seed=seed), corpus, prompts, settings_of(arguments), arguments.out) for seed in seeds]
-    if arguments.jobs == 1 or len(work) == 1:
-        return [one_run(*one) for one in work]
-    # Threads that share the cores of others wait for each other at every operation: processes of one thread do not.
-    with tlc.surveys.process_pool(arguments.jobs) as pool:
-        return list(pool.map(one_run, *zip(*work, strict=True)))
+def runs_here(config: small.TrainingConfig, arguments: argparse.Namespace) -> list[Run]:
+    """A run for each seed, `jobs` at a time."""
+    corpus = small.build_corpus(small.read_documents(arguments.text), config.vocabulary)
+    prompts = small.passages(corpus.held_out, corpus.tokenizer, arguments.prompts, config.n_ctx)
+    configs = [replace(config, seed=config.seed + i) for i in range(arguments.seeds)]
+    work = partial(one_run, corpus=corpus, prompts=prompts, settings=settings_of(arguments), out=arguments.out)
+    with small.parallel_map(arguments.jobs) as mapped:
+        return list(mapped(work, configs))
 
 
 def runs_published(arguments: argparse.Namespace) -> list[Run]:
-    """The checkpoints of a model on the hub, or of a local folder, on the same kind of passages."""
+    """The checkpoints of a hub model or of a local folder, on the same kind of passages."""
     from transformers import AutoTokenizer
 
-    name = arguments.model
-    source = next(iter(local_checkpoints(name).values())) if Path(name).is_dir() else name
+    name, is_local = arguments.model, Path(arguments.model).is_dir()
+    source = next(iter(local_checkpoints(name).values())) if is_local else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"could not load the tokenizer of {name!r}: {' '.join(str(error).split())[:200]}") from error
-    prompts = passages(read_documents(arguments.text)[::HELD_OUT], tokenizer, arguments.prompts, arguments.n_ctx)
-    steps = None if Path(name).is_dir() else (0, *pythia_steps())
+    prompts = small.passages(
+        small.read_documents(arguments.text)[:: small.HELD_OUT], tokenizer, arguments.prompts, arguments.n_ctx
+    )
+    steps = None if is_local else (0, *pythia_steps())
     given: dict[str, Any] = {"settings": settings_of(arguments), "folder": arguments.out / "sweep"}
-    data = checkpoint_sweep(name, steps, prompts, **given, progress=tqdm)
-    return [Run(name, tuple(prompts), data)]
+    return [Run(name, tuple(prompts), tlc.checkpoint_sweep(name, steps, prompts, **given, progress=tqdm))]
 
 
-def together(runs: Sequence[Run], config: TrainingConfig | None) -> xarray.Dataset:
-    """Runs along `seed`; a checkpoint that failed in one is left out of all."""
+def together(runs: Sequence[Run], config: small.TrainingConfig | None) -> xarray.Dataset:
+    """The runs along `seed`; a checkpoint that failed in one run is left out of all."""
     data = xarray.concat([run.data for run in runs], "seed", join="inner", combine_attrs="drop_conflicts")
     data = data.assign_coords(text=("prompt", list(runs[0].prompts)))
     if config is None:
@@ -168,8 +144,8 @@ def report(data: xarray.Dataset, k: int, console: Console) -> None:
 
 def draw(data: xarray.Dataset, run: Run, k: int, out: Path) -> list[Path]:
     """All figures; graphs of layers and trajectories are of the first run and passage, at four steps at most."""
-    figures = {"emergence": plot_emergence(data, k=k), "strip": plot_coupling_strip(data, k=k)}
-    figures["shapes"] = plot_shapes(data)
+    figures = {"emergence": tlc.plots.plot_emergence(data, k=k), "strip": tlc.plots.plot_coupling_strip(data, k=k)}
+    figures["shapes"] = tlc.plots.plot_shapes(data)
     steps = data["checkpoint"].values.tolist()
     highest = data["mean_coupling"].sel(k=k).mean(["seed", "prompt"]).idxmax()
     chosen = sorted({steps[0], steps[len(steps) // 2], int(highest), steps[-1]})
@@ -187,39 +163,26 @@ def draw(data: xarray.Dataset, run: Run, k: int, out: Path) -> list[Path]:
     return paths
 
 
-def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; every field of `TrainingConfig` is an option."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out/training"), help="checkpoints, netCDF and figures")
-    parser.add_argument("--model", help="a hub name, or a folder of checkpoints, to trace instead of training")
-    parser.add_argument("--text", type=Path, help="what to learn; the standard library's source by default")
-    parser.add_argument("--seeds", type=int, default=4, help="runs, from --seed on (default 4)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: all cores)")
-    parser.add_argument("--prompts", type=int, default=8, help="held-out passages (default 8)")
-    parser.add_argument("--k", type=int, nargs="+", default=[5, 10, 20], help="singular vectors; figures: the first")
-    add_training_options(parser)
-    return parser.parse_args(argv)
+def study(arguments: argparse.Namespace) -> None:
+    """Train or load, measure, report, draw."""
+    config = None if arguments.model else small.config_of(arguments)
+    runs = runs_here(config, arguments) if config else runs_published(arguments)
+    data = together(runs, config)
+    console = Console()
+    with output_folder(arguments.out) as out:
+        path = write_atomically(out / "training.nc", partial(data.to_netcdf, engine="netcdf4"))
+        report(data, arguments.k[0], console)
+        written = [path, *draw(data, runs[0], arguments.k[0], out)]
+    console.print("\n".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train or load, measure, report, draw."""
-    arguments = arguments_of(argv)
-    console = Console()
-    # Dozens of bars, for saving and loading a few megabytes each.
-    disable_progress_bar()
-    try:
-        config = config_of(arguments)
-        runs = runs_published(arguments) if arguments.model else runs_here(config, arguments)
-        data = together(runs, None if arguments.model else config)
-        with output_folder(arguments.out) as out:
-            path = write_atomically(out / "training.nc", partial(data.to_netcdf, engine="netcdf4"))
-            report(data, arguments.k[0], console)
-            figures = draw(data, runs[0], arguments.k[0], out)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    console.print("\n".join(str(one) for one in (path, *figures)), highlight=False, soft_wrap=True)
-    return 0
+    """The command line."""
+    parser = small.training_parser(str(__doc__), "out/training", seeds=4, prompts=8)
+    parser.add_argument("--model", help="a hub name, or a folder of checkpoints, to trace instead of training")
+    parser.add_argument("--k", type=int, nargs="+", default=[5, 10, 20], help="singular vectors; figures: the first")
+    arguments = parser.parse_args(argv)
+    return small.status_of(lambda: study(arguments))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What users call refuses whatever does not fit in one line, and takes what they mean all the same."""
 
 import inspect
+import operator
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas
@@ -16,7 +18,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import tl_coupling as tlc
-from tl_coupling import comparisons, generalization, interactive, plots, report
+from tl_coupling import (
+    border,
+    comparisons,
+    generalization,
+    interactive,
+    plots,
+    prompts,
+    redundancy,
+    report,
+    spectra,
+    trajectories,
+)
 from tl_coupling.border import checked
 
 pytestmark = pytest.mark.on_4_only
@@ -24,8 +37,7 @@ pytestmark = pytest.mark.on_4_only
 MADE = (tlc.CouplingMap, tlc.Prompt, tlc.Settings, tlc.Spectrum, tlc.Survey)
 ASKED = (tlc.CouplingMap, tlc.influence.Influence, tlc.trajectories.Linearisation, tlc.Spectrum)
 # Functions of a table, which call its columns x and y.
-OF_COLUMNS = {"linear_fit", "exponential_fit", "rank_correlation", "subset_fits", "leave_one_out"}
-OF_COLUMNS |= {"partial_regression", "covariate_fits"}
+OF_COLUMNS = {"linear_fit"}
 SQUARE = torch.tensor([[2.0, 1.0], [0.5, 3.0]])
 
 
@@ -35,10 +47,12 @@ class Foreign:
 
 def public() -> Iterator[Callable[..., Any]]:
     """Every function that takes arguments, classes that users make, methods of what they are given."""
-    rooms = (tlc, comparisons, generalization, interactive, plots, report)
-    for value in (getattr(room, name) for room in rooms for name in getattr(room, "__all__", dir(room))):
-        if isinstance(value, types.FunctionType):
-            yield value
+    rooms = (tlc, comparisons, generalization, interactive, plots, report, trajectories)
+    values = [getattr(room, name) for room in rooms for name in getattr(room, "__all__", dir(room))]
+    yield from (value for value in values if isinstance(value, types.FunctionType))
+    yield from (redundancy.layer_redundancy, redundancy.redundancy_correlations, prompts.prompts_per_task)
+    yield from (spectra.singular_values, spectra.inverse_singular_value_fit, spectra.non_normality, spectra.asymmetry)
+    yield from (spectra.participation_ratio, spectra.effective_rank)
     yield from (one.__init__ for one in MADE)
     for one in ASKED:
         functions = (getattr(value, "__func__", value) for name, value in vars(one).items() if name[0] != "_")
@@ -105,6 +119,13 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
             assert message.startswith(f"`{name}` must be "), (wrong, message)
             assert ", got " in message
             assert "\n" not in message
+
+
+@pytest.mark.parametrize("maker", border._MAKERS.values())
+def test_what_an_error_says_makes_one_is_there(maker: str) -> None:
+    function = operator.attrgetter(maker.partition("(")[0])(tlc)
+    given = re.findall(r"\w+", maker.partition("(")[2].replace("…", ""))
+    assert set(given) - {"text"} <= set(inspect.signature(function).parameters)
 
 
 def test_the_whole_api_is_there() -> None:
@@ -350,6 +371,18 @@ def test_sizes_hold_across_arguments(a: tuple[int, ...], b: tuple[int, ...], fit
     else:
         with pytest.raises(ValueError, match=r"^`[ab]` must have shape \["):
             product(torch.ones(a), torch.ones(b))
+
+
+@checked
+def with_bar(progress: Callable[..., Any] | Literal[False] | None = None) -> Any:
+    return progress
+
+
+def test_false_stands_beside_other_kinds() -> None:
+    assert (with_bar(), with_bar(False), with_bar(list)) == (None, False, list)
+    for wrong in (0, 5, "x", True):
+        with pytest.raises((TypeError, ValueError), match=r"^`progress` must be .*False.*, got "):
+            with_bar(wrong)
 
 
 def test_a_call_leaves_nothing_behind() -> None:

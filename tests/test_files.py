@@ -15,7 +15,7 @@ import xarray
 
 from tl_coupling.files import remove_left_overs, write_atomically
 from tl_coupling.surveys import units
-from tl_coupling.surveys.units import Unit, check_plan, is_finished, load_unit, run_unit
+from tl_coupling.surveys.units import Folder, Unit, is_finished, load_unit, run_unit
 
 pytestmark = pytest.mark.on_3_only
 
@@ -121,7 +121,7 @@ def test_a_plan_leaves_no_left_overs_either(tmp_path: Path) -> None:
     left_over = tmp_path / ".plan.ab12.json"
     left_over.write_bytes(b"half")
     os.utime(left_over, (time.time() - 2 * DAY,) * 2)
-    check_plan(tmp_path, {})
+    Folder(tmp_path, {})
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 

@@ -112,7 +112,9 @@ def test_bodies_are_the_same_for_the_same_data() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is 0 for 1 matrices")
 def test_a_token_map_holds_the_coupling_of_every_pair(square: tlc.CouplingMap) -> None:
-    widgets = Widgets(show_token_coupling({"a": square, "b": square}, k=(2, 4)).body).found
+    view = show_token_coupling({"a": square, "b": square}, k=(2, 4))
+    widgets = Widgets(view.body).found
+    assert 4 * (1 - math.sqrt(1 / 2)) > 1, "so the colours reach to 1, the bound, as they do for every small k"
     assert [name for name, _ in widgets] == ["AttentionPattern"] * 4
     for (_, props), k in zip(widgets, (2, 4, 2, 4), strict=True):
         assert props["maskUpperTri"] is False
@@ -124,6 +126,22 @@ def test_a_token_map_holds_the_coupling_of_every_pair(square: tlc.CouplingMap) -
                 expected = naive_coupling(square.matrices[row, col, :k, :k])
                 assert float(cell["text"]) == pytest.approx(expected, rel=1e-3)
                 assert cell["shade"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_colours_reach_to_the_largest_value_or_to_four_times_the_null() -> None:
+    for noise, full in ((0.01, None), (10.0, 4 * (1 - math.sqrt(7 / 8)))):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            A = noise * torch.randn(2, 2, 8, 8) + torch.eye(8)
+        coupling = torch.tensor([[naive_coupling(A[i, j]) for j in range(2)] for i in range(2)])
+        ((_, props),) = Widgets(show_token_coupling(token_map(A, [0, 1], [0, 1], None)).body).found
+        shades = torch.tensor([[cell["shade"] for cell in row] for row in props["attention"]])
+        torch.testing.assert_close(shades, coupling / (full or coupling.max()), atol=1e-4, rtol=0)
+
+
+def test_tokens_and_values_are_text_where_scripts_do_not_run() -> None:
+    text = re.sub(r"<[^>]*>", "", show_tokens(["It", " is"], torch.tensor([1.0, 2.5])).body)
+    assert "It 1 · is 2.5" in text
 
 
 def test_a_selection_keeps_its_positions_and_leaves_the_other_pairs_out() -> None:
@@ -171,17 +189,17 @@ def test_shades_of_tokens(values: list[float], shades: list[float | None]) -> No
     assert texts == ["undefined" if math.isnan(value) else f"{value:.4g}" for value in values]
 
 
-def test_layers_by_token_share_one_scale_and_stand_deepest_on_top() -> None:
+def test_layers_by_token_share_one_scale_and_begin_with_the_first() -> None:
     values = torch.arange(6.0).reshape(3, 2)
     body = show_layers_by_token(["a", "b"], values, layers=["x", "y", "z"]).body
-    assert re.findall(r"<b>(\w)</b>", body) == ["z", "y", "x"]
+    assert re.findall(r"<b>(\w)</b>", body) == ["x", "y", "z"]
     shades = [[cell["shade"] for cell in props["values"]] for _, props in Widgets(body).found]
-    assert shades == [[0.8, 1.0], [0.4, 0.6], [0.0, 0.2]]
+    assert shades == [[0.0, 0.2], [0.4, 0.6], [0.8, 1.0]]
 
 
 def test_named_values_by_layer_share_one_scale() -> None:
     body = show_layers_by_token(["a"], {"x": torch.tensor([[0.0]]), "y": torch.tensor([[1.0], [4.0]])}).body
-    assert [props["values"][0]["shade"] for _, props in Widgets(body).found] == [0.0, 1.0, 0.25]
+    assert [props["values"][0]["shade"] for _, props in Widgets(body).found] == [0.0, 0.25, 1.0]
 
 
 def test_names_are_text_not_html(square: tlc.CouplingMap) -> None:
@@ -231,9 +249,9 @@ def test_bad_input_says_what_was_wanted(square: tlc.CouplingMap) -> None:
         (lambda: show_token_coupling({}), "at least one map"),
         (lambda: show_token_coupling(square, k=()), "one k"),
         (lambda: show_token_coupling(square, k=9), r"`k` must lie in \[1, 4\]"),
-        (lambda: show_tokens(["a", "b"], one), r"each of the 2 tokens, got shape \[1\]"),
-        (lambda: show_tokens(["a"], {}), "at least one value"),
-        (lambda: show_layers_by_token(["a", "b"], torch.ones(2, 1)), r"shape \[2 2\], .* got \[2, 1\]"),
+        (lambda: show_tokens(["a", "b"], one), r"shape \[2\], the last axis for tokens, got \[1\]"),
+        (lambda: show_tokens(["a"], {}), "at least one tensor"),
+        (lambda: show_layers_by_token(["a", "b"], torch.ones(2, 1)), r"shape \[n_rows 2\], .* got \[2, 1\]"),
         (lambda: show_layers_by_token(["a"], torch.ones(0, 1)), r"\[n_rows 1\]"),
         (lambda: show_layers_by_token(["a"], {}), "`values` is empty"),
         (lambda: show_layers_by_token(["a"], torch.ones(2, 1), layers=[1]), r"shape \[1 1\]"),
@@ -326,7 +344,7 @@ def test_the_pointer_over_a_map_reads_every_pair(chromium: Any, tmp_path: Path, 
         browser.move_to(chromium, *place)
         texts = "\n".join(chromium.execute_script("return texts.splice(0)"))
         # The last one: on its way the pointer may have crossed another cell.
-        if found := re.findall(r"\((\d), (\d)\)\nSrc: (.*)\nDest: (.*)\nVal: (.*)", texts):
+        if found := re.findall(r"\((\d), (\d)\)\nColumn: (.*)\nRow: (.*)\nValue: (.*)", texts):
             dest, src, src_token, dest_token, value = found[-1]
             seen[int(dest), int(src)] = value
             shown_as[int(dest), int(src)] = color[:3]

@@ -16,7 +16,7 @@ import pytest
 
 from fake_datasets_hub import FakeDatasetsHub, write_dataset
 from fake_hub import output_of
-from tl_coupling.prompts import Prompt, load_prompts, open_llm_leaderboard_prompts, read_prompts
+from tl_coupling.prompts import Prompt, load_prompts
 
 pytestmark = pytest.mark.on_3_only
 
@@ -175,22 +175,22 @@ def test_wikitext_is_passages(write_here: Path) -> None:
 
 
 def test_the_leaderboard_is_six_equal_parts(here: None) -> None:
-    prompts = open_llm_leaderboard_prompts(n=60, seed=5)
+    prompts = load_prompts("open_llm_leaderboard", n=60, seed=5)
     assert [prompt.task for prompt in prompts] == [name for name in LEADERBOARD for _ in range(10)]
     assert len({prompt.id for prompt in prompts}) == 60
     assert prompts[10:20] == load_prompts("gsm8k", n=10, seed=5)
+    assert load_prompts("open_llm_leaderboard") == [prompt for name in LEADERBOARD for prompt in load_prompts(name)]
 
 
-@pytest.mark.parametrize("n", [100, 0, -6])
-def test_a_leaderboard_in_unequal_parts_is_refused(here: None, n: int) -> None:
-    with pytest.raises(ValueError, match=f"`n` must be a multiple of 6, .* got {n}"):
-        open_llm_leaderboard_prompts(n=n)
+def test_a_leaderboard_in_unequal_parts_is_refused(here: None) -> None:
+    with pytest.raises(ValueError, match=r"`n` must be a multiple of 6, .* got 100"):
+        load_prompts("open_llm_leaderboard", n=100)
 
 
 def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text("".join(json.dumps({"id": f"x{i}", "prompt": f"p{i // 2}", "task": "t"}) + "\n" for i in range(12)))
-    everything = read_prompts(file)
+    everything = [Prompt(f"x{i}", f"p{i // 2}", "t") for i in range(12)]
     assert load_prompts(file, n=None) == load_prompts(str(file), n=12) == everything
     drawn = load_prompts(file, n=5, seed=1)
     assert len(drawn) == 5
@@ -208,7 +208,7 @@ def test_a_set_goes_before_a_file_of_its_name_and_a_path_is_a_file(write_here: P
 
 @pytest.mark.parametrize("name", ["arc", "nowhere.jsonl", "."])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^'{name}' is no file and no prompt set: .*{', '.join(CARDS)}$"):
+    with pytest.raises(ValueError, match=f"^'{name}' is neither a file nor a prompt set: .*{', '.join(CARDS)}"):
         load_prompts(name)
 
 

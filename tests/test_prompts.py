@@ -10,7 +10,7 @@ import tl_coupling as tlc
 def test_ids_tasks_and_blank_lines(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"id": 7, "task": "arc", "prompt": "é\\n?"}\n\n{"prompt": "b", "more": 1}\n', encoding="utf-8")
-    assert tlc.prompts.read_prompts(file) == [tlc.Prompt("7", "é\n?", "arc"), tlc.Prompt("3", "b", None)]
+    assert tlc.load_prompts(file) == [tlc.Prompt("7", "é\n?", "arc"), tlc.Prompt("3", "b", None)]
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_ids_tasks_and_blank_lines(tmp_path: Path) -> None:
         (b'{"text": "x"}', r"p\.jsonl, line 2: wanted"),
         (b'{"prompt": 3}', r"p\.jsonl, line 2: wanted"),
         (b'{"prompt": " "}', r"p\.jsonl, line 2: .*not empty"),
-        (b'{"id": "1", "prompt": "x"}', r"line 2: the id '1' stands twice"),
+        (b'{"id": "1", "prompt": "x"}', r"line 2: the id '1' is used twice"),
         (b"\xff\xfe", "UTF-8"),
     ],
 )
@@ -29,26 +29,26 @@ def test_a_line_that_is_not_a_prompt_is_named(tmp_path: Path, line: bytes, messa
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"id": "1", "prompt": "fine"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=message):
-        tlc.prompts.read_prompts(file)
+        tlc.load_prompts(file)
 
 
 def test_a_file_without_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("\n\n")
-    with pytest.raises(ValueError, match="no prompts"):
-        tlc.prompts.read_prompts(tmp_path / "p.jsonl")
+    with pytest.raises(ValueError, match="has no prompts"):
+        tlc.load_prompts(tmp_path / "p.jsonl")
 
 
 def test_lines_end_where_a_file_says_and_a_mark_at_its_beginning_is_no_text(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('\ufeff{"prompt": "one\u2028two\x85three"}\r\n{"prompt": "four"}\n', encoding="utf-8")
-    assert [prompt.prompt for prompt in tlc.prompts.read_prompts(path)] == ["one\u2028two\x85three", "four"]
+    assert [prompt.prompt for prompt in tlc.load_prompts(path)] == ["one\u2028two\x85three", "four"]
 
 
-def test_a_task_is_text(tmp_path):
+def test_a_task_is_a_string(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one", "task": ["sums"]}')
-    with pytest.raises(ValueError, match=r"line 1: wanted a \"task\" that is text, or none, got \['sums'\]"):
-        tlc.prompts.read_prompts(path)
+    with pytest.raises(ValueError, match=r"line 1: \"task\" must be a string or null, got \['sums'\]"):
+        tlc.load_prompts(path)
 
 
 def test_prompts_per_task_of_what_can_be_walked_through_once(as_a_user):

@@ -91,7 +91,7 @@ def test_losses_equal_those_of_a_huggingface_model_with_its_layers_changed(
 ) -> None:
     hf_model, model = bridged(architecture, tokenizer_folder)
     prompts = [tiny.TOKENS, OTHER]
-    data = layer_redundancy(model, [words(p) for p in prompts], k=[4])
+    data = layer_redundancy(model, [words(p) for p in prompts], k=[4], progress=False)
     assert data.sizes == {"prompt": 2, "k": 1, "layer": 4, "pair": 3}
     assert_agree(data, hf_model, prompts)
     changes = np.concatenate([(data[f"loss_{change}"] - data.loss).values.ravel() for change in CHANGES])

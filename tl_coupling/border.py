@@ -1,89 +1,99 @@
-"""The border of the package: arguments that come in are held against their annotations, warnings point back out.
+"""Checks of the arguments of public functions, and warnings that point at the caller's line.
 
-`checked` stands on what users call. It reads the annotations once and turns whatever does not fit into one line that
-names the argument. What a caller means all the same is taken: numpy's numbers as Python's, numpy arrays for tensors,
-lists where arrays or tuples are wanted. Only the values that need no model are judged here.
+beartype and jaxtyping, which check everything in the tests, neither convert arguments nor give errors of one line.
 """
 
 import functools
 import importlib
 import inspect
 import math
+import operator
 import os
+import reprlib
 import sys
+import types
 import typing
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 import torch
-
-from tl_coupling.kinds import Kind, OtherKind, Sizes, kind_of, shown
+from jaxtyping import AbstractArray
+from torch import Tensor, nn
 
 _Public = TypeVar("_Public", bound=Callable[..., Any])
+# Named sizes of one call, and the argument that set each.
+_Sizes = dict[str, tuple[list[int], str]]
 
-# Annotations written as text, because these are imported only where they are used.
-_IMPORTED_LATE = ("pandas", "xarray")
+# In the singular, in the plural, what is accepted, what it becomes.
+_SIMPLE: dict[Any, tuple[str, str, Any, Callable[[Any], Any]]] = {
+    Any: ("anything", "anything", object, lambda value: value),
+    types.NoneType: ("None", "None", types.NoneType, lambda value: value),
+    bool: ("True or False", "booleans", (bool, np.bool_), bool),
+    int: ("a whole number", "whole numbers", Integral, int),
+    float: ("a number", "numbers", Real, float),
+    str: ("a string", "strings", str, lambda value: value),
+}
+_NOUNS = {nn.Module: "torch.nn.Module", os.PathLike: "path", Path: "Path", Callable: "function"}
+_MAKERS = {
+    "CouplingMap": "depth_coupling(trace)",
+    "Generalization": "generalization.generalization_study(data, scores)",
+    "Influence": "cross_token_influence(trace)",
+    "Linearisation": "trajectories.linearisation(trace)",
+    "Module": "load_model(name)",
+    "Perturbation": "trajectories.perturbation(trace)",
+    "Portrait": "portrait(trace)",
+    "Prompt": "Prompt(id, text)",
+    "Settings": "Settings(k=…)",
+    "Spectrum": "svd(J)",
+    "Survey": "Survey(models, prompts)",
+    "Trace": "trace(model, prompt)",
+}
 
 
-@dataclass(frozen=True)
-class AtLeast:
+def _rule(fits: Callable[[Any], bool], wanted: str) -> Callable[[Any], None]:
+    def hold(value: Any) -> None:
+        if not fits(value):
+            raise ValueError(f"must {wanted}, got {value!r}")
+
+    return hold
+
+
+def at_least(least: int) -> Callable[[Any], None]:
     """Annotates a number that must not be smaller."""
-
-    least: int
-
-    def __call__(self, value: int | float) -> None:
-        """Raise ValueError if it is."""
-        if not value >= self.least:
-            raise ValueError(f"must be at least {self.least}, got {value}")
+    return _rule(lambda value: value >= least, f"be at least {least}")
 
 
-def _finite(value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"must be finite, got {value}")
-
-
-def _positive(value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"must be above 0 and finite, got {value}")
-
-
-def _not_empty(path: str | os.PathLike[str]) -> None:
-    if not os.fspath(path):
-        raise ValueError("must not be empty")
-
-
-def _known_to_torch(device: str | torch.device) -> None:
+def _device(device: str | torch.device) -> None:
     try:
         torch.device(device)
     except RuntimeError:
         raise ValueError(f'must be a device such as "cpu" or "cuda:0", got {device!r}') from None
 
 
-def _floating(dtype: torch.dtype) -> None:
-    if not dtype.is_floating_point:
-        raise ValueError(f"must be a floating-point dtype such as torch.float32, got {dtype}")
-
-
-AnyPath = Annotated[str | os.PathLike[str], _not_empty]
-Count = Annotated[int, AtLeast(1)]
-Seed = Annotated[int, AtLeast(0)]
-Device = Annotated[str | torch.device, _known_to_torch]
-FloatDtype = Annotated[torch.dtype, _floating]
-Finite = Annotated[float, _finite]
-Positive = Annotated[float, _positive]
+AnyPath = Annotated[str | os.PathLike[str], _rule(lambda path: bool(os.fspath(path)), "not be empty")]
+Count = Annotated[int, at_least(1)]
+Seed = Annotated[int, at_least(0)]
+Device = Annotated[str | torch.device, _device]
+_FLOATING = "be a floating-point dtype such as torch.float32"
+FloatDtype = Annotated[torch.dtype, _rule(lambda dtype: dtype.is_floating_point, _FLOATING)]
+Finite = Annotated[float, _rule(math.isfinite, "be finite")]
+Positive = Annotated[float, _rule(lambda value: 0 < value < math.inf, "be above 0 and finite")]
 
 
 def checked(public: _Public) -> _Public:
-    """Hold the arguments of a function, or of a dataclass when one is made, against their annotations.
+    """Check the arguments of a function, or of a dataclass when one is made, against their annotations.
 
-    Tensors are held against their shapes too: a size that is named twice must be the same in all arguments of a call.
-    Return values, and arguments without annotation, are not looked at. Costs microseconds a call.
+    What is unambiguous is converted: numpy's numbers to Python's, numpy arrays to tensors, lists to arrays or tuples. A
+    size that is named twice must be the same in all arguments of a call. In `Annotated`, a string is a hint for the
+    error message and a function raises ValueError on what it excludes. Costs microseconds per call.
 
     Raises:
-        TypeError: an argument of another kind.
-        ValueError: the right kind and another shape, or a value that the annotation excludes.
+        TypeError: an argument of the wrong type.
+        ValueError: the right type, but a wrong shape or a value that the annotation excludes.
 
     Example:
         >>> import numpy as np
@@ -93,9 +103,6 @@ def checked(public: _Public) -> _Public:
         ...     return A[:k, :k]
         >>> corner(np.eye(3), np.int64(1))
         tensor([[1.]], dtype=torch.float64)
-        >>> corner(torch.eye(3), 2.5)
-        Traceback (most recent call last):
-        TypeError: `k` must be a whole number, got 2.5
         >>> corner(torch.ones(3, 4), 1)
         Traceback (most recent call last):
         ValueError: `A` must have shape [n n], got [3 4]
@@ -104,67 +111,208 @@ def checked(public: _Public) -> _Public:
         public.__init__ = checked(public.__init__)  # type: ignore[misc]
         return public
     signature = inspect.signature(public)
-    kinds: dict[str, Kind] = {}
+    # Evaluated at the first call, when everything that the annotations name exists.
+    kinds = functools.cache(lambda: _kinds(public, signature))
 
     @functools.wraps(public)
-    def at_the_border(*args: Any, **kwargs: Any) -> Any:
-        if not kinds:
-            # Late: by the first call everything that an annotation names is there.
-            kinds.update(_kinds(public, signature))
+    def with_checks(*args: Any, **kwargs: Any) -> Any:
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{public.__qualname__}: {error}") from None
-        sizes: Sizes = {}
+        sizes: _Sizes = {}
         for name, value in given.arguments.items():
-            if name in kinds:
-                given.arguments[name] = taken(value, name, kinds[name], sizes)
+            kind = kinds().get(name, Any)
+            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                given.arguments[name] = {option: _taken(kind, one, option, sizes) for option, one in value.items()}
+            else:
+                given.arguments[name] = _taken(kind, value, name, sizes)
         return public(*given.args, **given.kwargs)
 
-    return typing.cast(_Public, at_the_border)
-
-
-def taken(value: Any, name: str, kind: Kind, sizes: Sizes) -> Any:
-    """The value as it is meant, or one line that names it."""
-    try:
-        return kind.take(value, name, sizes)
-    except OtherKind as what_to_do:
-        hint = f": {what_to_do}" if str(what_to_do) else ""
-        raise TypeError(f"`{name}` must be {kind.one}, got {shown(value)}{hint}") from None
-    except ValueError as error:
-        raise ValueError(f"`{name}` {error}") from None
+    return typing.cast(_Public, with_checks)
 
 
 def warn_caller(message: str) -> None:
     """Warn at the line outside this package that led here, however many calls lie between."""
     level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "tl_coupling",
-        "jaxtyping",
-        "contextlib",
-    ):
+    inside = ("tl_coupling", "jaxtyping", "contextlib")
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 
 
-def _kinds(public: Callable[..., Any], signature: inspect.Signature) -> dict[str, Kind]:
-    own = inspect.unwrap(public).__globals__
-    kinds = {}
-    for name, parameter in signature.parameters.items():
-        annotation = parameter.annotation
-        if isinstance(annotation, str):
-            late = {module: importlib.import_module(module) for module in _IMPORTED_LATE if module in annotation}
-            annotation = eval(annotation, own, late)
-        if annotation is not inspect.Parameter.empty:
-            kind = kind_of(annotation)
-            kinds[name] = _options(kind) if parameter.kind is inspect.Parameter.VAR_KEYWORD else kind
+def _kinds(public: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    kinds = {name: p.annotation for name, p in signature.parameters.items() if p.annotation is not p.empty}
+    for name, kind in kinds.items():
+        if isinstance(kind, str):
+            # Written as a string, because these are imported only where they are used.
+            late = {module: importlib.import_module(module) for module in ("pandas", "xarray") if module in kind}
+            kinds[name] = eval(kind, inspect.unwrap(public).__globals__, late)
     return kinds
 
 
-def _options(kind: Kind) -> Kind:
-    """Of arguments that have no names in the signature."""
+class _WrongType(Exception):
+    """Holds a hint at what to do, or nothing."""
 
-    def take(value: Any, _: str, sizes: Sizes) -> Any:
-        return {name: taken(one, name, kind, sizes) for name, one in value.items()}
 
-    return Kind(kind.many, kind.many, take)
+def _taken(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
+    """The value, converted to what its annotation asks for; or an error that names the argument."""
+    try:
+        return _take(kind, value, name, sizes)
+    except _WrongType as error:
+        hint = f": {error}" if str(error) else ""
+        raise TypeError(f"`{name}` must be {_words(kind)}, got {_shown(value)}{hint}") from None
+    except ValueError as error:
+        raise ValueError(f"`{name}` {error}") from None
+
+
+def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
+    """As `_taken`; raises `_WrongType`, or ValueError with the rest of a sentence that begins with the name."""
+    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _SIMPLE:
+        _, _, accepted, convert = _SIMPLE[kind]
+        if not isinstance(value, accepted) or (kind in (int, float) and isinstance(value, bool | np.bool_)):
+            raise _WrongType
+        return convert(value)
+    if origin is Annotated:
+        try:
+            value = _take(inside[0], value, name, sizes)
+        except _WrongType as hint:
+            raise _WrongType(next((rule for rule in inside[1:] if isinstance(rule, str)), hint)) from None
+        for rule in filter(callable, inside[1:]):
+            rule(value)
+    elif origin is Literal:
+        if not isinstance(value, tuple(map(type, inside))):
+            raise _WrongType
+        if value not in inside:
+            raise ValueError(f"must be {_words(kind)}, got {_shown(value)}")
+    elif origin in (typing.Union, types.UnionType):
+        errors: list[Exception] = []
+        for one in inside:
+            try:
+                return _take(one, value, name, sizes)
+            except (_WrongType, ValueError) as error:
+                errors.append(error)
+        # The error of one that accepts the type but not the value says most.
+        hints = dict.fromkeys(filter(None, map(str, errors)))
+        raise next((error for error in errors if isinstance(error, ValueError)), _WrongType("; ".join(hints)))
+    elif origin in (Sequence, tuple):
+        items = value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
+        items = tuple(items) if isinstance(items, Iterator | ValuesView | KeysView) else items
+        # A set has no order.
+        if not isinstance(items, Sequence) or isinstance(items, str | bytes):
+            raise _WrongType
+        held = [_take(inside[0], item, name, sizes) for item in items]
+        return tuple(held) if origin is tuple else items if all(map(operator.is_, held, items)) else held
+    elif origin in (Mapping, dict):
+        if not isinstance(value, origin):
+            raise _WrongType
+        # Results that are drawn side by side may have sizes of their own.
+        pairs = {_take(inside[0], k, name, {}): _take(inside[1], v, name, dict(sizes)) for k, v in value.items()}
+        return value if all(map(operator.is_, pairs.values(), value.values())) else pairs
+    elif inspect.isclass(kind) and issubclass(kind, AbstractArray):
+        return _take_array(kind, value, name, sizes)
+    # A class is not its instance, though it has the same methods; but it can be called.
+    elif not isinstance(value, wanted := origin or kind) or (isinstance(value, type) and wanted is not Callable):
+        maker = _MAKERS.get(wanted.__name__)
+        raise _WrongType(f"`tl_coupling.{maker}` makes one" if maker else "")
+    return value
+
+
+def _take_array(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
+    hint = ""
+    if kind.array_type is Tensor:
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+            # A copy: torch refuses arrays that are read-only, reversed or in foreign byte order.
+            value = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")).copy())
+        accepted = isinstance(value, Tensor)
+        hint = "convert it with `.float()` or `.double()`" if accepted and "float32" in kind.dtypes else ""
+    else:
+        try:
+            value = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        except (TypeError, ValueError):
+            raise _WrongType from None
+        accepted = value.dtype.kind in "iuf"
+        value = value.astype(float) if value.dtype.kind in "iu" else value
+    if not accepted or str(value.dtype).removeprefix("torch.") not in kind.dtypes:
+        raise _WrongType(hint)
+    _check_shape(list(value.shape), kind, name, sizes)
+    return value
+
+
+def _check_shape(shape: list[int], kind: Any, name: str, sizes: _Sizes) -> None:
+    """Raise ValueError unless the shape fits, given the sizes that other arguments have set."""
+    dims, wanted = _dims(kind)
+    given, n_spread = f"got {_row(shape)}", len(shape) - len(dims) + 1
+    if n_spread < 0 or (n_spread != 1 and "…" not in wanted):
+        raise ValueError(f"must have shape {wanted}, {given}")
+    found = dict(sizes)
+    for dim in dims:
+        n_axes = n_spread if "*" in dim or dim == "..." else 1
+        size, shape = shape[:n_axes], shape[n_axes:]
+        key = dim.strip("*#")
+        if dim == "..." or key.startswith("_"):
+            continue
+        known, source = ([int(key)], name) if key.isdecimal() else found.setdefault(key, (size, name))
+        pairs = zip(reversed(size), reversed(known), strict=False)
+        repeats = "#" in dim and len(size) <= len(known) and all(one in (1, whole) for one, whole in pairs)
+        if size != known and not repeats:
+            text = _row(known) if "*" in dim else str(known[0])
+            why = f" with {key} = {text} as in `{source}`" if source != name else ""
+            raise ValueError(f"must have shape {wanted}{why}, {given}")
+    sizes.update(found)
+
+
+def _dims(kind: Any) -> tuple[list[str], str]:
+    """The axes of an array annotation, and the same in words."""
+    dims = [part.partition("=")[2] or part for part in kind.dim_str.split()]
+    return dims, _row("…" if "*" in dim or dim == "..." else dim.replace("_plus_1", "+1") for dim in dims)
+
+
+def _row(axes: Iterable[Any]) -> str:
+    return f"[{' '.join(map(str, axes))}]"
+
+
+def _words(kind: Any, several: bool = False) -> str:
+    """What an annotation asks for, in words: one of them or several."""
+    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _SIMPLE:
+        one, many, _, _ = _SIMPLE[kind]
+        return many if several else one
+    if origin is Annotated:
+        return _words(inside[0], several)
+    if origin is Literal:
+        choices = [f'"{one}"' if isinstance(one, str) else str(one) for one in inside]
+        return " or ".join(choices) if len(inside) < 3 else f"one of {', '.join(map(str, inside))}"
+    if origin in (typing.Union, types.UnionType):
+        # A whole number is a number. None is named last.
+        kinds = [one for one in inside if one is not types.NoneType and not (one is int and float in inside)]
+        kinds += [types.NoneType] if types.NoneType in inside and not several else []
+        *first, last = dict.fromkeys(_words(one, several) for one in kinds)
+        return f"{', '.join(first)} or {last}" if first else last
+    rest = ""
+    if origin in (Sequence, tuple):
+        noun, rest = "list", f" of {_words(inside[0], True)}"
+    elif origin in (Mapping, dict):
+        noun, rest = "mapping", f" from {_words(inside[0], True)} to {_words(inside[1], True)}"
+    elif inspect.isclass(kind) and issubclass(kind, AbstractArray):
+        content = "floating-point " if "float32" in kind.dtypes else "integer " if "int32" in kind.dtypes else ""
+        noun, rest = f"{content}{'torch tensor' if kind.array_type is Tensor else 'array'}", f" {_dims(kind)[1]}"
+    elif (wanted := origin or kind) in _NOUNS:
+        noun = _NOUNS[wanted]
+    else:
+        room = wanted.__module__.partition(".")[0]
+        noun = f"{room}.{wanted.__name__}".removeprefix("tl_coupling.").removeprefix("builtins.")
+    return f"{noun}s{rest}" if several else f"{'an' if noun[0] in 'aeiouAEIOUx' else 'a'} {noun}{rest}"
+
+
+def _shown(value: Any) -> str:
+    """A value in a few words, on one line."""
+    if isinstance(value, Tensor | np.ndarray):
+        what = "a tensor" if isinstance(value, Tensor) else "an array"
+        return f"{what} of {value.dtype} and shape {_row(value.shape)}"
+    name, several = type(value).__name__, isinstance(value, list | tuple | set | dict)
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if several else [value]
+    if all(isinstance(part, str | bytes | complex | Real | type | torch.dtype | None) for part in parts):
+        return " ".join(reprlib.repr(value).split())
+    return f"a {name}" if several else name

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import AtLeast, Count, checked, warn_caller
+from tl_coupling.border import Count, at_least, checked, warn_caller
 from tl_coupling.spectra import Spectrum, check_k
 
-Norm = Annotated[int | float, AtLeast(1)]
+Norm = Annotated[int | float, at_least(1)]
 Orientation = Literal["ujv", "vju"]
 Measure = Literal["coupling", "normalized_miscoupling", "miscoupling", "spectral_miscoupling", "captured_energy"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)

@@ -1,4 +1,4 @@
-"""Writing results: whole or not at all."""
+"""Files are written completely or not at all."""
 
 import hashlib
 import os
@@ -14,22 +14,19 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
-_LONGEST = 150
-_ABANDONED_SECONDS = 24 * 3600
-
 
 def file_name(text: str) -> str:
-    """Text as part of a file name; what could clash, be hidden or leave the folder is escaped."""
+    """Text as part of a file name: characters that could clash, hide the file or leave the folder are escaped."""
     name = quote(text, safe="")
     name = f"%2E{name[1:]}" if name.startswith(".") else name
-    # File systems end at 255; what is added to a name needs room as well.
-    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}~{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    # File systems allow 255 bytes, and callers add to the name.
+    return name if len(name) <= 150 else f"{name[:150]}~{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], object]) -> Path:
-    """Let `write` fill a temporary file beside `path`, then rename it; whatever goes wrong, `path` is as it was."""
+    """Let `write` fill a temporary file beside `path`, then rename it; on any failure `path` is unchanged."""
     path = Path(path)
-    # The ending stays: writers choose the format by it.
+    # The suffix stays, because writers choose the format by it.
     unfinished = path.with_name(f".{path.stem}.{_here()}-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
     try:
         unfinished.touch(exist_ok=False)
@@ -42,18 +39,18 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
 
 
 def remove_left_overs(folder: Path, stem: str) -> None:
-    """Remove what writers of `stem` with any ending left unfinished when they were killed.
+    """Remove the unfinished files of killed writers of `stem`, with any suffix.
 
-    A file whose writer is alive stays. Of a writer on another machine, in another container or before a reboot, nobody
-    here can say: its file goes a day after it was last written to.
+    The file of a living writer stays. Whether a writer on another machine, in another container or before a reboot
+    lives is unknown here: its file is removed a day after it was last written to.
     """
     name = re.compile(rf"\.{re.escape(stem)}\.(?:(?P<where>[0-9a-f]{{12}})-(?P<pid>[0-9]{{1,9}})-)?[^.]+\.[^.]+")
     for path in folder.glob(f".{stem}.*"):
         if not (found := name.fullmatch(path.name)):
             continue
         with suppress(FileNotFoundError):
-            known = found["where"] == _here()
-            if (known and not _is_alive(int(found["pid"]))) or time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+            is_dead = found["where"] == _here() and not _is_alive(int(found["pid"]))
+            if is_dead or time.time() - path.stat().st_mtime > 24 * 3600:
                 path.unlink()
 
 
@@ -71,7 +68,7 @@ def _is_alive(pid: int) -> bool:
 
 @cache
 def _here() -> str:
-    """Where a number of a process means the same one: a machine since its boot, and a container on it."""
+    """Names the machine, its boot and the container: where a process id is unique."""
     try:
         where = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -81,10 +78,10 @@ def _here() -> str:
 
 @contextmanager
 def output_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder that results can be written to, made if need be; removed again if nothing came to stand in it.
+    """A folder for results, created if it does not exist, and removed again if it stays empty.
 
     Raises:
-        OSError: it cannot be made or written to; raised at once, before any work is done.
+        OSError: it cannot be created or written to; raised before any work is done.
     """
     folder = Path(path)
     made = [p for p in (folder, *folder.parents) if not p.exists()]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from tl_coupling.border import checked, warn_caller
 
-# The truncated SVD in float32: eigenvectors kept beyond k, what it must leave of `Jᵀu − σ v` (an SVD leaves as much),
-# and how small σ_k² may be beside σ_1² (rounding in float32 is a ten-thousandth of that).
+# The truncated SVD in float32: eigenvectors kept beyond k, the largest residual `Jᵀu − σ v` (that of an SVD), and how
+# small σ_k² may be beside σ_1² (rounding in float32 is a ten-thousandth of that).
 _OVERSAMPLING, _RESIDUAL_TOLERANCE, _LEAST_SQUARE = 32, 2e-6, 1e-3
 
 
@@ -39,10 +40,10 @@ class Spectrum:
 
 @dataclass(frozen=True, eq=False)
 class InverseSingularValueFit:
-    """A line through `1/σ_k` against depth, for each k: `1/σ_k ≈ intercept + slope · layer`; and how good it is.
+    """For each k, a line `1/σ_k ≈ intercept + slope · layer`.
 
     Attributes:
-        slope: in units of 1/σ for one layer.
+        slope: in units of 1/σ per layer.
         intercept: at layer 0, in units of 1/σ.
         r_squared: share of the variance of `1/σ_k` over layers that the line explains.
     """
@@ -58,7 +59,7 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
 
     Args:
         J: one matrix or a batch.
-        k: how many triplets, the largest first; all of them by default.
+        k: how many triplets, the largest first; all by default.
 
     Returns:
         `Spectrum(U, S, Vh)`; columns of U and rows of Vh are orthonormal, signs are arbitrary (in pairs).
@@ -67,36 +68,30 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
         TypeError: J is not real floating point of 32 or 64 bits.
         ValueError: k out of range, fewer than two axes, or entries that are not finite.
 
-    Cost: a full SVD of every matrix (LAPACK's gesdd). For `k ≤ rank / 3` in float32 on the CPU, the top of the spectrum
-    by an eigendecomposition of `JᵀJ`, polished in float64: about half the time, and more accurate. It is taken if both
-    residuals, `‖J v − σ u‖` and `‖Jᵀu − σ v‖`, stay below `2·10⁻⁶ σ_1`. (The spectra met here are too flat for
-    `torch.svd_lowrank`, which errs by several per cent.) On the CPU the matrices of a batch are decomposed side by
-    side, one core each, which is faster than all cores on one small matrix.
+    Cost: a full SVD of every matrix (LAPACK's gesdd). For `k ≤ rank / 3` in float32 on the CPU, an eigendecomposition
+    of `JᵀJ`, polished in float64, takes half the time and is more accurate; it is used if both residuals, `‖J v − σ u‖`
+    and `‖Jᵀu − σ v‖`, stay below `2·10⁻⁶ σ_1`. (`torch.svd_lowrank` errs by several per cent on the flat spectra of
+    Jacobians.) On the CPU the matrices of a batch take one core each, which is faster than all cores on one small
+    matrix.
 
     Example:
         >>> J = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
         >>> tlc.svd(J, k=1).S
         tensor([4.])
     """
-    _check_matrices(J)
+    _check_matrices(J, "singular value decomposition")
     rank = min(J.shape[-2:])
     if k is not None:
         check_k(k, rank)
     kept = rank if k is None else k
-    batch, matrices = J.shape[:-2], J.detach().reshape(-1, *J.shape[-2:])
-    U = J.new_empty(len(matrices), J.shape[-2], kept)
-    S = J.new_empty(len(matrices), kept)
-    Vh = J.new_empty(len(matrices), kept, J.shape[-1])
-
     is_small_part = kept <= rank // 3 and J.dtype == torch.float32 and J.device.type == "cpu"
 
-    def decompose(i: int) -> None:
-        top = _top_triplets(matrices[i], kept) if is_small_part else None
-        u, s, vh = top or torch.linalg.svd(matrices[i], full_matrices=False)
-        U[i], S[i], Vh[i] = u[:, :kept], s[:kept], vh[:kept]
+    def decompose(matrix: Tensor) -> tuple[Tensor, ...]:
+        top = _top_triplets(matrix, kept) if is_small_part else None
+        u, s, vh = top or torch.linalg.svd(matrix, full_matrices=False)
+        return u[:, :kept], s[:kept], vh[:kept]
 
-    _side_by_side(decompose, matrices)
-    return Spectrum(*(part.reshape(*batch, *part.shape[1:]) for part in (U, S, Vh)))
+    return Spectrum(*_of_each(decompose, J, [(J.shape[-2], kept), (kept,), (kept, J.shape[-1])]))
 
 
 @checked
@@ -107,19 +102,30 @@ def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*ba
         >>> singular_values(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
         tensor([4., 3.])
     """
-    _check_matrices(J)
-    batch, matrices = J.shape[:-2], J.detach().reshape(-1, *J.shape[-2:])
-    S = J.new_empty(len(matrices), min(J.shape[-2:]))
+    _check_matrices(J, "singular value decomposition")
+    return _of_each(lambda matrix: (torch.linalg.svdvals(matrix),), J, [(min(J.shape[-2:]),)])[0]
 
-    def decompose(i: int) -> None:
-        S[i] = torch.linalg.svdvals(matrices[i])
 
-    _side_by_side(decompose, matrices)
-    return S.reshape(*batch, -1)
+def _of_each(decompose: Callable[[Tensor], tuple[Tensor, ...]], J: Tensor, shapes: Sequence[Any]) -> list[Tensor]:
+    """The parts that `decompose` gives for each matrix, batched as J is: on the CPU one core each, else one by one."""
+    matrices = J.detach().reshape(-1, *J.shape[-2:])
+    parts = [J.new_empty(len(matrices), *shape) for shape in shapes]
+
+    def fill(i: int) -> None:
+        for part, found in zip(parts, decompose(matrices[i]), strict=True):
+            part[i] = found
+
+    n_threads = min(torch.get_num_threads(), len(matrices)) if J.device.type == "cpu" else 1
+    if n_threads > 1:
+        with ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(fill, range(len(matrices))))
+    else:
+        list(map(fill, range(len(matrices))))
+    return [part.reshape(*J.shape[:-2], *part.shape[1:]) for part in parts]
 
 
 def _top_triplets(J: Float[Tensor, "d_out d_in"], k: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The top k triplets of a float32 matrix in float64, for less than an SVD; None where that cannot be vouched for.
+    """The top k triplets of a float32 matrix in float64, for less than an SVD; None where they may be wrong.
 
     The eigenvectors of `JᵀJ` in float32 span the top of the spectrum up to rounding, `ε σ_1² / (σ_k² − σ_{k+33}²)`: one
     step of subspace iteration and a Rayleigh–Ritz step in float64 make triplets of them. Rounding moves no `σ²` by more
@@ -144,24 +150,6 @@ def _top_triplets(J: Float[Tensor, "d_out d_in"], k: int) -> tuple[Tensor, Tenso
     return (U, scale * S, V.mT) if residual <= _RESIDUAL_TOLERANCE * S[0] else None
 
 
-def _check_matrices(J: Tensor) -> None:
-    if J.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"`J` must be float32 or float64, got {J.dtype}: convert it with `.float()` or `.double()`")
-    if not bool(torch.isfinite(J).all()):
-        raise ValueError("`J` has NaN or infinite entries: no singular value decomposition")
-
-
-def _side_by_side(decompose: Callable[[int], None], matrices: Tensor) -> None:
-    """`decompose(i)` for every matrix: on the CPU one core each, elsewhere one after the other."""
-    n_threads = min(torch.get_num_threads(), len(matrices)) if matrices.device.type == "cpu" else 1
-    if n_threads > 1:
-        with ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(decompose, range(len(matrices))))
-    else:
-        for i in range(len(matrices)):
-            decompose(i)
-
-
 def check_k(k: int, largest: int) -> None:
     """Raise unless `1 <= k <= largest`."""
     if not 1 <= k <= largest:
@@ -169,15 +157,14 @@ def check_k(k: int, largest: int) -> None:
 
 
 def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> None:
-    """Warn where a cut after k triplets falls inside a near-repeated singular value: the subspace is then arbitrary.
+    """Warn where `σ_k ≈ σ_{k+1}`: which subspace is the top k is then arbitrary.
 
     Rounding in J turns the vectors on both sides of the cut by about `ε σ_1 / (σ_k − σ_{k+1})`; the warning is given
     where that exceeds one tenth.
     """
     if k >= S.shape[-1]:
         return
-    gap = S[:, k - 1] - S[:, k]
-    close = gap <= 10 * torch.finfo(S.dtype).eps * S[:, 0]
+    close = S[:, k - 1] - S[:, k] <= 10 * torch.finfo(S.dtype).eps * S[:, 0]
     if bool(close.any()):
         where = ", ".join(name for name, hit in zip(names, close.tolist(), strict=True) if hit)
         warn_caller(
@@ -200,12 +187,12 @@ def inverse_singular_value_fit(
         layers: the layer of each row; 0, 1, 2, … by default.
 
     Returns:
-        slope, intercept and R² for each k, in S's dtype. Two layers have R² = 1 whatever they are. NaN, with a warning:
-        all three where some σ_k is 0, and R² where `1/σ_k` is the same at all layers, to rounding.
+        slope, intercept and R² for each k, in S's dtype. R² of two layers is always 1. NaN, with a warning: all three
+        where some σ_k is 0, and R² where `1/σ_k` is the same at all layers up to rounding.
 
     Raises:
         TypeError: S is not real floating point of 32 or 64 bits.
-        ValueError: entries that are negative or not finite, fewer than 2 layers, other than one distinct layer a row.
+        ValueError: entries that are negative or not finite, fewer than 2 rows, layers that are not one for each row.
 
     Example:
         >>> fit = inverse_singular_value_fit(torch.tensor([[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]]))
@@ -215,14 +202,12 @@ def inverse_singular_value_fit(
         tensor([0.9643, 0.9643])
     """
     _check_singular_values(S)
-    layers = range(len(S)) if layers is None else layers
+    layers = list(range(len(S)) if layers is None else layers)
     if len(S) < 2 or len(layers) != len(S) or len(set(layers)) != len(S):
-        raise ValueError(
-            f"a line wants at least 2 rows of `S` and a layer of its own for each, got {len(S)} rows and layers "
-            f"{list(layers)}"
-        )
+        wanted = "at least 2 rows of `S` and a layer of its own for each"
+        raise ValueError(f"a line needs {wanted}, got {len(S)} rows and layers {layers}")
     y = 1 / S.double().masked_fill((S == 0).any(0), math.nan)
-    x = torch.tensor(list(layers), dtype=y.dtype, device=y.device)
+    x = torch.tensor(layers, dtype=y.dtype, device=y.device)
     x_centred, y_centred = x - x.mean(), y - y.mean(0)
     slope = x_centred @ y_centred / x_centred.square().sum()
     residual = y_centred - x_centred[:, None] * slope
@@ -234,35 +219,28 @@ def inverse_singular_value_fit(
             f"of {S.shape[1]} lines through 1/σ_k, {n_zero} are undefined (NaN) where σ_k is 0, and R² of {n_flat} "
             "is undefined (NaN) where 1/σ_k does not vary"
         )
-    # R² lies in [0, 1] but for rounding.
-    return InverseSingularValueFit(
-        slope=slope.to(S.dtype),
-        intercept=(y.mean(0) - slope * x.mean()).to(S.dtype),
-        r_squared=r_squared.clamp(0, 1).to(S.dtype),
-    )
+    # R² lies in [0, 1] up to rounding.
+    fit = slope, y.mean(0) - slope * x.mean(), r_squared.clamp(0, 1)
+    return InverseSingularValueFit(*(part.to(S.dtype) for part in fit))
 
 
 @checked
 def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     """Size of the commutator of J with its transpose, `‖JᵀJ − JJᵀ‖_F / ‖J‖_F²`.
 
-    Dimensionless, in [0, √2]. 0 exactly for normal matrices (symmetric, antisymmetric, orthogonal, …), whose left and
-    right singular vectors are the same up to signs and rotations within a repeated singular value; √2 exactly for
-    `u vᵀ` with `u ⊥ v`. The
-    bound: JᵀJ and JJᵀ are positive semidefinite, so that their product has no negative trace and
-    `‖JᵀJ − JJᵀ‖_F² ≤ ‖JᵀJ‖_F² + ‖JJᵀ‖_F² ≤ 2 (tr JᵀJ)²`. A d×d matrix of independent Gaussian entries has about
-    `√(2/d)`: compare with that, not with √2. Invariant under orthogonal similarity, scale and transposition.
+    Dimensionless, in [0, √2]: 0 for normal matrices (symmetric, antisymmetric, orthogonal, …), whose left and right
+    singular vectors are the same up to signs and rotations within a repeated singular value; √2 for `u vᵀ` with
+    `u ⊥ v`. A d×d matrix of independent Gaussian entries has about `√(2/d)`: compare with that, not with √2. Invariant
+    under orthogonal similarity, scale and transposition.
 
-    One of the measures of Elsner and Paardekooper 1987. The better known one, Henrici's departure from normality
-    `√(‖J‖_F² − Σ|λ_i|²)`, is not taken: it needs eigenvalues, which are ill-conditioned just where a matrix is far from
-    normal, and a batched eigensolver. The two vanish together, and `‖JᵀJ − JJᵀ‖_F ≤ √6 ‖J‖_F` times Henrici's.
+    One of the measures of Elsner and Paardekooper 1987. Henrici's departure from normality `√(‖J‖_F² − Σ|λ_i|²)` is
+    better known, but needs eigenvalues, which are ill-conditioned where a matrix is far from normal. The two vanish
+    together, and `‖JᵀJ − JJᵀ‖_F ≤ √6 ‖J‖_F` times Henrici's.
+
+    NaN, with a warning, where J is zero. Cost: two matrix products.
 
     Raises:
-        TypeError, ValueError: J is not a square matrix, or a batch of them, finite and in 32 or 64 bits.
-
-    NaN, with a warning, where J is zero.
-
-    Cost: two matrix products.
+        TypeError, ValueError: J is not square, not finite, or not in 32 or 64 bits.
 
     Example:
         >>> non_normality(torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]]))
@@ -277,13 +255,10 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     """Share of J that is antisymmetric, `‖J − Jᵀ‖_F / (2 ‖J‖_F)`.
 
     Dimensionless, in [0, 1]: 0 for symmetric matrices, 1 for antisymmetric ones, about `1/√2` for independent Gaussian
-    entries. Its square and that of the symmetric share add up to 1. Invariant under orthogonal similarity, scale and
-    transposition. The closed form of Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
+    entries. Its square and that of the symmetric share add up to 1. Invariant as `non_normality`. The closed form of
+    Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
 
-    Raises:
-        TypeError, ValueError: J is not a square matrix, or a batch of them, finite and in 32 or 64 bits.
-
-    NaN, with a warning, where J is zero.
+    NaN, with a warning, where J is zero. Raises as `non_normality`.
 
     Example:
         >>> asymmetry(torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]]))
@@ -297,13 +272,11 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
 def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """Participation ratio of the squared singular values, `(Σ σ_i²)² / Σ σ_i⁴`: how many directions carry the energy.
 
-    Dimensionless, in [1, k]: n for n equal singular values and zeros besides. Of all singular values it is
-    `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k it says nothing of the others, and is no larger than k.
+    Dimensionless, in [1, k]: n for n equal singular values and otherwise zeros. Of all singular values it is
+    `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k alone it ignores the others. NaN, with a warning, where all of S is zero.
 
     Raises:
         TypeError, ValueError: S is not floating point of 32 or 64 bits, or has negative or infinite entries.
-
-    NaN, with a warning, where all of S is zero.
 
     Example:
         >>> participation_ratio(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
@@ -317,14 +290,10 @@ def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]
 def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """Effective rank `exp(−Σ p_i ln p_i)` with `p_i = σ_i / Σ_j σ_j`.
 
-    Dimensionless, in [1, k]: n for n equal singular values and zeros besides. Roy and Vetterli 2007, who take shares of
-    the singular values themselves; shares of their squares, which are also met, weigh the large ones more and give a
-    smaller rank. Of the top k singular values it says nothing of the others.
+    Dimensionless, in [1, k]: n for n equal singular values and otherwise zeros. Of the top k alone it ignores the
+    others. NaN, with a warning, where all of S is zero. Raises as `participation_ratio`.
 
-    Raises:
-        TypeError, ValueError: S is not floating point of 32 or 64 bits, or has negative or infinite entries.
-
-    NaN, with a warning, where all of S is zero.
+    Source: Roy and Vetterli 2007. (Others take shares of the squares, which gives a smaller rank.)
 
     Example:
         >>> effective_rank(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).round(decimals=4)
@@ -336,10 +305,7 @@ def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 def _unit_matrices(J: Tensor, measure: str) -> Tensor:
     """J over its Frobenius norm; NaN with a warning where that is zero."""
-    if J.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"`J` must be float32 or float64, got {J.dtype}: convert it with `.float()` or `.double()`")
-    if not bool(torch.isfinite(J).all()):
-        raise ValueError(f"`J` has NaN or infinite entries: no {measure}")
+    _check_matrices(J, measure)
     # In two steps: the squares in a norm leave the range of the dtype long before the entries do.
     J = J / _or_nan(J.abs().amax((-2, -1), keepdim=True), measure, "J")
     return J / torch.linalg.matrix_norm(J, keepdim=True)
@@ -353,16 +319,27 @@ def _shares(S: Tensor, measure: str) -> Tensor:
 
 
 def _or_nan(size: Tensor, measure: str, name: str) -> Tensor:
-    n_zero = int((size == 0).sum())
-    if n_zero:
+    if n_zero := int((size == 0).sum()):
         warn_caller(f"{measure} is undefined (NaN) for {n_zero} of {size.numel()} zero `{name}`")
     return size.masked_fill(size == 0, math.nan)
 
 
+def _check_matrices(J: Tensor, measure: str) -> None:
+    _check_dtype(J, "J")
+    if not bool(torch.isfinite(J).all()):
+        raise ValueError(f"`J` has NaN or infinite entries: no {measure}")
+
+
 def _check_singular_values(S: Tensor) -> None:
-    if S.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"`S` must be float32 or float64, got {S.dtype}: convert it with `.float()` or `.double()`")
+    _check_dtype(S, "S")
     if S.shape[-1] == 0:
         raise ValueError(f"`S` must hold at least one singular value, got shape {list(S.shape)}")
     if not bool(torch.isfinite(S).all()) or bool((S < 0).any()):
-        raise ValueError("`S` must be singular values, finite and at least 0, got others")
+        raise ValueError("`S` must hold singular values, finite and at least 0, got others")
+
+
+def _check_dtype(x: Tensor, name: str) -> None:
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"`{name}` must be float32 or float64, got {x.dtype}: convert it with `.float()` or `.double()`"
+        )

@@ -1,20 +1,20 @@
-"""Why coupling surges in the first steps of a small language model, and over what that holds.
+"""Why coupling surges in the first steps of a small language model, and how far that holds.
 
     python demos/studies/early_surge.py --out out/surge
 
-Small Pythias are trained from several seeds, widths, depths and learning rates, and coupling of their layers is
-measured at log-spaced steps. For the seeds of the first, further numbers tell explanations apart: is J dominated by a
-few directions, do all layers share one, is it that of frequent tokens, or do the blocks share one map? Last, training
-is tampered with (`surge_interventions.py`): a cause taken away should take the surge with it.
+Small Pythias are trained from several seeds and with several widths, depths and learning rates, and the coupling of
+their layers is measured at log-spaced steps. For the seeds of the base, further numbers tell explanations apart: is J
+dominated by a few directions, do all layers share one, is it the direction of frequent tokens, or do the blocks share
+one map? Finally, training is changed (`surge_interventions.py`): with its cause removed, the surge should disappear.
 
-What is finished is kept: a second run trains and measures only what is missing.
+Finished runs are kept: a second call trains and measures only what is missing.
 """
 
 import argparse
+import hashlib
 import json
-import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,135 +29,105 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+import small_models as small
 import surge_probes as probes
 import tl_coupling as tlc
-from small_models import (
-    Corpus,
-    TrainingConfig,
-    add_training_options,
-    build_corpus,
-    checkpoint_steps,
-    config_of,
-    passages,
-    read_documents,
-    train,
-)
 from surge_interventions import INTERVENTIONS, intervene
 from surge_report import draw, report
 from tl_coupling.files import file_name, output_folder, write_atomically
-from tl_coupling.models import ModelError
-from tl_coupling.surveys.checkpoints import local_checkpoints
+from tl_coupling.surveys import local_checkpoints
 from tl_coupling.surveys.measurements import loss
-from tl_coupling.surveys.units import Unit, check_plan, load_unit, run_units
 
-# Training windows whose loss gradients are taken, and how many directions of theirs count as the leading ones.
+# Training windows whose loss gradients are taken, and how many of their directions count as the leading ones.
 WINDOWS, LEADING = 8, 20
-# Where interventions and the double width end, for time: the surge is over by the first, the peak past by the second.
+# Where interventions and the double width stop, to save time: the surge, and the peak, are over by then.
 INTERVENED_UNTIL, WIDE_UNTIL = 32, 128
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: what is varied in it, how it is trained, and the steps to measure.
+    """One training run: what is varied, how it is trained, and the steps to measure.
 
     `kind` is "base" (measured with all probes), "variant", or "intervention" (`variant` names it).
     """
 
     variant: str
-    config: TrainingConfig
+    config: small.TrainingConfig
     steps: tuple[int, ...]
     kind: str = "variant"
 
-    @property
-    def name(self) -> str:
-        """The variant and the seed."""
-        return f"{self.variant}, seed {self.config.seed}"
+    def until(self, last: int) -> "Run":
+        """The same run, stopped at a step."""
+        steps = tuple(step for step in self.steps if step <= last)
+        return replace(self, config=replace(self.config, steps=max(steps)), steps=steps)
 
 
 @dataclass(frozen=True)
 class Study:
     """What all runs share: the text, the passages that are measured, the number of singular vectors, the folder."""
 
-    corpus: Corpus
+    corpus: small.Corpus
     prompts: tuple[str, ...]
     k: int
     out: Path
 
 
-def runs_of(base: TrainingConfig, steps: tuple[int, ...], seeds: int) -> list[Run]:
-    """The base from every seed, one thing changed at a time, then the interventions, from two seeds where there are.
+def runs_of(base: small.TrainingConfig, steps: tuple[int, ...], seeds: int) -> list[Run]:
+    """The base from every seed; one change at a time; the interventions, from at most two seeds.
 
-    Depth is varied at half the width, for time.
+    Depth is varied at half the width, to save time.
     """
     narrow = replace(base, width=base.width // 2, n_heads=max(1, base.n_heads // 2))
     wide = replace(base, width=2 * base.width, n_heads=2 * base.n_heads)
-    first = [replace(base, seed=base.seed + i) for i in range(seeds)]
-    found = [Run("base", config, steps, "base") for config in first]
-    found += [
-        Run(f"learning rate {base.learning_rate / 4:g}", replace(base, learning_rate=base.learning_rate / 4), steps),
+    rate = base.learning_rate / 4
+    seeded = [replace(base, seed=base.seed + i) for i in range(seeds)]
+    return [
+        *(Run("base", config, steps, "base") for config in seeded),
+        Run(f"learning rate {rate:g}", replace(base, learning_rate=rate), steps),
         Run("warm-up over 100 steps", replace(base, warmup=100), steps),
-        _until(WIDE_UNTIL, Run(f"width {wide.width}", wide, steps)),
+        Run(f"width {wide.width}", wide, steps).until(WIDE_UNTIL),
         Run(f"width {narrow.width}", narrow, steps),
+        *(
+            Run(f"width {narrow.width}, {n_layers} blocks", replace(narrow, n_layers=n_layers), steps)
+            for n_layers in (max(2, base.n_layers - 2), base.n_layers + 2)
+        ),
+        # The seed also draws the rotations.
+        *(
+            Run(name, config, steps, "intervention").until(INTERVENED_UNTIL)
+            for name in INTERVENTIONS
+            for config in seeded[:2]
+        ),
     ]
-    for n_layers in (max(2, base.n_layers - 2), base.n_layers + 2):
-        config = replace(narrow, n_layers=n_layers)
-        found.append(Run(f"width {narrow.width}, {n_layers} blocks", config, steps))
-    # The rotations are the seed's as well.
-    interventions = [Run(name, config, steps, "intervention") for name in INTERVENTIONS for config in first[:2]]
-    return [*found, *(_until(INTERVENED_UNTIL, run) for run in interventions)]
-
-
-def _until(last: int, run: Run) -> Run:
-    steps = tuple(step for step in run.steps if step <= last)
-    return replace(run, config=replace(run.config, steps=max(steps)), steps=steps)
 
 
 def one_run(run: Run, study: Study) -> xarray.Dataset:
-    """Train and measure one run. One thread: other runs have the other cores.
-
-    Raises:
-        ModelError: a checkpoint could not be measured.
-    """
+    """Train and measure one run, or load it if that was done before."""
     torch.set_num_threads(1)
-    # Once more: this may be a process of its own.
+    # Again, because this may be a process of its own.
     disable_progress_bar()
-    plan = {
-        "run": run.name,
-        "training": asdict(run.config),
-        "text": study.corpus.digest,
-        "prompts": study.prompts,
-        "k": study.k,
-    }
+    name, training = f"{run.variant}, seed {run.config.seed}", json.dumps(asdict(run.config))
+    plan = repr((name, training, run.steps, study.corpus.digest, study.prompts, study.k, tlc.__version__))
+    digest = hashlib.sha256(plan.encode()).hexdigest()[:8]
+    path = study.out / "measured" / f"{file_name(name)}-{digest}.nc"
+    if path.exists():
+        return xarray.load_dataset(path)
     if run.kind == "intervention":
-        units = [Unit("intervention", {"steps": run.steps})]
-        measure = partial(intervened, run, study)
+        data = intervene(run.variant, run.config, study.corpus, study.prompts, run.steps, study.k)
     else:
-        checkpoints = local_checkpoints(train(run.config, study.corpus, study.out / "runs"))
-        units = [Unit(f"step{step}", {"step": step}) for step in run.steps]
-        measure = partial(measured, run, study, checkpoints)
-    with output_folder(study.out / "measured" / file_name(run.name)) as folder:
-        check_plan(folder, plan)
-        for outcome in run_units(folder, units, measure):
-            if outcome.error is not None:
-                raise ModelError(f"{run.name}, {outcome.unit.key}: {outcome.error}")
-        data = xarray.concat([load_unit(folder, unit) for unit in units], "checkpoint")
-    return data.assign_coords(
-        run=run.name, variant=run.variant, kind=run.kind, seed=run.config.seed, training=json.dumps(asdict(run.config))
-    )
+        checkpoints = local_checkpoints(small.train(run.config, study.corpus, study.out / "runs"))
+        data = xarray.concat([measured(run, study, step, checkpoints[step]) for step in run.steps], "checkpoint")
+    data = data.assign_coords(run=name, variant=run.variant, kind=run.kind, seed=run.config.seed, training=training)
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, partial(data.to_netcdf, engine="netcdf4"))
+    return data
 
 
-def intervened(run: Run, study: Study, _: Unit) -> xarray.Dataset:
-    """One run of tampered training, all its steps."""
-    return intervene(run.variant, run.config, study.corpus, study.prompts, run.steps, study.k)
-
-
-def measured(run: Run, study: Study, checkpoints: dict[int, Path], unit: Unit) -> xarray.Dataset:
-    """Coupling and loss at one checkpoint, `[checkpoint prompt]`; for the base also what tells explanations apart."""
-    step = unit.what["step"]
-    model = tlc.load_model(str(checkpoints[step]), device="cpu")
+def measured(run: Run, study: Study, step: int, checkpoint: Path) -> xarray.Dataset:
+    """Coupling and loss at one checkpoint, `[checkpoint prompt]`; for the base, also what tells explanations apart."""
+    model = tlc.load_model(str(checkpoint), device="cpu")
     traces = [tlc.trace(model, prompt) for prompt in study.prompts]
     J = torch.stack([tlc.block_jacobians(trace) for trace in traces]).double()
-    found = [
+    rows = [
         {
             "coupling": probes.mean_coupling(one, study.k),
             "cosine_of_jacobians": probes.mean_cosine(one),
@@ -166,11 +136,10 @@ def measured(run: Run, study: Study, checkpoints: dict[int, Path], unit: Unit) -
         for one, trace in zip(J, traces, strict=True)
     ]
     if run.kind == "base":
-        environment = environment_of(AutoModelForCausalLM.from_pretrained(checkpoints[step]), study.corpus, run.config)
+        environment = environment_of(AutoModelForCausalLM.from_pretrained(checkpoint), study.corpus, run.config)
         generator = torch.Generator().manual_seed(step)
-        found = [row | explain(one, environment, study.k, generator) for row, one in zip(found, J, strict=True)]
-    dims = ("checkpoint", "prompt")
-    return xarray.Dataset({name: (dims, [[row[name] for row in found]]) for name in found[0]}, {"checkpoint": [step]})
+        rows = [row | explain(one, environment, study.k, generator) for row, one in zip(rows, J, strict=True)]
+    return probes.dataset([rows], [step])
 
 
 @dataclass(frozen=True)
@@ -190,7 +159,7 @@ class Environment:
     frequent: Float[Tensor, " d"]
 
 
-def environment_of(model: Any, corpus: Corpus, config: TrainingConfig) -> Environment:
+def environment_of(model: Any, corpus: small.Corpus, config: small.TrainingConfig) -> Environment:
     """Gradients and inputs over evenly spread windows of the text, the same for every seed."""
     starts = torch.linspace(0, len(corpus.tokens) - config.n_ctx, WINDOWS).long()
     gradients, inputs = gradients_and_inputs(model, corpus.tokens[starts[:, None] + torch.arange(config.n_ctx)])
@@ -233,7 +202,7 @@ def explain(
     """Every probe of one prompt's Jacobians, by name; `surge_report.PROBES` says what each is."""
     spectrum = tlc.svd(J)
     U, V = spectrum.U[..., :k], spectrum.Vh[:, :k].mT
-    of_frequent = torch.nn.functional.cosine_similarity(U[..., 0], environment.frequent[None])
+    of_frequent = nn.functional.cosine_similarity(U[..., 0], environment.frequent[None])
     return {
         "participation_ratio": float(tlc.spectra.participation_ratio(spectrum.S).mean()),
         "sigma_1_share": probes.sigma_1_share(spectrum.S),
@@ -249,7 +218,7 @@ def explain(
     }
 
 
-def together(found: Sequence[xarray.Dataset], study: Study, base: TrainingConfig) -> xarray.Dataset:
+def together(found: Sequence[xarray.Dataset], study: Study, base: small.TrainingConfig) -> xarray.Dataset:
     """All runs along `run`; NaN where a run was not measured at a step, or not with a probe."""
     data = xarray.concat(found, "run", data_vars="all", coords="all", join="outer").sortby("checkpoint")
     data = data.assign_coords(text=("prompt", list(study.prompts)))
@@ -264,78 +233,53 @@ def together(found: Sequence[xarray.Dataset], study: Study, base: TrainingConfig
     )
 
 
-def study_here(base: TrainingConfig, arguments: argparse.Namespace) -> xarray.Dataset:
-    """All runs, `jobs` at a time in processes of their own.
+def study_here(base: small.TrainingConfig, arguments: argparse.Namespace) -> xarray.Dataset:
+    """All runs, `jobs` at a time.
 
     Raises:
-        ValueError: no seeds, jobs or blocks enough, or steps at which no checkpoint lies.
+        ValueError: too few blocks, k out of range, or steps without a checkpoint.
     """
-    if min(arguments.seeds, arguments.jobs) < 1:
-        raise ValueError(f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and {arguments.jobs}")
     if base.n_layers < 4:
-        raise ValueError(f"`--n-layers` must be at least 4: a map that others share wants others, got {base.n_layers}")
+        raise ValueError(f"`--n-layers` must be at least 4: a map shared by others needs others, got {base.n_layers}")
     if not 2 <= arguments.k <= base.width // 2:
         raise ValueError(f"`--k` must lie in [2, {base.width // 2}] (half the width is a variant), got {arguments.k}")
-    there = checkpoint_steps(base.steps)
+    there = small.checkpoint_steps(base.steps)
     wanted = arguments.at or [step for step in there if step & (step - 1) == 0 or step == base.steps]
     if 0 not in wanted or not set(wanted) <= set(there):
         raise ValueError(f"`--at` must hold 0, and steps with a checkpoint, {list(there)}, got {wanted}")
-    corpus = build_corpus(read_documents(arguments.text), base.vocabulary)
-    prompts = passages(corpus.held_out, corpus.tokenizer, arguments.prompts, base.n_ctx)
+    corpus = small.build_corpus(small.read_documents(arguments.text), base.vocabulary)
+    prompts = small.passages(corpus.held_out, corpus.tokenizer, arguments.prompts, base.n_ctx)
     study = Study(corpus, tuple(prompts), arguments.k, arguments.out)
     runs = runs_of(base, tuple(sorted(set(wanted))), arguments.seeds)
-    work = partial(one_run, study=study)
-    # Closed before an error is shown: a bar does not end its line.
-    with tqdm(desc="runs", total=len(runs)) as bar:
-        if arguments.jobs == 1:
-            return together(_counted(map(work, runs), bar), study, base)
-        # Threads that share the cores of others wait for each other at every operation; processes of one do not.
-        with tlc.surveys.process_pool(arguments.jobs) as pool:
-            return together(_counted(pool.map(work, runs), bar), study, base)
+    # The bar ends before an error is printed.
+    with small.parallel_map(arguments.jobs) as mapped, tqdm(desc="runs", total=len(runs)) as bar:
+        found = []
+        for one in mapped(partial(one_run, study=study), runs):
+            found.append(one)
+            bar.update()
+    return together(found, study, base)
 
 
-def _counted(results: Iterable[xarray.Dataset], bar: Any) -> list[xarray.Dataset]:
-    found = []
-    for result in results:
-        found.append(result)
-        bar.update()
-    return found
-
-
-def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; every field of `TrainingConfig` is an option."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out/surge"), help="checkpoints, netCDF and figure")
-    parser.add_argument("--text", type=Path, help="what to learn; the standard library's source by default")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of the base, from --seed on (default 3)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: all cores)")
-    parser.add_argument("--prompts", type=int, default=4, help="held-out passages (default 4)")
-    parser.add_argument("--k", type=int, default=5, help="singular vectors (default 5)")
-    parser.add_argument("--at", type=int, nargs="+", help="steps to measure (default 0, 1, 2, 4, 8, … and the last)")
-    add_training_options(parser)
-    return parser.parse_args(argv)
+def study(arguments: argparse.Namespace) -> None:
+    """Train, measure, report, draw."""
+    base = small.config_of(arguments)
+    with output_folder(arguments.out) as out:
+        data = study_here(base, arguments)
+        paths = [write_atomically(out / "surge.nc", partial(data.to_netcdf, engine="netcdf4"))]
+        paths.append(write_atomically(out / "surge.png", partial(draw(data).savefig, dpi=120, format="png")))
+    # Tables of a dozen steps: better wrapped by a narrow terminal than cut off.
+    console = Console(width=max(180, Console().width))
+    report(data, console)
+    console.print("\n".join(map(str, paths)), highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, measure, report, draw."""
-    arguments = arguments_of(argv)
-    # Dozens of bars, for saving and loading a few megabytes each.
-    disable_progress_bar()
-    try:
-        base = config_of(arguments)
-        with output_folder(arguments.out) as out:
-            data = study_here(base, arguments)
-            paths = [write_atomically(out / "surge.nc", partial(data.to_netcdf, engine="netcdf4"))]
-            figure = draw(data)
-            paths.append(write_atomically(out / "surge.png", partial(figure.savefig, dpi=120, format="png")))
-    except (ValueError, OSError, ModelError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    # Tables of a dozen steps: rather wrapped by a narrow terminal than cut.
-    console = Console(width=max(180, Console().width))
-    report(data, console)
-    console.print("\n".join(str(path) for path in paths), highlight=False, soft_wrap=True)
-    return 0
+    """The command line."""
+    parser = small.training_parser(str(__doc__), "out/surge", seeds=3, prompts=4)
+    parser.add_argument("--k", type=int, default=5, help="singular vectors (default 5)")
+    parser.add_argument("--at", type=int, nargs="+", help="steps to measure (default 0, 1, 2, 4, 8, … and the last)")
+    arguments = parser.parse_args(argv)
+    return small.status_of(lambda: study(arguments))
 
 
 if __name__ == "__main__":

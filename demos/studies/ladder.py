@@ -5,18 +5,19 @@
 
 Small Pythias of several widths, depths, amounts of text and seeds learn the standard library's own source; each is
 scored by its loss on text it has not seen, and a survey measures the coupling of its layers on held-out passages. Then
-coupling is held against the loss in every way that `tl-coupling generalization` knows, and blocks are dropped, swapped
-and merged to see whether coupled ones are redundant. The paper's Table 1 is regressed on its own columns: what size
-alone says about the score there. Last, SmolLM2 is surveyed on benchmark prompts: those of `--prompts`, or six test sets
-from the hub where it can be reached; with a file, its blocks are changed too.
+coupling is compared with the loss, and blocks are dropped, swapped and merged to see whether coupled ones are
+redundant. The paper's Table 1 is regressed on its own columns: what size alone says about the score there. Last,
+SmolLM2 is surveyed on benchmark prompts: those of `--prompts`, whose blocks are then changed as well, or six test sets
+from the hub where it can be reached.
 
 Models and surveys that are finished are kept: a second run does what is missing of them, and the comparisons anew.
 """
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -26,8 +27,7 @@ from typing import Any
 import pandas
 import torch
 import xarray
-from rich.console import Console
-from rich.table import Table
+from matplotlib.axes import Axes
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -35,17 +35,33 @@ from transformers.utils.logging import disable_progress_bar
 
 import tl_coupling as tlc
 from small_models import Corpus, TrainingConfig, build_corpus, passages, read_documents, train
-from tl_coupling.cli import app
 from tl_coupling.files import output_folder, write_atomically
-from tl_coupling.generalization import linear_fit
+from tl_coupling.generalization import generalization_study, linear_fit, paper_table1, task_means
 from tl_coupling.models import EMBEDDED_MODEL
 
 # Lower is better.
 SCORE = "held_out_loss"
+CONTROLS = ["log10(n_parameters)", "n_layers", "d_model", "log10(training_tokens)"]
 # Windows of held-out text that a model is scored on.
 EVALUATED = 64
 # Prompts on which the blocks of one model are dropped, swapped and merged.
 CHANGED = 8
+K_SMOLLM2 = (10, 30)
+
+
+OPTIONS: list[tuple[str, Any, str]] = [
+    ("out", Path("out/ladder"), "models, surveys, statistics, figures"),
+    ("widths", [32, 64, 128], "of the models"),
+    ("depths", [3, 6], "numbers of blocks"),
+    ("steps", [128, 512], "of training"),
+    ("seeds", 2, "models of each kind"),
+    ("vocabulary", 2048, "entries of the tokenizer"),
+    ("n-ctx", 128, "tokens in a window and a passage"),
+    ("passages", 8, "held-out passages of the survey"),
+    ("k", [5, 10, 20], "singular vectors; figures: the first"),
+    ("jobs", os.cpu_count() or 1, "processes"),
+    ("per-task", 5, "prompts of each task for SmolLM2; 0: none"),
+]
 
 
 @dataclass(frozen=True)
@@ -69,9 +85,9 @@ def ladder(arguments: argparse.Namespace) -> list[TrainingConfig]:
 
 
 def climb(config: TrainingConfig, corpus: Corpus, out: Path) -> Rung:
-    """Train one model, score it. One thread: other models have the other cores."""
+    """Train one model and score it, on one thread: other models have the other cores."""
     torch.set_num_threads(1)
-    # Once more: this may be a process of its own.
+    # Again: this may be a process of its own.
     disable_progress_bar()
     path = train(config, corpus, out / "models", checkpoints=[config.steps]) / f"step{config.steps}"
     name = f"w{config.width}-d{config.n_layers}-s{config.steps}-{config.seed}"
@@ -92,158 +108,120 @@ def held_out_loss(model: nn.Module, corpus: Corpus, config: TrainingConfig) -> f
 def climbed(arguments: argparse.Namespace, corpus: Corpus) -> list[Rung]:
     """The whole ladder, `jobs` models at a time, the longest first."""
     configs = sorted(ladder(arguments), key=lambda c: -c.steps * c.n_layers * c.width)
-    bar: dict[str, Any] = {"total": len(configs), "desc": "ladder", "dynamic_ncols": True}
-    with tlc.surveys.process_pool(arguments.jobs) as pool, tqdm(**bar) as work:
+    with tlc.surveys.process_pool(arguments.jobs) as pool, tqdm(total=len(configs), desc="ladder") as bar:
         futures = [pool.submit(climb, config, corpus, arguments.out) for config in configs]
         for future in futures:
-            future.add_done_callback(lambda _: work.update())
+            future.add_done_callback(lambda _: bar.update())
         return sorted((future.result() for future in futures), key=lambda rung: rung.name)
 
 
-def survey(rungs: Sequence[Rung], prompts: list[str], arguments: argparse.Namespace) -> Path:
-    """Measure the coupling of every rung; the folder of the survey."""
-    folder = arguments.out / "survey"
-    settings = tlc.Settings(k=tuple(arguments.k), window=3)
-    asked = tlc.Survey({rung.name: rung.path for rung in rungs}, prompts, settings=settings, device="cpu")
-    with tlc.surveys.process_pool(arguments.jobs) as pool:
-        tlc.run(asked, folder, pool, partial(tqdm, desc="survey", dynamic_ncols=True))
-    return folder
+def survey(asked: tlc.Survey, folder: Path, jobs: int) -> xarray.Dataset:
+    """What the survey finds; finished units of an earlier run are kept."""
+    with tlc.surveys.process_pool(jobs) as pool:
+        return tlc.run(asked, folder, pool, partial(tqdm, desc=folder.name))
 
 
-def write_scores(rungs: Sequence[Rung], out: Path) -> Path:
-    """The CSV file that `tl-coupling generalization` takes."""
-    rows = [
-        {
-            "model": rung.name,
-            SCORE: rung.loss,
-            "training_tokens": rung.config.steps * rung.config.batch * rung.config.n_ctx,
-        }
-        for rung in rungs
-    ]
-    return write_atomically(out / "scores.csv", lambda path: pandas.DataFrame(rows).to_csv(path, index=False))
+def compare(data: xarray.Dataset, rungs: Sequence[Rung], arguments: argparse.Namespace) -> None:
+    """Coupling against the held-out loss, with subsets of equal width, depth and amount of text."""
+    tokens = {rung.config.steps: rung.config.steps * rung.config.batch * rung.config.n_ctx for rung in rungs}
+    rows = [(rung.name, rung.loss, tokens[rung.config.steps]) for rung in rungs]
+    scores = pandas.DataFrame(rows, columns=["model", SCORE, "training_tokens"])
+    write_atomically(arguments.out / "scores.csv", lambda path: scores.to_csv(path, index=False))
+    subsets = {f"width {width}": f"d_model == {width}" for width in arguments.widths}
+    subsets |= {f"{depth} blocks": f"n_layers == {depth}" for depth in arguments.depths}
+    subsets |= {f"{steps} steps": f"training_tokens == {n}" for steps, n in tokens.items()}
+    result = generalization_study(data, scores, k=arguments.k[0], score=SCORE, controls=CONTROLS, subsets=subsets)
+    print(result, result.slopes.to_string(float_format="{:.3g}".format, na_rep=""), sep="\n")
+    print(*(f"left out: {name}: {why}" for name, why in result.left_out.items()), sep="\n")
+    text = json.dumps(result.to_dict(), indent=1)
+    write_atomically(arguments.out / "generalization.json", lambda path: path.write_text(text))
+    for plot in (tlc.plots.plot_generalization, tlc.plots.plot_forest, tlc.plots.plot_k_sweep):
+        keep(plot(result), arguments.out / f"{plot.__name__.removeprefix('plot_')}.png")
 
 
-def generalization_command(folder: Path, scores: Path, arguments: argparse.Namespace) -> list[str]:
-    """The command that compares coupling with the held-out loss, with subsets of equal size and equal text."""
-    command = ["generalization", "--survey", folder, "--scores", scores, "--k", arguments.k[0]]
-    command += ["--score-column", SCORE, "--out", arguments.out / "generalization"]
-    tokens = {steps: steps * TrainingConfig().batch * arguments.n_ctx for steps in arguments.steps}
-    subsets = [f"width {width}=d_model == {width}" for width in arguments.widths]
-    subsets += [f"{depth} blocks=n_layers == {depth}" for depth in arguments.depths]
-    subsets += [f"{steps} steps=training_tokens == {n}" for steps, n in tokens.items()]
-    for subset in subsets:
-        command += ["--subset", subset]
-    for control in ("log10(n_parameters)", "n_layers", "d_model", "log10(training_tokens)"):
-        command += ["--control", control]
-    return [str(one) for one in command]
-
-
-def redundancy(name: str, source: str, prompts: Sequence[Any], k: Sequence[int], out: Path, console: Console) -> None:
+def redundancy(name: str, source: str, prompts: Sequence[Any], k: Sequence[int], out: Path) -> None:
     """Drop, swap and merge the blocks of a model; print the rank correlations; keep the data and a figure."""
-    model = tlc.load_model(source, device="cpu")
-    bar = partial(tqdm, desc=f"redundancy of {name}", dynamic_ncols=True)
-    data = tlc.redundancy.layer_redundancy(model, prompts, k=k, progress=bar)
-    written = [write_atomically(out / f"redundancy-{name}.nc", data.to_netcdf)]
-    table = Table(title=f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over prompts")
-    for column in ("change", "blocks", "n", *(f"with coupling, k = {one}" for one in k), "with block influence"):
-        table.add_column(column)
+    data = tlc.redundancy.layer_redundancy(tlc.load_model(source, device="cpu"), prompts, k=k)
+    write_atomically(out / f"redundancy-{name}.nc", data.to_netcdf)
     found = tlc.redundancy.redundancy_correlations(data)
-    for change, blocks in product(found["change"].values, found["blocks"].values):
-        here = found.sel(change=change, blocks=blocks)
-        cells = [_with_interval(here.sel(k=one), "coupling") for one in k]
-        table.add_row(change, blocks, str(int(here["n"])), *cells, _with_interval(here, "block_influence"))
-    console.print(table)
-    figure = tlc.plots.plot_redundancy(data, k=k[0])
-    written.append(write_atomically(out / f"redundancy-{name}.png", partial(figure.savefig, dpi=120, format="png")))
-    console.print(f"wrote {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
+    table = found[["n", "coupling", "block_influence"]].to_dataframe()
+    for one in ("coupling", "block_influence"):
+        table = table.join(found[f"{one}_interval"].to_series().unstack("bound").add_prefix(f"{one} "))
+    print(f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over prompts")
+    print(table.to_string(float_format="{:+.2f}".format))
+    keep(tlc.plots.plot_redundancy(data, k=k[0]), out / f"redundancy-{name}.png")
 
 
-def _with_interval(found: xarray.Dataset, name: str) -> str:
-    low, high = found[f"{name}_interval"].values
-    return f"{float(found[name]):+.2f} ({low:+.2f} to {high:+.2f})"
+def keep(drawn: Axes | Any, path: Path) -> None:
+    """Save a figure, or the one that these Axes are in."""
+    figure = getattr(drawn, "figure", drawn)
+    print("wrote", write_atomically(path, partial(figure.savefig, dpi=120, format="png")))
 
 
-def report_table1(console: Console) -> None:
+def report_table1() -> None:
     """What the columns of the paper's Table 1 say about its scores: coupling itself is not in it."""
-    paper = tlc.generalization.paper_table1()
-    columns = ["params_billion", "log10(params_billion)", "n_layers", "d_model", "training_tokens"]
-    table = Table(title="the paper's Table 1: score on one column at a time")
-    for heading in ("column", "models", "slope", "R²", "p"):
-        table.add_column(heading, justify="left" if heading == "column" else "right")
-    for column in columns:
+    paper = paper_table1()
+    print("the paper's Table 1: score on one column at a time")
+    for column in ("params_billion", "log10(params_billion)", "n_layers", "d_model", "training_tokens"):
         fit = linear_fit(paper, column, "score")
-        table.add_row(column, str(fit.n), f"{fit.slope:.3g}", f"{fit.r_squared:.3f}", f"{fit.p:.2g}")
-    held = tlc.generalization.partial_regression(paper, "score", "log10(params_billion)", ["n_layers", "d_model"])
-    console.print(table)
-    console.print(
-        f"log10(params_billion) with depth and width held fixed: partial R² = {held.partial_r_squared:.3f}, "
-        f"p = {held.p:.2g}, VIF = {held.vif:.1f}",
-        highlight=False,
-        soft_wrap=True,
-    )
+        print(f"  {column}: slope {fit.slope:.3g}, R² = {fit.r_squared:.3f}, p = {fit.p:.2g}, n = {fit.n}")
+    held = linear_fit(paper, "log10(params_billion)", "score", controls=["n_layers", "d_model"])
+    numbers = f"partial R² = {held.r_squared:.3f}, p = {held.p:.2g}, VIF = {held.vif:.1f}"
+    print(f"  log10(params_billion) with depth and width held fixed: {numbers}")
 
 
-def embedded_command(arguments: argparse.Namespace) -> list[str]:
-    """The command that surveys SmolLM2 on benchmark prompts."""
-    command: list[Any] = ["survey", "--model", EMBEDDED_MODEL, "--prompts-per-unit", 30, "--workers", arguments.jobs]
-    if arguments.prompts is None:
-        command += ["--prompts", "open_llm_leaderboard", "--n", 6 * arguments.per_task]
+def survey_smollm2(arguments: argparse.Namespace) -> None:
+    """Coupling of SmolLM2 on benchmark prompts by task; with a file of prompts, its blocks are changed as well."""
+    if arguments.prompts is not None:
+        of_file = tlc.load_prompts(arguments.prompts)
+        prompts = tlc.prompts.prompts_per_task(of_file, arguments.per_task)
+        redundancy(EMBEDDED_MODEL, EMBEDDED_MODEL, tlc.prompts.prompts_per_task(of_file, 2), K_SMOLLM2, arguments.out)
     else:
-        command += ["--prompts", arguments.prompts, "--per-task", arguments.per_task]
-    return [str(one) for one in [*command, "--out", arguments.out / "smollm2"]]
+        try:
+            prompts = tlc.load_prompts("open_llm_leaderboard", 6 * arguments.per_task)
+        except OSError as error:
+            print(f"SmolLM2 is left out: {error}")
+            return
+    asked = tlc.Survey([EMBEDDED_MODEL], prompts, settings=tlc.Settings(k=K_SMOLLM2), prompts_per_unit=30)
+    means = task_means(survey(asked, arguments.out / "smollm2", arguments.jobs))
+    print(means.to_string(float_format="{:.3f}".format))
+    keep(tlc.plots.plot_task_means(means), arguments.out / "smollm2-tasks.png")
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out/ladder"), help="models, surveys, statistics, figures")
-    parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128], help="(default 32 64 128)")
-    parser.add_argument("--depths", type=int, nargs="+", default=[3, 6], help="numbers of blocks (default 3 6)")
-    parser.add_argument("--steps", type=int, nargs="+", default=[128, 512], help="of training (default 128 512)")
-    parser.add_argument("--seeds", type=int, default=2, help="models of each kind (default 2)")
-    parser.add_argument("--vocabulary", type=int, default=2048, help="(default 2048)")
-    parser.add_argument("--n-ctx", type=int, default=128, help="tokens in a window and a passage (default 128)")
-    parser.add_argument("--passages", type=int, default=8, help="held-out passages of the survey (default 8)")
-    parser.add_argument("--k", type=int, nargs="+", default=[5, 10, 20], help="singular vectors; figures: the first")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    for name, default, help in OPTIONS:
+        several = isinstance(default, list)
+        shown = f"{help} (default {' '.join(map(str, default)) if several else default})"
+        kind = type(default[0]) if several else type(default)
+        parser.add_argument(f"--{name}", type=kind, default=default, nargs="+" if several else None, help=shown)
     parser.add_argument("--text", type=Path, help="what to learn; the standard library's source by default")
     parser.add_argument("--prompts", type=Path, help="JSONL file for SmolLM2; six test sets of the hub by default")
-    parser.add_argument("--per-task", type=int, default=5, help="of these prompts for SmolLM2; 0: none (default 5)")
     return parser.parse_args(argv)
 
 
-def commands(arguments: argparse.Namespace, console: Console) -> Iterator[list[str]]:
-    """The study; what a command can do is yielded as one."""
+def study(arguments: argparse.Namespace) -> None:
+    """Train, score, survey, compare."""
     corpus = build_corpus(read_documents(arguments.text), arguments.vocabulary)
     prompts = passages(corpus.held_out, corpus.tokenizer, arguments.passages, arguments.n_ctx)
     rungs = climbed(arguments, corpus)
-    folder = survey(rungs, prompts, arguments)
-    yield generalization_command(folder, write_scores(rungs, arguments.out), arguments)
+    settings = tlc.Settings(k=tuple(arguments.k), window=3)
+    asked = tlc.Survey({rung.name: rung.path for rung in rungs}, prompts, settings=settings, device="cpu")
+    compare(survey(asked, arguments.out / "survey", arguments.jobs), rungs, arguments)
     best = min(rungs, key=lambda rung: (-rung.config.n_layers, rung.loss))
-    redundancy(best.name, best.path, prompts[:CHANGED], arguments.k, arguments.out, console)
-    report_table1(console)
+    redundancy(best.name, best.path, prompts[:CHANGED], arguments.k, arguments.out)
+    report_table1()
     if arguments.per_task:
-        yield embedded_command(arguments)
-    if arguments.per_task and arguments.prompts is not None:
-        some = tlc.prompts.prompts_per_task(tlc.load_prompts(arguments.prompts, None), 2)
-        redundancy(EMBEDDED_MODEL, EMBEDDED_MODEL, some, (10, 30), arguments.out, console)
+        survey_smollm2(arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, score, survey, compare."""
+    """The study; bad input is one line and exit status 2."""
     arguments = arguments_of(argv)
-    console = Console()
     disable_progress_bar()
     try:
         with output_folder(arguments.out):
-            for command in commands(arguments, console):
-                console.print(f"$ tl-coupling {' '.join(command)}", highlight=False, soft_wrap=True)
-                try:
-                    app(command, standalone_mode=False)
-                except OSError as error:
-                    if "--n" not in command or arguments.prompts is not None:
-                        raise
-                    # No hub: everything else is there.
-                    console.print(f"SmolLM2 is left out: {error}", style="yellow", highlight=False, soft_wrap=True)
+            study(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -1,23 +1,24 @@
-"""Training with one cause taken away: what the blocks of a small Pythia learn when their feedback is tampered with.
+"""Training with one cause removed: what the blocks of a small Pythia learn when their feedback is changed.
 
-In a residual network every block gets nearly the same loss gradient, and reads nearly the same stream. Is that why
-their Jacobians become alike? Here the gradient is turned by an orthogonal matrix before it enters a block, so that its
-size and spectrum stay and only its direction changes: by another one for each block, or by the same one for all. And
-blocks learn alone, each in a run of its own, so that they cannot adapt to each other.
+In a residual network every block receives nearly the same loss gradient, and reads nearly the same stream. Is that why
+their Jacobians become alike? Here the gradient is rotated by an orthogonal matrix before it enters a block, so that its
+size and spectrum stay and only its direction changes: by a different matrix for each block, or by the same one for all.
+And blocks learn alone, each in a run of its own, so that they cannot adapt to each other.
 """
 
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 import tl_coupling as tlc
 from small_models import Corpus, TrainingConfig, batches, learn, new_model
-from surge_probes import mean_cosine, mean_coupling, random_rotations
+from surge_probes import dataset, mean_cosine, mean_coupling, random_rotations
 from tl_coupling.surveys.measurements import loss
 
 if TYPE_CHECKING:
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 INTERVENTIONS = {
     "own coordinates": "each block writes in axes of its own: true gradients",
-    "own feedback": "each block's gradient is turned, each by its own rotation",
-    "one wrong feedback": "each block's gradient is turned, all by the same rotation",
-    "blocks only": "all but the blocks is frozen",
-    "blocks alone": "all but one block is frozen; blocks of different runs are compared",
+    "own feedback": "each block's gradient is turned by its own rotation",
+    "one wrong feedback": "all blocks' gradients are turned by the same rotation",
+    "blocks only": "everything but the blocks is frozen",
+    "blocks alone": "everything but one block is frozen; blocks of different runs are compared",
 }
 
 
@@ -80,19 +81,20 @@ def freeze_all_but(model: Any, layers: Collection[int]) -> None:
         model.gpt_neox.layers[layer].requires_grad_(True)
 
 
-def jacobians(model: Any, corpus: Corpus, prompts: tuple[str, ...]) -> tuple[Tensor, list[float]]:
-    """Of every block at the last token of each prompt, `[n_prompts n_layers d d]` in float64; and the losses."""
-    # Saved and loaded: the library measures TransformerLens models, which share nothing with this one's hooks.
+def measured(model: Any, corpus: Corpus, prompts: Sequence[str]) -> tuple[Tensor, list[float]]:
+    """Jacobians of every block at the last token of each prompt, `[n_prompts n_layers d d]` in float64; and losses."""
+    # Saved and loaded: the library measures TransformerLens models, which do not have this one's hooks.
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         corpus.tokenizer.save_pretrained(folder)
-        measured = tlc.load_model(folder, device="cpu")
-    traces = [tlc.trace(measured, prompt) for prompt in prompts]
-    return torch.stack([tlc.block_jacobians(one) for one in traces]).double(), [loss(one) for one in traces]
+        loaded = tlc.load_model(folder, device="cpu")
+    traces = [tlc.trace(loaded, prompt) for prompt in prompts]
+    J = torch.stack([tlc.block_jacobians(trace) for trace in traces])
+    return J.double(), [loss(trace) for trace in traces]
 
 
 def intervene(
-    name: str, config: TrainingConfig, corpus: Corpus, prompts: tuple[str, ...], steps: tuple[int, ...], k: int
+    name: str, config: TrainingConfig, corpus: Corpus, prompts: Sequence[str], steps: Sequence[int], k: int
 ) -> "xarray.Dataset":
     """Coupling, cosine of J between layers, and loss under one of `INTERVENTIONS`, `[checkpoint prompt]`.
 
@@ -101,27 +103,38 @@ def intervene(
     """
     if name not in INTERVENTIONS:
         raise ValueError(f"`name` must be one of {', '.join(INTERVENTIONS)}, got {name!r}")
-    config = replace(config, steps=max(steps))
+
+    def stages(layers: Collection[int]) -> list[tuple[Tensor, list[float]]]:
+        return list(trained_stages(name, replace(config, steps=max(steps)), corpus, prompts, steps, layers))
+
+    every = range(config.n_layers)
     if name == "blocks alone":
-        alone = [_stages(name, config, corpus, prompts, steps, only=layer) for layer in range(config.n_layers)]
-        stages = [
-            (torch.stack([J[:, layer] for layer, (J, _) in enumerate(runs)], 1), _means([found for _, found in runs]))
-            for runs in zip(*alone, strict=True)
+        # Each layer's Jacobians are from the run in which it learned; losses are means over these runs.
+        found = [
+            (torch.stack([J[:, layer] for layer, (J, _) in enumerate(runs)], 1), np.mean([one for _, one in runs], 0))
+            for runs in zip(*(stages([layer]) for layer in every), strict=True)
         ]
     else:
-        stages = _stages(name, config, corpus, prompts, steps)
-    return _dataset(stages, steps, k)
+        found = stages(every)
+    rows = [
+        [
+            {"coupling": mean_coupling(one, k), "cosine_of_jacobians": mean_cosine(one), "loss": float(of_prompt)}
+            for one, of_prompt in zip(J, losses, strict=True)
+        ]
+        for J, losses in found
+    ]
+    return dataset(rows, steps)
 
 
-def _stages(
+def trained_stages(
     name: str,
     config: TrainingConfig,
     corpus: Corpus,
-    prompts: tuple[str, ...],
-    steps: tuple[int, ...],
-    only: int | None = None,
-) -> list[tuple[Tensor, list[float]]]:
-    """Jacobians and losses at each step of one training run."""
+    prompts: Sequence[str],
+    steps: Collection[int],
+    layers: Collection[int],
+) -> Iterator[tuple[Tensor, list[float]]]:
+    """What `measured` gives at each step of one training run; `layers` may learn where blocks only do."""
     model: Any = new_model(config)
     generator = torch.Generator().manual_seed(config.seed)
     n = 1 if name == "one wrong feedback" else config.n_layers
@@ -131,28 +144,7 @@ def _stages(
     if name == "own coordinates":
         turn_output(model, rotations)
     if name in ("blocks only", "blocks alone"):
-        freeze_all_but(model, range(config.n_layers) if only is None else [only])
-    found = []
+        freeze_all_but(model, layers)
     for step, _ in learn(model, config, batches(config, corpus.tokens)):
         if step in steps:
-            plain = fold_output(model, rotations) if name == "own coordinates" else model
-            found.append(jacobians(plain, corpus, prompts))
-    return found
-
-
-def _means(losses: list[list[float]]) -> list[float]:
-    return torch.tensor(losses).mean(0).tolist()
-
-
-def _dataset(stages: list[tuple[Tensor, list[float]]], steps: tuple[int, ...], k: int) -> "xarray.Dataset":
-    import xarray
-
-    dims = ("checkpoint", "prompt")
-    return xarray.Dataset(
-        {
-            "coupling": (dims, [[mean_coupling(J, k) for J in found] for found, _ in stages]),
-            "cosine_of_jacobians": (dims, [[mean_cosine(J) for J in found] for found, _ in stages]),
-            "loss": (dims, [losses for _, losses in stages]),
-        },
-        {"checkpoint": list(steps)},
-    )
+            yield measured(fold_output(model, rotations) if name == "own coordinates" else model, corpus, prompts)

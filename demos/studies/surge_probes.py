@@ -1,12 +1,14 @@
-"""What the Jacobians of a model's blocks have in common, read off the matrices alone.
+"""What the Jacobians of a model's blocks have in common, computed from the matrices alone.
 
 Throughout, `J` is `[n_layers d d]`: `J_l = ∂f_l/∂x` of each block at one token, rows index outputs. Everything is
-dimensionless. `early_surge.py` asks with these which explanation of a rise in coupling holds.
+dimensionless. With these, `early_surge.py` tests explanations of a rise in coupling.
 """
 
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import torch
+import xarray
 from jaxtyping import Float
 from torch import Tensor
 
@@ -16,12 +18,13 @@ import tl_coupling as tlc
 def mean_coupling(J: Float[Tensor, "n_layers d d"], k: int) -> float:
     """Mean of `1 − ‖A − Diag(A)‖_F / ‖A‖_F` over ordered pairs of different layers, `A = U_{b,k}ᵀ J_a V_{b,k}`.
 
-    What `depth_coupling(…).mean(k)` is for a trace, of matrices that no model need have.
+    It equals `depth_coupling(…).mean(k)` of a trace, for any matrices.
     """
     if len(J) < 2:
-        raise ValueError(f"coupling wants the Jacobians of at least 2 layers, got {len(J)}")
+        raise ValueError(f"coupling needs the Jacobians of at least 2 layers, got {len(J)}")
     spectrum = tlc.svd(J, k)
-    A = torch.stack([tlc.coupling_matrix(J, tlc.Spectrum(*one), k) for one in _each(spectrum)], dim=1)
+    of_layers = zip(spectrum.U, spectrum.S, spectrum.Vh, strict=True)
+    A = torch.stack([tlc.coupling_matrix(J, tlc.Spectrum(*one), k) for one in of_layers], dim=1)
     different = ~torch.eye(len(J), dtype=torch.bool)
     return float((1 - tlc.normalized_miscoupling(A))[different].mean())
 
@@ -58,14 +61,14 @@ def without_shared_directions(J: Float[Tensor, "n_layers d d"], r: int) -> Float
 
 
 def coupling_without_shared_map(J: Float[Tensor, "n_layers d d"], k: int) -> float:
-    """Mean coupling of what each pair of layers has beside the map that the others share.
+    """Mean coupling of each pair of layers without the map that the other layers share.
 
-    For layers a and b, coupling is that of `J_a − ⟨J_a, M⟩ M` and `J_b − ⟨J_b, M'⟩ M'`, where M and M' are the unit
-    vectors along `Σ_c J_c / ‖J_c‖` over two disjoint halves of the other layers. Of one M for both, what is particular
-    to the others would be subtracted from both, and couple them: one planted map in noise would not reach the null.
+    For layers a and b it is the coupling of `J_a − ⟨J_a, M⟩ M` and `J_b − ⟨J_b, M'⟩ M'`, where M and M' are the unit
+    vectors along `Σ_c J_c / ‖J_c‖` over two disjoint halves of the other layers. With one M for both, the noise of the
+    others would be subtracted from both and couple them, so that a map planted in noise would not reach the null.
     """
     if len(J) < 4:
-        raise ValueError(f"two disjoint sets of other layers want at least 4 layers, got {len(J)}")
+        raise ValueError(f"two disjoint sets of other layers need at least 4 layers, got {len(J)}")
     unit = J / torch.linalg.matrix_norm(J, keepdim=True)
     found = []
     for pair in combinations(range(len(J)), 2):
@@ -91,7 +94,7 @@ def random_rotations(n: int, d: int, generator: torch.Generator) -> Float[Tensor
 
 
 def leading_directions(X: Float[Tensor, "n d"], m: int) -> Float[Tensor, "d m"]:
-    """The m leading eigenvectors of `XᵀX`: the principal directions of rows that are not centred here."""
+    """The m leading eigenvectors of `XᵀX`: principal directions of the rows, without centring."""
     return torch.linalg.eigh(X.mT @ X)[1][:, -m:]
 
 
@@ -108,5 +111,8 @@ def frequency_direction(unembedding: Float[Tensor, "n_vocab d"], frequencies: Fl
     return frequencies @ unembedding - unembedding.mean(0)
 
 
-def _each(spectrum: tlc.Spectrum) -> list[tuple[Tensor, Tensor, Tensor]]:
-    return list(zip(spectrum.U, spectrum.S, spectrum.Vh, strict=True))
+def dataset(rows: Sequence[Sequence[Mapping[str, float]]], steps: Sequence[int]) -> xarray.Dataset:
+    """Numbers by name of every step and prompt, as `[checkpoint prompt]`."""
+    dims = ("checkpoint", "prompt")
+    numbers = {name: (dims, [[one[name] for one in of_step] for of_step in rows]) for name in rows[0][0]}
+    return xarray.Dataset(numbers, {"checkpoint": list(steps)})

@@ -1,7 +1,7 @@
 """The tables and the figure of `early_surge.py`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import xarray
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-# What is measured of the base, and what chance would give: a number, or the name of one in `chances`.
+# What is measured of the base: its label, and which of `chances` it is compared with.
 PROBES = {
     "coupling": ("coupling", "null"),
     "coupling_of_random_vectors": ("… of random vectors with the same singular values", "null"),
@@ -44,130 +44,132 @@ def chances(data: xarray.Dataset) -> dict[str, float]:
     }
 
 
-def by_variant(data: xarray.Dataset, kind: str) -> dict[str, xarray.Dataset]:
-    """Runs of one kind, by variant in their order, with dims `run` and `checkpoint`: means over prompts."""
-    means = data.mean("prompt").isel(run=np.flatnonzero(data["kind"] == kind))
+def by_variant(data: xarray.Dataset, *kinds: str) -> dict[str, xarray.Dataset]:
+    """Runs of these kinds by variant, with dims `run` and `checkpoint`: means over prompts, at the steps measured."""
+    means = data.mean("prompt").isel(run=np.flatnonzero(np.isin(data["kind"], kinds)))
     names = dict.fromkeys(means["variant"].values.tolist())
     groups = {name: means.isel(run=np.flatnonzero(means["variant"] == name)) for name in names}
-    # Other runs were measured at more steps.
-    return {
-        name: group.isel(checkpoint=group["coupling"].notnull().all("run").values) for name, group in groups.items()
-    }
+    return {name: one.isel(checkpoint=one["coupling"].notnull().all("run").values) for name, one in groups.items()}
+
+
+def with_interventions(data: xarray.Dataset) -> dict[str, xarray.Dataset]:
+    """The interventions, after the base at their steps."""
+    found = by_variant(data, "intervention")
+    last = next(iter(found.values()))["checkpoint"].max()
+    base = by_variant(data, "base")["base"]
+    return {"none (base)": base.where(base["checkpoint"] <= last, drop=True), **found}
 
 
 def report(data: xarray.Dataset, console: Console) -> None:
-    """Three tables: over what the surge holds, what it is, and what takes it away."""
-    console.print(holds_over(data), what_it_is(data), interventions(data))
+    """Three tables: how far the surge holds, what it is, and what removes it."""
+    console.print(how_far_it_holds(data), what_it_is(data), what_removes_it(data))
 
 
-def holds_over(data: xarray.Dataset) -> Table:
-    """Coupling of every variant untrained, at its peak and at the end, each beside the null."""
-    table = Table(title=f"Does the surge hold over …? Coupling, k = {data.attrs['k']}")
-    for column in ("variant", "runs", "null", "step 0", "peak", "at step", "end", "at step ", "peak over end"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    for name, group in {**by_variant(data, "base"), **by_variant(data, "variant")}.items():
+def how_far_it_holds(data: xarray.Dataset) -> Table:
+    """Coupling of every variant untrained, at its peak and at the end, each next to the null."""
+    rows = []
+    for name, group in by_variant(data, "base", "variant").items():
         c = group["coupling"]
         peak, last = c.max("checkpoint"), c.isel(checkpoint=-1)
         steps = sorted({int(step) for step in c["checkpoint"].values[c.argmax("checkpoint").values]})
-        table.add_row(
-            name,
-            str(c.sizes["run"]),
-            f"{data.attrs['null']:.3f}",
-            *(_spread(one) for one in (c.isel(checkpoint=0), peak)),
-            ", ".join(map(str, steps)),
-            _spread(last),
-            str(int(c["checkpoint"][-1])),
-            _spread(peak / last, 2),
-        )
-    return table
+        at_peak = (mean_and_range(peak), ", ".join(map(str, steps)))
+        at_end = (mean_and_range(last), str(int(last["checkpoint"])), mean_and_range(peak / last, 2))
+        start = (str(c.sizes["run"]), f"{data.attrs['null']:.3f}", mean_and_range(c.isel(checkpoint=0)))
+        rows.append([name, *start, *at_peak, *at_end])
+    columns = ["variant", "runs", "null", "step 0", "peak", "at step", "end", "at step ", "peak over end"]
+    return table(f"How far does the surge hold? Coupling, k = {data.attrs['k']}", columns, rows)
 
 
 def what_it_is(data: xarray.Dataset) -> Table:
     """Every probe of the base at every step: mean over seeds, and below it half their range."""
-    base = by_variant(data, "base")["base"]
-    table = Table(title=f"What the surge is: {data.attrs['model']}, {base.sizes['run']} seeds, mean ± half the range")
-    table.add_column("at step")
-    table.add_column("chance", justify="right")
-    for step in base["checkpoint"].values:
-        table.add_column(str(step), justify="right")
+    base, expected = by_variant(data, "base")["base"], chances(data)
+    rows = []
     for name, (label, chance) in PROBES.items():
-        digits = 1 if name == "participation_ratio" else 2 if name == "loss" else 3
-        expected = chances(data)[chance]
-        cells = [_half_range(base[name].sel(checkpoint=step), digits) for step in base["checkpoint"].values]
-        table.add_row(label, "–" if math.isnan(expected) else f"{expected:.3f}", *cells)
-    return table
+        digits = {"participation_ratio": 1, "loss": 2}.get(name, 3)
+        values = [mean_and_half_range(base[name].sel(checkpoint=step), digits) for step in base["checkpoint"].values]
+        rows.append([label, "–" if math.isnan(expected[chance]) else f"{expected[chance]:.3f}", *values])
+    title = f"What the surge is: {data.attrs['model']}, {base.sizes['run']} seeds, mean ± half the range"
+    return table(title, ["at step", "chance", *map(str, base["checkpoint"].values)], rows)
 
 
-def interventions(data: xarray.Dataset) -> Table:
-    """Coupling under each intervention at every step, beside the base's; then how alike J is, and the loss."""
-    found = by_variant(data, "intervention")
-    steps = next(iter(found.values()))["checkpoint"].values
-    rows = {"none (base)": by_variant(data, "base")["base"], **found}
-    table = Table(title="What takes the surge away: coupling under interventions, mean ± half the range over seeds")
-    table.add_column("intervention")
-    for step in steps:
-        table.add_column(f"step {step}", justify="right")
-    table.add_column(f"cosine of J, step {steps[-1]}", justify="right")
-    table.add_column(f"loss, step {steps[-1]}", justify="right")
-    for name, group in rows.items():
+def what_removes_it(data: xarray.Dataset) -> Table:
+    """Coupling under each intervention at every step, after the base's; then how alike J is, and the loss."""
+    groups = with_interventions(data)
+    steps = next(iter(groups.values()))["checkpoint"].values
+    rows = []
+    for name, group in groups.items():
         last = group.sel(checkpoint=steps[-1])
-        cells = [_half_range(group["coupling"].sel(checkpoint=step), 3) for step in steps]
-        table.add_row(name, *cells, _half_range(last["cosine_of_jacobians"], 3), _half_range(last["loss"], 2))
-    return table
+        values = [mean_and_half_range(group["coupling"].sel(checkpoint=step)) for step in steps]
+        rows.append(
+            [name, *values, mean_and_half_range(last["cosine_of_jacobians"]), mean_and_half_range(last["loss"], 2)]
+        )
+    ends = [f"cosine of J, step {steps[-1]}", f"loss, step {steps[-1]}"]
+    title = "What removes the surge: coupling under interventions, mean ± half the range over seeds"
+    return table(title, ["intervention", *(f"step {step}" for step in steps), *ends], rows)
 
 
 def draw(data: xarray.Dataset) -> Figure:
-    """Four panels against the step: variants, coupling with something taken away, probes, interventions.
+    """Four panels against the step: variants, coupling with something removed, probes, interventions.
 
     Lines are means over seeds, bands the range over them. Dashed: what random subspaces would give.
     """
     figure = Figure(figsize=(13, 11), layout="constrained")
     axes = figure.subplots(2, 2).ravel()
     base = by_variant(data, "base")["base"]
-    lines = {"base": base, **by_variant(data, "variant")}
-    _panel(axes[0], "Variants", [(name, group["coupling"]) for name, group in lines.items()])
-    couplings = [name for name in PROBES if name.startswith("coupling")]
-    _panel(axes[1], "Base, with something taken away", [(PROBES[name][0], base[name]) for name in couplings])
-    shares = [n for n, (_, chance) in PROBES.items() if chance in ("zero", "subspace", "direction")] + ["sigma_1_share"]
-    _panel(axes[2], "Base: cosines and shares", [(PROBES[name][0], base[name]) for name in shares])
-    found = by_variant(data, "intervention")
-    last = next(iter(found.values()))["checkpoint"].max()
-    tampered = {"none (base)": base.where(base["checkpoint"] <= last, drop=True), **found}
-    _panel(axes[3], "Interventions", [(name, group["coupling"]) for name, group in tampered.items()])
-    for ax in (axes[0], axes[1], axes[3]):
-        ax.axhline(data.attrs["null"], color="grey", linestyle="--", linewidth=1, label="random subspaces")
-        ax.set_ylabel(f"coupling (k = {data.attrs['k']})")
-        ax.set_ylim(bottom=0)
-    expected = chances(data)["subspace"]
-    axes[2].axhline(expected, color="grey", linestyle="--", linewidth=1, label="random vectors in leading ones")
-    axes[2].set_ylabel("cosine or share")
-    for ax in axes:
+    shares = [n for n, (_, chance) in PROBES.items() if chance in ("zero", "subspace", "direction")]
+    probes = {
+        title: {PROBES[n][0]: base[n] for n in names}
+        for title, names in (
+            ("Base, with something removed", [name for name in PROBES if name.startswith("coupling")]),
+            ("Base: cosines and shares", [*shares, "sigma_1_share"]),
+        )
+    }
+    panels = {
+        "Variants": {name: group["coupling"] for name, group in by_variant(data, "base", "variant").items()},
+        **probes,
+        "Interventions": {name: group["coupling"] for name, group in with_interventions(data).items()},
+    }
+    for ax, (title, lines) in zip(axes, panels.items(), strict=True):
+        panel(ax, title, lines)
+        of_shares = ax is axes[2]
+        chance, label = ("subspace", "random vectors in leading ones") if of_shares else ("null", "random subspaces")
+        ax.axhline(chances(data)[chance], color="grey", linestyle="--", linewidth=1, label=label)
+        ax.set_ylabel("cosine or share" if of_shares else f"coupling (k = {data.attrs['k']})")
+        if not of_shares:
+            ax.set_ylim(bottom=0)
         ax.legend(frameon=False, fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     figure.suptitle(data.attrs["model"], fontsize="medium")
     return figure
 
 
-def _panel(ax: Axes, title: str, lines: Sequence[tuple[str, xarray.DataArray]]) -> None:
-    for name, values in lines:
+def panel(ax: Axes, title: str, lines: dict[str, xarray.DataArray]) -> None:
+    for name, values in lines.items():
         steps = values["checkpoint"].values
         (line,) = ax.plot(steps, values.mean("run").values, marker="o", markersize=3, label=name)
-        ax.fill_between(
-            steps, values.min("run").values, values.max("run").values, alpha=0.2, linewidth=0, color=line.get_color()
-        )
-    # A place for step 0.
+        low, high = values.min("run").values, values.max("run").values
+        ax.fill_between(steps, low, high, alpha=0.2, linewidth=0, color=line.get_color())
+    # Linear below 1, for step 0.
     ax.set_xscale("symlog", linthresh=1, linscale=0.5)
     ax.set_xlim(left=-0.3)
     ax.set_xlabel("training step")
     ax.set_title(title, fontsize="medium")
 
 
-def _spread(values: xarray.DataArray, digits: int = 3) -> str:
-    """Mean, and the range if there are several."""
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    made = Table(title=title)
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def mean_and_range(values: xarray.DataArray, digits: int = 3) -> str:
     mean = f"{float(values.mean()):.{digits}f}"
     return mean if values.size == 1 else f"{mean} [{float(values.min()):.{digits}f}, {float(values.max()):.{digits}f}]"
 
 
-def _half_range(values: xarray.DataArray, digits: int) -> str:
-    """Mean, and below it half the range if there are several."""
+def mean_and_half_range(values: xarray.DataArray, digits: int = 3) -> str:
+    """On two lines, if there are several."""
     mean = f"{float(values.mean()):.{digits}f}"
     return mean if values.size == 1 else f"{mean}\n±{float(values.max() - values.min()) / 2:.{digits}f}"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,7 +46,8 @@ def test_final_norm_changes_the_last_jacobian_only_by_the_chain_rule(model: nn.M
 
 def test_ids_text_and_batches_of_one_give_the_same_trace(model: nn.Module) -> None:
     text = " ".join(f"w{i}" for i in tiny.TOKENS)
-    traces = [tlc.trace(model, p) for p in (text, tiny.TOKENS, torch.tensor(tiny.TOKENS), torch.tensor([tiny.TOKENS]))]
+    ids = [tiny.TOKENS, torch.tensor(tiny.TOKENS), torch.tensor([tiny.TOKENS]), np.array(tiny.TOKENS)]
+    traces = [tlc.trace(model, p) for p in (text, tlc.Prompt("an id", text), *ids, np.array([tiny.TOKENS]))]
     assert all(torch.equal(t.residual, traces[0].residual) for t in traces)
     assert traces[0].str_tokens == tuple(text.split())
 
@@ -100,6 +102,24 @@ def test_the_model_still_predicts_after_a_trace(model: nn.Module) -> None:
 )
 def test_prompts_that_cannot_be_traced(model: nn.Module, prompt: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        tlc.trace(model, prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "got"),
+    [
+        (["w1 w2", "w3"], r"\['w1 w2', 'w3'\]"),
+        ([tlc.Prompt("a", "w1"), tlc.Prompt("b", "w2")], "a list"),
+        ([[1, 2], [3, 4]], "a list"),
+        ([1.0, 2.0], r"\[1.0, 2.0\]"),
+        (torch.tensor([1.0, 2.0]), r"a tensor of torch.float32 and shape \[2\]"),
+        (np.array([1.5]), r"an array of float64 and shape \[1\]"),
+        (7, "7"),
+    ],
+)
+def test_what_is_not_one_prompt_is_refused(model: nn.Module, prompt: object, got: str) -> None:
+    wanted = "a string, a Prompt, a list of whole numbers or an integer torch tensor"
+    with pytest.raises(TypeError, match=rf"`prompt` must be {wanted} .*, got {got}: trace prompts one at a time"):
         tlc.trace(model, prompt)
 
 
@@ -204,7 +224,9 @@ def test_a_model_that_runs_its_blocks_again_has_a_layer_for_each_call() -> None:
 
 
 def test_a_stream_that_is_changed_before_the_blocks_run_again_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"block 1 does not hand its output on unchanged.*runs its blocks again"):
+    with pytest.raises(
+        ValueError, match=r"output of block 1 is changed before the next block, where the model runs its blocks again"
+    ):
         tlc.trace(Streams([0, 1, 0, 1], between=lambda X: X / X.norm()).eval(), tiny.TOKENS)
 
 

@@ -49,7 +49,7 @@ def test_a_checkpoint_that_fails_is_said_and_the_status_is_1(call, run_folder: P
     (model / "step16" / "model.safetensors").write_bytes(b"not weights")
     out = tmp_path / "out"
     said = call(*options(model, out), status=1).err
-    assert "1 of 3 checkpoints failed" in " ".join(said.split())
+    assert f"1 of 3 checkpoints of {model} failed and are left out: 16: " in " ".join(said.split())
     assert list(json.loads((out / "summary.json").read_text())["failed"]) == ["16"]
     shutil.copytree(run_folder / "step16", model / "step16", dirs_exist_ok=True)
     call(*options(model, out))

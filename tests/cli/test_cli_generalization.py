@@ -93,11 +93,11 @@ def test_without_scores_the_loss_stands_in(call, given, tmp_path, scores):
         (["--scores", "{tmp}/none.csv"], "none.csv"),
         (["--score-column", "points"], "no column 'points'; the columns are model, score, arc"),
         (["--k", "7"], "`k` = 7 was not measured; there are [5, 10]"),
-        (["--measure", "beauty"], "`measure` must be one of coupling, "),
+        (["--measure", "beauty"], "'beauty' is not one of 'coupling', "),
         (["--subset", "high"], "`--subset` must be NAME=QUERY"),
         (["--subset", "high=points > 3"], "subset 'high': no column or expression 'points > 3'"),
         (["--control", "colour"], "no column or expression 'colour'"),
-        (["--checkpoint", "9"], "no checkpoint '9' was measured; there are main"),
+        (["--checkpoint", "9"], "checkpoint '9' was not measured; there are main"),
         (["--resamples", "0"], "--resamples"),
     ],
 )
@@ -117,10 +117,12 @@ def test_bad_input_overwrites_nothing(call, given, tmp_path, arguments, message)
 def test_scores_of_models_that_were_not_measured(call, given, tmp_path):
     file, scores, _, table = given
     table.assign(model=[*table["model"][:-1], "gpt-5"]).to_csv(scores, index=False)
-    status, _, said = call("--survey", file, "--scores", scores, "--out", tmp_path / "out")
-    assert status == 2
-    assert "models that were not measured: gpt-5" in said
-    assert not (tmp_path / "out").exists()
+    status, _, said = call("--survey", file, "--scores", scores, "--resamples", 50, "--out", tmp_path / "out")
+    assert status == 0
+    assert said.count("models that were not measured: gpt-5; measured: org/m0, org/m1") == 1
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["association"]["linear"]["n"] == 9
+    assert summary["left_out"]["org/m9"] == "no score"
 
 
 def test_the_folder_of_a_survey(call, tmp_path):
@@ -144,4 +146,4 @@ def test_the_folder_of_a_survey(call, tmp_path):
         measured = data.sel(model=model, checkpoint="main")
         assert table.loc[model, "coupling"] == pytest.approx(measured["mean_coupling"].sel(k=8).mean().item())
         assert table.loc[model, "n_parameters"] == measured["n_parameters"].item()
-    assert "left out: influence: leaving one model out wants four models or more, got 3" in said
+    assert "left out: influence: leaving one model out needs at least four, got 3" in said

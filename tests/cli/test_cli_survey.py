@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from tl_coupling.surveys.survey import open_survey
+from tl_coupling.surveys import open_survey
 
 pytestmark = pytest.mark.on_3_only
 
@@ -50,7 +50,7 @@ def test_a_survey_by_task_and_its_rerun(call, options, models: Path, tmp_path: P
     assert sums.min() <= rows["second", "sums"]["low"] < rows["second", "sums"]["high"] <= sums.max()
     assert rows["second", "all prompts"]["mean"] == pytest.approx(float(coupling.mean()))
     assert f"{float(coupling.mean()):.3f}" in said
-    assert "what it took" in said
+    assert "seconds per prompt" in said
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"tasks-k3.png", "tasks-k8.png"}
     assert len(summary["cost"]) == 2
     assert all(row["seconds"] > 0 and row["peak_memory"] > 10 for row in summary["cost"])
@@ -77,7 +77,10 @@ def test_a_model_that_fails_is_said_and_the_status_is_1(call, options, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompts", "no_such_set"], "'no_such_set' is no file and no prompt set: give a JSONL file or one of arc_c"),
+        (
+            ["--prompts", "no_such_set"],
+            "'no_such_set' is neither a file nor a prompt set: give a JSONL file or one of arc_c",
+        ),
         (["--n", "9"], "`n` must be at most 8, all the prompts of"),
         (["--per-task", "5"], "`n` must lie in [1, 4], the prompts of the smallest task, got 5"),
         (["--n", "3", "--per-task", "2"], "give --n or --per-task, not both"),

@@ -13,6 +13,7 @@ import xarray
 from torch import nn
 
 import tiny
+from tl_coupling.trajectories import TrajectoryResult
 
 pytestmark = pytest.mark.on_4_only
 
@@ -67,15 +68,14 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
     out = tmp_path / "new" / "out"
     done = call("trajectory", "--model", folder_model, "--prompt", PROMPT, "--untrained", "--out", out)
     assert {path.name for path in out.iterdir()} == {
-        "trajectory.nc", "summary.json", "trajectories.png", "trajectories-untrained.png", "metrics.png",
-        "linearisation.png", "inverse_singular_values.png", "perturbation.png",
+        "trajectory.nc", "trajectory-untrained.nc", "summary.json", "trajectories.png", "trajectories-untrained.png",
+        "metrics.png", "linearisation.png", "inverse_singular_values.png", "perturbation.png",
     }  # fmt: skip
     assert "warning" not in done.err
-    with xarray.open_dataset(out / "trajectory.nc") as file:
-        data = file.load()
-    trained, untrained = (data.sel(run=name) for name in ("trained", "untrained"))
-    assert data["token_text"].values.tolist() == ["w3", "w14", "w15", "w92"]
-    assert json.loads(data.attrs["provenance"])["untrained"]["untrained"] is True
+    trained, untrained = (xarray.load_dataset(out / f"trajectory{run}.nc") for run in ("", "-untrained"))
+    assert trained["token_text"].values.tolist() == ["w3", "w14", "w15", "w92"]
+    assert json.loads(untrained.attrs["provenance"])["untrained"] is True
+    assert TrajectoryResult.load(out / "trajectory.nc").linearisation.position == 3
 
     x, entropy = stream_and_entropy()
     expected = [shapes(x, token) for token in range(4)]
@@ -88,7 +88,7 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
         for run_data in (trained, untrained):
             assert f"{run_data[name].mean().item():.3f}" in done.out
     assert summary["window"] == 1
-    assert summary["seconds"]["untrained"]["perturbation"] > 0
+    assert summary["seconds"]["untrained"]["measures"] > 0
 
     assert trained["norm"].sel(depth=2, token=1).item() == pytest.approx(float(x[2][1].norm()), rel=1e-4)
     assert trained["step_length"].sel(layer=1, token=3).item() == pytest.approx(
@@ -103,8 +103,9 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
     error = float((x[1][3] + J @ x[1][3] - x[2][3]).norm() / x[2][3].norm())
     found = trained["linearisation_relative_error"].sel(prediction="one_step", layer=1).item()
     assert found == pytest.approx(error, rel=1e-3)
-    assert trained["singular_value"].sel(layer=1).values == pytest.approx(torch.linalg.svdvals(J)[:3].numpy(), rel=1e-3)
-    noisy = trained["perturbation_cosine_similarity"].mean("sample").sel(depth=0)
+    sigma = trained["singular_values"].sel(layer=1)[:3].values
+    assert sigma == pytest.approx(torch.linalg.svdvals(J)[:3].numpy(), rel=1e-3)
+    noisy = trained["cosine_similarity"].mean("sample").sel(depth=0)
     assert noisy.sel(scale=1.0).item() == pytest.approx(2**-0.5, abs=0.15)
     assert (noisy.diff("scale") < 0).all()
 
@@ -113,10 +114,10 @@ def test_final_norm_is_not_applied_twice(call, folder_model: Path, tmp_path: Pat
     options = ["--model", folder_model, "--prompt", PROMPT, "--final-norm", "--no-perturbation", "--window", 1]
     call("trajectory", *options, "--position", 1, "--out", tmp_path)
     assert not (tmp_path / "perturbation.png").exists()
-    with xarray.open_dataset(tmp_path / "trajectory.nc") as file:
-        data = file.sel(run="trained").load()
-    assert "perturbation_cosine_similarity" not in data
-    assert (data.attrs["final_norm"], data.attrs["position"]) == (1, 1)
+    data = xarray.load_dataset(tmp_path / "trajectory.nc")
+    assert "cosine_similarity" not in data
+    assert json.loads(data.attrs["provenance"])["final_norm"] is True
+    assert json.loads(data.attrs["linearisation"])["position"] == 1
     x, entropy = stream_and_entropy()
     hf_model: Any = tiny.huggingface_model("llama")
     assert data["logit_lens_entropy"].sel(depth=2).values.tolist() == pytest.approx(entropy, abs=1e-4)
@@ -165,7 +166,7 @@ def test_help_has_examples(call) -> None:
         (["--prompt", "w1 " * 40], "context holds 32"),
         (["--position", "3"], "`position` must lie in [-3, 2]"),
         (["--model", "no-such/model"], "could not load 'no-such/model'"),
-        (["--backend", "hook"], "`backend` must be one of auto, bridge, hooked, got 'hook'"),
+        (["--backend", "hook"], "'hook' is not one of 'auto', 'bridge', 'hooked'"),
     ],
 )
 def test_bad_input_is_one_line_status_2_and_nothing_written(

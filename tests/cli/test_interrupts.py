@@ -17,7 +17,7 @@ import xarray
 from tl_coupling.files import write_atomically
 from tl_coupling.surveys.executors import process_pool
 from tl_coupling.surveys.survey import Survey, run
-from tl_coupling.surveys.units import Unit, record, run_units, saying_what_is_kept
+from tl_coupling.surveys.units import Folder, Unit, record
 
 pytestmark = [
     pytest.mark.on_3_only,
@@ -44,7 +44,7 @@ _COMMAND = """
 import os, sys, time
 from pathlib import Path
 import numpy as np, xarray
-from tl_coupling.surveys.checkpoints import MeasureModel
+from tl_coupling.surveys.survey import MeasureModel
 from tl_coupling.cli import main
 
 folder, stage = Path(os.environ["TL_COUPLING_TEST_MARK"]), os.environ["TL_COUPLING_TEST_STAGE"]
@@ -174,11 +174,8 @@ def test_an_interrupted_pool_ends_its_workers_and_can_go_on(tmp_path: Path, monk
 
     with process_pool(2) as pool:
         threading.Thread(target=interrupt, daemon=True).start()
-        with (
-            pytest.raises(KeyboardInterrupt, match=r"results keeps 1 of 6 finished; the same again does the rest"),
-            saying_what_is_kept(folder, UNITS),
-        ):
-            run_units(folder, UNITS, measure_or_hang, executor=pool)
+        with pytest.raises(KeyboardInterrupt, match=r"results keeps 1 of 6 finished; the same again does the rest"):
+            Folder(folder, {}).run(UNITS, measure_or_hang, executor=pool)
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
         workers = list(tmp_path.glob("pid-*"))
         assert not any(is_running(int(path.name[4:])) for path in workers)
@@ -186,7 +183,7 @@ def test_an_interrupted_pool_ends_its_workers_and_can_go_on(tmp_path: Path, monk
         # Those that a worker had not begun are not begun any more.
         assert asked == 3
         (tmp_path / "go on").touch()
-        outcomes = run_units(folder, UNITS, measure_or_hang, executor=pool)
+        outcomes = Folder(folder, {}).run(UNITS, measure_or_hang, executor=pool)
         assert [o.status for o in outcomes] == ["kept"] + ["computed"] * 5
     assert list(folder.glob(".*")) == []
     with pytest.raises(RuntimeError, match="was shut down"):
@@ -222,22 +219,22 @@ def test_a_unit_that_kills_its_worker_is_named_and_the_others_are_done(tmp_path:
             yield unit
 
     with process_pool(2) as pool:
-        outcomes = run_units(tmp_path, UNITS, poison, progress, pool)
+        outcomes = Folder(tmp_path, {}).run(UNITS, poison, progress, pool)
     assert [o.status == "failed" for o in outcomes] == [False, True, False, False, False, False]
     assert sorted(seen) == [unit.key for unit in UNITS]
-    error = "WorkerDied: its worker died, and again when it had nothing else to do: out of memory?"
+    error = "WorkerDied: its worker died, twice: out of memory?"
     assert record(tmp_path, UNITS[1]) == {"what": {"number": 1}, "status": "failed", "error": error}
 
 
-def die(threads: int, begun: object) -> None:
+def die(pipe: object, threads: int) -> None:
     os._exit(3)
 
 
 def test_workers_that_cannot_begin_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tl_coupling.surveys import executors
 
-    monkeypatch.setattr(executors, "_begin_worker", die)
-    guard = r"end before they have begun: .* under `if __name__ == \"__main__\":`"
+    monkeypatch.setattr(executors, "_serve", die)
+    guard = r"die before they have begun: .* under `if __name__ == \"__main__\":`"
     with pytest.raises(OSError, match=guard), process_pool(1) as pool:
-        run_units(tmp_path, UNITS, measure_or_hang, executor=pool)
-    assert not list(tmp_path.iterdir())
+        Folder(tmp_path, {}).run(UNITS, measure_or_hang, executor=pool)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

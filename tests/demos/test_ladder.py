@@ -65,14 +65,14 @@ def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
     assert len(scores) == 8
     assert set(scores["training_tokens"]) == {4 * 16 * 16, 12 * 16 * 16}
     assert scores["held_out_loss"].between(4, 6).all()
-    summary = json.loads((out / "generalization" / "summary.json").read_text())
+    summary = json.loads((out / "generalization.json").read_text())
     assert len(summary["table"]) == 8
     for row in summary["table"]:
         assert row["held_out_loss"] == pytest.approx(scores.set_index("model").loc[row["model"], "held_out_loss"])
     assert {"width 16", "2 blocks", "4 steps"} <= set(summary["subsets"])
     # Size and text explain the loss of models this small better than anything: what matters is that it is all there.
     assert summary["association"]["linear"]["n"] == 8
-    assert {path.name for path in (out / "generalization").glob("*.png")} >= {"generalization.png", "forest.png"}
+    assert {path.name for path in out.glob("*.png")} >= {"generalization.png", "forest.png", "k_sweep.png"}
     (path,) = out.glob("redundancy-w*-d3-*.nc")
     changed = xarray.load_dataset(path)
     assert dict(changed.loss_dropped.sizes) == {"prompt": 3, "layer": changed.sizes["layer"]}
@@ -81,7 +81,9 @@ def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
     assert f"{rho:+.2f}" in said
     assert "the paper's Table 1" in said
     assert "log10(params_billion) with depth and width held fixed: partial R²" in said
-    assert "$ tl-coupling generalization --survey" in said
+    line = summary["association"]["linear"]
+    assert f"slope {line['slope']:.4g} ({line['slope_interval'][0]:.4g} to" in said
+    assert "given log10(n_parameters) + n_layers + d_model + log10(training_tokens)" in said or summary["left_out"]
     assert "smollm2" not in said
 
 
@@ -113,23 +115,29 @@ def test_bad_input_is_one_line(options, given, message, capsys):
     assert len([line for line in error.splitlines() if line.startswith("error:")]) == 1
 
 
-def test_prompts_of_a_file_or_of_the_hub_for_the_real_model(options, tmp_path):
-    without = ladder.embedded_command(ladder.arguments_of([*options, "--per-task", "5"]))
-    assert " ".join(without[without.index("--prompts") :][:4]) == "--prompts open_llm_leaderboard --n 30"
-    given = ["--prompts", str(tmp_path / "p.jsonl"), "--per-task", "20"]
-    command = ladder.embedded_command(ladder.arguments_of([*options, *given]))
-    assert " ".join(command[command.index("--prompts") :][:4]) == " ".join(given)
+def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(monkeypatch, tmp_path, folder_model, capsys):
+    """A tiny model in place of SmolLM2."""
+    monkeypatch.setattr(ladder, "EMBEDDED_MODEL", str(folder_model))
+    monkeypatch.setattr(ladder, "K_SMOLLM2", (4, 8))
+    changed = []
+    monkeypatch.setattr(ladder, "redundancy", lambda *given: changed.append(given))
+    lines = [{"id": f"{task}{i}", "prompt": f"w{i} w2 w3", "task": task} for task in "ab" for i in range(5)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = ["--out", str(tmp_path), "--prompts", str(tmp_path / "p.jsonl"), "--per-task", "3", "--jobs", "1"]
+    ladder.survey_smollm2(ladder.arguments_of(given))
+    assert (tmp_path / "smollm2-tasks.png").stat().st_size > 10_000
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if folder_model.name in line]
+    assert [(row[3], row[4]) for row in rows[:2]] == [("a", "3"), ("b", "3")]
+    assert sorted(prompt.task for prompt in changed[0][2]) == [*"aabb"]
 
 
-def test_without_a_hub_the_real_model_is_left_out_and_said(options, monkeypatch, capsys, tmp_path):
-    """All that comes before it is in place of what it does not need."""
+def test_without_a_hub_the_real_model_is_left_out_and_said(monkeypatch, capsys):
+    def unreachable(n):
+        assert n == 30
+        raise OSError("the hub cannot be reached")
 
-    def unreachable(command, **_):
-        if command[0] == "survey":
-            raise OSError("the hub cannot be reached")
-
-    monkeypatch.setattr(ladder, "commands", lambda *_: iter([["survey", "--n", "30"]]))
-    monkeypatch.setattr(ladder, "app", unreachable)
-    assert ladder.main(["--out", str(tmp_path)]) == 0
-    assert "SmolLM2 is left out: the hub cannot be reached" in " ".join(capsys.readouterr().out.split())
-    assert ladder.main(["--out", str(tmp_path), "--prompts", "p.jsonl"]) == 2
+    monkeypatch.setattr(tlc.prompts, "open_llm_leaderboard_prompts", unreachable)
+    ladder.survey_smollm2(ladder.arguments_of([]))
+    assert "SmolLM2 is left out: the hub cannot be reached" in capsys.readouterr().out
+    with pytest.raises(OSError, match=r"nowhere\.jsonl"):
+        ladder.survey_smollm2(ladder.arguments_of(["--prompts", "nowhere.jsonl"]))

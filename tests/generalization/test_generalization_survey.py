@@ -11,16 +11,9 @@ from scipy import stats
 import tiny
 import tl_coupling as tlc
 from fake_survey import KS, survey
-from tl_coupling.generalization import (
-    bootstrap,
-    coupling_table,
-    fits_across_tasks,
-    generalization_study,
-    k_sweep,
-    prompt_correlations,
-    read_scores,
-    task_fits,
-)
+from tl_coupling.generalization import bootstrap, generalization_study, prompt_correlations, read_scores
+from tl_coupling.generalization.associations import fits_across_tasks
+from tl_coupling.generalization.tables import coupling_table, per_prompt
 
 pytestmark = pytest.mark.on_3_only
 
@@ -31,6 +24,10 @@ def scores_of(data: xarray.Dataset, slope=50.0, noise=1.0, **more) -> pandas.Dat
     x = data["mean_coupling"].isel(k=0, checkpoint=-1).mean("prompt").values
     score = 20 + slope * x + noise * rng.standard_normal(len(x))
     return pandas.DataFrame({"model": data["model"].values, "score": score} | more)
+
+
+def table_of(data, k=None, measure="coupling", **arguments) -> pandas.DataFrame:
+    return coupling_table(per_prompt(data, k, measure), measure=measure, **arguments)
 
 
 # reading scores
@@ -44,7 +41,7 @@ def written(tmp_path, text: str):
 
 def test_scores_are_read(tmp_path):
     text = "\ufeffmodel, score,family,training_tokens\nNA,1.5,x,1e12\nb,2,y,\nc, ,,3\nd,-4,z,4\n"
-    read = read_scores(written(tmp_path, text), ["NA", "b", "c", "d"])
+    read = read_scores(written(tmp_path, text))
     assert read["model"].tolist() == ["NA", "b", "c", "d"]
     np.testing.assert_array_equal(read["score"], [1.5, 2, np.nan, -4])
     np.testing.assert_array_equal(read["training_tokens"], [1e12, np.nan, 3, 4])
@@ -59,17 +56,16 @@ def test_scores_are_read(tmp_path):
         ("model,points\na,1\n", "no column 'score'"),
         ("model,score\na,1\nb,high\nc,3\n", "'score' of model 'b' must be a finite number, got 'high'"),
         ("model,score\na,1\nb,inf\nc,3\n", "'score' of model 'b' must be a finite number"),
-        ("model,score\na,1\nb,2\nc,3\na,4\n", "a is there twice"),
-        ("model,checkpoint,score\na,1,1\na,1,2\nc,3,4\n", "a at 1 is there twice"),
-        ("model,score\na,1\nb,2\nz,3\ny,3\n", "not measured: y, z; measured were a, b, c"),
-        ("model,score\na,1\nb,2\nc,\n", "three models or more, got 2"),
+        ("model,score\na,1\nb,2\nc,3\na,4\n", "more than one row for a"),
+        ("model,checkpoint,score\na,1,1\na,1,2\nc,3,4\n", "more than one row for a at 1"),
+        ("model,score\na,1\nb,2\nc,\n", "scores of at least three models are needed, got 2"),
         ("model,score\na,1,2,3\nb,2,3,4\nc,3,4,5\n", "lines are longer than the header"),
         ("model,score\na,1\nb,2,7\nc,3\n", "not a CSV file .* Expected 2 fields in line 3, saw 3"),
     ],
 )
 def test_scores_that_are_none(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as raised:
-        read_scores(written(tmp_path, text), ["a", "b", "c"])
+        read_scores(written(tmp_path, text))
     assert "scores.csv" in str(raised.value)
 
 
@@ -85,7 +81,7 @@ def test_a_table_has_a_row_for_every_model_and_checkpoint_measured():
     data = survey(n_models=4, checkpoints=(0, 1000)).load()
     data["mean_coupling"][1, 0] = np.nan
     data["mean_coupling"][2, 1, :2] = np.nan
-    table = coupling_table(data, 5, scores="loss")
+    table = table_of(data, 5, scores="loss")
     assert list(table) == ["model", "checkpoint", "coupling", "null", "loss", "n_layers", "d_model", "n_parameters"]
     assert len(table) == 7
     row = table[(table["model"] == "org/m2") & (table["checkpoint"] == 1000)].iloc[0]
@@ -98,7 +94,7 @@ def test_a_table_has_a_row_for_every_model_and_checkpoint_measured():
 def test_scores_go_to_their_models_whatever_their_order():
     data = survey(n_models=4, checkpoints=(0, 1000))
     given = scores_of(data, family=[*"wxyz"], n_layers=99, training_tokens=[1.0, 2, 3, 4])
-    table = coupling_table(data, 5, scores=given[::-1])
+    table = table_of(data, 5, scores=given[::-1])
     expected = dict(zip(given["model"], given["score"], strict=True))
     assert table["score"].tolist() == [expected[model] for model in table["model"]]
     # What was measured stays.
@@ -112,15 +108,34 @@ def test_scores_of_checkpoints():
     given = pandas.DataFrame(
         {"model": data["model"].values.repeat(2), "checkpoint": [1000, 0] * 3, "score": [10.0, 1, 20, 2, 30, 3]}
     )
-    table = coupling_table(data, 5, scores=given)
+    table = table_of(data, 5, scores=given)
     assert table["score"].tolist() == [1, 10, 2, 20, 3, 30]
 
 
 def test_one_model_across_training_is_a_table_too():
     data = survey(n_models=1, checkpoints=(0, 10, 100)).isel(model=0, drop=True).assign_attrs(model="pythia")
-    table = coupling_table(data)
+    table = table_of(data)
     assert table["model"].tolist() == ["pythia"] * 3
     assert table["checkpoint"].tolist() == [0, 10, 100]
+
+
+def test_scores_of_models_that_were_not_measured_are_named_and_left_out():
+    data = survey(n_models=5)
+    given = scores_of(data)
+    more = pandas.concat([given, pandas.DataFrame({"model": ["org/m9", "gpt-5"], "score": [1.0, 2.0]})])
+    expected = generalization_study(data, given, n_resamples=50)
+    with pytest.warns(
+        UserWarning, match=r"that were not measured: gpt-5, org/m9; measured: org/m0, .*org/m4"
+    ) as caught:
+        found = generalization_study(data, more, n_resamples=50)
+    assert len([one for one in caught if "not measured" in str(one.message)]) == 1
+    assert caught[0].filename == __file__
+    assert found.to_dict() == expected.to_dict()
+    with (
+        pytest.warns(UserWarning, match="not measured: org/m9"),
+        pytest.raises(ValueError, match="scores of at least three measured models are needed, got 2"),
+    ):
+        generalization_study(data, given.assign(model=["org/m0", "org/m1", "org/m9", "x", "y"]), n_resamples=50)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +143,13 @@ def test_one_model_across_training_is_a_table_too():
     [
         ({"k": 7}, r"`k` = 7 was not measured; there are \[5, 10\]"),
         ({"measure": "captured_energy"}, "no 'mean_captured_energy'"),
-        ({"scores": "accuracy"}, '`scores` must be a table, or "loss"'),
-        ({"scores": pandas.DataFrame({"model": ["gpt5"] * 3, "score": 1.0})}, "twice"),
+        ({"scores": "accuracy"}, '`scores` must be a table or "loss"'),
+        ({"scores": pandas.DataFrame({"model": ["gpt5"] * 3, "score": 1.0})}, "more than one row for gpt5"),
     ],
 )
 def test_tables_that_cannot_be_made(arguments, message):
     with pytest.raises(ValueError, match=message):
-        coupling_table(survey(), **arguments)
+        table_of(survey(), **arguments)
 
 
 def test_only_what_is_needed_is_read_from_a_lazy_survey():
@@ -149,7 +164,7 @@ def test_only_what_is_needed_is_read_from_a_lazy_survey():
         xarray.core.indexing.LazilyIndexedArray(Forbidden()),
     )
     lazy = survey().chunk(model=2).assign(coupling=maps)
-    pandas.testing.assert_frame_equal(coupling_table(lazy, 5), coupling_table(survey(), 5))
+    pandas.testing.assert_frame_equal(table_of(lazy, 5), table_of(survey(), 5))
 
 
 # resampling
@@ -259,7 +274,7 @@ def test_prompts_that_a_model_lacks_are_left_out_of_its_mean():
 @pytest.mark.parametrize(
     ("x", "y", "arguments", "message"),
     [
-        (np.zeros((2, 4)), np.zeros(2), {}, "three or more .* got 2"),
+        (np.zeros((2, 4)), np.zeros(2), {}, "at least three .* got 2"),
         (np.zeros((5, 4)), np.arange(5.0), {}, "all 2000 draws are degenerate"),
         (np.ones((5, 4)), np.arange(5.0), {"n_resamples": 0}, "`n_resamples` must be at least 1"),
     ],
@@ -277,7 +292,7 @@ def test_each_k_has_its_own_fit():
     rng = np.random.default_rng(0)
     data["mean_coupling"][..., 1] = rng.random((8, 1, 6))
     given = scores_of(data, noise=0)
-    found = k_sweep(data, given, n_resamples=50)
+    found = generalization_study(data, given, n_resamples=50).by_k
     assert list(found) == list(KS)
     assert found[5].linear.r_squared == pytest.approx(1)
     x = data["mean_coupling"].values[:, 0, :, 1].mean(1)
@@ -287,7 +302,7 @@ def test_each_k_has_its_own_fit():
 def test_tasks_have_their_prompts_and_their_scores():
     data = survey()
     given = scores_of(data, arc=np.random.default_rng(3).random(8))
-    found = task_fits(data, given, k=5, n_resamples=50)
+    found = generalization_study(data, given, k=5, n_resamples=50).by_task
     x = data["mean_coupling"].values[:, 0, :, 0]
     for task, prompts, score in (("arc", x[:, :3], given["arc"]), ("mmlu", x[:, 3:], given["score"])):
         assert found[task].linear.r_squared == pytest.approx(np.corrcoef(prompts.mean(1), score)[0, 1] ** 2)
@@ -298,12 +313,12 @@ def test_within_a_model_across_tasks():
     data = survey(n_models=4, n_prompts=6).assign_coords(task=("prompt", ["a", "a", "b", "b", "c", "c"]))
     rng = np.random.default_rng(0)
     given = pandas.DataFrame({"model": data["model"].values} | {task: rng.random(4) for task in "abc"})
-    found = fits_across_tasks(data, given, k=5)
+    found = generalization_study(data, given, score="a", k=5, n_resamples=50).across_tasks
     x = data["mean_coupling"].values[2, 0, :, 0].reshape(3, 2).mean(1)
     assert found["org/m2"].r_squared == pytest.approx(np.corrcoef(x, given.loc[2, [*"abc"]].astype(float))[0, 1] ** 2)
     assert found["org/m2"].n == 3
-    with pytest.raises(ValueError, match="three tasks or more"):
-        fits_across_tasks(data, given[["model", "a", "b"]], k=5)
+    with pytest.raises(ValueError, match="at least three tasks"):
+        fits_across_tasks(data, given[["model", "a", "b"]], k=5, measure="coupling", checkpoint=None)
 
 
 def test_length_and_difficulty_of_prompts():
@@ -325,10 +340,10 @@ def test_length_and_difficulty_of_prompts():
 @pytest.mark.parametrize(
     ("against", "message"),
     [
-        ("colour", "nothing called 'colour'"),
-        ("n_layers", "nothing called 'n_layers' was measured of prompts"),
+        ("colour", "'colour' was not measured on each prompt"),
+        ("n_layers", "'n_layers' was not measured on each prompt"),
         ({"q": 1.0}, "not measured: q"),
-        ({"p1": 1.0}, "three prompts or more"),
+        ({"p1": 1.0}, "at least three prompts"),
     ],
 )
 def test_nothing_known_of_prompts(against, message):
@@ -380,6 +395,18 @@ def test_the_summary_holds_it_all_and_is_json():
     assert read["covariates"][1]["covariate"] == "n_layers"
     assert read["association"]["bootstrap"]["resampled"].startswith("models, and prompts")
     assert read["by_k"]["10"]["linear"]["r_squared"] == pytest.approx(result.by_k[10].linear.r_squared)
+    assert len(repr(result).splitlines()) <= 3
+    assert "k = 5" in repr(result)
+    slopes, fit = result.slopes, result.partial["n_layers"]
+    assert list(slopes.index) == [
+        "all models",
+        "all models, bootstrap",
+        "deep",
+        *(f"given {n}" for n in result.partial),
+    ]
+    expected = (fit.n, fit.slope, *fit.slope_interval, fit.r_squared, fit.p, fit.vif)
+    assert tuple(slopes.loc["given n_layers"]) == pytest.approx(expected)
+    assert tuple(slopes.loc["all models, bootstrap"][["low", "high"]]) == result.association.bootstrap.slope
 
 
 def test_maps_of_layers_change_nothing():
@@ -400,13 +427,13 @@ def test_the_last_checkpoint_of_each_model_unless_one_is_named():
     assert result.table["coupling"][0] == pytest.approx(data["mean_coupling"].values[0, 0, :, 1].mean())
     named = generalization_study(data, "loss", checkpoint="0", n_resamples=50).table
     assert named["checkpoint"].tolist() == [0] * 5
-    with pytest.raises(ValueError, match="no checkpoint 7 was measured; there are 0, 20, 1000"):
+    with pytest.raises(ValueError, match="checkpoint 7 was not measured; there are 0, 20, 1000"):
         generalization_study(data, "loss", checkpoint=7)
 
 
 def test_numbered_checkpoints_are_in_order_as_text_too():
     data = survey(n_models=4, checkpoints=("main", "1000", "9"))
-    assert coupling_table(data)["checkpoint"][:3].tolist() == ["9", "1000", "main"]
+    assert table_of(data)["checkpoint"][:3].tolist() == ["9", "1000", "main"]
     assert set(generalization_study(data, n_resamples=50).table["checkpoint"]) == {"main"}
 
 
@@ -436,9 +463,9 @@ def test_what_lacks_models_is_left_out_and_said():
     data["n_layers"][:] = 12
     result = generalization_study(data, scores_of(data), n_resamples=50)
     assert result.influence is None
-    assert "four models" in result.left_out["influence"]
+    assert "at least four" in result.left_out["influence"]
     assert "'n_layers' is the same" in result.left_out["covariate n_layers"]
-    assert "want 4 models" in result.left_out["given log10(n_parameters)"]
+    assert "at least 4 models" in result.left_out["given log10(n_parameters)"]
     assert result.partial == {}
 
 
@@ -459,7 +486,7 @@ def test_arguments_that_name_what_is_not_there(arguments, message):
 
 
 def test_fewer_than_three_models():
-    with pytest.raises(ValueError, match=r"wants three models or more that have both, got 2: org/m0, org/m1"):
+    with pytest.raises(ValueError, match=r"needs at least three models that have both, got 2: org/m0, org/m1"):
         generalization_study(survey(n_models=2), "loss")
 
 

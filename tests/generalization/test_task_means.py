@@ -14,7 +14,7 @@ pytestmark = pytest.mark.on_3_only
 def test_task_means_are_means_with_intervals_over_prompts():
     rng = np.random.default_rng(0)
     x = np.concatenate([0.2 + 0.1 * rng.standard_normal((2, 200)), 0.6 + 0.1 * rng.standard_normal((2, 200))], 1)
-    table = task_means(survey(x), 5)
+    table = task_means(survey(x), k=5)
     assert table.attrs == {"k": 5, "measure": "coupling"}
     assert table["task"].tolist() == ["arc", "mmlu", "all prompts"] * 2
     assert table["n_prompts"].tolist() == [200, 200, 400] * 2
@@ -35,11 +35,11 @@ def test_task_means_leave_out_what_was_not_measured():
     assert table[table["model"] == "org/m1"][["low", "high"]].isna().all(axis=None)
     assert table["loss"].notna().all()
     with pytest.raises(ValueError, match="`k` = 7 was not measured"):
-        task_means(data, 7)
+        task_means(data, k=7)
 
 
 def test_picture_of_task_means_has_a_row_for_each_task():
-    table = task_means(survey(n_models=2), 5)
+    table = task_means(survey(n_models=2), k=5)
     ax = tlc.plots.plot_task_means(table)
     assert [label.get_text() for label in ax.get_yticklabels()] == [
         "arc (n = 3)",
@@ -52,3 +52,16 @@ def test_picture_of_task_means_has_a_row_for_each_task():
     intervals = ax.collections[0].get_segments()
     np.testing.assert_allclose([segment[:, 0] for segment in intervals], table[["low", "high"]][:3])
     assert "k = 5" in ax.get_xlabel()
+
+
+def test_a_twin_has_the_colour_of_its_model_and_a_legend_of_many_stays_short():
+    table = task_means(survey(n_models=10, checkpoints=("main", "untrained")), 5)
+    ax = tlc.plots.plot_task_means(table)
+    drawn = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert [line.get_color() for line in drawn] == [f"C{i}" for i in range(10) for _ in range(2)]
+    assert [line.get_markerfacecolor() == "white" for line in drawn] == [False, True] * 10
+    named = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert named == [*(f"org/m{i}" for i in range(10)), "random subspaces, 0.106", "main", "untrained"]
+    ax = tlc.plots.plot_task_means(task_means(survey(n_models=24), 5))
+    named = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert named == ["each of 24 models", "random subspaces, 0.106"]

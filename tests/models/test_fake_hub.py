@@ -12,7 +12,7 @@ import xarray
 
 import tiny
 from fake_hub import FakeHub, commit_of, output_of
-from tl_coupling.surveys.checkpoints import checkpoint_sweep
+from tl_coupling.surveys import checkpoint_sweep
 from tl_coupling.surveys.measurements import Settings
 
 PYTHIA = "EleutherAI/pythia-14m"
@@ -23,7 +23,7 @@ BACKENDS = ["bridge", pytest.param("hooked", marks=tiny.needs_hooked_transformer
 # Twice in one process: what a first sweep left undone, a second one does.
 _SWEEPS = """
 import json, sys, warnings
-from tl_coupling.surveys.checkpoints import checkpoint_sweep
+from tl_coupling.surveys import checkpoint_sweep
 from tl_coupling.surveys.measurements import Settings
 
 name, wanted, backend, folder = json.loads(sys.argv[1])
@@ -33,7 +33,7 @@ for i in range(2):
         data = checkpoint_sweep(name, wanted, ["w3 w14 w15 w92", "w5 w6 w7"], settings=Settings(k=(2, 4)),
                                 folder=folder, backend=backend)
     data.to_netcdf(f"{folder}/../sweep{i}.nc")
-    said = [str(w.message) for w in caught if "checkpoints failed" in str(w.message)]
+    said = [str(w.message) for w in caught if "failed and are left out" in str(w.message)]
     print(json.dumps({"said": said, "failed": json.loads(data.attrs["failed"])}))
 """
 
@@ -156,9 +156,13 @@ def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
     short, error = first["failed"].values()
     assert "Consistency check failed" in short
     assert "500" in error
-    assert all("the hub failed, or broke off; what came is kept, try again" in one for one in (short, error))
+    assert all(
+        "the hub failed or broke off the download; finished files are kept, try again" in one for one in (short, error)
+    )
     assert len(first["said"]) == 1
-    assert first["said"][0].startswith(f"2 of 4 checkpoints failed and are left out: {wanted[2]}: ModelError: ")
+    assert first["said"][0].startswith(
+        f"2 of 4 checkpoints of {PYTHIA} failed and are left out: {wanted[2]}: ModelError: "
+    )
     assert second == {"said": [], "failed": {}}
 
     sweeps = [xarray.load_dataset(tmp_path / f"sweep{i}.nc") for i in range(2)]

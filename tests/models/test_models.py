@@ -40,6 +40,12 @@ def test_checkpoints_by_step_and_by_revision(hub: Path, backend: str) -> None:
         assert tlc.trace(model, tiny.TOKENS).provenance["checkpoint"] == "step1000"
 
 
+@tiny.needs_hooked_transformer
+def test_a_step_that_was_not_published_names_its_neighbours(hub: Path) -> None:
+    with pytest.raises(tlc.ModelError, match=r"no checkpoint 700; the nearest are \[256, 512, 1000\]$"):
+        tlc.load_model("EleutherAI/pythia-14m", checkpoint=700, backend="hooked")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_untrained_twin_is_another_model_of_the_same_shape_and_the_same_each_time(hub: Path, backend: str) -> None:
     trained = tlc.load_model("gpt2", backend=backend)

@@ -1,4 +1,4 @@
-"""What the pictures hold: data, labels, limits, artists; and that they leave pyplot alone."""
+"""What the pictures hold: data, labels, limits, artists; and where their figures live."""
 
 import dataclasses
 
@@ -11,13 +11,9 @@ from matplotlib.figure import Figure
 
 import tl_coupling as tlc
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.plots import (
-    plot_adjacency,
-    plot_coupling,
-    plot_coupling_matrices,
-    plot_locality,
-    plot_singular_values,
-)
+from tl_coupling.plots import plot_adjacency, plot_coupling, plot_coupling_matrices, plot_locality, plot_singular_values
+from tl_coupling.plots.labels import off_screen
+from tl_coupling.plots.maps import color_scale
 
 pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
@@ -60,6 +56,13 @@ def colour_bar(ax):
     return bar
 
 
+def off_diagonal(values: torch.Tensor, on: float) -> np.ndarray:
+    """The values, and `on` where a layer meets itself."""
+    values = values.numpy().copy()
+    np.fill_diagonal(values, on)
+    return values
+
+
 # plot_coupling
 
 
@@ -67,8 +70,8 @@ def test_coupling_image_is_the_measure():
     result = random_map()
     ax = plot_coupling(result, k=3)
     (image,) = ax.images
-    np.testing.assert_array_equal(image.get_array(), result.coupling(3))
-    assert image.get_clim() == (0, 1)
+    np.testing.assert_array_equal(image.get_array().filled(-1), off_diagonal(result.coupling(3), -1))
+    assert image.get_clim() == (0, max(4 * (1 - (2 / 3) ** 0.5), off_diagonal(result.coupling(3), 0).max()))
     assert "k = 3" in ax.get_title()
     assert colour_bar(ax).get_ylabel().startswith("coupling")
     assert "k = 3" in colour_bar(ax).get_ylabel()
@@ -77,7 +80,7 @@ def test_coupling_image_is_the_measure():
 def test_coupling_of_all_singular_vectors_by_default():
     result = random_map(k=5)
     ax = plot_coupling(result)
-    np.testing.assert_array_equal(ax.images[0].get_array(), result.coupling(5))
+    np.testing.assert_array_equal(ax.images[0].get_array().filled(-1), off_diagonal(result.coupling(5), -1))
     assert "k = 5" in colour_bar(ax).get_ylabel()
 
 
@@ -95,16 +98,18 @@ def test_coupling_limits_and_label_of_each_measure(measure, name):
     options = {"p": 2.0} if measure == "spectral_miscoupling" else {}
     ax = plot_coupling(result, measure=measure, **options)
     values = result.values(measure=measure, **options)
-    np.testing.assert_array_equal(ax.images[0].get_array(), values)
-    bounded = measure in ("normalized_miscoupling", "captured_energy")
-    assert ax.images[0].get_clim() == (0, 1 if bounded else float(values.max()))
+    np.testing.assert_array_equal(ax.images[0].get_array().filled(-1), off_diagonal(values, -1))
+    null = result.null(measure=measure, **options)
+    smallest, largest = min(off_diagonal(values, 9).min(), null), max(off_diagonal(values, 0).max(), null)
+    assert ax.images[0].get_clim() == ((smallest, 1) if measure == "normalized_miscoupling" else (0, largest))
     assert colour_bar(ax).get_ylabel().startswith(name)
 
 
 def test_coupling_options_reach_the_measure_and_the_label():
     result = random_map()
     ax = plot_coupling(result, measure="spectral_miscoupling", p=1.0, absolute=True)
-    np.testing.assert_array_equal(ax.images[0].get_array(), result.spectral_miscoupling(p=1.0, absolute=True))
+    values = result.spectral_miscoupling(p=1.0, absolute=True)
+    np.testing.assert_array_equal(ax.images[0].get_array().filled(-1), off_diagonal(values, -1))
     assert "p = 1, |A|" in colour_bar(ax).get_ylabel()
 
 
@@ -123,7 +128,7 @@ def test_coupling_marks_undefined_values_without_touching_the_registered_colour_
     dead = dataclasses.replace(result, matrices=result.matrices * (torch.arange(4) != 1)[:, None, None, None])
     with pytest.warns(UserWarning, match="undefined"):
         ax = plot_coupling(dead)
-    assert np.isnan(ax.images[0].get_array().filled(np.nan)).any(axis=1).tolist() == [False, True, False, False]
+    assert np.isnan(ax.images[0].get_array().filled(np.nan)).sum(axis=1).tolist() == [1, 4, 1, 1]
     assert ax.images[0].get_cmap()(np.nan) == pytest.approx((0.8, 0.8, 0.8, 1))
     assert matplotlib.colormaps[matplotlib.rcParams["image.cmap"]](np.nan)[3] == 0
 
@@ -145,7 +150,7 @@ def test_coupling_thins_the_ticks_of_many_layers():
 @pytest.mark.parametrize("kind", ["self", "context"])
 def test_coupling_ticks_are_tokens(kind):
     ax = plot_coupling(random_map(layers=range(1, 6), kind=kind))
-    wanted = ["1 costs", "2 $5", "3 \\n", "4 ␣", "5 $6"]
+    wanted = ["1 ‘costs’", "2 ‘$5’", "3 ‘\\n’", "4 ‘␣’", "5 ‘$6’"]
     assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == wanted
     assert ax.get_ylabel() == "token of J₁, layer 8"
     assert ax.get_xlabel() == "token of the singular vectors, layer 9"
@@ -158,10 +163,53 @@ def test_coupling_ticks_are_bare_positions_without_the_text():
     assert tick_labels(ax.xaxis) == ["4", "7"]
 
 
+def test_only_pairs_of_a_connection_with_itself_are_grey():
+    """In a map of tokens at two layers the diagonal compares layers, and is shown."""
+    tokens = plot_coupling(random_map(kind="self")).images[0].get_array()
+    assert np.isfinite(tokens.filled(np.nan)).all()
+    moved = plot_coupling(dataclasses.replace(random_map(), col_layers=(3, 1, 7, 8))).images[0].get_array()
+    assert np.argwhere(np.isnan(moved.filled(np.nan))).tolist() == [[1, 1], [3, 0]]
+    alone = plot_coupling(random_map(layers=[4])).images[0].get_array()
+    np.testing.assert_allclose(alone, [[1]])
+
+
+def test_the_null_is_marked_on_the_colour_bar():
+    bar = colour_bar(plot_coupling(random_map(), k=4))
+    null = 1 - (3 / 4) ** 0.5
+    assert any(list(line.get_ydata()) == pytest.approx([null] * 2) for line in bar.lines)
+    (mark,) = [text for text in bar.texts if "null" in text.get_text()]
+    assert mark.get_position()[1] == pytest.approx(null)
+    assert not colour_bar(plot_coupling(random_map(), k=4, vmax=0.1)).texts
+
+
+def test_one_scale_holds_several_maps():
+    maps = [random_map(), random_map(seed=3)]
+    assert color_scale(maps, 3) == (0, max(plot_coupling(one, k=3).images[0].get_clim()[1] for one in maps))
+
+
+class MeanMap(CouplingMap):
+    """As a mean over prompts is: a map whose values are not those of its matrices."""
+
+    n_prompts = 3
+
+    def values(self, k=None, measure="coupling", **options):
+        return super().values(k, measure, **options) / 2
+
+
+def test_a_mean_over_prompts_is_drawn_and_says_of_how_many():
+    result = random_map()
+    mean = MeanMap(**{field.name: getattr(result, field.name) for field in dataclasses.fields(result)})
+    ax = plot_coupling(mean, k=3)
+    np.testing.assert_allclose(ax.images[0].get_array().filled(-1), off_diagonal(result.coupling(3) / 2, -1))
+    assert ax.get_title() == "Depth coupling · ujv · k = 3 · mean over 3 prompts\ntiny"
+    assert "mean over 3 prompts" in plot_adjacency(mean).get_title()
+    assert "mean over 3 prompts" in plot_locality({"trained": mean, "untrained": mean}).get_title()
+
+
 def test_coupling_title_tells_model_prompt_and_token():
     ax = plot_coupling(random_map(untrained=True, checkpoint=0), k=2)
     assert ax.get_title() == (
-        "Depth coupling · ujv · k = 2\ntiny at checkpoint 0 (untrained)\n“It costs $5 or $6” · token 3 \\n"
+        "Depth coupling · ujv · k = 2\ntiny at checkpoint 0 (untrained)\n“It costs $5 or $6” · token 3 ‘\\n’"
     )
     assert not ax.title.get_parse_math()
 
@@ -186,30 +234,34 @@ def test_k_out_of_range_is_refused_everywhere(k):
 # plot_coupling_matrices
 
 
-def panels(part) -> list[np.ndarray]:
-    return [np.asarray(ax.images[0].get_array()) for ax in part.axes if ax.images]
+def panels(ax, n: int) -> list[np.ndarray]:
+    """The `n²` panels of a grid, without the empty lines between them."""
+    mosaic = ax.images[0].get_array().filled(np.nan)
+    kept = ~np.isnan(mosaic).all(axis=0)
+    assert np.array_equal(kept, ~np.isnan(mosaic).all(axis=1))
+    rows = np.split(mosaic[kept][:, kept], n)
+    return [panel for row in rows for panel in np.split(row, n, axis=1)]
 
 
 def test_matrices_are_drawn_relative_to_the_largest_singular_value():
     result = random_map()
     fig = plot_coupling_matrices(result, k=4, layers=[3, 1])
     assert isinstance(fig, Figure)
-    (part,) = fig.subfigs
-    drawn = panels(part)
-    assert len(drawn) == 4
+    ax, bar = fig.axes
+    drawn = panels(ax, 2)
     for panel, (row, col) in zip(drawn, [(3, 3), (3, 1), (1, 3), (1, 1)], strict=True):
         wanted = result.matrices[row, col, :4, :4].abs() / result.singular_values[row, 0]
         np.testing.assert_allclose(panel, wanted, rtol=1e-12)
-    assert {ax.images[0].get_clim() for ax in part.axes if ax.images} == {(0, 0.25)}
-    assert [ax.get_ylabel() for ax in part.axes[::2][:2]] == ["3", "1"]
-    assert [ax.get_xlabel() for ax in part.axes[2:4]] == ["3", "1"]
-    assert "|A| / σ₁ of J₁" in part.axes[-1].get_ylabel()
-    assert "k = 4" in part.get_suptitle()
+    assert ax.images[0].get_clim() == (0, 0.25)
+    assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == ["3", "1"]
+    assert list(ax.get_xticks()) == [1.5, 6.5]
+    assert "|A| / σ₁ of J₁" in bar.get_ylabel()
+    assert "k = 4" in ax.get_title()
 
 
 def test_matrices_find_layers_that_rows_and_columns_order_differently():
     result = dataclasses.replace(random_map(), col_layers=(1, 0, 3, 2))
-    one_above_two = panels(plot_coupling_matrices(result, layers=[1, 2]).subfigs[0])[1]
+    one_above_two = panels(plot_coupling_matrices(result, layers=[1, 2]).axes[0], 2)[1]
     np.testing.assert_allclose(one_above_two, result.matrices[1, 3].abs() / result.singular_values[1, 0], rtol=1e-12)
 
 
@@ -223,40 +275,40 @@ def test_matrices_find_layers_that_rows_and_columns_order_differently():
     ],
 )
 def test_matrices_of_the_papers_layers_by_default(held, drawn):
-    fig = plot_coupling_matrices(random_map(layers=held, k=1))
-    (part,) = fig.subfigs
-    assert [ax.get_xlabel() for ax in part.axes if ax.get_xlabel()] == [str(layer) for layer in drawn]
-    assert len(panels(part)) == len(drawn) ** 2
+    ax, _ = plot_coupling_matrices(random_map(layers=held, k=1)).axes
+    assert tick_labels(ax.xaxis) == [str(layer) for layer in drawn]
+    assert len(panels(ax, len(drawn))) == len(drawn) ** 2
 
 
 def test_matrices_of_the_untrained_twin_lie_below_on_the_same_scale():
     trained, twin = random_map(), random_map(seed=1, untrained=True)
     fig = plot_coupling_matrices(trained, untrained=twin, k=2, vmax=0.5)
-    above, below = fig.subfigs
+    fig.draw_without_rendering()
+    above, below, _ = fig.axes
     assert above.bbox.y0 >= below.bbox.y1
-    assert "(untrained)" not in above.get_suptitle()
-    assert "(untrained)" in below.get_suptitle()
+    assert "(untrained)" not in above.get_title()
+    assert "(untrained)" in below.get_title()
     for part, result in ((above, trained), (below, twin)):
         wanted = result.at(2).abs() / result.singular_values[:, :1, None, None]
-        np.testing.assert_allclose(np.stack(panels(part)), wanted.flatten(0, 1), rtol=1e-12)
-        assert {ax.images[0].get_clim() for ax in part.axes if ax.images} == {(0, 0.5)}
+        np.testing.assert_allclose(np.stack(panels(part, 4)), wanted.flatten(0, 1), rtol=1e-12)
+        assert part.images[0].get_clim() == (0, 0.5)
 
 
 def test_matrices_of_a_dead_block_are_dark_and_finite():
     result = random_map()
     dead = dataclasses.replace(result, matrices=result.matrices * 0, singular_values=result.singular_values * 0)
-    assert all((panel == 0).all() for panel in panels(plot_coupling_matrices(dead).subfigs[0]))
+    assert all((panel == 0).all() for panel in panels(plot_coupling_matrices(dead).axes[0], 4))
 
 
 def test_matrices_count_negative_layers_from_the_models_end():
     fig = plot_coupling_matrices(random_map(layers=(0, 18, 19)), layers=[-1, 0])
-    assert [ax.get_xlabel() for ax in fig.subfigs[0].axes if ax.get_xlabel()] == ["19", "0"]
+    assert tick_labels(fig.axes[0].xaxis) == ["19", "0"]
 
 
 def test_matrices_are_drawn_on_the_figure_given():
     fig = Figure()
     assert plot_coupling_matrices(random_map(), fig=fig) is fig
-    assert len(fig.subfigs) == 1
+    assert len(fig.axes) == 2
 
 
 @pytest.mark.parametrize(
@@ -291,3 +343,35 @@ def test_pictures_render_without_warnings(tmp_path, recwarn):
         figure.savefig(tmp_path / f"{i}.png", dpi=40)
         assert plt.imread(tmp_path / f"{i}.png").std() > 0
     assert [str(warning.message) for warning in recwarn] == []
+
+
+# Where figures live
+
+
+def test_pyplot_shows_what_is_drawn_without_axes_and_nothing_else(tiny_trace):
+    result = random_map()
+    ax = plot_coupling(result)
+    fig = plot_coupling_matrices(result, layers=[0, 1])
+    assert [plt.figure(number) for number in plt.get_fignums()] == [ax.figure, fig]
+    plot_coupling(result, ax=Figure().subplots())
+    plot_coupling_matrices(result, layers=[0, 1], fig=Figure())
+    with off_screen():
+        plot_locality(result)
+    assert len(plt.get_fignums()) == 2
+
+
+def test_a_notebook_shows_every_figure_once():
+    """Also where a cell ends in one, whose value IPython displays as well."""
+    nbformat, nbclient = (pytest.importorskip(name) for name in ("nbformat", "nbclient"))
+    setup = (
+        "import torch\n"
+        "from tl_coupling.comparisons import CouplingMap\n"
+        "from tl_coupling.plots import plot_coupling, plot_coupling_matrices\n"
+        "A, one = torch.randn(2, 2, 3, 3), torch.ones(2, 3)\n"
+        "of = CouplingMap(A, one, one[:, 0], 8, (0, 1), (0, 1), (0, 0), (0, 0), 'depth', 'ujv', {})"
+    )
+    cells = ("plot_coupling_matrices(of)", "fig = plot_coupling_matrices(of)", "fig", "ax = plot_coupling(of)")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (setup, *cells)])
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    pictures = [["image/png" in part.get("data", ()) for part in cell.outputs].count(True) for cell in notebook.cells]
+    assert pictures == [0, 1, 1, 1, 1]

@@ -6,6 +6,7 @@ import numpy as np
 import pandas
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from fake_survey import KS, survey
 from tl_coupling.generalization import Generalization, generalization_study
@@ -33,7 +34,7 @@ def test_the_scatter_holds_models_line_band_and_null(result):
     found, line = lines(ax), result.association.linear
     np.testing.assert_array_equal(found["_models"].get_xdata(), result.table["coupling"])
     np.testing.assert_array_equal(found["_models"].get_ydata(), result.table["score"])
-    (x0, x1), (y0, y1) = found["linear fit, bootstrap band"].get_data()
+    (x0, x1), (y0, y1) = (ends[[0, -1]] for ends in found["linear fit, bootstrap band"].get_data())
     assert (y1 - y0) / (x1 - x0) == pytest.approx(line.slope)
     assert y0 - line.slope * x0 == pytest.approx(line.intercept)
     null = 1 - np.sqrt(1 - 1 / 5)
@@ -56,7 +57,16 @@ def test_every_model_has_its_name_beside_it_and_none_covers_another(result):
     ax.figure.draw_without_rendering()
     names = [text.get_text() for text in ax.texts]
     assert names == [model.removeprefix("org/") for model in result.table["model"]]
-    boxes = [text.get_window_extent() for text in ax.texts]
+    boxes = [Text.get_window_extent(text) for text in ax.texts]
+    for label in (
+        "linear fit, bootstrap band",
+        f"exponential fit $a\\,e^{{bx}}$, R² = {result.exponential.r_squared:.2f}",
+    ):
+        curve = ax.transData.transform(lines(ax)[label].get_xydata())
+        dense = np.linspace(curve[0, 0], curve[-1, 0], 2000)
+        heights = np.interp(dense, *curve.T)
+        assert not any(box.count_contains(np.column_stack([dense, heights])) for box in boxes)
+    assert ax.get_legend().get_window_extent().y1 < ax.get_window_extent().y0
     covering = [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     assert not covering
     inside = ax.get_window_extent()
@@ -81,11 +91,11 @@ def test_the_forest_has_a_row_for_each_slope(result):
     assert labels == ["all models", "all models, bootstrap", "deep $x$"] + [f"given {name}" for name in result.partial]
     ends = np.array([path.vertices[:, 0] for path in ax.collections[0].get_paths()])
     expected = [result.association.linear.slope_interval, result.association.bootstrap.slope]
-    expected += [result.subsets["deep $x$"].slope_interval, *(one.interval for one in result.partial.values())]
+    expected += [result.subsets["deep $x$"].slope_interval, *(one.slope_interval for one in result.partial.values())]
     np.testing.assert_allclose(ends, expected)
     values = ax.lines[0].get_xdata()
     assert values[2] == result.subsets["deep $x$"].slope
-    assert values[-1] == list(result.partial.values())[-1].coefficient
+    assert values[-1] == list(result.partial.values())[-1].slope
     assert ax.yaxis_inverted()
     assert f"VIF = {result.partial['n_layers'].vif:.1f}" in ax.get_yticklabels()[4].get_text()
 
@@ -97,7 +107,7 @@ def test_the_k_sweep_has_a_point_and_an_interval_for_each_k(result):
     np.testing.assert_allclose(ends, [result.by_k[k].bootstrap.r_squared for k in KS])
     labels = [text.get_text() for text in ax.get_xticklabels()]
     assert labels == [f"{k}\np = {result.by_k[k].linear.p:.2g}" for k in KS]
-    assert "chosen k = 5: n = 14" in ax.get_title()
+    assert "k = 5: n = 14" in ax.get_title()
 
 
 @pytest.mark.parametrize("plot", [plot_generalization, plot_forest, plot_k_sweep])

@@ -72,6 +72,32 @@ def test_adjacency_keeps_edges_from_the_threshold_on():
     assert len(none.texts) == 4
 
 
+def test_adjacency_draws_the_strongest_edges_and_says_how_many():
+    result = random_map(layers=range(8), k=3)
+    values = result.coupling().numpy()
+    weights = np.sort(((values + values.T) / 2)[np.tril_indices(8, -1)])
+    for options, n in (
+        ({}, 16),
+        ({"strongest": 3}, 3),
+        ({"strongest": 3, "threshold": 0.0}, 3),
+        ({"threshold": 0}, 28),
+    ):
+        ax = plot_adjacency(result, **options)
+        widths = sorted(width for width, _ in edges_of(ax).values())
+        assert widths == pytest.approx(8 * weights[-n:])
+        said = ax.get_legend().get_title().get_text()
+        assert f"{n} of 28 edges" in said
+        assert ("the strongest" in said) == (n < 28)
+
+
+def test_adjacency_runs_clockwise_from_the_top():
+    first, second, *_ = (
+        np.array(text.get_position()) for text in plot_adjacency(random_map(layers=range(8), k=2)).texts
+    )
+    np.testing.assert_allclose(first, [0, 1], atol=1e-9)
+    assert second[0] > 0.5
+
+
 def test_adjacency_of_an_unbounded_measure_is_full_at_its_largest_weight():
     result = random_map()
     ax = plot_adjacency(result, measure="miscoupling")
@@ -111,8 +137,8 @@ def test_locality_draws_the_profiles_and_the_null():
     *lines, null = ax.lines
     for line, (name, result) in zip(lines, maps.items(), strict=True):
         assert line.get_label() == name
-        np.testing.assert_array_equal(line.get_xdata(), [0, 1, 2, 3])
-        np.testing.assert_array_equal(line.get_ydata(), result.locality_profile(3))
+        np.testing.assert_array_equal(line.get_xdata(), [1, 2, 3])
+        np.testing.assert_array_equal(line.get_ydata(), result.locality_profile(3)[1:])
     assert lines[0].get_color() != lines[1].get_color()
     assert null.get_linestyle() == "--"
     assert list(null.get_ydata()) == pytest.approx([1 - (2 / 3) ** 0.5] * 2)
@@ -129,8 +155,8 @@ def test_locality_draws_the_profiles_and_the_null():
 def test_locality_passes_over_distances_that_no_pair_has():
     result = random_map(layers=(0, 1, 5))
     line = plot_locality(result).lines[0]
-    assert list(line.get_xdata()) == [0, 1, 4, 5]
-    np.testing.assert_array_equal(line.get_ydata(), result.locality_profile()[[0, 1, 4, 5]])
+    assert list(line.get_xdata()) == [1, 4, 5]
+    np.testing.assert_array_equal(line.get_ydata(), result.locality_profile()[[1, 4, 5]])
 
 
 def test_one_map_needs_no_name():
@@ -144,7 +170,7 @@ def test_one_map_needs_no_name():
 def test_title_tells_only_what_all_maps_share():
     twin = dataclasses.replace(random_map(untrained=True, prompt="Another"), orientation="vju")
     title = plot_locality({"trained": random_map(), "untrained": twin}).get_title()
-    assert title == "Depth coupling · k = 5\ntiny\ntoken 3 \\n"
+    assert title == "Depth coupling · k = 5\ntiny\ntoken 3 ‘\\n’"
 
 
 def test_locality_wants_one_k():
@@ -208,5 +234,5 @@ def test_maps_of_tokens_are_refused_where_layers_are_drawn(plot):
 def test_results_must_be_maps(plot):
     with pytest.raises(ValueError, match="`results` is empty"):
         plot({})
-    with pytest.raises(TypeError, match="`results` must be a CouplingMap or a mapping from texts to CouplingMaps"):
+    with pytest.raises(TypeError, match="`results` must be a CouplingMap or a mapping from strings to CouplingMaps"):
         plot([random_map()])

@@ -5,6 +5,7 @@ import pytest
 import xarray
 from scipy import stats
 
+from tl_coupling.plots.labels import off_screen
 from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
 
 STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -135,7 +136,8 @@ def test_band_covers_the_true_mean_of_seeds_and_prompts():
         values = 0.5 + of_seed + of_prompt + rng.normal(0, 0.01, (n_seeds, n, n_prompts))
         data = seeds(n_seeds, n_prompts=n_prompts)
         data["mean_coupling"] = (("seed", "checkpoint", "prompt", "k"), np.stack([values, values], -1))
-        low, high = band(plot_emergence(data).axes[0])
+        with off_screen():
+            low, high = band(plot_emergence(data).axes[0])
         covered += list((low <= 0.5) & (high >= 0.5))
     assert 0.92 <= np.mean(covered) <= 0.995
 
@@ -186,7 +188,7 @@ def test_nulls_that_differ_are_drawn_for_each_sweep():
     ("data", "given", "message"),
     [
         (sweep(), {"k": 7}, r"got 7; they hold \[5, 10\]"),
-        ({"a": sweep().sel(k=[5]), "b": sweep().sel(k=[10])}, {}, "no number of singular vectors in common"),
+        ({"a": sweep().sel(k=[5]), "b": sweep().sel(k=[10])}, {}, "have no k in common"),
         (sweep().assign_coords(checkpoint=[f"step{i}" for i in STEPS]), {}, "training steps as whole numbers"),
         (sweep().drop_vars("mean_coupling"), {}, "holds no 'mean_coupling'"),
         ({}, {}, "empty"),
@@ -208,11 +210,16 @@ def test_strip_draws_a_map_for_each_checkpoint():
     for ax, step in zip(panels, (0, 64, 256), strict=True):
         (image,) = ax.images
         expected = data.coupling.sel(checkpoint=step, k=5).values.mean((0, 1))
-        np.testing.assert_allclose(image.get_array(), expected)
-        assert image.get_clim() == (0, 1)
+        between = ~np.eye(6, dtype=bool)
+        np.testing.assert_allclose(image.get_array()[between], expected[between])
+        # A layer with itself is grey, and the scale is that of the others.
+        assert np.ma.getmaskarray(image.get_array()).diagonal().all()
+    tops = [ax.images[0].get_array().max() for ax in panels]
+    assert [ax.images[0].get_clim() for ax in panels] == [(0, max(tops))] * 3
+    assert [line.get_ydata()[0] for line in fig.axes[3].lines] == [0.1056] * 2
     assert [ax.get_title() for ax in panels] == ["step 0, untrained", "step 64", "step 256"]
-    assert fig.axes[3].get_ylabel() == r"coupling $1 - \tilde{m}$ (k = 5)"
-    assert panels[0].get_ylabel() == "layer of J₁"
+    assert fig.axes[3].get_ylabel() == r"coupling $1 - \tilde{m}$ (k = 5)" + "\nline: random subspaces"
+    assert fig.get_supylabel() == "layer of J₁"
 
 
 def test_strip_rows_are_the_layer_of_the_jacobian():
@@ -231,7 +238,8 @@ def test_strip_takes_first_and_last_checkpoint_by_default():
 def test_strip_shares_a_scale_where_the_measure_has_no_bound():
     data = sweep()
     fig = plot_coupling_strip(data, checkpoints=[1, 2], measure="spectral_miscoupling", k=5)
-    top = data.spectral_miscoupling.sel(checkpoint=[1, 2], k=5).mean("prompt").values.max()
+    means = data.spectral_miscoupling.sel(checkpoint=[1, 2], k=5).mean("prompt").values
+    top = means[:, ~np.eye(6, dtype=bool)].max()
     assert [ax.images[0].get_clim() for ax in fig.axes[:2]] == [(0, pytest.approx(top))] * 2
 
 
@@ -251,16 +259,34 @@ def test_shapes_against_step_and_depth():
     left, right, bar = fig.axes
     np.testing.assert_allclose(left.lines[0].get_ydata(), data.line_shape_score_all_tokens.values.mean((0, 2)))
     assert named_lines(left)["random steps, 2.45"].get_ydata()[0] == pytest.approx(6**0.5)
-    curves = list(named_lines(right).values())
+    curves = right.lines[:3]
     for curve, step in zip(curves, (0, 16, 256), strict=True):
         np.testing.assert_array_equal(curve.get_xdata(), [2, 3])
         expected = data.windowed_line_shape_score.sel(checkpoint=step).values.mean((0, 1))
         np.testing.assert_allclose(curve.get_ydata(), expected)
     assert len({curve.get_color() for curve in curves}) == 3
-    assert right.get_title() == "windows of 5 steps"
+    assert right.get_xlabel() == "middle layer of 5 steps"
+    assert right.get_xlim() == (-0.5, 5.5)
+    assert list(named_lines(right)) == ["random steps, 2.24"]
     assert right.lines[-1].get_ydata()[0] == pytest.approx(5**0.5)
     assert [text.get_text() for text in bar.get_yticklabels()] == ["0", "16", "256"]
     assert left.get_ylim()[0] == right.get_ylim()[0] == 1
+
+
+def test_ticks_are_steps_that_were_measured_and_have_room():
+    published = (0, *(2**i for i in range(10)), *(1000 * 2**i for i in range(8)), 143_000)
+    for steps, expected in (((100, 200, 300), "100 200 300"), (published, "0 4 32 256 2k 16k 143k"), ((7,), "7")):
+        (_, ax) = plot_emergence(sweep(steps=steps)).axes
+        assert " ".join(text.get_text() for text in ax.get_xticklabels()) == expected
+        assert not len(ax.xaxis.get_minorticklocs())
+
+
+def test_a_model_of_one_window_is_drawn_over_all_its_layers():
+    data = sweep(n_layers=5)
+    assert data.sizes["window"] == 1
+    right = plot_shapes(data).axes[1]
+    right.figure.canvas.draw()
+    assert len([tick for tick in right.get_xticks() if 0 <= tick <= 4]) > 3
 
 
 def test_pictures_render_and_take_a_figure():

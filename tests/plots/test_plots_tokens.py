@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.colors import LogNorm
+from test_plots import panels, tick_labels
 
 import tl_coupling as tlc
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.influence import Influence
 from tl_coupling.plots import plot_coupling, plot_coupling_matrices, plot_influence
+
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 TOKENS = ["<s>", "It", "costs", "$5", "\n", "日本", "$6", "."]
 
@@ -22,28 +25,26 @@ def token_map(tiny_trace) -> CouplingMap:
 
 
 def test_token_grid(token_map):
-    fig = plot_coupling_matrices(token_map, positions=[4, 0, -3], k=3, untrained=token_map)
-    assert len(fig.subfigs) == 2
-    for part in fig.subfigs:
-        panels = [ax for ax in part.axes if ax.images and not ax.get_label().startswith("<colorbar")]
-        assert len(panels) == 9
-        for panel, (row, col) in zip(panels, [(i, j) for i in (4, 0, 5) for j in (4, 0, 5)], strict=True):
+    *grids, _ = plot_coupling_matrices(token_map, positions=[4, 0, -3], k=3, untrained=token_map).axes
+    assert len(grids) == 2
+    for ax in grids:
+        pairs = [(i, j) for i in (4, 0, 5) for j in (4, 0, 5)]
+        for panel, (row, col) in zip(panels(ax, 3), pairs, strict=True):
             expected = token_map.at(3)[row, col].abs() / token_map.singular_values[row, 0]
-            np.testing.assert_allclose(np.asarray(panel.images[0].get_array()), expected, rtol=1e-6)
-        assert [panels[i].get_ylabel() for i in (0, 3, 6)] == ["4 \\n", "0 <s>", "5 日本"]
-        assert [panel.get_xlabel() for panel in panels[6:]] == ["4 \\n", "0 <s>", "5 日本"]
-        assert part.get_supylabel() == "input token of J₁, layer 0"
-        assert part.get_supxlabel() == "input token of the singular vectors, layer 1"
-        assert "Context coupling · ujv · k = 3 · output fixed at 5 日本" in part.get_suptitle()
+            np.testing.assert_allclose(panel, expected, rtol=1e-6)
+        assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == ["4 ‘\\n’", "0 ‘<s>’", "5 ‘日本’"]
+        assert ax.get_ylabel() == "input token of J₁, layer 0"
+        assert ax.get_xlabel() == "input token of the singular vectors, layer 1"
+        assert "Context coupling · ujv · k = 3 · output fixed at 5 ‘日本’" in ax.get_title()
 
 
 def test_token_grid_shows_the_last_eight_by_default(token_map):
-    fig = plot_coupling_matrices(token_map)
-    assert sum(len(ax.images) for ax in fig.subfigs[0].axes) >= 36
+    ax, _ = plot_coupling_matrices(token_map).axes
+    assert [int(label.split()[0]) for label in tick_labels(ax.xaxis)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_title_says_what_is_fixed(token_map):
-    assert "output fixed at 5 日本" in plot_coupling(token_map).get_title()
+    assert "output fixed at 5 ‘日本’" in plot_coupling(token_map).get_title()
 
 
 @pytest.mark.parametrize(
@@ -75,10 +76,11 @@ def test_influence_shows_the_values(measure):
     np.testing.assert_allclose(np.asarray(image.get_array()), getattr(result, measure), rtol=1e-6)
     assert isinstance(image.norm, LogNorm) == (measure != "participation_ratio")
     assert image.norm.vmax == pytest.approx(float(getattr(result, measure).max()))
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["0 <s>", "1 It", "2 costs", "3 $5"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["0 ‘<s>’", "1 ‘It’", "2 ‘costs’", "3 ‘$5’"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["0", "1", "5"]
+    assert ax.get_ylim() == (2.5, -0.5), "the first layer is on top, as in every map"
     assert bar.get_ylabel().endswith("of J")
-    assert fig.get_suptitle() == "Influence on token 3 $5\ntiny\n“It costs”"
+    assert fig.get_suptitle() == "Influence on token 3 ‘$5’\ntiny\n“It costs”"
 
 
 def test_two_influences_share_a_scale_and_zeros_are_masked():

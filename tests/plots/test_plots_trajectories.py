@@ -1,6 +1,7 @@
 """What the pictures of trajectories hold: data, labels, limits; and that they leave pyplot alone."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,9 +21,11 @@ from tl_coupling.plots.trajectories import (
     plot_trajectory_metrics,
 )
 from tl_coupling.trajectories import (
+    TrajectoryResult,
     line_shape_score,
     line_shape_score_by_depth,
     linearisation,
+    measure_trajectory,
     norms,
     perturbation,
     step_lengths,
@@ -50,6 +53,12 @@ def walk(n_layers: int = 20, seed: int = 0, sink: int | None = None, **provenanc
         final_norm=False,
         provenance={"model": "tiny", "prompt": "It costs $5 or $6", "str_tokens": list(TOKENS)} | provenance,
     )
+
+
+def shapes(trace: Trace, entropy: torch.Tensor | None = None, **options) -> TrajectoryResult:
+    """The shapes of a walk, which has no model and so no entropy of its own."""
+    with mock.patch("tl_coupling.trajectories.result.entropy_by_depth", return_value=entropy):
+        return measure_trajectory(trace, linear=False, noise=False, **options)
 
 
 def lines(ax, label: str):
@@ -97,13 +106,13 @@ def test_an_attention_sink_is_left_out_and_named():
     wanted = trajectory_pca(trace.residual[:, 1:]).projected.numpy()
     assert len(named_lines(fig.axes[0])) == len(TOKENS) - 1
     np.testing.assert_array_equal(named_lines(fig.axes[0])[0].get_xydata(), wanted[:, 0])
-    assert "without attention sink: token 0 It" in fig.get_suptitle()
+    assert "without attention sink: token 0 ‘It’" in fig.get_suptitle()
     assert "sink" not in plot_trajectories(walk()).get_suptitle()
 
 
 def test_positions_are_what_they_say_sink_or_not():
     fig = plot_trajectories(walk(sink=0), positions=[0, 2, -1])
-    assert [line.get_label() for line in named_lines(fig.axes[0])] == ["0 It", "2 $5", "5 $6"]
+    assert [line.get_label() for line in named_lines(fig.axes[0])] == ["0 ‘It’", "2 ‘$5’", "5 ‘$6’"]
     assert "sink" not in fig.get_suptitle()
 
 
@@ -116,7 +125,7 @@ def test_views_and_figures_are_chosen():
 def test_dollars_in_tokens_are_no_formulas():
     fig = plot_trajectories(walk())
     (legend,) = fig.legends
-    assert [text.get_text() for text in legend.get_texts()][2] == "2 $5"
+    assert [text.get_text() for text in legend.get_texts()][2] == "2 ‘$5’"
     assert not any(text.get_parse_math() for text in legend.get_texts())
     fig.draw_without_rendering()
 
@@ -127,6 +136,7 @@ def test_dollars_in_tokens_are_no_formulas():
         ({"views": ()}, "`views` is empty"),
         ({"positions": [6]}, r"`positions` must lie in \[-6, 5\]"),
         ({"positions": [2]}, r"at least 2 tokens, got positions \[2\]"),
+        ({"views": ["whole"]}, "`views` must be one of all, shallow, deep, got 'whole'"),
     ],
 )
 def test_trajectories_refuse(options, message):
@@ -134,12 +144,45 @@ def test_trajectories_refuse(options, message):
         plot_trajectories(walk(), **options)
 
 
+def test_a_residual_stream_is_drawn_like_its_trace():
+    trace = walk(sink=0)
+    for stream in (trace.residual, trace.residual.numpy()):
+        fig = plot_trajectories(stream)
+        for ours, wanted in zip(named_lines(fig.axes[0]), named_lines(plot_trajectories(trace).axes[0]), strict=True):
+            np.testing.assert_array_equal(ours.get_xydata(), wanted.get_xydata())
+        assert [line.get_label() for line in named_lines(fig.axes[0])] == ["1", "2", "3", "4", "5"]
+        assert "without attention sink: token 0" in fig.get_suptitle()
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (torch.randn(21, 8), "`trace` must have shape"),
+        (torch.ones(21, 6, 8, dtype=torch.int64), "must be a Trace or a floating-point torch tensor"),
+        (None, "must be a Trace or a floating-point torch tensor"),
+        (torch.full((21, 6, 8), torch.nan), "`x` must be finite"),
+    ],
+)
+def test_other_streams_are_refused(stream, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        plot_trajectories(stream)
+
+
+def test_many_tokens_have_a_colour_bar_in_place_of_a_legend():
+    fig = plot_trajectories(torch.randn(9, 30, 8, generator=torch.Generator().manual_seed(0)).cumsum(0))
+    assert not fig.legends
+    assert "token position" in fig.axes[-1].get_ylabel()
+    shown = [to_hex(line.get_color()) for line in named_lines(fig.axes[0])]
+    assert len(set(shown)) == 30
+    assert shown[-1] == "#000000"
+
+
 # plot_trajectory_metrics
 
 
 def test_metrics_are_the_measures_of_each_token_and_their_mean():
     trace = walk()
-    fig = plot_trajectory_metrics(trace, window=5)
+    fig = plot_trajectory_metrics(shapes(trace, window=5))
     x = trace.residual
     measures = [norms(x), step_lengths(x), line_shape_score(x, window=5), line_shape_score_by_depth(x)]
     for ax, wanted, start in zip(fig.axes, measures, (0, 0, 2, 0), strict=True):
@@ -156,7 +199,7 @@ def test_metrics_are_the_measures_of_each_token_and_their_mean():
 
 
 def test_metrics_show_what_random_steps_score():
-    fig = plot_trajectory_metrics(walk(), window=5)
+    fig = plot_trajectory_metrics(shapes(walk(), window=5))
     (level,) = [line for line in fig.axes[2].lines if line.get_linestyle() == "--"]
     assert set(level.get_ydata()) == {5**0.5}
     (curve,) = lines(fig.axes[3], "random steps")
@@ -164,8 +207,7 @@ def test_metrics_show_what_random_steps_score():
 
 
 def test_metrics_of_several_results_have_a_colour_each():
-    traces = {"trained": walk(), "untrained": walk(seed=1, untrained=True)}
-    fig = plot_trajectory_metrics(traces)
+    fig = plot_trajectory_metrics({"trained": shapes(walk()), "untrained": shapes(walk(seed=1, untrained=True))})
     for ax in fig.axes:
         assert lines(ax, "trained")[0].get_color() != lines(ax, "untrained")[0].get_color()
     (legend,) = fig.legends
@@ -174,45 +216,45 @@ def test_metrics_of_several_results_have_a_colour_each():
 
 
 def test_metrics_leave_out_a_sink_of_any_result():
-    fig = plot_trajectory_metrics({"a": walk(sink=2), "b": walk(seed=1)})
+    fig = plot_trajectory_metrics({"a": shapes(walk(sink=2)), "b": shapes(walk(seed=1))})
     assert len(lines(fig.axes[0], "_tokens")) == 2 * (len(TOKENS) - 1)
-    assert "sink: token 2 $5" in fig.get_suptitle()
+    assert "sink: token 2 ‘$5’" in fig.get_suptitle()
 
 
 @pytest.mark.parametrize(("n_layers", "width"), [(20, 11), (11, 11), (10, 9), (2, 1), (1, 1)])
 def test_a_shallow_model_takes_a_window_that_it_fills(n_layers, width):
-    fig = plot_trajectory_metrics(walk(n_layers))
+    fig = plot_trajectory_metrics(shapes(walk(n_layers)))
     assert f"{width} steps" in fig.axes[2].get_title()
     assert len(lines(fig.axes[2], "tiny")[0].get_ydata()) == n_layers - width + 1
 
 
 def test_entropies_are_a_fifth_panel():
     entropy = torch.rand(21, len(TOKENS))
-    for given in (entropy, {"tiny": entropy}):
-        ax = plot_trajectory_metrics(walk(), entropies=given).axes[4]
-        np.testing.assert_allclose(lines(ax, "tiny")[0].get_ydata(), entropy.mean(1), rtol=1e-6)
-        assert ax.get_ylabel() == "nats"
+    fig = plot_trajectory_metrics({"a": shapes(walk(), entropy), "b": shapes(walk(seed=1))})
+    np.testing.assert_allclose(lines(fig.axes[4], "a")[0].get_ydata(), entropy.mean(1), rtol=1e-6)
+    assert not lines(fig.axes[4], "b")
+    assert fig.axes[4].get_ylabel() == "nats"
+    assert len(plot_trajectory_metrics(shapes(walk())).axes) == 4
+
+
+def test_metrics_of_a_trace_are_measured(tiny_trace: Trace):
+    drawn, wanted = plot_trajectory_metrics(tiny_trace), measure_trajectory(tiny_trace, linear=False, noise=False)
+    (mean,) = lines(drawn.axes[4], tiny_trace.provenance["model"])
+    np.testing.assert_allclose(mean.get_ydata(), wanted.logit_lens_entropy.mean(1), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 4}, "`window` must be an odd number of steps, got 4"),
-        ({"window": -1}, "`window` must be an odd number of steps, got -1"),
-        ({"positions": []}, "`positions` is empty"),
-        ({"entropies": torch.rand(20, 6)}, r"`entropies` must be \[n_layers\+1 n_pos\]"),
-        ({"entropies": {"other": torch.rand(21, 6)}}, r"for each of \['tiny'\]"),
-    ],
+    ("positions", "message"), [([], "`positions` is empty"), ([6], r"`positions` must lie in \[-6, 5\] .* got 6")]
 )
-def test_metrics_refuse(options, message):
+def test_metrics_refuse(positions, message):
     with pytest.raises(ValueError, match=message):
-        plot_trajectory_metrics(walk(), **options)
+        plot_trajectory_metrics(shapes(walk()), positions=positions)
 
 
 def test_metrics_of_different_prompts_are_refused():
-    other = dataclasses.replace(walk(), tokens=torch.arange(6).flip(0))
-    with pytest.raises(ValueError, match="`traces` must be of one prompt"):
-        plot_trajectory_metrics({"a": walk(), "b": other})
+    other = shapes(walk(str_tokens=["It", " is"] * 3))
+    with pytest.raises(ValueError, match="`results` must be of one prompt"):
+        plot_trajectory_metrics({"a": shapes(walk()), "b": other})
 
 
 # plot_linearisation
@@ -237,7 +279,7 @@ def test_linearisation_lines_are_its_errors_and_cosines(tiny_trace: Trace):
 def test_linearisation_says_whose_u_and_which_token(tiny_trace: Trace):
     fig = plot_linearisation(linearisation(tiny_trace, position=2, reference_layer=0))
     assert "closed form with U of layer 0" in fig.get_suptitle()
-    assert "token 2 w15" in fig.get_suptitle()
+    assert "token 2 ‘w15’" in fig.get_suptitle()
 
 
 def test_linearisation_without_a_closed_form_draws_none(tiny_trace: Trace):
@@ -246,12 +288,54 @@ def test_linearisation_without_a_closed_form_draws_none(tiny_trace: Trace):
     assert "closed form" not in fig.get_suptitle()
 
 
+def test_an_exploding_prediction_is_clipped_and_said(tiny_trace: Trace):
+    calm = linearisation(tiny_trace)
+    fig = plot_linearisation(calm)
+    assert "clipped" not in fig.axes[1].get_title()
+    wild = dataclasses.replace(calm, closed_form=1e9 * calm.closed_form)
+    fig = plot_linearisation({"calm": calm, "wild": wild})
+    assert "clipped" not in fig.axes[0].get_title()
+    largest = wild.relative_error("closed_form").max()
+    assert f"errors above 100 clipped; largest: {largest:.0e}" in fig.axes[1].get_title()
+    assert fig.axes[1].get_ylim()[1] == 100
+    assert fig.axes[0].get_ylim()[1] == 100
+
+
+def test_parts_of_results_are_drawn_like_themselves(tiny_trace: Trace):
+    whole = measure_trajectory(tiny_trace, position=2)
+    pairs = [
+        (plot_linearisation(whole).axes, plot_linearisation(whole.linearisation).axes),
+        ([plot_perturbation(whole)], [plot_perturbation(whole.perturbation)]),
+        ([plot_inverse_singular_values(whole)], [plot_inverse_singular_values(whole.linearisation)]),
+    ]
+    for ours, wanted in pairs:
+        for ax, other in zip(ours, wanted, strict=True):
+            for line, same in zip(ax.lines, other.lines, strict=True):
+                np.testing.assert_array_equal(line.get_xydata(), same.get_xydata())
+    of_map = plot_inverse_singular_values(tlc.depth_coupling(tiny_trace, k=3, position=2)).lines
+    for line, same in zip(plot_inverse_singular_values(whole).lines, of_map, strict=True):
+        np.testing.assert_allclose(line.get_ydata(), same.get_ydata(), rtol=1e-4)
+
+
+def test_parts_that_were_left_out_are_named(tiny_trace: Trace):
+    bare = measure_trajectory(tiny_trace, linear=False, noise=False)
+    for plot, part in [
+        (plot_linearisation, "linearisation"),
+        (plot_perturbation, "perturbation"),
+        (plot_inverse_singular_values, "linearisation"),
+    ]:
+        with pytest.raises(ValueError, match=f"'bare' was measured without its {part}"):
+            plot({"bare": bare})
+    with pytest.raises(ValueError, match="'a' has no singular values: measure with `closed_form=True`"):
+        plot_inverse_singular_values({"a": linearisation(tiny_trace, closed_form=False)})
+
+
 def test_linearisations_by_name_have_a_colour_each(tiny_trace: Trace):
     result = linearisation(tiny_trace, closed_form=False)
     figure = Figure()
     assert plot_linearisation({"a": result, "b": result}, fig=figure) is figure
-    colors = [line.get_color() for line in named_lines(figure.axes[0])]
-    assert colors == ["C0", "C0", "C1", "C1"]
+    first, same, second, again = (line.get_color() for line in named_lines(figure.axes[0]))
+    assert first == same != second == again
 
 
 # plot_perturbation
@@ -278,7 +362,8 @@ def test_perturbation_with_scale_zero_is_drawn_linearly_and_where_it_is_told(tin
     result = perturbation(tiny_trace, (0.0, 1.0), n_samples=1)
     assert plot_perturbation({"a": result, "b": result}, ax=right) is right
     assert right.get_xscale() == "linear"
-    assert [line.get_color() for line in named_lines(right)] == ["C0", "C0", "C1", "C1"]
+    first, same, second, again = (line.get_color() for line in named_lines(right))
+    assert first == same != second == again
 
 
 # plot_inverse_singular_values
@@ -304,7 +389,8 @@ def test_inverse_singular_values_with_their_line_and_r_squared():
 
 def test_inverse_singular_values_of_several_results_and_fewer_than_asked():
     ax = plot_inverse_singular_values({"a": random_map(k=2), "b": random_map(seed=1, k=2)}, n=5)
-    assert [line.get_color() for line in named_lines(ax)] == ["C0", "C0", "C1", "C1"]
+    first, same, second, again = (line.get_color() for line in named_lines(ax))
+    assert first == same != second == again
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from matplotlib import pyplot
 from torch import nn
 
 import browser
@@ -97,7 +97,9 @@ def test_the_page_is_well_formed_and_says_what_it_is(read: Reader) -> None:
     assert PROMPT in read.text
     ids = [attrs["id"] for _, attrs in read.elements if "id" in attrs]
     assert len(ids) == len(set(ids))
-    assert [attrs["href"] for attrs in read.all("a")] == [f"#{name}" for name in ids]
+    links = [attrs["href"] for attrs in read.all("a")]
+    assert [link for link in links if link.startswith("#")] == [f"#{name}" for name in ids]
+    assert {link for link in links if not link.startswith("#")} == {"https://arxiv.org/abs/2407.07810"}
     for image in read.all("img"):
         assert len(str(image["alt"])) > 20
         assert float(str(image["width"])) > float(str(image["height"])) / 2 > 0
@@ -106,9 +108,10 @@ def test_the_page_is_well_formed_and_says_what_it_is(read: Reader) -> None:
 
 def test_the_page_loads_nothing_and_allows_nothing(page: Path, read: Reader) -> None:
     for _, attrs in read.elements:
-        for name in ("src", "href", "action", "srcset", "data"):
+        for name in ("src", "action", "srcset", "data"):
             assert str(attrs.get(name, "#")).startswith(("#", "data:image/")), (name, attrs[name])
         assert not [name for name in attrs if name.startswith("on")]
+    assert "href" not in {name for tag, attrs in read.elements if tag != "a" for name in attrs}
     (policy,) = [m["content"] for m in read.all("meta") if m.get("http-equiv") == "Content-Security-Policy"]
     source = page.read_bytes().decode()
     (script,) = re.findall(r"<script[^>]*>(.*?)</script", source, re.S)
@@ -142,11 +145,6 @@ def test_the_widgets_hold_the_measurements(runs: dict[str, tlc.portraits.Portrai
         for _, attrs in read.elements
         if "data-circuitsvis" in attrs
     ]
-    maps = [props["attention"] for name, props in found if name == "AttentionPattern"]
-    results = [run.tokens[kind] for run in runs.values() for kind in ("self", "fixed input", "fixed output")]
-    for shown, result in zip(maps, results, strict=True):
-        shades = torch.tensor([[cell["shade"] for cell in row] for row in shown])
-        torch.testing.assert_close(shades, result.coupling(4), atol=1e-4, rtol=0)
     rows = [[cell["text"] for cell in props["values"]] for name, props in found if name == "ColoredTokens"]
     expected = [
         values
@@ -159,6 +157,28 @@ def test_the_widgets_hold_the_measurements(runs: dict[str, tlc.portraits.Portrai
     assert len(rows) == len(runs) * (2 * tiny.N_LAYERS + (tiny.N_LAYERS + 1) + 3)
 
 
+def test_maps_of_trained_and_untrained_share_a_scale_and_no_figure_stays_open(
+    runs: dict[str, tlc.portraits.Portrait], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[Any, set[tuple[float, float]]] = {}
+    original = tlc.plots.plot_coupling
+
+    def spy(result: tlc.CouplingMap, **options: Any) -> Any:
+        ax = original(result, **options)
+        which = result.kind, result.provenance.get("fixed"), options["k"]
+        drawn.setdefault(which, set()).add(ax.images[0].get_clim())
+        return ax
+
+    monkeypatch.setattr(tlc.plots, "plot_coupling", spy)
+    html_report(runs)
+    assert pyplot.get_fignums() == []
+    kinds = ("self", None, 4), ("context", "input", 4), ("context", "output", 4)
+    assert set(drawn) == {("depth", None, 4), ("depth", None, 8), *kinds}
+    assert [len(scales) for scales in drawn.values()] == [1] * 5
+    largest = max(float(run.tokens["self"].coupling(4).max()) for run in runs.values())
+    assert drawn["self", None, 4].pop() == pytest.approx((0, max(largest, 4 * (1 - math.sqrt(3 / 4)))))
+
+
 def test_the_same_results_give_the_same_page(runs: dict[str, tlc.portraits.Portrait], page: Path) -> None:
     assert html_report(runs).encode("utf-8", "xmlcharrefreplace") == page.read_bytes()
 
@@ -168,7 +188,7 @@ def test_one_token(tokenizer_folder: Path) -> None:
     page = Reader(html_report({"alone": tlc.portrait(tlc.trace(model, [3]), k=(4,))}))
     assert "No token stands before the measured one." in page.text
     assert "The prompt has one token" in page.text
-    assert "AttentionPattern" not in [attrs.get("data-circuitsvis") for attrs in page.all("div")]
+    assert not [image for image in page.all("img") if "tokens" in str(image["alt"])]
 
 
 def test_a_first_and_a_last_token_leave_maps_out(tiny_trace: tlc.Trace) -> None:
@@ -205,9 +225,11 @@ def test_the_page_in_a_browser_without_a_network(
     assert chromium.execute_script("return window.hit ?? null") is None
     assert chromium.execute_script("return [...document.images].every(i => i.complete && i.naturalWidth > 99)")
     assert chromium.execute_script("return document.images.length") == len(read.all("img"))
-    sizes = chromium.execute_script("return [...document.querySelectorAll('canvas')].map(c => [c.width, c.height])")
-    assert len(sizes) == 6
-    assert all(200 < side <= width for size in sizes for side in size)
+    # Every picture fits whole.
+    ends = chromium.execute_script(
+        "return [...document.images].map(i => i.getBoundingClientRect()).map(box => [box.left, box.right])"
+    )
+    assert all(0 <= left < right <= width for left, right in ends)
     # Every widget of tokens shows every token.
     counts = chromium.execute_script(
         "return [...document.querySelectorAll('.colored-tokens')]"
@@ -243,7 +265,7 @@ def test_the_embedded_model_on_a_page(smollm2: nn.Module, chromium: Any, tmp_pat
         assert all(url.startswith(("file:", "data:")) for url in browser.requested(chromium))
         assert browser.complaints(chromium) == []
         assert not browser.scrolls_sideways(chromium)
-        assert chromium.execute_script("return document.querySelectorAll('canvas').length") == 3
+        assert chromium.execute_script("return document.querySelectorAll('.colored-tokens').length") == 3 * 30 + 1 + 3
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -261,7 +283,7 @@ def test_pointing_at_a_token_shows_its_value(
         "const box = row.children[0].getBoundingClientRect(); return [box.left + 5, box.top + box.height / 2]"
     )
     browser.move_to(chromium, *place)
-    shown = f"{float(entropy[0, 0]):.4g}"
+    shown = f"{float(entropy[-1, 0]):.4g}"
     browser.wait(chromium, f"return row.querySelector('div')?.textContent.endsWith({json.dumps(shown)})")
     assert visible_token(HOSTILE[0]) in chromium.execute_script("return row.querySelector('div').textContent")
     on_top = chromium.execute_script(

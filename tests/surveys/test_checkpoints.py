@@ -1,6 +1,7 @@
 """Sweeps over checkpoints: from a local folder and by genuine names, failing, killed, and taken up again."""
 
 import gc
+import hashlib
 import json
 import os
 import signal
@@ -20,8 +21,7 @@ import xarray
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.surveys import checkpoints
-from tl_coupling.surveys.checkpoints import checkpoint_sweep, local_checkpoints, pythia_steps
+from tl_coupling.surveys import checkpoint_sweep, checkpoints, local_checkpoints, pythia_steps, survey
 from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
 from tl_coupling.surveys.units import Unit
 
@@ -107,7 +107,7 @@ def test_each_checkpoint_of_a_folder_is_measured_as_itself(run: Path, undisturbe
     for step in (0, 20, 100):
         alone = measure_prompts(tlc.load_model(str(run / f"step{step}")), as_prompts(PROMPTS), SETTINGS)
         # xarray.testing.assert_equal is exact.
-        xarray.testing.assert_equal(undisturbed.sel(checkpoint=step, drop=True), alone)
+        xarray.testing.assert_equal(undisturbed.sel(checkpoint=step, drop=True).drop_vars("text"), alone)
     losses = [huggingface_loss(seed, [3, 14, 15, 92]) for seed in (0, 1, 2)]
     np.testing.assert_allclose(undisturbed["loss"][:, 0], losses, rtol=1e-5)
     assert len({round(loss, 3) for loss in losses}) == 3
@@ -134,7 +134,7 @@ def test_genuine_names_from_the_hubs_cache(hub: Path, backend, wanted) -> None:
     for checkpoint in wanted:
         model = tlc.load_model(PYTHIA, checkpoint=checkpoint, backend=backend)
         alone = measure_prompts(model, as_prompts(PROMPTS), SETTINGS)
-        xarray.testing.assert_equal(data.sel(checkpoint=checkpoint, drop=True), alone)
+        xarray.testing.assert_equal(data.sel(checkpoint=checkpoint, drop=True).drop_vars("text"), alone)
         losses.append(huggingface_loss(SEEDS[checkpoint], [5, 6, 7]))
     np.testing.assert_allclose(data["loss"][:, 1], losses, rtol=1e-5)
 
@@ -144,7 +144,7 @@ def test_results_are_written_and_read_back_the_same(run: Path, undisturbed: xarr
     first = checkpoint_sweep(run, prompts=PROMPTS, settings=SETTINGS, folder=folder)
     xarray.testing.assert_identical(first, undisturbed)
     before = state(folder)
-    assert set(before) == {"plan.json", *(f"checkpoint-{s}.{e}" for s in (0, 20, 100) for e in ("nc", "json"))}
+    assert set(before) == {"plan.json", *(f"run0@{s}.{e}" for s in (0, 20, 100) for e in ("nc", "json"))}
     xarray.testing.assert_identical(checkpoint_sweep(run, prompts=PROMPTS, settings=SETTINGS, folder=folder), first)
     assert state(folder) == before
     # A part of it, in another order, from the same folder.
@@ -164,7 +164,6 @@ def test_results_are_written_and_read_back_the_same(run: Path, undisturbed: xarr
         ),
         ({"dtype": torch.float64}, "(dtype)"),
         ({"backend": "bridge"}, "(backend)"),
-        ({"name": PYTHIA, "checkpoints": [0]}, "(model)"),
     ],
 )
 def test_a_folder_of_another_sweep_is_left_alone(hub: Path, run: Path, tmp_path: Path, change, named: str) -> None:
@@ -180,21 +179,23 @@ def test_a_folder_of_another_sweep_is_left_alone(hub: Path, run: Path, tmp_path:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_checkpoint_that_fails_is_left_out_with_a_warning_and_tried_again(hub: Path, tmp_path: Path, backend) -> None:
     arguments = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path, "backend": backend}
-    with pytest.warns(UserWarning, match=r"2 of 3 checkpoints failed and are left out: 3: ModelError: .*checkpoint 3"):
+    with pytest.warns(
+        UserWarning, match=r"2 of 3 checkpoints of .*14m failed and are left out: 3: ModelError: .*checkpoint 3"
+    ):
         data = checkpoint_sweep(PYTHIA, [3, 1000, 4], **arguments)
     assert data["checkpoint"].values.tolist() == [1000]
     failed = json.loads(data.attrs["failed"])
     assert failed.keys() == {"3", "4"}
     assert "at checkpoint 4" in failed["4"]
-    record = json.loads((tmp_path / "checkpoint-3.json").read_text())
-    assert record == {"what": {"checkpoint": 3}, "status": "failed", "error": failed["3"]}
+    record = json.loads((tmp_path / "EleutherAI%2Fpythia-14m@3.json").read_text())
+    assert (record["what"]["checkpoint"], record["status"], record["error"]) == (3, "failed", failed["3"])
     before = state(tmp_path)
     seen = []
     monitored = {**arguments, "progress": lambda units: (seen.append(unit.key) or unit for unit in units)}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         again = checkpoint_sweep(PYTHIA, [1000], **monitored)
-    assert seen == ["checkpoint-1000"]
+    assert seen == ["EleutherAI%2Fpythia-14m@1000"]
     assert again.attrs["failed"] == "{}"
     assert state(tmp_path) == before
 
@@ -206,12 +207,76 @@ def test_a_folder_that_lost_a_checkpoint_goes_on_and_comes_back(tmp_path: Path) 
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
     folder = tmp_path / "results"
-    with pytest.warns(UserWarning, match="1 of 2 checkpoints failed"):
+    with pytest.warns(UserWarning, match="1 of 2 checkpoints of .*run failed"):
         half = checkpoint_sweep(there, prompts=PROMPTS, settings=SETTINGS, folder=folder)
     assert half["checkpoint"].values.tolist() == [2]
     weights.write_bytes(content)
     again = checkpoint_sweep(there, prompts=PROMPTS, settings=SETTINGS, folder=folder)
     xarray.testing.assert_identical(again, whole)
+
+
+def test_a_folder_that_is_not_there_is_said_before_anything_is_tried(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"there is no such folder: {tmp_path}/run"):
+        checkpoint_sweep(tmp_path / "run", [1], PROMPTS, folder=tmp_path / "results")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_network_only_what_is_cached_is_tried_after_the_first_failure(hub: Path, monkeypatch) -> None:
+    tried = []
+
+    def load_and_count(*args, checkpoint, **kwargs):
+        tried.append(checkpoint)
+        return tlc.load_model(*args, checkpoint=checkpoint, **kwargs)
+
+    monkeypatch.setattr(survey, "load_model", load_and_count)
+    uncached = [step for step in pythia_steps() if step != 1000]
+    with pytest.raises(
+        tlc.ModelError, match=r"none of the 18 .*; 1: ModelError: could not load .*no network"
+    ) as caught:
+        checkpoint_sweep(PYTHIA, uncached, PROMPTS, settings=SETTINGS)
+    assert tried == [1]
+    assert "\n" not in str(caught.value)
+    tried.clear()
+    with pytest.warns(
+        UserWarning, match=r"2 of 3 .* left out: 4: ModelError: could .*; 8: ModelError: not tried: could"
+    ):
+        data = checkpoint_sweep(PYTHIA, [4, 8, 1000], PROMPTS, settings=SETTINGS)
+    assert tried == [4, 1000]
+    assert data["checkpoint"].values.tolist() == [1000]
+
+
+def test_a_sweep_is_a_survey_of_one_model(run: Path, undisturbed: xarray.Dataset, tmp_path: Path) -> None:
+    checkpoint_sweep(run, prompts=PROMPTS, settings=SETTINGS, folder=tmp_path)
+    opened = tlc.open_survey(tmp_path)
+    costs = ["n_layers", "d_model", "n_parameters", "seconds", "peak_memory"]
+    xarray.testing.assert_equal(opened.drop_vars(costs).sel(model="run0", drop=True), undisturbed)
+    again = tlc.run(tlc.Survey({"run0": run}, PROMPTS, settings=SETTINGS), tmp_path)
+    xarray.testing.assert_identical(again, opened)
+
+
+def test_a_folder_of_an_older_sweep_is_refused_with_what_to_do(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"model": str(run), "backend": "auto", "k": [2, 4]}))
+    (tmp_path / "checkpoint-0.nc").write_bytes(b"an older result")
+    with pytest.raises(ValueError, match=r"was written by an older version of tl_coupling .*choose another folder"):
+        checkpoint_sweep(run, prompts=PROMPTS, settings=SETTINGS, folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_checkpoints_that_were_measured_with_other_versions_are_named(run: Path, tmp_path: Path) -> None:
+    given = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path}
+    checkpoint_sweep(run, **given)
+    path, record = tmp_path / "run0@20.nc", tmp_path / "run0@20.json"
+    data = xarray.load_dataset(path)
+    provenance = json.loads(data.attrs["provenance"]) | {"versions": {"torch": "1.0"}}
+    data.assign_attrs(provenance=json.dumps(provenance)).to_netcdf(path)
+    checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"sha256": checksum}))
+    with pytest.warns(UserWarning, match="were not all measured alike: versions differ"):
+        swept = checkpoint_sweep(run, **given)
+    by_unit = json.loads(swept.attrs["provenance_by_unit"])
+    assert by_unit["run0@20"] == {"versions": {"torch": "1.0"}}
+    assert by_unit["run0@0"]["versions"]["torch"] == torch.__version__
+    assert "versions" not in json.loads(swept.attrs["provenance"])
 
 
 @pytest.mark.parametrize(
@@ -221,12 +286,8 @@ def test_a_folder_that_lost_a_checkpoint_goes_on_and_comes_back(tmp_path: Path) 
             PYTHIA,
             "none of the 3 checkpoints of EleutherAI/pythia-14m could be measured; 1: ModelError: could not load",
         ),
-        (
-            "gpt2",
-            "none of the 3 checkpoints of gpt2 could be measured; 1: ModelError: could not load 'gpt2' at",
-        ),
+        ("gpt2", "none of the 3 checkpoints of gpt2 could be measured; 1: ModelError: could not load 'gpt2' at"),
         ("smollm2-135m", "none of the 3 checkpoints .*has no checkpoints"),
-        ("/no/such/run", "none of the 3 checkpoints of /no/such/run"),
     ],
 )
 def test_nothing_measured_is_an_error(hub: Path, monkeypatch, name: str, message: str) -> None:
@@ -240,7 +301,7 @@ def test_nothing_measured_is_an_error(hub: Path, monkeypatch, name: str, message
 def test_an_error_in_measuring_names_prompt_and_checkpoint(run: Path, tmp_path: Path) -> None:
     with pytest.raises(tlc.ModelError, match=r"none of the 3 .*; 0: ValueError: prompt '0': `k` must lie in \[1, 32\]"):
         checkpoint_sweep(run, prompts=PROMPTS, settings=Settings(k=(50,)), folder=tmp_path)
-    assert json.loads((tmp_path / "checkpoint-20.json").read_text())["status"] == "failed"
+    assert json.loads((tmp_path / "run0@20.json").read_text())["status"] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +320,7 @@ def test_an_error_in_measuring_names_prompt_and_checkpoint(run: Path, tmp_path: 
 def test_checkpoints_that_make_no_sense_are_refused_before_anything_is_loaded(
     hub: Path, run: Path, as_a_user, monkeypatch, tmp_path: Path, wanted, message: str
 ) -> None:
-    monkeypatch.setattr(checkpoints, "load_model", None)
+    monkeypatch.setattr(survey, "load_model", None)
     for name in (PYTHIA, run):
         with pytest.raises((ValueError, TypeError)) as caught:
             checkpoint_sweep(name, wanted, PROMPTS, settings=SETTINGS, folder=tmp_path / "results")
@@ -290,7 +351,7 @@ def test_checkpoints_of_another_depth_are_not_filled_up(monkeypatch, tmp_path: P
     save_checkpoints(tmp_path, {"step1": 1})
     monkeypatch.setitem(tiny.CONFIGS, "gpt_neox", {**tiny.CONFIGS["gpt_neox"], "num_hidden_layers": 3})
     save_checkpoints(tmp_path, {"step2": 2})
-    with pytest.raises(ValueError, match=r"not of one architecture .*layers: \{1: 2, 2: 3\}"):
+    with pytest.raises(ValueError, match=r"not of one architecture; layers: \{1: 2, 2: 3\}"):
         checkpoint_sweep(tmp_path, prompts=PROMPTS, settings=SETTINGS)
 
 
@@ -306,7 +367,7 @@ def test_one_model_is_in_memory_at_a_time(hub: Path, monkeypatch, backend, faili
         models.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(checkpoints, "load_model", load_and_look)
+    monkeypatch.setattr(survey, "load_model", load_and_look)
     settings = Settings(k=(50,)) if failing else SETTINGS
     gc.collect()
     # Or luck decides when the last model goes.
@@ -322,7 +383,7 @@ def test_one_model_is_in_memory_at_a_time(hub: Path, monkeypatch, backend, faili
 
 _KILLED = """
 import os, signal, sys
-from tl_coupling.surveys.checkpoints import checkpoint_sweep
+from tl_coupling.surveys import checkpoint_sweep
 from tl_coupling.surveys.measurements import Settings
 from tl_coupling.surveys import units
 
@@ -330,7 +391,7 @@ run, folder, when = sys.argv[1:]
 
 def progress(todo):
     for unit in todo:
-        if when == "between" and unit.key == "checkpoint-20":
+        if when == "between" and unit.what["checkpoint"] == 20:
             os.kill(os.getpid(), signal.SIGKILL)
         yield unit
 
@@ -349,7 +410,7 @@ checkpoint_sweep(run, None, ["w3 w14 w15 w92", "w5 w6 w7"],
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
-@pytest.mark.parametrize(("when", "left_over"), [("between", 0), ("checkpoint-20.nc", 1), ("checkpoint-20.json", 1)])
+@pytest.mark.parametrize(("when", "left_over"), [("between", 0), ("run0@20.nc", 1), ("run0@20.json", 1)])
 def test_a_sweep_that_was_killed_goes_on_to_the_same_bits(
     run: Path, undisturbed: xarray.Dataset, tmp_path: Path, when: str, left_over: int
 ) -> None:
@@ -361,9 +422,9 @@ def test_a_sweep_that_was_killed_goes_on_to_the_same_bits(
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-500:]
     before = state(tmp_path)
-    finished = {name: content for name, content in before.items() if name in ("checkpoint-0.nc", "checkpoint-0.json")}
+    finished = {name: content for name, content in before.items() if name in ("run0@0.nc", "run0@0.json")}
     assert len(finished) == 2
-    assert "checkpoint-100.nc" not in before
+    assert "run0@100.nc" not in before
     assert sum(name.startswith(".") for name in before) == left_over
     again = checkpoint_sweep(run, prompts=PROMPTS, settings=SETTINGS, folder=tmp_path)
     xarray.testing.assert_identical(again, undisturbed)

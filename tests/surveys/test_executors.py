@@ -15,7 +15,7 @@ import pytest
 import xarray
 
 from tl_coupling.surveys.executors import AsTheyFinish, Preemptible, process_pool, submitted
-from tl_coupling.surveys.units import Unit, load_unit, record, run_units
+from tl_coupling.surveys.units import Folder, Unit, load_unit, record
 
 pytestmark = pytest.mark.on_3_only
 
@@ -42,7 +42,7 @@ def alone(tmp_path: Path) -> Path:
     """The same units, done in this process."""
     folder = tmp_path / "alone"
     folder.mkdir()
-    run_units(folder, UNITS, measure)
+    Folder(folder, {}).run(UNITS, measure)
     return folder
 
 
@@ -54,15 +54,15 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_process_pool_gives_the_same_files(alone: Path, folder: Path) -> None:
     with process_pool(2) as executor:
-        outcomes = run_units(folder, UNITS, measure, executor=executor)
-        again = run_units(folder, UNITS, measure, executor=executor)
+        outcomes = Folder(folder, {}).run(UNITS, measure, executor=executor)
+        again = Folder(folder, {}).run(UNITS, measure, executor=executor)
     assert [(o.unit, o.status) for o in outcomes] == [(unit, "computed") for unit in UNITS]
     assert [o.status for o in again] == ["kept"] * 4
     assert bytes_of(folder) == bytes_of(alone)
 
 
 def test_progress_runs_over_what_came_back_and_knows_how_much_will(folder: Path) -> None:
-    run_units(folder, UNITS[:1], measure)
+    Folder(folder, {}).run(UNITS[:1], measure)
     lengths, seen = [], set()
 
     def progress(units):
@@ -72,7 +72,7 @@ def test_progress_runs_over_what_came_back_and_knows_how_much_will(folder: Path)
             yield unit
 
     with ThreadPoolExecutor(2) as executor:
-        run_units(folder, UNITS, measure, progress, executor)
+        Folder(folder, {}).run(UNITS, measure, progress, executor)
     assert lengths == [3]
     assert seen == {"unit-1", "unit-2", "unit-3"}
 
@@ -84,7 +84,7 @@ def test_a_failure_elsewhere_is_recorded_like_one_here(folder: Path) -> None:
         return measure(unit)
 
     with ThreadPoolExecutor(1) as executor:
-        outcomes = run_units(folder, UNITS, failing, executor=executor)
+        outcomes = Folder(folder, {}).run(UNITS, failing, executor=executor)
     assert [o.status for o in outcomes] == ["computed", "failed", "computed", "computed"]
     assert outcomes[1].error == "RuntimeError: no luck"
 
@@ -107,7 +107,7 @@ def test_a_disk_that_cannot_be_written_ends_the_run_and_cancels_the_rest(folder:
             return future
 
     with pytest.raises(OSError, match="cannot write"):
-        run_units(folder, UNITS, measure, executor=Elsewhere())
+        Folder(folder, {}).run(UNITS, measure, executor=Elsewhere())
     assert len(cancelled) == 3
 
 
@@ -117,16 +117,16 @@ def test_a_killed_worker_loses_nothing_finished_and_a_rerun_completes(
 ) -> None:
     monkeypatch.setenv("TL_COUPLING_TEST_MARK", str(tmp_path / "mark"))
     with process_pool(1) as executor:
-        outcomes = run_units(folder, UNITS, measure_or_die, executor=executor)
+        outcomes = Folder(folder, {}).run(UNITS, measure_or_die, executor=executor)
     assert [o.status for o in outcomes] == ["computed", "computed", "failed", "computed"]
     found = record(folder, UNITS[2])
     assert found is not None
     assert found["status"] == "failed"
-    assert found["error"].startswith("WorkerDied: its worker died, and again when it had nothing else to do")
+    assert found["error"].startswith("WorkerDied: its worker died, twice")
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("unit-[013].*")}
     (tmp_path / "mark").touch()
     with process_pool(1) as executor:
-        outcomes = run_units(folder, UNITS, measure_or_die, executor=executor)
+        outcomes = Folder(folder, {}).run(UNITS, measure_or_die, executor=executor)
     assert [o.status for o in outcomes] == ["kept", "kept", "computed", "kept"]
     assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
     assert bytes_of(folder) == bytes_of(alone)
@@ -138,7 +138,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_executors import UNITS, measure
 from tl_coupling.surveys.executors import process_pool
-from tl_coupling.surveys.units import run_units
+from tl_coupling.surveys.units import Folder
 
 def slow(unit):
     time.sleep(0.5)
@@ -146,7 +146,7 @@ def slow(unit):
 
 if __name__ == "__main__":
     with process_pool(1) as executor:
-        run_units(Path(sys.argv[1]), UNITS, slow, executor=executor)
+        Folder(sys.argv[1], {}).run(UNITS, slow, executor=executor)
 """
 
 
@@ -166,7 +166,7 @@ def test_a_killed_driver_loses_nothing_finished_and_a_rerun_completes(
     driver.wait()
     before = bytes_of(folder)
     # Its worker may still be writing what it was given.
-    outcomes = run_units(folder, UNITS, measure)
+    outcomes = Folder(folder, {}).run(UNITS, measure)
     assert outcomes[0].status == "kept"
     assert bytes_of(folder) == bytes_of(alone)
     assert before.items() <= bytes_of(folder).items()
@@ -180,19 +180,19 @@ def test_a_worker_that_died_after_its_last_write_has_done_its_work(folder: Path)
             future.set_exception(RuntimeError("killed"))
             return future
 
-    assert [o.status for o in run_units(folder, UNITS, measure, executor=DiesAfterwards())] == ["computed"] * 4
+    assert [o.status for o in Folder(folder, {}).run(UNITS, measure, executor=DiesAfterwards())] == ["computed"] * 4
 
 
 def test_two_runs_in_one_folder_are_one_too_many(folder: Path) -> None:
     pytest.importorskip("fcntl")
 
     def inside(units):
-        with pytest.raises(ValueError, match=r"another run is at work in .*results, or its workers are: wait for it"):
-            run_units(folder, UNITS, measure)
+        with pytest.raises(ValueError, match=r"another run, or one of its workers, is using .*results: wait for it"):
+            Folder(folder, {}).run(UNITS, measure)
         yield from units
 
-    run_units(folder, UNITS[:1], measure, inside)
-    assert [o.status for o in run_units(folder, UNITS[:1], measure)] == ["kept"]
+    Folder(folder, {}).run(UNITS[:1], measure, inside)
+    assert [o.status for o in Folder(folder, {}).run(UNITS[:1], measure)] == ["kept"]
 
 
 def test_what_is_submitted_together_is_one_batch() -> None:

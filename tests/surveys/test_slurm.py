@@ -16,9 +16,9 @@ import xarray
 import slurm_cluster
 import tiny
 from tl_coupling.prompts import Prompt
+from tl_coupling.surveys import Survey, open_survey, run
 from tl_coupling.surveys.executors import Preemptible, slurm_executor
 from tl_coupling.surveys.measurements import Settings
-from tl_coupling.surveys.survey import Survey, open_survey, run
 
 pytestmark = pytest.mark.on_3_only
 
@@ -215,7 +215,7 @@ def test_the_command_hands_its_units_to_the_cluster(survey: Survey, executor: An
 @needs_slurm
 def test_parameters_that_slurm_does_not_take_are_said(slurm: None, tmp_path: Path) -> None:
     for given in ({"prtition": "local"}, {"timeout_min": "12h"}):
-        with pytest.raises(ValueError, match=f"SLURM does not take .*{next(iter(given))}.* as they are: ") as caught:
+        with pytest.raises(ValueError, match=f"SLURM does not accept .*{next(iter(given))}.*: ") as caught:
             slurm_executor(tmp_path, **given)
         assert "\n" not in str(caught.value)
 
@@ -223,7 +223,7 @@ def test_parameters_that_slurm_does_not_take_are_said(slurm: None, tmp_path: Pat
 @needs_slurm
 def test_work_that_slurm_refuses_is_one_line(survey: Survey, executor: Any, tmp_path: Path) -> None:
     executor.update_parameters(slurm_partition="nowhere")
-    with pytest.raises(OSError, match=r"^the work could not be handed over \(FailedJobError: .*nowhere") as caught:
+    with pytest.raises(OSError, match=r"^the work could not be submitted \(FailedJobError: .*nowhere") as caught:
         run(survey, tmp_path / "results", executor)
     assert "\n" not in str(caught.value)
 

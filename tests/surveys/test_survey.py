@@ -22,7 +22,9 @@ from tl_coupling.prompts import Prompt
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.executors import process_pool
 from tl_coupling.surveys.measurements import Settings, measure_prompts
-from tl_coupling.surveys.survey import Survey, open_survey, run
+from tl_coupling.surveys.opening import open_survey
+from tl_coupling.surveys.survey import Survey, run
+from tl_coupling.surveys.units import Folder
 
 pytestmark = pytest.mark.on_4_only
 
@@ -108,11 +110,37 @@ def test_prompts_and_units_can_be_shared_out_otherwise(survey: Survey, undisturb
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
-def test_results_are_opened_lazily(survey: Survey, tmp_path: Path, undisturbed: xarray.Dataset) -> None:
+def test_results_are_opened_lazily_only_if_they_are_larger_than_memory(
+    survey: Survey, tmp_path: Path, undisturbed: xarray.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = run(survey, tmp_path)
-    assert all(data[name].chunks for name in ("coupling", "loss", "singular_values"))
+    variables = ("coupling", "loss", "singular_values")
+    assert not any(data[name].chunks for name in variables)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
-    xarray.testing.assert_identical(values_of(open_survey(tmp_path)), values_of(undisturbed))
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.nc"))
+    monkeypatch.setattr("tl_coupling.surveys.opening._memory", lambda: size)
+    lazily = open_survey(tmp_path)
+    assert all(lazily[name].chunks for name in variables)
+    xarray.testing.assert_identical(values_of(lazily), values_of(undisturbed))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"take 0\.0 GiB, over half .*: pip install \"tl-coupling\[survey"):
+        open_survey(tmp_path)
+    monkeypatch.undo()
+    xarray.testing.assert_identical(open_survey(tmp_path), data)
+
+
+_WITHOUT_DASK = """
+import sys
+sys.modules["dask"] = None
+import tl_coupling as tlc
+print(tlc.open_survey(sys.argv[1]).sizes["model"])
+"""
+
+
+def test_results_open_where_dask_is_not_installed(survey: Survey, tmp_path: Path) -> None:
+    run(survey, tmp_path)
+    ended = subprocess.run([sys.executable, "-c", _WITHOUT_DASK, tmp_path], capture_output=True, text=True)
+    assert (ended.stdout.strip(), ended.returncode) == ("2", 0), ended.stderr[-500:]
 
 
 def test_a_process_pool_gives_the_same_bits(survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path) -> None:
@@ -261,10 +289,10 @@ def test_results_of_another_survey_are_not_overwritten(survey: Survey, models: d
     assert {name: content for name, content in state(tmp_path).items() if name in before} == before
 
 
-def test_a_folder_of_something_else_is_said(models: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no folder of results: there is no plan\.json in it"):
+def test_a_folder_of_something_else_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not a folder of results: there is no plan\.json in it"):
         open_survey(tmp_path)
-    tlc.checkpoint_sweep(models["run"], prompts=PROMPTS, settings=SETTINGS, folder=tmp_path)
+    Folder(tmp_path, {"of": "something else"})
     with pytest.raises(ValueError, match="holds results of something else than a survey"):
         open_survey(tmp_path)
 
@@ -359,7 +387,7 @@ def test_the_folder_of_the_command_opens_too(survey: Survey, undisturbed: xarray
         ({"models": ["a", "a"]}, "each once, got"),
         ({"prompts": []}, "`prompts` is empty"),
         ({"prompts_per_unit": 0}, "`prompts_per_unit` must be at least 1, got 0"),
-        ({"untrained": True, "checkpoints": [1]}, "`untrained` is of models"),
+        ({"untrained": True, "checkpoints": [1]}, "`untrained` does not go with `checkpoints`"),
         ({"models": ["./nowhere"]}, "there is no such folder: ./nowhere"),
         ({"checkpoints": {"b": [1]}}, r"names models that are not surveyed: \['b'\]; there are \['a'\]"),
     ],
@@ -367,3 +395,19 @@ def test_the_folder_of_the_command_opens_too(survey: Survey, undisturbed: xarray
 def test_what_could_not_be_measured_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Survey(**({"models": ["a"], "prompts": PROMPTS} | given))
+
+
+def test_prompts_of_a_unit_have_a_bar_of_their_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def measured(model: object, prompts: object, settings: object, progress: object) -> None:
+        seen.append(progress)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("tl_coupling.surveys.survey.load_model", lambda **_: None)
+    monkeypatch.setattr("tl_coupling.surveys.survey.measure_prompts", measured)
+    with ThreadPoolExecutor(1) as executor:
+        for given in ({}, {"progress": False}, {"progress": iter}, {"executor": executor}):
+            with pytest.raises(ModelError, match="enough"):
+                run(Survey(["a"], ["w1"]), **given)
+    assert seen == [None, False, False, False]

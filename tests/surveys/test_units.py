@@ -12,10 +12,11 @@ import pytest
 import xarray
 
 from tl_coupling.files import file_name
-from tl_coupling.surveys.units import Unit, check_plan, load_unit, record, run_units
+from tl_coupling.surveys.units import VERSION, Folder, Unit, load_unit, record
 
 pytestmark = pytest.mark.on_3_only
 
+PLAN = {"of": "units"}
 UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(3)]
 
 
@@ -40,8 +41,7 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    check_plan(tmp_path, {"of": "units"})
-    run_units(tmp_path, UNITS, Measurement())
+    Folder(tmp_path, PLAN).run(UNITS, Measurement())
     return tmp_path
 
 
@@ -59,7 +59,7 @@ def test_each_unit_is_a_result_and_a_record(finished: Path) -> None:
 
 def test_what_is_finished_is_kept_and_not_touched(finished: Path) -> None:
     before, again = snapshot(finished), Measurement()
-    outcomes = run_units(finished, UNITS, again)
+    outcomes = Folder(finished, PLAN).run(UNITS, again)
     assert [outcome.status for outcome in outcomes] == ["kept"] * 3
     assert again.asked == []
     assert snapshot(finished) == before
@@ -110,24 +110,26 @@ def test_what_is_missing_or_damaged_is_done_again_and_nothing_else(finished: Pat
     before = snapshot(finished)
     damage(finished)
     again = Measurement()
-    assert [o.status for o in run_units(finished, UNITS, again)] == ["kept", "computed", "kept"]
+    assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == ["kept", "computed", "kept"]
     assert again.asked == [1]
     after = snapshot(finished)
     assert after.keys() == before.keys()
     assert {name for name in before if after[name] != before[name]} <= {"unit-1.nc", "unit-1.json"}
-    assert [o.status for o in run_units(finished, UNITS, again)] == ["kept"] * 3
+    assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == ["kept"] * 3
     np.testing.assert_array_equal(load_unit(finished, UNITS[1])["x"], np.arange(5) + 100)
 
 
 def test_a_unit_that_is_now_something_else_is_done_again(finished: Path) -> None:
     again = Measurement()
-    run_units(finished, [Unit("unit-0", {"number": 7}), Unit("unit-1", {"number": "1"})], lambda unit: again(UNITS[2]))
+    Folder(finished, PLAN).run(
+        [Unit("unit-0", {"number": 7}), Unit("unit-1", {"number": "1"})], lambda unit: again(UNITS[2])
+    )
     assert again.asked == [2, 2]
 
 
 def test_a_failure_is_recorded_the_others_go_on_and_a_rerun_tries_again(tmp_path: Path) -> None:
     first = Measurement(failing=(1,))
-    outcomes = run_units(tmp_path, UNITS, first)
+    outcomes = Folder(tmp_path, PLAN).run(UNITS, first)
     assert [(o.status, o.error) for o in outcomes] == [
         ("computed", None),
         ("failed", "RuntimeError: no luck with 1"),
@@ -140,17 +142,17 @@ def test_a_failure_is_recorded_the_others_go_on_and_a_rerun_tries_again(tmp_path
     }
     assert not (tmp_path / "unit-1.nc").exists()
     second = Measurement()
-    assert [o.status for o in run_units(tmp_path, UNITS, second)] == ["kept", "computed", "kept"]
+    assert [o.status for o in Folder(tmp_path, PLAN).run(UNITS, second)] == ["kept", "computed", "kept"]
     assert second.asked == [1]
 
 
 def test_an_old_result_does_not_pass_for_that_of_a_unit_that_failed_since(finished: Path) -> None:
     truncated(finished)
     whole = (finished / "unit-2.nc").read_bytes()
-    run_units(finished, UNITS, Measurement(failing=(1,)))
+    Folder(finished, PLAN).run(UNITS, Measurement(failing=(1,)))
     (finished / "unit-1.nc").write_bytes(whole)
     again = Measurement()
-    run_units(finished, UNITS, again)
+    Folder(finished, PLAN).run(UNITS, again)
     assert again.asked == [1]
 
 
@@ -162,9 +164,9 @@ def test_the_user_can_stop_it_and_go_on_later(tmp_path: Path, stop: type[BaseExc
         return Measurement()(unit)
 
     with pytest.raises(stop):
-        run_units(tmp_path, UNITS, stopped)
+        Folder(tmp_path, PLAN).run(UNITS, stopped)
     again = Measurement()
-    run_units(tmp_path, UNITS, again)
+    Folder(tmp_path, PLAN).run(UNITS, again)
     assert again.asked == [1, 2]
 
 
@@ -176,29 +178,29 @@ def test_progress_wraps_the_loop(tmp_path: Path) -> None:
             seen.append(unit.key)
             yield unit
 
-    run_units(tmp_path, UNITS, Measurement(), progress)
+    Folder(tmp_path, PLAN).run(UNITS, Measurement(), progress)
     assert seen == ["unit-0", "unit-1", "unit-2"]
 
 
 def test_another_plan_is_refused_by_name_and_nothing_is_overwritten(finished: Path) -> None:
     before = snapshot(finished)
-    check_plan(finished, {"of": "units"})
+    Folder(finished, {"of": "units"})
     with pytest.raises(ValueError, match=r'\(k, of\): wanted \{"k": 3, "of": "ünits"\}, found .*"units"') as caught:
-        check_plan(finished, {"of": "ünits", "k": 3})
+        Folder(finished, {"of": "ünits", "k": 3})
     assert str(finished) in str(caught.value)
     assert snapshot(finished) == before
 
 
 def test_a_plan_is_what_json_makes_of_it(tmp_path: Path) -> None:
-    for pair in ((1, 2), [1, 2]):
-        check_plan(tmp_path, {"pair": pair})
+    Folder(tmp_path, {"pair": (1, 2)}).run(UNITS[:1], Measurement())
+    Folder(tmp_path, {"pair": [1, 2]})
     with pytest.raises(ValueError, match="another plan"):
-        check_plan(tmp_path, {"pair": [2, 1]})
+        Folder(tmp_path, {"pair": [2, 1]})
 
 
 def test_what_differs_is_named_however_long_it_is(finished: Path) -> None:
     with pytest.raises(ValueError, match=r"\(a, of, z\)") as caught:
-        check_plan(finished, {"a": "long " * 1000, "of": "units!", "z": 1})
+        Folder(finished, {"a": "long " * 1000, "of": "units!", "z": 1})
     assert len(str(caught.value)) < 500
     assert "\n" not in str(caught.value)
 
@@ -207,15 +209,38 @@ def test_what_differs_is_named_however_long_it_is(finished: Path) -> None:
 def test_a_damaged_plan_is_said(finished: Path, content: bytes) -> None:
     (finished / "plan.json").write_bytes(content)
     before = snapshot(finished)
-    with pytest.raises(ValueError, match=r"plan\.json is damaged: put it back as it was"):
-        check_plan(finished, {"of": "units"})
+    with pytest.raises(ValueError, match=r"plan\.json is damaged: restore it, or choose"):
+        Folder(finished, {"of": "units"})
+    assert snapshot(finished) == before
+
+
+def test_a_plan_binds_from_the_first_result_on(tmp_path: Path) -> None:
+    """A first run that fails on its arguments can be repeated with others."""
+    Folder(tmp_path, {"k": 999}).run(UNITS, Measurement(failing=(0, 1, 2)))
+    outcomes = Folder(tmp_path, {"k": 2}).run(UNITS, Measurement())
+    assert [outcome.status for outcome in outcomes] == ["computed"] * 3
+    with pytest.raises(ValueError, match=r"another plan \(k\)"):
+        Folder(tmp_path, {"k": 999})
+    assert Folder(tmp_path).plan == {"version": VERSION, "k": 2}
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [(None, "an older version"), (1, "an older version"), (VERSION + 1, "another version")]
+)
+def test_folders_of_other_versions_are_refused_with_what_to_do(finished: Path, version: int | None, said: str) -> None:
+    """Until 0.1.0 plans had no version."""
+    (finished / "plan.json").write_text(json.dumps(PLAN if version is None else {"version": version} | PLAN))
+    before = snapshot(finished)
+    for plan in (None, PLAN):
+        with pytest.raises(ValueError, match=f"was written by {said} of tl_coupling .*choose another folder"):
+            Folder(finished, plan)
     assert snapshot(finished) == before
 
 
 def test_results_without_a_plan_are_not_ours(finished: Path) -> None:
     (finished / "plan.json").unlink()
     with pytest.raises(ValueError, match=r"holds results, but no plan\.json"):
-        check_plan(finished, {"of": "units"})
+        Folder(finished, {"of": "units"})
     assert not (finished / "plan.json").exists()
 
 
@@ -236,7 +261,7 @@ _ON_A_FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 import numpy as np, xarray
-from tl_coupling.surveys.units import Unit, check_plan, run_units
+from tl_coupling.surveys.units import Folder, Unit
 
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 
@@ -248,8 +273,8 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 try:
-    check_plan(folder, {"of": "sizes"})
-    run_units(folder, [Unit("small", {"size": 10}), Unit("large", {"size": 9999}), Unit("last", {"size": 5})], measure)
+    sizes = {"small": 10, "large": 9999, "last": 5}
+    Folder(folder, {"of": "sizes"}).run([Unit(key, {"size": size}) for key, size in sizes.items()], measure)
 except OSError as error:
     print("OSError:", error)
 """
@@ -285,7 +310,7 @@ def test_a_disk_without_room_for_anything_is_said_of_the_file_that_was_wanted(tm
     (printed,) = write_under(10, tmp_path)
     assert printed.startswith(f"OSError: cannot write {tmp_path / 'plan.json'}: ")
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "plan.json").write_text(json.dumps({"of": "sizes"}))
+    (tmp_path / "plan.json").write_text(json.dumps({"version": VERSION, "of": "sizes"}))
     asked, printed = write_under(50, tmp_path)
     assert asked == "asked small"
     assert printed.startswith(f"OSError: cannot write {tmp_path / 'small.nc'}: ")

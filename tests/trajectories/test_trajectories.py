@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tl_coupling as tlc
 from tl_coupling.trajectories import (
+    attention_sinks,
     equidistance,
     expodistance,
     line_shape_score,
@@ -218,6 +219,20 @@ def test_dtypes(measure: Callable[[Tensor], Tensor], given: torch.dtype, returne
     got = measure(x)
     assert got.dtype == returned
     torch.testing.assert_close(got, measure(x.double()).to(returned), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("measure", [*MEASURES, lambda x: trajectory_pca(x).projected])
+def test_numpy_arrays_are_measured_like_tensors(measure: Callable[[Any], Tensor]) -> None:
+    x = gaussian(6, 3, 4)
+    for array, tensor in ((x.numpy(), x), (x.numpy().astype(np.float32), x.float())):
+        torch.testing.assert_close(measure(array), measure(tensor), rtol=0, atol=0)
+
+
+def test_attention_sinks_are_tokens_ten_times_as_long_as_the_median() -> None:
+    x = torch.ones(4, 5, 3, dtype=torch.float64)
+    x[2, 1], x[1, 3] = 10.5, 9.5
+    assert attention_sinks(x) == attention_sinks(x.numpy()) == [1]
+    assert attention_sinks(x[:, [0, 2, 4]]) == []
 
 
 def test_small_growth_survives_float32() -> None:

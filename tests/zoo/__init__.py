@@ -1,1 +1,1 @@
-"""`make zoo`: every architecture of TransformerLens' registry, built tiny and held against plain autograd."""
+"""`make zoo`: every architecture of TransformerLens' registry, built tiny and checked against plain autograd."""

@@ -1,4 +1,4 @@
-"""One architecture in one precision: built, traced, and every measured Jacobian held against the oracle."""
+"""One architecture in one precision: built, traced, and every measured Jacobian checked against the oracle."""
 
 import copy
 import math

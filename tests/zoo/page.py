@@ -1,4 +1,4 @@
-"""What the zoo found, as lines for a terminal and as docs/ARCHITECTURES.md."""
+"""The zoo's findings, as lines for a terminal and as docs/ARCHITECTURES.md."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ VERDICTS = {
     "refused": "one line says what the model is and what to do",
     "not built": "no model of this architecture can be made here",
     "does not run": "the model raises an error by itself, with or without tl_coupling",
-    "unclear": "an error from inside, or none where one is due",
+    "unclear": "an error without a clear message, or none where one is due",
     "wrong": "a Jacobian that is not autograd's",
 }
 FAILURES = ("wrong", "unclear")
@@ -47,16 +47,16 @@ def lines(found: Found) -> Iterator[str]:
 _INTRODUCTION = f"""\
 Each architecture that TransformerLens names is built as a tiny random model, {N_LAYERS} layers deep. Block Jacobians at
 the first, middle and last layer, of the first, middle and last token and of {len(PAIRS) - 3} pairs of tokens, are
-compared with plain autograd over the whole original model, in which neither TransformerLens nor tl_coupling has a part.
+compared with plain autograd over the whole original model, without TransformerLens or tl_coupling.
 A number is the largest relative error: at most {TOLERANCE["float32"]:.0e} in float32 and bfloat16,
 {TOLERANCE["float64"]:.0e} in float64, where HuggingFace's norms and softmax still compute in float32. A bfloat16 model
-is linearised in float32 at its own residual stream, and so is the model that it is compared with. Of a model with
-towers for images or sound the text stack is measured.
+is linearised in float32 at its own residual stream, and so is the model that it is compared with. Of models with
+image or audio towers, the text stack is measured.
 """
 
 
 def page(found: Found) -> str:
-    """docs/ARCHITECTURES.md: the newest line in full, of the others what differs."""
+    """docs/ARCHITECTURES.md: the newest TransformerLens line in full, and where the others differ."""
     newest = max(found)
     registry = {name: row for name, row in found[newest].items() if name not in HOOKED}
     text = ["# Architectures", "", "Written by `make zoo`; not edited by hand.", ""]
@@ -73,7 +73,7 @@ def page(found: Found) -> str:
         text += ["", f"## Where TransformerLens {line} differs", ""]
         text += _table(["architecture", *_COLUMNS], ([n, *_cells(n, row)] for n, row in others.items()))
         if missing:
-            text += ["", f"It does not know {', '.join(missing)}."]
+            text += ["", f"It does not list {', '.join(missing)}."]
         if hooked:
             text += ["", f"## HookedTransformer {line}", "", "Straight from its constructor.", ""]
             text += _table(["kind", *_COLUMNS], hooked)

@@ -3,8 +3,8 @@
 from zoo.models import HOOKED
 
 _HUB_CODE = (
-    "Its code lies on the HuggingFace hub, not in transformers: not built here. "
-    "`load_model(name, trust_remote_code=True)` fetches it; every trace is held against the recorded step all the same."
+    "Its code is on the HuggingFace hub, not in transformers, so it is not built here. "
+    "`load_model(name, trust_remote_code=True)` fetches it, and every trace is still checked against the recorded step."
 )
 _DIFFUSION = "A masked diffusion model: every token sees every other. "
 NOT_BUILT: dict[str, str] = {
@@ -30,8 +30,8 @@ NOT_BUILT: dict[str, str] = {
 # What is measured under a name that is no class of transformers.
 _LEGACY = "TransformerLens loads these checkpoints into its own model (`boot_tl_legacy`), which is measured."
 _TEXT_ONLY = (
-    "TransformerLens asks for the package torchvision (of the same build as torch); the text stack, measured here, "
-    "does without."
+    "TransformerLens requires the package torchvision (built for the same torch); the text stack, which is measured "
+    "here, does not need it."
 )
 MEASURED_AS: dict[str, str] = {
     **dict.fromkeys(
@@ -46,7 +46,7 @@ MEASURED_AS: dict[str, str] = {
         _TEXT_ONLY,
     ),
     "BloomModel": "TransformerLens loads such checkpoints as BloomForCausalLM.",
-    "GPT2LMHeadCustomModel": "Measured with GPT-2's modules, which the adapter expects; its own code lies on the hub.",
+    "GPT2LMHeadCustomModel": "Measured with GPT-2's modules, which the adapter expects; its own code is on the hub.",
     "Gemma1ForCausalLM": "Another name of GemmaForCausalLM.",
     "JetMoEForCausalLM": "Another name of JetMoeForCausalLM.",
     "MPTForCausalLM": "Another name of MptForCausalLM.",

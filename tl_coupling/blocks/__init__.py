@@ -1,7 +1,7 @@
 """A residual block as a pure function of the residual stream.
 
 One forward pass of the model (`trace`) records, for every block, the residual stream that enters it and every other
-argument it was called with (`calls`). From then on a block is called on its own, with the residual stream patched in:
+argument of the call (`calls`). The block can then be called on its own, on any residual stream:
 `f(X) = block(X) − X`, TransformerLens' `hook_resid_pre → hook_resid_post` without the skip (`functions`).
 """
 
@@ -11,13 +11,4 @@ from tl_coupling.blocks.functions import BlockFunction, Path
 from tl_coupling.blocks.gate import DerivativeError, StepError
 from tl_coupling.blocks.tracing import Trace, trace
 
-__all__ = [
-    "BlockCall",
-    "BlockError",
-    "BlockFunction",
-    "DerivativeError",
-    "Path",
-    "StepError",
-    "Trace",
-    "trace",
-]
+__all__ = ["BlockCall", "BlockError", "BlockFunction", "DerivativeError", "Path", "StepError", "Trace", "trace"]

@@ -1,12 +1,11 @@
-"""The attention of one query to a context of which one row moves, with the other rows' gradients never formed.
+"""Attention of one query where a single row of the context moves, without gradients for the other rows.
 
-Scores and outputs are products, `q Kᵀ` and `P V`. Reverse mode through them gives a gradient for every row of K and V
-and every seed, `[d_model n_heads n_pos d_head]` numbers of which one row is wanted. Here the block gets K and V as
-constants, and the row that moves re-enters by the product rule, `d(q kᵀ) = dq kᵀ + q dkᵀ`: terms whose value is zero
-and whose derivative is right are added to the two products as the block computes them.
+Scores and outputs are products, `q Kᵀ` and `P V`. Reverse mode through them yields a gradient for every row of K and V
+and every seed, `[d_model n_heads n_pos d_head]` numbers, although one row is wanted. Here K and V are constants, and
+the moving row enters by the product rule, `d(q kᵀ) = dq kᵀ + q dkᵀ`: terms of value zero with the right derivative are
+added to the two products as the block computes them.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,57 +18,43 @@ _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class BlockError(RuntimeError):
-    """A block is not of the form that a cheap way to evaluate it needs."""
-
-
-@dataclass
-class MovedRow:
-    """The one row of keys and values that depends on the input.
-
-    Its position, and its keys and values `[1 n_kv_heads 1 d_head]`; for the query's own row they are set when the block
-    has computed them.
-    """
-
-    position: int
-    keys: Tensor | None = None
-    values: Tensor | None = None
-
-    def set(self, keys: Tensor, values: Tensor, position_dim: int) -> "MovedRow":
-        """Take keys and values as the block keeps them (HookedTransformer has positions before heads)."""
-        self.keys, self.values = (z if position_dim == -2 else z.transpose(1, 2) for z in (keys, values))
-        return self
+    """A block does not have the form that a cheap way to evaluate it needs."""
 
 
 class ProductRule(TorchFunctionMode):
-    """While it is entered, the block's two attention products carry the derivative of the moved row.
+    """Context in which a block's two attention products carry the derivative of the row at `position`, of `n_keys`.
+
+    `moved` is the row's keys and values, `[1 n_kv_heads 1 d_head]` each; `None` until the block has computed them.
 
     Raises:
-        BlockError: on leaving, if the block did not form `q Kᵀ` and then `P V` of the shapes expected (an attention in
+        BlockError: on exit, if the block did not compute `q Kᵀ` and then `P V` in the expected shapes (attention by
             other operations, keys that are rotated after they are cached).
     """
 
-    def __init__(self, moved: MovedRow, n_keys: int) -> None:
+    def __init__(self, position: int, n_keys: int) -> None:
         super().__init__()
-        self.moved, self.n_keys, self.products = moved, n_keys, 0
+        self.position, self.n_keys, self.products = position, n_keys, 0
+        self.moved: tuple[Tensor, ...] | None = None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _PRODUCTS and self.moved.keys is not None and self.moved.values is not None:
-            left, right = args
-            if left.ndim == right.ndim == 4 and left.shape[-2] == 1:
-                at = self.moved.position
-                if self.products == 0 and right.shape[-1] == self.n_keys:
-                    self.products = 1
-                    keys = _for_heads(self.moved.keys, right[..., at])
+    def set(self, keys: Tensor, values: Tensor, position_dim: int) -> "ProductRule":
+        """Store keys and values in the block's own layout (HookedTransformer has positions before heads)."""
+        self.moved = tuple(z if position_dim == -2 else z.transpose(1, 2) for z in (keys, values))
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _PRODUCTS and self.moved is not None and self.products < 2:
+            (left, right), at = args, self.position
+            one_query = left.ndim == right.ndim == 4 and left.shape[-2] == 1
+            if one_query and right.shape[-1 - self.products] == self.n_keys:
+                self.products += 1
+                if self.products == 1:
+                    keys = _for_heads(self.moved[0], right[..., at])
                     scores = (left.detach() * (keys - keys.detach())).sum(-1, keepdim=True)
-                    padding = (at, self.n_keys - 1 - at)
-                    return times_constant(left, right) + torch.nn.functional.pad(scores, padding)
-                if self.products == 1 and right.shape[-2] == self.n_keys:
-                    self.products = 2
-                    values = _for_heads(self.moved.values, right[..., at, :])
-                    outputs = left[..., at : at + 1].detach() * (values - values.detach())
-                    return times_constant(left, right) + outputs
+                    change = torch.nn.functional.pad(scores, (at, self.n_keys - 1 - at))
+                else:
+                    values = _for_heads(self.moved[1], right[..., at, :])
+                    change = left[..., at : at + 1].detach() * (values - values.detach())
+                return times_constant(left, right) + change
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception: Any) -> None:
@@ -81,10 +66,8 @@ class ProductRule(TorchFunctionMode):
 def _for_heads(rows: Tensor, used: Tensor) -> Tensor:
     """Rows `[1 n_kv_heads 1 d_head]`, repeated for the query heads that share them.
 
-    `used` is what the block made of them, `[1 n_heads d_head]`.
-
     Raises:
-        BlockError: the block changed them on the way, so that their derivative is not the one that is wanted.
+        BlockError: they are not what the block multiplies, `used` `[1 n_heads d_head]`: it has changed them since.
     """
     n_heads, n_kv_heads = used.shape[1], rows.shape[1]
     if n_heads % n_kv_heads == 0:

@@ -4,20 +4,22 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks.attention import BlockError, MovedRow, ProductRule
+from tl_coupling.blocks.attention import BlockError, ProductRule
+from tl_coupling.blocks.evaluation import own_arithmetic
 
 # The names under which HuggingFace and TransformerLens blocks take a key/value cache, newest first.
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "past_kv_cache_entry")
 
 
-class _KeysAndValuesKnown(Exception):
-    """Raised by a recording cache: the rest of the block is not needed."""
+class _KeysAndValues(Exception):
+    """What a recording cache raises, with keys and values: the rest of the block need not run."""
 
 
 class _UnknownToCache(BlockError, AttributeError):
@@ -25,31 +27,26 @@ class _UnknownToCache(BlockError, AttributeError):
 
 
 class _ReadOnlyCache:
-    """A key/value cache that never changes, in HuggingFace's dialect (`update`) and TransformerLens' (`append`).
+    """A key/value cache that never changes, with HuggingFace's interface (`update`) and TransformerLens' (`append`).
 
-    With `context=None` it records the new keys and values and stops the block; otherwise it puts the context in front
-    of the new ones. `dim` is the position axis of keys and values. With `moved` all keys and values that the block
-    gets are constants; what moves is left to the product rule (`attention.py`).
+    It puts the context in front of the new keys and values, along the position axis `dim`; without a context it raises
+    the new ones as `_KeysAndValues`. With a product rule, all keys and values that the block gets are constants, and
+    the rule adds the derivative of the row that moves.
     """
 
     is_compileable = False
     frozen = True
 
-    def __init__(
-        self, context: tuple[Tensor, Tensor] | None, dim: int, empty: Tensor, moved: MovedRow | None = None
-    ) -> None:
-        self.context, self.dim, self.empty, self.moved = context, dim, empty, moved
-        self.recorded: tuple[Tensor, Tensor] | None = None
-        self.uses = 0
+    def __init__(self, context: tuple[Tensor, ...] | None, dim: int, rule: ProductRule | None = None) -> None:
+        self.context, self.dim, self.rule, self.uses = context, dim, rule, 0
 
     def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.uses += 1
         if self.context is None:
-            self.recorded = (keys, values)
-            raise _KeysAndValuesKnown
-        if self.moved is not None:
-            if self.moved.keys is None:
-                self.moved.set(keys, values, self.dim)
+            raise _KeysAndValues(keys, values)
+        if self.rule is not None:
+            if self.rule.moved is None:
+                self.rule.set(keys, values, self.dim)
             keys, values = keys.detach(), values.detach()
         return torch.cat([self.context[0], keys], self.dim), torch.cat([self.context[1], values], self.dim)
 
@@ -57,10 +54,10 @@ class _ReadOnlyCache:
 
     @property
     def past_keys(self) -> Tensor:
-        return self.empty if self.context is None else self.context[0]
+        return torch.empty(1, 0, 0, 1) if self.context is None else self.context[0]
 
     def get_seq_length(self, *_: object) -> int:
-        return 0 if self.context is None else self.context[0].shape[self.dim]
+        return self.past_keys.shape[self.dim]
 
     def get_max_cache_shape(self, *_: object) -> int:
         return -1
@@ -75,7 +72,7 @@ def hidden_states(output: Any) -> Tensor:
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A captured argument with its floating-point tensors changed, wherever in tuples, lists and dicts they stand."""
+    """A captured argument with its floating-point tensors changed, also those inside tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value) if value.is_floating_point() else value
     if isinstance(value, tuple | list):
@@ -87,7 +84,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _row_of(name: str, value: Any, position: int) -> Any:
-    """What a block argument is for the query at `position` alone: its own row, and the keys up to itself."""
+    """A block argument for the query at `position` alone: its own row, and the keys up to itself."""
     rows, keys = slice(position, position + 1), slice(0, position + 1)
     if value is None:
         return None
@@ -106,7 +103,7 @@ def _row_of(name: str, value: Any, position: int) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """A block and every argument the model gave it, but for the residual stream and the cache.
+    """A block and every argument that the model gave it, except the residual stream and the cache.
 
     `position_dim` is the position axis of its keys and values.
     """
@@ -126,64 +123,74 @@ class BlockCall:
         parameters = inspect.signature((module if original is None else original).forward).parameters
         arguments = dict(zip(parameters, args, strict=False)) | dict(kwargs)
         residual = arguments.pop(next(iter(parameters)))
-        for name in _CACHE_ARGUMENTS:
-            if name in arguments:
-                arguments[name] = None
+        arguments |= dict.fromkeys(arguments.keys() & set(_CACHE_ARGUMENTS))
         if "use_cache" in arguments:
             arguments["use_cache"] = False
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        named = [name for name in _CACHE_ARGUMENTS if name in arguments or name in parameters]
+        named = (name for name in _CACHE_ARGUMENTS if name in arguments or name in parameters)
         return cls(
             module=module,
             arguments=arguments,
-            cache_argument=named[0] if named else (_CACHE_ARGUMENTS[0] if takes_any else None),
+            cache_argument=next(named, _CACHE_ARGUMENTS[0] if takes_any else None),
             takes_use_cache="use_cache" in parameters or "use_cache" in arguments,
             # HookedTransformer keeps keys as [batch pos head d_head], HuggingFace as [batch head pos d_head].
             position_dim=1 if original is None else -2,
         ), residual
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "BlockCall":
-        """The same call with every floating-point tensor in its arguments changed."""
-        return replace(self, arguments=with_tensors(self.arguments, change))
+    def changed(self, change: Callable[[str, Tensor], Tensor]) -> "BlockCall":
+        """The same call with every floating-point tensor in its arguments, given by the argument's name, changed."""
+        arguments = {name: with_tensors(value, partial(change, name)) for name, value in self.arguments.items()}
+        return replace(self, arguments=arguments)
 
     def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
         """The block's output for the whole sequence."""
         return hidden_states(self.module(X[None], **self.arguments))[0]
 
     def keys_and_values(self, X: Float[Tensor, "n_rows d_model"], position: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows X: the whole sequence, or the one row that stands at `position`."""
-        cache = _ReadOnlyCache(None, self.position_dim, X.new_empty(1, 0, 1, 1))
-        arguments = self.arguments if position is None else self._row_arguments(position)
+        """Keys and values of the rows X: the whole sequence, or the one row at `position`."""
         try:
-            self.module(X[None], **self._with_cache(arguments, cache))
-        except _KeysAndValuesKnown:
-            assert cache.recorded is not None
-            return cache.recorded
+            self._with_cache(_ReadOnlyCache(None, self.position_dim), X, position)
+        except _KeysAndValues as found:
+            return found.args
         raise BlockError("the block ignores its key/value cache")
 
     def row(
-        self,
-        x: Float[Tensor, " d_model"],
-        position: int,
-        context: tuple[Tensor, Tensor],
-        moved: MovedRow | None = None,
+        self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...], rule: ProductRule | None = None
     ) -> Float[Tensor, " d_model"]:
         """The block's output at `position`, from the row there and the keys and values of the rows before it.
 
-        With `moved`, keys and values are constants but for that one row's, which enter by the product rule.
+        With a product rule, keys and values are constants except for the row that it is about.
         """
-        cache = _ReadOnlyCache(context, self.position_dim, x.new_empty(1, 0, 1, 1), moved)
-        with nullcontext() if moved is None else ProductRule(moved, position + 1):
-            output = self.module(x[None, None], **self._with_cache(self._row_arguments(position), cache))
+        cache = _ReadOnlyCache(context, self.position_dim, rule)
+        with rule or nullcontext():
+            output = self._with_cache(cache, x[None], position)
         if cache.uses != 1:
             raise BlockError(f"the block used its key/value cache {cache.uses} times")
         # Not [0, 0]: the derivative of a selection is a matrix of zeros with one row filled in, for every seed.
-        return hidden_states(output).reshape(-1)
+        return output.reshape(-1)
 
-    def _row_arguments(self, position: int) -> dict[str, Any]:
-        return {name: _row_of(name, value, position) for name, value in self.arguments.items()}
-
-    def _with_cache(self, arguments: Mapping[str, Any], cache: _ReadOnlyCache) -> dict[str, Any]:
+    def _with_cache(self, cache: _ReadOnlyCache, X: Float[Tensor, "n_rows d_model"], position: int | None) -> Tensor:
         if self.cache_argument is None:
             raise BlockError("the block takes no key/value cache")
-        return {**arguments, self.cache_argument: cache} | ({"use_cache": True} if self.takes_use_cache else {})
+        arguments = dict(self.arguments)
+        if position is not None:
+            arguments = {name: _row_of(name, value, position) for name, value in arguments.items()}
+        arguments |= {self.cache_argument: cache} | ({"use_cache": True} if self.takes_use_cache else {})
+        return hidden_states(self.module(X[None], **arguments))
+
+
+class RecordedCall(NamedTuple):
+    """A block's call as the model made it, with the residual streams `[1 n_pos d_model]` before and after.
+
+    `dtypes` are those of the stream and of the weights, which may differ (Mamba's stream is in float32).
+    """
+
+    call: BlockCall
+    X: Tensor
+    Y: Tensor
+    dtypes: frozenset[torch.dtype]
+
+    def again(self) -> Float[Tensor, "n_pos d_model"]:
+        """The block's output in the same precision, computed once more."""
+        with own_arithmetic(self.call.module):
+            return self.call(self.X[0])

@@ -1,4 +1,4 @@
-"""Reverse mode over whatever a block is made of, in pieces that fit into memory."""
+"""Reverse mode through anything a block is made of, in chunks that fit into memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +11,17 @@ from tl_coupling.blocks.evaluation import hear_interrupts
 
 PullBack = Callable[[Any], tuple[Tensor, ...]]
 
-# What torch says on the CPU, where it raises a plain RuntimeError; on CUDA and MPS it has a class of its own.
+# torch's messages on the CPU, where it raises a plain RuntimeError; CUDA and MPS have a class of their own.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def vjp(function: Callable[..., Any], *inputs: Tensor) -> tuple[Any, PullBack]:
-    """`torch.func.vjp`, by plain autograd where a custom autograd Function keeps torch.func out (BLOOM's GELU)."""
-    y, pull_back, _ = vjp_and_more(lambda *x: (function(*x), ()), *inputs)
-    return y, pull_back
+    """`torch.func.vjp`, or plain autograd where a custom autograd Function rules out torch.func (BLOOM's GELU)."""
+    return vjp_and_more(lambda *x: (function(*x), ()), *inputs)[:2]
 
 
 def vjp_and_more(function: Callable[..., tuple[Any, Any]], *inputs: Tensor) -> tuple[Any, PullBack, Any]:
-    """`vjp` of the first thing that the function returns; and the second, tensors met on the way."""
+    """`vjp` of the first thing that the function returns, and the second, a tuple of tensors, as it is."""
     try:
         return torch.func.vjp(function, *inputs, has_aux=True)  # type: ignore[return-value]
     except RuntimeError as error:
@@ -41,17 +40,16 @@ def vjp_and_more(function: Callable[..., tuple[Any, Any]], *inputs: Tensor) -> t
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, which no other way to compute the same would mend."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+    """Whether the error means that memory ran out."""
+    said = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in said for text in _OUT_OF_MEMORY)
 
 
 def over_seeds(pull: Callable[[slice, Tensor], None], y: Tensor, chunk_size: int) -> None:
-    """`pull(rows, seeds)` for the rows of the identity, `chunk_size` at a time, or half where memory runs out.
+    """`pull(rows, seeds)` for the rows of the identity, `chunk_size` at a time; half as many when memory runs out.
 
     Raises:
-        MemoryError, RuntimeError: as torch does, where not even one row fits.
+        MemoryError, RuntimeError: torch's own, where not even one row fits.
     """
     start = 0
     while start < len(y):
@@ -65,12 +63,12 @@ def over_seeds(pull: Callable[[slice, Tensor], None], y: Tensor, chunk_size: int
             if not is_out_of_memory(error) or chunk_size == 1:
                 raise
             chunk_size = max(1, min(chunk_size, len(y)) // 2)
-            continue
-        start = rows.stop
+        else:
+            start = rows.stop
 
 
 def for_seeds(pull_back: PullBack, seeds: Any) -> tuple[Tensor, ...]:
-    """`pull_back` of every seed (a tensor, or a tuple of them), stacked; a loop where vmap cannot."""
+    """`pull_back` of every seed (rows of a tensor, or of a tuple of them), stacked; a loop where vmap fails."""
     try:
         return torch.func.vmap(pull_back)(seeds)
     except RuntimeError as error:
@@ -81,10 +79,10 @@ def for_seeds(pull_back: PullBack, seeds: Any) -> tuple[Tensor, ...]:
 
 
 def times_constant(left: Float[Tensor, "... 1 n"], right: Float[Tensor, "... n m"]) -> Tensor:
-    """`left @ right` for a constant `right`, which is not copied for every seed that comes back.
+    """`left @ right` for a constant `right`, which the backward pass does not copy for every seed.
 
     PyTorch's own rule for a batched matmul expands the factor without a batch; here the seeds become rows of `left`.
-    Seeds that are rows of the identity pick rows of `right`, and nothing is multiplied.
+    Seeds that are rows of the identity select rows of `right` without a product.
     """
     return _TimesConstant.apply(left, right)
 
@@ -112,7 +110,7 @@ class _TimesConstant(torch.autograd.Function):
 
 
 def _rows_of_identity(seeds: Tensor) -> slice | None:
-    """Which rows of the identity these are, if they are neighbouring ones."""
+    """Which consecutive rows of the identity these are, if they are."""
     start = int(seeds[0].argmax())
     diagonal = seeds.diagonal(start)
     if len(diagonal) == len(seeds) == int(seeds.count_nonzero()) and bool((diagonal == 1).all()):

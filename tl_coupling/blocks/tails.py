@@ -1,16 +1,15 @@
-"""What a model does after its last block: norms, scales, heads, soft caps. It is run with its blocks taken out.
+"""What a model does after its last block: norms, scales, heads, soft caps. It is run with its blocks replaced.
 
-While the model runs on the traced tokens, each block's `forward` hands on a given residual stream. What happens behind
-the last block then happens as in the model itself, whatever it is. What happens before it (embedding, masks, rotations)
-is cheap and has no effect, which is checked once for each model.
+While the model runs on the traced tokens, each block's `forward` returns a given residual stream. What follows the last
+block is then computed by the model itself, whatever it is. What comes before it (embedding, masks, rotations) is cheap
+and has no effect, which is checked once for each model.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -24,9 +23,8 @@ from tl_coupling.models import is_bridge
 TAIL_TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True)
-class _Outputs:
-    """What the blocks of one model return: tuples of `lengths` entries (0 for a tensor), `d_model` wide, in `dtype`.
+class _Outputs(NamedTuple):
+    """What a model's blocks return: tuples of `lengths` entries (0 for a tensor), `d_model` wide, in `dtype`.
 
     `parameter_dtype` is that of the model's first parameter at the time.
     """
@@ -42,64 +40,40 @@ _with_final_norm: WeakSet[nn.Module] = WeakSet()
 
 
 def logits(
-    model: nn.Module,
-    tokens: Int[Tensor, " n_pos"],
-    x: Float[Tensor, "*batch d_model"],
-    normalised: bool = False,
+    model: nn.Module, tokens: Int[Tensor, " n_pos"], x: Float[Tensor, "*batch d_model"], normalised: bool = False
 ) -> Float[Tensor, "*batch d_vocab"]:
-    """The model's logits where `x` leaves its last block, or its final norm if `normalised`.
+    """The model's logits where `x` leaves its last block, or its final norm if `normalised`; see `Trace.logits`.
 
-    In float32, or in float64 for a model that computes them so.
-
-    Args:
-        model: a TransformerBridge or HookedTransformer.
-        tokens: any prompt that the model takes; it decides how many rows are computed at once, not their values.
-        x: rows of a residual stream.
-        normalised: whether the final norm was applied to `x` already.
-
-    Raises:
-        ValueError: a model without logits for every token, or one whose logits do not follow from what leaves its last
-            block; `normalised` for a model without final norm; no rows, or rows of another width than the model's.
-
-    Cost: embedding and unembedding of the rows. The first call for a model also runs all of it once, and once more if
-        `normalised`.
+    In float32, or float64 for a model that computes in float64. `tokens`, any prompt that the model takes, decides how
+    many rows are computed at a time.
     """
     with own_arithmetic(model):
-        return _all_logits(model, tokens, x, normalised)
-
-
-def _all_logits(model: nn.Module, tokens: Tensor, x: Tensor, normalised: bool) -> Tensor:
-    outputs = _outputs(model, tokens)
-    if x.shape[-1] != outputs.d_model or x.numel() == 0:
-        wanted = f"[*batch {outputs.d_model}], one row or more"
-        raise ValueError(f"`x` must be a residual stream {wanted}, got {list(x.shape)}")
-    taken_out = [final_norm(model, tokens)] if normalised else []
-    parts = x.reshape(-1, outputs.d_model).split(len(tokens))
-    rows = torch.cat([_tail(model, tokens[: len(part)], part, outputs, taken_out) for part in parts])
-    return rows.reshape(*x.shape[:-1], -1)
+        outputs = _outputs(model, tokens)
+        if x.shape[-1] != outputs.d_model or x.numel() == 0:
+            wanted = f"[*batch {outputs.d_model}], one row or more"
+            raise ValueError(f"`x` must be a residual stream {wanted}, got {list(x.shape)}")
+        skipped = [final_norm(model, tokens)] if normalised else []
+        parts = x.reshape(-1, outputs.d_model).split(len(tokens))
+        rows = torch.cat([_tail(model, tokens[: len(part)], part, outputs, skipped) for part in parts])
+        return rows.reshape(*x.shape[:-1], -1)
 
 
 def final_norm(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> nn.Module:
     """The norm between the last block and HuggingFace's `hidden_states[-1]`; of a HookedTransformer, its last norm.
 
-    Args:
-        model: a TransformerBridge or HookedTransformer.
-        tokens: any prompt that the model takes.
-
     Raises:
         ValueError: there is none: `hidden_states` ends with what leaves the last block (BERT, OPT with post-norm), or
             `ln_final` is another norm.
 
-    Cost: one forward pass of the model the first time, nothing later.
+    Cost: one forward pass of the model the first time, nothing later. `tokens` is any prompt that the model takes.
     """
     norm = getattr(model, "ln_final", None)
     if model in _with_final_norm:
         return cast(nn.Module, norm)
-    asked = {"output_hidden_states": True} if is_bridge(model) else {}
     with own_arithmetic(model), _watched(model) as seen:
-        _, raw = _run(model, tokens, **asked)
+        _, raw = _run(model, tokens, output_hidden_states=True)
         _, X = seen[len(seen) - 1]
-        # A HookedTransformer gives none; `ln_final` is what it applies to X.
+        # A HookedTransformer has none; `ln_final` is what it applies to X.
         states = getattr(raw, "hidden_states", None)
         if norm is None or (states and torch.equal(states[-1], X)):
             raise ValueError("`final_norm=True` needs a norm behind the last block, this model has none: leave it off")
@@ -113,57 +87,49 @@ def final_norm(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> nn.Module:
 
 
 def _outputs(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> _Outputs:
-    """What the model's blocks return. The tail is held against the model's own logits, once for each model."""
+    """What the model's blocks return. The tail is checked against the model's own logits, once for each model."""
     dtype = next(model.parameters()).dtype
     known = _checked.get(model)
     if known is not None and known.parameter_dtype == dtype:
         return known
-    # Two rows at least, so that they can change places.
+    # Two rows at least, so that they can be swapped.
     tokens = tokens if len(tokens) > 1 else tokens.repeat(2)
     with _watched(model) as seen:
         expected = _logits(model, tokens)
     _, X = seen[len(seen) - 1]
     outputs = _Outputs(tuple(seen[layer][0] for layer in range(len(seen))), X.shape[-1], X.dtype, dtype)
-    # In reverse, because rows must not depend on where they stand.
-    got = _tail(model, tokens, X[0].flip(0), outputs, []).flip(0)
+    # In reverse, because rows must not depend on where they are.
+    got = _tail(model, tokens, X[0].flip(0), outputs).flip(0)
     if not _close(got, expected, X.dtype):
         error = float((got - expected).norm() / expected.norm())
         raise ValueError(
             f"this model's logits do not follow, token by token, from what leaves its last block: they differ by "
-            f"{error:.1%}; logits, losses and the logit lens are not to be had for it"
+            f"{error:.1%}; logits, losses and the logit lens are not available for it"
         )
     _checked[model] = outputs
     return outputs
 
 
 def _tail(
-    model: nn.Module,
-    tokens: Int[Tensor, " n_pos"],
-    X: Float[Tensor, "n_pos d_model"],
-    outputs: _Outputs,
-    taken_out: list[nn.Module],
+    model: Any, tokens: Tensor, X: Float[Tensor, "n_pos d_model"], outputs: _Outputs, skipped: Sequence[nn.Module] = ()
 ) -> Float[Tensor, "n_pos d_vocab"]:
-    """Logits of a model whose blocks hand on `X`, and whose modules `taken_out` hand on what they get."""
+    """The logits of the model with `X` as each block's output, and without the modules `skipped`."""
 
-    def block(length: int) -> Callable[..., Any]:
-        def forward(first: Tensor | None = None, *_: Any, **named: Any) -> Any:
-            at = named["hidden_states"] if first is None else first
-            # A copy: what comes next may work in place.
-            given = X[None].to(at.device, outputs.dtype, copy=True)
-            return (given, *[None] * (length - 1)) if length else given
+    def block(length: int, first: Tensor | None = None, *_: Any, **named: Any) -> Any:
+        at = named["hidden_states"] if first is None else first
+        # A copy: what comes next may work in place.
+        given = X[None].to(at.device, outputs.dtype, copy=True)
+        return (given, *[None] * (length - 1)) if length else given
 
-        return forward
-
-    blocks = cast(nn.ModuleList, model.blocks)
-    forwards = {module: block(length) for module, length in zip(blocks, outputs.lengths, strict=True)}
-    with _replaced(forwards | {module: _hand_on for module in taken_out}):
+    forwards = {module: partial(block, length) for module, length in zip(model.blocks, outputs.lengths, strict=True)}
+    with _replaced(forwards | dict.fromkeys(skipped, _identity)):
         return _logits(model, tokens)
 
 
 def _logits(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> Float[Tensor, "n_pos d_vocab"]:
     """The model's logits for every token, in float32 or float64."""
     found, raw = _run(model, tokens)
-    # A bridge passes the last hidden state of a model without a head off as logits.
+    # A bridge returns the last hidden state of a model without a head as its logits.
     bare = hasattr(raw, "last_hidden_state") and not hasattr(raw, "logits")
     if bare or not isinstance(found, Tensor) or found.shape[:-1] != (1, len(tokens)):
         given = "none" if bare or not isinstance(found, Tensor) else f"logits of shape {list(found.shape)}"
@@ -175,62 +141,49 @@ def _logits(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> Float[Tensor, "n
     return found[0] if found.dtype == torch.float64 else found[0].float()
 
 
-def _run(model: nn.Module, tokens: Int[Tensor, " n_pos"], **arguments: bool) -> tuple[Any, Any]:
-    """What the model returns when asked for logits; and what the HuggingFace model within a bridge returned."""
+def _run(model: Any, tokens: Int[Tensor, " n_pos"], **of_bridge: bool) -> tuple[Any, Any]:
+    """What the model returns when asked for logits, and what the HuggingFace model within a bridge returned."""
     raw: list[Any] = []
-    original = model
-    if is_bridge(model):
-        arguments["use_cache"] = False
-        original = cast(nn.Module, model.original_model)
+    original, arguments = (model.original_model, of_bridge | {"use_cache": False}) if is_bridge(model) else (model, {})
     device = next(model.parameters()).device
-    handle = original.register_forward_hook(lambda _, __, output: raw.append(output))
-    try:
-        with runnable(model):
-            return model(tokens[None].to(device), return_type="logits", **arguments), raw[0]
-    finally:
-        handle.remove()
+    with original.register_forward_hook(lambda _, __, output: raw.append(output)), runnable(model):
+        return model(tokens[None].to(device), return_type="logits", **arguments), raw[0]
 
 
 def runnable(model: nn.Module) -> AbstractContextManager[None]:
-    """The model without a final norm that a bridge has and HuggingFace has not (OPT with post-norm), which fails."""
+    """Context without a final norm that the bridge has and HuggingFace has not (OPT with post-norm), which fails."""
     norm: Any = getattr(model, "ln_final", None)
     hollow = is_bridge(model) and norm is not None and getattr(norm, "original_component", norm) is None
-    return _replaced({norm: _hand_on} if hollow else {})
+    return _replaced({norm: _identity} if hollow else {})
 
 
-def _hand_on(x: Tensor, *_: Any, **__: Any) -> Tensor:
+def _identity(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x
 
 
 def _close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the relative difference is within 1e-4, or twice the precision of a `dtype` in which both came about."""
+    """Whether the relative difference is within 1e-4, or twice the precision of `dtype`, if that is coarser."""
     tolerance = max(TAIL_TOLERANCE, 2 * torch.finfo(dtype).eps)
     return got.shape == expected.shape and bool((got - expected).norm() <= tolerance * expected.norm())
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[dict[int, tuple[int, Tensor]]]:
+def _watched(model: Any) -> Iterator[dict[int, tuple[int, Tensor]]]:
     """What each block returned last in a run within the context: how long a tuple (0 for a tensor), and its stream."""
     seen: dict[int, tuple[int, Tensor]] = {}
 
     def leave(layer: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         seen[layer] = len(output) if isinstance(output, tuple | list) else 0, hidden_states(output).clone()
 
-    blocks = cast(nn.ModuleList, model.blocks)
-    handles = [block.register_forward_hook(partial(leave, layer)) for layer, block in enumerate(blocks)]
-    try:
+    with ExitStack() as hooks:
+        for layer, block in enumerate(model.blocks):
+            hooks.enter_context(block.register_forward_hook(partial(leave, layer)))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules with other `forward`s for as long as the context lasts.
-
-    Their hooks are silent: those of the last block have acted on the stream already.
-    """
+    """Context in which modules have other `forward`s, and no hooks: those of the blocks have acted on the stream."""
     own = ("forward", "_forward_hooks", "_forward_pre_hooks")
     before = {module: {name: vars(module)[name] for name in own if name in vars(module)} for module in forwards}
     try:

@@ -1,8 +1,8 @@
 """`trace`: one forward pass that records the residual stream and how every block was called."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Annotated, Any
 
 import torch
@@ -15,8 +15,9 @@ from tl_coupling.blocks.gate import Remarks
 from tl_coupling.blocks.recording import record, user_hooks
 from tl_coupling.border import FloatDtype, checked
 from tl_coupling.models import context_length, describe_kind, describe_model, str_tokens, tokenize
+from tl_coupling.prompts import Prompt
 
-Prompt = str | Sequence[int] | Int[Tensor, "*batch n_pos"]
+_ONE_PROMPT = "trace prompts one at a time; token ids are whole numbers"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,15 +68,16 @@ class Trace:
 
     @checked
     def logits(self, x: Float[Tensor, "*batch d_model"], normalised: bool = False) -> Float[Tensor, "*batch d_vocab"]:
-        """Logits read off a residual stream: what the model makes of it behind its last block.
+        """Logits of a residual stream: what the model computes from it after its last block.
 
-        With `normalised`, of a stream that went through the final norm already.
+        With `normalised`, `x` has already passed the final norm.
 
         Raises:
             ValueError: the model has no logits for every token, or they do not follow from what leaves its last block;
-                `normalised`, but the model has no final norm.
+                `normalised`, but the model has no final norm; no rows, or rows of another width than the model's.
 
-        Cost: embedding and unembedding of the rows; the first call for a model also runs all of it once.
+        Cost: embedding and unembedding of the rows. The first call for a model also runs all of it once, and once more
+            if `normalised`.
         """
         return tails.logits(self.model, self.tokens, x, normalised)
 
@@ -87,7 +89,7 @@ class Trace:
 
 
 def _one_stream(model: nn.Module) -> None:
-    """Raise unless the model can be traced: TransformerLens', of a kind that has one residual stream, not random."""
+    """Raise unless this is a TransformerLens model with one residual stream that draws no random numbers."""
     if not hasattr(model, "cfg"):
         raise TypeError(
             f"wanted a TransformerLens model (TransformerBridge or HookedTransformer), got {type(model).__name__}; "
@@ -101,7 +103,7 @@ def _one_stream(model: nn.Module) -> None:
 
 
 def _drawn_at_random(module: nn.Module) -> str | None:
-    """What a module in train mode draws random numbers for, as its settings say."""
+    """The setting for which a module in train mode draws random numbers."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return f"p = {module.p}" if module.p > 0 else None
     # HuggingFace's attention and mixtures keep theirs as numbers.
@@ -116,7 +118,7 @@ def _drawn_at_random(module: nn.Module) -> str | None:
 @checked
 def trace(
     model: Annotated[nn.Module, _one_stream],
-    prompt: Prompt,
+    prompt: Annotated[str | Prompt | Sequence[int] | Int[Tensor, "*batch n_pos"], _ONE_PROMPT],
     *,
     prepend_bos: bool | None = None,
     final_norm: bool = False,
@@ -125,27 +127,27 @@ def trace(
     """Run the model once and keep its residual stream and its blocks as functions.
 
     `X^l = X^{l−1} + f^l(X^{l−1})` (Aubry et al. 2025, eq. 6); `trace.residual[l]` is `X^l`, `trace.blocks[l]` is
-    `f^{l+1}` in the paper's counting from one. A model that runs its blocks several times has a layer for each call.
+    `f^{l+1}`, as the paper counts from one. A model that runs its blocks several times has a layer for each call.
 
-    Hooks that are on the model count: they are part of what is traced and measured, and are listed in the provenance.
-    Weights and hooks must stay as they are until the trace has been measured. A block that is no longer the function
-    that was traced is refused (`StepError`), and so is one whose derivative is not its slope (`DerivativeError`).
-    Autocast, TF32 and fused attention are off while a model is traced or measured.
+    Hooks on the model are part of what is traced and measured; the provenance lists them. Weights and hooks must stay
+    as they are until the trace has been measured: a block that is no longer the function that was traced raises
+    `StepError`, one whose derivative is not its slope `DerivativeError`. Autocast, TF32 and fused attention are off
+    while a model is traced or measured.
 
     Args:
-        model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it is: a model whose weights were
-            processed (`center_writing_weights`) gets a warning, because its residual stream is another one.
-        prompt: text, or token ids (`[n_pos]` or `[1 n_pos]`). One prompt, unpadded.
+        model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it is: processed weights
+            (`center_writing_weights`) raise a warning, because they change the residual stream.
+        prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`). One prompt, unpadded.
         prepend_bos: whether text gets a BOS token; `None` follows the tokenizer's own default (none for GPT-2 and
-            Pythia, one for Llama), whatever TransformerLens' default is. What the tokenizer appends is left off, except
-            for models that read both ways (BERT). Token ids are taken as they are.
+            Pythia, one for Llama), not TransformerLens'. Tokens that the tokenizer appends are left off, except for
+            bidirectional models (BERT). Token ids are taken as they are.
         final_norm: include the model's final norm in the last block, as the paper's code does by reading HuggingFace's
-            `hidden_states`. Changes the last block only, and by much; off by default.
-        dtype: in what precision blocks are linearised: float32, or float64 for a float64 model, unless given.
+            `hidden_states`. Changes the last block only, but greatly; off by default.
+        dtype: the precision in which blocks are linearised; float32 by default, float64 for a float64 model.
 
     Raises:
         ValueError: an empty prompt, one longer than the context, unknown token ids, a model in train mode with dropout,
-            one that does not add to a single residual stream, weights or activations that are not finite.
+            a model without a single residual stream, weights or activations that are not finite.
 
     Cost: one forward pass, to the last block; memory for `n_layers + 1` copies of the residual stream.
 
@@ -156,12 +158,12 @@ def trace(
         >>> torch.allclose(trace.residual[0] + trace.blocks[0](trace.residual[0]), trace.residual[1], atol=1e-5)
         True
     """
+    prompt = prompt.prompt if isinstance(prompt, Prompt) else prompt
     tokens, tokenization = tokenize(model, prompt, prepend_bos)
     _check_tokens(model, tokens)
     parameter = next(model.parameters())
-    if dtype is None:
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    if not dtype.is_floating_point or torch.finfo(dtype).bits < 32:
+    dtype = dtype or (torch.float64 if parameter.dtype == torch.float64 else torch.float32)
+    if torch.finfo(dtype).bits < 32:
         raise ValueError(f"`dtype` must be torch.float32 or torch.float64, got {dtype}")
 
     hooks = user_hooks(model)
@@ -169,43 +171,30 @@ def trace(
     stream = [call.X[0].to(dtype) for call in passed.calls] + [passed.calls[-1].Y[0].to(dtype)]
     _check_stream(stream, [call.Y[0].to(dtype) for call in passed.calls], model)
 
-    norm = tails.final_norm(model, tokens) if final_norm else None
-    remarks = Remarks()
-    blocks = tuple(
-        passed.block_function(layer, dtype, remarks, norm if layer == len(passed.calls) - 1 else None)
-        for layer in range(len(passed.calls))
-    )
+    remarks, last = Remarks(), len(passed.calls) - 1
+    norms = {last: tails.final_norm(model, tokens)} if final_norm else {}
+    blocks = tuple(passed.block_function(layer, dtype, remarks, norms.get(layer)) for layer in range(last + 1))
     if final_norm:
         stream[-1] = stream[-2] + blocks[-1].step
-    residual = torch.stack(stream)
-    text = str_tokens(model, tokens)
-    return Trace(
-        model=model,
-        tokens=tokens,
-        str_tokens=text,
-        residual=residual,
-        blocks=blocks,
-        final_norm=final_norm,
-        provenance=describe_model(model, residual[:-1])
-        | tokenization
-        | {
-            "prompt": prompt if isinstance(prompt, str) else None,
-            "tokens": tokens.tolist(),
-            "str_tokens": list(text),
-            "n_layers": len(blocks),
-            "final_norm": final_norm,
-            "linearised_in": str(dtype).removeprefix("torch."),
-            "hooks": hooks,
-            "rounded_arguments": passed.rounded_arguments(dtype),
-            "remarks": remarks.texts,
-        },
-    )
+    residual, text = torch.stack(stream), str_tokens(model, tokens)
+    provenance = {
+        **describe_model(model, residual[:-1]),
+        **tokenization,
+        "prompt": prompt if isinstance(prompt, str) else None,
+        "tokens": tokens.tolist(),
+        "str_tokens": list(text),
+        "n_layers": len(blocks),
+        "final_norm": final_norm,
+        "linearised_in": str(dtype).removeprefix("torch."),
+        "hooks": hooks,
+        "rounded_arguments": sorted(passed.rounded),
+        "remarks": remarks.texts,
+    }
+    return Trace(model, tokens, text, residual, blocks, final_norm, provenance)
 
 
-def _index(value: Any, size: int, name: str, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"`{name}` must be a whole number, got {value!r}")
-    index = int(value)
+def _index(value: int, size: int, name: str, what: str) -> int:
+    index = operator.index(value)
     if not -size <= index < size:
         raise ValueError(f"`{name}` must lie in [{-size}, {size - 1}] for this {what}, got {index}")
     return index % size
@@ -230,7 +219,8 @@ def _check_stream(pre: list[Tensor], post: list[Tensor], model: Any) -> None:
     for layer, (X, Y) in enumerate(zip(pre[1:], post, strict=True)):
         if not torch.equal(X, Y):
             n_blocks = len(model.blocks)
-            again = "; the model runs its blocks again from there on another stream" if layer + 1 == n_blocks else ""
+            again = ", where the model runs its blocks again" if layer + 1 == n_blocks else ""
             raise ValueError(
-                f"block {layer % n_blocks} does not hand its output on unchanged: not one residual stream{again}"
+                f"the output of block {layer % n_blocks} is changed before the next block{again}: not one residual "
+                "stream"
             )

@@ -1,7 +1,6 @@
 """`tl-coupling checkpoints`: a model across its training."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,9 +9,10 @@ import typer
 from rich.table import Table
 
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work, over_units
-from tl_coupling.cli.options import Checkpoints, Comparing, Machine, Out, Position, Prompts, Tracing, training_step
+from tl_coupling.cli.console import at_work
+from tl_coupling.cli.options import Checkpoints, Comparing, Machine, Out, Position, Prompts, Tracing
 from tl_coupling.cli.results import show, write_pictures, write_summary
+from tl_coupling.cli.survey import MEASURE, settings_of, training_steps
 from tl_coupling.files import write_atomically
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _CHECKPOINTS_HELP = """A model at every checkpoint: coupling, singular values, shapes of trajectories, loss.
 
-Each finished checkpoint is written at once; the same command again keeps what is finished and does the rest. A
-checkpoint that fails is left out, with its error, and the exit status is then 1. Without --checkpoint: all of a local
-folder, or 1, 2, 4, …, 512, 1000, 2000, …, 128000, 143000.
+Each finished checkpoint is written at once; run the same command again to do the rest. A checkpoint that fails is left
+out, with its error, and the exit status is 1. Without --checkpoint: all of a local folder, or 1, 2, 4, …, 512, 1000,
+2000, …, 128000, 143000.
 
 Examples:
 
@@ -44,78 +44,53 @@ def checkpoints(
     out: Out = Path("out"),
 ) -> None:
     """See `_CHECKPOINTS_HELP`."""
-    from tl_coupling.surveys.checkpoints import checkpoint_sweep
-    from tl_coupling.surveys.measurements import Settings
+    from tl_coupling import plots
+    from tl_coupling.surveys import checkpoint_sweep
 
-    chosen = prompts.chosen()
-    settings = Settings(
-        k=tuple(comparing.ks),
-        position=position,
-        orientation=comparing.orientation,
-        final_norm=tracing.final_norm,
-        prepend_bos=tracing.prepend_bos,
-    )
-    steps = None if checkpoint is None else [training_step(one) for one in checkpoint]
-    with at_work(out) as (folder, progress):
-        data = checkpoint_sweep(
-            model,
-            steps,  # type: ignore[arg-type]
-            chosen,
-            settings=settings,
-            folder=folder / "checkpoints",
-            backend=machine.backend,
-            device=machine.device,
-            dtype=machine.torch_dtype,
-            progress=over_units(progress, model, lambda unit: f"at {unit.what['checkpoint']}"),
-        )
+    chosen, settings = prompts.chosen(), settings_of(comparing, tracing, position)
+    where: dict[str, Any] = {"backend": machine.backend, "device": machine.device, "dtype": machine.torch_dtype}
+    with at_work(out) as (folder, _):
+        results = folder / "checkpoints"
+        data = checkpoint_sweep(model, training_steps(checkpoint), chosen, settings=settings, folder=results, **where)
+        pictures = {"shapes.png": partial(plots.plot_shapes, data)}
+        for k in settings.k:
+            pictures[f"emergence-k{k}.png"] = partial(plots.plot_emergence, data, k=k)
+            pictures[f"strip-k{k}.png"] = partial(plots.plot_coupling_strip, data, k=k)
         sweep = write_atomically(folder / "sweep.nc", lambda path: data.to_netcdf(path, engine="netcdf4"))
-        written = [sweep, write_summary(folder, _summary(data)), *write_pictures(folder, _pictures(data))]
+        written = [sweep, write_summary(folder, _summary(data)), *write_pictures(folder, pictures)]
     show(written, _table(data))
     if json.loads(data.attrs["failed"]):
         raise typer.Exit(1)
 
 
-def _pictures(data: "xarray.Dataset") -> dict[str, Callable[[], Any]]:
-    from tl_coupling.plots import plot_coupling_strip, plot_emergence, plot_shapes
-
-    pictures: dict[str, Callable[[], Any]] = {"shapes.png": partial(plot_shapes, data)}
-    for k in data["k"].values.tolist():
-        pictures[f"emergence-k{k}.png"] = partial(plot_emergence, data, k=k)
-        pictures[f"strip-k{k}.png"] = partial(plot_coupling_strip, data, k=k)
-    return pictures
-
-
 def _summary(data: "xarray.Dataset") -> dict[str, Any]:
     mean = data.mean("prompt")
-    per_k = {
-        name: {str(k): mean[variable].sel(k=k).values.tolist() for k in data["k"].values.tolist()}
-        for name, variable in (("coupling", "mean_coupling"), ("null", "null_coupling"))
-    }
+    of_ks = {"coupling": mean["mean_coupling"], "null": mean["null_coupling"]}
     return {
-        "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of different layers, then over prompts",
+        "measure": MEASURE,
         "model": data.attrs["model"],
         "checkpoints": data["checkpoint"].values.tolist(),
         "prompts": data["prompt"].values.tolist(),
-        **per_k,
+        **{name: {str(k): x.sel(k=k).values.tolist() for k in data["k"].values} for name, x in of_ks.items()},
         "loss": mean["loss"].values.tolist(),
         "line_shape_score": mean["line_shape_score_all_tokens"].values.tolist(),
         "failed": json.loads(data.attrs["failed"]),
+        "provenance": json.loads(data.attrs["provenance"]),
+        "provenance_by_unit": json.loads(data.attrs.get("provenance_by_unit", "{}")),
     }
 
 
 def _table(data: "xarray.Dataset") -> Table:
-    ks, mean = data["k"].values.tolist(), data.mean("prompt")
-    n_prompts = data.sizes["prompt"]
+    ks, n_prompts = data["k"].values.tolist(), data.sizes["prompt"]
     table = Table(
         title=f"{data.attrs['model']}: depth coupling 1 − m̃ across training",
         caption=f"mean over pairs of different layers and {n_prompts} prompt{'s' if n_prompts > 1 else ''}",
     )
-    table.add_column("checkpoint", justify="right")
-    for heading in (*(f"k = {k}" for k in ks), *(f"null {k}" for k in ks), "line-shape score", "loss"):
+    for heading in ("checkpoint", *(f"k = {k}" for k in ks), *(f"null {k}" for k in ks), "line-shape score", "loss"):
         table.add_column(heading, justify="right")
-    for i, checkpoint in enumerate(data["checkpoint"].values.tolist()):
-        here = mean.isel(checkpoint=i)
-        cells = [*here["mean_coupling"].values, *here["null_coupling"].values]
-        cells += [here["line_shape_score_all_tokens"].item(), here["loss"].item()]
-        table.add_row(str(checkpoint), *(f"{cell:.3f}" for cell in cells))
+    variables = ("mean_coupling", "null_coupling", "line_shape_score_all_tokens", "loss")
+    for checkpoint in data["checkpoint"].values.tolist():
+        here = data.sel(checkpoint=checkpoint).mean("prompt")
+        numbers = [number for name in variables for number in here[name].values.ravel()]
+        table.add_row(str(checkpoint), *(f"{number:.3f}" for number in numbers))
     return table

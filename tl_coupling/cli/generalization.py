@@ -2,16 +2,18 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work
 from tl_coupling.cli.options import Out
 from tl_coupling.cli.results import show, write_pictures, write_summary
+from tl_coupling.coupling import Measure
 from tl_coupling.files import write_atomically
 
 if TYPE_CHECKING:
@@ -19,13 +21,13 @@ if TYPE_CHECKING:
 
     from tl_coupling.generalization import Generalization
 
-# Lines on what was left out.
-_NAMED = 10
+# Lines about what was left out.
+_MOST_LEFT_OUT = 10
 
-_GENERALIZATION_HELP = """Coupling against a score across models: fits, bootstrap, covariates, what one model carries.
+_GENERALIZATION_HELP = """Coupling against a score across models: fits, bootstrap, covariates, influential models.
 
-Takes a survey, and a CSV file with the columns `model` and `score`. Without --scores, the survey's own loss stands in
-for a score: lower is better, and models with different tokenizers cannot be compared by it. Coupling is each model's
+Takes a survey, and a CSV file with the columns `model` and `score`. Without --scores, the survey's own loss is the
+score: lower is better, and models with different tokenizers cannot be compared by it. Coupling is each model's
 mean over pairs of different layers, then over prompts, at its last checkpoint. Intervals are bootstraps over models and
 prompts, except where a t interval is named.
 
@@ -40,16 +42,12 @@ Examples:
 @command(_GENERALIZATION_HELP)
 def generalization(
     survey: Annotated[Path, typer.Option(help="Folder of a survey, or its netCDF file.")],
-    scores: Annotated[
-        str | None, typer.Option(help='CSV file of scores; "loss", the default, for the survey\'s.')
-    ] = None,
+    scores: Annotated[str, typer.Option(help='CSV file of scores; "loss" for the loss in the survey.')] = "loss",
     score_column: Annotated[str, typer.Option(help="Which column of the CSV file is the score.")] = "score",
-    k: Annotated[int | None, typer.Option("--k", help="Top singular vectors; the most measured by default.")] = None,
-    measure: Annotated[
-        str, typer.Option(help="As the survey calls it: coupling, spectral_miscoupling, …")
-    ] = "coupling",
+    k: Annotated[int | None, typer.Option("--k", help="Top singular vectors. [the most that were measured]")] = None,
+    measure: Annotated[Measure, typer.Option(help="What was measured between layers.")] = "coupling",
     checkpoint: Annotated[
-        str | None, typer.Option(help='Of all models, such as "untrained"; else each one\'s last.')
+        str | None, typer.Option(help='Of all models, such as "untrained". [each model\'s last]')
     ] = None,
     subset: Annotated[list[str] | None, typer.Option(help="NAME=QUERY over the table; may be repeated.")] = None,
     control: Annotated[list[str] | None, typer.Option(help="Covariate to hold fixed; may be repeated.")] = None,
@@ -59,23 +57,19 @@ def generalization(
 ) -> None:
     """See `_GENERALIZATION_HELP`."""
     from tl_coupling.generalization import generalization_study, read_scores
+    from tl_coupling.plots import plot_forest, plot_generalization, plot_k_sweep
 
-    queries = [_named_query(one) for one in subset or ()]
-    subsets = dict(queries)
-    if len(subsets) < len(queries):
-        raise ValueError(f"`--subset` must name each subset once, got {[name for name, _ in queries]}")
-    if scores in (None, "loss") and score_column != "score":
+    subsets = _queries(subset or [])
+    if scores == "loss" and score_column != "score":
         raise ValueError(f"`--score-column` {score_column!r} is of a CSV file: give --scores as well")
     with at_work(out) as (folder, progress):
         progress.add_task("resampling models and prompts", total=None)
         with _opened(survey) as data:
-            models = [str(name) for name in data["model"].values] if "model" in data.dims else None
-            given = "loss" if scores in (None, "loss") else read_scores(str(scores), models, score=score_column)
             result = generalization_study(
                 data,
-                given,
+                scores if scores == "loss" else read_scores(scores, score=score_column),
                 k=k,
-                measure=measure,  # type: ignore[arg-type]
+                measure=measure,
                 score=score_column,
                 checkpoint=checkpoint,
                 controls=control,
@@ -83,72 +77,61 @@ def generalization(
                 n_resamples=resamples,
                 seed=seed,
             )
+        pictures = {"generalization.png": plot_generalization, "forest.png": plot_forest}
+        pictures |= {"k_sweep.png": plot_k_sweep} if len(result.by_k) > 1 else {}
         written = [
             write_summary(folder, result.to_dict()),
             write_atomically(folder / "table.csv", lambda path: result.table.to_csv(path, index=False)),
-            *write_pictures(folder, _pictures(result)),
+            *write_pictures(folder, {name: partial(plot, result) for name, plot in pictures.items()}),
         ]
     for line in _remarks(result):
         Console().print(line, highlight=False, markup=False, soft_wrap=True)
-    show(written, _table(result))
+    show(written, _slopes(result))
 
 
 def _opened(survey: Path) -> "xarray.Dataset":
     import xarray
 
-    if survey.is_dir():
-        from tl_coupling.surveys.survey import open_survey
+    from tl_coupling.surveys import open_survey
 
+    if survey.is_dir():
         return open_survey(survey)
     if not survey.exists():
-        raise FileNotFoundError(f"no survey at {survey}: wanted a folder of a survey, or a netCDF file")
+        raise FileNotFoundError(f"no survey at {survey}: give the folder of a survey, or a netCDF file")
     try:
         return xarray.open_dataset(survey, engine="netcdf4")
     except OSError as error:
         raise OSError(f"{survey} is not a netCDF file that can be read: {error}") from None
 
 
-def _named_query(text: str) -> tuple[str, str]:
-    name, equals, query = text.partition("=")
-    if not (equals and name.strip() and query.strip()) or query.startswith("="):
-        raise ValueError(f'`--subset` must be NAME=QUERY, like "above 45=score > 45", got {text!r}')
-    return name.strip(), query.strip()
+def _queries(subsets: list[str]) -> dict[str, str]:
+    """Queries by name, of texts like "above 45=score > 45"."""
+    queries: dict[str, str] = {}
+    for text in subsets:
+        name, _, query = (part.strip() for part in text.partition("="))
+        if not name or not query or query.startswith("="):
+            raise ValueError(f'`--subset` must be NAME=QUERY, like "above 45=score > 45", got {text!r}')
+        if name in queries:
+            raise ValueError(f"`--subset` must name each subset once, got {name!r} twice")
+        queries[name] = query
+    return queries
 
 
-def _pictures(result: "Generalization") -> dict[str, Any]:
-    from tl_coupling.plots.generalization import plot_forest, plot_generalization, plot_k_sweep
-
-    pictures = {
-        "generalization.png": partial(plot_generalization, result),
-        "forest.png": partial(plot_forest, result),
-    }
-    return pictures | ({"k_sweep.png": partial(plot_k_sweep, result)} if len(result.by_k) > 1 else {})
-
-
-def _table(result: "Generalization") -> Table:
-    line, drawn = result.association.linear, result.association.bootstrap
+def _slopes(result: "Generalization") -> Table:
+    drawn = result.association.bootstrap
     table = Table(
         title=f"{result.score} against {result.measure} (k = {result.k})",
-        caption=f"{drawn.n_models} models, {drawn.n_prompts} prompts; {drawn.level:.0%} intervals, t but the second; "
-        "R² of given … is partial",
+        caption=f"{drawn.n_models} models, {drawn.n_prompts} prompts; {drawn.level:.0%} intervals, t except the second;"
+        " “given”: R² is partial",
     )
     for heading in ("", "n", "slope", "interval", "R²", "p"):
-        table.add_column(heading, justify="left" if not heading else "right", overflow="fold")
-
-    def row(name: str, n: int, slope: float, interval: tuple[float, float], *rest: float) -> None:
-        low, high = interval
-        table.add_row(name, str(n), f"{slope:.4g}", f"{low:.4g} to {high:.4g}", *(f"{number:.3g}" for number in rest))
-
-    row("all models, t", line.n, line.slope, line.slope_interval, line.r_squared, line.p)
-    row("all models, bootstrap", line.n, line.slope, drawn.slope)
-    for name, fit in result.subsets.items():
-        row(name, fit.n, fit.slope, fit.slope_interval, fit.r_squared, fit.p)
-    for name, held in result.partial.items():
-        row(f"given {name}", held.n, held.coefficient, held.interval, held.partial_r_squared, held.p)
+        table.add_column(heading, justify="right" if heading else "left", overflow="fold")
+    for fit in result.slopes.itertuples():
+        numbers = ["" if number != number else f"{number:.3g}" for number in (fit.r_squared, fit.p)]
+        table.add_row(escape(fit.Index), str(fit.n), f"{fit.slope:.4g}", f"{fit.low:.4g} to {fit.high:.4g}", *numbers)
     for name, alone in result.covariates.iterrows():
-        table.add_row(
-            f"{name} alone", f"{alone.n:.0f}", f"{alone.slope:.4g}", "", f"{alone.r_squared:.3f}", f"{alone.p:.3g}"
-        )
+        numbers = [f"{alone.slope:.4g}", "", f"{alone.r_squared:.3g}", f"{alone.p:.3g}"]
+        table.add_row(escape(f"{name} alone"), f"{alone.n:.0f}", *numbers)
     return table
 
 
@@ -160,7 +143,7 @@ def _remarks(result: "Generalization") -> list[str]:
         f"{rho_high:.3f}), p = {rank.p:.3g}; {drawn.n_resamples} draws, {drawn.n_dropped} of them degenerate"
     ]
     if drawn.n_dropped > 0.1 * drawn.n_resamples:
-        lines.append("many draws are degenerate: too few models for the bootstrap's intervals to mean much")
+        lines.append("many draws are degenerate: with so few models the bootstrap intervals mean little")
     if (fit := result.exponential) is not None:
         lines.append(f"exponential fit, score = a exp(b coupling): R² = {fit.r_squared:.3f}, p = {fit.p:.3g}")
     if (influence := result.influence) is not None:
@@ -171,5 +154,5 @@ def _remarks(result: "Generalization") -> list[str]:
         if influence.not_significant:
             lines.append(f"p exceeds 0.05 without {' or '.join(influence.not_significant)}")
     left_out = [f"left out: {name}: {why}" for name, why in result.left_out.items()]
-    more = len(left_out) - _NAMED
-    return lines + left_out[:_NAMED] + ([f"left out: {more} more, see summary.json"] if more > 0 else [])
+    more = len(left_out) - _MOST_LEFT_OUT
+    return lines + left_out[:_MOST_LEFT_OUT] + ([f"left out: {more} more, see summary.json"] if more > 0 else [])

@@ -10,7 +10,7 @@ from torch import nn
 
 from tl_coupling.blocks import Trace, trace
 from tl_coupling.models import EMBEDDED_MODEL, load_model, named_device
-from tl_coupling.prompts import Prompt, read_prompts
+from tl_coupling.prompts import Prompt, load_prompts
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 
 Untrained = Annotated[bool, typer.Option("--untrained", help="Measure the untrained twin as well.")]
@@ -139,7 +139,7 @@ class Prompts:
             return [Prompt("prompt", PAPER_PROMPT if self.prompt is None else self.prompt)]
         if self.prompt is not None:
             raise ValueError("give --prompt or --prompts, not both")
-        return read_prompts(self.prompts)
+        return load_prompts(self.prompts)
 
 
 def training_step(checkpoint: str | None) -> str | int | None:

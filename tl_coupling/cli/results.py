@@ -20,10 +20,13 @@ def write_pictures(folder: Path, pictures: Mapping[str, Callable[[], Any]]) -> l
 
     The results are there by now, and a picture must not cost them.
     """
+    from tl_coupling.plots.labels import off_screen
+
     written = []
     for name, draw in pictures.items():
         try:
-            drawn = draw()
+            with off_screen():
+                drawn = draw()
         except ValueError as error:
             warnings.warn(f"{name} is left out: {error}", stacklevel=2)
             continue

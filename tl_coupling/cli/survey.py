@@ -1,6 +1,7 @@
 """`tl-coupling survey`: many models on many prompts, here, in processes, or on a cluster."""
 
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work, over_units
+from tl_coupling.cli.console import at_work
 from tl_coupling.cli.options import Comparing, Machine, Out, Position, Tracing, training_step
 from tl_coupling.cli.results import show, write_pictures, write_summary
 
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
+    from tl_coupling.prompts import Prompt
     from tl_coupling.surveys.executors import Executor
+    from tl_coupling.surveys.measurements import Settings
+
+MEASURE = "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of different layers, then over prompts"
 
 _SURVEY_HELP = """Many models on many prompts: coupling, singular values, shapes of trajectories, loss; means by task.
 
-Each finished unit (one model and checkpoint, some prompts) is written at once; the same command again keeps what is
-finished and does the rest, and models may be added. A unit that fails is left out, with its error, and the exit status
-is then 1. `tl-coupling generalization` goes on from here.
+Each finished unit (one model and checkpoint, some prompts) is written at once; run the same command again to do the
+rest, or to add models. A unit that fails is left out, with its error, and the exit status is 1. Analyse the results
+with `tl-coupling generalization`.
 
 Examples:
 
@@ -43,8 +48,8 @@ def survey(
     model: Annotated[
         list[str],
         typer.Option(
-            help="Hub name, local folder, or folder of checkpoints (all are measured); NAME=that calls it so; may be "
-            "repeated."
+            help="Hub name, local folder, or folder of checkpoints (all are measured); NAME=MODEL sets the name used "
+            "in the results; may be repeated."
         ),
     ],
     machine: Machine,
@@ -53,16 +58,18 @@ def survey(
     prompts: Annotated[
         str, typer.Option(help='JSONL file; or gsm8k, mmlu, …; or "open_llm_leaderboard", six of them.')
     ],
-    n: Annotated[int | None, typer.Option(help="Prompts, drawn at random. [all of a file, 200 of a set, 1200]")] = None,
-    per_task: Annotated[int | None, typer.Option(help="Prompts of each task, instead of --n.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw.", min=0)] = 0,
-    checkpoint: Annotated[
-        list[str] | None, typer.Option(help="Training step or hub revision, of all models; may be repeated.")
+    n: Annotated[
+        int | None, typer.Option(help="How many, drawn at random. [all of a file, 200 of a set, 1200 of six]")
     ] = None,
-    untrained: Annotated[bool, typer.Option("--untrained", help="Measure untrained twins as well.")] = False,
+    per_task: Annotated[int | None, typer.Option(help="How many of each task, instead of --n.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random draw.", min=0)] = 0,
+    checkpoint: Annotated[
+        list[str] | None, typer.Option(help="Training step or hub revision, for all models; may be repeated.")
+    ] = None,
+    untrained: Annotated[bool, typer.Option("--untrained", help="Also measure untrained twins.")] = False,
     position: Position = -1,
-    prompts_per_unit: Annotated[int | None, typer.Option(help="Prompts in a unit of work. [all]")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes of this machine that share the units.", min=1)] = None,
+    prompts_per_unit: Annotated[int | None, typer.Option(help="Prompts per unit of work. [all]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Run units in this many processes.", min=1)] = None,
     slurm: Annotated[
         str | None, typer.Option(help="Units as SLURM jobs: partition=…,gpus_per_node=1,timeout_min=240,…")
     ] = None,
@@ -70,43 +77,47 @@ def survey(
 ) -> None:
     """See `_SURVEY_HELP`."""
     from tl_coupling.generalization import task_means
-    from tl_coupling.surveys.measurements import Settings
-    from tl_coupling.surveys.survey import UNITS, Survey, run
+    from tl_coupling.plots import plot_task_means
+    from tl_coupling.surveys import Survey, run
+    from tl_coupling.surveys.opening import UNITS
 
     asked = Survey(
-        models=_named(model),
-        prompts=_chosen(prompts, n, per_task, seed),
-        checkpoints=None if checkpoint is None else [training_step(one) for one in checkpoint],  # type: ignore[misc]
+        models=_models_by_name(model),
+        prompts=_drawn_prompts(prompts, n, per_task, seed),
+        checkpoints=training_steps(checkpoint),
         untrained=untrained,
-        settings=Settings(
-            k=tuple(comparing.ks),
-            position=position,
-            orientation=comparing.orientation,
-            final_norm=tracing.final_norm,
-            prepend_bos=tracing.prepend_bos,
-        ),
+        settings=settings_of(comparing, tracing, position),
         prompts_per_unit=prompts_per_unit,
         backend=machine.backend,
         device=machine.device,
         dtype=machine.torch_dtype,
     )
-    with at_work(out) as (folder, progress), _executor(workers, slurm, folder / "jobs") as executor:
-        units = folder / UNITS
-        data = run(asked, units, executor, over_units(progress, "survey", lambda unit: unit.key))
-        tables = {one: task_means(data, one) for one in data["k"].values.tolist()}
-        written = [
-            units,
-            write_summary(folder, _summary(data, tables)),
-            *write_pictures(folder, {f"tasks-k{one}.png": partial(_picture, table) for one, table in tables.items()}),
-        ]
-    for one, table in tables.items():
-        Console().print(_table(one, table))
-    show(written, _costs(data))
+    with at_work(out) as (folder, _), _executor(workers, slurm, folder / "jobs") as executor:
+        data = run(asked, folder / UNITS, executor)
+        tables = {k: task_means(data, k=k) for k in data["k"].values.tolist()}
+        pictures = {f"tasks-k{k}.png": partial(plot_task_means, table) for k, table in tables.items()}
+        written = [folder / UNITS, write_summary(folder, _summary(data, tables)), *write_pictures(folder, pictures)]
+    for k, table in tables.items():
+        Console().print(_task_table(k, table))
+    show(written, _cost_table(data))
     if json.loads(data.attrs["failed"]):
         raise typer.Exit(1)
 
 
-def _named(models: list[str]) -> dict[str, str]:
+def settings_of(comparing: Comparing, tracing: Tracing, position: int) -> "Settings":
+    """How prompts are measured, from the options."""
+    from tl_coupling.surveys.measurements import Settings
+
+    bos, norm = tracing.prepend_bos, tracing.final_norm
+    return Settings(tuple(comparing.ks), position, comparing.orientation, final_norm=norm, prepend_bos=bos)
+
+
+def training_steps(checkpoints: Sequence[str] | None) -> Any:
+    """Checkpoints as the library takes them: numbers where they are training steps."""
+    return None if checkpoints is None else [training_step(one) for one in checkpoints]
+
+
+def _models_by_name(models: list[str]) -> dict[str, str]:
     pairs = [
         (name, source) if equals else (one, one) for one in models for name, equals, source in [one.partition("=")]
     ]
@@ -115,17 +126,16 @@ def _named(models: list[str]) -> dict[str, str]:
     return dict(pairs)
 
 
-def _chosen(prompts: str, n: int | None, per_task: int | None, seed: int) -> list[Any]:
-    from tl_coupling.prompts import load_prompts, open_llm_leaderboard_prompts, prompts_per_task
+def _drawn_prompts(prompts: str, n: int | None, per_task: int | None, seed: int) -> "list[Prompt]":
+    from tl_coupling.prompts import load_prompts, prompts_per_task
 
     if n is not None and per_task is not None:
         raise ValueError("give --n or --per-task, not both")
-    if prompts == "open_llm_leaderboard":
-        wanted = 1200 if per_task is None else 6 * per_task
-        return open_llm_leaderboard_prompts(wanted if n is None else n, seed)
     if per_task is not None:
-        return prompts_per_task(load_prompts(prompts, None), per_task, seed)
-    return load_prompts(prompts, 200 if n is None and not Path(prompts).is_file() else n, seed)
+        return prompts_per_task(load_prompts(prompts), per_task, seed)
+    if n is None and not Path(prompts).is_file():
+        n = 1200 if prompts == "open_llm_leaderboard" else 200
+    return load_prompts(prompts, n, seed)
 
 
 def _executor(workers: int | None, slurm: str | None, jobs: Path) -> "AbstractContextManager[Executor | None]":
@@ -134,11 +144,11 @@ def _executor(workers: int | None, slurm: str | None, jobs: Path) -> "AbstractCo
     if workers is not None and slurm is not None:
         raise ValueError("give --workers or --slurm, not both")
     if slurm is not None:
-        return nullcontext(slurm_executor(jobs, **_parameters(slurm)))
+        return nullcontext(slurm_executor(jobs, **_slurm_parameters(slurm)))
     return nullcontext() if workers is None else process_pool(workers)
 
 
-def _parameters(text: str) -> dict[str, int | str]:
+def _slurm_parameters(text: str) -> dict[str, int | str]:
     found: dict[str, int | str] = {}
     for one in text.split(","):
         name, equals, value = (part.strip() for part in one.partition("="))
@@ -148,16 +158,10 @@ def _parameters(text: str) -> dict[str, int | str]:
     return found
 
 
-def _picture(table: "pandas.DataFrame") -> Any:
-    from tl_coupling.plots import plot_task_means
-
-    return plot_task_means(table)
-
-
 def _summary(data: "xarray.Dataset", tables: "dict[int, pandas.DataFrame]") -> dict[str, Any]:
     costs = data[["seconds", "peak_memory"]].to_dataframe().dropna().reset_index()
     return {
-        "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of different layers, then over prompts",
+        "measure": MEASURE,
         "intervals": "95 % percentiles of a bootstrap over prompts",
         "by_task": {str(k): table.to_dict("records") for k, table in tables.items()},
         "cost": costs.to_dict("records"),
@@ -167,7 +171,7 @@ def _summary(data: "xarray.Dataset", tables: "dict[int, pandas.DataFrame]") -> d
     }
 
 
-def _table(k: int, rows: "pandas.DataFrame") -> Table:
+def _task_table(k: int, rows: "pandas.DataFrame") -> Table:
     # What is the same in every row goes above them.
     shared = [name for name in ("model", "checkpoint") if rows[name].nunique() == 1]
     title = f"depth coupling 1 − m̃ (k = {k})" + (f", {rows['model'].iloc[0]}" if "model" in shared else "")
@@ -182,17 +186,14 @@ def _table(k: int, rows: "pandas.DataFrame") -> Table:
     return table
 
 
-def _costs(data: "xarray.Dataset") -> Table:
-    n_prompts = data["n_pos"].notnull().sum("prompt")
-    table = Table(title="what it took", caption="loading included; peak memory of the processes that did it")
-    for heading in ("model", "checkpoint", "layers", "width", "parameters", "seconds a prompt", "peak memory"):
+def _cost_table(data: "xarray.Dataset") -> Table:
+    table = Table(title="cost", caption="loading included; peak memory of the processes that did it")
+    for heading in ("model", "checkpoint", "layers", "width", "parameters", "seconds per prompt", "peak memory"):
         table.add_column(heading, justify="left" if heading in ("model", "checkpoint") else "right")
-    for model in data["model"].values.tolist():
-        for checkpoint in data["checkpoint"].values.tolist():
-            here = data.sel(model=model, checkpoint=checkpoint)
-            if not (n := int(n_prompts.sel(model=model, checkpoint=checkpoint))):
-                continue
-            facts = (f"{int(here[name]):,}" for name in ("n_layers", "d_model", "n_parameters"))
-            seconds, memory = float(here["seconds"]) / n, float(here["peak_memory"])
-            table.add_row(escape(model), escape(str(checkpoint)), *facts, f"{seconds:.2f}", f"{memory:.0f} MiB")
+    names = ["n_layers", "d_model", "n_parameters", "seconds", "peak_memory"]
+    costs = data[names].assign(n_prompts=data["n_pos"].notnull().sum("prompt")).to_dataframe().dropna()
+    for (model, checkpoint), row in costs.iterrows():
+        facts = (f"{int(row[name]):,}" for name in names[:3])
+        effort = f"{row['seconds'] / row['n_prompts']:.2f}", f"{row['peak_memory']:.0f} MiB"
+        table.add_row(escape(str(model)), escape(str(checkpoint)), *facts, *effort)
     return table

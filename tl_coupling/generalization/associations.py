@@ -1,45 +1,29 @@
-"""Coupling against a score at one k, at each k, on each task; and against prompts, within a model."""
+"""Coupling against a score across models; and across tasks and prompts, within a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float
 
+from tl_coupling import statistics
 from tl_coupling.border import Count, Seed, checked
 from tl_coupling.coupling import Measure
-from tl_coupling.generalization.fits import (
-    Interval,
-    LinearFit,
-    RankCorrelation,
-    is_constant,
-    linear_fit,
-    rank_correlation,
-)
-from tl_coupling.generalization.resampling import Bootstrap, bootstrap, correlation, percentiles
-from tl_coupling.generalization.tables import (
-    Measured,
-    at_one_checkpoint,
-    coupling_table,
-    largest_k,
-    measured,
-    of_rows,
-    per_prompt,
-)
+from tl_coupling.generalization.fits import LinearFit, linear_fit
+from tl_coupling.generalization.resampling import Bootstrap, bootstrap
+from tl_coupling.generalization.tables import Measured, at_one_checkpoint, coupling_table, per_prompt
+from tl_coupling.statistics import Interval, RankCorrelation, rank_correlation
 
 if TYPE_CHECKING:
     import pandas
     import xarray
 
-_CHUNK = 250
 ALL = "all prompts"
 
 
 @dataclass(frozen=True, eq=False)
 class Association:
-    """Coupling against a score across models: the line, the rank correlation, and what other samples would give."""
+    """Coupling against a score across models: the line, the rank correlation, and a bootstrap of both."""
 
     linear: LinearFit
     spearman: RankCorrelation
@@ -47,175 +31,88 @@ class Association:
 
 
 @dataclass(frozen=True)
-class PromptCorrelation:
-    """Spearman's ρ of coupling and a property of the prompts, within one model.
+class PromptCorrelation(RankCorrelation):
+    """Spearman's ρ over the prompts of a model; its interval by a bootstrap, with the draws dropped as constant."""
 
-    Attributes:
-        n: prompts that have both.
-        rho: in [−1, 1]; its interval is a bootstrap over prompts, 95 % percentiles.
-        p: of ρ = 0.
-        n_dropped: draws left out because one side was constant.
-    """
-
-    n: int
-    rho: float
     interval: Interval
-    p: float
     n_dropped: int
 
 
-def association(of: Measured, *, n_resamples: int = 2000, seed: int = 0) -> Association:
-    """The line, the rank correlation and the bootstrap of coupling against score.
-
-    Raises:
-        ValueError: as `linear_fit` and `bootstrap`.
-    """
-    return Association(
-        linear=linear_fit(of.table, of.measure, of.score),
-        spearman=rank_correlation(of.table, of.measure, of.score),
-        bootstrap=bootstrap(of.x, of.y, n_resamples=n_resamples, seed=seed),
-    )
-
-
-@checked
-def k_sweep(
-    data: "xarray.Dataset",
-    scores: "pandas.DataFrame | str",
-    *,
-    ks: Sequence[int] | None = None,
-    measure: Measure = "coupling",
-    score: str = "score",
-    checkpoint: int | str | None = None,
-    n_resamples: Count = 2000,
-    seed: Seed = 0,
-) -> dict[int, Association]:
-    """Coupling against score at each number of singular vectors; every k sees the same draws.
-
-    Args:
-        data, scores, measure, score: as in `coupling_table`.
-        ks: all that were measured by default. At k = 1 every coupling is 1, and there is nothing to fit.
-        checkpoint: of all models; each model's last by default, and "untrained" for the untrained twins.
-        n_resamples, seed: as in `bootstrap`.
-
-    Raises:
-        ValueError: as `coupling_table`, `linear_fit` and `bootstrap`.
-
-    Source:
-        Aubry et al. 2025, figure of the correlation for varying K.
-    """
-    ks = sorted(int(k) for k in data["k"].values) if ks is None else ks
-    return {
-        k: association(measured(data, k, measure, scores, score, checkpoint), n_resamples=n_resamples, seed=seed)
-        for k in ks
-    }
-
-
-@checked
-def task_fits(
-    data: "xarray.Dataset",
-    scores: "pandas.DataFrame | str",
-    *,
-    k: int | None = None,
-    measure: Measure = "coupling",
-    score: str = "score",
-    checkpoint: int | str | None = None,
-    n_resamples: Count = 2000,
-    seed: Seed = 0,
-) -> dict[str, Association]:
-    """Coupling on the prompts of each task against score, across models.
-
-    The score is the column that has the name of the task, where `scores` has one; the loss is that on the task's
-    prompts. Arguments and errors as in `k_sweep`; prompts without a task are left out.
-    """
-    return {
-        task: association(
-            measured(part, k, measure, scores, _score_of(task, scores, score), checkpoint),
-            n_resamples=n_resamples,
-            seed=seed,
-        )
-        for task, part in by_task(data).items()
-    }
+def association(of: Measured, *, n_resamples: int, seed: int) -> Association:
+    """The line, the rank correlation and the bootstrap of coupling against score; errors as of the first and last."""
+    line = linear_fit(of.table, of.measure, of.score)
+    x, y = (of.table[name].to_numpy(float) for name in (of.measure, of.score))
+    return Association(line, rank_correlation(x, y), bootstrap(of.x, of.y, n_resamples=n_resamples, seed=seed))
 
 
 @checked
 def task_means(
     data: "xarray.Dataset",
+    *,
     k: int | None = None,
     measure: Measure = "coupling",
-    *,
     n_resamples: Count = 2000,
     seed: Seed = 0,
 ) -> "pandas.DataFrame":
     """Mean coupling of every model and checkpoint on each task, with its interval over prompts.
 
     Args:
-        data, k, measure: as in `coupling_table`.
-        n_resamples: draws of a bootstrap over the task's prompts.
+        data, k, measure: as in `generalization_study`.
+        n_resamples: draws of a bootstrap over the prompts of the task.
         seed: of `numpy.random.default_rng`.
 
     Returns:
-        columns `model`, `checkpoint`, `task` ("all prompts" last; alone where prompts have none), `n_prompts`, `mean`,
-        `low` and `high` (95 % percentiles; NaN with one prompt), `null` (what random subspaces would give), `loss`
-        (mean, in nats per token). `attrs` names `k` and `measure`.
+        columns `model`, `checkpoint`, `task` ("all prompts" last; alone where prompts have no task), `n_prompts`,
+        `mean`, `low` and `high` (95 % percentiles; NaN with one prompt), `null` (what random subspaces would give),
+        `loss` (mean, in nats per token). `attrs` names `k` and `measure`.
 
     Raises:
-        ValueError: as `coupling_table`; fewer than one draw.
+        ValueError: the k or the measure was not measured; fewer than one draw.
     """
     import pandas
 
-    k = largest_k(data) if k is None else k
     held = per_prompt(data, k, measure)
     rng = np.random.default_rng(seed)
     rows = []
-    for model, checkpoint in product(held["model"].values, held["checkpoint"].values):
-        here = held.sel(model=model, checkpoint=checkpoint).dropna("prompt", subset=["x"])
+    for row in range(held.sizes["row"]):
+        here = held.isel(row=row).dropna("prompt", subset=["x"])
         for task, part in [*by_task(here).items(), (ALL, here)] if here.sizes["prompt"] else []:
             x, n = part["x"].values, part.sizes["prompt"]
-            low, high = percentiles(x[rng.integers(n, size=(n_resamples, n))].mean(1)) if n > 1 else (np.nan, np.nan)
+            low, high = np.nan, np.nan
+            if n > 1:
+                draws = [x[drawn].mean(1) for drawn in statistics.resamples(n, n_resamples, rng)]
+                low, high = statistics.percentile_interval(np.concatenate(draws))
             means = {name: float(part[name].mean()) if name in part else np.nan for name in ("x", "null", "loss")}
-            rows.append((str(model), checkpoint, task, n, means["x"], low, high, means["null"], means["loss"]))
+            which = str(part["model"].values), part["checkpoint"].values.item(), task, n
+            rows.append((*which, means["x"], low, high, means["null"], means["loss"]))
     columns = ["model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null", "loss"]
     table = pandas.DataFrame(rows, columns=columns)
-    table.attrs |= {"k": k, "measure": measure}
+    table.attrs |= {"k": held["k"].item(), "measure": measure}
     return table
 
 
-@checked
 def fits_across_tasks(
-    data: "xarray.Dataset",
-    scores: "pandas.DataFrame | str",
-    *,
-    k: int | None = None,
-    measure: Measure = "coupling",
-    checkpoint: int | str | None = None,
+    data: "xarray.Dataset", scores: "pandas.DataFrame | str", *, k: int, measure: str, checkpoint: int | str | None
 ) -> dict[str, LinearFit]:
-    """Within each model, its coupling on each task against its score there: a point a task.
-
-    Args:
-        data, scores, measure, checkpoint: as in `k_sweep`; `scores` needs a column for each task, by its name.
-        k: as in `coupling_table`.
+    """Within each model, its coupling on each task against its score there, in a column with the name of the task.
 
     Raises:
         ValueError: fewer than three tasks that have a score; otherwise as `coupling_table` and `linear_fit`.
 
-    Source:
-        Aubry et al. 2025, table 3.
+    Source: Aubry et al. 2025, table 3.
     """
     import pandas
 
     parts = {t: part for t, part in by_task(data).items() if isinstance(scores, str) or t in scores}
     if len(parts) < 3:
-        raise ValueError(f"a fit across tasks wants three tasks or more that have scores, got {list(parts)}")
+        raise ValueError(f"a fit across tasks needs at least three tasks that have scores, got {list(parts)}")
     rows = []
     for task, part in parts.items():
-        table = at_one_checkpoint(coupling_table(part, k, measure, scores, score=task), checkpoint)
-        rows.append(table.rename(columns={task: "score", "loss": "score"})[["model", measure, "score"]])
-    every = pandas.concat(rows, ignore_index=True).dropna()
-    return {
-        str(model): linear_fit(points, measure, "score")
-        for model, points in every.groupby("model", sort=False)
-        if len(points) > 2
-    }
+        table = coupling_table(per_prompt(part, k, measure), scores, measure=measure, score=task)
+        table = at_one_checkpoint(table, checkpoint).rename(columns={task: "score", "loss": "score"})
+        rows.append(table[["model", measure, "score"]].dropna())
+    models = pandas.concat(rows, ignore_index=True).groupby("model", sort=False)
+    return {str(model): linear_fit(points, measure, "score") for model, points in models if len(points) > 2}
 
 
 @checked
@@ -229,66 +126,49 @@ def prompt_correlations(
     n_resamples: Count = 1000,
     seed: Seed = 0,
 ) -> dict[str, PromptCorrelation]:
-    """Within each model, coupling of each prompt against what the prompt is like.
+    """Within each model, Spearman's ρ of the coupling on each prompt and a property of the prompt.
 
     Args:
-        data, k, measure: as in `coupling_table`.
-        against: what was measured of prompts: `"n_pos"`, their length in tokens, or `"loss"`; or a difficulty by
-            prompt id. Prompts that lack it are left out.
-        checkpoint: each model's last by default.
-        n_resamples, seed: as in `bootstrap`; prompts alone are resampled.
+        data, k, measure, checkpoint: as in `generalization_study`.
+        against: what was measured of prompts, `"n_pos"` for their length in tokens or `"loss"`; or a difficulty by
+            prompt id. Prompts without it are left out.
+        n_resamples, seed: as in `bootstrap`, over prompts alone.
 
     Returns:
         by model.
 
     Raises:
-        ValueError: nothing of that name was measured; ids of prompts that there are not; for some model, fewer than
-            three prompts, or all alike.
+        ValueError: nothing of that name was measured; unknown prompt ids; for some model, fewer than three prompts, or
+            no difference between them.
 
-    Cost: for each model `n_resamples · n_prompts` operations, and as many ranks.
+    Cost: for each model, `n_resamples` rankings of the prompts.
 
     Source:
         Aubry et al. 2025, figure 10.
     """
     held = per_prompt(data, k, measure, also=(against,) if isinstance(against, str) else ())
-    rows = at_one_checkpoint(coupling_table(data, k, measure), checkpoint)
-    x = of_rows(held["x"], rows)
     if isinstance(against, str):
         if against not in held or "prompt" not in held[against].dims:
-            raise ValueError(f"nothing called {against!r} was measured of prompts")
-        name, other = against, of_rows(held[against].broadcast_like(held["x"]), rows)
+            raise ValueError(f"{against!r} was not measured on each prompt")
+        name, other = against, held[against].broadcast_like(held["x"]).transpose("row", "prompt").values
     else:
         ids = [str(prompt) for prompt in held["prompt"].values]
         if unknown := sorted(set(against) - set(ids)):
             raise ValueError(f"a difficulty is given for prompts that were not measured: {', '.join(unknown[:5])}")
-        name, other = "difficulty", np.tile([float(against.get(prompt, np.nan)) for prompt in ids], (len(rows), 1))
+        name, other = "difficulty", np.tile([against.get(prompt, np.nan) for prompt in ids], (held.sizes["row"], 1))
     found = {}
-    for model, its_x, its_other in zip(rows["model"], x, other, strict=True):
-        both = np.isfinite(its_x) & np.isfinite(its_other)
-        its_x, its_other = its_x[both], its_other[both]
-        if len(its_x) < 3 or is_constant(its_x) or is_constant(its_other):
-            raise ValueError(f"{measure} against {name} of {model!r} wants three prompts or more that differ in both")
-        found[model] = _over_prompts(its_x, its_other, n_resamples, seed)
+    rows = held[["model", "checkpoint"]].to_dataframe()[held["x"].notnull().any("prompt").values]
+    for row, model in at_one_checkpoint(rows, checkpoint)["model"].items():
+        both = np.isfinite(held["x"].values[row]) & np.isfinite(other[row])
+        x, y = held["x"].values[row][both], other[row][both].astype(float)
+        if len(x) < 3 or statistics.is_constant(x) or statistics.is_constant(y):
+            raise ValueError(f"{measure} against {name} of {model!r} needs at least three prompts that differ in both")
+        drawn = statistics.resamples(len(x), n_resamples, np.random.default_rng(seed))
+        rho = np.concatenate([statistics.rank_correlation_of_rows(x[prompts], y[prompts]) for prompts in drawn])
+        low, high = statistics.percentile_interval(rho[np.isfinite(rho)]).tolist()
+        of_all = rank_correlation(x, y)
+        found[str(model)] = PromptCorrelation(of_all.n, of_all.rho, of_all.p, (low, high), int(np.isnan(rho).sum()))
     return found
-
-
-def _over_prompts(
-    x: Float[np.ndarray, " n_prompts"], y: Float[np.ndarray, " n_prompts"], n_resamples: int, seed: int
-) -> PromptCorrelation:
-    from scipy import stats
-
-    rng = np.random.default_rng(seed)
-    draws: list[Any] = []
-    for start in range(0, n_resamples, _CHUNK):
-        drawn = rng.integers(len(x), size=(min(_CHUNK, n_resamples - start), len(x)))
-        usable = (np.ptp(x[drawn], axis=1) > 0) & (np.ptp(y[drawn], axis=1) > 0)
-        ranks = (stats.rankdata(side[drawn[usable]], axis=1) for side in (x, y))
-        draws.extend(correlation(*ranks)[0])
-    result = stats.spearmanr(x, y)
-    low, high = percentiles(np.array(draws)).tolist()
-    return PromptCorrelation(
-        len(x), float(result.statistic), (low, high), float(result.pvalue), n_resamples - len(draws)
-    )
 
 
 def by_task(data: "xarray.Dataset") -> "dict[str, xarray.Dataset]":
@@ -297,7 +177,3 @@ def by_task(data: "xarray.Dataset") -> "dict[str, xarray.Dataset]":
         return {}
     tasks = data["task"].values.astype(str)
     return {task: data.isel(prompt=np.flatnonzero(tasks == task)) for task in dict.fromkeys(tasks.tolist()) if task}
-
-
-def _score_of(task: str, scores: "pandas.DataFrame | str", score: str) -> str:
-    return task if not isinstance(scores, str) and task in scores else score

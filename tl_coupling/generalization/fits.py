@@ -1,38 +1,43 @@
-"""Fits of one column of a table against another, a row a model. scipy and statsmodels do the statistics."""
+"""Fits of one column of a table against another, one model per row; statsmodels and scipy do the statistics."""
 
 import importlib.util
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Float
 
 from tl_coupling.border import checked
 from tl_coupling.generalization.expressions import evaluate
+from tl_coupling.statistics import LEVEL, Interval, is_constant, t_interval
 
 if TYPE_CHECKING:
     import pandas
 
-LEVEL = 0.95
-
-Interval = tuple[float, float]
+_ALPHA = 0.05
 
 
 @dataclass(frozen=True)
 class LinearFit:
-    """Ordinary least squares, `y ≈ intercept + slope · x`.
+    """Ordinary least squares, `y ≈ intercept + slope · x`, with other columns held fixed if there are controls.
 
     Attributes:
-        x, y: the columns.
-        n: how many rows have both.
-        slope, intercept: in units of y per x, and of y; their intervals are t intervals at `level`.
-        r_squared: share of the variance of y that the line explains.
+        x, y, controls: the columns.
+        n: rows that have all of them.
+        slope, intercept: in units of y per x, and of y (where the controls are at their mean); with t intervals.
+        r_squared: share of the variance of y that x explains; with controls, of the variance that they leave.
         p: two-sided, of slope 0.
+        vif: variance inflation factor: by how much the controls inflate the variance of the slope. 1 where they are
+            uncorrelated with x; above 10, x and the controls can hardly be told apart.
+        condition_number: of x and the controls, standardised.
         level: of the intervals.
     """
 
     x: str
     y: str
+    controls: tuple[str, ...]
     n: int
     slope: float
     slope_interval: Interval
@@ -40,7 +45,13 @@ class LinearFit:
     intercept_interval: Interval
     r_squared: float
     p: float
+    vif: float
+    condition_number: float
     level: float = LEVEL
+
+    def predict(self, x: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        """The line at x."""
+        return self.intercept + self.slope * x
 
 
 @dataclass(frozen=True)
@@ -48,12 +59,10 @@ class ExponentialFit:
     """`y ≈ a · exp(b · x)`, least squares on y itself, not on its logarithm.
 
     Attributes:
-        x, y: the columns.
-        n: how many rows have both.
-        a, b: a in units of y, b in units of 1/x; the interval of b is a t interval at `level`.
+        x, y, n, level: as in `LinearFit`.
+        a, b: a in units of y, b in units of 1/x, with a t interval.
         r_squared: `1 − Σ(y − ŷ)² / Σ(y − ȳ)²`, on y.
         p: two-sided, of b = 0, from the covariance at the solution.
-        level: of the interval.
     """
 
     x: str
@@ -66,102 +75,106 @@ class ExponentialFit:
     p: float
     level: float = LEVEL
 
+    def predict(self, x: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        """The curve at x."""
+        return self.a * np.exp(self.b * x)
 
-@dataclass(frozen=True)
-class RankCorrelation:
-    """Spearman's ρ, with scipy's two-sided p (a t approximation: rough below ten rows).
+
+@dataclass(frozen=True, eq=False)
+class LeaveOneOut:
+    """The linear fit without each model in turn.
 
     Attributes:
-        x, y: the columns.
-        n: how many rows have both.
-        rho: in [−1, 1].
-        p: of ρ = 0.
+        table: one row per model, indexed by its name: `cooks_distance`; `dfbetas`, by how many standard errors the
+            model moves the slope; `slope`, `r_squared` and `p` of the fit without it.
+        most_influential: the model without which R² changes most.
+        r_squared_range: smallest and largest R² without one model.
+        sign_changes: models without which the slope has the other sign.
+        not_significant: models without which p exceeds 0.05, although it does not with all of them.
     """
 
-    x: str
-    y: str
-    n: int
-    rho: float
-    p: float
+    table: "pandas.DataFrame" = field(repr=False)
+    most_influential: str
+    r_squared_range: Interval
+    sign_changes: tuple[str, ...]
+    not_significant: tuple[str, ...]
 
 
 @checked
-def linear_fit(table: "pandas.DataFrame", x: str, y: str) -> LinearFit:
-    """Ordinary least squares of column y on column x.
+def linear_fit(table: "pandas.DataFrame", x: str, y: str, *, controls: Sequence[str] = ()) -> LinearFit:
+    """Ordinary least squares of column y on column x, with the controls held fixed.
 
     Args:
-        table: a row a model.
-        x, y: columns, or expressions of them, such as `"log10(n_parameters)"`: numbers, `+ - * / **`, comparisons,
-            `log`, `log10`, `log2`, `sqrt`, `exp`, `abs`; names of columns that are not Python's in backticks. Rows that
-            lack one are left out.
+        table: one model per row.
+        x, y, controls: columns, or expressions of them such as `"log10(n_parameters)"`: numbers, `+ - * / **`,
+            comparisons, `log`, `log10`, `log2`, `sqrt`, `exp`, `abs`; column names that are not valid in Python in
+            backticks. Rows that lack a value are left out.
 
     Raises:
-        ValueError: no such column, one that is not numbers, fewer than three rows, x or y constant;
-            statsmodels is not installed.
+        ValueError: no such column, one that is not numbers, constant or given twice; too few rows for the columns;
+            columns that determine each other; statsmodels is not installed.
 
     Example:
         >>> import pandas
         >>> from tl_coupling.generalization import linear_fit
-        >>> fit = linear_fit(pandas.DataFrame({"coupling": [1, 2, 3, 4], "score": [2, 4, 5, 9]}), "coupling", "score")
-        >>> round(fit.slope, 3), round(fit.r_squared, 3)
-        (2.2, 0.931)
+        >>> columns = {"coupling": [1, 2, 3, 4, 5], "n_layers": [2, 1, 4, 3, 9], "score": [3, 3, 7, 8, 13]}
+        >>> fit = linear_fit(pandas.DataFrame(columns), "coupling", "score", controls=["n_layers"])
+        >>> round(fit.slope, 3), round(fit.vif, 3)
+        (1.433, 2.939)
     """
-    if importlib.util.find_spec("statsmodels") is None:
-        raise ValueError('fits across models need statsmodels: pip install "tl-coupling[survey]"')
-    import statsmodels.api as sm
-
-    rows = pairs(table, x, y)
-    result = sm.OLS(rows[y].to_numpy(), sm.add_constant(rows[x].to_numpy())).fit()
-    (intercept_interval, slope_interval) = result.conf_int(1 - LEVEL).tolist()
-    intercept, slope = result.params.tolist()
+    names = (x, *controls)
+    if controls and len({*names, y}) < len(names) + 1:
+        raise ValueError(f"`x`, `y` and `controls` must be different columns, got {[x, y, *controls]}")
+    rows = _rows_to_fit(table, names, y)
+    design = rows[list(names)].to_numpy()
+    # In standard units: parameters are counted in billions, coupling in hundredths.
+    scale = design.std(0)
+    standard = (design - design.mean(0)) / scale
+    if np.linalg.matrix_rank(standard, tol=1e-10 * np.linalg.norm(standard, 2)) < len(names):
+        raise ValueError(f"{', '.join(names)} determine each other over {len(rows)} models: leave out a control")
+    # x is not centred, so that the intercept is at x = 0.
+    result = _least_squares(rows[y].to_numpy(), np.column_stack([design[:, 0] / scale[0], standard[:, 1:]]))
+    intervals, t = result.conf_int(1 - LEVEL), result.tvalues[1]
     return LinearFit(
         x=x,
         y=y,
+        controls=tuple(controls),
         n=len(rows),
-        slope=slope,
-        slope_interval=tuple(slope_interval),
-        intercept=intercept,
-        intercept_interval=tuple(intercept_interval),
-        r_squared=float(result.rsquared),
+        slope=float(result.params[1] / scale[0]),
+        slope_interval=tuple((intervals[1] / scale[0]).tolist()),
+        intercept=float(result.params[0]),
+        intercept_interval=tuple(intervals[0].tolist()),
+        r_squared=float(t**2 / (t**2 + result.df_resid)) if controls else float(result.rsquared),
         p=float(result.pvalues[1]),
+        # The diagonal of the inverse correlations.
+        vif=float(np.linalg.inv(standard.T @ standard / len(rows))[0, 0]),
+        condition_number=float(np.linalg.cond(standard)),
     )
 
 
-@checked
 def exponential_fit(table: "pandas.DataFrame", x: str, y: str) -> ExponentialFit:
-    """Least squares of `a · exp(b · x)` on column y, with `scipy.optimize.curve_fit`.
+    """Least squares of `a · exp(b · x)` on column y; arguments and errors as in `linear_fit`, or it does not converge.
 
-    Args:
-        table, x, y: as in `linear_fit`.
-
-    Raises:
-        ValueError: as in `linear_fit`; or the fit does not settle.
-
-    Source:
-        Aubry et al. 2025, figure 8, which shows such a fit and does not say how it was made.
+    Source: Aubry et al. 2025, figure 8, which shows such a fit without saying how it was made.
     """
-    import warnings
-
     from scipy import optimize, stats
 
-    rows = pairs(table, x, y)
+    rows = _rows_to_fit(table, (x,), y)
     given, wanted = rows[x].to_numpy(), rows[y].to_numpy()
-    # In standard units, or a and b are all but collinear.
+    # In standard units: otherwise a and b are nearly collinear.
     centre, scale = given.mean(), given.std()
     z = (given - centre) / scale
+    start = (wanted.mean() or 1.0, 0.0)
     if (wanted > 0).all() or (wanted < 0).all():
         line = stats.linregress(z, np.log(np.abs(wanted)))
         start = (np.sign(wanted[0]) * np.exp(line.intercept), line.slope)
-    else:
-        start = (wanted.mean() or 1.0, 0.0)
     try:
         with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
             warnings.simplefilter("error", optimize.OptimizeWarning)
             (a, b), covariance = optimize.curve_fit(lambda z, a, b: a * np.exp(b * z), z, wanted, p0=start)
     except (RuntimeError, optimize.OptimizeWarning):
-        raise ValueError(f"no a · exp(b · {x}) settles on {y!r} of {len(rows)} rows") from None
-    freedom, error = len(rows) - 2, float(np.sqrt(covariance[1, 1]))
-    half = stats.t.ppf((1 + LEVEL) / 2, freedom) * error
+        raise ValueError(f"the fit of a · exp(b · {x}) to {y!r} does not converge on {len(rows)} rows") from None
+    error, freedom = float(np.sqrt(covariance[1, 1])), len(rows) - 2
     residuals = wanted - a * np.exp(b * z)
     return ExponentialFit(
         x=x,
@@ -169,68 +182,90 @@ def exponential_fit(table: "pandas.DataFrame", x: str, y: str) -> ExponentialFit
         n=len(rows),
         a=float(a * np.exp(-b * centre / scale)),
         b=float(b / scale),
-        b_interval=(float((b - half) / scale), float((b + half) / scale)),
+        b_interval=t_interval(float(b / scale), float(error / scale), freedom),
         r_squared=float(1 - residuals @ residuals / ((wanted - wanted.mean()) ** 2).sum()),
         p=float(2 * stats.t.sf(abs(b) / error, freedom)) if error > 0 else 0.0,
     )
 
 
-@checked
-def rank_correlation(table: "pandas.DataFrame", x: str, y: str) -> RankCorrelation:
-    """Spearman's ρ of columns x and y; arguments and errors as in `linear_fit`."""
-    from scipy import stats
-
-    rows = pairs(table, x, y)
-    result = stats.spearmanr(rows[x], rows[y])
-    return RankCorrelation(x=x, y=y, n=len(rows), rho=float(result.statistic), p=float(result.pvalue))
-
-
-@checked
 def subset_fits(
-    table: "pandas.DataFrame", subsets: "Mapping[str, str | Sequence[bool] | pandas.Series]", x: str, y: str
+    table: "pandas.DataFrame", x: str, y: str, *, subsets: "Mapping[str, str | Sequence[bool] | pandas.Series]"
 ) -> dict[str, LinearFit]:
-    """The linear fit on each subset of the models.
-
-    Args:
-        table, x, y: as in `linear_fit`.
-        subsets: by name, a query or a mask over the rows. A query is an expression as in `linear_fit` that is true or
-            false: `"score > 45 and n_layers <= 32"`, `"family in ['llama', 'gpt2']"`.
+    """The linear fit on each subset of the models: by name, a mask over the rows or a query.
 
     Raises:
-        ValueError: as in `linear_fit`, saying which subset; a query that cannot be read.
+        ValueError: as in `linear_fit`, naming the subset; a query that cannot be read.
 
-    Source:
-        Aubry et al. 2025, table 4: models of 7 billion parameters only, and those that score above 45.
+    Source: Aubry et al. 2025, table 4: only models of 7 billion parameters, only those that score above 45.
     """
     fits = {}
     for name, subset in subsets.items():
         try:
             mask = np.asarray(evaluate(table, subset) if isinstance(subset, str) else subset)
             if mask.dtype != bool or mask.shape != (len(table),):
-                raise ValueError(f"wanted one of true and false for each of {len(table)} rows")
+                raise ValueError(f"it must be true or false for each of {len(table)} rows")
             fits[name] = linear_fit(table[mask], x, y)
         except ValueError as error:
             raise ValueError(f"subset {name!r}: {error}") from None
     return fits
 
 
-def pairs(table: "pandas.DataFrame", x: str, y: str) -> "pandas.DataFrame":
-    """The rows that hold both x and y.
+def covariate_fits(table: "pandas.DataFrame", x: str, y: str, *, covariates: Sequence[str]) -> "pandas.DataFrame":
+    """Each covariate alone against y, beside x on the same models: R² can only be compared on the same models.
+
+    One row per covariate: `n`, `slope`, `r_squared`, `p` of its linear fit; `x_r_squared`, `x_p` of x beside it.
+
+    Source: Aubry et al. 2025, section 4: coupling correlates with the score more than size, depth and width do.
+    """
+    import pandas
+
+    fits = []
+    for name in covariates:
+        rows = complete_rows(table, (x, y, name))
+        alone, beside = linear_fit(rows, name, y), linear_fit(rows, x, y)
+        fits.append((alone.n, alone.slope, alone.r_squared, alone.p, beside.r_squared, beside.p))
+    columns = ["n", "slope", "r_squared", "p", "x_r_squared", "x_p"]
+    return pandas.DataFrame(fits, pandas.Index(list(covariates), name="covariate"), columns)
+
+
+def leave_one_out(table: "pandas.DataFrame", x: str, y: str) -> LeaveOneOut:
+    """How much the linear fit of y on x depends on each model: the column `model` if there is one, else the index.
 
     Raises:
-        ValueError: fewer than three, or one of them is constant.
+        ValueError: as in `linear_fit`; fewer than four models, or x or y constant without one of them.
     """
-    rows = complete_rows(table, (x, y))
-    if len(rows) < 3:
-        raise ValueError(f"a fit of {y!r} on {x!r} wants three models or more that have both, got {len(rows)}")
-    for name in (x, y):
-        if is_constant(rows[name].to_numpy()):
-            raise ValueError(f"{name!r} is the same for all {len(rows)} models, {rows[name].iloc[0]:g}: nothing to fit")
-    return rows
+    import pandas
+
+    rows = _rows_to_fit(table, (x,), y)
+    if len(rows) < 4:
+        raise ValueError(f"leaving one model out needs at least four, got {len(rows)}")
+    names = [str(name) for name in (table.loc[rows.index, "model"] if "model" in table else rows.index)]
+    result = _least_squares(rows[y].to_numpy(), rows[x].to_numpy())
+    influence = result.get_influence()
+    without = []
+    for name, index in zip(names, rows.index, strict=True):
+        try:
+            fit = linear_fit(rows.drop(index), x, y)
+        except ValueError as error:
+            raise ValueError(f"without {name!r}: {error}") from None
+        without.append((fit.slope, fit.r_squared, fit.p))
+    found = pandas.DataFrame(without, pandas.Index(names, name="model"), ["slope", "r_squared", "p"])
+    # A model alone at its x has leverage 1: without it there is no slope, and its distance is not defined.
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found.insert(0, "cooks_distance", influence.cooks_distance[0])
+        found.insert(1, "dfbetas", influence.dfbetas[:, 1])
+    change = (found["r_squared"] - result.rsquared).abs().to_numpy()
+    return LeaveOneOut(
+        table=found,
+        most_influential=names[int(change.argmax())],
+        r_squared_range=(float(found["r_squared"].min()), float(found["r_squared"].max())),
+        sign_changes=tuple(found.index[np.sign(found["slope"]) != np.sign(result.params[1])]),
+        not_significant=tuple(found.index[found["p"] > _ALPHA]) if result.pvalues[1] <= _ALPHA else (),
+    )
 
 
 def complete_rows(table: "pandas.DataFrame", names: Sequence[str]) -> "pandas.DataFrame":
-    """Columns, or expressions of columns, as floats; rows that lack one are left out. The index stays."""
+    """Columns, or expressions of columns, as floats; rows that lack a value are left out. The index stays."""
     import pandas
 
     columns = {}
@@ -239,13 +274,28 @@ def complete_rows(table: "pandas.DataFrame", names: Sequence[str]) -> "pandas.Da
         try:
             columns[name] = pandas.Series(values, index=table.index).astype(float)
         except (TypeError, ValueError):
-            raise ValueError(f"column {name!r} is not numbers") from None
+            raise ValueError(f"column {name!r} does not hold numbers") from None
     rows = pandas.DataFrame(columns).dropna()
     if infinite := [name for name in names if not np.isfinite(rows[name]).all()]:
-        raise ValueError(f"column {infinite[0]!r} holds values that are not finite")
+        raise ValueError(f"column {infinite[0]!r} has infinite values")
     return rows
 
 
-def is_constant(values: np.ndarray) -> bool:
-    """Whether nothing varies but rounding."""
-    return bool(np.ptp(values) <= 1e-12 * np.abs(values).max())
+def _rows_to_fit(table: "pandas.DataFrame", names: Sequence[str], y: str) -> "pandas.DataFrame":
+    """The rows that have y and all those columns; there are enough of them, and no column is constant."""
+    rows = complete_rows(table, (*names, y))
+    if len(rows) < (needed := len(names) + 2):
+        raise ValueError(f"a fit of {y!r} on {', '.join(names)} needs at least {needed} models, got {len(rows)}")
+    for name in (*names, y):
+        if is_constant(rows[name].to_numpy()):
+            raise ValueError(f"{name!r} is the same for all {len(rows)} models, {rows[name].iloc[0]:g}: nothing to fit")
+    return rows
+
+
+def _least_squares(y: Float[np.ndarray, " n"], x: np.ndarray) -> Any:
+    """The results of statsmodels; the first coefficient is the intercept."""
+    if importlib.util.find_spec("statsmodels") is None:
+        raise ValueError('fits across models need statsmodels: pip install "tl-coupling[survey]"')
+    import statsmodels.api as sm
+
+    return sm.OLS(y, sm.add_constant(x)).fit()

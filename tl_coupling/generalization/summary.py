@@ -1,60 +1,49 @@
 """Everything at once: does coupling go with the score, and what speaks against it."""
 
-import math
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
 
 from tl_coupling.border import Count, Seed, checked
 from tl_coupling.coupling import Measure
-from tl_coupling.generalization.associations import (
-    Association,
-    PromptCorrelation,
-    association,
-    by_task,
-    fits_across_tasks,
-    k_sweep,
-    prompt_correlations,
-    task_fits,
-)
-from tl_coupling.generalization.fits import ExponentialFit, LinearFit, complete_rows, exponential_fit, subset_fits
-from tl_coupling.generalization.regressions import (
-    COVARIATES,
-    LeaveOneOut,
-    PartialRegression,
-    covariate_fits,
-    leave_one_out,
-    partial_regression,
-)
-from tl_coupling.generalization.tables import largest_k, measured, needed
+from tl_coupling.generalization import associations, fits
+from tl_coupling.generalization.associations import Association, PromptCorrelation
+from tl_coupling.generalization.fits import ExponentialFit, LeaveOneOut, LinearFit
+from tl_coupling.generalization.tables import checked_scores, measured, needed
 
 if TYPE_CHECKING:
     import pandas
     import xarray
 
+_Key = TypeVar("_Key")
 _Result = TypeVar("_Result")
+# By the column that must be known. Parameters and tokens span decades: untransformed, the largest model would decide.
+_COVARIATES = {
+    **{"n_parameters": "log10(n_parameters)", "n_layers": "n_layers", "d_model": "d_model"},
+    "training_tokens": "log10(training_tokens)",
+}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Generalization:
     """Coupling against a score across models.
 
     Attributes:
-        measure, k, score: what is compared; `score` is "loss" where the survey's own loss stands in for one.
-        table: a row a model that has both.
-        n_prompts: over which the coupling of a model is a mean.
+        measure, k, score: what is compared; `score` is "loss" where the survey's own loss takes the place of one.
+        table: one row per model that has both.
+        n_prompts: number of prompts over which the coupling of a model is a mean.
         association: the line, Spearman's ρ and the bootstrap, over all models.
         exponential: the exponential fit; `None` where there is none.
         influence: the line without each model; `None` where there are three.
         covariates: each covariate alone, beside coupling on the same models.
         partial: coupling with each covariate held fixed, and with all of them, by what is held fixed.
         subsets: the line on each subset.
-        by_k, by_task: the association at each k, and on the prompts of each task.
+        by_k, by_task: the association at each k, and on the prompts of each task. Every k sees the same draws.
         across_tasks: within each model, the line over tasks.
         prompt_length, prompt_difficulty: within each model, coupling of its prompts against these.
-        left_out: what is not here and why: models without score or coupling, statistics without enough models.
+        left_out: what is missing and why: models without score or coupling, statistics without enough models.
     """
 
     measure: str
@@ -66,7 +55,7 @@ class Generalization:
     exponential: ExponentialFit | None
     influence: LeaveOneOut | None
     covariates: "pandas.DataFrame"
-    partial: dict[str, PartialRegression]
+    partial: dict[str, LinearFit]
     subsets: dict[str, LinearFit]
     by_k: dict[int, Association]
     by_task: dict[str, Association]
@@ -75,9 +64,43 @@ class Generalization:
     prompt_difficulty: dict[str, PromptCorrelation]
     left_out: dict[str, str]
 
+    def __repr__(self) -> str:
+        line, rank = self.association.linear, self.association.spearman
+        low, high = line.slope_interval
+        return (
+            f"Generalization({self.score} against {self.measure}, k = {self.k}, {line.n} models, {self.n_prompts} "
+            f"prompts:\n  slope {line.slope:.4g} ({low:.4g} to {high:.4g}), R² = {line.r_squared:.3f}, "
+            f"p = {line.p:.2g}, Spearman's ρ = {rank.rho:.3f})"
+        )
+
+    @property
+    def slopes(self) -> "pandas.DataFrame":
+        """The slope over all models, with t and bootstrap intervals, on each subset, and with covariates held fixed.
+
+        Columns `n` (models), `slope`, `low`, `high`, `r_squared` (partial where something is held fixed), `p`, `vif`.
+        """
+        import pandas
+
+        line, nan = self.association.linear, float("nan")
+        given = {f"given {name}": fit for name, fit in self.partial.items()}
+        rows = [
+            (name, fit.n, fit.slope, *fit.slope_interval, fit.r_squared, fit.p, fit.vif if fit.controls else nan)
+            for name, fit in (("all models", line), *self.subsets.items(), *given.items())
+        ]
+        rows.insert(1, ("all models, bootstrap", line.n, line.slope, *self.association.bootstrap.slope, nan, nan, nan))
+        columns = ["fit", "n", "slope", "low", "high", "r_squared", "p", "vif"]
+        return pandas.DataFrame(rows, columns=columns).set_index("fit")
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON can hold it: tables as lists of rows, `None` for what is not finite."""
-        return _jsonable(self)
+        import pandas
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, pandas.DataFrame):
+                return (value.reset_index() if value.index.name else value).to_dict("records")
+            return value.tolist()
+
+        return json.loads(json.dumps(asdict(self), default=plain), parse_constant=lambda _: None)
 
 
 @checked
@@ -95,27 +118,29 @@ def generalization_study(
     n_resamples: Count = 2000,
     seed: Seed = 0,
 ) -> Generalization:
-    """Coupling against a score across models, with what could explain it otherwise.
+    """Coupling against a score across models, with what else could explain it.
 
     Args:
-        data: a survey: what `measure_prompts` gives, along `model` and `checkpoint`.
-        scores: as `read_scores` gives them; or `"loss"`, the mean loss on the same prompts in nats per token: lower is
-            better, and models with different tokenizers cannot be compared by it.
-        k: how many top singular vectors; the largest number that was measured by default.
+        data: a survey: what `run` or `measure_prompts` gives, along `model` and `checkpoint`.
+        scores: from `read_scores`; or `"loss"`, the mean loss on the same prompts in nats per token: lower is better,
+            and models with different tokenizers cannot be compared by it. On a task, the column with the task's name
+            is the score if there is one. Models that were not measured are left out, with a warning.
+        k: number of top singular vectors; the largest that was measured by default.
         measure: as in `CouplingMap.values`.
         score: which column of `scores`.
         checkpoint: of all models; each model's last by default, and "untrained" for the untrained twins.
         controls: covariates, columns or expressions such as `"log10(n_parameters)"`; by default depth, width and
             the logarithms of parameters and training tokens, those that are known and differ.
-        subsets: as in `subset_fits`.
+        subsets: by name, a query over the table such as `"score > 45 and n_layers <= 32"`, an expression as in
+            `linear_fit` that is true or false; or a mask over its rows.
         difficulty: of prompts, by id.
         n_resamples, seed: as in `bootstrap`.
 
     Raises:
         ValueError: fewer than three models that have both; coupling or score the same for all; arguments that name
-            what is not there. What merely lacks models is `left_out` instead.
+            something that is not there. Statistics that only lack models are in `left_out` instead.
 
-    Cost: a bootstrap for each k and task, and one for each model.
+    Cost: one bootstrap for each k, task and model.
 
     Example:
         >>> import numpy as np, pandas, xarray
@@ -124,90 +149,77 @@ def generalization_study(
         >>> dims = ("model", "prompt", "k")
         >>> data = xarray.Dataset({"mean_coupling": (dims, coupling)}, {"model": list("abcde"), "k": [10]})
         >>> scores = pandas.DataFrame({"model": list("abcde"), "score": [30, 35, 41, 43, 52]})
-        >>> result = generalization_study(data, scores, n_resamples=100)
-        >>> round(result.association.linear.slope), round(result.association.linear.r_squared, 2)
-        (52, 0.97)
+        >>> generalization_study(data, scores, n_resamples=100)
+        Generalization(score against coupling, k = 10, 5 models, 4 prompts:
+          slope 52 (35.16 to 68.84), R² = 0.970, p = 0.0022, Spearman's ρ = 1.000)
     """
-    import pandas
-
-    # Read once: a survey may stand in thousands of files.
+    # Read once: a survey may be spread over thousands of files.
     data = needed(data, measure, also=("n_pos",))
-    k = largest_k(data) if k is None else k
-    held = measured(data, k, measure, scores, score, checkpoint)
+    models = data["model"].values.astype(str).tolist() if "model" in data.dims else []
+    if not isinstance(scores, str) and models:
+        # Here, so that there is one warning for models that were not measured.
+        scores = checked_scores(scores, score, models)
+    k = int(data["k"].max()) if k is None else k
+    where: dict[str, Any] = {"measure": measure, "checkpoint": checkpoint}
+    held = measured(data, scores, k=k, score=score, **where)
     table, x, y = held.table, held.measure, held.score
     left_out = dict(held.left_out)
+    associate = partial(associations.association, n_resamples=n_resamples, seed=seed)
 
-    def unless_impossible(name: str, compute: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result | None:
-        try:
-            return compute(*args, **kwargs)
-        except ValueError as error:
-            left_out[name] = str(error)
-            return None
+    def possible(what: str, computations: Mapping[_Key, Callable[[], _Result]]) -> dict[_Key, _Result]:
+        found = {}
+        for key, compute in computations.items():
+            try:
+                found[key] = compute()
+            except ValueError as error:
+                left_out[f"{what}{key}"] = str(error)
+        return found
 
-    if controls is not None and len(set(controls)) < len(controls):
-        raise ValueError(f"`controls` must be different columns, got {list(controls)}")
-    main = association(held, n_resamples=n_resamples, seed=seed)
-    chosen = [name for column, name in COVARIATES.items() if column in table] if controls is None else list(controls)
+    def associated(part: "xarray.Dataset", k: int, score: str) -> Association:
+        return associate(measured(part, scores, k=k, score=score, **where))
+
     if controls is not None:
-        # A name that is not there is the caller's mistake, not a lack of models.
-        complete_rows(table, chosen)
-    alone = {name: unless_impossible(f"covariate {name}", covariate_fits, table, y, x, [name]) for name in chosen}
-    usable = list(_there(alone))
-    held_fixed = {name: [name] for name in usable} | ({" + ".join(usable): usable} if len(usable) > 1 else {})
-    partial = {
-        name: unless_impossible(f"given {name}", partial_regression, table, y, x, fixed)
-        for name, fixed in held_fixed.items()
+        if len(set(controls)) < len(controls):
+            raise ValueError(f"`controls` must be different columns, got {list(controls)}")
+        # An unknown name is the caller's mistake, not a lack of models.
+        fits.complete_rows(table, controls)
+    main = associate(held)
+    chosen = [name for column, name in _COVARIATES.items() if column in table] if controls is None else controls
+    alone = {name: partial(fits.covariate_fits, table, x, y, covariates=[name]) for name in chosen}
+    usable = list(possible("covariate ", alone))
+    fixed = {name: [name] for name in usable} | ({" + ".join(usable): usable} if len(usable) > 1 else {})
+    given = {name: partial(fits.linear_fit, table, x, y, controls=held_fixed) for name, held_fixed in fixed.items()}
+    other_ks = [int(other) for other in data["k"].values if other != k]
+    by_k = possible("k = ", {other: partial(associated, data, other, score) for other in other_ks})
+    columns = () if isinstance(scores, str) else scores.columns
+    parts = associations.by_task(data).items()
+    tasks = {task: partial(associated, part, k, task if task in columns else score) for task, part in parts}
+    of_prompts: Callable[..., dict[str, PromptCorrelation]] = partial(
+        associations.prompt_correlations, k=k, seed=seed, **where
+    )
+    lengths = possible("prompt length, ", {model: partial(of_prompts, data.sel(model=[model])) for model in models})
+    others: dict[str, Callable[[], Any]] = {
+        "exponential": partial(fits.exponential_fit, table, x, y),
+        "influence": partial(fits.leave_one_out, table, x, y),
+        "across tasks": partial(associations.fits_across_tasks, data, scores, k=k, **where),
     }
-    where: dict[str, Any] = {"measure": measure, "checkpoint": checkpoint}
-    drawn: dict[str, Any] = {"n_resamples": n_resamples, "seed": seed}
-    by_k = {k: main}
-    for one in sorted({int(one) for one in data["k"].values} - {k}):
-        by_k |= unless_impossible(f"k = {one}", k_sweep, data, scores, ks=[one], score=score, **where, **drawn) or {}
-    tasks: dict[str, Association] = {}
-    for task, part in by_task(data).items():
-        tasks |= unless_impossible(f"task {task}", task_fits, part, scores, k=k, score=score, **where, **drawn) or {}
-    of_prompts: dict[str, Any] = {"k": k, "seed": seed, **where}
-    lengths: dict[str, PromptCorrelation] = {}
-    for model in data["model"].values.tolist() if "model" in data.dims else ():
-        of_model = data.sel(model=[model])
-        lengths |= unless_impossible(f"prompt length, {model}", prompt_correlations, of_model, **of_prompts) or {}
+    single = possible("", others)
     return Generalization(
         measure=measure,
         k=k,
         score=y,
         table=table,
-        n_prompts=held.n_prompts,
+        n_prompts=held.x.shape[1],
         association=main,
-        exponential=unless_impossible("exponential", exponential_fit, table, x, y),
-        influence=unless_impossible("influence", leave_one_out, table, x, y),
-        covariates=pandas.concat([covariate_fits(table, y, x, []), *_there(alone).values()]),
-        partial=_there(partial),
-        subsets=subset_fits(table, subsets or {}, x, y),
-        by_k=dict(sorted(by_k.items())),
-        by_task=tasks,
-        across_tasks=unless_impossible("across tasks", fits_across_tasks, data, scores, k=k, **where) or {},
-        prompt_length=lengths,
-        prompt_difficulty=prompt_correlations(data, difficulty, **of_prompts) if difficulty else {},
+        exponential=single.get("exponential"),
+        influence=single.get("influence"),
+        covariates=fits.covariate_fits(table, x, y, covariates=usable),
+        partial=possible("given ", given),
+        subsets=fits.subset_fits(table, x, y, subsets=subsets or {}),
+        by_k=dict(sorted((by_k | {k: main}).items())),
+        by_task=possible("task ", tasks),
+        across_tasks=single.get("across tasks", {}),
+        prompt_length={model: found for of_model in lengths.values() for model, found in of_model.items()},
+        prompt_difficulty=of_prompts(data, difficulty) if difficulty else {},
         left_out=left_out,
     )
-
-
-def _there(results: "Mapping[Any, _Result | None]") -> dict[Any, _Result]:
-    return {name: result for name, result in results.items() if result is not None}
-
-
-def _jsonable(value: Any) -> Any:
-    import pandas
-
-    if is_dataclass(value) and not isinstance(value, type):
-        return {name: _jsonable(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, pandas.DataFrame):
-        named = value if isinstance(value.index, pandas.RangeIndex) else value.reset_index()
-        return [_jsonable(row) for row in named.to_dict("records")]
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
-        return [_jsonable(entry) for entry in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

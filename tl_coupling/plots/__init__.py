@@ -1,13 +1,16 @@
 """Pictures of results, with matplotlib and networkx.
 
 Every function draws what a result holds and labels itself from it, takes `ax=` (or `fig=`) and returns what it drew on.
-Nothing is shown and pyplot is left alone: without `ax=` the picture has a Figure of its own, `ax.figure`.
+Without `ax=` it makes a figure that a notebook and `plt.show()` display. Inside `with off_screen():` pyplot neither
+shows nor keeps figures: for programs that only save them.
 
 >>> from tl_coupling.plots import plot_coupling
 >>> ax = plot_coupling(tlc.depth_coupling(trace, k=4))
 """
 
+# ruff: noqa: F401
 from tl_coupling.plots.generalization import plot_forest, plot_generalization, plot_k_sweep
+from tl_coupling.plots.labels import off_screen
 from tl_coupling.plots.layers import plot_adjacency, plot_locality, plot_singular_values
 from tl_coupling.plots.maps import plot_coupling, plot_coupling_matrices
 from tl_coupling.plots.means import plot_spread
@@ -23,25 +26,4 @@ from tl_coupling.plots.trajectories import (
     plot_trajectory_metrics,
 )
 
-__all__ = [
-    "plot_adjacency",
-    "plot_coupling",
-    "plot_coupling_matrices",
-    "plot_coupling_strip",
-    "plot_emergence",
-    "plot_forest",
-    "plot_generalization",
-    "plot_influence",
-    "plot_inverse_singular_values",
-    "plot_k_sweep",
-    "plot_linearisation",
-    "plot_locality",
-    "plot_perturbation",
-    "plot_redundancy",
-    "plot_shapes",
-    "plot_singular_values",
-    "plot_spread",
-    "plot_task_means",
-    "plot_trajectories",
-    "plot_trajectory_metrics",
-]
+__all__ = ["off_screen", *(name for name in dir() if name.startswith("plot_"))]

@@ -4,93 +4,95 @@ All of them take what `generalization_study` returns.
 """
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.transforms import Bbox, BboxBase
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from tl_coupling.border import checked
-from tl_coupling.generalization import Generalization, LinearFit
+from tl_coupling.generalization import Generalization
+from tl_coupling.generalization.fits import LinearFit
 from tl_coupling.plots.labels import measure_label, own_axes
 
 _POINTS_PER_INCH = 72
-# Where a name may stand, seen from its point: beside it first, further away where others are in the way.
-_DISTANCES = (5.0, 14.0, 26.0)
-_DIRECTIONS = tuple((x, y) for x, y in product((1, -1, 0), (0, 1, -1)) if (x, y) != (0, 0))
+# Where a name may stand, seen from its point: beside it first, further away where something is in the way.
+_DISTANCES = (5.0, 12.0, 20.0, 28.0, 38.0)
+_DIRECTIONS = np.array([(x, y) for x, y in product((1, -1, 0), (0, 1, -1)) if (x, y) != (0, 0)])
+_NULL: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1}
 
 
 @checked
 def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Axes:
-    """Score against mean coupling, a point a model, with the line, its band and what random subspaces would give.
+    """Score against mean coupling, one point per model, with the line, its band and what random subspaces would give.
 
     The band is the bootstrap's, pointwise, over models and prompts; the dotted curve is the exponential fit. Where the
-    null differs between models (spectral mis-coupling), it is a mark at the foot for each.
+    null differs between models (spectral mis-coupling), each has a mark at the foot.
 
     Args:
-        result: of `generalization_study`.
+        result: from `generalization_study`.
         ax: where to draw; a new Figure by default.
-
-    Returns:
-        the Axes, with a label at each point.
 
     Source:
         Aubry et al. 2025, figures 1a and 8: without null and band.
     """
-    ax = own_axes(7.2, 5.2) if ax is None else ax
+    ax = own_axes(7.0, 5.4) if ax is None else ax
     line, drawn = result.association.linear, result.association.bootstrap
     x, y = (result.table[name].to_numpy(float) for name in (result.measure, result.score))
-    ends = np.array([x.min(), x.max()])
     ax.fill_between(drawn.band_x, drawn.band_low, drawn.band_high, color="C0", alpha=0.15, linewidth=0)
-    ax.plot(ends, line.intercept + line.slope * ends, color="C0", label="linear fit, bootstrap band")
+    ax.plot(drawn.band_x, line.predict(drawn.band_x), label="linear fit, bootstrap band", color="C0")
     if result.exponential is not None:
-        fit = result.exponential
-        label = f"exponential fit $a\\,e^{{bx}}$, R² = {fit.r_squared:.2f}"
-        ax.plot(drawn.band_x, fit.a * np.exp(fit.b * drawn.band_x), color="C1", linestyle=":", label=label)
+        label = f"exponential fit $a\\,e^{{bx}}$, R² = {result.exponential.r_squared:.2f}"
+        ax.plot(drawn.band_x, result.exponential.predict(drawn.band_x), linestyle=":", label=label, color="C0")
     ax.plot(x, y, "o", color="C0", markeredgecolor="white", label="_models")
     # Bands of few models are wide: the points decide what is shown.
-    ax.set_ylim(*_around(y))
-    if "null" in result.table:
-        _draw_null(ax, result.table["null"].dropna().to_numpy(float))
+    room = 0.15 * np.ptp(y)
+    ax.set_ylim(y.min() - room, y.max() + room)
+    null = result.table["null"].dropna().to_numpy(float) if "null" in result.table else np.array([])
+    if null.size and np.ptp(null) <= 1e-6 * abs(null[0]):
+        ax.axvline(null[0], label=f"random subspaces, {null[0]:.3f}", **_NULL)
+    elif null.size:
+        foot = ax.get_xaxis_transform()
+        ax.plot(null, np.zeros_like(null), "|", color="0.4", markersize=14, transform=foot, label="random subspaces")
     ax.set_xlabel(f"mean {measure_label(result.measure, result.k)}")
     ax.set_ylabel("loss (nats per token)" if result.score == "loss" else result.score, parse_math=False)
     ax.set_title(f"{_heading(result)}\n{_statistics(line)}", fontsize="medium", parse_math=False)
-    ax.legend(frameon=False, fontsize="small")
+    # Below the axes, where it covers nothing.
+    ax.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     _name_points(ax, x, y, _short(result.table["model"].tolist()))
     return ax
 
 
 @checked
 def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
-    """The slope with its interval: over all models, over subsets of them, and with covariates held fixed.
+    """The slope with its interval, one row each: over all models, over subsets of them, and with covariates held fixed.
 
-    Read off whether the slope keeps its sign. Intervals are t intervals, but for the second row.
+    Shows whether the slope keeps its sign. Intervals are t intervals except in the second row, the bootstrap.
 
     Args:
-        result: of `generalization_study`.
+        result: from `generalization_study`.
         ax: where to draw; a new Figure by default.
-
-    Returns:
-        the Axes, a row from top to bottom for all models, the bootstrap, each subset, each set of covariates.
     """
-    line, drawn = result.association.linear, result.association.bootstrap
-    rows = [("all models", line.slope, line.slope_interval, _statistics(line))]
-    sampled = f"over {drawn.n_models} models, {drawn.n_prompts} prompts"
-    rows.append(("all models, bootstrap", line.slope, drawn.slope, sampled))
-    rows += [(name, fit.slope, fit.slope_interval, _statistics(fit)) for name, fit in result.subsets.items()]
-    for name, fit in result.partial.items():
-        statistics = f"n = {fit.n}, partial R² = {fit.partial_r_squared:.2f}, p = {fit.p:.2g}, VIF = {fit.vif:.1f}"
-        rows.append((f"given {name}", fit.coefficient, fit.interval, statistics))
-    ax = own_axes(8.4, 1.2 + 0.48 * len(rows)) if ax is None else ax
-    places = np.arange(len(rows))
-    values, ends = np.array([row[1] for row in rows]), np.array([row[2] for row in rows])
-    ax.hlines(places, ends[:, 0], ends[:, 1], color="C0")
-    ax.plot(values, places, "o", color="C0", linestyle="")
-    ax.axvline(0, color="0.4", linestyle="--", linewidth=1)
-    labels = [f"{name}\n{statistics}" for name, _, _, statistics in rows]
+    slopes, drawn = result.slopes, result.association.bootstrap
+    places = np.arange(len(slopes))
+    ax = own_axes(7.0, 1.2 + 0.45 * len(slopes)) if ax is None else ax
+    ax.hlines(places, slopes["low"], slopes["high"], color="C0")
+    ax.plot(slopes["slope"], places, "o", color="C0", linestyle="")
+    ax.axvline(0, **_NULL)
+    labels = []
+    for fit in slopes.itertuples():
+        said = f"n = {fit.n}, R² = {fit.r_squared:.2f}, p = {fit.p:.2g}"
+        if np.isnan(fit.p):
+            said = f"over {drawn.n_models} models, {drawn.n_prompts} prompts"
+        elif not np.isnan(fit.vif):
+            said = f"n = {fit.n}, partial R² = {fit.r_squared:.2f}, p = {fit.p:.2g}, VIF = {fit.vif:.1f}"
+        labels.append(f"{fit.Index}\n{said}")
     ax.set_yticks(places, labels, fontsize="small", parse_math=False)
     ax.invert_yaxis()
     ax.set_xlabel(f"slope, {result.score} per unit of {measure_label(result.measure, result.k)}")
-    ax.set_title(f"{_heading(result)}\nslope and {line.level:.0%} interval", fontsize="medium", parse_math=False)
+    heading = f"{_heading(result)}\nslope and {result.association.linear.level:.0%} interval"
+    ax.set_title(heading, fontsize="medium", parse_math=False)
     return ax
 
 
@@ -98,99 +100,69 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
 def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """R² of the linear fit against the number of singular vectors, with bootstrap intervals over models and prompts.
 
-    Read off whether the finding hangs on the choice of k. p of the slope stands below each k.
+    Shows whether the finding depends on the choice of k. The p of the slope stands below each k.
 
     Args:
-        result: of `generalization_study`.
+        result: from `generalization_study`.
         ax: where to draw; a new Figure by default.
-
-    Returns:
-        the Axes.
 
     Source:
         Aubry et al. 2025, figure of the correlation for varying K: without interval.
     """
-    ax = own_axes(6.4, 4.2) if ax is None else ax
-    ks = list(result.by_k)
-    r_squared = np.array([one.linear.r_squared for one in result.by_k.values()])
-    ends = np.array([one.bootstrap.r_squared for one in result.by_k.values()])
-    # Evenly spaced: the numbers people choose stand in no common distance.
-    places = np.arange(len(ks))
-    ax.vlines(places, ends[:, 0], ends[:, 1], color="C0", alpha=0.5)
-    ax.plot(places, r_squared, color="C0", marker="o")
+    ax = own_axes(7.0, 4.2) if ax is None else ax
+    sweep = result.by_k.values()
+    # Evenly spaced: the numbers that people choose are not.
+    places = np.arange(len(sweep))
+    low, high = np.transpose([one.bootstrap.r_squared for one in sweep])
+    ax.vlines(places, low, high, color="C0", alpha=0.5)
+    ax.plot(places, [one.linear.r_squared for one in sweep], color="C0", marker="o")
     ax.set_xticks(places, [f"{k}\np = {one.linear.p:.2g}" for k, one in result.by_k.items()])
     ax.margins(x=0.1)
     ax.set(xlabel="k, number of top singular vectors", ylabel="R² of the linear fit", ylim=(0, 1))
-    statistics = f"chosen k = {result.k}: {_statistics(result.association.linear)}"
-    ax.set_title(f"{_heading(result)}\n{statistics}", fontsize="medium", parse_math=False)
+    level = f"bars: {result.association.bootstrap.level:.0%} bootstrap interval"
+    chosen = f"k = {result.k}: {_statistics(result.association.linear)} · {level}"
+    ax.set_title(f"{_heading(result)}\n{chosen}", fontsize="medium", parse_math=False)
     return ax
 
 
 def _heading(result: Generalization) -> str:
     n = result.n_prompts
-    against = "loss" if result.score == "loss" else result.score
-    return f"{against} against {result.measure.replace('_', ' ')} · mean over {n} prompt{'s' if n > 1 else ''}"
+    return f"{result.score} against {result.measure.replace('_', ' ')} · mean over {n} prompt{'s' if n > 1 else ''}"
 
 
 def _statistics(fit: LinearFit) -> str:
     return f"n = {fit.n}, R² = {fit.r_squared:.2f}, p = {fit.p:.2g}"
 
 
-def _around(values: np.ndarray) -> tuple[float, float]:
-    room = 0.15 * np.ptp(values)
-    return float(values.min() - room), float(values.max() + room)
-
-
-def _draw_null(ax: Axes, null: np.ndarray) -> None:
-    if not null.size:
-        return
-    if np.ptp(null) <= 1e-6 * abs(null[0]):
-        label = f"random subspaces, {null[0]:.3f}"
-        ax.axvline(null[0], color="0.4", linestyle="--", linewidth=1, label=label)
-    else:
-        foot = ax.get_xaxis_transform()
-        ax.plot(null, np.zeros_like(null), "|", color="0.4", markersize=14, transform=foot, label="random subspaces")
-
-
 def _short(names: list[str]) -> list[str]:
-    """Without the organisation, unless two models then have one name."""
+    """Without the organisation, unless two models then have the same name."""
     short = [name.rsplit("/", 1)[-1] for name in names]
     return [one if short.count(one) == 1 else name for one, name in zip(short, names, strict=True)]
 
 
 def _name_points(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> None:
-    """A name at each point, where it covers least of the other names, the points and the legend."""
+    """A name at each point, where it covers least of the other names, the points and the curves."""
     figure = ax.figure.canvas.figure
-    # Only a layout that is done knows how large a name is on the axes.
+    # Only after layout is it known how large a name is on the axes.
     figure.draw_without_rendering()
     pixels = figure.dpi / _POINTS_PER_INCH
-    points = ax.transData.transform(np.column_stack([x, y]))
-    taken: list[BboxBase] = [
-        Bbox.from_bounds(px - 3 * pixels, py - 3 * pixels, 6 * pixels, 6 * pixels) for px, py in points
-    ]
-    legend = ax.get_legend()
-    taken += [legend.get_window_extent()] if legend is not None else []
-    inside = ax.get_window_extent()
+    points, inside = ax.transData.transform(np.column_stack([x, y])), ax.get_window_extent()
+    taken = [Bbox([point - 3 * pixels, point + 3 * pixels]) for point in points]
+    for curve in (line for line in ax.lines if line.get_linestyle() not in ("None", "--")):
+        path = ax.transData.transform_path(curve.get_path()).interpolated(3)
+        taken += [Bbox([point - pixels, point + pixels]) for point in np.asarray(path.vertices)]
     for xy, point, name in zip(zip(x, y, strict=True), points, names, strict=True):
-        label = ax.annotate(name, xy, (0, 0), textcoords="offset points", fontsize="x-small", parse_math=False)
-        size = label.get_window_extent()
-        boxes = []
-        for distance, (right, up) in product(_DISTANCES, _DIRECTIONS):
-            left, bottom = (
-                at + way * distance * pixels + (way - 1) / 2 * extent
-                for at, way, extent in zip(point, (right, up), (size.width, size.height), strict=True)
-            )
-            boxes.append(Bbox.from_bounds(left, bottom, size.width, size.height))
-        outside = (size.width * size.height - _overlap(box, inside) for box in boxes)
-        covered = [
-            sum(_overlap(box, other) for other in taken) + rest for box, rest in zip(boxes, outside, strict=True)
+        # A thin line leads from a name to its point where they stand apart.
+        leader = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
+        text: dict[str, Any] = {"textcoords": "offset points", "fontsize": "small", "va": "bottom", "parse_math": False}
+        label = ax.annotate(name, xy, (0, 0), arrowprops=leader, **text)
+        size = np.array(Text.get_window_extent(label).size)
+        corners = [
+            point + distance * pixels * way + (way - 1) / 2 * size for distance, way in product(_DISTANCES, _DIRECTIONS)
         ]
-        # The nearest of those that are equally good, whatever pixels are rounded to.
-        box = boxes[int(np.argmin(np.round(covered, 3)))]
-        taken.append(box)
-        label.set_position(tuple((np.array([box.x0, box.y0]) - point) / pixels))
-
-
-def _overlap(one: BboxBase, other: BboxBase) -> float:
-    common = Bbox.intersection(one, other)
-    return 0.0 if common is None else float(common.width * common.height)
+        boxes = [Bbox.from_bounds(*corner, *size) for corner in corners]
+        covered = [box.count_overlaps(taken) for box in boxes]
+        # The nearest of those that cover least, preferably inside the axes.
+        best = min(range(len(boxes)), key=lambda i: (inside.count_contains(boxes[i].corners()) < 4, covered[i]))
+        taken.append(boxes[best])
+        label.set_position(tuple((corners[best] - point) / pixels))

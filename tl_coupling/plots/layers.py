@@ -1,7 +1,7 @@
 """Couplings as they lie in depth: a graph of layers, locality, and the singular values below them."""
 
-import math
 from collections.abc import Mapping
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -12,121 +12,107 @@ from matplotlib.lines import Line2D
 from tl_coupling.border import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure, random_subspace_null
-from tl_coupling.plots.labels import (
-    by_name,
-    check_depth,
-    common_k,
-    finish_lines,
-    measure_label,
-    own_axes,
-    title,
-)
+from tl_coupling.plots import labels
+from tl_coupling.plots.labels import NULL_LINE, PairMap, by_name, colors_of, finish_lines, measure_label, own_axes
 
 _MAX_EDGE_WIDTH = 8.0
 
 
 @checked
 def plot_adjacency(
-    result: CouplingMap,
+    result: PairMap,
     *,
     k: int | None = None,
     measure: Measure = "coupling",
+    strongest: Count | None = None,
     threshold: Finite | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Layers as a graph: nodes on a circle, each edge as wide and as opaque as its two layers are coupled.
+    """Layers as a graph, clockwise on a circle; each edge is as wide and as opaque as its two layers are coupled.
 
-    Read off which groups of layers are coupled. An edge weighs the mean of the map's two values for a pair of layers,
-    (l, l′) and (l′, l). Width follows the weight and opacity its square root; both are full at 1 for the measures
-    bounded by 1, so that two pictures compare (trained and untrained, checkpoints), else at the largest weight.
+    Shows which groups of layers are coupled. The weight of an edge is the mean of the map's two values for a pair of
+    layers, (l, l′) and (l′, l). Width is proportional to the weight and opacity to its square root; both are full at 1
+    for the measures bounded by 1, so that two pictures compare (trained and untrained), else at the largest weight.
 
     Args:
         result: a map of kind "depth".
         k: how many top singular vectors; as many as the map holds by default.
         measure: as in `CouplingMap.values`.
-        threshold: draw edges of at least this weight only; all by default.
+        strongest: draw this many edges, those of the largest weights; two for each layer by default.
+        threshold: draw all edges of at least this weight instead, or at most `strongest` of them if both are given.
         ax: where to draw; a Figure of its own by default.
 
-    Returns:
-        the Axes; its legend gives the scale of the edges.
-
-    Raises:
-        ValueError: k or measure not among those of the map, a map of tokens, rows and columns of different layers.
+    Returns the Axes; its legend gives the scale of the edges. Raises ValueError for a k or measure that the map does
+    not have, a map of tokens, and rows and columns of different layers.
     """
-    check_depth(result, "result")
+    labels.check_depth(result, "result")
     layers = result.row_layers
     if layers != result.col_layers or len(set(layers)) != len(layers):
         raise ValueError(
             "a graph of layers wants a map with the same layers, each once, as rows and columns; "
             f"got rows {list(layers)} and columns {list(result.col_layers)}"
         )
-    values = result.values(k, measure).detach().cpu().double().numpy()
+    values = getattr(result, measure)(k).detach().cpu().double().numpy()
     weights = (values + values.T) / 2
     # Sorted by weight: strong edges are drawn last, on top of weak ones.
-    below = [(i, j) for i in range(len(layers)) for j in range(i) if not math.isnan(weights[i, j])]
-    pairs = sorted((weights[i, j], layers[j], layers[i]) for i, j in below)
-    edges = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
+    below = zip(*np.tril_indices(len(layers), -1), strict=True)
+    pairs = sorted((weights[i, j], layers[j], layers[i]) for i, j in below if not np.isnan(weights[i, j]))
+    heavy = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
+    edges = heavy if strongest is None and threshold is not None else heavy[-(strongest or 2 * len(layers)) :]
     full = 1.0 if measure in BOUNDED_BY_1 or not edges else edges[-1][0] or 1.0
 
     ax = own_axes(6.4, 7.0) if ax is None else ax
     graph = nx.Graph()
     graph.add_nodes_from(layers)
-    places = nx.circular_layout(graph)
-    widths, colors = _edge_style(np.array([weight for weight, *_ in edges]) / full)
-    nx.draw_networkx_edges(graph, places, [ends for _, *ends in edges], ax=ax, width=widths, edge_color=colors)
+    angles = np.pi / 2 - 2 * np.pi * np.arange(len(layers)) / len(layers)
+    places = {layer: (np.cos(angle), np.sin(angle)) for layer, angle in zip(layers, angles, strict=True)}
+    style = _edge_style(np.array([weight for weight, *_ in edges]) / full)
+    nx.draw_networkx_edges(graph, places, [ends for _, *ends in edges], ax=ax, **style)
     nx.draw_networkx_nodes(graph, places, ax=ax, node_color="white", edgecolors="0.3", node_size=260)
     nx.draw_networkx_labels(graph, places, ax=ax, font_size=8)
     ax.set_aspect("equal")
     ax.axis("off")
     k = result.k if k is None else k
     drawn = f"{len(edges)} of {len(pairs)} edges" + ("" if threshold is None else f", at least {threshold:g}")
+    drawn += ", the strongest" if len(edges) < len(heavy) else ""
     shares = np.array([0.1, 0.25, 0.5, 1])
-    legend = ax.legend(
-        [Line2D([], [], linewidth=width, color=color) for width, color in zip(*_edge_style(shares), strict=True)],
-        [f"{full * share:.2g}" for share in shares],
-        title=f"{measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}",
-        loc="upper center",
-        ncols=len(shares),
-        frameon=False,
-    )
-    legend.set_bbox_to_anchor((0.5, 0))
-    ax.set_title(title([result], k), fontsize="medium", parse_math=False)
+    styles = zip(*_edge_style(shares).values(), strict=True)
+    scale = [Line2D([], [], linewidth=width, color=color) for width, color in styles]
+    what = f"{measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": len(shares), "frameon": False}
+    ax.legend(scale, [f"{full * share:.2g}" for share in shares], title=what, **place)
+    ax.set_title(labels.title([result], k), fontsize="medium", parse_math=False)
     return ax
 
 
 @checked
-def plot_locality(
-    results: CouplingMap | Mapping[str, CouplingMap], *, k: int | None = None, ax: Axes | None = None
-) -> Axes:
-    """Mean coupling of layers that lie `|l − l′|` apart, one line for each result.
+def plot_locality(results: PairMap | Mapping[str, PairMap], *, k: int | None = None, ax: Axes | None = None) -> Axes:
+    """Mean coupling of layers that are `|l − l′|` apart, from 1 on; one line for each result.
 
-    Read off how fast coupling fades with distance, and against the dashed line what random subspaces would give.
-    Distance 0 is a layer with its own vectors: 1 for `orientation="ujv"`.
+    Shows how fast coupling fades with distance; the dashed line is what random subspaces would give.
 
     Args:
         results: maps of kind "depth", by name; or one.
         k: how many top singular vectors; as many as the maps hold by default.
         ax: where to draw; a Figure of its own by default.
 
-    Returns:
-        the Axes; its lines are the results in their order, then the null.
-
-    Raises:
-        ValueError: no map, a map of tokens, k out of range or not given where the maps hold different numbers.
+    Returns the Axes; its lines are the results in their order, then the null. Raises ValueError for no map, a map of
+    tokens, and a k that is out of range, or not given where the maps hold different numbers.
     """
     maps = by_name(results)
-    k = common_k(list(maps.values()), k)
+    k = labels.common_k(list(maps.values()), k)
     ax = own_axes(6.4, 4.6) if ax is None else ax
+    colors = colors_of(maps)
     for name, result in maps.items():
         profile = result.locality_profile(k).detach().cpu().numpy()
-        # No pair of a selection of layers may be some distance apart: the line goes on to the next.
-        distance = np.flatnonzero(~np.isnan(profile))
-        ax.plot(distance, profile[distance], marker="o", markersize=3, label=name)
+        # A selection of layers may have no pair at some distance: the line goes on to the next.
+        distance = 1 + np.flatnonzero(~np.isnan(profile[1:]))
+        ax.plot(distance, profile[distance], color=colors[name], marker="o", markersize=3, label=name)
     # The null of this measure depends on k alone: one line for all maps.
     null = float(random_subspace_null(k))
-    ax.axhline(null, color="0.4", linestyle="--", linewidth=1, label=f"random subspaces, {null:.3f}")
-    ax.set(ylim=(0, 1.03), xlabel="distance |l − l′| in layers", ylabel=f"mean {measure_label('coupling', k)}")
-    finish_lines(ax, title(list(maps.values()), k))
+    ax.axhline(null, label=f"random subspaces, {null:.3f}", **NULL_LINE)
+    ax.set(ylim=(0, None), xlabel="distance |l − l′| in layers", ylabel=f"mean {measure_label('coupling', k)}")
+    finish_lines(ax, labels.title(list(maps.values()), k))
     return ax
 
 
@@ -136,7 +122,7 @@ def plot_singular_values(
 ) -> Axes:
     """Largest singular values of the Jacobians against depth, on a logarithmic axis.
 
-    Read off how strongly each block amplifies its top directions, and how flat its spectrum is: lines close together
+    Shows how strongly each block amplifies its top directions, and how flat its spectrum is: lines close together
     are singular values close together. One colour for each result, σ_1 darkest.
 
     Args:
@@ -144,30 +130,28 @@ def plot_singular_values(
         n: how many singular values; fewer where a map holds fewer.
         ax: where to draw; a Figure of its own by default.
 
-    Returns:
-        the Axes; its lines are σ_1, σ_2, … of the first result, then of the next.
-
-    Raises:
-        ValueError: no map, a map of tokens, n below 1.
+    Returns the Axes; its lines are σ_1, σ_2, … of the first result, then of the next. Raises ValueError for no map, a
+    map of tokens, and n below 1.
     """
     maps = by_name(results)
     ax = own_axes(6.4, 4.6) if ax is None else ax
-    for number, (name, result) in enumerate(maps.items()):
+    colors = colors_of(maps)
+    for name, result in maps.items():
         order = np.argsort(result.row_layers)
         depth = np.asarray(result.row_layers)[order]
         sigma = result.singular_values.detach().cpu().numpy()[order, :n]
-        base = np.asarray(to_rgb(f"C{number}"))
+        base = np.asarray(to_rgb(colors[name]))
         for i, fade in enumerate(np.linspace(0, 0.75, sigma.shape[1])):
-            color = tuple(base + fade * (1 - base))
             # A leading underscore keeps a line out of the legend.
             label = f"_σ_{i + 1}" if i else f"{name}, top {sigma.shape[1]}"
-            ax.plot(depth, sigma[:, i], color=color, linewidth=1.2, label=label, zorder=3 - fade)
+            look = {"color": tuple(base + fade * (1 - base)), "linewidth": 1.2, "zorder": 3 - fade}
+            ax.plot(depth, sigma[:, i], label=label, **look)
     ax.set_yscale("log", nonpositive="mask")
     ax.set(xlabel="layer", ylabel="singular value of J")
-    finish_lines(ax, title(list(maps.values())))
+    finish_lines(ax, labels.title(list(maps.values())))
     return ax
 
 
-def _edge_style(shares: np.ndarray) -> tuple[list[float], list[tuple[float, float, float, float]]]:
+def _edge_style(shares: np.ndarray) -> dict[str, list]:
     shares = np.clip(shares, 0, 1)
-    return list(_MAX_EDGE_WIDTH * shares), [(*to_rgb("C0"), share) for share in np.sqrt(shares)]
+    return {"width": list(_MAX_EDGE_WIDTH * shares), "edge_color": [(*to_rgb("C0"), a) for a in np.sqrt(shares)]}

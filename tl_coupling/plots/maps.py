@@ -8,19 +8,21 @@ import torch
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, PowerNorm
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure
 
 from tl_coupling.border import Finite, Positive, checked
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.coupling import BOUNDED_BY_1, Measure
+from tl_coupling.coupling import Measure
 from tl_coupling.plots.labels import (
+    UNDEFINED,
     common_k,
     label_pairs,
     measure_label,
+    new_figure,
     own_axes,
     side_labels,
     title,
-    token,
+    token_name,
 )
 
 _PAPER_LAYERS = range(8, 16)
@@ -40,16 +42,18 @@ def plot_coupling(
 ) -> Axes:
     """Heat map of a measure for every pair of connections.
 
-    Read off which J_1 (row) is diagonalised by whose singular vectors (column). On the diagonal of a depth map J meets
-    its own vectors; bright cells away from it are coupled layers, and a bright band along it is locality.
+    Read off which J_1 (row) is diagonalised by whose singular vectors (column): bright cells are coupled pairs, and a
+    bright band along the diagonal of a depth map is locality. The mark on the colour bar is what random subspaces would
+    give. Grey are the pairs of a connection with itself, which say nothing, and undefined values (NaN).
 
     Args:
-        result: any `CouplingMap`; ticks are layers for kind "depth", tokens for "self" and "context".
+        result: any `CouplingMap`, or a mean of them; ticks are layers for kind "depth", tokens for "self" and
+            "context".
         k: how many top singular vectors; as many as the map holds by default.
         measure: as in `CouplingMap.values`.
-        ax: where to draw; a Figure of its own by default.
-        vmin, vmax: ends of the colour scale. 0 and 1 for the measures bounded by 1, else 0 and the largest value.
-        cmap: a colour map; matplotlib's default one unless given. Undefined values (NaN) are grey.
+        ax: where to draw; a new figure by default.
+        vmin, vmax: ends of the colour scale; those of `color_scale([result], …)` by default.
+        cmap: a colour map; matplotlib's default unless given.
         options: `p` and `absolute`, for `spectral_miscoupling`.
 
     Returns:
@@ -58,23 +62,49 @@ def plot_coupling(
     Raises:
         ValueError: k or measure not among those of the map.
     """
-    values = result.values(k, measure, **options).detach().cpu().numpy()
-    k = result.k if k is None else k
+    values = _without_own(result, k, measure, options)
+    low, high = color_scale([result], k, measure, **options)
+    low, high = low if vmin is None else vmin, high if vmax is None else vmax
+    if low >= high:
+        raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
+    if isinstance(cmap, str) and cmap not in colormaps:
+        raise ValueError(f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}")
     if ax is None:
         side = 6.4 if result.kind == "depth" else min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
         ax = own_axes(side, 0.9 * side, "compressed")
-    vmin = 0 if vmin is None else vmin
-    vmax = 1 if vmax is None and measure in BOUNDED_BY_1 else vmax
-    if vmax is not None and vmin >= vmax:
-        raise ValueError(f"`vmin` must lie below `vmax`, got {vmin} and {vmax}")
-    if isinstance(cmap, str) and cmap not in colormaps:
-        raise ValueError(f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}")
-    cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(bad="0.8")
-    image = ax.imshow(values, vmin=vmin, vmax=vmax, cmap=cmap)
+    cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(bad=UNDEFINED)
+    image = ax.imshow(values, vmin=low, vmax=high, cmap=cmap)
     label_pairs(ax, result)
-    ax.set_title(title([result], k), fontsize="medium", parse_math=False)
-    ax.figure.colorbar(image, ax=ax, label=measure_label(measure, k, **options))
+    shown_k = result.k if k is None else k
+    ax.set_title(title([result], shown_k), fontsize="medium", parse_math=False)
+    bar = ax.figure.colorbar(
+        image, ax=ax, label=measure_label(measure, shown_k, **options) + "; null: random subspaces"
+    )
+    null = result.null(k, measure, **options)
+    if low <= null <= high:
+        for color, linewidth in (("white", 3), ("black", 1)):
+            bar.ax.axhline(null, color=color, linewidth=linewidth)
+        beside: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
+        bar.ax.text(-0.2, null, "null ▸", transform=bar.ax.get_yaxis_transform(), **beside)
     return ax
+
+
+def color_scale(
+    results: Sequence[CouplingMap], k: int | None = None, measure: Measure = "coupling", **options: Any
+) -> tuple[float, float]:
+    """Ends of a colour scale for all these maps and their nulls, without the pairs that are drawn in grey.
+
+    It begins at 0; that of the normalised mis-coupling, near 1 for most pairs, ends at 1 instead. That of coupling
+    reaches at least four times the null, or the noise of an untrained model would look like structure.
+    """
+    values = [_without_own(result, k, measure, options).ravel() for result in results]
+    nulls = [result.null(k, measure, **options) for result in results]
+    least = [min(1.0, 4 * max(nulls))] if measure == "coupling" else []
+    known = np.concatenate([*values, nulls, least])
+    known = known[np.isfinite(known)]
+    if measure == "normalized_miscoupling":
+        return float(known.min(initial=1.0)), 1.0
+    return 0.0, float(known.max(initial=0.0)) or 1.0
 
 
 @checked
@@ -94,8 +124,8 @@ def plot_coupling_matrices(
 
     Every panel is divided by the largest singular value σ_1 of its J_1. That bounds `|A|` by 1, so that all panels of
     both grids share one colour scale whatever the size of the Jacobians. Colours follow the square root and end at
-    `vmax`, well below 1, because the diagonals of different connections are faint beside those of one with itself (its
-    singular values, for `orientation="ujv"`). An Axes for each panel: two grids of 8 × 8 take seconds to render.
+    `vmax`, well below 1, because the diagonals of different connections are faint beside those of a connection with
+    itself (its singular values, for `orientation="ujv"`).
 
     Args:
         result: any map.
@@ -105,10 +135,10 @@ def plot_coupling_matrices(
         positions: for a map of tokens, which ones, in this order; its last eight by default.
         untrained: the same connections of the untrained twin, drawn as a second grid below.
         vmax: share of σ_1 where the colours end.
-        fig: where to draw; a new Figure by default.
+        fig: where to draw; a new figure by default.
 
     Returns:
-        the Figure; a subfigure for each grid.
+        the Figure; an Axes with one image for each grid, then the colour bar.
 
     Raises:
         ValueError: k out of range; layers or positions that a map does not have, or that it does not compare; two maps
@@ -121,20 +151,36 @@ def plot_coupling_matrices(
     k = common_k(list(grids.values()), k)
     panels = [_panels(grid, chosen, k, name) for name, grid in grids.items()]
     if fig is None:
-        side = max(4.0, 0.85 * len(chosen))
-        fig = Figure(figsize=(side + 1.2, (side + 0.8) * len(grids)), layout="constrained")
-    parts = fig.subfigures(len(grids), 1, squeeze=False).flat
-    for part, grid, panel in zip(parts, grids.values(), panels, strict=True):
-        _draw_panels(part, panel, grid, chosen, vmax)
-        part.suptitle(title([grid], k), fontsize="medium", parse_math=False)
+        side = min(6.4, max(4.0, 0.8 * len(chosen)))
+        fig = new_figure(side + 1.0, (side + 0.4) * len(grids), "compressed")
+    axes = fig.subplots(len(grids), 1, squeeze=False)[:, 0]
+    depth, gap = result.kind == "depth", max(1, k // 12)
+    names = [str(i) if depth else token_name(result.provenance, i) for i in chosen]
+    centres = np.arange(len(chosen)) * (k + gap) + (k - 1) / 2
+    for ax, grid, panel in zip(axes, grids.values(), panels, strict=True):
+        # Panels and the white lines between them are one image: an Axes for each panel would take seconds to draw.
+        spaced = np.pad(panel, [(0, 0), (0, 0), (0, gap), (0, gap)], constant_values=np.nan)
+        mosaic = spaced.transpose(0, 2, 1, 3).reshape(2 * (len(chosen) * (k + gap),))[:-gap, :-gap]
+        cmap = colormaps["magma"].with_extremes(bad="white")
+        image = ax.imshow(mosaic, norm=PowerNorm(0.5, vmin=0, vmax=vmax), cmap=cmap)
+        ax.set_xticks(centres, names, rotation=0 if depth else 90, parse_math=False)
+        ax.set_yticks(centres, names, parse_math=False)
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.set_ylabel(side_labels(grid)[0])
+        ax.set_xlabel(side_labels(grid)[1])
+        ax.set_title(title([grid], k), fontsize="medium", parse_math=False)
+    extend = "max" if vmax < 1 else "neither"
+    fig.colorbar(image, ax=list(axes), label="|A| / σ₁ of J₁ (square-root colours)", extend=extend, aspect=40)
     return fig
 
 
-def _sides(result: CouplingMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What rows and columns are told apart by: layers, or token positions."""
-    if result.kind == "depth":
-        return result.row_layers, result.col_layers
-    return result.row_positions, result.col_positions
+def _without_own(result: CouplingMap, k: int | None, measure: Measure, options: dict[str, Any]) -> np.ndarray:
+    """The values, NaN where a connection meets itself; all of them where there are no other pairs."""
+    values = result.values(k, measure, **options).detach().cpu().double().numpy()
+    rows = list(zip(result.row_layers, result.row_positions, strict=True))
+    own = np.array([[row == col for col in zip(result.col_layers, result.col_positions, strict=True)] for row in rows])
+    return values if own.all() else np.where(own, np.nan, values)
 
 
 def _chosen(result: CouplingMap, layers: Sequence[int] | None, positions: Sequence[int] | None) -> list[int]:
@@ -142,9 +188,8 @@ def _chosen(result: CouplingMap, layers: Sequence[int] | None, positions: Sequen
     wanted, name, others = (layers, "layers", positions) if depth else (positions, "positions", layers)
     if others is not None:
         raise ValueError(f"a map of kind {result.kind!r} is drawn for chosen `{name}` only")
-    rows, cols = _sides(result)
     if wanted is None:
-        there = [i for i in rows if i in cols]
+        there = [i for i in _places(result)[0] if i in _places(result)[1]]
         chosen = [i for i in there if depth and i in _PAPER_LAYERS] or there[-len(_PAPER_LAYERS) :]
     else:
         n = result.provenance.get("n_layers", 0) if depth else len(result.provenance.get("tokens", ()))
@@ -156,29 +201,16 @@ def _chosen(result: CouplingMap, layers: Sequence[int] | None, positions: Sequen
 
 def _panels(result: CouplingMap, chosen: list[int], k: int, name: str) -> np.ndarray:
     """`|A| / σ_1(J_1)`, `[n n k k]`, for pairs of the chosen connections."""
-    rows, cols = _sides(result)
-    for held in (rows, cols):
+    for held in _places(result):
         if missing := [i for i in chosen if i not in held]:
             what = "layers" if result.kind == "depth" else "positions"
             raise ValueError(f"`{what}` must be among those of {name!r}, {list(held)}, got {missing}")
-    at_rows, at_cols = [rows.index(i) for i in chosen], [cols.index(i) for i in chosen]
+    at_rows, at_cols = ([held.index(i) for i in chosen] for held in _places(result))
     largest = result.singular_values[at_rows, 0].clamp_min(torch.finfo(result.singular_values.dtype).tiny)
     return (result.at(k)[at_rows][:, at_cols].abs() / largest[:, None, None, None]).detach().cpu().numpy()
 
 
-def _draw_panels(part: FigureBase, panels: np.ndarray, result: CouplingMap, chosen: list[int], vmax: float) -> None:
-    axes = part.subplots(len(chosen), len(chosen), squeeze=False, gridspec_kw={"wspace": 0.03, "hspace": 0.03})
-    norm = PowerNorm(0.5, vmin=0, vmax=vmax)
+def _places(result: CouplingMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What tells rows and columns apart: layers, or token positions."""
     depth = result.kind == "depth"
-    for row, i in enumerate(chosen):
-        for col, ax in enumerate(axes[row]):
-            image = ax.imshow(panels[row, col], norm=norm, cmap="magma")
-            ax.set(xticks=[], yticks=[])
-        label = str(i) if depth else token(result, i)
-        axes[row, 0].set_ylabel(label, rotation=0, ha="right", va="center", parse_math=False)
-        axes[-1, row].set_xlabel(label, rotation=0 if depth else 90, parse_math=False)
-    of_rows, of_cols = side_labels(result)
-    part.supylabel(of_rows, fontsize="medium")
-    part.supxlabel(of_cols, fontsize="medium")
-    extend = "max" if vmax < 1 else "neither"
-    part.colorbar(image, ax=axes, label="|A| / σ₁ of J₁ (square-root colours)", extend=extend, shrink=0.9, aspect=40)
+    return (result.row_layers, result.col_layers) if depth else (result.row_positions, result.col_positions)

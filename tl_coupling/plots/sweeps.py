@@ -1,7 +1,6 @@
-"""One model across its training: coupling, loss and shapes of trajectories against the step, and maps as a strip.
+"""One model across its training: coupling, loss and shapes of trajectories against the step, and maps side by side.
 
-All of them take what `checkpoint_sweep` returns. Runs from several seeds go along a further dim `seed`:
-`xarray.concat([…], "seed")`.
+All take what `checkpoint_sweep` returns, or several seeds of it along a further dim: `xarray.concat([…], "seed")`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,17 +13,19 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from tl_coupling.border import checked
-from tl_coupling.coupling import BOUNDED_BY_1, Measure
-from tl_coupling.plots.labels import heading, measure_label, named, short_path
+from tl_coupling.coupling import Measure
+from tl_coupling.plots.labels import heading, measure_label, named, new_figure, short_path
+from tl_coupling.statistics import LEVEL, crossed_mean
 
 if TYPE_CHECKING:
     import xarray
 
-_LEVEL = 0.95
-_MAX_PANELS = 8
+_MAX_PANELS, _PANELS_IN_A_ROW = 8, 4
+_SAMPLES = ("seed", "prompt")
+_NULL: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1}
 
 
 @checked
@@ -37,31 +38,25 @@ def plot_emergence(
 ) -> Figure:
     """Mean coupling of different layers against the training step, above the loss on the same prompts.
 
-    Read off when coupling emerges, whether it stays, and what the loss does meanwhile. The dashed line is what random
+    Shows when coupling emerges, whether it stays, and what the loss does meanwhile. The dashed line is what random
     subspaces would give; a ring marks step 0, the untrained model. The step axis is logarithmic, with a place for 0.
-
-    Bands are 95 % t intervals of the mean over prompts and seeds, both taken as samples: the squared standard error is
-    `s²_seeds / n_seeds + s²_prompts / n_prompts`, of the means of each seed and of each prompt, with the degrees of
-    freedom of Welch and Satterthwaite. Interaction of both counts twice, so the band is wide rather than narrow. There
-    is none where there is one prompt and one seed.
+    Bands are 95 % t intervals of the mean over prompts and seeds, see `statistics.crossed_mean`.
 
     Args:
-        data: sweeps by name, a line each; or one. A dim `seed` is averaged over.
-        k: how many top singular vectors; the largest number that all sweeps hold by default.
+        data: sweeps by name, one line each; or one sweep. A dim `seed` is averaged over.
+        k: how many top singular vectors; by default the largest number that all sweeps hold.
         measure: as in `CouplingMap.values`.
         fig: where to draw; a new Figure by default.
 
     Returns:
-        the Figure; its Axes are coupling and loss (no loss where prompts have one token). In each, the lines are the
-        sweeps in their order.
+        the Figure, with Axes for coupling and for loss (if prompts have more than one token), a line for each sweep.
 
     Raises:
         ValueError: no sweep, a k or measure that a sweep does not hold, checkpoints that are not steps.
 
     Example:
-        >>> from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
-        >>> prompts = as_prompts(["w1 w2 w3", "w4 w5 w6"])
-        >>> data = measure_prompts(model, prompts, Settings(k=(4,), n_singular_values=4))
+        >>> from tl_coupling.surveys import Settings, measure_prompts
+        >>> data = measure_prompts(model, ["w1 w2 w3", "w4 w5 w6"], Settings(k=(4,), n_singular_values=4))
         >>> fig = tlc.plots.sweeps.plot_emergence(data.expand_dims(checkpoint=[0]))
 
     Source:
@@ -78,7 +73,7 @@ def plot_emergence(
     for name, sweep in by.items():
         _check(sweep, name, variable)
     with_loss = not all(bool(sweep["loss"].isnull().all()) for sweep in by.values())
-    fig = Figure(figsize=(7.2, 6.6 if with_loss else 4.4), layout="constrained") if fig is None else fig
+    fig = new_figure(7.0, 6.4 if with_loss else 4.2) if fig is None else fig
     ratios = {"height_ratios": [3, 2]} if with_loss else {}
     panels = fig.subplots(1 + with_loss, 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
     for number, (name, sweep) in enumerate(by.items()):
@@ -107,47 +102,52 @@ def plot_coupling_strip(
 ) -> Figure:
     """Heat maps of all pairs of layers side by side, one for each checkpoint, on one colour scale.
 
-    Read off which layers couple first, and whether coupling is a matter of neighbours. Means over prompts and seeds.
+    Shows which layers couple first, and whether only neighbours do. Means over prompts and seeds. The diagonal, a layer
+    with itself, is grey; a line on the colour bar marks what random subspaces would give.
 
     Args:
         data: a sweep.
-        checkpoints: which, in this order; by default at most eight, spread evenly over those that were measured.
-        k: how many top singular vectors; the largest number that the sweep holds by default.
-        measure: as in `CouplingMap.values`.
-        fig: where to draw; a new Figure by default.
+        checkpoints: which, in this order; by default at most eight, evenly spread over those measured.
+        k, measure, fig: as in `plot_emergence`.
 
     Returns:
-        the Figure; an Axes with one image for each checkpoint, then the colour bar.
+        the Figure: an Axes with one image for each checkpoint, then the colour bar.
 
     Raises:
         ValueError: a checkpoint, k or measure that the sweep does not hold, checkpoints that are not steps.
-
-    Example:
-        >>> from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
-        >>> data = measure_prompts(model, as_prompts("w1 w2 w3"), Settings(k=(4,), n_singular_values=4))
-        >>> fig = tlc.plots.sweeps.plot_coupling_strip(data.expand_dims(checkpoint=[0]))
     """
     by = {"data": data}
     k = _common_k(by, k)
     _check(data, "data", measure)
     steps = _chosen(data, checkpoints)
     values = data[measure].sel(k=k, checkpoint=steps)
-    maps = values.mean(_samples(values)).transpose("checkpoint", "layer", "other_layer").values
+    maps = values.mean(_samples(values)).transpose("checkpoint", "layer", "other_layer").values.copy()
+    # Every layer is coupled with itself: on one scale with that, the rest would be dark.
+    maps[:, np.eye(maps.shape[1], dtype=bool)] = np.nan
     layers = [str(layer) for layer in data["layer"].values]
 
-    fig = Figure(figsize=(1.9 * len(steps) + 1.2, 3.1), layout="compressed") if fig is None else fig
-    panels = fig.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    n_cols = min(len(steps), _PANELS_IN_A_ROW)
+    n_rows = -(-len(steps) // n_cols)
+    fig = new_figure(1.5 * n_cols + 1.2, 1.65 * n_rows + 1.2, "compressed") if fig is None else fig
+    grid = fig.subplots(n_rows, n_cols, sharex=True, sharey=True, squeeze=False)
     cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(bad="0.8")
-    vmax = 1.0 if measure in BOUNDED_BY_1 else float(np.nanmax(maps))
-    for ax, step, panel in zip(panels, steps, maps, strict=True):
+    vmax = float(np.nanmax(maps)) if len(layers) > 1 else 1.0
+    for ax, step, panel in zip(grid.flat, steps, maps, strict=False):
         image = ax.imshow(panel, vmin=0, vmax=vmax, cmap=cmap)
-        ax.set_title(_step(step), fontsize="medium")
-        shown = range(0, len(layers), -(-len(layers) // 8))
+        ax.set_title(_step(step), fontsize="small")
+        shown = range(0, len(layers), -(-len(layers) // 6))
         ax.set_xticks(list(shown), [layers[i] for i in shown], fontsize="small")
         ax.set_yticks(list(shown), [layers[i] for i in shown], fontsize="small")
-    panels[0].set_ylabel("layer of J₁")
+    for ax in grid.flat[len(steps) :]:
+        ax.remove()
+    fig.supylabel("layer of J₁", fontsize="medium")
     fig.supxlabel("layer of the singular vectors", fontsize="medium")
-    fig.colorbar(image, ax=list(panels), label=measure_label(measure, k))
+    bar = fig.colorbar(image, ax=fig.axes)
+    null = data[f"null_{measure}"].sel(k=k, checkpoint=steps).values
+    if is_marked := np.ptp(null) <= 1e-6 * abs(null.flat[0]):
+        bar.ax.axhline(null.flat[0], color="white", linewidth=3)
+        bar.ax.axhline(null.flat[0], color="black", linewidth=1)
+    bar.set_label(measure_label(measure, k) + ("\nline: random subspaces" if is_marked else ""))
     fig.suptitle(_heading("Depth coupling across training", by, "mean"), fontsize="medium", parse_math=False)
     return fig
 
@@ -158,26 +158,19 @@ def plot_shapes(
 ) -> Figure:
     """Line-shape score against the training step, and over a window of layers against depth.
 
-    Read off when trajectories straighten, and where in depth they do: 1 is a straight line, the dashed line is what
-    steps in random directions score, √(number of steps). Means over tokens, prompts and seeds; the band is that of
-    `plot_emergence`.
+    Shows when trajectories straighten, and where in depth. 1 is a straight line; the dashed line is what steps in
+    random directions score, √(number of steps). Means over tokens, prompts and seeds; bands as in `plot_emergence`.
 
     Args:
         data: a sweep.
-        checkpoints: those of the right panel; by default at most eight, spread evenly over those that were measured.
+        checkpoints: those of the right panel; by default at most eight, evenly spread over those measured.
         fig: where to draw; a new Figure by default.
 
     Returns:
-        the Figure; its Axes are the score against the step, with one line, the windowed score against depth, with a
-        line for each checkpoint, and the colour bar of the latter.
+        the Figure: Axes of the score against the step and of the windowed score against depth, then the colour bar.
 
     Raises:
         ValueError: a checkpoint that the sweep does not hold, checkpoints that are not steps.
-
-    Example:
-        >>> from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
-        >>> data = measure_prompts(model, as_prompts("w1 w2 w3"), Settings(k=(4,), n_singular_values=4))
-        >>> fig = tlc.plots.sweeps.plot_shapes(data.expand_dims(checkpoint=[0]))
 
     Source:
         Aubry et al. 2025, eqs. 15 and 16.
@@ -185,61 +178,36 @@ def plot_shapes(
     _check(data, "data", "line_shape_score_all_tokens")
     steps = _chosen(data, checkpoints)
     window, n_layers = int(data.attrs["window"]), data.sizes["layer"]
-    fig = Figure(figsize=(10.4, 4.4), layout="constrained") if fig is None else fig
+    fig = new_figure(7.4, 4.0) if fig is None else fig
     left, right = fig.subplots(1, 2)
     _line(left, data["line_shape_score_all_tokens"], "C0", "mean over tokens")
-    left.axhline(n_layers**0.5, color="0.4", linestyle="--", linewidth=1, label=f"random steps, {n_layers**0.5:.2f}")
     left.set(ylabel=f"line-shape score, {n_layers} steps")
     _step_axis(left, [data])
-    _legend(left)
 
     windowed = data["windowed_line_shape_score"].sel(checkpoint=steps)
     curves = windowed.mean(_samples(windowed)).transpose("checkpoint", "window").values
     shades = colormaps["viridis"].resampled(len(steps))
     for i, (step, curve) in enumerate(zip(steps, curves, strict=True)):
-        right.plot(data["window"].values, curve, marker="o", markersize=3, color=shades(i), label=_step(step))
-    right.axhline(window**0.5, color="0.4", linestyle="--", linewidth=1)
+        right.plot(data["window"].values, curve, marker="o", markersize=3, color=shades(i), label=f"_{_step(step)}")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set(xlabel="middle layer", ylabel="line-shape score", title=f"windows of {window} steps")
+    # All layers: a model of few has one window.
+    right.set(xlabel=f"middle layer of {window} steps", xlim=(-0.5, n_layers - 0.5))
     scale = ScalarMappable(BoundaryNorm(np.arange(len(steps) + 1) - 0.5, len(steps)), shades)
     bar = fig.colorbar(scale, ax=right, label="training step", ticks=range(len(steps)))
-    bar.set_ticklabels([str(step) for step in steps])
-    right.title.set_fontsize("medium")
-    for ax in (left, right):
+    bar.set_ticklabels([_short(step) for step in steps])
+    for ax, n_steps in ((left, n_layers), (right, window)):
+        ax.axhline(n_steps**0.5, **_NULL, label=f"random steps, {n_steps**0.5:.2f}")
         ax.set_ylim(bottom=1)
+        _legend(ax)
     fig.suptitle(_heading("Line-shape score across training", {"data": data}), fontsize="medium", parse_math=False)
     return fig
 
 
-def _mean_and_half_width(values: "xarray.DataArray") -> tuple[np.ndarray, np.ndarray]:
-    """Mean over prompts and seeds against the checkpoint, and half its interval; NaN where nothing varies.
-
-    Prompts without a value (the loss of one token) are left out.
-    """
-    from scipy.stats import t
-
-    samples = [dim for dim in _samples(values) if values.sizes[dim] > 1]
-    mean = values.mean(_samples(values)).values
-    if not samples:
-        return mean, np.full_like(mean, np.nan)
-    squares, squares_by_freedom = np.zeros_like(mean), np.zeros_like(mean)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        for dim in samples:
-            means = values.mean([other for other in _samples(values) if other != dim])
-            n = means.notnull().sum(dim).values
-            square = means.var(dim, ddof=1).values / n
-            squares += square
-            squares_by_freedom += square**2 / (n - 1)
-        freedom = np.where(squares > 0, squares**2 / squares_by_freedom, 1.0)
-    return mean, t.ppf((1 + _LEVEL) / 2, freedom) * np.sqrt(squares)
-
-
 def _line(ax: Axes, values: "xarray.DataArray", color: str, name: str) -> None:
     """Mean and band against the step; a ring at step 0."""
+    values = values.expand_dims([dim for dim in _SAMPLES if dim not in values.dims]).sortby("checkpoint")
     steps = values["checkpoint"].values
-    order = np.argsort(steps)
-    mean, half = (part[order] for part in _mean_and_half_width(values))
-    steps = steps[order]
+    mean, half = crossed_mean(values.transpose(*_SAMPLES, "checkpoint").values.astype(float))
     ax.plot(steps, mean, color=color, marker="o", markersize=3, label=name)
     if not np.isnan(half).all():
         ax.fill_between(steps, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
@@ -251,21 +219,30 @@ def _nulls(ax: Axes, nulls: "Mapping[str, xarray.DataArray]") -> None:
     """What random subspaces give: one line where it is the same for all, which it is for all measures but one."""
     curves = {name: null.mean(_samples(null)).sortby("checkpoint") for name, null in nulls.items()}
     every = np.concatenate([curve.values for curve in curves.values()])
-    look: dict[str, Any] = {"linestyle": "--", "linewidth": 1}
     if np.ptp(every) <= 1e-6 * abs(every[0]):
-        ax.axhline(every[0], color="0.4", label=f"random subspaces, {every[0]:.3f}", **look)
+        ax.axhline(every[0], label=f"random subspaces, {every[0]:.3f}", **_NULL)
         return
     for number, (name, curve) in enumerate(curves.items()):
-        ax.plot(curve["checkpoint"].values, curve.values, color=f"C{number}", label=f"{name}: random subspaces", **look)
+        look = _NULL | {"color": f"C{number}", "label": f"{name}: random subspaces"}
+        ax.plot(curve["checkpoint"].values, curve.values, **look)
 
 
 def _step_axis(ax: Axes, sweeps: "Sequence[xarray.Dataset]") -> None:
-    """Logarithmic; with step 0, linear between 0 and 1."""
-    if min(int(sweep["checkpoint"].min()) for sweep in sweeps) == 0:
-        ax.set_xscale("symlog", linthresh=1, linscale=0.5)
-        ax.set_xlim(left=-0.3)
+    """Logarithmic, with a place for step 0; ticks at steps that were measured, as many as have room."""
+    steps = np.unique(np.concatenate([sweep["checkpoint"].values for sweep in sweeps]))
+    first = max(int(steps[steps > 0].min(initial=steps.max())), 1)
+    places = np.where(steps > 0, np.log10(np.maximum(steps, 1) / first) + 0.5, 0)
+    shown: list[int] = []
+    for i in reversed(range(len(steps))):
+        if not shown or places[shown[0]] - places[i] >= np.ptp(places) / 8:
+            shown.insert(0, i)
+    if steps[0] == 0:
+        ax.set_xscale("symlog", linthresh=first, linscale=0.5)
+        ax.set_xlim(left=-0.3 * first)
     else:
         ax.set_xscale("log")
+    ax.set_xticks(steps[shown], [_short(int(step)) for step in steps[shown]])
+    ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel("training step")
 
 
@@ -273,21 +250,15 @@ def _legend(ax: Axes) -> None:
     handles, labels = ax.get_legend_handles_labels()
     rings = [line for line in ax.lines if line.get_label() == "_untrained"]
     if rings:
-        look: dict[str, Any] = {
-            "marker": "o",
-            "linestyle": "",
-            "color": "0.3",
-            "markerfacecolor": "white",
-            "markersize": 7,
-        }
-        handles, labels = [*handles, Line2D([], [], **look)], [*labels, "untrained, step 0"]
+        ring = Line2D([], [], marker="o", linestyle="", color="0.3", markerfacecolor="white", markersize=7)
+        handles, labels = [*handles, ring], [*labels, "untrained, step 0"]
     # Above the axes: no corner of a curve that rises and falls is always free.
     above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
     for text in ax.legend(handles, labels, frameon=False, fontsize="small", **above).get_texts():
         text.set_parse_math(False)
 
 
-def _heading(what: str, by: "Mapping[str, xarray.Dataset]", drawn: str = f"mean and {_LEVEL:.0%} interval") -> str:
+def _heading(what: str, by: "Mapping[str, xarray.Dataset]", drawn: str = f"mean and {LEVEL:.0%} interval") -> str:
     """What was measured, on which model, and over what the mean and its interval are."""
     counts = {(sweep.sizes.get("prompt", 1), sweep.sizes.get("seed", 1)) for sweep in by.values()}
     over = []
@@ -299,11 +270,15 @@ def _heading(what: str, by: "Mapping[str, xarray.Dataset]", drawn: str = f"mean 
 
 
 def _samples(values: "xarray.DataArray") -> list[str]:
-    return [dim for dim in ("prompt", "seed") if dim in values.dims]
+    return [dim for dim in _SAMPLES if dim in values.dims]
 
 
 def _step(step: int) -> str:
     return f"step {step}" if step else "step 0, untrained"
+
+
+def _short(step: int) -> str:
+    return str(step) if step % 1000 or not step else f"{step // 1000}k"
 
 
 def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None) -> int:
@@ -315,9 +290,7 @@ def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None) -> int:
     if k is None and common:
         return max(common)
     if k not in common:
-        wanted = (
-            "the sweeps hold no number of singular vectors in common" if k is None else f"`k` must be held, got {k}"
-        )
+        wanted = "the sweeps have no k in common" if k is None else f"`k` must be held by all sweeps, got {k}"
         raise ValueError(f"{wanted}; they hold {', '.join(str(sorted(one)) for one in held)}")
     return k
 

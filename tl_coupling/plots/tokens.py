@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from tl_coupling.border import checked
 from tl_coupling.influence import Influence, InfluenceMeasure
-from tl_coupling.plots.labels import heading, named, token_name
+from tl_coupling.plots.labels import MAX_LAYER_TICKS, UNDEFINED, heading, name_ticks, named, new_figure, token_name
 
 _MEASURES = {
     "frobenius_norm": "Frobenius norm of J",
@@ -16,8 +16,7 @@ _MEASURES = {
     "participation_ratio": "participation ratio of J",
     "effective_rank": "effective rank of J",
 }
-_LOGARITHMIC = ("frobenius_norm", "largest_singular_value")
-_MOST_TICKS = 40
+_WIDEST, _ROOM_FOR_A_TICK = 9.0, 0.2
 
 
 @checked
@@ -36,7 +35,7 @@ def plot_influence(
         results: one influence, or several by name (trained and untrained); all panels share one colour scale.
         measure: a field of `Influence`: `"frobenius_norm"`, `"largest_singular_value"`, `"participation_ratio"` or
             `"effective_rank"`.
-        fig: where to draw; a new Figure by default.
+        fig: where to draw; a new figure by default.
 
     Returns:
         the Figure; a panel for each result, then the colour bar. Undefined values (NaN) and zeros are grey.
@@ -46,19 +45,20 @@ def plot_influence(
     """
     panels = named(results, Influence)
     values = {name: getattr(result, measure).detach().cpu().double().numpy() for name, result in panels.items()}
-    if fig is None:
-        largest = max(len(result.source_positions) for result in panels.values())
-        width = min(7.0, max(3.6, 1.6 + 0.3 * largest))
-        fig = Figure(figsize=(width * len(panels) + 1.0, 6.4), layout="constrained")
+    most = max(len(result.source_positions) for result in panels.values())
+    width = min((_WIDEST - 1) / len(panels), max(3.0, 1.2 + 0.22 * most))
+    fig = new_figure(width * len(panels) + 1, 5.6) if fig is None else fig
     axes = fig.subplots(1, len(panels), squeeze=False)[0]
-    norm = _common_scale(np.concatenate([value.ravel() for value in values.values()]), measure in _LOGARITHMIC)
+    known = np.concatenate([value[np.isfinite(value) & (value > 0)] for value in values.values()])
+    norm = Normalize(0, known.max(initial=0) or 1)
+    if len(known) and measure in ("frobenius_norm", "largest_singular_value"):
+        norm = LogNorm(known.min(), known.max())
     for ax, (name, result) in zip(axes, panels.items(), strict=True):
-        shown = np.ma.masked_invalid(np.where(values[name] > 0, values[name], np.nan))
-        image = ax.imshow(shown, norm=norm, aspect="auto", origin="lower")
-        ax.set_facecolor("0.8")
-        labels = [token_name(result.provenance, t) for t in result.source_positions]
-        _ticks(ax.xaxis, labels, 90)
-        _ticks(ax.yaxis, [str(layer) for layer in result.layers], 0)
+        image = ax.imshow(np.where(values[name] > 0, values[name], np.nan), norm=norm, aspect="auto")
+        ax.set_facecolor(UNDEFINED)
+        names = [token_name(result.provenance, t) for t in result.source_positions]
+        name_ticks(ax.xaxis, names, int(width / _ROOM_FOR_A_TICK), rotate=True)
+        name_ticks(ax.yaxis, result.layers, MAX_LAYER_TICKS)
         ax.set_xlabel("source token")
         if len(panels) > 1:
             ax.set_title(name, fontsize="medium", parse_math=False)
@@ -68,15 +68,3 @@ def plot_influence(
     what = f"Influence on token {tokens.pop()}" if len(tokens) == 1 else "Influence on one token"
     fig.suptitle(heading(what, [r.provenance for r in panels.values()]), fontsize="medium", parse_math=False)
     return fig
-
-
-def _common_scale(values: np.ndarray, logarithmic: bool) -> Normalize:
-    positive = values[np.isfinite(values) & (values > 0)]
-    if not len(positive):
-        return Normalize(0, 1)
-    return LogNorm(positive.min(), positive.max()) if logarithmic else Normalize(0, positive.max())
-
-
-def _ticks(axis: object, labels: list[str], rotation: int) -> None:
-    shown = range(0, len(labels), -(-len(labels) // _MOST_TICKS))
-    axis.set_ticks(list(shown), [labels[i] for i in shown], rotation=rotation, parse_math=False)  # type: ignore[attr-defined]

@@ -8,10 +8,10 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-import tl_coupling
 from tl_coupling.border import AnyPath, checked
 from tl_coupling.files import write_atomically
 from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script
+from tl_coupling.plots import off_screen
 from tl_coupling.portraits import Portrait
 from tl_coupling.report import sections
 
@@ -28,7 +28,7 @@ _SECTIONS: dict[str, tuple[str, Callable[[sections.Runs], str]]] = {
 
 @checked
 def html_report(runs: Mapping[str, Portrait]) -> str:
-    """One self-contained HTML page: figures with captions, views to hover over, and how it was made.
+    """One self-contained HTML page: figures with captions, coloured tokens, and how it was made.
 
     The page asks no host for anything, and its security policy forbids it to; scripts other than its own do not run.
 
@@ -38,7 +38,7 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
     Raises:
         ValueError: no runs, or runs of different tokens, layers, positions or k.
 
-    Cost: seconds of drawing, most of it for the grid of coupling matrices; 1.3 MB of the page are circuitsvis' script.
+    Cost: seconds of drawing; 1.3 MB of the page are circuitsvis' script.
 
     Example:
         >>> page = html_report({"trained": tlc.portrait(trace, k=(4, 8))})
@@ -51,18 +51,21 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
     facts = next(iter(runs.values())).trace.provenance
     checkpoint = facts.get("checkpoint")
     model = str(facts.get("model")) + ("" if checkpoint is None else f" at checkpoint {checkpoint}")
-    template = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    return template.substitute(
+    template, style = (
+        resources.files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.css")
+    )
+    with off_screen():
+        drawn = {name: draw(runs) for name, (_, draw) in _SECTIONS.items()}
+    return Template(template).substitute(
         policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:",
         title=html.escape(f"Transformer block coupling: {model}"),
         style=style + VIEW_STYLE,
         summary=sections.summary(runs),
         contents="".join(f'<a href="#{name}">{title}</a>' for name, (title, _) in _SECTIONS.items()),
         sections="\n".join(
-            f'<section id="{name}"><h2>{title}</h2>{draw(runs)}</section>' for name, (title, draw) in _SECTIONS.items()
+            f'<section id="{name}"><h2>{title}</h2>{drawn[name]}</section>' for name, (title, _) in _SECTIONS.items()
         ),
-        version=tl_coupling.__version__,
+        version=facts["versions"]["tl-coupling"],
         script=script,
     )
 

@@ -1,4 +1,4 @@
-"""Work handed to executors: whatever has `submit`, on this machine or on a cluster."""
+"""Work for executors, which are anything with `submit`, on this machine or on a cluster."""
 
 import concurrent.futures
 import multiprocessing
@@ -8,133 +8,76 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
-from multiprocessing.context import SpawnContext
-from multiprocessing.process import BaseProcess
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, runtime_checkable
 
 from tl_coupling.border import AnyPath, Count, checked
 
 # SLURM takes arrays of 1001 jobs at most unless it is told otherwise.
 _BATCH = 1000
-# From quick answers to few questions: on a network drive each one costs.
+# Often at first, then rarely: on a network drive every look costs.
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.05, 1.0
 
 
 @runtime_checkable
-class Future(Protocol):
-    """What comes of a submitted call."""
-
-    def done(self) -> bool:
-        """Whether it has ended, well or badly."""
-
-    def result(self) -> Any:
-        """What the call returned; raises what it raised."""
-
-    def cancel(self) -> object:
-        """End it, or see that it never starts."""
-
-
-@runtime_checkable
 class Executor(Protocol):
-    """Runs functions elsewhere: concurrent.futures' pools, a Client of dask.distributed, submitit's executors."""
+    """Runs functions elsewhere: pools of concurrent.futures, a Client of dask.distributed, submitit's executors."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future:
-        """Call `fn(*args)` there."""
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
+        """Call `fn(*args)` there; a future with `done`, `result` and `cancel`."""
 
 
 class Preemptible:
-    """A function as submitit wants it: a job that is about to be preempted is put into the queue again.
-
-    The function must be one that may be called again after it was cut off.
-    """
+    """A function that submitit queues again when its job is preempted; it must bear being called again."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's own result."""
+        """Call the function."""
         return self.function(*arguments)
 
     def checkpoint(self, *arguments: Any) -> Any:
-        """What submitit puts into the queue instead: the same call."""
+        """What submitit queues after preemption: the same call."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *arguments)
 
 
-Key = TypeVar("Key", bound=Hashable)
+class AsTheyFinish:
+    """The keys of futures in the order in which these end, with a length for progress bars."""
 
-
-class AsTheyFinish(Generic[Key]):
-    """The keys of futures in the order in which these end; its length is known at once, for progress bars.
-
-    When a worker of a `ProcessPool` dies, all that its pool was given is lost. Then calls that may have been running
-    are made again, one at a time, so that the one that kills its worker is known, and then the others.
-    """
-
-    def __init__(
-        self,
-        futures: Mapping[Key, Future],
-        pool: "ProcessPool | None" = None,
-        submit: Callable[[Key], Future] | None = None,
-    ) -> None:
-        self.futures = dict(futures)
-        self._pool, self._submit = pool, submit
+    def __init__(self, futures: Mapping[Hashable, Any]) -> None:
+        self.futures = futures
 
     def __len__(self) -> int:
         return len(self.futures)
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[Any]:
         waiting, pause = list(self.futures), _FIRST_POLL_SECONDS
         while waiting:
-            done = {key for key in waiting if self.futures[key].done()}
-            lost = [key for key in waiting if key in done and self._is_lost(key)]
-            yield from (key for key in waiting if key in done and key not in lost)
+            done = [key for key in waiting if self.futures[key].done()]
+            yield from done
             waiting = [key for key in waiting if key not in done]
-            if lost and self._pool is not None and self._submit is not None:
-                # Calls are begun in the order in which they were submitted.
-                suspects, others = lost[: self._pool.workers], lost[self._pool.workers :]
-                for key in suspects:
-                    yield self._alone(key, self._submit)
-                self.futures |= {key: self._submit(key) for key in others}
-                waiting = others + waiting
-            # The futures of different libraries cannot be waited for in another common way.
+            # There is no other way of waiting that the futures of all libraries share.
             if waiting and not done:
                 time.sleep(pause)
             pause = _FIRST_POLL_SECONDS if done else min(2 * pause, _LAST_POLL_SECONDS)
 
-    def _is_lost(self, key: Key) -> bool:
-        future = self.futures[key]
-        if self._pool is None or not isinstance(future, concurrent.futures.Future) or future.cancelled():
-            return False
-        return isinstance(future.exception(), BrokenExecutor)
-
-    def _alone(self, key: Key, submit: Callable[[Key], Future]) -> Key:
-        self.futures[key] = submit(key)
-        while not self.futures[key].done():
-            time.sleep(_FIRST_POLL_SECONDS)
-        if self._is_lost(key):
-            died: concurrent.futures.Future[Any] = concurrent.futures.Future()
-            died.set_exception(WorkerDied("its worker died, and again when it had nothing else to do: out of memory?"))
-            self.futures[key] = died
-        return key
-
 
 @contextmanager
 def submitted(
-    executor: Executor, function: Callable[..., Any], work: Mapping[Key, tuple[Any, ...]]
-) -> Iterator[AsTheyFinish[Key]]:
-    """All calls `function(*arguments)` handed over at once, with submitit as one job array.
+    executor: Executor, function: Callable[..., Any], work: Mapping[Any, tuple[Any, ...]]
+) -> Iterator[AsTheyFinish]:
+    """Submit all calls `function(*arguments)` at once; with submitit as one job array.
 
-    Those that have not ended are cancelled if this process leaves with an error, and the workers of a `ProcessPool` are
-    ended if it is interrupted.
+    An error in the block cancels those that have not ended; an interrupt ends the workers of a `ProcessPool` at once.
     """
     call, to_do = Preemptible(function), iter(work.items())
-    futures: dict[Key, Future] = {}
-    pool = executor if isinstance(executor, ProcessPool) else None
+    futures: dict[Hashable, Any] = {}
     try:
         try:
             while batch := list(islice(to_do, _BATCH)):
@@ -143,15 +86,13 @@ def submitted(
         # submitit's FailedJobError is one.
         except RuntimeError as error:
             said = " ".join(str(error).split())[:300]
-            raise OSError(f"the work could not be handed over ({type(error).__name__}: {said})") from error
-        finished = AsTheyFinish(futures, pool, lambda key: executor.submit(call, *work[key]))
-        futures = finished.futures
-        yield finished
+            raise OSError(f"the work could not be submitted ({type(error).__name__}: {said})") from error
+        yield AsTheyFinish(futures)
     except BaseException as error:
-        if pool is not None and not isinstance(error, Exception):
-            pool.abort()
+        if isinstance(executor, ProcessPool) and not isinstance(error, Exception):
+            executor.abort()
         for future in futures.values():
-            # Whatever a cluster answers, the others are cancelled too, and the first error is the one to tell.
+            # If the cluster refuses, the others are cancelled all the same, and the first error is raised.
             with suppress(Exception):
                 if not future.done():
                     future.cancel()
@@ -160,19 +101,18 @@ def submitted(
 
 @checked
 def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
-    """submitit's executor for a SLURM cluster, with its scripts and logs in `folder`, which every node must see.
+    """submitit's executor for a SLURM cluster.
 
     Args:
-        folder: where to.
-        parameters: as sbatch knows them: `partition="gpu"`, `gpus_per_node=1`, `cpus_per_task=4`, `mem_gb=32`,
-            `timeout_min=240` (of one unit; four hours by default, submitit's own five minutes are few),
-            `array_parallelism=16` (jobs at a time), `account=…`.
+        folder: for its scripts and logs; every node must see it.
+        parameters: of sbatch: `partition="gpu"`, `gpus_per_node=1`, `cpus_per_task=4`, `mem_gb=32`, `timeout_min=240`
+            (for one unit; four hours by default), `array_parallelism=16` (jobs at a time), `account=…`.
 
     Raises:
         ValueError: submitit is not installed, there is no SLURM, or a parameter that submitit does not know.
 
-    Where the cluster keeps no accounts (`sacct` fails), a job that was killed cannot be told from one that waits, and
-    whoever waits for it waits on: interrupt the run and start it again.
+    On clusters without accounting (`sacct` fails) a killed job looks like a waiting one, and the run does not end:
+    interrupt it and start it again.
 
     Example:
         >>> executor = tlc.surveys.slurm_executor("out/jobs", partition="gpu", gpus_per_node=1)  # doctest: +SKIP
@@ -182,85 +122,116 @@ def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
     except ImportError:
         raise ValueError('SLURM needs submitit: pip install "tl-coupling[slurm]"') from None
     if shutil.which("sbatch") is None:
-        raise ValueError("there is no SLURM here: wanted its command `sbatch`; on one machine use processes instead")
+        raise ValueError(
+            "there is no SLURM here: wanted its command `sbatch`; on a single machine use a pool of processes"
+        )
     shared = {"timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name"}
     named = {name if name in shared else f"slurm_{name}": value for name, value in parameters.items()}
     executor = submitit.AutoExecutor(folder=os.fspath(folder), cluster="slurm")
     try:
         executor.update_parameters(**{"timeout_min": 240, "name": "tl-coupling"} | named)
-    # submitit's own errors name every parameter there is.
+    # submitit's own message lists every parameter there is.
     except (NameError, AssertionError, ValueError, TypeError) as error:
         unknown = " ".join(str(error).split())[:200]
-        raise ValueError(f"SLURM does not take {parameters} as they are: {unknown}") from None
+        raise ValueError(f"SLURM does not accept {parameters}: {unknown}") from None
     return executor
 
 
 class WorkerDied(RuntimeError):
-    """A call whose process ended before it did, killed as a rule for want of memory."""
+    """The process of a call was killed, usually for using too much memory."""
 
 
 class ProcessPool(concurrent.futures.Executor):
-    """Processes of this machine that share its cores evenly, and end when this process does, even killed.
+    """Processes on this machine that share its cores evenly; they end when this process does, even if it is killed.
 
-    Ctrl-C is for the process that has the pool: its workers take no notice, and are ended at once when the block of the
-    pool is left by an error, or `run` by an interrupt. After that, or after a worker died, the pool begins anew with
-    the next call.
-
-    Attributes:
-        workers: how many processes there are at most.
+    A call whose process is killed is made once more, in a new one; other calls do not notice. Workers ignore Ctrl-C.
+    They are killed when `with` is left by an error or `run` by an interrupt; the next call starts new ones.
     """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        # A forked process inherits torch's threads without the threads, and everything else that is open.
-        self._context = _RecordingContext()
-        self._begun = self._context.Event()
-        self._pool: ProcessPoolExecutor | None = None
-        self._is_shut_down = False
+        # Forked processes inherit locks of torch's threads, but not the threads.
+        self._context = multiprocessing.get_context("spawn")
+        # Held while a process is started, so that `abort` misses none.
+        self._lock = threading.Lock()
+        self._has_begun = self._is_aborting = self._is_shut_down = False
+        # A thread waits for each worker.
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._processes: list[Any] = []
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
-        """As of every executor.
-
-        Raises:
-            OSError: workers died before one of them had begun.
-        """
+        """As in `concurrent.futures`. Its future raises WorkerDied, or OSError if no worker gets as far as the call."""
         if self._is_shut_down:
-            raise RuntimeError("this pool of processes was shut down: make another one")
-        with _without_interrupts_in_workers():
-            if self._pool is not None:
-                try:
-                    return self._pool.submit(fn, *args, **kwargs)
-                except BrokenExecutor:
-                    self.abort()
-                    if not self._begun.is_set():
-                        raise OSError(
-                            "the workers end before they have begun: a script that uses a pool of processes must do "
-                            'its own work under `if __name__ == "__main__":`, because each worker imports it'
-                        ) from None
+            raise RuntimeError("this pool of processes was shut down: make a new one")
+        if self._threads is None:
+            self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, initializer=_block_interrupts)
+        return self._threads.submit(self._call, fn, args, kwargs)
+
+    def _call(self, *call: Any) -> Any:
+        for _ in range(2):
+            try:
+                pipe = self._worker()
+                pipe.send(call)
+                has_succeeded, answer = pipe.recv()
+            except (EOFError, ConnectionError):
+                if self._is_aborting:
+                    break
+                if not self._has_begun:
+                    raise OSError(
+                        "the workers die before they have begun: a script that uses a pool of processes must do its "
+                        'own work under `if __name__ == "__main__":`, because each worker imports it'
+                    ) from None
+                continue
+            except Exception:
+                # The call, or its answer, cannot be pickled: the worker is as it was.
+                self._idle.put(pipe)
+                raise
+            self._idle.put(pipe)
+            if has_succeeded:
+                return answer
+            raise answer
+        raise WorkerDied("its worker died, twice: out of memory?")
+
+    def _worker(self) -> Connection:
+        """The connection to an idle worker, or to a new one."""
+        with suppress(Empty):
+            return self._idle.get_nowait()
+        with self._lock:
+            if self._is_aborting:
+                raise EOFError
+            ours, theirs = self._context.Pipe()
             threads = max(1, (os.cpu_count() or 1) // self.workers)
-            self._pool = ProcessPoolExecutor(self.workers, self._context, _begin_worker, (threads, self._begun))
-            return self._pool.submit(fn, *args, **kwargs)
+            process = self._context.Process(target=_serve, args=(theirs, threads), daemon=True)
+            process.start()
+            self._processes.append(process)
+        theirs.close()
+        ours.recv()
+        self._has_begun = True
+        return ours
 
     def abort(self) -> None:
-        """End the workers at once, whatever they are doing; calls that have not ended end with BrokenProcessPool."""
-        # A second Ctrl-C would leave some of them, for which Python waits when it ends.
+        """Kill the workers; calls that have not ended are cancelled or raise WorkerDied."""
+        # A second Ctrl-C would leave some of them alive.
         with _undisturbed():
-            for process in self._context.started:
-                # One that has never started has no number, one that has ended is gone.
-                if process.pid is not None:
-                    with suppress(OSError):
-                        process.kill()
-            if self._pool is not None:
-                # Not `cancel_futures`: that a cancelled call is lost as well stops the pool's own thread with an error.
-                self._pool.shutdown(wait=True)
-            self._context.started.clear()
-            self._pool = None
+            with self._lock:
+                self._is_aborting = True
+                for process in self._processes:
+                    process.kill()
+            if self._threads is not None:
+                self._threads.shutdown(cancel_futures=True)
+            for process in self._processes:
+                process.join()
+            self._threads, self._processes, self._idle = None, [], SimpleQueue()
+            self._is_aborting = False
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As of every executor."""
+        """As in `concurrent.futures`."""
         self._is_shut_down = True
-        if self._pool is not None:
-            self._pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+        if self._threads is not None:
+            self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
+        if wait:
+            self.abort()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -270,39 +241,35 @@ class ProcessPool(concurrent.futures.Executor):
 
 @checked
 def process_pool(workers: Count) -> ProcessPool:
-    """A pool of processes that share this machine's cores evenly, and end when this process does, even killed.
+    """A pool of processes on this machine that share its cores evenly; an executor for `run`.
 
-    A script that uses one runs its own work under `if __name__ == "__main__":`, because each process imports it.
-
-    Raises:
-        ValueError: fewer than one worker.
+    A script that uses one does its own work under `if __name__ == "__main__":`, because each process imports it.
     """
     return ProcessPool(workers)
 
 
-class _RecordingContext(SpawnContext):
-    """Knows the processes that were made with it: a pool keeps its own to itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.started: list[BaseProcess] = []
-
-    def Process(self, *args: Any, **kwargs: Any) -> BaseProcess:  # type: ignore[override]
-        process = super().Process(*args, **kwargs)
-        self.started.append(process)
-        return process
-
-
-def _begin_worker(threads: int, begun: Any) -> None:
+def _serve(pipe: Connection, threads: int) -> None:
+    """What a worker does: answer calls until nobody is there to make them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(threads)
-    # Of every file that is loaded, across the bars of whoever started this.
     disable_progress_bar()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    begun.set()
+    pipe.send("begun")
+    with suppress(EOFError):
+        while True:
+            function, args, kwargs = pipe.recv()
+            try:
+                answer = True, function(*args, **kwargs)
+            except Exception as error:
+                answer = False, error
+            try:
+                pipe.send(answer)
+            # What cannot be pickled.
+            except (TypeError, AttributeError, ValueError) as error:
+                pipe.send((False, RuntimeError(f"{answer[1]!r} cannot be sent from its process: {error}")))
 
 
 def _end_with_parent() -> None:
@@ -312,22 +279,15 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-@contextmanager
-def _without_interrupts_in_workers() -> Iterator[None]:
-    """A process that is started inside holds Ctrl-C back from its very beginning, when nothing of ours runs in it."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _block_interrupts() -> None:
+    """In a thread: the processes that it starts are not interrupted before they can ignore it themselves."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No Ctrl-C inside; only the main thread can have one."""
+    """Ignore Ctrl-C in the block; only the main thread ever gets it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
 """All that is measured of one model on a set of prompts, as one dataset."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -15,6 +15,7 @@ from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.coupling import Measure, Orientation
 from tl_coupling.models import context_length, tokenize
+from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
 from tl_coupling.trajectories.shapes import Window
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 PAPER_PROMPT = "What is the capital of France? The capital is"
 MEASURES: tuple[Measure, ...] = get_args(Measure)
+_SHAPES = {"line_shape_score": line_shape_score, "expodistance": expodistance, "equidistance": equidistance}
+_OF_ONE_PROMPT = {"prompt", "tokens", "str_tokens", "paths", "position", "remarks"}
 
 
 @checked
@@ -32,13 +35,13 @@ class Settings:
     """How prompts are measured.
 
     Attributes:
-        k: numbers of top singular vectors; all of them are read off one computation.
+        k: numbers of top singular vectors; one computation gives all.
         position: the token whose Jacobians are taken; the last by default.
         orientation: "ujv" or "vju".
         final_norm: include the final norm in the last block.
         prepend_bos: whether text gets a BOS token; `None` follows the tokenizer.
-        window: steps in a window of the line-shape score; fewer where the model has fewer blocks.
-        n_singular_values: how many singular values are kept; the largest k if that is more.
+        window: steps in a window of the line-shape score; fewer if the model has fewer blocks.
+        n_singular_values: how many singular values are kept, or the largest k if that is more.
     """
 
     k: tuple[Count, ...] = (10, 30, 50)
@@ -50,7 +53,7 @@ class Settings:
     n_singular_values: Count = 10
 
     def __post_init__(self) -> None:
-        """Raise on values that no model could be measured with."""
+        """Raise on values that fit no model."""
         if not self.k or len(set(self.k)) < len(self.k):
             raise ValueError(f"`k` must be different whole numbers, one or more, got {list(self.k)}")
 
@@ -78,14 +81,20 @@ def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
 def measure_prompts(
     model: nn.Module,
     prompts: str | Prompt | Sequence[str | Prompt],
-    settings: Settings,
-    progress: Callable[[Iterable[Prompt]], Iterable[Prompt]] | None = None,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
 ) -> "xarray.Dataset":
     """Every measure of one model for every prompt.
 
+    Args:
+        model: a TransformerBridge or HookedTransformer, in eval mode.
+        prompts: texts, which get the ids "0", "1", …, or `Prompt`s.
+        settings: how; see `Settings`.
+        progress: wraps the loop over prompts; by default a bar in a terminal or notebook, False for none.
+
     Raises:
-        ValueError: prompts longer than the model's context, named before anything is measured; otherwise as `trace`,
-            with the prompt's id.
+        ValueError: no prompts, an id twice, or prompts longer than the model's context, before anything is measured;
+            otherwise as `trace` and `depth_coupling`, with the prompt's id.
 
     Returns:
         a Dataset with dims `prompt`, `k`, `layer` (of J_1), `other_layer` (of the singular vectors), `window`,
@@ -96,24 +105,25 @@ def measure_prompts(
         - `singular_values`, `[prompt layer singular_value]`;
         - `line_shape_score`, `expodistance`, `equidistance` of the token at `position`, `[prompt]`, and their mean over
           all tokens, `…_all_tokens`; `windowed_line_shape_score`, `[prompt window]`, mean over all tokens;
-        - `n_pos`, `[prompt]`: number of tokens; `remarks`: what went otherwise than expected, a line each, or nothing;
+        - `n_pos`, `[prompt]`: number of tokens; `remarks`: anything unusual about the trace, a line each;
         - `loss`: mean negative log-likelihood of the prompt's tokens given those before, in nats; NaN for one token.
     """
     import xarray
 
-    named = as_prompts(prompts)
-    _check_lengths(model, named, settings)
+    chosen, settings = as_prompts(prompts), settings or Settings()
+    _check_lengths(model, chosen, settings)
     per_prompt = []
-    for prompt in progress(named) if progress else named:
-        with _named(prompt):
+    for prompt in with_progress(chosen, progress, "prompts"):
+        with _errors_of(prompt):
             traced = trace(model, prompt.prompt, prepend_bos=settings.prepend_bos, final_norm=settings.final_norm)
             per_prompt.append(_of_prompt(traced, settings))
     data = xarray.concat(per_prompt, "prompt", combine_attrs="drop_conflicts")
-    return data.assign_coords(prompt=[p.id for p in named], task=("prompt", [p.task or "" for p in named]))
+    return data.assign_coords(prompt=[p.id for p in chosen], task=("prompt", [p.task or "" for p in chosen]))
 
 
 @contextmanager
-def _named(prompt: Prompt) -> Iterator[None]:
+def _errors_of(prompt: Prompt) -> Iterator[None]:
+    """Errors in the block name the prompt."""
     try:
         yield
     except ValueError as error:
@@ -121,20 +131,20 @@ def _named(prompt: Prompt) -> Iterator[None]:
 
 
 def _check_lengths(model: Any, prompts: Sequence[Prompt], settings: Settings) -> None:
-    """Raise on prompts that the model's context cannot hold, before hours are spent on those that come first."""
-    # What is no model, `trace` says.
+    """Raise on prompts longer than the model's context, before hours are spent on the others."""
+    # If it is not a model, `trace` says so.
     n_ctx = context_length(model) if hasattr(model, "cfg") else None
     if n_ctx is None:
         return
-    lengths = {}
+    too_long = []
     for prompt in prompts:
-        with _named(prompt):
-            lengths[prompt.id] = len(tokenize(model, prompt.prompt, settings.prepend_bos)[0])
-    if too_long := {name: length for name, length in lengths.items() if length > n_ctx}:
-        some = ", ".join(f"{name!r} ({length})" for name, length in list(too_long.items())[:5])
+        with _errors_of(prompt):
+            if (length := len(tokenize(model, prompt.prompt, settings.prepend_bos)[0])) > n_ctx:
+                too_long.append(f"{prompt.id!r} ({length})")
+    if too_long:
         raise ValueError(
-            f"{len(too_long)} of {len(lengths)} prompts have more tokens than this model's context holds, {n_ctx}: "
-            f"{some}{', …' if len(too_long) > 5 else ''}; shorten them or leave them out"
+            f"{len(too_long)} of {len(prompts)} prompts have more tokens than this model's context holds, {n_ctx}: "
+            f"{', '.join(too_long[:5])}{', …' if len(too_long) > 5 else ''}; shorten them or leave them out"
         )
 
 
@@ -150,9 +160,9 @@ def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
     import xarray
 
     ks = settings.k
-    # One computation at the largest k anything asks for.
+    # `iter` shows no bar: there is one for the prompts.
     largest = max(*ks, min(settings.n_singular_values, traced.d_model))
-    result = depth_coupling(traced, largest, settings.position, settings.orientation)
+    result = depth_coupling(traced, largest, settings.position, settings.orientation, progress=iter)
     pair = ("k", "layer", "other_layer")
     variables: dict[str, Any] = {}
     for measure in MEASURES:
@@ -164,38 +174,18 @@ def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
     variables["locality"] = (("k", "distance"), np.stack([result.locality_profile(k).cpu().numpy() for k in ks]))
     variables["singular_values"] = (("layer", "singular_value"), result.singular_values.cpu().numpy())
     t = traced.position_index(settings.position)
-    for name, shape in (
-        ("line_shape_score", line_shape_score),
-        ("expodistance", expodistance),
-        ("equidistance", equidistance),
-    ):
+    for name, shape in _SHAPES.items():
         values = shape(traced.residual)
         variables[name] = ((), float(values[t]))
         variables[f"{name}_all_tokens"] = ((), float(values.nanmean()))
     window = min(settings.window, traced.n_layers - 1 + traced.n_layers % 2)
     windowed = line_shape_score(traced.residual, window).nanmean(1).cpu().numpy()
-    variables["windowed_line_shape_score"] = ("window", windowed)
-    variables["loss"] = ((), loss(traced))
-    variables["n_pos"] = ((), traced.n_pos)
-    variables["remarks"] = ((), "\n".join(traced.provenance["remarks"]))
+    variables |= {"windowed_line_shape_score": ("window", windowed), "loss": ((), loss(traced))}
+    variables |= {"n_pos": ((), traced.n_pos), "remarks": ((), "\n".join(traced.provenance["remarks"]))}
     layers = list(result.row_layers)
-    return xarray.Dataset(
-        variables,
-        coords={
-            "k": list(ks),
-            "layer": layers,
-            "other_layer": layers,
-            "distance": range(len(layers)),
-            "singular_value": range(1, result.k + 1),
-            # The layer in the middle of each window.
-            "window": [i + window // 2 for i in range(len(windowed))],
-        },
-        attrs={
-            "orientation": settings.orientation,
-            "window": window,
-            "provenance": json.dumps({k: v for k, v in result.provenance.items() if k not in _OF_ONE_PROMPT}),
-        },
-    )
-
-
-_OF_ONE_PROMPT = ("prompt", "tokens", "str_tokens", "paths", "position", "remarks")
+    coords: dict[str, Any] = {"k": list(ks), "layer": layers, "other_layer": layers, "distance": range(len(layers))}
+    # The layer in the middle of each window.
+    coords |= {"singular_value": range(1, result.k + 1), "window": np.arange(len(windowed)) + window // 2}
+    provenance = {key: value for key, value in result.provenance.items() if key not in _OF_ONE_PROMPT}
+    attrs = {"orientation": settings.orientation, "window": window, "provenance": json.dumps(provenance)}
+    return xarray.Dataset(variables, coords, attrs)

@@ -1,8 +1,7 @@
 """How well the linearised blocks predict a token's trajectory (Aubry et al. 2025, section 6.1 and eq. 19–24)."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -11,46 +10,48 @@ from torch import Tensor
 from tl_coupling.blocks import Trace
 from tl_coupling.border import checked, warn_caller
 from tl_coupling.jacobians import block_jacobian, block_jvp
+from tl_coupling.progress import Progress, with_progress
 from tl_coupling.spectra import check_k, singular_values, svd
 from tl_coupling.trajectories.shapes import direction_cosine
 
 Prediction = Literal["one_step", "product", "closed_form", "previous", "input"]
+PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
 
 
 @dataclass(frozen=True, eq=False)
 class Linearisation:
-    """A token's trajectory and what three linear models make of it; entry `l` of each predicts `trajectory[l + 1]`.
+    """A token's trajectory and three linear predictions of it; entry `l` of each predicts `trajectory[l + 1]`.
 
     Attributes:
-        trajectory: `x^0, …, x^L`.
-        one_step: `(I + J^l) x^{l−1}` (eq. 19, 23): each step starts from the truth.
-        product: `(I + J^l) ⋯ (I + J^1) x^0` (eq. 20): only the first one does.
+        trajectory: `x^0, …, x^L` of the token at `position`.
+        one_step: `(I + J^l) x^{l−1}` (eq. 19, 23): each step starts from the true stream.
+        product: `(I + J^l) ⋯ (I + J^1) x^0` (eq. 20): only the first step does.
         closed_form: `x^0 + U (Π_{j≤l} (I + S_j) − I) Uᵀ x^0` (eq. 24), what the product would be if the blocks were
-            coupled exactly; `None` if it was left out. S_j are the k largest singular values of J^j, U the k left
-            singular vectors of the reference layer. With all of them this is the paper's `U Π (I + S_j) Uᵀ x^0`.
+            coupled exactly; `None` if it was left out. S_j are the k largest singular values of J^j, U the first k left
+            singular vectors of the reference layer. With k = d_model this is the paper's `U Π (I + S_j) Uᵀ x^0`.
+        singular_values: `S_j`, largest first; `None` without the closed form.
         reference_layer: the layer that gave U; `None` without the closed form.
-        k: how many singular vectors the closed form has; `None` without it.
-        position: which token.
-        provenance: how it was made; JSON-able.
 
-    In float64, in units of the residual stream: the products outgrow it by many orders of magnitude.
+    In float64, in units of the residual stream, which products outgrow by many orders of magnitude.
     """
 
     trajectory: Float[Tensor, "n_layers_plus_1 d_model"]
     one_step: Float[Tensor, "n_layers d_model"]
     product: Float[Tensor, "n_layers d_model"]
     closed_form: Float[Tensor, "n_layers d_model"] | None
+    singular_values: Float[Tensor, "n_layers k"] | None
     reference_layer: int | None
-    k: int | None
     position: int
-    provenance: dict[str, Any] = field(repr=False)
+    provenance: dict[str, Any]
+
+    @property
+    def k(self) -> int | None:
+        """How many singular vectors the closed form has; `None` without it."""
+        return None if self.singular_values is None else self.singular_values.shape[1]
 
     @checked
     def predicted(self, prediction: Prediction) -> Float[Tensor, "n_layers d_model"]:
-        """A prediction by name. Two are of no block at all: "previous" says `x^{l−1}`, "input" says `x^0`.
-
-        Those are what a linearisation has to beat: "previous" for one step, "input" for the products.
-        """
+        """A prediction by name; of the two baselines, "previous" (for one step) is `x^{l−1}`, and "input" is `x^0`."""
         if prediction == "previous":
             return self.trajectory[:-1]
         if prediction == "input":
@@ -62,22 +63,23 @@ class Linearisation:
 
     @checked
     def relative_error(self, prediction: Prediction) -> Float[Tensor, " n_layers"]:
-        """`‖x̂^l − x^l‖ / ‖x^l‖` of a prediction `x̂`, without dimension; 0 is perfect, 1 is as good as saying 0.
-
-        NaN with a warning where `x^l` is zero.
-        """
+        """`‖x̂^l − x^l‖ / ‖x^l‖`, 1 for a prediction of 0; NaN with a warning where `x^l` is zero."""
         truth = self.trajectory[1:]
-        error = (self.predicted(prediction) - truth).norm(dim=-1) / truth.norm(dim=-1)
-        undefined = truth.norm(dim=-1) == 0
-        if bool(undefined.any()):
-            at = ", ".join(str(layer) for layer in undefined.nonzero().flatten().tolist())
+        size = truth.norm(dim=-1)
+        if bool((size == 0).any()):
+            at = ", ".join(str(layer) for layer in (size == 0).nonzero().flatten().tolist())
             warn_caller(f"relative error is undefined (NaN) where x is 0, after layer {at}")
-        return error.masked_fill(undefined, torch.nan)
+        return ((self.predicted(prediction) - truth).norm(dim=-1) / size).masked_fill(size == 0, torch.nan)
 
     @checked
     def cosine_similarity(self, prediction: Prediction) -> Float[Tensor, " n_layers"]:
         """Cosine of the angle between a prediction and `x^l`; NaN with a warning where either is zero."""
         return direction_cosine(self.predicted(prediction), self.trajectory[1:])
+
+    def __repr__(self) -> str:
+        closed = f"closed form of k={self.k} with U of layer {self.reference_layer}" if self.k else "no closed form"
+        what = f"position={self.position}, {len(self.one_step)} layers"
+        return f"Linearisation(model={self.provenance.get('model')!r}, {what}, {closed})"
 
 
 @checked
@@ -88,39 +90,34 @@ def linearisation(
     closed_form: bool = True,
     reference_layer: int | None = None,
     k: int | None = None,
-    progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
+    progress: Progress | None = None,
 ) -> Linearisation:
     """Predict one token's trajectory by its linearised blocks: step by step, compounded, and under exact coupling.
 
-    A block is not linear and `J x ≠ f(x)`: the first-order expansion at `x` is `f(x) + J (y − x)`, and the linear model
-    of the paper leaves its constant `f(x) − J x` out. How much of a step that is, is what is measured here. J is
-    `J^l_{tt}`: the other tokens are held fixed.
+    A block is not linear: its first-order expansion at `x` is `f(x) + J (y − x)`. The linear model of the paper drops
+    the constant `f(x) − J x`; this measures how much that matters. J is `J^l_{tt}`: other tokens are held fixed.
 
-    Expect little: a block that normalises first hardly sees how long its token is. Where attention and MLP run in
-    parallel (GPT-NeoX, GPT-J), `f(c x) = f(x)` but for the norm's ε, so that `J x = 0` (Euler's theorem) and the linear
-    model says that nothing happens. Where the MLP comes second, `J x = −D a`, with `a` what attention adds and D the
-    derivative of the MLP after it. Compare with the predictions "previous" and "input", which know of no block.
+    Expect little: a block that normalises first hardly depends on the length of its token. Where attention and MLP run
+    in parallel (GPT-NeoX, GPT-J), `f(c x) = f(x)` except for the norm's ε, so `J x = 0` (Euler's theorem) and the
+    linear model predicts no step at all. Where the MLP comes second, `J x = −D a`, with `a` what attention adds and D
+    the derivative of the MLP after it. Compare with the baselines "previous" and "input".
 
     Args:
         trace: a traced prompt.
         position: the token; the last by default, as in the paper.
-        closed_form: also predict by eq. 24; it needs every J and its singular values, the others one product each.
-        reference_layer: whose left singular vectors are the paper's common U. The paper does not say (under exact
-            coupling all are the same); the middle layer by default, since coupling fades with distance in depth.
-        k: how many singular vectors U has, all by default. The rest of the stream is then left as it is.
-        progress: wraps the loop over layers, `progress=tqdm.tqdm` for one.
+        closed_form: also predict by eq. 24, which needs every J and its singular values.
+        reference_layer: whose left singular vectors are the common U. The paper does not say (under exact coupling all
+            are the same); the middle layer by default, since coupling fades with distance in depth.
+        k: how many singular vectors U has, all by default. The rest of the stream is left as it is.
+        progress: wraps the loop over layers; `None`: a bar in a terminal or notebook, `False`: none.
 
     Raises:
-        ValueError: a layer or position out of range, k outside `[1, d_model]`, or a reference layer or k without the
-            closed form.
+        ValueError: a layer, position or k out of range, or a reference layer or k without the closed form.
 
-    Cost: two Jacobian–vector products a layer; with the closed form instead a Jacobian and its singular values a
-    layer, of which one is kept at a time.
+    Cost: per layer a Jacobian and its singular values; without the closed form two Jacobian–vector products.
 
     Example:
         >>> result = linearisation(trace)
-        >>> result.relative_error("one_step").shape
-        torch.Size([2])
         >>> bool(result.relative_error("one_step")[0] == result.relative_error("product")[0])
         True
     """
@@ -134,14 +131,13 @@ def linearisation(
     x = trace.residual[:, t].double()
     one_step, product = torch.empty_like(x[1:]), torch.empty_like(x)
     product[0] = x[0]
-    gains, basis = x.new_empty(trace.n_layers, k), x.new_empty(trace.d_model, k)
-    layers: Iterable[int] = range(trace.n_layers)
-    for layer in progress(layers) if progress else layers:
+    S, U = x.new_empty(trace.n_layers, k), x.new_empty(trace.d_model, k)
+    for layer in with_progress(range(trace.n_layers), progress, "linearisation"):
         if closed_form:
             J = block_jacobian(trace, layer, position=t)
-            gains[layer] = singular_values(J)[:k]
+            S[layer] = singular_values(J)[:k]
             if layer == reference:
-                basis[:] = svd(J, k).U
+                U[:] = svd(J, k).U
             images = J.double() @ x[layer], J.double() @ product[layer]
         else:
             images = _image(trace, layer, t, x[layer]), _image(trace, layer, t, product[layer])
@@ -151,9 +147,9 @@ def linearisation(
         trajectory=x,
         one_step=one_step,
         product=product[1:],
-        closed_form=_closed_form(x[0], gains, basis) if closed_form else None,
+        closed_form=x[0] + (((1 + S).cumprod(0) - 1) * (x[0] @ U)) @ U.mT if closed_form else None,
+        singular_values=S if closed_form else None,
         reference_layer=reference if closed_form else None,
-        k=k if closed_form else None,
         position=t,
         provenance=trace.provenance | {"position": t},
     )
@@ -165,10 +161,3 @@ def _image(trace: Trace, layer: int, position: int, vector: Tensor) -> Tensor:
     if size == 0:
         return torch.zeros_like(vector)
     return size * block_jvp(trace, layer, vector / size, position=position).double()
-
-
-def _closed_form(
-    x: Float[Tensor, " d_model"], gains: Float[Tensor, "n_layers k"], basis: Float[Tensor, "d_model k"]
-) -> Float[Tensor, "n_layers d_model"]:
-    compounded = (1 + gains).cumprod(0)
-    return x + ((compounded - 1) * (x @ basis)) @ basis.mT

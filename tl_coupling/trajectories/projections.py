@@ -1,29 +1,27 @@
-"""What a trajectory looks like from outside: through the unembedding, and in two dimensions. Pure tensors.
+"""What a trajectory looks like from outside: through the unembedding, and in two dimensions.
 
-Axes and precision are those of `shapes`.
+Axes and precision are those of `shapes`, and so is what is refused.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.blocks import Trace
 from tl_coupling.border import Count, checked, warn_caller
-from tl_coupling.trajectories.shapes import finite, narrowed
+from tl_coupling.trajectories.shapes import Trajectories, finite, narrowed
 
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryPCA:
-    """Trajectories in the principal components of the last depth's embeddings.
+    """Trajectories in the principal components of the last depth's embeddings; see `trajectory_pca`.
 
-    Attributes:
-        components: orthonormal directions, largest variance first; the entry of largest magnitude is positive.
-        mean: of the last depth's embeddings; subtracted at every depth.
-        projected: `projected[l]` are the coordinates of `x[l]`, in units of x.
-        explained_variance_ratio: share of the last depth's variance along each component; says nothing of other depths.
+    `explained_variance_ratio` is each component's share of the variance at the last depth (not at other depths).
     """
 
     components: Float[Tensor, "n_components d_model"]
@@ -31,26 +29,21 @@ class TrajectoryPCA:
     projected: Float[Tensor, "n_layers_plus_1 *batch n_components"]
     explained_variance_ratio: Float[Tensor, " n_components"]
 
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{float(share):.0%}" for share in self.explained_variance_ratio)
+        return f"TrajectoryPCA({len(self.components)} components with {shares} of the last depth's variance)"
+
 
 @checked
-def logit_lens_entropy(
-    x: Float[Tensor, "n_layers_plus_1 *batch d_model"], unembed: Callable[[Tensor], Tensor]
-) -> Float[Tensor, "n_layers_plus_1 *batch"]:
-    """Entropy `H = −Σ_v p_v ln p_v`, in nats, of `p = softmax(unembed(x^l))` at every depth (the logit lens).
+def logit_lens_entropy(x: Trajectories, unembed: Callable[[Tensor], Tensor]) -> Float[Tensor, "n_layers_plus_1 *batch"]:
+    """Entropy `H = −Σ_v p_v ln p_v` of `p = softmax(unembed(x^l))` at every depth, in nats: 0 to `ln d_vocab`.
 
-    Between 0 and `ln d_vocab`, the entropy of a uniform guess.
-
-    Args:
-        x: trajectories, depth first. If its last entry is normalised already (`trace(…, final_norm=True)`), an
-            `unembed` that normalises does so twice there.
-        unembed: from the residual stream to logits, `[*batch d_model] → [*batch d_vocab]`; for a model that is final
-            norm, then unembedding. Called once for each depth, with `x[l]` in x's own dtype, without gradients.
+    `unembed`, usually final norm and unembedding, maps `[*batch d_model]` to logits `[*batch d_vocab]`. It is called at
+    each depth, with `x[l]` in x's own dtype, without gradients. A last entry that is normalised already
+    (`trace(…, final_norm=True)`) would be normalised twice; `entropy_by_depth` avoids that.
 
     Raises:
-        TypeError, ValueError: x is not a finite floating-point tensor with a depth and a `d_model` axis; `unembed`
-            returns another shape, NaN or +inf (−inf, a token ruled out, is fine).
-
-    Cost: `n_layers + 1` calls of `unembed`; memory for a few float64 copies of one depth's logits.
+        ValueError: `unembed` returns another shape, NaN or +inf (−inf, a token ruled out, is fine).
 
     Example:
         >>> logit_lens_entropy(torch.eye(2), lambda stream: 0 * stream)
@@ -62,26 +55,34 @@ def logit_lens_entropy(
 
 
 @checked
-def trajectory_pca(x: Float[Tensor, "n_layers_plus_1 *batch d_model"], n_components: Count = 2) -> TrajectoryPCA:
+def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
+    """Entropy of the logit lens in nats, at every depth and token: `logit_lens_entropy` with the model's own logits.
+
+    A last depth that is normalised already (`final_norm=True`) is not normalised again. Raises ValueError for a model
+    without unembedding. Cost: `n_layers + 1` unembeddings of the prompt.
+
+    Example:
+        >>> entropy_by_depth(trace).shape
+        torch.Size([3, 8])
+    """
+    x = trace.residual
+    last = partial(trace.logits, normalised=trace.final_norm)
+    return torch.cat([logit_lens_entropy(x[:-1], trace.logits), logit_lens_entropy(x[-1:], last)])
+
+
+@checked
+def trajectory_pca(x: Trajectories, n_components: Count = 2) -> TrajectoryPCA:
     """Principal components of the last depth's embeddings `x^L`, and every depth's coordinates in them.
 
-    `projected[l] = (x^l − mean(x^L)) componentsᵀ`, the mean being over tokens (all batch axes). Signs are fixed: the
-    entry of largest magnitude in each component is positive. For a view of some depths only, slice `projected`.
-
-    Args:
-        x: trajectories, depth first; at least 2 tokens.
-        n_components: how many, at most the smaller of `n_tokens` and `d_model`.
-
-    n tokens span at most n − 1 directions. Where a component has no variance left its direction is arbitrary: a warning
-    says which.
+    `projected[l] = (x^l − mean(x^L)) componentsᵀ` in units of x, with the mean over tokens (all batch axes), as in the
+    paper's PCA figures. Components are orthonormal, of largest variance first, and their entry of largest magnitude is
+    positive. n tokens span at most n − 1 directions; a component without variance has an arbitrary one, with a warning.
 
     Raises:
-        TypeError, ValueError: x is not a finite floating-point tensor with a depth and a `d_model` axis, or has fewer
-            than 2 tokens, or tokens that are all the same at the last depth; `n_components` is out of range.
+        ValueError: fewer than 2 tokens, tokens that are all the same at the last depth, or `n_components` above the
+            number of tokens or `d_model`.
 
     Cost: one float64 SVD of `[n_tokens d_model]`.
-
-    Source: the paper's PCA figures.
 
     Example:
         >>> x = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[3.0, 0.0], [1.0, 0.0]]])
@@ -91,14 +92,13 @@ def trajectory_pca(x: Float[Tensor, "n_layers_plus_1 *batch d_model"], n_compone
                 [ 1., -1.]]))
     """
     wide = finite(x, at_least=1)
-    last = rearrange(wide[-1], "... d_model -> (...) d_model")
+    last = wide[-1].reshape(-1, wide.shape[-1])
     n_tokens, d_model = last.shape
     if n_tokens < 2:
         raise ValueError(f"principal components want at least 2 tokens, got {n_tokens}: give `x` more positions")
-    largest = min(n_tokens, d_model)
-    if n_components > largest:
+    if n_components > (most := min(n_tokens, d_model)):
         raise ValueError(
-            f"`n_components` must lie in [1, {largest}] for {n_tokens} tokens of width {d_model}, got {n_components}"
+            f"`n_components` must lie in [1, {most}] for {n_tokens} tokens of width {d_model}, got {n_components}"
         )
     mean = last.mean(0)
     _, sigma, Vh = torch.linalg.svd(last - mean, full_matrices=False)

@@ -1,16 +1,15 @@
 """The path of a token through the residual stream: how straight, how evenly spaced, how it grows. Pure tensors.
 
-A trajectory is `x^0, …, x^L` (Aubry et al. 2025, sections 3.2 and 3.3): the first axis of `x` is depth, 0 being what
-enters the first block and `l` what leaves block `l − 1`; the last axis is `d_model`; any axes between (positions,
-prompts) are a batch, and every measure is taken for each of its tokens. *Step* `l`, counted from 0, leads from `x[l]`
-to `x[l + 1]`: it is what block `l` adds.
+A trajectory is `x^0, …, x^L` (Aubry et al. 2025, sections 3.2 and 3.3). The first axis of `x` is depth: 0 is what
+enters the first block, `l` what leaves block `l − 1`; the last axis is `d_model`; axes between (positions, prompts)
+are a batch whose tokens are measured one by one. *Step* `l`, from `x[l]` to `x[l + 1]`, is what block `l` adds.
 
-Everything is computed in float64, since norms and their logarithms are then subtracted from each other, and returned in
-x's dtype, or float32 if that is narrower.
+Everything is computed in float64, since norms and their logarithms are subtracted from each other, and returned in x's
+dtype, or float32 if that is narrower. numpy arrays are taken as well. Every function raises TypeError or ValueError
+unless x is floating-point and finite and has at least two depths (`norms`: one).
 """
 
 import math
-from collections.abc import Iterable
 from typing import Annotated
 
 import torch
@@ -21,7 +20,11 @@ from tl_coupling.border import checked, warn_caller
 
 # ‖x^L‖ and ‖x^0‖ each carry up to half an ε from the rounding of x alone: growth below a few ε is not known to be any.
 _GROWTH_TOLERANCE_IN_EPS = 8
-_MOST_NAMED = 5
+# An attention sink is tens to hundreds of times as long as other tokens.
+_SINK = 10.0
+_MOST_LISTED = 5
+
+Trajectories = Float[Tensor, "n_layers_plus_1 *batch d_model"]
 
 
 def _odd(window: int) -> None:
@@ -33,11 +36,8 @@ Window = Annotated[int, _odd]
 
 
 @checked
-def norms(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "n_layers_plus_1 *batch"]:
+def norms(x: Trajectories) -> Float[Tensor, "n_layers_plus_1 *batch"]:
     """Euclidean norm `‖x^l‖₂` at every depth, in units of x.
-
-    Raises:
-        TypeError, ValueError: x is not a finite floating-point tensor with a depth and a `d_model` axis.
 
     Example:
         >>> norms(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
@@ -47,11 +47,20 @@ def norms(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "
 
 
 @checked
-def step_lengths(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
-    """Length of every step, `‖x^l − x^{l−1}‖₂`, in units of x; entry `l` is the step that block `l` makes.
+def attention_sinks(x: Float[Tensor, "n_layers_plus_1 n_pos d_model"]) -> list[int]:
+    """Positions of tokens whose norm at some depth exceeds ten times that of the median token (median of the maxima).
 
-    Raises:
-        TypeError, ValueError: x is not a finite floating-point tensor with at least 2 depths.
+    Example:
+        >>> attention_sinks(torch.tensor([[[1.0], [1.0], [1.0]], [[500.0], [2.0], [3.0]]]))
+        [0]
+    """
+    largest = norms(x).amax(0)
+    return (largest > _SINK * largest.median()).nonzero().flatten().tolist()
+
+
+@checked
+def step_lengths(x: Trajectories) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
+    """Length of every step, `‖x^l − x^{l−1}‖₂`, in units of x; entry `l` is the step that block `l` makes.
 
     Example:
         >>> step_lengths(torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]))
@@ -62,31 +71,22 @@ def step_lengths(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Te
 
 @checked
 def line_shape_score(
-    x: Float[Tensor, "n_layers_plus_1 *batch d_model"], window: Window | None = None
+    x: Trajectories, window: Window | None = None
 ) -> Float[Tensor, "*batch"] | Float[Tensor, "n_windows *batch"]:
     """Line-shape score `LSS = L / ‖Σ_l e^l‖₂` with unit steps `e^l = (x^l − x^{l−1}) / ‖x^l − x^{l−1}‖₂` (eq. 15, 16).
 
-    Dimensionless, at least 1, and 1 for a straight line that never turns back, whatever its spacing. (The paper says
-    "co-linear"; a line walked to and fro is co-linear too, and scores more.) Steps in random directions score about
-    √L, a closed loop of unit steps inf (or, rounding permitting, a number beyond 1e12). Invariant under rotation,
+    Dimensionless and at least 1; 1 for a straight line that never turns back, whatever its spacing. (The paper says
+    "co-linear"; a line walked back and forth is co-linear too, and scores more.) Steps in random directions score about
+    √L, a closed loop of unit steps inf (or, after rounding, a number beyond 1e12). Invariant under rotation,
     translation and scale.
 
-    Args:
-        x: trajectories, depth first.
-        window: `None` scores each trajectory as a whole. An odd number of steps scores every full window of that many
-            consecutive steps instead (the paper's figure has 11, which it calls "layers"; we count steps).
+    `window`, an odd number of steps up to L, scores every run of that many consecutive steps instead of the whole (the
+    paper's figure has 11, which it calls "layers"; we count steps): `[n_windows *batch]` with `n_windows = L − window +
+    1`, where entry `i` covers steps `i` to `i + window − 1`, centred on step `i + window // 2`.
 
-    Returns:
-        `[*batch]`; with `window`, `[n_windows *batch]` with `n_windows = L − window + 1`. Entry `i` covers steps `i` to
-        `i + window − 1` and is centred on step `i + window // 2`, so `x[i]` to `x[i + window]` enter it.
+    A zero step has no direction: trajectories or windows that contain one are NaN, with a warning.
 
-    A zero step has no direction: the trajectories, or the windows, that contain one are NaN, with a warning.
-
-    Raises:
-        TypeError, ValueError: x is not a finite floating-point tensor with at least 2 depths; `window` is even, below 1
-            or above L.
-
-    Cost: O(L d) for each token, O(L · window · d) with a window; memory for three float64 copies of x.
+    Cost: O(L d) per token, O(L · window · d) with a window; memory for three float64 copies of x.
 
     Example:
         >>> corner = torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]])
@@ -96,25 +96,20 @@ def line_shape_score(
         tensor([1., 1.])
     """
     steps = finite(x).diff(dim=0)
+    n = len(steps)
     if window is None:
-        return narrowed(_score(len(steps), _unit(steps).sum(0)), x)
-    _check_window(window, len(steps))
+        return narrowed(_score(n, _unit(steps).sum(0)), x)
+    if window > n:
+        raise ValueError(f"`window` must be at most {n} for these trajectories of {n} steps, got {window}")
     return narrowed(_score(window, _unit(steps).unfold(0, window, 1).sum(-1)), x)
 
 
 @checked
-def line_shape_score_by_depth(
-    x: Float[Tensor, "n_layers_plus_1 *batch d_model"],
-) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
+def line_shape_score_by_depth(x: Trajectories) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
     """Line-shape score of the first 1, 2, …, L steps: `LSS_l = l / ‖Σ_{j≤l} e^j‖₂` (eq. 15, 16).
 
     Entry `l` scores `x[0]` to `x[l + 1]`: the first is 1, the last is `line_shape_score(x)`. A zero step has no
     direction: that entry and all deeper ones are NaN, with a warning.
-
-    Raises:
-        TypeError, ValueError: x is not a finite floating-point tensor with at least 2 depths.
-
-    Cost: as `line_shape_score`.
 
     Example:
         >>> line_shape_score_by_depth(torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]]))
@@ -126,50 +121,39 @@ def line_shape_score_by_depth(
 
 
 @checked
-def expodistance(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "*batch"]:
+def expodistance(x: Trajectories) -> Float[Tensor, "*batch"]:
     """Expodistance `ED = Var_l(α) / (Avg_l α)²` of the growth rates `α^l = ln(‖x^l‖ / ‖x^{l−1}‖)` (eq. 17, 18).
 
     Dimensionless; 0 for exact exponential growth (or decay) of the norm. The variance is the population's, over the L
     steps. Invariant under rotation and scale, not under translation.
 
-    The mean growth is `ln(‖x^L‖ / ‖x^0‖) / L`: only the two ends enter it. A norm that comes back near to where it
-    began, as a final norm makes it do (the paper's last entry is normalised, `trace(…, final_norm=True)`), makes ED
-    large and ill-conditioned: a relative error δ in `‖x^L‖` moves ED by about `2 δ / ln(‖x^L‖ / ‖x^0‖)` of itself.
+    The mean growth is `ln(‖x^L‖ / ‖x^0‖) / L`: only the two ends enter it. If the norm returns to about where it began,
+    as after a final norm (the paper's last entry is normalised: `trace(…, final_norm=True)`), ED is large and
+    ill-conditioned: a relative error δ in `‖x^L‖` changes ED by a fraction of about `2 δ / ln(‖x^L‖ / ‖x^0‖)`.
 
-    A norm of 0, or a mean growth of 0, leaves ED undefined: NaN, with a warning. Mean growth counts as 0 when
-    `|ln(‖x^L‖ / ‖x^0‖)| ≤ 8 ε`, ε being the machine epsilon of x's dtype: ED would then be made of rounding.
-
-    Raises:
-        TypeError, ValueError: x is not a finite floating-point tensor with at least 2 depths.
-
-    Cost: O(L d) for each token.
+    ED is undefined (NaN, with a warning) where a norm or the mean growth is 0. Mean growth counts as 0 when
+    `|ln(‖x^L‖ / ‖x^0‖)| ≤ 8 ε`, with ε the machine epsilon of x's dtype: ED would then consist of rounding.
 
     Example:
         >>> expodistance(torch.tensor([[1.0], [2.0], [8.0]]))  # rates ln 2 and 2 ln 2: (1/2)² / (3/2)²
         tensor(0.1111)
     """
     lengths = finite(x).norm(dim=-1)
-    n_zero = int((lengths == 0).any(0).sum())
     alpha = lengths.masked_fill(lengths == 0, math.nan).log().diff(dim=0)
     growth = alpha.mean(0)
     level = growth.abs() * len(alpha) <= _GROWTH_TOLERANCE_IN_EPS * torch.finfo(x.dtype).eps
-    n_level = int(level.sum())
-    if n_zero or n_level:
-        _warn_undefined("expodistance", {"with a norm of 0": n_zero, "whose norm does not grow": n_level}, growth)
+    _warn_undefined(
+        "expodistance", {"with a norm of 0": (lengths == 0).any(0), "whose norm does not grow": level}, growth.numel()
+    )
     return narrowed((alpha - growth).square().mean(0) / growth.masked_fill(level, math.nan).square(), x)
 
 
 @checked
-def equidistance(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Tensor, "*batch"]:
+def equidistance(x: Trajectories) -> Float[Tensor, "*batch"]:
     """Coefficient of variation over depth of the step lengths: their population standard deviation over their mean.
 
-    Dimensionless, in [0, √(L − 1)]; 0 for equidistant steps, whatever their directions. Invariant under rotation,
-    translation and scale. A trajectory that never moves has none: NaN, with a warning.
-
-    Raises:
-        TypeError, ValueError: x is not a finite floating-point tensor with at least 2 depths.
-
-    Cost: O(L d) for each token.
+    Dimensionless, in [0, √(L − 1)]; 0 for equally long steps, whatever their directions. Invariant under rotation,
+    translation and scale. Undefined (NaN, with a warning) for a trajectory that never moves.
 
     Example:
         >>> equidistance(torch.tensor([[0.0], [1.0], [4.0]]))  # steps 1 and 3: 1 / 2
@@ -177,9 +161,7 @@ def equidistance(x: Float[Tensor, "n_layers_plus_1 *batch d_model"]) -> Float[Te
     """
     lengths = finite(x).diff(dim=0).norm(dim=-1)
     mean = lengths.mean(0)
-    n_still = int((mean == 0).sum())
-    if n_still:
-        _warn_undefined("equidistance", {"that never move": n_still}, mean)
+    _warn_undefined("equidistance", {"that never move": mean == 0}, mean.numel())
     return narrowed((lengths - mean).square().mean(0).sqrt() / mean.masked_fill(mean == 0, math.nan), x)
 
 
@@ -187,8 +169,7 @@ def direction_cosine(a: Float[Tensor, "*batch d_model"], b: Float[Tensor, "*batc
     """Cosine of the angle between a and b, in [−1, 1]; NaN with a warning where one of them is zero or not finite."""
     a, b = (v / v.abs().amax(-1, keepdim=True) for v in (a.double(), b.double()))  # squares of large entries overflow
     cosine = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
-    n_undefined = int(cosine.isnan().sum())
-    if n_undefined:
+    if n_undefined := int(cosine.isnan().sum()):
         warn_caller(
             f"{n_undefined} of {cosine.numel()} cosine similarities are undefined (NaN): a vector is zero or infinite"
         )
@@ -196,22 +177,23 @@ def direction_cosine(a: Float[Tensor, "*batch d_model"], b: Float[Tensor, "*batc
 
 
 def finite(x: Tensor, at_least: int = 2) -> Tensor:
-    """Raise unless x is a finite trajectory of that many depths; in float64."""
+    """Trajectories in float64; raises unless they are finite and have that many depths."""
     if len(x) < at_least:
         raise ValueError(
             f"`x` must be [n_layers+1 *batch d_model] with at least {at_least} depths, got shape {list(x.shape)}: "
             "give the whole residual stream, depth first"
         )
-    whole = torch.isfinite(x).flatten(1).all(1)
-    if not bool(whole.all()):
-        bad = _named((~whole).nonzero().flatten().tolist())
-        raise ValueError(f"`x` must be finite, got NaN or infinite entries at depth {bad}: measure in a wider dtype?")
+    broken = ~torch.isfinite(x).flatten(1).all(1)
+    if bool(broken.any()):
+        raise ValueError(
+            f"`x` must be finite, got NaN or infinite entries at depth {_listed(broken)}: measure in a wider dtype?"
+        )
     return x.double()
 
 
-def _check_window(window: int, n_steps: int) -> None:
-    if window > n_steps:
-        raise ValueError(f"`window` must be at most {n_steps} for these trajectories of {n_steps} steps, got {window}")
+def narrowed(result: Tensor, x: Tensor) -> Tensor:
+    """A float64 result in x's dtype, or float32 if that is narrower."""
+    return result.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _unit(steps: Tensor) -> Tensor:
@@ -221,8 +203,7 @@ def _unit(steps: Tensor) -> Tensor:
         still = zero.flatten(1)
         warn_caller(
             f"{int(zero.sum())} steps of {int(still.any(0).sum())} of {still.shape[1]} tokens have length 0, at layer "
-            f"{_named(still.any(1).nonzero().flatten().tolist())}: a line-shape score with such a step is undefined "
-            "(NaN)"
+            f"{_listed(still.any(1))}: the line-shape score of a path with such a step is undefined (NaN)"
         )
     return steps / lengths.masked_fill(zero, math.nan)
 
@@ -232,17 +213,13 @@ def _score(n_steps: int | Tensor, total: Tensor) -> Tensor:
     return (n_steps / total.norm(dim=-1)).clamp_min(1)
 
 
-def _warn_undefined(measure: str, causes: dict[str, int], tokens: Tensor) -> None:
-    counts = ", ".join(f"{count} {cause}" for cause, count in causes.items() if count)
-    warn_caller(f"{measure} is undefined (NaN) for some of {tokens.numel()} tokens: {counts}")
+def _warn_undefined(measure: str, causes: dict[str, Tensor], n_tokens: int) -> None:
+    counts = ", ".join(f"{int(tokens.sum())} {cause}" for cause, tokens in causes.items() if bool(tokens.any()))
+    if counts:
+        warn_caller(f"{measure} is undefined (NaN) for some of {n_tokens} tokens: {counts}")
 
 
-def _named(indices: Iterable[int]) -> str:
-    names = [str(i) for i in indices]
-    rest = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def narrowed(result: Tensor, x: Tensor) -> Tensor:
-    """A float64 result in x's dtype, or float32 if that is narrower."""
-    return result.to(torch.promote_types(x.dtype, torch.float32))
+def _listed(true: Tensor) -> str:
+    indices = [str(i) for i in true.nonzero().flatten().tolist()]
+    rest = len(indices) - _MOST_LISTED
+    return ", ".join(indices[:_MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")

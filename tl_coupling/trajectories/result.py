@@ -1,0 +1,214 @@
+"""All measures of one prompt's trajectories in one object, and its file."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.blocks import Trace
+from tl_coupling.border import AnyPath, checked, warn_caller
+from tl_coupling.files import write_atomically
+from tl_coupling.progress import Progress
+from tl_coupling.spectra import inverse_singular_value_fit
+from tl_coupling.trajectories import shapes
+from tl_coupling.trajectories.noise import Perturbation, perturbation
+from tl_coupling.trajectories.predictions import PREDICTIONS, Linearisation, linearisation
+from tl_coupling.trajectories.projections import entropy_by_depth
+from tl_coupling.trajectories.shapes import Window
+
+if TYPE_CHECKING:
+    import xarray
+
+_PAPER_WINDOW = 11
+# The arrays of a result, of its parts, and those made from them for the file alone, by their axes.
+_AXES = {
+    "token": "line_shape_score expodistance equidistance",
+    "depth token": "norm logit_lens_entropy",
+    "layer token": "step_length line_shape_score_by_depth",
+    "middle_layer token": "line_shape_score_windowed",
+    "depth d_model": "trajectory",
+    "layer d_model": "one_step product closed_form",
+    "layer i": "singular_values",
+    "scale sample depth": "cosine_similarity",
+    "prediction layer": "linearisation_relative_error linearisation_cosine_similarity",
+    "i": "inverse_singular_value_slope inverse_singular_value_intercept inverse_singular_value_r_squared",
+}
+_AXES_OF = {name: axes.split() for axes, names in _AXES.items() for name in names.split()}
+_UNITS = dict.fromkeys(["norm", "step_length", "trajectory", "one_step", "product", "closed_form"], "residual stream")
+_UNITS |= {"logit_lens_entropy": "nat"}
+_PARTS = {"linearisation": Linearisation, "perturbation": Perturbation}
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryResult:
+    """Shapes of all tokens' trajectories; for one token also their linear predictions and the fate of noise.
+
+    Attributes:
+        line_shape_score, expodistance, equidistance: of each token; see the functions of these names.
+        norm, step_length: `‖x^l‖` at every depth and `‖x^{l+1} − x^l‖` of every layer, in units of the residual stream.
+        line_shape_score_windowed: of every `window` consecutive steps; entry `i` is centred on layer `i + window // 2`.
+        line_shape_score_by_depth: of the steps up to each layer.
+        logit_lens_entropy: in nats, at every depth; `None` for a model without logits.
+        window: steps of the windowed score.
+        linearisation, perturbation: of one token; `None` if left out.
+        provenance: how it was made; JSON-able.
+    """
+
+    line_shape_score: Float[Tensor, " n_pos"]
+    expodistance: Float[Tensor, " n_pos"]
+    equidistance: Float[Tensor, " n_pos"]
+    norm: Float[Tensor, "n_layers_plus_1 n_pos"]
+    step_length: Float[Tensor, "n_layers n_pos"]
+    line_shape_score_windowed: Float[Tensor, "n_windows n_pos"]
+    line_shape_score_by_depth: Float[Tensor, "n_layers n_pos"]
+    logit_lens_entropy: Float[Tensor, "n_layers_plus_1 n_pos"] | None
+    window: int
+    linearisation: Linearisation | None
+    perturbation: Perturbation | None
+    provenance: dict[str, Any]
+
+    @property
+    def n_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.step_length)
+
+    def to_dataset(self) -> "xarray.Dataset":
+        """The result as an `xarray.Dataset`: arrays with named axes and units, all else as JSON in the attributes.
+
+        It also has `linearisation_relative_error` and `linearisation_cosine_similarity`, `[prediction layer]`, and
+        slope, intercept and R² of the least-squares line through `1/σ_i` against layer.
+        """
+        import xarray
+
+        n_pos = len(self.line_shape_score)
+        arrays: dict[str, Tensor] = {}
+        attrs = {"window": self.window, "provenance": json.dumps(self.provenance)}
+        for name, part in {"": self, **{name: getattr(self, name) for name in _PARTS}}.items():
+            held = {} if part is None else vars(part)
+            arrays |= {key: value for key, value in held.items() if key in _AXES_OF and value is not None}
+            if name and held:
+                rest = {key: value for key, value in held.items() if key not in (*_AXES_OF, "provenance")}
+                attrs[name] = json.dumps(rest)
+        coords: dict[str, Any] = {
+            "depth": range(self.n_layers + 1),
+            "layer": range(self.n_layers),
+            "middle_layer": [i + self.window // 2 for i in range(len(self.line_shape_score_windowed))],
+            "token": range(n_pos),
+            "token_text": ("token", list(self.provenance.get("str_tokens") or [""] * n_pos)),
+        }
+        if (linear := self.linearisation) is not None:
+            coords["prediction"] = [p for p in PREDICTIONS if p != "closed_form" or linear.closed_form is not None]
+            for measure in ("relative_error", "cosine_similarity"):
+                values = [getattr(linear, measure)(name) for name in coords["prediction"]]
+                arrays[f"linearisation_{measure}"] = torch.stack(values)
+            if linear.singular_values is not None and self.n_layers > 1:
+                fit = inverse_singular_value_fit(linear.singular_values)
+                for name in ("slope", "intercept", "r_squared"):
+                    arrays[f"inverse_singular_value_{name}"] = getattr(fit, name)
+        if self.perturbation is not None:
+            coords["scale"] = list(self.perturbation.scales)
+        return xarray.Dataset(
+            {
+                name: (_AXES_OF[name], values.cpu().numpy(), {"units": _UNITS.get(name, "1")})
+                for name, values in arrays.items()
+            },
+            coords,
+            attrs,
+        )
+
+    @checked
+    def save(self, path: AnyPath) -> Path:
+        """Write the result as netCDF, whole or not at all."""
+        return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
+
+    @classmethod
+    @checked
+    def load(cls, path: AnyPath) -> "TrajectoryResult":
+        """Read what `save` wrote; ValueError for other or damaged files."""
+        import xarray
+
+        def made(kind: Any, **rest: Any) -> Any:
+            held = [one.name for one in fields(kind) if one.name in _AXES_OF]
+            return kind(
+                **{name: torch.from_numpy(data[name].values) if name in data else None for name in held}, **rest
+            )
+
+        try:
+            data = xarray.load_dataset(path, engine="netcdf4")
+            provenance, parts = json.loads(data.attrs["provenance"]), dict.fromkeys(_PARTS)
+            for name in _PARTS.keys() & data.attrs.keys():
+                rest = json.loads(data.attrs[name])
+                rest |= {"scales": tuple(rest["scales"])} if "scales" in rest else {}
+                own = provenance | {"position": rest["position"]}
+                parts[name] = made(_PARTS[name], **rest, provenance=own)
+            return made(cls, window=int(data.attrs["window"]), provenance=provenance, **parts)
+        except FileNotFoundError:
+            raise
+        except (OSError, KeyError, ValueError, TypeError) as error:
+            raise ValueError(f"{path} is not a file that `TrajectoryResult.save` wrote, or is damaged") from error
+
+    def __repr__(self) -> str:
+        parts = [name for name in _PARTS if getattr(self, name) is not None]
+        means = ", ".join(f"{name} {float(getattr(self, name).nanmean()):.3f}" for name in _AXES["token"].split())
+        return (
+            f"TrajectoryResult(model={self.provenance.get('model')!r}, {self.n_layers} layers, "
+            f"{len(self.line_shape_score)} tokens, window={self.window}, means over tokens: {means}; "
+            f"with {' and '.join(parts) or 'shapes alone'})"
+        )
+
+
+@checked
+def measure_trajectory(
+    trace: Trace,
+    *,
+    position: int = -1,
+    window: Window | None = None,
+    linear: bool = True,
+    noise: bool = True,
+    progress: Progress | None = None,
+) -> TrajectoryResult:
+    """Every measure of a prompt's trajectories: shapes of all tokens; linear predictions and noise of one.
+
+    Args:
+        trace: a traced prompt.
+        position: the token that is linearised and perturbed; the last by default.
+        window: steps of the windowed line-shape score, odd; 11 as in the paper, or the most that the model has.
+        linear, noise: whether to make the `linearisation` with its closed form, and the default `perturbation`.
+        progress: wraps the loops of both; `None`: a bar in a terminal or notebook, `False`: none.
+
+    Raises ValueError for a position out of range, and for a window that is even, below 1 or above the number of layers.
+    Warns where the model has no logits, so that there is no entropy, and where a measure is undefined (NaN).
+
+    Cost: `n_layers + 1` unembeddings of the prompt; with `linear` a Jacobian and its singular values per layer; with
+    `noise` 48 forward passes.
+
+    Example:
+        >>> measure_trajectory(trace, linear=False, noise=False).line_shape_score.shape
+        torch.Size([8])
+    """
+    t, x, n = trace.position_index(position), trace.residual, trace.n_layers
+    window = min(_PAPER_WINDOW, n - 1 + n % 2) if window is None else window
+    windowed = shapes.line_shape_score(x, window)
+    try:
+        entropy = entropy_by_depth(trace)
+    except ValueError as error:
+        warn_caller(f"no logit-lens entropy: {error}")
+        entropy = None
+    return TrajectoryResult(
+        line_shape_score=shapes.line_shape_score(x),
+        expodistance=shapes.expodistance(x),
+        equidistance=shapes.equidistance(x),
+        norm=shapes.norms(x),
+        step_length=shapes.step_lengths(x),
+        line_shape_score_windowed=windowed,
+        line_shape_score_by_depth=shapes.line_shape_score_by_depth(x),
+        logit_lens_entropy=entropy,
+        window=window,
+        linearisation=linearisation(trace, t, progress=progress) if linear else None,
+        perturbation=perturbation(trace, position=t, progress=progress) if noise else None,
+        provenance=trace.provenance,
+    )
