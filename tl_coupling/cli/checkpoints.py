@@ -2,16 +2,14 @@
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import Checkpoints, Comparing, Machine, Out, Position, Prompts, Tracing
-from tl_coupling.cli.results import show, write_pictures, write_summary
+from tl_coupling.cli.console import at_work, show, table_of, write_pictures, write_summary
+from tl_coupling.cli.options import OUT, Checkpoints, Comparing, Machine, Out, Position, Prompts, Tracing
 from tl_coupling.cli.survey import MEASURE, settings_of, training_steps
 from tl_coupling.files import write_atomically
 
@@ -41,7 +39,7 @@ def checkpoints(
     prompts: Prompts,
     checkpoint: Checkpoints = None,
     position: Position = -1,
-    out: Out = Path("out"),
+    out: Out = OUT,
 ) -> None:
     """See `_CHECKPOINTS_HELP`."""
     from tl_coupling import plots
@@ -82,15 +80,15 @@ def _summary(data: "xarray.Dataset") -> dict[str, Any]:
 
 def _table(data: "xarray.Dataset") -> Table:
     ks, n_prompts = data["k"].values.tolist(), data.sizes["prompt"]
-    table = Table(
-        title=f"{data.attrs['model']}: depth coupling 1 − m̃ across training",
-        caption=f"mean over pairs of different layers and {n_prompts} prompt{'s' if n_prompts > 1 else ''}",
-    )
-    for heading in ("checkpoint", *(f"k = {k}" for k in ks), *(f"null {k}" for k in ks), "line-shape score", "loss"):
-        table.add_column(heading, justify="right")
     variables = ("mean_coupling", "null_coupling", "line_shape_score_all_tokens", "loss")
+    rows = []
     for checkpoint in data["checkpoint"].values.tolist():
         here = data.sel(checkpoint=checkpoint).mean("prompt")
-        numbers = [number for name in variables for number in here[name].values.ravel()]
-        table.add_row(str(checkpoint), *(f"{number:.3f}" for number in numbers))
-    return table
+        rows.append([checkpoint, *(f"{number:.3f}" for name in variables for number in here[name].values.ravel())])
+    return table_of(
+        f"{data.attrs['model']}: depth coupling 1 − m̃ across training",
+        [],
+        ["checkpoint", *(f"k = {k}" for k in ks), *(f"null {k}" for k in ks), "line-shape score", "loss"],
+        rows,
+        f"mean over pairs of different layers and {n_prompts} prompt{'s' if n_prompts > 1 else ''}",
+    )

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import Comparing, Loading, Out, Position, Prompts, Tracing, Untrained
-from tl_coupling.cli.results import coupling_table, show, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.console import at_work, coupling_table, show, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.options import OUT, Comparing, Loading, Out, Position, Prompts, Tracing, Untrained
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap, depth_coupling
 from tl_coupling.files import file_name
@@ -45,7 +44,7 @@ def depth(
     position: Position = -1,
     untrained: Untrained = False,
     save_maps: Annotated[bool, typer.Option("--save-maps", help="Of many prompts, write every map as well.")] = False,
-    out: Out = Path("out"),
+    out: Out = OUT,
 ) -> None:
     """See `_DEPTH_HELP`."""
     measure = partial(_measure, prompts=prompts.chosen(), comparing=comparing, position=position)

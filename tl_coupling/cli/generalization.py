@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import Out
-from tl_coupling.cli.results import show, write_pictures, write_summary
+from tl_coupling.cli.console import at_work, show, table_of, write_pictures, write_summary
+from tl_coupling.cli.options import OUT, Out
 from tl_coupling.coupling import Measure
 from tl_coupling.files import write_atomically
 
@@ -53,7 +50,7 @@ def generalization(
     control: Annotated[list[str] | None, typer.Option(help="Covariate to hold fixed; may be repeated.")] = None,
     resamples: Annotated[int, typer.Option(help="Draws of the bootstrap.", min=1)] = 2000,
     seed: Annotated[int, typer.Option(help="Of the bootstrap.", min=0)] = 0,
-    out: Out = Path("out"),
+    out: Out = OUT,
 ) -> None:
     """See `_GENERALIZATION_HELP`."""
     from tl_coupling.generalization import generalization_study, read_scores
@@ -84,9 +81,7 @@ def generalization(
             write_atomically(folder / "table.csv", lambda path: result.table.to_csv(path, index=False)),
             *write_pictures(folder, {name: partial(plot, result) for name, plot in pictures.items()}),
         ]
-    for line in _remarks(result):
-        Console().print(line, highlight=False, markup=False, soft_wrap=True)
-    show(written, _slopes(result))
+    show(written, _slopes(result), lines=_remarks(result))
 
 
 def _opened(survey: Path) -> "xarray.Dataset":
@@ -119,20 +114,21 @@ def _queries(subsets: list[str]) -> dict[str, str]:
 
 def _slopes(result: "Generalization") -> Table:
     drawn = result.association.bootstrap
-    table = Table(
-        title=f"{result.score} against {result.measure} (k = {result.k})",
-        caption=f"{drawn.n_models} models, {drawn.n_prompts} prompts; {drawn.level:.0%} intervals, t except the second;"
-        " “given”: R² is partial",
-    )
-    for heading in ("", "n", "slope", "interval", "R²", "p"):
-        table.add_column(heading, justify="right" if heading else "left", overflow="fold")
+    rows = []
     for fit in result.slopes.itertuples():
-        numbers = ["" if number != number else f"{number:.3g}" for number in (fit.r_squared, fit.p)]
-        table.add_row(escape(fit.Index), str(fit.n), f"{fit.slope:.4g}", f"{fit.low:.4g} to {fit.high:.4g}", *numbers)
+        numbers = ("" if number != number else f"{number:.3g}" for number in (fit.r_squared, fit.p))
+        rows.append([fit.Index, fit.n, f"{fit.slope:.4g}", f"{fit.low:.4g} to {fit.high:.4g}", *numbers])
     for name, alone in result.covariates.iterrows():
-        numbers = [f"{alone.slope:.4g}", "", f"{alone.r_squared:.3g}", f"{alone.p:.3g}"]
-        table.add_row(escape(f"{name} alone"), f"{alone.n:.0f}", *numbers)
-    return table
+        fit_alone = (f"{alone.slope:.4g}", "", f"{alone.r_squared:.3g}", f"{alone.p:.3g}")
+        rows.append([f"{name} alone", f"{alone.n:.0f}", *fit_alone])
+    return table_of(
+        f"{result.score} against {result.measure} (k = {result.k})",
+        [""],
+        ["n", "slope", "interval", "R²", "p"],
+        rows,
+        f"{drawn.n_models} models, {drawn.n_prompts} prompts; {drawn.level:.0%} intervals, t except the second; "
+        "“given”: R² is partial",
+    )
 
 
 def _remarks(result: "Generalization") -> list[str]:

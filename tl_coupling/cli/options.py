@@ -22,6 +22,7 @@ Positions = Annotated[
     typer.Option(help="Tokens to compare; may be repeated. In context maps those that causality allows. [all]"),
 ]
 Out = Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)]
+OUT = Path("out")
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work
+from tl_coupling.cli.console import at_work, show
 from tl_coupling.cli.options import AcrossTokens, Comparing, Loading, OnePrompt, Tracing
-from tl_coupling.cli.results import show
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.portraits import Portrait, portrait
 from tl_coupling.surveys.measurements import PAPER_PROMPT

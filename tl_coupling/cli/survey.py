@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import Comparing, Machine, Out, Position, Tracing, training_step
-from tl_coupling.cli.results import show, write_pictures, write_summary
+from tl_coupling.cli.console import at_work, show, table_of, write_pictures, write_summary
+from tl_coupling.cli.options import OUT, Comparing, Machine, Out, Position, Tracing, training_step
 
 if TYPE_CHECKING:
     import pandas
@@ -73,7 +70,7 @@ def survey(
     slurm: Annotated[
         str | None, typer.Option(help="Units as SLURM jobs: partition=…,gpus_per_node=1,timeout_min=240,…")
     ] = None,
-    out: Out = Path("out"),
+    out: Out = OUT,
 ) -> None:
     """See `_SURVEY_HELP`."""
     from tl_coupling.generalization import task_means
@@ -97,9 +94,7 @@ def survey(
         tables = {k: task_means(data, k=k) for k in data["k"].values.tolist()}
         pictures = {f"tasks-k{k}.png": partial(plot_task_means, table) for k, table in tables.items()}
         written = [folder / UNITS, write_summary(folder, _summary(data, tables)), *write_pictures(folder, pictures)]
-    for k, table in tables.items():
-        Console().print(_task_table(k, table))
-    show(written, _cost_table(data))
+    show(written, *(_task_table(k, table) for k, table in tables.items()), _cost_table(data))
     if json.loads(data.attrs["failed"]):
         raise typer.Exit(1)
 
@@ -174,26 +169,28 @@ def _summary(data: "xarray.Dataset", tables: "dict[int, pandas.DataFrame]") -> d
 def _task_table(k: int, rows: "pandas.DataFrame") -> Table:
     # What is the same in every row goes above them.
     shared = [name for name in ("model", "checkpoint") if rows[name].nunique() == 1]
-    title = f"depth coupling 1 − m̃ (k = {k})" + (f", {rows['model'].iloc[0]}" if "model" in shared else "")
-    table = Table(title=escape(title), caption="95 % intervals: bootstrap over prompts")
     names = [name for name in ("model", "checkpoint", "task") if name not in shared]
-    for heading in (*names, "prompts", "coupling", "null", "loss"):
-        table.add_column(heading, justify="left" if heading in names else "right")
-    for _, row in rows.iterrows():
+
+    def cells(row: Any) -> list[str]:
         interval = f" [{row['low']:.3f}, {row['high']:.3f}]" if row["n_prompts"] > 1 else ""
-        cells = (str(row["n_prompts"]), f"{row['mean']:.3f}{interval}", f"{row['null']:.3f}", f"{row['loss']:.3f}")
-        table.add_row(*(escape(str(row[name])) for name in names), *(escape(cell) for cell in cells))
-    return table
+        return [row["n_prompts"], f"{row['mean']:.3f}{interval}", f"{row['null']:.3f}", f"{row['loss']:.3f}"]
+
+    return table_of(
+        f"depth coupling 1 − m̃ (k = {k})" + (f", {rows['model'].iloc[0]}" if "model" in shared else ""),
+        names,
+        ("prompts", "coupling", "null", "loss"),
+        ([*(row[name] for name in names), *cells(row)] for _, row in rows.iterrows()),
+        "95 % intervals: bootstrap over prompts",
+    )
 
 
 def _cost_table(data: "xarray.Dataset") -> Table:
-    table = Table(title="cost", caption="loading included; peak memory of the processes that did it")
-    for heading in ("model", "checkpoint", "layers", "width", "parameters", "seconds per prompt", "peak memory"):
-        table.add_column(heading, justify="left" if heading in ("model", "checkpoint") else "right")
     names = ["n_layers", "d_model", "n_parameters", "seconds", "peak_memory"]
     costs = data[names].assign(n_prompts=data["n_pos"].notnull().sum("prompt")).to_dataframe().dropna()
-    for (model, checkpoint), row in costs.iterrows():
+    rows = []
+    for of, row in costs.iterrows():
         facts = (f"{int(row[name]):,}" for name in names[:3])
-        effort = f"{row['seconds'] / row['n_prompts']:.2f}", f"{row['peak_memory']:.0f} MiB"
-        table.add_row(escape(str(model)), escape(str(checkpoint)), *facts, *effort)
-    return table
+        rows.append([*of, *facts, f"{row['seconds'] / row['n_prompts']:.2f}", f"{row['peak_memory']:.0f} MiB"])
+    numbers = ("layers", "width", "parameters", "seconds per prompt", "peak memory")
+    caption = "loading included; peak memory of the processes that did it"
+    return table_of("cost", ("model", "checkpoint"), numbers, rows, caption)

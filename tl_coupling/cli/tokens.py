@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import AcrossTokens, Comparing, Loading, OnePrompt, Out, Positions, Tracing, Untrained
-from tl_coupling.cli.results import coupling_table, show, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.console import at_work, coupling_table, show, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.options import OUT, AcrossTokens, Comparing, Loading, OnePrompt, Out, Positions, Tracing, Untrained
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.influence import INFLUENCE_MEASURES
@@ -42,7 +41,7 @@ def tokens(
     prompt: OnePrompt = PAPER_PROMPT,
     positions: Positions = None,
     untrained: Untrained = False,
-    out: Out = Path("out"),
+    out: Out = OUT,
 ) -> None:
     """See `_TOKENS_HELP`."""
     how: dict[str, Any] = asdict(across) | {"positions": positions, "orientation": comparing.orientation}

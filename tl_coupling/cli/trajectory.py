@@ -3,16 +3,15 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from torch import Tensor
 
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work
-from tl_coupling.cli.options import Loading, OnePrompt, Out, Tracing, Untrained
-from tl_coupling.cli.results import show, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.console import at_work, show, table_of, with_suffix, write_pictures, write_summary
+from tl_coupling.cli.options import OUT, Loading, OnePrompt, Out, Tracing, Untrained
 from tl_coupling.cli.runs import Run, measured_runs
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 from tl_coupling.trajectories import TrajectoryResult, measure_trajectory
@@ -34,7 +33,7 @@ Examples:
   tl-coupling trajectory --model gpt2 --final-norm --window 7 --no-perturbation --out gpt2
 """
 
-_PER_TOKEN = ("line_shape_score", "expodistance", "equidistance")
+_PER_TOKEN = {"line_shape_score": "line-shape score", "expodistance": "expodistance", "equidistance": "equidistance"}
 
 
 @command(_TRAJECTORY_HELP)
@@ -48,7 +47,7 @@ def trajectory(
     ] = None,
     perturbation: Annotated[bool, typer.Option(help="Follow noise in the embedding: 48 forward passes.")] = True,
     untrained: Untrained = False,
-    out: Out = Path("out"),
+    out: Out = OUT,
 ) -> None:
     """See `_TRAJECTORY_HELP`."""
 
@@ -112,20 +111,17 @@ def _summary(results: dict[str, TrajectoryResult]) -> dict[str, Any]:
 
 def _table(results: dict[str, TrajectoryResult]) -> Table:
     n_layers, n_pos = results["trained"].n_layers, len(results["trained"].line_shape_score)
-    table = Table(
-        title=f"{results['trained'].provenance['model']}: trajectories",
-        caption=f"mean over {n_pos} token{'s' if n_pos > 1 else ''}\nscore of a straight line: 1\n"
+
+    def cell(values: Tensor) -> str:
+        n_undefined = int(values.isnan().sum())
+        said = f" ({n_undefined} undefined)" if n_undefined else ""
+        return "undefined" if n_undefined == n_pos else f"{float(values.nanmean()):.3f}{said}"
+
+    return table_of(
+        f"{results['trained'].provenance['model']}: trajectories",
+        ["measure"],
+        results,
+        ([what, *(cell(getattr(result, name)) for result in results.values())] for name, what in _PER_TOKEN.items()),
+        f"mean over {n_pos} token{'s' if n_pos > 1 else ''}\nscore of a straight line: 1\n"
         f"of random steps: √{n_layers} = {math.sqrt(n_layers):.2f}",
     )
-    table.add_column("measure")
-    for run in results:
-        table.add_column(run, justify="right")
-    for name in _PER_TOKEN:
-        cells = []
-        for result in results.values():
-            values = getattr(result, name)
-            n_undefined = int(values.isnan().sum())
-            said = f" ({n_undefined} undefined)" if n_undefined else ""
-            cells.append("undefined" if n_undefined == n_pos else f"{float(values.nanmean()):.3f}{said}")
-        table.add_row(name.replace("line_shape_score", "line-shape score"), *cells)
-    return table
