@@ -88,7 +88,7 @@ def test_a_model_that_fails_is_said_and_the_status_is_1(call, options, tmp_path:
         (["--slurm", "partition"], "`--slurm` must be like partition=gpu,gpus_per_node=1,timeout_min=240, got 'part"),
         (["--k", "0"], "`--k` must be at least 1, got 0"),
         (["--prompts-per-unit", "0"], "`prompts_per_unit` must be at least 1, got 0"),
-        (["--orientation", "uvj"], 'must be "ujv" or "vju"'),
+        (["--orientation", "uvj"], "'ujv', 'vju'"),
     ],
 )
 def test_bad_input_is_one_line(refused, models: Path, prompts: Path, tmp_path: Path, arguments, message) -> None:

@@ -126,7 +126,7 @@ def test_a_command_without_units_says_what_it_has_written(
     call, folder_model: Path, tmp_path: Path, monkeypatch
 ) -> None:
     """The second of its files is not written any more."""
-    from tl_coupling.cli import results
+    from tl_coupling.cli import console
 
     written = []
 
@@ -135,7 +135,7 @@ def test_a_command_without_units_says_what_it_has_written(
         os.kill(os.getpid(), signal.SIGINT)
         return path
 
-    monkeypatch.setattr(results, "write_atomically", interrupted)
+    monkeypatch.setattr(console, "write_atomically", interrupted)
     before = signal.getsignal(signal.SIGINT)
     try:
         said = call("depth", "--model", folder_model, "--prompt", "w3 w4", "--k", 4, "--out", tmp_path, status=130).err
