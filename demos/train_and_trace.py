@@ -142,6 +142,7 @@ def report(data: xarray.Dataset, k: int, console: Console) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
 
+@tlc.plots.off_screen()
 def draw(data: xarray.Dataset, run: Run, k: int, out: Path) -> list[Path]:
     """All figures; graphs of layers and trajectories are of the first run and passage, at four steps at most."""
     figures = {"emergence": tlc.plots.plot_emergence(data, k=k), "strip": tlc.plots.plot_coupling_strip(data, k=k)}

@@ -14,7 +14,7 @@ from tl_coupling.border import checked, warn_caller
 
 # The truncated SVD in float32: eigenvectors kept beyond k, the largest residual `Jᵀu − σ v` (that of an SVD), and how
 # small σ_k² may be beside σ_1² (rounding in float32 is a ten-thousandth of that).
-_OVERSAMPLING, _RESIDUAL_TOLERANCE, _LEAST_SQUARE = 32, 2e-6, 1e-3
+_OVERSAMPLING, _RESIDUAL_TOLERANCE, _LEAST_SQUARE = 32, 1e-6, 1e-3
 
 
 @checked
@@ -70,7 +70,7 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
 
     Cost: a full SVD of every matrix (LAPACK's gesdd). For `k ≤ rank / 3` in float32 on the CPU, an eigendecomposition
     of `JᵀJ`, polished in float64, takes half the time and is more accurate; it is used if both residuals, `‖J v − σ u‖`
-    and `‖Jᵀu − σ v‖`, stay below `2·10⁻⁶ σ_1`. (`torch.svd_lowrank` errs by several per cent on the flat spectra of
+    and `‖Jᵀu − σ v‖`, stay below `10⁻⁶ σ_1`. (`torch.svd_lowrank` errs by several per cent on the flat spectra of
     Jacobians.) On the CPU the matrices of a batch take one core each, which is faster than all cores on one small
     matrix.
 

@@ -121,6 +121,7 @@ def survey(asked: tlc.Survey, folder: Path, jobs: int) -> xarray.Dataset:
         return tlc.run(asked, folder, pool, partial(tqdm, desc=folder.name))
 
 
+@tlc.plots.off_screen()
 def compare(data: xarray.Dataset, rungs: Sequence[Rung], arguments: argparse.Namespace) -> None:
     """Coupling against the held-out loss, with subsets of equal width, depth and amount of text."""
     tokens = {rung.config.steps: rung.config.steps * rung.config.batch * rung.config.n_ctx for rung in rungs}
@@ -139,6 +140,7 @@ def compare(data: xarray.Dataset, rungs: Sequence[Rung], arguments: argparse.Nam
         keep(plot(result), arguments.out / f"{plot.__name__.removeprefix('plot_')}.png")
 
 
+@tlc.plots.off_screen()
 def redundancy(name: str, source: str, prompts: Sequence[Any], k: Sequence[int], out: Path) -> None:
     """Drop, swap and merge the blocks of a model; print the rank correlations; keep the data and a figure."""
     data = tlc.redundancy.layer_redundancy(tlc.load_model(source, device="cpu"), prompts, k=k)
@@ -170,6 +172,7 @@ def report_table1() -> None:
     print(f"  log10(params_billion) with depth and width held fixed: {numbers}")
 
 
+@tlc.plots.off_screen()
 def survey_smollm2(arguments: argparse.Namespace) -> None:
     """Coupling of SmolLM2 on benchmark prompts by task; with a file of prompts, its blocks are changed as well."""
     if arguments.prompts is not None:

@@ -132,12 +132,13 @@ def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(monkeypatch, 
 
 
 def test_without_a_hub_the_real_model_is_left_out_and_said(monkeypatch, capsys):
-    def unreachable(n):
-        assert n == 30
+    def unreachable(name, n):
+        assert (name, n) == ("open_llm_leaderboard", 30)
         raise OSError("the hub cannot be reached")
 
-    monkeypatch.setattr(tlc.prompts, "open_llm_leaderboard_prompts", unreachable)
-    ladder.survey_smollm2(ladder.arguments_of([]))
+    with monkeypatch.context() as without_hub:
+        without_hub.setattr(tlc, "load_prompts", unreachable, raising=False)
+        ladder.survey_smollm2(ladder.arguments_of([]))
     assert "SmolLM2 is left out: the hub cannot be reached" in capsys.readouterr().out
     with pytest.raises(OSError, match=r"nowhere\.jsonl"):
         ladder.survey_smollm2(ladder.arguments_of(["--prompts", "nowhere.jsonl"]))

@@ -131,8 +131,8 @@ def trace(
 
     Hooks on the model are part of what is traced and measured; the provenance lists them. Weights and hooks must stay
     as they are until the trace has been measured: a block that is no longer the function that was traced raises
-    `StepError`, one whose derivative is not its slope `DerivativeError`. Autocast, TF32 and fused attention are off
-    while a model is traced or measured.
+    `StepError`, one whose derivative disagrees with a finite difference `DerivativeError`. Autocast, TF32 and fused
+    attention are off while a model is traced or measured.
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it is: processed weights

@@ -30,7 +30,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _for_every_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
 ) -> None:
@@ -81,9 +81,7 @@ def main() -> None:
         with stoppable():
             sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except Exception as error:
-        if "--debug" in sys.argv:
-            traceback.print_exc()
-        # Typer's own errors know how they are shown; what else comes from a library is made one line.
+        # Typer's own errors say how they are shown; what else comes from a library is made one line.
         told = hasattr(error, "format_message")
         said, status = (error.format_message(), error.exit_code) if told else (str(error), 2)  # type: ignore[attr-defined]
         if isinstance(error, typer.Abort):
@@ -96,5 +94,9 @@ def main() -> None:
                 f"{type(error).__name__}: {said}. This should not happen: please report what `tl-coupling --debug …` "
                 "prints as an issue of the project"
             )
+        elif not said:
+            said = type(error).__name__
+        if "--debug" in sys.argv and not told:
+            traceback.print_exc()
         typer.echo(f"tl-coupling: {' '.join(said.split())}", err=True)
         sys.exit(status)

@@ -18,8 +18,8 @@ from tl_coupling.prompts import Prompt
 _DEPTH_HELP = """Coupling across depth: one token's block Jacobians against each other, for every pair of layers.
 
 Prints the mean coupling at every k beside what random subspaces would give (the null) and, with --untrained, what the
-same architecture gives at its initialisation; writes netCDF, JSON and pictures. Of many prompts it is the mean map over
-prompts, with its standard deviation.
+same architecture gives at its initialisation; writes netCDF, JSON and pictures. For several
+prompts, the map is the mean, with its standard deviation.
 
 Examples:
 
@@ -43,7 +43,7 @@ def depth(
     prompts: Prompts,
     position: Position = -1,
     untrained: Untrained = False,
-    save_maps: Annotated[bool, typer.Option("--save-maps", help="Of many prompts, write every map as well.")] = False,
+    save_maps: Annotated[bool, typer.Option("--save-maps", help="Also write the map of each prompt.")] = False,
     out: Out = OUT,
 ) -> None:
     """See `_DEPTH_HELP`."""

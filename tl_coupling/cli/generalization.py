@@ -44,12 +44,12 @@ def generalization(
     k: Annotated[int | None, typer.Option("--k", help="Top singular vectors. [the most that were measured]")] = None,
     measure: Annotated[Measure, typer.Option(help="What was measured between layers.")] = "coupling",
     checkpoint: Annotated[
-        str | None, typer.Option(help='Of all models, such as "untrained". [each model\'s last]')
+        str | None, typer.Option(help='Checkpoint to use for every model, e.g. "untrained". [each model\'s last]')
     ] = None,
     subset: Annotated[list[str] | None, typer.Option(help="NAME=QUERY over the table; may be repeated.")] = None,
     control: Annotated[list[str] | None, typer.Option(help="Covariate to hold fixed; may be repeated.")] = None,
     resamples: Annotated[int, typer.Option(help="Draws of the bootstrap.", min=1)] = 2000,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
     out: Out = OUT,
 ) -> None:
     """See `_GENERALIZATION_HELP`."""

@@ -87,7 +87,7 @@ class Comparing:
     """How blocks are compared."""
 
     k: Annotated[
-        list[int] | None, typer.Option(help="Number of top singular vectors; may be repeated. [10, 30, 50]")
+        list[int] | None, typer.Option(help="Number of top singular vectors; may be repeated. [default: 10, 30, 50]")
     ] = None
     orientation: Annotated[Literal["ujv", "vju"], typer.Option(help="A = U' J V of the paper, or V' J U.")] = "ujv"
 

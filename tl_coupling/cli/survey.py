@@ -53,10 +53,11 @@ def survey(
     tracing: Tracing,
     comparing: Comparing,
     prompts: Annotated[
-        str, typer.Option(help='JSONL file; or gsm8k, mmlu, …; or "open_llm_leaderboard", six of them.')
+        str, typer.Option(help='JSONL file; or gsm8k, mmlu, …; or "open_llm_leaderboard" for six of these combined.')
     ],
     n: Annotated[
-        int | None, typer.Option(help="How many, drawn at random. [all of a file, 200 of a set, 1200 of six]")
+        int | None,
+        typer.Option(help="How many, drawn at random. [all of a file, 200 of a set, 1200 of the leaderboard]"),
     ] = None,
     per_task: Annotated[int | None, typer.Option(help="How many of each task, instead of --n.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random draw.", min=0)] = 0,
@@ -68,7 +69,7 @@ def survey(
     prompts_per_unit: Annotated[int | None, typer.Option(help="Prompts per unit of work. [all]")] = None,
     workers: Annotated[int | None, typer.Option(help="Run units in this many processes.", min=1)] = None,
     slurm: Annotated[
-        str | None, typer.Option(help="Units as SLURM jobs: partition=…,gpus_per_node=1,timeout_min=240,…")
+        str | None, typer.Option(help="Run units as SLURM jobs: partition=…,gpus_per_node=1,timeout_min=240,…")
     ] = None,
     out: Out = OUT,
 ) -> None:

@@ -21,7 +21,7 @@ _TRAJECTORY_HELP = """Trajectories of a prompt's tokens through the residual str
 For every token its line-shape score (1 is a straight line), expodistance (0 is exact exponential growth) and
 equidistance (0 is equal steps); against depth, its norm, step lengths, line-shape scores and logit-lens entropy. For
 one token, how well its linearised blocks predict its path, their largest singular values with a line through 1/σ, and
-what becomes of noise in its embedding.
+how noise added to its embedding propagates.
 
 Prints the means over tokens, with --untrained beside those of the same architecture at its initialisation; writes
 netCDF, JSON and pictures.

@@ -46,8 +46,8 @@ def depth_coupling(
     Raises:
         ValueError: k outside `[1, d_model]`, a layer or position out of range.
 
-    Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary); where 50 was the default and the
-    model is narrower.
+    Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary); where the model is narrower than
+    the default k = 50.
 
     Cost: for each prompt a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L² matrices A. From a
     generator of traces one prompt at a time is held in memory.

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import xarray
 
 # What all maps must have in common; of the provenance, and of the map.
-_OF_MODEL = ("model", "checkpoint", "untrained")
-_SAME = (*_OF_MODEL, "n_prompts", "kind", "orientation", "k", "row_layers", "col_layers")
+_OF_TRACE = ("model", "checkpoint", "untrained", "architecture", "weight_processing", "final_norm", "fixed")
+_SAME = (*_OF_TRACE, "d_model", "kind", "orientation", "k", "row_layers", "col_layers")
 
 
 @checked
@@ -65,6 +65,8 @@ class MeanCouplingMap(CouplingMap):
         n, prompts = 0, []
         remarks: dict[str, None] = {}
         for n, result in enumerate(maps, start=1):
+            if not isinstance(result, CouplingMap) or isinstance(result, MeanCouplingMap):
+                raise ValueError(f"wanted the coupling map of one prompt, got {type(result).__name__}")
             this, values = _facts(result), _values(result)
             if n == 1:
                 common, means = this, {name: torch.zeros_like(x) for name, x in values.items()}
@@ -126,7 +128,9 @@ class MeanCouplingMap(CouplingMap):
         return super().to_dataset().assign_coords(measure=list(MEASURES), k=list(range(1, self.k + 1)))
 
     def _kept(self, kept: Tensor, k: int | None, measure: Measure, options: dict[str, Any]) -> Tensor:
-        if options.get("p", 2) != 2 or options.get("absolute", False):
+        if options and (
+            measure != "spectral_miscoupling" or options | {"p": 2, "absolute": False} != {"p": 2, "absolute": False}
+        ):
             raise ValueError(f"a mean over prompts holds p=2 and absolute=False, got {options}: measure map by map")
         return kept[MEASURES.index(measure), self._k(k) - 1]
 
@@ -135,7 +139,7 @@ def _facts(result: CouplingMap) -> dict[str, Any]:
     """What maps over which a mean is taken may or must have in common."""
     n_tokens = len(result.provenance.get("tokens", ()))
     positions = result.row_positions, result.col_positions
-    own = {what: result.provenance.get(what) if what in _OF_MODEL else getattr(result, what) for what in _SAME}
+    own = {what: result.provenance.get(what) if what in _OF_TRACE else getattr(result, what) for what in _SAME}
     from_the_end = tuple(tuple(t - n_tokens for t in side) for side in positions)
     return result.provenance | own | {"positions": positions, "positions from the end": from_the_end}
 

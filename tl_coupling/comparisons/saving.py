@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tl_coupling.border import AnyPath, checked
+from tl_coupling.coupling import MEASURES
 from tl_coupling.files import write_atomically
 
 if TYPE_CHECKING:
@@ -75,8 +76,10 @@ def _load(path: AnyPath, wanted: Any) -> Any:
             data = file.load()
         kinds = {kind.__name__: kind for kind in (wanted, *wanted.__subclasses__())}
         kind = kinds[data.attrs.get("result", wanted.__name__)]
+        if "measure" in data.coords and tuple(data["measure"].values) != MEASURES:
+            raise ValueError("the measures are not those that were saved")
         return kind(**{one.name: stored(one.name, kind.DIMS.get(one.name)) for one in fields(kind)})
     except FileNotFoundError:
         raise
-    except (OSError, KeyError, ValueError, TypeError) as error:
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise ValueError(f"{path} is not a file that `{wanted.__name__}.save` wrote, or is damaged") from error

@@ -93,7 +93,8 @@ def context_coupling(
         provenance holds `fixed` and `position`.
 
     Raises:
-        ValueError: `fixed` is neither; fewer than two tokens that causality allows, or a chosen one that it forbids; a
+        ValueError: `fixed` is neither "input" nor "output"; fewer than two tokens that causality allows, or a chosen
+        one that it forbids; a
             layer or position out of range, k outside `[1, d_model]`.
 
     Warns: as `depth_coupling`.

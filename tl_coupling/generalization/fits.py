@@ -123,7 +123,7 @@ def linear_fit(table: "pandas.DataFrame", x: str, y: str, *, controls: Sequence[
         (1.433, 2.939)
     """
     names = (x, *controls)
-    if controls and len({*names, y}) < len(names) + 1:
+    if len({*names, y}) < len(names) + 1:
         raise ValueError(f"`x`, `y` and `controls` must be different columns, got {[x, y, *controls]}")
     rows = _rows_to_fit(table, names, y)
     design = rows[list(names)].to_numpy()

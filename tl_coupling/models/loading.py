@@ -50,11 +50,12 @@ def load_model(
         device: CUDA if there is one, else the CPU, unless given.
         dtype: of the weights. Jacobians are computed in float32 or float64 in any case.
         trust_remote_code: run the Python code that some models bring with them. Without it no code from the folder or
-            repository is run, and nobody is asked on the terminal.
+            repository is run, and you are never prompted.
 
     Raises:
         ModelError: an unknown name, no network and nothing cached, a package that is not installed, a device that this
-            machine does not have, code of the model's own, or a model without a single residual stream over tokens.
+            machine does not have, a model that needs `trust_remote_code`, or a model without a single residual stream
+            over tokens.
         MemoryError, torch.OutOfMemoryError: the model is too large for this machine.
 
     Warns:

@@ -87,7 +87,7 @@ def plot_adjacency(
 
 @checked
 def plot_locality(results: PairMap | Mapping[str, PairMap], *, k: int | None = None, ax: Axes | None = None) -> Axes:
-    """Mean coupling of layers that are `|l − l′|` apart, from 1 on; one line for each result.
+    """Mean coupling of layers that are `|l − l′|` apart, starting at distance 1; one line for each result.
 
     Shows how fast coupling fades with distance; the dashed line is what random subspaces would give.
 

@@ -243,7 +243,8 @@ class ProcessPool(concurrent.futures.Executor):
 def process_pool(workers: Count) -> ProcessPool:
     """A pool of processes on this machine that share its cores evenly; an executor for `run`.
 
-    A script that uses one does its own work under `if __name__ == "__main__":`, because each process imports it.
+    A script that uses one must put its top-level code under `if __name__ == "__main__":`, because each process imports
+    it.
     """
     return ProcessPool(workers)
 

@@ -145,10 +145,12 @@ class TrajectoryResult:
                 rest |= {"scales": tuple(rest["scales"])} if "scales" in rest else {}
                 own = provenance | {"position": rest["position"]}
                 parts[name] = made(_PARTS[name], **rest, provenance=own)
+            if missing := [name for name in _AXES_OF.keys() & {one.name for one in fields(cls)} if name not in data]:
+                raise KeyError(*missing)
             return made(cls, window=int(data.attrs["window"]), provenance=provenance, **parts)
         except FileNotFoundError:
             raise
-        except (OSError, KeyError, ValueError, TypeError) as error:
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
             raise ValueError(f"{path} is not a file that `TrajectoryResult.save` wrote, or is damaged") from error
 
     def __repr__(self) -> str:

@@ -76,8 +76,8 @@ def line_shape_score(
     """Line-shape score `LSS = L / ‖Σ_l e^l‖₂` with unit steps `e^l = (x^l − x^{l−1}) / ‖x^l − x^{l−1}‖₂` (eq. 15, 16).
 
     Dimensionless and at least 1; 1 for a straight line that never turns back, whatever its spacing. (The paper says
-    "co-linear"; a line walked back and forth is co-linear too, and scores more.) Steps in random directions score about
-    √L, a closed loop of unit steps inf (or, after rounding, a number beyond 1e12). Invariant under rotation,
+    "co-linear"; a line walked back and forth is co-linear too, and scores higher.) Steps in random directions score
+    about √L, a closed loop of unit steps inf (or, after rounding, a number beyond 1e12). Invariant under rotation,
     translation and scale.
 
     `window`, an odd number of steps up to L, scores every run of that many consecutive steps instead of the whole (the
