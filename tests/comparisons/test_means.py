@@ -138,7 +138,7 @@ def test_what_has_no_mean(maps, mean):
         ([], "wanted at least one"),
         ([maps[0], vju], "same orientation, got 'ujv' and 'vju'"),
         ([maps[0], other], "same model, got .* and 'other'"),
-        ([maps[0], mean], "same n_prompts, got 1 and 4"),
+        ([maps[0], mean], "map of one prompt, got MeanCouplingMap"),
     ):
         with pytest.raises(ValueError, match=message):
             MeanCouplingMap.over(given)
@@ -199,3 +199,26 @@ def test_the_spread_is_drawn(mean, maps):
     assert "standard deviation over 4 prompts" in ax.images[0].colorbar.ax.get_ylabel()
     with pytest.raises(ValueError, match="at least two prompts"):
         plot_spread(MeanCouplingMap.over(maps[:1]))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_what_is_not_a_prompts_map_is_refused(maps, mean):
+    one = maps[0]
+    for several in ([mean, mean], [one, mean], [1]):
+        with pytest.raises(ValueError, match="the coupling map of one prompt, got"):
+            MeanCouplingMap.over(several)
+    other = dataclasses.replace(one, provenance=one.provenance | {"final_norm": True})
+    with pytest.raises(ValueError, match="the same final_norm, got False and True"):
+        MeanCouplingMap.over([one, other])
+    for options in ({"foo": 1}, {"p": 2}):
+        with pytest.raises(ValueError, match="map by map"):
+            mean.values(3, "coupling", **options)
+
+
+def test_measures_in_another_order_are_refused(mean, tmp_path):
+    path = mean.save(tmp_path / "mean.nc")
+    with xarray.open_dataset(path, engine="netcdf4") as file:
+        swapped = file.load().isel(measure=[4, 3, 2, 1, 0])
+    swapped.to_netcdf(tmp_path / "swapped.nc", engine="netcdf4")
+    with pytest.raises(ValueError, match="is not a file that"):
+        CouplingMap.load(tmp_path / "swapped.nc")

@@ -130,3 +130,12 @@ def test_other_files_are_refused(tiny_trace: Trace, tmp_path: Path) -> None:
             TrajectoryResult.load(tmp_path / f"{name}.nc")
     with pytest.raises(FileNotFoundError):
         TrajectoryResult.load(tmp_path / "nowhere.nc")
+
+
+@pytest.mark.parametrize("left_out", ["norm", "line_shape_score", None])
+def test_files_that_lack_something_are_refused(tiny_trace: Trace, tmp_path: Path, left_out: str | None) -> None:
+    data = measure_trajectory(tiny_trace, linear=False, noise=False).to_dataset()
+    data = xarray.Dataset(attrs={"provenance": "{}", "window": 1}) if left_out is None else data.drop_vars(left_out)
+    data.to_netcdf(tmp_path / "less.nc", engine="netcdf4")
+    with pytest.raises(ValueError, match="is not a file that"):
+        TrajectoryResult.load(tmp_path / "less.nc")
