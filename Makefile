@@ -37,7 +37,7 @@ demo-survey: .venv/ready
 
 # In place; bars are for those who wait.
 notebooks: .venv/ready
-	HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 .venv/bin/jupyter execute --inplace demos/*.ipynb
+	HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 PYTHONWARNINGS='ignore:IProgress not found' .venv/bin/jupyter execute --inplace demos/*.ipynb
 
 # The one at the top of README.
 pictures: .venv/ready

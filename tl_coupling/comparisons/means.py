@@ -128,9 +128,8 @@ class MeanCouplingMap(CouplingMap):
         return super().to_dataset().assign_coords(measure=list(MEASURES), k=list(range(1, self.k + 1)))
 
     def _kept(self, kept: Tensor, k: int | None, measure: Measure, options: dict[str, Any]) -> Tensor:
-        if options and (
-            measure != "spectral_miscoupling" or options | {"p": 2, "absolute": False} != {"p": 2, "absolute": False}
-        ):
+        held = {"p": 2, "absolute": False}
+        if options and (measure != "spectral_miscoupling" or held | options != held):
             raise ValueError(f"a mean over prompts holds p=2 and absolute=False, got {options}: measure map by map")
         return kept[MEASURES.index(measure), self._k(k) - 1]
 
