@@ -311,10 +311,10 @@ def test_an_error_in_measuring_names_prompt_and_checkpoint(run: Path, tmp_path: 
         ([1, 2, 1], "each once"),
         (["main", "main"], "each once"),
         ([1, "step1"], "all steps or all revisions"),
-        ("main", "must be a list of whole numbers or texts or None, got 'main'"),
-        ([True], "must be a list of whole numbers or texts or None, got [True]"),
-        ([1.5], "must be a list of whole numbers or texts or None, got [1.5]"),
-        ([None], "must be a list of whole numbers or texts or None, got [None]"),
+        ("main", "must be a list of whole numbers or strings or None, got 'main'"),
+        ([True], "must be a list of whole numbers or strings or None, got [True]"),
+        ([1.5], "must be a list of whole numbers or strings or None, got [1.5]"),
+        ([None], "must be a list of whole numbers or strings or None, got [None]"),
     ],
 )
 def test_checkpoints_that_make_no_sense_are_refused_before_anything_is_loaded(
