@@ -85,6 +85,7 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         "inverse_singular_value_fit": {"S": torch.ones(2, 2)},
         "prompts_per_task": {"prompts": [tlc.Prompt("a", "b")]},
         "show_layers_by_token": {"values": torch.ones(1, 1)},
+        "plot_spread": {"result": object.__new__(comparisons.MeanCouplingMap)},
         **{
             f"plot_{name}": {"result": object.__new__(tlc.generalization.Generalization)}
             for name in ("generalization", "forest", "k_sweep")

@@ -55,13 +55,13 @@ def test_picture_of_task_means_has_a_row_for_each_task():
 
 
 def test_a_twin_has_the_colour_of_its_model_and_a_legend_of_many_stays_short():
-    table = task_means(survey(n_models=10, checkpoints=("main", "untrained")), 5)
+    table = task_means(survey(n_models=10, checkpoints=("main", "untrained")), k=5)
     ax = tlc.plots.plot_task_means(table)
     drawn = [line for line in ax.lines if line.get_linestyle() == "None"]
     assert [line.get_color() for line in drawn] == [f"C{i}" for i in range(10) for _ in range(2)]
     assert [line.get_markerfacecolor() == "white" for line in drawn] == [False, True] * 10
     named = [text.get_text() for text in ax.get_legend().get_texts()]
     assert named == [*(f"org/m{i}" for i in range(10)), "random subspaces, 0.106", "main", "untrained"]
-    ax = tlc.plots.plot_task_means(task_means(survey(n_models=24), 5))
+    ax = tlc.plots.plot_task_means(task_means(survey(n_models=24), k=5))
     named = [text.get_text() for text in ax.get_legend().get_texts()]
     assert named == ["each of 24 models", "random subspaces, 0.106"]

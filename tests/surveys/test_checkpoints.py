@@ -49,8 +49,8 @@ def huggingface_loss(seed: int, tokens: list[int]) -> float:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training run with checkpoints at steps 0, 20 and 100, and what else lies in such a folder."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "logs").mkdir()
+    folder = tmp_path_factory.mktemp("training") / "run0"
+    (folder / "logs").mkdir(parents=True)
     (folder / "README").write_text("a run")
     return save_checkpoints(folder, {"step100": 2, "step0": 0, "step20": 1})
 
