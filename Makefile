@@ -9,7 +9,7 @@ PROMPTS ?=
 PER_TASK ?=
 ONLY ?=
 
-.PHONY: setup demo demo-training surge demo-survey notebooks pictures test test-tl4 test-tl3 zoo check bench clean
+.PHONY: setup demo demo-training surge demo-survey notebooks pictures test test-tl4 test-tl3 zoo attack check bench clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv-tl3/ready
@@ -64,6 +64,10 @@ else
 	$(call ZOO,.venv-tl3) --save out/zoo-3.9.json
 	$(call ZOO,.venv) --beside out/zoo-3.9.json --out docs/ARCHITECTURES.md
 endif
+
+# Kills, interrupts, full disks, damaged folders and hostile input; ONLY="kills disks", SEED=1, SHARE=0.1: fewer, others.
+attack: .venv/ready
+	PYTHONPATH=tests .venv/bin/python -m attack $(if $(ONLY),--only $(ONLY)) --seed $(or $(SEED),0) --share $(or $(SHARE),1) --save out/attack.json
 
 check: .venv/ready
 	.venv/bin/ruff format --check .

@@ -12,6 +12,7 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
+from attack.interrupts import state_of
 from tl_coupling.blocks.evaluation import attributes_set, exact_arithmetic, hear_interrupts
 
 LAST = 7
@@ -21,22 +22,6 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def model(tokenizer_folder: Path) -> nn.Module:
     return tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
-
-
-def state_of(model: nn.Module) -> dict:
-    """Everything that a measurement touches: weights, dtypes, hooks, forwards, switches of the process."""
-    modules = list(model.modules())
-    return {
-        "weights": [(p.data_ptr(), p.dtype) for p in model.parameters()],
-        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules],
-        "forwards": ["forward" in vars(m) for m in modules],
-        "matmul": torch.get_float32_matmul_precision(),
-        "cudnn": torch.backends.cudnn.allow_tf32,
-        "sdpa": (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()),
-        "grad": torch.is_grad_enabled(),
-        "random": torch.get_rng_state().tolist(),
-        "handler": signal.getsignal(signal.SIGINT),
-    }
 
 
 # Precision

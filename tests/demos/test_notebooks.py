@@ -113,7 +113,7 @@ def test_notebook_runs_and_says_what_its_text_says(path: Path, smollm2: nn.Modul
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_are_committed(path: Path) -> None:
     notebook = json.loads(path.read_text())
-    assert path.stat().st_size < 2_500_000
+    assert path.stat().st_size < 1_500_000
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     run = [cell for cell in code if "skip-execution" not in cell["metadata"].get("tags", [])]
     assert [cell["execution_count"] for cell in run] == list(range(1, len(run) + 1)), "run `make notebooks`"

@@ -1,0 +1,90 @@
+"""`python -m attack`: kill, interrupt, starve and damage surveys, and say what came of it."""
+
+import argparse
+import json
+import logging
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Read when transformers is imported: nothing is looked up on the hub.
+_HUB = tempfile.TemporaryDirectory(prefix="tl_coupling_attack_")
+os.environ |= {"HF_HOME": _HUB.name, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+
+FAULTS = ("wrong value", "recomputed or lost", "hang", "traceback", "left behind")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m attack", description=__doc__, epilog="exit status 1: something was found"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all that is random but the machine's own timing")
+    parser.add_argument("--share", type=float, default=1.0, help="of the usual number of attacks, at least one of each")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only attacks whose name contains one of these")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep counts and findings as JSON")
+    options = parser.parse_args()
+
+    import torch
+    from tqdm import tqdm
+    from transformers.utils.logging import disable_progress_bar
+
+    # Processes are forked: no threads.
+    torch.set_num_threads(1)
+    tqdm.monitor_interval = 0
+    disable_progress_bar()
+    from attack.damage import damaged_folders
+    from attack.disks import full_disks
+    from attack.hostile import hostile_inputs
+    from attack.interrupts import interrupts_of_commands, interrupts_of_measurements, interrupts_of_runs
+    from attack.kills import kills, kills_of_workers
+    from attack.subject import Subject
+
+    attacks: dict[str, tuple[Callable[..., Iterator[list[str]]], int]] = {
+        "kills of runs": (kills, 140),
+        "kills of runs with workers": (kills_of_workers, 10),
+        "interrupts of measurements": (interrupts_of_measurements, 400),
+        "interrupts of runs": (interrupts_of_runs, 90),
+        "interrupts of commands": (interrupts_of_commands, 10),
+        "damaged folders": (damaged_folders, 60),
+        "full disks": (full_disks, 40),
+        "hostile inputs": (hostile_inputs, 100),
+    }
+    rows, findings = {}, []
+    with tempfile.TemporaryDirectory(prefix="tl_coupling_attack_") as root:
+        subject = Subject(Path(root))
+        for name, (attack, usual) in attacks.items():
+            if options.only and not any(part in name for part in options.only):
+                continue
+            n, start = max(1, round(usual * options.share)), time.perf_counter()
+            rng = random.Random(f"{options.seed} {name}")
+            found = [one for trial in tqdm(attack(subject, rng, n), name, n, disable=None) for one in trial]
+            counts = {fault: sum(one.startswith(fault) for one in found) for fault in FAULTS}
+            counts["other"] = len(found) - sum(counts.values())
+            rows[name] = {"attacks": n, **counts, "seconds": round(time.perf_counter() - start)}
+            findings += found
+    print(table(rows))
+    print("\n".join(findings))
+    if options.save:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        options.save.write_text(json.dumps({"seed": options.seed, "attacks": rows, "findings": findings}, indent=1))
+    return int(bool(findings))
+
+
+def table(rows: dict[str, dict[str, int]]) -> str:
+    """A line for every attack, with how often each fault was found."""
+    heads = list(next(iter(rows.values())))
+    lines = [["", *heads], *([name, *(str(row[head]) for head in heads)] for name, row in rows.items())]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    first, *others = widths
+    return "\n".join("  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""SIGKILL at any moment: of a run in one process, of a run in several, of their workers."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from attack.child import DONE, LIMIT, Child
+from attack.subject import Finished, Subject, finished
+
+# In which two workers have started and done a part of the work.
+_SECONDS_OF_WORKERS = 12.0
+
+
+def kills(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
+    """A run in one process, killed again and again until it is through."""
+    folder, before, n_done = subject.new_folder(), Finished(), 0
+    while n_done < n:
+        child = subject.start(folder)
+        if child.wait(rng.uniform(0, subject.seconds)):
+            # It was faster.
+            folder, before = subject.new_folder(), Finished()
+            continue
+        child.signal(signal.SIGKILL)
+        child.wait(LIMIT)
+        n_done += 1
+        what = f"a kill in {folder.name}"
+        found = subject.faults(folder, before, what)
+        before = finished(folder)
+        if rng.random() < 0.3:
+            found += subject.completed(folder, what) + subject.faults(folder, before, what)
+            folder, before = subject.new_folder(), Finished()
+        yield found
+
+
+def kills_of_workers(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
+    """A run in two processes: either it or one of these is killed, and none may be left."""
+    for _ in range(n):
+        folder = subject.new_folder()
+        child = Child(lambda folder=folder: _run_in_processes(subject, folder))
+        child.wait(rng.uniform(0, _SECONDS_OF_WORKERS))
+        family = child.family()
+        victim = rng.choice(family)
+        what = f"a kill of {'a run with workers' if victim == child.pid else 'a worker'} in {folder.name}"
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        found = child.faults(what, (DONE, -signal.SIGKILL) if victim == child.pid else (DONE,))
+        found += left_over(family, what)
+        before = finished(folder)
+        found += subject.faults(folder, before, what)
+        yield found + subject.completed(folder, what) + subject.faults(folder, before, what)
+
+
+def left_over(pids: list[int], what: str) -> list[str]:
+    """The processes that do not end within seconds."""
+    deadline = time.monotonic() + 30
+    while (there := [pid for pid in pids if _is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in there:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [f"hang: process {pid} is left after {what}" for pid in there]
+
+
+def _run_in_processes(subject: Subject, folder: Path) -> None:
+    from tl_coupling.surveys import process_pool
+
+    with process_pool(2) as pool:
+        subject.run(folder, executor=pool)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
