@@ -69,10 +69,9 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
         ValueError: k out of range, fewer than two axes, or entries that are not finite.
 
     Cost: a full SVD of every matrix (LAPACK's gesdd). For `k ≤ rank / 3` in float32 on the CPU, an eigendecomposition
-    of `JᵀJ`, polished in float64, takes half the time and is more accurate; it is used if both residuals, `‖J v − σ u‖`
-    and `‖Jᵀu − σ v‖`, stay below `10⁻⁶ σ_1`. (`torch.svd_lowrank` errs by several per cent on the flat spectra of
-    Jacobians.) On the CPU the matrices of a batch take one core each, which is faster than all cores on one small
-    matrix.
+    of `JᵀJ`, polished in float64, costs less and is more accurate; it is used if both residuals, `‖J v − σ u‖` and
+    `‖Jᵀu − σ v‖`, stay below `10⁻⁶ σ_1`. (`torch.svd_lowrank` is far off on the flat spectra of Jacobians.) On the CPU
+    the matrices of a batch take one core each, which is faster than all cores on one small matrix.
 
     Example:
         >>> J = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
@@ -96,7 +95,7 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
 
 @checked
 def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*batch n_singular"]:
-    """Singular values alone, largest first. Errors as in `svd`; half its cost.
+    """Singular values alone, largest first. Errors as in `svd`; cheaper.
 
     Example:
         >>> singular_values(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
