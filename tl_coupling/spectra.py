@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_coupling.border import checked, warn_caller
 
-# The truncated SVD in float32: eigenvectors kept beyond k, the largest residual `Jᵀu − σ v` (that of an SVD), and how
+# The truncated SVD: eigenvectors kept beyond k, the largest residual `Jᵀu − σ v` (that of an SVD in float32), and how
 # small σ_k² may be beside σ_1² (rounding in float32 is a ten-thousandth of that).
 _OVERSAMPLING, _RESIDUAL_TOLERANCE, _LEAST_SQUARE = 32, 1e-6, 1e-3
 
@@ -40,12 +40,9 @@ class Spectrum:
 
 @dataclass(frozen=True, eq=False)
 class InverseSingularValueFit:
-    """For each k, a line `1/σ_k ≈ intercept + slope · layer`.
+    """For each k, a line `1/σ_k ≈ intercept + slope · layer`, in units of 1/σ and layers.
 
-    Attributes:
-        slope: in units of 1/σ per layer.
-        intercept: at layer 0, in units of 1/σ.
-        r_squared: share of the variance of `1/σ_k` over layers that the line explains.
+    `r_squared` is the share of the variance of `1/σ_k` over layers that the line explains.
     """
 
     slope: Float[Tensor, " k"]
@@ -57,12 +54,8 @@ class InverseSingularValueFit:
 def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum:
     """Singular value decomposition `J = U diag(S) Vh`, batched.
 
-    Args:
-        J: one matrix or a batch.
-        k: how many triplets, the largest first; all by default.
-
-    Returns:
-        `Spectrum(U, S, Vh)`; columns of U and rows of Vh are orthonormal, signs are arbitrary (in pairs).
+    `k` triplets, the largest first; all by default. Columns of U and rows of Vh are orthonormal, signs are arbitrary
+    (in pairs).
 
     Raises:
         TypeError: J is not real floating point of 32 or 64 bits.
@@ -78,11 +71,10 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
         >>> tlc.svd(J, k=1).S
         tensor([4.])
     """
-    _check_matrices(J, "singular value decomposition")
-    rank = min(J.shape[-2:])
+    _check_matrices(J)
+    rank = kept = min(J.shape[-2:])
     if k is not None:
-        check_k(k, rank)
-    kept = rank if k is None else k
+        check_k(kept := k, rank)
     is_small_part = kept <= rank // 3 and J.dtype == torch.float32 and J.device.type == "cpu"
 
     def decompose(matrix: Tensor) -> tuple[Tensor, ...]:
@@ -101,7 +93,7 @@ def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*ba
         >>> singular_values(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
         tensor([4., 3.])
     """
-    _check_matrices(J, "singular value decomposition")
+    _check_matrices(J)
     return _of_each(lambda matrix: (torch.linalg.svdvals(matrix),), J, [(min(J.shape[-2:]),)])[0]
 
 
@@ -181,17 +173,10 @@ def inverse_singular_value_fit(
     In residual networks trained to classify, `1/σ_k` grows linearly with depth (Li and Papyan 2023); Aubry et al. 2025
     find no such scaling in language models.
 
-    Args:
-        S: singular values, one row for each layer.
-        layers: the layer of each row; 0, 1, 2, … by default.
+    `layers` are those of S's rows; 0, 1, 2, … by default. R² of two layers is always 1. NaN, with a warning: all three
+    where some σ_k is 0, and R² where `1/σ_k` is the same at all layers up to rounding.
 
-    Returns:
-        slope, intercept and R² for each k, in S's dtype. R² of two layers is always 1. NaN, with a warning: all three
-        where some σ_k is 0, and R² where `1/σ_k` is the same at all layers up to rounding.
-
-    Raises:
-        TypeError: S is not real floating point of 32 or 64 bits.
-        ValueError: entries that are negative or not finite, fewer than 2 rows, layers that are not one for each row.
+    Raises as `participation_ratio`, and ValueError for fewer than 2 rows or layers that are not one for each row.
 
     Example:
         >>> fit = inverse_singular_value_fit(torch.tensor([[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]]))
@@ -203,8 +188,8 @@ def inverse_singular_value_fit(
     _check_singular_values(S)
     layers = list(range(len(S)) if layers is None else layers)
     if len(S) < 2 or len(layers) != len(S) or len(set(layers)) != len(S):
-        wanted = "at least 2 rows of `S` and a layer of its own for each"
-        raise ValueError(f"a line needs {wanted}, got {len(S)} rows and layers {layers}")
+        got = f"{len(S)} rows and layers {layers}"
+        raise ValueError(f"a line needs at least 2 rows of `S` and a layer of its own for each, got {got}")
     y = 1 / S.double().masked_fill((S == 0).any(0), math.nan)
     x = torch.tensor(layers, dtype=y.dtype, device=y.device)
     x_centred, y_centred = x - x.mean(), y - y.mean(0)
@@ -218,7 +203,6 @@ def inverse_singular_value_fit(
             f"of {S.shape[1]} lines through 1/σ_k, {n_zero} are undefined (NaN) where σ_k is 0, and R² of {n_flat} "
             "is undefined (NaN) where 1/σ_k does not vary"
         )
-    # R² lies in [0, 1] up to rounding.
     fit = slope, y.mean(0) - slope * x.mean(), r_squared.clamp(0, 1)
     return InverseSingularValueFit(*(part.to(S.dtype) for part in fit))
 
@@ -236,10 +220,8 @@ def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     better known, but needs eigenvalues, which are ill-conditioned where a matrix is far from normal. The two vanish
     together, and `‖JᵀJ − JJᵀ‖_F ≤ √6 ‖J‖_F` times Henrici's.
 
-    NaN, with a warning, where J is zero. Cost: two matrix products.
-
-    Raises:
-        TypeError, ValueError: J is not square, not finite, or not in 32 or 64 bits.
+    NaN, with a warning, where J is zero. Raises TypeError or ValueError unless J is square, finite, and in 32 or 64
+    bits. Cost: two matrix products.
 
     Example:
         >>> non_normality(torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]]))
@@ -254,10 +236,8 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     """Share of J that is antisymmetric, `‖J − Jᵀ‖_F / (2 ‖J‖_F)`.
 
     Dimensionless, in [0, 1]: 0 for symmetric matrices, 1 for antisymmetric ones, about `1/√2` for independent Gaussian
-    entries. Its square and that of the symmetric share add up to 1. Invariant as `non_normality`. The closed form of
-    Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
-
-    NaN, with a warning, where J is zero. Raises as `non_normality`.
+    entries. Its square and that of the symmetric share add up to 1. Invariances, NaN and errors as in `non_normality`.
+    The closed form of Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
 
     Example:
         >>> asymmetry(torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]]))
@@ -272,10 +252,8 @@ def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]
     """Participation ratio of the squared singular values, `(Σ σ_i²)² / Σ σ_i⁴`: how many directions carry the energy.
 
     Dimensionless, in [1, k]: n for n equal singular values and otherwise zeros. Of all singular values it is
-    `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k alone it ignores the others. NaN, with a warning, where all of S is zero.
-
-    Raises:
-        TypeError, ValueError: S is not floating point of 32 or 64 bits, or has negative or infinite entries.
+    `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k alone it ignores the others. NaN, with a warning, where all of S is zero. Raises
+    TypeError or ValueError unless S is floating point of 32 or 64 bits, finite and at least 0.
 
     Example:
         >>> participation_ratio(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
@@ -287,12 +265,9 @@ def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]
 
 @checked
 def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """Effective rank `exp(−Σ p_i ln p_i)` with `p_i = σ_i / Σ_j σ_j`.
+    """Effective rank `exp(−Σ p_i ln p_i)` with `p_i = σ_i / Σ_j σ_j` (Roy and Vetterli 2007).
 
-    Dimensionless, in [1, k]: n for n equal singular values and otherwise zeros. Of the top k alone it ignores the
-    others. NaN, with a warning, where all of S is zero. Raises as `participation_ratio`.
-
-    Source: Roy and Vetterli 2007. (Others take shares of the squares, which gives a smaller rank.)
+    Range, NaN and errors as in `participation_ratio`. (Others take shares of the squares, which gives a smaller rank.)
 
     Example:
         >>> effective_rank(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).round(decimals=4)
@@ -304,7 +279,7 @@ def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 def _unit_matrices(J: Tensor, measure: str) -> Tensor:
     """J over its Frobenius norm; NaN with a warning where that is zero."""
-    _check_matrices(J, measure)
+    _check_matrices(J)
     # In two steps: the squares in a norm leave the range of the dtype long before the entries do.
     J = J / _or_nan(J.abs().amax((-2, -1), keepdim=True), measure, "J")
     return J / torch.linalg.matrix_norm(J, keepdim=True)
@@ -323,22 +298,20 @@ def _or_nan(size: Tensor, measure: str, name: str) -> Tensor:
     return size.masked_fill(size == 0, math.nan)
 
 
-def _check_matrices(J: Tensor, measure: str) -> None:
+def _check_matrices(J: Tensor) -> None:
     _check_dtype(J, "J")
-    if not bool(torch.isfinite(J).all()):
-        raise ValueError(f"`J` has NaN or infinite entries: no {measure}")
+    if not J.isfinite().all():
+        raise ValueError("`J` has NaN or infinite entries")
 
 
 def _check_singular_values(S: Tensor) -> None:
     _check_dtype(S, "S")
     if S.shape[-1] == 0:
         raise ValueError(f"`S` must hold at least one singular value, got shape {list(S.shape)}")
-    if not bool(torch.isfinite(S).all()) or bool((S < 0).any()):
+    if not (S.isfinite() & (S >= 0)).all():
         raise ValueError("`S` must hold singular values, finite and at least 0, got others")
 
 
 def _check_dtype(x: Tensor, name: str) -> None:
     if x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"`{name}` must be float32 or float64, got {x.dtype}: convert it with `.float()` or `.double()`"
-        )
+        raise TypeError(f"`{name}` must be float32 or float64, got {x.dtype}: use `.float()` or `.double()`")
