@@ -46,10 +46,9 @@ class Influence(Saved):
 
     def __repr__(self) -> str:
         n_layers, n_sources = self.frobenius_norm.shape
-        return (
-            f"Influence({self.provenance.get('model')!r}, {n_sources} source tokens on token {self.output_position} at "
-            f"{n_layers} layers; mean Frobenius norm {float(self.frobenius_norm.mean()):.3g})"
-        )
+        what = f"{n_sources} source tokens on token {self.output_position} at {n_layers} layers"
+        mean = float(self.frobenius_norm.mean())
+        return f"Influence({self.provenance.get('model')!r}, {what}; mean Frobenius norm {mean:.3g})"
 
 
 @checked
@@ -60,9 +59,7 @@ def cross_token_influence(
 
     `output_position` is t2; `layers` are a selection, in this order; `progress` is as in `depth_coupling`. Raises
     ValueError for a layer or position out of range or an empty selection. Warns where a Jacobian is exactly zero: it
-    has no rank (NaN).
-
-    Cost: for each layer little more than one token's Jacobian, and the singular values of one matrix for each source.
+    has no rank (NaN). Cost: for each layer little more than one token's Jacobian, and each source's singular values.
 
     Example:
         >>> influence = tlc.cross_token_influence(trace, output_position=3)

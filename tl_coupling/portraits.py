@@ -22,11 +22,7 @@ TOKEN_MAPS: tuple[TokenMap, ...] = get_args(TokenMap)
 
 @dataclass(frozen=True, eq=False)
 class TokenPortrait:
-    """What a traced prompt shows across its tokens, at one pair of layers.
-
-    `maps` are "self", "fixed input" and "fixed output"; `influence` is of every token on the fixed output, at every
-    layer.
-    """
+    """What a traced prompt shows across its tokens: coupling at one pair of layers, influence on one token at each."""
 
     maps: dict[TokenMap, CouplingMap]
     influence: Influence
@@ -58,10 +54,9 @@ class Portrait:
     entropy: Float[Tensor, "n_layers_plus_1 n_pos"]
 
     def __repr__(self) -> str:
-        return (
-            f"Portrait({self.trace.provenance['model']!r}, {self.trace.n_pos} tokens, k={list(self.ks)}, "
-            f"position={self.position}, input_position={self.input_position}, maps: depth, {', '.join(self.tokens)})"
-        )
+        of, maps = f"{self.trace.provenance['model']!r}, {self.trace.n_pos} tokens", ", ".join(["depth", *self.tokens])
+        where = f"position={self.position}, input_position={self.input_position}"
+        return f"Portrait({of}, k={list(self.ks)}, {where}, maps: {maps})"
 
 
 @checked
@@ -89,10 +84,8 @@ def token_portrait(
         maps: which maps to make.
         k, orientation, progress: as in `depth_coupling`.
 
-    Raises as `self_coupling` and `context_coupling`.
-
-    Cost: one `self_coupling`, two `context_coupling` and `cross_token_influence`: for n tokens and L layers about
-    `6 n + L n` Jacobians.
+    Raises as `self_coupling` and `context_coupling`. Cost: with all maps about `6 n + L n` Jacobians for n tokens and L
+    layers.
 
     Example:
         >>> measured = tlc.portraits.token_portrait(trace, k=4, position=3)
@@ -138,7 +131,6 @@ def portrait(
         layer, other_layer, input_position, orientation, progress: as in `token_portrait`.
 
     Raises ValueError for no k, k outside `[1, d_model]`, a layer or position out of range, a model without unembedding.
-
     Cost: `depth_coupling` and `token_portrait`.
 
     Example:
@@ -153,9 +145,9 @@ def portrait(
         raise ValueError("`k` is empty: wanted at least one number of singular vectors")
     output, fixed = trace.position_index(position), trace.position_index(input_position, "input_position")
     n_varying = {"self": trace.n_pos, "fixed input": trace.n_pos - fixed, "fixed output": output + 1}
-    given: dict[str, Any] = {"orientation": orientation, "progress": progress}
+    maps = [name for name in TOKEN_MAPS if n_varying[name] > 1]
+    given: dict[str, Any] = {"position": position, "orientation": orientation, "progress": progress}
     pair = neighbours(trace, layer, other_layer)
-    depth = depth_coupling(trace, ks[-1], position, **given)
-    given |= {"position": position, "input_position": input_position}
-    tokens = token_portrait(trace, *pair, k=ks[0], maps=[name for name in TOKEN_MAPS if n_varying[name] > 1], **given)
+    depth = depth_coupling(trace, ks[-1], **given)
+    tokens = token_portrait(trace, *pair, k=ks[0], input_position=input_position, maps=maps, **given)
     return Portrait(trace, ks, output, fixed, depth, tokens.maps, tokens.influence, entropy_by_depth(trace))

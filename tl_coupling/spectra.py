@@ -55,11 +55,8 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
     """Singular value decomposition `J = U diag(S) Vh`, batched.
 
     `k` triplets, the largest first; all by default. Columns of U and rows of Vh are orthonormal, signs are arbitrary
-    (in pairs).
-
-    Raises:
-        TypeError: J is not real floating point of 32 or 64 bits.
-        ValueError: k out of range, fewer than two axes, or entries that are not finite.
+    (in pairs). Raises TypeError unless J is real floating point of 32 or 64 bits; ValueError for k out of range, fewer
+    than two axes, or entries that are not finite.
 
     Cost: a full SVD of every matrix (LAPACK's gesdd). For `k ≤ rank / 3` in float32 on the CPU, an eigendecomposition
     of `JᵀJ`, polished in float64, costs less and is more accurate; it is used if both residuals, `‖J v − σ u‖` and
@@ -148,15 +145,11 @@ def check_k(k: int, largest: int) -> None:
 
 
 def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> None:
-    """Warn where `σ_k ≈ σ_{k+1}`: which subspace is the top k is then arbitrary.
-
-    Rounding in J turns the vectors on both sides of the cut by about `ε σ_1 / (σ_k − σ_{k+1})`; the warning is given
-    where that exceeds one tenth.
-    """
+    """Warn where `σ_k ≈ σ_{k+1}`: rounding turns the top-k subspace, by about `ε σ_1 / (σ_k − σ_{k+1})` > 1/10."""
     if k >= S.shape[-1]:
         return
     close = S[:, k - 1] - S[:, k] <= 10 * torch.finfo(S.dtype).eps * S[:, 0]
-    if bool(close.any()):
+    if close.any():
         where = ", ".join(name for name, hit in zip(names, close.tolist(), strict=True) if hit)
         warn_caller(
             f"σ_{k} and σ_{k + 1} are equal to rounding in {where}: the top-{k} subspace there is arbitrary, and so is "
@@ -174,9 +167,8 @@ def inverse_singular_value_fit(
     find no such scaling in language models.
 
     `layers` are those of S's rows; 0, 1, 2, … by default. R² of two layers is always 1. NaN, with a warning: all three
-    where some σ_k is 0, and R² where `1/σ_k` is the same at all layers up to rounding.
-
-    Raises as `participation_ratio`, and ValueError for fewer than 2 rows or layers that are not one for each row.
+    where some σ_k is 0, and R² where `1/σ_k` is the same at all layers up to rounding. Raises as `participation_ratio`,
+    and ValueError for fewer than 2 rows or layers that are not one for each row.
 
     Example:
         >>> fit = inverse_singular_value_fit(torch.tensor([[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]]))
@@ -216,12 +208,10 @@ def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     `u ⊥ v`. A d×d matrix of independent Gaussian entries has about `√(2/d)`: compare with that, not with √2. Invariant
     under orthogonal similarity, scale and transposition.
 
-    One of the measures of Elsner and Paardekooper 1987. Henrici's departure from normality `√(‖J‖_F² − Σ|λ_i|²)` is
-    better known, but needs eigenvalues, which are ill-conditioned where a matrix is far from normal. The two vanish
-    together, and `‖JᵀJ − JJᵀ‖_F ≤ √6 ‖J‖_F` times Henrici's.
+    Source: Elsner and Paardekooper 1987. Henrici's better known `√(‖J‖_F² − Σ|λ_i|²)`, of which `‖JᵀJ − JJᵀ‖_F` is at
+    most `√6 ‖J‖_F` times, needs eigenvalues, which are ill-conditioned where a matrix is far from normal.
 
-    NaN, with a warning, where J is zero. Raises TypeError or ValueError unless J is square, finite, and in 32 or 64
-    bits. Cost: two matrix products.
+    NaN, with a warning, where J is zero. J must be square, finite, and in 32 or 64 bits. Cost: two matrix products.
 
     Example:
         >>> non_normality(torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]]))

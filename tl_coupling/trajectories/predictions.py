@@ -53,11 +53,8 @@ class Linearisation:
     @checked
     def predicted(self, prediction: Prediction) -> Float[Tensor, "n_layers d_model"]:
         """A prediction by name; of the two baselines, "previous" (for one step) is `x^{l−1}`, and "input" is `x^0`."""
-        if prediction == "previous":
-            return self.trajectory[:-1]
-        if prediction == "input":
-            return self.trajectory[:1].expand_as(self.one_step)
-        values = getattr(self, prediction)
+        baselines = {"previous": self.trajectory[:-1], "input": self.trajectory[:1].expand_as(self.one_step)}
+        values = baselines.get(prediction, getattr(self, prediction, None))
         if values is None:
             raise ValueError("the closed form was left out: measure with `closed_form=True`")
         return values
@@ -111,9 +108,8 @@ def linearisation(
         k: how many singular vectors U has, all by default. The rest of the stream is left as it is.
         progress: wraps the loop over layers; `None`: a bar in a terminal or notebook, `False`: none.
 
-    Raises ValueError for a layer, position or k out of range, or a reference layer or k without the closed form.
-
-    Cost: per layer a Jacobian and its singular values; without the closed form two Jacobian–vector products.
+    Raises ValueError for a layer, position or k out of range, or a reference layer or k without the closed form. Cost:
+    per layer a Jacobian and its singular values; without the closed form two Jacobian–vector products.
 
     Example:
         >>> result = linearisation(trace)
@@ -127,8 +123,7 @@ def linearisation(
     k = trace.d_model if k is None else k
     check_k(k, trace.d_model)
     x = trace.residual[:, t].double()
-    one_step, product = torch.empty_like(x[1:]), torch.empty_like(x)
-    product[0] = x[0]
+    one_step, product = torch.empty_like(x[1:]), x.clone()
     S, U = x.new_empty(trace.n_layers, k), x.new_empty(trace.d_model, k)
     for layer in with_progress(range(trace.n_layers), progress, "linearisation"):
         if closed_form:
@@ -150,9 +145,7 @@ def linearisation(
 
 def _image(trace: Trace, layer: int, position: int, vector: Tensor) -> Tensor:
     """`J v` in float64; of v's direction, since a compounded v may lie beyond float32's range."""
-    size = vector.norm()
-    if size == 0:
-        return torch.zeros_like(vector)
+    size = vector.norm().clamp_min(torch.finfo(vector.dtype).tiny)
     return size * block_jvp(trace, layer, vector / size, position=position).double()
 
 
@@ -199,11 +192,9 @@ def perturbation(
     expected similarity is close to `1 / √(1 + scale²)`; deeper it says whether the blocks damp the noise or amplify it.
     The samples of ε, float64 from a CPU generator with the seed, are the same for every scale.
 
-    `scales` are at least 0. With `final_norm=True` the trace's last depth is compared after the final norm.
-
-    Raises ValueError for no scales, a negative or infinite one, a position out of range, or an embedding that is zero.
-
-    Cost: `n_scales · n_samples` forward passes of the prompt.
+    With `final_norm=True` the trace's last depth is compared after the final norm. Raises ValueError for no scales, a
+    negative or infinite one, a position out of range, or an embedding that is zero. Cost: `n_scales · n_samples`
+    forward passes of the prompt.
 
     Example:
         >>> perturbation(trace, (0.1, 1.0), n_samples=2).cosine_similarity.shape
@@ -218,14 +209,14 @@ def perturbation(
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(n_samples, trace.d_model, dtype=torch.float64, generator=generator).to(clean)
     noise = size / math.sqrt(trace.d_model) * noise
-    cosines = clean.new_empty(len(scales) * n_samples, len(clean))
-    for run in with_progress(range(len(cosines)), progress, "perturbation"):
+    cosines = clean.new_empty(len(scales), n_samples, len(clean))
+    for run in with_progress(range(len(scales) * n_samples), progress, "perturbation"):
         X = trace.residual[0].clone()
-        X[t] += scales[run // n_samples] * noise[run % n_samples]
+        level, sample = divmod(run, n_samples)
+        X[t] += scales[level] * noise[sample]
         noisy = [X[t]]
         for block in trace.blocks:
             X = X + block(X)
             noisy.append(X[t])
-        cosines[run] = direction_cosine(clean, torch.stack(noisy))
-    cosines = cosines.reshape(len(scales), n_samples, len(clean))
+        cosines[level, sample] = direction_cosine(clean, torch.stack(noisy))
     return Perturbation(cosines, tuple(map(float, scales)), t, seed, trace.provenance | {"position": t})

@@ -133,11 +133,9 @@ class TrajectoryResult(Saved):
     def __repr__(self) -> str:
         parts = [name for name in _PARTS if getattr(self, name) is not None]
         means = ", ".join(f"{name} {float(getattr(self, name).nanmean()):.3f}" for name in _AXES["token"].split())
-        return (
-            f"TrajectoryResult(model={self.provenance.get('model')!r}, {self.n_layers} layers, "
-            f"{len(self.line_shape_score)} tokens, window={self.window}, means over tokens: {means}; "
-            f"with {' and '.join(parts) or 'shapes alone'})"
-        )
+        sizes = f"{self.n_layers} layers, {len(self.line_shape_score)} tokens, window={self.window}"
+        held = f"means over tokens: {means}; with {' and '.join(parts) or 'shapes alone'}"
+        return f"TrajectoryResult(model={self.provenance.get('model')!r}, {sizes}, {held})"
 
 
 @checked
@@ -174,10 +172,9 @@ def measure_trajectory(
         progress: wraps the loops of both; `None`: a bar in a terminal or notebook, `False`: none.
 
     Raises ValueError for a position out of range, and for a window that is even, below 1 or above the number of layers.
-    Warns where the model has no logits, so that there is no entropy, and where a measure is undefined (NaN).
-
-    Cost: `n_layers + 1` unembeddings of the prompt; with `linear` a Jacobian and its singular values per layer; with
-    `noise` 48 forward passes.
+    Warns where the model has no logits, so that there is no entropy, and where a measure is undefined (NaN). Cost:
+    `n_layers + 1` unembeddings of the prompt; with `linear` a Jacobian and its singular values per layer; with `noise`
+    48 forward passes.
 
     Example:
         >>> measure_trajectory(trace, linear=False, noise=False).line_shape_score.shape
@@ -191,17 +188,8 @@ def measure_trajectory(
     except ValueError as error:
         warn_caller(f"no logit-lens entropy: {error}")
         entropy = None
-    return TrajectoryResult(
-        line_shape_score=shapes.line_shape_score(x),
-        expodistance=shapes.expodistance(x),
-        equidistance=shapes.equidistance(x),
-        norm=shapes.norms(x),
-        step_length=shapes.step_lengths(x),
-        line_shape_score_windowed=windowed,
-        line_shape_score_by_depth=shapes.line_shape_score_by_depth(x),
-        logit_lens_entropy=entropy,
-        window=window,
-        linearisation=linearisation(trace, t, progress=progress) if linear else None,
-        perturbation=perturbation(trace, position=t, progress=progress) if noise else None,
-        provenance=trace.provenance,
-    )
+    of_each_token = shapes.line_shape_score(x), shapes.expodistance(x), shapes.equidistance(x)
+    by_depth = shapes.norms(x), shapes.step_lengths(x), windowed, shapes.line_shape_score_by_depth(x)
+    predicted = linearisation(trace, t, progress=progress) if linear else None
+    noisy = perturbation(trace, position=t, progress=progress) if noise else None
+    return TrajectoryResult(*of_each_token, *by_depth, entropy, window, predicted, noisy, trace.provenance)

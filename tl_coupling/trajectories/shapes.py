@@ -21,11 +21,6 @@ from torch import Tensor
 
 from tl_coupling.border import Count, checked, warn_caller
 
-# ‖x^L‖ and ‖x^0‖ each carry up to half an ε from the rounding of x alone: growth below a few ε is not known to be any.
-_GROWTH_TOLERANCE_IN_EPS = 8
-# An attention sink is tens to hundreds of times as long as other tokens.
-_SINK = 10.0
-
 Trajectories = Float[Tensor, "n_layers_plus_1 *batch d_model"]
 
 
@@ -57,7 +52,7 @@ def attention_sinks(x: Float[Tensor, "n_layers_plus_1 n_pos d_model"]) -> list[i
         [0]
     """
     largest = norms(x).amax(0)
-    return (largest > _SINK * largest.median()).nonzero().flatten().tolist()
+    return (largest > 10 * largest.median()).nonzero().flatten().tolist()
 
 
 @checked
@@ -84,9 +79,8 @@ def line_shape_score(
 
     `window`, an odd number of steps up to L, scores every run of that many consecutive steps instead of the whole (the
     paper's figure has 11, which it calls "layers"; we count steps): `[n_windows *batch]` with `n_windows = L − window +
-    1`, where entry `i` covers steps `i` to `i + window − 1`, centred on step `i + window // 2`.
-
-    Cost: O(L d) per token, O(L · window · d) with a window; memory for three float64 copies of x.
+    1`, where entry `i` covers steps `i` to `i + window − 1`, centred on step `i + window // 2`. Cost: O(L d) per token,
+    O(L · window · d) with a window; memory for three float64 copies of x.
 
     Example:
         >>> corner = torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]])
@@ -131,8 +125,8 @@ def expodistance(x: Trajectories) -> Float[Tensor, "*batch"]:
     as after a final norm (the paper's last entry is normalised: `trace(…, final_norm=True)`), ED is large and
     ill-conditioned: a relative error δ in `‖x^L‖` changes ED by a fraction of about `2 δ / ln(‖x^L‖ / ‖x^0‖)`.
 
-    ED is undefined (NaN, with a warning) where a norm or the mean growth is 0. Mean growth counts as 0 when
-    `|ln(‖x^L‖ / ‖x^0‖)| ≤ 8 ε`, with ε the machine epsilon of x's dtype: ED would then consist of rounding.
+    ED is undefined (NaN, with a warning) where a norm is 0, and where it would consist of rounding: for
+    `|ln(‖x^L‖ / ‖x^0‖)| ≤ 8 ε`, with ε the machine epsilon of x's dtype.
 
     Example:
         >>> expodistance(torch.tensor([[1.0], [2.0], [8.0]]))  # rates ln 2 and 2 ln 2: (1/2)² / (3/2)²
@@ -141,7 +135,8 @@ def expodistance(x: Trajectories) -> Float[Tensor, "*batch"]:
     lengths = _finite(x).norm(dim=-1)
     alpha = lengths.masked_fill(lengths == 0, math.nan).log().diff(dim=0)
     growth = alpha.mean(0)
-    level = growth.abs() * len(alpha) <= _GROWTH_TOLERANCE_IN_EPS * torch.finfo(x.dtype).eps
+    # ‖x^L‖ and ‖x^0‖ each carry up to half an ε from the rounding of x alone: a growth of a few ε may be none.
+    level = growth.abs() * len(alpha) <= 8 * torch.finfo(x.dtype).eps
     _warn_undefined("expodistance", {"with a norm of 0": (lengths == 0).any(0), "whose norm does not grow": level})
     return _narrowed((alpha - growth).square().mean(0) / growth.masked_fill(level, math.nan).square(), x)
 
@@ -169,9 +164,8 @@ def logit_lens_entropy(x: Trajectories, unembed: Callable[[Tensor], Tensor]) -> 
 
     `unembed`, usually final norm and unembedding, maps `[*batch d_model]` to logits `[*batch d_vocab]`. It is called at
     each depth, with `x[l]` in x's own dtype, without gradients. A last entry that is normalised already
-    (`trace(…, final_norm=True)`) would be normalised twice; `entropy_by_depth` avoids that.
-
-    Raises ValueError if `unembed` returns another shape, NaN or +inf (−inf, a token ruled out, is fine).
+    (`trace(…, final_norm=True)`) would be normalised twice; `entropy_by_depth` avoids that. Raises ValueError if
+    `unembed` returns another shape, NaN or +inf (−inf, a token ruled out, is fine).
 
     Example:
         >>> logit_lens_entropy(torch.eye(2), lambda stream: 0 * stream)
@@ -217,11 +211,8 @@ def trajectory_pca(x: Trajectories, n_components: Count = 2) -> TrajectoryPCA:
     paper's PCA figures. Components are orthonormal, of largest variance first, and their entry of largest magnitude is
     positive. n tokens span at most n − 1 directions; a component without variance has an arbitrary one, with a warning.
 
-    Raises:
-        ValueError: fewer than 2 tokens, tokens that are all the same at the last depth, or `n_components` above the
-            number of tokens or `d_model`.
-
-    Cost: one float64 SVD of `[n_tokens d_model]`.
+    Raises ValueError for fewer than 2 tokens, tokens that are all the same at the last depth, or `n_components` above
+    the number of tokens or `d_model`. Cost: one float64 SVD of `[n_tokens d_model]`.
 
     Example:
         >>> x = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[3.0, 0.0], [1.0, 0.0]]])
@@ -232,22 +223,18 @@ def trajectory_pca(x: Trajectories, n_components: Count = 2) -> TrajectoryPCA:
     """
     wide = _finite(x, at_least=1)
     last = wide[-1].reshape(-1, wide.shape[-1])
-    n_tokens, d_model = last.shape
-    if n_tokens < 2:
-        raise ValueError(f"principal components want at least 2 tokens, got {n_tokens}: give `x` more positions")
-    if n_components > (most := min(n_tokens, d_model)):
-        case = f"for {n_tokens} tokens of width {d_model}"
-        raise ValueError(f"`n_components` must lie in [1, {most}] {case}, got {n_components}")
+    n, d = last.shape
+    if n < 2:
+        raise ValueError(f"principal components want at least 2 tokens, got {n}: give `x` more positions")
+    if n_components > (most := min(n, d)):
+        raise ValueError(f"`n_components` must lie in [1, {most}] for {n} tokens of width {d}, got {n_components}")
     mean = last.mean(0)
     _, sigma, Vh = torch.linalg.svd(last - mean, full_matrices=False)
-    rank = int((sigma > torch.finfo(sigma.dtype).eps * max(n_tokens, d_model) * last.norm()).sum())
+    rank = int((sigma > torch.finfo(sigma.dtype).eps * max(n, d) * last.norm()).sum())
     if rank == 0:
-        raise ValueError(f"principal components want tokens that differ, got {n_tokens} equal ones in `x[-1]`")
+        raise ValueError(f"principal components want tokens that differ, got {n} equal ones in `x[-1]`")
     if rank < n_components:
-        warn_caller(
-            f"the {n_tokens} tokens of `x[-1]` span {rank} of the {n_components} components asked for: the others have "
-            "no variance and an arbitrary direction"
-        )
+        warn_caller(f"the {n} tokens of `x[-1]` span {rank} of the {n_components} components: the others are arbitrary")
     components = Vh[:n_components]
     components = components * components.gather(1, components.abs().argmax(1, keepdim=True)).sign()
     projected = einsum(wide - mean, components, "depth ... d, component d -> depth ... component")
