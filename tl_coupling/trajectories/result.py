@@ -36,6 +36,7 @@ _AXES = {
 _AXES_OF = {name: axes.split() for axes, names in _AXES.items() for name in names.split()}
 _UNITS = dict.fromkeys(["norm", "step_length", "trajectory", "one_step", "product", "closed_form"], "residual stream")
 _UNITS |= {"logit_lens_entropy": "nat"}
+_OPTIONAL = ("logit_lens_entropy", "closed_form", "singular_values")
 _PARTS = {"linearisation": Linearisation, "perturbation": Perturbation}
 
 
@@ -110,10 +111,11 @@ class TrajectoryResult(Saved):
         """Read what `save` wrote; ValueError for other or damaged files."""
         import xarray
 
+        def tensor(name: str) -> Tensor | None:
+            return None if name in _OPTIONAL and name not in data else torch.from_numpy(data[name].values)
+
         def made(kind: Any, **rest: Any) -> Any:
-            names = [one.name for one in fields(kind) if one.name in _AXES_OF]
-            tensors = {name: torch.from_numpy(data[name].values) if name in data else None for name in names}
-            return kind(**tensors, **rest)
+            return kind(**{one.name: tensor(one.name) for one in fields(kind) if one.name in _AXES_OF}, **rest)
 
         try:
             data = xarray.load_dataset(path, engine="netcdf4")
@@ -122,8 +124,6 @@ class TrajectoryResult(Saved):
                 rest = json.loads(data.attrs[name])
                 rest |= {"scales": tuple(rest["scales"])} if "scales" in rest else {}
                 parts[name] = made(_PARTS[name], **rest, provenance=provenance | {"position": rest["position"]})
-            if missing := [name for name in _AXES_OF.keys() & {one.name for one in fields(cls)} if name not in data]:
-                raise KeyError(*missing)
             return made(cls, window=int(data.attrs["window"]), provenance=provenance, **parts)
         except FileNotFoundError:
             raise
