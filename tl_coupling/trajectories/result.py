@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,8 +148,9 @@ def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
         >>> entropy_by_depth(trace).shape
         torch.Size([3, 8])
     """
-    x, last = trace.residual, partial(trace.logits, normalised=trace.final_norm)
-    return torch.cat([shapes.logit_lens_entropy(x[:-1], trace.logits), shapes.logit_lens_entropy(x[-1:], last)])
+    before = shapes.logit_lens_entropy(trace.residual[:-1], trace.logits)
+    last = shapes.logit_lens_entropy(trace.residual[-1:], lambda x: trace.logits(x, trace.final_norm))
+    return torch.cat([before, last])
 
 
 @checked
