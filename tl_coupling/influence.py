@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
-from tl_coupling.border import Count, checked
+from tl_coupling.border import checked
+from tl_coupling.comparisons.maps import Saved
 from tl_coupling.comparisons.pairs import chosen_layers
-from tl_coupling.comparisons.saving import Saved
 from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import effective_rank, participation_ratio, singular_values
@@ -25,17 +25,12 @@ INFLUENCE_MEASURES: tuple[InfluenceMeasure, ...] = get_args(InfluenceMeasure)
 class Influence(Saved):
     """Sizes and ranks of `J^l_{t1 t2}` for one output token t2, every source token t1 ≤ t2 and layer l.
 
-    The skip connection is left out, for t1 = t2 as well.
+    The skip connection is left out, for t1 = t2 as well. Rows are `layers`, columns `source_positions`.
 
     Attributes:
         frobenius_norm: `‖J‖_F = √Σσ²`, a gain over all input directions.
         largest_singular_value: σ₁, the largest gain of any direction.
-        participation_ratio: `(Σσ²)² / Σσ⁴`, how many directions carry the squared gain.
-        effective_rank: `exp(−Σ p ln p)` with `p = σ / Σσ` (Roy & Vetterli 2007), the entropy rank.
-        layers: the layer of each row.
-        source_positions: the token t1 of each column.
-        output_position: the token t2.
-        provenance: how it was made; JSON-able.
+        participation_ratio, effective_rank: how many directions carry the gain; see the functions of these names.
     """
 
     frobenius_norm: Float[Tensor, "n_layers n_sources"]
@@ -46,42 +41,25 @@ class Influence(Saved):
     source_positions: tuple[int, ...]
     output_position: int
     provenance: dict[str, Any]
-    DIMS: ClassVar = {
-        **dict.fromkeys(INFLUENCE_MEASURES, "layer source_position"),
-        **{"layers": "layer", "source_positions": "source_position"},
-    }
+    DIMS: ClassVar = dict.fromkeys(INFLUENCE_MEASURES, "layer source_position")
+    DIMS |= {"layers": "layer", "source_positions": "source_position"}
 
     def __repr__(self) -> str:
         n_layers, n_sources = self.frobenius_norm.shape
-        return (
-            f"Influence({self.provenance.get('model')!r}, {n_sources} source tokens on token {self.output_position} at "
-            f"{n_layers} layers; mean Frobenius norm {float(self.frobenius_norm.mean()):.3g})"
-        )
+        what = f"{n_sources} source tokens on token {self.output_position} at {n_layers} layers"
+        mean = float(self.frobenius_norm.mean())
+        return f"Influence({self.provenance.get('model')!r}, {what}; mean Frobenius norm {mean:.3g})"
 
 
 @checked
 def cross_token_influence(
-    trace: Trace,
-    output_position: int = -1,
-    *,
-    layers: Sequence[int] | None = None,
-    chunk_size: Count | None = None,
-    progress: Progress | None = None,
+    trace: Trace, output_position: int = -1, *, layers: Sequence[int] | None = None, progress: Progress | None = None
 ) -> Influence:
     """Size and rank of `J^l_{t1 t2}`, what moving token t1 does to block l's output at token t2, for every t1 ≤ t2.
 
-    Args:
-        trace: a traced prompt.
-        output_position: t2; the last token by default.
-        layers: a selection of layers, in this order; all by default.
-        chunk_size, progress: as in `depth_coupling`.
-
-    Raises:
-        ValueError: a layer or position out of range, an empty selection.
-
-    Warns: where a Jacobian is exactly zero; it has no rank (NaN).
-
-    Cost: for each layer little more than one token's Jacobian, and the singular values of one matrix for each source.
+    `output_position` is t2; `layers` are a selection, in this order; `progress` is as in `depth_coupling`. Raises
+    ValueError for a layer or position out of range or an empty selection. Warns where a Jacobian is exactly zero: it
+    has no rank (NaN). Cost: for each layer little more than one token's Jacobian, and each source's singular values.
 
     Example:
         >>> influence = tlc.cross_token_influence(trace, output_position=3)
@@ -92,15 +70,7 @@ def cross_token_influence(
     chosen, sources = chosen_layers(trace, layers), range(t2 + 1)
     paths: dict[str, str] = {}
     connections = [Connection(layer, t1, t2, t1) for layer in chosen for t1 in sources]
-    computed = jacobians_of(trace, connections, chunk_size, progress, paths)
+    computed = jacobians_of(trace, connections, None, progress, paths)
     S = torch.stack([singular_values(J) for J in computed]).reshape(len(chosen), len(sources), -1)
-    return Influence(
-        frobenius_norm=S.norm(dim=-1),
-        largest_singular_value=S[..., 0],
-        participation_ratio=participation_ratio(S),
-        effective_rank=effective_rank(S),
-        layers=tuple(chosen),
-        source_positions=tuple(sources),
-        output_position=t2,
-        provenance=trace.provenance | {"paths": paths},
-    )
+    measures = S.norm(dim=-1), S[..., 0], participation_ratio(S), effective_rank(S)
+    return Influence(*measures, tuple(chosen), tuple(sources), t2, trace.provenance | {"paths": paths})

@@ -20,14 +20,9 @@ TokenMap = Literal["self", "fixed input", "fixed output"]
 TOKEN_MAPS: tuple[TokenMap, ...] = get_args(TokenMap)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class TokenPortrait:
-    """What a traced prompt shows across its tokens, at one pair of layers.
-
-    Attributes:
-        maps: coupling across tokens by name: "self", "fixed input" and "fixed output".
-        influence: of every token on the fixed output, at every layer.
-    """
+    """What a traced prompt shows across its tokens: coupling at one pair of layers, influence on one token at each."""
 
     maps: dict[TokenMap, CouplingMap]
     influence: Influence
@@ -37,19 +32,16 @@ class TokenPortrait:
         return f"TokenPortrait({self.influence.provenance['model']!r}, maps: {maps}, {self.influence!r})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Portrait:
     """What a traced prompt shows: coupling across depth and tokens, influence, entropy.
 
     Attributes:
-        trace: the traced prompt.
-        ks: numbers of top singular vectors, smallest first; `depth` holds the largest, the token maps the smallest.
+        ks: numbers of top singular vectors, smallest first; `depth` holds the largest, `tokens` the smallest.
         position: the token measured across depth, the output of the influences, and the fixed output.
         input_position: the fixed input.
-        depth: coupling across depth.
         tokens: as `TokenPortrait.maps`, without those where fewer than two tokens vary.
-        influence: of every token on the measured one, at every layer.
-        entropy: of the logit lens in nats, `[n_layers+1 n_pos]`.
+        entropy: of the logit lens in nats.
     """
 
     trace: Trace
@@ -62,10 +54,9 @@ class Portrait:
     entropy: Float[Tensor, "n_layers_plus_1 n_pos"]
 
     def __repr__(self) -> str:
-        return (
-            f"Portrait({self.trace.provenance['model']!r}, {self.trace.n_pos} tokens, k={list(self.ks)}, "
-            f"position={self.position}, input_position={self.input_position}, maps: depth, {', '.join(self.tokens)})"
-        )
+        of, maps = f"{self.trace.provenance['model']!r}, {self.trace.n_pos} tokens", ", ".join(["depth", *self.tokens])
+        where = f"position={self.position}, input_position={self.input_position}"
+        return f"Portrait({of}, k={list(self.ks)}, {where}, maps: {maps})"
 
 
 @checked
@@ -85,21 +76,16 @@ def token_portrait(
     """Coupling across the tokens of a prompt at one pair of layers, and their influence on one token at every layer.
 
     Args:
-        trace: a traced prompt.
         layer, other_layer: of J_1 and of the singular vectors. Neighbours by default: the one given and the next, or
             the two in the middle.
         position: the fixed output, and the token whose influences are measured.
         input_position: the fixed input.
-        positions: a selection of tokens, in this order, all by default; context maps compare those that causality
-            allows.
+        positions: which tokens, in this order, all by default; context maps compare those that causality allows.
         maps: which maps to make.
         k, orientation, progress: as in `depth_coupling`.
 
-    Raises:
-        ValueError: as `self_coupling` and `context_coupling`.
-
-    Cost: one `self_coupling`, two `context_coupling` and `cross_token_influence`: for n tokens and L layers about
-    `6 n + L n` Jacobians.
+    Raises as `self_coupling` and `context_coupling`. Cost: with all maps about `6 n + L n` Jacobians for n tokens and L
+    layers.
 
     Example:
         >>> measured = tlc.portraits.token_portrait(trace, k=4, position=3)
@@ -111,7 +97,7 @@ def token_portrait(
     pair = neighbours(trace, layer, other_layer)
     chosen = None if positions is None else [trace.position_index(t, "positions") for t in positions]
     given: dict[str, Any] = {"k": fitting_k(k, trace.d_model), "orientation": orientation, "progress": progress}
-    found = {}
+    found: dict[TokenMap, CouplingMap] = {}
     # The cheap ones first, so that wrong arguments are reported before the long work.
     for name in sorted(set(maps), key=TOKEN_MAPS.index, reverse=True):
         end: Any = name.removeprefix("fixed ")
@@ -121,7 +107,7 @@ def token_portrait(
             free = None if chosen is None else [t for t in chosen if t in allowed[end]]
             found[name] = context_coupling(trace, *pair, fixed=end, position=ends[end], positions=free, **given)
     influence = cross_token_influence(trace, position, progress=progress)
-    return TokenPortrait({name: found[name] for name in TOKEN_MAPS if name in found}, influence)
+    return TokenPortrait(dict(reversed(found.items())), influence)
 
 
 @checked
@@ -136,20 +122,15 @@ def portrait(
     orientation: Orientation = "ujv",
     progress: Progress | None = None,
 ) -> Portrait:
-    """Coupling across depth and across tokens, influence and logit-lens entropy of one traced prompt.
-
-    It is what `write_report` draws.
+    """What `write_report` draws of a prompt: coupling across depth and tokens, influence and logit-lens entropy.
 
     Args:
-        trace: a traced prompt.
         k: how many top singular vectors: 10, 30 and 50 by default, or what fits a narrower model. Token maps are made
             at the smallest, where coupling stands out most and the pairs of a long prompt fit into memory.
         position: the token whose coupling across depth and whose influences are measured, and the fixed output.
         layer, other_layer, input_position, orientation, progress: as in `token_portrait`.
 
-    Raises:
-        ValueError: no k, k outside `[1, d_model]`, a layer or position out of range, a model without unembedding.
-
+    Raises ValueError for no k, k outside `[1, d_model]`, a layer or position out of range, a model without unembedding.
     Cost: `depth_coupling` and `token_portrait`.
 
     Example:
@@ -160,23 +141,13 @@ def portrait(
     if k is None:
         largest = fitting_k(None, trace.d_model)
         k = [min(one, largest) for one in (10, 30, DEFAULT_K)]
-    ks = tuple(sorted(set(k)))
-    if not ks:
+    if not (ks := tuple(sorted(set(k)))):
         raise ValueError("`k` is empty: wanted at least one number of singular vectors")
     output, fixed = trace.position_index(position), trace.position_index(input_position, "input_position")
     n_varying = {"self": trace.n_pos, "fixed input": trace.n_pos - fixed, "fixed output": output + 1}
-    given: dict[str, Any] = {"orientation": orientation, "progress": progress}
+    maps = [name for name in TOKEN_MAPS if n_varying[name] > 1]
+    given: dict[str, Any] = {"position": position, "orientation": orientation, "progress": progress}
     pair = neighbours(trace, layer, other_layer)
-    depth = depth_coupling(trace, ks[-1], position, **given)
-    given |= {"position": position, "input_position": input_position}
-    tokens = token_portrait(trace, *pair, k=ks[0], maps=[name for name in TOKEN_MAPS if n_varying[name] > 1], **given)
-    return Portrait(
-        trace=trace,
-        ks=ks,
-        position=output,
-        input_position=fixed,
-        depth=depth,
-        tokens=tokens.maps,
-        influence=tokens.influence,
-        entropy=entropy_by_depth(trace),
-    )
+    depth = depth_coupling(trace, ks[-1], **given)
+    tokens = token_portrait(trace, *pair, k=ks[0], input_position=input_position, maps=maps, **given)
+    return Portrait(trace, ks, output, fixed, depth, tokens.maps, tokens.influence, entropy_by_depth(trace))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_coupling.border import checked, warn_caller
 
-# The truncated SVD in float32: eigenvectors kept beyond k, the largest residual `Jᵀu − σ v` (that of an SVD), and how
+# The truncated SVD: eigenvectors kept beyond k, the largest residual `Jᵀu − σ v` (that of an SVD in float32), and how
 # small σ_k² may be beside σ_1² (rounding in float32 is a ten-thousandth of that).
 _OVERSAMPLING, _RESIDUAL_TOLERANCE, _LEAST_SQUARE = 32, 1e-6, 1e-3
 
@@ -40,12 +40,9 @@ class Spectrum:
 
 @dataclass(frozen=True, eq=False)
 class InverseSingularValueFit:
-    """For each k, a line `1/σ_k ≈ intercept + slope · layer`.
+    """For each k, a line `1/σ_k ≈ intercept + slope · layer`, in units of 1/σ and layers.
 
-    Attributes:
-        slope: in units of 1/σ per layer.
-        intercept: at layer 0, in units of 1/σ.
-        r_squared: share of the variance of `1/σ_k` over layers that the line explains.
+    `r_squared` is the share of the variance of `1/σ_k` over layers that the line explains.
     """
 
     slope: Float[Tensor, " k"]
@@ -57,33 +54,24 @@ class InverseSingularValueFit:
 def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum:
     """Singular value decomposition `J = U diag(S) Vh`, batched.
 
-    Args:
-        J: one matrix or a batch.
-        k: how many triplets, the largest first; all by default.
-
-    Returns:
-        `Spectrum(U, S, Vh)`; columns of U and rows of Vh are orthonormal, signs are arbitrary (in pairs).
-
-    Raises:
-        TypeError: J is not real floating point of 32 or 64 bits.
-        ValueError: k out of range, fewer than two axes, or entries that are not finite.
+    `k` triplets, the largest first; all by default. Columns of U and rows of Vh are orthonormal, signs are arbitrary
+    (in pairs). Raises TypeError unless J is real floating point of 32 or 64 bits; ValueError for k out of range, fewer
+    than two axes, or entries that are not finite.
 
     Cost: a full SVD of every matrix (LAPACK's gesdd). For `k ≤ rank / 3` in float32 on the CPU, an eigendecomposition
-    of `JᵀJ`, polished in float64, takes half the time and is more accurate; it is used if both residuals, `‖J v − σ u‖`
-    and `‖Jᵀu − σ v‖`, stay below `10⁻⁶ σ_1`. (`torch.svd_lowrank` errs by several per cent on the flat spectra of
-    Jacobians.) On the CPU the matrices of a batch take one core each, which is faster than all cores on one small
-    matrix.
+    of `JᵀJ`, polished in float64, costs less and is more accurate; it is used if both residuals, `‖J v − σ u‖` and
+    `‖Jᵀu − σ v‖`, stay below `10⁻⁶ σ_1`. (`torch.svd_lowrank` is far off on the flat spectra of Jacobians.) On the CPU
+    the matrices of a batch take one core each, which is faster than all cores on one small matrix.
 
     Example:
         >>> J = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
         >>> tlc.svd(J, k=1).S
         tensor([4.])
     """
-    _check_matrices(J, "singular value decomposition")
-    rank = min(J.shape[-2:])
+    _check_matrices(J)
+    rank = kept = min(J.shape[-2:])
     if k is not None:
-        check_k(k, rank)
-    kept = rank if k is None else k
+        check_k(kept := k, rank)
     is_small_part = kept <= rank // 3 and J.dtype == torch.float32 and J.device.type == "cpu"
 
     def decompose(matrix: Tensor) -> tuple[Tensor, ...]:
@@ -96,13 +84,13 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
 
 @checked
 def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*batch n_singular"]:
-    """Singular values alone, largest first. Errors as in `svd`; half its cost.
+    """Singular values alone, largest first. Errors as in `svd`; cheaper.
 
     Example:
         >>> singular_values(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
         tensor([4., 3.])
     """
-    _check_matrices(J, "singular value decomposition")
+    _check_matrices(J)
     return _of_each(lambda matrix: (torch.linalg.svdvals(matrix),), J, [(min(J.shape[-2:]),)])[0]
 
 
@@ -157,15 +145,11 @@ def check_k(k: int, largest: int) -> None:
 
 
 def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> None:
-    """Warn where `σ_k ≈ σ_{k+1}`: which subspace is the top k is then arbitrary.
-
-    Rounding in J turns the vectors on both sides of the cut by about `ε σ_1 / (σ_k − σ_{k+1})`; the warning is given
-    where that exceeds one tenth.
-    """
+    """Warn where `σ_k ≈ σ_{k+1}`: rounding turns the top-k subspace, by about `ε σ_1 / (σ_k − σ_{k+1})` > 1/10."""
     if k >= S.shape[-1]:
         return
     close = S[:, k - 1] - S[:, k] <= 10 * torch.finfo(S.dtype).eps * S[:, 0]
-    if bool(close.any()):
+    if close.any():
         where = ", ".join(name for name, hit in zip(names, close.tolist(), strict=True) if hit)
         warn_caller(
             f"σ_{k} and σ_{k + 1} are equal to rounding in {where}: the top-{k} subspace there is arbitrary, and so is "
@@ -182,17 +166,9 @@ def inverse_singular_value_fit(
     In residual networks trained to classify, `1/σ_k` grows linearly with depth (Li and Papyan 2023); Aubry et al. 2025
     find no such scaling in language models.
 
-    Args:
-        S: singular values, one row for each layer.
-        layers: the layer of each row; 0, 1, 2, … by default.
-
-    Returns:
-        slope, intercept and R² for each k, in S's dtype. R² of two layers is always 1. NaN, with a warning: all three
-        where some σ_k is 0, and R² where `1/σ_k` is the same at all layers up to rounding.
-
-    Raises:
-        TypeError: S is not real floating point of 32 or 64 bits.
-        ValueError: entries that are negative or not finite, fewer than 2 rows, layers that are not one for each row.
+    `layers` are those of S's rows; 0, 1, 2, … by default. R² of two layers is always 1. NaN, with a warning: all three
+    where some σ_k is 0, and R² where `1/σ_k` is the same at all layers up to rounding. Raises as `participation_ratio`,
+    and ValueError for fewer than 2 rows or layers that are not one for each row.
 
     Example:
         >>> fit = inverse_singular_value_fit(torch.tensor([[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]]))
@@ -204,8 +180,8 @@ def inverse_singular_value_fit(
     _check_singular_values(S)
     layers = list(range(len(S)) if layers is None else layers)
     if len(S) < 2 or len(layers) != len(S) or len(set(layers)) != len(S):
-        wanted = "at least 2 rows of `S` and a layer of its own for each"
-        raise ValueError(f"a line needs {wanted}, got {len(S)} rows and layers {layers}")
+        got = f"{len(S)} rows and layers {layers}"
+        raise ValueError(f"a line needs at least 2 rows of `S` and a layer of its own for each, got {got}")
     y = 1 / S.double().masked_fill((S == 0).any(0), math.nan)
     x = torch.tensor(layers, dtype=y.dtype, device=y.device)
     x_centred, y_centred = x - x.mean(), y - y.mean(0)
@@ -219,7 +195,6 @@ def inverse_singular_value_fit(
             f"of {S.shape[1]} lines through 1/σ_k, {n_zero} are undefined (NaN) where σ_k is 0, and R² of {n_flat} "
             "is undefined (NaN) where 1/σ_k does not vary"
         )
-    # R² lies in [0, 1] up to rounding.
     fit = slope, y.mean(0) - slope * x.mean(), r_squared.clamp(0, 1)
     return InverseSingularValueFit(*(part.to(S.dtype) for part in fit))
 
@@ -233,14 +208,10 @@ def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     `u ⊥ v`. A d×d matrix of independent Gaussian entries has about `√(2/d)`: compare with that, not with √2. Invariant
     under orthogonal similarity, scale and transposition.
 
-    One of the measures of Elsner and Paardekooper 1987. Henrici's departure from normality `√(‖J‖_F² − Σ|λ_i|²)` is
-    better known, but needs eigenvalues, which are ill-conditioned where a matrix is far from normal. The two vanish
-    together, and `‖JᵀJ − JJᵀ‖_F ≤ √6 ‖J‖_F` times Henrici's.
+    Source: Elsner and Paardekooper 1987. Henrici's better known `√(‖J‖_F² − Σ|λ_i|²)`, of which `‖JᵀJ − JJᵀ‖_F` is at
+    most `√6 ‖J‖_F` times, needs eigenvalues, which are ill-conditioned where a matrix is far from normal.
 
-    NaN, with a warning, where J is zero. Cost: two matrix products.
-
-    Raises:
-        TypeError, ValueError: J is not square, not finite, or not in 32 or 64 bits.
+    NaN, with a warning, where J is zero. J must be square, finite, and in 32 or 64 bits. Cost: two matrix products.
 
     Example:
         >>> non_normality(torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]]))
@@ -255,10 +226,8 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     """Share of J that is antisymmetric, `‖J − Jᵀ‖_F / (2 ‖J‖_F)`.
 
     Dimensionless, in [0, 1]: 0 for symmetric matrices, 1 for antisymmetric ones, about `1/√2` for independent Gaussian
-    entries. Its square and that of the symmetric share add up to 1. Invariant as `non_normality`. The closed form of
-    Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
-
-    NaN, with a warning, where J is zero. Raises as `non_normality`.
+    entries. Its square and that of the symmetric share add up to 1. Invariances, NaN and errors as in `non_normality`.
+    The closed form of Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
 
     Example:
         >>> asymmetry(torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]]))
@@ -273,10 +242,8 @@ def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]
     """Participation ratio of the squared singular values, `(Σ σ_i²)² / Σ σ_i⁴`: how many directions carry the energy.
 
     Dimensionless, in [1, k]: n for n equal singular values and otherwise zeros. Of all singular values it is
-    `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k alone it ignores the others. NaN, with a warning, where all of S is zero.
-
-    Raises:
-        TypeError, ValueError: S is not floating point of 32 or 64 bits, or has negative or infinite entries.
+    `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k alone it ignores the others. NaN, with a warning, where all of S is zero. Raises
+    TypeError or ValueError unless S is floating point of 32 or 64 bits, finite and at least 0.
 
     Example:
         >>> participation_ratio(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
@@ -288,12 +255,9 @@ def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]
 
 @checked
 def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """Effective rank `exp(−Σ p_i ln p_i)` with `p_i = σ_i / Σ_j σ_j`.
+    """Effective rank `exp(−Σ p_i ln p_i)` with `p_i = σ_i / Σ_j σ_j` (Roy and Vetterli 2007).
 
-    Dimensionless, in [1, k]: n for n equal singular values and otherwise zeros. Of the top k alone it ignores the
-    others. NaN, with a warning, where all of S is zero. Raises as `participation_ratio`.
-
-    Source: Roy and Vetterli 2007. (Others take shares of the squares, which gives a smaller rank.)
+    Range, NaN and errors as in `participation_ratio`. (Others take shares of the squares, which gives a smaller rank.)
 
     Example:
         >>> effective_rank(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).round(decimals=4)
@@ -305,7 +269,7 @@ def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 def _unit_matrices(J: Tensor, measure: str) -> Tensor:
     """J over its Frobenius norm; NaN with a warning where that is zero."""
-    _check_matrices(J, measure)
+    _check_matrices(J)
     # In two steps: the squares in a norm leave the range of the dtype long before the entries do.
     J = J / _or_nan(J.abs().amax((-2, -1), keepdim=True), measure, "J")
     return J / torch.linalg.matrix_norm(J, keepdim=True)
@@ -324,22 +288,20 @@ def _or_nan(size: Tensor, measure: str, name: str) -> Tensor:
     return size.masked_fill(size == 0, math.nan)
 
 
-def _check_matrices(J: Tensor, measure: str) -> None:
+def _check_matrices(J: Tensor) -> None:
     _check_dtype(J, "J")
-    if not bool(torch.isfinite(J).all()):
-        raise ValueError(f"`J` has NaN or infinite entries: no {measure}")
+    if not J.isfinite().all():
+        raise ValueError("`J` has NaN or infinite entries")
 
 
 def _check_singular_values(S: Tensor) -> None:
     _check_dtype(S, "S")
     if S.shape[-1] == 0:
         raise ValueError(f"`S` must hold at least one singular value, got shape {list(S.shape)}")
-    if not bool(torch.isfinite(S).all()) or bool((S < 0).any()):
+    if not (S.isfinite() & (S >= 0)).all():
         raise ValueError("`S` must hold singular values, finite and at least 0, got others")
 
 
 def _check_dtype(x: Tensor, name: str) -> None:
     if x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"`{name}` must be float32 or float64, got {x.dtype}: convert it with `.float()` or `.double()`"
-        )
+        raise TypeError(f"`{name}` must be float32 or float64, got {x.dtype}: use `.float()` or `.double()`")

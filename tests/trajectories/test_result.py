@@ -111,7 +111,9 @@ def test_bad_options_are_refused(tiny_trace: Trace, options: dict, message: str)
         measure_trajectory(tiny_trace, **options)
 
 
-def test_a_model_without_logits_has_no_entropy(tiny_trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_logits_has_no_entropy(
+    tiny_trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("the model has no unembedding")
 
@@ -120,6 +122,7 @@ def test_a_model_without_logits_has_no_entropy(tiny_trace: Trace, monkeypatch: p
         result = measure_trajectory(tiny_trace, linear=False, noise=False)
     assert result.logit_lens_entropy is None
     assert "logit_lens_entropy" not in result.to_dataset()
+    assert TrajectoryResult.load(result.save(tmp_path / "one.nc")).logit_lens_entropy is None
 
 
 def test_other_files_are_refused(tiny_trace: Trace, tmp_path: Path) -> None:

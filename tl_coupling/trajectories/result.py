@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,19 +10,15 @@ from torch import Tensor
 
 from tl_coupling.blocks import Trace
 from tl_coupling.border import AnyPath, checked, warn_caller
-from tl_coupling.files import write_atomically
+from tl_coupling.comparisons.maps import Saved
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import shapes
-from tl_coupling.trajectories.noise import Perturbation, perturbation
-from tl_coupling.trajectories.predictions import PREDICTIONS, Linearisation, linearisation
-from tl_coupling.trajectories.projections import entropy_by_depth
-from tl_coupling.trajectories.shapes import Window
+from tl_coupling.trajectories.predictions import PREDICTIONS, Linearisation, Perturbation, linearisation, perturbation
 
 if TYPE_CHECKING:
     import xarray
 
-_PAPER_WINDOW = 11
 # The arrays of a result, of its parts, and those made from them for the file alone, by their axes.
 _AXES = {
     "token": "line_shape_score expodistance equidistance",
@@ -40,22 +35,17 @@ _AXES = {
 _AXES_OF = {name: axes.split() for axes, names in _AXES.items() for name in names.split()}
 _UNITS = dict.fromkeys(["norm", "step_length", "trajectory", "one_step", "product", "closed_form"], "residual stream")
 _UNITS |= {"logit_lens_entropy": "nat"}
+_OPTIONAL = ("logit_lens_entropy", "closed_form", "singular_values")
 _PARTS = {"linearisation": Linearisation, "perturbation": Perturbation}
 
 
 @dataclass(frozen=True, eq=False)
-class TrajectoryResult:
+class TrajectoryResult(Saved):
     """Shapes of all tokens' trajectories; for one token also their linear predictions and the fate of noise.
 
-    Attributes:
-        line_shape_score, expodistance, equidistance: of each token; see the functions of these names.
-        norm, step_length: `‖x^l‖` at every depth and `‖x^{l+1} − x^l‖` of every layer, in units of the residual stream.
-        line_shape_score_windowed: of every `window` consecutive steps; entry `i` is centred on layer `i + window // 2`.
-        line_shape_score_by_depth: of the steps up to each layer.
-        logit_lens_entropy: in nats, at every depth; `None` for a model without logits.
-        window: steps of the windowed score.
-        linearisation, perturbation: of one token; `None` if left out.
-        provenance: how it was made; JSON-able.
+    What is `[… n_pos]` is of every token, by the function of its name. `line_shape_score_windowed` is of every `window`
+    consecutive steps, centred on layer `i + window // 2`; `norm` and `step_length` are in units of the residual stream.
+    `logit_lens_entropy` is `None` for a model without logits; `linearisation` and `perturbation`, if left out.
     """
 
     line_shape_score: Float[Tensor, " n_pos"]
@@ -84,15 +74,15 @@ class TrajectoryResult:
         """
         import xarray
 
-        n_pos = len(self.line_shape_score)
-        arrays: dict[str, Tensor] = {}
         attrs = {"window": self.window, "provenance": json.dumps(self.provenance)}
-        for name, part in {"": self, **{name: getattr(self, name) for name in _PARTS}}.items():
-            held = {} if part is None else vars(part)
-            arrays |= {key: value for key, value in held.items() if key in _AXES_OF and value is not None}
-            if name and held:
-                rest = {key: value for key, value in held.items() if key not in (*_AXES_OF, "provenance")}
+        held = dict(vars(self))
+        for name in _PARTS:
+            if (part := getattr(self, name)) is not None:
+                held |= vars(part)
+                rest = {key: value for key, value in vars(part).items() if key not in (*_AXES_OF, "provenance")}
                 attrs[name] = json.dumps(rest)
+        arrays = {name: value for name, value in held.items() if name in _AXES_OF and value is not None}
+        n_pos = len(self.line_shape_score)
         coords: dict[str, Any] = {
             "depth": range(self.n_layers + 1),
             "layer": range(self.n_layers),
@@ -101,29 +91,18 @@ class TrajectoryResult:
             "token_text": ("token", list(self.provenance.get("str_tokens") or [""] * n_pos)),
         }
         if (linear := self.linearisation) is not None:
-            coords["prediction"] = [p for p in PREDICTIONS if p != "closed_form" or linear.closed_form is not None]
-            for measure in ("relative_error", "cosine_similarity"):
-                values = [getattr(linear, measure)(name) for name in coords["prediction"]]
-                arrays[f"linearisation_{measure}"] = torch.stack(values)
+            names = [name for name in PREDICTIONS if name != "closed_form" or linear.closed_form is not None]
+            coords["prediction"] = names
+            arrays["linearisation_relative_error"] = torch.stack([linear.relative_error(name) for name in names])
+            arrays["linearisation_cosine_similarity"] = torch.stack([linear.cosine_similarity(name) for name in names])
             if linear.singular_values is not None and self.n_layers > 1:
                 fit = inverse_singular_value_fit(linear.singular_values)
-                for name in ("slope", "intercept", "r_squared"):
-                    arrays[f"inverse_singular_value_{name}"] = getattr(fit, name)
+                arrays |= {f"inverse_singular_value_{name}": value for name, value in vars(fit).items()}
         if self.perturbation is not None:
             coords["scale"] = list(self.perturbation.scales)
-        return xarray.Dataset(
-            {
-                name: (_AXES_OF[name], values.cpu().numpy(), {"units": _UNITS.get(name, "1")})
-                for name, values in arrays.items()
-            },
-            coords,
-            attrs,
-        )
-
-    @checked
-    def save(self, path: AnyPath) -> Path:
-        """Write the result as netCDF, whole or not at all."""
-        return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
+        units = {name: {"units": _UNITS.get(name, "1")} for name in arrays}
+        data = {name: (_AXES_OF[name], values.cpu().numpy(), units[name]) for name, values in arrays.items()}
+        return xarray.Dataset(data, coords, attrs)
 
     @classmethod
     @checked
@@ -131,11 +110,11 @@ class TrajectoryResult:
         """Read what `save` wrote; ValueError for other or damaged files."""
         import xarray
 
+        def tensor(name: str) -> Tensor | None:
+            return None if name in _OPTIONAL and name not in data else torch.from_numpy(data[name].values)
+
         def made(kind: Any, **rest: Any) -> Any:
-            held = [one.name for one in fields(kind) if one.name in _AXES_OF]
-            return kind(
-                **{name: torch.from_numpy(data[name].values) if name in data else None for name in held}, **rest
-            )
+            return kind(**{one.name: tensor(one.name) for one in fields(kind) if one.name in _AXES_OF}, **rest)
 
         try:
             data = xarray.load_dataset(path, engine="netcdf4")
@@ -143,10 +122,7 @@ class TrajectoryResult:
             for name in _PARTS.keys() & data.attrs.keys():
                 rest = json.loads(data.attrs[name])
                 rest |= {"scales": tuple(rest["scales"])} if "scales" in rest else {}
-                own = provenance | {"position": rest["position"]}
-                parts[name] = made(_PARTS[name], **rest, provenance=own)
-            if missing := [name for name in _AXES_OF.keys() & {one.name for one in fields(cls)} if name not in data]:
-                raise KeyError(*missing)
+                parts[name] = made(_PARTS[name], **rest, provenance=provenance | {"position": rest["position"]})
             return made(cls, window=int(data.attrs["window"]), provenance=provenance, **parts)
         except FileNotFoundError:
             raise
@@ -156,11 +132,25 @@ class TrajectoryResult:
     def __repr__(self) -> str:
         parts = [name for name in _PARTS if getattr(self, name) is not None]
         means = ", ".join(f"{name} {float(getattr(self, name).nanmean()):.3f}" for name in _AXES["token"].split())
-        return (
-            f"TrajectoryResult(model={self.provenance.get('model')!r}, {self.n_layers} layers, "
-            f"{len(self.line_shape_score)} tokens, window={self.window}, means over tokens: {means}; "
-            f"with {' and '.join(parts) or 'shapes alone'})"
-        )
+        sizes = f"{self.n_layers} layers, {len(self.line_shape_score)} tokens, window={self.window}"
+        held = f"means over tokens: {means}; with {' and '.join(parts) or 'shapes alone'}"
+        return f"TrajectoryResult(model={self.provenance.get('model')!r}, {sizes}, {held})"
+
+
+@checked
+def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
+    """Entropy of the logit lens in nats, at every depth and token: `logit_lens_entropy` with the model's own logits.
+
+    A last depth that is normalised already (`final_norm=True`) is not normalised again. Raises ValueError for a model
+    without unembedding. Cost: `n_layers + 1` unembeddings of the prompt.
+
+    Example:
+        >>> entropy_by_depth(trace).shape
+        torch.Size([3, 8])
+    """
+    before = shapes.logit_lens_entropy(trace.residual[:-1], trace.logits)
+    last = shapes.logit_lens_entropy(trace.residual[-1:], lambda x: trace.logits(x, trace.final_norm))
+    return torch.cat([before, last])
 
 
 @checked
@@ -168,7 +158,7 @@ def measure_trajectory(
     trace: Trace,
     *,
     position: int = -1,
-    window: Window | None = None,
+    window: shapes.Window | None = None,
     linear: bool = True,
     noise: bool = True,
     progress: Progress | None = None,
@@ -176,41 +166,30 @@ def measure_trajectory(
     """Every measure of a prompt's trajectories: shapes of all tokens; linear predictions and noise of one.
 
     Args:
-        trace: a traced prompt.
         position: the token that is linearised and perturbed; the last by default.
         window: steps of the windowed line-shape score, odd; 11 as in the paper, or the most that the model has.
         linear, noise: whether to make the `linearisation` with its closed form, and the default `perturbation`.
         progress: wraps the loops of both; `None`: a bar in a terminal or notebook, `False`: none.
 
     Raises ValueError for a position out of range, and for a window that is even, below 1 or above the number of layers.
-    Warns where the model has no logits, so that there is no entropy, and where a measure is undefined (NaN).
-
-    Cost: `n_layers + 1` unembeddings of the prompt; with `linear` a Jacobian and its singular values per layer; with
-    `noise` 48 forward passes.
+    Warns where the model has no logits, so that there is no entropy, and where a measure is undefined (NaN). Cost:
+    `n_layers + 1` unembeddings of the prompt; with `linear` a Jacobian and its singular values per layer; with `noise`
+    48 forward passes.
 
     Example:
         >>> measure_trajectory(trace, linear=False, noise=False).line_shape_score.shape
         torch.Size([8])
     """
     t, x, n = trace.position_index(position), trace.residual, trace.n_layers
-    window = min(_PAPER_WINDOW, n - 1 + n % 2) if window is None else window
+    window = min(11, n - 1 + n % 2) if window is None else window
     windowed = shapes.line_shape_score(x, window)
     try:
         entropy = entropy_by_depth(trace)
     except ValueError as error:
         warn_caller(f"no logit-lens entropy: {error}")
         entropy = None
-    return TrajectoryResult(
-        line_shape_score=shapes.line_shape_score(x),
-        expodistance=shapes.expodistance(x),
-        equidistance=shapes.equidistance(x),
-        norm=shapes.norms(x),
-        step_length=shapes.step_lengths(x),
-        line_shape_score_windowed=windowed,
-        line_shape_score_by_depth=shapes.line_shape_score_by_depth(x),
-        logit_lens_entropy=entropy,
-        window=window,
-        linearisation=linearisation(trace, t, progress=progress) if linear else None,
-        perturbation=perturbation(trace, position=t, progress=progress) if noise else None,
-        provenance=trace.provenance,
-    )
+    of_each_token = shapes.line_shape_score(x), shapes.expodistance(x), shapes.equidistance(x)
+    by_depth = shapes.norms(x), shapes.step_lengths(x), windowed, shapes.line_shape_score_by_depth(x)
+    predicted = linearisation(trace, t, progress=progress) if linear else None
+    noisy = perturbation(trace, position=t, progress=progress) if noise else None
+    return TrajectoryResult(*of_each_token, *by_depth, entropy, window, predicted, noisy, trace.provenance)
