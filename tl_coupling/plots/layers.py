@@ -1,7 +1,6 @@
 """Couplings as they lie in depth: a graph of layers, locality, and the singular values below them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -13,14 +12,14 @@ from tl_coupling.border import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure, random_subspace_null
 from tl_coupling.plots import labels
-from tl_coupling.plots.labels import NULL_LINE, PairMap, by_name, colors_of, finish_lines, measure_label, own_axes
+from tl_coupling.plots.labels import depth_maps, finish_lines, in_colors, map_heading, measure_label, new_figure
 
 _MAX_EDGE_WIDTH = 8.0
 
 
 @checked
 def plot_adjacency(
-    result: PairMap,
+    result: CouplingMap,
     *,
     k: int | None = None,
     measure: Measure = "coupling",
@@ -36,11 +35,9 @@ def plot_adjacency(
 
     Args:
         result: a map of kind "depth".
-        k: how many top singular vectors; as many as the map holds by default.
-        measure: as in `CouplingMap.values`.
+        k, measure, ax: as in `plot_coupling`.
         strongest: draw this many edges, those of the largest weights; two for each layer by default.
         threshold: draw all edges of at least this weight instead, or at most `strongest` of them if both are given.
-        ax: where to draw; a Figure of its own by default.
 
     Returns the Axes; its legend gives the scale of the edges. Raises ValueError for a k or measure that the map does
     not have, a map of tokens, and rows and columns of different layers.
@@ -61,7 +58,7 @@ def plot_adjacency(
     edges = heavy if strongest is None and threshold is not None else heavy[-(strongest or 2 * len(layers)) :]
     full = 1.0 if measure in BOUNDED_BY_1 or not edges else edges[-1][0] or 1.0
 
-    ax = own_axes(6.4, 7.0) if ax is None else ax
+    ax = ax or new_figure(6.4, 7.0).subplots()
     graph = nx.Graph()
     graph.add_nodes_from(layers)
     angles = np.pi / 2 - 2 * np.pi * np.arange(len(layers)) / len(layers)
@@ -79,14 +76,16 @@ def plot_adjacency(
     styles = zip(*_edge_style(shares).values(), strict=True)
     scale = [Line2D([], [], linewidth=width, color=color) for width, color in styles]
     what = f"{measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": len(shares), "frameon": False}
-    ax.legend(scale, [f"{full * share:.2g}" for share in shares], title=what, **place)
-    ax.set_title(labels.title([result], k), fontsize="medium", parse_math=False)
+    shown = [f"{full * share:.2g}" for share in shares]
+    labels.plain_legend(ax, scale, shown, title=what, ncols=len(shares), **labels.BELOW | {"fontsize": "medium"})
+    labels.entitle(ax, map_heading([result], k))
     return ax
 
 
 @checked
-def plot_locality(results: PairMap | Mapping[str, PairMap], *, k: int | None = None, ax: Axes | None = None) -> Axes:
+def plot_locality(
+    results: CouplingMap | Mapping[str, CouplingMap], *, k: int | None = None, ax: Axes | None = None
+) -> Axes:
     """Mean coupling of layers that are `|l − l′|` apart, starting at distance 1; one line for each result.
 
     Shows how fast coupling fades with distance; the dashed line is what random subspaces would give.
@@ -94,25 +93,23 @@ def plot_locality(results: PairMap | Mapping[str, PairMap], *, k: int | None = N
     Args:
         results: maps of kind "depth", by name; or one.
         k: how many top singular vectors; as many as the maps hold by default.
-        ax: where to draw; a Figure of its own by default.
+        ax: where to draw; a new figure by default.
 
     Returns the Axes; its lines are the results in their order, then the null. Raises ValueError for no map, a map of
     tokens, and a k that is out of range, or not given where the maps hold different numbers.
     """
-    maps = by_name(results)
+    maps = depth_maps(results)
     k = labels.common_k(list(maps.values()), k)
-    ax = own_axes(6.4, 4.6) if ax is None else ax
-    colors = colors_of(maps)
-    for name, result in maps.items():
+    ax = ax or new_figure(6.4, 4.6).subplots()
+    for name, result, color in in_colors(maps):
         profile = result.locality_profile(k).detach().cpu().numpy()
         # A selection of layers may have no pair at some distance: the line goes on to the next.
         distance = 1 + np.flatnonzero(~np.isnan(profile[1:]))
-        ax.plot(distance, profile[distance], color=colors[name], marker="o", markersize=3, label=name)
+        ax.plot(distance, profile[distance], color=color, marker="o", markersize=3, label=name)
     # The null of this measure depends on k alone: one line for all maps.
-    null = float(random_subspace_null(k))
-    ax.axhline(null, label=f"random subspaces, {null:.3f}", **NULL_LINE)
+    labels.draw_null(ax.axhline, random_subspace_null(k))
     ax.set(ylim=(0, None), xlabel="distance |l − l′| in layers", ylabel=f"mean {measure_label('coupling', k)}")
-    finish_lines(ax, labels.title(list(maps.values()), k))
+    finish_lines(ax, map_heading(list(maps.values()), k))
     return ax
 
 
@@ -126,21 +123,19 @@ def plot_singular_values(
     are singular values close together. One colour for each result, σ_1 darkest.
 
     Args:
-        results: maps of kind "depth", by name; or one.
+        results, ax: as in `plot_locality`.
         n: how many singular values; fewer where a map holds fewer.
-        ax: where to draw; a Figure of its own by default.
 
     Returns the Axes; its lines are σ_1, σ_2, … of the first result, then of the next. Raises ValueError for no map, a
     map of tokens, and n below 1.
     """
-    maps = by_name(results)
-    ax = own_axes(6.4, 4.6) if ax is None else ax
-    colors = colors_of(maps)
-    for name, result in maps.items():
+    maps = depth_maps(results)
+    ax = ax or new_figure(6.4, 4.6).subplots()
+    for name, result, color in in_colors(maps):
         order = np.argsort(result.row_layers)
         depth = np.asarray(result.row_layers)[order]
         sigma = result.singular_values.detach().cpu().numpy()[order, :n]
-        base = np.asarray(to_rgb(colors[name]))
+        base = np.asarray(to_rgb(color))
         for i, fade in enumerate(np.linspace(0, 0.75, sigma.shape[1])):
             # A leading underscore keeps a line out of the legend.
             label = f"_σ_{i + 1}" if i else f"{name}, top {sigma.shape[1]}"
@@ -148,7 +143,7 @@ def plot_singular_values(
             ax.plot(depth, sigma[:, i], label=label, **look)
     ax.set_yscale("log", nonpositive="mask")
     ax.set(xlabel="layer", ylabel="singular value of J")
-    finish_lines(ax, labels.title(list(maps.values())))
+    finish_lines(ax, map_heading(list(maps.values())))
     return ax
 
 

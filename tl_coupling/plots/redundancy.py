@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from tl_coupling.border import checked
-from tl_coupling.plots.labels import NULL_LINE, heading, measure_label, new_figure, plain_legend
+from tl_coupling.plots.labels import ABOVE, NULL_LINE, entitle, heading, measure_label, new_figure, plain_legend
 from tl_coupling.redundancy import CHANGES, change_and_predictors, check_redundancy, redundancy_correlations
 from tl_coupling.statistics import half_width
 
@@ -34,7 +34,7 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     Args:
         data: what `layer_redundancy` returned.
         k: how many top singular vectors; the largest number in the data by default.
-        fig: where to draw; a new Figure by default.
+        fig: where to draw; a new figure by default.
 
     Returns the Figure; its Axes are change by depth, against coupling, against influence. In each, lines are dropped,
     swapped, and (where a pair could be merged) merged. Raises ValueError for other data, and a k that is not in them.
@@ -47,7 +47,7 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     k = max(held) if k is None else k
     if k not in held:
         raise ValueError(f"`k` must be among {held}, got {k}")
-    fig = new_figure(8.4, 7.4) if fig is None else fig
+    fig = fig or new_figure(8.4, 7.4)
     panels = fig.subplot_mosaic([["depth", "depth"], ["coupling", "block_influence"]])
     for ax in panels.values():
         ax.set_yscale("symlog", linthresh=_LINEAR_UP_TO)
@@ -82,16 +82,14 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
         axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_formatter(NullFormatter())
-    # Above the axes: no corner of a scatter is always free.
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "fontsize": "small"}
-    plain_legend(panels["depth"], ncols=3, **place)
+    plain_legend(panels["depth"], ncols=3, **ABOVE)
     ranked = "Spearman's ρ [95 % over prompts];\ninner: without first and last"
     for predictor in ("coupling", "block_influence"):
-        plain_legend(panels[predictor], title=ranked, title_fontsize="small", alignment="left", **place)
+        plain_legend(panels[predictor], title=ranked, title_fontsize="small", alignment="left", **ABOVE)
     n_prompts = data.sizes["prompt"]
     over = f"\nmean over {n_prompts} prompts" if n_prompts > 1 else ""
     what = "Loss without a block, and with neighbours swapped or merged"
-    fig.suptitle(heading(what, [json.loads(data.attrs["provenance"])]) + over, fontsize="medium", parse_math=False)
+    entitle(fig, heading(what, [json.loads(data.attrs["provenance"])]) + over)
     return fig
 
 

@@ -17,23 +17,22 @@ from tl_coupling.blocks import Trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.plots import labels
-from tl_coupling.plots.labels import NULL_LINE, colors_of, heading, named, new_figure, plain_legend, token_name
+from tl_coupling.plots.labels import BELOW, NULL_LINE, entitle, heading, in_colors, named, new_figure, token_name
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import Linearisation, Perturbation, TrajectoryResult, attention_sinks, trajectory_pca
 from tl_coupling.trajectories.result import measure_trajectory
 
-View = Literal["all", "shallow", "deep"]
-
 _MAX_LEGEND_TOKENS = 16
 # Relative errors beyond say no more than that a prediction is useless.
 _MOST_ERROR = 100.0
+_Inverted = CouplingMap | Linearisation | TrajectoryResult
 
 
 @checked
 def plot_trajectories(
     trace: Trace | Float[Tensor, "n_layers_plus_1 n_pos d_model"],
     *,
-    views: Sequence[View] = ("all", "shallow", "deep"),
+    views: Sequence[Literal["all", "shallow", "deep"]] = ("all", "shallow", "deep"),
     positions: Sequence[int] | None = None,
     fig: Figure | None = None,
 ) -> Figure:
@@ -46,7 +45,7 @@ def plot_trajectories(
         trace: a traced prompt, or its residual stream.
         views: a panel for each: "all" depths, the "shallow" half of them, the "deep" half.
         positions: which tokens; by default all but the `attention_sinks`, which the title names.
-        fig: where to draw; a new Figure by default.
+        fig: where to draw; a new figure by default.
 
     Returns the Figure; in the Axes of each view the lines are the tokens in their order, each followed by its marks.
     Raises ValueError for an unknown view or none, a position out of range, and fewer than two tokens.
@@ -64,7 +63,7 @@ def plot_trajectories(
     spans = {"all": (0, n), "shallow": (0, max(1, n // 2)), "deep": (n // 2, n)}
     # The palest shades of the map are lost on white.
     shades = colormaps["viridis"](np.linspace(0, 0.9, n_pos))
-    fig = new_figure(2.7 * len(views) + 0.6, 3.9) if fig is None else fig
+    fig = fig or new_figure(2.7 * len(views) + 0.6, 3.9)
     panels = fig.subplots(1, len(views), squeeze=False)[0]
     for ax, view in zip(panels, views, strict=True):
         first, last = spans[view]
@@ -81,14 +80,13 @@ def plot_trajectories(
         ax.locator_params(nbins=4)
     if len(chosen) <= _MAX_LEGEND_TOKENS:
         named_lines = panels[-1].get_legend_handles_labels()
-        plain_legend(fig, *named_lines, loc="outside lower center", ncols=2 * len(views), fontsize="small")
+        labels.plain_legend(fig, *named_lines, loc="outside lower center", ncols=2 * len(views), fontsize="small")
     else:
         # As many names would be longer than the picture is high.
         scale = ScalarMappable(Normalize(0, n_pos - 1), ListedColormap(shades))
         bar = fig.colorbar(scale, ax=panels, label="token position (the last: black)")
         bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    what = f"Trajectories, components of depth {n}{left_out}"
-    fig.suptitle(heading(what, [provenance]), fontsize="medium", parse_math=False)
+    entitle(fig, heading(f"Trajectories, components of depth {n}{left_out}", [provenance]))
     return fig
 
 
@@ -107,7 +105,7 @@ def plot_trajectory_metrics(
     Args:
         results: results or traces by name, of one prompt; or one. Of a trace, `measure_trajectory` makes the shapes.
         positions: which tokens; by default all but the `attention_sinks` of any result, which the title names.
-        fig: where to draw; a new Figure by default.
+        fig: where to draw; a new figure by default.
 
     Returns the Figure; its Axes are norm, step length, windowed score, score of the first steps, and entropy if there
     is one. Raises ValueError for no result, results of different prompts, and a position out of range.
@@ -137,12 +135,10 @@ def plot_trajectory_metrics(
         "logit_lens_entropy": ("logit-lens entropy", "depth", "nats"),
     }
     shown = [name for name in measures if any(getattr(one, name) is not None for one in by.values())]
-    fig = new_figure(8.4, 5.4) if fig is None else fig
-    panels = dict(zip(shown, fig.subplots(2, 3).flat, strict=False))
-    for ax in fig.axes[len(shown) :]:
-        ax.remove()
+    fig = fig or new_figure(8.4, 5.4)
+    panels = {name: fig.add_subplot(2, 3, place) for place, name in enumerate(shown, 1)}
     for name, ax in panels.items():
-        for (run, one), color in zip(by.items(), colors_of(by).values(), strict=True):
+        for run, one, color in in_colors(by):
             if (values := getattr(one, name)) is None:
                 continue
             y = values[:, chosen].detach().cpu().numpy()
@@ -162,9 +158,9 @@ def plot_trajectory_metrics(
     n_steps = np.arange(1, max(one.n_layers for one in by.values()) + 1)
     panels["line_shape_score_by_depth"].plot(n_steps - 1, n_steps**0.5, label="random steps", **NULL_LINE)
     named_lines = panels["line_shape_score_by_depth"].get_legend_handles_labels()
-    plain_legend(fig, *named_lines, loc="outside lower center", ncols=4)
+    labels.plain_legend(fig, *named_lines, loc="outside lower center", ncols=4)
     what = f"Trajectories, mean over tokens and each token{left_out}"
-    fig.suptitle(heading(what, [one.provenance for one in by.values()]), fontsize="medium", parse_math=False)
+    entitle(fig, heading(what, [one.provenance for one in by.values()]))
     return fig
 
 
@@ -183,46 +179,48 @@ def plot_linearisation(
 
     Args:
         results: linearisations, or results that hold one, by name; or one.
-        fig: where to draw; a new Figure by default.
+        fig: where to draw; a new figure by default.
 
     Returns the Figure; its four Axes are relative error and cosine similarity (rows) of one step and of the compounded
     predictions (columns). Raises ValueError for no result, and for one without a linearisation.
     """
     by = _parts(results, Linearisation, "linearisation")
-    fig = new_figure(8.4, 6.4) if fig is None else fig
+    fig = fig or new_figure(8.4, 6.4)
     panels = fig.subplots(2, 2, sharex=True, sharey="row")
-    columns: list[list[tuple[Any, str, str]]] = [
-        [("one_step", "-", "(I + J) x"), ("previous", ":", "x, no step")],
-        [("product", "-", "product of (I + J)"), ("closed_form", "--", "closed form"), ("input", ":", "x⁰, no step")],
-    ]
-    words = ("one step from the true stream", "compounded from the input")
-    for column, lines, title in zip(panels.T, columns, words, strict=True):
+    columns = {
+        "one step from the true stream": {"one_step": ("-", "(I + J) x"), "previous": (":", "x, no step")},
+        "compounded from the input": {
+            "product": ("-", "product of (I + J)"),
+            "closed_form": ("--", "closed form"),
+            "input": (":", "x⁰, no step"),
+        },
+    }
+    for (above, below), (title, lines) in zip(panels.T, columns.items(), strict=True):
         largest = 0.0
-        for (name, result), color in zip(by.items(), colors_of(by).values(), strict=True):
-            for prediction, style, text in lines:
+        for name, result, color in in_colors(by):
+            for prediction, (style, text) in lines.items():
                 if prediction == "closed_form" and result.closed_form is None:
                     continue
                 look = {"color": color, "linestyle": style, "linewidth": 1.4, "label": f"{name}: {text}"}
                 error = result.relative_error(prediction).cpu().numpy()
                 largest = max(largest, error.max())
-                column[0].plot(error, **look)
-                column[1].plot(result.cosine_similarity(prediction).cpu().numpy(), **look)
+                above.plot(error, **look)
+                below.plot(result.cosine_similarity(prediction).cpu().numpy(), **look)
         clipped = f"\nerrors above {_MOST_ERROR:g} clipped; largest: {largest:.0e}" if largest > _MOST_ERROR else ""
-        column[0].set_title(title + clipped, fontsize="medium")
-        column[0].axhline(1, color="0.8", linewidth=1, zorder=0)
-        column[1].axhline(0, color="0.8", linewidth=1, zorder=0)
-        column[1].set_xlabel("after layer")
-        column[1].xaxis.set_major_locator(MaxNLocator(integer=True))
-        _legend_below(column[1])
+        above.set_title(title + clipped, fontsize="medium")
+        above.axhline(1, color="0.8", linewidth=1, zorder=0)
+        below.axhline(0, color="0.8", linewidth=1, zorder=0)
+        below.set_xlabel("after layer")
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        labels.plain_legend(below, borderaxespad=4, **BELOW)
     panels[0, 0].set_yscale("log", nonpositive="mask")
+    panels[0, 0].set_ylabel("relative error")
     panels[0, 0].set_ylim(top=min(panels[0, 0].get_ylim()[1], _MOST_ERROR))
     panels[1, 0].set_ylim(top=1.03)
-    panels[0, 0].set_ylabel("relative error")
     panels[1, 0].set_ylabel("cosine similarity")
-    tokens = {token_name(result.provenance, result.position) for result in by.values()}
     bases = {result.reference_layer for result in by.values() if result.closed_form is not None}
     what = "Linearised trajectory" + (f" · closed form with U of layer {bases.pop()}" if len(bases) == 1 else "")
-    fig.suptitle(heading(what, [r.provenance for r in by.values()], tokens), fontsize="medium", parse_math=False)
+    entitle(fig, _heading(what, by))
     return fig
 
 
@@ -237,14 +235,14 @@ def plot_perturbation(
 
     Args:
         results: perturbations, or results that hold one, by name; or one.
-        ax: where to draw; a Figure of its own by default.
+        ax: where to draw; a new figure by default.
 
     Returns the Axes; the lines of each result are the means before the first layer and after the last, then the samples
     after the last as points. Raises ValueError for no result, and for one without a perturbation.
     """
     by = _parts(results, Perturbation, "perturbation")
-    ax = labels.own_axes(6.4, 4.6) if ax is None else ax
-    for (name, result), color in zip(by.items(), colors_of(by).values(), strict=True):
+    ax = ax or new_figure(6.4, 4.6).subplots()
+    for name, result, color in in_colors(by):
         order = np.argsort(result.scales)
         scales = np.asarray(result.scales)[order]
         mean = result.mean.cpu().numpy()[order]
@@ -252,11 +250,7 @@ def plot_perturbation(
         ax.plot(scales, mean[:, 0], "--", color=color, label=f"{name}, before the first layer")
         ax.plot(scales, mean[:, -1], "-", color=color, marker="o", markersize=3, label=f"{name}, after the last layer")
         ax.plot(np.repeat(scales, samples.shape[1]), samples.ravel(), ".", color=color, alpha=0.25, label="_samples")
-    tokens = {token_name(result.provenance, result.position) for result in by.values()}
-    labels.finish_lines(
-        ax, heading("Noise in a token's embedding", [result.provenance for result in by.values()], tokens)
-    )
-    _legend_below(ax, len(by))
+    labels.finish_lines(ax, _heading("Noise in a token's embedding", by), borderaxespad=4, ncols=len(by), **BELOW)
     # Scale 0 has no place on a logarithmic axis.
     ax.set_xscale("log" if all(min(result.scales) > 0 for result in by.values()) else "linear")
     ax.axhline(0, color="0.8", linewidth=1, zorder=0, label="_zero")
@@ -267,13 +261,7 @@ def plot_perturbation(
 
 @checked
 def plot_inverse_singular_values(
-    results: CouplingMap
-    | Linearisation
-    | TrajectoryResult
-    | Mapping[str, CouplingMap | Linearisation | TrajectoryResult],
-    *,
-    n: Count = 3,
-    ax: Axes | None = None,
+    results: _Inverted | Mapping[str, _Inverted], *, n: Count = 3, ax: Axes | None = None
 ) -> Axes:
     """`1/σ_k` of the Jacobians against depth, with the least-squares line of each k (`inverse_singular_value_fit`).
 
@@ -283,23 +271,21 @@ def plot_inverse_singular_values(
     Args:
         results: maps of kind "depth", linearisations with their closed form, or results that hold one, by name; or one.
         n: how many singular values, from the largest; fewer where a result holds fewer.
-        ax: where to draw; a Figure of its own by default.
+        ax: where to draw; a new figure by default.
 
     Returns the Axes; the lines of each result and each k are the points, then the fit. Raises ValueError for no result,
     one without singular values or of fewer than two layers, a map of tokens, and n below 1.
     """
     by = _parts(results, CouplingMap, "linearisation")
-    ax = labels.own_axes(6.4, 4.8) if ax is None else ax
-    tokens = set()
-    for (name, result), color in zip(by.items(), colors_of(by).values(), strict=True):
+    ax = ax or new_figure(6.4, 4.8).subplots()
+    for name, result, color in in_colors(by):
         if isinstance(result, Linearisation):
             if result.singular_values is None:
                 raise ValueError(f"{name!r} has no singular values: measure with `closed_form=True`")
-            layers, position = range(len(result.one_step)), result.position
+            layers: Sequence[int] = range(len(result.one_step))
         else:
             labels.check_depth(result, name)
-            layers, position = result.row_layers, result.row_positions[0]
-        tokens.add(token_name(result.provenance, position))
+            layers = result.row_layers
         S = result.singular_values[:, :n]
         fit = inverse_singular_value_fit(S, layers)
         ends = np.array([min(layers), max(layers)])
@@ -310,8 +296,7 @@ def plot_inverse_singular_values(
             ax.plot(ends, float(fit.intercept[i]) + float(fit.slope[i]) * ends, label="_fit", **look)
     ax.set(xlabel="layer", ylabel="1 / singular value of J")
     ax.set_ylim(bottom=0)
-    labels.finish_lines(ax, heading("Inverse singular values", [result.provenance for result in by.values()], tokens))
-    _legend_below(ax, len(by))
+    labels.finish_lines(ax, _heading("Inverse singular values", by), borderaxespad=4, ncols=len(by), **BELOW)
     return ax
 
 
@@ -337,6 +322,7 @@ def _parts(results: Any, kind: type, name: str) -> dict[str, Any]:
     return by
 
 
-def _legend_below(ax: Axes, ncols: int = 1) -> None:
-
-    plain_legend(ax, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=ncols)
+def _heading(what: str, by: Mapping[str, Any]) -> str:
+    """With the token, of results for one each."""
+    positions = [r.row_positions[0] if isinstance(r, CouplingMap) else r.position for r in by.values()]
+    return heading(what, [result.provenance for result in by.values()], positions)
