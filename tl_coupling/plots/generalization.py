@@ -1,4 +1,4 @@
-"""Coupling across models: against a score, what the slope rests on, the choice of k; and from task to task."""
+"""Coupling across models: against a score, what its slope rests on and the choice of k; and from task to task."""
 
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,6 @@ from matplotlib.transforms import Bbox
 
 from tl_coupling.border import checked
 from tl_coupling.generalization import Generalization
-from tl_coupling.generalization.fits import LinearFit
 from tl_coupling.plots.labels import BELOW, NULL_LINE, draw_null, entitle, measure_label, new_figure, plain_legend
 
 if TYPE_CHECKING:
@@ -31,13 +30,8 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     """Score against mean coupling, one point per model, with the line, its band and what random subspaces would give.
 
     The band is the bootstrap's, pointwise, over models and prompts; the dotted curve is the exponential fit. Where the
-    null differs between models (spectral mis-coupling), each has a mark at the foot.
-
-    Args:
-        result: from `generalization_study`.
-        ax: where to draw; a new figure by default.
-
-    Source: Aubry et al. 2025, figures 1a and 8, without null and band.
+    null differs between models (spectral mis-coupling), each has a mark at the foot. Source: Aubry et al. 2025, figures
+    1a and 8, without null and band.
     """
     ax = ax or new_figure(7.0, 5.4).subplots()
     line, drawn = result.association.linear, result.association.bootstrap
@@ -69,9 +63,6 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """The slope with its interval, one row each: over all models, over subsets of them, and with covariates held fixed.
 
     Shows whether the slope keeps its sign. Intervals are t intervals except in the second row, the bootstrap.
-
-    Args:
-        result, ax: as in `plot_generalization`.
     """
     slopes, drawn = result.slopes, result.association.bootstrap
     places = np.arange(len(slopes))
@@ -81,11 +72,11 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     ax.axvline(0, **NULL_LINE)
     labels = []
     for fit in slopes.itertuples():
-        said = f"n = {fit.n}, R² = {fit.r_squared:.2f}, p = {fit.p:.2g}"
+        said = _statistics(fit)
         if np.isnan(fit.p):
             said = f"over {drawn.n_models} models, {drawn.n_prompts} prompts"
         elif not np.isnan(fit.vif):
-            said = f"n = {fit.n}, partial R² = {fit.r_squared:.2f}, p = {fit.p:.2g}, VIF = {fit.vif:.1f}"
+            said = f"{said.replace('R²', 'partial R²')}, VIF = {fit.vif:.1f}"
         labels.append(f"{fit.Index}\n{said}")
     ax.set_yticks(places, labels, fontsize="small", parse_math=False)
     ax.invert_yaxis()
@@ -98,12 +89,8 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
 def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """R² of the linear fit against the number of singular vectors, with bootstrap intervals over models and prompts.
 
-    Shows whether the finding depends on the choice of k. The p of the slope stands below each k.
-
-    Args:
-        result, ax: as in `plot_generalization`.
-
-    Source: Aubry et al. 2025, figure of the correlation for varying K, without interval.
+    Shows whether the finding depends on the choice of k. The p of the slope stands below each k. Source: Aubry et al.
+    2025, figure of the correlation for varying K, without interval.
     """
     ax = ax or new_figure(7.0, 4.2).subplots()
     sweep = result.by_k.values()
@@ -115,23 +102,17 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     ax.set_xticks(places, [f"{k}\np = {one.linear.p:.2g}" for k, one in result.by_k.items()])
     ax.margins(x=0.1)
     ax.set(xlabel="k, number of top singular vectors", ylabel="R² of the linear fit", ylim=(0, 1))
-    level = f"bars: {result.association.bootstrap.level:.0%} bootstrap interval"
-    chosen = f"k = {result.k}: {_statistics(result.association.linear)} · {level}"
-    entitle(ax, f"{_heading(result)}\n{chosen}")
+    linear, level = _statistics(result.association.linear), result.association.bootstrap.level
+    entitle(ax, f"{_heading(result)}\nk = {result.k}: {linear} · bars: {level:.0%} bootstrap interval")
     return ax
 
 
 @checked
 def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axes:
-    """Mean coupling on each task with its interval over prompts, and what random subspaces give (dashed).
+    """Mean coupling on each task (a table of `task_means`) with its interval over prompts, and the null (dashed).
 
-    A colour is a model, up to ten of them; a marker is a checkpoint, open for untrained twins.
-
-    Args:
-        table: of `task_means`.
-        ax: where to draw; a new figure by default.
-
-    Returns the Axes, with a row for each task from top to bottom, all prompts last.
+    A colour is a model, up to ten of them; a marker is a checkpoint, open for untrained twins. Rows are the tasks from
+    top to bottom, all prompts last.
     """
     missing = {"model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null"} - set(table)
     if missing or not {"k", "measure"} <= set(table.attrs) or table.empty:
@@ -164,8 +145,8 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
         handles += [Line2D([], [], label=str(checkpoint), **look(checkpoint, "0.3")) for checkpoint in checkpoints]
     of_task = table.groupby("task")["n_prompts"].max()
     ax.set_yticks(range(len(tasks)), [f"{task} (n = {of_task[task]})" for task in tasks], parse_math=False)
-    ax.set_ylim(len(tasks) - 0.5, -0.5)
-    ax.set_xlabel(f"mean {measure_label(table.attrs['measure'], table.attrs['k'])}")
+    label = f"mean {measure_label(table.attrs['measure'], table.attrs['k'])}"
+    ax.set(ylim=(len(tasks) - 0.5, -0.5), xlabel=label)
     entitle(ax, "Coupling of different layers by task, mean and 95% interval over prompts")
     # 0.6 inches below, where the label of the axis ends.
     place = {"bbox_to_anchor": (0.5, -0.6 * ax.figure.dpi / ax.bbox.height)}
@@ -178,7 +159,7 @@ def _heading(result: Generalization) -> str:
     return f"{result.score} against {result.measure.replace('_', ' ')} · mean over {n} prompt{'s' if n > 1 else ''}"
 
 
-def _statistics(fit: LinearFit) -> str:
+def _statistics(fit: Any) -> str:
     return f"n = {fit.n}, R² = {fit.r_squared:.2f}, p = {fit.p:.2g}"
 
 

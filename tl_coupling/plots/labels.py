@@ -70,30 +70,18 @@ def new_figure(width: float, height: float, layout: Literal["constrained", "comp
 
 
 def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
-    """Results of one kind by the name they are drawn under; one alone goes by its model's."""
+    """Results of one kind by the name they are drawn under; one alone goes by its model's. Maps must be of layers."""
     # A dataset is a mapping too.
     if isinstance(results, kind) or not isinstance(results, Mapping):
         provenance = getattr(results, "attrs", None) or getattr(results, "provenance", {})
         results = {short_path(provenance.get("model") or kind.__name__): results}
     if not results:
         raise ValueError(f"`results` is empty: wanted at least one {kind.__name__}")
+    for name, result in results.items():
+        if isinstance(result, CouplingMap) and result.kind != "depth":
+            wanted = "this picture wants maps of layers, kind 'depth' (`depth_coupling`)"
+            raise ValueError(f"{wanted}, {name!r} is of kind {result.kind!r}")
     return dict(results)
-
-
-def depth_maps(results: Any) -> dict[str, CouplingMap]:
-    """As `named`, of maps of layers."""
-    maps = named(results, CouplingMap)
-    for name, result in maps.items():
-        check_depth(result, name)
-    return maps
-
-
-def check_depth(result: CouplingMap, name: str) -> None:
-    """Raise unless the map compares layers."""
-    if result.kind != "depth":
-        raise ValueError(
-            f"this picture wants maps of layers, kind 'depth' (`depth_coupling`), {name!r} is of kind {result.kind!r}"
-        )
 
 
 def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:

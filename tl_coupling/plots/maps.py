@@ -9,7 +9,6 @@ from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 
 from tl_coupling.border import Finite, Positive, checked
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
@@ -47,14 +46,11 @@ def plot_coupling(
     give. Grey are the pairs of a connection with itself, which say nothing, and undefined values (NaN).
 
     Args:
-        result: any `CouplingMap`, or a mean of them; ticks are layers for kind "depth", tokens for "self" and
-            "context".
+        result: any map, or a mean of them; ticks are layers for kind "depth", tokens for "self" and "context".
         k: how many top singular vectors; as many as the map holds by default.
-        measure: as in `CouplingMap.values`.
-        ax: where to draw; a new figure by default.
+        measure: as in `CouplingMap.values`, with its `options`.
         vmin, vmax: ends of the colour scale; those of `color_scale([result], …)` by default.
         cmap: a colour map; matplotlib's default unless given.
-        options: `p` and `absolute`, for `spectral_miscoupling`.
 
     Returns the Axes; the heat map is its only image. Raises ValueError for a k or measure that the map does not have.
     """
@@ -69,9 +65,8 @@ def plot_coupling(
     ax = ax or new_figure(side, 0.9 * side, "compressed").subplots()
     cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(bad=UNDEFINED)
     k = result.k if k is None else k
-    image = _draw_pairs(ax, result, values, k, vmin=low, vmax=high, cmap=cmap)
     label = f"{measure_label(measure, k, **options)}; null: random subspaces"
-    bar = ax.figure.colorbar(image, ax=ax, label=label).ax
+    bar = _draw_pairs(ax, result, values, k, label, vmin=low, vmax=high, cmap=cmap)
     null = result.null(k, measure, **options)
     if low <= null <= high:
         labels.mark_null(bar, null)
@@ -87,22 +82,16 @@ def plot_spread(
     """Heat map of a measure's standard deviation over prompts, for every pair of connections.
 
     Read off, beside `plot_coupling` of the same map, which pairs are coupled to the same degree whatever the prompt.
-
-    Args:
-        result: a mean over prompts, of `depth_coupling` on many traces.
-        k, measure, ax: as in `plot_coupling`.
-
-    Returns the Axes; the heat map is its only image. Raises ValueError for a k or measure that the map does not have,
-    and for a single prompt, which has no spread.
+    The map is a mean, of `depth_coupling` on many traces; k, measure and what is returned are as in `plot_coupling`.
+    Raises ValueError for a k or measure that the map does not have, and for a single prompt, which has no spread.
     """
     spread = result.spread(k, measure)
     if result.n_prompts < 2:
         raise ValueError("the spread over prompts takes at least two prompts, this map has one")
     ax = ax or new_figure(6.4, 5.8, "compressed").subplots()
     k = result.k if k is None else k
-    image = _draw_pairs(ax, result, spread.detach().cpu().numpy(), k, vmin=0, cmap="cividis")
     label = f"standard deviation over {result.n_prompts} prompts of\n{measure_label(measure, k)}"
-    ax.figure.colorbar(image, ax=ax, label=label)
+    _draw_pairs(ax, result, spread.detach().cpu().numpy(), k, label, vmin=0, cmap="cividis")
     return ax
 
 
@@ -137,22 +126,19 @@ def plot_coupling_matrices(
 ) -> Figure:
     """Grid of the coupling matrices themselves, one panel `|A|` for every pair of layers, or of tokens.
 
-    Read off whether A is diagonal: coupled connections show a bright diagonal, uncoupled ones an even speckle.
-
-    Every panel is divided by the largest singular value σ_1 of its J_1. That bounds `|A|` by 1, so that all panels of
-    both grids share one colour scale whatever the size of the Jacobians. Colours follow the square root and end at
-    `vmax`, well below 1, because the diagonals of different connections are faint beside those of a connection with
-    itself (its singular values, for `orientation="ujv"`).
+    Read off whether A is diagonal: coupled connections show a bright diagonal, uncoupled ones an even speckle. Divided
+    by the largest singular value σ_1 of its J_1, `|A|` is at most 1: all panels share one colour scale. Colours follow
+    the square root and end at `vmax`, well below 1: the diagonals of different connections are faint beside those of a
+    connection with itself (its singular values, for `orientation="ujv"`).
 
     Args:
         result: any map.
         k: size of the panels; as many singular vectors as the map holds by default.
-        layers: for a map of layers, which ones, in this order. By default 8 … 15 (the paper's blocks 9 … 16), or those
-            of them that the map has; where it has none, its last eight.
+        layers: for a map of layers, which ones, in this order; by default those of 8 … 15 (the paper's blocks 9 … 16)
+            that the map has, or else its last eight.
         positions: for a map of tokens, which ones, in this order; its last eight by default.
         untrained: the same connections of the untrained twin, drawn as a second grid below.
         vmax: share of σ_1 where the colours end.
-        fig: where to draw; a new figure by default.
 
     Returns the Figure; an Axes with one image for each grid, then the colour bar. Raises ValueError for k out of range,
     layers or positions that a map does not have or does not compare, and two maps of different kinds.
@@ -197,9 +183,7 @@ def plot_influence(
 
     Args:
         results: one influence, or several by name (trained and untrained); all panels share one colour scale.
-        measure: a field of `Influence`: `"frobenius_norm"`, `"largest_singular_value"`, `"participation_ratio"` or
-            `"effective_rank"`.
-        fig: where to draw; a new figure by default.
+        measure: one of `Influence`'s four.
 
     Returns the Figure; a panel for each result, then the colour bar. Undefined values (NaN) and zeros are grey. Raises
     ValueError for an unknown measure, and for no result.
@@ -231,11 +215,12 @@ def plot_influence(
     return fig
 
 
-def _draw_pairs(ax: Axes, result: CouplingMap, values: np.ndarray, k: int, **colors: Any) -> AxesImage:
+def _draw_pairs(ax: Axes, result: CouplingMap, values: np.ndarray, k: int, label: str, **colors: Any) -> Axes:
+    """A heat map; returns its colour bar."""
     image = ax.imshow(values, **colors)
     _name_sides(ax, result)
     entitle(ax, map_heading([result], k))
-    return image
+    return ax.figure.colorbar(image, ax=ax, label=label).ax
 
 
 def _name_sides(

@@ -1,9 +1,6 @@
-"""One model across its training: coupling, loss and shapes of trajectories against the step, and maps side by side.
+"""One model across its training, of what `checkpoint_sweep` returns or, over seeds, `xarray.concat([…], "seed")`."""
 
-All take what `checkpoint_sweep` returns, or several seeds of it along a further dim: `xarray.concat([…], "seed")`.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,17 +43,15 @@ def plot_emergence(
         data: sweeps by name, one line each; or one sweep. A dim `seed` is averaged over.
         k: how many top singular vectors; by default the largest number that all sweeps hold.
         measure: as in `CouplingMap.values`.
-        fig: where to draw; a new figure by default.
 
     Returns the Figure, with Axes for coupling and for loss (if prompts have more than one token), a line for each
     sweep. Raises ValueError for no sweep, a k or measure that a sweep does not hold, checkpoints that are not steps.
+    Source: Aubry et al. 2025, figure 1, without null, loss and interval.
 
     Example:
         >>> from tl_coupling.surveys import Settings, measure_prompts
         >>> data = measure_prompts(model, ["w1 w2 w3", "w4 w5 w6"], Settings(k=(4,), n_singular_values=4))
-        >>> fig = tlc.plots.sweeps.plot_emergence(data.expand_dims(checkpoint=[0]))
-
-    Source: Aubry et al. 2025, figure 1, without null, loss and interval.
+        >>> fig = tlc.plots.plot_emergence(data.expand_dims(checkpoint=[0]))
     """
     import xarray
 
@@ -78,7 +73,7 @@ def plot_emergence(
             look = NULL_LINE | {"color": f"C{number}", "label": f"{name}: random subspaces"}
             panels[0].plot(null["checkpoint"].values, null.values, **look)
     panels[0].set_ylim(bottom=0)
-    _step_axis(panels[-1], list(by.values()))
+    _step_axis(panels[-1], by.values())
     _legend(panels[0])
     entitle(fig, _heading("Coupling of different layers across training", by))
     return fig
@@ -99,20 +94,18 @@ def plot_coupling_strip(
     with itself, is grey; a line on the colour bar marks what random subspaces would give.
 
     Args:
-        data: a sweep.
         checkpoints: which, in this order; by default at most eight, evenly spread over those measured.
-        k, measure, fig: as in `plot_emergence`.
+        k, measure: as in `plot_emergence`.
 
     Returns the Figure: an Axes with one image for each checkpoint, then the colour bar. Raises ValueError for a
     checkpoint, k or measure that the sweep does not hold, and for checkpoints that are not steps.
     """
     k = _common_k({"data": data}, k, measure)
     steps = _chosen(data, checkpoints)
-    values = _mean(data[measure].sel(k=k, checkpoint=steps))
-    maps = values.transpose("checkpoint", "layer", "other_layer").values.copy()
+    chosen = data.sel(k=k, checkpoint=steps)
+    maps = _mean(chosen[measure]).transpose("checkpoint", "layer", "other_layer").values.copy()
     # Every layer is coupled with itself: on one scale with that, the rest would be dark.
     maps[:, np.eye(maps.shape[1], dtype=bool)] = np.nan
-
     n_cols = min(len(steps), _PANELS_IN_A_ROW)
     n_rows = -(-len(steps) // n_cols)
     fig = fig or new_figure(1.5 * n_cols + 1.2, 1.65 * n_rows + 1.2, "compressed")
@@ -121,7 +114,7 @@ def plot_coupling_strip(
     vmax = float(np.nanmax(maps)) if maps.shape[1] > 1 else 1.0
     for ax, step, panel in zip(grid.flat, steps, maps, strict=False):
         image = ax.imshow(panel, vmin=0, vmax=vmax, cmap=cmap)
-        ax.set_title(_step(step), fontsize="small")
+        ax.set_title(f"step {step}" if step else "step 0, untrained", fontsize="small")
         for axis in (ax.xaxis, ax.yaxis):
             labels.name_ticks(axis, data["layer"].values.tolist(), 6, fontsize="small")
     for ax in grid.flat[len(steps) :]:
@@ -129,7 +122,7 @@ def plot_coupling_strip(
     fig.supylabel("layer of J₁", fontsize="medium")
     fig.supxlabel("layer of the singular vectors", fontsize="medium")
     bar = fig.colorbar(image, ax=fig.axes, label=measure_label(measure, k))
-    if (null := labels.one_null(data[f"null_{measure}"].sel(k=k, checkpoint=steps))) is not None:
+    if (null := labels.one_null(chosen[f"null_{measure}"])) is not None:
         labels.mark_null(bar.ax, null)
         bar.set_label(f"{measure_label(measure, k)}\nline: random subspaces")
     entitle(fig, _heading("Depth coupling across training", {"data": data}, "mean"))
@@ -143,17 +136,12 @@ def plot_shapes(
     """Line-shape score against the training step, and over a window of layers against depth.
 
     Shows when trajectories straighten, and where in depth. 1 is a straight line; the dashed line is what steps in
-    random directions score, √(number of steps). Means over tokens, prompts and seeds; bands as in `plot_emergence`.
-
-    Args:
-        data: a sweep.
-        checkpoints: those of the right panel; by default at most eight, evenly spread over those measured.
-        fig: where to draw; a new figure by default.
+    random directions score, √(number of steps). Means over tokens, prompts and seeds; bands as in `plot_emergence`. The
+    right panel has the `checkpoints`, chosen as in `plot_coupling_strip`.
 
     Returns the Figure: Axes of the score against the step and of the windowed score against depth, then the colour bar.
-    Raises ValueError for a checkpoint that the sweep does not hold, and for checkpoints that are not steps.
-
-    Source: Aubry et al. 2025, eqs. 15 and 16.
+    Raises ValueError for a checkpoint that the sweep does not hold, and for checkpoints that are not steps. Source:
+    Aubry et al. 2025, eqs. 15 and 16.
     """
     _check(data, "data", "line_shape_score_all_tokens")
     steps = _chosen(data, checkpoints)
@@ -161,13 +149,12 @@ def plot_shapes(
     fig = fig or new_figure(7.4, 4.0)
     left, right = fig.subplots(1, 2)
     _line(left, data["line_shape_score_all_tokens"], "C0", "mean over tokens")
-    left.set(ylabel=f"line-shape score, {n_layers} steps")
+    left.set_ylabel(f"line-shape score, {n_layers} steps")
     _step_axis(left, [data])
-
     curves = _mean(data["windowed_line_shape_score"].sel(checkpoint=steps)).transpose("checkpoint", "window").values
     shades = colormaps["viridis"].resampled(len(steps))
-    for i, (step, curve) in enumerate(zip(steps, curves, strict=True)):
-        right.plot(data["window"].values, curve, marker="o", markersize=3, color=shades(i), label=f"_{_step(step)}")
+    for i, curve in enumerate(curves):
+        right.plot(data["window"].values, curve, marker="o", markersize=3, color=shades(i), label=f"_{steps[i]}")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     # All layers: a model of few has one window.
     right.set(xlabel=f"middle layer of {window} steps", xlim=(-0.5, n_layers - 0.5))
@@ -194,7 +181,7 @@ def _line(ax: Axes, values: "xarray.DataArray", color: str, name: str) -> None:
         ax.plot(0, mean[0], "o", color=color, markerfacecolor="white", markersize=7, label="_untrained")
 
 
-def _step_axis(ax: Axes, sweeps: "Sequence[xarray.Dataset]") -> None:
+def _step_axis(ax: Axes, sweeps: "Iterable[xarray.Dataset]") -> None:
     """Logarithmic, with a place for step 0; ticks at steps that were measured, as many as have room."""
     steps = np.unique(np.concatenate([sweep["checkpoint"].values for sweep in sweeps]))
     first = max(int(steps[steps > 0].min(initial=steps.max())), 1)
@@ -235,10 +222,6 @@ def _heading(what: str, by: "Mapping[str, xarray.Dataset]", drawn: str = f"mean 
 def _mean(values: "xarray.DataArray") -> "xarray.DataArray":
     """Over prompts and seeds, where there are any."""
     return values.mean([dim for dim in _SAMPLES if dim in values.dims])
-
-
-def _step(step: int) -> str:
-    return f"step {step}" if step else "step 0, untrained"
 
 
 def _short(step: int) -> str:

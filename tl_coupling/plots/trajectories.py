@@ -45,7 +45,6 @@ def plot_trajectories(
         trace: a traced prompt, or its residual stream.
         views: a panel for each: "all" depths, the "shallow" half of them, the "deep" half.
         positions: which tokens; by default all but the `attention_sinks`, which the title names.
-        fig: where to draw; a new figure by default.
 
     Returns the Figure; in the Axes of each view the lines are the tokens in their order, each followed by its marks.
     Raises ValueError for an unknown view or none, a position out of range, and fewer than two tokens.
@@ -59,7 +58,6 @@ def plot_trajectories(
         raise ValueError(f"principal components want at least 2 tokens, got positions {chosen}: give a longer prompt")
     pca = trajectory_pca(x[:, chosen])
     path, shares = pca.projected.detach().cpu().numpy(), pca.explained_variance_ratio.tolist()
-
     spans = {"all": (0, n), "shallow": (0, max(1, n // 2)), "deep": (n // 2, n)}
     # The palest shades of the map are lost on white.
     shades = colormaps["viridis"](np.linspace(0, 0.9, n_pos))
@@ -105,7 +103,6 @@ def plot_trajectory_metrics(
     Args:
         results: results or traces by name, of one prompt; or one. Of a trace, `measure_trajectory` makes the shapes.
         positions: which tokens; by default all but the `attention_sinks` of any result, which the title names.
-        fig: where to draw; a new figure by default.
 
     Returns the Figure; its Axes are norm, step length, windowed score, score of the first steps, and entropy if there
     is one. Raises ValueError for no result, results of different prompts, and a position out of range.
@@ -116,16 +113,13 @@ def plot_trajectory_metrics(
     }
     first = next(iter(by.values()))
     provenance, n_pos = first.provenance, first.norm.shape[1]
-    prompts = [
-        [one.norm.shape[1], *(one.provenance.get(key) for key in ("tokens", "str_tokens"))] for one in by.values()
-    ]
-    if any(prompt != prompts[0] for prompt in prompts):
+    prompt = [n_pos, provenance.get("tokens"), provenance.get("str_tokens")]
+    if any([one.norm.shape[1], *map(one.provenance.get, ("tokens", "str_tokens"))] != prompt for one in by.values()):
         raise ValueError("`results` must be of one prompt, so that tokens and their means compare; got different ones")
     sinks = {t for one in by.values() for t in attention_sinks(one.norm[..., None])}
     chosen, left_out = _chosen(positions, n_pos, sinks, provenance)
     if not chosen:
         raise ValueError("`positions` is empty: wanted at least one token")
-
     widths = sorted({one.window for one in by.values()})
     measures = {
         "norm": ("norm", "depth", "‖x‖"),
@@ -175,11 +169,7 @@ def plot_linearisation(
     Shows whether a linearised block predicts the step better than no block at all: a solid line has to lie below the
     dotted one of its colour (relative error, above), or above it (cosine similarity, below). On the left each step
     starts from the true stream, on the right only the first one does. Relative errors above 100 are clipped, and the
-    title of their panel says how large they become.
-
-    Args:
-        results: linearisations, or results that hold one, by name; or one.
-        fig: where to draw; a new figure by default.
+    title of their panel says how large they become. `results` are linearisations, or results that hold one, by name.
 
     Returns the Figure; its four Axes are relative error and cosine similarity (rows) of one step and of the compounded
     predictions (columns). Raises ValueError for no result, and for one without a linearisation.
@@ -213,11 +203,10 @@ def plot_linearisation(
         below.set_xlabel("after layer")
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
         labels.plain_legend(below, borderaxespad=4, **BELOW)
-    panels[0, 0].set_yscale("log", nonpositive="mask")
-    panels[0, 0].set_ylabel("relative error")
-    panels[0, 0].set_ylim(top=min(panels[0, 0].get_ylim()[1], _MOST_ERROR))
-    panels[1, 0].set_ylim(top=1.03)
-    panels[1, 0].set_ylabel("cosine similarity")
+    errors, cosines = panels[:, 0]
+    errors.set_yscale("log", nonpositive="mask")
+    errors.set(ylabel="relative error", ylim=(None, min(errors.get_ylim()[1], _MOST_ERROR)))
+    cosines.set(ylabel="cosine similarity", ylim=(None, 1.03))
     bases = {result.reference_layer for result in by.values() if result.closed_form is not None}
     what = "Linearised trajectory" + (f" · closed form with U of layer {bases.pop()}" if len(bases) == 1 else "")
     entitle(fig, _heading(what, by))
@@ -231,11 +220,7 @@ def plot_perturbation(
     """Similarity of a noisy token to the clean one against the size of the noise, before the first block and after all.
 
     Shows whether the blocks undo noise (the solid line, after the last layer, lies above the dashed one, before the
-    first) or amplify it.
-
-    Args:
-        results: perturbations, or results that hold one, by name; or one.
-        ax: where to draw; a new figure by default.
+    first) or amplify it. `results` are perturbations, or results that hold one, by name; or one.
 
     Returns the Axes; the lines of each result are the means before the first layer and after the last, then the samples
     after the last as points. Raises ValueError for no result, and for one without a perturbation.
@@ -244,8 +229,7 @@ def plot_perturbation(
     ax = ax or new_figure(6.4, 4.6).subplots()
     for name, result, color in in_colors(by):
         order = np.argsort(result.scales)
-        scales = np.asarray(result.scales)[order]
-        mean = result.mean.cpu().numpy()[order]
+        scales, mean = np.asarray(result.scales)[order], result.mean.cpu().numpy()[order]
         samples = result.cosine_similarity[..., -1].cpu().numpy()[order]
         ax.plot(scales, mean[:, 0], "--", color=color, label=f"{name}, before the first layer")
         ax.plot(scales, mean[:, -1], "-", color=color, marker="o", markersize=3, label=f"{name}, after the last layer")
@@ -254,8 +238,8 @@ def plot_perturbation(
     # Scale 0 has no place on a logarithmic axis.
     ax.set_xscale("log" if all(min(result.scales) > 0 for result in by.values()) else "linear")
     ax.axhline(0, color="0.8", linewidth=1, zorder=0, label="_zero")
-    ax.set(xlabel="size of the noise / size of the embedding", ylabel="cosine similarity to the clean token")
-    ax.set_ylim(top=1.03)
+    words = {"xlabel": "size of the noise / size of the embedding", "ylabel": "cosine similarity to the clean token"}
+    ax.set(ylim=(None, 1.03), **words)
     return ax
 
 
@@ -271,7 +255,6 @@ def plot_inverse_singular_values(
     Args:
         results: maps of kind "depth", linearisations with their closed form, or results that hold one, by name; or one.
         n: how many singular values, from the largest; fewer where a result holds fewer.
-        ax: where to draw; a new figure by default.
 
     Returns the Axes; the lines of each result and each k are the points, then the fit. Raises ValueError for no result,
     one without singular values or of fewer than two layers, a map of tokens, and n below 1.
@@ -279,13 +262,9 @@ def plot_inverse_singular_values(
     by = _parts(results, CouplingMap, "linearisation")
     ax = ax or new_figure(6.4, 4.8).subplots()
     for name, result, color in in_colors(by):
-        if isinstance(result, Linearisation):
-            if result.singular_values is None:
-                raise ValueError(f"{name!r} has no singular values: measure with `closed_form=True`")
-            layers: Sequence[int] = range(len(result.one_step))
-        else:
-            labels.check_depth(result, name)
-            layers = result.row_layers
+        if result.singular_values is None:
+            raise ValueError(f"{name!r} has no singular values: measure with `closed_form=True`")
+        layers = result.row_layers if isinstance(result, CouplingMap) else range(len(result.one_step))
         S = result.singular_values[:, :n]
         fit = inverse_singular_value_fit(S, layers)
         ends = np.array([min(layers), max(layers)])
@@ -294,8 +273,7 @@ def plot_inverse_singular_values(
             label = f"{name}, σ_{i + 1}: R² = {float(fit.r_squared[i]):.2f}"
             ax.plot(layers, (1 / S[:, i]).cpu().numpy(), "osD^v"[i % 5], markersize=3.5, label=label, **look)
             ax.plot(ends, float(fit.intercept[i]) + float(fit.slope[i]) * ends, label="_fit", **look)
-    ax.set(xlabel="layer", ylabel="1 / singular value of J")
-    ax.set_ylim(bottom=0)
+    ax.set(xlabel="layer", ylabel="1 / singular value of J", ylim=(0, None))
     labels.finish_lines(ax, _heading("Inverse singular values", by), borderaxespad=4, ncols=len(by), **BELOW)
     return ax
 
