@@ -11,7 +11,7 @@ from matplotlib.transforms import Bbox
 
 from tl_coupling.border import checked
 from tl_coupling.generalization import Generalization
-from tl_coupling.plots.labels import BELOW, NULL_LINE, draw_null, entitle, measure_label, new_figure, plain_legend
+from tl_coupling.plots import labels
 
 if TYPE_CHECKING:
     import pandas
@@ -33,7 +33,7 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     null differs between models (spectral mis-coupling), each has a mark at the foot. Source: Aubry et al. 2025, figures
     1a and 8, without null and band.
     """
-    ax = ax or new_figure(7.0, 5.4).subplots()
+    ax = ax or labels.new_figure(7.0, 5.4).subplots()
     line, drawn = result.association.linear, result.association.bootstrap
     x, y = (result.table[name].to_numpy(float) for name in (result.measure, result.score))
     ax.fill_between(drawn.band_x, drawn.band_low, drawn.band_high, color="C0", alpha=0.15, linewidth=0)
@@ -46,14 +46,14 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     room = 0.15 * np.ptp(y)
     ax.set_ylim(y.min() - room, y.max() + room)
     nulls = result.table["null"].dropna() if "null" in result.table else []
-    if not draw_null(ax.axvline, nulls) and len(nulls):
+    if not labels.draw_null(ax.axvline, nulls) and len(nulls):
         look: dict[str, Any] = {"color": "0.4", "markersize": 14, "label": "random subspaces"}
         ax.plot(nulls, np.zeros(len(nulls)), "|", transform=ax.get_xaxis_transform(), **look)
-    ax.set_xlabel(f"mean {measure_label(result.measure, result.k)}")
+    ax.set_xlabel(f"mean {labels.measure_label(result.measure, result.k)}")
     ax.set_ylabel("loss (nats per token)" if result.score == "loss" else result.score, parse_math=False)
-    entitle(ax, f"{_heading(result)}\n{_statistics(line)}")
+    labels.entitle(ax, f"{_heading(result)}\n{_statistics(line)}")
     # Fits are named with formulas.
-    ax.legend(frameon=False, ncols=3, **BELOW | {"bbox_to_anchor": (0.5, -0.14)})
+    ax.legend(frameon=False, ncols=3, **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14)})
     _name_points(ax, x, y, result.table["model"].tolist())
     return ax
 
@@ -66,22 +66,22 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """
     slopes, drawn = result.slopes, result.association.bootstrap
     places = np.arange(len(slopes))
-    ax = ax or new_figure(7.0, 1.2 + 0.45 * len(slopes)).subplots()
+    ax = ax or labels.new_figure(7.0, 1.2 + 0.45 * len(slopes)).subplots()
     ax.hlines(places, slopes["low"], slopes["high"], color="C0")
     ax.plot(slopes["slope"], places, "o", color="C0", linestyle="")
-    ax.axvline(0, **NULL_LINE)
-    labels = []
+    ax.axvline(0, **labels.NULL_LINE)
+    rows = []
     for fit in slopes.itertuples():
         said = _statistics(fit)
         if np.isnan(fit.p):
             said = f"over {drawn.n_models} models, {drawn.n_prompts} prompts"
         elif not np.isnan(fit.vif):
             said = f"{said.replace('R²', 'partial R²')}, VIF = {fit.vif:.1f}"
-        labels.append(f"{fit.Index}\n{said}")
-    ax.set_yticks(places, labels, fontsize="small", parse_math=False)
+        rows.append(f"{fit.Index}\n{said}")
+    ax.set_yticks(places, rows, fontsize="small", parse_math=False)
     ax.invert_yaxis()
-    ax.set_xlabel(f"slope, {result.score} per unit of {measure_label(result.measure, result.k)}")
-    entitle(ax, f"{_heading(result)}\nslope and {result.association.linear.level:.0%} interval")
+    ax.set_xlabel(f"slope, {result.score} per unit of {labels.measure_label(result.measure, result.k)}")
+    labels.entitle(ax, f"{_heading(result)}\nslope and {result.association.linear.level:.0%} interval")
     return ax
 
 
@@ -92,7 +92,7 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     Shows whether the finding depends on the choice of k. The p of the slope stands below each k. Source: Aubry et al.
     2025, figure of the correlation for varying K, without interval.
     """
-    ax = ax or new_figure(7.0, 4.2).subplots()
+    ax = ax or labels.new_figure(7.0, 4.2).subplots()
     sweep = result.by_k.values()
     # Evenly spaced: the numbers that people choose are not.
     places = np.arange(len(sweep))
@@ -103,7 +103,7 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     ax.margins(x=0.1)
     ax.set(xlabel="k, number of top singular vectors", ylabel="R² of the linear fit", ylim=(0, 1))
     linear, level = _statistics(result.association.linear), result.association.bootstrap.level
-    entitle(ax, f"{_heading(result)}\nk = {result.k}: {linear} · bars: {level:.0%} bootstrap interval")
+    labels.entitle(ax, f"{_heading(result)}\nk = {result.k}: {linear} · bars: {level:.0%} bootstrap interval")
     return ax
 
 
@@ -119,7 +119,7 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
         raise ValueError("`table` must be what `task_means` returns, with at least one row")
     tasks, models, checkpoints = (list(dict.fromkeys(table[name])) for name in ("task", "model", "checkpoint"))
     groups = list(table.groupby(["model", "checkpoint"], sort=False))
-    ax = ax or new_figure(7.0, 1.6 + len(tasks) * (0.3 + 0.1 * len(groups))).subplots()
+    ax = ax or labels.new_figure(7.0, 1.6 + len(tasks) * (0.3 + 0.1 * len(groups))).subplots()
     is_named = len(models) <= _MAX_NAMED
 
     def look(checkpoint: Any, color: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
         label = str(model) if is_named and checkpoint == checkpoints[0] else f"_{model} {checkpoint}"
         ax.hlines(heights, rows["low"], rows["high"], color=color, linewidth=1)
         ax.plot(rows["mean"], heights, markersize=5, label=label, **look(checkpoint, color))
-    draw_null(ax.axvline, table["null"])
+    labels.draw_null(ax.axvline, table["null"])
     for row in range(1, len(tasks)):
         ax.axhline(row - 0.5, color="0.9", linewidth=0.8, zorder=0)
     handles, _ = ax.get_legend_handles_labels()
@@ -145,12 +145,12 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
         handles += [Line2D([], [], label=str(checkpoint), **look(checkpoint, "0.3")) for checkpoint in checkpoints]
     of_task = table.groupby("task")["n_prompts"].max()
     ax.set_yticks(range(len(tasks)), [f"{task} (n = {of_task[task]})" for task in tasks], parse_math=False)
-    label = f"mean {measure_label(table.attrs['measure'], table.attrs['k'])}"
+    label = f"mean {labels.measure_label(table.attrs['measure'], table.attrs['k'])}"
     ax.set(ylim=(len(tasks) - 0.5, -0.5), xlabel=label)
-    entitle(ax, "Coupling of different layers by task, mean and 95% interval over prompts")
+    labels.entitle(ax, "Coupling of different layers by task, mean and 95% interval over prompts")
     # 0.6 inches below, where the label of the axis ends.
     place = {"bbox_to_anchor": (0.5, -0.6 * ax.figure.dpi / ax.bbox.height)}
-    plain_legend(ax, handles=handles, ncols=3, **BELOW | place)
+    labels.plain_legend(ax, handles=handles, ncols=3, **labels.BELOW | place)
     return ax
 
 

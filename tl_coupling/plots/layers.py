@@ -16,25 +16,13 @@ from tl_coupling.border import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure, random_subspace_null
 from tl_coupling.plots import labels
-from tl_coupling.plots.labels import (
-    ABOVE,
-    BELOW,
-    NULL_LINE,
-    entitle,
-    finish_lines,
-    in_colors,
-    map_heading,
-    measure_label,
-    named,
-    new_figure,
-    plain_legend,
-)
 from tl_coupling.redundancy import CHANGES, change_and_predictors, check_redundancy, redundancy_correlations
 from tl_coupling.statistics import half_width
 
 if TYPE_CHECKING:
     import xarray
 
+_Maps = CouplingMap | Mapping[str, CouplingMap]
 _MAX_EDGE_WIDTH = 8.0
 # Of changed blocks; not the colours of trained and untrained models.
 _LOOKS = {"dropped": ("C2", "o"), "swapped": ("C4", "s"), "merged": ("C5", "^")}
@@ -67,7 +55,8 @@ def plot_adjacency(
     Returns the Axes; its legend gives the scale of the edges. Raises ValueError for a k or measure that the map does
     not have, a map of tokens, and rows and columns of different layers.
     """
-    layers = named({"result": result}, CouplingMap)["result"].row_layers
+    # Refuses maps of tokens.
+    layers = labels.named({"result": result}, CouplingMap)["result"].row_layers
     if layers != result.col_layers or len(set(layers)) != len(layers):
         raise ValueError(
             "a graph of layers wants a map with the same layers, each once, as rows and columns; "
@@ -81,7 +70,7 @@ def plot_adjacency(
     heavy = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
     edges = heavy if strongest is None and threshold is not None else heavy[-(strongest or 2 * len(layers)) :]
     full = 1.0 if measure in BOUNDED_BY_1 or not edges else edges[-1][0] or 1.0
-    ax = ax or new_figure(6.4, 7.0).subplots()
+    ax = ax or labels.new_figure(6.4, 7.0).subplots()
     graph = nx.Graph()
     graph.add_nodes_from(layers)
     angles = np.pi / 2 - 2 * np.pi * np.arange(len(layers)) / len(layers)
@@ -98,16 +87,14 @@ def plot_adjacency(
     shares = np.array([0.1, 0.25, 0.5, 1])
     looks = zip(shares, *_edge_style(shares).values(), strict=True)
     scale = [Line2D([], [], label=f"{full * share:.2g}", linewidth=w, color=color) for share, w, color in looks]
-    what = f"{measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
-    plain_legend(ax, handles=scale, title=what, ncols=len(shares), **BELOW | {"fontsize": "medium"})
-    entitle(ax, map_heading([result], k))
+    what = f"{labels.measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
+    labels.plain_legend(ax, handles=scale, title=what, ncols=len(shares), **labels.BELOW | {"fontsize": "medium"})
+    labels.entitle(ax, labels.map_heading([result], k))
     return ax
 
 
 @checked
-def plot_locality(
-    results: CouplingMap | Mapping[str, CouplingMap], *, k: int | None = None, ax: Axes | None = None
-) -> Axes:
+def plot_locality(results: _Maps, *, k: int | None = None, ax: Axes | None = None) -> Axes:
     """Mean coupling of layers that are `|l − l′|` apart, starting at distance 1; one line for each result.
 
     Shows how fast coupling fades with distance; the dashed line is what random subspaces would give. `results` are maps
@@ -116,25 +103,23 @@ def plot_locality(
     Returns the Axes; its lines are the results in their order, then the null. Raises ValueError for no map, a map of
     tokens, and a k that is out of range, or not given where the maps hold different numbers.
     """
-    maps = named(results, CouplingMap)
+    maps = labels.named(results, CouplingMap)
     k = labels.common_k(list(maps.values()), k)
-    ax = ax or new_figure(6.4, 4.6).subplots()
-    for name, result, color in in_colors(maps):
+    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    for name, result, color in labels.in_colors(maps):
         profile = result.locality_profile(k).detach().cpu().numpy()
         # A selection of layers may have no pair at some distance: the line goes on to the next.
         distance = 1 + np.flatnonzero(~np.isnan(profile[1:]))
         ax.plot(distance, profile[distance], color=color, marker="o", markersize=3, label=name)
     # The null of this measure depends on k alone: one line for all maps.
     labels.draw_null(ax.axhline, random_subspace_null(k))
-    ax.set(ylim=(0, None), xlabel="distance |l − l′| in layers", ylabel=f"mean {measure_label('coupling', k)}")
-    finish_lines(ax, map_heading(list(maps.values()), k))
+    ax.set(ylim=(0, None), xlabel="distance |l − l′| in layers", ylabel=f"mean {labels.measure_label('coupling', k)}")
+    labels.finish_lines(ax, labels.map_heading(list(maps.values()), k))
     return ax
 
 
 @checked
-def plot_singular_values(
-    results: CouplingMap | Mapping[str, CouplingMap], *, n: Count = 10, ax: Axes | None = None
-) -> Axes:
+def plot_singular_values(results: _Maps, *, n: Count = 10, ax: Axes | None = None) -> Axes:
     """Largest singular values of the Jacobians against depth, on a logarithmic axis.
 
     Shows how strongly each block amplifies its top directions, and how flat its spectrum is: lines close together
@@ -144,9 +129,9 @@ def plot_singular_values(
     Returns the Axes; its lines are σ_1, σ_2, … of the first result, then of the next. Raises ValueError for no map, a
     map of tokens, and n below 1.
     """
-    maps = named(results, CouplingMap)
-    ax = ax or new_figure(6.4, 4.6).subplots()
-    for name, result, color in in_colors(maps):
+    maps = labels.named(results, CouplingMap)
+    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    for name, result, color in labels.in_colors(maps):
         order = np.argsort(result.row_layers)
         depth = np.asarray(result.row_layers)[order]
         sigma = result.singular_values.detach().cpu().numpy()[order, :n]
@@ -158,7 +143,7 @@ def plot_singular_values(
             ax.plot(depth, sigma[:, i], label=label, **look)
     ax.set_yscale("log", nonpositive="mask")
     ax.set(xlabel="layer", ylabel="singular value of J")
-    finish_lines(ax, map_heading(list(maps.values())))
+    labels.finish_lines(ax, labels.map_heading(list(maps.values())))
     return ax
 
 
@@ -183,7 +168,7 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     k = max(held) if k is None else k
     if k not in held:
         raise ValueError(f"`k` must be among {held}, got {k}")
-    fig = fig or new_figure(8.4, 7.4)
+    fig = fig or labels.new_figure(8.4, 7.4)
     panels = fig.subplot_mosaic([["depth", "depth"], ["coupling", "block_influence"]])
     for ax in panels.values():
         ax.set_yscale("symlog", linthresh=_LINEAR_UP_TO)
@@ -208,22 +193,21 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     by_depth, by_coupling, by_influence = panels.values()
     by_depth.xaxis.set_major_locator(MaxNLocator(integer=True))
     by_depth.set_xlabel("layer, or between the two layers of a pair")
-    by_coupling.set_xlabel(f"{measure_label('coupling', k)}\nwith all others, or of the pair")
-    by_coupling.axvline(float(data["null_coupling"].sel(k=k)), label="_null", **NULL_LINE)
+    by_coupling.set_xlabel(f"{labels.measure_label('coupling', k)}\nwith all others, or of the pair")
+    by_coupling.axvline(float(data["null_coupling"].sel(k=k)), label="_null", **labels.NULL_LINE)
     by_influence.set_xlabel("block influence $1 - \\cos$\nof the block, or mean of the pair")
     # The first block's is many times that of the others.
     if float(data["block_influence"].mean("prompt").min()) > 0:
         by_influence.set_xscale("log")
         # Over a decade or two, names of all minor ticks would overlap.
         by_influence.xaxis.set(major_locator=LogLocator(subs=(1.0, 3.0)), major_formatter="{x:g}", minor_formatter="")
-    plain_legend(by_depth, ncols=3, **ABOVE)
+    labels.plain_legend(by_depth, ncols=3, **labels.ABOVE)
     ranked = "Spearman's ρ [95 % over prompts];\ninner: without first and last"
     for ax in (by_coupling, by_influence):
-        plain_legend(ax, title=ranked, title_fontsize="small", alignment="left", **ABOVE)
-    n_prompts = data.sizes["prompt"]
-    over = f"\nmean over {n_prompts} prompts" if n_prompts > 1 else ""
+        labels.plain_legend(ax, title=ranked, title_fontsize="small", alignment="left", **labels.ABOVE)
+    over = f"\nmean over {data.sizes['prompt']} prompts" if data.sizes["prompt"] > 1 else ""
     what = "Loss without a block, and with neighbours swapped or merged"
-    entitle(fig, labels.heading(what, [json.loads(data.attrs["provenance"])]) + over)
+    labels.entitle(fig, labels.heading(what, [json.loads(data.attrs["provenance"])]) + over)
     return fig
 
 

@@ -15,8 +15,8 @@ from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.coupling import Measure
 from tl_coupling.influence import Influence, InfluenceMeasure
 from tl_coupling.plots import labels
-from tl_coupling.plots.labels import UNDEFINED, entitle, map_heading, measure_label, name_ticks, new_figure, token_name
 
+_Influences = Influence | Mapping[str, Influence]
 _PAPER_LAYERS = range(8, 16)
 _WIDEST, _ROOM_FOR_A_TICK = 9.0, 0.2
 _INFLUENCE = {
@@ -62,10 +62,10 @@ def plot_coupling(
     if isinstance(cmap, str) and cmap not in colormaps:
         raise ValueError(f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}")
     side = 6.4 if result.kind == "depth" else min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
-    ax = ax or new_figure(side, 0.9 * side, "compressed").subplots()
-    cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(bad=UNDEFINED)
+    ax = ax or labels.new_figure(side, 0.9 * side, "compressed").subplots()
+    cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(bad=labels.UNDEFINED)
     k = result.k if k is None else k
-    label = f"{measure_label(measure, k, **options)}; null: random subspaces"
+    label = f"{labels.measure_label(measure, k, **options)}; null: random subspaces"
     bar = _draw_pairs(ax, result, values, k, label, vmin=low, vmax=high, cmap=cmap)
     null = result.null(k, measure, **options)
     if low <= null <= high:
@@ -88,9 +88,9 @@ def plot_spread(
     spread = result.spread(k, measure)
     if result.n_prompts < 2:
         raise ValueError("the spread over prompts takes at least two prompts, this map has one")
-    ax = ax or new_figure(6.4, 5.8, "compressed").subplots()
+    ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
     k = result.k if k is None else k
-    label = f"standard deviation over {result.n_prompts} prompts of\n{measure_label(measure, k)}"
+    label = f"standard deviation over {result.n_prompts} prompts of\n{labels.measure_label(measure, k)}"
     _draw_pairs(ax, result, spread.detach().cpu().numpy(), k, label, vmin=0, cmap="cividis")
     return ax
 
@@ -150,7 +150,7 @@ def plot_coupling_matrices(
     n, k = len(chosen), labels.common_k(list(grids.values()), k)
     panels = [_panels(grid, chosen, k, name) for name, grid in grids.items()]
     side = min(6.4, max(4.0, 0.8 * n))
-    fig = fig or new_figure(side + 1.0, (side + 0.4) * len(grids), "compressed")
+    fig = fig or labels.new_figure(side + 1.0, (side + 0.4) * len(grids), "compressed")
     axes = fig.subplots(len(grids), 1, squeeze=False)[:, 0]
     gap = max(1, k // 12)
     centres = np.arange(n) * (k + gap) + (k - 1) / 2
@@ -163,7 +163,7 @@ def plot_coupling_matrices(
         _name_sides(ax, grid, chosen, centres)
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
-        entitle(ax, map_heading([grid], k))
+        labels.entitle(ax, labels.map_heading([grid], k))
     extend = "max" if vmax < 1 else "neither"
     fig.colorbar(image, ax=list(axes), label="|A| / σ₁ of J₁ (square-root colours)", extend=extend, aspect=40)
     return fig
@@ -171,28 +171,23 @@ def plot_coupling_matrices(
 
 @checked
 def plot_influence(
-    results: Influence | Mapping[str, Influence],
-    *,
-    measure: InfluenceMeasure = "frobenius_norm",
-    fig: Figure | None = None,
+    results: _Influences, *, measure: InfluenceMeasure = "frobenius_norm", fig: Figure | None = None
 ) -> Figure:
     """Heat map of what every source token does to one output token, layer by layer.
 
     Read off which tokens a layer listens to (the two norms, on a logarithmic scale), and through how many directions
-    (the two ranks). The last column is the output token's own Jacobian, its skip connection left out.
+    (the two ranks). The last column is the output token's own Jacobian, its skip connection left out. Several results
+    by name (trained and untrained) share one colour scale; undefined values (NaN) and zeros are grey. The measures are
+    fields of `Influence`.
 
-    Args:
-        results: one influence, or several by name (trained and untrained); all panels share one colour scale.
-        measure: one of `Influence`'s four.
-
-    Returns the Figure; a panel for each result, then the colour bar. Undefined values (NaN) and zeros are grey. Raises
-    ValueError for an unknown measure, and for no result.
+    Returns the Figure; a panel for each result, then the colour bar. Raises ValueError for an unknown measure, and for
+    no result.
     """
     panels = labels.named(results, Influence)
     values = {name: getattr(result, measure).detach().cpu().double().numpy() for name, result in panels.items()}
     most = max(len(result.source_positions) for result in panels.values())
     width = min((_WIDEST - 1) / len(panels), max(3.0, 1.2 + 0.22 * most))
-    fig = fig or new_figure(width * len(panels) + 1, 5.6)
+    fig = fig or labels.new_figure(width * len(panels) + 1, 5.6)
     axes = fig.subplots(1, len(panels), squeeze=False)[0]
     known = np.concatenate([value[np.isfinite(value) & (value > 0)] for value in values.values()])
     norm = Normalize(0, known.max(initial=0) or 1)
@@ -200,18 +195,18 @@ def plot_influence(
         norm = LogNorm(known.min(), known.max())
     for ax, (name, result) in zip(axes, panels.items(), strict=True):
         image = ax.imshow(np.where(values[name] > 0, values[name], np.nan), norm=norm, aspect="auto")
-        ax.set_facecolor(UNDEFINED)
-        names = [token_name(result.provenance, t) for t in result.source_positions]
-        name_ticks(ax.xaxis, names, int(width / _ROOM_FOR_A_TICK), rotation=90)
-        name_ticks(ax.yaxis, result.layers, labels.MAX_LAYER_TICKS)
+        ax.set_facecolor(labels.UNDEFINED)
+        names = [labels.token_name(result.provenance, t) for t in result.source_positions]
+        labels.name_ticks(ax.xaxis, names, int(width / _ROOM_FOR_A_TICK), rotation=90)
+        labels.name_ticks(ax.yaxis, result.layers, labels.MAX_LAYER_TICKS)
         ax.set_xlabel("source token")
         if len(panels) > 1:
-            entitle(ax, name)
+            labels.entitle(ax, name)
     axes[0].set_ylabel("layer")
     fig.colorbar(image, ax=axes, label=_INFLUENCE[measure])
-    tokens = {token_name(result.provenance, result.output_position) for result in panels.values()}
+    tokens = {labels.token_name(result.provenance, result.output_position) for result in panels.values()}
     what = f"Influence on token {tokens.pop()}" if len(tokens) == 1 else "Influence on one token"
-    entitle(fig, labels.heading(what, [result.provenance for result in panels.values()]))
+    labels.entitle(fig, labels.heading(what, [result.provenance for result in panels.values()]))
     return fig
 
 
@@ -219,7 +214,7 @@ def _draw_pairs(ax: Axes, result: CouplingMap, values: np.ndarray, k: int, label
     """A heat map; returns its colour bar."""
     image = ax.imshow(values, **colors)
     _name_sides(ax, result)
-    entitle(ax, map_heading([result], k))
+    labels.entitle(ax, labels.map_heading([result], k))
     return ax.figure.colorbar(image, ax=ax, label=label).ax
 
 
@@ -228,14 +223,14 @@ def _name_sides(
 ) -> None:
     """What rows and columns are; a tick for each of the chosen ones, else for as many as have room."""
     depth = result.kind == "depth"
-    what = {"output": "input token", "input": "output token"}.get(result.provenance.get("fixed", ""), "token")
-    what = "layer" if depth else what
+    fixed = result.provenance.get("fixed", "")
+    what = "layer" if depth else {"output": "input token", "input": "output token"}.get(fixed, "token")
     of_row, of_col = ("", "") if depth else (f", layer {result.row_layers[0]}", f", layer {result.col_layers[0]}")
     ax.set(ylabel=f"{what} of J₁{of_row}", xlabel=f"{what} of the singular vectors{of_col}")
     for axis, held in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
-        names = [i if depth else token_name(result.provenance, i) for i in chosen or held]
+        names = [i if depth else labels.token_name(result.provenance, i) for i in chosen or held]
         most = len(names) if chosen else labels.MAX_LAYER_TICKS if depth else labels.MAX_TOKEN_TICKS
-        name_ticks(axis, names, most, at, rotation=0 if depth or axis is ax.yaxis else 90)
+        labels.name_ticks(axis, names, most, at, rotation=0 if depth or axis is ax.yaxis else 90)
 
 
 def _without_own(result: CouplingMap, k: int | None, measure: Measure, options: dict[str, Any]) -> np.ndarray:

@@ -15,14 +15,13 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from tl_coupling.border import checked
 from tl_coupling.coupling import Measure
 from tl_coupling.plots import labels
-from tl_coupling.plots.labels import ABOVE, NULL_LINE, UNDEFINED, entitle, heading, measure_label, named, new_figure
 from tl_coupling.statistics import LEVEL, crossed_mean
 
 if TYPE_CHECKING:
     import xarray
 
 _MAX_PANELS, _PANELS_IN_A_ROW = 8, 4
-_SAMPLES = ("seed", "prompt")
+_SAMPLES = ("prompt", "seed")
 
 
 @checked
@@ -55,13 +54,13 @@ def plot_emergence(
     """
     import xarray
 
-    by = named(data, xarray.Dataset)
+    by = labels.named(data, xarray.Dataset)
     k = _common_k(by, k, f"mean_{measure}")
     by = {name: sweep.sel(k=k) for name, sweep in by.items()}
-    shown = {f"mean_{measure}": f"mean {measure_label(measure, k)}", "loss": "loss (nats per token)"}
+    shown = {f"mean_{measure}": f"mean {labels.measure_label(measure, k)}", "loss": "loss (nats per token)"}
     if all(bool(sweep["loss"].isnull().all()) for sweep in by.values()):
         del shown["loss"]
-    fig = fig or new_figure(7.0, 2.0 + 2.2 * len(shown))
+    fig = fig or labels.new_figure(7.0, 2.0 + 2.2 * len(shown))
     panels = fig.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=[3, 2][: len(shown)])[:, 0]
     for ax, (variable, text) in zip(panels, shown.items(), strict=True):
         for number, (name, sweep) in enumerate(by.items()):
@@ -70,12 +69,12 @@ def plot_emergence(
     nulls = {name: _mean(sweep[f"null_{measure}"]).sortby("checkpoint") for name, sweep in by.items()}
     if not labels.draw_null(panels[0].axhline, np.concatenate(list(nulls.values()))):
         for number, (name, null) in enumerate(nulls.items()):
-            look = NULL_LINE | {"color": f"C{number}", "label": f"{name}: random subspaces"}
+            look = labels.NULL_LINE | {"color": f"C{number}", "label": f"{name}: random subspaces"}
             panels[0].plot(null["checkpoint"].values, null.values, **look)
     panels[0].set_ylim(bottom=0)
     _step_axis(panels[-1], by.values())
     _legend(panels[0])
-    entitle(fig, _heading("Coupling of different layers across training", by))
+    labels.entitle(fig, _heading("Coupling of different layers across training", by))
     return fig
 
 
@@ -108,9 +107,9 @@ def plot_coupling_strip(
     maps[:, np.eye(maps.shape[1], dtype=bool)] = np.nan
     n_cols = min(len(steps), _PANELS_IN_A_ROW)
     n_rows = -(-len(steps) // n_cols)
-    fig = fig or new_figure(1.5 * n_cols + 1.2, 1.65 * n_rows + 1.2, "compressed")
+    fig = fig or labels.new_figure(1.5 * n_cols + 1.2, 1.65 * n_rows + 1.2, "compressed")
     grid = fig.subplots(n_rows, n_cols, sharex=True, sharey=True, squeeze=False)
-    cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(bad=UNDEFINED)
+    cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(bad=labels.UNDEFINED)
     vmax = float(np.nanmax(maps)) if maps.shape[1] > 1 else 1.0
     for ax, step, panel in zip(grid.flat, steps, maps, strict=False):
         image = ax.imshow(panel, vmin=0, vmax=vmax, cmap=cmap)
@@ -121,11 +120,11 @@ def plot_coupling_strip(
         ax.remove()
     fig.supylabel("layer of J₁", fontsize="medium")
     fig.supxlabel("layer of the singular vectors", fontsize="medium")
-    bar = fig.colorbar(image, ax=fig.axes, label=measure_label(measure, k))
+    bar = fig.colorbar(image, ax=fig.axes, label=labels.measure_label(measure, k))
     if (null := labels.one_null(chosen[f"null_{measure}"])) is not None:
         labels.mark_null(bar.ax, null)
-        bar.set_label(f"{measure_label(measure, k)}\nline: random subspaces")
-    entitle(fig, _heading("Depth coupling across training", {"data": data}, "mean"))
+        bar.set_label(f"{labels.measure_label(measure, k)}\nline: random subspaces")
+    labels.entitle(fig, _heading("Depth coupling across training", {"data": data}, "mean"))
     return fig
 
 
@@ -146,7 +145,7 @@ def plot_shapes(
     _check(data, "data", "line_shape_score_all_tokens")
     steps = _chosen(data, checkpoints)
     window, n_layers = int(data.attrs["window"]), data.sizes["layer"]
-    fig = fig or new_figure(7.4, 4.0)
+    fig = fig or labels.new_figure(7.4, 4.0)
     left, right = fig.subplots(1, 2)
     _line(left, data["line_shape_score_all_tokens"], "C0", "mean over tokens")
     left.set_ylabel(f"line-shape score, {n_layers} steps")
@@ -162,10 +161,10 @@ def plot_shapes(
     bar = fig.colorbar(scale, ax=right, label="training step", ticks=range(len(steps)))
     bar.set_ticklabels([_short(step) for step in steps])
     for ax, n_steps in ((left, n_layers), (right, window)):
-        ax.axhline(n_steps**0.5, **NULL_LINE, label=f"random steps, {n_steps**0.5:.2f}")
+        ax.axhline(n_steps**0.5, **labels.NULL_LINE, label=f"random steps, {n_steps**0.5:.2f}")
         ax.set_ylim(bottom=1)
         _legend(ax)
-    entitle(fig, _heading("Line-shape score across training", {"data": data}))
+    labels.entitle(fig, _heading("Line-shape score across training", {"data": data}))
     return fig
 
 
@@ -173,7 +172,7 @@ def _line(ax: Axes, values: "xarray.DataArray", color: str, name: str) -> None:
     """Mean and band against the step; a ring at step 0."""
     values = values.expand_dims([dim for dim in _SAMPLES if dim not in values.dims]).sortby("checkpoint")
     steps = values["checkpoint"].values
-    mean, half = crossed_mean(values.transpose(*_SAMPLES, "checkpoint").values.astype(float))
+    mean, half = crossed_mean(values.transpose("seed", "prompt", "checkpoint").values.astype(float))
     ax.plot(steps, mean, color=color, marker="o", markersize=3, label=name)
     if not np.isnan(half).all():
         ax.fill_between(steps, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
@@ -205,17 +204,14 @@ def _legend(ax: Axes) -> None:
     if any(line.get_label() == "_untrained" for line in ax.lines):
         ring: dict[str, Any] = {"marker": "o", "linestyle": "", "markerfacecolor": "white", "markersize": 7}
         handles.append(Line2D([], [], color="0.3", label="untrained, step 0", **ring))
-    labels.plain_legend(ax, handles=handles, **ABOVE)
+    labels.plain_legend(ax, handles=handles, **labels.ABOVE)
 
 
 def _heading(what: str, by: "Mapping[str, xarray.Dataset]", drawn: str = f"mean and {LEVEL:.0%} interval") -> str:
     """What was measured, on which model, and over what the mean and its interval are."""
-    counts = {(sweep.sizes.get("prompt", 1), sweep.sizes.get("seed", 1)) for sweep in by.values()}
-    over = []
-    if len(counts) == 1:
-        n_prompts, n_seeds = counts.pop()
-        over = [f"{n} {samples}" for n, samples in ((n_prompts, "prompts"), (n_seeds, "seeds")) if n > 1]
-    model = heading("", [{"model": sweep.attrs.get("model")} for sweep in by.values()])
+    counts = {tuple(sweep.sizes.get(dim, 1) for dim in _SAMPLES) for sweep in by.values()}
+    over = [f"{n} {dim}s" for n, dim in zip(*counts, _SAMPLES, strict=True) if n > 1] if len(counts) == 1 else []
+    model = labels.heading("", [{"model": sweep.attrs.get("model")} for sweep in by.values()])
     return "\n".join(filter(None, (what, model, f"{drawn} over {' and '.join(over)}" if over else "")))
 
 
@@ -251,10 +247,9 @@ def _check(sweep: "xarray.Dataset", name: str, *variables: str) -> None:
 
 
 def _chosen(sweep: "xarray.Dataset", checkpoints: Sequence[int] | None) -> list[int]:
-    there = [int(step) for step in sweep["checkpoint"].values]
+    there = sweep["checkpoint"].values.tolist()
     if checkpoints is None:
-        spread = np.linspace(0, len(there) - 1, min(_MAX_PANELS, len(there)))
-        return [there[round(i)] for i in spread]
+        return [there[round(i)] for i in np.linspace(0, len(there) - 1, min(_MAX_PANELS, len(there)))]
     if not checkpoints or any(step not in there for step in checkpoints):
         raise ValueError(f"`checkpoints` must be among {there}, one or more, got {list(checkpoints)}")
     return list(checkpoints)

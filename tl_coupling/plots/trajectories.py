@@ -17,7 +17,6 @@ from tl_coupling.blocks import Trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.plots import labels
-from tl_coupling.plots.labels import BELOW, NULL_LINE, entitle, heading, in_colors, named, new_figure, token_name
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import Linearisation, Perturbation, TrajectoryResult, attention_sinks, trajectory_pca
 from tl_coupling.trajectories.result import measure_trajectory
@@ -25,7 +24,10 @@ from tl_coupling.trajectories.result import measure_trajectory
 _MAX_LEGEND_TOKENS = 16
 # Relative errors beyond say no more than that a prediction is useless.
 _MOST_ERROR = 100.0
-_Inverted = CouplingMap | Linearisation | TrajectoryResult
+_BELOW = labels.BELOW | {"borderaxespad": 4}
+_Linear = Linearisation | TrajectoryResult
+_Noisy = Perturbation | TrajectoryResult
+_Inverted = CouplingMap | _Linear
 
 
 @checked
@@ -61,14 +63,14 @@ def plot_trajectories(
     spans = {"all": (0, n), "shallow": (0, max(1, n // 2)), "deep": (n // 2, n)}
     # The palest shades of the map are lost on white.
     shades = colormaps["viridis"](np.linspace(0, 0.9, n_pos))
-    fig = fig or new_figure(2.7 * len(views) + 0.6, 3.9)
+    fig = fig or labels.new_figure(2.7 * len(views) + 0.6, 3.9)
     panels = fig.subplots(1, len(views), squeeze=False)[0]
     for ax, view in zip(panels, views, strict=True):
         first, last = spans[view]
         for i, t in enumerate(chosen):
             look = {"color": "black", "zorder": 4} if t == n_pos - 1 else {"color": tuple(shades[t]), "zorder": 3}
             along = path[first : last + 1, i]
-            ax.plot(*along.T, linewidth=1.2, label=token_name(provenance, t), **look)
+            ax.plot(*along.T, linewidth=1.2, label=labels.token_name(provenance, t), **look)
             ax.plot(*along[0], "o", markerfacecolor="none", markersize=5, **look)
             ax.plot(*along[-1], "o", markersize=4, **look)
         ax.set_title(f"{view}: depth {first} to {last}", fontsize="medium")
@@ -84,7 +86,7 @@ def plot_trajectories(
         scale = ScalarMappable(Normalize(0, n_pos - 1), ListedColormap(shades))
         bar = fig.colorbar(scale, ax=panels, label="token position (the last: black)")
         bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    entitle(fig, heading(f"Trajectories, components of depth {n}{left_out}", [provenance]))
+    labels.entitle(fig, labels.heading(f"Trajectories, components of depth {n}{left_out}", [provenance]))
     return fig
 
 
@@ -109,7 +111,7 @@ def plot_trajectory_metrics(
     """
     by = {
         name: result if isinstance(result, TrajectoryResult) else measure_trajectory(result, linear=False, noise=False)
-        for name, result in named(results, TrajectoryResult).items()
+        for name, result in labels.named(results, TrajectoryResult).items()
     }
     first = next(iter(by.values()))
     provenance, n_pos = first.provenance, first.norm.shape[1]
@@ -129,10 +131,10 @@ def plot_trajectory_metrics(
         "logit_lens_entropy": ("logit-lens entropy", "depth", "nats"),
     }
     shown = [name for name in measures if any(getattr(one, name) is not None for one in by.values())]
-    fig = fig or new_figure(8.4, 5.4)
+    fig = fig or labels.new_figure(8.4, 5.4)
     panels = {name: fig.add_subplot(2, 3, place) for place, name in enumerate(shown, 1)}
     for name, ax in panels.items():
-        for run, one, color in in_colors(by):
+        for run, one, color in labels.in_colors(by):
             if (values := getattr(one, name)) is None:
                 continue
             y = values[:, chosen].detach().cpu().numpy()
@@ -148,34 +150,30 @@ def plot_trajectory_metrics(
         elif name != "logit_lens_entropy":
             ax.set_yscale("log", nonpositive="mask")
     for width in widths:
-        panels["line_shape_score_windowed"].axhline(width**0.5, **NULL_LINE)
+        panels["line_shape_score_windowed"].axhline(width**0.5, **labels.NULL_LINE)
     n_steps = np.arange(1, max(one.n_layers for one in by.values()) + 1)
-    panels["line_shape_score_by_depth"].plot(n_steps - 1, n_steps**0.5, label="random steps", **NULL_LINE)
+    panels["line_shape_score_by_depth"].plot(n_steps - 1, n_steps**0.5, label="random steps", **labels.NULL_LINE)
     named_lines = panels["line_shape_score_by_depth"].get_legend_handles_labels()
     labels.plain_legend(fig, *named_lines, loc="outside lower center", ncols=4)
     what = f"Trajectories, mean over tokens and each token{left_out}"
-    entitle(fig, heading(what, [one.provenance for one in by.values()]))
+    labels.entitle(fig, labels.heading(what, [one.provenance for one in by.values()]))
     return fig
 
 
 @checked
-def plot_linearisation(
-    results: Linearisation | TrajectoryResult | Mapping[str, Linearisation | TrajectoryResult],
-    *,
-    fig: Figure | None = None,
-) -> Figure:
+def plot_linearisation(results: _Linear | Mapping[str, _Linear], *, fig: Figure | None = None) -> Figure:
     """Errors and directions of the linear predictions of a trajectory, against depth.
 
     Shows whether a linearised block predicts the step better than no block at all: a solid line has to lie below the
     dotted one of its colour (relative error, above), or above it (cosine similarity, below). On the left each step
     starts from the true stream, on the right only the first one does. Relative errors above 100 are clipped, and the
-    title of their panel says how large they become. `results` are linearisations, or results that hold one, by name.
+    title of their panel says how large they become. `results` are linearisations or hold one, by name; or one.
 
     Returns the Figure; its four Axes are relative error and cosine similarity (rows) of one step and of the compounded
     predictions (columns). Raises ValueError for no result, and for one without a linearisation.
     """
     by = _parts(results, Linearisation, "linearisation")
-    fig = fig or new_figure(8.4, 6.4)
+    fig = fig or labels.new_figure(8.4, 6.4)
     panels = fig.subplots(2, 2, sharex=True, sharey="row")
     columns = {
         "one step from the true stream": {"one_step": ("-", "(I + J) x"), "previous": (":", "x, no step")},
@@ -187,7 +185,7 @@ def plot_linearisation(
     }
     for (above, below), (title, lines) in zip(panels.T, columns.items(), strict=True):
         largest = 0.0
-        for name, result, color in in_colors(by):
+        for name, result, color in labels.in_colors(by):
             for prediction, (style, text) in lines.items():
                 if prediction == "closed_form" and result.closed_form is None:
                     continue
@@ -202,44 +200,42 @@ def plot_linearisation(
         below.axhline(0, color="0.8", linewidth=1, zorder=0)
         below.set_xlabel("after layer")
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
-        labels.plain_legend(below, borderaxespad=4, **BELOW)
+        labels.plain_legend(below, **_BELOW)
     errors, cosines = panels[:, 0]
     errors.set_yscale("log", nonpositive="mask")
     errors.set(ylabel="relative error", ylim=(None, min(errors.get_ylim()[1], _MOST_ERROR)))
     cosines.set(ylabel="cosine similarity", ylim=(None, 1.03))
     bases = {result.reference_layer for result in by.values() if result.closed_form is not None}
     what = "Linearised trajectory" + (f" · closed form with U of layer {bases.pop()}" if len(bases) == 1 else "")
-    entitle(fig, _heading(what, by))
+    labels.entitle(fig, _heading(what, by))
     return fig
 
 
 @checked
-def plot_perturbation(
-    results: Perturbation | TrajectoryResult | Mapping[str, Perturbation | TrajectoryResult], *, ax: Axes | None = None
-) -> Axes:
+def plot_perturbation(results: _Noisy | Mapping[str, _Noisy], *, ax: Axes | None = None) -> Axes:
     """Similarity of a noisy token to the clean one against the size of the noise, before the first block and after all.
 
     Shows whether the blocks undo noise (the solid line, after the last layer, lies above the dashed one, before the
-    first) or amplify it. `results` are perturbations, or results that hold one, by name; or one.
+    first) or amplify it. `results` are perturbations or hold one, by name; or one.
 
     Returns the Axes; the lines of each result are the means before the first layer and after the last, then the samples
     after the last as points. Raises ValueError for no result, and for one without a perturbation.
     """
     by = _parts(results, Perturbation, "perturbation")
-    ax = ax or new_figure(6.4, 4.6).subplots()
-    for name, result, color in in_colors(by):
+    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    for name, result, color in labels.in_colors(by):
         order = np.argsort(result.scales)
         scales, mean = np.asarray(result.scales)[order], result.mean.cpu().numpy()[order]
         samples = result.cosine_similarity[..., -1].cpu().numpy()[order]
         ax.plot(scales, mean[:, 0], "--", color=color, label=f"{name}, before the first layer")
         ax.plot(scales, mean[:, -1], "-", color=color, marker="o", markersize=3, label=f"{name}, after the last layer")
         ax.plot(np.repeat(scales, samples.shape[1]), samples.ravel(), ".", color=color, alpha=0.25, label="_samples")
-    labels.finish_lines(ax, _heading("Noise in a token's embedding", by), borderaxespad=4, ncols=len(by), **BELOW)
+    labels.finish_lines(ax, _heading("Noise in a token's embedding", by), ncols=len(by), **_BELOW)
     # Scale 0 has no place on a logarithmic axis.
     ax.set_xscale("log" if all(min(result.scales) > 0 for result in by.values()) else "linear")
     ax.axhline(0, color="0.8", linewidth=1, zorder=0, label="_zero")
-    words = {"xlabel": "size of the noise / size of the embedding", "ylabel": "cosine similarity to the clean token"}
-    ax.set(ylim=(None, 1.03), **words)
+    ax.set(xlabel="size of the noise / size of the embedding", ylabel="cosine similarity to the clean token")
+    ax.set_ylim(top=1.03)
     return ax
 
 
@@ -260,8 +256,8 @@ def plot_inverse_singular_values(
     one without singular values or of fewer than two layers, a map of tokens, and n below 1.
     """
     by = _parts(results, CouplingMap, "linearisation")
-    ax = ax or new_figure(6.4, 4.8).subplots()
-    for name, result, color in in_colors(by):
+    ax = ax or labels.new_figure(6.4, 4.8).subplots()
+    for name, result, color in labels.in_colors(by):
         if result.singular_values is None:
             raise ValueError(f"{name!r} has no singular values: measure with `closed_form=True`")
         layers = result.row_layers if isinstance(result, CouplingMap) else range(len(result.one_step))
@@ -274,7 +270,7 @@ def plot_inverse_singular_values(
             ax.plot(layers, (1 / S[:, i]).cpu().numpy(), "osD^v"[i % 5], markersize=3.5, label=label, **look)
             ax.plot(ends, float(fit.intercept[i]) + float(fit.slope[i]) * ends, label="_fit", **look)
     ax.set(xlabel="layer", ylabel="1 / singular value of J", ylim=(0, None))
-    labels.finish_lines(ax, _heading("Inverse singular values", by), borderaxespad=4, ncols=len(by), **BELOW)
+    labels.finish_lines(ax, _heading("Inverse singular values", by), ncols=len(by), **_BELOW)
     return ax
 
 
@@ -286,14 +282,14 @@ def _chosen(
         if wrong := [t for t in positions if not -n_pos <= t < n_pos]:
             raise ValueError(f"`positions` must lie in [{-n_pos}, {n_pos - 1}] for {n_pos} tokens, got {wrong[0]}")
         return [t % n_pos for t in positions], ""
-    names = ", ".join(token_name(provenance, t) for t in sorted(sinks))
+    names = ", ".join(labels.token_name(provenance, t) for t in sorted(sinks))
     left_out = f" · without attention sink{'s' if len(sinks) > 1 else ''}: token {names}" if sinks else ""
     return [t for t in range(n_pos) if t not in sinks], left_out
 
 
 def _parts(results: Any, kind: type, name: str) -> dict[str, Any]:
     """Results by name; of a `TrajectoryResult` the part of that name."""
-    by: dict[str, Any] = named(results, kind)
+    by: dict[str, Any] = labels.named(results, kind)
     by |= {run: getattr(one, name) for run, one in by.items() if isinstance(one, TrajectoryResult)}
     if missing := [run for run, one in by.items() if one is None]:
         raise ValueError(f"{missing[0]!r} was measured without its {name}")
@@ -301,6 +297,6 @@ def _parts(results: Any, kind: type, name: str) -> dict[str, Any]:
 
 
 def _heading(what: str, by: Mapping[str, Any]) -> str:
-    """With the token, of results for one each."""
+    """With the token that the results are of."""
     positions = [r.row_positions[0] if isinstance(r, CouplingMap) else r.position for r in by.values()]
-    return heading(what, [result.provenance for result in by.values()], positions)
+    return labels.heading(what, [result.provenance for result in by.values()], positions)
