@@ -192,7 +192,7 @@ def test_bars(model, tiny_trace, capfd, monkeypatch):
 
 
 def test_the_spread_is_drawn(mean, maps):
-    from tl_coupling.plots.means import plot_spread
+    from tl_coupling.plots import plot_spread
 
     ax = plot_spread(mean, k=3)
     np.testing.assert_allclose(ax.images[0].get_array(), mean.spread(3))

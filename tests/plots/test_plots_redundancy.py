@@ -8,7 +8,7 @@ import xarray
 from matplotlib.figure import Figure
 from scipy import stats
 
-from tl_coupling.plots.redundancy import plot_redundancy
+from tl_coupling.plots import plot_redundancy
 from tl_coupling.redundancy import redundancy_correlations
 
 KS = (5, 10)

@@ -1,7 +1,7 @@
 """Pictures of results, with matplotlib and networkx.
 
-Every function draws what a result holds and labels itself from it, takes `ax=` (or `fig=`) and returns what it drew on.
-Without `ax=` it makes a figure that a notebook and `plt.show()` display. Inside `with off_screen():` pyplot neither
+Every function draws what a result holds and labels itself from it, takes `ax=` (or `fig=`) and returns what it drew on;
+by default that is a new figure, which a notebook and `plt.show()` display. Inside `with off_screen():` pyplot neither
 shows nor keeps figures: for programs that only save them.
 
 >>> from tl_coupling.plots import plot_coupling
@@ -9,15 +9,11 @@ shows nor keeps figures: for programs that only save them.
 """
 
 # ruff: noqa: F401
-from tl_coupling.plots.generalization import plot_forest, plot_generalization, plot_k_sweep
+from tl_coupling.plots.generalization import plot_forest, plot_generalization, plot_k_sweep, plot_task_means
 from tl_coupling.plots.labels import off_screen
-from tl_coupling.plots.layers import plot_adjacency, plot_locality, plot_singular_values
-from tl_coupling.plots.maps import plot_coupling, plot_coupling_matrices
-from tl_coupling.plots.means import plot_spread
-from tl_coupling.plots.redundancy import plot_redundancy
-from tl_coupling.plots.survey import plot_task_means
+from tl_coupling.plots.layers import plot_adjacency, plot_locality, plot_redundancy, plot_singular_values
+from tl_coupling.plots.maps import plot_coupling, plot_coupling_matrices, plot_influence, plot_spread
 from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
-from tl_coupling.plots.tokens import plot_influence
 from tl_coupling.plots.trajectories import (
     plot_inverse_singular_values,
     plot_linearisation,

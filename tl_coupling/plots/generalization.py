@@ -1,26 +1,28 @@
-"""Coupling against a score across models: the models and the line, what the slope rests on, and the choice of k.
-
-All of them take what `generalization_study` returns.
-"""
+"""Coupling across models: against a score, what its slope rests on and the choice of k; and from task to task."""
 
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from tl_coupling.border import checked
 from tl_coupling.generalization import Generalization
-from tl_coupling.generalization.fits import LinearFit
-from tl_coupling.plots.labels import measure_label, own_axes
+from tl_coupling.plots import labels
+
+if TYPE_CHECKING:
+    import pandas
 
 _POINTS_PER_INCH = 72
 # Where a name may stand, seen from its point: beside it first, further away where something is in the way.
 _DISTANCES = (5.0, 12.0, 20.0, 28.0, 38.0)
 _DIRECTIONS = np.array([(x, y) for x, y in product((1, -1, 0), (0, 1, -1)) if (x, y) != (0, 0)])
-_NULL: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1}
+_MARKERS = "osD^v"
+# With more a legend is not read any more.
+_MAX_NAMED = 10
 
 
 @checked
@@ -28,16 +30,10 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     """Score against mean coupling, one point per model, with the line, its band and what random subspaces would give.
 
     The band is the bootstrap's, pointwise, over models and prompts; the dotted curve is the exponential fit. Where the
-    null differs between models (spectral mis-coupling), each has a mark at the foot.
-
-    Args:
-        result: from `generalization_study`.
-        ax: where to draw; a new Figure by default.
-
-    Source:
-        Aubry et al. 2025, figures 1a and 8: without null and band.
+    null differs between models (spectral mis-coupling), each has a mark at the foot. Source: Aubry et al. 2025, figures
+    1a and 8, without null and band.
     """
-    ax = own_axes(7.0, 5.4) if ax is None else ax
+    ax = ax or labels.new_figure(7.0, 5.4).subplots()
     line, drawn = result.association.linear, result.association.bootstrap
     x, y = (result.table[name].to_numpy(float) for name in (result.measure, result.score))
     ax.fill_between(drawn.band_x, drawn.band_low, drawn.band_high, color="C0", alpha=0.15, linewidth=0)
@@ -49,18 +45,16 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     # Bands of few models are wide: the points decide what is shown.
     room = 0.15 * np.ptp(y)
     ax.set_ylim(y.min() - room, y.max() + room)
-    null = result.table["null"].dropna().to_numpy(float) if "null" in result.table else np.array([])
-    if null.size and np.ptp(null) <= 1e-6 * abs(null[0]):
-        ax.axvline(null[0], label=f"random subspaces, {null[0]:.3f}", **_NULL)
-    elif null.size:
-        foot = ax.get_xaxis_transform()
-        ax.plot(null, np.zeros_like(null), "|", color="0.4", markersize=14, transform=foot, label="random subspaces")
-    ax.set_xlabel(f"mean {measure_label(result.measure, result.k)}")
+    nulls = result.table["null"].dropna() if "null" in result.table else []
+    if not labels.draw_null(ax.axvline, nulls) and len(nulls):
+        look: dict[str, Any] = {"color": "0.4", "markersize": 14, "label": "random subspaces"}
+        ax.plot(nulls, np.zeros(len(nulls)), "|", transform=ax.get_xaxis_transform(), **look)
+    ax.set_xlabel(f"mean {labels.measure_label(result.measure, result.k)}")
     ax.set_ylabel("loss (nats per token)" if result.score == "loss" else result.score, parse_math=False)
-    ax.set_title(f"{_heading(result)}\n{_statistics(line)}", fontsize="medium", parse_math=False)
-    # Below the axes, where it covers nothing.
-    ax.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
-    _name_points(ax, x, y, _short(result.table["model"].tolist()))
+    labels.entitle(ax, f"{_heading(result)}\n{_statistics(line)}")
+    # Fits are named with formulas.
+    ax.legend(frameon=False, ncols=3, **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14)})
+    _name_points(ax, x, y, result.table["model"].tolist())
     return ax
 
 
@@ -69,30 +63,25 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """The slope with its interval, one row each: over all models, over subsets of them, and with covariates held fixed.
 
     Shows whether the slope keeps its sign. Intervals are t intervals except in the second row, the bootstrap.
-
-    Args:
-        result: from `generalization_study`.
-        ax: where to draw; a new Figure by default.
     """
     slopes, drawn = result.slopes, result.association.bootstrap
     places = np.arange(len(slopes))
-    ax = own_axes(7.0, 1.2 + 0.45 * len(slopes)) if ax is None else ax
+    ax = ax or labels.new_figure(7.0, 1.2 + 0.45 * len(slopes)).subplots()
     ax.hlines(places, slopes["low"], slopes["high"], color="C0")
     ax.plot(slopes["slope"], places, "o", color="C0", linestyle="")
-    ax.axvline(0, **_NULL)
-    labels = []
+    ax.axvline(0, **labels.NULL_LINE)
+    rows = []
     for fit in slopes.itertuples():
-        said = f"n = {fit.n}, R² = {fit.r_squared:.2f}, p = {fit.p:.2g}"
+        said = _statistics(fit)
         if np.isnan(fit.p):
             said = f"over {drawn.n_models} models, {drawn.n_prompts} prompts"
         elif not np.isnan(fit.vif):
-            said = f"n = {fit.n}, partial R² = {fit.r_squared:.2f}, p = {fit.p:.2g}, VIF = {fit.vif:.1f}"
-        labels.append(f"{fit.Index}\n{said}")
-    ax.set_yticks(places, labels, fontsize="small", parse_math=False)
+            said = f"{said.replace('R²', 'partial R²')}, VIF = {fit.vif:.1f}"
+        rows.append(f"{fit.Index}\n{said}")
+    ax.set_yticks(places, rows, fontsize="small", parse_math=False)
     ax.invert_yaxis()
-    ax.set_xlabel(f"slope, {result.score} per unit of {measure_label(result.measure, result.k)}")
-    heading = f"{_heading(result)}\nslope and {result.association.linear.level:.0%} interval"
-    ax.set_title(heading, fontsize="medium", parse_math=False)
+    ax.set_xlabel(f"slope, {result.score} per unit of {labels.measure_label(result.measure, result.k)}")
+    labels.entitle(ax, f"{_heading(result)}\nslope and {result.association.linear.level:.0%} interval")
     return ax
 
 
@@ -100,16 +89,10 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
 def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """R² of the linear fit against the number of singular vectors, with bootstrap intervals over models and prompts.
 
-    Shows whether the finding depends on the choice of k. The p of the slope stands below each k.
-
-    Args:
-        result: from `generalization_study`.
-        ax: where to draw; a new Figure by default.
-
-    Source:
-        Aubry et al. 2025, figure of the correlation for varying K: without interval.
+    Shows whether the finding depends on the choice of k. The p of the slope stands below each k. Source: Aubry et al.
+    2025, figure of the correlation for varying K, without interval.
     """
-    ax = own_axes(7.0, 4.2) if ax is None else ax
+    ax = ax or labels.new_figure(7.0, 4.2).subplots()
     sweep = result.by_k.values()
     # Evenly spaced: the numbers that people choose are not.
     places = np.arange(len(sweep))
@@ -119,9 +102,55 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     ax.set_xticks(places, [f"{k}\np = {one.linear.p:.2g}" for k, one in result.by_k.items()])
     ax.margins(x=0.1)
     ax.set(xlabel="k, number of top singular vectors", ylabel="R² of the linear fit", ylim=(0, 1))
-    level = f"bars: {result.association.bootstrap.level:.0%} bootstrap interval"
-    chosen = f"k = {result.k}: {_statistics(result.association.linear)} · {level}"
-    ax.set_title(f"{_heading(result)}\n{chosen}", fontsize="medium", parse_math=False)
+    linear, level = _statistics(result.association.linear), result.association.bootstrap.level
+    labels.entitle(ax, f"{_heading(result)}\nk = {result.k}: {linear} · bars: {level:.0%} bootstrap interval")
+    return ax
+
+
+@checked
+def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axes:
+    """Mean coupling on each task (a table of `task_means`) with its interval over prompts, and the null (dashed).
+
+    A colour is a model, up to ten of them; a marker is a checkpoint, open for untrained twins. Rows are the tasks from
+    top to bottom, all prompts last.
+    """
+    missing = {"model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null"} - set(table)
+    if missing or not {"k", "measure"} <= set(table.attrs) or table.empty:
+        raise ValueError("`table` must be what `task_means` returns, with at least one row")
+    tasks, models, checkpoints = (list(dict.fromkeys(table[name])) for name in ("task", "model", "checkpoint"))
+    groups = list(table.groupby(["model", "checkpoint"], sort=False))
+    ax = ax or labels.new_figure(7.0, 1.6 + len(tasks) * (0.3 + 0.1 * len(groups))).subplots()
+    is_named = len(models) <= _MAX_NAMED
+
+    def look(checkpoint: Any, color: str) -> dict[str, Any]:
+        face = "white" if checkpoint == "untrained" else color
+        marker = _MARKERS[checkpoints.index(checkpoint) % len(_MARKERS)]
+        return {"color": color, "markerfacecolor": face, "marker": marker, "linestyle": ""}
+
+    # Side by side within a row.
+    offsets = np.linspace(-0.35, 0.35, len(groups)) if len(groups) > 1 else [0.0]
+    for offset, ((model, checkpoint), rows) in zip(offsets, groups, strict=True):
+        heights = np.array([tasks.index(task) for task in rows["task"]]) + offset
+        color = f"C{models.index(model)}" if is_named else "C0"
+        label = str(model) if is_named and checkpoint == checkpoints[0] else f"_{model} {checkpoint}"
+        ax.hlines(heights, rows["low"], rows["high"], color=color, linewidth=1)
+        ax.plot(rows["mean"], heights, markersize=5, label=label, **look(checkpoint, color))
+    labels.draw_null(ax.axvline, table["null"])
+    for row in range(1, len(tasks)):
+        ax.axhline(row - 0.5, color="0.9", linewidth=0.8, zorder=0)
+    handles, _ = ax.get_legend_handles_labels()
+    if not is_named:
+        handles.insert(0, Line2D([], [], color="C0", marker="o", linestyle="", label=f"each of {len(models)} models"))
+    if len(checkpoints) > 1:
+        handles += [Line2D([], [], label=str(checkpoint), **look(checkpoint, "0.3")) for checkpoint in checkpoints]
+    of_task = table.groupby("task")["n_prompts"].max()
+    ax.set_yticks(range(len(tasks)), [f"{task} (n = {of_task[task]})" for task in tasks], parse_math=False)
+    label = f"mean {labels.measure_label(table.attrs['measure'], table.attrs['k'])}"
+    ax.set(ylim=(len(tasks) - 0.5, -0.5), xlabel=label)
+    labels.entitle(ax, "Coupling of different layers by task, mean and 95% interval over prompts")
+    # 0.6 inches below, where the label of the axis ends.
+    place = {"bbox_to_anchor": (0.5, -0.6 * ax.figure.dpi / ax.bbox.height)}
+    labels.plain_legend(ax, handles=handles, ncols=3, **labels.BELOW | place)
     return ax
 
 
@@ -130,18 +159,15 @@ def _heading(result: Generalization) -> str:
     return f"{result.score} against {result.measure.replace('_', ' ')} · mean over {n} prompt{'s' if n > 1 else ''}"
 
 
-def _statistics(fit: LinearFit) -> str:
+def _statistics(fit: Any) -> str:
     return f"n = {fit.n}, R² = {fit.r_squared:.2f}, p = {fit.p:.2g}"
 
 
-def _short(names: list[str]) -> list[str]:
-    """Without the organisation, unless two models then have the same name."""
-    short = [name.rsplit("/", 1)[-1] for name in names]
-    return [one if short.count(one) == 1 else name for one, name in zip(short, names, strict=True)]
-
-
-def _name_points(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> None:
+def _name_points(ax: Axes, x: np.ndarray, y: np.ndarray, models: list[str]) -> None:
     """A name at each point, where it covers least of the other names, the points and the curves."""
+    # Without the organisation, unless two models then have the same name.
+    short = [model.rsplit("/", 1)[-1] for model in models]
+    names = [one if short.count(one) == 1 else model for one, model in zip(short, models, strict=True)]
     figure = ax.figure.canvas.figure
     # Only after layout is it known how large a name is on the axes.
     figure.draw_without_rendering()

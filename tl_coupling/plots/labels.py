@@ -1,13 +1,14 @@
 """What every picture shares: its figure, its colours, the words on it, and the maps it takes."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -17,12 +18,14 @@ from matplotlib.ticker import MaxNLocator
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.spectra import check_k
 
-# One look per meaning; `colors_of` has those of trained and untrained models.
+# One look per meaning; `in_colors` has those of trained and untrained models.
 UNDEFINED = "0.8"
 NULL_LINE: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1}
+# Legends beside the axes: no corner of a curve or a scatter is always free.
+ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "fontsize": "small"}
+BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "fontsize": "small"}
+MAX_LAYER_TICKS, MAX_TOKEN_TICKS = 16, 40
 
-# `CouplingMap`s, or means of them over prompts.
-PairMap = CouplingMap
 _Result = TypeVar("_Result")
 _MEASURES = {
     "coupling": r"coupling $1 - \tilde{m}$",
@@ -31,7 +34,6 @@ _MEASURES = {
     "spectral_miscoupling": "spectral mis-coupling $m_K$",
     "captured_energy": "captured energy",
 }
-MAX_LAYER_TICKS, MAX_TOKEN_TICKS = 16, 40
 _OFF_SCREEN = ContextVar("off_screen", default=False)
 
 
@@ -67,20 +69,19 @@ def new_figure(width: float, height: float, layout: Literal["constrained", "comp
     return pyplot.figure(figsize=(width, height), layout=layout, FigureClass=Picture)
 
 
-def own_axes(*figure: Any) -> Axes:
-    """The only Axes of a `new_figure`."""
-    return new_figure(*figure).subplots()
-
-
-def colors_of(results: Mapping[str, Any]) -> dict[str, str]:
-    """A colour for each result: blue (C0) for the first trained one, orange (C1) for the first untrained one."""
-    colors: dict[str, str] = {}
-    count = [0, 0]
+def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
+    """Results of one kind by the name they are drawn under; one alone goes by its model's. Maps must be of layers."""
+    # A dataset is a mapping too.
+    if isinstance(results, kind) or not isinstance(results, Mapping):
+        provenance = getattr(results, "attrs", None) or getattr(results, "provenance", {})
+        results = {short_path(provenance.get("model") or kind.__name__): results}
+    if not results:
+        raise ValueError(f"`results` is empty: wanted at least one {kind.__name__}")
     for name, result in results.items():
-        untrained = name == "untrained" or bool(getattr(result, "provenance", {}).get("untrained"))
-        colors[name] = f"C{(2 * count[untrained] + untrained) % 10}"
-        count[untrained] += 1
-    return colors
+        if isinstance(result, CouplingMap) and result.kind != "depth":
+            wanted = "this picture wants maps of layers, kind 'depth' (`depth_coupling`)"
+            raise ValueError(f"{wanted}, {name!r} is of kind {result.kind!r}")
+    return dict(results)
 
 
 def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
@@ -93,59 +94,41 @@ def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
     return k
 
 
-def by_name(results: Any) -> dict[str, CouplingMap]:
-    """Depth maps by the name they are drawn under; one map goes by its model's."""
-    maps = named(results, CouplingMap)
-    for name, result in maps.items():
-        check_depth(result, name)
-    return maps
+def in_colors(results: Mapping[str, _Result]) -> Iterator[tuple[str, _Result, str]]:
+    """Name, result, colour: blue (C0) for the first trained one, orange (C1) for the first untrained one."""
+    count = [0, 0]
+    for name, result in results.items():
+        untrained = name == "untrained" or bool(getattr(result, "provenance", {}).get("untrained"))
+        yield name, result, f"C{(2 * count[untrained] + untrained) % 10}"
+        count[untrained] += 1
 
 
-def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
-    """Results of one kind by the name they are drawn under; one alone goes by its model's."""
-    # A dataset is a mapping too.
-    if isinstance(results, kind) or not isinstance(results, Mapping):
-        results = {short_path(getattr(results, "provenance", {}).get("model") or kind.__name__): results}
-    if not results:
-        raise ValueError(f"`results` is empty: wanted at least one {kind.__name__}")
-    return dict(results)
+def one_null(nulls: Any) -> float | None:
+    """What random subspaces give, if that is the same everywhere, as for all measures but one."""
+    known = np.asarray(nulls, float)
+    known = known[np.isfinite(known)]
+    return float(known[0]) if known.size and np.ptp(known) <= 1e-6 * abs(known[0]) else None
 
 
-def check_depth(result: CouplingMap, name: str) -> None:
-    """Raise unless the map compares layers."""
-    if result.kind != "depth":
-        raise ValueError(
-            f"this picture wants maps of layers, kind 'depth' (`depth_coupling`), {name!r} is of kind {result.kind!r}"
-        )
+def draw_null(line: Callable[..., Any], nulls: Any) -> bool:
+    """A dashed line, with `ax.axhline` or `ax.axvline`, where there is `one_null`; tells whether there is."""
+    if (null := one_null(nulls)) is not None:
+        line(null, label=f"random subspaces, {null:.3f}", **NULL_LINE)
+    return null is not None
 
 
-def label_pairs(ax: Axes, result: CouplingMap) -> None:
-    """Ticks and axis labels of a map: layers, or tokens."""
-    for axis, of_rows in ((ax.yaxis, True), (ax.xaxis, False)):
-        axis.set_label_text(side_labels(result)[0 if of_rows else 1])
-        if result.kind == "depth":
-            name_ticks(axis, result.row_layers if of_rows else result.col_layers, MAX_LAYER_TICKS)
-        else:
-            positions = result.row_positions if of_rows else result.col_positions
-            name_ticks(axis, [token_name(result.provenance, position) for position in positions], rotate=not of_rows)
+def mark_null(bar: Axes, null: float) -> None:
+    """A line across a colour bar that is seen on every colour."""
+    for color, linewidth in (("white", 3), ("black", 1)):
+        bar.axhline(null, color=color, linewidth=linewidth)
 
 
-def name_ticks(axis: Axis, names: Sequence[Any], most: int = MAX_TOKEN_TICKS, rotate: bool = False) -> None:
+def name_ticks(axis: Axis, names: Sequence[Any], most: int, at: np.ndarray | None = None, **options: Any) -> None:
     """A tick for each name, or for every second, third … one where there are more than `most`."""
-    shown = range(0, len(names), math.ceil(len(names) / most))
+    every = slice(None, None, math.ceil(len(names) / most))
+    at = np.arange(len(names)) if at is None else at
     # parse_math: a token may hold a dollar sign.
-    axis.set_ticks(list(shown), [str(names[i]) for i in shown], rotation=90 if rotate else 0, parse_math=False)
-
-
-def side_labels(result: CouplingMap) -> tuple[str, str]:
-    """What the rows are, and what the columns are."""
-    if result.kind == "depth":
-        return "layer of J₁", "layer of the singular vectors"
-    what = {"output": "input token", "input": "output token"}.get(result.provenance.get("fixed", ""), "token")
-    return (
-        f"{what} of J₁, layer {result.row_layers[0]}",
-        f"{what} of the singular vectors, layer {result.col_layers[0]}",
-    )
+    axis.set_ticks(at[every], [str(name) for name in names[every]], parse_math=False, **options)
 
 
 def token_name(provenance: Mapping[str, Any], position: int) -> str:
@@ -160,7 +143,7 @@ def measure_label(measure: str, k: int, p: int | float = 2, absolute: bool = Fal
     return f"{_MEASURES[measure]} (k = {k}{variant})"
 
 
-def title(maps: Sequence[Any], k: int | None = None) -> str:
+def map_heading(maps: Sequence[Any], k: int | None = None) -> str:
     """What was measured; on which model; for which prompt and token. Only what all maps have in common."""
     first = maps[0]
     what = [f"{first.kind.capitalize()} coupling"]
@@ -175,11 +158,11 @@ def title(maps: Sequence[Any], k: int | None = None) -> str:
     if max(prompts) > 1:
         what += [f"mean over {prompts.pop()} prompts"] if len(prompts) == 1 else []
         return heading(" · ".join(what), [{**provenance, "prompt": None} for provenance in provenances])
-    tokens = {token_name(result.provenance, result.row_positions[0]) for result in maps if result.kind == "depth"}
-    return heading(" · ".join(what), provenances, tokens)
+    positions = [result.row_positions[0] for result in maps if result.kind == "depth"]
+    return heading(" · ".join(what), provenances, positions)
 
 
-def heading(what: str, provenances: Sequence[Mapping[str, Any]], tokens: Collection[str] = ()) -> str:
+def heading(what: str, provenances: Sequence[Mapping[str, Any]], positions: Sequence[int] = ()) -> str:
     """`what`; the model; the prompt, and the token if there is one. Only what all provenances have in common."""
     known = {key: value for key, value in provenances[0].items() if all(p.get(key) == value for p in provenances)}
     model = short_path(str(known.get("model") or ""))
@@ -187,7 +170,8 @@ def heading(what: str, provenances: Sequence[Mapping[str, Any]], tokens: Collect
     model += " (untrained)" if known.get("untrained") else ""
     prompt = " ".join((known.get("prompt") or "").split())
     where = [f"“{prompt if len(prompt) <= 48 else prompt[:47].rstrip() + '…'}”"] if prompt else []
-    where += [f"token {next(iter(tokens))}"] if len(tokens) == 1 else []
+    tokens = {token_name(*token) for token in zip(provenances, positions, strict=False)}
+    where += [f"token {tokens.pop()}"] if len(tokens) == 1 else []
     return "\n".join(filter(None, (what, model, " · ".join(where))))
 
 
@@ -196,16 +180,21 @@ def short_path(model: str) -> str:
     return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
 
 
+def entitle(of: Axes | Figure, text: str) -> None:
+    """A title that is not read as mathematics."""
+    (of.set_title if isinstance(of, Axes) else of.suptitle)(text, fontsize="medium", parse_math=False)
+
+
 def plain_legend(of: Axes | Figure, *handles_and_labels: Any, **options: Any) -> Legend:
     """A legend without a frame; what its names hold is not read as mathematics."""
-    drawn = of.legend(*handles_and_labels, **({"frameon": False} | options))
+    drawn = of.legend(*handles_and_labels, frameon=False, **options)
     for text in drawn.get_texts():
         text.set_parse_math(False)
     return drawn
 
 
-def finish_lines(ax: Axes, title: str) -> None:
+def finish_lines(ax: Axes, title: str, **legend: Any) -> None:
     """Whole numbers below, title above, a legend."""
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_title(title, fontsize="medium", parse_math=False)
-    plain_legend(ax)
+    entitle(ax, title)
+    plain_legend(ax, **legend)

@@ -1,26 +1,38 @@
-"""Couplings as they lie in depth: a graph of layers, locality, and the singular values below them."""
+"""Layers: their coupling as a graph and by distance, their singular values, and what each of them is worth."""
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from tl_coupling.border import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure, random_subspace_null
 from tl_coupling.plots import labels
-from tl_coupling.plots.labels import NULL_LINE, PairMap, by_name, colors_of, finish_lines, measure_label, own_axes
+from tl_coupling.redundancy import CHANGES, change_and_predictors, check_redundancy, redundancy_correlations
+from tl_coupling.statistics import half_width
 
+if TYPE_CHECKING:
+    import xarray
+
+_Maps = CouplingMap | Mapping[str, CouplingMap]
 _MAX_EDGE_WIDTH = 8.0
+# Of changed blocks; not the colours of trained and untrained models.
+_LOOKS = {"dropped": ("C2", "o"), "swapped": ("C4", "s"), "merged": ("C5", "^")}
+# Larger changes in loss are drawn on a logarithmic axis: first and last blocks cost a hundred times what others do.
+_LINEAR_UP_TO = 0.1
 
 
 @checked
 def plot_adjacency(
-    result: PairMap,
+    result: CouplingMap,
     *,
     k: int | None = None,
     measure: Measure = "coupling",
@@ -36,17 +48,15 @@ def plot_adjacency(
 
     Args:
         result: a map of kind "depth".
-        k: how many top singular vectors; as many as the map holds by default.
-        measure: as in `CouplingMap.values`.
+        k, measure: as in `plot_coupling`.
         strongest: draw this many edges, those of the largest weights; two for each layer by default.
         threshold: draw all edges of at least this weight instead, or at most `strongest` of them if both are given.
-        ax: where to draw; a Figure of its own by default.
 
     Returns the Axes; its legend gives the scale of the edges. Raises ValueError for a k or measure that the map does
     not have, a map of tokens, and rows and columns of different layers.
     """
-    labels.check_depth(result, "result")
-    layers = result.row_layers
+    # Refuses maps of tokens.
+    layers = labels.named({"result": result}, CouplingMap)["result"].row_layers
     if layers != result.col_layers or len(set(layers)) != len(layers):
         raise ValueError(
             "a graph of layers wants a map with the same layers, each once, as rows and columns; "
@@ -60,8 +70,7 @@ def plot_adjacency(
     heavy = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
     edges = heavy if strongest is None and threshold is not None else heavy[-(strongest or 2 * len(layers)) :]
     full = 1.0 if measure in BOUNDED_BY_1 or not edges else edges[-1][0] or 1.0
-
-    ax = own_axes(6.4, 7.0) if ax is None else ax
+    ax = ax or labels.new_figure(6.4, 7.0).subplots()
     graph = nx.Graph()
     graph.add_nodes_from(layers)
     angles = np.pi / 2 - 2 * np.pi * np.arange(len(layers)) / len(layers)
@@ -76,71 +85,57 @@ def plot_adjacency(
     drawn = f"{len(edges)} of {len(pairs)} edges" + ("" if threshold is None else f", at least {threshold:g}")
     drawn += ", the strongest" if len(edges) < len(heavy) else ""
     shares = np.array([0.1, 0.25, 0.5, 1])
-    styles = zip(*_edge_style(shares).values(), strict=True)
-    scale = [Line2D([], [], linewidth=width, color=color) for width, color in styles]
-    what = f"{measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": len(shares), "frameon": False}
-    ax.legend(scale, [f"{full * share:.2g}" for share in shares], title=what, **place)
-    ax.set_title(labels.title([result], k), fontsize="medium", parse_math=False)
+    looks = zip(shares, *_edge_style(shares).values(), strict=True)
+    scale = [Line2D([], [], label=f"{full * share:.2g}", linewidth=w, color=color) for share, w, color in looks]
+    what = f"{labels.measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
+    labels.plain_legend(ax, handles=scale, title=what, ncols=len(shares), **labels.BELOW | {"fontsize": "medium"})
+    labels.entitle(ax, labels.map_heading([result], k))
     return ax
 
 
 @checked
-def plot_locality(results: PairMap | Mapping[str, PairMap], *, k: int | None = None, ax: Axes | None = None) -> Axes:
+def plot_locality(results: _Maps, *, k: int | None = None, ax: Axes | None = None) -> Axes:
     """Mean coupling of layers that are `|l − l′|` apart, starting at distance 1; one line for each result.
 
-    Shows how fast coupling fades with distance; the dashed line is what random subspaces would give.
-
-    Args:
-        results: maps of kind "depth", by name; or one.
-        k: how many top singular vectors; as many as the maps hold by default.
-        ax: where to draw; a Figure of its own by default.
+    Shows how fast coupling fades with distance; the dashed line is what random subspaces would give. `results` are maps
+    of kind "depth" by name, or one; k is by default what all of them hold.
 
     Returns the Axes; its lines are the results in their order, then the null. Raises ValueError for no map, a map of
     tokens, and a k that is out of range, or not given where the maps hold different numbers.
     """
-    maps = by_name(results)
+    maps = labels.named(results, CouplingMap)
     k = labels.common_k(list(maps.values()), k)
-    ax = own_axes(6.4, 4.6) if ax is None else ax
-    colors = colors_of(maps)
-    for name, result in maps.items():
+    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    for name, result, color in labels.in_colors(maps):
         profile = result.locality_profile(k).detach().cpu().numpy()
         # A selection of layers may have no pair at some distance: the line goes on to the next.
         distance = 1 + np.flatnonzero(~np.isnan(profile[1:]))
-        ax.plot(distance, profile[distance], color=colors[name], marker="o", markersize=3, label=name)
+        ax.plot(distance, profile[distance], color=color, marker="o", markersize=3, label=name)
     # The null of this measure depends on k alone: one line for all maps.
-    null = float(random_subspace_null(k))
-    ax.axhline(null, label=f"random subspaces, {null:.3f}", **NULL_LINE)
-    ax.set(ylim=(0, None), xlabel="distance |l − l′| in layers", ylabel=f"mean {measure_label('coupling', k)}")
-    finish_lines(ax, labels.title(list(maps.values()), k))
+    labels.draw_null(ax.axhline, random_subspace_null(k))
+    ax.set(ylim=(0, None), xlabel="distance |l − l′| in layers", ylabel=f"mean {labels.measure_label('coupling', k)}")
+    labels.finish_lines(ax, labels.map_heading(list(maps.values()), k))
     return ax
 
 
 @checked
-def plot_singular_values(
-    results: CouplingMap | Mapping[str, CouplingMap], *, n: Count = 10, ax: Axes | None = None
-) -> Axes:
+def plot_singular_values(results: _Maps, *, n: Count = 10, ax: Axes | None = None) -> Axes:
     """Largest singular values of the Jacobians against depth, on a logarithmic axis.
 
     Shows how strongly each block amplifies its top directions, and how flat its spectrum is: lines close together
-    are singular values close together. One colour for each result, σ_1 darkest.
-
-    Args:
-        results: maps of kind "depth", by name; or one.
-        n: how many singular values; fewer where a map holds fewer.
-        ax: where to draw; a Figure of its own by default.
+    are singular values close together. One colour for each result (as in `plot_locality`), σ_1 darkest; n of them, or
+    fewer where a map holds fewer.
 
     Returns the Axes; its lines are σ_1, σ_2, … of the first result, then of the next. Raises ValueError for no map, a
     map of tokens, and n below 1.
     """
-    maps = by_name(results)
-    ax = own_axes(6.4, 4.6) if ax is None else ax
-    colors = colors_of(maps)
-    for name, result in maps.items():
+    maps = labels.named(results, CouplingMap)
+    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    for name, result, color in labels.in_colors(maps):
         order = np.argsort(result.row_layers)
         depth = np.asarray(result.row_layers)[order]
         sigma = result.singular_values.detach().cpu().numpy()[order, :n]
-        base = np.asarray(to_rgb(colors[name]))
+        base = np.asarray(to_rgb(color))
         for i, fade in enumerate(np.linspace(0, 0.75, sigma.shape[1])):
             # A leading underscore keeps a line out of the legend.
             label = f"_σ_{i + 1}" if i else f"{name}, top {sigma.shape[1]}"
@@ -148,10 +143,85 @@ def plot_singular_values(
             ax.plot(depth, sigma[:, i], label=label, **look)
     ax.set_yscale("log", nonpositive="mask")
     ax.set(xlabel="layer", ylabel="singular value of J")
-    finish_lines(ax, labels.title(list(maps.values())))
+    labels.finish_lines(ax, labels.map_heading(list(maps.values())))
     return ax
+
+
+@checked
+def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure | None = None) -> Figure:
+    """Change in loss by depth; and against coupling and block influence, with Spearman's ρ.
+
+    Shows which blocks the model can do without, and whether coupling or block influence would have predicted it. Means
+    over prompts; bands are 95 % t intervals of the mean. A pair is drawn between its two layers. Below, a drop is drawn
+    at its layer's mean coupling with all others, a swap or merge at the coupling and the mean influence of its pair;
+    first and last are hollow, the dashed line is what random subspaces would give. The axis of the change in loss is
+    linear up to 0.1 nats, logarithmic beyond. The data are of `layer_redundancy`; k is their largest by default.
+
+    Returns the Figure; its Axes are change by depth, against coupling, against influence. In each, lines are dropped,
+    swapped, and (where a pair could be merged) merged. Raises ValueError for other data, and a k that is not in them.
+
+    Example:
+        >>> fig = plot_redundancy(tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,)))
+    """
+    check_redundancy(data)
+    held = [int(one) for one in data["k"].values]
+    k = max(held) if k is None else k
+    if k not in held:
+        raise ValueError(f"`k` must be among {held}, got {k}")
+    fig = fig or labels.new_figure(8.4, 7.4)
+    panels = fig.subplot_mosaic([["depth", "depth"], ["coupling", "block_influence"]])
+    for ax in panels.values():
+        ax.set_yscale("symlog", linthresh=_LINEAR_UP_TO)
+        ax.set_ylabel("change in loss (nats per token)")
+        ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
+    correlations = redundancy_correlations(data).sel(k=k)
+    for change in CHANGES:
+        loss_change, coupling, influence = change_and_predictors(data, change)
+        if np.isnan(loss_change).all():
+            continue
+        color, marker = _LOOKS[change]
+        depths = np.arange(loss_change.shape[1]) + (0 if change == "dropped" else 0.5)
+        mean, half = loss_change.mean(0), half_width(loss_change)
+        panels["depth"].plot(depths, mean, color=color, marker=marker, markersize=4, label=change)
+        if len(loss_change) > 1:
+            panels["depth"].fill_between(depths, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
+        look: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "", "markersize": 5}
+        for predictor, values in (("coupling", coupling[held.index(k)]), ("block_influence", influence)):
+            ax, x = panels[predictor], values.mean(0)
+            ax.plot(x, mean, label=f"{change}: {_rho(correlations.sel(change=change), predictor)}", **look)
+            ax.plot(x[[0, -1]], mean[[0, -1]], markerfacecolor="white", label="_ends", **look)
+    by_depth, by_coupling, by_influence = panels.values()
+    by_depth.xaxis.set_major_locator(MaxNLocator(integer=True))
+    by_depth.set_xlabel("layer, or between the two layers of a pair")
+    by_coupling.set_xlabel(f"{labels.measure_label('coupling', k)}\nwith all others, or of the pair")
+    by_coupling.axvline(float(data["null_coupling"].sel(k=k)), label="_null", **labels.NULL_LINE)
+    by_influence.set_xlabel("block influence $1 - \\cos$\nof the block, or mean of the pair")
+    # The first block's is many times that of the others.
+    if float(data["block_influence"].mean("prompt").min()) > 0:
+        by_influence.set_xscale("log")
+        # Over a decade or two, names of all minor ticks would overlap.
+        by_influence.xaxis.set(major_locator=LogLocator(subs=(1.0, 3.0)), major_formatter="{x:g}", minor_formatter="")
+    labels.plain_legend(by_depth, ncols=3, **labels.ABOVE)
+    ranked = "Spearman's ρ [95 % over prompts];\ninner: without first and last"
+    for ax in (by_coupling, by_influence):
+        labels.plain_legend(ax, title=ranked, title_fontsize="small", alignment="left", **labels.ABOVE)
+    over = f"\nmean over {data.sizes['prompt']} prompts" if data.sizes["prompt"] > 1 else ""
+    what = "Loss without a block, and with neighbours swapped or merged"
+    labels.entitle(fig, labels.heading(what, [json.loads(data.attrs["provenance"])]) + over)
+    return fig
 
 
 def _edge_style(shares: np.ndarray) -> dict[str, list]:
     shares = np.clip(shares, 0, 1)
     return {"width": list(_MAX_EDGE_WIDTH * shares), "edge_color": [(*to_rgb("C0"), a) for a in np.sqrt(shares)]}
+
+
+def _rho(correlations: "xarray.Dataset", predictor: str) -> str:
+    """ρ and its interval, of all blocks and of the inner ones."""
+    said = []
+    for blocks in ("all", "inner"):
+        one = correlations.sel(blocks=blocks)
+        low, high = one[f"{predictor}_interval"].values
+        interval = "" if np.isnan(low + high) else f" [{low:+.2f}, {high:+.2f}]"
+        said.append("undefined" if np.isnan(one[predictor]) else f"{float(one[predictor]):+.2f}{interval}")
+    return ";\ninner ".join(said)

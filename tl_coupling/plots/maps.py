@@ -1,31 +1,30 @@
-"""Heat maps of couplings, and grids of the coupling matrices behind them."""
+"""Heat maps: of couplings, their spread over prompts and the matrices behind them; and of influence."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, PowerNorm
+from matplotlib.colors import Colormap, LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 
 from tl_coupling.border import Finite, Positive, checked
-from tl_coupling.comparisons import CouplingMap
+from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.coupling import Measure
-from tl_coupling.plots.labels import (
-    UNDEFINED,
-    common_k,
-    label_pairs,
-    measure_label,
-    new_figure,
-    own_axes,
-    side_labels,
-    title,
-    token_name,
-)
+from tl_coupling.influence import Influence, InfluenceMeasure
+from tl_coupling.plots import labels
 
+_Influences = Influence | Mapping[str, Influence]
 _PAPER_LAYERS = range(8, 16)
+_WIDEST, _ROOM_FOR_A_TICK = 9.0, 0.2
+_INFLUENCE = {
+    "frobenius_norm": "Frobenius norm of J",
+    "largest_singular_value": "largest singular value σ₁ of J",
+    "participation_ratio": "participation ratio of J",
+    "effective_rank": "effective rank of J",
+}
 
 
 @checked
@@ -47,20 +46,13 @@ def plot_coupling(
     give. Grey are the pairs of a connection with itself, which say nothing, and undefined values (NaN).
 
     Args:
-        result: any `CouplingMap`, or a mean of them; ticks are layers for kind "depth", tokens for "self" and
-            "context".
+        result: any map, or a mean of them; ticks are layers for kind "depth", tokens for "self" and "context".
         k: how many top singular vectors; as many as the map holds by default.
-        measure: as in `CouplingMap.values`.
-        ax: where to draw; a new figure by default.
+        measure: as in `CouplingMap.values`, with its `options`.
         vmin, vmax: ends of the colour scale; those of `color_scale([result], …)` by default.
         cmap: a colour map; matplotlib's default unless given.
-        options: `p` and `absolute`, for `spectral_miscoupling`.
 
-    Returns:
-        the Axes; the heat map is its only image.
-
-    Raises:
-        ValueError: k or measure not among those of the map.
+    Returns the Axes; the heat map is its only image. Raises ValueError for a k or measure that the map does not have.
     """
     values = _without_own(result, k, measure, options)
     low, high = color_scale([result], k, measure, **options)
@@ -69,23 +61,37 @@ def plot_coupling(
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
     if isinstance(cmap, str) and cmap not in colormaps:
         raise ValueError(f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}")
-    if ax is None:
-        side = 6.4 if result.kind == "depth" else min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
-        ax = own_axes(side, 0.9 * side, "compressed")
-    cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(bad=UNDEFINED)
-    image = ax.imshow(values, vmin=low, vmax=high, cmap=cmap)
-    label_pairs(ax, result)
-    shown_k = result.k if k is None else k
-    ax.set_title(title([result], shown_k), fontsize="medium", parse_math=False)
-    bar = ax.figure.colorbar(
-        image, ax=ax, label=measure_label(measure, shown_k, **options) + "; null: random subspaces"
-    )
+    side = 6.4 if result.kind == "depth" else min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
+    ax = ax or labels.new_figure(side, 0.9 * side, "compressed").subplots()
+    cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(bad=labels.UNDEFINED)
+    k = result.k if k is None else k
+    label = f"{labels.measure_label(measure, k, **options)}; null: random subspaces"
+    bar = _draw_pairs(ax, result, values, k, label, vmin=low, vmax=high, cmap=cmap)
     null = result.null(k, measure, **options)
     if low <= null <= high:
-        for color, linewidth in (("white", 3), ("black", 1)):
-            bar.ax.axhline(null, color=color, linewidth=linewidth)
+        labels.mark_null(bar, null)
         beside: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
-        bar.ax.text(-0.2, null, "null ▸", transform=bar.ax.get_yaxis_transform(), **beside)
+        bar.text(-0.2, null, "null ▸", transform=bar.get_yaxis_transform(), **beside)
+    return ax
+
+
+@checked
+def plot_spread(
+    result: MeanCouplingMap, *, k: int | None = None, measure: Measure = "coupling", ax: Axes | None = None
+) -> Axes:
+    """Heat map of a measure's standard deviation over prompts, for every pair of connections.
+
+    Read off, beside `plot_coupling` of the same map, which pairs are coupled to the same degree whatever the prompt.
+    The map is a mean, of `depth_coupling` on many traces; k, measure and what is returned are as in `plot_coupling`.
+    Raises ValueError for a k or measure that the map does not have, and for a single prompt, which has no spread.
+    """
+    spread = result.spread(k, measure)
+    if result.n_prompts < 2:
+        raise ValueError("the spread over prompts takes at least two prompts, this map has one")
+    ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
+    k = result.k if k is None else k
+    label = f"standard deviation over {result.n_prompts} prompts of\n{labels.measure_label(measure, k)}"
+    _draw_pairs(ax, result, spread.detach().cpu().numpy(), k, label, vmin=0, cmap="cividis")
     return ax
 
 
@@ -120,66 +126,119 @@ def plot_coupling_matrices(
 ) -> Figure:
     """Grid of the coupling matrices themselves, one panel `|A|` for every pair of layers, or of tokens.
 
-    Read off whether A is diagonal: coupled connections show a bright diagonal, uncoupled ones an even speckle.
-
-    Every panel is divided by the largest singular value σ_1 of its J_1. That bounds `|A|` by 1, so that all panels of
-    both grids share one colour scale whatever the size of the Jacobians. Colours follow the square root and end at
-    `vmax`, well below 1, because the diagonals of different connections are faint beside those of a connection with
-    itself (its singular values, for `orientation="ujv"`).
+    Read off whether A is diagonal: coupled connections show a bright diagonal, uncoupled ones an even speckle. Divided
+    by the largest singular value σ_1 of its J_1, `|A|` is at most 1: all panels share one colour scale. Colours follow
+    the square root and end at `vmax`, well below 1: the diagonals of different connections are faint beside those of a
+    connection with itself (its singular values, for `orientation="ujv"`).
 
     Args:
         result: any map.
         k: size of the panels; as many singular vectors as the map holds by default.
-        layers: for a map of layers, which ones, in this order. By default 8 … 15 (the paper's blocks 9 … 16), or those
-            of them that the map has; where it has none, its last eight.
+        layers: for a map of layers, which ones, in this order; by default those of 8 … 15 (the paper's blocks 9 … 16)
+            that the map has, or else its last eight.
         positions: for a map of tokens, which ones, in this order; its last eight by default.
         untrained: the same connections of the untrained twin, drawn as a second grid below.
         vmax: share of σ_1 where the colours end.
-        fig: where to draw; a new figure by default.
 
-    Returns:
-        the Figure; an Axes with one image for each grid, then the colour bar.
-
-    Raises:
-        ValueError: k out of range; layers or positions that a map does not have, or that it does not compare; two maps
-            of different kinds.
+    Returns the Figure; an Axes with one image for each grid, then the colour bar. Raises ValueError for k out of range,
+    layers or positions that a map does not have or does not compare, and two maps of different kinds.
     """
     grids = {"result": result} | ({} if untrained is None else {"untrained": untrained})
     if untrained is not None and untrained.kind != result.kind:
         raise ValueError(f"`untrained` must be a map of kind {result.kind!r} as well, got {untrained.kind!r}")
     chosen = _chosen(result, layers, positions)
-    k = common_k(list(grids.values()), k)
+    n, k = len(chosen), labels.common_k(list(grids.values()), k)
     panels = [_panels(grid, chosen, k, name) for name, grid in grids.items()]
-    if fig is None:
-        side = min(6.4, max(4.0, 0.8 * len(chosen)))
-        fig = new_figure(side + 1.0, (side + 0.4) * len(grids), "compressed")
+    side = min(6.4, max(4.0, 0.8 * n))
+    fig = fig or labels.new_figure(side + 1.0, (side + 0.4) * len(grids), "compressed")
     axes = fig.subplots(len(grids), 1, squeeze=False)[:, 0]
-    depth, gap = result.kind == "depth", max(1, k // 12)
-    names = [str(i) if depth else token_name(result.provenance, i) for i in chosen]
-    centres = np.arange(len(chosen)) * (k + gap) + (k - 1) / 2
+    gap = max(1, k // 12)
+    centres = np.arange(n) * (k + gap) + (k - 1) / 2
     for ax, grid, panel in zip(axes, grids.values(), panels, strict=True):
         # Panels and the white lines between them are one image: an Axes for each panel would take seconds to draw.
         spaced = np.pad(panel, [(0, 0), (0, 0), (0, gap), (0, gap)], constant_values=np.nan)
-        mosaic = spaced.transpose(0, 2, 1, 3).reshape(2 * (len(chosen) * (k + gap),))[:-gap, :-gap]
+        mosaic = spaced.transpose(0, 2, 1, 3).reshape(2 * (n * (k + gap),))[:-gap, :-gap]
         cmap = colormaps["magma"].with_extremes(bad="white")
         image = ax.imshow(mosaic, norm=PowerNorm(0.5, vmin=0, vmax=vmax), cmap=cmap)
-        ax.set_xticks(centres, names, rotation=0 if depth else 90, parse_math=False)
-        ax.set_yticks(centres, names, parse_math=False)
+        _name_sides(ax, grid, chosen, centres)
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
-        ax.set_ylabel(side_labels(grid)[0])
-        ax.set_xlabel(side_labels(grid)[1])
-        ax.set_title(title([grid], k), fontsize="medium", parse_math=False)
+        labels.entitle(ax, labels.map_heading([grid], k))
     extend = "max" if vmax < 1 else "neither"
     fig.colorbar(image, ax=list(axes), label="|A| / σ₁ of J₁ (square-root colours)", extend=extend, aspect=40)
     return fig
 
 
+@checked
+def plot_influence(
+    results: _Influences, *, measure: InfluenceMeasure = "frobenius_norm", fig: Figure | None = None
+) -> Figure:
+    """Heat map of what every source token does to one output token, layer by layer.
+
+    Read off which tokens a layer listens to (the two norms, on a logarithmic scale), and through how many directions
+    (the two ranks). The last column is the output token's own Jacobian, its skip connection left out. Several results
+    by name (trained and untrained) share one colour scale; undefined values (NaN) and zeros are grey. The measures are
+    fields of `Influence`.
+
+    Returns the Figure; a panel for each result, then the colour bar. Raises ValueError for an unknown measure, and for
+    no result.
+    """
+    panels = labels.named(results, Influence)
+    values = {name: getattr(result, measure).detach().cpu().double().numpy() for name, result in panels.items()}
+    most = max(len(result.source_positions) for result in panels.values())
+    width = min((_WIDEST - 1) / len(panels), max(3.0, 1.2 + 0.22 * most))
+    fig = fig or labels.new_figure(width * len(panels) + 1, 5.6)
+    axes = fig.subplots(1, len(panels), squeeze=False)[0]
+    known = np.concatenate([value[np.isfinite(value) & (value > 0)] for value in values.values()])
+    norm = Normalize(0, known.max(initial=0) or 1)
+    if len(known) and measure in ("frobenius_norm", "largest_singular_value"):
+        norm = LogNorm(known.min(), known.max())
+    for ax, (name, result) in zip(axes, panels.items(), strict=True):
+        image = ax.imshow(np.where(values[name] > 0, values[name], np.nan), norm=norm, aspect="auto")
+        ax.set_facecolor(labels.UNDEFINED)
+        names = [labels.token_name(result.provenance, t) for t in result.source_positions]
+        labels.name_ticks(ax.xaxis, names, int(width / _ROOM_FOR_A_TICK), rotation=90)
+        labels.name_ticks(ax.yaxis, result.layers, labels.MAX_LAYER_TICKS)
+        ax.set_xlabel("source token")
+        if len(panels) > 1:
+            labels.entitle(ax, name)
+    axes[0].set_ylabel("layer")
+    fig.colorbar(image, ax=axes, label=_INFLUENCE[measure])
+    tokens = {labels.token_name(result.provenance, result.output_position) for result in panels.values()}
+    what = f"Influence on token {tokens.pop()}" if len(tokens) == 1 else "Influence on one token"
+    labels.entitle(fig, labels.heading(what, [result.provenance for result in panels.values()]))
+    return fig
+
+
+def _draw_pairs(ax: Axes, result: CouplingMap, values: np.ndarray, k: int, label: str, **colors: Any) -> Axes:
+    """A heat map; returns its colour bar."""
+    image = ax.imshow(values, **colors)
+    _name_sides(ax, result)
+    labels.entitle(ax, labels.map_heading([result], k))
+    return ax.figure.colorbar(image, ax=ax, label=label).ax
+
+
+def _name_sides(
+    ax: Axes, result: CouplingMap, chosen: Sequence[int] | None = None, at: np.ndarray | None = None
+) -> None:
+    """What rows and columns are; a tick for each of the chosen ones, else for as many as have room."""
+    depth = result.kind == "depth"
+    fixed = result.provenance.get("fixed", "")
+    what = "layer" if depth else {"output": "input token", "input": "output token"}.get(fixed, "token")
+    of_row, of_col = ("", "") if depth else (f", layer {result.row_layers[0]}", f", layer {result.col_layers[0]}")
+    ax.set(ylabel=f"{what} of J₁{of_row}", xlabel=f"{what} of the singular vectors{of_col}")
+    for axis, held in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
+        names = [i if depth else labels.token_name(result.provenance, i) for i in chosen or held]
+        most = len(names) if chosen else labels.MAX_LAYER_TICKS if depth else labels.MAX_TOKEN_TICKS
+        labels.name_ticks(axis, names, most, at, rotation=0 if depth or axis is ax.yaxis else 90)
+
+
 def _without_own(result: CouplingMap, k: int | None, measure: Measure, options: dict[str, Any]) -> np.ndarray:
     """The values, NaN where a connection meets itself; all of them where there are no other pairs."""
     values = result.values(k, measure, **options).detach().cpu().double().numpy()
-    rows = list(zip(result.row_layers, result.row_positions, strict=True))
-    own = np.array([[row == col for col in zip(result.col_layers, result.col_positions, strict=True)] for row in rows])
+    rows = np.array([result.row_layers, result.row_positions])
+    cols = np.array([result.col_layers, result.col_positions])
+    own = (rows[:, :, None] == cols[:, None, :]).all(0)
     return values if own.all() else np.where(own, np.nan, values)
 
 

@@ -1,9 +1,6 @@
-"""One model across its training: coupling, loss and shapes of trajectories against the step, and maps side by side.
+"""One model across its training, of what `checkpoint_sweep` returns or, over seeds, `xarray.concat([…], "seed")`."""
 
-All take what `checkpoint_sweep` returns, or several seeds of it along a further dim: `xarray.concat([…], "seed")`.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,15 +14,14 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from tl_coupling.border import checked
 from tl_coupling.coupling import Measure
-from tl_coupling.plots.labels import heading, measure_label, named, new_figure, short_path
+from tl_coupling.plots import labels
 from tl_coupling.statistics import LEVEL, crossed_mean
 
 if TYPE_CHECKING:
     import xarray
 
 _MAX_PANELS, _PANELS_IN_A_ROW = 8, 4
-_SAMPLES = ("seed", "prompt")
-_NULL: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1}
+_SAMPLES = ("prompt", "seed")
 
 
 @checked
@@ -46,48 +42,39 @@ def plot_emergence(
         data: sweeps by name, one line each; or one sweep. A dim `seed` is averaged over.
         k: how many top singular vectors; by default the largest number that all sweeps hold.
         measure: as in `CouplingMap.values`.
-        fig: where to draw; a new Figure by default.
 
-    Returns:
-        the Figure, with Axes for coupling and for loss (if prompts have more than one token), a line for each sweep.
-
-    Raises:
-        ValueError: no sweep, a k or measure that a sweep does not hold, checkpoints that are not steps.
+    Returns the Figure, with Axes for coupling and for loss (if prompts have more than one token), a line for each
+    sweep. Raises ValueError for no sweep, a k or measure that a sweep does not hold, checkpoints that are not steps.
+    Source: Aubry et al. 2025, figure 1, without null, loss and interval.
 
     Example:
         >>> from tl_coupling.surveys import Settings, measure_prompts
         >>> data = measure_prompts(model, ["w1 w2 w3", "w4 w5 w6"], Settings(k=(4,), n_singular_values=4))
-        >>> fig = tlc.plots.sweeps.plot_emergence(data.expand_dims(checkpoint=[0]))
-
-    Source:
-        Aubry et al. 2025, figure 1: without null, loss and interval.
+        >>> fig = tlc.plots.plot_emergence(data.expand_dims(checkpoint=[0]))
     """
     import xarray
 
-    # Attributes of a Dataset can be read like fields, `provenance` too.
-    if isinstance(data, xarray.Dataset):
-        data = {short_path(data.attrs.get("model") or "sweep"): data}
-    by = named(data, xarray.Dataset)
-    k = _common_k(by, k)
-    variable = f"mean_{measure}"
-    for name, sweep in by.items():
-        _check(sweep, name, variable)
-    with_loss = not all(bool(sweep["loss"].isnull().all()) for sweep in by.values())
-    fig = new_figure(7.0, 6.4 if with_loss else 4.2) if fig is None else fig
-    ratios = {"height_ratios": [3, 2]} if with_loss else {}
-    panels = fig.subplots(1 + with_loss, 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
-    for number, (name, sweep) in enumerate(by.items()):
-        _line(panels[0], sweep[variable].sel(k=k), f"C{number}", name)
-        if with_loss:
-            _line(panels[1], sweep["loss"], f"C{number}", name)
-    _nulls(panels[0], {name: sweep[f"null_{measure}"].sel(k=k) for name, sweep in by.items()})
-    panels[0].set_ylabel(f"mean {measure_label(measure, k)}")
+    by = labels.named(data, xarray.Dataset)
+    k = _common_k(by, k, f"mean_{measure}")
+    by = {name: sweep.sel(k=k) for name, sweep in by.items()}
+    shown = {f"mean_{measure}": f"mean {labels.measure_label(measure, k)}", "loss": "loss (nats per token)"}
+    if all(bool(sweep["loss"].isnull().all()) for sweep in by.values()):
+        del shown["loss"]
+    fig = fig or labels.new_figure(7.0, 2.0 + 2.2 * len(shown))
+    panels = fig.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=[3, 2][: len(shown)])[:, 0]
+    for ax, (variable, text) in zip(panels, shown.items(), strict=True):
+        for number, (name, sweep) in enumerate(by.items()):
+            _line(ax, sweep[variable], f"C{number}", name)
+        ax.set_ylabel(text)
+    nulls = {name: _mean(sweep[f"null_{measure}"]).sortby("checkpoint") for name, sweep in by.items()}
+    if not labels.draw_null(panels[0].axhline, np.concatenate(list(nulls.values()))):
+        for number, (name, null) in enumerate(nulls.items()):
+            look = labels.NULL_LINE | {"color": f"C{number}", "label": f"{name}: random subspaces"}
+            panels[0].plot(null["checkpoint"].values, null.values, **look)
     panels[0].set_ylim(bottom=0)
-    if with_loss:
-        panels[1].set_ylabel("loss (nats per token)")
-    _step_axis(panels[-1], list(by.values()))
+    _step_axis(panels[-1], by.values())
     _legend(panels[0])
-    fig.suptitle(_heading("Coupling of different layers across training", by), fontsize="medium", parse_math=False)
+    labels.entitle(fig, _heading("Coupling of different layers across training", by))
     return fig
 
 
@@ -106,49 +93,38 @@ def plot_coupling_strip(
     with itself, is grey; a line on the colour bar marks what random subspaces would give.
 
     Args:
-        data: a sweep.
         checkpoints: which, in this order; by default at most eight, evenly spread over those measured.
-        k, measure, fig: as in `plot_emergence`.
+        k, measure: as in `plot_emergence`.
 
-    Returns:
-        the Figure: an Axes with one image for each checkpoint, then the colour bar.
-
-    Raises:
-        ValueError: a checkpoint, k or measure that the sweep does not hold, checkpoints that are not steps.
+    Returns the Figure: an Axes with one image for each checkpoint, then the colour bar. Raises ValueError for a
+    checkpoint, k or measure that the sweep does not hold, and for checkpoints that are not steps.
     """
-    by = {"data": data}
-    k = _common_k(by, k)
-    _check(data, "data", measure)
+    k = _common_k({"data": data}, k, measure)
     steps = _chosen(data, checkpoints)
-    values = data[measure].sel(k=k, checkpoint=steps)
-    maps = values.mean(_samples(values)).transpose("checkpoint", "layer", "other_layer").values.copy()
+    chosen = data.sel(k=k, checkpoint=steps)
+    maps = _mean(chosen[measure]).transpose("checkpoint", "layer", "other_layer").values.copy()
     # Every layer is coupled with itself: on one scale with that, the rest would be dark.
     maps[:, np.eye(maps.shape[1], dtype=bool)] = np.nan
-    layers = [str(layer) for layer in data["layer"].values]
-
     n_cols = min(len(steps), _PANELS_IN_A_ROW)
     n_rows = -(-len(steps) // n_cols)
-    fig = new_figure(1.5 * n_cols + 1.2, 1.65 * n_rows + 1.2, "compressed") if fig is None else fig
+    fig = fig or labels.new_figure(1.5 * n_cols + 1.2, 1.65 * n_rows + 1.2, "compressed")
     grid = fig.subplots(n_rows, n_cols, sharex=True, sharey=True, squeeze=False)
-    cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(bad="0.8")
-    vmax = float(np.nanmax(maps)) if len(layers) > 1 else 1.0
+    cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(bad=labels.UNDEFINED)
+    vmax = float(np.nanmax(maps)) if maps.shape[1] > 1 else 1.0
     for ax, step, panel in zip(grid.flat, steps, maps, strict=False):
         image = ax.imshow(panel, vmin=0, vmax=vmax, cmap=cmap)
-        ax.set_title(_step(step), fontsize="small")
-        shown = range(0, len(layers), -(-len(layers) // 6))
-        ax.set_xticks(list(shown), [layers[i] for i in shown], fontsize="small")
-        ax.set_yticks(list(shown), [layers[i] for i in shown], fontsize="small")
+        ax.set_title(f"step {step}" if step else "step 0, untrained", fontsize="small")
+        for axis in (ax.xaxis, ax.yaxis):
+            labels.name_ticks(axis, data["layer"].values.tolist(), 6, fontsize="small")
     for ax in grid.flat[len(steps) :]:
         ax.remove()
     fig.supylabel("layer of J₁", fontsize="medium")
     fig.supxlabel("layer of the singular vectors", fontsize="medium")
-    bar = fig.colorbar(image, ax=fig.axes)
-    null = data[f"null_{measure}"].sel(k=k, checkpoint=steps).values
-    if is_marked := np.ptp(null) <= 1e-6 * abs(null.flat[0]):
-        bar.ax.axhline(null.flat[0], color="white", linewidth=3)
-        bar.ax.axhline(null.flat[0], color="black", linewidth=1)
-    bar.set_label(measure_label(measure, k) + ("\nline: random subspaces" if is_marked else ""))
-    fig.suptitle(_heading("Depth coupling across training", by, "mean"), fontsize="medium", parse_math=False)
+    bar = fig.colorbar(image, ax=fig.axes, label=labels.measure_label(measure, k))
+    if (null := labels.one_null(chosen[f"null_{measure}"])) is not None:
+        labels.mark_null(bar.ax, null)
+        bar.set_label(f"{labels.measure_label(measure, k)}\nline: random subspaces")
+    labels.entitle(fig, _heading("Depth coupling across training", {"data": data}, "mean"))
     return fig
 
 
@@ -159,36 +135,25 @@ def plot_shapes(
     """Line-shape score against the training step, and over a window of layers against depth.
 
     Shows when trajectories straighten, and where in depth. 1 is a straight line; the dashed line is what steps in
-    random directions score, √(number of steps). Means over tokens, prompts and seeds; bands as in `plot_emergence`.
+    random directions score, √(number of steps). Means over tokens, prompts and seeds; bands as in `plot_emergence`. The
+    right panel has the `checkpoints`, chosen as in `plot_coupling_strip`.
 
-    Args:
-        data: a sweep.
-        checkpoints: those of the right panel; by default at most eight, evenly spread over those measured.
-        fig: where to draw; a new Figure by default.
-
-    Returns:
-        the Figure: Axes of the score against the step and of the windowed score against depth, then the colour bar.
-
-    Raises:
-        ValueError: a checkpoint that the sweep does not hold, checkpoints that are not steps.
-
-    Source:
-        Aubry et al. 2025, eqs. 15 and 16.
+    Returns the Figure: Axes of the score against the step and of the windowed score against depth, then the colour bar.
+    Raises ValueError for a checkpoint that the sweep does not hold, and for checkpoints that are not steps. Source:
+    Aubry et al. 2025, eqs. 15 and 16.
     """
     _check(data, "data", "line_shape_score_all_tokens")
     steps = _chosen(data, checkpoints)
     window, n_layers = int(data.attrs["window"]), data.sizes["layer"]
-    fig = new_figure(7.4, 4.0) if fig is None else fig
+    fig = fig or labels.new_figure(7.4, 4.0)
     left, right = fig.subplots(1, 2)
     _line(left, data["line_shape_score_all_tokens"], "C0", "mean over tokens")
-    left.set(ylabel=f"line-shape score, {n_layers} steps")
+    left.set_ylabel(f"line-shape score, {n_layers} steps")
     _step_axis(left, [data])
-
-    windowed = data["windowed_line_shape_score"].sel(checkpoint=steps)
-    curves = windowed.mean(_samples(windowed)).transpose("checkpoint", "window").values
+    curves = _mean(data["windowed_line_shape_score"].sel(checkpoint=steps)).transpose("checkpoint", "window").values
     shades = colormaps["viridis"].resampled(len(steps))
-    for i, (step, curve) in enumerate(zip(steps, curves, strict=True)):
-        right.plot(data["window"].values, curve, marker="o", markersize=3, color=shades(i), label=f"_{_step(step)}")
+    for i, curve in enumerate(curves):
+        right.plot(data["window"].values, curve, marker="o", markersize=3, color=shades(i), label=f"_{steps[i]}")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     # All layers: a model of few has one window.
     right.set(xlabel=f"middle layer of {window} steps", xlim=(-0.5, n_layers - 0.5))
@@ -196,10 +161,10 @@ def plot_shapes(
     bar = fig.colorbar(scale, ax=right, label="training step", ticks=range(len(steps)))
     bar.set_ticklabels([_short(step) for step in steps])
     for ax, n_steps in ((left, n_layers), (right, window)):
-        ax.axhline(n_steps**0.5, **_NULL, label=f"random steps, {n_steps**0.5:.2f}")
+        ax.axhline(n_steps**0.5, **labels.NULL_LINE, label=f"random steps, {n_steps**0.5:.2f}")
         ax.set_ylim(bottom=1)
         _legend(ax)
-    fig.suptitle(_heading("Line-shape score across training", {"data": data}), fontsize="medium", parse_math=False)
+    labels.entitle(fig, _heading("Line-shape score across training", {"data": data}))
     return fig
 
 
@@ -207,7 +172,7 @@ def _line(ax: Axes, values: "xarray.DataArray", color: str, name: str) -> None:
     """Mean and band against the step; a ring at step 0."""
     values = values.expand_dims([dim for dim in _SAMPLES if dim not in values.dims]).sortby("checkpoint")
     steps = values["checkpoint"].values
-    mean, half = crossed_mean(values.transpose(*_SAMPLES, "checkpoint").values.astype(float))
+    mean, half = crossed_mean(values.transpose("seed", "prompt", "checkpoint").values.astype(float))
     ax.plot(steps, mean, color=color, marker="o", markersize=3, label=name)
     if not np.isnan(half).all():
         ax.fill_between(steps, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
@@ -215,19 +180,7 @@ def _line(ax: Axes, values: "xarray.DataArray", color: str, name: str) -> None:
         ax.plot(0, mean[0], "o", color=color, markerfacecolor="white", markersize=7, label="_untrained")
 
 
-def _nulls(ax: Axes, nulls: "Mapping[str, xarray.DataArray]") -> None:
-    """What random subspaces give: one line where it is the same for all, which it is for all measures but one."""
-    curves = {name: null.mean(_samples(null)).sortby("checkpoint") for name, null in nulls.items()}
-    every = np.concatenate([curve.values for curve in curves.values()])
-    if np.ptp(every) <= 1e-6 * abs(every[0]):
-        ax.axhline(every[0], label=f"random subspaces, {every[0]:.3f}", **_NULL)
-        return
-    for number, (name, curve) in enumerate(curves.items()):
-        look = _NULL | {"color": f"C{number}", "label": f"{name}: random subspaces"}
-        ax.plot(curve["checkpoint"].values, curve.values, **look)
-
-
-def _step_axis(ax: Axes, sweeps: "Sequence[xarray.Dataset]") -> None:
+def _step_axis(ax: Axes, sweeps: "Iterable[xarray.Dataset]") -> None:
     """Logarithmic, with a place for step 0; ticks at steps that were measured, as many as have room."""
     steps = np.unique(np.concatenate([sweep["checkpoint"].values for sweep in sweeps]))
     first = max(int(steps[steps > 0].min(initial=steps.max())), 1)
@@ -247,44 +200,34 @@ def _step_axis(ax: Axes, sweeps: "Sequence[xarray.Dataset]") -> None:
 
 
 def _legend(ax: Axes) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    rings = [line for line in ax.lines if line.get_label() == "_untrained"]
-    if rings:
-        ring = Line2D([], [], marker="o", linestyle="", color="0.3", markerfacecolor="white", markersize=7)
-        handles, labels = [*handles, ring], [*labels, "untrained, step 0"]
-    # Above the axes: no corner of a curve that rises and falls is always free.
-    above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
-    for text in ax.legend(handles, labels, frameon=False, fontsize="small", **above).get_texts():
-        text.set_parse_math(False)
+    handles, _ = ax.get_legend_handles_labels()
+    if any(line.get_label() == "_untrained" for line in ax.lines):
+        ring: dict[str, Any] = {"marker": "o", "linestyle": "", "markerfacecolor": "white", "markersize": 7}
+        handles.append(Line2D([], [], color="0.3", label="untrained, step 0", **ring))
+    labels.plain_legend(ax, handles=handles, **labels.ABOVE)
 
 
 def _heading(what: str, by: "Mapping[str, xarray.Dataset]", drawn: str = f"mean and {LEVEL:.0%} interval") -> str:
     """What was measured, on which model, and over what the mean and its interval are."""
-    counts = {(sweep.sizes.get("prompt", 1), sweep.sizes.get("seed", 1)) for sweep in by.values()}
-    over = []
-    if len(counts) == 1:
-        n_prompts, n_seeds = counts.pop()
-        over = [f"{n} {samples}" for n, samples in ((n_prompts, "prompts"), (n_seeds, "seeds")) if n > 1]
-    model = heading("", [{"model": sweep.attrs.get("model")} for sweep in by.values()])
+    counts = {tuple(sweep.sizes.get(dim, 1) for dim in _SAMPLES) for sweep in by.values()}
+    over = [f"{n} {dim}s" for n, dim in zip(*counts, _SAMPLES, strict=True) if n > 1] if len(counts) == 1 else []
+    model = labels.heading("", [{"model": sweep.attrs.get("model")} for sweep in by.values()])
     return "\n".join(filter(None, (what, model, f"{drawn} over {' and '.join(over)}" if over else "")))
 
 
-def _samples(values: "xarray.DataArray") -> list[str]:
-    return [dim for dim in _SAMPLES if dim in values.dims]
-
-
-def _step(step: int) -> str:
-    return f"step {step}" if step else "step 0, untrained"
+def _mean(values: "xarray.DataArray") -> "xarray.DataArray":
+    """Over prompts and seeds, where there are any."""
+    return values.mean([dim for dim in _SAMPLES if dim in values.dims])
 
 
 def _short(step: int) -> str:
     return str(step) if step % 1000 or not step else f"{step // 1000}k"
 
 
-def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None) -> int:
+def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None, variable: str) -> int:
+    """`k`, or the largest that all sweeps hold; raises where a sweep does not hold it, or the variable."""
     for name, sweep in by.items():
-        if "k" not in sweep.coords:
-            raise ValueError(f"{name!r} holds no `k`: wanted what `checkpoint_sweep` returns")
+        _check(sweep, name, "k", variable)
     held = [{int(one) for one in np.atleast_1d(sweep["k"].values)} for sweep in by.values()]
     common = set.intersection(*held)
     if k is None and common:
@@ -295,18 +238,18 @@ def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None) -> int:
     return k
 
 
-def _check(sweep: "xarray.Dataset", name: str, variable: str) -> None:
+def _check(sweep: "xarray.Dataset", name: str, *variables: str) -> None:
     if "checkpoint" not in sweep.dims or not np.issubdtype(sweep["checkpoint"].dtype, np.integer):
         raise ValueError(f"{name!r}: wanted a sweep along `checkpoint`, training steps as whole numbers")
-    if variable not in sweep:
-        raise ValueError(f"{name!r} holds no {variable!r}; it holds {', '.join(map(str, sweep.data_vars))}")
+    for variable in variables:
+        if variable not in sweep:
+            raise ValueError(f"{name!r} holds no {variable!r}; it holds {', '.join(map(str, sweep.data_vars))}")
 
 
 def _chosen(sweep: "xarray.Dataset", checkpoints: Sequence[int] | None) -> list[int]:
-    there = [int(step) for step in sweep["checkpoint"].values]
+    there = sweep["checkpoint"].values.tolist()
     if checkpoints is None:
-        spread = np.linspace(0, len(there) - 1, min(_MAX_PANELS, len(there)))
-        return [there[round(i)] for i in spread]
+        return [there[round(i)] for i in np.linspace(0, len(there) - 1, min(_MAX_PANELS, len(there)))]
     if not checkpoints or any(step not in there for step in checkpoints):
         raise ValueError(f"`checkpoints` must be among {there}, one or more, got {list(checkpoints)}")
     return list(checkpoints)

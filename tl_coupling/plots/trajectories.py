@@ -17,23 +17,24 @@ from tl_coupling.blocks import Trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.plots import labels
-from tl_coupling.plots.labels import NULL_LINE, colors_of, heading, named, new_figure, plain_legend, token_name
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import Linearisation, Perturbation, TrajectoryResult, attention_sinks, trajectory_pca
 from tl_coupling.trajectories.result import measure_trajectory
 
-View = Literal["all", "shallow", "deep"]
-
 _MAX_LEGEND_TOKENS = 16
 # Relative errors beyond say no more than that a prediction is useless.
 _MOST_ERROR = 100.0
+_BELOW = labels.BELOW | {"borderaxespad": 4}
+_Linear = Linearisation | TrajectoryResult
+_Noisy = Perturbation | TrajectoryResult
+_Inverted = CouplingMap | _Linear
 
 
 @checked
 def plot_trajectories(
     trace: Trace | Float[Tensor, "n_layers_plus_1 n_pos d_model"],
     *,
-    views: Sequence[View] = ("all", "shallow", "deep"),
+    views: Sequence[Literal["all", "shallow", "deep"]] = ("all", "shallow", "deep"),
     positions: Sequence[int] | None = None,
     fig: Figure | None = None,
 ) -> Figure:
@@ -46,7 +47,6 @@ def plot_trajectories(
         trace: a traced prompt, or its residual stream.
         views: a panel for each: "all" depths, the "shallow" half of them, the "deep" half.
         positions: which tokens; by default all but the `attention_sinks`, which the title names.
-        fig: where to draw; a new Figure by default.
 
     Returns the Figure; in the Axes of each view the lines are the tokens in their order, each followed by its marks.
     Raises ValueError for an unknown view or none, a position out of range, and fewer than two tokens.
@@ -60,18 +60,17 @@ def plot_trajectories(
         raise ValueError(f"principal components want at least 2 tokens, got positions {chosen}: give a longer prompt")
     pca = trajectory_pca(x[:, chosen])
     path, shares = pca.projected.detach().cpu().numpy(), pca.explained_variance_ratio.tolist()
-
     spans = {"all": (0, n), "shallow": (0, max(1, n // 2)), "deep": (n // 2, n)}
     # The palest shades of the map are lost on white.
     shades = colormaps["viridis"](np.linspace(0, 0.9, n_pos))
-    fig = new_figure(2.7 * len(views) + 0.6, 3.9) if fig is None else fig
+    fig = fig or labels.new_figure(2.7 * len(views) + 0.6, 3.9)
     panels = fig.subplots(1, len(views), squeeze=False)[0]
     for ax, view in zip(panels, views, strict=True):
         first, last = spans[view]
         for i, t in enumerate(chosen):
             look = {"color": "black", "zorder": 4} if t == n_pos - 1 else {"color": tuple(shades[t]), "zorder": 3}
             along = path[first : last + 1, i]
-            ax.plot(*along.T, linewidth=1.2, label=token_name(provenance, t), **look)
+            ax.plot(*along.T, linewidth=1.2, label=labels.token_name(provenance, t), **look)
             ax.plot(*along[0], "o", markerfacecolor="none", markersize=5, **look)
             ax.plot(*along[-1], "o", markersize=4, **look)
         ax.set_title(f"{view}: depth {first} to {last}", fontsize="medium")
@@ -81,14 +80,13 @@ def plot_trajectories(
         ax.locator_params(nbins=4)
     if len(chosen) <= _MAX_LEGEND_TOKENS:
         named_lines = panels[-1].get_legend_handles_labels()
-        plain_legend(fig, *named_lines, loc="outside lower center", ncols=2 * len(views), fontsize="small")
+        labels.plain_legend(fig, *named_lines, loc="outside lower center", ncols=2 * len(views), fontsize="small")
     else:
         # As many names would be longer than the picture is high.
         scale = ScalarMappable(Normalize(0, n_pos - 1), ListedColormap(shades))
         bar = fig.colorbar(scale, ax=panels, label="token position (the last: black)")
         bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    what = f"Trajectories, components of depth {n}{left_out}"
-    fig.suptitle(heading(what, [provenance]), fontsize="medium", parse_math=False)
+    labels.entitle(fig, labels.heading(f"Trajectories, components of depth {n}{left_out}", [provenance]))
     return fig
 
 
@@ -107,27 +105,23 @@ def plot_trajectory_metrics(
     Args:
         results: results or traces by name, of one prompt; or one. Of a trace, `measure_trajectory` makes the shapes.
         positions: which tokens; by default all but the `attention_sinks` of any result, which the title names.
-        fig: where to draw; a new Figure by default.
 
     Returns the Figure; its Axes are norm, step length, windowed score, score of the first steps, and entropy if there
     is one. Raises ValueError for no result, results of different prompts, and a position out of range.
     """
     by = {
         name: result if isinstance(result, TrajectoryResult) else measure_trajectory(result, linear=False, noise=False)
-        for name, result in named(results, TrajectoryResult).items()
+        for name, result in labels.named(results, TrajectoryResult).items()
     }
     first = next(iter(by.values()))
     provenance, n_pos = first.provenance, first.norm.shape[1]
-    prompts = [
-        [one.norm.shape[1], *(one.provenance.get(key) for key in ("tokens", "str_tokens"))] for one in by.values()
-    ]
-    if any(prompt != prompts[0] for prompt in prompts):
+    prompt = [n_pos, provenance.get("tokens"), provenance.get("str_tokens")]
+    if any([one.norm.shape[1], *map(one.provenance.get, ("tokens", "str_tokens"))] != prompt for one in by.values()):
         raise ValueError("`results` must be of one prompt, so that tokens and their means compare; got different ones")
     sinks = {t for one in by.values() for t in attention_sinks(one.norm[..., None])}
     chosen, left_out = _chosen(positions, n_pos, sinks, provenance)
     if not chosen:
         raise ValueError("`positions` is empty: wanted at least one token")
-
     widths = sorted({one.window for one in by.values()})
     measures = {
         "norm": ("norm", "depth", "‖x‖"),
@@ -137,12 +131,10 @@ def plot_trajectory_metrics(
         "logit_lens_entropy": ("logit-lens entropy", "depth", "nats"),
     }
     shown = [name for name in measures if any(getattr(one, name) is not None for one in by.values())]
-    fig = new_figure(8.4, 5.4) if fig is None else fig
-    panels = dict(zip(shown, fig.subplots(2, 3).flat, strict=False))
-    for ax in fig.axes[len(shown) :]:
-        ax.remove()
+    fig = fig or labels.new_figure(8.4, 5.4)
+    panels = {name: fig.add_subplot(2, 3, place) for place, name in enumerate(shown, 1)}
     for name, ax in panels.items():
-        for (run, one), color in zip(by.items(), colors_of(by).values(), strict=True):
+        for run, one, color in labels.in_colors(by):
             if (values := getattr(one, name)) is None:
                 continue
             y = values[:, chosen].detach().cpu().numpy()
@@ -158,105 +150,87 @@ def plot_trajectory_metrics(
         elif name != "logit_lens_entropy":
             ax.set_yscale("log", nonpositive="mask")
     for width in widths:
-        panels["line_shape_score_windowed"].axhline(width**0.5, **NULL_LINE)
+        panels["line_shape_score_windowed"].axhline(width**0.5, **labels.NULL_LINE)
     n_steps = np.arange(1, max(one.n_layers for one in by.values()) + 1)
-    panels["line_shape_score_by_depth"].plot(n_steps - 1, n_steps**0.5, label="random steps", **NULL_LINE)
+    panels["line_shape_score_by_depth"].plot(n_steps - 1, n_steps**0.5, label="random steps", **labels.NULL_LINE)
     named_lines = panels["line_shape_score_by_depth"].get_legend_handles_labels()
-    plain_legend(fig, *named_lines, loc="outside lower center", ncols=4)
+    labels.plain_legend(fig, *named_lines, loc="outside lower center", ncols=4)
     what = f"Trajectories, mean over tokens and each token{left_out}"
-    fig.suptitle(heading(what, [one.provenance for one in by.values()]), fontsize="medium", parse_math=False)
+    labels.entitle(fig, labels.heading(what, [one.provenance for one in by.values()]))
     return fig
 
 
 @checked
-def plot_linearisation(
-    results: Linearisation | TrajectoryResult | Mapping[str, Linearisation | TrajectoryResult],
-    *,
-    fig: Figure | None = None,
-) -> Figure:
+def plot_linearisation(results: _Linear | Mapping[str, _Linear], *, fig: Figure | None = None) -> Figure:
     """Errors and directions of the linear predictions of a trajectory, against depth.
 
     Shows whether a linearised block predicts the step better than no block at all: a solid line has to lie below the
     dotted one of its colour (relative error, above), or above it (cosine similarity, below). On the left each step
     starts from the true stream, on the right only the first one does. Relative errors above 100 are clipped, and the
-    title of their panel says how large they become.
-
-    Args:
-        results: linearisations, or results that hold one, by name; or one.
-        fig: where to draw; a new Figure by default.
+    title of their panel says how large they become. `results` are linearisations or hold one, by name; or one.
 
     Returns the Figure; its four Axes are relative error and cosine similarity (rows) of one step and of the compounded
     predictions (columns). Raises ValueError for no result, and for one without a linearisation.
     """
     by = _parts(results, Linearisation, "linearisation")
-    fig = new_figure(8.4, 6.4) if fig is None else fig
+    fig = fig or labels.new_figure(8.4, 6.4)
     panels = fig.subplots(2, 2, sharex=True, sharey="row")
-    columns: list[list[tuple[Any, str, str]]] = [
-        [("one_step", "-", "(I + J) x"), ("previous", ":", "x, no step")],
-        [("product", "-", "product of (I + J)"), ("closed_form", "--", "closed form"), ("input", ":", "x⁰, no step")],
-    ]
-    words = ("one step from the true stream", "compounded from the input")
-    for column, lines, title in zip(panels.T, columns, words, strict=True):
+    columns = {
+        "one step from the true stream": {"one_step": ("-", "(I + J) x"), "previous": (":", "x, no step")},
+        "compounded from the input": {
+            "product": ("-", "product of (I + J)"),
+            "closed_form": ("--", "closed form"),
+            "input": (":", "x⁰, no step"),
+        },
+    }
+    for (above, below), (title, lines) in zip(panels.T, columns.items(), strict=True):
         largest = 0.0
-        for (name, result), color in zip(by.items(), colors_of(by).values(), strict=True):
-            for prediction, style, text in lines:
+        for name, result, color in labels.in_colors(by):
+            for prediction, (style, text) in lines.items():
                 if prediction == "closed_form" and result.closed_form is None:
                     continue
                 look = {"color": color, "linestyle": style, "linewidth": 1.4, "label": f"{name}: {text}"}
                 error = result.relative_error(prediction).cpu().numpy()
                 largest = max(largest, error.max())
-                column[0].plot(error, **look)
-                column[1].plot(result.cosine_similarity(prediction).cpu().numpy(), **look)
+                above.plot(error, **look)
+                below.plot(result.cosine_similarity(prediction).cpu().numpy(), **look)
         clipped = f"\nerrors above {_MOST_ERROR:g} clipped; largest: {largest:.0e}" if largest > _MOST_ERROR else ""
-        column[0].set_title(title + clipped, fontsize="medium")
-        column[0].axhline(1, color="0.8", linewidth=1, zorder=0)
-        column[1].axhline(0, color="0.8", linewidth=1, zorder=0)
-        column[1].set_xlabel("after layer")
-        column[1].xaxis.set_major_locator(MaxNLocator(integer=True))
-        _legend_below(column[1])
-    panels[0, 0].set_yscale("log", nonpositive="mask")
-    panels[0, 0].set_ylim(top=min(panels[0, 0].get_ylim()[1], _MOST_ERROR))
-    panels[1, 0].set_ylim(top=1.03)
-    panels[0, 0].set_ylabel("relative error")
-    panels[1, 0].set_ylabel("cosine similarity")
-    tokens = {token_name(result.provenance, result.position) for result in by.values()}
+        above.set_title(title + clipped, fontsize="medium")
+        above.axhline(1, color="0.8", linewidth=1, zorder=0)
+        below.axhline(0, color="0.8", linewidth=1, zorder=0)
+        below.set_xlabel("after layer")
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        labels.plain_legend(below, **_BELOW)
+    errors, cosines = panels[:, 0]
+    errors.set_yscale("log", nonpositive="mask")
+    errors.set(ylabel="relative error", ylim=(None, min(errors.get_ylim()[1], _MOST_ERROR)))
+    cosines.set(ylabel="cosine similarity", ylim=(None, 1.03))
     bases = {result.reference_layer for result in by.values() if result.closed_form is not None}
     what = "Linearised trajectory" + (f" · closed form with U of layer {bases.pop()}" if len(bases) == 1 else "")
-    fig.suptitle(heading(what, [r.provenance for r in by.values()], tokens), fontsize="medium", parse_math=False)
+    labels.entitle(fig, _heading(what, by))
     return fig
 
 
 @checked
-def plot_perturbation(
-    results: Perturbation | TrajectoryResult | Mapping[str, Perturbation | TrajectoryResult], *, ax: Axes | None = None
-) -> Axes:
+def plot_perturbation(results: _Noisy | Mapping[str, _Noisy], *, ax: Axes | None = None) -> Axes:
     """Similarity of a noisy token to the clean one against the size of the noise, before the first block and after all.
 
     Shows whether the blocks undo noise (the solid line, after the last layer, lies above the dashed one, before the
-    first) or amplify it.
-
-    Args:
-        results: perturbations, or results that hold one, by name; or one.
-        ax: where to draw; a Figure of its own by default.
+    first) or amplify it. `results` are perturbations or hold one, by name; or one.
 
     Returns the Axes; the lines of each result are the means before the first layer and after the last, then the samples
     after the last as points. Raises ValueError for no result, and for one without a perturbation.
     """
     by = _parts(results, Perturbation, "perturbation")
-    ax = labels.own_axes(6.4, 4.6) if ax is None else ax
-    for (name, result), color in zip(by.items(), colors_of(by).values(), strict=True):
+    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    for name, result, color in labels.in_colors(by):
         order = np.argsort(result.scales)
-        scales = np.asarray(result.scales)[order]
-        mean = result.mean.cpu().numpy()[order]
+        scales, mean = np.asarray(result.scales)[order], result.mean.cpu().numpy()[order]
         samples = result.cosine_similarity[..., -1].cpu().numpy()[order]
         ax.plot(scales, mean[:, 0], "--", color=color, label=f"{name}, before the first layer")
         ax.plot(scales, mean[:, -1], "-", color=color, marker="o", markersize=3, label=f"{name}, after the last layer")
         ax.plot(np.repeat(scales, samples.shape[1]), samples.ravel(), ".", color=color, alpha=0.25, label="_samples")
-    tokens = {token_name(result.provenance, result.position) for result in by.values()}
-    labels.finish_lines(
-        ax, heading("Noise in a token's embedding", [result.provenance for result in by.values()], tokens)
-    )
-    _legend_below(ax, len(by))
+    labels.finish_lines(ax, _heading("Noise in a token's embedding", by), ncols=len(by), **_BELOW)
     # Scale 0 has no place on a logarithmic axis.
     ax.set_xscale("log" if all(min(result.scales) > 0 for result in by.values()) else "linear")
     ax.axhline(0, color="0.8", linewidth=1, zorder=0, label="_zero")
@@ -267,13 +241,7 @@ def plot_perturbation(
 
 @checked
 def plot_inverse_singular_values(
-    results: CouplingMap
-    | Linearisation
-    | TrajectoryResult
-    | Mapping[str, CouplingMap | Linearisation | TrajectoryResult],
-    *,
-    n: Count = 3,
-    ax: Axes | None = None,
+    results: _Inverted | Mapping[str, _Inverted], *, n: Count = 3, ax: Axes | None = None
 ) -> Axes:
     """`1/σ_k` of the Jacobians against depth, with the least-squares line of each k (`inverse_singular_value_fit`).
 
@@ -283,23 +251,16 @@ def plot_inverse_singular_values(
     Args:
         results: maps of kind "depth", linearisations with their closed form, or results that hold one, by name; or one.
         n: how many singular values, from the largest; fewer where a result holds fewer.
-        ax: where to draw; a Figure of its own by default.
 
     Returns the Axes; the lines of each result and each k are the points, then the fit. Raises ValueError for no result,
     one without singular values or of fewer than two layers, a map of tokens, and n below 1.
     """
     by = _parts(results, CouplingMap, "linearisation")
-    ax = labels.own_axes(6.4, 4.8) if ax is None else ax
-    tokens = set()
-    for (name, result), color in zip(by.items(), colors_of(by).values(), strict=True):
-        if isinstance(result, Linearisation):
-            if result.singular_values is None:
-                raise ValueError(f"{name!r} has no singular values: measure with `closed_form=True`")
-            layers, position = range(len(result.one_step)), result.position
-        else:
-            labels.check_depth(result, name)
-            layers, position = result.row_layers, result.row_positions[0]
-        tokens.add(token_name(result.provenance, position))
+    ax = ax or labels.new_figure(6.4, 4.8).subplots()
+    for name, result, color in labels.in_colors(by):
+        if result.singular_values is None:
+            raise ValueError(f"{name!r} has no singular values: measure with `closed_form=True`")
+        layers = result.row_layers if isinstance(result, CouplingMap) else range(len(result.one_step))
         S = result.singular_values[:, :n]
         fit = inverse_singular_value_fit(S, layers)
         ends = np.array([min(layers), max(layers)])
@@ -308,10 +269,8 @@ def plot_inverse_singular_values(
             label = f"{name}, σ_{i + 1}: R² = {float(fit.r_squared[i]):.2f}"
             ax.plot(layers, (1 / S[:, i]).cpu().numpy(), "osD^v"[i % 5], markersize=3.5, label=label, **look)
             ax.plot(ends, float(fit.intercept[i]) + float(fit.slope[i]) * ends, label="_fit", **look)
-    ax.set(xlabel="layer", ylabel="1 / singular value of J")
-    ax.set_ylim(bottom=0)
-    labels.finish_lines(ax, heading("Inverse singular values", [result.provenance for result in by.values()], tokens))
-    _legend_below(ax, len(by))
+    ax.set(xlabel="layer", ylabel="1 / singular value of J", ylim=(0, None))
+    labels.finish_lines(ax, _heading("Inverse singular values", by), ncols=len(by), **_BELOW)
     return ax
 
 
@@ -323,20 +282,21 @@ def _chosen(
         if wrong := [t for t in positions if not -n_pos <= t < n_pos]:
             raise ValueError(f"`positions` must lie in [{-n_pos}, {n_pos - 1}] for {n_pos} tokens, got {wrong[0]}")
         return [t % n_pos for t in positions], ""
-    names = ", ".join(token_name(provenance, t) for t in sorted(sinks))
+    names = ", ".join(labels.token_name(provenance, t) for t in sorted(sinks))
     left_out = f" · without attention sink{'s' if len(sinks) > 1 else ''}: token {names}" if sinks else ""
     return [t for t in range(n_pos) if t not in sinks], left_out
 
 
 def _parts(results: Any, kind: type, name: str) -> dict[str, Any]:
     """Results by name; of a `TrajectoryResult` the part of that name."""
-    by: dict[str, Any] = named(results, kind)
+    by: dict[str, Any] = labels.named(results, kind)
     by |= {run: getattr(one, name) for run, one in by.items() if isinstance(one, TrajectoryResult)}
     if missing := [run for run, one in by.items() if one is None]:
         raise ValueError(f"{missing[0]!r} was measured without its {name}")
     return by
 
 
-def _legend_below(ax: Axes, ncols: int = 1) -> None:
-
-    plain_legend(ax, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=ncols)
+def _heading(what: str, by: Mapping[str, Any]) -> str:
+    """With the token that the results are of."""
+    positions = [r.row_positions[0] if isinstance(r, CouplingMap) else r.position for r in by.values()]
+    return labels.heading(what, [result.provenance for result in by.values()], positions)
