@@ -201,10 +201,8 @@ def neighbours(trace: Trace, layer: int | None = None, other_layer: int | None =
         ((0, 1), (1, 1), (0, 1))
     """
     other = None if other_layer is None else trace.layer_index(other_layer, "other_layer")
-    if layer is not None:
-        first = trace.layer_index(layer)
-    else:
-        first = max(0, (trace.n_layers // 2 if other is None else other) - 1)
+    second = trace.n_layers // 2 if other is None else other
+    first = max(0, second - 1) if layer is None else trace.layer_index(layer)
     return first, min(first + 1, trace.n_layers - 1) if other is None else other
 
 
