@@ -6,6 +6,7 @@ diagonalise another. Every measure takes `A` with any leading batch axes and is 
 """
 
 import math
+from functools import partial
 from typing import Annotated, Literal, get_args
 
 import numpy as np
@@ -27,23 +28,23 @@ BOUNDED_BY_1: tuple[Measure, ...] = ("coupling", "normalized_miscoupling", "capt
 def coupling_matrix(
     J_1: Float[Tensor, "*batch d_model d_model"], spectrum_2: Spectrum, k: int, orientation: Orientation = "ujv"
 ) -> Float[Tensor, "*batch k k"]:
-    """Coupling matrix `A = U_{2,k}ᵀ J_1 V_{2,k}` (eq. 9–12), or `V_{2,k}ᵀ J_1 U_{2,k}` for `orientation="vju"`.
+    """Coupling matrix `A = U_{2,k}ᵀ J_1 V_{2,k}` (eq. 9–12): `A[i, j] = u_iᵀ J_1 v_j`.
 
-    Args:
-        J_1: the Jacobian to diagonalise.
-        spectrum_2: `svd` of the other Jacobian.
-        k: how many of its top singular vectors to use.
-        orientation: `"ujv"` is the paper's; `"vju"` swaps left and right vectors.
-
-    Returns:
-        `A[i, j] = u_iᵀ J_1 v_j`. If both Jacobians are the same, `A = diag(S)` for `"ujv"`.
+    `spectrum_2` is `svd` of the other Jacobian, whose top k singular vectors are used; `orientation="vju"` swaps left
+    and right ones, `V_{2,k}ᵀ J_1 U_{2,k}`. If both Jacobians are the same, `A = diag(S)` for the paper's `"ujv"`.
     """
     _finite(J_1, "J_1")
-    _check_sides(J_1, spectrum_2)
+    d, sides = J_1.shape[-1], [spectrum_2.U.shape[-2], spectrum_2.Vh.shape[-1]]
+    if sides != [d, d]:
+        raise ValueError(f"`spectrum_2` must be of [{d} {d}] matrices like `J_1`, got {sides}")
+    if (dtype := J_1.dtype) != (other := spectrum_2.U.dtype):
+        raise TypeError(f"`J_1` and `spectrum_2` must have one dtype, got {dtype} and {other}: convert J_1")
+    axes = list(J_1.shape[:-2]), list(spectrum_2.S.shape[:-1])
+    if any(m != n and 1 not in (m, n) for m, n in zip(axes[0][::-1], axes[1][::-1], strict=False)):
+        raise ValueError(f"`J_1` and `spectrum_2` must have batch axes that fit, got {axes[0]} and {axes[1]}")
     top = spectrum_2.top(k)
-    if orientation == "vju":
-        return top.Vh @ (J_1 @ top.U)
-    return top.U.mT @ (J_1 @ top.Vh.mT)
+    left, right = (top.Vh, top.U) if orientation == "vju" else (top.U.mT, top.Vh.mT)
+    return left @ (J_1 @ right)
 
 
 @checked
@@ -68,7 +69,6 @@ def spectral_miscoupling(
     """`m_K(J_1, J_2) = ‖A − S_{1,K}‖_F / ‖s_{1,K}‖_p`, the measure of the project page; not bounded by 1.
 
     Args:
-        A: coupling matrix.
         S_1: singular values of `J_1`, largest first, at least k of them; the top k are used.
         p: norm of the singular values in the denominator: 2, or 1 for their sum (the "trace").
         absolute: use `|A|` elementwise, as the authors' code does.
@@ -93,10 +93,7 @@ def captured_energy(A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch 
 def measures_at_every_k(
     A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]
 ) -> Float[Tensor, "n_measures k *batch"]:
-    """Every measure (`MEASURES`, in this order, with default options) of every corner of A, in float64.
-
-    Cumulative sums of squares take the place of a norm for each k.
-    """
+    """Every measure (`MEASURES`, in this order, with default options) of every corner of A, in float64."""
     A, s = A.double(), _top(S_1, A.shape[-1]).double()
     diagonal = A.diagonal(dim1=-2, dim2=-1)
     off = _off_diagonal(A).square().cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
@@ -168,24 +165,6 @@ def _finite(values: Tensor, name: str) -> Tensor:
     return values
 
 
-def _check_sides(J_1: Tensor, spectrum_2: Spectrum) -> None:
-    """Raise unless the singular vectors and the Jacobian can be multiplied."""
-    d, sides = J_1.shape[-1], (spectrum_2.U.shape[-2], spectrum_2.Vh.shape[-1])
-    if sides != (d, d):
-        raise ValueError(f"`spectrum_2` must be of [{d} {d}] matrices like `J_1`, got {list(sides)}")
-    if J_1.dtype != spectrum_2.U.dtype:
-        raise TypeError(
-            f"`J_1` and `spectrum_2` must have one dtype, got {J_1.dtype} and {spectrum_2.U.dtype}: convert J_1"
-        )
-    try:
-        torch.broadcast_shapes(J_1.shape[:-2], spectrum_2.S.shape[:-1])
-    except RuntimeError:
-        raise ValueError(
-            f"`J_1` and `spectrum_2` must have batch axes that fit, got {list(J_1.shape[:-2])} and "
-            f"{list(spectrum_2.S.shape[:-1])}"
-        ) from None
-
-
 def _off_diagonal(A: Tensor) -> Tensor:
     return A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
 
@@ -202,18 +181,17 @@ def _mean_absolute_entry(S: Tensor, frobenius_norm: Tensor, d: int) -> Tensor:
     log_u = math.lgamma(d / 2) - math.lgamma((d + 1) / 2)
     # E|u_1| / E‖g‖
     factor = math.exp(2 * log_u) / math.sqrt(2 * math.pi)
-    given, n_rest = S.square(), d - S.shape[-1]
+    given = S.square()
     left_over = (frobenius_norm.square() - given.sum(-1)).clamp_min(0)
-    rows = zip(given.reshape(-1, given.shape[-1]).numpy(), left_over.reshape(-1).tolist(), strict=True)
-    means = [factor * _mean_norm(weights, rest, n_rest) for weights, rest in rows]
-    return torch.tensor(means, dtype=frobenius_norm.dtype).reshape(frobenius_norm.shape)
+    norms = np.vectorize(partial(_mean_norm, d), [float], signature="(n),()->()")(given, left_over)
+    return factor * torch.as_tensor(norms)
 
 
-def _mean_norm(weights: np.ndarray, left_over: float, n_rest: int) -> float:
+def _mean_norm(d: int, weights: np.ndarray, left_over: float) -> float:
     """`E √(Σ w_i g_i²)`, by `√q = (1/2√π) ∫ (1 − e^{−qt}) t^{−3/2} dt` with the χ² moment generating function."""
     from scipy import integrate
 
-    scale = float(weights.sum()) + left_over
+    scale, n_rest = float(weights.sum()) + left_over, d - len(weights)
     if scale == 0:
         return 0.0
     weights, rest = weights / scale, (left_over / scale / n_rest if n_rest else 0.0)

@@ -11,7 +11,6 @@ import gzip
 import html
 import json
 import math
-import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -31,10 +30,12 @@ __all__ = ["show_layers_by_token", "show_token_coupling", "show_tokens"]
 
 _LONGEST_LABEL = 14
 _POSITIVE, _NEGATIVE, _UNDEFINED = "#2166ac", "#b2182b", "#bbbbbb"
+# Control characters, halves of characters, and what would turn the text after it around.
+_NOT_SHOWN = [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+_NOT_SHOWN += [0x061C, 0x200E, 0x200F]
 # A word joiner keeps `<` and `&` from being read as HTML, as circuitsvis' token widgets would; it takes no room.
-_SHOWN_AS = {"\n": "↵", "\r": "␍", "\t": "⇥", "<": "<\u2060", "&": "&\u2060"}
-# They would turn the text after them around.
-_BIDIRECTIONAL = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_SHOWN_AS = {code: chr(code).encode("unicode_escape").decode() for code in _NOT_SHOWN}
+_SHOWN_AS |= str.maketrans({"\n": "↵", "\r": "␍", "\t": "⇥", "<": "<\u2060", "&": "&\u2060"})
 # What circuitsvis, made for attention, writes on its maps, and what we mean.
 _WORDS = {
     "Destination Token": "token of J₁",
@@ -49,9 +50,7 @@ VIEW_STYLE = _HERE.with_suffix(".css").read_text(encoding="utf-8")
 
 
 class View(RenderedHTML):
-    """Widgets of circuitsvis that bring their data and their script along.
-
-    A `circuitsvis.utils.render.RenderedHTML` that never asks whether there is a network and never loads from one.
+    """Widgets of circuitsvis that bring their data and their script along: nothing is ever loaded from a network.
 
     Attributes:
         body: the HTML of the widgets, without the script that draws them; the same for the same data. Where scripts do
@@ -61,8 +60,7 @@ class View(RenderedHTML):
     def __init__(self, body: str):
         self.body = f'<div class="tlc-view">{body}</div>'
 
-    @property
-    def local_src(self) -> str:
+    def _repr_html_(self) -> str:
         """HTML that draws the widgets on its own, 0.5 MB of it circuitsvis' script, compressed."""
         # A module runs once the cell's output is on the page, which a plain script may not wait for.
         return (
@@ -72,13 +70,8 @@ class View(RenderedHTML):
             "(0, eval)(await new Response(script).text());</script>"
         )
 
-    @property
-    def cdn_src(self) -> str:
-        """`local_src`: a view loads nothing."""
-        return self.local_src
-
-    def _repr_html_(self) -> str:
-        return self.local_src
+    # What circuitsvis shows without a network, and with one.
+    local_src = cdn_src = property(_repr_html_)
 
     def __repr__(self) -> str:
         return f"<View with {self.body.count('data-circuitsvis=')} circuitsvis widgets>"
@@ -101,12 +94,10 @@ def show_token_coupling(
     Args:
         results: maps of kind "self" or "context", by name; or one.
         k: how many top singular vectors, or several such numbers; as many as each map holds by default.
-        measure: as in `CouplingMap.values`.
+        measure, options: as in `CouplingMap.values`.
         vmax: the value in full colour, for all maps; what `tl_coupling.plots.maps.color_scale` gives by default.
-        options: `p` and `absolute`, for `spectral_miscoupling`.
 
     Raises:
-        TypeError: results that are not maps.
         ValueError: no map, a map of layers, k or measure not among those of a map.
 
     Cost: about 100 bytes of HTML for each pair.
@@ -119,19 +110,16 @@ def show_token_coupling(
     ks = k if isinstance(k, Sequence) else (k,)
     if not named or not ks:
         raise ValueError(f"wanted at least one map and one k, got {len(named)} and {len(ks)}")
+    if of_layers := [repr(name) if name else "this" for name, result in named.items() if result.kind == "depth"]:
+        wanted = "wanted maps of tokens (`self_coupling`, `context_coupling`)"
+        raise ValueError(f"{wanted}, {of_layers[0]} is of kind 'depth': use `plot_coupling`")
     maps = [(name, result, result.k if n is None else n) for name, result in named.items() for n in ks]
-    for name, result, _ in maps:
-        if result.kind == "depth":
-            raise ValueError(
-                f"wanted maps of tokens (`self_coupling`, `context_coupling`), {repr(name) if name else 'this'} "
-                "is of kind 'depth': use `plot_coupling`"
-            )
     vmax = vmax or max(color_scale([result], n, measure, **options)[1] for _, result, n in maps)
     parts = []
     for name, result, n in maps:
         layers = f"layers {result.row_layers[0]}, {result.col_layers[0]}"
         words = (name or result.kind, layers, f"k = {n}", f"null {result.null(n, measure, **options):.3g}")
-        values = _numbers(result.values(n, measure, **options))
+        values = result.values(n, measure, **options).tolist()
         parts.append(f"<div><h4>{html.escape(' · '.join(words))}</h4>{_map_widget(result, values, vmax)}</div>")
     scale = f"{measure}: white 0, blue {vmax:.3g}; grey: not compared, or undefined; null: random subspaces"
     return View(f'<p class="scale">{scale}</p><div class="tlc-maps">{"".join(parts)}</div>')
@@ -148,10 +136,7 @@ def show_tokens(
 
     Args:
         str_tokens: the tokens as text, `trace.str_tokens`.
-        values: one value for each token; or several such, by name.
-
-    Raises:
-        ValueError: no values, or not one for each token.
+        values: one value for each token, else ValueError; or several such, by name.
 
     Example:
         >>> x = trace.residual
@@ -160,11 +145,8 @@ def show_tokens(
         <View with 2 circuitsvis widgets>
     """
     named = _by_name(values, [len(str_tokens)])
-    parts = (
-        f'<div class="tlc-tokens">{_title(name, row)}{_tokens_widget(str_tokens, row, _scale(row))}</div>'
-        for name, row in named.items()
-    )
-    return View("".join(parts))
+    parts = (_title(name, row) + _tokens_widget(str_tokens, row, _scale(row)) for name, row in named.items())
+    return View("".join(f'<div class="tlc-tokens">{part}</div>' for part in parts))
 
 
 @checked
@@ -181,11 +163,8 @@ def show_layers_by_token(
 
     Args:
         str_tokens: the tokens as text, `trace.str_tokens`.
-        values: `[n_rows n_pos]`, first row first layer; or several such, by name, side by side.
-        layers: the rows' names; 0, 1, … by default.
-
-    Raises:
-        ValueError: no values, values that are not `[n_rows n_pos]`, or not one name for each row.
+        values: `[n_rows n_pos]`, else ValueError, first row first layer; or several such, by name, side by side.
+        layers: the rows' names, one for each; 0, 1, … by default.
 
     Example:
         >>> show_layers_by_token(trace.str_tokens, {"step length": tlc.step_lengths(trace.residual)})
@@ -193,17 +172,15 @@ def show_layers_by_token(
     """
     named = _by_name(values, ["n_rows" if layers is None else len(layers), len(str_tokens)])
     everything = [value for rows in named.values() for row in rows for value in row]
-    parts = []
+    scale, parts = _scale(everything), []
     for name, rows in named.items():
         labels = [str(label) for label in (range(len(rows)) if layers is None else layers)]
         lines = (
-            f"<div><b>{html.escape(label)}</b>{_tokens_widget(str_tokens, row, _scale(everything))}</div>"
+            f"<div><b>{html.escape(label)}</b>{_tokens_widget(str_tokens, row, scale)}</div>"
             for label, row in zip(labels, rows, strict=True)
         )
-        parts.append(
-            f'<div>{_title(name, everything)}<div class="tlc-layers" tabindex="0" style="--label: '
-            f'{max(map(len, labels)) + 2}ch">{"".join(lines)}</div></div>'
-        )
+        opening = f'<div class="tlc-layers" tabindex="0" style="--label: {max(map(len, labels)) + 2}ch">'
+        parts.append(f"<div>{_title(name, everything)}{opening}{''.join(lines)}</div></div>")
     return View(f'<div class="tlc-columns">{"".join(parts)}</div>')
 
 
@@ -228,15 +205,7 @@ def _packed_script() -> str:
 
 def visible_token(token: str) -> str:
     """A token as text to look at: control characters are shown by signs, and nothing in it is read as HTML."""
-    return "".join(map(_visible, token)) or "∅"
-
-
-def _visible(character: str) -> str:
-    if character in _SHOWN_AS:
-        return _SHOWN_AS[character]
-    if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in _BIDIRECTIONAL:
-        return character.encode("unicode_escape").decode()
-    return character
+    return token.translate(_SHOWN_AS) or "∅"
 
 
 def _by_name(values: Tensor | Mapping[str, Tensor], wanted: list[Any]) -> dict[str, Any]:
@@ -246,13 +215,12 @@ def _by_name(values: Tensor | Mapping[str, Tensor], wanted: list[Any]) -> dict[s
         raise ValueError("`values` is empty: wanted at least one tensor of values")
     for name, given in named.items():
         sizes = list(given.shape)
-        fits = len(sizes) == len(wanted) and all(w in (n, "n_rows") for n, w in zip(sizes, wanted, strict=True))
-        if not fits or 0 in sizes:
+        if 0 in sizes or any(w not in (n, "n_rows") for n, w in zip(sizes, wanted, strict=True)):
             raise ValueError(
                 f"wanted values of shape [{' '.join(map(str, wanted))}], the last axis for tokens, got {sizes}"
                 + (f" for {name!r}" if name else "")
             )
-    return {name: _numbers(given) for name, given in named.items()}
+    return {name: given.tolist() for name, given in named.items()}
 
 
 def _map_widget(result: CouplingMap, values: list[list[float]], vmax: float) -> str:
@@ -315,7 +283,3 @@ def _widget(element: str, as_text: str, **props: Any) -> str:
     props |= {"minValue": -1, "maxValue": 1, "positiveColor": _POSITIVE}
     data = json.dumps(props, allow_nan=False, separators=(",", ":"))
     return f'<div data-circuitsvis="{element}" data-props="{html.escape(data)}">{html.escape(as_text)}</div>'
-
-
-def _numbers(values: Tensor) -> Any:
-    return values.detach().cpu().double().tolist()

@@ -1,17 +1,88 @@
-"""The result of comparing connections."""
+"""The result of comparing connections, of one prompt or as a mean over many; and results as netCDF files."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling import coupling as measures
-from tl_coupling.border import Count, checked
-from tl_coupling.comparisons.saving import Saved
-from tl_coupling.coupling import Measure, Norm, Orientation
+from tl_coupling.border import AnyPath, Count, checked
+from tl_coupling.coupling import MEASURES, Measure, Norm, Orientation
+from tl_coupling.files import write_atomically
 from tl_coupling.spectra import check_k
+
+if TYPE_CHECKING:
+    import xarray
+
+_Result = TypeVar("_Result", bound="Saved")
+PerPair = Float[Tensor, "n_rows n_cols"]
+# What all maps must have in common for a mean; of the provenance, and of the map.
+_OF_TRACE = ("model", "checkpoint", "untrained", "architecture", "weight_processing", "final_norm", "fixed")
+_OF_MAP = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Saved:
+    """A result that can be saved as netCDF and loaded again. `DIMS` names the dimensions of its tensors and tuples."""
+
+    DIMS: ClassVar[Mapping[str, str]] = {}
+
+    def to_dataset(self) -> "xarray.Dataset":
+        """The result as an `xarray.Dataset`; whatever is not an array is an attribute (the provenance as JSON)."""
+        import xarray
+
+        arrays: dict[str, Any] = {}
+        coords: dict[str, Any] = {}
+        attrs: dict[str, Any] = {"result": type(self).__name__}
+        for one in fields(self):
+            value, dims = getattr(self, one.name), self.DIMS.get(one.name, "").split()
+            if isinstance(value, Tensor):
+                arrays[one.name] = (dims, value.detach().cpu().numpy())
+            elif dims:
+                coords[one.name.removesuffix("s")] = (dims, list(value))
+            else:
+                attrs[one.name] = json.dumps(value) if isinstance(value, dict) else value
+        return xarray.Dataset(arrays, coords, attrs)
+
+    @checked
+    def save(self, path: AnyPath) -> Path:
+        """Write the result as netCDF, whole or not at all."""
+        return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
+
+    @classmethod
+    def load(cls: type[_Result], path: AnyPath) -> _Result:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it is not a result of this class, or damaged.
+        """
+        return _load(path, cls)
+
+
+@checked
+def _load(path: AnyPath, wanted: Any) -> Any:
+    import xarray
+
+    try:
+        data = xarray.load_dataset(path, engine="netcdf4")
+        kinds = {kind.__name__: kind for kind in (wanted, *wanted.__subclasses__())}
+        kind = kinds[data.attrs.get("result", wanted.__name__)]
+        if "measure" in data.coords and tuple(data["measure"].values) != MEASURES:
+            raise ValueError("the measures are not those that were saved")
+        stored = data.attrs | {name: array.values for name, array in data.variables.items()}
+        stored["provenance"] = json.loads(stored["provenance"])
+        names = [one.name for one in fields(kind)]
+        return kind(**{name: stored[name if name in stored else name.removesuffix("s")] for name in names})
+    except FileNotFoundError:
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a file that `{wanted.__name__}.save` wrote, or is damaged") from error
 
 
 @checked
@@ -52,11 +123,10 @@ class CouplingMap(Saved):
 
     def __post_init__(self) -> None:
         """Raise unless every row and every column has a name."""
-        for i, side in enumerate(("row", "col")):
-            n = self.matrices.shape[i]
-            for what in (f"{side}_layers", f"{side}_positions"):
-                if (got := len(getattr(self, what))) != n:
-                    raise ValueError(f"`{what}` must name the {n} {side}s of `matrices`, got {got}")
+        sizes = dict(zip(("row", "col"), self.matrices.shape, strict=False))
+        for name, side in self.DIMS.items():
+            if side in sizes and (got := len(getattr(self, name))) != sizes[side]:
+                raise ValueError(f"`{name}` must name the {sizes[side]} {side}s of `matrices`, got {got}")
 
     @property
     def k(self) -> int:
@@ -66,7 +136,7 @@ class CouplingMap(Saved):
     @property
     def n_prompts(self) -> int:
         """How many prompts the values are a mean over."""
-        return 1
+        return len(self.provenance.get("prompts", [None]))
 
     @checked
     def at(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols k k"]:
@@ -75,9 +145,7 @@ class CouplingMap(Saved):
         return self.matrices[..., :k, :k]
 
     @checked
-    def values(
-        self, k: int | None = None, measure: Measure = "coupling", **options: Any
-    ) -> Float[Tensor, "n_rows n_cols"]:
+    def values(self, k: int | None = None, measure: Measure = "coupling", **options: Any) -> PerPair:
         """A measure by name, for every pair; `options` (`p`, `absolute`) go to `spectral_miscoupling`."""
         if measure == "coupling":
             return 1 - measures.normalized_miscoupling(self.at(k), **options)
@@ -85,29 +153,27 @@ class CouplingMap(Saved):
         return getattr(measures, measure)(self.at(k), *of_S_1, **options)
 
     @checked
-    def coupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+    def coupling(self, k: int | None = None) -> PerPair:
         """`1 − m̃(A)` of every pair: 1 where J_2's vectors diagonalise J_1, `1 − √(1 − 1/k)` for random subspaces."""
         return self.values(k)
 
     @checked
-    def miscoupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+    def miscoupling(self, k: int | None = None) -> PerPair:
         """`m(A)` of every pair; see `tl_coupling.miscoupling`."""
         return self.values(k, "miscoupling")
 
     @checked
-    def normalized_miscoupling(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+    def normalized_miscoupling(self, k: int | None = None) -> PerPair:
         """`m̃(A)` of every pair; see `tl_coupling.normalized_miscoupling`."""
         return self.values(k, "normalized_miscoupling")
 
     @checked
-    def spectral_miscoupling(
-        self, k: int | None = None, p: Norm = 2, absolute: bool = False
-    ) -> Float[Tensor, "n_rows n_cols"]:
+    def spectral_miscoupling(self, k: int | None = None, p: Norm = 2, absolute: bool = False) -> PerPair:
         """`m_K` of every pair; see `tl_coupling.spectral_miscoupling`. The authors' code has `absolute=True`."""
         return self.values(k, "spectral_miscoupling", p=p, absolute=absolute)
 
     @checked
-    def captured_energy(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols"]:
+    def captured_energy(self, k: int | None = None) -> PerPair:
         """`‖A‖_F / ‖s_{1,k}‖₂` of every pair; see `tl_coupling.captured_energy`."""
         return self.values(k, "captured_energy")
 
@@ -118,7 +184,7 @@ class CouplingMap(Saved):
         """Mean of a measure over the pairs; `off_diagonal` leaves out those that pair a connection with itself."""
         values = self.values(k, measure, **options)
         if off_diagonal:
-            values = values[~self._same_connection()]
+            values = values[~self.own_pairs()]
             if not len(values):
                 raise ValueError("every pair here compares a connection with itself: use `off_diagonal=False`")
         return float(values.mean())
@@ -141,9 +207,15 @@ class CouplingMap(Saved):
         distance = (torch.tensor(self.row_layers)[:, None] - torch.tensor(self.col_layers)).abs().to(values.device)
         return torch.stack([values[distance == d].mean() for d in range(int(distance.max()) + 1)])
 
+    def own_pairs(self) -> Bool[Tensor, "n_rows n_cols"]:
+        """Which pairs compare a connection with itself."""
+        sides = (self.row_layers, self.row_positions), (self.col_layers, self.col_positions)
+        rows, cols = (torch.tensor(side, device=self.matrices.device).T for side in sides)
+        return (rows[:, None] == cols).all(-1)
+
     def __repr__(self) -> str:
         n_rows, n_cols = self.matrices.shape[:2]
-        mean = f"{self.mean(off_diagonal=not bool(self._same_connection().all())):.3f}"
+        mean = f"{self.mean(off_diagonal=not self.own_pairs().all()):.3f}"
         return (
             f"{type(self).__name__}({self.kind}, {self.provenance.get('model')!r}, {n_rows}×{n_cols} pairs, "
             f"{self.orientation}, k≤{self.k}, n_prompts={self.n_prompts}; "
@@ -155,7 +227,133 @@ class CouplingMap(Saved):
         check_k(k, self.k)
         return k
 
-    def _same_connection(self) -> Tensor:
-        rows = torch.tensor(list(zip(self.row_layers, self.row_positions, strict=True)))
-        cols = torch.tensor(list(zip(self.col_layers, self.col_positions, strict=True)))
-        return (rows[:, None] == cols[None]).all(-1).to(self.matrices.device)
+
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class MeanCouplingMap(CouplingMap):
+    """The mean over prompts of coupling maps, and its spread.
+
+    Every method of `CouplingMap` gives the mean over the prompts, of each measure with its default options; `spread`
+    and `spread_of_mean` give standard deviations (n − 1 in the denominator; NaN for one prompt). What is undefined for
+    one prompt is undefined (NaN) in the mean. `CouplingMap.load` reads such a map too.
+
+    Attributes:
+        matrices: mean of `|A|`, `[n_rows n_cols k k]` (the signs of singular vectors are arbitrary).
+        singular_values, frobenius_norms: means.
+        row_positions, col_positions: counted from the end, and so negative, where they differ from the beginning.
+        provenance: what all prompts have in common; `prompts` lists their texts.
+        means, spreads: mean and standard deviation of each measure, `[n_measures k n_rows n_cols]`.
+        nulls: mean null of each measure, `[n_measures k]`.
+        spreads_of_mean: standard deviation of a prompt's mean over pairs of different connections (all pairs where
+            none differ), `[n_measures k]`.
+    """
+
+    means: Float[Tensor, "n_measures k n_rows n_cols"]
+    spreads: Float[Tensor, "n_measures k n_rows n_cols"]
+    nulls: Float[Tensor, "n_measures k"]
+    spreads_of_mean: Float[Tensor, "n_measures k"]
+    DIMS: ClassVar = CouplingMap.DIMS | {
+        **dict.fromkeys(("means", "spreads"), "measure k row col"),
+        **dict.fromkeys(("nulls", "spreads_of_mean"), "measure k"),
+    }
+
+    @classmethod
+    def over(cls, maps: Iterable[CouplingMap]) -> "MeanCouplingMap":
+        """The mean over maps of the same connections, one for each prompt. An iterator is read one map at a time.
+
+        Raises:
+            ValueError: no map; maps of different models, layers, positions, k or orientation; a mean among them.
+
+        Example:
+            >>> traces = (tlc.trace(model, prompt) for prompt in ("w3 w14 w15", "w9 w2 w6 w5"))
+            >>> result = MeanCouplingMap.over(tlc.depth_coupling(trace, k=4) for trace in traces)
+            >>> result.coupling(2).shape, result.spread(2).shape, result.n_prompts
+            (torch.Size([2, 2]), torch.Size([2, 2]), 2)
+        """
+        prompts: list[Any] = []
+        remarks: dict[str, None] = {}
+        for n, result in enumerate(maps, start=1):
+            if not isinstance(result, CouplingMap) or isinstance(result, MeanCouplingMap):
+                raise ValueError(f"wanted the coupling map of one prompt, got {type(result).__name__}")
+            this, values = _facts(result), _values(result)
+            if n == 1:
+                common, means = this, {name: torch.zeros_like(x) for name, x in values.items()}
+                squares = {name: torch.zeros_like(values[name]) for name in ("means", "of_mean")}
+            for what in (*_OF_TRACE, *_OF_MAP):
+                if (one := common.get(what)) != (other := this.get(what)):
+                    raise ValueError(f"the maps must have the same {what}, got {one!r} and {other!r}")
+            common = {key: value for key, value in common.items() if key in this and this[key] == value}
+            prompts.append(result.provenance.get("prompt"))
+            remarks |= dict.fromkeys(result.provenance.get("remarks", ()))
+            # Welford's update: one pass, and no difference of large sums.
+            for name, x in values.items():
+                deviation = x - means[name]
+                means[name] += deviation / n
+                if name in squares:
+                    squares[name] += deviation * (x - means[name])
+        if not prompts:
+            raise ValueError("there are no maps to take the mean of: wanted at least one")
+        positions = common.get("positions", common.get("positions from the end"))
+        if positions is None:
+            raise ValueError("the maps must be of the same positions, counted from the beginning or from the end")
+        provenance = {key: value for key, value in common.items() if key in result.provenance}
+        provenance |= {"prompts": prompts, "remarks": list(remarks)}
+        means["spreads"], means["spreads_of_mean"] = ((total / (n - 1)).sqrt() for total in squares.values())
+        del means["of_mean"]
+        of_all = vars(result) | dict(zip(("row_positions", "col_positions"), positions, strict=True))
+        return cls(**of_all | {name: x.to(result.matrices) for name, x in means.items()} | {"provenance": provenance})
+
+    @checked
+    def values(self, k: int | None = None, measure: Measure = "coupling", **options: Any) -> PerPair:
+        """Mean over the prompts of a measure, for every pair."""
+        return self._kept(self.means, k, measure, options)
+
+    @checked
+    def spread(self, k: int | None = None, measure: Measure = "coupling") -> PerPair:
+        """Standard deviation over the prompts of a measure, for every pair."""
+        return self._kept(self.spreads, k, measure, {})
+
+    @checked
+    def spread_of_mean(self, k: int | None = None, measure: Measure = "coupling") -> float:
+        """Standard deviation over the prompts of their `mean(k, measure)`."""
+        return float(self._kept(self.spreads_of_mean, k, measure, {}))
+
+    @checked
+    def null(self, k: int | None = None, measure: Measure = "coupling", **options: Any) -> float:
+        """Mean over the prompts of a measure's null."""
+        return float(self._kept(self.nulls, k, measure, options))
+
+    def to_dataset(self) -> "xarray.Dataset":
+        """The result as an `xarray.Dataset`, with the measures by name and k from 1."""
+        return super().to_dataset().assign_coords(measure=list(MEASURES), k=list(range(1, self.k + 1)))
+
+    def _kept(self, kept: Tensor, k: int | None, measure: Measure, options: dict[str, Any]) -> Tensor:
+        held = {"p": 2, "absolute": False}
+        if options and (measure != "spectral_miscoupling" or held | options != held):
+            raise ValueError(f"a mean over prompts holds p=2 and absolute=False, got {options}: measure map by map")
+        return kept[MEASURES.index(measure), self._k(k) - 1]
+
+
+def _facts(result: CouplingMap) -> dict[str, Any]:
+    """What maps over which a mean is taken may or must have in common."""
+    n_tokens = len(result.provenance.get("tokens", ()))
+    positions = result.row_positions, result.col_positions
+    from_the_end = tuple(tuple(t - n_tokens for t in side) for side in positions)
+    own = {what: getattr(result, what) for what in _OF_MAP}
+    return result.provenance | own | {"positions": positions, "positions from the end": from_the_end}
+
+
+def _values(result: CouplingMap) -> dict[str, Tensor]:
+    """What is averaged: `|A|` and J_1's spectra, and for every k each measure, its null, and its mean over pairs."""
+    rows = zip(result.matrices, result.singular_values, strict=True)
+    values = torch.stack([measures.measures_at_every_k(A, S_1) for A, S_1 in rows], 2)
+    others = ~result.own_pairs()
+    pairs = values[..., others] if others.any() else values.flatten(2)
+    return {
+        "matrices": result.matrices.abs(),
+        "singular_values": result.singular_values,
+        "frobenius_norms": result.frobenius_norms,
+        "means": values,
+        "of_mean": pairs.mean(-1),
+        "nulls": torch.tensor([[result.null(k, what) for k in range(1, result.k + 1)] for what in MEASURES]).to(values),
+    }

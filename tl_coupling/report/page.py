@@ -1,29 +1,33 @@
-"""From portraits of a prompt to one HTML page, whole or not at all."""
+"""From portraits of a prompt to one HTML page, whole or not at all; its prose is in `page.html`."""
 
 import base64
 import hashlib
 import html
-from collections.abc import Callable, Mapping
-from importlib import resources
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
+from typing import Any
 
+import torch
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from PIL import Image
+
+from tl_coupling import plots
 from tl_coupling.border import AnyPath, checked
+from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import write_atomically
-from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script
-from tl_coupling.plots import off_screen
+from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script, show_layers_by_token, visible_token
+from tl_coupling.plots.maps import color_scale
 from tl_coupling.portraits import Portrait
-from tl_coupling.report import sections
+from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
 
-_SECTIONS: dict[str, tuple[str, Callable[[sections.Runs], str]]] = {
-    "depth": ("Across depth", sections.depth),
-    "locality": ("Locality and graph", sections.locality),
-    "singular-values": ("Singular values", sections.singular_values),
-    "tokens": ("Across tokens", sections.tokens),
-    "influence": ("Influence of tokens", sections.influence),
-    "trajectories": ("Trajectories", sections.trajectories),
-    "provenance": ("How this was made", sections.provenance),
-}
+_CSS_PIXELS_PER_INCH, _PNG_DPI, _PNG_COLORS, _MARGIN = 96, 120, 256, 0.1
+# Figures of one Axes are made smaller and their text is not: it must be legible on a telephone.
+_SHRUNK, _STRETCHED = 0.8, 1.3
+_SHAPES = {"line-shape score": line_shape_score, "expodistance": expodistance, "equidistance": equidistance}
 
 
 @checked
@@ -45,26 +49,25 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
         >>> page.splitlines()[1]
         '<html lang="en">'
     """
-    _check(runs)
+    if not runs:
+        raise ValueError("`runs` is empty: wanted at least one Portrait")
+    first = next(iter(runs.values()))
+    for name, run in runs.items():
+        for what, of_this in _in_common(run).items():
+            if of_this != (of_first := _in_common(first)[what]):
+                raise ValueError(f"wanted runs of the same {what}, {name!r} has {of_this}, the first {of_first}")
     script = circuitsvis_script()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    facts = next(iter(runs.values())).trace.provenance
-    checkpoint = facts.get("checkpoint")
-    model = str(facts.get("model")) + ("" if checkpoint is None else f" at checkpoint {checkpoint}")
-    template, style = (
-        resources.files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.css")
-    )
-    with off_screen():
-        drawn = {name: draw(runs) for name, (_, draw) in _SECTIONS.items()}
+    facts = first.trace.provenance
+    checkpoint = f" at checkpoint {facts['checkpoint']}" if facts.get("checkpoint") is not None else ""
+    template, style = (Path(__file__).with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".html", ".css"))
+    with plots.off_screen():
+        found = _pieces(runs)
     return Template(template).substitute(
-        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:",
-        title=html.escape(f"Transformer block coupling: {model}"),
+        found,
+        digest=digest,
+        model=html.escape(f"{facts.get('model')}{checkpoint}"),
         style=style + VIEW_STYLE,
-        summary=sections.summary(runs),
-        contents="".join(f'<a href="#{name}">{title}</a>' for name, (title, _) in _SECTIONS.items()),
-        sections="\n".join(
-            f'<section id="{name}"><h2>{title}</h2>{drawn[name]}</section>' for name, (title, _) in _SECTIONS.items()
-        ),
         version=facts["versions"]["tl-coupling"],
         script=script,
     )
@@ -72,11 +75,7 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
 
 @checked
 def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
-    """Write `html_report(runs)` as UTF-8, whole or not at all.
-
-    Raises:
-        ValueError: as `html_report`.
-        OSError: the file cannot be written.
+    """Write `html_report(runs)` as UTF-8, whole or not at all: an OSError leaves what was there.
 
     Example:
         >>> import tempfile
@@ -90,17 +89,262 @@ def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
     return write_atomically(path, lambda unfinished: unfinished.write_bytes(page))
 
 
-def _check(runs: Mapping[str, Portrait]) -> None:
-    if not runs:
-        raise ValueError("`runs` is empty: wanted at least one Portrait")
+def _in_common(run: Portrait) -> dict[str, Any]:
+    """What all runs on a page must have in common."""
+    shared = {"k": run.ks, "tokens": run.trace.str_tokens, "layers": run.depth.row_layers}
+    return shared | {"position": run.position, "token maps": list(run.tokens)}
+
+
+def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
+    """What to put in place of each name in the template."""
     first = next(iter(runs.values()))
+    trace, maps = first.trace, {name: run.depth for name, run in runs.items()}
+    prompt, ends = trace.provenance.get("prompt"), sorted({first.ks[0], first.ks[-1]})
+    means = [[f"k = {k}", *(_mean(one, k) for one in maps.values()), f"{first.depth.null(k):.3f}"] for k in first.ks]
+    return {
+        "prompt": f"<blockquote>{html.escape(prompt)}</blockquote>" if prompt else "",
+        **{"n_layers": trace.n_layers, "d_model": trace.d_model, "n_pos": trace.n_pos},
+        "str_tokens": " ".join(_token(first, position) for position in range(trace.n_pos)),
+        "measured": _token(first, first.position),
+        "means": _table(["", *runs, "null"], means),
+        "depth": _grid(part for k in ends for part in _heat_maps(maps, k, "layers")),
+        "matrices": _grid(
+            _figure(
+                plots.plot_coupling_matrices(one).axes[0],
+                f"Coupling matrices, one panel for each pair of layers, {name}",
+                f"<strong>The matrices A, {html.escape(name)}</strong>, k = {one.k}.",
+                as_png=True,
+            )
+            for name, one in maps.items()
+        ),
+        "locality": _grid([*(_locality(maps, k) for k in ends), *_graphs(maps, first.ks[0])]),
+        "gains": _image(plots.plot_singular_values(maps), "Singular values of the Jacobians against depth"),
+        "peaks": _sentence(map(_peak, maps, maps.values())),
+        "inverse_gains": _inverse_gains(maps) if trace.n_layers > 1 else "",
+        "tokens": _tokens(runs, first),
+        "influence": _influence(runs, first),
+        **_trajectories(runs, first),
+        "provenance": "".join(map(_provenance, maps, maps.values())),
+    }
+
+
+def _locality(maps: Mapping[str, CouplingMap], k: int) -> str:
+    """How coupling fades with distance."""
+    profiles = {html.escape(name): result.locality_profile(k) for name, result in maps.items()}
+    ends = (
+        f"{name}: {profile[1]:.3f} between neighbours, {profile[-1]:.3f} from the first layer to the last"
+        for name, profile in profiles.items()
+        if len(profile) > 1
+    )
+    what = "Mean coupling against the distance of two layers"
+    caption = f"<strong>{what}</strong>, k = {k}. {_sentence(ends)}"
+    return _figure(plots.plot_locality(maps, k=k), f"{what}, k = {k}", caption)
+
+
+def _graphs(maps: Mapping[str, CouplingMap], k: int) -> Iterator[str]:
+    for name, result in maps.items():
+        caption = (
+            f"<strong>Layers as a graph, {html.escape(name)}.</strong> The wider an edge, the more its two layers are "
+            f"coupled (k = {k}); only the strongest edges are drawn. Groups of them share singular vectors."
+        )
+        drawn = plots.plot_adjacency(result, k=k)
+        yield _figure(drawn, f"Graph of layers with edges as wide as their coupling, {name}", caption)
+
+
+def _peak(name: str, result: CouplingMap) -> str:
+    sigma = result.singular_values[:, 0]
+    at = result.row_layers[int(sigma.argmax())]
+    return f"{html.escape(name)}: σ₁ from {sigma.min():.3g} to {sigma.max():.3g} (layer {at})"
+
+
+def _inverse_gains(maps: Mapping[str, CouplingMap]) -> str:
+    caption = (
+        "<strong>1/σ against depth</strong>, with fitted lines. Where R² is near 1 the gains fall off inversely with "
+        "depth."
+    )
+    drawn = plots.plot_inverse_singular_values(maps)
+    return _figure(drawn, "Inverse singular values against depth", caption)
+
+
+def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
+    """Coupling across tokens."""
+    if not first.tokens:
+        return "<p>The prompt has one token: there are no others to compare it with.</p>"
+    own = first.tokens["self"]
+    maps = {kind: {name: run.tokens[kind] for name, run in runs.items()} for kind in first.tokens}
+    parts = [part for kind in maps for part in _heat_maps(maps[kind], first.ks[0], "tokens", f"{kind}, ")]
+    return (
+        f"<p>The layers are fixed, {own.row_layers[0]} for J₁ and {own.col_layers[0]} for the singular vectors; the "
+        "tokens vary. Row: the token of J₁. Column: the token of the singular vectors. <em>Self</em>: the Jacobian of "
+        f"each token's output by its own input. <em>Fixed input</em>: of each token's output by the input "
+        f"{_token(first, first.input_position)}. <em>Fixed output</em>: of the output {_token(first, first.position)} "
+        f"by each token's input. Both maps of a kind share one colour scale.</p>{_grid(parts)}"
+    )
+
+
+def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
+    """What the other tokens do to the measured one."""
+    sources = first.influence.source_positions
+    others = [i for i, position in enumerate(sources) if position != first.position]
+    if not others:
+        return "<p>No token stands before the measured one.</p>"
+    shares, ranks, words = {}, {}, []
     for name, run in runs.items():
-        for what, of_first, of_this in (
-            ("k", first.ks, run.ks),
-            ("tokens", first.trace.str_tokens, run.trace.str_tokens),
-            ("layers", first.depth.row_layers, run.depth.row_layers),
-            ("position", first.position, run.position),
-            ("token maps", list(first.tokens), list(run.tokens)),
-        ):
-            if of_first != of_this:
-                raise ValueError(f"wanted runs of the same {what}, {name!r} has {of_this}, the first {of_first}")
+        norms = run.influence.frobenius_norm[:, others]
+        share = shares[f"share of influence, {name}"] = norms / norms.sum(1, keepdim=True)
+        ranks[f"effective rank, {name}"] = run.influence.effective_rank[:, others]
+        strongest = int(share.nan_to_num(0).mean(0).argmax())
+        words.append(
+            f"{html.escape(name)}: {_token(run, sources[others[strongest]])} has the largest share, "
+            f"{float(share[:, strongest].nanmean()):.0%} in the mean over layers"
+        )
+    where = [first.trace.str_tokens[sources[i]] for i in others]
+    shown = (show_layers_by_token(where, each, layers=first.influence.layers).body for each in (shares, ranks))
+    own = first.influence.frobenius_norm[:, sources.index(first.position)]
+    return (
+        f'<figure class="view"><div role="group" aria-label="Influence of tokens by layer">{"".join(shown)}</div>'
+        f"<figcaption><strong>What the tokens before {_token(first, first.position)} do to it</strong>, one row for "
+        "each layer, the first on top. Share of influence: the Frobenius norm of the Jacobian from that token, divided "
+        f"by the sum over all these tokens. {_sentence(words)} Effective rank: over how many directions the influence "
+        f"is spread. The token's own Jacobian is left out: its norm, {float(own.median()):.3g} in the median layer, "
+        "would drown the others.</figcaption></figure>"
+    )
+
+
+def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, str]:
+    """Paths of the tokens through the residual stream, their shape, and what is predicted along them."""
+    str_tokens, n_layers = first.trace.str_tokens, first.trace.n_layers
+    values = {
+        what: torch.stack([shape(run.trace.residual) for run in runs.values()]) for what, shape in _SHAPES.items()
+    }
+    shapes = [show_layers_by_token(str_tokens, {what: each}, layers=list(runs)) for what, each in values.items()]
+    scores = zip(runs, values["line-shape score"], strict=True)
+    of_tokens = zip(str_tokens, torch.cat(list(values.values())).T.tolist(), strict=True)
+    rows = [[f"{i} {visible_token(token)}", *(f"{x:.3g}" for x in row)] for i, (token, row) in enumerate(of_tokens)]
+    drawn = plots.plot_trajectory_metrics({name: run.trace for name, run in runs.items()})
+    entropies = {f"logit-lens entropy in nats, {name}": run.entropy for name, run in runs.items()}
+    return {
+        "paths": _paths(runs) if first.trace.n_pos > 3 else "",
+        "along_depth": _image(drawn, "Measures of the paths against depth"),
+        "scores": ", ".join(f"{html.escape(name)} {float(s[s.isfinite()].mean()):.3g}" for name, s in scores),
+        "of_random_steps": f"√{n_layers} = {n_layers**0.5:.3g}",
+        "by_token": "".join(view.body for view in shapes),
+        "numbers": _table(["token", *(f"{what}, {name}" for what in values for name in runs)], rows),
+        "entropy": show_layers_by_token(str_tokens, entropies).body,
+        "entropy_ends": "; ".join(
+            f"{html.escape(name)}: {run.entropy[0, first.position]:.2f} nats at depth 0, "
+            f"{run.entropy[-1, first.position]:.2f} at depth {n_layers}"
+            for name, run in runs.items()
+        ),
+    }
+
+
+def _paths(runs: Mapping[str, Portrait]) -> str:
+    parts = []
+    for span in ("all", "shallow", "deep"):
+        for name, run in runs.items():
+            drawn = plots.plot_trajectories(run.trace, views=(span,))
+            what = html.escape(drawn.get_suptitle().splitlines()[0])
+            drawn.suptitle("")
+            caption = f"<strong>{html.escape(name)}, {span} layers.</strong> {what}"
+            parts.append(_figure(drawn, f"Paths of the tokens, {name}, {span} layers", caption))
+    return (
+        "<p>Every token's path through the layers, in the two principal components of the last one; the last token "
+        f"is black. Regular paths are straight and evenly spaced.</p>{_grid(parts)}"
+    )
+
+
+def _provenance(name: str, result: CouplingMap) -> str:
+    """How a run was made."""
+    facts = {key: value for key, value in result.provenance.items() if key not in ("versions", "str_tokens")}
+    facts |= {f"version of {package}": version for package, version in result.provenance["versions"].items()}
+    texts = {key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for key, one in facts.items()}
+    return f"<details><summary>{html.escape(name)}</summary>{_table([], list(texts.items()), 'facts')}</details>"
+
+
+def _heat_maps(maps: Mapping[str, CouplingMap], k: int, what: str, kind: str = "") -> Iterator[str]:
+    """Heat maps on one colour scale."""
+    low, high = color_scale(list(maps.values()), k)
+    for name, result in maps.items():
+        caption = (
+            f"<strong>{kind.capitalize()}{html.escape(name)}, k = {k}.</strong> Mean {_mean(result, k)}, null "
+            f"{result.null(k):.3f}. {_strongest(result, k)}"
+        )
+        drawn = plots.plot_coupling(result, k=k, vmin=low, vmax=high)
+        yield _figure(drawn, f"Heat map of coupling for every pair of {what}, {kind}{name}, k = {k}", caption)
+
+
+def _strongest(result: CouplingMap, k: int) -> str:
+    if result.kind != "depth" or len(result.row_layers) < 2:
+        return ""
+    values = result.coupling(k).nan_to_num(-1).fill_diagonal_(-1)
+    row, col = divmod(int(values.argmax()), values.shape[1])
+    return (
+        f"The strongest pair is J₁ of layer {result.row_layers[row]} with the vectors of layer "
+        f"{result.col_layers[col]}: {float(values[row, col]):.3f}."
+    )
+
+
+def _mean(result: CouplingMap, k: int) -> str:
+    return f"{result.mean(k, off_diagonal=not result.own_pairs().all()):.3f}"
+
+
+def _token(run: Portrait, position: int) -> str:
+    """A position and its token."""
+    token = visible_token(run.trace.str_tokens[position]).strip() or "␣"
+    return f"<code><small>{position}</small> {html.escape(token)}</code>"
+
+
+def _sentence(parts: Iterable[str]) -> str:
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _grid(parts: Iterable[str]) -> str:
+    """Pieces side by side where there is room."""
+    return f'<div class="grid">{"".join(parts)}</div>'
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers") -> str:
+    """A table of texts, "numbers" or "facts"; the first column names the rows."""
+    head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in headings)
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(name)}</th>{"".join(f"<td>{html.escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in rows
+    )
+    head = f"<thead><tr>{head}</tr></thead>" if headings else ""
+    return f'<div class="scroll" tabindex="0"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>'
+
+
+def _figure(drawn: Any, alt: str, caption: str, as_png: bool = False) -> str:
+    return f"<figure>{_image(drawn, alt, as_png)}<figcaption>{caption}</figcaption></figure>"
+
+
+def _image(drawn: Any, alt: str, as_png: bool = False) -> str:
+    """A picture of `plot_*`; `alt` says what it shows. Many small cells are smaller as PNG."""
+    picture = getattr(drawn, "figure", drawn)
+    if isinstance(drawn, Axes):
+        # The head of the page and the caption say what the title would.
+        drawn.set_title("")
+        picture.set_size_inches(_SHRUNK * picture.get_size_inches())
+    data, mime = base64.b64encode(_saved(picture, as_png)).decode(), "png" if as_png else "svg+xml"
+    width, height = (round(_CSS_PIXELS_PER_INCH * inches) for inches in picture.get_tightbbox().padded(_MARGIN).size)
+    return (
+        f'<img src="data:image/{mime};base64,{data}" alt="{html.escape(alt)}" '
+        f'width="{width}" height="{height}" style="max-width: {round(_STRETCHED * width)}px">'
+    )
+
+
+def _saved(picture: Any, as_png: bool) -> bytes:
+    buffer, small = io.BytesIO(), io.BytesIO()
+    form = {"format": "png", "dpi": _PNG_DPI} if as_png else {"format": "svg", "metadata": {"Date": None}}
+    # Names inside an SVG are random unless salted: the same results give the same page.
+    with rc_context({"svg.hashsalt": "tl_coupling"}):
+        picture.savefig(buffer, bbox_inches="tight", pad_inches=_MARGIN, **form)
+    if not as_png:
+        return buffer.getvalue()
+    # Noise in 24 bits a pixel does not compress, and a colour map has few colours. Chosen for coverage: the rare bright
+    # ones matter as much as the many dark ones.
+    few = Image.open(buffer).convert("RGB").quantize(_PNG_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(small, "PNG", optimize=True)
+    return small.getvalue()
