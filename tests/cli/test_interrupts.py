@@ -167,10 +167,13 @@ def test_an_interrupted_pool_ends_its_workers_and_can_go_on(tmp_path: Path, monk
     folder.mkdir()
 
     def interrupt() -> None:
-        wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2 and record(folder, UNITS[0]) is not None)
-        # A worker that is stopped, as Ctrl-Z does it, hears of nothing but SIGKILL.
-        os.kill(int(next(tmp_path.glob("pid-*")).name[4:]), signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2 and record(folder, UNITS[0]) is not None)
+            # A worker that is stopped, as Ctrl-Z does it, hears of nothing but SIGKILL.
+            os.kill(int(next(tmp_path.glob("pid-*")).name[4:]), signal.SIGSTOP)
+        finally:
+            # Or nothing would end the units, which wait for a mark.
+            os.kill(os.getpid(), signal.SIGINT)
 
     with process_pool(2) as pool:
         threading.Thread(target=interrupt, daemon=True).start()

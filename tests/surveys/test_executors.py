@@ -8,13 +8,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xarray
 
-from tl_coupling.surveys.executors import AsTheyFinish, Preemptible, process_pool, submitted
+from tl_coupling.surveys import executors
+from tl_coupling.surveys.executors import AsTheyFinish, Preemptible, WorkerDied, process_pool, submitted
 from tl_coupling.surveys.units import Folder, Unit, load_unit, record
 
 pytestmark = pytest.mark.on_3_only
@@ -130,6 +132,39 @@ def test_a_killed_worker_loses_nothing_finished_and_a_rerun_completes(
     assert [o.status for o in outcomes] == ["kept", "kept", "computed", "kept"]
     assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
     assert bytes_of(folder) == bytes_of(alone)
+
+
+def leave_a_child_and_die(mark: Path) -> None:
+    child = subprocess.Popen(["sleep", "1000"], close_fds=False)
+    mark.with_suffix(f".{child.pid}").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def test_a_killed_worker_is_missed_though_a_child_of_it_holds_its_pipe_open(tmp_path: Path) -> None:
+    with process_pool(1) as pool:
+        future = pool.submit(leave_a_child_and_die, tmp_path / "child")
+        try:
+            with pytest.raises(WorkerDied, match="twice"):
+                future.result(timeout=300)
+        finally:
+            children = list(tmp_path.iterdir())
+            for child in children:
+                os.kill(int(child.suffix[1:]), signal.SIGKILL)
+    assert len(children) == 2
+
+
+def half_an_answer(pipe: Connection, threads: int) -> None:
+    pipe.send("begun")
+    pipe.recv()
+    os.write(pipe.fileno(), (1000).to_bytes(4, "big") + b"half")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes have another protocol here")
+def test_a_worker_that_dies_amid_its_answer_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "_serve", half_an_answer)
+    with process_pool(1) as pool, pytest.raises(WorkerDied, match="twice"):
+        pool.submit(max, 1, 2).result(timeout=300)
 
 
 _DRIVER = """

@@ -77,7 +77,7 @@ def survey(
     from tl_coupling.generalization import task_means
     from tl_coupling.plots import plot_task_means
     from tl_coupling.surveys import Survey, run
-    from tl_coupling.surveys.opening import UNITS
+    from tl_coupling.surveys.survey import UNITS
 
     asked = Survey(
         models=_models_by_name(model),

@@ -36,59 +36,31 @@ def step_order(checkpoint: Checkpoint) -> list[tuple[bool, int, str]]:
 
 @checked
 def local_checkpoints(folder: AnyPath) -> dict[int, Path]:
-    """Checkpoints in a local folder: subfolders in HuggingFace format whose names end in their training step.
+    """Checkpoints in a local folder, by training step and in that order: subfolders in HuggingFace format.
 
-    `step1000`, `checkpoint-1000`, `step_0001000` and the like, in the order of their steps.
-
-    Raises:
-        ValueError: there are none, or two of the same step.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for step in (0, 100, 20):
-        ...         Path(folder, f"step{step}").mkdir()
-        ...         _ = Path(folder, f"step{step}", "config.json").write_text("{}")
-        ...     list(tlc.surveys.local_checkpoints(folder))
-        [0, 20, 100]
+    Their names end in the step: `step1000`, `checkpoint-1000`, `step_0001000`. ValueError where there are none, or two
+    of the same step.
     """
     found: dict[int, Path] = {}
-    for path in sorted(Path(folder).glob("*/config.json")):
-        if number := re.search(r"(\d+)$", path.parent.name):
-            there = found.setdefault(int(number[1]), path.parent)
-            if there != path.parent:
-                raise ValueError(f"{folder}: {there.name} and {path.parent.name} are both of step {int(number[1])}")
+    for path in sorted(file.parent for file in Path(folder).glob("*/config.json")):
+        number = re.search(r"\d+$", path.name)
+        if number and (there := found.setdefault(step := int(number[0]), path)) != path:
+            raise ValueError(f"{folder}: {there.name} and {path.name} are both of step {step}")
     if not found:
-        raise ValueError(
-            f"{folder}: no checkpoints in it; wanted subfolders in HuggingFace format whose names end in a step, like "
-            "step1000 or checkpoint-1000"
-        )
+        wanted = "subfolders in HuggingFace format whose names end in a step, like step1000 or checkpoint-1000"
+        raise ValueError(f"{folder}: no checkpoints in it; wanted {wanted}")
     return dict(sorted(found.items()))
 
 
 def checkpoint_sources(name: AnyPath, checkpoints: Sequence[Checkpoint] | None) -> dict[Checkpoint, Source]:
-    """What `load_model` takes for each checkpoint of a hub model or a local folder; by default all there, or Pythia's.
-
-    Raises:
-        ValueError: none, one twice, steps and revisions mixed, or one that the folder does not have.
-    """
+    """What `load_model` takes for each checkpoint of a hub model or local folder; by default all there, or Pythia's."""
     there = local_checkpoints(name) if Path(name).is_dir() else None
     wanted = list(checkpoints if checkpoints is not None else there or pythia_steps())
-    check_checkpoints(wanted)
     if there is None:
         return {c: {"name": os.fspath(name), "checkpoint": c} for c in wanted}
     if unknown := [c for c in wanted if c not in there]:
         raise ValueError(f"{name} has no checkpoints {unknown}; there are {list(there)}")
     return {c: {"name": str(there[c])} for c in wanted if isinstance(c, int)}
-
-
-def check_checkpoints(wanted: Sequence[Checkpoint]) -> None:
-    """Raise unless there is one or more, all steps or all revisions, each once."""
-    if not wanted:
-        raise ValueError("`checkpoints` is empty: wanted at least one")
-    if len(set(wanted)) < len(wanted) or len({type(c) for c in wanted}) > 1:
-        raise ValueError(f"`checkpoints` must be all steps or all revisions, each once, got {list(wanted)}")
 
 
 def is_cached(source: Source) -> bool:

@@ -23,9 +23,8 @@ from tl_coupling.trajectories.shapes import Window
 if TYPE_CHECKING:
     import xarray
 
+Prompts = str | Prompt | Sequence[str | Prompt]
 PAPER_PROMPT = "What is the capital of France? The capital is"
-MEASURES: tuple[Measure, ...] = get_args(Measure)
-_SHAPES = {"line_shape_score": line_shape_score, "expodistance": expodistance, "equidistance": equidistance}
 _OF_ONE_PROMPT = {"prompt", "tokens", "str_tokens", "paths", "position", "remarks"}
 
 
@@ -36,10 +35,8 @@ class Settings:
 
     Attributes:
         k: numbers of top singular vectors; one computation gives all.
-        position: the token whose Jacobians are taken; the last by default.
-        orientation: "ujv" or "vju".
-        final_norm: include the final norm in the last block.
-        prepend_bos: whether text gets a BOS token; `None` follows the tokenizer.
+        position, orientation: as in `depth_coupling`.
+        final_norm, prepend_bos: as in `trace`.
         window: steps in a window of the line-shape score; fewer if the model has fewer blocks.
         n_singular_values: how many singular values are kept, or the largest k if that is more.
     """
@@ -53,7 +50,6 @@ class Settings:
     n_singular_values: Count = 10
 
     def __post_init__(self) -> None:
-        """Raise on values that fit no model."""
         if not self.k or len(set(self.k)) < len(self.k):
             raise ValueError(f"`k` must be different whole numbers, one or more, got {list(self.k)}")
 
@@ -62,12 +58,8 @@ class Settings:
         return asdict(self) | {"k": list(self.k)}
 
 
-def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
-    """Prompts with ids; bare texts are numbered.
-
-    Raises:
-        ValueError: none at all, or an id twice.
-    """
+def as_prompts(prompts: Prompts) -> list[Prompt]:
+    """Prompts with ids; bare texts are numbered. ValueError where there are none, or an id twice."""
     given = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
     named = [p if isinstance(p, Prompt) else Prompt(str(i), p) for i, p in enumerate(given)]
     if not named:
@@ -79,26 +71,21 @@ def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
 
 @checked
 def measure_prompts(
-    model: nn.Module,
-    prompts: str | Prompt | Sequence[str | Prompt],
-    settings: Settings | None = None,
-    progress: Progress | None = None,
+    model: nn.Module, prompts: Prompts, settings: Settings | None = None, progress: Progress | None = None
 ) -> "xarray.Dataset":
     """Every measure of one model for every prompt.
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode.
         prompts: texts, which get the ids "0", "1", …, or `Prompt`s.
-        settings: how; see `Settings`.
-        progress: wraps the loop over prompts; by default a bar in a terminal or notebook, False for none.
+        settings, progress: how; and what wraps the loop, by default a bar in a terminal or notebook, False for none.
 
     Raises:
         ValueError: no prompts, an id twice, or prompts longer than the model's context, before anything is measured;
             otherwise as `trace` and `depth_coupling`, with the prompt's id.
 
     Returns:
-        a Dataset with dims `prompt`, `k`, `layer` (of J_1), `other_layer` (of the singular vectors), `window`,
-        `distance` and `singular_value`:
+        a Dataset, where `layer` is that of J_1 and `other_layer` that of the singular vectors:
 
         - each measure of coupling, `[prompt k layer other_layer]`; its mean over pairs of different layers,
           `mean_…`, and its null, `null_…`, both `[prompt k]`; coupling by distance in depth, `locality`;
@@ -112,12 +99,12 @@ def measure_prompts(
 
     chosen, settings = as_prompts(prompts), settings or Settings()
     _check_lengths(model, chosen, settings)
-    per_prompt = []
+    measured = []
     for prompt in with_progress(chosen, progress, "prompts"):
         with _errors_of(prompt):
             traced = trace(model, prompt.prompt, prepend_bos=settings.prepend_bos, final_norm=settings.final_norm)
-            per_prompt.append(_of_prompt(traced, settings))
-    data = xarray.concat(per_prompt, "prompt", combine_attrs="drop_conflicts")
+            measured.append(_of_prompt(traced, settings))
+    data = xarray.concat(measured, "prompt", combine_attrs="drop_conflicts")
     return data.assign_coords(prompt=[p.id for p in chosen], task=("prompt", [p.task or "" for p in chosen]))
 
 
@@ -133,15 +120,13 @@ def _errors_of(prompt: Prompt) -> Iterator[None]:
 def _check_lengths(model: Any, prompts: Sequence[Prompt], settings: Settings) -> None:
     """Raise on prompts longer than the model's context, before hours are spent on the others."""
     # If it is not a model, `trace` says so.
-    n_ctx = context_length(model) if hasattr(model, "cfg") else None
-    if n_ctx is None:
+    if (n_ctx := context_length(model) if hasattr(model, "cfg") else None) is None:
         return
-    too_long = []
+    lengths = {}
     for prompt in prompts:
         with _errors_of(prompt):
-            if (length := len(tokenize(model, prompt.prompt, settings.prepend_bos)[0])) > n_ctx:
-                too_long.append(f"{prompt.id!r} ({length})")
-    if too_long:
+            lengths[prompt.id] = len(tokenize(model, prompt.prompt, settings.prepend_bos)[0])
+    if too_long := [f"{name!r} ({length})" for name, length in lengths.items() if length > n_ctx]:
         raise ValueError(
             f"{len(too_long)} of {len(prompts)} prompts have more tokens than this model's context holds, {n_ctx}: "
             f"{', '.join(too_long[:5])}{', …' if len(too_long) > 5 else ''}; shorten them or leave them out"
@@ -163,25 +148,23 @@ def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
     # `iter` shows no bar: there is one for the prompts.
     largest = max(*ks, min(settings.n_singular_values, traced.d_model))
     result = depth_coupling(traced, largest, settings.position, settings.orientation, progress=iter)
-    pair = ("k", "layer", "other_layer")
     variables: dict[str, Any] = {}
-    for measure in MEASURES:
-        variables[measure] = (pair, np.stack([result.values(k, measure).cpu().numpy() for k in ks]))
+    for measure in get_args(Measure):
+        values = np.stack([result.values(k, measure).cpu().numpy() for k in ks])
         # A model of one block has no pairs of different ones.
         means = [result.mean(k, measure) if traced.n_layers > 1 else float("nan") for k in ks]
-        variables[f"mean_{measure}"] = ("k", means)
+        variables |= {measure: (("k", "layer", "other_layer"), values), f"mean_{measure}": ("k", means)}
         variables[f"null_{measure}"] = ("k", [result.null(k, measure) for k in ks])
     variables["locality"] = (("k", "distance"), np.stack([result.locality_profile(k).cpu().numpy() for k in ks]))
     variables["singular_values"] = (("layer", "singular_value"), result.singular_values.cpu().numpy())
     t = traced.position_index(settings.position)
-    for name, shape in _SHAPES.items():
-        values = shape(traced.residual)
-        variables[name] = ((), float(values[t]))
-        variables[f"{name}_all_tokens"] = ((), float(values.nanmean()))
+    for shape in (line_shape_score, expodistance, equidistance):
+        of_tokens = shape(traced.residual)
+        variables |= {shape.__name__: float(of_tokens[t]), f"{shape.__name__}_all_tokens": float(of_tokens.nanmean())}
     window = min(settings.window, traced.n_layers - 1 + traced.n_layers % 2)
     windowed = line_shape_score(traced.residual, window).nanmean(1).cpu().numpy()
-    variables |= {"windowed_line_shape_score": ("window", windowed), "loss": ((), loss(traced))}
-    variables |= {"n_pos": ((), traced.n_pos), "remarks": ((), "\n".join(traced.provenance["remarks"]))}
+    variables |= {"windowed_line_shape_score": ("window", windowed), "loss": loss(traced), "n_pos": traced.n_pos}
+    variables["remarks"] = "\n".join(traced.provenance["remarks"])
     layers = list(result.row_layers)
     coords: dict[str, Any] = {"k": list(ks), "layer": layers, "other_layer": layers, "distance": range(len(layers))}
     # The layer in the middle of each window.

@@ -1,9 +1,13 @@
 """Surveys: many models, checkpoints and prompts, in units that survive a crash and run on any executor."""
 
 import gc
+import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,20 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tl_coupling.border import AnyPath, Count, Device, FloatDtype, checked, warn_caller
-from tl_coupling.files import file_name
+from tl_coupling.files import file_name, output_folder
 from tl_coupling.models import Backend, ModelError, load_model
 from tl_coupling.progress import Progress
-from tl_coupling.prompts import Prompt
-from tl_coupling.surveys.checkpoints import Checkpoint, Source, check_checkpoints, checkpoint_sources, is_cached
+from tl_coupling.surveys.checkpoints import Checkpoint, Source, checkpoint_sources, is_cached, step_order
 from tl_coupling.surveys.executors import Executor
-from tl_coupling.surveys.measurements import PAPER_PROMPT, Settings, as_prompts, measure_prompts
-from tl_coupling.surveys.opening import COSTS, FACTS, all_finished, joined, survey_records
-from tl_coupling.surveys.units import Folder, Unit, folder_of_results, one_line
+from tl_coupling.surveys.measurements import PAPER_PROMPT, Prompts, Settings, as_prompts, measure_prompts
+from tl_coupling.surveys.units import PLAN, Folder, Unit, is_finished, load_unit, one_line, record
 
 if TYPE_CHECKING:
     import xarray
 
 MAIN, UNTRAINED = "main", "untrained"
+# Where `tl-coupling survey` puts a survey, beside its tables and pictures.
+UNITS = "units"
+_COSTS = ("seconds", "peak_memory")
+_FACTS = {"n_layers": "n_layers", "d_model": "d_model", "n_parameters": "n_params"}
+# The same for all units, unless they were measured in different runs.
+_SAME_FOR_ALL = {"device", "versions"}
 
 
 @checked
@@ -35,26 +43,23 @@ class Survey:
     Attributes:
         models: hub names, local folders in HuggingFace format or folders of checkpoints; or a mapping to these from the
             names used in the results.
-        prompts: what every model is measured on.
+        prompts, settings: what every model is measured on, and how.
         checkpoints: training steps or hub revisions, of all models; or a mapping from models to theirs. By default the
             model itself ("main"), or all of a local folder of checkpoints.
         untrained: also measure each model's untrained twin, as checkpoint "untrained"; not with checkpoints.
-        settings: how; see `Settings`.
         prompts_per_unit: a unit of work is one model and checkpoint with this many prompts, all by default. Small units
             lose less when cut off and can run in parallel, but each loads its model anew.
         backend, device, dtype: as in `load_model`.
 
-    Raises:
-        ValueError: no models or prompts, one twice, no such folder, checkpoints of a model that is not surveyed.
+    ValueError where models or prompts are missing or there twice, or checkpoints are of a model that is not surveyed.
 
     Example:
-        >>> survey = tlc.Survey(["gpt2", "distilgpt2"], ["One and one is", "The capital of France is"])
-        >>> [unit.key for unit in survey.units()]
+        >>> [unit.key for unit in tlc.Survey(["gpt2", "distilgpt2"], ["One and one is", "Two and two is"]).units()]
         ['gpt2@main', 'distilgpt2@main']
     """
 
     models: AnyPath | Mapping[str, AnyPath] | Sequence[AnyPath]
-    prompts: str | Prompt | Sequence[str | Prompt]
+    prompts: Prompts
     checkpoints: Sequence[Checkpoint] | Mapping[str, Sequence[Checkpoint]] | None = None
     untrained: bool = False
     settings: Settings = field(default_factory=Settings)
@@ -78,8 +83,10 @@ class Survey:
         if unknown := set(by_model) - set(names):
             raise ValueError(f"`checkpoints` names models that are not surveyed: {sorted(unknown)}; there are {names}")
         for chosen in by_model.values():
-            if chosen is not None:
-                check_checkpoints(chosen)
+            if chosen is not None and not chosen:
+                raise ValueError("`checkpoints` is empty: wanted at least one")
+            if chosen and (len(set(chosen)) < len(chosen) or len({type(c) for c in chosen}) > 1):
+                raise ValueError(f"`checkpoints` must be all steps or all revisions, each once, got {list(chosen)}")
         if self.untrained and self.checkpoints is not None and not isinstance(self.checkpoints, Mapping):
             raise ValueError("`untrained` does not go with `checkpoints` of all models: leave one out, or name models")
         object.__setattr__(self, "models", models)
@@ -87,11 +94,9 @@ class Survey:
 
     def units(self) -> list[Unit]:
         """The pieces of work, in the order of models, checkpoints and prompts."""
-        prompts = as_prompts(self.prompts)
+        prompts, found = as_prompts(self.prompts), []
         size = self.prompts_per_unit or len(prompts)
-        found = []
-        models: dict[str, str] = dict(self.models)  # type: ignore[arg-type]
-        for model, name in models.items():
+        for model, name in dict[str, str](self.models).items():  # type: ignore[arg-type]
             for checkpoint, source in self._sources(model, name).items():
                 what = {"model": model, "checkpoint": checkpoint, "source": source}
                 for first in range(0, len(prompts), size):
@@ -100,11 +105,11 @@ class Survey:
                     found.append(Unit(key, what | {"prompts": [first, first + len(some)]}, (source, some)))
         return found
 
-    def _sources(self, model: str, name: str) -> dict[Checkpoint, Source]:
+    def _sources(self, model: str, name: str) -> dict[Any, Source]:
         chosen = self.checkpoints.get(model) if isinstance(self.checkpoints, Mapping) else self.checkpoints
-        if chosen is not None or (Path(name).is_dir() and not (Path(name) / "config.json").exists()):
+        if chosen is not None or (Path(name).is_dir() and not Path(name, "config.json").exists()):
             return checkpoint_sources(name, chosen)
-        twin: dict[Checkpoint, Source] = {UNTRAINED: {"name": name, "untrained": True}} if self.untrained else {}
+        twin = {UNTRAINED: {"name": name, "untrained": True}} if self.untrained else {}
         return {MAIN: {"name": name}} | twin
 
     def plan(self) -> dict[str, Any]:
@@ -121,17 +126,14 @@ class Survey:
 
 @dataclass
 class MeasureModel:
-    """Measures a unit of a survey, in this process or another: loads the model, measures the prompts.
-
-    After the first model that is not there without a network, only cached ones are tried.
-    """
+    """Measures a unit. After the first model that is not there without a network, only cached ones are tried."""
 
     survey: Survey
     progress: Progress | None = None
     no_network: str | None = None
 
     def __call__(self, unit: Unit) -> "xarray.Dataset":
-        """All measures."""
+        """Load its model and measure its prompts."""
         # A bridge and its hook points refer to each other, and an error holds its model until it is recorded.
         gc.collect()
         (source, prompts), asked = unit.given, self.survey
@@ -147,15 +149,11 @@ class MeasureModel:
 
 @checked
 def run(
-    survey: Survey,
-    folder: AnyPath | None = None,
-    executor: Executor | None = None,
-    progress: Progress | None = None,
+    survey: Survey, folder: AnyPath | None = None, executor: Executor | None = None, progress: Progress | None = None
 ) -> "xarray.Dataset":
     """Measure what a survey asks for, and open the results.
 
     Args:
-        survey: what is measured.
         folder: where each unit's result is written when it is done. A run there keeps what is finished and measures
             what is missing, failed or damaged; models may be added. A local model changed in place is not noticed. By
             default the results are in memory only.
@@ -169,7 +167,7 @@ def run(
         as `open_survey`. Units that failed are missing (NaN), with a warning; their errors are in `attrs["failed"]`.
 
     Raises:
-        ValueError: a folder with results of another survey, or in use by another run.
+        ValueError: the folder has results of another survey, or another run is using it.
         ModelError: not one unit could be measured.
         OSError: the folder cannot be written to; what is finished is kept.
 
@@ -178,18 +176,17 @@ def run(
     fail with it. Without a network, only cached models are tried after the first that is not.
 
     Example:
-        >>> survey = tlc.Survey(["gpt2"], tlc.load_prompts("gsm8k", n=20))  # doctest: +SKIP
         >>> with tlc.surveys.process_pool(4) as pool:  # doctest: +SKIP
-        ...     data = tlc.run(survey, "out/gpt2", executor=pool)
+        ...     data = tlc.run(tlc.Survey(["gpt2"], tlc.load_prompts("gsm8k", n=20)), "out/gpt2", executor=pool)
     """
-    return _run(survey, folder, executor, progress, "units", lambda unit: unit.key, all_finished)
+    return _run(survey, folder, executor, progress)
 
 
 @checked
 def checkpoint_sweep(
     name: AnyPath,
     checkpoints: Sequence[Checkpoint] | None = None,
-    prompts: str | Prompt | Sequence[str | Prompt] = PAPER_PROMPT,
+    prompts: Prompts = PAPER_PROMPT,
     *,
     settings: Settings | None = None,
     folder: AnyPath | None = None,
@@ -202,75 +199,180 @@ def checkpoint_sweep(
     """Survey one model at every checkpoint: coupling, singular values, shapes of trajectories, loss.
 
     Args:
-        name: a hub name whose checkpoints are published (`"EleutherAI/pythia-160m"`), or a local folder of checkpoints
-            in HuggingFace format (see `local_checkpoints`).
-        checkpoints: training steps (`int`) or hub revisions (`str`). By default all of a local folder, or
-            `pythia_steps()`.
-        prompts: what every checkpoint is measured on.
-        settings, backend, device, dtype: as in `Survey`.
+        name: a hub name whose checkpoints are published (`"EleutherAI/pythia-160m"`), or a folder as for
+            `local_checkpoints`.
+        checkpoints: training steps (`int`) or hub revisions (`str`); by default all of the folder, or `pythia_steps()`.
+        prompts, settings, backend, device, dtype: as in `Survey`.
         folder, progress, executor: as in `run`; a unit is a checkpoint.
 
     Returns:
         what `open_survey` gives for this model without its size and cost, `[checkpoint prompt …]`, in the order asked
         for. Checkpoints that failed are left out, with a warning; their errors are in `attrs["failed"]`.
 
-    Raises:
-        ValueError: no checkpoints or prompts; a folder that holds other results; checkpoints of different shapes.
-        ModelError, OSError: as `run`.
-
-    One model is in memory at a time.
+    Errors are those of `run`, and ValueError for checkpoints of different depths. One model is in memory at a time.
     """
     label = Path(name).resolve().name if Path(name).is_dir() else os.fspath(name)
-    steps = {label: list(checkpoint_sources(name, checkpoints))}
-    survey = Survey({label: name}, prompts, steps, False, settings or Settings(), None, backend, device, dtype)
-
-    def of_this_model(folder: Folder, units: list[Unit]) -> "xarray.Dataset":
-        data = joined(folder, units).sel(model=label, checkpoint=[u.what["checkpoint"] for u in units], drop=True)
-        # Joined with a deeper model, one with fewer layers is filled up with NaN.
-        if len(set(data["n_layers"].values)) > 1:
-            depths = dict(zip(data["checkpoint"].values.tolist(), data["n_layers"].values.tolist(), strict=True))
-            raise ValueError(f"the checkpoints of {name} are not of one architecture; layers: {depths}")
-        return data.drop_vars([*FACTS, *COSTS]).assign_attrs(model=os.fspath(name))
-
-    what = f"checkpoints of {name}"
-    return _run(survey, folder, executor, progress, what, lambda unit: str(unit.what["checkpoint"]), of_this_model)
+    wanted = list(checkpoint_sources(name, None)) if checkpoints is None else checkpoints
+    asked = Survey({label: name}, prompts, {label: wanted}, False, settings or Settings(), None, backend, device, dtype)
+    data = _run(asked, folder, executor, progress, os.fspath(name))
+    failed = json.loads(data.attrs["failed"])
+    data = data.sel(model=label, checkpoint=[c for c in wanted if str(c) not in failed], drop=True)
+    # Joined with a deeper model, one with fewer layers is filled up with NaN.
+    if len(set(data["n_layers"].values)) > 1:
+        depths = dict(zip(data["checkpoint"].values.tolist(), data["n_layers"].values.tolist(), strict=True))
+        raise ValueError(f"the checkpoints of {name} are not of one architecture; layers: {depths}")
+    return data.drop_vars([*_FACTS, *_COSTS]).assign_attrs(model=os.fspath(name))
 
 
 def _run(
-    survey: Survey,
-    folder: AnyPath | None,
-    executor: Executor | None,
-    progress: Progress | None,
-    what: str,
-    label: Callable[[Unit], str],
-    load: Callable[[Folder, list[Unit]], "xarray.Dataset"],
+    survey: Survey, folder: AnyPath | None, executor: Executor | None, progress: Progress | None, sweep_of: str = ""
 ) -> "xarray.Dataset":
+    """`run`; or the units of a sweep alone, which are called by their checkpoints."""
     units = survey.units()
-    with folder_of_results(folder, survey.plan()) as results:
-        _check_sources(results, units)
+    place = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
+    with place as where, output_folder(where) as path:
+        results = Folder(path, survey.plan(), temporary=folder is None)
+        there = {key: one["what"]["source"]["name"] for key, one in _records(results).items()}
+        for unit in units:
+            # Its results would be overwritten.
+            if (before := there.get(unit.key)) not in (None, now := unit.what["source"]["name"]):
+                raise ValueError(
+                    f"{path} holds results of {before!r} as {unit.what['model']!r}, asked for is {now!r}: give it "
+                    "another name, or choose another folder"
+                )
         # Bars of several workers would overwrite each other.
         within: Progress | None = None if executor is None and progress is None else False
         outcomes = results.run(units, MeasureModel(survey, within), progress, executor)
         gc.collect()
-        failed = {label(o.unit): o.error for o in outcomes if o.status == "failed"}
+        what = f"checkpoints of {sweep_of}" if sweep_of else "units"
+        labels = [str(unit.what["checkpoint"]) if sweep_of else unit.key for unit in units]
+        failed = {label: o.error for label, o in zip(labels, outcomes, strict=True) if o.status == "failed"}
         if len(failed) == len(outcomes):
             first, error = next(iter(failed.items()))
             raise ModelError(f"none of the {len(failed)} {what} could be measured; {first}: {error}")
         if failed:
             warn_caller(f"{len(failed)} of {len(outcomes)} {what} failed and are left out: {one_line(failed)}")
-        data = load(results, [o.unit for o in outcomes if o.status != "failed"])
+        finished = [o.unit for o in outcomes if o.status != "failed"] if sweep_of else _finished(results)
         # Of this run: other models may have failed in earlier ones.
-        data = data.assign_attrs(failed=json.dumps(failed))
+        data = _joined(results, finished).assign_attrs(failed=json.dumps(failed))
         return data.load() if folder is None else data
 
 
-def _check_sources(folder: Folder, units: Sequence[Unit]) -> None:
-    """Raise where a name stood for another model before: its results would be overwritten."""
-    there = survey_records(folder)
-    for unit in units:
-        before, now = (what["source"]["name"] for what in (there.get(unit.key, {}).get("what", unit.what), unit.what))
-        if before != now:
-            raise ValueError(
-                f"{folder.path} holds results of {before!r} as {unit.what['model']!r}, asked for is {now!r}: give it "
-                "another name, or choose another folder"
-            )
+@checked
+def open_survey(folder: AnyPath) -> "xarray.Dataset":
+    """The results in a folder of `run` or `checkpoint_sweep`, in memory unless they are larger than half of it.
+
+    Returns:
+        what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model checkpoint]`: `n_layers`, `d_model`,
+        `n_parameters`, `seconds` of work, `peak_memory` of the processes that did it in MiB. Coordinates of `prompt`:
+        `task`, `text`. NaN where something was not measured, or where a model has fewer layers than another.
+        Checkpoints are numbers if all are training steps, else text. `attrs["failed"]`: errors of units, a JSON object;
+        `attrs["provenance"]`: what holds for all; `attrs["provenance_by_unit"]`: what differs between units though it
+        should not, such as versions after an upgrade between two runs, with a warning.
+
+    ValueError where it is no folder of a survey, or one of an older version, or nothing in it is finished, or dask is
+    missing and the results are larger than memory. Cost: the checksums of all files.
+    """
+    places = Path(folder), Path(folder, UNITS)
+    results = Folder(next((place for place in places if (place / PLAN).exists()), places[0]))
+    if results.plan.get("kind") != "survey":
+        raise ValueError(f"{results.path} holds results of something else than a survey")
+    if not (finished := _finished(results)):
+        raise ValueError(f"{results.path} holds no finished results: run the survey first")
+    keys, missing = {unit.key for unit in finished}, "its result is missing or damaged: run again"
+    failed = {key: one.get("error", missing) for key, one in _records(results).items() if key not in keys}
+    return _joined(results, finished).assign_attrs(failed=json.dumps(failed))
+
+
+def _records(folder: Folder) -> dict[str, dict[str, Any]]:
+    """What is known of every unit, by key; records that cannot be read or are not of a survey's unit are left out."""
+    keys = sorted(path.stem for path in folder.path.glob("[!.]*.json") if path.name != PLAN)
+    found = {key: record(folder.path, Unit(key, {})) or {} for key in keys}
+    wanted = {"model", "checkpoint", "source", "prompts"}
+    return {key: one for key, one in found.items() if isinstance(w := one.get("what"), dict) and w.keys() >= wanted}
+
+
+def _finished(folder: Folder) -> list[Unit]:
+    """All units whose results are there and undamaged."""
+    units = [Unit(key, one["what"]) for key, one in _records(folder).items()]
+    return [unit for unit in units if is_finished(folder.path, unit)]
+
+
+def _joined(folder: Folder, units: Sequence[Unit]) -> "xarray.Dataset":
+    """Finished units as one dataset, with the provenance that they share and a warning about what differs."""
+    mixed = len({type(unit.what["checkpoint"]) for unit in units}) > 1
+    cells: dict[tuple[str, Checkpoint], list[Unit]] = {}
+    for unit in sorted(units, key=lambda unit: (step_order(unit.what["model"]), unit.what["prompts"])):
+        checkpoint = str(unit.what["checkpoint"]) if mixed else unit.what["checkpoint"]
+        cells.setdefault((unit.what["model"], checkpoint), []).append(unit)
+    models = list(dict.fromkeys(model for model, _ in cells))
+    labels = sorted({checkpoint for _, checkpoint in cells}, key=step_order)
+    lazily = _larger_than_memory(folder.path, len(models) * len(labels), cells.values())
+    pieces = {unit: load_unit(folder.path, unit, lazily) for unit in units}
+    provenances = {unit: json.loads(piece.attrs.pop("provenance")) for unit, piece in pieces.items()}
+    common, records = _common(provenances.values()), _records(folder)
+    # Between units of one model and checkpoint, or what usually is the same for all.
+    differing, of_cells = _SAME_FOR_ALL - common.keys(), {}
+    for cell, some in cells.items():
+        of_some = [provenances[unit] for unit in some]
+        differing |= {key for one in of_some for key in one.keys() - _common(of_some)}
+        seconds, memory = ([records[unit.key].get(cost) or float("nan") for unit in some] for cost in _COSTS)
+        facts = {name: of_some[0][key] for name, key in _FACTS.items()}
+        data = _concat([pieces[unit].drop_vars("task") for unit in some], "prompt")
+        of_cells[cell] = data.assign(facts | {"seconds": sum(seconds), "peak_memory": max(memory)})
+    of_models = []
+    for model in models:
+        there = [checkpoint for checkpoint in labels if (model, checkpoint) in cells]
+        of_model = _concat([of_cells[model, checkpoint] for checkpoint in there], "checkpoint")
+        of_models.append(of_model.assign_coords(checkpoint=there))
+    ids, tasks, texts = zip(*folder.plan["prompts"], strict=True)
+    data = _concat(of_models, "model").assign_coords(model=models).reindex(prompt=list(ids), checkpoint=labels)
+    data = data.assign_coords(task=("prompt", [task or "" for task in tasks]), text=("prompt", list(texts)))
+    # Which checkpoint it was is a coordinate.
+    common.pop("checkpoint", None)
+    sources = {unit.what["model"]: unit.what["source"]["name"] for unit in units}
+    data = data.assign_attrs(models=json.dumps(sources), provenance=json.dumps(common))
+    if differing:
+        warn_caller(
+            f"the units in {folder.path} were not all measured alike: {', '.join(sorted(differing))} differ, "
+            "attrs['provenance_by_unit'] says how"
+        )
+        by_unit = {unit.key: {key: one.get(key) for key in sorted(differing)} for unit, one in provenances.items()}
+        data = data.assign_attrs(provenance_by_unit=json.dumps(by_unit))
+    return data
+
+
+def _concat(pieces: "list[xarray.Dataset]", dim: str) -> "xarray.Dataset":
+    """Datasets along a dimension; those of other sizes are filled up with NaN."""
+    import xarray
+
+    which: Any = "minimal" if dim == "prompt" else "all"
+    with warnings.catch_warnings():
+        # dask's, that filling up makes more chunks.
+        warnings.simplefilter("ignore")
+        return xarray.concat(pieces, dim, join="outer", combine_attrs="drop_conflicts", data_vars=which)
+
+
+def _larger_than_memory(folder: Path, n_cells: int, cells: Iterable[Sequence[Unit]]) -> bool:
+    """Whether the results, filled up to equal sizes, take more than half of this machine's memory."""
+    n_bytes = n_cells * max(sum((folder / f"{unit.key}.nc").stat().st_size for unit in units) for units in cells)
+    if (is_larger := 2 * n_bytes > _memory()) and importlib.util.find_spec("dask") is None:
+        raise ValueError(
+            f"the results in {folder} take {n_bytes / 2**30:.1f} GiB, over half of this machine's memory; to read "
+            'them piece by piece install dask: pip install "tl-coupling[survey]"'
+        )
+    return is_larger
+
+
+def _memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Not on Windows.
+    except (AttributeError, ValueError):
+        return 8 << 30
+
+
+def _common(provenances: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What is the same in all."""
+    first, *others = provenances
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}

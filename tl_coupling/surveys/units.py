@@ -1,45 +1,38 @@
 """Units of work whose results are files: finished units are kept, missing or damaged ones are done again."""
 
-import hashlib
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from textwrap import shorten
+from typing import Any, Literal
 from urllib.parse import unquote
 
-from tl_coupling.files import output_folder, remove_left_overs, write_atomically
+from tl_coupling.border import AnyPath
+from tl_coupling.files import remove_left_overs, write_atomically
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.surveys.executors import Executor, submitted
-
-if TYPE_CHECKING:
-    import xarray
 
 PLAN = "plan.json"
 # The format of plans, records and results.
 VERSION = 2
-# How many units of one error, and how many errors, a message lists.
-_LISTED = 5
+Status = Literal["computed", "kept", "failed"]
+# A unit's result is an xarray.Dataset, or what else has `to_netcdf`.
+Measure = Callable[["Unit"], Any]
 # The netCDF library is not thread-safe.
 _netcdf = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of work.
-
-    Attributes:
-        key: the name of its files.
-        what: what is measured, JSON-able; kept in the unit's record.
-        given: what else is needed to measure it; goes to the worker and is not recorded.
-    """
+    """One piece of work: the name of its files, what is measured (JSON-able, recorded), and what else that needs."""
 
     key: str
     what: dict[str, Any] = field(hash=False)
@@ -51,11 +44,8 @@ class Outcome:
     """What became of a unit: computed now, kept from an earlier run, or failed, with the error in one line."""
 
     unit: Unit
-    status: Literal["computed", "kept", "failed"]
+    status: Status
     error: str | None = None
-
-
-Measure = Callable[[Unit], "xarray.Dataset"]
 
 
 class Folder:
@@ -65,69 +55,50 @@ class Folder:
     `KEY.json`, its record: finished, with the result's checksum, or failed, with the error. A result counts only if its
     record has its checksum. The record is written last, so the folder is consistent whenever work is interrupted.
 
-    Args:
-        path: an existing folder.
-        plan: what is measured, JSON-able; written unless the folder has results. `None` opens a folder with a plan.
-        temporary: the folder will soon be gone, so an interrupt need not mention it.
-
-    Raises:
-        ValueError: the folder holds results of another plan, without a plan, or in another version of this format.
+    The plan, JSON-able, is written unless there are results; `None` opens a folder that has one. ValueError where there
+    are results of another plan, of none, or in another version of this format. An interrupt does not mention a
+    `temporary` folder, which will soon be gone.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], plan: Mapping[str, Any] | None = None, temporary: bool = False
-    ) -> None:
+    def __init__(self, path: AnyPath, plan: Mapping[str, Any] | None = None, temporary: bool = False) -> None:
         self.path, self.temporary = Path(path), temporary
+        file, has_results = self.path / PLAN, any(self.path.glob("*.nc"))
         wanted = None if plan is None else json.loads(json.dumps({"version": VERSION, **plan}))
-        if wanted is None or any(self.path.glob("*.nc")):
-            self.plan = self._plan_of_results()
-            self._check_same(wanted or self.plan)
-        else:
-            self.plan = wanted
-            if _read_json(self.path / PLAN) != wanted:
-                remove_left_overs(self.path, Path(PLAN).stem)
-                _write_json(self.path / PLAN, wanted)
-
-    def _plan_of_results(self) -> dict[str, Any]:
-        path = self.path / PLAN
-        if not path.exists():
-            if any(self.path.glob("*.nc")):
-                raise ValueError(f"{self.path} holds results, but no {PLAN}: put it back, or choose another folder")
+        found = _read_json(file)
+        if wanted is not None and not has_results:
+            if found != wanted:
+                remove_left_overs(self.path, file.stem)
+                _write_json(file, wanted)
+            found = wanted
+        elif has_results and not file.exists():
+            raise ValueError(f"{self.path} holds results, but no {PLAN}: put it back, or choose another folder")
+        elif not file.exists():
             raise ValueError(f"{self.path} is not a folder of results: there is no {PLAN} in it")
-        if (plan := _read_json(path)) is None:
-            raise ValueError(f"{path} is damaged: restore it, or choose another folder")
-        if (version := plan.get("version", 1)) != VERSION:
+        elif found is None:
+            raise ValueError(f"{file} is damaged: restore it, or choose another folder")
+        elif (version := found.get("version", 1)) != VERSION:
             which = f"{'an older' if version == 1 else 'another'} version of tl_coupling (format {version})"
             raise ValueError(f"{self.path} was written by {which}: choose another folder and measure again")
-        return plan
-
-    def _check_same(self, wanted: dict[str, Any]) -> None:
-        differing = sorted(key for key in {*self.plan, *wanted} if self.plan.get(key) != wanted.get(key))
-        if differing:
-            asked, found = (_short({key: plan.get(key) for key in differing}) for plan in (wanted, self.plan))
+        elif wanted and (differing := sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))):
+            asked, kept = (
+                shorten(json.dumps({key: plan.get(key) for key in differing}, ensure_ascii=False), 120, placeholder="…")
+                for plan in (wanted, found)
+            )
             raise ValueError(
-                f"{self.path} holds results of another plan ({', '.join(differing)}): wanted {asked}, found {found}; "
+                f"{self.path} holds results of another plan ({', '.join(differing)}): wanted {asked}, found {kept}; "
                 "choose another folder, or ask for the same"
             )
+        self.plan: dict[str, Any] = found
 
     def run(
-        self,
-        units: Sequence[Unit],
-        measure: Measure,
-        progress: Progress | None = None,
-        executor: Executor | None = None,
+        self, units: list[Unit], measure: Measure, progress: Progress | None = None, executor: Executor | None = None
     ) -> list[Outcome]:
         """Measure every unit that is not finished; each is written as soon as it is done.
 
         One after the other in this process, or by an executor; then `measure` must be picklable and every worker must
-        see the folder. `progress` wraps the loop: over all units, or over those that come back from the executor.
-
-        A unit that fails is recorded, and the others go on. An error in writing (a full disk) ends the run, and so does
-        Ctrl-C, with a message that says what is kept.
-
-        Raises:
-            ValueError: another run is using the folder.
-            OSError: a result cannot be written.
+        see the folder. `progress` wraps the loop: over all units, or over those that come back from the executor. A
+        unit that fails is recorded, and the others go on. OSError (a full disk) ends the run, and so does Ctrl-C, with
+        a message that says what is kept. ValueError where another run is using the folder.
         """
         try:
             with self._locked():
@@ -137,7 +108,14 @@ class Folder:
                 work = {unit: (self.path.resolve(), unit, measure) for unit in units if unit not in found}
                 with submitted(executor, _run_elsewhere, work) as finished:
                     for unit in with_progress(finished, progress, "units"):
-                        found[unit] = _outcome(self.path, unit, finished.futures[unit])
+                        try:
+                            found[unit] = Outcome(unit, *finished.futures[unit].result())
+                        except OSError:
+                            raise
+                        # The CancelledError of dask and asyncio is not an Exception.
+                        except (Exception, CancelledError) as error:
+                            # The worker is gone, perhaps after its last write.
+                            found[unit] = _after_error(self.path, unit, error, "computed")
                 return [found[unit] for unit in units]
         except KeyboardInterrupt as error:
             if not self.temporary:
@@ -146,47 +124,21 @@ class Folder:
                 error.args = (said,)
             raise
 
-    def records(self) -> dict[str, dict[str, Any]]:
-        """What is known of every unit, by key; records that cannot be read are left out."""
-        keys = sorted(path.stem for path in self.path.glob("[!.]*.json") if path.name != PLAN)
-        found = {key: record(self.path, Unit(key, {})) for key in keys}
-        return {key: one for key, one in found.items() if one is not None and isinstance(one.get("what"), dict)}
-
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Two runs would write the same units and remove each other's unfinished files. The lock ends with its process.
+        """Two runs would write the same units and remove each other's unfinished files."""
+        with ExitStack() as at_end:
+            # A lock ends with its process. Where there are none (Windows, some network drives), nothing is checked.
+            with suppress(ImportError, OSError):
+                import fcntl
 
-        Where there are no such locks (Windows, some network drives), nothing is checked.
-        """
-        try:
-            import fcntl
-        except ImportError:
-            yield
-            return
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            with suppress(OSError):
+                at_end.callback(os.close, handle := os.open(self.path, os.O_RDONLY))
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     said = f"another run, or one of its workers, is using {self.path}"
                     raise ValueError(f"{said}: wait for it, or choose another folder") from None
             yield
-        finally:
-            os.close(handle)
-
-
-@contextmanager
-def folder_of_results(path: str | os.PathLike[str] | None, plan: Mapping[str, Any]) -> Iterator[Folder]:
-    """The folder for a plan's results, made if need be and removed if it stays empty; without a path a temporary one.
-
-    Raises:
-        ValueError: as `Folder`.
-        OSError: it cannot be made or written to.
-    """
-    place = tempfile.TemporaryDirectory() if path is None else nullcontext(os.fspath(path))
-    with place as where, output_folder(where) as folder:
-        yield Folder(folder, plan, temporary=path is None)
 
 
 def run_unit(folder: Path, unit: Unit, measure: Measure) -> Outcome:
@@ -200,45 +152,32 @@ def run_unit(folder: Path, unit: Unit, measure: Measure) -> Outcome:
     # A model may fail in any way; the other units do not depend on it.
     except Exception as error:
         # Another process may have finished it, such as a worker whose driver was killed.
-        return Outcome(unit, "kept") if is_finished(folder, unit) else _failed(folder, unit, error)
+        return _after_error(folder, unit, error, "kept")
     with _netcdf:
         path = _write(folder / f"{unit.key}.nc", lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4"))
-    effort = {"seconds": round(time.perf_counter() - start, 3), "peak_memory": _peak_memory()}
+    effort = {"seconds": round(time.perf_counter() - start, 3), "peak_memory": None}
+    # Not on Windows.
+    with suppress(ImportError):
+        import resource
+
+        unit_of_memory = 20 if sys.platform == "darwin" else 10
+        effort["peak_memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit_of_memory
     checksum = None
     # Another process may have replaced the result meanwhile: the record must be of what is there.
-    while checksum != (checksum := _checksum(path)):
+    while checksum != (checksum := sha256(path.read_bytes()).hexdigest()):
         _record(folder, unit, {"status": "finished", "sha256": checksum} | effort)
     return Outcome(unit, "computed")
 
 
-def _run_elsewhere(folder: Path, unit: Unit, measure: Measure) -> Outcome:
+def _run_elsewhere(*of_unit: Any) -> tuple[Status, str | None]:
     """`run_unit`, returning little: a pipe takes a short answer whole, even from a worker that is then killed."""
-    outcome = run_unit(folder, unit, measure)
-    return replace(outcome, unit=replace(unit, given=None))
+    outcome = run_unit(*of_unit)
+    return outcome.status, outcome.error
 
 
-def _outcome(folder: Path, unit: Unit, future: Any) -> Outcome:
-    try:
-        outcome: Outcome = replace(future.result(), unit=unit)
-    except OSError:
-        raise
-    # The CancelledError of dask and asyncio is not an Exception.
-    except (Exception, CancelledError) as error:
-        # The worker is gone, perhaps after its last write.
-        return Outcome(unit, "computed") if is_finished(folder, unit) else _failed(folder, unit, error)
-    return outcome
-
-
-def _peak_memory() -> int | None:
-    """The most memory that this process has held so far, in MiB; `None` where that is not known."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
-
-
-def _failed(folder: Path, unit: Unit, error: BaseException) -> Outcome:
+def _after_error(folder: Path, unit: Unit, error: BaseException, if_finished: Status) -> Outcome:
+    if is_finished(folder, unit):
+        return Outcome(unit, if_finished)
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
     _record(folder, unit, {"status": "failed", "error": text})
     return Outcome(unit, "failed", text)
@@ -246,35 +185,27 @@ def _failed(folder: Path, unit: Unit, error: BaseException) -> Outcome:
 
 def one_line(errors: Mapping[str, str | None]) -> str:
     """Errors by unit in one line: units with the same error together, long lists cut short."""
-    alike: dict[str, list[str]] = {}
+    alike: dict[str | None, list[str]] = {}
     for key, error in errors.items():
-        alike.setdefault(str(error), []).append(unquote(key))
-    parts = []
-    for error, keys in alike.items():
-        more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
-        parts.append(f"{', '.join(keys[:_LISTED])}{more}: {error}")
-    return "; ".join(parts[:_LISTED]) + ("; …" if len(parts) > _LISTED else "")
+        alike.setdefault(error, []).append(unquote(key))
+    more = {error: f" and {len(keys) - 5} more" * (len(keys) > 5) for error, keys in alike.items()}
+    parts = [f"{', '.join(keys[:5])}{more[error]}: {error}" for error, keys in alike.items()]
+    return "; ".join(parts[:5]) + "; …" * (len(parts) > 5)
 
 
 def is_finished(folder: Path, unit: Unit) -> bool:
     """Whether the unit's result is there, undamaged, and of this unit."""
     found, path = record(folder, unit) or {}, folder / f"{unit.key}.nc"
-    return (
-        found.get("status") == "finished"
-        and found.get("what") == json.loads(json.dumps(unit.what))
-        and path.exists()
-        and found.get("sha256") == _checksum(path)
-    )
+    wanted = {"status": "finished", "what": json.loads(json.dumps(unit.what))}
+    return path.exists() and (wanted | {"sha256": sha256(path.read_bytes()).hexdigest()}).items() <= found.items()
 
 
-def load_unit(folder: Path, unit: Unit, lazily: bool = False) -> "xarray.Dataset":
-    """The result of a finished unit; `lazily`, with dask, values are read when they are used."""
-    import xarray
+def load_unit(folder: Path, unit: Unit, lazily: bool = False) -> Any:
+    """The result of a finished unit, a Dataset; `lazily`, with dask, values are read when they are used."""
+    from xarray import load_dataset, open_dataset
 
     path = folder / f"{unit.key}.nc"
-    if lazily:
-        return xarray.open_dataset(path, engine="netcdf4", chunks={})
-    return xarray.load_dataset(path, engine="netcdf4")
+    return open_dataset(path, engine="netcdf4", chunks={}) if lazily else load_dataset(path, engine="netcdf4")
 
 
 def record(folder: Path, unit: Unit) -> dict[str, Any] | None:
@@ -287,11 +218,10 @@ def _record(folder: Path, unit: Unit, content: dict[str, Any]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+    with suppress(OSError, ValueError):
+        if isinstance(content := json.loads(path.read_text()), dict):
+            return content
+    return None
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -305,12 +235,3 @@ def _write(path: Path, write: Callable[[Path], object]) -> Path:
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot write {path}: {reason}; is the disk full, or the folder read-only?") from error
-
-
-def _checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _short(plan: dict[str, Any]) -> str:
-    text = json.dumps(plan, ensure_ascii=False)
-    return text if len(text) <= 120 else text[:119] + "…"
