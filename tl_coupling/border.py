@@ -182,13 +182,14 @@ def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
         for rule in filter(callable, inside[1:]):
             rule(value)
     elif origin is Literal:
-        if not isinstance(value, tuple(map(type, inside))):
-            raise _WrongType
-        if value not in inside:
+        if not any(isinstance(value, type(one)) and value == one for one in inside):
             raise ValueError(f"must be {_words(kind)}, got {_shown(value)}")
     elif origin in (typing.Union, types.UnionType):
         errors: list[Exception] = []
         for one in inside:
+            # A value of another type than the literals is meant for another member.
+            if typing.get_origin(one) is Literal and not isinstance(value, tuple(map(type, typing.get_args(one)))):
+                continue
             try:
                 return _take(one, value, name, sizes)
             except (_WrongType, ValueError) as error:
