@@ -17,7 +17,7 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling import jacobians
 from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
-from tl_coupling.models.embedded import embedded_folder
+from tl_coupling.models.loading import embedded_folder
 
 N, K = len(tiny.TOKENS), 6
 ARCHITECTURES = sorted(tiny.COMMON)
