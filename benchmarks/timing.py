@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tl_coupling.models import EMBEDDED_MODEL
-from tl_coupling.models.embedded import embedded_folder
+from tl_coupling.models.loading import embedded_folder
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 
 TEXT = (

@@ -182,9 +182,10 @@ def test_the_leaderboard_is_six_equal_parts(here: None) -> None:
     assert load_prompts("open_llm_leaderboard") == [prompt for name in LEADERBOARD for prompt in load_prompts(name)]
 
 
-def test_a_leaderboard_in_unequal_parts_is_refused(here: None) -> None:
-    with pytest.raises(ValueError, match=r"`n` must be a multiple of 6, .* got 100"):
-        load_prompts("open_llm_leaderboard", n=100)
+@pytest.mark.parametrize(("n", "wanted"), [(100, "a multiple of 6, .*"), (0, "at least 1,"), (-6, "at least 1,")])
+def test_a_leaderboard_in_unequal_parts_is_refused(here: None, n: int, wanted: str) -> None:
+    with pytest.raises(ValueError, match=f"`n` must be {wanted} got {n}"):
+        load_prompts("open_llm_leaderboard", n=n)
 
 
 def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -208,7 +209,8 @@ def test_a_set_goes_before_a_file_of_its_name_and_a_path_is_a_file(write_here: P
 
 @pytest.mark.parametrize("name", ["arc", "nowhere.jsonl", "."])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^'{name}' is neither a file nor a prompt set: .*{', '.join(CARDS)}"):
+    known = ", ".join([*CARDS, "open_llm_leaderboard"])
+    with pytest.raises(ValueError, match=f"^'{name}' is neither a file nor a prompt set: .*{known}$"):
         load_prompts(name)
 
 

@@ -1,7 +1,4 @@
-"""Checks of the arguments of public functions, and warnings that point at the caller's line.
-
-beartype and jaxtyping, which check everything in the tests, neither convert arguments nor give errors of one line.
-"""
+"""Checks of the arguments of public functions, with errors of one line; warnings that point at the caller's line."""
 
 import functools
 import importlib
@@ -16,7 +13,6 @@ import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -30,14 +26,14 @@ _Sizes = dict[str, tuple[list[int], str]]
 
 # In the singular, in the plural, what is accepted, what it becomes.
 _SIMPLE: dict[Any, tuple[str, str, Any, Callable[[Any], Any]]] = {
-    Any: ("anything", "anything", object, lambda value: value),
+    **dict.fromkeys((Any, inspect.Parameter.empty), ("anything", "anything", object, lambda value: value)),
     types.NoneType: ("None", "None", types.NoneType, lambda value: value),
     bool: ("True or False", "booleans", (bool, np.bool_), bool),
     int: ("a whole number", "whole numbers", Integral, int),
     float: ("a number", "numbers", Real, float),
     str: ("a string", "strings", str, lambda value: value),
 }
-_NOUNS = {nn.Module: "torch.nn.Module", os.PathLike: "path", Path: "Path", Callable: "function"}
+_NOUNS = {nn.Module: "torch.nn.Module", os.PathLike: "path", Callable: "function"}
 _MAKERS = {
     "CouplingMap": "depth_coupling(trace)",
     "Generalization": "generalization.generalization_study(data, scores)",
@@ -88,48 +84,42 @@ def checked(public: _Public) -> _Public:
     """Check the arguments of a function, or of a dataclass when one is made, against their annotations.
 
     What is unambiguous is converted: numpy's numbers to Python's, numpy arrays to tensors, lists to arrays or tuples. A
-    size that is named twice must be the same in all arguments of a call. In `Annotated`, a string is a hint for the
-    error message and a function raises ValueError on what it excludes. Costs microseconds per call.
+    size that is named twice must be the same in all arguments of a call; of jaxtyping's marks, `*` and `#` are read. In
+    `Annotated`, a string is a hint for the error message and a function raises ValueError on what it excludes.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: the right type, but a wrong shape or a value that the annotation excludes.
-
-    Example:
-        >>> import numpy as np
-        >>> from jaxtyping import Float
-        >>> @checked
-        ... def corner(A: Float[torch.Tensor, "n n"], k: Count) -> torch.Tensor:
-        ...     return A[:k, :k]
-        >>> corner(np.eye(3), np.int64(1))
-        tensor([[1.]], dtype=torch.float64)
-        >>> corner(torch.ones(3, 4), 1)
-        Traceback (most recent call last):
-        ValueError: `A` must have shape [n n], got [3 4]
+        ValueError: a wrong shape, or a value that the annotation excludes.
     """
     if isinstance(public, type):
         public.__init__ = checked(public.__init__)  # type: ignore[misc]
         return public
-    signature = inspect.signature(public)
-    # Evaluated at the first call, when everything that the annotations name exists.
-    kinds = functools.cache(lambda: _kinds(public, signature))
+    # At the first call, when everything that the annotations name exists.
+    evaluated = functools.cache(lambda: _signature(public))
 
     @functools.wraps(public)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
         try:
-            given = signature.bind(*args, **kwargs)
+            given = evaluated().bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{public.__qualname__}: {error}") from None
         sizes: _Sizes = {}
         for name, value in given.arguments.items():
-            kind = kinds().get(name, Any)
-            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                given.arguments[name] = {option: _taken(kind, one, option, sizes) for option, one in value.items()}
+            parameter = evaluated().parameters[name]
+            if parameter.kind is parameter.VAR_KEYWORD:
+                value |= {option: _taken(parameter.annotation, one, option, sizes) for option, one in value.items()}
             else:
-                given.arguments[name] = _taken(kind, value, name, sizes)
+                given.arguments[name] = _taken(parameter.annotation, value, name, sizes)
         return public(*given.args, **given.kwargs)
 
     return typing.cast(_Public, with_checks)
+
+
+def _signature(public: Callable[..., Any]) -> inspect.Signature:
+    """With annotations evaluated that are strings, because pandas and xarray are imported only where they are used."""
+    texts = str(inspect.unwrap(public).__annotations__)
+    late = {module: importlib.import_module(module) for module in ("pandas", "xarray") if module in texts}
+    return inspect.signature(public, locals=late, eval_str=True)
 
 
 def warn_caller(message: str) -> None:
@@ -141,16 +131,6 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def _kinds(public: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    kinds = {name: p.annotation for name, p in signature.parameters.items() if p.annotation is not p.empty}
-    for name, kind in kinds.items():
-        if isinstance(kind, str):
-            # Written as a string, because these are imported only where they are used.
-            late = {module: importlib.import_module(module) for module in ("pandas", "xarray") if module in kind}
-            kinds[name] = eval(kind, inspect.unwrap(public).__globals__, late)
-    return kinds
-
-
 class _WrongType(Exception):
     """Holds a hint at what to do, or nothing."""
 
@@ -160,8 +140,7 @@ def _taken(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
     try:
         return _take(kind, value, name, sizes)
     except _WrongType as error:
-        hint = f": {error}" if str(error) else ""
-        raise TypeError(f"`{name}` must be {_words(kind)}, got {_shown(value)}{hint}") from None
+        raise TypeError(f"`{name}` must be {_words(kind)}, got {_shown(value)}{str(error) and f': {error}'}") from None
     except ValueError as error:
         raise ValueError(f"`{name}` {error}") from None
 
@@ -181,14 +160,17 @@ def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
             raise _WrongType(next((rule for rule in inside[1:] if isinstance(rule, str)), hint)) from None
         for rule in filter(callable, inside[1:]):
             rule(value)
-    elif origin is Literal:
-        if not isinstance(value, tuple(map(type, inside))):
-            raise _WrongType
-        if value not in inside:
-            raise ValueError(f"must be {_words(kind)}, got {_shown(value)}")
-    elif origin in (typing.Union, types.UnionType):
+        return value
+    if origin is Literal:
+        if any(isinstance(value, type(one)) and value == one for one in inside):
+            return value
+        raise ValueError(f"must be {_words(kind)}, got {_shown(value)}")
+    if origin in (typing.Union, types.UnionType):
         errors: list[Exception] = []
         for one in inside:
+            # A value of another type than the literals is meant for another member.
+            if typing.get_origin(one) is Literal and not isinstance(value, tuple(map(type, typing.get_args(one)))):
+                continue
             try:
                 return _take(one, value, name, sizes)
             except (_WrongType, ValueError) as error:
@@ -196,7 +178,7 @@ def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
         # The error of one that accepts the type but not the value says most.
         hints = dict.fromkeys(filter(None, map(str, errors)))
         raise next((error for error in errors if isinstance(error, ValueError)), _WrongType("; ".join(hints)))
-    elif origin in (Sequence, tuple):
+    if origin in (Sequence, tuple):
         items = value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
         items = tuple(items) if isinstance(items, Iterator | ValuesView | KeysView) else items
         # A set has no order.
@@ -204,69 +186,57 @@ def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
             raise _WrongType
         held = [_take(inside[0], item, name, sizes) for item in items]
         return tuple(held) if origin is tuple else items if all(map(operator.is_, held, items)) else held
-    elif origin in (Mapping, dict):
-        if not isinstance(value, origin):
-            raise _WrongType
+    if inspect.isclass(kind) and issubclass(kind, AbstractArray):
+        return _take_array(kind, value, name, sizes)
+    # A class is not its instance, though it has the same methods; but it can be called.
+    if not isinstance(value, wanted := origin or kind) or (isinstance(value, type) and wanted is not Callable):
+        maker = _MAKERS.get(wanted.__name__)
+        raise _WrongType(f"`tl_coupling.{maker}` makes one" if maker else "")
+    if origin in (Mapping, dict):
         # Results that are drawn side by side may have sizes of their own.
         pairs = {_take(inside[0], k, name, {}): _take(inside[1], v, name, dict(sizes)) for k, v in value.items()}
         return value if all(map(operator.is_, pairs.values(), value.values())) else pairs
-    elif inspect.isclass(kind) and issubclass(kind, AbstractArray):
-        return _take_array(kind, value, name, sizes)
-    # A class is not its instance, though it has the same methods; but it can be called.
-    elif not isinstance(value, wanted := origin or kind) or (isinstance(value, type) and wanted is not Callable):
-        maker = _MAKERS.get(wanted.__name__)
-        raise _WrongType(f"`tl_coupling.{maker}` makes one" if maker else "")
     return value
 
 
 def _take_array(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
+    """As `_take`, of what has the shape that other arguments' sizes demand; sets the sizes that it has."""
     hint = ""
-    if kind.array_type is Tensor:
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
-            # A copy: torch refuses arrays that are read-only, reversed or in foreign byte order.
-            value = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")).copy())
-        accepted = isinstance(value, Tensor)
-        hint = "convert it with `.float()` or `.double()`" if accepted and "float32" in kind.dtypes else ""
-    else:
+    if kind.array_type is not Tensor:
         try:
             value = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError):
             raise _WrongType from None
-        accepted = value.dtype.kind in "iuf"
         value = value.astype(float) if value.dtype.kind in "iu" else value
-    if not accepted or str(value.dtype).removeprefix("torch.") not in kind.dtypes:
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        # A copy: torch refuses arrays that are read-only, reversed or in foreign byte order.
+        value = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")).copy())
+    elif not isinstance(value, Tensor):
+        raise _WrongType
+    elif "float32" in kind.dtypes:
+        hint = "convert it with `.float()` or `.double()`"
+    if str(value.dtype).removeprefix("torch.") not in kind.dtypes:
         raise _WrongType(hint)
-    _check_shape(list(value.shape), kind, name, sizes)
-    return value
-
-
-def _check_shape(shape: list[int], kind: Any, name: str, sizes: _Sizes) -> None:
-    """Raise ValueError unless the shape fits, given the sizes that other arguments have set."""
-    dims, wanted = _dims(kind)
+    shape, dims, wanted = list(value.shape), kind.dim_str.split(), _axes(kind)
     given, n_spread = f"got {_row(shape)}", len(shape) - len(dims) + 1
     if n_spread < 0 or (n_spread != 1 and "…" not in wanted):
         raise ValueError(f"must have shape {wanted}, {given}")
     found = dict(sizes)
     for dim in dims:
-        n_axes = n_spread if "*" in dim or dim == "..." else 1
+        n_axes = n_spread if "*" in dim else 1
         size, shape = shape[:n_axes], shape[n_axes:]
-        key = dim.strip("*#")
-        if dim == "..." or key.startswith("_"):
-            continue
-        known, source = ([int(key)], name) if key.isdecimal() else found.setdefault(key, (size, name))
+        known, source = found.setdefault(key := dim.strip("*#"), (size, name))
         pairs = zip(reversed(size), reversed(known), strict=False)
         repeats = "#" in dim and len(size) <= len(known) and all(one in (1, whole) for one, whole in pairs)
         if size != known and not repeats:
-            text = _row(known) if "*" in dim else str(known[0])
-            why = f" with {key} = {text} as in `{source}`" if source != name else ""
+            why = f" with {key} = {_row(known) if '*' in dim else known[0]} as in `{source}`" if source != name else ""
             raise ValueError(f"must have shape {wanted}{why}, {given}")
     sizes.update(found)
+    return value
 
 
-def _dims(kind: Any) -> tuple[list[str], str]:
-    """The axes of an array annotation, and the same in words."""
-    dims = [part.partition("=")[2] or part for part in kind.dim_str.split()]
-    return dims, _row("…" if "*" in dim or dim == "..." else dim.replace("_plus_1", "+1") for dim in dims)
+def _axes(kind: Any) -> str:
+    return _row("…" if "*" in dim else dim.replace("_plus_1", "+1") for dim in kind.dim_str.split())
 
 
 def _row(axes: Iterable[Any]) -> str:
@@ -297,7 +267,7 @@ def _words(kind: Any, several: bool = False) -> str:
         noun, rest = "mapping", f" from {_words(inside[0], True)} to {_words(inside[1], True)}"
     elif inspect.isclass(kind) and issubclass(kind, AbstractArray):
         content = "floating-point " if "float32" in kind.dtypes else "integer " if "int32" in kind.dtypes else ""
-        noun, rest = f"{content}{'torch tensor' if kind.array_type is Tensor else 'array'}", f" {_dims(kind)[1]}"
+        noun, rest = f"{content}{'torch tensor' if kind.array_type is Tensor else 'array'}", f" {_axes(kind)}"
     elif (wanted := origin or kind) in _NOUNS:
         noun = _NOUNS[wanted]
     else:

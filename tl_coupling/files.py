@@ -7,7 +7,6 @@ import re
 import secrets
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -46,23 +45,20 @@ def remove_left_overs(folder: Path, stem: str) -> None:
     """
     name = re.compile(rf"\.{re.escape(stem)}\.(?:(?P<where>[0-9a-f]{{12}})-(?P<pid>[0-9]{{1,9}})-)?[^.]+\.[^.]+")
     for path in folder.glob(f".{stem}.*"):
-        if not (found := name.fullmatch(path.name)):
-            continue
-        with suppress(FileNotFoundError):
-            is_dead = found["where"] == _here() and not _is_alive(int(found["pid"]))
-            if is_dead or time.time() - path.stat().st_mtime > 24 * 3600:
-                path.unlink()
+        if found := name.fullmatch(path.name):
+            with suppress(FileNotFoundError):
+                is_dead = found["where"] == _here() and not _is_alive(int(found["pid"]))
+                if is_dead or time.time() - path.stat().st_mtime > 24 * 3600:
+                    path.unlink()
 
 
 def _is_alive(pid: int) -> bool:
-    if os.name != "posix":
-        return True
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
+        # On Windows signal 0 is Ctrl+C.
+        if os.name == "posix":
+            os.kill(pid, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -72,7 +68,7 @@ def _here() -> str:
     try:
         where = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        where = f"{platform.node()} {uuid.getnode()}"
+        where = platform.node()
     return hashlib.sha256(where.encode()).hexdigest()[:12]
 
 
@@ -87,13 +83,13 @@ def output_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(f"cannot write to the output folder {folder}: {error.strerror or error}") from None
     try:
         yield folder
     finally:
+        # Those that hold something are refused.
         for p in made:
-            if p.exists() and not any(p.iterdir()):
+            with suppress(OSError):
                 p.rmdir()

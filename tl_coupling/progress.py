@@ -15,10 +15,6 @@ def with_progress(items: Iterable[Item], progress: Progress | None, what: str) -
     """The items, wrapped by `progress`; `None` shows a bar in a terminal or notebook if they take over a second."""
     if callable(progress):
         return progress(items)
-    shown = progress or (progress is None and (sys.stderr.isatty() or _in_notebook()))
-    return tqdm(items, desc=what, leave=False, delay=1) if shown else items
-
-
-def _in_notebook() -> bool:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return type(shell).__name__ == "ZMQInteractiveShell"
+    watched = sys.stderr.isatty() or type(shell).__name__ == "ZMQInteractiveShell"
+    return tqdm(items, desc=what, leave=False, delay=1) if progress or (progress is None and watched) else items

@@ -10,21 +10,10 @@ from scipy import stats
 Interval = tuple[float, float]
 
 LEVEL = 0.95
-FEWEST_RANKED = 3
-_DRAWS_AT_ONCE = 500
+_UPPER = (1 + LEVEL) / 2
 
 
-def half_width(x: Float[np.ndarray, "n ..."], level: float = LEVEL) -> Float[np.ndarray, "..."]:
-    """Half the t interval of the mean over the first axis: `t_{n−1} s / √n`; NaN for fewer than two values."""
-    n = len(x)
-    if n < 2:
-        return np.full(x.shape[1:], np.nan)
-    return stats.t.ppf((1 + level) / 2, n - 1) * x.std(0, ddof=1) / n**0.5
-
-
-def crossed_mean(
-    x: Float[np.ndarray, "n_rows n_cols ..."], level: float = LEVEL
-) -> tuple[Float[np.ndarray, "..."], Float[np.ndarray, "..."]]:
+def crossed_mean(x: Float[np.ndarray, "rows cols ..."]) -> tuple[Float[np.ndarray, "..."], Float[np.ndarray, "..."]]:
     """Mean over the first two axes, both samples (seeds and prompts), and half its t interval.
 
     Squared standard error: `s²_rows / n_rows + s²_cols / n_cols`, of the means of rows and of columns. Degrees of
@@ -40,7 +29,7 @@ def crossed_mean(
         squares, by_freedom = squares + square, by_freedom + square**2 / np.maximum(n - 1, 1)
         is_sampled = is_sampled + (n > 1)
     freedom = np.divide(squares**2, by_freedom, out=np.ones(x.shape[2:]), where=squares > 0)
-    half = stats.t.ppf((1 + level) / 2, freedom) * np.sqrt(squares)
+    half = stats.t.ppf(_UPPER, freedom) * np.sqrt(squares)
     return np.ma.filled(masked.mean((0, 1)), np.nan), np.where(is_sampled > 0, half, np.nan)
 
 
@@ -48,7 +37,7 @@ def rank_correlation_of_rows(
     a: Float[np.ndarray, "n_samples n"], b: Float[np.ndarray, "n_samples n"]
 ) -> Float[np.ndarray, " n_samples"]:
     """Spearman's ρ of each row: Pearson's r of the ranks, ties at their mean rank; NaN where it is undefined."""
-    if a.shape[1] < FEWEST_RANKED:
+    if a.shape[1] < 3:
         return np.full(len(a), np.nan)
     a, b = (stats.rankdata(x, axis=1) - (x.shape[1] + 1) / 2 for x in (a, b))
     with np.errstate(invalid="ignore"):
@@ -57,13 +46,7 @@ def rank_correlation_of_rows(
 
 @dataclass(frozen=True)
 class RankCorrelation:
-    """Spearman's ρ.
-
-    Attributes:
-        n: pairs of values.
-        rho: in [−1, 1].
-        p: two-sided, of ρ = 0, by scipy's t approximation: rough below ten pairs.
-    """
+    """Spearman's ρ of `n` pairs, and its two-sided p by scipy's t approximation: rough below ten pairs."""
 
     n: int
     rho: float
@@ -72,25 +55,24 @@ class RankCorrelation:
 
 def rank_correlation(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> RankCorrelation:
     """Spearman's ρ of paired values, ties at their mean rank; NaN where it is undefined."""
-    result = stats.spearmanr(x, y)
-    return RankCorrelation(len(x), float(result.statistic), float(result.pvalue))
+    return RankCorrelation(len(x), *map(float, stats.spearmanr(x, y)))
 
 
-def t_interval(estimate: float, error: float, freedom: int, level: float = LEVEL) -> Interval:
+def t_interval(estimate: float, error: float, freedom: int) -> Interval:
     """`estimate ± t · error`, with `t` of that many degrees of freedom."""
-    half = float(stats.t.ppf((1 + level) / 2, freedom)) * error
+    half = float(stats.t.ppf(_UPPER, freedom)) * error
     return estimate - half, estimate + half
 
 
-def percentile_interval(draws: Float[np.ndarray, "draws ..."], level: float = LEVEL) -> Float[np.ndarray, "2 ..."]:
-    """Lower and upper end of the interval that holds the middle `level` of the draws (first axis)."""
-    return np.quantile(draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
+def percentile_interval(draws: Float[np.ndarray, "draws ..."]) -> Float[np.ndarray, "2 ..."]:
+    """Lower and upper end of the interval that holds the middle 95 % of the draws (first axis)."""
+    return np.quantile(draws, [(1 - LEVEL) / 2, _UPPER], axis=0)
 
 
 def resamples(n: int, n_resamples: int, rng: np.random.Generator) -> Iterator[Int[np.ndarray, "draws n"]]:
     """Indices of bootstrap samples, n of n with replacement, some hundred samples at a time to bound the memory."""
-    for start in range(0, n_resamples, _DRAWS_AT_ONCE):
-        yield rng.integers(n, size=(min(_DRAWS_AT_ONCE, n_resamples - start), n))
+    for start in range(0, n_resamples, 500):
+        yield rng.integers(n, size=(min(500, n_resamples - start), n))
 
 
 def is_constant(values: Float[np.ndarray, "... n"]) -> Bool[np.ndarray, "..."] | np.bool_:

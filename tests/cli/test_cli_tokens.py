@@ -60,6 +60,7 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
         assert 0 < summary["captured_energy"]["trained"][name]["4"] <= 1
 
     assert set(summary["seconds"]["untrained"]) == {"loading", "trace", "measuring"}
+    assert summary["seconds"]["trained"]["measuring"] > 0
     with xarray.open_dataset(out / "influence.nc") as influence:
         norm = influence.sel(layer=1, source_position=2)["frobenius_norm"].item()
         assert influence.attrs["output_position"] == 3

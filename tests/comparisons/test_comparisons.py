@@ -316,9 +316,7 @@ def test_unknown_orientation(deep):
             lambda o=orientation: tlc.comparisons.depth_couplings(deep[0], 2, orientations=["ujv", o]),
             lambda o=orientation: tlc.coupling_matrix(torch.eye(2), tlc.svd(torch.eye(2)), 1, o),
         ):
-            with pytest.raises(
-                (TypeError, ValueError), match=r'`orientations?` must be (a list of )?"ujv" or "vju", got'
-            ):
+            with pytest.raises(ValueError, match=f'`orientations?` must be "ujv" or "vju", got {orientation!r}'):
                 call()
 
 

