@@ -1,8 +1,7 @@
 """Coupling against generalization across models: tables, fits, bootstrap, and what else could explain the score."""
 
-from tl_coupling.generalization.associations import prompt_correlations, task_means
+from tl_coupling.generalization.associations import bootstrap, prompt_correlations, task_means
 from tl_coupling.generalization.fits import linear_fit
-from tl_coupling.generalization.resampling import bootstrap
 from tl_coupling.generalization.summary import Generalization, generalization_study
 from tl_coupling.generalization.tables import paper_table1, read_scores
 

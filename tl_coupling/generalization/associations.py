@@ -1,24 +1,50 @@
-"""Coupling against a score across models; and across tasks and prompts, within a model."""
+"""Coupling against a score across models, and across the tasks and prompts of a model.
+
+Models and prompts are samples, and resampled. Pairs of layers never are: those of one model are all there are.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import pandas
+import xarray
+from jaxtyping import Float
 
 from tl_coupling import statistics
 from tl_coupling.border import Count, Seed, checked
 from tl_coupling.coupling import Measure
 from tl_coupling.generalization.fits import LinearFit, linear_fit
-from tl_coupling.generalization.resampling import Bootstrap, bootstrap
-from tl_coupling.generalization.tables import Measured, at_one_checkpoint, coupling_table, per_prompt
-from tl_coupling.statistics import Interval, RankCorrelation, rank_correlation
+from tl_coupling.generalization.tables import at_one_checkpoint, coupling_table, per_prompt
+from tl_coupling.statistics import LEVEL, Interval, RankCorrelation, is_constant, percentile_interval
 
-if TYPE_CHECKING:
-    import pandas
-    import xarray
 
-ALL = "all prompts"
+@dataclass(frozen=True, eq=False)
+class Bootstrap:
+    """Percentile intervals over models and prompts.
+
+    Attributes:
+        r_squared, slope, intercept, rho: of the linear fit, and of Spearman's correlation. R² cannot be negative, so
+            its interval never holds 0; look at the slope or ρ to see whether there is anything to find.
+        mean, band_x, band_low, band_high: of x, over models and prompts; pointwise interval of the line.
+        n_resamples, n_dropped: draws asked for; left out as they had fewer than three models, or x or y constant.
+    """
+
+    r_squared: Interval
+    slope: Interval
+    intercept: Interval
+    rho: Interval
+    mean: Interval
+    band_x: Float[np.ndarray, " points"] = field(repr=False)
+    band_low: Float[np.ndarray, " points"] = field(repr=False)
+    band_high: Float[np.ndarray, " points"] = field(repr=False)
+    n_resamples: int
+    n_dropped: int
+    n_models: int
+    n_prompts: int
+    level: float = LEVEL
+    resampled: str = field(default="models, and prompts within each draw, the same for all its models", repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,28 +64,75 @@ class PromptCorrelation(RankCorrelation):
     n_dropped: int
 
 
-def association(of: Measured, *, n_resamples: int, seed: int) -> Association:
-    """The line, the rank correlation and the bootstrap of coupling against score; errors as of the first and last."""
-    line = linear_fit(of.table, of.measure, of.score)
-    x, y = (of.table[name].to_numpy(float) for name in (of.measure, of.score))
-    return Association(line, rank_correlation(x, y), bootstrap(of.x, of.y, n_resamples=n_resamples, seed=seed))
+@checked
+def bootstrap(
+    x: Float[np.ndarray, "n_models n_prompts"],
+    y: Float[np.ndarray, " n_models"] | Float[np.ndarray, "n_models n_prompts"],
+    *,
+    n_resamples: Count = 2000,
+    seed: Seed = 0,
+) -> Bootstrap:
+    """Resample models with replacement and, within each draw, prompts with replacement, the same for all models.
+
+    A model's x is its mean over the prompts drawn, and so is its y where y is measured per prompt (the loss).
+
+    Args:
+        x, y: coupling of each model on each prompt, NaN where it was not measured; its score, or its loss on each.
+        n_resamples, seed: draws; seed of `numpy.random.default_rng`.
+
+    Raises:
+        ValueError: fewer than three models with both; no draws, or all of them degenerate.
+
+    Cost: `n_resamples · n_models · n_prompts` operations; memory hardly grows with the draws.
+
+    Example:
+        >>> import numpy as np
+        >>> from tl_coupling.generalization import bootstrap
+        >>> x = np.arange(8.0)[:, None] + np.zeros(5)
+        >>> result = bootstrap(x, 2 * x[:, 0] + 1)
+        >>> round(result.slope[0], 6), round(result.slope[1], 6), round(result.r_squared[0], 6)
+        (2.0, 2.0, 1.0)
+    """
+    y = np.broadcast_to(y[:, None], x.shape) if y.ndim == 1 else y
+    known = np.isfinite(x).any(1) & np.isfinite(y).any(1)
+    if known.sum() < 3:
+        raise ValueError(f"resampling models needs at least three that have both values, got {known.sum()}")
+    x, y = x[known], y[known]
+    n_models, n_prompts = x.shape
+    rng = np.random.default_rng(seed)
+    kept = []
+    for models in statistics.resamples(n_models, n_resamples, rng):
+        counts = rng.multinomial(n_prompts, np.full(n_prompts, 1 / n_prompts), size=len(models)).astype(float)
+        drawn_x, drawn_y = (np.take_along_axis(_means(values, counts), models, 1) for values in (x, y))
+        n_different = 1 + (np.diff(np.sort(models, 1), axis=1) > 0).sum(1)
+        usable = np.isfinite(drawn_x + drawn_y).all(1) & (n_different >= 3)
+        usable &= ~(is_constant(drawn_x) | is_constant(drawn_y))
+        kept.append(_statistics(drawn_x[usable], drawn_y[usable]))
+    _, slope, intercept, *_ = draws = np.concatenate(kept, axis=1)
+    if not len(slope):
+        raise ValueError(f"all {n_resamples} draws are degenerate: fewer than three different models, or all alike")
+    centre = np.nanmean(x, 1)
+    band_x = np.linspace(centre.min(), centre.max(), 50)
+    band = np.stack([percentile_interval(intercept + slope * point) for point in band_x], 1)
+    # In the order of the attributes.
+    found: list[Any] = [*map(tuple, percentile_interval(draws.T).T.tolist()), band_x, *band]
+    return Bootstrap(*[*found, n_resamples, n_resamples - len(slope), n_models, n_prompts])
 
 
 @checked
 def task_means(
-    data: "xarray.Dataset",
+    data: xarray.Dataset,
     *,
     k: int | None = None,
     measure: Measure = "coupling",
     n_resamples: Count = 2000,
     seed: Seed = 0,
-) -> "pandas.DataFrame":
+) -> pandas.DataFrame:
     """Mean coupling of every model and checkpoint on each task, with its interval over prompts.
 
     Args:
         data, k, measure: as in `generalization_study`.
-        n_resamples: draws of a bootstrap over the prompts of the task.
-        seed: of `numpy.random.default_rng`.
+        n_resamples, seed: as in `bootstrap`, over the prompts of the task alone.
 
     Returns:
         columns `model`, `checkpoint`, `task` ("all prompts" last; alone where prompts have no task), `n_prompts`,
@@ -69,22 +142,18 @@ def task_means(
     Raises:
         ValueError: the k or the measure was not measured; fewer than one draw.
     """
-    import pandas
-
     held = per_prompt(data, k, measure)
     rng = np.random.default_rng(seed)
     rows = []
     for row in range(held.sizes["row"]):
         here = held.isel(row=row).dropna("prompt", subset=["x"])
-        for task, part in [*by_task(here).items(), (ALL, here)] if here.sizes["prompt"] else []:
+        for task, part in [*by_task(here).items(), ("all prompts", here)] if here.sizes["prompt"] else []:
             x, n = part["x"].values, part.sizes["prompt"]
-            low, high = np.nan, np.nan
-            if n > 1:
-                draws = [x[drawn].mean(1) for drawn in statistics.resamples(n, n_resamples, rng)]
-                low, high = statistics.percentile_interval(np.concatenate(draws))
-            means = {name: float(part[name].mean()) if name in part else np.nan for name in ("x", "null", "loss")}
+            draws = [x[drawn].mean(1) for drawn in statistics.resamples(n, n_resamples, rng)]
+            low, high = percentile_interval(np.concatenate(draws)) if n > 1 else (np.nan, np.nan)
+            mean, null, loss = (float(part[name].mean()) if name in part else np.nan for name in ("x", "null", "loss"))
             which = str(part["model"].values), part["checkpoint"].values.item(), task, n
-            rows.append((*which, means["x"], low, high, means["null"], means["loss"]))
+            rows.append((*which, mean, low, high, null, loss))
     columns = ["model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null", "loss"]
     table = pandas.DataFrame(rows, columns=columns)
     table.attrs |= {"k": held["k"].item(), "measure": measure}
@@ -92,17 +161,12 @@ def task_means(
 
 
 def fits_across_tasks(
-    data: "xarray.Dataset", scores: "pandas.DataFrame | str", *, k: int, measure: str, checkpoint: int | str | None
+    data: xarray.Dataset, scores: pandas.DataFrame | str, *, k: int, measure: str, checkpoint: int | str | None
 ) -> dict[str, LinearFit]:
     """Within each model, its coupling on each task against its score there, in a column with the name of the task.
 
-    Raises:
-        ValueError: fewer than three tasks that have a score; otherwise as `coupling_table` and `linear_fit`.
-
-    Source: Aubry et al. 2025, table 3.
+    Source: Aubry et al. 2025, table 3. Errors as of `linear_fit`, and for fewer than three tasks that have a score.
     """
-    import pandas
-
     parts = {t: part for t, part in by_task(data).items() if isinstance(scores, str) or t in scores}
     if len(parts) < 3:
         raise ValueError(f"a fit across tasks needs at least three tasks that have scores, got {list(parts)}")
@@ -117,7 +181,7 @@ def fits_across_tasks(
 
 @checked
 def prompt_correlations(
-    data: "xarray.Dataset",
+    data: xarray.Dataset,
     against: str | Mapping[str, float] = "n_pos",
     *,
     k: int | None = None,
@@ -126,7 +190,7 @@ def prompt_correlations(
     n_resamples: Count = 1000,
     seed: Seed = 0,
 ) -> dict[str, PromptCorrelation]:
-    """Within each model, Spearman's ρ of the coupling on each prompt and a property of the prompt.
+    """Within each model, by name, Spearman's ρ of the coupling on each prompt and a property of the prompt.
 
     Args:
         data, k, measure, checkpoint: as in `generalization_study`.
@@ -134,46 +198,57 @@ def prompt_correlations(
             prompt id. Prompts without it are left out.
         n_resamples, seed: as in `bootstrap`, over prompts alone.
 
-    Returns:
-        by model.
-
     Raises:
         ValueError: nothing of that name was measured; unknown prompt ids; for some model, fewer than three prompts, or
             no difference between them.
 
-    Cost: for each model, `n_resamples` rankings of the prompts.
-
-    Source:
-        Aubry et al. 2025, figure 10.
+    Source: Aubry et al. 2025, figure 10. Cost: for each model, `n_resamples` rankings of the prompts.
     """
     held = per_prompt(data, k, measure, also=(against,) if isinstance(against, str) else ())
     if isinstance(against, str):
         if against not in held or "prompt" not in held[against].dims:
             raise ValueError(f"{against!r} was not measured on each prompt")
-        name, other = against, held[against].broadcast_like(held["x"]).transpose("row", "prompt").values
+        name, other = against, held[against]
     else:
         ids = [str(prompt) for prompt in held["prompt"].values]
         if unknown := sorted(set(against) - set(ids)):
             raise ValueError(f"a difficulty is given for prompts that were not measured: {', '.join(unknown[:5])}")
-        name, other = "difficulty", np.tile([against.get(prompt, np.nan) for prompt in ids], (held.sizes["row"], 1))
+        name, other = "difficulty", xarray.DataArray([against.get(i, np.nan) for i in ids], dims="prompt")
+    xs, ys = held["x"].values, other.broadcast_like(held["x"]).transpose("row", "prompt").values
+    rows = held[["model", "checkpoint"]].to_dataframe()[np.isfinite(xs).any(1)]
     found = {}
-    rows = held[["model", "checkpoint"]].to_dataframe()[held["x"].notnull().any("prompt").values]
     for row, model in at_one_checkpoint(rows, checkpoint)["model"].items():
-        both = np.isfinite(held["x"].values[row]) & np.isfinite(other[row])
-        x, y = held["x"].values[row][both], other[row][both].astype(float)
-        if len(x) < 3 or statistics.is_constant(x) or statistics.is_constant(y):
+        both = np.isfinite(xs[row]) & np.isfinite(ys[row])
+        x, y = xs[row][both], ys[row][both].astype(float)
+        if len(x) < 3 or is_constant(x) or is_constant(y):
             raise ValueError(f"{measure} against {name} of {model!r} needs at least three prompts that differ in both")
         drawn = statistics.resamples(len(x), n_resamples, np.random.default_rng(seed))
         rho = np.concatenate([statistics.rank_correlation_of_rows(x[prompts], y[prompts]) for prompts in drawn])
-        low, high = statistics.percentile_interval(rho[np.isfinite(rho)]).tolist()
-        of_all = rank_correlation(x, y)
+        low, high = percentile_interval(rho[np.isfinite(rho)]).tolist()
+        of_all = statistics.rank_correlation(x, y)
         found[str(model)] = PromptCorrelation(of_all.n, of_all.rho, of_all.p, (low, high), int(np.isnan(rho).sum()))
     return found
 
 
-def by_task(data: "xarray.Dataset") -> "dict[str, xarray.Dataset]":
+def by_task(data: xarray.Dataset) -> dict[str, xarray.Dataset]:
     """The prompts of each task; those without one are left out."""
     if "task" not in data.coords:
         return {}
     tasks = data["task"].values.astype(str)
     return {task: data.isel(prompt=np.flatnonzero(tasks == task)) for task in dict.fromkeys(tasks.tolist()) if task}
+
+
+def _means(values: Float[np.ndarray, "n_models n_prompts"], counts: np.ndarray) -> np.ndarray:
+    """Mean of each model over the prompts of each draw, `[draws n_models]`; NaN where it was measured on none."""
+    known = np.isfinite(values)
+    with np.errstate(invalid="ignore"):
+        return counts @ np.where(known, values, 0.0).T / (counts @ known.T.astype(float))
+
+
+def _statistics(x: Float[np.ndarray, "draws n"], y: Float[np.ndarray, "draws n"]) -> Float[np.ndarray, "5 draws"]:
+    """R², slope, intercept, ρ and mean of x, of all draws at once: scipy fits one sample at a time."""
+    dx, dy = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
+    xx, yy, xy = (dx * dx).sum(1), (dy * dy).sum(1), (dx * dy).sum(1)
+    slope, mean = xy / xx, x.mean(1)
+    rho = statistics.rank_correlation_of_rows(x, y)
+    return np.stack([xy**2 / (xx * yy), slope, y.mean(1) - slope * mean, rho, mean])

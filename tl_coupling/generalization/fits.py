@@ -4,35 +4,29 @@ import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas
 from jaxtyping import Float
 
 from tl_coupling.border import checked
 from tl_coupling.generalization.expressions import evaluate
 from tl_coupling.statistics import LEVEL, Interval, is_constant, t_interval
 
-if TYPE_CHECKING:
-    import pandas
-
 _ALPHA = 0.05
 
 
 @dataclass(frozen=True)
 class LinearFit:
-    """Ordinary least squares, `y ≈ intercept + slope · x`, with other columns held fixed if there are controls.
+    """Ordinary least squares, `y ≈ intercept + slope · x`, of n rows, with the controls held fixed.
 
     Attributes:
-        x, y, controls: the columns.
-        n: rows that have all of them.
         slope, intercept: in units of y per x, and of y (where the controls are at their mean); with t intervals.
         r_squared: share of the variance of y that x explains; with controls, of the variance that they leave.
-        p: two-sided, of slope 0.
-        vif: variance inflation factor: by how much the controls inflate the variance of the slope. 1 where they are
-            uncorrelated with x; above 10, x and the controls can hardly be told apart.
-        condition_number: of x and the controls, standardised.
-        level: of the intervals.
+        vif: by how much the controls inflate the variance of the slope. 1 where they are uncorrelated with x; above 10,
+            x and the controls can hardly be told apart.
+        p, condition_number: two-sided, of slope 0; of x and the controls, standardised.
     """
 
     x: str
@@ -58,11 +52,8 @@ class LinearFit:
 class ExponentialFit:
     """`y ≈ a · exp(b · x)`, least squares on y itself, not on its logarithm.
 
-    Attributes:
-        x, y, n, level: as in `LinearFit`.
-        a, b: a in units of y, b in units of 1/x, with a t interval.
-        r_squared: `1 − Σ(y − ŷ)² / Σ(y − ȳ)²`, on y.
-        p: two-sided, of b = 0, from the covariance at the solution.
+    a is in units of y, b in units of 1/x, with a t interval; R² is `1 − Σ(y − ŷ)² / Σ(y − ȳ)²`; p is two-sided, of
+    b = 0, from the covariance at the solution.
     """
 
     x: str
@@ -85,15 +76,13 @@ class LeaveOneOut:
     """The linear fit without each model in turn.
 
     Attributes:
-        table: one row per model, indexed by its name: `cooks_distance`; `dfbetas`, by how many standard errors the
-            model moves the slope; `slope`, `r_squared` and `p` of the fit without it.
-        most_influential: the model without which R² changes most.
-        r_squared_range: smallest and largest R² without one model.
-        sign_changes: models without which the slope has the other sign.
-        not_significant: models without which p exceeds 0.05, although it does not with all of them.
+        table: by model, `cooks_distance`; `dfbetas`, by how many standard errors it moves the slope; `slope`,
+            `r_squared` and `p` of the fit without it.
+        most_influential, r_squared_range: the model without which R² changes most; smallest and largest R² without one.
+        sign_changes, not_significant: models without which the slope has the other sign, or p first exceeds 0.05.
     """
 
-    table: "pandas.DataFrame" = field(repr=False)
+    table: pandas.DataFrame = field(repr=False)
     most_influential: str
     r_squared_range: Interval
     sign_changes: tuple[str, ...]
@@ -101,14 +90,13 @@ class LeaveOneOut:
 
 
 @checked
-def linear_fit(table: "pandas.DataFrame", x: str, y: str, *, controls: Sequence[str] = ()) -> LinearFit:
+def linear_fit(table: pandas.DataFrame, x: str, y: str, *, controls: Sequence[str] = ()) -> LinearFit:
     """Ordinary least squares of column y on column x, with the controls held fixed.
 
     Args:
-        table: one model per row.
+        table: one model per row; rows that lack a value are left out.
         x, y, controls: columns, or expressions of them such as `"log10(n_parameters)"`: numbers, `+ - * / **`,
-            comparisons, `log`, `log10`, `log2`, `sqrt`, `exp`, `abs`; column names that are not valid in Python in
-            backticks. Rows that lack a value are left out.
+            comparisons, `log`, `log10`, `log2`, `sqrt`, `exp`, `abs`; names that are not valid in Python in backticks.
 
     Raises:
         ValueError: no such column, one that is not numbers, constant or given twice; too few rows for the columns;
@@ -122,11 +110,11 @@ def linear_fit(table: "pandas.DataFrame", x: str, y: str, *, controls: Sequence[
         >>> round(fit.slope, 3), round(fit.vif, 3)
         (1.433, 2.939)
     """
-    names = (x, *controls)
+    names = [x, *controls]
     if len({*names, y}) < len(names) + 1:
         raise ValueError(f"`x`, `y` and `controls` must be different columns, got {[x, y, *controls]}")
     rows = _rows_to_fit(table, names, y)
-    design = rows[list(names)].to_numpy()
+    design = rows[names].to_numpy()
     # In standard units: parameters are counted in billions, coupling in hundredths.
     scale = design.std(0)
     standard = (design - design.mean(0)) / scale
@@ -134,26 +122,18 @@ def linear_fit(table: "pandas.DataFrame", x: str, y: str, *, controls: Sequence[
         raise ValueError(f"{', '.join(names)} determine each other over {len(rows)} models: leave out a control")
     # x is not centred, so that the intercept is at x = 0.
     result = _least_squares(rows[y].to_numpy(), np.column_stack([design[:, 0] / scale[0], standard[:, 1:]]))
-    intervals, t = result.conf_int(1 - LEVEL), result.tvalues[1]
-    return LinearFit(
-        x=x,
-        y=y,
-        controls=tuple(controls),
-        n=len(rows),
-        slope=float(result.params[1] / scale[0]),
-        slope_interval=tuple((intervals[1] / scale[0]).tolist()),
-        intercept=float(result.params[0]),
-        intercept_interval=tuple(intervals[0].tolist()),
-        r_squared=float(t**2 / (t**2 + result.df_resid)) if controls else float(result.rsquared),
-        p=float(result.pvalues[1]),
-        # The diagonal of the inverse correlations.
-        vif=float(np.linalg.inv(standard.T @ standard / len(rows))[0, 0]),
-        condition_number=float(np.linalg.cond(standard)),
-    )
+    low_high, t = result.conf_int(1 - LEVEL), result.tvalues[1]
+    slope = float(result.params[1] / scale[0]), tuple((low_high[1] / scale[0]).tolist())
+    intercept = float(result.params[0]), tuple(low_high[0].tolist())
+    r_squared = t**2 / (t**2 + result.df_resid) if controls else result.rsquared
+    # The diagonal of the inverse correlations.
+    vif = np.linalg.inv(standard.T @ standard / len(rows))[0, 0]
+    numbers = map(float, (r_squared, result.pvalues[1], vif, np.linalg.cond(standard)))
+    return LinearFit(x, y, tuple(controls), len(rows), *slope, *intercept, *numbers)
 
 
-def exponential_fit(table: "pandas.DataFrame", x: str, y: str) -> ExponentialFit:
-    """Least squares of `a · exp(b · x)` on column y; arguments and errors as in `linear_fit`, or it does not converge.
+def exponential_fit(table: pandas.DataFrame, x: str, y: str) -> ExponentialFit:
+    """Least squares of `a · exp(b · x)`; arguments and errors as in `linear_fit`, and where it does not converge.
 
     Source: Aubry et al. 2025, figure 8, which shows such a fit without saying how it was made.
     """
@@ -174,27 +154,18 @@ def exponential_fit(table: "pandas.DataFrame", x: str, y: str) -> ExponentialFit
             (a, b), covariance = optimize.curve_fit(lambda z, a, b: a * np.exp(b * z), z, wanted, p0=start)
     except (RuntimeError, optimize.OptimizeWarning):
         raise ValueError(f"the fit of a · exp(b · {x}) to {y!r} does not converge on {len(rows)} rows") from None
-    error, freedom = float(np.sqrt(covariance[1, 1])), len(rows) - 2
+    slope, error, freedom = float(b / scale), float(np.sqrt(covariance[1, 1])), len(rows) - 2
+    interval = t_interval(slope, float(error / scale), freedom)
     residuals = wanted - a * np.exp(b * z)
-    return ExponentialFit(
-        x=x,
-        y=y,
-        n=len(rows),
-        a=float(a * np.exp(-b * centre / scale)),
-        b=float(b / scale),
-        b_interval=t_interval(float(b / scale), float(error / scale), freedom),
-        r_squared=float(1 - residuals @ residuals / ((wanted - wanted.mean()) ** 2).sum()),
-        p=float(2 * stats.t.sf(abs(b) / error, freedom)) if error > 0 else 0.0,
-    )
+    r_squared = float(1 - residuals @ residuals / ((wanted - wanted.mean()) ** 2).sum())
+    p = float(2 * stats.t.sf(abs(b) / error, freedom)) if error > 0 else 0.0
+    return ExponentialFit(x, y, len(rows), float(a * np.exp(-b * centre / scale)), slope, interval, r_squared, p)
 
 
 def subset_fits(
-    table: "pandas.DataFrame", x: str, y: str, *, subsets: "Mapping[str, str | Sequence[bool] | pandas.Series]"
+    table: pandas.DataFrame, x: str, y: str, *, subsets: Mapping[str, str | Sequence[bool] | pandas.Series]
 ) -> dict[str, LinearFit]:
-    """The linear fit on each subset of the models: by name, a mask over the rows or a query.
-
-    Raises:
-        ValueError: as in `linear_fit`, naming the subset; a query that cannot be read.
+    """The linear fit on each subset of the models: by name, a mask over the rows or a query. Errors name the subset.
 
     Source: Aubry et al. 2025, table 4: only models of 7 billion parameters, only those that score above 45.
     """
@@ -210,15 +181,13 @@ def subset_fits(
     return fits
 
 
-def covariate_fits(table: "pandas.DataFrame", x: str, y: str, *, covariates: Sequence[str]) -> "pandas.DataFrame":
+def covariate_fits(table: pandas.DataFrame, x: str, y: str, *, covariates: Sequence[str]) -> pandas.DataFrame:
     """Each covariate alone against y, beside x on the same models: R² can only be compared on the same models.
 
     One row per covariate: `n`, `slope`, `r_squared`, `p` of its linear fit; `x_r_squared`, `x_p` of x beside it.
 
     Source: Aubry et al. 2025, section 4: coupling correlates with the score more than size, depth and width do.
     """
-    import pandas
-
     fits = []
     for name in covariates:
         rows = complete_rows(table, (x, y, name))
@@ -228,46 +197,37 @@ def covariate_fits(table: "pandas.DataFrame", x: str, y: str, *, covariates: Seq
     return pandas.DataFrame(fits, pandas.Index(list(covariates), name="covariate"), columns)
 
 
-def leave_one_out(table: "pandas.DataFrame", x: str, y: str) -> LeaveOneOut:
+def leave_one_out(table: pandas.DataFrame, x: str, y: str) -> LeaveOneOut:
     """How much the linear fit of y on x depends on each model: the column `model` if there is one, else the index.
 
-    Raises:
-        ValueError: as in `linear_fit`; fewer than four models, or x or y constant without one of them.
+    Errors as in `linear_fit`, also of the fits without a model, and for fewer than four models.
     """
-    import pandas
-
     rows = _rows_to_fit(table, (x,), y)
     if len(rows) < 4:
         raise ValueError(f"leaving one model out needs at least four, got {len(rows)}")
     names = [str(name) for name in (table.loc[rows.index, "model"] if "model" in table else rows.index)]
-    result = _least_squares(rows[y].to_numpy(), rows[x].to_numpy())
-    influence = result.get_influence()
     without = []
     for name, index in zip(names, rows.index, strict=True):
         try:
-            fit = linear_fit(rows.drop(index), x, y)
+            without.append(linear_fit(rows.drop(index), x, y))
         except ValueError as error:
             raise ValueError(f"without {name!r}: {error}") from None
-        without.append((fit.slope, fit.r_squared, fit.p))
-    found = pandas.DataFrame(without, pandas.Index(names, name="model"), ["slope", "r_squared", "p"])
+    found = pandas.DataFrame(without, pandas.Index(names, name="model"))[["slope", "r_squared", "p"]]
+    result = _least_squares(rows[y].to_numpy(), rows[x].to_numpy())
+    influence = result.get_influence()
     # A model alone at its x has leverage 1: without it there is no slope, and its distance is not defined.
     with np.errstate(invalid="ignore", divide="ignore"):
         found.insert(0, "cooks_distance", influence.cooks_distance[0])
         found.insert(1, "dfbetas", influence.dfbetas[:, 1])
-    change = (found["r_squared"] - result.rsquared).abs().to_numpy()
-    return LeaveOneOut(
-        table=found,
-        most_influential=names[int(change.argmax())],
-        r_squared_range=(float(found["r_squared"].min()), float(found["r_squared"].max())),
-        sign_changes=tuple(found.index[np.sign(found["slope"]) != np.sign(result.params[1])]),
-        not_significant=tuple(found.index[found["p"] > _ALPHA]) if result.pvalues[1] <= _ALPHA else (),
-    )
+    r_squared = found["r_squared"].to_numpy()
+    most = names[int(abs(r_squared - result.rsquared).argmax())]
+    sign_changes = tuple(found.index[np.sign(found["slope"]) != np.sign(result.params[1])])
+    not_significant = tuple(found.index[(found["p"] > _ALPHA) & (result.pvalues[1] <= _ALPHA)])
+    return LeaveOneOut(found, most, (float(r_squared.min()), float(r_squared.max())), sign_changes, not_significant)
 
 
-def complete_rows(table: "pandas.DataFrame", names: Sequence[str]) -> "pandas.DataFrame":
+def complete_rows(table: pandas.DataFrame, names: Sequence[str]) -> pandas.DataFrame:
     """Columns, or expressions of columns, as floats; rows that lack a value are left out. The index stays."""
-    import pandas
-
     columns = {}
     for name in names:
         values = table[name] if name in table else evaluate(table, name)
@@ -281,7 +241,7 @@ def complete_rows(table: "pandas.DataFrame", names: Sequence[str]) -> "pandas.Da
     return rows
 
 
-def _rows_to_fit(table: "pandas.DataFrame", names: Sequence[str], y: str) -> "pandas.DataFrame":
+def _rows_to_fit(table: pandas.DataFrame, names: Sequence[str], y: str) -> pandas.DataFrame:
     """The rows that have y and all those columns; there are enough of them, and no column is constant."""
     rows = complete_rows(table, (*names, y))
     if len(rows) < (needed := len(names) + 2):
@@ -293,7 +253,7 @@ def _rows_to_fit(table: "pandas.DataFrame", names: Sequence[str], y: str) -> "pa
 
 
 def _least_squares(y: Float[np.ndarray, " n"], x: np.ndarray) -> Any:
-    """The results of statsmodels; the first coefficient is the intercept."""
+    """What statsmodels finds; the first coefficient is the intercept."""
     if importlib.util.find_spec("statsmodels") is None:
         raise ValueError('fits across models need statsmodels: pip install "tl-coupling[survey]"')
     import statsmodels.api as sm
