@@ -35,12 +35,13 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _for_every_command(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
 ) -> None:
-    pass
+    context.ensure_object(dict)["debug"] = debug
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -75,13 +76,14 @@ def main() -> None:
 
     Anything else that is raised is a bug, and one line that says where to report it; a traceback with `--debug`.
     """
+    asked: dict[str, bool] = {}
     try:
         with _stoppable():
-            sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+            sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False, obj=asked))
     except Exception as error:
         said, status = str(error) or type(error).__name__, 2
         # Typer's own errors say how they are shown; what else comes from a library is made one line.
-        if told := hasattr(error, "format_message"):
+        if hasattr(error, "format_message"):
             said, status = error.format_message(), error.exit_code  # type: ignore[attr-defined]
         elif isinstance(error, typer.Abort):
             said, status = "interrupted", 130
@@ -90,7 +92,7 @@ def main() -> None:
         elif not isinstance(error, ValueError | TypeError | OSError):
             please = "please report what `tl-coupling --debug …` prints as an issue of the project"
             said, status = f"{type(error).__name__}: {error}. This should not happen: {please}", 1
-        if "--debug" in sys.argv and not told:
+        if asked.get("debug"):
             traceback.print_exc()
         typer.echo(f"tl-coupling: {' '.join(said.split())}", err=True)
         sys.exit(status)
