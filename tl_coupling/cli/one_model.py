@@ -138,10 +138,7 @@ def tokens(
     with at_work(out) as work:
         runs = work.measured(setup, untrained, measure)
         influences = {run: measured.influence for run, measured in runs.items()}
-        maps = {
-            run: {name.replace(" ", "-"): result for name, result in measured.maps.items()}
-            for run, measured in runs.items()
-        }
+        maps = {run: {name.replace(" ", "-"): of for name, of in one.maps.items()} for run, one in runs.items()}
         work.save({run: maps[run] | {"influence": influences[run]} for run in runs})
         own, influence = maps["trained"]["self"], influences["trained"]
         ks = comparing.up_to(own.k)
@@ -179,10 +176,7 @@ def tokens(
         }
         work.finish(summary, pictures)
         caption = f"mean over pairs; J_1 of layer {own.row_layers[0]}, singular vectors of layer {own.col_layers[0]}"
-        described = {
-            run: {_described(name, result): result for name, result in measured.maps.items()}
-            for run, measured in runs.items()
-        }
+        described = {run: {_described(name, of): of for name, of in one.maps.items()} for run, one in runs.items()}
         work.shown.append(coupling_table("coupling 1 − m̃ across tokens", caption, described, ks))
 
 
