@@ -98,6 +98,29 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
     assert message in refused("depth", options, given)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["depth", "--nonsense"],
+        ["depth", "--k", "many"],
+        ["depth", "--prompts", "no-such-file.jsonl"],
+        ["depth", "--model", "no-such/model", "--out", "{tmp}"],
+    ],
+)
+def test_debug_shows_a_traceback_of_bad_usage_and_bad_files(call, tmp_path: Path, arguments: list[str]) -> None:
+    given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
+    said = call("--debug", *given, status=2).err
+    assert said.startswith("Traceback")
+    assert said.splitlines()[-1].startswith("tl-coupling: ")
+    assert "Traceback" not in call(*given, status=2).err
+
+
+def test_debug_as_the_value_of_an_option_is_not_the_flag(call, tmp_path: Path) -> None:
+    said = call("depth", "--prompt", "--debug", "--k", "0", "--out", tmp_path, status=2).err
+    assert "`--k` must be at least 1, got 0" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/version").exists(), reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_said_before_the_model_is_loaded(call) -> None:
     # /proc refuses even root.

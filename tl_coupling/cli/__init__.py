@@ -1,6 +1,5 @@
 """The `tl-coupling` command."""
 
-from tl_coupling.cli import checkpoints, depth, generalization, report, survey, tokens, trajectory
+# ruff: noqa: F401
+from tl_coupling.cli import one_model, surveys
 from tl_coupling.cli.app import app, main
-
-__all__ = ["app", "checkpoints", "depth", "generalization", "main", "report", "survey", "tokens", "trajectory"]

@@ -1,51 +1,139 @@
-"""What the commands show while they work, and what they write and print at the end: pictures, a summary, tables."""
+"""A command at work: which models it measures, what it shows meanwhile, and what it writes and prints at the end."""
 
 import json
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+import tl_coupling as tlc
+from tl_coupling.blocks import Trace
+from tl_coupling.cli.options import OneModel
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.files import output_folder, write_atomically
 
-_COLUMNS = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+Item = TypeVar("Item")
+Measured = TypeVar("Measured")
 
 
-class _Bars(Progress):
-    """Bars that leave nothing behind, and leave the terminal to others until there is one."""
+class Run:
+    """A loaded model in its role ("trained" or "untrained"), with bars, and the seconds that each step took."""
 
-    def add_task(self, *args: Any, **kwargs: Any) -> TaskID:
-        self.start()
-        return super().add_task(*args, **kwargs)
+    def __init__(self, setup: OneModel, role: str, console: Console) -> None:
+        self.setup, self.role, self.seconds = setup, role, dict[str, float]()
+        self.name = setup.model if role == "trained" else f"untrained {setup.model}"
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        self.bars = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+        with console.status(f"loading {escape(self.name)} …"), self.timed("loading"):
+            self.model = setup.load(role == "untrained")
+
+    def trace(self, prompt: str) -> Trace:
+        """The traced prompt."""
+        with self.timed("trace"):
+            return self.setup.trace(self.model, prompt)
+
+    def bar(self, what: str, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, with a bar that goes away with them."""
+        task = self.bars.add_task(f"{self.name}: {what}", total=None)
+        yield from self.bars.track(list(items), task_id=task)
+        self.bars.remove_task(task)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Note how long the block took, in seconds of wall time."""
+        start = time.perf_counter()
+        yield
+        self.seconds[what] = round(time.perf_counter() - start, 3)
+
+
+class Work:
+    """What a command does in its output folder.
+
+    Attributes:
+        written: files, named when all is done.
+        shown: lines and tables to print then.
+        seconds: of each run, what `Run.timed` noted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.console = folder, Console(stderr=True)
+        self.written: list[Path] = []
+        self.shown: list[str | Table] = []
+        self.seconds: dict[str, dict[str, float]] = {}
+
+    def measured(self, setup: OneModel, untrained: bool, measure: Callable[[Run], Measured]) -> dict[str, Measured]:
+        """What `measure` finds in the trained model and, if wanted, in its untrained twin."""
+
+        # A function of its own, so that one model is freed before the next is loaded.
+        def of(role: str) -> Measured:
+            run = Run(setup, role, self.console)
+            self.seconds[role] = run.seconds
+            with run.bars:
+                return measure(run)
+
+        return {role: of(role) for role in ("trained", "untrained")[: 1 + untrained]}
+
+    def save(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """Results of runs, by run and name."""
+        for run, named in results.items():
+            for name, result in named.items():
+                self.written.append(result.save(self.folder / f"{with_suffix(name, run)}.nc"))
+
+    def write(self, name: str, write: Callable[[Path], object]) -> None:
+        """A file, whole or not at all."""
+        self.written.append(write_atomically(self.folder / name, write))
+
+    def finish(self, summary: Mapping[str, Any], pictures: Mapping[str, Callable[[], Any]]) -> None:
+        """Write `summary.json` and the pictures; one that cannot be drawn is left out, with a warning.
+
+        The results are there by now, and a picture must not cost them.
+        """
+        # JSON has no NaN: undefined values are null.
+        text = json.dumps(json.loads(json.dumps(summary), parse_constant=lambda _: None), indent=1)
+        self.write("summary.json", lambda path: path.write_text(text))
+        with self.console.status("drawing …"):
+            for name, draw in pictures.items():
+                try:
+                    with tlc.plots.off_screen():
+                        drawn = draw()
+                except ValueError as error:
+                    warnings.warn(f"{name} is left out: {error}", stacklevel=2)
+                else:
+                    self.write(name, partial(getattr(drawn, "figure", drawn).savefig, dpi=150))
 
 
 @contextmanager
-def at_work(out: Path) -> Iterator[tuple[Path, Progress]]:
-    """The output folder, and a place for bars. In the block warnings are one line each, and so is an interrupt."""
-    console, start = Console(stderr=True), time.time()
-    progress = _Bars(*_COLUMNS, console=console, transient=True)
+def at_work(out: Path) -> Iterator[Work]:
+    """In the block warnings are one line each, and so is an interrupt; after it what was found is printed."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    work, start = Work(out), time.time()
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if issubclass(category, UserWarning):
+            work.console.print(f"warning: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
     try:
-        with output_folder(out) as folder, _quiet(console):
-            try:
-                yield folder, progress
-            finally:
-                if progress.live.is_started:
-                    progress.stop()
+        with output_folder(out), warnings.catch_warnings():
+            warnings.showwarning = show
+            yield work
     except KeyboardInterrupt as error:
         said = str(error) or f"interrupted: {_written_since(start, out)}; the same command does all of it"
         typer.echo(f"tl-coupling: {said}", err=True)
         raise typer.Exit(getattr(error, "status", 130)) from None
+    for one in work.shown:
+        typer.echo(one) if isinstance(one, str) else Console().print(one)
+    typer.echo(f"wrote {', '.join(map(str, work.written))}")
 
 
 def _written_since(start: float, folder: Path) -> str:
@@ -55,64 +143,23 @@ def _written_since(start: float, folder: Path) -> str:
     return f"{folder} has {', '.join(names)} of this run" if names else "nothing was written"
 
 
-@contextmanager
-def _quiet(console: Console) -> Iterator[None]:
-    """Warnings as one line each; no bars of transformers."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        if issubclass(category, UserWarning):
-            console.print(f"warning: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
-
-
-def write_pictures(folder: Path, pictures: Mapping[str, Callable[[], Any]]) -> list[Path]:
-    """Draw every picture into the file of its name; one that cannot be drawn is left out, with a warning.
-
-    The results are there by now, and a picture must not cost them.
-    """
-    from tl_coupling.plots.labels import off_screen
-
-    written = []
-    for name, draw in pictures.items():
-        try:
-            with off_screen():
-                drawn = draw()
-        except ValueError as error:
-            warnings.warn(f"{name} is left out: {error}", stacklevel=2)
-            continue
-        figure = getattr(drawn, "figure", drawn)
-        written.append(write_atomically(folder / name, partial(figure.savefig, dpi=150)))
-    return written
-
-
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
-    """`summary.json`; undefined values are `null`, because JSON has no NaN."""
-    text = json.dumps(_defined(summary), indent=1, allow_nan=False)
-    return write_atomically(folder / "summary.json", lambda path: path.write_text(text))
+def with_suffix(name: str, run: str) -> str:
+    """A result's file name, with a suffix for any run but the trained model's."""
+    return name if run == "trained" else f"{name}-{run}"
 
 
 def coupling_table(what: str, caption: str, runs: Mapping[str, Mapping[str, CouplingMap]], ks: list[int]) -> Table:
     """Mean coupling (and its spread over prompts) of every run's maps, which have the same names, beside the null."""
-    trained = runs["trained"]
-    model = next(iter(trained.values())).provenance["model"]
-    table = Table("map", title=f"{model}: {what}", caption=f"{caption}\nnull: random subspaces")
-    for heading in ("k", *runs, "null"):
-        table.add_column(heading, justify="right")
-    for name, result in trained.items():
+    rows = []
+    for name, result in runs["trained"].items():
         for k in ks:
             cells = []
             for one in (maps[name] for maps in runs.values()):
                 spread = f" ± {one.spread_of_mean(k):.3f}" if isinstance(one, MeanCouplingMap) else ""
                 cells.append(f"{one.mean(k):.3f}{spread}")
-            words = name if k == ks[0] else ""
-            table.add_row(words, str(k), *cells, f"{result.null(k):.3f}", end_section=k == ks[-1])
-    return table
+            rows.append([name if k == ks[0] else "", k, *cells, f"{result.null(k):.3f}"])
+    title = f"{result.provenance['model']}: {what}"
+    return table_of(title, ["map"], ["k", *runs, "null"], rows, f"{caption}\nnull: random subspaces")
 
 
 def table_of(
@@ -120,32 +167,10 @@ def table_of(
 ) -> Table:
     """A table with columns of names, on the left, and of numbers."""
     table = Table(title=escape(title), caption=caption)
-    for justify, headings in (("left", names), ("right", numbers)):
-        for heading in headings:
-            table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for number in numbers:
+        table.add_column(number, justify="right", overflow="fold")
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     return table
-
-
-def show(written: list[Path], *tables: Table, lines: Iterable[str] = ()) -> None:
-    """Print lines, tables, and where the files are."""
-    console = Console()
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for table in tables:
-        console.print(table)
-    console.print(f"wrote {', '.join(map(str, written))}", highlight=False, soft_wrap=True)
-
-
-def with_suffix(name: str, run: str) -> str:
-    """A result's file name, with a suffix for any run but the trained model's."""
-    return name if run == "trained" else f"{name}-{run}"
-
-
-def _defined(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _defined(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_defined(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

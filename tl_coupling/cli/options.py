@@ -11,23 +11,19 @@ from torch import nn
 from tl_coupling.blocks import Trace, trace
 from tl_coupling.models import EMBEDDED_MODEL, load_model, named_device
 from tl_coupling.prompts import Prompt, load_prompts
+from tl_coupling.surveys import Settings
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 
-Untrained = Annotated[bool, typer.Option("--untrained", help="Measure the untrained twin as well.")]
-Checkpoints = Annotated[list[str] | None, typer.Option(help="Training step, or hub revision; may be repeated.")]
+Untrained = Annotated[bool, typer.Option(help="Measure untrained twins as well.")]
 OnePrompt = Annotated[str, typer.Option(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token position; negative counts from the end.")]
-Positions = Annotated[
-    list[int] | None,
-    typer.Option(help="Tokens to compare; may be repeated. In context maps those that causality allows. [all]"),
-]
 Out = Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)]
 OUT = Path("out")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Where and how models are loaded."""
+class Setup:
+    """How models are loaded and prompts are traced."""
 
     backend: Annotated[Literal["auto", "bridge", "hooked"], typer.Option(help="TransformerLens' class.")] = "auto"
     device: Annotated[
@@ -41,43 +37,30 @@ class Machine:
     dtype: Annotated[
         Literal["float32", "float64", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")
     ] = "float32"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The precision, as torch names it."""
-        return getattr(torch, self.dtype)
-
-
-@dataclass(frozen=True)
-class Loading(Machine):
-    """One model."""
-
-    model: Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")] = EMBEDDED_MODEL
-    checkpoint: Annotated[str | None, typer.Option(help="Training step, or hub revision.")] = None
-
-    def load(self, untrained: bool = False) -> nn.Module:
-        """The model, or its untrained twin."""
-        checkpoint = None if untrained else training_step(self.checkpoint)
-        return load_model(
-            self.model,
-            checkpoint=checkpoint,
-            untrained=untrained,
-            backend=self.backend,
-            device=self.device,
-            dtype=self.torch_dtype,
-        )
-
-
-@dataclass(frozen=True)
-class Tracing:
-    """How a prompt is traced."""
-
     prepend_bos: Annotated[
         bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")
     ] = None
     final_norm: Annotated[bool, typer.Option("--final-norm", help="Include the final norm in the last block.")] = False
 
-    def trace(self, model: nn.Module, prompt: Any) -> Trace:
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Arguments of `load_model` and of surveys."""
+        return {"backend": self.backend, "device": self.device, "dtype": getattr(torch, self.dtype)}
+
+
+@dataclass(frozen=True)
+class OneModel(Setup):
+    """One model, and how its prompts are traced."""
+
+    model: Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")] = EMBEDDED_MODEL
+    checkpoint: Annotated[str | None, typer.Option(help="Training step, or hub revision.")] = None
+
+    def load(self, untrained: bool) -> nn.Module:
+        """The model, or its untrained twin."""
+        checkpoint = None if untrained else _training_step(self.checkpoint)
+        return load_model(self.model, checkpoint=checkpoint, untrained=untrained, **self.loading)
+
+    def trace(self, model: nn.Module, prompt: str) -> Trace:
         """The traced prompt."""
         return trace(model, prompt, prepend_bos=self.prepend_bos, final_norm=self.final_norm)
 
@@ -110,6 +93,26 @@ class Comparing:
 
 
 @dataclass(frozen=True)
+class Sweep(Comparing, Setup):
+    """How models are measured across checkpoints."""
+
+    checkpoint: Annotated[
+        list[str] | None, typer.Option(help="Training step or hub revision, of every model; may be repeated.")
+    ] = None
+    position: Position = -1
+
+    @property
+    def checkpoints(self) -> list[Any] | None:
+        """As the library takes them."""
+        return None if self.checkpoint is None else [_training_step(one) for one in self.checkpoint]
+
+    @property
+    def settings(self) -> Settings:
+        """How prompts are measured."""
+        return Settings(tuple(self.ks), self.position, self.orientation, self.final_norm, self.prepend_bos)
+
+
+@dataclass(frozen=True)
 class AcrossTokens:
     """What is compared across tokens; the names are those of `token_portrait`."""
 
@@ -131,11 +134,7 @@ class Prompts:
     ] = None
 
     def chosen(self) -> list[Prompt]:
-        """The one prompt, those of the file, or the paper's.
-
-        Raises:
-            ValueError: both are given, or the file is not one of prompts.
-        """
+        """The one prompt, those of the file, or the paper's; ValueError if both are given."""
         if self.prompts is None:
             return [Prompt("prompt", PAPER_PROMPT if self.prompt is None else self.prompt)]
         if self.prompt is not None:
@@ -143,6 +142,6 @@ class Prompts:
         return load_prompts(self.prompts)
 
 
-def training_step(checkpoint: str | None) -> str | int | None:
+def _training_step(checkpoint: str | None) -> str | int | None:
     """A checkpoint as `load_model` takes it: training steps are numbers."""
     return int(checkpoint) if checkpoint is not None and checkpoint.isdecimal() and checkpoint.isascii() else checkpoint
