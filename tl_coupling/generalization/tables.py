@@ -174,6 +174,7 @@ def coupling_table(
     scores = checked_scores(scores, score, list(dict.fromkeys(held["model"].values.astype(str).tolist())))
     keys = ["model", "checkpoint"] if "checkpoint" in scores else ["model"]
     given = frame[keys].astype(str).merge(scores, on=keys, how="left").set_index(frame.index)
+    for name in given.columns.drop(keys):
+        frame[name] = frame[name].fillna(given[name]) if name in frame else given[name]
     # What was measured first, then the score.
-    names = dict.fromkeys(["model", "checkpoint", measure, "null", score, *frame, *given])
-    return frame.combine_first(given.drop(columns=keys)).filter(names)
+    return frame.filter(dict.fromkeys(["model", "checkpoint", measure, "null", score, *frame]))
