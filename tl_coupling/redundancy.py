@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.blocks import Trace, trace
-from tl_coupling.blocks.merging import differ_in, mean_weights
+from tl_coupling.blocks.calls import differ_in
+from tl_coupling.blocks.evaluation import mean_weights
 from tl_coupling.border import Count, Seed, checked, warn_caller
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.coupling import Orientation, random_subspace_null
@@ -258,8 +259,8 @@ def _changed_streams(
                 first, X = traced.blocks[layer - 1], stream[layer - 1]
                 with first.evaluation():
                     changed["swapped", layer - 1] = first.call(block.call(X))
-                if (reason := differ_in(first, block)) is None:
-                    with mean_weights(first, block):
+                if (reason := differ_in(first.call, block.call, (first.layer, block.layer))) is None:
+                    with first.evaluation(), mean_weights(first.call.module, block.call.module):
                         changed["merged", layer - 1] = first.call(X)
                 else:
                     reasons[layer - 1] = reason
