@@ -58,8 +58,7 @@ def block_jacobian(
         output_position: `t2`, the token that is read.
         chunk_size: rows of J to compute at a time. By default as many as keep the widest activation below about 64 MiB.
 
-    Raises:
-        ValueError: a layer or position out of range, or `chunk_size < 1`.
+    Raises ValueError for a layer or position out of range, or `chunk_size < 1`.
 
     Cost: `d_model` backward passes of one block on one token, or on the whole prompt where the block does not allow
     token-local evaluation (decided by a comparison with the full sequence).

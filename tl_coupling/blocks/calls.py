@@ -92,8 +92,7 @@ class BlockCall:
     arguments: Mapping[str, Any]
     cache_argument: str | None
     takes_use_cache: bool
-    # The position axis of keys and values.
-    position_dim: int
+    position_dim: int  # Of keys and values.
 
     @classmethod
     def captured(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["BlockCall", Tensor]:
@@ -143,15 +142,12 @@ class BlockCall:
 
 
 class RecordedCall(NamedTuple):
-    """A block's call as the model made it, with the residual streams `[1 n_pos d_model]` before and after.
-
-    `dtypes` are those of the stream and of the weights, which may differ (Mamba's stream is in float32).
-    """
+    """A block's call as the model made it, with the residual streams `[1 n_pos d_model]` before and after."""
 
     call: BlockCall
     X: Tensor
     Y: Tensor
-    dtypes: frozenset[torch.dtype]
+    dtypes: frozenset[torch.dtype]  # Of the stream and of the weights; Mamba's stream is in float32.
 
 
 def differ_in(first: BlockCall, second: BlockCall, layers: tuple[int, int]) -> str | None:

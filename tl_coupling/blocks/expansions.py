@@ -130,19 +130,14 @@ def watched_mlp(block: nn.Module, f: Callable[[Tensor], Tensor], X: Tensor) -> t
 
 
 @contextmanager
-def mlp_on_rows(block: nn.Module, rows: Sequence[int]) -> Iterator[None]:
+def mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]:
     """Context in which the block's MLP, most of its work, computes these rows only and gives zeros for the others."""
     mlp: Any = block.mlp
-    n_pos: list[int] = []
 
-    def take(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        n_pos.append(args[0].shape[1])
-        return (args[0][:, list(rows)],)
+    def put_back(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        return out.new_zeros(1, n_pos, out.shape[-1]).index_copy(1, torch.tensor(rows, device=out.device), out)
 
-    def put_back(_: nn.Module, __: tuple[Tensor], out: Tensor) -> Tensor:
-        return out.new_zeros(1, n_pos.pop(), out.shape[-1]).index_copy(1, torch.tensor(rows, device=out.device), out)
-
-    with mlp.register_forward_pre_hook(take), mlp.register_forward_hook(put_back):
+    with mlp.register_forward_pre_hook(lambda _, args: args[0][:, rows]), mlp.register_forward_hook(put_back):
         yield
 
 

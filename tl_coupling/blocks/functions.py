@@ -43,8 +43,7 @@ _MOST_REFERENCES = 32
 # kink, or the slopes from side to side, which curvature leaves alone. One of the four may disagree.
 _FIRST_MOVE, _MOVES = 0.01, (0.01, 0.005, 0.0025, 0.001)
 _SLOPE_TOLERANCE = 0.1
-# Functions whose derivative is zero wherever it exists, and casts. Where their steps are wider than the moves, only
-# their names reveal them.
+# Functions without a slope, and casts: where their steps are wider than the moves, only their names reveal them.
 _STAIRS = {"round", "floor", "ceil", "trunc", "fix", "quantize_per_tensor", "quantize_per_channel"}
 _CASTS = {"to", "type", "long", "int", "short", "char"}
 _CAUSES = (
@@ -112,9 +111,9 @@ class Reference(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockFunction:
-    """`f^l` at a trace: what the block at `layer` adds to the residual stream `X` that entered it.
+    """What the block at `layer` adds to the residual stream `X` that entered it, `f(X) = block(X) − X`.
 
-    `f(X) = block(X) − X`; with `norm`, `f(X) = norm(block(X)) − X` (the last block of a trace with `final_norm=True`).
+    With `norm`, `f(X) = norm(block(X)) − X` (the last block of a trace with `final_norm=True`).
     `step` is what the block added when it was traced; `recorded` is that call where the model's dtype is not X's.
     """
 
@@ -257,23 +256,21 @@ class BlockFunction:
             self._check_slopes(Y, made)
         self._references.update(made)
 
-    def agrees(
-        self, y: Tensor, products: Iterable[Tensor], input_positions: Sequence[int], output_position: int
-    ) -> bool:
+    def agrees(self, y: Tensor, products: Iterable[Tensor], t1: Sequence[int], t2: int) -> bool:
         """Whether a forward value and a candidate for `uᵀ J_{t1 t2}` of each t1 equal the full sequence's."""
-        expected = self.reference(output_position)
+        expected = self.reference(t2)
         # f is a difference: its rounding error grows with the residual stream, and a vanishing J_{t1 t2} has no norm.
-        scale = expected.y.norm() + 1e-2 * self.X[output_position].norm()
+        scale = expected.y.norm() + 1e-2 * self.X[t2].norm()
         if not bool((y - expected.y).norm() <= GATE_TOLERANCE * scale):
             return False
-        rows, least = expected.rows[list(input_positions)], 1e-2 * expected.rows.norm()
-        pairs = zip(products, rows, strict=True)
-        return all(bool((uJ - row).norm() <= GATE_TOLERANCE * (row.norm() + least)) for uJ, row in pairs)
+        rows, least = expected.rows[list(t1)], 1e-2 * expected.rows.norm()
+        close = ((uJ - r).norm() <= GATE_TOLERANCE * (r.norm() + least) for uJ, r in zip(products, rows, strict=True))
+        return all(map(bool, close))
 
     def changed(self) -> StepError:
         """The error to raise where the full sequence no longer agrees with itself."""
-        found = "gave another value or derivative when it was called again"
-        return StepError(f"block {self.layer} {found}. {_CAUSES}. Trace the prompt again")
+        found = f"block {self.layer} gave another value or derivative when it was called again"
+        return StepError(f"{found}. {_CAUSES}. Trace the prompt again")
 
     @property
     def _own_dtype(self) -> torch.dtype:
@@ -297,7 +294,6 @@ class BlockFunction:
             )
 
     def _refuse(self, difference: Float[Tensor, " n_pos"], tolerance: Float[Tensor, " n_pos"]) -> None:
-        """Raise if any token's step differs by more than is tolerated."""
         if bool((wrong := ~(difference <= tolerance)).any()):
             percent = _percent(difference, self.step.norm(dim=1), wrong)
             raise StepError(
@@ -319,7 +315,7 @@ class BlockFunction:
 
         def slopes(move: float, whole: bool = True) -> Tensor:
             # Where the MLP has one argument and, as is checked here, treats each row by itself, a few rows are cheaper.
-            with nullcontext() if whole else mlp_on_rows(self.call.module, at):
+            with nullcontext() if whole else mlp_on_rows(self.call.module, at, len(self.X)):
                 moved = self._of_all_rows(self.X + move * V)[at]
             return ((moved - Y[at]) * u).sum(1) / move
 
@@ -366,6 +362,5 @@ def _tokens(chosen: Tensor) -> str:
 
 
 def _percent(difference: Tensor, step: Tensor, chosen: Tensor) -> str:
-    """The largest relative difference of the chosen rows."""
     percent = 100 * float((difference.to(step) / step)[chosen].max())
     return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"

@@ -30,11 +30,10 @@ _ONE_PROMPT = "trace prompts one at a time; token ids are whole numbers"
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The trajectory of every token through one model, and the block functions along it.
+    """The trajectory of every token through one model, and `blocks`, the function of each layer along it.
 
     `residual[0]` is what enters block 0, `residual[l + 1]` what leaves block `l`; the last entry is normalised if
-    `final_norm`, and the last block function includes that norm. `blocks` has one function for each layer, `provenance`
-    says how all this was made and is JSON-able.
+    `final_norm`, and the last block function includes that norm. `provenance`, how all this was made, is JSON-able.
     """
 
     model: nn.Module
@@ -127,16 +126,15 @@ def trace(
     `f^{l+1}`, as the paper counts from one. A model that runs its blocks several times has a layer for each call.
 
     Weights, and hooks, which are part of what is measured and listed in the provenance, must stay as they are until the
-    trace has been measured: a block that is no longer the function that was traced raises `StepError`, one whose
-    derivative disagrees with a finite difference `DerivativeError`. Autocast, TF32 and fused attention are off.
+    trace has been measured: a block that is another function by then raises `StepError`, one whose derivative disagrees
+    with a finite difference `DerivativeError`. Autocast, TF32 and fused attention are off.
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it is: processed weights
             (`center_writing_weights`) raise a warning, because they change the residual stream.
         prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`), taken as they are. One prompt, unpadded.
-        prepend_bos: whether text gets a BOS token; `None` follows the tokenizer's own default (none for GPT-2 and
-            Pythia, one for Llama), not TransformerLens'. Tokens that the tokenizer appends are left off, except for
-            bidirectional models (BERT).
+        prepend_bos: whether text gets a BOS token; `None` follows the tokenizer, not TransformerLens. Tokens that the
+            tokenizer appends are left off, except for bidirectional models (BERT).
         final_norm: include the model's final norm in the last block, as the paper's code does by reading HuggingFace's
             `hidden_states`. Changes the last block only, but greatly.
         dtype: the precision in which blocks are linearised; float32 by default, float64 for a float64 model.
@@ -215,11 +213,9 @@ def _check_stream(pre: list[Tensor], post: list[Tensor], model: Any) -> None:
             raise ValueError(f"the residual stream at layer {layer} has NaN or infinite entries; {found}")
     for layer, (X, Y) in enumerate(zip(pre[1:], post, strict=True)):
         if not torch.equal(X, Y):
-            block, n_blocks = layer % len(model.blocks), len(model.blocks)
-            again = ", where the model runs its blocks again" if layer + 1 == n_blocks else ""
-            raise ValueError(
-                f"the output of block {block} is changed before the next block{again}: not one residual stream"
-            )
+            again = ", where the model runs its blocks again" if layer + 1 == len(model.blocks) else ""
+            changed = f"the output of block {layer % len(model.blocks)} is changed before the next block{again}"
+            raise ValueError(f"{changed}: not one residual stream")
 
 
 @dataclass(frozen=True, eq=False)
