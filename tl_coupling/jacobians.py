@@ -1,7 +1,7 @@
 """Jacobians of block functions with torch.func, and products with them that never build the matrix."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import BlockError, BlockFunction, Path, Trace
-from tl_coupling.blocks.differentiation import PullBack, for_seeds, is_out_of_memory, over_seeds, vjp
-from tl_coupling.blocks.functions import RowFunction, Way
+from tl_coupling.blocks.evaluation import for_seeds, is_out_of_memory, over_seeds, vjp
+from tl_coupling.blocks.functions import Way
 from tl_coupling.border import Count, checked
 from tl_coupling.progress import Progress, with_progress
 
@@ -48,19 +48,17 @@ def block_jacobian(
     """Jacobian of one block function: `J^l_{t1 t2} = ∂ f^l(X)_{t2} / ∂ x_{t1}`, without the skip.
 
     Rows index outputs, columns inputs; an entry is a dimensionless gain. Aubry et al. 2025, eq. 8. In a causal model
-    `J_{t1 t2}` is exactly zero for `t1 > t2`.
+    `J_{t1 t2}` is exactly zero for `t1 > t2`. Layers and positions count from 0, negative ones from the end.
 
     Args:
         trace: a traced prompt.
-        layer: the block, from 0; negative counts from the end.
+        layer: the block.
         position: `t1` and `t2`, unless given by themselves. The last token by default, as in the paper.
-        input_position: `t1`, the token that is moved. Defaults to `position`.
-        output_position: `t2`, the token that is read. Defaults to `position`.
-        chunk_size: rows of J to compute at a time; bounds memory. By default as many as keep the widest activation
-            below about 64 MiB.
+        input_position: `t1`, the token that is moved.
+        output_position: `t2`, the token that is read.
+        chunk_size: rows of J to compute at a time. By default as many as keep the widest activation below about 64 MiB.
 
-    Raises:
-        ValueError: a layer or position out of range, or `chunk_size < 1`.
+    Raises ValueError for a layer or position out of range, or `chunk_size < 1`.
 
     Cost: `d_model` backward passes of one block on one token, or on the whole prompt where the block does not allow
     token-local evaluation (decided by a comparison with the full sequence).
@@ -133,35 +131,28 @@ def block_jvp(
 
 
 def jacobians_of(
-    trace: Trace,
-    connections: Sequence[Connection],
-    chunk_size: int | None,
-    progress: Progress | None,
-    paths: dict[str, str],
+    trace: Trace, wanted: Sequence[Connection], chunk_size: int | None, progress: Progress | None, paths: dict[str, str]
 ) -> Iterator[Float[Tensor, "d_model d_model"]]:
-    """`J` of each connection, in order; neighbours with a layer or an output in common share work.
+    """`J` of each connection, in order, and in `paths` the way in which it was evaluated.
 
-    `paths` is filled with the way in which each was evaluated.
+    Neighbours with a layer or an output in common share work.
     """
-    computed = _in_order(trace, connections, chunk_size, paths)
-    for _ in with_progress(range(len(connections)), progress, "Jacobians"):
+
+    def in_order() -> Iterator[Tensor]:
+        at_once = max(1, min(_MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
+        for layer, same_layer in groupby(wanted, lambda one: one.layer):
+            block = trace.blocks[layer]
+            while sharing := list(islice(same_layer, at_once)):
+                block.refer_to([one.output_position for one in sharing])
+                for t2, same_output in groupby(sharing, lambda one: one.output_position):
+                    some = list(same_output)
+                    J, path = jacobians_of_output(block, [one.input_position for one in some], t2, chunk_size)
+                    paths.update(dict.fromkeys(map(str, some), path))
+                    yield from J
+
+    computed = in_order()
+    for _ in with_progress(range(len(wanted)), progress, "Jacobians"):
         yield next(computed)
-
-
-def _in_order(
-    trace: Trace, connections: Sequence[Connection], chunk_size: int | None, paths: dict[str, str]
-) -> Iterator[Tensor]:
-    at_once = max(1, min(_MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
-    for layer, same_layer in groupby(connections, lambda connection: connection.layer):
-        block, rest = trace.blocks[layer], list(same_layer)
-        while rest:
-            sharing, rest = rest[:at_once], rest[at_once:]
-            block.refer_to([connection.output_position for connection in sharing])
-            for t2, same_output in groupby(sharing, lambda connection: connection.output_position):
-                some = list(same_output)
-                J, path = jacobians_of_output(block, [connection.input_position for connection in some], t2, chunk_size)
-                paths |= dict.fromkeys(map(str, some), path)
-                yield from J
 
 
 def jacobian_and_path(
@@ -182,7 +173,7 @@ def jacobians_of_output(
     if min(input_positions) > output_position and not bool(expected.rows[list(input_positions)].any()):
         return block.X.new_zeros(n_inputs, d_model, d_model), "full_sequence"
 
-    def compute(way: Way) -> tuple[Tensor, list[Tensor], Tensor]:
+    def compute(way: Way) -> tuple[Any, ...]:
         function, inputs, of_each_input = way.make()
         y, pull_back = vjp(function, *inputs)
         J = y.new_empty(n_inputs, d_model, d_model)
@@ -198,21 +189,13 @@ def jacobians_of_output(
 
 
 def _cheapest(
-    block: BlockFunction,
-    ways: Iterable[Way],
-    input_positions: Sequence[int],
-    output_position: int,
-    compute: Callable[[Way], tuple[Tensor, list[Tensor], Any]],
+    block: BlockFunction, ways: Iterable[Way], t1: Sequence[int], t2: int, compute: Callable[[Way], tuple[Any, ...]]
 ) -> tuple[Any, Path]:
     """The result of the first way that agrees with the full sequence, and its name.
 
     `compute` gives f(X)[t2], the products `uᵀ J_{t1 t2}` with the reference's u, and the result. A way that the block
     does not allow (`BlockError`) is skipped; so is one that fails otherwise, with a remark, because a foreign block may
     raise anything when it is called with our cache.
-
-    Raises:
-        StepError: the full sequence does not agree with itself.
-        MemoryError, RuntimeError: memory ran out. A more expensive way would need more of it.
     """
     with block.evaluation():
         for way in ways:
@@ -224,31 +207,23 @@ def _cheapest(
             except Exception as error:
                 if way.path == "full_sequence" or is_out_of_memory(error):
                     raise
-                block.remarks.add(
-                    f"{way.path}: {type(error).__name__}",
-                    f"layer {block.layer}: {way.path} failed ({type(error).__name__}: "
-                    f"{' '.join(str(error).split())[:200]}), so a more expensive way was used",
-                )
+                kind, said = type(error).__name__, " ".join(str(error).split())[:200]
+                text = f"{way.path} failed ({kind}: {said}), so a more expensive way was used"
+                block.remarks.add(f"{way.path}: {kind}", f"layer {block.layer}: {text}")
                 continue
-            pairs = zip(products, input_positions, strict=True)
-            if all(block.agrees(y, uJ, t1, output_position) for uJ, t1 in pairs):
+            if block.agrees(y, products, t1, t2):
                 return result, way.path
     raise block.changed()
 
 
-def _differentiated(
-    trace: Trace, layer: int, vector: Tensor, *positions: Any
-) -> tuple[BlockFunction, Tensor, Tensor, RowFunction, PullBack]:
-    """The block, its input row, the vector in its dtype, the row function and its pull-back.
-
-    The token-local function if it passes the gate, else the full sequence's.
-    """
+def _differentiated(trace: Trace, layer: int, vector: Tensor, *positions: Any) -> tuple[Any, ...]:
+    """The block, its input row, the vector in its dtype; the token-local or else full function, and its pull-back."""
     block, t1, t2 = _connection(trace, layer, *positions)
     if vector.shape != block.X.shape[1:]:
         raise ValueError(f"`vector` must have shape {list(block.X.shape[1:])}, got {list(vector.shape)}")
     u = block.reference(t2).u
 
-    def compute(way: Way) -> tuple[Tensor, list[Tensor], tuple[RowFunction, PullBack]]:
+    def compute(way: Way) -> tuple[Any, ...]:
         function, inputs, _ = way.make()
         y, pull_back = vjp(function, *inputs)
         return y, [pull_back(u)[0]], (function, pull_back)

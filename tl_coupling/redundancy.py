@@ -12,7 +12,8 @@ import xarray
 from torch import Tensor, nn
 
 from tl_coupling.blocks import Trace, trace
-from tl_coupling.blocks.merging import differ_in, mean_weights
+from tl_coupling.blocks.calls import differ_in
+from tl_coupling.blocks.evaluation import mean_weights
 from tl_coupling.border import Count, Seed, checked, warn_caller
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.coupling import Orientation, random_subspace_null
@@ -218,8 +219,8 @@ def _changed_streams(traced: Trace) -> tuple[Tensor, dict[tuple[str, int], Tenso
                 first, X = traced.blocks[layer - 1], stream[layer - 1]
                 with first.evaluation():
                     changed["swapped", layer - 1] = first.call(block.call(X))
-                if (reason := differ_in(first, block)) is None:
-                    with mean_weights(first, block):
+                if (reason := differ_in(first.call, block.call, (first.layer, block.layer))) is None:
+                    with first.evaluation(), mean_weights(first.call.module, block.call.module):
                         changed["merged", layer - 1] = first.call(X)
                 else:
                     reasons[layer - 1] = reason

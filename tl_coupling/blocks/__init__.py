@@ -1,14 +1,13 @@
-"""A residual block as a pure function of the residual stream.
+"""A residual block as a pure function of the residual stream, `f(X) = block(X) − X`.
 
 One forward pass of the model (`trace`) records, for every block, the residual stream that enters it and every other
-argument of the call (`calls`). The block can then be called on its own, on any residual stream:
-`f(X) = block(X) − X`, TransformerLens' `hook_resid_pre → hook_resid_post` without the skip (`functions`).
+argument of the call. The block can then be called on its own, on any residual stream: TransformerLens'
+`hook_resid_pre → hook_resid_post` without the skip.
 """
 
-from tl_coupling.blocks.attention import BlockError
 from tl_coupling.blocks.calls import BlockCall
-from tl_coupling.blocks.functions import BlockFunction, Path
-from tl_coupling.blocks.gate import DerivativeError, StepError
+from tl_coupling.blocks.expansions import BlockError
+from tl_coupling.blocks.functions import BlockFunction, DerivativeError, Path, StepError
 from tl_coupling.blocks.tracing import Trace, trace
 
 __all__ = ["BlockCall", "BlockError", "BlockFunction", "DerivativeError", "Path", "StepError", "Trace", "trace"]

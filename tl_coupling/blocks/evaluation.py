@@ -1,4 +1,4 @@
-"""The state in which a model is traced and its blocks are evaluated; afterwards everything is as it was.
+"""The state in which blocks are traced and evaluated, undone afterwards; and reverse mode in chunks that fit in memory.
 
 Matmul precision, attention kernels and hooks belong to the process, weights to the model: one measurement has them at a
 time, in whichever thread it runs. Ctrl-C takes effect between its steps, where every change is undone on the way out.
@@ -6,65 +6,60 @@ time, in whichever thread it runs. Ctrl-C takes effect between its steps, where 
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# An object, one of its attributes, and the value that this is to have.
+Change = tuple[Any, str, Any]
+PullBack = Callable[[Any], tuple[Tensor, ...]]
 
 _measuring = threading.RLock()
 # What the measuring thread has entered and not yet left: device, dtype and modules.
 _entered: list[tuple[Any, ...]] = []
-
+# A Ctrl-C that came while it was held back, and the handler that was there before; None while it is not.
+_held = SimpleNamespace(came=False, handler=None)
 # How HuggingFace's mixtures compute their experts; the public property beside it also sets that of every other part.
 _EXPERTS = "_experts_implementation_internal"
-
-# An object, one of its attributes, and the value that this is to have.
-Change = tuple[Any, str, Any]
-
-
-class _Interrupts:
-    """Holds Ctrl-C back until `hear`; a second one takes effect at once."""
-
-    def __init__(self) -> None:
-        self.came = False
-        # The handler that was there; None while interrupts are not held back.
-        self.previous: Any = None
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold interrupts back while the context lasts; on exit, deliver one that came."""
-        previous = signal.getsignal(signal.SIGINT)
-        if self.previous or not callable(previous) or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        try:
-            self.previous = previous
-            signal.signal(signal.SIGINT, self._hold)
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
-            came, self.came, self.previous = self.came, False, None
-            if came:
-                previous(signal.SIGINT, None)
-
-    def hear(self) -> None:
-        """Deliver an interrupt that came."""
-        if self.came and threading.current_thread() is threading.main_thread():
-            self.came = False
-            self.previous(signal.SIGINT, None)
-
-    def _hold(self, number: int, frame: Any) -> None:
-        if self.came:
-            self.previous(number, frame)
-        self.came = True
+# torch's messages on the CPU, where it raises a plain RuntimeError; CUDA and MPS have a class of their own.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
-_interrupts = _Interrupts()
-hear_interrupts = _interrupts.hear
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Context in which Ctrl-C waits for `hear_interrupts`, or for the end; a second one takes effect at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    if _held.handler or not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hold(number: int, frame: Any) -> None:
+        if _held.came:
+            handler(number, frame)
+        _held.came = True
+
+    try:
+        _held.handler = handler
+        signal.signal(signal.SIGINT, hold)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        came, _held.came, _held.handler = _held.came, False, None
+        if came:
+            handler(signal.SIGINT, None)
+
+
+def hear_interrupts() -> None:
+    """Deliver a Ctrl-C that was held back."""
+    if _held.came:
+        _held.came = False
+        _held.handler(signal.SIGINT, None)
 
 
 @contextmanager
@@ -75,6 +70,14 @@ def attributes_set(changes: Iterable[Change]) -> Iterator[None]:
             before = getattr(owner, name)
             setattr(owner, name, value)
             undo.callback(setattr, owner, name, before)
+        yield
+
+
+@contextmanager
+def mean_weights(first: nn.Module, second: nn.Module) -> Iterator[None]:
+    """Context in which each parameter of `first` is the mean of its own and `second`'s. Costs a copy of the weights."""
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    with attributes_set((p, "data", (p.data + q.data) / 2) for p, q in pairs):
         yield
 
 
@@ -91,7 +94,7 @@ def exact_arithmetic(
             hear_interrupts()
             yield
             return
-        with _interrupts.held(), ExitStack() as stack:
+        with _interrupts_held(), ExitStack() as stack:
             hear_interrupts()
             for kind in {"cpu", device.type} - {"meta"}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
@@ -114,23 +117,19 @@ def own_arithmetic(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _full_precision() -> Iterator[Change]:
+def _full_precision() -> list[Change]:
     backends: Any = torch.backends
-    operations = [getattr(backends.cudnn, name, None) for name in ("conv", "rnn")]
-    operations += [getattr(backends.mkldnn, name, None) for name in ("conv", "rnn", "matmul")]
-    for operation in (*operations, backends.cuda.matmul):
-        if hasattr(operation, "fp32_precision"):
-            yield operation, "fp32_precision", "ieee"
-        elif operation is backends.cuda.matmul:  # torch before 2.9
-            yield operation, "allow_tf32", False
-            yield backends.cudnn, "allow_tf32", False
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    if not hasattr(cuda.matmul, "fp32_precision"):  # torch before 2.9
+        return [(cuda.matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
+    operations = (cudnn.conv, cudnn.rnn, mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul)
+    return [(operation, "fp32_precision", "ieee") for operation in operations]
 
 
 def _computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
-    """Changes that make a module compute in `dtype`: its floating-point weights, and its configuration.
+    """Changes that make a module compute in `dtype`; HookedTransformer's norms cast to `cfg.dtype`.
 
-    Weights by hand, not by `torch.func.functional_call`: a bridge reaches one module under two names, and would be left
-    with foreign weights. HookedTransformer's norms cast to `cfg.dtype`.
+    Not by `torch.func.functional_call`: a bridge reaches one module under two names, and would keep foreign weights.
     """
     for part in module.modules():
         # `parameters()` and `buffers()` would search all parts of each part again.
@@ -145,8 +144,71 @@ def _computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
 
 def _eager_experts(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     """Changes for float64, in which HuggingFace's grouped experts fail."""
-    if dtype == torch.float64:
-        for part in module.modules():
-            config = vars(part).get("config")
-            if getattr(config, _EXPERTS, None) not in (None, "eager"):
-                yield config, _EXPERTS, "eager"
+    for part in module.modules() if dtype == torch.float64 else ():
+        config = vars(part).get("config")
+        if getattr(config, _EXPERTS, None) not in (None, "eager"):
+            yield config, _EXPERTS, "eager"
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A value with its floating-point tensors changed, also those inside tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        changed = [map_tensors(v, change) for v in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    return {k: map_tensors(v, change) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def vjp(function: Callable[..., Any], *inputs: Tensor, has_aux: bool = False) -> tuple[Any, ...]:
+    """`torch.func.vjp`, or plain autograd where a custom autograd Function rules out torch.func (BLOOM's GELU)."""
+    try:
+        return torch.func.vjp(function, *inputs, has_aux=has_aux)
+    except RuntimeError as error:
+        if "setup_context" not in str(error):
+            raise
+    with torch.enable_grad():
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        y, *more = function(*leaves) if has_aux else (function(*leaves),)
+
+    def pull_back(u: Any) -> tuple[Tensor, ...]:
+        gradients = torch.autograd.grad(y, leaves, u, retain_graph=True, allow_unused=True)
+        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))
+
+    values, *auxiliary = map_tensors([y, *more], Tensor.detach)
+    return values, pull_back, *auxiliary
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error means that memory ran out."""
+    said = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in said for text in _OUT_OF_MEMORY)
+
+
+def over_seeds(pull: Callable[[slice, Tensor], None], y: Tensor, chunk_size: int) -> None:
+    """`pull(rows, seeds)` for the rows of the identity, `chunk_size` at a time; half as many when memory runs out."""
+    start = 0
+    while start < len(y):
+        hear_interrupts()
+        rows = slice(start, min(start + chunk_size, len(y)))
+        seeds = y.new_zeros(rows.stop - start, len(y))
+        seeds[:, rows].fill_diagonal_(1)
+        try:
+            pull(rows, seeds)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error) or chunk_size == 1:
+                raise
+            chunk_size = max(1, min(chunk_size, len(y)) // 2)
+        else:
+            start = rows.stop
+
+
+def for_seeds(pull_back: PullBack, seeds: Any) -> tuple[Tensor, ...]:
+    """`pull_back` of every seed (rows of a tensor, or of a tuple of them), stacked; a loop where vmap fails."""
+    try:
+        return torch.func.vmap(pull_back)(seeds)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        each = seeds if isinstance(seeds, Tensor) else zip(*seeds, strict=True)
+        return tuple(map(torch.stack, zip(*(pull_back(seed) for seed in each), strict=True)))

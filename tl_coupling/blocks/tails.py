@@ -1,15 +1,14 @@
 """What a model does after its last block: norms, scales, heads, soft caps. It is run with its blocks replaced.
 
-While the model runs on the traced tokens, each block's `forward` returns a given residual stream. What follows the last
-block is then computed by the model itself, whatever it is. What comes before it (embedding, masks, rotations) is cheap
-and has no effect, which is checked once for each model.
+Each block's `forward` returns a given residual stream, and the model itself computes what follows, whatever it is. What
+comes before (embedding, masks, rotations) is cheap and has no effect, which is checked once for each model.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -20,21 +19,9 @@ from tl_coupling.blocks.calls import hidden_states
 from tl_coupling.blocks.evaluation import own_arithmetic
 from tl_coupling.models import is_bridge
 
-TAIL_TOLERANCE = 1e-4
-
-
-class _Outputs(NamedTuple):
-    """What a model's blocks return: tuples of `lengths` entries (0 for a tensor), `d_model` wide, in `dtype`.
-
-    `parameter_dtype` is that of the model's first parameter at the time.
-    """
-
-    lengths: tuple[int, ...]
-    d_model: int
-    dtype: torch.dtype
-    parameter_dtype: torch.dtype
-
-
+# The dtype of a model's first parameter at the time; and what its blocks return: the length of each one's tuple (0 for
+# a tensor), and an empty residual stream.
+_Outputs = tuple[torch.dtype, list[int], Tensor]
 _checked: WeakKeyDictionary[nn.Module, _Outputs] = WeakKeyDictionary()
 _with_final_norm: WeakSet[nn.Module] = WeakSet()
 
@@ -42,18 +29,15 @@ _with_final_norm: WeakSet[nn.Module] = WeakSet()
 def logits(
     model: nn.Module, tokens: Int[Tensor, " n_pos"], x: Float[Tensor, "*batch d_model"], normalised: bool = False
 ) -> Float[Tensor, "*batch d_vocab"]:
-    """The model's logits where `x` leaves its last block, or its final norm if `normalised`; see `Trace.logits`.
-
-    In float32, or float64 for a model that computes in float64. `tokens`, any prompt that the model takes, decides how
-    many rows are computed at a time.
-    """
+    """As `Trace.logits`. `tokens`, any prompt that the model takes, decides how many rows are computed at a time."""
     with own_arithmetic(model):
         outputs = _outputs(model, tokens)
-        if x.shape[-1] != outputs.d_model or x.numel() == 0:
-            wanted = f"[*batch {outputs.d_model}], one row or more"
+        d_model = outputs[-1].shape[-1]
+        if x.shape[-1] != d_model or x.numel() == 0:
+            wanted = f"[*batch {d_model}], one row or more"
             raise ValueError(f"`x` must be a residual stream {wanted}, got {list(x.shape)}")
         skipped = [final_norm(model, tokens)] if normalised else []
-        parts = x.reshape(-1, outputs.d_model).split(len(tokens))
+        parts = x.reshape(-1, d_model).split(len(tokens))
         rows = torch.cat([_tail(model, tokens[: len(part)], part, outputs, skipped) for part in parts])
         return rows.reshape(*x.shape[:-1], -1)
 
@@ -61,18 +45,14 @@ def logits(
 def final_norm(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> nn.Module:
     """The norm between the last block and HuggingFace's `hidden_states[-1]`; of a HookedTransformer, its last norm.
 
-    Raises:
-        ValueError: there is none: `hidden_states` ends with what leaves the last block (BERT, OPT with post-norm), or
-            `ln_final` is another norm.
-
-    Cost: one forward pass of the model the first time, nothing later. `tokens` is any prompt that the model takes.
+    BERT, and OPT with post-norm, have none. Costs one forward pass of the model the first time, nothing later.
     """
-    norm = getattr(model, "ln_final", None)
+    norm: Any = getattr(model, "ln_final", None)
     if model in _with_final_norm:
-        return cast(nn.Module, norm)
+        return norm
     with own_arithmetic(model), _watched(model) as seen:
         _, raw = _run(model, tokens, output_hidden_states=True)
-        _, X = seen[len(seen) - 1]
+        _, X = seen[-1]
         # A HookedTransformer has none; `ln_final` is what it applies to X.
         states = getattr(raw, "hidden_states", None)
         if norm is None or (states and torch.equal(states[-1], X)):
@@ -83,21 +63,20 @@ def final_norm(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> nn.Module:
                 "`ln_final` of this model is not: leave it off"
             )
     _with_final_norm.add(model)
-    return cast(nn.Module, norm)
+    return norm
 
 
 def _outputs(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> _Outputs:
     """What the model's blocks return. The tail is checked against the model's own logits, once for each model."""
     dtype = next(model.parameters()).dtype
-    known = _checked.get(model)
-    if known is not None and known.parameter_dtype == dtype:
+    if (known := _checked.get(model)) is not None and known[0] == dtype:
         return known
     # Two rows at least, so that they can be swapped.
     tokens = tokens if len(tokens) > 1 else tokens.repeat(2)
     with _watched(model) as seen:
         expected = _logits(model, tokens)
-    _, X = seen[len(seen) - 1]
-    outputs = _Outputs(tuple(seen[layer][0] for layer in range(len(seen))), X.shape[-1], X.dtype, dtype)
+    _, X = seen[-1]
+    outputs = dtype, [length for length, _ in seen], X.new_empty(0, X.shape[-1])
     # In reverse, because rows must not depend on where they are.
     got = _tail(model, tokens, X[0].flip(0), outputs).flip(0)
     if not _close(got, expected, X.dtype):
@@ -114,14 +93,15 @@ def _tail(
     model: Any, tokens: Tensor, X: Float[Tensor, "n_pos d_model"], outputs: _Outputs, skipped: Sequence[nn.Module] = ()
 ) -> Float[Tensor, "n_pos d_vocab"]:
     """The logits of the model with `X` as each block's output, and without the modules `skipped`."""
+    _, lengths, stream = outputs
 
     def block(length: int, first: Tensor | None = None, *_: Any, **named: Any) -> Any:
         at = named["hidden_states"] if first is None else first
         # A copy: what comes next may work in place.
-        given = X[None].to(at.device, outputs.dtype, copy=True)
+        given = X[None].to(at.device, stream.dtype, copy=True)
         return (given, *[None] * (length - 1)) if length else given
 
-    forwards = {module: partial(block, length) for module, length in zip(model.blocks, outputs.lengths, strict=True)}
+    forwards = {module: partial(block, length) for module, length in zip(model.blocks, lengths, strict=True)}
     with _replaced(forwards | dict.fromkeys(skipped, _identity)):
         return _logits(model, tokens)
 
@@ -130,9 +110,9 @@ def _logits(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> Float[Tensor, "n
     """The model's logits for every token, in float32 or float64."""
     found, raw = _run(model, tokens)
     # A bridge returns the last hidden state of a model without a head as its logits.
-    bare = hasattr(raw, "last_hidden_state") and not hasattr(raw, "logits")
-    if bare or not isinstance(found, Tensor) or found.shape[:-1] != (1, len(tokens)):
-        given = "none" if bare or not isinstance(found, Tensor) else f"logits of shape {list(found.shape)}"
+    none = not isinstance(found, Tensor) or (hasattr(raw, "last_hidden_state") and not hasattr(raw, "logits"))
+    if none or found.shape[:-1] != (1, len(tokens)):
+        given = "none" if none else f"logits of shape {list(found.shape)}"
         name = type(getattr(model, "original_model", model)).__name__
         raise ValueError(
             f"wanted a model with logits for every token, [1 {len(tokens)} d_vocab], {name} gives {given}: "
@@ -163,14 +143,14 @@ def _identity(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 def _close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether the relative difference is within 1e-4, or twice the precision of `dtype`, if that is coarser."""
-    tolerance = max(TAIL_TOLERANCE, 2 * torch.finfo(dtype).eps)
+    tolerance = max(1e-4, 2 * torch.finfo(dtype).eps)
     return got.shape == expected.shape and bool((got - expected).norm() <= tolerance * expected.norm())
 
 
 @contextmanager
-def _watched(model: Any) -> Iterator[dict[int, tuple[int, Tensor]]]:
+def _watched(model: Any) -> Iterator[list[tuple[int, Tensor]]]:
     """What each block returned last in a run within the context: how long a tuple (0 for a tensor), and its stream."""
-    seen: dict[int, tuple[int, Tensor]] = {}
+    seen: list[Any] = [None] * len(model.blocks)
 
     def leave(layer: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         seen[layer] = len(output) if isinstance(output, tuple | list) else 0, hidden_states(output).clone()
@@ -184,8 +164,8 @@ def _watched(model: Any) -> Iterator[dict[int, tuple[int, Tensor]]]:
 @contextmanager
 def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Context in which modules have other `forward`s, and no hooks: those of the blocks have acted on the stream."""
-    own = ("forward", "_forward_hooks", "_forward_pre_hooks")
-    before = {module: {name: vars(module)[name] for name in own if name in vars(module)} for module in forwards}
+    own = {"forward", "_forward_hooks", "_forward_pre_hooks"}
+    before = {module: {name: vars(module)[name] for name in own & vars(module).keys()} for module in forwards}
     try:
         for module, forward in forwards.items():
             vars(module).update(forward=forward, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
