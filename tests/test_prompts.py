@@ -17,6 +17,7 @@ def test_ids_tasks_and_blank_lines(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b"not json", r"p\.jsonl, line 2: .*not JSON"),
+        (b"[" * 100_000, r"p\.jsonl, line 2: .*not JSON \(nested too deeply\)"),
         (b"[1, 2]", r"p\.jsonl, line 2: wanted"),
         (b'{"text": "x"}', r"p\.jsonl, line 2: wanted"),
         (b'{"prompt": 3}', r"p\.jsonl, line 2: wanted"),

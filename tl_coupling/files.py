@@ -23,7 +23,11 @@ def file_name(text: str) -> str:
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], object]) -> Path:
-    """Let `write` fill a temporary file beside `path`, then rename it; on any failure `path` is unchanged."""
+    """Let `write` fill a temporary file beside `path`, then rename it; on any failure `path` is unchanged.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk, where netCDF raises RuntimeError.
+    """
     path = Path(path)
     # The suffix stays, because writers choose the format by it.
     unfinished = path.with_name(f".{path.stem}.{_here()}-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
@@ -31,9 +35,14 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
         unfinished.touch(exist_ok=False)
         write(unfinished)
         os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    except BaseException as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        if not isinstance(error, OSError) and not str(error).startswith("NetCDF: "):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        hint = "" if path.is_dir() else "; is the disk full, or the folder read-only?"
+        raise OSError(f"cannot write {path}: {reason}{hint}") from error
     return path
 
 

@@ -136,8 +136,9 @@ def _from_file(path: Path) -> list[Prompt]:
         wanted = f'{where}: wanted {{"prompt": "…"}}'
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{wanted}, got text that is not JSON ({error.msg})") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = getattr(error, "msg", "nested too deeply")
+            raise ValueError(f"{wanted}, got text that is not JSON ({reason})") from None
         text = entry.get("prompt") if isinstance(entry, dict) else None
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{wanted} with a text that is not empty, got {line.strip()[:80]}")

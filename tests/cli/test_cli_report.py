@@ -21,6 +21,14 @@ def test_the_command_writes_one_page(call, folder_model: Path, tmp_path: Path) -
     assert "untrained, " not in out.read_text(encoding="utf-8")
 
 
+def test_a_label_in_place_of_a_path(call, folder_model: Path, tmp_path: Path) -> None:
+    options = ["--prompt", "w3 w14", "--k", 4, "--no-untrained", "--label", "model A", "--out", tmp_path / "page.html"]
+    call("report", "--model", folder_model, *options)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Transformer block coupling: model A" in page
+    assert str(folder_model) not in page
+
+
 def test_help_has_examples(call) -> None:
     assert "Examples:" in call("report", "--help").out
 

@@ -54,6 +54,7 @@ def test_scores_are_read(tmp_path):
         ("", "not a CSV file"),
         ("name,score\na,1\n", "no column 'model'; the columns are name, score"),
         ("model,points\na,1\n", "no column 'score'"),
+        ("model,score, score\na,1,2\nb,2,3\nc,3,4\n", "more than one column 'score'"),
         ("model,score\na,1\nb,high\nc,3\n", "'score' of model 'b' must be a finite number, got 'high'"),
         ("model,score\na,1\nb,inf\nc,3\n", "'score' of model 'b' must be a finite number"),
         ("model,score\na,1\nb,2\nc,3\na,4\n", "more than one row for a"),

@@ -121,6 +121,8 @@ def test_the_page_loads_nothing_and_allows_nothing(page: Path, read: Reader) -> 
         f"script-src 'sha256-{digest}'",
         "style-src 'unsafe-inline'",
         "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
     ]
     assert source.count("CircuitsVis.render(") == 1
     assert not re.search(r"url\(|@import", source[: source.index("<body>")])

@@ -85,6 +85,16 @@ def record_not_text(folder: Path) -> None:
     (folder / "unit-1.json").write_bytes(b"\xff\xfe{")
 
 
+def record_of_another_checksum(folder: Path) -> None:
+    """Valid JSON, with what a failing disk, or somebody, has made of it."""
+    text = (folder / "unit-1.json").read_text()
+    (folder / "unit-1.json").write_text(text.replace('"seconds": ', '"seconds": 1'))
+
+
+def record_nested_too_deeply(folder: Path) -> None:
+    (folder / "unit-1.json").write_bytes(b"[" * 100_000)
+
+
 def both_of_another_unit(folder: Path) -> None:
     for ending in ("nc", "json"):
         shutil.copy(folder / f"unit-2.{ending}", folder / f"unit-1.{ending}")
@@ -97,6 +107,8 @@ def both_of_another_unit(folder: Path) -> None:
         one_bit_flipped,
         record_of_another_shape,
         record_not_text,
+        record_of_another_checksum,
+        record_nested_too_deeply,
         both_of_another_unit,
         lambda folder: (folder / "unit-1.nc").unlink(),
         lambda folder: (folder / "unit-1.nc").write_bytes(b""),
@@ -212,6 +224,21 @@ def test_a_damaged_plan_is_said(finished: Path, content: bytes) -> None:
     with pytest.raises(ValueError, match=r"plan\.json is damaged: restore it, or choose"):
         Folder(finished, {"of": "units"})
     assert snapshot(finished) == before
+
+
+def test_a_plan_that_was_changed_is_not_believed(finished: Path) -> None:
+    plan = finished / "plan.json"
+    plan.write_text(plan.read_text().replace("units", "unit5"))
+    with pytest.raises(ValueError, match=r"plan\.json is damaged"):
+        Folder(finished)
+
+
+@pytest.mark.parametrize("ending", ["nc", "json"])
+def test_a_folder_in_place_of_a_file_is_one_clear_error(finished: Path, ending: str) -> None:
+    (finished / f"unit-1.{ending}").unlink()
+    (finished / f"unit-1.{ending}").mkdir()
+    with pytest.raises(OSError, match=rf"^cannot write .*unit-1\.{ending}: Is a directory$"):
+        Folder(finished, PLAN).run(UNITS, Measurement())
 
 
 def test_a_plan_binds_from_the_first_result_on(tmp_path: Path) -> None:

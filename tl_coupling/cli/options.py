@@ -54,11 +54,14 @@ class OneModel(Setup):
 
     model: Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")] = EMBEDDED_MODEL
     checkpoint: Annotated[str | None, typer.Option(help="Training step, or hub revision.")] = None
+    label: Annotated[
+        str | None, typer.Option(help="What results call the model. [default: as --model, with a local folder's path]")
+    ] = None
 
     def load(self, untrained: bool) -> nn.Module:
         """The model, or its untrained twin."""
         checkpoint = None if untrained else _training_step(self.checkpoint)
-        return load_model(self.model, checkpoint=checkpoint, untrained=untrained, **self.loading)
+        return load_model(self.model, checkpoint=checkpoint, untrained=untrained, label=self.label, **self.loading)
 
     def trace(self, model: nn.Module, prompt: str) -> Trace:
         """The traced prompt."""

@@ -52,10 +52,14 @@ def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
             warnings.simplefilter("error", pandas.errors.ParserWarning)
             # As text: a model may be called NA, a checkpoint 0010. With an index, long lines would shift their columns.
             read = pandas.read_csv(path, index_col=False, **text)
+            # pandas would number columns of one name.
+            heads = pandas.read_csv(path, header=None, nrows=1, **text).iloc[0].str.strip()
     except pandas.errors.ParserWarning:
         raise ValueError(f"{os.fspath(path)}: lines are longer than the header") from None
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: not a CSV file with a header line: {error}") from None
+    if heads.duplicated().any():
+        raise ValueError(f"{os.fspath(path)}: more than one column {heads[heads.duplicated()].iloc[0]!r}")
     read.columns = read.columns.str.strip()
     for name in read.columns.difference(["model", "checkpoint"]):
         with contextlib.suppress(ValueError):

@@ -64,6 +64,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: FloatDtype = torch.float32,
     trust_remote_code: bool = False,
+    label: str | None = None,
 ) -> nn.Module:
     """A TransformerLens model with raw weights, in eval mode.
 
@@ -80,6 +81,7 @@ def load_model(
         dtype: of the weights. Jacobians are computed in float32 or float64 in any case.
         trust_remote_code: run the Python code that some models bring with them. Without it none is run, and you are
             never prompted.
+        label: what results call the model; by default its name, which for a local folder says where it is.
 
     Raises:
         ModelError: an unknown name, no network and nothing cached, a missing package or device, a model that needs
@@ -113,7 +115,7 @@ def load_model(
         raise ModelError(f"could not load {what}: {_advice(text, type(error).__name__)}") from error
     if kind := describe_kind(model):
         raise ModelError(f"{name!r} is {kind}")
-    LOADED_AS[model] = {"model": name, "checkpoint": checkpoint, "untrained": untrained}
+    LOADED_AS[model] = {"model": label or name, "checkpoint": checkpoint, "untrained": untrained}
     LOADED_AS[model] |= {"seed": _UNTRAINED_SEED} if untrained else {}
     LOADED_AS[model] |= {"trust_remote_code": True} if trust_remote_code else {}
     return model.eval()

@@ -79,6 +79,8 @@ class Survey:
         models = {name: str(Path(s).resolve()) if Path(s).is_dir() else os.fspath(s) for name, s in given}
         if missing := [s for s in models.values() if s.startswith(("/", "./", "../", "~")) and not Path(s).is_dir()]:
             raise ValueError(f"there is no such folder: {', '.join(missing)}")
+        if not isinstance(one, Mapping) and len(set(models.values())) < len(models):
+            raise ValueError(f"`models` must be different folders, got {names}; a mapping gives one several names")
         by_model = self.checkpoints if isinstance(self.checkpoints, Mapping) else dict.fromkeys(names, self.checkpoints)
         if unknown := set(by_model) - set(names):
             raise ValueError(f"`checkpoints` names models that are not surveyed: {sorted(unknown)}; there are {names}")
@@ -232,13 +234,20 @@ def _run(
     place = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
     with place as where, output_folder(where) as path:
         results = Folder(path, survey.plan(), temporary=folder is None)
-        there = {key: one["what"]["source"]["name"] for key, one in _records(results).items()}
+        there = {key: one["what"] for key, one in _records(results).items()}
+        names = {what["source"]["name"]: what["model"] for what in there.values()}
         for unit in units:
+            model, now = unit.what["model"], unit.what["source"]["name"]
             # Its results would be overwritten.
-            if (before := there.get(unit.key)) not in (None, now := unit.what["source"]["name"]):
+            if unit.key in there and (before := there[unit.key]["source"]["name"]) != now:
                 raise ValueError(
-                    f"{path} holds results of {before!r} as {unit.what['model']!r}, asked for is {now!r}: give it "
-                    "another name, or choose another folder"
+                    f"{path} holds results of {before!r} as {model!r}, asked for is {now!r}: give it another name, or "
+                    "choose another folder"
+                )
+            # Two spellings of one path would be two models.
+            if (other := names.get(now, model)) != model and str(Path(model).resolve()) == now:
+                raise ValueError(
+                    f"{path} holds results of {now!r} as {other!r}: ask for it by that name, got {model!r}"
                 )
         # Bars of several workers would overwrite each other.
         within: Progress | None = None if executor is None and progress is None else False
@@ -279,8 +288,10 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
         raise ValueError(f"{results.path} holds results of something else than a survey")
     if not (finished := _finished(results)):
         raise ValueError(f"{results.path} holds no finished results: run the survey first")
-    keys, missing = {unit.key for unit in finished}, "its result is missing or damaged: run again"
-    failed = {key: one.get("error", missing) for key, one in _records(results).items() if key not in keys}
+    known, keys = _records(results), {unit.key for unit in finished}
+    failed = {key: one.get("error") for key, one in known.items() if key not in keys}
+    failed |= dict.fromkeys(path.stem for path in results.path.glob("[!.]*.nc") if path.stem not in known)
+    failed = {key: error or "its result is missing or damaged: run again" for key, error in sorted(failed.items())}
     return _joined(results, finished).assign_attrs(failed=json.dumps(failed))
 
 

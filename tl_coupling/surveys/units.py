@@ -53,7 +53,8 @@ class Folder:
 
     It holds `plan.json`, which says what is measured, and two files for each unit: `KEY.nc`, its result, and
     `KEY.json`, its record: finished, with the result's checksum, or failed, with the error. A result counts only if its
-    record has its checksum. The record is written last, so the folder is consistent whenever work is interrupted.
+    record has its checksum. The record is written last, so the folder is consistent whenever work is interrupted. Plan
+    and records hold a digest of their own content, so that one that was damaged is not believed.
 
     The plan, JSON-able, is written unless there are results; `None` opens a folder that has one. ValueError where there
     are results of another plan, of none, or in another version of this format. An interrupt does not mention a
@@ -154,7 +155,9 @@ def run_unit(folder: Path, unit: Unit, measure: Measure) -> Outcome:
         # Another process may have finished it, such as a worker whose driver was killed.
         return _after_error(folder, unit, error, "kept")
     with _netcdf:
-        path = _write(folder / f"{unit.key}.nc", lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4"))
+        path = write_atomically(
+            folder / f"{unit.key}.nc", lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4")
+        )
     effort = {"seconds": round(time.perf_counter() - start, 3), "peak_memory": None}
     # Not on Windows.
     with suppress(ImportError):
@@ -197,7 +200,7 @@ def is_finished(folder: Path, unit: Unit) -> bool:
     """Whether the unit's result is there, undamaged, and of this unit."""
     found, path = record(folder, unit) or {}, folder / f"{unit.key}.nc"
     wanted = {"status": "finished", "what": json.loads(json.dumps(unit.what))}
-    return path.exists() and (wanted | {"sha256": sha256(path.read_bytes()).hexdigest()}).items() <= found.items()
+    return path.is_file() and (wanted | {"sha256": sha256(path.read_bytes()).hexdigest()}).items() <= found.items()
 
 
 def load_unit(folder: Path, unit: Unit, lazily: bool = False) -> Any:
@@ -218,20 +221,19 @@ def _record(folder: Path, unit: Unit, content: dict[str, Any]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
+    """A JSON object; `None` where there is none, or it was changed since it was written."""
+    with suppress(OSError, ValueError, RecursionError):
         if isinstance(content := json.loads(path.read_text()), dict):
-            return content
+            digest = content.pop("digest", None)
+            # Older plans have none.
+            return content if digest in (None, _digest(content)) else None
     return None
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    _write(path, lambda unfinished: unfinished.write_text(json.dumps(content, indent=1)))
+    whole = json.dumps(content | {"digest": _digest(json.loads(json.dumps(content)))}, indent=1)
+    write_atomically(path, lambda unfinished: unfinished.write_text(whole))
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> Path:
-    try:
-        return write_atomically(path, write)
-    # On a full disk netCDF raises RuntimeError, or PermissionError if not even the file's header can be written.
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OSError(f"cannot write {path}: {reason}; is the disk full, or the folder read-only?") from error
+def _digest(content: dict[str, Any]) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
