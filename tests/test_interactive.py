@@ -24,6 +24,8 @@ from tl_coupling.interactive import (
     visible_token,
 )
 
+pytestmark = pytest.mark.on_4_only
+
 HOSTILE = (
     "<s>",
     "</script>",

@@ -9,6 +9,8 @@ import torch
 import tiny
 import tl_coupling as tlc
 
+pytestmark = pytest.mark.on_4_only
+
 
 @pytest.mark.parametrize("final_norm", [False, True])
 def test_the_lens_reads_the_models_own_prediction_at_the_end(tokenizer_folder: Path, final_norm: bool) -> None:

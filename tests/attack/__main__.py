@@ -48,7 +48,7 @@ def main() -> int:
 
     attacks: dict[str, tuple[Callable[..., Iterator[list[str]]], int]] = {
         "kills of runs": (kills, 140),
-        "kills of runs with workers": (kills_of_workers, 10),
+        "kills of workers": (kills_of_workers, 10),
         "interrupts of measurements": (interrupts_of_measurements, 400),
         "interrupts of runs": (interrupts_of_runs, 90),
         "interrupts of commands": (interrupts_of_commands, 10),

@@ -12,6 +12,8 @@ from torch import nn
 
 import tl_coupling as tlc
 
+pytestmark = pytest.mark.on_4_only
+
 
 def test_depth_writes_results_and_pictures_and_prints_a_table(folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"

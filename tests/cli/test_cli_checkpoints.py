@@ -9,6 +9,8 @@ import xarray
 
 import tiny
 
+pytestmark = pytest.mark.on_4_only
+
 STEPS = (0, 16, 256)
 
 

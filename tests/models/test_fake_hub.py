@@ -18,7 +18,10 @@ from tl_coupling.surveys.measurements import Settings
 PYTHIA = "EleutherAI/pythia-14m"
 WEIGHTS = "model.safetensors"
 STEPS = (0, 1, 2, 4)
-BACKENDS = ["bridge", pytest.param("hooked", marks=tiny.needs_hooked_transformer)]
+BACKENDS = [
+    pytest.param("bridge", marks=pytest.mark.on_4_only),
+    pytest.param("hooked", marks=tiny.needs_hooked_transformer),
+]
 
 # Twice in one process: what a first sweep left undone, a second one does.
 _SWEEPS = """

@@ -15,7 +15,7 @@ from tl_coupling.plots import plot_adjacency, plot_coupling, plot_coupling_matri
 from tl_coupling.plots.labels import off_screen
 from tl_coupling.plots.maps import color_scale
 
-pytestmark = pytest.mark.usefixtures("pyplot_untouched")
+pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
 
 PROVENANCE = {
     "model": "tiny",

@@ -139,6 +139,7 @@ def test_genuine_names_from_the_hubs_cache(hub: Path, backend, wanted) -> None:
     np.testing.assert_allclose(data["loss"][:, 1], losses, rtol=1e-5)
 
 
+@pytest.mark.on_4_only
 def test_results_are_written_and_read_back_the_same(run: Path, undisturbed: xarray.Dataset, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "results"
     first = checkpoint_sweep(run, prompts=PROMPTS, settings=SETTINGS, folder=folder)
@@ -200,6 +201,7 @@ def test_a_checkpoint_that_fails_is_left_out_with_a_warning_and_tried_again(hub:
     assert state(tmp_path) == before
 
 
+@pytest.mark.on_4_only
 def test_a_folder_that_lost_a_checkpoint_goes_on_and_comes_back(tmp_path: Path) -> None:
     there = save_checkpoints(tmp_path / "run", {"step1": 1, "step2": 2})
     whole = checkpoint_sweep(there, prompts=PROMPTS, settings=SETTINGS)
@@ -221,6 +223,7 @@ def test_a_folder_that_is_not_there_is_said_before_anything_is_tried(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.on_4_only
 def test_without_a_network_only_what_is_cached_is_tried_after_the_first_failure(hub: Path, monkeypatch) -> None:
     tried = []
 
@@ -411,6 +414,7 @@ checkpoint_sweep(run, None, ["w3 w14 w15 w92", "w5 w6 w7"],
 """
 
 
+@pytest.mark.on_4_only
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 @pytest.mark.parametrize(("when", "left_over"), [("between", 0), ("run0@20.nc", 1), ("run0@20.json", 1)])
 def test_a_sweep_that_was_killed_goes_on_to_the_same_bits(
