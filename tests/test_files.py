@@ -181,3 +181,25 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_atomically(path, fails)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("one.txt", "old")]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("NetCDF: HDF error"), OSError(28, "No space left on device")])
+def test_a_disk_that_fills_is_one_clear_error(tmp_path: Path, error: Exception) -> None:
+    """netCDF's is no OSError."""
+
+    def write(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise error
+
+    said = "NetCDF: HDF error" if isinstance(error, RuntimeError) else "No space left on device"
+    with pytest.raises(OSError, match=rf"^cannot write .*sweep\.nc: {said}; is the disk full"):
+        write_atomically(tmp_path / "sweep.nc", write)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_something_else_stays_what_it_is(tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match=r"^a bug$"):
+        write_atomically(tmp_path / "sweep.nc", write)

@@ -326,6 +326,15 @@ def test_threads_share_a_folder(survey: Survey, undisturbed: xarray.Dataset, tmp
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
+def test_threads_get_the_untrained_twins_that_one_alone_gets(models: dict[str, str]) -> None:
+    """Seeds are of the whole process."""
+    asked = Survey({"two": models["two"], "three": models["three"]}, PROMPTS, settings=SETTINGS, untrained=True)
+    asked = replace(asked, prompts_per_unit=1)
+    with ThreadPoolExecutor(4) as executor:
+        together = run(asked, executor=executor)
+    xarray.testing.assert_identical(values_of(together), values_of(run(asked)))
+
+
 def test_revisions_are_in_the_order_of_their_steps() -> None:
     names = ["main", "step64000", "step1000", "step143000", "v10", "v2", "100", "20"]
     assert sorted(names, key=step_order) == ["20", "100", "main", "step1000", "step64000", "step143000", "v2", "v10"]
