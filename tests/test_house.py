@@ -14,7 +14,7 @@ pytestmark = pytest.mark.on_4_only
 PACKAGE = Path(tlc.__file__).parent
 # From the bottom up: a room imports rooms of lower levels, and of its own level as long as there is no cycle.
 LEVELS = [
-    "border progress",
+    "border interrupts progress",
     "models prompts files",
     "spectra coupling statistics",
     "blocks",

@@ -13,6 +13,11 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
+from tl_coupling.interrupts import interrupts_held
+
+# How long an interrupt waits for a file.
+WRITING_SECONDS = 2.0
+
 
 def file_name(text: str) -> str:
     """Text as part of a file name: characters that could clash, hide the file or leave the folder are escaped."""
@@ -33,8 +38,10 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
     unfinished = path.with_name(f".{path.stem}.{_here()}-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
     try:
         unfinished.touch(exist_ok=False)
-        write(unfinished)
-        os.replace(unfinished, path)
+        # An interrupt amid netCDF's calls can leave xarray's lock taken, and closing the file then waits for ever.
+        with interrupts_held(WRITING_SECONDS):
+            write(unfinished)
+            os.replace(unfinished, path)
     except BaseException as error:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)

@@ -4,17 +4,17 @@ Matmul precision, attention kernels and hooks belong to the process, weights to 
 time, in whichever thread it runs. Ctrl-C takes effect between its steps, where every change is undone on the way out.
 """
 
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tl_coupling.interrupts import hear_interrupts, interrupts_held
 
 # An object, one of its attributes, and the value that this is to have.
 Change = tuple[Any, str, Any]
@@ -23,43 +23,10 @@ PullBack = Callable[[Any], tuple[Tensor, ...]]
 _measuring = threading.RLock()
 # What the measuring thread has entered and not yet left: device, dtype and modules.
 _entered: list[tuple[Any, ...]] = []
-# A Ctrl-C that came while it was held back, and the handler that was there before; None while it is not.
-_held = SimpleNamespace(came=False, handler=None)
 # How HuggingFace's mixtures compute their experts; the public property beside it also sets that of every other part.
 _EXPERTS = "_experts_implementation_internal"
 # torch's messages on the CPU, where it raises a plain RuntimeError; CUDA and MPS have a class of their own.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Context in which Ctrl-C waits for `hear_interrupts`, or for the end; a second one takes effect at once."""
-    handler = signal.getsignal(signal.SIGINT)
-    if _held.handler or not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def hold(number: int, frame: Any) -> None:
-        if _held.came:
-            handler(number, frame)
-        _held.came = True
-
-    try:
-        _held.handler = handler
-        signal.signal(signal.SIGINT, hold)
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        came, _held.came, _held.handler = _held.came, False, None
-        if came:
-            handler(signal.SIGINT, None)
-
-
-def hear_interrupts() -> None:
-    """Deliver a Ctrl-C that was held back."""
-    if _held.came:
-        _held.came = False
-        _held.handler(signal.SIGINT, None)
 
 
 @contextmanager
@@ -94,7 +61,7 @@ def exact_arithmetic(
             hear_interrupts()
             yield
             return
-        with _interrupts_held(), ExitStack() as stack:
+        with interrupts_held(), ExitStack() as stack:
             hear_interrupts()
             for kind in {"cpu", device.type} - {"meta"}:
                 stack.enter_context(torch.autocast(kind, enabled=False))

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from tl_coupling.border import AnyPath
-from tl_coupling.files import remove_left_overs, write_atomically
+from tl_coupling.files import WRITING_SECONDS, remove_left_overs, write_atomically
+from tl_coupling.interrupts import interrupts_held
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.surveys.executors import Executor, submitted
 
@@ -208,7 +209,8 @@ def load_unit(folder: Path, unit: Unit, lazily: bool = False) -> Any:
     from xarray import load_dataset, open_dataset
 
     path = folder / f"{unit.key}.nc"
-    return open_dataset(path, engine="netcdf4", chunks={}) if lazily else load_dataset(path, engine="netcdf4")
+    with interrupts_held(WRITING_SECONDS):
+        return open_dataset(path, engine="netcdf4", chunks={}) if lazily else load_dataset(path, engine="netcdf4")
 
 
 def record(folder: Path, unit: Unit) -> dict[str, Any] | None:
