@@ -61,7 +61,7 @@ def _a_folder_of_its_name(folder: Path, rng: random.Random) -> str:
 
 
 def _swapped(folder: Path, rng: random.Random) -> str:
-    one, other = _any_file(folder, rng), _any_file(folder, rng)
+    one, other = rng.sample(sorted(path for path in folder.iterdir() if path.is_file()), 2)
     shutil.copy(one, spare := folder / ".spare")
     shutil.copy(other, one)
     os.replace(spare, other)
