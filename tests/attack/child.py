@@ -8,6 +8,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,10 @@ class Child:
             traceback.print_exc()
             status = BUG
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            # On a full disk; what follows would be the parent's work, and its cleaning up.
+            with suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
             os._exit(status)
 
     def wait(self, seconds: float) -> bool:
