@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attack.child import DONE, REFUSED, Child
 from attack.interrupts import command
-from attack.subject import Finished, Subject
+from attack.subject import Finished, Subject, finished
 
 
 def full_disks(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
@@ -35,8 +35,12 @@ def full_disks(subject: Subject, rng: random.Random, n: int) -> Iterator[list[st
             found = child.faults(what, (DONE, REFUSED))
             if child.status == REFUSED and "is the disk full" not in child.said():
                 found.append(f"said {child.said()!r}: {what}")
+            before = finished(folder)
             found += subject.faults(folder, Finished(), what) + _halves(folder)
-        yield found + subject.completed(folder, what)
+            if is_small:
+                subprocess.run(["mount", "-o", "remount,size=64m", folder], check=True)
+            found += subject.completed(folder, what) + subject.faults(folder, before, what)
+        yield found
 
 
 def _limited(limit: int | None, work: Callable[[], object]) -> None:
