@@ -296,7 +296,7 @@ def test_repr_says_what_was_measured_and_the_four_values():
     for name, value in result.summary().items():
         assert f"{name}={value:.3f}" in repr(result)
     assert "'affine', position=2, n_classes=2, k=2" in repr(result)
-    assert "null 0.167" in repr(result)
+    assert "null of alignment 0.167" in repr(result)
 
 
 def test_file_round_trip(tmp_path):

@@ -106,8 +106,9 @@ class ResidualAlignment(Saved):
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value:.3f}" for name, value in self.summary().items())
-        what = f"position={self.position}, n_classes={self.n_classes}, k={self.k}"
-        return f"ResidualAlignment(model={self.provenance.get('model')!r}, {what}: {values}; null {self.null():.3f})"
+        model = f"{self.provenance.get('model')!r}, position={self.position}"
+        sizes = f"n_classes={self.n_classes}, k={self.k}"
+        return f"ResidualAlignment(model={model}, {sizes}: {values}; null of alignment {self.null():.3f})"
 
 
 @checked
