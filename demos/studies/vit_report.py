@@ -1,0 +1,204 @@
+"""The statistics, tables and figures of `vit.py`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas
+import xarray
+from jaxtyping import Float
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tl_coupling.generalization import bootstrap, linear_fit
+from tl_coupling.plots import labels
+from tl_coupling.statistics import crossed_mean, is_constant, rank_correlation
+
+DECAY, RATE, ACCURACY = "weight_decay", "stochastic_depth", "test_accuracy"
+ALL_MODELS = "all models"
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """Models and their coupling.
+
+    Attributes:
+        name: of the images, for titles.
+        models: one row each: how it was trained, accuracies as shares, losses in nats.
+        coupling: mean over pairs of different blocks, `[position model prompt]`, in the order of the rows. Position 0
+            is the class token, the last one the last patch.
+        k: singular vectors.
+    """
+
+    name: str
+    models: pandas.DataFrame
+    coupling: xarray.DataArray
+    k: int
+
+    @property
+    def per_image(self) -> dict[str, Float[np.ndarray, "n_models n_images"]]:
+        """Coupling at the class token, at the last patch, and in the mean over the patches that were measured."""
+        values = self.coupling.transpose("position", "model", "prompt").values
+        return {"class token": values[0], "last patch": values[-1], "patches": values[1:].mean(0)}
+
+    @property
+    def table(self) -> pandas.DataFrame:
+        """The models, with a column for each of `per_image`: its mean over images."""
+        return self.models.assign(**{token: values.mean(1) for token, values in self.per_image.items()})
+
+
+def levels(study: Study, column: str) -> list[float]:
+    """The weight decays or rates of the grid, in order."""
+    return sorted(study.models[column].unique().tolist())
+
+
+def held_fixed(study: Study, *columns: str) -> list[str]:
+    """Controls that hold a factor fixed, whatever its effect: one indicator for each level but the first."""
+    return [f"{column} == {level!r}" for column in columns for level in levels(study, column)[1:]]
+
+
+def claims(study: Study) -> tuple[pandas.DataFrame, list[str]]:
+    """Both claims for each token, and why rows are missing: with too few models, or where all are alike.
+
+    Rows: coupling on the rate, at each weight decay and with it held fixed; accuracy on coupling, at each rate and with
+    it held fixed, by indicators or as a line, and with the weight decay too. Columns: `n` models; the `slope` (of
+    coupling per unit of rate; of accuracy, as a share, per unit of coupling) with its t interval, `low` and `high`, and
+    `p`; its interval by resampling models and images, `boot_low` and `boot_high`; Spearman's `rho`, with `rho_low` and
+    `rho_high` likewise. Where something is held fixed there is only the t interval.
+    """
+    rows, left_out = [], []
+    for token in study.per_image:
+        cases = [
+            *((f"{DECAY} {level:g}", RATE, token, study.models[DECAY] == level, []) for level in levels(study, DECAY)),
+            (f"{DECAY} held fixed", RATE, token, None, held_fixed(study, DECAY)),
+            *((f"{RATE} {level:g}", token, ACCURACY, study.models[RATE] == level, []) for level in levels(study, RATE)),
+            (ALL_MODELS, token, ACCURACY, None, []),
+            (f"{RATE} held fixed", token, ACCURACY, None, held_fixed(study, RATE)),
+            (f"{RATE} held fixed, linearly", token, ACCURACY, None, [RATE]),
+            (f"{RATE} and {DECAY} held fixed", token, ACCURACY, None, held_fixed(study, RATE, DECAY)),
+        ]
+        for among, x, y, chosen, controls in cases:
+            claim = f"{'coupling' if x == RATE else 'accuracy'} on {'rate' if x == RATE else 'coupling'}"
+            try:
+                found = association(study, token, x, y, chosen, controls)
+            except ValueError as error:
+                left_out.append(f"{claim}, {token}, {among}: {error}")
+            else:
+                rows.append({"claim": claim, "token": token, "among": among} | found)
+    return pandas.DataFrame(rows), left_out
+
+
+def association(
+    study: Study, token: str, x: str, y: str, chosen: pandas.Series | None, controls: Sequence[str]
+) -> dict[str, float]:
+    """One row of `claims`. ValueError where there are too few models, or x or y is the same for all of them."""
+    mask = np.ones(len(study.models), bool) if chosen is None else chosen.to_numpy()
+    table = study.table[mask]
+    fit = linear_fit(table, x, y, controls=controls)
+    row = {"n": fit.n, "slope": fit.slope, "low": fit.slope_interval[0], "high": fit.slope_interval[1], "p": fit.p}
+    if controls:
+        return row
+    of_images = study.per_image[token][mask]
+    # Accuracy and rate are the same for all images.
+    drawn_x, drawn_y = (
+        of_images if name == token else np.repeat(table[[name]].to_numpy(float), of_images.shape[1], 1)
+        for name in (x, y)
+    )
+    drawn = bootstrap(drawn_x, drawn_y)
+    rank = rank_correlation(table[x].to_numpy(), table[y].to_numpy())
+    row |= {"boot_low": drawn.slope[0], "boot_high": drawn.slope[1]}
+    return row | {"rho": rank.rho, "rho_low": drawn.rho[0], "rho_high": drawn.rho[1]}
+
+
+def means(study: Study) -> pandas.DataFrame:
+    """Mean over all models of each rate: accuracies, and coupling with its t interval over models and images."""
+    rows = []
+    for rate in levels(study, RATE):
+        mask = (study.models[RATE] == rate).to_numpy()
+        row = {RATE: rate, "n": int(mask.sum())}
+        row |= {name: study.models.loc[mask, name].mean() for name in ("train_accuracy", ACCURACY, "train_loss")}
+        found = crossed_mean(np.stack([values[mask] for values in study.per_image.values()], -1))
+        for token, mean, half in zip(study.per_image, *found, strict=True):
+            row |= {token: mean, f"{token} low": mean - half, f"{token} high": mean + half}
+        rows.append(row)
+    return pandas.DataFrame(rows)
+
+
+def print_report(study: Study, of_rates: pandas.DataFrame, of_claims: pandas.DataFrame, left_out: list[str]) -> None:
+    """Tables of `means` and `claims`, and how many intervals hold 0."""
+
+    def show(table: pandas.DataFrame) -> None:
+        print(table.to_string(index=False, float_format="{:.3f}".format, na_rep=""))
+
+    print(f"{described(study)}, k = {study.k}; random subspaces have a coupling of {study.coupling.attrs['null']:.3f}")
+    print("\nMeans over the models of a rate; of coupling with 95 % intervals over models and images")
+    show(of_rates)
+    for claim, rows in of_claims.groupby("claim", sort=False) if len(of_claims) else []:
+        print(f"\n{claim}: slopes with 95 % t intervals over models; boot: over models and images")
+        show(rows.drop(columns="claim"))
+        # With so many, one in twenty misses 0 by chance.
+        for token, some in rows.groupby("token", sort=False):
+            above, below = (some["low"] > 0).sum(), (some["high"] < 0).sum()
+            print(f"{token}: of {len(some)} t intervals {above} lie above 0, {below} below")
+    print(*(f"left out: {one}" for one in left_out), sep="\n")
+
+
+def draw_rates(study: Study) -> Figure:
+    """Coupling against the rate, one line per weight decay, means over seeds; points are models."""
+    figure, axes = panels(study)
+    for ax, token in zip(axes, study.per_image, strict=True):
+        for decay, color in colors(levels(study, DECAY)):
+            rows = study.table[study.table[DECAY] == decay]
+            mean = rows.groupby(RATE)[token].mean()
+            ax.plot(mean.index, mean, color=color, label=f"weight decay {decay:g}")
+            ax.plot(rows[RATE], rows[token], "o", color=color, markersize=4, alpha=0.7)
+        ax.set_xlabel("stochastic depth, rate at the last block")
+        ax.set_ylabel(labels.measure_label("coupling", study.k))
+        labels.draw_null(ax.axhline, study.coupling.attrs["null"])
+    labels.entitle(figure, f"Coupling against stochastic depth · {described(study)}")
+    return finished(figure, axes[0])
+
+
+def draw_accuracy(study: Study) -> Figure:
+    """Test accuracy against coupling, one colour per rate, with the line through its models."""
+    figure, axes = panels(study)
+    for ax, token in zip(axes, study.per_image, strict=True):
+        for rate, color in colors(levels(study, RATE)):
+            rows = study.table[study.table[RATE] == rate]
+            x, y = rows[token].to_numpy(), 100 * rows[ACCURACY].to_numpy()
+            ax.plot(x, y, "o", color=color, markersize=5, label=f"rate {rate:g}")
+            if len(rows) > 2 and not is_constant(x):
+                ends = np.array([x.min(), x.max()])
+                ax.plot(ends, np.polyval(np.polyfit(x, y, 1), ends), color=color, linewidth=1)
+        ax.set_xlabel(labels.measure_label("coupling", study.k))
+        ax.set_ylabel("test accuracy (%)")
+    labels.entitle(figure, f"Accuracy against coupling · {described(study)}")
+    return finished(figure, axes[0])
+
+
+def panels(study: Study) -> tuple[Figure, list[Axes]]:
+    """One for each token."""
+    figure = labels.new_figure(12.0, 4.6)
+    axes = list(figure.subplots(1, len(study.per_image), sharey=True, squeeze=False)[0])
+    n = study.coupling.sizes["position"] - 1
+    for ax, token in zip(axes, study.per_image, strict=True):
+        labels.entitle(ax, f"mean over {n} patches" if token == "patches" else token)
+    return figure, axes
+
+
+def colors(of: Sequence[float]) -> list[tuple[float, tuple[float, ...]]]:
+    """Each value with its colour, dark to light; the lightest are not seen on white."""
+    return list(zip(of, colormaps["viridis"](np.linspace(0, 0.85, len(of))), strict=True))
+
+
+def described(study: Study) -> str:
+    n = study.coupling.sizes["prompt"]
+    return f"{len(study.models)} ViTs on {study.name}, mean over {n} test images"
+
+
+def finished(figure: Figure, ax: Axes) -> Figure:
+    """One legend for all panels."""
+    handles, names = ax.get_legend_handles_labels()
+    figure.legend(handles, names, frameon=False, loc="outside lower center", ncols=len(names), fontsize="small")
+    return figure
