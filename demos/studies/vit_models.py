@@ -20,6 +20,8 @@ from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from torch import Tensor, nn
 
+from tl_coupling.files import write_atomically
+
 # Where Debian's package dataset-fashion-mnist puts its files.
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 # What is held out, and what `n_train` draws, is the same in every run.
@@ -175,7 +177,7 @@ def save_images(images: UInt8[np.ndarray, "n side side 3"], folder: Path) -> lis
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{i}.png" for i in range(len(images))]
     for path, image in zip(paths, images, strict=True):
-        Image.fromarray(image).save(path)
+        write_atomically(path, Image.fromarray(image).save)
     return paths
 
 

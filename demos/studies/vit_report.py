@@ -10,6 +10,7 @@ from jaxtyping import Float
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.generalization import bootstrap, linear_fit
 from tl_coupling.plots import labels
@@ -69,7 +70,7 @@ def claims(study: Study) -> tuple[pandas.DataFrame, list[str]]:
     """
     rows, left_out = [], []
     for token in study.per_image:
-        cases = [
+        cases: list[tuple[str, str, str, pandas.Series | None, list[str]]] = [
             *((f"{DECAY} {level:g}", RATE, token, study.models[DECAY] == level, []) for level in levels(study, DECAY)),
             (f"{DECAY} held fixed", RATE, token, None, held_fixed(study, DECAY)),
             *((f"{RATE} {level:g}", token, ACCURACY, study.models[RATE] == level, []) for level in levels(study, RATE)),
@@ -83,9 +84,9 @@ def claims(study: Study) -> tuple[pandas.DataFrame, list[str]]:
             try:
                 found = association(study, token, x, y, chosen, controls)
             except ValueError as error:
-                left_out.append(f"{claim}, {token}, {among}: {error}")
+                left_out.append(f"{claim}, {token}, {among.replace('_', ' ')}: {error}")
             else:
-                rows.append({"claim": claim, "token": token, "among": among} | found)
+                rows.append({"claim": claim, "token": token, "among": among.replace("_", " ")} | found)
     return pandas.DataFrame(rows), left_out
 
 
@@ -135,8 +136,8 @@ def print_report(study: Study, of_rates: pandas.DataFrame, of_claims: pandas.Dat
     print("\nMeans over the models of a rate; of coupling with 95 % intervals over models and images")
     show(of_rates)
     for claim, rows in of_claims.groupby("claim", sort=False) if len(of_claims) else []:
-        print(f"\n{claim}: slopes with 95 % t intervals over models; boot: over models and images")
-        show(rows.drop(columns="claim"))
+        print(f"\n{claim}: slope with its 95 % t interval over models; boot: resampling models and images")
+        show(rows.drop(columns="claim").assign(p=rows["p"].map("{:.2g}".format)))
         # With so many, one in twenty misses 0 by chance.
         for token, some in rows.groupby("token", sort=False):
             above, below = (some["low"] > 0).sum(), (some["high"] < 0).sum()
@@ -154,9 +155,9 @@ def draw_rates(study: Study) -> Figure:
             ax.plot(mean.index, mean, color=color, label=f"weight decay {decay:g}")
             ax.plot(rows[RATE], rows[token], "o", color=color, markersize=4, alpha=0.7)
         ax.set_xlabel("stochastic depth, rate at the last block")
-        ax.set_ylabel(labels.measure_label("coupling", study.k))
         labels.draw_null(ax.axhline, study.coupling.attrs["null"])
-    labels.entitle(figure, f"Coupling against stochastic depth · {described(study)}")
+    axes[0].set_ylabel(labels.measure_label("coupling", study.k))
+    labels.entitle(figure, f"Coupling against stochastic depth, lines through means · {described(study)}")
     return finished(figure, axes[0])
 
 
@@ -167,12 +168,13 @@ def draw_accuracy(study: Study) -> Figure:
         for rate, color in colors(levels(study, RATE)):
             rows = study.table[study.table[RATE] == rate]
             x, y = rows[token].to_numpy(), 100 * rows[ACCURACY].to_numpy()
-            ax.plot(x, y, "o", color=color, markersize=5, label=f"rate {rate:g}")
+            ax.plot(x, y, "o", color=color, markersize=5, label=f"stochastic depth {rate:g}")
             if len(rows) > 2 and not is_constant(x):
                 ends = np.array([x.min(), x.max()])
                 ax.plot(ends, np.polyval(np.polyfit(x, y, 1), ends), color=color, linewidth=1)
         ax.set_xlabel(labels.measure_label("coupling", study.k))
-        ax.set_ylabel("test accuracy (%)")
+        ax.xaxis.set_major_locator(MaxNLocator(6))
+    axes[0].set_ylabel("test accuracy (%)")
     labels.entitle(figure, f"Accuracy against coupling · {described(study)}")
     return finished(figure, axes[0])
 
