@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import tl_coupling as tlc
 from tl_coupling.files import output_folder, write_atomically
-from vit_models import Images, TrainingConfig, check_config, load_images, save_images, train
+from vit_models import Images, TrainingConfig, check_config, left_of_idle_weights, load_images, save_images, train
 from vit_report import Study, claims, draw_accuracy, draw_rates, means, print_report
 
 # What demos share lies above.
@@ -158,7 +158,8 @@ def study_here(arguments: argparse.Namespace) -> Study:
     coupling = xarray.concat(found, pandas.Index(positions, name="position"), combine_attrs="drop_conflicts")
     rows = [json.loads((folder / "training.json").read_text()) for folder in folders]
     table = pandas.DataFrame(rows, pandas.Index(models, name="model")).drop(columns="loss")
-    return Study(images.name, table, coupling, arguments.k)
+    table["idle_weights_left"] = [left_of_idle_weights(config, len(images.train)) for config in configs]
+    return Study(images.name, len(images.train), len(images.test), table, coupling, arguments.k)
 
 
 @tlc.plots.off_screen()
@@ -166,14 +167,16 @@ def study(arguments: argparse.Namespace) -> None:
     """Train, measure, report, draw."""
     with output_folder(arguments.out) as out:
         found = study_here(arguments)
-        of_rates, (of_claims, left_out) = means(found), claims(found)
-        print_report(found, of_rates, of_claims, left_out)
-        tables = {"models": found.table.reset_index(), "rates": of_rates, "claims": of_claims}
+        of_claims, left_out = claims(found)
+        tables = {"models": found.table.reset_index(), "claims": of_claims}
+        tables |= {f"means-{column.replace('_', '-')}": means(found, column) for column in GRID}
+        print_report(found, tables, left_out)
         for name, table in tables.items():
             write_atomically(out / f"{name}.csv", partial(table.to_csv, index=False))
         said = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
-        said |= {"left_out": left_out, "images": found.name, "k": found.k, "null": found.coupling.attrs["null"]}
-        said |= {"n_images": found.coupling.sizes["prompt"], "positions": found.coupling["position"].values.tolist()}
+        said |= {"left_out": left_out, "images": found.name, "n_train": found.n_train, "n_test": found.n_test}
+        said |= {"k": found.k, "null": found.null, "n_measured": found.n_images}
+        said["positions"] = found.coupling["position"].values.tolist()
         said["versions"] = {one.__name__: one.__version__ for one in (tlc, torch, transformers)}
         paths = [write_atomically(out / "study.json", lambda path: path.write_text(json.dumps(said, indent=1)))]
         for name, drawn in (("rates", draw_rates(found)), ("accuracy", draw_accuracy(found))):

@@ -263,6 +263,16 @@ def rate_at(config: TrainingConfig, step: int, steps_per_epoch: int) -> float:
     return config.learning_rate * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))) / 2
 
 
+def left_of_idle_weights(config: TrainingConfig, n_train: int) -> float:
+    """What weight decay leaves, over a whole training, of a weight that no gradient moves: `Π (1 - rate · decay)`.
+
+    So strong a decay is: AdamW's acts by the rate and the number of steps, and short trainings hardly feel it.
+    """
+    n_steps = math.ceil(n_train / config.batch)
+    steps = range(1, config.epochs * n_steps + 1)
+    return math.prod(1 - rate_at(config, step, n_steps) * config.weight_decay for step in steps)
+
+
 def learn(model: Any, config: TrainingConfig, images: Images, generator: np.random.Generator) -> Iterator[float]:
     """Train in memory: the mean loss of each epoch, on mixed images, in nats."""
     # As DeiT: not biases, norms, the class token and positions.

@@ -1,6 +1,6 @@
 """The statistics, tables and figures of `vit.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,8 @@ from tl_coupling.statistics import crossed_mean, is_constant, rank_correlation
 
 DECAY, RATE, ACCURACY = "weight_decay", "stochastic_depth", "test_accuracy"
 ALL_MODELS = "all models"
+# What `means` are taken of, beside coupling.
+MEANS = ("train_accuracy", ACCURACY, "train_loss", "idle_weights_left")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +27,7 @@ class Study:
     """Models and their coupling.
 
     Attributes:
-        name: of the images, for titles.
+        name, n_train, n_test: of the images; how many are learned, and how many accuracy is measured on.
         models: one row each: how it was trained, accuracies as shares, losses in nats.
         coupling: mean over pairs of different blocks, `[position model prompt]`, in the order of the rows. Position 0
             is the class token, the last one the last patch.
@@ -33,9 +35,21 @@ class Study:
     """
 
     name: str
+    n_train: int
+    n_test: int
     models: pandas.DataFrame
     coupling: xarray.DataArray
     k: int
+
+    @property
+    def n_images(self) -> int:
+        """On which coupling was measured."""
+        return self.coupling.sizes["prompt"]
+
+    @property
+    def null(self) -> float:
+        """The coupling of random subspaces."""
+        return self.coupling.attrs["null"]
 
     @property
     def per_image(self) -> dict[str, Float[np.ndarray, "n_models n_images"]]:
@@ -112,13 +126,12 @@ def association(
     return row | {"rho": rank.rho, "rho_low": drawn.rho[0], "rho_high": drawn.rho[1]}
 
 
-def means(study: Study) -> pandas.DataFrame:
-    """Mean over all models of each rate: accuracies, and coupling with its t interval over models and images."""
+def means(study: Study, column: str) -> pandas.DataFrame:
+    """Means over the models of each weight decay or rate; of coupling with t intervals over models and images."""
     rows = []
-    for rate in levels(study, RATE):
-        mask = (study.models[RATE] == rate).to_numpy()
-        row = {RATE: rate, "n": int(mask.sum())}
-        row |= {name: study.models.loc[mask, name].mean() for name in ("train_accuracy", ACCURACY, "train_loss")}
+    for level in levels(study, column):
+        mask = (study.models[column] == level).to_numpy()
+        row = {column: level, "n": int(mask.sum())} | study.models.loc[mask, list(MEANS)].mean().to_dict()
         found = crossed_mean(np.stack([values[mask] for values in study.per_image.values()], -1))
         for token, mean, half in zip(study.per_image, *found, strict=True):
             row |= {token: mean, f"{token} low": mean - half, f"{token} high": mean + half}
@@ -126,16 +139,22 @@ def means(study: Study) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def print_report(study: Study, of_rates: pandas.DataFrame, of_claims: pandas.DataFrame, left_out: list[str]) -> None:
-    """Tables of `means` and `claims`, and how many intervals hold 0."""
+def print_report(study: Study, tables: Mapping[str, pandas.DataFrame], left_out: Sequence[str]) -> None:
+    """Tables of `means` and `claims`, and how many intervals lie on one side of 0."""
 
     def show(table: pandas.DataFrame) -> None:
         print(table.to_string(index=False, float_format="{:.3f}".format, na_rep=""))
 
-    print(f"{described(study)}, k = {study.k}; random subspaces have a coupling of {study.coupling.attrs['null']:.3f}")
-    print("\nMeans over the models of a rate; of coupling with 95 % intervals over models and images")
-    show(of_rates)
-    for claim, rows in of_claims.groupby("claim", sort=False) if len(of_claims) else []:
+    accuracy = study.models[ACCURACY]
+    print(f"{described(study)}, k = {study.k}; random subspaces have a coupling of {study.null:.3f}")
+    low, mean, high = (f"{100 * value:.1f}" for value in (accuracy.min(), accuracy.mean(), accuracy.max()))
+    error = 100 * np.sqrt(accuracy.mean() * (1 - accuracy.mean()) / study.n_test)
+    print(f"{study.n_train} images to learn from; test accuracy {low} to {high} %, on average {mean} %")
+    print(f"Standard error of an accuracy, being over {study.n_test} images: {error:.2f} percentage points")
+    for column in (RATE, DECAY):
+        print(f"\nMeans by {column.replace('_', ' ')}; of coupling with 95 % t intervals over models and images")
+        show(tables[f"means-{column.replace('_', '-')}"])
+    for claim, rows in tables["claims"].groupby("claim", sort=False) if len(tables["claims"]) else []:
         print(f"\n{claim}: slope with its 95 % t interval over models; boot: resampling models and images")
         show(rows.drop(columns="claim").assign(p=rows["p"].map("{:.2g}".format)))
         # With so many, one in twenty misses 0 by chance.
@@ -155,7 +174,7 @@ def draw_rates(study: Study) -> Figure:
             ax.plot(mean.index, mean, color=color, label=f"weight decay {decay:g}")
             ax.plot(rows[RATE], rows[token], "o", color=color, markersize=4, alpha=0.7)
         ax.set_xlabel("stochastic depth, rate at the last block")
-        labels.draw_null(ax.axhline, study.coupling.attrs["null"])
+        labels.draw_null(ax.axhline, study.null)
     axes[0].set_ylabel(labels.measure_label("coupling", study.k))
     labels.entitle(figure, f"Coupling against stochastic depth, lines through means · {described(study)}")
     return finished(figure, axes[0])
@@ -195,8 +214,7 @@ def colors(of: Sequence[float]) -> list[tuple[float, tuple[float, ...]]]:
 
 
 def described(study: Study) -> str:
-    n = study.coupling.sizes["prompt"]
-    return f"{len(study.models)} ViTs on {study.name}, mean over {n} test images"
+    return f"{len(study.models)} ViTs on {study.name}, mean over {study.n_images} test images"
 
 
 def finished(figure: Figure, ax: Axes) -> Figure:

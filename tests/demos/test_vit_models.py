@@ -138,6 +138,21 @@ def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine():
     assert vit_models.rate_at(replace(config, warmup=0), 25, 5) == pytest.approx(0.5)
 
 
+def test_what_weight_decay_leaves_of_an_idle_weight_is_what_adamw_leaves():
+    """A weight whose gradient is 0 at every step."""
+    config = replace(CONFIG, weight_decay=5.0, learning_rate=0.01)
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.zeros(1)
+    optimizer = torch.optim.AdamW([weight], weight_decay=5.0)
+    # 200 images in batches of 64, twice.
+    for step in range(1, 9):
+        optimizer.param_groups[0]["lr"] = vit_models.rate_at(config, step, 4)
+        optimizer.step()
+    left = weight.item()
+    assert 0.5 < left < 0.9
+    assert vit_models.left_of_idle_weights(config, 200) == pytest.approx(left, rel=1e-5)
+
+
 def test_weight_decay_is_of_matrices_alone(digits):
     model = vit_models.new_model(CONFIG, 8, 10)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -47,10 +47,10 @@ def synthetic() -> vit_report.Study:
     rate = models["stochastic_depth"].to_numpy()
     of_models = np.stack([0.2 + 0.5 * rate, np.full(18, 0.3), 0.4 - rate]) + 0.02 * rng.standard_normal((3, 18))
     models["test_accuracy"] = 0.9 + 0.4 * (of_models[0] - 0.5 * rate) - 0.3 * rate + 0.001 * rng.standard_normal(18)
-    models["train_accuracy"] = models["train_loss"] = 1.0
+    models["train_accuracy"] = models["train_loss"] = models["idle_weights_left"] = 1.0
     values = of_models[..., None] + 0.005 * rng.standard_normal((3, 18, 5))
     coupling = xarray.DataArray(values, dims=("position", "model", "prompt"), coords={"position": [0, 1, 4]})
-    return vit_report.Study("noise", models, coupling.assign_attrs(null=0.05), 10)
+    return vit_report.Study("noise", 100, 50, models, coupling.assign_attrs(null=0.05), 10)
 
 
 def least_squares(y: np.ndarray, *columns: np.ndarray) -> tuple[float, float, float]:
@@ -108,7 +108,7 @@ def test_claims_are_least_squares_by_hand(synthetic):
 
 
 def test_means_of_a_rate_are_over_its_models(synthetic):
-    found = vit_report.means(synthetic).set_index("stochastic_depth")
+    found = vit_report.means(synthetic, "stochastic_depth").set_index("stochastic_depth")
     values = synthetic.coupling.values[0][(synthetic.models["stochastic_depth"] == 0.1).to_numpy()]
     assert found.loc[0.1, "n"] == 6
     assert found.loc[0.1, "class token"] == pytest.approx(values.mean())
@@ -121,7 +121,7 @@ def test_means_of_a_rate_are_over_its_models(synthetic):
 
 def test_too_few_models_are_left_out_and_said(synthetic):
     first = synthetic.models["seed"] == 0
-    few = vit_report.Study("noise", synthetic.models[first], synthetic.coupling[:, first.to_numpy()], 10)
+    few = vit_report.Study("noise", 100, 50, synthetic.models[first], synthetic.coupling[:, first.to_numpy()], 10)
     found, left_out = vit_report.claims(few)
     assert "accuracy on coupling, patches, stochastic depth 0.1: a fit" in "\n".join(left_out)
     assert not found["among"].isin(["stochastic depth 0.1"]).any()
@@ -175,7 +175,8 @@ def test_the_study_measures_what_a_trace_gives(out):
 
 def test_the_study_says_what_it_found_and_what_it_left_out(out):
     said = json.loads((out / "study.json").read_text())
-    assert (said["images"], said["n_images"], said["positions"], said["k"]) == ("digits", 3, [0, 1, 16], 4)
+    assert (said["images"], said["n_measured"], said["positions"], said["k"]) == ("digits", 3, [0, 1, 16], 4)
+    assert (said["n_train"], said["n_test"]) == (200, 450)
     # Two models at each weight decay and each rate are too few for a line, and four for both factors.
     assert len(said["left_out"]) == 3 * 5
     assert {row["among"] for row in said["claims"]} == {"weight decay held fixed", "all models", *HELD_FIXED}
@@ -195,7 +196,11 @@ def test_a_second_run_trains_and_measures_nothing(out, capsys):
     assert vit.main([*SMALL.split(), "--jobs", "2", "--out", str(out)]) == 0
     assert written() == before
     assert (out / "claims.csv").read_text() == text
-    assert "4 ViTs on digits, mean over 3 test images" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "4 ViTs on digits, mean over 3 test images" in said
+    mean = pandas.read_csv(out / "models.csv")["test_accuracy"].mean()
+    assert f"on average {100 * mean:.1f} %" in said
+    assert f"over 450 images: {100 * np.sqrt(mean * (1 - mean) / 450):.2f} percentage points" in said
 
 
 def test_the_script_runs_by_itself_and_shows_an_example():
