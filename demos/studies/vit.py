@@ -130,9 +130,16 @@ def positions_of(n_patches: int, n: int) -> list[int]:
 def coupling_at(
     position: int, models: dict[str, Path], prompts: list[tlc.Prompt], k: int, folder: Path, pool: Any
 ) -> xarray.DataArray:
-    """Mean coupling of different blocks at a token, `[model prompt]`, and its `null`."""
+    """Mean coupling of different blocks at a token, `[model prompt]`, and its `null`.
+
+    Raises:
+        ModelError: a model could not be measured.
+    """
     asked = tlc.Survey(models, prompts, settings=tlc.Settings(k=(k,), position=position), device="cpu")
     data = tlc.run(asked, folder, pool, partial(tqdm, desc=f"coupling at token {position}"))
+    if failed := json.loads(data.attrs["failed"]):
+        name, error = next(iter(failed.items()))
+        raise tlc.models.ModelError(f"{len(failed)} models could not be measured, run again; {name}: {error}")
     found = data.isel(checkpoint=0, k=0, drop=True).sel(model=list(models)).load()
     return found["mean_coupling"].assign_attrs(null=float(found["null_coupling"].mean()))
 

@@ -78,9 +78,9 @@ def claims(study: Study) -> tuple[pandas.DataFrame, list[str]]:
 
     Rows: coupling on the rate, at each weight decay and with it held fixed; accuracy on coupling, at each rate and with
     it held fixed, by indicators or as a line, and with the weight decay too. Columns: `n` models; the `slope` (of
-    coupling per unit of rate; of accuracy, as a share, per unit of coupling) with its t interval, `low` and `high`, and
-    `p`; its interval by resampling models and images, `boot_low` and `boot_high`; Spearman's `rho`, with `rho_low` and
-    `rho_high` likewise. Where something is held fixed there is only the t interval.
+    coupling per unit of rate; of accuracy, as a share, per unit of coupling) with its t interval, `slope_low` and
+    `slope_high`, and `p`; its interval by resampling models and images, `boot_low` and `boot_high`; Spearman's `rho`,
+    with `rho_low` and `rho_high` likewise. Where something is held fixed there is only the t interval.
     """
     rows, left_out = [], []
     for token in study.per_image:
@@ -111,7 +111,8 @@ def association(
     mask = np.ones(len(study.models), bool) if chosen is None else chosen.to_numpy()
     table = study.table[mask]
     fit = linear_fit(table, x, y, controls=controls)
-    row = {"n": fit.n, "slope": fit.slope, "low": fit.slope_interval[0], "high": fit.slope_interval[1], "p": fit.p}
+    low, high = fit.slope_interval
+    row = {"n": fit.n, "slope": fit.slope, "slope_low": low, "slope_high": high, "p": fit.p}
     if controls:
         return row
     of_images = study.per_image[token][mask]
@@ -134,17 +135,13 @@ def means(study: Study, column: str) -> pandas.DataFrame:
         row = {column: level, "n": int(mask.sum())} | study.models.loc[mask, list(MEANS)].mean().to_dict()
         found = crossed_mean(np.stack([values[mask] for values in study.per_image.values()], -1))
         for token, mean, half in zip(study.per_image, *found, strict=True):
-            row |= {token: mean, f"{token} low": mean - half, f"{token} high": mean + half}
+            row |= {token: mean, f"{token}_low": mean - half, f"{token}_high": mean + half}
         rows.append(row)
     return pandas.DataFrame(rows)
 
 
 def print_report(study: Study, tables: Mapping[str, pandas.DataFrame], left_out: Sequence[str]) -> None:
     """Tables of `means` and `claims`, and how many intervals lie on one side of 0."""
-
-    def show(table: pandas.DataFrame) -> None:
-        print(table.to_string(index=False, float_format="{:.3f}".format, na_rep=""))
-
     accuracy = study.models[ACCURACY]
     print(f"{described(study)}, k = {study.k}; random subspaces have a coupling of {study.null:.3f}")
     low, mean, high = (f"{100 * value:.1f}" for value in (accuracy.min(), accuracy.mean(), accuracy.max()))
@@ -153,15 +150,32 @@ def print_report(study: Study, tables: Mapping[str, pandas.DataFrame], left_out:
     print(f"Standard error of an accuracy, being over {study.n_test} images: {error:.2f} percentage points")
     for column in (RATE, DECAY):
         print(f"\nMeans by {column.replace('_', ' ')}; of coupling with 95 % t intervals over models and images")
-        show(tables[f"means-{column.replace('_', '-')}"])
+        print(readable(tables[f"means-{column.replace('_', '-')}"]))
     for claim, rows in tables["claims"].groupby("claim", sort=False) if len(tables["claims"]) else []:
         print(f"\n{claim}: slope with its 95 % t interval over models; boot: resampling models and images")
-        show(rows.drop(columns="claim").assign(p=rows["p"].map("{:.2g}".format)))
+        print(readable(rows.drop(columns="claim")))
         # With so many, one in twenty misses 0 by chance.
         for token, some in rows.groupby("token", sort=False):
-            above, below = (some["low"] > 0).sum(), (some["high"] < 0).sum()
+            above, below = (some["slope_low"] > 0).sum(), (some["slope_high"] < 0).sum()
             print(f"{token}: of {len(some)} t intervals {above} lie above 0, {below} below")
     print(*(f"left out: {one}" for one in left_out), sep="\n")
+
+
+def readable(table: pandas.DataFrame) -> str:
+    """A table as text, where intervals stand in brackets behind their estimates."""
+    shown: dict[str, list[str]] = {}
+    for name in table:
+        stem = str(name).removesuffix("_low")
+        if stem != name:
+            pairs = zip(table[name], table[f"{stem}_high"], strict=True)
+            texts = ["" if np.isnan(low) else f"[{low:.3f}, {high:.3f}]" for low, high in pairs]
+            estimates = shown.get(stem, [""] * len(table))
+            shown[stem] = [f"{a} {b}".strip() for a, b in zip(estimates, texts, strict=True)]
+        elif not str(name).endswith("_high"):
+            style = "{:.2g}" if name == "p" else "{:.3f}"
+            is_float = table[name].dtype == float
+            shown[stem] = ["" if pandas.isna(x) else style.format(x) if is_float else str(x) for x in table[name]]
+    return pandas.DataFrame(shown).to_string(index=False)
 
 
 def draw_rates(study: Study) -> Figure:

@@ -82,7 +82,7 @@ def test_claims_are_least_squares_by_hand(synthetic):
 
     def check(row, wanted, n):
         assert row["n"] == n
-        assert tuple(row[["slope", "low", "high"]]) == pytest.approx(wanted)
+        assert tuple(row[["slope", "slope_low", "slope_high"]]) == pytest.approx(wanted)
 
     for token, x in tokens.items():
         on_rate, on_coupling = rows.loc["coupling on rate", token], rows.loc["accuracy on coupling", token]
@@ -103,8 +103,8 @@ def test_claims_are_least_squares_by_hand(synthetic):
         both = on_coupling.loc["stochastic depth and weight decay held fixed"]
         check(both, least_squares(accuracy, x, *indicators, decay == 0.1), 18)
     planted = rows.loc["accuracy on coupling", "class token"].loc["stochastic depth held fixed"]
-    assert planted["low"] < 0.4 < planted["high"]
-    assert rows.loc["coupling on rate", "class token"].loc["weight decay held fixed", "low"] > 0
+    assert planted["slope_low"] < 0.4 < planted["slope_high"]
+    assert rows.loc["coupling on rate", "class token"].loc["weight decay held fixed", "slope_low"] > 0
 
 
 def test_means_of_a_rate_are_over_its_models(synthetic):
@@ -115,8 +115,8 @@ def test_means_of_a_rate_are_over_its_models(synthetic):
     of_models, of_images = (values.mean(axis).var(ddof=1) / values.shape[1 - axis] for axis in (1, 0))
     freedom = (of_models + of_images) ** 2 / (of_models**2 / 5 + of_images**2 / 4)
     half = stats.t.ppf(0.975, freedom) * np.sqrt(of_models + of_images)
-    assert found.loc[0.1, "class token low"] == pytest.approx(values.mean() - half)
-    assert found.loc[0.1, "class token high"] == pytest.approx(values.mean() + half)
+    assert found.loc[0.1, "class token_low"] == pytest.approx(values.mean() - half)
+    assert found.loc[0.1, "class token_high"] == pytest.approx(values.mean() + half)
 
 
 def test_too_few_models_are_left_out_and_said(synthetic):
@@ -126,6 +126,17 @@ def test_too_few_models_are_left_out_and_said(synthetic):
     assert "accuracy on coupling, patches, stochastic depth 0.1: a fit" in "\n".join(left_out)
     assert not found["among"].isin(["stochastic depth 0.1"]).any()
     assert {"weight decay 0.1", "all models"} <= set(found["among"])
+
+
+def test_intervals_stand_behind_their_estimates():
+    table = pandas.DataFrame(
+        {"among": ["a", "b"], "n": [8, 9], "slope": [0.5, -1.0], "slope_low": [0.25, -2], "slope_high": [0.75, 0]}
+        | {"p": [0.012345, 0.5], "boot_low": [0.1, np.nan], "boot_high": [0.2, np.nan]}
+    )
+    heading, *rows = vit_report.readable(table).splitlines()
+    assert heading.split() == ["among", "n", "slope", "p", "boot"]
+    assert " ".join(rows[0].split()) == "a 8 0.500 [0.250, 0.750] 0.012 [0.100, 0.200]"
+    assert " ".join(rows[1].split()) == "b 9 -1.000 [-2.000, 0.000] 0.5"
 
 
 def test_figures_show_the_models(synthetic):
