@@ -21,6 +21,7 @@ import tl_coupling as tlc
 from tl_coupling import (
     border,
     comparisons,
+    coupling,
     generalization,
     interactive,
     plots,
@@ -35,7 +36,8 @@ from tl_coupling.border import checked
 pytestmark = pytest.mark.on_4_only
 
 MADE = (tlc.CouplingMap, tlc.Prompt, tlc.Settings, tlc.Spectrum, tlc.Survey)
-ASKED = (tlc.CouplingMap, tlc.influence.Influence, tlc.trajectories.Linearisation, tlc.Spectrum)
+ASKED = (tlc.CouplingMap, tlc.Spectrum, tlc.influence.Influence)
+ASKED += (trajectories.Linearisation, trajectories.ResidualAlignment)
 # Functions of a table, which call its columns x and y.
 OF_COLUMNS = {"linear_fit"}
 SQUARE = torch.tensor([[2.0, 1.0], [0.5, 3.0]])
@@ -52,7 +54,8 @@ def public() -> Iterator[Callable[..., Any]]:
     yield from (value for value in values if isinstance(value, types.FunctionType))
     yield from (redundancy.layer_redundancy, redundancy.redundancy_correlations, prompts.prompts_per_task)
     yield from (spectra.singular_values, spectra.inverse_singular_value_fit, spectra.non_normality, spectra.asymmetry)
-    yield from (spectra.participation_ratio, spectra.effective_rank)
+    yield from (spectra.participation_ratio, spectra.effective_rank, spectra.tail_energy)
+    yield from (coupling.alignment_matrices, coupling.vector_alignment, coupling.subspace_overlap)
     yield from (one.__init__ for one in MADE)
     for one in ASKED:
         functions = (getattr(value, "__func__", value) for name, value in vars(one).items() if name[0] != "_")
@@ -74,7 +77,7 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         **{"survey": tlc.Survey(["a"], ["b"]), "prompts": ["b"], "settings": tlc.Settings(), "models": ["a"]},
         **{"folder": "f", "path": "f", "name": "f", "source": "f", "id": "a", "prompt": "b", "y": "score"},
         **{"str_tokens": ["a"], "values": torch.ones(1), "unembed": torch.exp},
-        **{"vector": torch.ones(2), "workers": 1},
+        **{"vector": torch.ones(2), "workers": 1, "n_classes": 1, "rank": 1, "spectra": tlc.svd(SQUARE[None])},
         **{name: getattr(depth, name) for name in depth.__dataclass_fields__},
     }
     owner = {one.__name__: one for one in ASKED + MADE}.get(function.__qualname__.partition(".")[0])
@@ -85,6 +88,7 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         "inverse_singular_value_fit": {"S": torch.ones(2, 2)},
         "prompts_per_task": {"prompts": [tlc.Prompt("a", "b")]},
         "show_layers_by_token": {"values": torch.ones(1, 1)},
+        "plot_alignment_matrices": {"result": object.__new__(trajectories.ResidualAlignment)},
         "plot_spread": {"result": object.__new__(comparisons.MeanCouplingMap)},
         **{
             f"plot_{name}": {"result": object.__new__(tlc.generalization.Generalization)}

@@ -20,6 +20,7 @@ from tl_coupling import surveys as surveys
 from tl_coupling import trajectories as trajectories
 from tl_coupling.blocks import Trace as Trace
 from tl_coupling.blocks import trace as trace
+from tl_coupling.blocks import trace_modules as trace_modules
 from tl_coupling.comparisons import CouplingMap as CouplingMap
 from tl_coupling.comparisons import context_coupling as context_coupling
 from tl_coupling.comparisons import depth_coupling as depth_coupling

@@ -43,6 +43,7 @@ _MAKERS = {
     "Perturbation": "trajectories.perturbation(trace)",
     "Portrait": "portrait(trace)",
     "Prompt": "Prompt(id, text)",
+    "ResidualAlignment": "trajectories.residual_alignment(trace, n_classes=…)",
     "Settings": "Settings(k=…)",
     "Spectrum": "svd(J)",
     "Survey": "Survey(models, prompts)",

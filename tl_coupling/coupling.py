@@ -1,8 +1,10 @@
-"""Coupling matrices, their measures, and what random subspaces would give. Pure tensors.
+"""Coupling and alignment matrices, their measures, and what random subspaces would give. Pure tensors.
 
 `A = U_{2,K}ᵀ J_1 V_{2,K}` (Aubry et al. 2025, eq. 9–12) says how far the top K singular vectors of one Jacobian
 diagonalise another. Every measure takes `A` with any leading batch axes and is invariant under the sign flips
 `(u_k, v_k) → (−u_k, −v_k)`; for a smaller K pass the corner `A[..., :k, :k]`.
+
+Alignment leaves the singular values out: `U_lᵀ V_{l'}` alone says how far the vectors themselves agree.
 """
 
 import math
@@ -11,6 +13,7 @@ from typing import Annotated, Literal, get_args
 
 import numpy as np
 import torch
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from tl_coupling.spectra import Spectrum, check_k
 
 Norm = Annotated[int | float, at_least(1)]
 Orientation = Literal["ujv", "vju"]
+Sides = Literal["uv", "uu", "vv"]
 Measure = Literal["coupling", "normalized_miscoupling", "miscoupling", "spectral_miscoupling", "captured_energy"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 BOUNDED_BY_1: tuple[Measure, ...] = ("coupling", "normalized_miscoupling", "captured_energy")
@@ -151,6 +155,73 @@ def random_subspace_null(
     if absolute:
         squared = (squared - 2 * _mean_absolute_entry(S_1, norm, d_model) * s.sum(-1)).clamp_min(0)
     return squared.sqrt() / _nan_where_zero(torch.linalg.vector_norm(s, ord=p, dim=-1), "‖s_{1,K}‖_p")
+
+
+@checked
+def alignment_matrices(
+    spectra: Spectrum, k: Count | None = None, sides: Sides = "uv"
+) -> Float[Tensor, "n_layers n_layers k k"]:
+    """Cosines between the top k singular vectors of every two layers: `U_lᵀ V_{l'}`, `U_lᵀ U_{l'}` or `V_lᵀ V_{l'}`.
+
+    `spectra` is `svd` of a stack of square matrices, one for each layer. With `sides="uv"`, entry `[l, l', i, j]` is
+    `u_iᵀ v_j` with `u_i` of layer l and `v_j` of layer l'; the matrices `[l, l]` compare the left and right vectors of
+    one layer (those of "uu" and "vv" are identities). k is all of them by default.
+
+    Li and Papyan (2023) find the top singular vectors aligned in all three ways (RA2): then the matrices are diagonal,
+    with entries of ±1. The signs on the diagonal of `U_lᵀ V_l` mean something, + for a direction that the block
+    stretches and − for one that it shrinks; signs between layers are arbitrary. All singular vectors of J_1 with the
+    top k of J_2 make up the coupling matrix, `A = (U_2ᵀ U_1) S_1 (V_1ᵀ V_2)`, which shows alignment across blocks, but
+    not that of left with right.
+
+    Example:
+        >>> J = torch.tensor([[[2.0, 0.0], [0.0, -1.0]], [[0.0, 1.0], [2.0, 0.0]]])
+        >>> A = alignment_matrices(tlc.svd(J))
+        >>> A[0, 0].abs(), A[1, 1].abs()
+        (tensor([[1., 0.],
+                [0., 1.]]), tensor([[0., 1.],
+                [1., 0.]]))
+    """
+    if spectra.S.ndim != 2 or spectra.U.shape[-2] != spectra.Vh.shape[-1]:
+        got = f"U of shape {list(spectra.U.shape)} and Vh of shape {list(spectra.Vh.shape)}"
+        raise ValueError(f"`spectra` must be those of square matrices, one for each layer, got {got}: use `svd(J)`")
+    top = spectra.top(spectra.k if k is None else k)
+    vectors = {"u": top.U, "v": top.Vh.mT}
+    return einsum(vectors[sides[0]], vectors[sides[1]], "layer d i, other d j -> layer other i j")
+
+
+@checked
+def vector_alignment(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
+    """Mean squared cosine between vectors of the same rank, `Σ_i a_ii² / k` of an alignment matrix; in [0, 1].
+
+    1 where every vector is the other's up to sign, in the same order; `1/d_model` expected for independent Haar-random
+    vectors. It changes under rotations inside a (nearly) repeated singular value, to which `subspace_overlap` is blind.
+
+    Example:
+        >>> vector_alignment(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        tensor(0.)
+    """
+    return _cosines(A).diagonal(dim1=-2, dim2=-1).square().mean(-1)
+
+
+@checked
+def subspace_overlap(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
+    """Mean squared cosine of the principal angles, `‖A‖_F² / k` of an alignment matrix; in [0, 1].
+
+    1 where both sets of k vectors span the same subspace, however they are turned or ordered within it; `k/d_model`
+    expected for independent Haar-random subspaces, which makes it say nothing for k near `d_model`. At least as large
+    as `vector_alignment`.
+
+    Example:
+        >>> subspace_overlap(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        tensor(1.)
+    """
+    return _cosines(A).square().sum((-2, -1)) / A.shape[-1]
+
+
+def _cosines(A: Tensor) -> Tensor:
+    if not (A.abs() <= 1 + 1e-3).all():
+        raise ValueError("`A` must hold cosines, as `alignment_matrices` gives; got entries beyond 1, or NaN")
+    return A
 
 
 def _top(S_1: Tensor, k: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How strongly, and through how many directions, each earlier token moves what a block writes at one token."""
+"""How strongly, and through how many directions, each token moves what a block writes at one token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 from tl_coupling.blocks import Trace
 from tl_coupling.border import checked
 from tl_coupling.comparisons.maps import Saved
-from tl_coupling.comparisons.pairs import chosen_layers
+from tl_coupling.comparisons.pairs import chosen_layers, free_end
 from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import effective_rank, participation_ratio, singular_values
@@ -23,7 +23,7 @@ INFLUENCE_MEASURES: tuple[InfluenceMeasure, ...] = get_args(InfluenceMeasure)
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
 class Influence(Saved):
-    """Sizes and ranks of `J^l_{t1 t2}` for one output token t2, every source token t1 ≤ t2 and layer l.
+    """Sizes and ranks of `J^l_{t1 t2}` for one output token t2, every token t1 that acts on it, and every layer l.
 
     The skip connection is left out, for t1 = t2 as well. Rows are `layers`, columns `source_positions`.
 
@@ -55,11 +55,12 @@ class Influence(Saved):
 def cross_token_influence(
     trace: Trace, output_position: int = -1, *, layers: Sequence[int] | None = None, progress: Progress | None = None
 ) -> Influence:
-    """Size and rank of `J^l_{t1 t2}`, what moving token t1 does to block l's output at token t2, for every t1 ≤ t2.
+    """Size and rank of `J^l_{t1 t2}`, what moving token t1 does to block l's output at token t2, for every t1.
 
-    `output_position` is t2; `layers` are a selection, in this order; `progress` is as in `depth_coupling`. Raises
-    ValueError for a layer or position out of range or an empty selection. Warns where a Jacobian is exactly zero: it
-    has no rank (NaN). Cost: for each layer little more than one token's Jacobian, and each source's singular values.
+    In a causal model every t1 ≤ t2; the others are zero. `output_position` is t2; `layers` are a selection, in this
+    order; `progress` is as in `depth_coupling`. Raises ValueError for a layer or position out of range or an empty
+    selection. Warns where a Jacobian is exactly zero: it has no rank (NaN). Cost: for each layer little more than one
+    token's Jacobian, and each source's singular values.
 
     Example:
         >>> influence = tlc.cross_token_influence(trace, output_position=3)
@@ -67,7 +68,7 @@ def cross_token_influence(
         (torch.Size([2, 4]), (0, 1, 2, 3))
     """
     t2 = trace.position_index(output_position, "output_position")
-    chosen, sources = chosen_layers(trace, layers), range(t2 + 1)
+    chosen, sources = chosen_layers(trace, layers), free_end(trace, "output", t2)
     paths: dict[str, str] = {}
     connections = [Connection(layer, t1, t2, t1) for layer in chosen for t1 in sources]
     computed = jacobians_of(trace, connections, None, progress, paths)

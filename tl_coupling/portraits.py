@@ -10,11 +10,11 @@ from torch import Tensor
 from tl_coupling.blocks import Trace
 from tl_coupling.border import checked
 from tl_coupling.comparisons import CouplingMap, context_coupling, depth_coupling, neighbours, self_coupling
-from tl_coupling.comparisons.pairs import DEFAULT_K, fitting_k
+from tl_coupling.comparisons.pairs import DEFAULT_K, fitting_k, free_end
 from tl_coupling.coupling import Orientation
 from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.progress import Progress
-from tl_coupling.trajectories import entropy_by_depth
+from tl_coupling.trajectories.result import entropy_where_known
 
 TokenMap = Literal["self", "fixed input", "fixed output"]
 TOKEN_MAPS: tuple[TokenMap, ...] = get_args(TokenMap)
@@ -41,7 +41,7 @@ class Portrait:
         position: the token measured across depth, the output of the influences, and the fixed output.
         input_position: the fixed input.
         tokens: as `TokenPortrait.maps`, without those where fewer than two tokens vary.
-        entropy: of the logit lens in nats.
+        entropy: of the logit lens in nats; `None` for a model without logits.
     """
 
     trace: Trace
@@ -51,7 +51,7 @@ class Portrait:
     depth: CouplingMap
     tokens: dict[TokenMap, CouplingMap]
     influence: Influence
-    entropy: Float[Tensor, "n_layers_plus_1 n_pos"]
+    entropy: Float[Tensor, "n_layers_plus_1 n_pos"] | None
 
     def __repr__(self) -> str:
         of, maps = f"{self.trace.provenance['model']!r}, {self.trace.n_pos} tokens", ", ".join(["depth", *self.tokens])
@@ -93,7 +93,7 @@ def token_portrait(
         {'self': 8, 'fixed input': 8, 'fixed output': 4}
     """
     ends = {"input": trace.position_index(input_position, "input_position"), "output": trace.position_index(position)}
-    allowed = {"input": range(ends["input"], trace.n_pos), "output": range(ends["output"] + 1)}
+    allowed = {"input": free_end(trace, "input", ends["input"]), "output": free_end(trace, "output", ends["output"])}
     pair = neighbours(trace, layer, other_layer)
     chosen = None if positions is None else [trace.position_index(t, "positions") for t in positions]
     given: dict[str, Any] = {"k": fitting_k(k, trace.d_model), "orientation": orientation, "progress": progress}
@@ -130,7 +130,8 @@ def portrait(
         position: the token whose coupling across depth and whose influences are measured, and the fixed output.
         layer, other_layer, input_position, orientation, progress: as in `token_portrait`.
 
-    Raises ValueError for no k, k outside `[1, d_model]`, a layer or position out of range, a model without unembedding.
+    Raises ValueError for no k, k outside `[1, d_model]`, a layer or position out of range. Warns where the model
+    has no logits.
     Cost: `depth_coupling` and `token_portrait`.
 
     Example:
@@ -144,10 +145,13 @@ def portrait(
     if not (ks := tuple(sorted(set(k)))):
         raise ValueError("`k` is empty: wanted at least one number of singular vectors")
     output, fixed = trace.position_index(position), trace.position_index(input_position, "input_position")
-    n_varying = {"self": trace.n_pos, "fixed input": trace.n_pos - fixed, "fixed output": output + 1}
-    maps = [name for name in TOKEN_MAPS if n_varying[name] > 1]
+    n_varying = {
+        "fixed input": len(free_end(trace, "input", fixed)),
+        "fixed output": len(free_end(trace, "output", output)),
+    }
+    maps = [name for name in TOKEN_MAPS if n_varying.get(name, trace.n_pos) > 1]
     given: dict[str, Any] = {"position": position, "orientation": orientation, "progress": progress}
     pair = neighbours(trace, layer, other_layer)
     depth = depth_coupling(trace, ks[-1], **given)
     tokens = token_portrait(trace, *pair, k=ks[0], input_position=input_position, maps=maps, **given)
-    return Portrait(trace, ks, output, fixed, depth, tokens.maps, tokens.influence, entropy_by_depth(trace))
+    return Portrait(trace, ks, output, fixed, depth, tokens.maps, tokens.influence, entropy_where_known(trace))

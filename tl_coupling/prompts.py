@@ -1,6 +1,8 @@
-"""Prompts: benchmark questions from the HuggingFace hub, and JSONL files."""
+"""Prompts, texts or images: benchmark questions from the HuggingFace hub, and JSONL files."""
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +16,34 @@ from tl_coupling.border import AnyPath, Count, Seed, checked
 @checked
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with an id that is the same in every run, and the task it comes from, if any."""
+    """A prompt with an id that is the same in every run, and the task it comes from, if any.
+
+    It is a text, `prompt`, or for a vision model the file of an image, `image`, which must stay where it is.
+    """
 
     id: str
-    prompt: str
+    prompt: str = ""
     task: str | None = None
+    image: AnyPath | None = None
 
     def __post_init__(self) -> None:
         if not self.id:
-            raise ValueError(f"the id of a prompt is empty: wanted a name for {self.prompt[:80]!r}")
-        if not self.prompt:
+            raise ValueError(f"the id of a prompt is empty: wanted a name for {str(self.image or self.prompt)[:80]!r}")
+        if self.image is None and not self.prompt:
             raise ValueError("the prompt is empty: wanted at least one token")
+        if self.image is not None:
+            if self.prompt:
+                raise ValueError(f"prompt {self.id!r} is a text or an image, not both: leave one out")
+            if not (path := Path(self.image).resolve()).is_file():
+                raise ValueError(f"prompt {self.id!r}: there is no image file {os.fspath(self.image)!r}")
+            object.__setattr__(self, "image", str(path))
+
+    @property
+    def text(self) -> str:
+        """The text; of an image, the checksum of its file."""
+        if self.image is None:
+            return self.prompt
+        return f"image sha256:{hashlib.sha256(Path(self.image).read_bytes()).hexdigest()}"
 
 
 def _is_prose(text: str) -> bool:
@@ -51,7 +70,8 @@ _BENCHMARKS = [name for name in _DATASETS if name != "wikitext"]
 def load_prompts(source: AnyPath, n: Count | None = None, seed: Seed = 0) -> list[Prompt]:
     r"""Prompts of a JSONL file or of a benchmark's test set; `n` of them, drawn at random and kept in row order.
 
-    A JSONL file has one object per line: `{"prompt": …}` and optionally `"id"` (else the line number) and `"task"`.
+    A JSONL file has one object per line: `{"prompt": …}`, or `{"image": …}` with a path from the file's folder, and
+    optionally `"id"` (else the line number) and `"task"`.
     Blank lines are skipped. Of a set, texts are the questions as the dataset has them, without options and answers:
     HellaSwag's contexts keep their `[header]` marks, WinoGrande's sentences their `_`. Empty and repeated texts are
     left out. Ids are the set's name with the dataset's own id or, if it has none, the row number.
@@ -139,12 +159,16 @@ def _from_file(path: Path) -> list[Prompt]:
         except (json.JSONDecodeError, RecursionError) as error:
             reason = getattr(error, "msg", "nested too deeply")
             raise ValueError(f"{wanted}, got text that is not JSON ({reason})") from None
-        text = entry.get("prompt") if isinstance(entry, dict) else None
-        if not isinstance(text, str) or not text.strip():
+        given = entry if isinstance(entry, dict) else {}
+        text, image = given.get("prompt"), given.get("image")
+        if not any(isinstance(one, str) and one.strip() for one in (text, image)):
             raise ValueError(f"{wanted} with a text that is not empty, got {line.strip()[:80]}")
-        if not isinstance(task := entry.get("task"), str | None):
+        if not isinstance(task := given.get("task"), str | None):
             raise ValueError(f'{where}: "task" must be a string or null, got {task!r}')
-        prompt = Prompt(str(entry.get("id", number)), text, task)
+        try:
+            prompt = Prompt(str(given.get("id", number)), text or "", task, image and path.parent / image)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from None
         if prompts.setdefault(prompt.id, prompt) is not prompt:
             raise ValueError(f"{where}: the id {prompt.id!r} is used twice; ids must differ")
     if not prompts:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import checked, warn_caller
+from tl_coupling.border import Count, checked, warn_caller
 
 # The truncated SVD: eigenvectors kept beyond k, the largest residual `Jᵀu − σ v` (that of an SVD in float32), and how
 # small σ_k² may be beside σ_1² (rounding in float32 is a ten-thousandth of that).
@@ -163,8 +163,8 @@ def inverse_singular_value_fit(
 ) -> InverseSingularValueFit:
     """Least-squares line through `1/σ_k` against depth, for each k.
 
-    In residual networks trained to classify, `1/σ_k` grows linearly with depth (Li and Papyan 2023); Aubry et al. 2025
-    find no such scaling in language models.
+    In residual networks trained to classify, `1/σ_k` grows linearly with depth (Li and Papyan 2023, their RA4); Aubry
+    et al. 2025 find no such scaling in language models.
 
     `layers` are those of S's rows; 0, 1, 2, … by default. R² of two layers is always 1. NaN, with a warning: all three
     where some σ_k is 0, and R² where `1/σ_k` is the same at all layers up to rounding. Raises as `participation_ratio`,
@@ -265,6 +265,25 @@ def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """
     p = _shares(S, "effective rank")
     return torch.special.entr(p).sum(-1).exp().clamp(1, S.shape[-1]).to(S.dtype)
+
+
+@checked
+def tail_energy(S: Float[Tensor, "*batch n_singular"], rank: Count) -> Float[Tensor, "*batch"]:
+    """Share of the energy beyond the first `rank` singular values, `Σ_{i>rank} σ_i² / Σ_i σ_i²`.
+
+    The part of `‖J‖_F²` that the nearest matrix of that rank leaves out: 0 for a J of that rank or less, at most
+    `1 − rank/n_singular`, which is that of equal singular values. Li and Papyan (2023) find a rank of at most C in
+    fully connected residual networks for C classes (RA3), that is 0 for `rank=C`. (In floating point hardly any
+    singular value is exactly 0, and a count of them depends on a tolerance; this does not.)
+
+    S must hold all singular values. 0 where there are no more than `rank`. NaN and errors as in `participation_ratio`.
+
+    Example:
+        >>> tail_energy(torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 1.0]]), rank=1).round(decimals=4)
+        tensor([0.1000, 0.6667])
+    """
+    energy = _shares(S, "tail energy").square()
+    return (energy[..., rank:].sum(-1) / energy.sum(-1)).to(S.dtype)
 
 
 def _unit_matrices(J: Tensor, measure: str) -> Tensor:

@@ -111,7 +111,6 @@ def test_no_other_model_is_warned_of(saved: Callable[[str], Path]) -> None:
         ("t5", "an encoder–decoder"),
         ("bart", "an encoder–decoder"),
         ("hubert", "an audio model"),
-        ("vit", "a vision model"),
     ],
 )
 @pytest.mark.parametrize("untrained", [False, True])
@@ -127,7 +126,7 @@ def test_another_kind_is_named_before_its_weights_are_read(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart", "hubert", "vit"])
+@pytest.mark.parametrize("kind", ["t5", "bart", "hubert"])
 def test_a_bridge_that_somebody_else_booted_is_named_too(saved: Callable[[str], Path], kind: str) -> None:
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources import transformers as _  # noqa: F401

@@ -1,66 +1,28 @@
-"""One block as the model called it: its module, its captured arguments, and a cache that stands in for the context."""
+"""One block as the model called it: its module, its captured arguments, and its evaluation on one row."""
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.blocks.contexts import Context, KeysAndValues, ReadOnlyCache, WithoutCache
 from tl_coupling.blocks.expansions import BlockError, ProductRule
 
+# The layouts of a residual stream of one sequence: the last with positions first, as in torch's own encoder.
+_LAYOUTS: dict[str, Callable[[torch.Size], bool]] = {
+    "1 n d": lambda shape: len(shape) == 3 and shape[0] == 1,
+    "n 1 d": lambda shape: len(shape) == 3 and shape[1] == 1,
+    "n d": lambda shape: len(shape) == 2,
+}
 # The names under which HuggingFace and TransformerLens blocks take a key/value cache, newest first.
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "past_kv_cache_entry")
-
-
-class _KeysAndValues(Exception):
-    """What a recording cache raises, with keys and values: the rest of the block need not run."""
-
-
-class _UnknownToCache(BlockError, AttributeError):
-    """A block asks its cache for more than keys and values; an AttributeError too, so that `hasattr` works on it."""
-
-
-class _ReadOnlyCache:
-    """A key/value cache that never changes, with HuggingFace's interface (`update`) and TransformerLens' (`append`).
-
-    It puts the context in front of the new keys and values, along the position axis `dim`; without one it raises the
-    new ones as `_KeysAndValues`. With a product rule they are constants, and the rule adds the moving row's derivative.
-    """
-
-    is_compileable = False
-    frozen = True
-
-    def __init__(self, context: tuple[Tensor, ...] | None, dim: int, rule: ProductRule | None = None) -> None:
-        self.context, self.dim, self.rule = context, dim, rule
-
-    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        if self.context is None:
-            raise _KeysAndValues(keys, values)
-        if self.rule is not None:
-            if self.rule.moved is None:
-                self.rule.set(keys, values, self.dim)
-            keys, values = keys.detach(), values.detach()
-        return torch.cat([self.context[0], keys], self.dim), torch.cat([self.context[1], values], self.dim)
-
-    append = update
-
-    @property
-    def past_keys(self) -> Tensor:
-        return torch.empty(1, 0, 0, 1) if self.context is None else self.context[0]
-
-    def get_seq_length(self, *_: object) -> int:
-        return self.past_keys.shape[self.dim]
-
-    def get_max_cache_shape(self, *_: object) -> int:
-        return -1
-
-    def __getattr__(self, name: str) -> Any:
-        raise _UnknownToCache(f"the block asks its key/value cache for {name!r}")
 
 
 def hidden_states(output: Any) -> Tensor:
@@ -68,13 +30,13 @@ def hidden_states(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple | list) else output
 
 
-def _row_of(name: str, value: Any, position: int) -> Any:
-    """A block argument for the query at `position` alone: its own row, and the keys up to itself."""
-    rows, keys = slice(position, position + 1), slice(0, position + 1)
+def _row_of(name: str, value: Any, position: int, n_keys: int) -> Any:
+    """A block argument for the query at `position` alone: its own row, and the first `n_keys` keys."""
+    rows, keys = slice(position, position + 1), slice(0, n_keys)
     if value is None:
         return None
     if name in ("attention_mask", "causal_mask") and isinstance(value, Tensor):
-        return value[..., rows, keys] if value.ndim == 4 else value[..., keys]
+        return value[..., rows, keys] if value.ndim == 4 and value.shape[-2] > 1 else value[..., keys]
     if name in ("position_ids", "cache_position"):
         return value[..., rows]
     if name == "position_embeddings" and isinstance(value, tuple | list):
@@ -86,21 +48,27 @@ def _row_of(name: str, value: Any, position: int) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """A block and every argument that the model gave it, except the residual stream and the cache."""
+    """A block and every argument that the model gave it, except the residual stream and the cache.
+
+    `layout` is that of the residual stream in the call, which is `[n_pos d_model]` everywhere else.
+    """
 
     module: nn.Module
     arguments: Mapping[str, Any]
     cache_argument: str | None
     takes_use_cache: bool
     position_dim: int  # Of keys and values.
+    layout: str = "1 n d"
 
     @classmethod
     def captured(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["BlockCall", Tensor]:
-        """The call that a forward pre-hook saw, and the residual stream `[1 n_pos d_model]` in it."""
+        """The call that a forward pre-hook saw, and the residual stream in it."""
         original = getattr(module, "original_component", None)
         parameters = inspect.signature((module if original is None else original).forward).parameters
         arguments = dict(zip(parameters, args, strict=False)) | kwargs
-        residual = arguments.pop(next(iter(parameters)))
+        residual = arguments.pop(next(iter(parameters)), None)
+        if not isinstance(residual, Tensor) or len(args) > len(parameters):
+            raise ValueError(f"wanted blocks that take the residual stream first, {type(module).__name__} does not")
         arguments |= dict.fromkeys(arguments.keys() & set(_CACHE_ARGUMENTS))
         if "use_cache" in arguments:
             arguments["use_cache"] = False
@@ -109,40 +77,62 @@ class BlockCall:
         cache_argument = next(named, _CACHE_ARGUMENTS[0] if takes_any else None)
         takes_use_cache = "use_cache" in parameters or "use_cache" in arguments
         # HookedTransformer keeps keys as [batch pos head d_head], HuggingFace as [batch head pos d_head].
-        return cls(module, arguments, cache_argument, takes_use_cache, 1 if original is None else -2), residual
+        position_dim = 1 if original is None and type(module).__module__.startswith("transformer_lens") else -2
+        layout = next((one for one, fits in _LAYOUTS.items() if fits(residual.shape)), cls.layout)
+        return cls(module, arguments, cache_argument, takes_use_cache, position_dim, layout), residual
+
+    def holds(self, residual: Tensor) -> bool:
+        """Whether this is a residual stream of one sequence in the layout of the call."""
+        return _LAYOUTS[self.layout](residual.shape)
+
+    def rows(self, output: Any) -> Float[Tensor, "n_rows d_model"]:
+        """The residual stream in what the block took or returned."""
+        return rearrange(hidden_states(output), f"{self.layout} -> n d")
 
     def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
         """The block's output for the whole sequence."""
-        return hidden_states(self.module(X[None], **self.arguments))[0]
+        return self.rows(self.module(self._laid_out(X), **self.arguments))
+
+    def _laid_out(self, X: Float[Tensor, "n_rows d_model"]) -> Tensor:
+        return rearrange(X, f"n d -> {self.layout}")
 
     def keys_and_values(self, X: Float[Tensor, "n_rows d_model"], position: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows X: the whole sequence, or the one row at `position`."""
         try:
-            self._with_cache(_ReadOnlyCache(None, self.position_dim), X, position)
-        except _KeysAndValues as found:
+            self._in_context(Context(None, self.position_dim, 0), X, position, 1)
+        except KeysAndValues as found:
             return found.args
-        raise BlockError("the block ignores its key/value cache")
+        raise BlockError("the block takes no key/value cache, and its attention is not two products")
 
     def row(
         self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...], rule: ProductRule | None = None
     ) -> Float[Tensor, " d_model"]:
-        """The block's output at `position`, from the row there and the keys and values of the rows before it."""
+        """The block's output at `position`, from the row there and the keys and values of other rows."""
+        n_keys = context[0].shape[self.position_dim] + 1
         with rule or nullcontext():
-            output = self._with_cache(_ReadOnlyCache(context, self.position_dim, rule), x[None], position)
+            output = self._in_context(Context(context, self.position_dim, position, rule), x[None], position, n_keys)
         # Not [0, 0]: the derivative of a selection is a matrix of zeros with one row filled in, for every seed.
         return output.reshape(-1)
 
-    def _with_cache(self, cache: _ReadOnlyCache, X: Float[Tensor, "n_rows d_model"], position: int | None) -> Tensor:
-        if self.cache_argument is None:
-            raise BlockError("the block takes no key/value cache")
+    def _in_context(
+        self, context: Context, X: Float[Tensor, "n_rows d_model"], position: int | None, n_keys: int
+    ) -> Tensor:
         given = self.arguments.items()
-        arguments = {name: value if position is None else _row_of(name, value, position) for name, value in given}
-        arguments |= {self.cache_argument: cache} | ({"use_cache": True} if self.takes_use_cache else {})
-        return hidden_states(self.module(X[None], **arguments))
+        arguments = {
+            name: value if position is None else _row_of(name, value, position, n_keys) for name, value in given
+        }
+        if self.cache_argument is not None:
+            arguments[self.cache_argument] = ReadOnlyCache(context)
+            arguments |= {"use_cache": True} if self.takes_use_cache else {}
+        with WithoutCache(context, len(X)):
+            output = hidden_states(self.module(self._laid_out(X), **arguments))
+        if len(context.seen) < 2:
+            raise BlockError("the block takes no key/value cache, and its attention is not two products")
+        return output
 
 
 class RecordedCall(NamedTuple):
-    """A block's call as the model made it, with the residual streams `[1 n_pos d_model]` before and after."""
+    """A block's call as the model made it, with the residual streams `[n_pos d_model]` before and after."""
 
     call: BlockCall
     X: Tensor

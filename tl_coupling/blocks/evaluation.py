@@ -79,7 +79,7 @@ def exact_arithmetic(
 @contextmanager
 def own_arithmetic(module: nn.Module) -> Iterator[None]:
     """Exact arithmetic in the precision of the module's weights: how models are traced."""
-    weight = next(module.parameters())
+    weight = next(module.parameters(), torch.empty(0))
     with exact_arithmetic(weight.device), attributes_set(_eager_experts(module, weight.dtype)):
         yield
 

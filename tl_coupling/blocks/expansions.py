@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class BlockError(RuntimeError):
@@ -29,22 +29,22 @@ class BlockError(RuntimeError):
 class ProductRule(TorchFunctionMode):
     """Context in which a block's two attention products carry the derivative of the row at `position`, of `n_keys`.
 
-    `moved` is the row's keys and values, `[1 n_kv_heads 1 d_head]` each; `None` until the block has computed them.
+    `moved` holds the row's keys, and then its values, `[1 n_kv_heads 1 d_head]` each, once the block has computed them.
     Raises BlockError on exit if the block did not compute `q Kᵀ` and then `P V` in these shapes.
     """
 
     def __init__(self, position: int, n_keys: int) -> None:
         super().__init__()
         self.position, self.n_keys, self.products = position, n_keys, 0
-        self.moved: tuple[Tensor, ...] | None = None
+        self.moved: list[Tensor] = []
 
-    def set(self, keys: Tensor, values: Tensor, position_dim: int) -> "ProductRule":
-        """Store keys and values in the block's own layout (HookedTransformer has positions before heads)."""
-        self.moved = tuple(z if position_dim == -2 else z.transpose(1, 2) for z in (keys, values))
-        return self
+    @staticmethod
+    def in_layout(rows: Tensor, position_dim: int) -> Tensor:
+        """Keys or values with heads before positions; HookedTransformer has them the other way round."""
+        return rows if position_dim == -2 else rows.transpose(1, 2)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func in _PRODUCTS and self.moved is not None and self.products < 2:
+        if func in PRODUCTS and self.products < len(self.moved):
             (left, right), at = args, self.position
             one_query = left.ndim == right.ndim == 4 and left.shape[-2] == 1
             if one_query and right.shape[-1 - self.products] == self.n_keys:
@@ -124,7 +124,10 @@ def watched_mlp(block: nn.Module, f: Callable[[Tensor], Tensor], X: Tensor) -> t
     with mlp.register_forward_hook(lambda _, *call: met.append(call), with_kwargs=True):
         Y = f(X)
     match met:
-        case [((n,), kwargs, Tensor() as out)] if not kwargs:
+        case [((Tensor() as n,), kwargs, Tensor() as out)] if not kwargs and n.shape[:-1] == out.shape[:-1] == (
+            1,
+            len(X),
+        ):
             return Y, (n, out)
     return Y, ()
 

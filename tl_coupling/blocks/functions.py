@@ -4,7 +4,7 @@ For one `J_{t1 t2}`, cheapest first:
 
 * **token_local_linearised**: the next, with the attention's two products expanded to first order too (`expansions`);
 * **token_local_affine_mlp**: the next, with the MLP expanded to first order;
-* **token_local**: the block on one row, with the keys and values of the earlier rows in a read-only cache;
+* **token_local**: the block on one row, with the keys and values of the rows that act on it as constants;
 * **full_sequence**: the block on all rows. Always right, and costs the whole prompt instead of one token.
 
 For many t1 and one t2, **query_local** (or **query_local_affine_mlp**) costs little more than one token: the output row
@@ -173,40 +173,51 @@ class BlockFunction:
 
     def _token_local(self, t1: int, t2: int, product_rule: bool = False) -> RowFunction:
         """The same function at the cost of one token, if rows meet in keys and values alone."""
-        if t1 > t2:
-            raise BlockError("a later row is not in the context")
-        dim, known = self.call.position_dim, self._keys_and_values
-        context = tuple(rows.narrow(dim, 0, t2) for rows in known)
+        dim, context, at = self.call.position_dim, self._context(t2), self._in_context([t1], t2)[0]
 
         def function(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
-            rule = ProductRule(t1, n_keys=t2 + 1) if product_rule else None
+            rule = ProductRule(t1, n_keys=context[0].shape[dim] + 1) if product_rule else None
             if t1 == t2:
                 return self._at(x, t2, context, rule)
             new = self.call.keys_and_values(x[None], t1)
             if rule is not None:
-                return self._at(self.X[t2], t2, context, rule.set(*new, dim))
-            swapped = tuple(
-                torch.cat([old.narrow(dim, 0, t1), row, old.narrow(dim, t1 + 1, t2 - t1 - 1)], dim)
-                for old, row in zip(known, new, strict=True)
-            )
+                rule.moved += [rule.in_layout(row, dim) for row in new]
+                return self._at(self.X[t2], t2, context, rule)
+            swapped = tuple(_without(old, at, dim, row) for old, row in zip(context, new, strict=True))
             return self._at(self.X[t2], t2, swapped)
 
         return function
 
     def _query_local(self, input_positions: Sequence[int], t2: int) -> Differentiable:
         """`f(X)[t2]` of its own row and of the context's keys and values, which the other input rows feed."""
-        dim = self.call.position_dim
+        dim, places = self.call.position_dim, self._in_context(input_positions, t2)
         fed_by = cache(lambda t1: vjp(lambda x: self.call.keys_and_values(x[None], t1), self.X[t1])[1])
 
         def of_each_input(own: Tensor, *context: Tensor) -> Iterator[Tensor]:
             # The seeds stand in front: a position axis counted from the front moves up by one.
             axis = dim if dim < 0 else dim + 1
-            for t1 in input_positions:
-                rows = tuple(gradient.narrow(axis, t1, 1) for gradient in context if t1 != t2)
+            for t1, at in zip(input_positions, places, strict=True):
+                rows = tuple(gradient.narrow(axis, at, 1) for gradient in context if t1 != t2)
                 yield for_seeds(fed_by(t1), rows)[0] if rows else own
 
-        context = (rows.narrow(dim, 0, t2) for rows in self._keys_and_values)
-        return (lambda x, *context: self._at(x, t2, context)), (self.X[t2], *context), of_each_input
+        return (lambda x, *context: self._at(x, t2, context)), (self.X[t2], *self._context(t2)), of_each_input
+
+    def _context(self, t2: int) -> tuple[Tensor, ...]:
+        """Keys and values of the rows that act on t2, without its own: those before, or all others."""
+        dim, known = self.call.position_dim, self._keys_and_values
+        if self._looks_ahead(t2):
+            return tuple(_without(rows, t2, dim) for rows in known)
+        return tuple(rows.narrow(dim, 0, t2) for rows in known)
+
+    def _in_context(self, input_positions: Sequence[int], t2: int) -> list[int]:
+        """Which row of the context each of these tokens is."""
+        if max(input_positions) > t2 and not self._looks_ahead(t2):
+            raise BlockError("a later row is not in the context")
+        return [t1 - (t1 > t2) for t1 in input_positions]
+
+    def _looks_ahead(self, t2: int) -> bool:
+        """Whether later rows act on this one (vision, BERT)."""
+        return bool(self.reference(t2).rows[t2 + 1 :].any())
 
     @cached_property
     def _keys_and_values(self) -> tuple[Tensor, Tensor]:
@@ -238,8 +249,8 @@ class BlockFunction:
         if self.recorded is not None:  # The model's own call gives the same again, to the last bit but one.
             call, X, Y, _ = self.recorded
             with own_arithmetic(call.module):
-                difference = (call(X[0]) - Y[0]).float().norm(dim=1)
-            self._refuse(difference, torch.finfo(self._own_dtype).eps * Y[0].float().norm(dim=1))
+                difference = (call(X) - Y).float().norm(dim=1)
+            self._refuse(difference, torch.finfo(self._own_dtype).eps * Y.float().norm(dim=1))
         made: dict[int, Reference] = {}
         watched = partial(watched_mlp, self.call.module, self._of_all_rows)
         with self.evaluation():
@@ -338,6 +349,11 @@ class BlockFunction:
             f"block {self.layer} has no derivative that could be measured: {found}. Functions that round, and integer "
             "layers, have none: load the model without quantization, or remove the rounding"
         )
+
+
+def _without(rows: Tensor, at: int, dim: int, *replaced_by: Tensor) -> Tensor:
+    """Keys or values without the row at a position along `dim`, or with another in its place."""
+    return torch.cat([rows.narrow(dim, 0, at), *replaced_by, rows.narrow(dim, at + 1, rows.shape[dim] - at - 1)], dim)
 
 
 class _Stairs(TorchFunctionMode):

@@ -19,6 +19,9 @@ from tl_coupling.blocks.calls import hidden_states
 from tl_coupling.blocks.evaluation import own_arithmetic
 from tl_coupling.models import is_bridge
 
+# Token ids [1 n_pos], or pixels [1 channels height width].
+Batch = Int[Tensor, "1 n_pos"] | Float[Tensor, "1 channels height width"]
+_MOST_CLASSIFIED = 64  # Rows in one run of an image classifier.
 # The dtype of a model's first parameter at the time; and what its blocks return: the length of each one's tuple (0 for
 # a tensor), and an empty residual stream.
 _Outputs = tuple[torch.dtype, list[int], Tensor]
@@ -27,22 +30,22 @@ _with_final_norm: WeakSet[nn.Module] = WeakSet()
 
 
 def logits(
-    model: nn.Module, tokens: Int[Tensor, " n_pos"], x: Float[Tensor, "*batch d_model"], normalised: bool = False
+    model: nn.Module, batch: Batch, x: Float[Tensor, "*batch d_model"], normalised: bool = False
 ) -> Float[Tensor, "*batch d_vocab"]:
-    """As `Trace.logits`. `tokens`, any prompt that the model takes, decides how many rows are computed at a time."""
+    """As `Trace.logits`. Of token ids, any that the model takes, their number is that of rows computed at a time."""
     with own_arithmetic(model):
-        outputs = _outputs(model, tokens)
+        outputs = _outputs(model, batch)
         d_model = outputs[-1].shape[-1]
         if x.shape[-1] != d_model or x.numel() == 0:
             wanted = f"[*batch {d_model}], one row or more"
             raise ValueError(f"`x` must be a residual stream {wanted}, got {list(x.shape)}")
-        skipped = [final_norm(model, tokens)] if normalised else []
-        parts = x.reshape(-1, d_model).split(len(tokens))
-        rows = torch.cat([_tail(model, tokens[: len(part)], part, outputs, skipped) for part in parts])
+        skipped = [final_norm(model, batch)] if normalised else []
+        parts = x.reshape(-1, d_model).split(_MOST_CLASSIFIED if batch.is_floating_point() else batch.shape[1])
+        rows = torch.cat([_tail(model, batch, part, outputs, skipped) for part in parts])
         return rows.reshape(*x.shape[:-1], -1)
 
 
-def final_norm(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> nn.Module:
+def final_norm(model: nn.Module, batch: Batch) -> nn.Module:
     """The norm between the last block and HuggingFace's `hidden_states[-1]`; of a HookedTransformer, its last norm.
 
     BERT, and OPT with post-norm, have none. Costs one forward pass of the model the first time, nothing later.
@@ -51,7 +54,7 @@ def final_norm(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> nn.Module:
     if model in _with_final_norm:
         return norm
     with own_arithmetic(model), _watched(model) as seen:
-        _, raw = _run(model, tokens, output_hidden_states=True)
+        _, raw = _run(model, batch, output_hidden_states=True)
         _, X = seen[-1]
         # A HookedTransformer has none; `ln_final` is what it applies to X.
         states = getattr(raw, "hidden_states", None)
@@ -66,19 +69,19 @@ def final_norm(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> nn.Module:
     return norm
 
 
-def _outputs(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> _Outputs:
+def _outputs(model: nn.Module, batch: Batch) -> _Outputs:
     """What the model's blocks return. The tail is checked against the model's own logits, once for each model."""
     dtype = next(model.parameters()).dtype
     if (known := _checked.get(model)) is not None and known[0] == dtype:
         return known
     # Two rows at least, so that they can be swapped.
-    tokens = tokens if len(tokens) > 1 else tokens.repeat(2)
+    batch = batch.repeat(1, 2) if batch.shape[1:] == (1,) else batch
     with _watched(model) as seen:
-        expected = _logits(model, tokens)
+        expected = _logits(model, batch)
     _, X = seen[-1]
     outputs = dtype, [length for length, _ in seen], X.new_empty(0, X.shape[-1])
     # In reverse, because rows must not depend on where they are.
-    got = _tail(model, tokens, X[0].flip(0), outputs).flip(0)
+    got = _tail(model, batch, X[0].flip(0), outputs).flip(0)[: len(expected)]
     if not _close(got, expected, X.dtype):
         error = float((got - expected).norm() / expected.norm())
         raise ValueError(
@@ -90,44 +93,51 @@ def _outputs(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> _Outputs:
 
 
 def _tail(
-    model: Any, tokens: Tensor, X: Float[Tensor, "n_pos d_model"], outputs: _Outputs, skipped: Sequence[nn.Module] = ()
-) -> Float[Tensor, "n_pos d_vocab"]:
-    """The logits of the model with `X` as each block's output, and without the modules `skipped`."""
+    model: Any, batch: Batch, X: Float[Tensor, "n_rows d_model"], outputs: _Outputs, skipped: Sequence[nn.Module] = ()
+) -> Float[Tensor, "n_rows d_vocab"]:
+    """The logits of the model with `X` as each block's output, and without the modules `skipped`.
+
+    Rows are the tokens of one text, or the class tokens of as many images.
+    """
     _, lengths, stream = outputs
+    rows = X[:, None] if batch.is_floating_point() else X[None]
+    batch = batch if batch.is_floating_point() else batch[:, : len(X)]
 
     def block(length: int, first: Tensor | None = None, *_: Any, **named: Any) -> Any:
         at = named["hidden_states"] if first is None else first
         # A copy: what comes next may work in place.
-        given = X[None].to(at.device, stream.dtype, copy=True)
+        given = rows.to(at.device, stream.dtype, copy=True)
         return (given, *[None] * (length - 1)) if length else given
 
     forwards = {module: partial(block, length) for module, length in zip(model.blocks, lengths, strict=True)}
     with _replaced(forwards | dict.fromkeys(skipped, _identity)):
-        return _logits(model, tokens)
+        return _logits(model, batch)
 
 
-def _logits(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> Float[Tensor, "n_pos d_vocab"]:
-    """The model's logits for every token, in float32 or float64."""
-    found, raw = _run(model, tokens)
+def _logits(model: nn.Module, batch: Batch) -> Float[Tensor, "n_rows d_vocab"]:
+    """The model's logits for every token, or every image, in float32 or float64."""
+    found, raw = _run(model, batch)
     # A bridge returns the last hidden state of a model without a head as its logits.
     none = not isinstance(found, Tensor) or (hasattr(raw, "last_hidden_state") and not hasattr(raw, "logits"))
-    if none or found.shape[:-1] != (1, len(tokens)):
+    image = batch.is_floating_point()
+    if none or found.ndim != (2 if image else 3) or (not image and found.shape[:-1] != batch.shape):
         given = "none" if none else f"logits of shape {list(found.shape)}"
         name = type(getattr(model, "original_model", model)).__name__
-        raise ValueError(
-            f"wanted a model with logits for every token, [1 {len(tokens)} d_vocab], {name} gives {given}: "
-            "load it with a language-model head"
-        )
-    return found[0] if found.dtype == torch.float64 else found[0].float()
+        wanted = "an image, [1 n_classes]" if image else f"every token, [1 {batch.shape[1]} d_vocab]"
+        head = "image classifier's" if image else "language-model"
+        raise ValueError(f"wanted a model with logits for {wanted}, {name} gives {given}: load it with a {head} head")
+    rows = found if image else found[0]
+    return rows if rows.dtype == torch.float64 else rows.float()
 
 
-def _run(model: Any, tokens: Int[Tensor, " n_pos"], **of_bridge: bool) -> tuple[Any, Any]:
+def _run(model: Any, batch: Batch, **of_bridge: bool) -> tuple[Any, Any]:
     """What the model returns when asked for logits, and what the HuggingFace model within a bridge returned."""
     raw: list[Any] = []
-    original, arguments = (model.original_model, of_bridge | {"use_cache": False}) if is_bridge(model) else (model, {})
+    cache = {} if batch.is_floating_point() else {"use_cache": False}
+    original, arguments = (model.original_model, of_bridge | cache) if is_bridge(model) else (model, {})
     device = next(model.parameters()).device
     with original.register_forward_hook(lambda _, __, output: raw.append(output)), runnable(model):
-        return model(tokens[None].to(device), return_type="logits", **arguments), raw[0]
+        return model(batch.to(device), return_type="logits", **arguments), raw[0]
 
 
 def runnable(model: nn.Module) -> AbstractContextManager[None]:

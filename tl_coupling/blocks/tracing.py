@@ -1,31 +1,28 @@
-"""`trace`: one forward pass that records the residual stream and how every block was called."""
+"""`trace` and `trace_modules`: one forward pass that records the residual stream and how every block was called."""
 
 import operator
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
+from PIL import Image
 from torch import Tensor, nn
 
 from tl_coupling.blocks import tails
-from tl_coupling.blocks.calls import BlockCall, RecordedCall, hidden_states
-from tl_coupling.blocks.evaluation import (
-    exact_arithmetic,
-    hear_interrupts,
-    is_out_of_memory,
-    map_tensors,
-    own_arithmetic,
-)
+from tl_coupling.blocks.evaluation import is_out_of_memory, own_arithmetic
 from tl_coupling.blocks.functions import BlockFunction, Remarks
+from tl_coupling.blocks.passages import Passage
 from tl_coupling.border import FloatDtype, checked
-from tl_coupling.models import context_length, describe_kind, describe_model, is_bridge, str_tokens, tokenize
+from tl_coupling.models import ModelInput, describe_kind, describe_model, describe_modules, is_bridge, model_input
 from tl_coupling.prompts import Prompt
 
-_ONE_PROMPT = "trace prompts one at a time; token ids are whole numbers"
+_ONE_INPUT = "trace prompts one at a time; token ids are whole numbers"
+_Input = str | os.PathLike[str] | Prompt | Image.Image | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,15 +31,19 @@ class Trace:
 
     `residual[0]` is what enters block 0, `residual[l + 1]` what leaves block `l`; the last entry is normalised if
     `final_norm`, and the last block function includes that norm. `provenance`, how all this was made, is JSON-able.
+
+    `tokens` are token ids, or `None` where the model reads something else; `str_tokens` names the tokens: their text,
+    or `cls` and the `row,column` of each patch of an image, whose `pixels` are kept.
     """
 
     model: nn.Module
-    tokens: Int[Tensor, " n_pos"]
+    tokens: Int[Tensor, " n_pos"] | None
     str_tokens: tuple[str, ...]
     residual: Float[Tensor, "n_layers_plus_1 n_pos d_model"]
     blocks: tuple[BlockFunction, ...]
     final_norm: bool
     provenance: dict[str, Any]
+    pixels: Float[Tensor, "1 channels height width"] | None = None
 
     @property
     def n_layers(self) -> int:
@@ -59,6 +60,14 @@ class Trace:
         """Width of the residual stream."""
         return self.residual.shape[2]
 
+    @cached_property
+    def is_causal(self) -> bool:
+        """Whether no token acts on an earlier one, in any block. Costs at most one forward pass of all blocks."""
+        # Every later row is another one: does the first change?
+        heads = (block(torch.cat([block.X[:1], -block.X[1:]]))[0] for block in self.blocks)
+        pairs = zip(heads, self.blocks, strict=True)
+        return all(bool((y - f.step[0]).norm() <= 1e-5 * (f.step[0].norm() + f.X[0].norm())) for y, f in pairs)
+
     def layer_index(self, layer: int, name: str = "layer") -> int:
         """A layer counted from 0; negative ones count from the end."""
         return _index(layer, self.n_layers, name, f"{self.n_layers}-block model")
@@ -71,7 +80,8 @@ class Trace:
     def logits(self, x: Float[Tensor, "*batch d_model"], normalised: bool = False) -> Float[Tensor, "*batch d_vocab"]:
         """What the model computes from a residual stream after its last block, or its final norm if `normalised`.
 
-        In float32, or float64 for a model in float64.
+        In float32, or float64 for a model in float64. Of an image classifier, the logits of its classes with `x` as the
+        class token.
 
         Raises:
             ValueError: the model has no logits for every token, or they do not follow from what leaves its last block;
@@ -79,7 +89,10 @@ class Trace:
 
         Cost: embedding and unembedding of the rows; one run of the model at the first call, two if `normalised`.
         """
-        return tails.logits(self.model, self.tokens, x, normalised)
+        batch = self.pixels if self.tokens is None else self.tokens[None]
+        if batch is None:
+            raise ValueError("modules were traced, not a model: it is not known how logits follow from their stream")
+        return tails.logits(self.model, batch, x, normalised)
 
     def __repr__(self) -> str:
         return (
@@ -93,10 +106,14 @@ def _one_stream(model: nn.Module) -> None:
     if not hasattr(model, "cfg"):
         raise TypeError(
             f"wanted a TransformerLens model (TransformerBridge or HookedTransformer), got {type(model).__name__}; "
-            "`tl_coupling.load_model(name)` makes one"
+            "`tl_coupling.load_model(name)` makes one, and `tl_coupling.trace_modules` takes any residual network"
         )
     if kind := describe_kind(model):
         raise ValueError(f"is {kind}")
+    _draws_nothing(model)
+
+
+def _draws_nothing(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module.training and (what := _drawn_at_random(module)):
             raise ValueError(f"must draw no random numbers, {name or 'it'} is in train mode with {what}: call .eval()")
@@ -114,7 +131,7 @@ def _drawn_at_random(module: nn.Module) -> str | None:
 @checked
 def trace(
     model: Annotated[nn.Module, _one_stream],
-    prompt: Annotated[str | Prompt | Sequence[int] | Int[Tensor, "*batch n_pos"], _ONE_PROMPT],
+    prompt: Annotated[_Input | Int[Tensor, "*batch n_pos"] | Float[Tensor, "*pixels"], _ONE_INPUT],
     *,
     prepend_bos: bool | None = None,
     final_norm: bool = False,
@@ -132,7 +149,9 @@ def trace(
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it is: processed weights
             (`center_writing_weights`) raise a warning, because they change the residual stream.
-        prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`), taken as they are. One prompt, unpadded.
+        prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`), taken as they are. One prompt, unpadded. For
+            a vision model an image: pixels (`[1 channels height width]`, taken as they are), a PIL image or a file,
+            which the processor saved with the model prepares. Its patches are the tokens, after the class token.
         prepend_bos: whether text gets a BOS token; `None` follows the tokenizer, not TransformerLens. Tokens that the
             tokenizer appends are left off, except for bidirectional models (BERT).
         final_norm: include the model's final norm in the last block, as the paper's code does by reading HuggingFace's
@@ -152,39 +171,121 @@ def trace(
         >>> torch.allclose(trace.residual[0] + trace.blocks[0](trace.residual[0]), trace.residual[1], atol=1e-5)
         True
     """
-    prompt = prompt.prompt if isinstance(prompt, Prompt) else prompt
-    tokens, tokenization = tokenize(model, prompt, prepend_bos)
-    _check_tokens(model, tokens)
-    parameter = next(model.parameters())
-    dtype = dtype or (torch.float64 if parameter.dtype == torch.float64 else torch.float32)
+    if isinstance(prompt, Prompt):
+        prompt = prompt.image or prompt.prompt
+    given = model_input(model, prompt, prepend_bos)
+    dtype = _precision(dtype, next(model.parameters()).dtype)
+    passage = _record(model, given)
+    norm = tails.final_norm(model, given.batch) if final_norm else None
+    return _traced(model, passage, dtype, given.str_tokens, partial(describe_model, model), norm, given)
+
+
+@checked
+def trace_modules(
+    blocks: Annotated[Sequence[nn.Module], "a list of the network's residual blocks, in order"],
+    run: Callable[[], Any],
+    *,
+    name: str | None = None,
+    str_tokens: Sequence[str] | None = None,
+    dtype: FloatDtype | None = None,
+) -> Trace:
+    """`trace` for any residual network: timm, plain PyTorch, HuggingFace's own modules, …
+
+    What can be measured of a `Trace` can be measured of this one, but for logits. The Jacobians pass the same checks;
+    they are computed on the full sequence where nothing cheaper agrees with it.
+
+    A block is measured as `f(X) = block(X) − X`, whatever it does. One that normalises the stream itself (`x = norm(x);
+    x = x + f(x)`, or the post-norm of BERT) is not `X + f(X)` of a pre-norm network: its f holds what the
+    normalisation takes away as well. That is noted in `provenance["remarks"]`, with a warning.
+
+    Args:
+        blocks: modules that take the residual stream first, `[1 n_pos d_model]` (or `[n_pos 1 d_model]`, `[n_pos
+            d_model]`), and return it with what they add, alone or first in a tuple. In the order in which they run.
+        run: runs the model once, on one input: `lambda: model(x)`. It must call every block, each on what the one
+            before gave.
+        name: what results call the network; by default the blocks' class.
+        str_tokens: the tokens' names; their positions by default.
+        dtype: as in `trace`.
+
+    Raises:
+        ValueError: blocks that are not called in this order, or that do not get the stream that the one before gave
+            (the layer is named); more than one input; dropout in train mode; a stream that is not finite; not as many
+            `str_tokens` as tokens.
+
+    Cost: one call of `run` and one forward pass of the blocks.
+
+    Example:
+        >>> layers = [torch.nn.TransformerEncoderLayer(16, 2, 32, norm_first=True).eval() for _ in range(3)]
+        >>> encoder, x = torch.nn.Sequential(*layers), torch.randn(5, 1, 16)
+        >>> traced = tlc.trace_modules(layers, lambda: encoder(x), name="encoder")
+        >>> tlc.depth_coupling(traced, k=4).coupling().shape
+        torch.Size([3, 3])
+    """
+    if not blocks:
+        raise ValueError("`blocks` is empty: wanted at least one module")
+    model = nn.ModuleList(blocks)
+    try:
+        _draws_nothing(model)
+    except ValueError as error:
+        raise ValueError(f"`blocks` {error}") from None
+    with own_arithmetic(model):
+        passage = Passage.of(model, blocks, run)
+    dtype = _precision(dtype, passage.calls[0].X.dtype)
+    describe = partial(describe_modules, model, name or type(blocks[0]).__name__)
+
+    def names(n_pos: int) -> tuple[str, ...]:
+        found = tuple(map(str, range(n_pos)) if str_tokens is None else str_tokens)
+        if len(found) != n_pos:
+            raise ValueError(f"`str_tokens` must name {n_pos} tokens, got {len(found)} names")
+        return found
+
+    traced = _traced(model, passage, dtype, names, describe)
+    for f in traced.blocks:
+        X, Y = f.X, f.X + f.step
+        if bool((f(2 * X) + 2 * X - Y).norm() < 0.5 * X.norm()):
+            said = "the block normalises the stream itself: twice the stream gives nearly the same output"
+            f.remarks.add("normalises", f"layer {f.layer}: {said}, so that block(X) − X is not what it adds to X alone")
+    return traced
+
+
+def _precision(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
+    dtype = asked or (torch.float64 if own == torch.float64 else torch.float32)
     if torch.finfo(dtype).bits < 32:
         raise ValueError(f"`dtype` must be torch.float32 or torch.float64, got {dtype}")
+    return dtype
 
-    hooks = _user_hooks(model)
-    passed = _record(model, tokens[None].to(parameter.device))
-    stream = [call.X[0].to(dtype) for call in passed.calls] + [passed.calls[-1].Y[0].to(dtype)]
-    _check_stream(stream, [call.Y[0].to(dtype) for call in passed.calls], model)
 
-    remarks, n_layers = Remarks(), len(passed.calls)
-    norms = {n_layers - 1: tails.final_norm(model, tokens)} if final_norm else {}
-    blocks = tuple(passed.block_function(layer, dtype, remarks, norms.get(layer)) for layer in range(n_layers))
-    if final_norm:
+def _traced(
+    model: nn.Module,
+    passage: Passage,
+    dtype: torch.dtype,
+    names: Callable[[int], tuple[str, ...]],
+    describe: Callable[[Tensor], dict[str, Any]],
+    norm: nn.Module | None = None,
+    given: ModelInput | None = None,
+) -> Trace:
+    """What was recorded, as block functions in `dtype`; the last one with the norm, if there is one."""
+    remarks, last, stream = Remarks(), len(passage.calls) - 1, passage.stream(dtype)
+    functions = (passage.block_function(i, dtype, remarks, norm if i == last else None) for i in range(last + 1))
+    blocks = tuple(functions)
+    if norm is not None:
         stream[-1] = stream[-2] + blocks[-1].step
-    residual, text = torch.stack(stream), str_tokens(model, tokens)
+    residual = torch.stack(stream)
+    text = names(residual.shape[1])
     provenance = {
-        **describe_model(model, residual[:-1]),
-        **tokenization,
-        "prompt": prompt if isinstance(prompt, str) else None,
-        "tokens": tokens.tolist(),
+        **describe(residual[:-1]),
+        **(given.provenance if given else {}),
         "str_tokens": list(text),
-        "n_layers": n_layers,
-        "final_norm": final_norm,
+        "n_layers": last + 1,
+        "final_norm": norm is not None,
         "linearised_in": str(dtype).removeprefix("torch."),
-        "hooks": hooks,
-        "rounded_arguments": sorted(passed.rounded),
+        "hooks": _user_hooks(model),
+        "rounded_arguments": sorted(passage.rounded),
         "remarks": remarks.texts,
     }
-    return Trace(model, tokens, text, residual, blocks, final_norm, provenance)
+    tokens = given.tokens if given else None
+    pixels = given.batch if given and tokens is None else None
+    return Trace(model, tokens, text, residual, blocks, norm is not None, provenance, pixels)
 
 
 def _index(value: int, size: int, name: str, what: str) -> int:
@@ -194,140 +295,42 @@ def _index(value: int, size: int, name: str, what: str) -> int:
     return index % size
 
 
-def _check_tokens(model: Any, tokens: Int[Tensor, " n_pos"]) -> None:
-    if len(tokens) == 0:
-        raise ValueError("the prompt is empty: wanted at least one token")
-    n_ctx, d_vocab = context_length(model), model.cfg.d_vocab
-    if n_ctx is not None and n_ctx < len(tokens):
-        raise ValueError(f"the prompt has {len(tokens)} tokens, this model's context holds {n_ctx}: shorten the prompt")
-    least, most = int(tokens.min()), int(tokens.max())
-    if d_vocab is not None and d_vocab > 0 and not 0 <= least <= most < d_vocab:
-        raise ValueError(f"token ids must lie in [0, {d_vocab - 1}], got {least} … {most}")
-
-
-def _check_stream(pre: list[Tensor], post: list[Tensor], model: Any) -> None:
-    for layer, X in enumerate(pre):
-        if not bool(torch.isfinite(X).all()):
-            culprits = [f"parameter {n!r} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
-            found = next(iter(culprits), "all parameters are finite")
-            raise ValueError(f"the residual stream at layer {layer} has NaN or infinite entries; {found}")
-    for layer, (X, Y) in enumerate(zip(pre[1:], post, strict=True)):
-        if not torch.equal(X, Y):
-            again = ", where the model runs its blocks again" if layer + 1 == len(model.blocks) else ""
-            changed = f"the output of block {layer % len(model.blocks)} is changed before the next block{again}"
-            raise ValueError(f"{changed}: not one residual stream")
-
-
-@dataclass(frozen=True, eq=False)
-class _Passage:
-    """Every call of a block in one forward pass, in order; `entered` are those that have not returned.
-
-    `made` holds what modules outside the blocks produced (rotary embeddings), by the tensor's id: the tensor itself,
-    its index in the output, the module and its arguments. `rounded` names the arguments that were cast as they are.
-    """
-
-    calls: list[RecordedCall] = field(default_factory=list)
-    entered: list[tuple[BlockCall, Tensor]] = field(default_factory=list)
-    made: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    rounded: set[str] = field(default_factory=set)
-
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hear_interrupts()
-        call, X = BlockCall.captured(module, args, kwargs)
-        # A block may add to the stream in place.
-        self.entered.append((call, X.detach().clone()))
-
-    def leave(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        call, X = self.entered.pop()
-        dtypes = frozenset(p.dtype for p in module.parameters() if p.is_floating_point()) | {X.dtype}
-        self.calls.append(RecordedCall(call, X, hidden_states(output).detach().clone(), dtypes))
-
-    def make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        for part, tensor in enumerate(output) if isinstance(output, tuple | list) else [(None, output)]:
-            if isinstance(tensor, Tensor) and not self.entered:
-                self.made.setdefault(id(tensor), (tensor, part, module, args, kwargs))
-
-    def block_function(self, layer: int, dtype: torch.dtype, remarks: Remarks, norm: nn.Module | None) -> BlockFunction:
-        """The block function of one call, in `dtype`."""
-        recorded = self.calls[layer]
-        X, Y = recorded.X[0].to(dtype), recorded.Y[0].to(dtype)
-        if norm is not None:
-            with exact_arithmetic(X.device, [norm], dtype):
-                Y = norm(Y[None]).reshape(Y.shape)
-        given = recorded.call.arguments.items()
-        arguments = {name: map_tensors(value, partial(self._in_dtype, dtype, name)) for name, value in given}
-        call = replace(recorded.call, arguments=arguments)
-        return BlockFunction(layer, call, X, Y - X, norm, recorded if recorded.dtypes - {dtype} else None, remarks)
-
-    def _in_dtype(self, dtype: torch.dtype, name: str, tensor: Tensor) -> Tensor:
-        """A captured argument in `dtype`: computed again by its module in that precision, or else as it was rounded."""
-        if tensor.dtype == dtype:
-            return tensor
-        if id(tensor) not in self.made:
-            if "mask" not in name:  # Masks are exact.
-                self.rounded.add(name)
-            return tensor.to(dtype)
-        _, part, module, *given = self.made[id(tensor)]
-        args, kwargs = map_tensors(given, lambda one: one.to(dtype))
-        with exact_arithmetic(tensor.device, [module], dtype):
-            output = module(*args, **kwargs)
-        again = output if part is None else output[part]
-        return (again if again.shape == tensor.shape else tensor).to(dtype)
-
-
 class _BlocksDone(Exception):
     """Raised at the unembedding, the largest matrix of a small model: it is not needed."""
 
 
-def _record(model: Any, tokens: Int[Tensor, "1 n_pos"]) -> _Passage:
-    """Run the model on token ids, up to its unembedding."""
+def _record(model: Any, given: ModelInput) -> Passage:
+    """Run the model on its input, up to its unembedding."""
 
     def unembed(*_: Any) -> None:
         raise _BlocksDone
 
-    passage = _Passage()
-    arguments = {"use_cache": False} if is_bridge(model) else {}
-    inside = {id(module) for block in model.blocks for module in block.modules()}
-    with own_arithmetic(model), tails.runnable(model), suppress(_BlocksDone), ExitStack() as hooks:
-        for block in model.blocks:
-            hooks.enter_context(block.register_forward_pre_hook(passage.enter, with_kwargs=True))
-            hooks.enter_context(block.register_forward_hook(passage.leave))
-        # A bridge does not list every part of the model that it wraps.
-        for module in {*model.modules(), *getattr(model, "original_model", model).modules()}:
-            if "rotary" in type(module).__name__.lower() and id(module) not in inside:
-                hooks.enter_context(module.register_forward_hook(passage.make, with_kwargs=True))
-        if isinstance(getattr(model, "unembed", None), nn.Module):
-            hooks.enter_context(model.unembed.register_forward_pre_hook(unembed))
+    arguments = {"use_cache": False} if is_bridge(model) and given.tokens is not None else {}
+
+    def run() -> None:
         try:
-            model(tokens, return_type=None, **arguments)
+            model(given.batch.to(next(model.parameters()).device), return_type=None, **arguments)
         except (RuntimeError, AttributeError) as error:
             if is_out_of_memory(error):
                 raise
             said = " ".join(str(error).split())[:300]
-            given = "".join(f", {name}={value}" for name, value in arguments.items())
+            options = "".join(f", {name}={value}" for name, value in arguments.items())
+            what = "tokens" if given.tokens is not None else "pixels"
             raise ValueError(
-                f"the model itself fails when called as `model(tokens{given})` ({type(error).__name__}: {said}): try "
-                "another dtype, or another version of TransformerLens"
+                f"the model itself fails when called as `model({what}{options})` ({type(error).__name__}: {said}): try "
+                f"{'another dtype' if given.tokens is not None else 'pixels of the shape it was made for'}, or another "
+                "version of TransformerLens"
             ) from error
-    _check_calls(passage.calls, list(model.blocks), tokens.shape[1])
-    return passage
 
+    def until_unembedding() -> None:
+        with suppress(_BlocksDone):
+            run()
 
-def _check_calls(calls: list[RecordedCall], blocks: list[nn.Module], n_pos: int) -> None:
-    modules = [recorded.call.module for recorded in calls]
-    if not calls or modules != blocks * (len(calls) // len(blocks)):
-        order = [next((i for i, block in enumerate(blocks) if block is module), "?") for module in modules]
-        raise ValueError(
-            f"wanted a model that calls its {len(blocks)} blocks one after the other, this one called them in the "
-            f"order {order}"
-        )
-    for layer, (_, X, Y, _) in enumerate(calls):
-        if X.ndim != 3 or X.shape[:2] != (1, n_pos) or X.shape != Y.shape:
-            raise ValueError(
-                f"wanted one residual stream [1 n_pos d_model] = [1 {n_pos} d_model], block {layer} takes "
-                f"{list(X.shape)} and gives {list(Y.shape)}: several parallel streams (hyper-connections, AltUp), or "
-                "patches, are not X + f(X) of one"
-            )
+    with own_arithmetic(model), tails.runnable(model), ExitStack() as hooks:
+        if isinstance(getattr(model, "unembed", None), nn.Module):
+            hooks.enter_context(model.unembed.register_forward_pre_hook(unembed))
+        n_pos = None if given.tokens is None else len(given.tokens)
+        return Passage.of(model, list(model.blocks), until_unembedding, n_pos)
 
 
 def _user_hooks(model: nn.Module) -> list[str]:

@@ -157,7 +157,7 @@ def context_coupling(
 
     With `fixed="input"`, `J^l_{t1 t2}` against `J^{l'}_{t1 t2'}` over all `t2, t2' ≥ t1`; with `fixed="output"`,
     `J^l_{t1 t2}` against `J^{l'}_{t1' t2}` over all `t1, t1' ≤ t2`. Aubry et al. 2025, section 3.1. The map covers the
-    tokens that causality allows, the fixed one among them.
+    tokens that causality allows, the fixed one among them: all tokens, where attention reads both ways (ViT, BERT).
 
     The rank of a Jacobian between two tokens is limited by the attention heads; beyond it singular vectors are
     arbitrary, and k should stay below.
@@ -184,12 +184,19 @@ def context_coupling(
         (torch.Size([4, 4]), (0, 1, 2, 3))
     """
     held = trace.position_index((0 if fixed == "input" else -1) if position is None else position)
-    allowed = range(held, trace.n_pos) if fixed == "input" else range(held + 1)
+    allowed = free_end(trace, fixed, held)
     chosen = _positions(trace, positions, allowed, f"a context-coupling map with the {fixed} fixed at {held}")
     ends = [(held, t, t) if fixed == "input" else (t, held, t) for t in chosen]
     rows, cols = _at_both_layers(trace, layer, other_layer, ends)
     one = _compare(trace, rows, cols, "context", k, (orientation,), chunk_size, progress, fixed=fixed, position=held)
     return one[orientation]
+
+
+def free_end(trace: Trace, fixed: Literal["input", "output"], position: int) -> range:
+    """The tokens on which a fixed input acts, or which act on a fixed output."""
+    if not trace.is_causal:
+        return range(trace.n_pos)
+    return range(position, trace.n_pos) if fixed == "input" else range(position + 1)
 
 
 @checked

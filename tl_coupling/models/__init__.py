@@ -1,7 +1,15 @@
-"""Models: loading them, tokenising for them, and describing a loaded one."""
+"""Models: loading them, what they are run on, and describing a loaded one."""
 
-from tl_coupling.models.loaded import context_length, describe_kind, describe_model, is_bridge, str_tokens, tokenize
+from tl_coupling.models.inputs import ModelInput, model_input, tokenize
+from tl_coupling.models.loaded import (
+    context_length,
+    describe_kind,
+    describe_model,
+    describe_modules,
+    is_bridge,
+    reads_pixels,
+)
 from tl_coupling.models.loading import EMBEDDED_MODEL, Backend, ModelError, load_model, named_device
 
-__all__ = ["EMBEDDED_MODEL", "Backend", "ModelError", "context_length", "describe_kind", "describe_model"]
-__all__ += ["is_bridge", "load_model", "named_device", "str_tokens", "tokenize"]
+__all__ = ["EMBEDDED_MODEL", "Backend", "ModelError", "ModelInput", "context_length", "describe_kind", "describe_model"]
+__all__ += ["describe_modules", "is_bridge", "load_model", "model_input", "named_device", "reads_pixels", "tokenize"]

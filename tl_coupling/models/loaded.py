@@ -1,13 +1,12 @@
-"""A loaded model: its kind, where it came from, how it was processed, its context; text to token ids and back."""
+"""A loaded model: its kind, where it came from, how it was processed, its context."""
 
 import importlib.metadata
 import weakref
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.border import warn_caller
@@ -18,8 +17,7 @@ LOADED_AS: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKe
 _PACKAGES = ("tl-coupling", "transformer-lens", "transformers", "torch", "numpy")
 # In which fields of a HuggingFace configuration models declare how many positions they have.
 _CONTEXT_FIELDS = ("n_positions", "max_position_embeddings", "max_context_length", "max_seq_len", "max_sequence_length")
-_GIVE_IDS = "give the prompt as token ids"
-_WANTED = "wanted a decoder (GPT-2, Llama, …) or an encoder of text (BERT, …)"
+_WANTED = "wanted a decoder (GPT-2, Llama, …), an encoder of text (BERT, …) or a vision transformer (ViT, …)"
 
 
 def is_bridge(model: nn.Module) -> bool:
@@ -28,8 +26,8 @@ def is_bridge(model: nn.Module) -> bool:
 
 
 def describe_kind(model: nn.Module) -> str | None:
-    """Why a model has no single residual stream over tokens, as an end of "this model is …"; None if it has one."""
-    if is_bridge(model) and (kind := kind_of_config(_config(model))):
+    """Why a model has no single residual stream, as an end of "this model is …"; None if it has one."""
+    if is_bridge(model) and (kind := kind_of_config(config_of(model))):
         return kind
     if isinstance(getattr(model, "blocks", None), nn.ModuleList):
         return None
@@ -40,15 +38,18 @@ def describe_kind(model: nn.Module) -> str | None:
 
 def kind_of_config(config: Any) -> str | None:
     """As `describe_kind`, from a HuggingFace configuration, before any weights are read."""
-    from transformer_lens.utilities.architectures import AUDIO_ARCHITECTURES, VISION_ARCHITECTURES
+    from transformer_lens.utilities.architectures import AUDIO_ARCHITECTURES
 
     named = set(getattr(config, "architectures", None) or ())
     if getattr(config, "is_encoder_decoder", False):
         streams = "two stacks of blocks, each with its own residual stream"
         return f"an encoder–decoder (sequence-to-sequence) model: {streams}; {_WANTED}"
-    if named & AUDIO_ARCHITECTURES:
-        return f"an audio model: it reads sound, not tokens; {_WANTED}"
-    return f"a vision model: it reads pixels, not tokens; {_WANTED}" if named & VISION_ARCHITECTURES else None
+    return f"an audio model: it reads sound; {_WANTED}" if named & AUDIO_ARCHITECTURES else None
+
+
+def reads_pixels(model: Any) -> bool:
+    """Whether this is a bridge of a vision model (ViT, DeiT)."""
+    return bool(getattr(model.cfg, "is_visual_model", False))
 
 
 def context_length(model: Any) -> int | None:
@@ -59,7 +60,7 @@ def context_length(model: Any) -> int | None:
     puts 2048 there. A HookedTransformer's tables have `cfg.n_ctx` rows; with ALiBi it has none.
     """
     limits = [] if getattr(model.cfg, "positional_embedding_type", None) == "alibi" else [model.cfg.n_ctx]
-    if is_bridge(model) and (config := _config(model)) is not None:
+    if is_bridge(model) and (config := config_of(model)) is not None:
         # `to_dict`, because RWKV answers `max_position_embeddings` with its training length.
         held = (getattr(config, "text_config", None) or config).to_dict()
         declared = [held[field] for field in _CONTEXT_FIELDS if held.get(field)]
@@ -70,7 +71,6 @@ def context_length(model: Any) -> int | None:
 
 def describe_model(model: Any, residual: Float[Tensor, "n_layers n_pos d_model"]) -> dict[str, Any]:
     """Provenance of a model, JSON-able; warns if its writing weights are centred."""
-    parameter = next(model.parameters())
     processing = _weight_processing(model, residual)
     if "center_writing_weights" in processing:
         warn_caller(
@@ -80,12 +80,28 @@ def describe_model(model: Any, residual: Float[Tensor, "n_layers n_pos d_model"]
     return LOADED_AS.get(model, {"model": getattr(model.cfg, "model_name", type(model).__name__)}) | {
         "backend": "bridge" if is_bridge(model) else "hooked",
         "architecture": type(getattr(model, "original_model", model)).__name__,
-        "n_layers": len(model.blocks),
+        **_sizes(model, residual),
+        "weight_processing": processing or ["none"],
+    }
+
+
+def describe_modules(blocks: nn.Module, name: str, residual: Float[Tensor, "n_layers n_pos d_model"]) -> dict[str, Any]:
+    """Provenance of residual blocks whose model is not known, JSON-able."""
+    return {
+        "model": name,
+        "backend": "modules",
+        "architecture": ", ".join(dict.fromkeys(type(block).__name__ for block in blocks.children())),
+        **_sizes(blocks, residual),
+    }
+
+
+def _sizes(model: nn.Module, residual: Tensor) -> dict[str, Any]:
+    weight = next(model.parameters(), residual)
+    return {
         "d_model": int(residual.shape[-1]),
         "n_params": sum(p.numel() for p in model.parameters()),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "device": str(parameter.device),
-        "weight_processing": processing or ["none"],
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": str(weight.device),
         "versions": {package: version(package) for package in _PACKAGES},
     }
 
@@ -107,7 +123,7 @@ def _weight_processing(model: nn.Module, residual: Tensor) -> list[str]:
     return found
 
 
-def _config(bridge: nn.Module) -> Any:
+def config_of(bridge: nn.Module) -> Any:
     """The HuggingFace configuration of the model that a bridge wraps; None for models of other origin."""
     return getattr(bridge.original_model, "config", None)
 
@@ -116,79 +132,3 @@ def _config(bridge: nn.Module) -> Any:
 def version(package: str) -> str:
     """Which version of a package is installed."""
     return next((found.version for found in importlib.metadata.distributions(name=package)), "not installed")
-
-
-def tokenize(
-    model: Any, prompt: str | Sequence[int] | Tensor, prepend_bos: bool | None
-) -> tuple[Int[Tensor, " n_pos"], dict[str, Any]]:
-    """Token ids of one prompt, and their provenance. Ids are taken as they are.
-
-    Text begins with what the tokenizer prepends by itself (`prepend_bos=None`), nothing (`False`), or at least a BOS
-    token (`True`). What a tokenizer appends (`</s>`) is left off, so that the last position is the last token of the
-    text. Models that read both ways (BERT) keep it: their other tokens see the `[SEP]`, and were trained to.
-
-    Raises:
-        ValueError: an empty prompt, ids of more than one prompt, text without a tokenizer, no BOS token.
-    """
-    if not isinstance(prompt, str):
-        given = torch.as_tensor(prompt, dtype=torch.long, device="cpu")
-        if given.ndim != 1 and not (given.ndim == 2 and len(given) == 1):
-            wanted = "text, or token ids [n_pos] or [1 n_pos] of one prompt"
-            raise ValueError(f"`prompt` must be {wanted}; got shape {list(given.shape)}")
-        return given.flatten(), dict.fromkeys(("prepend_bos", "append_eos"), "token ids given")
-    tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        raise ValueError(f"this model has no tokenizer: {_GIVE_IDS}")
-    if not prompt:
-        raise ValueError("the prompt is empty: wanted at least one token")
-    own = tokenizer
-    if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        # TransformerLens may have replaced it by one that always prepends.
-        trusted = LOADED_AS.get(model, {}).get("trust_remote_code", False)
-        own = _reloaded_tokenizer(tokenizer.name_or_path, trusted) or tokenizer
-    text = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    encoded = own(prompt, return_special_tokens_mask=True)
-    ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
-    # The mask tells an appended token from the same token in the text, but not every tokenizer fills it in.
-    starts = [special.index(0) if 0 in special else 0, *range(len(ids) - len(text), -1, -1)]
-    start = next((i for i in starts if ids[i : i + len(text)] == text), None)
-    if start is None:
-        raise ValueError(f"this model's tokenizer splits the text differently when it adds special tokens: {_GIVE_IDS}")
-    before, after = ids[:start], ids[start + len(text) :]
-    if prepend_bos is False:
-        before = []
-    elif prepend_bos and not before:
-        if tokenizer.bos_token_id is None:
-            raise ValueError("`prepend_bos=True`, but this model's tokenizer has no BOS token")
-        before = [tokenizer.bos_token_id]
-    after = after if _reads_both_ways(model) else []
-    added = {"prepend_bos": bool(before), "append_eos": bool(after)}
-    return torch.tensor([*before, *text, *after], dtype=torch.long), added
-
-
-def str_tokens(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> tuple[str, ...]:
-    """Each token as text; its id where the model has no tokenizer."""
-    tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        return tuple(map(str, tokens.tolist()))
-    return tuple(tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in tokens.tolist())
-
-
-def _reads_both_ways(model: Any) -> bool:
-    """Whether tokens also see those after them (BERT), so that an appended token changes them."""
-    from transformer_lens.utilities.architectures import MASKED_LM_ARCHITECTURES
-
-    is_decoder = is_bridge(model) and getattr(_config(model), "is_decoder", False)
-    is_masked = getattr(model.cfg, "architecture", None) in MASKED_LM_ARCHITECTURES
-    return not is_decoder and (is_masked or getattr(model.cfg, "attention_dir", "causal") == "bidirectional")
-
-
-@lru_cache(maxsize=8)
-def _reloaded_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any | None:
-    from transformers import AutoTokenizer
-
-    try:
-        # Always passed: without it HuggingFace asks on the terminal.
-        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        return None

@@ -12,7 +12,13 @@ shows nor keeps figures: for programs that only save them.
 from tl_coupling.plots.generalization import plot_forest, plot_generalization, plot_k_sweep, plot_task_means
 from tl_coupling.plots.labels import off_screen
 from tl_coupling.plots.layers import plot_adjacency, plot_locality, plot_redundancy, plot_singular_values
-from tl_coupling.plots.maps import plot_coupling, plot_coupling_matrices, plot_influence, plot_spread
+from tl_coupling.plots.maps import (
+    plot_alignment_matrices,
+    plot_coupling,
+    plot_coupling_matrices,
+    plot_influence,
+    plot_spread,
+)
 from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
 from tl_coupling.plots.trajectories import (
     plot_inverse_singular_values,

@@ -9,12 +9,14 @@ from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 from tl_coupling.border import Finite, Positive, checked
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
-from tl_coupling.coupling import Measure
+from tl_coupling.coupling import Measure, Sides
 from tl_coupling.influence import Influence, InfluenceMeasure
 from tl_coupling.plots import labels
+from tl_coupling.trajectories import ResidualAlignment
 
 _Influences = Influence | Mapping[str, Influence]
 _PAPER_LAYERS = range(8, 16)
@@ -152,21 +154,47 @@ def plot_coupling_matrices(
     side = min(6.4, max(4.0, 0.8 * n))
     fig = fig or labels.new_figure(side + 1.0, (side + 0.4) * len(grids), "compressed")
     axes = fig.subplots(len(grids), 1, squeeze=False)[:, 0]
-    gap = max(1, k // 12)
-    centres = np.arange(n) * (k + gap) + (k - 1) / 2
     for ax, grid, panel in zip(axes, grids.values(), panels, strict=True):
-        # Panels and the white lines between them are one image: an Axes for each panel would take seconds to draw.
-        spaced = np.pad(panel, [(0, 0), (0, 0), (0, gap), (0, gap)], constant_values=np.nan)
-        mosaic = spaced.transpose(0, 2, 1, 3).reshape(2 * (n * (k + gap),))[:-gap, :-gap]
-        cmap = colormaps["magma"].with_extremes(bad="white")
-        image = ax.imshow(mosaic, norm=PowerNorm(0.5, vmin=0, vmax=vmax), cmap=cmap)
+        image, centres = _draw_mosaic(ax, panel, PowerNorm(0.5, vmin=0, vmax=vmax))
         _name_sides(ax, grid, chosen, centres)
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
         labels.entitle(ax, labels.map_heading([grid], k))
     extend = "max" if vmax < 1 else "neither"
     fig.colorbar(image, ax=list(axes), label="|A| / σ₁ of J₁ (square-root colours)", extend=extend, aspect=40)
     return fig
+
+
+@checked
+def plot_alignment_matrices(
+    result: ResidualAlignment, *, sides: Sides = "uv", layers: Sequence[int] | None = None, ax: Axes | None = None
+) -> Axes:
+    """Grid of the alignment matrices, one panel of `|cosines|` between singular vectors for every pair of layers.
+
+    Read off whether the top singular vectors align (Li and Papyan's RA2): then all panels have a bright diagonal. The
+    panels on the diagonal of "uv" compare the left and right vectors of one block; those of "uu" and "vv" say nothing.
+    The mark on the colour bar is the root mean square cosine of random vectors.
+
+    Args:
+        sides: "uv", the left vectors of the row's layer with the right ones of the column's; "uu" or "vv".
+        layers: which ones, in this order; all by default.
+
+    Returns the Axes, with one image. Raises ValueError for a layer that the result does not have, or none.
+    """
+    n = len(result.singular_values)
+    chosen = list(range(n) if layers is None else (i + n if -n <= i < 0 else i for i in layers))
+    if not chosen or not set(chosen) <= set(range(n)):
+        raise ValueError(f"`layers` must be some of the {n} layers, 0 to {n - 1}, got {chosen}")
+    panels = getattr(result, sides)[chosen][:, chosen].abs().cpu().numpy()
+    ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
+    image, centres = _draw_mosaic(ax, panels, PowerNorm(0.5, 0, 1))
+    for axis, side in zip((ax.yaxis, ax.xaxis), sides, strict=True):
+        labels.name_ticks(axis, chosen, labels.MAX_LAYER_TICKS, centres)
+        axis.set_label_text(f"layer of the {'left' if side == 'u' else 'right'} singular vectors {side.upper()}")
+    of_sides = "".join(side.upper() + mark for side, mark in zip(sides, "ᵀ ", strict=True)).strip()
+    what = f"Residual alignment · {of_sides} · k = {result.k}"
+    labels.entitle(ax, labels.heading(what, [result.provenance], [result.position]))
+    bar = ax.figure.colorbar(image, ax=ax, label="|cosine| (square-root colours); null: random vectors").ax
+    labels.mark_null(bar, result.null() ** 0.5)
+    return ax
 
 
 @checked
@@ -208,6 +236,21 @@ def plot_influence(
     what = f"Influence on token {tokens.pop()}" if len(tokens) == 1 else "Influence on one token"
     labels.entitle(fig, labels.heading(what, [result.provenance for result in panels.values()]))
     return fig
+
+
+def _draw_mosaic(ax: Axes, panels: np.ndarray, norm: Normalize) -> tuple[AxesImage, np.ndarray]:
+    """Panels `[n n k k]` and the white lines between them as one image, and where their centres are.
+
+    An Axes for each panel would take seconds to draw.
+    """
+    n, k = panels.shape[1:3]
+    gap = max(1, k // 12)
+    spaced = np.pad(panels, [(0, 0), (0, 0), (0, gap), (0, gap)], constant_values=np.nan)
+    mosaic = spaced.transpose(0, 2, 1, 3).reshape(2 * (n * (k + gap),))[:-gap, :-gap]
+    image = ax.imshow(mosaic, norm=norm, cmap=colormaps["magma"].with_extremes(bad="white"))
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    return image, np.arange(n) * (k + gap) + (k - 1) / 2
 
 
 def _draw_pairs(ax: Axes, result: CouplingMap, values: np.ndarray, k: int, label: str, **colors: Any) -> Axes:

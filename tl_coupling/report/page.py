@@ -222,7 +222,6 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
     of_tokens = zip(str_tokens, torch.cat(list(values.values())).T.tolist(), strict=True)
     rows = [[f"{i} {visible_token(token)}", *(f"{x:.3g}" for x in row)] for i, (token, row) in enumerate(of_tokens)]
     drawn = plots.plot_trajectory_metrics({name: run.trace for name, run in runs.items()})
-    entropies = {f"logit-lens entropy in nats, {name}": run.entropy for name, run in runs.items()}
     return {
         "paths": _paths(runs) if first.trace.n_pos > 3 else "",
         "along_depth": _image(drawn, "Measures of the paths against depth"),
@@ -230,13 +229,27 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
         "of_random_steps": f"√{n_layers} = {n_layers**0.5:.3g}",
         "by_token": "".join(view.body for view in shapes),
         "numbers": _table(["token", *(f"{what}, {name}" for what in values for name in runs)], rows),
-        "entropy": show_layers_by_token(str_tokens, entropies).body,
-        "entropy_ends": "; ".join(
-            f"{html.escape(name)}: {run.entropy[0, first.position]:.2f} nats at depth 0, "
-            f"{run.entropy[-1, first.position]:.2f} at depth {n_layers}"
-            for name, run in runs.items()
-        ),
+        "entropy": _entropy(runs, first),
     }
+
+
+def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
+    """How certain the logit lens is; nothing for models without logits."""
+    known = {name: run.entropy for name, run in runs.items() if run.entropy is not None}
+    if not known:
+        return ""
+    drawn = {f"logit-lens entropy in nats, {name}": entropy for name, entropy in known.items()}
+    ends = "; ".join(
+        f"{html.escape(name)}: {entropy[0, first.position]:.2f} nats at depth 0, {entropy[-1, first.position]:.2f} at "
+        f"depth {len(entropy) - 1}"
+        for name, entropy in known.items()
+    )
+    return (
+        '<figure class="view"><div role="group" aria-label="Logit-lens entropy by depth and token">'
+        f"{show_layers_by_token(first.trace.str_tokens, drawn).body}</div><figcaption><strong>How certain the next token "
+        "is</strong>, read off every depth (0: what enters the first block) by final norm and unembedding. White is "
+        f"certain. At {_token(first, first.position)}, {ends}.</figcaption></figure>"
+    )
 
 
 def _paths(runs: Mapping[str, Portrait]) -> str:

@@ -14,7 +14,7 @@ from tl_coupling.blocks import Trace, trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.coupling import Measure, Orientation
-from tl_coupling.models import context_length, tokenize
+from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
@@ -102,7 +102,7 @@ def measure_prompts(
     measured = []
     for prompt in with_progress(chosen, progress, "prompts"):
         with _errors_of(prompt):
-            traced = trace(model, prompt.prompt, prepend_bos=settings.prepend_bos, final_norm=settings.final_norm)
+            traced = trace(model, prompt, prepend_bos=settings.prepend_bos, final_norm=settings.final_norm)
             measured.append(_of_prompt(traced, settings))
     data = xarray.concat(measured, "prompt", combine_attrs="drop_conflicts")
     return data.assign_coords(prompt=[p.id for p in chosen], task=("prompt", [p.task or "" for p in chosen]))
@@ -123,7 +123,7 @@ def _check_lengths(model: Any, prompts: Sequence[Prompt], settings: Settings) ->
     if (n_ctx := context_length(model) if hasattr(model, "cfg") else None) is None:
         return
     lengths = {}
-    for prompt in prompts:
+    for prompt in prompts if not reads_pixels(model) else ():
         with _errors_of(prompt):
             lengths[prompt.id] = len(tokenize(model, prompt.prompt, settings.prepend_bos)[0])
     if too_long := [f"{name!r} ({length})" for name, length in lengths.items() if length > n_ctx]:
@@ -134,8 +134,8 @@ def _check_lengths(model: Any, prompts: Sequence[Prompt], settings: Settings) ->
 
 
 def loss(traced: Trace) -> float:
-    """Mean negative log-likelihood of each token given those before it, in nats; NaN where there is one token."""
-    if traced.n_pos < 2:
+    """Mean negative log-likelihood of each token given those before it, in nats; NaN for one token, or an image."""
+    if traced.tokens is None or traced.n_pos < 2:
         return float("nan")
     logits = traced.logits(traced.residual[-1, :-1], normalised=traced.final_norm)
     return float(torch.nn.functional.cross_entropy(logits, traced.tokens[1:].to(logits.device)))

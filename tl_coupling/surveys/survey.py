@@ -122,7 +122,7 @@ class Survey:
             "backend": self.backend,
             "dtype": str(self.dtype).removeprefix("torch."),
             **self.settings.as_plan(),
-            "prompts": [[p.id, p.task, p.prompt] for p in as_prompts(self.prompts)],
+            "prompts": [[p.id, p.task, p.text] for p in as_prompts(self.prompts)],
         }
 
 

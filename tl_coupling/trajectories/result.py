@@ -153,6 +153,15 @@ def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
     return torch.cat([before, last])
 
 
+def entropy_where_known(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"] | None:
+    """`entropy_by_depth`; `None`, with a warning, for a model without logits."""
+    try:
+        return entropy_by_depth(trace)
+    except ValueError as error:
+        warn_caller(f"no logit-lens entropy: {error}")
+        return None
+
+
 @checked
 def measure_trajectory(
     trace: Trace,
@@ -183,11 +192,7 @@ def measure_trajectory(
     t, x, n = trace.position_index(position), trace.residual, trace.n_layers
     window = min(11, n - 1 + n % 2) if window is None else window
     windowed = shapes.line_shape_score(x, window)
-    try:
-        entropy = entropy_by_depth(trace)
-    except ValueError as error:
-        warn_caller(f"no logit-lens entropy: {error}")
-        entropy = None
+    entropy = entropy_where_known(trace)
     of_each_token = shapes.line_shape_score(x), shapes.expodistance(x), shapes.equidistance(x)
     by_depth = shapes.norms(x), shapes.step_lengths(x), windowed, shapes.line_shape_score_by_depth(x)
     predicted = linearisation(trace, t, progress=progress) if linear else None

@@ -1,0 +1,102 @@
+"""Tiny random networks that see, or read both ways, each with the way that its own library runs it."""
+
+import sys
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from zoo.models import bridge, original_model, randomised
+
+D_MODEL, N_LAYERS = 32, 3
+
+
+class Network(NamedTuple):
+    """A network, the path of its blocks, and its inputs by name."""
+
+    model: nn.Module
+    path: str
+    inputs: dict[str, Any]
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.get_submodule(self.path).children())
+
+    def run(self) -> Any:
+        return self.model(**self.inputs)
+
+
+def pixels(height: int = 16, width: int = 8) -> torch.Tensor:
+    return torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
+
+
+def vit(name: str) -> tuple[nn.Module, nn.Module]:
+    """A bridge of a HuggingFace model, and the model itself, which the bridge holds a copy of."""
+    original = original_model(name, N_LAYERS)
+    return bridge(original, None), original
+
+
+class _Hollow(type):
+    """A class that has everything that is looked up on it, hollow too."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Hollow(name, (), {})
+
+
+class _HollowModule(ModuleType):
+    __getattr__ = _Hollow.__getattr__
+
+
+class _Torchvision(MetaPathFinder, Loader):
+    """In place of torchvision, which timm imports and its ViT does not use; its wheel fails beside a torch for CPUs."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "torchvision" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _HollowModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def timm_vit() -> Network:
+    if find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    with mock.patch.object(sys, "meta_path", [_Torchvision(), *sys.meta_path]):
+        from timm.models.vision_transformer import VisionTransformer
+    # transformers asks what is installed.
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    options = {"img_size": (16, 8), "patch_size": 4, "embed_dim": D_MODEL, "depth": N_LAYERS, "num_heads": 4}
+    model = randomised(lambda: VisionTransformer(**options, num_classes=5, init_values=0.5).eval())
+    return Network(model, "blocks", {"x": pixels()})
+
+
+def torch_encoder(batch_first: bool = True, norm_first: bool = True) -> Network:
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(D_MODEL, 4, 64, batch_first=batch_first, norm_first=norm_first)
+        return nn.TransformerEncoder(layer, N_LAYERS, enable_nested_tensor=False).eval()
+
+    x = torch.randn(1, 7, D_MODEL, generator=torch.Generator().manual_seed(1))
+    return Network(randomised(build), "layers", {"src": x if batch_first else x.transpose(0, 1)})
+
+
+def bert() -> Network:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": D_MODEL, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    model = randomised(lambda: BertModel(BertConfig(num_hidden_layers=N_LAYERS, **sizes)).eval())
+    return Network(model, "encoder.layer", {"input_ids": torch.tensor([[3, 14, 15, 92, 65, 35]])})
+
+
+NETWORKS: dict[str, Callable[[], Network]] = {"timm": timm_vit, "torch": torch_encoder, "bert": bert}
