@@ -75,7 +75,7 @@ class Images:
 
     @property
     def n_classes(self) -> int:
-        return int(self.train_labels.max()) + 1
+        return 1 + int(max(self.train_labels.max(), self.test_labels.max()))
 
     @property
     def digest(self) -> str:

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from vit_models import DropPath, Images, TrainingConfig
 pytestmark = pytest.mark.on_4_only
 
 CONFIG = TrainingConfig(width=16, n_layers=3, n_heads=2, epochs=2, warmup=1, batch=64, stochastic_depth=0.3)
+GREY = np.random.default_rng(0).integers(0, 256, (7, 12, 12))
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +53,10 @@ def idx(values: np.ndarray) -> bytes:
 
 
 def test_idx_files_are_read_compressed_or_not(tmp_path):
-    rng = np.random.default_rng(0)
-    parts = {
-        "train": (rng.integers(0, 256, (7, 12, 12)), np.arange(7)),
-        "t10k": (rng.integers(0, 256, (3, 12, 12)), [2, 0, 1]),
-    }
+    parts = {"train": (GREY, np.arange(7)), "t10k": (GREY[:3] // 2, np.array([2, 0, 1]))}
     for part, (images, labels) in parts.items():
-        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(np.array(images))))
-        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(np.array(labels)))
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
     found = vit_models.load_images(str(tmp_path))
     for channel in range(3):
         np.testing.assert_array_equal(found.train[..., channel], parts["train"][0])
@@ -67,6 +65,37 @@ def test_idx_files_are_read_compressed_or_not(tmp_path):
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.array([2, 0, 1]))[:-1])
     with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte is not an idx file"):
         vit_models.load_images(str(tmp_path))
+
+
+def test_fashion_mnist_is_where_debian_puts_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(vit_models, "FASHION_MNIST", tmp_path / "fashion-mnist")
+    with pytest.raises(ValueError, match="fashion-mnist: install Debian's package dataset-fashion-mnist, or name a"):
+        vit_models.load_images("fashion-mnist")
+    (tmp_path / "fashion-mnist").mkdir()
+    for part, images in (("train", GREY), ("t10k", GREY[:2])):
+        (tmp_path / f"fashion-mnist/{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (tmp_path / f"fashion-mnist/{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(images[:, 0, 0])))
+    found = vit_models.load_images("fashion-mnist")
+    np.testing.assert_array_equal(found.test[..., 1], GREY[:2])
+    assert found.name == "fashion-mnist"
+
+
+def test_cifar10_is_read_as_datasets_gives_it(monkeypatch):
+    """From a data set of PNG files in memory with the columns of the one on the hub, which tests cannot reach."""
+    colours = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
+    kinds = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(10)})
+
+    def loaded(name):
+        assert name == "uoft-cs/cifar10"
+        columns = {"img": [Image.fromarray(one) for one in colours], "label": [3, 0, 9, 1, 2]}
+        whole = datasets.Dataset.from_dict(columns, kinds)
+        return {"train": whole.select(range(3)), "test": whole.select(range(3, 5))}
+
+    monkeypatch.setattr(datasets, "load_dataset", loaded)
+    found = vit_models.load_images("cifar10")
+    np.testing.assert_array_equal(np.concatenate([found.train, found.test]), colours)
+    assert (found.train_labels.tolist(), found.test_labels.tolist()) == ([3, 0, 9], [1, 2])
+    assert (found.side, found.n_classes) == (32, 10)
 
 
 def test_pixels_are_what_the_saved_processor_makes_of_png_files(trained, tmp_path):
