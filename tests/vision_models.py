@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from zoo.models import bridge, original_model, randomised
@@ -99,4 +101,17 @@ def bert() -> Network:
     return Network(model, "encoder.layer", {"input_ids": torch.tensor([[3, 14, 15, 92, 65, 35]])})
 
 
-NETWORKS: dict[str, Callable[[], Network]] = {"timm": timm_vit, "torch": torch_encoder, "bert": bert}
+def without_adapter(class_name: str, config_name: str, path: str) -> Network:
+    """A vision model of HuggingFace that TransformerLens has no adapter for."""
+    sizes = {"hidden_size": D_MODEL, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 8}
+    config = getattr(transformers, config_name)(num_hidden_layers=N_LAYERS, patch_size=4, **sizes)
+    model = randomised(lambda: getattr(transformers, class_name)(config).eval())
+    return Network(model, path, {"pixel_values": pixels(8, 8)})
+
+
+NO_ADAPTER = {
+    "dinov2": partial(without_adapter, "Dinov2Model", "Dinov2Config", "encoder.layer"),
+    "clip": partial(without_adapter, "CLIPVisionModel", "CLIPVisionConfig", "encoder.layers"),
+    "deit with teacher": partial(without_adapter, "DeiTForImageClassificationWithTeacher", "DeiTConfig", "deit.layers"),
+}
+NETWORKS: dict[str, Callable[[], Network]] = {"timm": timm_vit, "torch": torch_encoder, "bert": bert, **NO_ADAPTER}

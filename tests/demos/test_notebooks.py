@@ -94,9 +94,25 @@ def generalization(printed: Printed) -> None:
     assert re.search(r"dropped\s+all\s", printed.text)
 
 
+def vision(printed: Printed) -> None:
+    for where in ("class token", "last patch"):
+        (trained, null), (untrained, _) = (printed.numbers(f"\n{run}, {where}: #, null #") for run in RUNS)
+        assert trained > 3 * null > 2 * untrained
+    line = "\n{}: coupling of what each token does to the class token #, null #"
+    (trained, null), (untrained, _) = (printed.numbers(line.format(run)) for run in RUNS)
+    assert trained > 3 * null > 2 * untrained
+    line = "\n{}: line_shape_score #, equidistance #, vector_alignment_across_blocks #, tail_energy #"
+    trained, untrained = (printed.numbers(line.format(run)) for run in RUNS)
+    assert trained[0] < untrained[0]
+    assert trained[2] > 2 * untrained[2]
+    assert trained[3] < untrained[3]
+    by_bridge, by_blocks = printed.numbers("by TransformerLens: #, by its blocks: #")
+    assert by_bridge == pytest.approx(by_blocks, abs=2e-3)
+
+
 RUNS = ("trained", "untrained")
 CHECKS: dict[str, Callable[[Printed], None]] = {
-    check.__name__: check for check in (quickstart, tokens_and_trajectories, emergence, generalization)
+    check.__name__: check for check in (quickstart, tokens_and_trajectories, emergence, generalization, vision)
 }
 
 

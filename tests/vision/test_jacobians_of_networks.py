@@ -9,7 +9,7 @@ from torch import nn
 import tiny
 import tl_coupling as tlc
 from tl_coupling.jacobians import jacobian_and_path
-from vision_models import N_LAYERS, NETWORKS, pixels, torch_encoder, vit
+from vision_models import N_LAYERS, NETWORKS, NO_ADAPTER, pixels, torch_encoder, vit
 from zoo.models import original_model
 from zoo.oracle import Oracle
 
@@ -50,7 +50,7 @@ def test_every_pair_of_traced_modules_is_that_of_the_original_model(name: str) -
     assert error <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["timm", "bert"])
+@pytest.mark.parametrize("name", ["timm", "bert", *NO_ADAPTER])
 def test_modules_with_attention_of_two_products_are_measured_at_the_cost_of_one_token(name: str) -> None:
     network = NETWORKS[name]()
     trace = tlc.trace_modules(network.blocks, network.run)

@@ -182,7 +182,7 @@ def trace(
 
 @checked
 def trace_modules(
-    blocks: Annotated[Sequence[nn.Module], "a list of the network's residual blocks, in order"],
+    blocks: Sequence[nn.Module] | nn.ModuleList | nn.Sequential,
     run: Callable[[], Any],
     *,
     name: str | None = None,
@@ -221,7 +221,7 @@ def trace_modules(
         >>> tlc.depth_coupling(traced, k=4).coupling().shape
         torch.Size([3, 3])
     """
-    if not blocks:
+    if not (blocks := list(blocks)):
         raise ValueError("`blocks` is empty: wanted at least one module")
     model = nn.ModuleList(blocks)
     try:

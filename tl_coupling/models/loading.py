@@ -241,8 +241,10 @@ def _advice(text: str, kind: str) -> str:
     if "Could not determine supported architecture" in text:
         named = re.search(r"Config architectures: \[([^]]+)\]", text)
         lacks = f"has no adapter for its architecture{f', {named[1]}' if named else ''}"
-        listed = "`TransformerBridge.list_supported_models()` names what it has"
-        return f"transformer-lens {version('transformer-lens')} {lacks}; {listed}"
+        instead = (
+            "give it one through its entry-point group `transformer_lens.architectures`, or trace the model's blocks"
+        )
+        return f"transformer-lens {version('transformer-lens')} {lacks}; {instead} with `tl_coupling.trace_modules`"
     what_to_do = next(advice for words, advice in _GENERAL.items() if re.search(words, text))
     return f"{what_to_do} ({kind}: {text if len(text) <= 200 else f'{text[:200]}…'})"
 
