@@ -5,6 +5,7 @@ import html
 import io
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +103,8 @@ def _shares(run: Portrait) -> dict[str, Float[Tensor, " n_pos"]]:
 
 
 def _over(run: Portrait, values: Float[Tensor, " n_pos"], what: str, label: str, *ends: float) -> str:
-    ax, scale = new_figure(3.5, 3.1, "compressed").subplots(), dict(zip(("vmin", "vmax"), ends, strict=False))
+    scale: dict[str, Any] = dict(zip(("vmin", "vmax"), ends, strict=False))
+    ax = new_figure(3.5, 3.1, "compressed").subplots()
     drawn = plots.plot_patches(run.trace, values, label=label, position=run.position, ax=ax, **scale)
     rows, columns = patches_of(run.trace) or (0, 0)
     first_patch = run.trace.n_pos - rows * columns
