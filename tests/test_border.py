@@ -76,7 +76,13 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         **{"data": xarray.Dataset(), "table": pandas.DataFrame(), "scores": "loss", "controls": ["z"], "subsets": {}},
         **{"survey": tlc.Survey(["a"], ["b"]), "prompts": ["b"], "settings": tlc.Settings(), "models": ["a"]},
         **{"folder": "f", "path": "f", "name": "f", "source": "f", "id": "a", "prompt": "b", "y": "score"},
-        **{"str_tokens": ["a"], "values": torch.ones(1), "unembed": torch.exp},
+        **{
+            "blocks": [torch.nn.Identity()],
+            "run": print,
+            "str_tokens": ["a"],
+            "values": torch.ones(1),
+            "unembed": torch.exp,
+        },
         **{"vector": torch.ones(2), "workers": 1, "n_classes": 1, "rank": 1, "spectra": tlc.svd(SQUARE[None])},
         **{name: getattr(depth, name) for name in depth.__dataclass_fields__},
     }

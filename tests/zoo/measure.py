@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-4, "float64": 1e-5}
 
 # What a refusal of a model of another kind has to speak of.
-_KINDS = ((VISION, "image|vision|pixel"), (AUDIO, "audio|sound|speech"), (SEQ2SEQ, "encoder|sequence-to-sequence"))
+_KINDS = ((AUDIO, "audio|sound|speech"), (SEQ2SEQ, "encoder|sequence-to-sequence"))
 
 
 @dataclass

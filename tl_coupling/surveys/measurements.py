@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Prompts = str | Prompt | Sequence[str | Prompt]
 PAPER_PROMPT = "What is the capital of France? The capital is"
-_OF_ONE_PROMPT = {"prompt", "tokens", "str_tokens", "paths", "position", "remarks"}
+_OF_ONE_PROMPT = {"prompt", "image", "tokens", "str_tokens", "paths", "position", "remarks"}
 
 
 @checked
