@@ -50,6 +50,14 @@ def folder_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def folder_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny ViT with its processor, and `image.png`."""
+    from vision_models import save_vit
+
+    return save_vit(tmp_path_factory.mktemp("vit"))
+
+
+@pytest.fixture(scope="session")
 def hub() -> Path:
     """A hub cache as huggingface_hub writes it, with a tiny GPT-2 and a tiny Pythia with two checkpoints."""
     folder = Path(_HUB.name) / "hub"

@@ -6,6 +6,7 @@ from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,7 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from PIL import Image
 from torch import nn
+from transformers import ViTImageProcessor
 
 from zoo.models import bridge, original_model, randomised
 
@@ -43,6 +46,15 @@ def vit(name: str) -> tuple[nn.Module, nn.Module]:
     """A bridge of a HuggingFace model, and the model itself, which the bridge holds a copy of."""
     original = original_model(name, N_LAYERS)
     return bridge(original, None), original
+
+
+def save_vit(folder: Path, name: str = "ViTForImageClassification") -> Path:
+    """A folder with a tiny ViT, the same each time, and its processor; and an image, as the model reads it."""
+    original_model(name, N_LAYERS).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 16, "width": 8}).save_pretrained(folder)
+    colors = torch.randint(256, (16, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    Image.fromarray(colors.numpy()).save(folder / "image.png")
+    return folder
 
 
 class _Hollow(type):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -172,7 +173,7 @@ def trace(
         True
     """
     if isinstance(prompt, Prompt):
-        prompt = prompt.image or prompt.prompt
+        prompt = Path(prompt.image) if prompt.image else prompt.prompt
     given = model_input(model, prompt, prepend_bos)
     dtype = _precision(dtype, next(model.parameters()).dtype)
     passage = _record(model, given)

@@ -20,6 +20,7 @@ from tl_coupling.blocks import Trace
 from tl_coupling.cli.options import OneModel
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.files import output_folder, write_atomically
+from tl_coupling.prompts import Prompt
 
 Item = TypeVar("Item")
 Measured = TypeVar("Measured")
@@ -36,7 +37,7 @@ class Run:
         with console.status(f"loading {escape(self.name)} …"), self.timed("loading"):
             self.model = setup.load(role == "untrained")
 
-    def trace(self, prompt: str) -> Trace:
+    def trace(self, prompt: Prompt) -> Trace:
         """The traced prompt."""
         with self.timed("trace"):
             return self.setup.trace(self.model, prompt)

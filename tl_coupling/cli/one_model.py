@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,13 +13,23 @@ from torch import Tensor
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Run, at_work, coupling_table, table_of, with_suffix
-from tl_coupling.cli.options import OUT, AcrossTokens, Comparing, OneModel, OnePrompt, Out, Position, Prompts, Untrained
+from tl_coupling.cli.options import (
+    OUT,
+    OWN_POSITION,
+    AcrossTokens,
+    Comparing,
+    OneModel,
+    OnePrompt,
+    Out,
+    Prompts,
+    Untrained,
+    own_position,
+)
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.files import file_name
 from tl_coupling.influence import INFLUENCE_MEASURES
 from tl_coupling.portraits import Portrait, TokenPortrait, token_portrait
 from tl_coupling.prompts import Prompt
-from tl_coupling.surveys.measurements import PAPER_PROMPT
 from tl_coupling.trajectories import TrajectoryResult, measure_trajectory
 
 _PER_TOKEN = {"line_shape_score": "line-shape score", "expodistance": "expodistance", "equidistance": "equidistance"}
@@ -31,7 +40,9 @@ def depth(
     setup: OneModel,
     comparing: Comparing,
     prompts: Prompts,
-    position: Position = -1,
+    position: Annotated[
+        int | None, typer.Option(help=f"Token position; negative counts from the end. {OWN_POSITION}")
+    ] = None,
     untrained: Untrained = False,
     save_maps: Annotated[bool, typer.Option("--save-maps", help="Also write the map of each prompt.")] = False,
     out: Out = OUT,
@@ -47,14 +58,17 @@ def depth(
       tl-coupling depth --prompt "The capital of France is" --untrained --out out
 
       tl-coupling depth --model gpt2 --prompts prompts.jsonl --k 10 --k 50 --out gpt2
+
+      tl-coupling depth --model google/vit-base-patch16-224 --image cat.jpg --out vit
     """
     chosen = prompts.chosen()
     means: dict[str, dict[str, dict[int, float]]] = {}
 
     def measure_one(run: Run, prompt: Prompt) -> CouplingMap:
         try:
-            traced, bar = run.trace(prompt.prompt), partial(run.bar, "layers")
-            result = tlc.depth_coupling(traced, comparing.largest, position, comparing.orientation, progress=bar)
+            traced, bar = run.trace(prompt), partial(run.bar, "layers")
+            at = own_position(prompt, position)
+            result = tlc.depth_coupling(traced, comparing.largest, at, comparing.orientation, progress=bar)
         except ValueError as error:
             raise ValueError(f"prompt {prompt.id!r}: {error}" if len(chosen) > 1 else str(error)) from error
         if save_maps and len(chosen) > 1:
@@ -105,7 +119,7 @@ def tokens(
     setup: OneModel,
     comparing: Comparing,
     across: AcrossTokens,
-    prompt: OnePrompt = PAPER_PROMPT,
+    prompt: OnePrompt,
     positions: Annotated[
         list[int] | None,
         typer.Option(help="Tokens to compare; may be repeated. In context maps those that causality allows. [all]"),
@@ -129,9 +143,11 @@ def tokens(
       tl-coupling tokens --model gpt2 --layer 5 --other-layer 8 --k 10 --positions 0 --positions 3 --out gpt2
     """
 
+    chosen = prompt.one()
+
     def measure(run: Run) -> TokenPortrait:
-        traced, bar = run.trace(prompt), partial(run.bar, "Jacobians")
-        how: dict[str, Any] = asdict(across) | {"positions": positions, "orientation": comparing.orientation}
+        traced, bar = run.trace(chosen), partial(run.bar, "Jacobians")
+        how = across.arguments(chosen) | {"positions": positions, "orientation": comparing.orientation}
         with run.timed("measuring"):
             return token_portrait(traced, k=comparing.largest, progress=bar, **how)
 
@@ -188,8 +204,10 @@ def _described(name: str, result: CouplingMap) -> str:
 @command
 def trajectory(
     setup: OneModel,
-    prompt: OnePrompt = PAPER_PROMPT,
-    position: Annotated[int, typer.Option(help="The token that is linearised and perturbed.")] = -1,
+    prompt: OnePrompt,
+    position: Annotated[
+        int | None, typer.Option(help=f"The token that is linearised and perturbed. {OWN_POSITION}")
+    ] = None,
     window: Annotated[
         int | None, typer.Option(help="Steps of the windowed score, odd. [11, or the most that the model has]")
     ] = None,
@@ -214,12 +232,14 @@ def trajectory(
       tl-coupling trajectory --model gpt2 --final-norm --window 7 --no-perturbation --out gpt2
     """
     pictures: dict[str, Callable[[], Any]] = {}
+    chosen = prompt.one()
+    at = own_position(chosen, position)
 
     def measure(run: Run) -> TrajectoryResult:
-        traced, bar = run.trace(prompt), partial(run.bar, "trajectory")
-        pictures[f"{with_suffix('trajectories', run.role)}.png"] = partial(tlc.plot_trajectories, traced)
+        traced, bar = run.trace(chosen), partial(run.bar, "trajectory")
+        pictures[f"{with_suffix('trajectories', run.role)}.png"] = partial(tlc.plot_trajectories, traced, black=at)
         with run.timed("measures"):
-            return measure_trajectory(traced, position=position, window=window, noise=perturbation, progress=bar)
+            return measure_trajectory(traced, position=at, window=window, noise=perturbation, progress=bar)
 
     with at_work(out) as work:
         results = work.measured(setup, untrained, measure)
@@ -289,26 +309,30 @@ def report(
     setup: OneModel,
     comparing: Comparing,
     across: AcrossTokens,
-    prompt: OnePrompt = PAPER_PROMPT,
+    prompt: OnePrompt,
     untrained: Untrained = True,
     out: Annotated[Path, typer.Option(help="The page to write.", dir_okay=False)] = Path("report.html"),
 ) -> None:
-    """One self-contained HTML page on a model and a prompt.
+    """One self-contained HTML page on a model and a prompt, or a vision model and an image.
 
     Coupling across depth and across tokens, singular values, the influence of tokens on each other, and trajectories;
     each figure with a caption that says what to read off it and how it was made. The page loads nothing from anywhere.
-    The same architecture at its initialisation stands beside the model, unless --no-untrained.
+    Of an image, what each patch does is shown over the picture. The same architecture at its initialisation stands
+    beside the model, unless --no-untrained.
 
     Examples:
 
       tl-coupling report --prompt "The capital of France is" --out report.html
 
       tl-coupling report --model gpt2 --k 10 --k 50 --layer 5 --other-layer 8 --no-untrained --out gpt2.html
+
+      tl-coupling report --model google/vit-base-patch16-224 --image cat.jpg --out cat.html
     """
-    how = asdict(across) | {"k": comparing.ks if comparing.k else None, "orientation": comparing.orientation}
+    chosen = prompt.one()
+    how = across.arguments(chosen) | {"k": comparing.ks if comparing.k else None, "orientation": comparing.orientation}
 
     def measure(run: Run) -> Portrait:
-        return tlc.portrait(run.trace(prompt), progress=partial(run.bar, "measuring"), **how)
+        return tlc.portrait(run.trace(chosen), progress=partial(run.bar, "measuring"), **how)
 
     with at_work(out.parent) as work:
         runs = work.measured(setup, untrained, measure)

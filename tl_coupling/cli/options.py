@@ -1,6 +1,6 @@
 """Options that several commands share, in groups: a parameter of such a type becomes an option for each field."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,14 +9,14 @@ import typer
 from torch import nn
 
 from tl_coupling.blocks import Trace, trace
-from tl_coupling.models import EMBEDDED_MODEL, load_model, named_device
+from tl_coupling.models import EMBEDDED_MODEL, load_model, named_device, reads_pixels
 from tl_coupling.prompts import Prompt, load_prompts
 from tl_coupling.surveys import Settings
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 
 Untrained = Annotated[bool, typer.Option(help="Measure untrained twins as well.")]
-OnePrompt = Annotated[str, typer.Option(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token position; negative counts from the end.")]
+OWN_POSITION = "[the last; of an image the class token, 0]"
 Out = Annotated[Path, typer.Option(help="Folder for results and pictures.", file_okay=False)]
 OUT = Path("out")
 
@@ -63,8 +63,12 @@ class OneModel(Setup):
         checkpoint = None if untrained else _training_step(self.checkpoint)
         return load_model(self.model, checkpoint=checkpoint, untrained=untrained, label=self.label, **self.loading)
 
-    def trace(self, model: nn.Module, prompt: str) -> Trace:
-        """The traced prompt."""
+    def trace(self, model: nn.Module, prompt: Prompt) -> Trace:
+        """The traced prompt; ValueError for an image where the model reads text, and the other way round."""
+        if reads_pixels(model) and prompt.image is None:
+            raise ValueError(f"{self.model!r} reads images: give one, with --image")
+        if prompt.image is not None and not reads_pixels(model):
+            raise ValueError(f"{self.model!r} reads text, not images: give --model a vision model")
         return trace(model, prompt, prepend_bos=self.prepend_bos, final_norm=self.final_norm)
 
 
@@ -123,26 +127,55 @@ class AcrossTokens:
     other_layer: Annotated[
         int | None, typer.Option(help="Layer of the singular vectors across tokens. [the one after]")
     ] = None
-    position: Annotated[int, typer.Option(help="The fixed output, and the token that is influenced.")] = -1
+    position: Annotated[
+        int | None, typer.Option(help=f"The fixed output, and the token that is influenced. {OWN_POSITION}")
+    ] = None
     input_position: Annotated[int, typer.Option(help="The fixed input.")] = 0
+
+    def arguments(self, prompt: Prompt) -> dict[str, Any]:
+        """As `token_portrait` takes them."""
+        return asdict(self) | {"position": own_position(prompt, self.position)}
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """One prompt, or those of a file."""
+class OnePrompt:
+    """One prompt, or one image."""
 
     prompt: Annotated[str | None, typer.Option(help=f"One prompt. Without any: {PAPER_PROMPT!r}.")] = None
+    image: Annotated[
+        Path | None, typer.Option(help="Image file in place of a prompt, for a vision model.", dir_okay=False)
+    ] = None
+
+    def one(self) -> Prompt:
+        """The prompt, the image, or the paper's prompt; ValueError if both are given."""
+        if self.image is None:
+            return Prompt("prompt", PAPER_PROMPT if self.prompt is None else self.prompt)
+        if self.prompt is not None:
+            raise ValueError("give --prompt or --image, not both")
+        return Prompt(self.image.name, image=self.image)
+
+
+@dataclass(frozen=True)
+class Prompts(OnePrompt):
+    """One prompt or image, or those of a file."""
+
     prompts: Annotated[
-        Path | None, typer.Option(help='JSONL file, one {"id": …, "prompt": …} per line.', dir_okay=False)
+        Path | None,
+        typer.Option(help='JSONL file, one {"id": …, "prompt": …} or {"image": …} per line.', dir_okay=False),
     ] = None
 
     def chosen(self) -> list[Prompt]:
         """The one prompt, those of the file, or the paper's; ValueError if both are given."""
         if self.prompts is None:
-            return [Prompt("prompt", PAPER_PROMPT if self.prompt is None else self.prompt)]
-        if self.prompt is not None:
-            raise ValueError("give --prompt or --prompts, not both")
+            return [self.one()]
+        if self.prompt is not None or self.image is not None:
+            raise ValueError(f"give {'--image' if self.prompt is None else '--prompt'} or --prompts, not both")
         return load_prompts(self.prompts)
+
+
+def own_position(prompt: Prompt, position: int | None) -> int:
+    """The position, or the one that is measured unless another is asked for."""
+    return position if position is not None else -1 if prompt.image is None else 0
 
 
 def _training_step(checkpoint: str | None) -> str | int | None:

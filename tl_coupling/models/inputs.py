@@ -52,7 +52,8 @@ def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput
     if reads_pixels(model):
         pixels, preprocessing = _pixels(model, prompt)
         digest = hashlib.sha256(pixels.float().contiguous().numpy().tobytes()).hexdigest()
-        facts = {"pixels_sha256": digest, "pixels_shape": list(pixels.shape[1:]), "preprocessing": preprocessing}
+        name = {"name": os.path.basename(prompt)} if isinstance(prompt, str | os.PathLike) else {}
+        facts = name | {"pixels_sha256": digest, "pixels_shape": list(pixels.shape[1:]), "preprocessing": preprocessing}
         return ModelInput(model, pixels, {"image": facts, "patch_grid": patch_grid(model, pixels)})
     if isinstance(prompt, Image.Image | os.PathLike) or (isinstance(prompt, Tensor) and prompt.is_floating_point()):
         raise TypeError(f"this model reads text: wanted text or token ids, whole numbers; got {_kind(prompt)}")

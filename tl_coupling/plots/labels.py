@@ -157,18 +157,18 @@ def map_heading(maps: Sequence[Any], k: int | None = None) -> str:
     prompts = {getattr(result, "n_prompts", 1) for result in maps}
     if max(prompts) > 1:
         what += [f"mean over {prompts.pop()} prompts"] if len(prompts) == 1 else []
-        return heading(" · ".join(what), [{**provenance, "prompt": None} for provenance in provenances])
+        return heading(" · ".join(what), [{**provenance, "prompt": None, "image": None} for provenance in provenances])
     positions = [result.row_positions[0] for result in maps if result.kind == "depth"]
     return heading(" · ".join(what), provenances, positions)
 
 
 def heading(what: str, provenances: Sequence[Mapping[str, Any]], positions: Sequence[int] = ()) -> str:
-    """`what`; the model; the prompt, and the token if there is one. Only what all provenances have in common."""
+    """`what`; the model; the prompt or the image's name, and the token if any. Only what all have in common."""
     known = {key: value for key, value in provenances[0].items() if all(p.get(key) == value for p in provenances)}
     model = short_path(str(known.get("model") or ""))
     model += "" if known.get("checkpoint") is None else f" at checkpoint {known['checkpoint']}"
     model += " (untrained)" if known.get("untrained") else ""
-    prompt = " ".join((known.get("prompt") or "").split())
+    prompt = " ".join((known.get("prompt") or (known.get("image") or {}).get("name") or "").split())
     where = [f"“{prompt if len(prompt) <= 48 else prompt[:47].rstrip() + '…'}”"] if prompt else []
     tokens = {token_name(*token) for token in zip(provenances, positions, strict=False)}
     where += [f"token {tokens.pop()}"] if len(tokens) == 1 else []

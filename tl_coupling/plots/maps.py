@@ -294,7 +294,7 @@ def _chosen(result: CouplingMap, layers: Sequence[int] | None, positions: Sequen
         there = [i for i in _places(result)[0] if i in _places(result)[1]]
         chosen = [i for i in there if depth and i in _PAPER_LAYERS] or there[-len(_PAPER_LAYERS) :]
     else:
-        n = result.provenance.get("n_layers", 0) if depth else len(result.provenance.get("tokens", ()))
+        n = result.provenance.get("n_layers", 0) if depth else len(result.provenance.get("str_tokens", ()))
         chosen = [i + n if -n <= i < 0 else i for i in wanted]
     if not chosen:
         raise ValueError(f"`{name}` is empty: wanted at least one of the map's")

@@ -36,17 +36,19 @@ def plot_trajectories(
     *,
     views: Sequence[Literal["all", "shallow", "deep"]] = ("all", "shallow", "deep"),
     positions: Sequence[int] | None = None,
+    black: int = -1,
     fig: Figure | None = None,
 ) -> Figure:
     """Tokens' paths through the residual stream in the two principal components of the last depth.
 
     Shows whether tokens leave on straight lines, and where they part: a ring is where a token enters the panel's
-    layers, a dot where it leaves them; the last token is black. All panels have the same axes, at different scales.
+    layers, a dot where it leaves them; one token is black. All panels have the same axes, at different scales.
 
     Args:
         trace: a traced prompt, or its residual stream.
         views: a panel for each: "all" depths, the "shallow" half of them, the "deep" half.
         positions: which tokens; by default all but the `attention_sinks`, which the title names.
+        black: which token is drawn in black; the last by default.
 
     Returns the Figure; in the Axes of each view the lines are the tokens in their order, each followed by its marks.
     Raises ValueError for an unknown view or none, a position out of range, and fewer than two tokens.
@@ -56,6 +58,9 @@ def plot_trajectories(
     x, provenance = (trace.residual, trace.provenance) if isinstance(trace, Trace) else (trace, {})
     n, n_pos = len(x) - 1, x.shape[1]
     chosen, left_out = _chosen(positions, n_pos, set(attention_sinks(x)), provenance)
+    if not -n_pos <= black < n_pos:
+        raise ValueError(f"`black` must lie in [{-n_pos}, {n_pos - 1}], got {black}")
+    black %= n_pos
     if len(chosen) < 2:
         raise ValueError(f"principal components want at least 2 tokens, got positions {chosen}: give a longer prompt")
     pca = trajectory_pca(x[:, chosen])
@@ -68,7 +73,7 @@ def plot_trajectories(
     for ax, view in zip(panels, views, strict=True):
         first, last = spans[view]
         for i, t in enumerate(chosen):
-            look = {"color": "black", "zorder": 4} if t == n_pos - 1 else {"color": tuple(shades[t]), "zorder": 3}
+            look = {"color": "black", "zorder": 4} if t == black else {"color": tuple(shades[t]), "zorder": 3}
             along = path[first : last + 1, i]
             ax.plot(*along.T, linewidth=1.2, label=labels.token_name(provenance, t), **look)
             ax.plot(*along[0], "o", markerfacecolor="none", markersize=5, **look)
@@ -84,7 +89,8 @@ def plot_trajectories(
     else:
         # As many names would be longer than the picture is high.
         scale = ScalarMappable(Normalize(0, n_pos - 1), ListedColormap(shades))
-        bar = fig.colorbar(scale, ax=panels, label="token position (the last: black)")
+        one = "the last" if black == n_pos - 1 else black
+        bar = fig.colorbar(scale, ax=panels, label=f"token position ({one}: black)")
         bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     labels.entitle(fig, labels.heading(f"Trajectories, components of depth {n}{left_out}", [provenance]))
     return fig

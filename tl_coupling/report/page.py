@@ -3,17 +3,13 @@
 import base64
 import hashlib
 import html
-import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import torch
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from PIL import Image
 
 from tl_coupling import plots
 from tl_coupling.border import AnyPath, checked
@@ -21,12 +17,12 @@ from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import write_atomically
 from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script, show_layers_by_token, visible_token
 from tl_coupling.plots.maps import color_scale
+from tl_coupling.plots.patches import patches_of
 from tl_coupling.portraits import Portrait
+from tl_coupling.report.parts import figure, grid, image, named_token, sentence, table
+from tl_coupling.report.patches import over_picture, shown_picture
 from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
 
-_CSS_PIXELS_PER_INCH, _PNG_DPI, _PNG_COLORS, _MARGIN = 96, 120, 256, 0.1
-# Figures of one Axes are made smaller and their text is not: it must be legible on a telephone.
-_SHRUNK, _STRETCHED = 0.8, 1.3
 _SHAPES = {"line-shape score": line_shape_score, "expodistance": expodistance, "equidistance": equidistance}
 
 
@@ -102,14 +98,14 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
     prompt, ends = trace.provenance.get("prompt"), sorted({first.ks[0], first.ks[-1]})
     means = [[f"k = {k}", *(_mean(one, k) for one in maps.values()), f"{first.depth.null(k):.3f}"] for k in first.ks]
     return {
-        "prompt": f"<blockquote>{html.escape(prompt)}</blockquote>" if prompt else "",
+        "prompt": f"<blockquote>{html.escape(prompt)}</blockquote>" if prompt else shown_picture(trace),
         **{"n_layers": trace.n_layers, "d_model": trace.d_model, "n_pos": trace.n_pos},
-        "str_tokens": " ".join(_token(first, position) for position in range(trace.n_pos)),
-        "measured": _token(first, first.position),
-        "means": _table(["", *runs, "null"], means),
-        "depth": _grid(part for k in ends for part in _heat_maps(maps, k, "layers")),
-        "matrices": _grid(
-            _figure(
+        "str_tokens": _names(first),
+        "measured": named_token(first, first.position),
+        "means": table(["", *runs, "null"], means),
+        "depth": grid(part for k in ends for part in _heat_maps(maps, k, "layers")),
+        "matrices": grid(
+            figure(
                 plots.plot_coupling_matrices(one).axes[0],
                 f"Coupling matrices, one panel for each pair of layers, {name}",
                 f"<strong>The matrices A, {html.escape(name)}</strong>, k = {one.k}.",
@@ -117,15 +113,27 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
             )
             for name, one in maps.items()
         ),
-        "locality": _grid([*(_locality(maps, k) for k in ends), *_graphs(maps, first.ks[0])]),
-        "gains": _image(plots.plot_singular_values(maps), "Singular values of the Jacobians against depth"),
-        "peaks": _sentence(map(_peak, maps, maps.values())),
+        "locality": grid([*(_locality(maps, k) for k in ends), *_graphs(maps, first.ks[0])]),
+        "gains": image(plots.plot_singular_values(maps), "Singular values of the Jacobians against depth"),
+        "peaks": sentence(map(_peak, maps, maps.values())),
         "inverse_gains": _inverse_gains(maps) if trace.n_layers > 1 else "",
         "tokens": _tokens(runs, first),
         "influence": _influence(runs, first),
+        **over_picture(runs),
         **_trajectories(runs, first),
         "provenance": "".join(map(_provenance, maps, maps.values())),
     }
+
+
+def _names(first: Portrait) -> str:
+    """Every token; of an image those before the patches, and how these are called."""
+    n_pos = first.trace.n_pos
+    if (patches := patches_of(first.trace)) is None:
+        return " ".join(named_token(first, position) for position in range(n_pos))
+    first_patch = n_pos - patches[0] * patches[1]
+    before = "".join(f"{named_token(first, position)} " for position in range(first_patch))
+    ends = f"{named_token(first, first_patch)} … {named_token(first, n_pos - 1)}"
+    return f"{before} and {patches[0]} × {patches[1]} patches, named by row and column, {ends}"
 
 
 def _locality(maps: Mapping[str, CouplingMap], k: int) -> str:
@@ -137,8 +145,8 @@ def _locality(maps: Mapping[str, CouplingMap], k: int) -> str:
         if len(profile) > 1
     )
     what = "Mean coupling against the distance of two layers"
-    caption = f"<strong>{what}</strong>, k = {k}. {_sentence(ends)}"
-    return _figure(plots.plot_locality(maps, k=k), f"{what}, k = {k}", caption)
+    caption = f"<strong>{what}</strong>, k = {k}. {sentence(ends)}"
+    return figure(plots.plot_locality(maps, k=k), f"{what}, k = {k}", caption)
 
 
 def _graphs(maps: Mapping[str, CouplingMap], k: int) -> Iterator[str]:
@@ -148,7 +156,7 @@ def _graphs(maps: Mapping[str, CouplingMap], k: int) -> Iterator[str]:
             f"coupled (k = {k}); only the strongest edges are drawn. Groups of them share singular vectors."
         )
         drawn = plots.plot_adjacency(result, k=k)
-        yield _figure(drawn, f"Graph of layers with edges as wide as their coupling, {name}", caption)
+        yield figure(drawn, f"Graph of layers with edges as wide as their coupling, {name}", caption)
 
 
 def _peak(name: str, result: CouplingMap) -> str:
@@ -163,22 +171,22 @@ def _inverse_gains(maps: Mapping[str, CouplingMap]) -> str:
         "depth."
     )
     drawn = plots.plot_inverse_singular_values(maps)
-    return _figure(drawn, "Inverse singular values against depth", caption)
+    return figure(drawn, "Inverse singular values against depth", caption)
 
 
 def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
     """Coupling across tokens."""
     if not first.tokens:
         return "<p>The prompt has one token: there are no others to compare it with.</p>"
-    own = first.tokens["self"]
+    own, output = first.tokens["self"], named_token(first, first.position)
     maps = {kind: {name: run.tokens[kind] for name, run in runs.items()} for kind in first.tokens}
     parts = [part for kind in maps for part in _heat_maps(maps[kind], first.ks[0], "tokens", f"{kind}, ")]
     return (
         f"<p>The layers are fixed, {own.row_layers[0]} for J₁ and {own.col_layers[0]} for the singular vectors; the "
         "tokens vary. Row: the token of J₁. Column: the token of the singular vectors. <em>Self</em>: the Jacobian of "
         f"each token's output by its own input. <em>Fixed input</em>: of each token's output by the input "
-        f"{_token(first, first.input_position)}. <em>Fixed output</em>: of the output {_token(first, first.position)} "
-        f"by each token's input. Both maps of a kind share one colour scale.</p>{_grid(parts)}"
+        f"{named_token(first, first.input_position)}. <em>Fixed output</em>: of the output {output} "
+        f"by each token's input. Both maps of a kind share one colour scale.</p>{grid(parts)}"
     )
 
 
@@ -188,6 +196,8 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
     others = [i for i, position in enumerate(sources) if position != first.position]
     if not others:
         return "<p>No token stands before the measured one.</p>"
+    measured = named_token(first, first.position)
+    what = f"tokens before {measured} do to it" if first.trace.is_causal else f"other tokens do to {measured}"
     shares, ranks, words = {}, {}, []
     for name, run in runs.items():
         norms = run.influence.frobenius_norm[:, others]
@@ -195,7 +205,7 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
         ranks[f"effective rank, {name}"] = run.influence.effective_rank[:, others]
         strongest = int(share.nan_to_num(0).mean(0).argmax())
         words.append(
-            f"{html.escape(name)}: {_token(run, sources[others[strongest]])} has the largest share, "
+            f"{html.escape(name)}: {named_token(run, sources[others[strongest]])} has the largest share, "
             f"{float(share[:, strongest].nanmean()):.0%} in the mean over layers"
         )
     where = [first.trace.str_tokens[sources[i]] for i in others]
@@ -203,9 +213,9 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
     own = first.influence.frobenius_norm[:, sources.index(first.position)]
     return (
         f'<figure class="view"><div role="group" aria-label="Influence of tokens by layer">{"".join(shown)}</div>'
-        f"<figcaption><strong>What the tokens before {_token(first, first.position)} do to it</strong>, one row for "
+        f"<figcaption><strong>What the {what}</strong>, one row for "
         "each layer, the first on top. Share of influence: the Frobenius norm of the Jacobian from that token, divided "
-        f"by the sum over all these tokens. {_sentence(words)} Effective rank: over how many directions the influence "
+        f"by the sum over all these tokens. {sentence(words)} Effective rank: over how many directions the influence "
         f"is spread. The token's own Jacobian is left out: its norm, {float(own.median()):.3g} in the median layer, "
         "would drown the others.</figcaption></figure>"
     )
@@ -223,12 +233,12 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
     rows = [[f"{i} {visible_token(token)}", *(f"{x:.3g}" for x in row)] for i, (token, row) in enumerate(of_tokens)]
     drawn = plots.plot_trajectory_metrics({name: run.trace for name, run in runs.items()})
     return {
-        "paths": _paths(runs) if first.trace.n_pos > 3 else "",
-        "along_depth": _image(drawn, "Measures of the paths against depth"),
+        "paths": _paths(runs, first) if first.trace.n_pos > 3 else "",
+        "along_depth": image(drawn, "Measures of the paths against depth"),
         "scores": ", ".join(f"{html.escape(name)} {float(s[s.isfinite()].mean()):.3g}" for name, s in scores),
         "of_random_steps": f"√{n_layers} = {n_layers**0.5:.3g}",
         "by_token": "".join(view.body for view in shapes),
-        "numbers": _table(["token", *(f"{what}, {name}" for what in values for name in runs)], rows),
+        "numbers": table(["token", *(f"{what}, {name}" for what in values for name in runs)], rows),
         "entropy": _entropy(runs, first),
     }
 
@@ -238,6 +248,11 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
     known = {name: run.entropy for name, run in runs.items() if run.entropy is not None}
     if not known:
         return ""
+    if first.trace.pixels is not None:
+        certain, read_by = "class", "final norm and classifier, as if the token were the class token"
+    else:
+        certain = "next token" if first.trace.is_causal else "predicted token"
+        read_by = "final norm and unembedding"
     drawn = {f"logit-lens entropy in nats, {name}": entropy for name, entropy in known.items()}
     ends = "; ".join(
         f"{html.escape(name)}: {entropy[0, first.position]:.2f} nats at depth 0, {entropy[-1, first.position]:.2f} at "
@@ -246,24 +261,24 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
     )
     return (
         '<figure class="view"><div role="group" aria-label="Logit-lens entropy by depth and token">'
-        f"{show_layers_by_token(first.trace.str_tokens, drawn).body}</div><figcaption><strong>How certain the next token "
-        "is</strong>, read off every depth (0: what enters the first block) by final norm and unembedding. White is "
-        f"certain. At {_token(first, first.position)}, {ends}.</figcaption></figure>"
+        f"{show_layers_by_token(first.trace.str_tokens, drawn).body}</div><figcaption><strong>How certain the "
+        f"{certain} is</strong>, read off every depth (0: what enters the first block) by {read_by}. White is "
+        f"certain. At {named_token(first, first.position)}, {ends}.</figcaption></figure>"
     )
 
 
-def _paths(runs: Mapping[str, Portrait]) -> str:
+def _paths(runs: Mapping[str, Portrait], first: Portrait) -> str:
     parts = []
     for span in ("all", "shallow", "deep"):
         for name, run in runs.items():
-            drawn = plots.plot_trajectories(run.trace, views=(span,))
+            drawn = plots.plot_trajectories(run.trace, views=(span,), black=first.position)
             what = html.escape(drawn.get_suptitle().splitlines()[0])
             drawn.suptitle("")
             caption = f"<strong>{html.escape(name)}, {span} layers.</strong> {what}"
-            parts.append(_figure(drawn, f"Paths of the tokens, {name}, {span} layers", caption))
+            parts.append(figure(drawn, f"Paths of the tokens, {name}, {span} layers", caption))
     return (
-        "<p>Every token's path through the layers, in the two principal components of the last one; the last token "
-        f"is black. Regular paths are straight and evenly spaced.</p>{_grid(parts)}"
+        "<p>Every token's path through the layers, in the two principal components of the last one; "
+        f"{named_token(first, first.position)} is black. Regular paths are straight and evenly spaced.</p>{grid(parts)}"
     )
 
 
@@ -272,7 +287,7 @@ def _provenance(name: str, result: CouplingMap) -> str:
     facts = {key: value for key, value in result.provenance.items() if key not in ("versions", "str_tokens")}
     facts |= {f"version of {package}": version for package, version in result.provenance["versions"].items()}
     texts = {key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for key, one in facts.items()}
-    return f"<details><summary>{html.escape(name)}</summary>{_table([], list(texts.items()), 'facts')}</details>"
+    return f"<details><summary>{html.escape(name)}</summary>{table([], list(texts.items()), 'facts')}</details>"
 
 
 def _heat_maps(maps: Mapping[str, CouplingMap], k: int, what: str, kind: str = "") -> Iterator[str]:
@@ -284,7 +299,7 @@ def _heat_maps(maps: Mapping[str, CouplingMap], k: int, what: str, kind: str = "
             f"{result.null(k):.3f}. {_strongest(result, k)}"
         )
         drawn = plots.plot_coupling(result, k=k, vmin=low, vmax=high)
-        yield _figure(drawn, f"Heat map of coupling for every pair of {what}, {kind}{name}, k = {k}", caption)
+        yield figure(drawn, f"Heat map of coupling for every pair of {what}, {kind}{name}, k = {k}", caption)
 
 
 def _strongest(result: CouplingMap, k: int) -> str:
@@ -300,64 +315,3 @@ def _strongest(result: CouplingMap, k: int) -> str:
 
 def _mean(result: CouplingMap, k: int) -> str:
     return f"{result.mean(k, off_diagonal=not result.own_pairs().all()):.3f}"
-
-
-def _token(run: Portrait, position: int) -> str:
-    """A position and its token."""
-    token = visible_token(run.trace.str_tokens[position]).strip() or "␣"
-    return f"<code><small>{position}</small> {html.escape(token)}</code>"
-
-
-def _sentence(parts: Iterable[str]) -> str:
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}." if text else ""
-
-
-def _grid(parts: Iterable[str]) -> str:
-    """Pieces side by side where there is room."""
-    return f'<div class="grid">{"".join(parts)}</div>'
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers") -> str:
-    """A table of texts, "numbers" or "facts"; the first column names the rows."""
-    head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in headings)
-    body = "".join(
-        f'<tr><th scope="row">{html.escape(name)}</th>{"".join(f"<td>{html.escape(cell)}</td>" for cell in cells)}</tr>'
-        for name, *cells in rows
-    )
-    head = f"<thead><tr>{head}</tr></thead>" if headings else ""
-    return f'<div class="scroll" tabindex="0"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>'
-
-
-def _figure(drawn: Any, alt: str, caption: str, as_png: bool = False) -> str:
-    return f"<figure>{_image(drawn, alt, as_png)}<figcaption>{caption}</figcaption></figure>"
-
-
-def _image(drawn: Any, alt: str, as_png: bool = False) -> str:
-    """A picture of `plot_*`; `alt` says what it shows. Many small cells are smaller as PNG."""
-    picture = getattr(drawn, "figure", drawn)
-    if isinstance(drawn, Axes):
-        # The head of the page and the caption say what the title would.
-        drawn.set_title("")
-        picture.set_size_inches(_SHRUNK * picture.get_size_inches())
-    data, mime = base64.b64encode(_saved(picture, as_png)).decode(), "png" if as_png else "svg+xml"
-    width, height = (round(_CSS_PIXELS_PER_INCH * inches) for inches in picture.get_tightbbox().padded(_MARGIN).size)
-    return (
-        f'<img src="data:image/{mime};base64,{data}" alt="{html.escape(alt)}" '
-        f'width="{width}" height="{height}" style="max-width: {round(_STRETCHED * width)}px">'
-    )
-
-
-def _saved(picture: Any, as_png: bool) -> bytes:
-    buffer, small = io.BytesIO(), io.BytesIO()
-    form = {"format": "png", "dpi": _PNG_DPI} if as_png else {"format": "svg", "metadata": {"Date": None}}
-    # Names inside an SVG are random unless salted: the same results give the same page.
-    with rc_context({"svg.hashsalt": "tl_coupling"}):
-        picture.savefig(buffer, bbox_inches="tight", pad_inches=_MARGIN, **form)
-    if not as_png:
-        return buffer.getvalue()
-    # Noise in 24 bits a pixel does not compress, and a colour map has few colours. Chosen for coverage: the rare bright
-    # ones matter as much as the many dark ones.
-    few = Image.open(buffer).convert("RGB").quantize(_PNG_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.save(small, "PNG", optimize=True)
-    return small.getvalue()

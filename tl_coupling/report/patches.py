@@ -1,0 +1,115 @@
+"""The part of a page that only images have: the picture, and what was measured of its patches, over it."""
+
+import base64
+import html
+import io
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from tl_coupling import plots
+from tl_coupling.blocks import Trace
+from tl_coupling.plots.labels import measure_label, new_figure
+from tl_coupling.plots.patches import patches_of, picture_of
+from tl_coupling.portraits import Portrait
+from tl_coupling.report.parts import figure, grid, named_token
+from tl_coupling.trajectories import line_shape_score
+
+# Smaller pictures are enlarged, each pixel to a square.
+_LEAST_PIXELS = 224
+
+
+def shown_picture(trace: Trace) -> str:
+    """The picture that the model read; nothing for a text."""
+    if trace.pixels is None:
+        return ""
+    picture = Image.fromarray((picture_of(trace) * 255).round().astype(np.uint8))
+    times = math.ceil(_LEAST_PIXELS / max(picture.size))
+    width, height = (times * side for side in picture.size)
+    buffer = io.BytesIO()
+    picture.resize((width, height), Image.Resampling.NEAREST).save(buffer, "PNG", optimize=True)
+    name = html.escape(trace.provenance["image"].get("name", ""))
+    size = f"{picture.width} × {picture.height} pixels"
+    return (
+        f'<figure><img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}" '
+        f'alt="The image that was measured, {name or "given as pixels"}" width="{width}" height="{height}" '
+        f'style="max-width: {width}px"><figcaption><strong>The image {name}</strong> as the model reads it, {size}.'
+        "</figcaption></figure>"
+    )
+
+
+def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
+    """The section on patches and the link to it; empty where the tokens are no patches."""
+    first = next(iter(runs.values()))
+    if patches_of(first.trace) is None:
+        return {"patches": "", "patches_link": ""}
+    measured = named_token(first, first.position)
+    of_self = ""
+    if "self" in first.tokens:
+        own = first.tokens["self"]
+        of_self = (
+            f" <em>Coupling</em>: that of {measured} with every token, J₁ of {measured} at layer {own.row_layers[0]} "
+            f"and the singular vectors of the token at layer {own.col_layers[0]}, k = {first.ks[0]}."
+        )
+    return {
+        "patches_link": '<a href="#patches">Over the picture</a>\n',
+        "patches": (
+            '<section id="patches"><h2>Over the picture</h2>\n'
+            "<p>What was measured of each patch, over the picture, which is grey below it. What is no patch stands "
+            f"below it in numbers. <em>Share of influence</em>: how much of what the other tokens do to {measured} "
+            'comes from this one, as under <a href="#influence">Influence of tokens</a>, in the mean over layers; on '
+            f"one colour scale.{of_self} <em>Line-shape score</em>: how straight the token's path is, 1 for a straight "
+            f"line.</p>\n{grid(_pictures(runs), ' small')}\n</section>"
+        ),
+    }
+
+
+def _pictures(runs: Mapping[str, Portrait]) -> Iterator[str]:
+    shares = {name: _shares(run) for name, run in runs.items()}
+    known = torch.stack([values for of_run in shares.values() for values in of_run.values()]).nan_to_num(0)
+    for name, run in runs.items():
+        for layers, values in shares[name].items():
+            what = f"Share of influence, {layers}, {name}"
+            yield _over(run, values, what, "share of influence", 0.0, float(known.max()) or 1.0)
+    coupled = {name: run.tokens["self"].coupling()[run.position] for name, run in runs.items() if run.tokens}
+    for name, values in coupled.items():
+        own = runs[name].tokens["self"]
+        high = max(4 * own.null(), *(float(values.max()) for values in coupled.values()))
+        yield _over(runs[name], values, f"Coupling, {name}", measure_label("coupling", own.k), 0.0, high)
+    for name, run in runs.items():
+        yield _over(run, line_shape_score(run.trace.residual), f"Line-shape score, {name}", "line-shape score")
+
+
+def _shares(run: Portrait) -> dict[str, Float[Tensor, " n_pos"]]:
+    """Of every token's influence on the measured one, in the mean over layers; NaN for the token itself."""
+    influence = run.influence
+    norms = torch.full((len(influence.layers), run.trace.n_pos), torch.nan, dtype=influence.frobenius_norm.dtype)
+    norms[:, list(influence.source_positions)] = influence.frobenius_norm.cpu()
+    norms[:, run.position] = torch.nan
+    share = norms / norms.nansum(1, keepdim=True)
+    thirds = zip(("early", "middle", "late"), share.tensor_split(3), strict=True) if len(share) > 2 else ()
+    first, parts = 0, {"all layers": share.nanmean(0)}
+    for name, part in thirds:
+        last = first + len(part) - 1
+        layers = f"{name} layers {first} to {last}" if last > first else f"{name} layer {first}"
+        parts[layers], first = part.nanmean(0), last + 1
+    return parts
+
+
+def _over(run: Portrait, values: Float[Tensor, " n_pos"], what: str, label: str, *ends: float) -> str:
+    scale: dict[str, Any] = dict(zip(("vmin", "vmax"), ends, strict=False))
+    ax = new_figure(3.5, 3.1, "compressed").subplots()
+    drawn = plots.plot_patches(run.trace, values, label=label, position=run.position, ax=ax, **scale)
+    rows, columns = patches_of(run.trace) or (0, 0)
+    first_patch = run.trace.n_pos - rows * columns
+    largest = first_patch + int(values[first_patch:].nan_to_num(-torch.inf).argmax())
+    shown = [largest, *(position for position in range(first_patch) if values[position].isfinite())]
+    numbers = "; ".join(f"{named_token(run, position)}: {values[position]:.3g}" for position in shown)
+    caption = f"<strong>{html.escape(what)}.</strong> Largest at {numbers}."
+    return figure(drawn, f"The picture with its patches coloured by: {what}", caption)
