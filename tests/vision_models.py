@@ -16,7 +16,7 @@ import torch
 import transformers
 from PIL import Image
 from torch import nn
-from transformers import ViTImageProcessor
+from transformers import ViTImageProcessorPil
 
 from zoo.models import bridge, original_model, randomised
 
@@ -51,7 +51,7 @@ def vit(name: str) -> tuple[nn.Module, nn.Module]:
 def save_vit(folder: Path, name: str = "ViTForImageClassification") -> Path:
     """A folder with a tiny ViT, the same each time, and its processor; and an image, as the model reads it."""
     original_model(name, N_LAYERS).save_pretrained(folder)
-    ViTImageProcessor(size={"height": 16, "width": 8}).save_pretrained(folder)
+    ViTImageProcessorPil(size={"height": 16, "width": 8}).save_pretrained(folder)
     colors = torch.randint(256, (16, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     Image.fromarray(colors.numpy()).save(folder / "image.png")
     return folder

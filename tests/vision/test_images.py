@@ -13,8 +13,7 @@ from torch import nn
 
 import tl_coupling as tlc
 from tl_coupling.trajectories import measure_trajectory
-from vision_models import N_LAYERS, pixels, vit
-from zoo.models import original_model
+from vision_models import N_LAYERS, pixels, save_vit, vit
 from zoo.oracle import Oracle
 
 PATCHES = [f"{row},{column}" for row in range(4) for column in range(2)]
@@ -31,22 +30,14 @@ def traced(model: nn.Module) -> tlc.Trace:
 
 
 @pytest.fixture(scope="module")
-def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pictures") / "noise.png"
-    noise = np.random.default_rng(0).integers(0, 256, (16, 8, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(path)
-    return path
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny classifier as HuggingFace saves it, with its processor."""
+    return save_vit(tmp_path_factory.mktemp("vit"))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny classifier as HuggingFace saves it, with its processor."""
-    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
-
-    folder = tmp_path_factory.mktemp("vit")
-    original_model("ViTForImageClassification", N_LAYERS).save_pretrained(folder)
-    ViTImageProcessorPil(do_resize=False).save_pretrained(folder)
-    return folder
+def picture(folder: Path) -> Path:
+    return folder / "image.png"
 
 
 def test_tokens_are_named_by_what_they_see(traced: tlc.Trace) -> None:
@@ -185,7 +176,7 @@ def test_a_survey_of_images_is_that_of_each_and_resumes(folder: Path, picture: P
     assert (
         str(data["text"].sel(prompt="a").item()) == f"image sha256:{hashlib.sha256(picture.read_bytes()).hexdigest()}"
     )
-    assert "noise.png" not in data.attrs["provenance"]
+    assert "image.png" not in data.attrs["provenance"]
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").glob("*.nc")}
     (tmp_path / "results" / "vit@main+0.nc").unlink()
     again = tlc.run(survey, tmp_path / "results", progress=False)
