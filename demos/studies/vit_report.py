@@ -18,6 +18,8 @@ from tl_coupling.statistics import crossed_mean, is_constant, rank_correlation
 
 DECAY, RATE, ACCURACY = "weight_decay", "stochastic_depth", "test_accuracy"
 ALL_MODELS = "all models"
+# Of fewer models there are hardly any different draws: intervals would be far too narrow.
+FEWEST_RESAMPLED = 6
 # What `means` are taken of, beside coupling.
 MEANS = ("train_accuracy", ACCURACY, "train_loss", "idle_weights_left")
 
@@ -80,7 +82,8 @@ def claims(study: Study) -> tuple[pandas.DataFrame, list[str]]:
     it held fixed, by indicators or as a line, and with the weight decay too. Columns: `n` models; the `slope` (of
     coupling per unit of rate; of accuracy, as a share, per unit of coupling) with its t interval, `slope_low` and
     `slope_high`, and `p`; its interval by resampling models and images, `boot_low` and `boot_high`; Spearman's `rho`,
-    with `rho_low` and `rho_high` likewise. Where something is held fixed there is only the t interval.
+    with `rho_low` and `rho_high` likewise. Nothing is resampled where something is held fixed, or where there are fewer
+    than `FEWEST_RESAMPLED` models.
     """
     rows, left_out = [], []
     for token in study.per_image:
@@ -115,6 +118,10 @@ def association(
     row = {"n": fit.n, "slope": fit.slope, "slope_low": low, "slope_high": high, "p": fit.p}
     if controls:
         return row
+    rank = rank_correlation(table[x].to_numpy(), table[y].to_numpy())
+    row["rho"] = rank.rho
+    if fit.n < FEWEST_RESAMPLED:
+        return row
     of_images = study.per_image[token][mask]
     # Accuracy and rate are the same for all images.
     drawn_x, drawn_y = (
@@ -122,9 +129,8 @@ def association(
         for name in (x, y)
     )
     drawn = bootstrap(drawn_x, drawn_y)
-    rank = rank_correlation(table[x].to_numpy(), table[y].to_numpy())
     row |= {"boot_low": drawn.slope[0], "boot_high": drawn.slope[1]}
-    return row | {"rho": rank.rho, "rho_low": drawn.rho[0], "rho_high": drawn.rho[1]}
+    return row | {"rho_low": drawn.rho[0], "rho_high": drawn.rho[1]}
 
 
 def means(study: Study, column: str) -> pandas.DataFrame:
@@ -218,7 +224,7 @@ def panels(study: Study) -> tuple[Figure, list[Axes]]:
     axes = list(figure.subplots(1, len(study.per_image), sharey=True, squeeze=False)[0])
     n = study.coupling.sizes["position"] - 1
     for ax, token in zip(axes, study.per_image, strict=True):
-        labels.entitle(ax, f"mean over {n} patches" if token == "patches" else token)
+        labels.entitle(ax, f"mean over {n} patch{'es' if n > 1 else ''}" if token == "patches" else token)
     return figure, axes
 
 

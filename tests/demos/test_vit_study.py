@@ -126,6 +126,10 @@ def test_too_few_models_are_left_out_and_said(synthetic):
     assert "accuracy on coupling, patches, stochastic depth 0.1: a fit" in "\n".join(left_out)
     assert not found["among"].isin(["stochastic depth 0.1"]).any()
     assert {"weight decay 0.1", "all models"} <= set(found["among"])
+    # Three models at each weight decay, six in all.
+    is_resampled = found["boot_low"].notna() & found["rho_low"].notna()
+    assert set(found["among"][is_resampled]) == {"all models"}
+    assert found["rho"][found["among"] == "weight decay 0.1"].notna().all()
 
 
 def test_intervals_stand_behind_their_estimates():
