@@ -29,14 +29,17 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-import small_models as small
-import surge_probes as probes
 import tl_coupling as tlc
-from surge_interventions import INTERVENTIONS, intervene
-from surge_report import draw, report
 from tl_coupling.files import file_name, output_folder, write_atomically
 from tl_coupling.surveys import local_checkpoints
 from tl_coupling.surveys.measurements import loss
+
+# What demos share lies above.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import small_models as small
+import surge_probes as probes
+from surge_interventions import INTERVENTIONS, intervene
+from surge_report import draw, report
 
 # Training windows whose loss gradients are taken, and how many of their directions count as the leading ones.
 WINDOWS, LEADING = 8, 20

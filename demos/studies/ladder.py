@@ -34,10 +34,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import tl_coupling as tlc
-from small_models import Corpus, TrainingConfig, build_corpus, passages, read_documents, train
 from tl_coupling.files import output_folder, write_atomically
 from tl_coupling.generalization import generalization_study, linear_fit, paper_table1, task_means
 from tl_coupling.models import EMBEDDED_MODEL
+
+# What demos share lies above.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from small_models import Corpus, TrainingConfig, build_corpus, passages, read_documents, train
 
 # Lower is better.
 SCORE = "held_out_loss"

@@ -177,6 +177,7 @@ def test_a_survey_of_images_is_that_of_each_and_resumes(folder: Path, picture: P
         str(data["text"].sel(prompt="a").item()) == f"image sha256:{hashlib.sha256(picture.read_bytes()).hexdigest()}"
     )
     assert "image.png" not in data.attrs["provenance"]
+    assert json.loads(data.attrs["provenance"])["preprocessing"]["image_std"] == [0.5, 0.5, 0.5]
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").glob("*.nc")}
     (tmp_path / "results" / "vit@main+0.nc").unlink()
     again = tlc.run(survey, tmp_path / "results", progress=False)

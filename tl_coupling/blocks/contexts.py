@@ -110,7 +110,7 @@ class WithoutCache(TorchFunctionMode):
     def _product(self, left: Tensor, right: Tensor) -> Tensor | None:
         """`q Kᵀ`, and then `P V`; any other product is not attention's."""
         values = bool(self.context.seen)
-        if not left.ndim == right.ndim == 4 or right.shape[-2 if values else -1] != self.n_rows != 0:
+        if not left.ndim == right.ndim == 4 or right.shape[-2 if values else -1] != self.n_rows:
             return None
         if values:
             return torch.matmul(left, self.context.completed(right))

@@ -170,5 +170,7 @@ def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
     # The layer in the middle of each window.
     coords |= {"singular_value": range(1, result.k + 1), "window": np.arange(len(windowed)) + window // 2}
     provenance = {key: value for key, value in result.provenance.items() if key not in _OF_ONE_PROMPT}
+    if image := result.provenance.get("image"):
+        provenance["preprocessing"] = image["preprocessing"]
     attrs = {"orientation": settings.orientation, "window": window, "provenance": json.dumps(provenance)}
     return xarray.Dataset(variables, coords, attrs)
