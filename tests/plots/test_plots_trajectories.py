@@ -91,6 +91,11 @@ def test_the_last_token_is_black_and_no_other():
     assert len(set(colors)) == len(TOKENS)
 
 
+def test_another_token_is_black_if_asked_for():
+    colors = [to_hex(line.get_color()) for line in named_lines(plot_trajectories(walk(), black=-5).axes[0])]
+    assert [i for i, color in enumerate(colors) if color == "#000000"] == [1]
+
+
 def test_a_ring_where_a_token_enters_and_a_dot_where_it_leaves():
     ax = plot_trajectories(walk(), views=["deep"]).axes[0]
     path, ring, dot = ax.lines[:3]
@@ -135,6 +140,7 @@ def test_dollars_in_tokens_are_no_formulas():
     [
         ({"views": ()}, "`views` is empty"),
         ({"positions": [6]}, r"`positions` must lie in \[-6, 5\]"),
+        ({"black": 6}, r"`black` must lie in \[-6, 5\], got 6"),
         ({"positions": [2]}, r"at least 2 tokens, got positions \[2\]"),
         ({"views": ["whole"]}, "`views` must be one of all, shallow, deep, got 'whole'"),
     ],

@@ -117,6 +117,9 @@ def test_the_page_in_a_browser(runs: dict[str, tlc.portraits.Portrait], page: Pa
         assert not browser.scrolls_sideways(driver)
         assert browser.spilling(driver) == []
         assert driver.execute_script("return document.querySelectorAll('b img, header b').length") == 0
+        # Names in a row do not run together.
+        row = "return document.querySelector('.colored-tokens').textContent"
+        assert driver.execute_script(row).split()[:3] == ["0,0", "0,1", "1,0"]
         driver.execute_script("document.querySelector('nav a').click()")
         browser.wait(driver, "return Math.abs(document.querySelector('#patches').getBoundingClientRect().top) < 50")
         boxes: list[Any] = driver.execute_script(

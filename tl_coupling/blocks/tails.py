@@ -124,8 +124,8 @@ def _logits(model: nn.Module, batch: Batch) -> Float[Tensor, "n_rows d_vocab"]:
         given = "none" if none else f"logits of shape {list(found.shape)}"
         name = type(getattr(model, "original_model", model)).__name__
         wanted = "an image, [1 n_classes]" if image else f"every token, [1 {batch.shape[1]} d_vocab]"
-        head = "image classifier's" if image else "language-model"
-        raise ValueError(f"wanted a model with logits for {wanted}, {name} gives {given}: load it with a {head} head")
+        head = "an image classifier's" if image else "a language-model"
+        raise ValueError(f"wanted a model with logits for {wanted}, {name} gives {given}: load it with {head} head")
     rows = found if image else found[0]
     return rows if rows.dtype == torch.float64 else rows.float()
 

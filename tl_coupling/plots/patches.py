@@ -16,7 +16,8 @@ from tl_coupling.border import Finite, checked
 from tl_coupling.plots import labels
 
 # Of the values' colours, and what is left of the picture's contrast below them: both must be seen.
-_ALPHA, _DARKEST = 0.65, 0.5
+_ALPHA, _DARKEST = 0.6, 0.4
+_MAX_TICKS = 8
 
 
 @checked
@@ -73,18 +74,18 @@ def plot_patches(
     ax.imshow(_DARKEST + (1 - _DARKEST) * picture.mean(-1), cmap="gray", vmin=0, vmax=1, **how)
     colors = colormaps.get_cmap(cmap or rcParams["image.cmap"])
     drawn = ax.imshow(over, cmap=colors, alpha=_ALPHA, vmin=low, vmax=high, **how)
-    lines: dict[str, Any] = {"color": "white", "linewidth": min(1.0, 8 / max(rows, columns))}
+    lines: dict[str, Any] = {"color": "white", "linewidth": min(1.0, 4 / max(rows, columns))}
     for where, n in ((ax.axhline, rows), (ax.axvline, columns)):
         for at in range(1, n):
             where(at - 0.5, **lines)
     for axis, n in ((ax.yaxis, rows), (ax.xaxis, columns)):
-        labels.name_ticks(axis, range(n), labels.MAX_LAYER_TICKS)
+        labels.name_ticks(axis, range(n), _MAX_TICKS)
     provenance, about = trace.provenance, []
     if position is not None:
         about = [trace.position_index(position)]
         row, column = divmod(about[0] - n_others, columns)
         if row >= 0:
-            ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="C3", linewidth=2))
+            ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="C3", linewidth=2, zorder=3))
     others = zip(trace.str_tokens, numbers[:n_others], strict=False)
     said = ", ".join(f"{name}: {value:.3g}" for name, value in others if np.isfinite(value))
     ax.set_ylabel("row of patches")

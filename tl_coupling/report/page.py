@@ -19,7 +19,7 @@ from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script, show_layers_
 from tl_coupling.plots.maps import color_scale
 from tl_coupling.plots.patches import patches_of
 from tl_coupling.portraits import Portrait
-from tl_coupling.report.parts import figure, grid, image, named_token, sentence, table
+from tl_coupling.report.parts import figure, grid, image, named_token, sentence, spaced_tokens, table
 from tl_coupling.report.patches import over_picture, shown_picture
 from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
 
@@ -208,7 +208,8 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
             f"{html.escape(name)}: {named_token(run, sources[others[strongest]])} has the largest share, "
             f"{float(share[:, strongest].nanmean()):.0%} in the mean over layers"
         )
-    where = [first.trace.str_tokens[sources[i]] for i in others]
+    names = spaced_tokens(first.trace)
+    where = [names[sources[i]] for i in others]
     shown = (show_layers_by_token(where, each, layers=first.influence.layers).body for each in (shares, ranks))
     own = first.influence.frobenius_norm[:, sources.index(first.position)]
     return (
@@ -223,13 +224,13 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
 
 def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, str]:
     """Paths of the tokens through the residual stream, their shape, and what is predicted along them."""
-    str_tokens, n_layers = first.trace.str_tokens, first.trace.n_layers
+    str_tokens, n_layers = spaced_tokens(first.trace), first.trace.n_layers
     values = {
         what: torch.stack([shape(run.trace.residual) for run in runs.values()]) for what, shape in _SHAPES.items()
     }
     shapes = [show_layers_by_token(str_tokens, {what: each}, layers=list(runs)) for what, each in values.items()]
     scores = zip(runs, values["line-shape score"], strict=True)
-    of_tokens = zip(str_tokens, torch.cat(list(values.values())).T.tolist(), strict=True)
+    of_tokens = zip(first.trace.str_tokens, torch.cat(list(values.values())).T.tolist(), strict=True)
     rows = [[f"{i} {visible_token(token)}", *(f"{x:.3g}" for x in row)] for i, (token, row) in enumerate(of_tokens)]
     drawn = plots.plot_trajectory_metrics({name: run.trace for name, run in runs.items()})
     return {
@@ -261,7 +262,7 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
     )
     return (
         '<figure class="view"><div role="group" aria-label="Logit-lens entropy by depth and token">'
-        f"{show_layers_by_token(first.trace.str_tokens, drawn).body}</div><figcaption><strong>How certain the "
+        f"{show_layers_by_token(spaced_tokens(first.trace), drawn).body}</div><figcaption><strong>How certain the "
         f"{certain} is</strong>, read off every depth (0: what enters the first block) by {read_by}. White is "
         f"certain. At {named_token(first, first.position)}, {ends}.</figcaption></figure>"
     )

@@ -10,6 +10,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from PIL import Image
 
+from tl_coupling.blocks import Trace
 from tl_coupling.interactive import visible_token
 from tl_coupling.portraits import Portrait
 
@@ -22,6 +23,11 @@ def named_token(run: Portrait, position: int) -> str:
     """A position and its token."""
     token = visible_token(run.trace.str_tokens[position]).strip() or "␣"
     return f"<code><small>{position}</small> {html.escape(token)}</code>"
+
+
+def spaced_tokens(trace: Trace) -> list[str]:
+    """Tokens to be shown one after another: the text itself, or names with room between them."""
+    return [token if trace.tokens is not None else f"\u00a0{token}\u00a0" for token in trace.str_tokens]
 
 
 def sentence(parts: Iterable[str]) -> str:
