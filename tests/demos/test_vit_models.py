@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, ViTForImageClassification
 import vit_models
 from vit_models import DropPath, Images, TrainingConfig
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 CONFIG = TrainingConfig(width=16, n_layers=3, n_heads=2, epochs=2, warmup=1, batch=64, stochastic_depth=0.3)
 GREY = np.random.default_rng(0).integers(0, 256, (7, 12, 12))
