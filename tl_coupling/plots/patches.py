@@ -32,10 +32,10 @@ def plot_patches(
     cmap: str | Colormap | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """A value of every patch as a coloured square over the picture, which is grey below it.
+    """A value of every patch as a coloured square over the picture, which is shown in grey.
 
-    Read off which parts of the picture a value belongs to. What is not a patch has no place there: values of the class
-    token and the like stand below the picture. Patches whose value is undefined (NaN) stay grey.
+    The class token has no place in the picture: its value stands below it. Patches whose value is undefined (NaN) stay
+    grey.
 
     Args:
         trace: of an image.

@@ -61,8 +61,8 @@ def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
         "patches_link": '<a href="#patches">Over the picture</a>\n',
         "patches": (
             '<section id="patches"><h2>Over the picture</h2>\n'
-            "<p>What was measured of each patch, over the picture, which is grey below it. What is no patch stands "
-            f"below it in numbers. <em>Share of influence</em>: how much of what the other tokens do to {measured} "
+            "<p>What was measured of each patch, drawn over the picture in grey. The value of the class token stands "
+            f"below it. <em>Share of influence</em>: how much of what the other tokens do to {measured} "
             'comes from this one, as under <a href="#influence">Influence of tokens</a>, in the mean over layers; on '
             f"one colour scale.{of_self} <em>Line-shape score</em>: how straight the token's path is, 1 for a straight "
             f"line.</p>\n{grid(_pictures(runs), ' small')}\n</section>"
