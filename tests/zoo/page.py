@@ -51,7 +51,7 @@ compared with plain autograd over the whole original model, without TransformerL
 A number is the largest relative error: at most {TOLERANCE["float32"]:.0e} in float32 and bfloat16,
 {TOLERANCE["float64"]:.0e} in float64, where HuggingFace's norms and softmax still compute in float32. A bfloat16 model
 is linearised in float32 at its own residual stream, and so is the model that it is compared with. Of models with
-image or audio towers, the text stack is measured.
+image or audio towers, the text stack is measured; vision models are given pixels.
 """
 
 
