@@ -1,4 +1,4 @@
-"""Names that docstring examples use: a tiny random model and its trace."""
+"""Names that docstring examples use: a tiny random model and its trace, and that of an image."""
 
 import sys
 from pathlib import Path
@@ -23,8 +23,11 @@ def _example_names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     import tiny
     import tl_coupling as tlc
+    import vision_models
 
     folder = tmp_path_factory.mktemp("example_tokenizer")
     tiny.save_tokenizer(folder)
     model = tiny.bridge(tiny.huggingface_model("llama"), folder)
-    return {"torch": torch, "tlc": tlc, "model": model, "trace": tlc.trace(model, tiny.TOKENS)}
+    image_trace = tlc.trace(vision_models.vit("ViTModel")[0], vision_models.pixels())
+    names = {"model": model, "trace": tlc.trace(model, tiny.TOKENS), "image_trace": image_trace}
+    return {"torch": torch, "tlc": tlc, **names}

@@ -88,6 +88,7 @@ def test_a_file_a_picture_and_its_pixels_are_one_input(folder: Path, picture: Pa
             r"must be one image, \[1 channels height width\], got shape \[2, 3, 16, 8\]",
         ),
         (torch.ones(16, 8), ValueError, r"got shape \[16, 8\]"),
+        (torch.full((1, 3, 16, 8), torch.nan), ValueError, "must be an image of finite numbers, got NaN"),
         (torch.ones(1, 1, 16, 8), ValueError, "Expected 3 but got 1"),
         ("no such file.png", ValueError, "this model reads images, and 'no such file.png' is no image file"),
         (__file__, ValueError, "is no image file"),

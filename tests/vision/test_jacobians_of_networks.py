@@ -126,6 +126,37 @@ def test_a_run_that_is_not_of_one_input_is_refused(run, message: str) -> None:
         tlc.trace_modules(network.blocks, lambda: run(network))
 
 
+class GivesADict(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": x + x.tanh()}
+
+
+class Convolution(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.tanh()
+
+
+@pytest.mark.parametrize(
+    ("block", "shape", "message"),
+    [
+        (GivesADict(), (1, 5, 8), "wanted blocks that return the residual stream, .* got a dict"),
+        (Convolution(), (1, 3, 4, 4), r"block 0 takes \[1, 3, 4, 4\] .* feature maps of convolutions are not measured"),
+        (Convolution(), (8,), r"block 0 takes \[8\]"),
+    ],
+)
+def test_what_is_no_stream_of_tokens_is_refused(block: nn.Module, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tlc.trace_modules([block], lambda: block(torch.randn(shape)))
+
+
+def test_a_run_in_inference_mode_is_measured() -> None:
+    network = torch_encoder()
+    plain, inferred = (
+        tlc.trace_modules(network.blocks, run) for run in (network.run, torch.inference_mode()(network.run))
+    )
+    torch.testing.assert_close(tlc.block_jacobian(inferred, 1), tlc.block_jacobian(plain, 1))
+
+
 def test_dropout_in_train_mode_is_refused() -> None:
     network = torch_encoder()
     network.model.train()

@@ -61,6 +61,9 @@ class Passage:
 
     def _leave(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         call, X = self.entered.pop()
+        if not isinstance(output[0] if isinstance(output, tuple | list) else output, Tensor):
+            kind = type(output).__name__
+            raise ValueError(f"wanted blocks that return the residual stream, alone or first in a tuple, got a {kind}")
         dtypes = frozenset(p.dtype for p in module.parameters() if p.is_floating_point()) | {X.dtype}
         self.calls.append(RecordedCall(call, X, hidden_states(output).detach().clone(), dtypes))
 
@@ -112,11 +115,14 @@ def _check_calls(calls: list[RecordedCall], blocks: list[nn.Module], n_pos: int 
     for layer, (call, X, Y, _) in enumerate(calls):
         rows = X.numel() // max(1, X.shape[-1])
         if not call.holds(X) or X.shape != Y.shape or rows != (n_pos or calls[0].X.numel() // calls[0].X.shape[-1]):
-            wanted = f"[1 n_pos d_model]{f' = [1 {n_pos} d_model]' if n_pos else '; run it on one input'}"
-            raise ValueError(
-                f"wanted one residual stream {wanted}, block {layer} takes {list(X.shape)} and gives {list(Y.shape)}: "
-                "several parallel streams (hyper-connections, AltUp) are not X + f(X) of one"
+            wanted, why = (
+                f" = [1 {n_pos} d_model]",
+                "several parallel streams (hyper-connections, AltUp) are not X + f(X) of one",
             )
+            if n_pos is None:
+                wanted, why = "; run it on one input", "feature maps of convolutions are not measured"
+            shapes = f"block {layer} takes {list(X.shape)} and gives {list(Y.shape)}"
+            raise ValueError(f"wanted one residual stream [1 n_pos d_model]{wanted}, {shapes}: {why}")
 
 
 def _check_stream(calls: list[RecordedCall], model: nn.Module, n_blocks: int) -> None:

@@ -70,6 +70,8 @@ def _pixels(model: Any, image: Any) -> tuple[Float[Tensor, "1 channels height wi
         pixels = pixels[None] if pixels.ndim == 3 else pixels
         if pixels.ndim != 4 or len(pixels) != 1:
             raise ValueError(f"`prompt` must be one image, [1 channels height width], got shape {list(image.shape)}")
+        if not bool(pixels.isfinite().all()):
+            raise ValueError("`prompt` must be an image of finite numbers, got NaN or infinite ones among its pixels")
         return pixels, "none: pixels were given"
     if not isinstance(image, str | os.PathLike | Image.Image):
         raise TypeError(
