@@ -45,7 +45,7 @@ def test_a_jacobian_off_by_a_thousandth_is_wrong(monkeypatch: pytest.MonkeyPatch
 def test_only_a_sentence_of_the_library_that_names_the_model_is_a_refusal(tiny_trace: tlc.Trace, as_a_user) -> None:
     ours = refusal(lambda: tlc.block_jacobian(tiny_trace, 9))
     assert measure.judge("LlamaForCausalLM", ours) == Finding("refused", sentence=str(ours))
-    of_another_kind = measure.judge("ViTModel", ours)
+    of_another_kind = measure.judge("HubertModel", ours)
     assert (of_another_kind.verdict, "what the model is" in of_another_kind.sentence) == ("unclear", True)
     raw = refusal(lambda: torch.zeros(2).reshape(2, "x"))
     assert measure.judge("LlamaForCausalLM", raw).verdict == "unclear"
