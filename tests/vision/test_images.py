@@ -211,3 +211,15 @@ def test_a_line_that_names_no_image_says_so(tmp_path: Path, line: str) -> None:
     with pytest.raises(ValueError, match=r"prompts\.jsonl, line 1: ") as caught:
         tlc.load_prompts(tmp_path / "prompts.jsonl")
     assert "\n" not in str(caught.value)
+
+
+def test_a_processor_with_code_of_its_own_is_not_run_and_nobody_is_asked(tmp_path: Path, monkeypatch) -> None:
+    folder = save_vit(tmp_path / "vit")
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings |= {"auto_map": {"AutoImageProcessor": "code.Processor"}, "image_processor_type": "Processor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Processor: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    with pytest.raises(ValueError, match="no image processor is saved with this model"):
+        tlc.trace(tlc.load_model(str(folder)), folder / "image.png")
+    assert not (tmp_path / "ran").exists()

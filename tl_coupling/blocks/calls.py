@@ -27,7 +27,11 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "past_kv_
 
 def hidden_states(output: Any) -> Tensor:
     """The residual stream in what a block returned (some return tuples)."""
-    return output[0] if isinstance(output, tuple | list) else output
+    found = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(found, Tensor):
+        kind = type(output).__name__
+        raise ValueError(f"wanted blocks that return the residual stream, alone or first in a tuple, got a {kind}")
+    return found
 
 
 def _row_of(name: str, value: Any, position: int, n_keys: int) -> Any:

@@ -61,9 +61,6 @@ class Passage:
 
     def _leave(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         call, X = self.entered.pop()
-        if not isinstance(output[0] if isinstance(output, tuple | list) else output, Tensor):
-            kind = type(output).__name__
-            raise ValueError(f"wanted blocks that return the residual stream, alone or first in a tuple, got a {kind}")
         dtypes = frozenset(p.dtype for p in module.parameters() if p.is_floating_point()) | {X.dtype}
         self.calls.append(RecordedCall(call, X, hidden_states(output).detach().clone(), dtypes))
 

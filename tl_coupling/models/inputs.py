@@ -34,7 +34,7 @@ class ModelInput:
         """Each token as text (its id without a tokenizer); of an image `cls`, and the `row,column` of each patch."""
         if self.tokens is not None:
             return str_tokens(self.model, self.tokens)
-        rows, columns = patch_grid(self.model, self.batch) or (0, 0)
+        rows, columns = self.provenance["patch_grid"] or (0, 0)
         n_more = n_pos - rows * columns - 1
         if not rows or n_more < -1:
             return tuple(map(str, range(n_pos)))
@@ -47,14 +47,15 @@ class ModelInput:
 def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput:
     """The input of a model that a prompt means: text or token ids, or for a vision model an image.
 
-    Raises ValueError for what the model does not read, an empty prompt, or one longer than the context.
+    Raises TypeError for what the model does not read; ValueError for what is no image, an empty prompt, or one longer
+    than the context.
     """
     if reads_pixels(model):
         pixels, preprocessing = _pixels(model, prompt)
         digest = hashlib.sha256(pixels.float().contiguous().numpy().tobytes()).hexdigest()
         name = {"name": os.path.basename(prompt)} if isinstance(prompt, str | os.PathLike) else {}
         facts = name | {"pixels_sha256": digest, "pixels_shape": list(pixels.shape[1:]), "preprocessing": preprocessing}
-        return ModelInput(model, pixels, {"image": facts, "patch_grid": patch_grid(model, pixels)})
+        return ModelInput(model, pixels, {"image": facts, "patch_grid": _patch_grid(model, pixels)})
     if isinstance(prompt, Image.Image | os.PathLike) or (isinstance(prompt, Tensor) and prompt.is_floating_point()):
         raise TypeError(f"this model reads text: wanted text or token ids, whole numbers; got {_kind(prompt)}")
     tokens, tokenization = tokenize(model, prompt, prepend_bos)
@@ -84,7 +85,9 @@ def _pixels(model: Any, image: Any) -> tuple[Float[Tensor, "1 channels height wi
         except (OSError, UnidentifiedImageError) as error:
             raise ValueError(f"this model reads images, and {os.fspath(image)!r} is no image file ({error})") from None
     config = config_of(model)
-    processor = _image_processor(config._name_or_path, LOADED_AS.get(model, {}).get("checkpoint"))
+    loaded = LOADED_AS.get(model, {})
+    checkpoint, trusted = loaded.get("checkpoint"), loaded.get("trust_remote_code", False)
+    processor = _image_processor(config._name_or_path, checkpoint, trusted)
     mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
     pixels = processor(image.convert(mode), return_tensors="pt")["pixel_values"]
     return pixels, {"mode": mode} | {name: value for name, value in processor.to_dict().items() if value is not None}
@@ -95,12 +98,13 @@ def _kind(given: Any) -> str:
 
 
 @lru_cache(maxsize=8)
-def _image_processor(name_or_path: str, checkpoint: str | int | None) -> Any:
+def _image_processor(name_or_path: str, checkpoint: str | int | None, trust_remote_code: bool) -> Any:
     from transformers import AutoImageProcessor
 
     try:
         revision = {"revision": checkpoint} if isinstance(checkpoint, str) else {}
-        return AutoImageProcessor.from_pretrained(name_or_path, **revision)
+        # Always passed: without it HuggingFace asks on the terminal.
+        return AutoImageProcessor.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **revision)
     except (OSError, ValueError, ImportError) as error:
         said = " ".join(str(error).split())[:200]
         raise ValueError(
@@ -109,7 +113,7 @@ def _image_processor(name_or_path: str, checkpoint: str | int | None) -> Any:
         ) from None
 
 
-def patch_grid(model: Any, pixels: Float[Tensor, "1 channels height width"]) -> list[int] | None:
+def _patch_grid(model: Any, pixels: Float[Tensor, "1 channels height width"]) -> list[int] | None:
     """Rows and columns of patches; None where the model does not declare their size."""
     if (size := getattr(config_of(model), "patch_size", None)) is None:
         return None
