@@ -1,6 +1,7 @@
 """Jacobians of block functions with torch.func, and products with them that never build the matrix."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -9,13 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import BlockError, BlockFunction, Path, Trace
-from tl_coupling.blocks.evaluation import for_seeds, is_out_of_memory, over_seeds, vjp
-from tl_coupling.blocks.functions import Way
+from tl_coupling.blocks.evaluation import is_out_of_memory, vjp
+from tl_coupling.blocks.functions import Evaluation, RowFunction
 from tl_coupling.border import Count, checked
 from tl_coupling.progress import Progress, with_progress
 
-# Entries of the widest activation for one chunk of seeds (float32: 64 MiB); it sets the default chunk size.
-_CHUNK_BUDGET = 2**24
 # Entries in a batch of Jacobians (float32: 256 MiB), and the largest number of Jacobians that share work.
 BATCH_BUDGET = 2**26
 _MOST_SHARING = 32
@@ -173,23 +172,19 @@ def jacobians_of_output(
     if min(input_positions) > output_position and not bool(expected.rows[list(input_positions)].any()):
         return block.X.new_zeros(n_inputs, d_model, d_model), "full_sequence"
 
-    def compute(way: Way) -> tuple[Any, ...]:
-        function, inputs, of_each_input = way.make()
-        y, pull_back = vjp(function, *inputs)
-        J = y.new_empty(n_inputs, d_model, d_model)
-
-        def pull(rows: slice, seeds: Tensor) -> None:
-            for J_1, part in zip(J, of_each_input(*for_seeds(pull_back, seeds)), strict=True):
-                J_1[rows] = part
-
-        over_seeds(pull, y, chunk_size or max(1, _CHUNK_BUDGET // (way.width * d_model)))
-        return y, [expected.u @ J_1 for J_1 in J], J
+    def compute(evaluate: Evaluation) -> tuple[Any, ...]:
+        y, J = evaluate(chunk_size)
+        return y, expected.u @ J, J
 
     return _cheapest(block, block.ways(input_positions, output_position), input_positions, output_position, compute)
 
 
 def _cheapest(
-    block: BlockFunction, ways: Iterable[Way], t1: Sequence[int], t2: int, compute: Callable[[Way], tuple[Any, ...]]
+    block: BlockFunction,
+    ways: Iterable[tuple[Path, Callable[..., Any]]],
+    t1: Sequence[int],
+    t2: int,
+    compute: Callable[[Callable[..., Any]], tuple[Any, ...]],
 ) -> tuple[Any, Path]:
     """The result of the first way that agrees with the full sequence, and its name.
 
@@ -198,21 +193,20 @@ def _cheapest(
     raise anything when it is called with our cache.
     """
     with block.evaluation():
-        for way in ways:
+        for path, way in ways:
             try:
-                with way.context:
-                    y, products, result = compute(way)
+                y, products, result = compute(way)
             except BlockError:
                 continue
             except Exception as error:
-                if way.path == "full_sequence" or is_out_of_memory(error):
+                if path == "full_sequence" or is_out_of_memory(error):
                     raise
                 kind, said = type(error).__name__, " ".join(str(error).split())[:200]
-                text = f"{way.path} failed ({kind}: {said}), so a more expensive way was used"
-                block.remarks.add(f"{way.path}: {kind}", f"layer {block.layer}: {text}")
+                text = f"{path} failed ({kind}: {said}), so a more expensive way was used"
+                block.remarks.add(f"{path}: {kind}", f"layer {block.layer}: {text}")
                 continue
             if block.agrees(y, products, t1, t2):
-                return result, way.path
+                return result, path
     raise block.changed()
 
 
@@ -223,12 +217,12 @@ def _differentiated(trace: Trace, layer: int, vector: Tensor, *positions: Any) -
         raise ValueError(f"`vector` must have shape {list(block.X.shape[1:])}, got {list(vector.shape)}")
     u = block.reference(t2).u
 
-    def compute(way: Way) -> tuple[Any, ...]:
-        function, inputs, _ = way.make()
-        y, pull_back = vjp(function, *inputs)
+    def compute(make: Callable[[], RowFunction]) -> tuple[Any, ...]:
+        y, pull_back = vjp(function := make(), block.X[t1])
         return y, [pull_back(u)[0]], (function, pull_back)
 
-    ways = (way for way in block.ways([t1], t2) if way.path in ("token_local", "full_sequence"))
+    ways: list[tuple[Path, Callable[[], RowFunction]]] = [("token_local", partial(block.token_local, t1, t2))]
+    ways.append(("full_sequence", partial(block.full_sequence, t1, t2)))
     (function, pull_back), _ = _cheapest(block, ways, [t1], t2, compute)
     return block, block.X[t1], vector.to(block.X), function, pull_back
 

@@ -12,9 +12,8 @@ from tl_coupling.jacobians import jacobian_and_path
 FIRST, MIDDLE, LAST = 0, 4, 7
 # A window of 4 hides position 2 from position 6: there the sliding-window models' Jacobian is exactly zero.
 PAIRS = [(FIRST, FIRST), (MIDDLE, MIDDLE), (LAST, LAST), (MIDDLE, LAST), (FIRST, LAST), (2, 6)]
-# Attention or MLP in other operations than the two matrix products or the three weights that the shortcuts know.
-NOT_LINEARISED = {"bert", "bloom", "gpt_oss", "granitemoehybrid", "jamba", "mamba", "mixtral", "mpt"}
-NOT_LINEARISED |= {"opt", "recurrent_gemma", "rwkv"}
+# Attention that holds a norm (BERT), or rows that meet in a state.
+NOT_LINEARISED = {"bert", "mamba", "rwkv"}
 # Every token sees every other.
 NOT_CAUSAL = {"bert"}
 

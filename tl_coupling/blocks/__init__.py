@@ -6,7 +6,7 @@ argument of the call. The block can then be called on its own, on any residual s
 """
 
 from tl_coupling.blocks.calls import BlockCall
-from tl_coupling.blocks.expansions import BlockError
+from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.functions import BlockFunction, DerivativeError, Path, StepError
 from tl_coupling.blocks.tracing import Trace, trace, trace_modules
 

@@ -3,7 +3,6 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +11,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks.contexts import Context, KeysAndValues, ReadOnlyCache, WithoutCache
-from tl_coupling.blocks.expansions import BlockError, ProductRule
+from tl_coupling.blocks.contexts import BlockError, Context, KeysAndValues, ReadOnlyCache
 
 # The layouts of a residual stream of one sequence: the last with positions first, as in torch's own encoder.
 _LAYOUTS: dict[str, Callable[[torch.Size], bool]] = {
@@ -106,17 +104,28 @@ class BlockCall:
             self._in_context(Context(None, self.position_dim, 0), X, position, 1)
         except KeysAndValues as found:
             return found.args
-        raise BlockError("the block takes no key/value cache, and its attention is not two products")
+        raise _no_context()
 
     def row(
-        self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...], rule: ProductRule | None = None
+        self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...]
     ) -> Float[Tensor, " d_model"]:
         """The block's output at `position`, from the row there and the keys and values of other rows."""
-        n_keys = context[0].shape[self.position_dim] + 1
-        with rule or nullcontext():
-            output = self._in_context(Context(context, self.position_dim, position, rule), x[None], position, n_keys)
+        around = self.context(position, context)
         # Not [0, 0]: the derivative of a selection is a matrix of zeros with one row filled in, for every seed.
-        return output.reshape(-1)
+        output = self.at(x[None], around).reshape(-1)
+        if len(around.seen) < 2:
+            raise _no_context()
+        return output
+
+    def context(self, position: int, rows: tuple[Tensor, ...]) -> Context:
+        """Keys and values of other rows, for the row at `position`."""
+        return Context(rows, self.position_dim, position)
+
+    def at(self, X: Float[Tensor, "n_rows d_model"], context: Context) -> Float[Tensor, "n_rows d_model"]:
+        """The block on rows that all stand at the context's place: one of activations, or any number of tangents."""
+        assert context.rows is not None
+        n_keys = context.rows[0].shape[self.position_dim] + 1
+        return self._in_context(context, X, context.before, n_keys).reshape(X.shape)
 
     def _in_context(
         self, context: Context, X: Float[Tensor, "n_rows d_model"], position: int | None, n_keys: int
@@ -128,11 +137,12 @@ class BlockCall:
         if self.cache_argument is not None:
             arguments[self.cache_argument] = ReadOnlyCache(context)
             arguments |= {"use_cache": True} if self.takes_use_cache else {}
-        with WithoutCache(context, len(X)):
-            output = hidden_states(self.module(self._laid_out(X), **arguments))
-        if len(context.seen) < 2:
-            raise BlockError("the block takes no key/value cache, and its attention is not two products")
-        return output
+        with context.entered(len(X)):
+            return hidden_states(self.module(self._laid_out(X), **arguments))
+
+
+def _no_context() -> BlockError:
+    return BlockError("the block takes no key/value cache, and its attention is not two products")
 
 
 class RecordedCall(NamedTuple):

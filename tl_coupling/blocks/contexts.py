@@ -1,12 +1,18 @@
 """Stand-ins for the rows of a sequence that are not computed: their keys and values, as a cache or within attention."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tl_coupling.blocks.expansions import PRODUCTS, BlockError, ProductRule
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+class BlockError(RuntimeError):
+    """A block does not have the form that a cheap way to evaluate it needs."""
 
 
 class KeysAndValues(Exception):
@@ -20,14 +26,22 @@ class _UnknownToCache(BlockError, AttributeError):
 class Context:
     """Keys and values of the rows that are not computed, along the position axis `dim`; without `rows` it records.
 
-    `completed` puts them around the new ones, which have `before` rows in front of them. With a product rule the new
-    ones are constants, and the rule adds the moving row's derivative.
+    `completed` puts them around the new ones, which have `before` rows in front of them. With `moved`, a list that
+    collects them, the new ones are constants there.
     """
 
-    def __init__(self, rows: tuple[Tensor, ...] | None, dim: int, before: int, rule: ProductRule | None = None) -> None:
-        self.rows, self.dim, self.before, self.rule = rows, dim, before, rule
-        self.moves = rule is not None and not rule.moved
+    moved: list[Tensor] | None = None
+
+    def __init__(self, rows: tuple[Tensor, ...] | None, dim: int, before: int) -> None:
+        self.rows, self.dim, self.before = rows, dim, before
         self.seen: list[Tensor] = []
+
+    @contextmanager
+    def entered(self, n_rows: int = 1) -> Iterator[None]:
+        """Context in which attention of `n_rows` new rows meets these, once, if it takes no cache."""
+        self.seen.clear()
+        with WithoutCache(self, n_rows):
+            yield
 
     def completed(self, new: Tensor) -> Tensor:
         """The keys, and then the values, of all rows, from those that the block has just computed."""
@@ -37,9 +51,8 @@ class Context:
             if part:
                 raise KeysAndValues(*self.seen)
             return new
-        if self.rule is not None:
-            if self.moves:
-                self.rule.moved.append(self.rule.in_layout(new, self.dim))
+        if self.moved is not None:
+            self.moved.append(new)
             new = new.detach()
         old, dim, at = self.rows[part], self.dim, self.before
         return torch.cat([old.narrow(dim, 0, at), new, old.narrow(dim, at, old.shape[dim] - at)], dim)
@@ -97,7 +110,7 @@ class WithoutCache(TorchFunctionMode):
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *_: Any, **options: Any
     ) -> Tensor:
-        """As two products, because a product rule looks for them."""
+        """As two products, which every kind of differentiation knows."""
         if options.get("is_causal") or options.get("enable_gqa"):
             raise BlockError("the attention hides its mask or repeats its keys")
         keys, values = self.context.completed(k), self.context.completed(v)

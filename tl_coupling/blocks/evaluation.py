@@ -5,7 +5,8 @@ time, in whichever thread it runs. Ctrl-C takes effect between its steps, where 
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -20,6 +21,8 @@ from tl_coupling.interrupts import hear_interrupts, interrupts_held
 Change = tuple[Any, str, Any]
 PullBack = Callable[[Any], tuple[Tensor, ...]]
 
+# Entries of the widest activation for one chunk of seeds (float32: 64 MiB); it sets the default chunk size.
+_CHUNK_BUDGET = 2**24
 _measuring = threading.RLock()
 # What the measuring thread has entered and not yet left: device, dtype and modules.
 _entered: list[tuple[Any, ...]] = []
@@ -38,6 +41,22 @@ def attributes_set(changes: Iterable[Change]) -> Iterator[None]:
             setattr(owner, name, value)
             undo.callback(setattr, owner, name, before)
         yield
+
+
+@contextmanager
+def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Context in which modules have other `forward`s, and no hooks: those of the blocks have acted on the stream."""
+    own = {"forward", "_forward_hooks", "_forward_pre_hooks"}
+    before = {module: {name: vars(module)[name] for name in own & vars(module).keys()} for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            vars(module).update(forward=forward, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
+        yield
+    finally:
+        for module, attributes in before.items():
+            # An instance has a `forward` of its own where accelerate put one.
+            vars(module).pop("forward", None)
+            vars(module).update(attributes)
 
 
 @contextmanager
@@ -168,6 +187,29 @@ def over_seeds(pull: Callable[[slice, Tensor], None], y: Tensor, chunk_size: int
             chunk_size = max(1, min(chunk_size, len(y)) // 2)
         else:
             start = rows.stop
+
+
+def reverse_mode(
+    function: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    of_each_input: Callable[..., Iterable[Tensor]],
+    width: int,
+    chunk_size: int | None = None,
+    seeds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Value, `[d_out]`, and Jacobians, `[n d_seeds d]`, of a function.
+
+    `of_each_input` turns the gradients of its inputs, for a chunk of seeds, into n matrices. The widest activation has
+    `width * d_out` entries for each seed. The seeds are rows of the identity by default.
+    """
+    y, pull_back = vjp(function, *inputs)
+    J: list[list[Tensor]] = []
+
+    def pull(rows: slice, eye: Tensor) -> None:
+        J.append(list(of_each_input(*for_seeds(pull_back, eye if seeds is None else seeds[rows]))))
+
+    over_seeds(pull, y if seeds is None else seeds[:, 0], chunk_size or max(1, _CHUNK_BUDGET // (width * len(y))))
+    return y, torch.stack([torch.cat(parts) for parts in zip(*J, strict=True)])
 
 
 def for_seeds(pull_back: PullBack, seeds: Any) -> tuple[Tensor, ...]:

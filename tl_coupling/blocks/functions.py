@@ -2,12 +2,12 @@
 
 For one `J_{t1 t2}`, cheapest first:
 
-* **token_local_linearised**: the next, with the attention's two products expanded to first order too (`expansions`);
-* **token_local_affine_mlp**: the next, with the MLP expanded to first order;
-* **token_local**: the block on one row, with the keys and values of the rows that act on it as constants;
-* **full_sequence**: the block on all rows. Always right, and costs the whole prompt instead of one token.
+* **token_local_linearised**: the block on one row, as parts whose Jacobians are known (`linearisation`);
+* **token_local**: reverse mode through the block on one row, with the keys and values of the rows that act on it as
+  constants;
+* **full_sequence**: reverse mode through the block on all rows. Always right, and costs the whole prompt.
 
-For many t1 and one t2, **query_local** (or **query_local_affine_mlp**) costs little more than one token: the output row
+For many t1 and one t2, **query_local_linearised** and **query_local** cost little more than one token: the output row
 is pulled back once, to its own input and to every row's keys and values, and each row of those to its input.
 
 Three checks, all from one forward and one backward pass of the block and one more forward pass:
@@ -20,20 +20,21 @@ Three checks, all from one forward and one backward pass of the block and one mo
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from tl_coupling.blocks.calls import BlockCall, RecordedCall
-from tl_coupling.blocks.evaluation import exact_arithmetic, for_seeds, own_arithmetic, vjp
-from tl_coupling.blocks.expansions import BlockError, ProductRule, affine_mlp, mlp_on_rows, watched_mlp
+from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks.evaluation import exact_arithmetic, for_seeds, own_arithmetic, reverse_mode, vjp
+from tl_coupling.blocks.linearisation import Linearisation
 from tl_coupling.border import warn_caller
 
 GATE_TOLERANCE = 1e-4
@@ -51,17 +52,11 @@ _CAUSES = (
     "call to call"
 )
 
-Path = Literal[
-    "token_local_linearised",
-    "token_local_affine_mlp",
-    "token_local",
-    "query_local_affine_mlp",
-    "query_local",
-    "full_sequence",
-]
+Path = Literal["token_local_linearised", "token_local", "query_local_linearised", "query_local", "full_sequence"]
 RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
-# A function to `f(X)[t2]`, its inputs, and what turns their gradients into those of each wanted input row.
-Differentiable = tuple[Callable[..., Tensor], tuple[Tensor, ...], Callable[..., Iterable[Tensor]]]
+# From a chunk size: `f(X)[t2]`, and `J_{t1 t2}` of each t1.
+Evaluated = tuple[Float[Tensor, " d_model"], Float[Tensor, "n_inputs d_model d_model"]]
+Evaluation = Callable[[int | None], Evaluated]
 
 
 class StepError(ValueError):
@@ -88,25 +83,12 @@ class Remarks:
                 warn_caller(f"{text} (others like it: `provenance['remarks']`)")
 
 
-class Way(NamedTuple):
-    """One way to evaluate `f(X)[t2]`; its widest activation has `width * d_model` entries for each seed."""
-
-    path: Path
-    context: AbstractContextManager[None]
-    make: Callable[[], Differentiable]
-    width: int
-
-
 class Reference(NamedTuple):
-    """The full sequence's `f(X)[t]`, a seeded random u, and `uᵀ J_{· t}` of every input row, `[n_pos d_model]`.
-
-    `met` is the input and the output of the block's MLP at t, `[1 1 d_model]` each; empty where they are not known.
-    """
+    """The full sequence's `f(X)[t]`, a seeded random u, and `uᵀ J_{· t}` of every input row, `[n_pos d_model]`."""
 
     y: Float[Tensor, " d_model"]
     u: Float[Tensor, " d_model"]
     rows: Float[Tensor, "n_pos d_model"]
-    met: tuple[Float[Tensor, "1 1 d_model"], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,65 +124,88 @@ class BlockFunction:
     def _after_norm(self, Y: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
         return Y if self.norm is None else self.norm(Y.reshape(1, -1, Y.shape[-1])).reshape(Y.shape)
 
-    def ways(self, input_positions: Sequence[int], output_position: int) -> Iterator[Way]:
+    def ways(self, input_positions: Sequence[int], output_position: int) -> Iterator[tuple[Path, Evaluation]]:
         """Every way to evaluate `J_{t1 t2}` of these t1 and one t2, cheapest first."""
-        t1, *others = input_positions
-        t2, n_pos = output_position, len(self.X)
+        t1, t2, n_pos, rows = input_positions[0], output_position, len(self.X), list(input_positions)
 
-        def affine() -> AbstractContextManager[None]:
-            return affine_mlp(self.call.module, self.reference(t2).met)
+        def of_one_row(chunk_size: int | None) -> Evaluated:
+            return reverse_mode(self.token_local(t1, t2), (self.X[t1],), lambda gradient: [gradient], 4, chunk_size)
 
-        if others:
-            query, width = partial(self._query_local, input_positions, t2), max(4, 2 * n_pos)
-            yield Way("query_local_affine_mlp", affine(), query, width)
-            yield Way("query_local", nullcontext(), query, width)
-            rows = list(input_positions)
-            whole = (lambda X: self._of_all_rows(X)[t2]), (self.X,), lambda gradient: gradient[:, rows].unbind(1)
-            yield Way("full_sequence", nullcontext(), lambda: whole, width)
-            return
+        def of_all_rows(chunk_size: int | None) -> Evaluated:
+            whole, of_rows = (lambda X: self._of_all_rows(X)[t2]), lambda gradient: gradient[:, rows].unbind(1)
+            return reverse_mode(whole, (self.X,), of_rows, 4 * n_pos, chunk_size)
 
-        def of_row(make: Callable[..., RowFunction], **options: bool) -> Callable[[], Differentiable]:
-            return lambda: (make(t1, t2, **options), (self.X[t1],), lambda gradient: [gradient])
-
-        yield Way("token_local_linearised", affine(), of_row(self._token_local, product_rule=True), 4)
-        yield Way("token_local_affine_mlp", affine(), of_row(self._token_local), 4)
-        yield Way("token_local", nullcontext(), of_row(self._token_local), 4)
-        yield Way("full_sequence", nullcontext(), of_row(self.full_sequence), 4 * n_pos)
+        alone = len(rows) == 1
+        yield "token_local_linearised" if alone else "query_local_linearised", partial(self._linearised, rows, t2)
+        yield ("token_local", of_one_row) if alone else ("query_local", partial(self._query_local, rows, t2))
+        yield "full_sequence", of_all_rows
 
     def full_sequence(self, t1: int, t2: int) -> RowFunction:
         """`x ↦ f(X with row t1 replaced by x)[t2]`, on all rows."""
         return lambda x: self._of_all_rows(torch.cat([self.X[:t1], x[None], self.X[t1 + 1 :]]))[t2]
 
-    def _token_local(self, t1: int, t2: int, product_rule: bool = False) -> RowFunction:
-        """The same function at the cost of one token, if rows meet in keys and values alone."""
-        dim, context, at = self.call.position_dim, self._context(t2), self._in_context([t1], t2)[0]
+    def token_local(self, t1: int, t2: int) -> RowFunction:
+        """`x ↦ f(X with row t1 replaced by x)[t2]`, if rows meet in keys and values alone."""
+        context = self._context(t2)
+        if t1 == t2:
+            return lambda x: self._at(x, t2, context)
+        _, replaced = self._among(context, [t1], t2)
+        return lambda x: self._at(self.X[t2], t2, replaced(*self.call.keys_and_values(x[None], t1)))
 
-        def function(x: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
-            rule = ProductRule(t1, n_keys=context[0].shape[dim] + 1) if product_rule else None
-            if t1 == t2:
-                return self._at(x, t2, context, rule)
-            new = self.call.keys_and_values(x[None], t1)
-            if rule is not None:
-                rule.moved += [rule.in_layout(row, dim) for row in new]
-                return self._at(self.X[t2], t2, context, rule)
-            swapped = tuple(_without(old, at, dim, row) for old, row in zip(context, new, strict=True))
-            return self._at(self.X[t2], t2, swapped)
+    def _query_local(self, input_positions: list[int], t2: int, chunk_size: int | None) -> Evaluated:
+        """By reverse mode, to the row at t2 and to the keys and values that the other input rows feed."""
+        others = [t1 for t1 in input_positions if t1 != t2]
+        (chosen, replaced), fed = self._among(self._context(t2), others, t2), self._fed_by(others)
 
-        return function
+        def of_each_input(own: Tensor, *of_context: Tensor) -> Iterator[Tensor]:
+            of_others = fed(*of_context)
+            return (own if t1 == t2 else next(of_others) for t1 in input_positions)
 
-    def _query_local(self, input_positions: Sequence[int], t2: int) -> Differentiable:
-        """`f(X)[t2]` of its own row and of the context's keys and values, which the other input rows feed."""
-        dim, places = self.call.position_dim, self._in_context(input_positions, t2)
-        fed_by = cache(lambda t1: vjp(lambda x: self.call.keys_and_values(x[None], t1), self.X[t1])[1])
+        def function(x: Tensor, *rows: Tensor) -> Tensor:
+            return self._at(x, t2, replaced(*rows))
 
-        def of_each_input(own: Tensor, *context: Tensor) -> Iterator[Tensor]:
-            # The seeds stand in front: a position axis counted from the front moves up by one.
-            axis = dim if dim < 0 else dim + 1
-            for t1, at in zip(input_positions, places, strict=True):
-                rows = tuple(gradient.narrow(axis, at, 1) for gradient in context if t1 != t2)
-                yield for_seeds(fed_by(t1), rows)[0] if rows else own
+        return reverse_mode(function, (self.X[t2], *chosen), of_each_input, max(4, 2 * len(others)), chunk_size)
 
-        return (lambda x, *context: self._at(x, t2, context)), (self.X[t2], *self._context(t2)), of_each_input
+    def _linearised(self, input_positions: list[int], t2: int, chunk_size: int | None) -> Evaluated:
+        """From the Jacobians of the block's parts; keys and values of other input rows as in `_query_local`."""
+        known, block = self._context(t2), self.call.module
+        context = self.call.context(t2, known)
+        parts = (getattr(block, "original_component", None) or block).children()
+        run = lambda X: self._after_norm(self.call.at(X, context))  # noqa: E731
+        linearised, y = Linearisation.at(self.X[t2], run, [*parts, *filter(None, [self.norm])], context, chunk_size)
+        J = y.new_empty(len(input_positions), len(y), len(y))
+        if t2 in input_positions:
+            eye = torch.eye(len(y), dtype=y.dtype, device=y.device)
+            J[input_positions.index(t2)] = linearised.of_rows(eye).mT.sub_(eye)
+        if others := [t1 for t1 in input_positions if t1 != t2]:
+            chosen, replaced = self._among(known, others, t2)
+            W_O = linearised.attention.W_O
+            seeds = linearised.of_rows(torch.zeros_like(W_O), from_attention=W_O).mT
+            heads = lambda *rows: linearised.heads(*replaced(*rows))  # noqa: E731
+            _, of_others = reverse_mode(heads, chosen, self._fed_by(others), 2 * len(others), chunk_size, seeds)
+            J[[t1 != t2 for t1 in input_positions]] = of_others
+        return y - self.X[t2], J
+
+    def _among(self, context: tuple[Tensor, ...], rows: list[int], t2: int) -> tuple[Any, Callable[..., Any]]:
+        """Keys and values of some rows of t2's context, and the context with others in their place."""
+        dim = self.call.position_dim
+        at = torch.tensor(self._in_context(rows, t2), dtype=torch.long, device=self.X.device)
+        chosen = tuple(old.index_select(dim, at) for old in context)
+        return chosen, lambda *new: tuple(old.index_copy(dim, at, one) for old, one in zip(context, new, strict=True))
+
+    def _fed_by(self, rows: list[int]) -> Callable[..., Iterator[Tensor]]:
+        """From gradients of the keys and values that these rows feed, for every seed, to those of the rows."""
+        # The seeds stand in front: a position axis counted from the front moves up by one.
+        axis = self.call.position_dim + (self.call.position_dim >= 0)
+        # partial, because a loop has one variable.
+        keys_and_values = (partial(lambda t1, x: self.call.keys_and_values(x[None], t1), t1) for t1 in rows)
+        feeds = [vjp(feed, self.X[t1])[1] for feed, t1 in zip(keys_and_values, rows, strict=True)]
+
+        def fed(*gradients: Tensor) -> Iterator[Tensor]:
+            for i, feed in enumerate(feeds):
+                yield for_seeds(feed, tuple(gradient.narrow(axis, i, 1) for gradient in gradients))[0]
+
+        return fed
 
     def _context(self, t2: int) -> tuple[Tensor, ...]:
         """Keys and values of the rows that act on t2, without its own: those before, or all others."""
@@ -211,7 +216,7 @@ class BlockFunction:
 
     def _in_context(self, input_positions: Sequence[int], t2: int) -> list[int]:
         """Which row of the context each of these tokens is."""
-        if max(input_positions) > t2 and not self._looks_ahead(t2):
+        if max(input_positions, default=0) > t2 and not self._looks_ahead(t2):
             raise BlockError("a later row is not in the context")
         return [t1 - (t1 > t2) for t1 in input_positions]
 
@@ -224,10 +229,8 @@ class BlockFunction:
         with self.evaluation():
             return self.call.keys_and_values(self.X)
 
-    def _at(
-        self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...], rule: ProductRule | None = None
-    ) -> Float[Tensor, " d_model"]:
-        return self._after_norm(self.call.row(x, position, context, rule)) - x
+    def _at(self, x: Float[Tensor, " d_model"], t2: int, context: tuple[Tensor, ...]) -> Float[Tensor, " d_model"]:
+        return self._after_norm(self.call.row(x, t2, context)) - x
 
     def reference(self, output_position: int) -> Reference:
         """The reference of one position; kept. The first call must be outside `evaluation()`, as `refer_to` must."""
@@ -250,21 +253,27 @@ class BlockFunction:
             call, X, Y, _ = self.recorded
             with own_arithmetic(call.module):
                 difference = (call(X) - Y).float().norm(dim=1)
-            self._refuse(difference, torch.finfo(self._own_dtype).eps * Y.float().norm(dim=1))
-        made: dict[int, Reference] = {}
-        watched = partial(watched_mlp, self.call.module, self._of_all_rows)
+            tolerance = torch.finfo(self._own_dtype).eps * Y.float().norm(dim=1)
+            self._refuse(difference, ~(difference <= tolerance))
+        at = sorted(missing)
         with self.evaluation():
-            with _Stairs() as stairs:
-                Y, pull_back, met = vjp(watched, self.X, has_aux=True)
-            self._check_step(Y)
+            # Most of the work is the MLP's. Where it treats each row by itself, the step is the same with it on these
+            # rows alone; else all are computed.
+            for around in (partial(_mlp_on_rows, self.call.module, at, len(self.X)), nullcontext):
+                with suppress(BlockError), around(), _Stairs() as stairs:
+                    Y, pull_back = vjp(self._of_all_rows, self.X)
+                    if not bool(self._is_other_step(Y)[at].any()):
+                        break
+            self._check_step(Y, at)
             if stairs.found:
                 raise self._no_derivative(f"it calls `{stairs.found}`")
-            for t in sorted(missing):
+            made: dict[int, Reference] = {}
+            for t in at:
                 u = torch.randn(self.X.shape[1], generator=torch.Generator().manual_seed(t), dtype=torch.float64).to(Y)
                 seed = torch.zeros_like(Y)
                 seed[t] = u
-                made[t] = Reference(Y[t], u, pull_back(seed)[0], tuple(rows[:, t : t + 1] for rows in met))
-            self._check_slopes(Y, made)
+                made[t] = Reference(Y[t], u, pull_back(seed)[0])
+            self._check_slopes(Y, made, around)
         self._references.update(made)
 
     def agrees(self, y: Tensor, products: Iterable[Tensor], t1: Sequence[int], t2: int) -> bool:
@@ -289,23 +298,28 @@ class BlockFunction:
         dtypes = self.recorded.dtypes - {self.X.dtype} if self.recorded else {self.X.dtype}
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
-    def _check_step(self, Y: Float[Tensor, "n_pos d_model"]) -> None:
-        """Raise unless f(X) is the traced step; only remark on it where that was rounded to another dtype."""
+    def _is_other_step(self, Y: Float[Tensor, "n_pos d_model"]) -> Bool[Tensor, " n_pos"]:
+        """Where f(X) is not the traced step, up to rounding in the model's own dtype."""
         difference, step, stream = (Y - self.step).norm(dim=1), self.step.norm(dim=1), self.X.norm(dim=1)
         eps = torch.finfo(self._own_dtype).eps if self.recorded else 0
-        tolerance = (GATE_TOLERANCE + 8 * eps) * step + (1e-2 * GATE_TOLERANCE + 1.5 * eps) * stream
-        if self.recorded is None:
-            self._refuse(difference, tolerance)
-        elif bool((other := ~(difference <= tolerance)).any()):
+        return ~(difference <= (GATE_TOLERANCE + 8 * eps) * step + (1e-2 * GATE_TOLERANCE + 1.5 * eps) * stream)
+
+    def _check_step(self, Y: Float[Tensor, "n_pos d_model"], rows: list[int]) -> None:
+        """Raise unless f(X) is the traced step in these rows; only remark on it if that was in another dtype."""
+        other, difference = self._is_other_step(Y), (Y - self.step).norm(dim=1)
+        if self.recorded is None and bool(other[rows].any()):
+            self._refuse(difference, other)
+        elif bool(other[rows].any()):
             ours, own = (str(dtype).removeprefix("torch.") for dtype in (self.X.dtype, self._own_dtype))
+            percent = _percent(difference, self.step.norm(dim=1), other)
             self.remarks.add(
                 "precision",
                 f"layer {self.layer}: the block's step in {ours} differs from that in {own} at {_tokens(other)}, by up "
-                f"to {_percent(difference, step, other)} (a mixture of experts may send a token to other experts)",
+                f"to {percent} (a mixture of experts may send a token to other experts)",
             )
 
-    def _refuse(self, difference: Float[Tensor, " n_pos"], tolerance: Float[Tensor, " n_pos"]) -> None:
-        if bool((wrong := ~(difference <= tolerance)).any()):
+    def _refuse(self, difference: Float[Tensor, " n_pos"], wrong: Bool[Tensor, " n_pos"]) -> None:
+        if bool(wrong.any()):
             percent = _percent(difference, self.step.norm(dim=1), wrong)
             raise StepError(
                 f"block {self.layer} is not the function that was traced: at {_tokens(wrong)} what it adds to the "
@@ -313,7 +327,12 @@ class BlockFunction:
                 "measure it under the same conditions"
             )
 
-    def _check_slopes(self, Y: Float[Tensor, "n_pos d_model"], references: dict[int, Reference]) -> None:
+    def _check_slopes(
+        self,
+        Y: Float[Tensor, "n_pos d_model"],
+        references: dict[int, Reference],
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """Raise unless f changes along one random direction as its derivative predicts."""
         size = self.X.norm(dim=1, keepdim=True) / math.sqrt(self.X.shape[1])
         generator = torch.Generator().manual_seed(self.layer)
@@ -324,17 +343,15 @@ class BlockFunction:
         # HuggingFace's norms and softmaxes compute in float32, whatever the model is in.
         rounding = 32 * torch.finfo(torch.float32).eps * (self.X[at].norm(dim=1) + Y[at].norm(dim=1))
 
-        def slopes(move: float, whole: bool = True) -> Tensor:
-            # Where the MLP has one argument and, as is checked here, treats each row by itself, a few rows are cheaper.
-            with nullcontext() if whole else mlp_on_rows(self.call.module, at, len(self.X)):
+        def slopes(move: float) -> Tensor:
+            with around():
                 moved = self._of_all_rows(self.X + move * V)[at]
             return ((moved - Y[at]) * u).sum(1) / move
 
         def disagree(found: Tensor, move: float | Tensor) -> Tensor:
             return ~((found - expected).abs() <= _SLOPE_TOLERANCE * scale + rounding / move)
 
-        whole = not all(reference.met for reference in references.values())
-        if not bool(disagree(slopes(_FIRST_MOVE, whole), _FIRST_MOVE).any()):
+        if not bool(disagree(slopes(_FIRST_MOVE), _FIRST_MOVE).any()):
             return
         up, down = (torch.stack([slopes(side * move) for move in _MOVES]) for side in (1, -1))
         moves = up.new_tensor(_MOVES)[:, None]
@@ -354,6 +371,32 @@ class BlockFunction:
 def _without(rows: Tensor, at: int, dim: int, *replaced_by: Tensor) -> Tensor:
     """Keys or values without the row at a position along `dim`, or with another in its place."""
     return torch.cat([rows.narrow(dim, 0, at), *replaced_by, rows.narrow(dim, at + 1, rows.shape[dim] - at - 1)], dim)
+
+
+@contextmanager
+def _mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]:
+    """Context in which the block's MLP computes these rows only and gives zeros for the others."""
+
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        match args:
+            case (Tensor() as n,) if not kwargs and n.shape[:-1] == (1, n_pos):
+                return (n[:, rows],), {}
+        raise BlockError("the MLP's input is not all rows, alone")
+
+    def put_back(_: nn.Module, __: Any, out: Any) -> Tensor:
+        if not isinstance(out, Tensor):
+            raise BlockError("the MLP gives more than its rows")
+        at = torch.tensor(rows, device=out.device)
+        return out.new_zeros(1, n_pos, out.shape[-1]).index_copy(1, at, out)
+
+    mlp = getattr(block, "mlp", None)
+    if not isinstance(mlp, nn.Module) or len(rows) == n_pos:
+        raise BlockError("there is no MLP, or no row without interest")
+    with (
+        mlp.register_forward_pre_hook(take, with_kwargs=True, prepend=True),
+        mlp.register_forward_hook(put_back),
+    ):
+        yield
 
 
 class _Stairs(TorchFunctionMode):

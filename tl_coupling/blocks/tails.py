@@ -4,8 +4,7 @@ Each block's `forward` returns a given residual stream, and the model itself com
 comes before (embedding, masks, rotations) is cheap and has no effect, which is checked once for each model.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tl_coupling.blocks.calls import hidden_states
-from tl_coupling.blocks.evaluation import own_arithmetic
+from tl_coupling.blocks.evaluation import forwards_replaced, own_arithmetic
 from tl_coupling.models import is_bridge
 
 # Token ids [1 n_pos], or pixels [1 channels height width].
@@ -110,7 +109,7 @@ def _tail(
         return (given, *[None] * (length - 1)) if length else given
 
     forwards = {module: partial(block, length) for module, length in zip(model.blocks, lengths, strict=True)}
-    with _replaced(forwards | dict.fromkeys(skipped, _identity)):
+    with forwards_replaced(forwards | dict.fromkeys(skipped, _identity)):
         return _logits(model, batch)
 
 
@@ -144,7 +143,7 @@ def runnable(model: nn.Module) -> AbstractContextManager[None]:
     """Context without a final norm that the bridge has and HuggingFace has not (OPT with post-norm), which fails."""
     norm: Any = getattr(model, "ln_final", None)
     hollow = is_bridge(model) and norm is not None and getattr(norm, "original_component", norm) is None
-    return _replaced({norm: _identity} if hollow else {})
+    return forwards_replaced({norm: _identity} if hollow else {})
 
 
 def _identity(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -169,19 +168,3 @@ def _watched(model: Any) -> Iterator[list[tuple[int, Tensor]]]:
         for layer, block in enumerate(model.blocks):
             hooks.enter_context(block.register_forward_hook(partial(leave, layer)))
         yield seen
-
-
-@contextmanager
-def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context in which modules have other `forward`s, and no hooks: those of the blocks have acted on the stream."""
-    own = {"forward", "_forward_hooks", "_forward_pre_hooks"}
-    before = {module: {name: vars(module)[name] for name in own & vars(module).keys()} for module in forwards}
-    try:
-        for module, forward in forwards.items():
-            vars(module).update(forward=forward, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
-        yield
-    finally:
-        for module, attributes in before.items():
-            # An instance has a `forward` of its own where accelerate put one.
-            vars(module).pop("forward", None)
-            vars(module).update(attributes)
