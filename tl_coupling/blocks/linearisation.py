@@ -50,7 +50,7 @@ class Part(NamedTuple):
     @property
     def inputs(self) -> dict[int | str, Tensor]:
         """The arguments that are one row of activations."""
-        given: dict[int | str, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        given: dict[Any, Any] = dict(enumerate(self.args)) | self.kwargs
         return {at: value for at, value in given.items() if _is_row(value)}
 
     @property
