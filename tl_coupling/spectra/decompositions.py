@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from tl_coupling.spectra.readings import check_k, check_matrices
 
 # U, S, Vh, residuals and steps.
 Parts = tuple[Tensor, ...]
+_KRYLOV, _FILTER = "block Krylov space", "filtered subspace iteration"
 
-# Iteration is tried where the block is at most this share of the matrix, and given up after products with a number of
-# columns that is this multiple of the width: by then it has cost about half as much as a full SVD.
-_LARGEST_BLOCK, _MOST_COLUMNS = 1 / 4, 8
-# `JᵀJ` is formed where it has at most so many times the block's columns: it pays for itself after this many products.
-_FORM_SQUARE = 12
+# Iteration is tried where its block has at most this share of J's columns. `JᵀJ` is formed where it has at most so many
+# times the columns of the block: about as many steps are taken, and then it pays for itself.
+_LARGEST_BLOCK, _FORM_SQUARE = 1 / 5, 30
 
 
 @checked
@@ -29,8 +28,8 @@ class Spectrum:
     """Singular triplets of one matrix or a batch: `J ≈ U diag(S) Vh`, largest first, as torch names and shapes them.
 
     `svd` adds how they were found. `residuals` are the larger of `‖J v − σ u‖` and `‖Jᵀu − σ v‖` of each triplet, as
-    shares of σ_1. `steps` are the products with `JᵀJ` that the iteration for the top k took; 0 is a full SVD. `norm` is
-    `‖J‖_F`.
+    shares of σ_1. `steps` are the products of `JᵀJ` with a block that an iteration took, and `way` is its name; 0 steps
+    are a full SVD. `norm` is `‖J‖_F`.
     """
 
     U: Float[Tensor, "*batch d_out k"]
@@ -39,6 +38,7 @@ class Spectrum:
     residuals: Float[Tensor, "*batch k"] | None = None
     steps: Int[Tensor, "*batch"] | None = None
     norm: Float[Tensor, "*batch"] | None = None
+    way: str = field(default="", kw_only=True)
 
     @property
     def k(self) -> int:
@@ -62,31 +62,33 @@ class Spectrum:
         """How many matrices were decomposed in which way, in words."""
         if self.steps is None or self.residuals is None:
             return "not known"
-        iterated = self.steps > 0
-        words = [f"{int((~iterated).sum())} by full SVD"] if not iterated.all() else []
-        if iterated.any():
-            steps, worst = self.steps[iterated], float(self.residuals.amax(-1)[iterated].max())
-            words.insert(
-                0,
-                f"{int(iterated.sum())} by filtered subspace iteration of {int(steps.min())} to {int(steps.max())} "
-                f"steps, residuals up to {worst:.1e} σ_1",
+        by_iteration = self.steps > 0
+        words = []
+        if by_iteration.any():
+            steps, worst = self.steps[by_iteration], float(self.residuals[by_iteration].max())
+            words.append(
+                f"{len(steps)} by {self.way} in {int(steps.min())} to {int(steps.max())} steps, "
+                f"residuals up to {worst:.1e} σ_1"
             )
-        return "; ".join(words)
+        if not by_iteration.all():
+            words.append(f"{int((~by_iteration).sum())} by full SVD")
+        return "; ".join(words) or "of no matrices"
 
     @checked
     def top(self, k: int) -> "Spectrum":
         """The k largest triplets: a slice, nothing is computed."""
         check_k(k, self.k)
         residuals = None if self.residuals is None else self.residuals[..., :k]
-        return Spectrum(self.U[..., :k], self.S[..., :k], self.Vh[..., :k, :], residuals, self.steps, self.norm)
+        triplets = self.U[..., :k], self.S[..., :k], self.Vh[..., :k, :]
+        return Spectrum(*triplets, residuals, self.steps, self.norm, way=self.way)
 
     @staticmethod
     @checked
     def cat(spectra: "Sequence[Spectrum]") -> "Spectrum":
-        """Batches of spectra as one batch."""
-        parts = ([getattr(one, field.name) for one in spectra] for field in fields(Spectrum))
-        together: Any = [None if any(one is None for one in part) else torch.cat(part) for part in parts]
-        return Spectrum(*together)
+        """Batches of spectra as one batch; what is not known of one is not known of all."""
+        parts = ([getattr(one, name) for one in spectra] for name in ("U", "S", "Vh", "residuals", "steps", "norm"))
+        joined: Any = [None if any(one is None for one in part) else torch.cat(part) for part in parts]
+        return Spectrum(*joined, way=" or ".join(sorted({one.way for one in spectra} - {""})))
 
 
 @checked
@@ -97,20 +99,25 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
     (in pairs). Raises TypeError unless J is real floating point of 32 or 64 bits; ValueError for k out of range, fewer
     than two axes, or entries that are not finite.
 
-    For all triplets, or a k that is not much smaller than J, a full SVD (LAPACK's gesdd). Else block power iteration
-    accelerated by Chebyshev polynomials of `JᵀJ` (Rutishauser 1969; Zhou, Saad, Tiago and Chelikowsky 2006), from a
-    random block of `k + 32 + k/4` vectors, ended by a Rayleigh–Ritz step in float64. The result stays in the block
-    Krylov space of Golub and Kahan 1965 and Golub, Luk and Overton 1981, of which only the filtered block is kept and
-    orthogonalised: for the flat spectra of Jacobians, where a basis of the whole Krylov space grows to most of the
-    matrix, that costs less. Steps are taken until both residuals, `‖J v − σ u‖` and `‖Jᵀu − σ v‖`, of all k triplets
-    are at most `10⁻⁶ σ_1` (`10⁻¹² σ_1` in float64); where they are not in half the time of a full SVD, that is taken.
-    Residuals show that triplets are right, not that none is missing. For this the block is random and wider than k: it
-    has a share of every direction, also in a repeated singular value, with probability 1, and one that stays small
-    with a probability that falls exponentially with the 32 surplus vectors (Halko, Martinsson and Tropp 2011).
+    For all triplets, or a k that is not much smaller than J, a full SVD (LAPACK's gesdd). Else the top of the spectrum,
+    from products with a block of vectors, until both residuals, `‖J v − σ u‖` and `‖Jᵀu − σ v‖`, of all k triplets are
+    at most `2·10⁻⁶ σ_1` (`10⁻¹² σ_1` in float64):
 
-    Cost: about `10` to `40` products of `JᵀJ` with the block. On the CPU the matrices of a batch take one core each,
-    which is faster than all cores on one small matrix. (`torch.svd_lowrank`, with its fixed number of steps, is far off
-    on flat spectra.)
+    * as a block Krylov space of `JᵀJ` with full reorthogonalisation, the right half of block Golub–Kahan
+      bidiagonalisation (Golub and Kahan 1965; Golub, Luk and Overton 1981; from a random block, Musco and Musco 2015);
+    * where it costs less to form `JᵀJ`, by subspace iteration with Chebyshev polynomials of it (Zhou, Saad, Tiago and
+      Chelikowsky 2006): on flat spectra a Krylov space grows to most of a small J before it holds the k triplets.
+
+    Both end with a Rayleigh–Ritz step in float64, so that neither the squares nor float32 cost accuracy; where the
+    residuals are not reached, the result is a full SVD. Residuals say that triplets are right, not that none is missed.
+    That none is, is certain only where `Spectrum.uncaptured` says so. Elsewhere it rests on the block, which is random
+    and wider than k: it has a share of every direction, also within a repeated singular value, and a very small one
+    with a probability that falls exponentially with the surplus (Halko, Martinsson and Tropp 2011). A spectrum that is
+    flat from σ_k to the end of the block, so that residuals tell nothing apart, gets a full SVD.
+
+    Cost: about 10 to 50 products of `JᵀJ` with `k + 8` (Krylov) or `3k/2` vectors; a full SVD costs as much as some
+    `10 min(J.shape)` vectors. (`torch.svd_lowrank`, with its fixed number of steps, is far off on flat spectra.) On the
+    CPU the matrices of a batch take one core each, which is faster than all cores on one small matrix.
 
     Example:
         >>> J = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
@@ -121,9 +128,10 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
     rank = kept = min(J.shape[-2:])
     if k is not None:
         check_k(kept := k, rank)
+    pays = _pays(J.shape[-2:], kept)
 
     def decompose(matrix: Tensor) -> Parts:
-        if _pays(J.shape[-2:], kept) and (found := _iterated(matrix, kept)):
+        if pays and (found := _iterated(matrix, kept)):
             return found
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
         u, s, vh = u[:, :kept], s[:kept], vh[:kept]
@@ -131,7 +139,9 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
 
     shapes = [(J.shape[-2], kept), (kept,), (kept, J.shape[-1]), (kept,), ()]
     U, S, Vh, residuals, steps = _of_each(decompose, J, shapes)
-    return Spectrum(U, S, Vh, residuals, steps.int(), torch.linalg.vector_norm(J, dim=(-2, -1), dtype=torch.float64))
+    norm = torch.linalg.vector_norm(J, dim=(-2, -1), dtype=torch.float64)
+    way = (_FILTER if _forms_square(rank, kept) else _KRYLOV) if steps.any() else ""
+    return Spectrum(U, S, Vh, residuals, steps.int(), norm, way=way)
 
 
 @checked
@@ -184,13 +194,13 @@ def svd_of_products(
         found = _flipped(_top(Products(shape[::-1], dtype, v.device, back, forth), k, scale))
     elif _pays(shape, k):
         found = _top(Products(shape, dtype, v.device, forth, back), k, scale)
+    known = None if norm is None else torch.tensor(norm, dtype=torch.float64, device=device)
     if found is None:
         formed = svd(times(torch.eye(shape[1], dtype=dtype, device=device)), k)
-        return formed if norm is None else replace(formed, norm=formed.S.new_tensor(norm, dtype=torch.float64))
+        return replace(formed, norm=known)
     *parts, steps = (part.to(device) for part in found)
     U, S, Vh, residuals = (part.to(dtype) for part in parts)
-    total = None if norm is None else S.new_tensor(norm, dtype=torch.float64)
-    return Spectrum(U, S, Vh, residuals, steps, total)
+    return Spectrum(U, S, Vh, residuals, steps.int(), known, way=_KRYLOV)
 
 
 @checked
@@ -237,14 +247,13 @@ def _iterated(J: Float[Tensor, "d_out d_in"], k: int) -> Parts | None:
     def transposed(U: Tensor) -> Tensor:
         return (exact if U.dtype == torch.float64 else J).mT @ U
 
-    square = J.mT @ J if J.shape[1] <= _FORM_SQUARE * block_width(k) else None
+    square = J.mT @ J if _forms_square(J.shape[1], k) else None
     return _top(Products((J.shape[0], J.shape[1]), J.dtype, J.device, times, transposed, square), k, scale)
 
 
 def _top(J: Products, k: int, scale: Tensor) -> Parts | None:
     """The top k triplets of J times its scale, where the iteration reaches them for less than a full SVD."""
-    most_steps = _MOST_COLUMNS * J.shape[1] // block_width(k)
-    if (found := top_triplets(J, k, most_steps)) is None:
+    if (found := top_triplets(J, k)) is None:
         return None
     return found.U, found.S * scale, found.V.mT, found.residuals, torch.tensor(found.steps)
 
@@ -257,6 +266,10 @@ def _flipped(parts: Parts | None) -> Parts | None:
 def _pays(shape: Sequence[int], k: int) -> bool:
     """Whether the top k triplets are tried by iteration."""
     return block_width(k) <= _LARGEST_BLOCK * min(shape)
+
+
+def _forms_square(width: int, k: int) -> bool:
+    return width <= _FORM_SQUARE * block_width(k)
 
 
 def _residuals(J: Tensor, U: Tensor, S: Tensor, Vh: Tensor) -> Tensor:

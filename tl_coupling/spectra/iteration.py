@@ -1,7 +1,7 @@
-"""The top singular triplets of a matrix of which only products are needed, by filtered subspace iteration."""
+"""The top singular triplets of a matrix from its products with blocks of vectors."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 # The largest residuals that are accepted, as shares of σ_1: those of a LAPACK SVD in the same precision, or less.
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
-# How far a filter may raise errors in the directions of large singular values beside the k-th triplet; by how much more
-# than the estimate it lowers them; its highest degree; residuals as multiples of the tolerance that may be rounding.
-_ROOM, _SAFETY, _HIGHEST, _NOISE = 100.0, 6, 20, 8
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
+# Krylov spaces: vectors of a block beyond k, and the largest fall of the residuals in one step, as a logarithm.
+_SURPLUS, _FASTEST = 8, math.log(20)
+# Filters: how far they may raise errors in the directions of large singular values beside the k-th triplet; by how much
+# more than the estimate they lower them; their highest degree; residuals, as multiples of the tolerance, that may be
+# rounding; products with as many columns in all, as a multiple of J's, cost as much as a full SVD.
+_ROOM, _SAFETY, _HIGHEST, _NOISE, _MOST_COLUMNS = 100.0, 6, 20, 8, 8
 
 
 @dataclass(frozen=True)
@@ -47,45 +50,90 @@ class Triplets:
 
 
 def block_width(k: int) -> int:
-    """How many vectors are iterated for k triplets: the more, the fewer steps."""
+    """How many vectors the last Rayleigh–Ritz step has for k triplets: the more, the fewer steps before it."""
     return k + max(16, k // 2)
 
 
-def top_triplets(J: Products, k: int, most_steps: int) -> Triplets | None:
-    """The k largest singular triplets by Chebyshev-filtered subspace iteration; None where they are not reached.
+def top_triplets(J: Products, k: int) -> Triplets | None:
+    """The k largest singular triplets of J; None where they are not reached for less than a full SVD.
 
-    A random block goes through polynomials of `JᵀJ` that are small below the wanted singular values and large above,
-    then through a Rayleigh–Ritz step, until the residuals are reached. The last Rayleigh–Ritz step is in float64: it
-    parts close singular values, and its residuals decide.
+    A space that holds them is found in J's own precision: by filtered subspace iteration where `JᵀJ` is at hand, else
+    as a block Krylov space. The Rayleigh–Ritz step within it is in float64: it parts close singular values, and its
+    residuals decide; where they are too large the search goes on, once.
+    """
+    find = _krylov_spaces if J.square is None else _filtered_spaces
+    for (steps, space), _ in zip(find(J, k), range(2), strict=False):
+        found, allowed = _rayleigh_ritz(J, _orthonormal(space.double()), k, steps)
+        if found is None or float(found.residuals.max()) <= allowed:
+            return found
+    return None
+
+
+def _random_block(J: Products, width: int) -> Tensor:
+    """`Jᵀ` of random vectors: a share of every direction. The same for all matrices of a shape, whatever was drawn."""
+    noise = torch.randn(J.shape[0], width, generator=torch.Generator().manual_seed(0), dtype=J.dtype)
+    return J.transposed(noise.to(J.device))
+
+
+def _krylov_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
+    """Steps, and the Ritz vectors of a block Krylov space of `JᵀJ` once k of them have converged; again after that.
+
+    The right half of Golub and Kahan's bidiagonalisation with blocks (Golub, Luk and Overton 1981), which is Lanczos'
+    method for `JᵀJ`; every block is orthogonalised twice against all before. Ends at half of the dimensions.
+    """
+    width, tolerance = k + _SURPLUS, TOLERANCE[J.dtype] / 2
+    block = _orthonormal(_random_block(J, width))
+    basis, T = block[:, :0], block[:0, :0]
+    steps, next_check = 0, 2
+    while (steps + 1) * width <= J.shape[1] // 2:
+        basis, steps = torch.cat([basis, block], 1), steps + 1
+        images = J.squared(block)
+        column = basis.mT @ images
+        T = torch.cat([torch.cat([T, column[:-width]], 1), column.mT])
+        block, R = torch.linalg.qr(images - basis @ column)
+        block = _orthonormal(block - basis @ (basis.mT @ block))
+        if steps < next_check:
+            continue
+        squares, within = (part.flip(-1) for part in torch.linalg.eigh(T))
+        # A zero J, or an overflow.
+        if not squares[k - 1] > 0:
+            return
+        residuals = torch.linalg.vector_norm(R @ within[-width:, :k], dim=0)
+        error = float((residuals / squares[:k].sqrt()).max() / squares[0].sqrt())
+        if error <= tolerance:
+            yield steps, basis @ within[:, : block_width(k)]
+            next_check = steps + 1
+        else:
+            next_check = steps + max(1, int(math.log(error / tolerance) / _FASTEST))
+
+
+def _filtered_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
+    """Steps, and a block that holds the k triplets by the estimates of Chebyshev-filtered subspace iteration.
+
+    The block goes through polynomials of `JᵀJ` that are small below the wanted singular values and large above, then
+    through a Rayleigh–Ritz step, which says where the next filter ends and how high its degree must be (Zhou, Saad,
+    Tiago and Chelikowsky 2006). Ends where steps get too many or the residuals no longer fall.
     """
     width, tolerance = block_width(k), TOLERANCE[J.dtype]
-    # A generator of its own: a matrix has the same triplets whatever was drawn before and whichever batch it is in.
-    noise = torch.randn(J.shape[0], width, generator=torch.Generator().manual_seed(0), dtype=J.dtype).to(J.device)
-    block, steps = J.squared(J.transposed(noise)), 1
+    block, steps, error = J.squared(_random_block(J, width)), 1, math.inf
     # Early Ritz values are too small: one from the middle of the surplus is nearer to the end of the block's spectrum.
-    edge, error, has_failed = (k + width) // 2, math.inf, False
+    edge = (k + width) // 2
     while True:
         V = _orthonormal(block)
         images = J.squared(V)
         squares, within = (part.flip(-1) for part in torch.linalg.eigh(V.mT @ images))
         # A zero J, or an overflow.
         if not squares[0] > 0:
-            return None
+            return
         V, images = V @ within, images @ within
         residuals = torch.linalg.vector_norm(images - V * squares, dim=0)
         before, (error, cut, degree, is_last) = error, _next_filter(squares, residuals[:k], edge, tolerance)
         steps += degree
-        if steps > most_steps or error > max(before / 2, _NOISE * tolerance):
-            return None
+        if steps * width > _MOST_COLUMNS * J.shape[1] or error > max(before / 2, _NOISE * tolerance):
+            return
         block = _filtered(J, V, images, cut, degree)
         if is_last and edge == width - 1:
-            V = _orthonormal(block.double())
-            found, allowed = _rayleigh_ritz(J, V, k, steps)
-            if found and float(found.residuals.max()) <= allowed:
-                return found
-            if found is None or has_failed:
-                return None
-            block, has_failed = V.to(J.dtype), True
+            yield steps, block
         edge = width - 1
 
 
@@ -133,7 +181,7 @@ def _rayleigh_ritz(J: Products, V: Tensor, k: int, steps: int) -> tuple[Triplets
     gap, S, V = (S[k - 1] - S[-1]) / S[0], S[:k], V @ within[:, :k]
     U = images @ within[:, :k] / S
     residuals = torch.linalg.vector_norm(J.transposed(U) - V * S, dim=0) / S[0]
-    return Triplets(U, S, V, residuals, steps), min(tolerance, max(tolerance / 2, float(gap) / 10))
+    return Triplets(U, S, V, residuals, steps), min(tolerance, max(tolerance / 4, float(gap) / 10))
 
 
 def _orthonormal(block: Tensor) -> Tensor:
