@@ -247,7 +247,7 @@ def test_the_warning_tells_apart_subspaces_that_rounding_turns_from_those_that_i
 
 
 LARGE = 240
-# Spectra, and whether their top 40 should be had for less than a full SVD; None for either.
+# Spectra, and whether their top 30 should be had for less than a full SVD; None for either.
 LARGE_SIGMA = {
     "as block Jacobians have": (np.arange(1, LARGE + 1) ** -0.5, True),
     "flat": (np.full(LARGE, 0.7), True),
@@ -255,7 +255,7 @@ LARGE_SIGMA = {
     "an outlier": (np.concatenate([[10.0], np.linspace(1.0, 0.5, LARGE - 1)]), None),
     "an outlier that hides the rest": (np.concatenate([[1e4], np.linspace(1.0, 0.5, LARGE - 1)]), False),
     "steep": (np.geomspace(1, 1e-8, LARGE), True),
-    "heavy tail": (np.geomspace(1, 1e-12, LARGE), False),
+    "heavy tail": (np.geomspace(1, 1e-12, LARGE), None),
     "rank 8": (np.where(np.arange(LARGE) < 8, 1.0, 0.0), False),
 }
 
@@ -268,7 +268,7 @@ def test_top_triplets_of_a_large_matrix(name, shape, scale, monkeypatch):
     J = torch.from_numpy(matrix(scale * sigma, shape)).float()
     decompose, full = torch.linalg.svd, []
     monkeypatch.setattr(torch.linalg, "svd", lambda J, **options: full.append(1) or decompose(J, **options))
-    spectrum = tlc.svd(J, k=40)
+    spectrum = tlc.svd(J, k=30)
     assert cheaper is None or bool(full) != cheaper
     # LAPACK's own residuals in float32 reach 5e-6.
     tolerance = 4e-6 if cheaper else PROMISED

@@ -1,41 +1,14 @@
-"""Singular value decompositions, and what is read off them alone."""
+"""What is read off a matrix or its singular values alone; checks of them."""
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.border import Count, checked, warn_caller
-
-# The truncated SVD: eigenvectors kept beyond k, the largest residual `Jᵀu − σ v` (that of an SVD in float32), and how
-# small σ_k² may be beside σ_1² (rounding in float32 is a ten-thousandth of that).
-_OVERSAMPLING, _RESIDUAL_TOLERANCE, _LEAST_SQUARE = 32, 1e-6, 1e-3
-
-
-@checked
-@dataclass(frozen=True, eq=False)
-class Spectrum:
-    """Singular triplets of one matrix or a batch: `J ≈ U diag(S) Vh`, largest first, as torch names and shapes them."""
-
-    U: Float[Tensor, "*batch d_out k"]
-    S: Float[Tensor, "*batch k"]
-    Vh: Float[Tensor, "*batch k d_in"]
-
-    @property
-    def k(self) -> int:
-        """How many triplets there are."""
-        return self.S.shape[-1]
-
-    @checked
-    def top(self, k: int) -> "Spectrum":
-        """The k largest triplets: a slice, nothing is computed."""
-        check_k(k, self.k)
-        return Spectrum(self.U[..., :k], self.S[..., :k], self.Vh[..., :k, :])
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,94 +21,6 @@ class InverseSingularValueFit:
     slope: Float[Tensor, " k"]
     intercept: Float[Tensor, " k"]
     r_squared: Float[Tensor, " k"]
-
-
-@checked
-def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum:
-    """Singular value decomposition `J = U diag(S) Vh`, batched.
-
-    `k` triplets, the largest first; all by default. Columns of U and rows of Vh are orthonormal, signs are arbitrary
-    (in pairs). Raises TypeError unless J is real floating point of 32 or 64 bits; ValueError for k out of range, fewer
-    than two axes, or entries that are not finite.
-
-    Cost: a full SVD of every matrix (LAPACK's gesdd). For `k ≤ rank / 3` in float32 on the CPU, an eigendecomposition
-    of `JᵀJ`, polished in float64, costs less and is more accurate; it is used if both residuals, `‖J v − σ u‖` and
-    `‖Jᵀu − σ v‖`, stay below `10⁻⁶ σ_1`. (`torch.svd_lowrank` is far off on the flat spectra of Jacobians.) On the CPU
-    the matrices of a batch take one core each, which is faster than all cores on one small matrix.
-
-    Example:
-        >>> J = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-        >>> tlc.svd(J, k=1).S
-        tensor([4.])
-    """
-    _check_matrices(J)
-    rank = kept = min(J.shape[-2:])
-    if k is not None:
-        check_k(kept := k, rank)
-    is_small_part = kept <= rank // 3 and J.dtype == torch.float32 and J.device.type == "cpu"
-
-    def decompose(matrix: Tensor) -> tuple[Tensor, ...]:
-        top = _top_triplets(matrix, kept) if is_small_part else None
-        u, s, vh = top or torch.linalg.svd(matrix, full_matrices=False)
-        return u[:, :kept], s[:kept], vh[:kept]
-
-    return Spectrum(*_of_each(decompose, J, [(J.shape[-2], kept), (kept,), (kept, J.shape[-1])]))
-
-
-@checked
-def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*batch n_singular"]:
-    """Singular values alone, largest first. Errors as in `svd`; cheaper.
-
-    Example:
-        >>> singular_values(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
-        tensor([4., 3.])
-    """
-    _check_matrices(J)
-    return _of_each(lambda matrix: (torch.linalg.svdvals(matrix),), J, [(min(J.shape[-2:]),)])[0]
-
-
-def _of_each(decompose: Callable[[Tensor], tuple[Tensor, ...]], J: Tensor, shapes: Sequence[Any]) -> list[Tensor]:
-    """The parts that `decompose` gives for each matrix, batched as J is: on the CPU one core each, else one by one."""
-    matrices = J.detach().reshape(-1, *J.shape[-2:])
-    parts = [J.new_empty(len(matrices), *shape) for shape in shapes]
-
-    def fill(i: int) -> None:
-        for part, found in zip(parts, decompose(matrices[i]), strict=True):
-            part[i] = found
-
-    n_threads = min(torch.get_num_threads(), len(matrices)) if J.device.type == "cpu" else 1
-    if n_threads > 1:
-        with ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(fill, range(len(matrices))))
-    else:
-        list(map(fill, range(len(matrices))))
-    return [part.reshape(*J.shape[:-2], *part.shape[1:]) for part in parts]
-
-
-def _top_triplets(J: Float[Tensor, "d_out d_in"], k: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The top k triplets of a float32 matrix in float64, for less than an SVD; None where they may be wrong.
-
-    The eigenvectors of `JᵀJ` in float32 span the top of the spectrum up to rounding, `ε σ_1² / (σ_k² − σ_{k+33}²)`: one
-    step of subspace iteration and a Rayleigh–Ritz step in float64 make triplets of them. Rounding moves no `σ²` by more
-    than a few `ε σ_1²`, so that none of the top k can be missed unless σ_k is small beside σ_1.
-    """
-    if J.shape[0] < J.shape[1]:
-        top = _top_triplets(J.mT, k)
-        return top and (top[2].mT, top[1], top[0].mT)
-    scale = J.abs().max().clamp_min(torch.finfo(J.dtype).tiny)
-    J = J / scale
-    span = torch.linalg.eigh(J.mT @ J).eigenvectors[:, -(k + _OVERSAMPLING) :].double()
-    J = J.double()
-    Q = torch.linalg.qr(J.mT @ (J @ span)).Q
-    images = J @ Q
-    squares, within = torch.linalg.eigh(images.mT @ images)
-    squares, within = squares[-k:].flip(-1), within[:, -k:].flip(-1)
-    if not squares[-1] > _LEAST_SQUARE * squares[0]:
-        return None
-    S, V = squares.sqrt(), Q @ within
-    U = images @ within / S
-    residual = torch.linalg.vector_norm(J.mT @ U - V * S, dim=0).max()
-    return (U, scale * S, V.mT) if residual <= _RESIDUAL_TOLERANCE * S[0] else None
 
 
 def check_k(k: int, largest: int) -> None:
@@ -288,7 +173,7 @@ def tail_energy(S: Float[Tensor, "*batch n_singular"], rank: Count) -> Float[Ten
 
 def _unit_matrices(J: Tensor, measure: str) -> Tensor:
     """J over its Frobenius norm; NaN with a warning where that is zero."""
-    _check_matrices(J)
+    check_matrices(J)
     # In two steps: the squares in a norm leave the range of the dtype long before the entries do.
     J = J / _or_nan(J.abs().amax((-2, -1), keepdim=True), measure, "J")
     return J / torch.linalg.matrix_norm(J, keepdim=True)
@@ -307,7 +192,8 @@ def _or_nan(size: Tensor, measure: str, name: str) -> Tensor:
     return size.masked_fill(size == 0, math.nan)
 
 
-def _check_matrices(J: Tensor) -> None:
+def check_matrices(J: Tensor) -> None:
+    """Raise unless J is finite and of 32 or 64 bits."""
     _check_dtype(J, "J")
     if not J.isfinite().all():
         raise ValueError("`J` has NaN or infinite entries")
