@@ -9,7 +9,6 @@ in each unit, loading the model; the baseline is one unit after the other in thi
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tl_coupling as tlc
-from benchmarks.timing import TEXT, environment
+from benchmarks.timing import TEXT, environment, write
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.surveys.executors import Executor
 
@@ -71,14 +70,16 @@ def measure(survey: tlc.Survey, engines: list[str], workers: int) -> dict[str, A
     return found
 
 
-def report(found: dict[str, Any], survey: tlc.Survey, console: Console) -> None:
-    baseline = next(iter(found.values()))["seconds"]
-    title = f"{len(survey.units())} units, {len(survey.prompts)} prompts, one thread each"
-    table = Table("engine", "seconds", f"× {next(iter(found))}", "seconds in units", "identical", title=title)
+def tables(results: dict[str, Any]) -> list[Table]:
+    """The figures for reading."""
+    found = results["engines"]
+    first = next(iter(found))
+    title = f"{results['units']} units, {results['prompts']} prompts, one thread each"
+    table = Table("engine", "seconds", f"× {first}", "seconds in units", "identical", title=title)
     for name, one in found.items():
-        ratio = f"{baseline / one['seconds']:.2f}"
+        ratio = f"{found[first]['seconds'] / one['seconds']:.2f}"
         table.add_row(name, f"{one['seconds']:.1f}", ratio, f"{one['seconds_in_units']:.1f}", str(one["identical"]))
-    console.print(table)
+    return [table]
 
 
 def main() -> int:
@@ -97,6 +98,7 @@ def main() -> int:
     if arguments.workers < 1:
         parser.error(f"--workers must be at least 1, got {arguments.workers}")
     torch.set_num_threads(1)
+    where = environment(torch.device("cpu"))
     # For every process that is started from here.
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     try:
@@ -110,11 +112,10 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    report(found, survey, Console())
+    results = {"environment": where, "units": len(survey.units()), "prompts": len(prompts), "engines": found}
+    Console().print(*tables(results))
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        content = {"environment": environment(torch.device("cpu")), "prompts": len(prompts), "engines": found}
-        (arguments.out / "engines.json").write_text(json.dumps(content, indent=1))
+        write(arguments.out, "engines", results)
     return 0 if all(one["identical"] for one in found.values()) else 1
 
 
