@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -82,7 +82,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
     return [table]
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=EMBEDDED_MODEL, help=f"(default {EMBEDDED_MODEL})")
@@ -93,8 +93,9 @@ def main() -> int:
     parser.add_argument(
         "--engines", nargs="+", choices=ENGINES, default=list(ENGINES[:3]), help="the first is the base"
     )
+    parser.add_argument("--k", type=int, nargs="+", default=[10, 30, 50], help="singular vectors (default 10 30 50)")
     parser.add_argument("--out", type=Path, help="folder for engines.json")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.workers < 1:
         parser.error(f"--workers must be at least 1, got {arguments.workers}")
     torch.set_num_threads(1)
@@ -106,8 +107,8 @@ def main() -> int:
             prompts: list[Any] = [f"{sentence}." for sentence in TEXT.split(". ")]
         else:
             prompts = tlc.prompts.prompts_per_task(tlc.load_prompts(arguments.prompts), arguments.per_task)
-        given: dict[str, Any] = {"prompts_per_unit": arguments.prompts_per_unit, "device": "cpu"}
-        survey = tlc.Survey([arguments.model], prompts, **given)
+        how: dict[str, Any] = {"prompts_per_unit": arguments.prompts_per_unit, "device": "cpu"}
+        survey = tlc.Survey([arguments.model], prompts, settings=tlc.Settings(k=tuple(arguments.k)), **how)
         found = measure(survey, arguments.engines, arguments.workers)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -31,11 +31,10 @@ from tl_coupling.models import EMBEDDED_MODEL, ModelError
 def measure(model: nn.Module, ids: Sequence[int], device: torch.device, k: int, repeats: int) -> dict[str, Any]:
     """Seconds of the stages and of the bare products, in turns, and their ratio."""
     cfg: Any = model.cfg
-    products = bare_products(cfg, len(ids))
+    products, n_layers = bare_products(cfg, len(ids)), int(cfg.n_layers)
     by_stage(model, ids[:3], device, min(k, 2))
-    rounds = [(seconds_of(products, device), by_stage(model, ids, device, k)[0]) for _ in range(repeats)]
+    rounds = [(seconds_of(products, device, n_layers), by_stage(model, ids, device, k)[0]) for _ in range(repeats)]
     bare, stages = ({name: min(one[name] for one in found) for name in found[0]} for found in zip(*rounds, strict=True))
-    n_layers, bare = int(cfg.n_layers), {name: seconds * int(cfg.n_layers) for name, seconds in bare.items()}
     products_alone = sum(bare.values())
     return {
         "shapes": {"n_pos": len(ids), "n_layers": n_layers, "d_model": cfg.d_model, "d_mlp": cfg.d_mlp, "k": k},
@@ -49,22 +48,19 @@ def measure(model: nn.Module, ids: Sequence[int], device: torch.device, k: int, 
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """The figures for reading."""
-    drawn = Table(
-        *("model", "L", "d", "T"),
-        title="Jacobians of all blocks at one token: seconds, and ratio to their bare matrix products",
-        caption=f"{results['environment']['cpu_threads']} threads, {results['environment']['device_name']}",
-    )
-    for header in (*STAGES, "bare products", "jacobians / bare", "with gate"):
-        drawn.add_column(header, justify="right")
+    where = f"{results['environment']['device_name']}, {results['environment']['cpu_threads']} threads"
+    drawn = Table("", title=f"Seconds of all blocks' Jacobians, and of their bare matrix products\n{where}")
+    for header in ("L", "d", "T", *STAGES, "bare", "J / bare", "with gate"):
+        drawn.add_column({"jacobians": "J"}.get(header, header), justify="right", no_wrap=True)
     for run in results["runs"]:
         shapes = run["shapes"]
         drawn.add_row(
             run["model"],
             *(str(shapes[name]) for name in ("n_layers", "d_model", "n_pos")),
-            *(f"{run['seconds'][stage]:.3f}" for stage in STAGES),
-            f"{sum(run['bare_products'].values()):.3f}",
-            f"{run['jacobians_over_bare']:.2f} ×",
-            f"{run['jacobians_and_gate_over_bare']:.2f} ×",
+            *(f"{run['seconds'][stage]:.2f}" for stage in STAGES),
+            f"{sum(run['bare_products'].values()):.2f}",
+            f"{run['jacobians_over_bare']:.1f} ×",
+            f"{run['jacobians_and_gate_over_bare']:.1f} ×",
         )
     return [drawn]
 
@@ -81,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.jacobians", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="as tl_coupling loads it (default: %(default)s)")
     parser.add_argument("--tokens", type=int, nargs="*", default=[10, 64, 256], metavar="T", help="prompt lengths")
-    parser.add_argument("--depths", type=int, nargs="*", default=[7, 15], metavar="L", help="first blocks alone")
+    parser.add_argument(
+        "--depths", type=int, nargs="*", default=[7, 15], metavar="L", help="first blocks alone, at the middle length"
+    )
     parser.add_argument("--widths", type=int, nargs="*", default=[576, 1024, 2048, 4096], metavar="D")
     parser.add_argument("--blocks", type=int, default=1, help="of the random models (default: %(default)s)")
     parser.add_argument("--k", type=int, default=50, help="singular vectors (default: %(default)s)")
@@ -100,13 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results["runs"].append({"model": name} | run)
             console.print(f"  {run['seconds']['jacobians']:.2f} s, {run['jacobians_over_bare']:.2f} × bare products")
 
+        usual = sorted(options.tokens)[len(options.tokens) // 2] if options.tokens else 64
         model = tlc.load_model(options.model, device=device) if options.tokens else None
         for n_tokens in options.tokens:
             add(options.model, model, token_ids(options.model, n_tokens))
         for depth in sorted(options.depths if options.tokens else (), reverse=True):
-            add(options.model, cut_off(model, depth), token_ids(options.model, 64))
+            add(options.model, cut_off(model, depth), token_ids(options.model, usual))
         for width in options.widths:
-            add(f"random {width}", random_llama(width, options.blocks, device), random_ids(64))
+            add("random", random_llama(width, options.blocks, device), random_ids(usual))
     except (BenchmarkError, ModelError, ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from None

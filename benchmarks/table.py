@@ -16,11 +16,13 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-STAGES = {"forward": "0.8", "gate": "C1", "jacobians": "C0", "svd": "C2", "pairs": "C4"}
+SIDES = ("released", "ours")
+COLORS = {"gate": "C1", "jacobians": "C0", "svd": "C2"}
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
@@ -72,59 +74,61 @@ def picture(results: dict[str, dict[str, Any]]) -> Figure:
         _against_the_transcription(left, results["depth_coupling"])
     if "jacobians" in results:
         runs = results["jacobians"]["runs"]
-        _by_width(middle, [run for run in runs if run["model"].startswith("random")])
+        _by_width(middle, [run for run in runs if run["model"] == "random"])
         _over_bare(right, runs)
     return figure
 
 
 def _against_the_transcription(ax: Axes, results: dict[str, Any]) -> None:
-    for side, color, name in (("released", "C3", "transcription"), ("ours", "C0", "tl_coupling")):
+    for side, color, name in (("released", "C3", "the released algorithm"), ("ours", "C0", "tl_coupling")):
         runs = [run for run in results["runs"] if side in run]
-        lengths, seconds = (
-            [run["shapes"]["n_pos"] for run in runs],
-            [run[side]["seconds"]["end to end"] for run in runs],
-        )
-        ax.loglog(lengths, seconds, "o-", color=color, label=name)
+        seconds = [run[side]["seconds"]["end to end"] for run in runs]
+        ax.loglog([run["shapes"]["n_pos"] for run in runs], seconds, "o-", color=color, label=name)
     for run in results["runs"]:
         if "released" in run:
-            theirs, ours = (run[side]["seconds"]["end to end"] for side in ("released", "ours"))
-            ax.plot(2 * [run["shapes"]["n_pos"]], [ours, theirs], ":", color="0.6", zorder=0)
-            ax.annotate(
-                f"{theirs / ours:.1f} ×",
-                (run["shapes"]["n_pos"], (theirs * ours) ** 0.5),
-                (5, 0),
-                textcoords="offset points",
-            )
-    lengths = [run["shapes"]["n_pos"] for run in results["runs"]]
-    ax.set_xticks(lengths, map(str, lengths), minor=False)
-    ax.minorticks_off()
+            n_pos, theirs, ours = run["shapes"]["n_pos"], *(run[side]["seconds"]["end to end"] for side in SIDES)
+            ax.plot([n_pos, n_pos], [ours, theirs], ":", color="0.6", zorder=0)
+            ax.annotate(f"{theirs / ours:.1f} ×", (n_pos, (theirs * ours) ** 0.5), (5, 0), textcoords="offset points")
+    _ticks(ax, [run["shapes"]["n_pos"] for run in results["runs"]])
     ax.set(xlabel="tokens", ylabel="seconds", title=f"{results['model']}: depth coupling, end to end")
     ax.legend()
 
 
 def _by_width(ax: Axes, runs: list[dict[str, Any]]) -> None:
-    widths = [run["shapes"]["d_model"] for run in runs]
+    if not runs:
+        return
+    widths, shapes = [run["shapes"]["d_model"] for run in runs], runs[0]["shapes"]
     ax.loglog(widths, [sum(run["bare_products"].values()) for run in runs], "k--", label="bare products")
     for stage in ("jacobians", "svd", "gate"):
-        ax.loglog(widths, [run["seconds"][stage] for run in runs], "o-", color=STAGES[stage], label=stage)
-    ax.set_xticks(widths, map(str, widths), minor=False)
-    ax.minorticks_off()
-    ax.set(xlabel="d_model", ylabel="seconds for one block" if runs else "", title="Random Llama blocks, 64 tokens")
+        ax.loglog(widths, [run["seconds"][stage] for run in runs], "o-", color=COLORS[stage], label=stage)
+    _ticks(ax, widths)
+    what = f"{shapes['n_layers']} random Llama block, {shapes['n_pos']} tokens, k = {shapes['k']}"
+    ax.set(xlabel="d_model", ylabel="seconds", title=what)
     ax.legend()
 
 
 def _over_bare(ax: Axes, runs: list[dict[str, Any]]) -> None:
-    names = [f"{run['model']}\nL = {run['shapes']['n_layers']}, T = {run['shapes']['n_pos']}" for run in runs]
+    names = ["{n_layers} × {d_model}, T = {n_pos}".format(**run["shapes"]) for run in runs]
+    names = [f"{run['model']} {name}" for run, name in zip(runs, names, strict=True)]
     jacobians = [run["jacobians_over_bare"] for run in runs]
     gates = [run["jacobians_and_gate_over_bare"] - ratio for run, ratio in zip(runs, jacobians, strict=True)]
-    ax.barh(names, jacobians, color=STAGES["jacobians"], label="jacobians")
-    ax.barh(names, gates, left=jacobians, color=STAGES["gate"], label="gate")
-    ax.axvline(1, color="k", linestyle="--", linewidth=1)
-    ax.axvline(2, color="k", linestyle=":", linewidth=1)
+    places = range(len(runs))
+    ax.barh(places, jacobians, color=COLORS["jacobians"], label="jacobians")
+    ax.barh(places, gates, left=jacobians, color=COLORS["gate"], label="gate")
+    ax.set_yticks(places, names, fontsize=8)
+    ax.axvline(1, color="k", linestyle="--", linewidth=1, label="bare products")
     ax.invert_yaxis()
-    ax.tick_params(axis="y", labelsize=7)
-    ax.set(xlabel="seconds over those of the bare products", title="What Jacobians cost beyond their products")
+    ax.set(xlabel="× bare products", title="What Jacobians cost beyond their products")
     ax.legend()
+
+
+def _ticks(ax: Axes, places: Sequence[int]) -> None:
+    """Plain numbers on logarithmic axes: these below, and 1, 2 and 5 of each decade at the side."""
+    ax.set_xticks(places, map(str, places))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_locator(NullLocator())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -134,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (results := read(options.results)):
         print(f"{options.results} holds no results: run `make bench`, or give --results", file=sys.stderr)
         raise SystemExit(2)
-    console = Console()
+    console = Console(width=120)
     for name, one in results.items():
         console.print(*_module(name).tables(one), sep="\n")
     (options.results / "table.md").write_text(page(results))
