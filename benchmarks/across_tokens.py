@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import tl_coupling as tlc
-from benchmarks.timing import BenchmarkError, Memory, chosen_device, environment, timed, token_ids, write
+from benchmarks.timing import BenchmarkError, Memory, chosen_device, console, environment, timed, token_ids, write
 from tl_coupling.jacobians import jacobians_of_output
 from tl_coupling.models import EMBEDDED_MODEL, ModelError
 
@@ -123,10 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (BenchmarkError, ModelError, ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from None
-    console = Console()
+    out = console()
     for one in tables(results):
-        console.print(one)
-    console.print(f"wrote {write(options.out, 'across_tokens', results)}")
+        out.print(one)
+    out.print(f"wrote {write(options.out, 'across_tokens', results)}")
 
 
 if __name__ == "__main__":

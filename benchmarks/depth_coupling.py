@@ -17,14 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import tl_coupling as tlc
 from benchmarks import released_algorithm as released
 from benchmarks.stages import by_stage
-from benchmarks.timing import BenchmarkError, Memory, chosen_device, environment, source_of, timed, token_ids, write
+from benchmarks.timing import (
+    BenchmarkError,
+    Memory,
+    chosen_device,
+    console,
+    environment,
+    source_of,
+    timed,
+    token_ids,
+    write,
+)
 from tl_coupling.models import EMBEDDED_MODEL, ModelError
 
 Maps = dict[int, dict[str, Tensor]]
@@ -183,9 +192,28 @@ def compare(options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """Every prompt's figures for reading."""
+    """End to end by prompt length, and every prompt's stages."""
     where = f"{results['model']} on {results['environment']['device_name']}"
-    return [_table(run, f"{where}, {results['environment']['cpu_threads']} threads") for run in results["runs"]]
+    where = f"{where}, {results['environment']['cpu_threads']} threads"
+    summary = Table(title=f"{where}: seconds end to end, and MiB at the peak")
+    for header in ("T", "released", "tl_coupling", "ratio", "× first T", "released MiB", "tl_coupling MiB", "share"):
+        summary.add_column(header, justify="right")
+    first = results["runs"][0]["ours"]["seconds"]["end to end"]
+    for run in results["runs"]:
+        cells = {side: [f"{run[side]['seconds']['end to end']:.2f}"] if side in run else [""] for side in WORKERS}
+        for side in cells:
+            cells[side].append(f"{run[side]['memory_mib']['peak']:.0f}" if side in run else "")
+        summary.add_row(
+            str(run["shapes"]["n_pos"]),
+            cells["released"][0],
+            cells["ours"][0],
+            f"{run['ratio']['end to end']:.1f} ×" if "ratio" in run else "",
+            f"{run['ours']['seconds']['end to end'] / first:.2f}",
+            cells["released"][1],
+            cells["ours"][1],
+            f"{run['memory_of_ours_over_released']['peak']:.0%}" if "ratio" in run else "",
+        )
+    return [summary, *(_table(run, where) for run in results["runs"])]
 
 
 def _table(run: dict[str, Any], title: str) -> Table:
@@ -271,20 +299,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = WORKERS[options.worker](options.model, options.tokens[0], device, options.repeats)
             options.out.write_text(json.dumps(found))
             return
-        console = Console()
+        out = console()
         results: dict[str, Any] = {"model": options.model, "repeats": options.repeats}
         results |= {"environment": environment(device), "runs": []}
         for n_tokens in options.tokens:
             token_ids(options.model, n_tokens)
         for n_tokens in options.tokens:
-            console.print(f"{n_tokens} tokens …")
+            out.print(f"{n_tokens} tokens …")
             results["runs"].append(compare(options, n_tokens))
-            console.print(tables(results)[-1])
+            out.print(tables(results)[-1])
     # What HuggingFace and tl_coupling raise for a model that is not there.
     except (BenchmarkError, ModelError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from None
-    console.print(f"wrote {write(options.out, 'depth_coupling', results)}")
+    out.print(tables(results)[0])
+    out.print(f"wrote {write(options.out, 'depth_coupling', results)}")
 
 
 if __name__ == "__main__":

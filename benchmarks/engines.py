@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 import xarray
-from rich.console import Console
 from rich.table import Table
 
 import tl_coupling as tlc
-from benchmarks.timing import TEXT, environment, write
+from benchmarks.timing import TEXT, console, environment, write
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.surveys.executors import Executor
 
@@ -114,7 +113,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     results = {"environment": where, "units": len(survey.units()), "prompts": len(prompts), "engines": found}
-    Console().print(*tables(results))
+    console().print(*tables(results))
     if arguments.out is not None:
         write(arguments.out, "engines", results)
     return 0 if all(one["identical"] for one in found.values()) else 1

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import tl_coupling as tlc
 from benchmarks.stages import STAGES, bare_products, best_flops_per_second, fill_both, random_ids, random_llama
-from benchmarks.timing import BenchmarkError, Memory, chosen_device, environment, timed, write
+from benchmarks.timing import BenchmarkError, Memory, chosen_device, console, environment, timed, write
 
 
 def traces(options: argparse.Namespace, device: torch.device, seconds: dict[str, float]) -> Iterator[tlc.Trace]:
@@ -104,10 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except torch.OutOfMemoryError:
         print("the GPU has too little memory for these blocks: use --one-at-a-time", file=sys.stderr)
         raise SystemExit(2) from None
-    console = Console()
+    out = console()
     for one in tables(results):
-        console.print(one)
-    console.print(f"wrote {write(options.out, 'gpu', results)}")
+        out.print(one)
+    out.print(f"wrote {write(options.out, 'gpu', results)}")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import tl_coupling as tlc
 from benchmarks.stages import STAGES, bare_products, by_stage, random_ids, random_llama, seconds_of
-from benchmarks.timing import BenchmarkError, chosen_device, environment, token_ids, write
+from benchmarks.timing import BenchmarkError, chosen_device, console, environment, token_ids, write
 from tl_coupling.models import EMBEDDED_MODEL, ModelError
 
 
@@ -87,16 +86,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON")
     options = parser.parse_args(arguments)
-    console = Console()
+    out = console()
     try:
         device = chosen_device(options.device)
         results: dict[str, Any] = {"environment": environment(device), "repeats": options.repeats, "runs": []}
 
         def add(name: str, model: nn.Module, ids: Sequence[int]) -> None:
-            console.print(f"{name}: {model.cfg.n_layers} blocks, {len(ids)} tokens …")
+            out.print(f"{name}: {model.cfg.n_layers} blocks, {len(ids)} tokens …")
             run = measure(model, ids, device, options.k, options.repeats)
             results["runs"].append({"model": name} | run)
-            console.print(f"  {run['seconds']['jacobians']:.2f} s, {run['jacobians_over_bare']:.2f} × bare products")
+            out.print(f"  {run['seconds']['jacobians']:.2f} s, {run['jacobians_over_bare']:.2f} × bare products")
 
         usual = sorted(options.tokens)[len(options.tokens) // 2] if options.tokens else 64
         model = tlc.load_model(options.model, device=device) if options.tokens else None
@@ -110,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(" ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from None
     for one in tables(results):
-        console.print(one)
-    console.print(f"wrote {write(options.out, 'jacobians', results)}")
+        out.print(one)
+    out.print(f"wrote {write(options.out, 'jacobians', results)}")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
-from rich.console import Console
 from rich.table import Table
+
+from benchmarks.timing import console
 
 HERE = Path(__file__).parent
 SIDES = ("released", "ours")
@@ -138,12 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (results := read(options.results)):
         print(f"{options.results} holds no results: run `make bench`, or give --results", file=sys.stderr)
         raise SystemExit(2)
-    console = Console(width=120)
+    out = console()
     for name, one in results.items():
-        console.print(*_module(name).tables(one), sep="\n")
+        out.print(*_module(name).tables(one), sep="\n")
     (options.results / "table.md").write_text(page(results))
     picture(results).savefig(options.results / "benchmarks.png", dpi=120)
-    console.print(f"wrote {options.results / 'table.md'} and {options.results / 'benchmarks.png'}")
+    out.print(f"wrote {options.results / 'table.md'} and {options.results / 'benchmarks.png'}")
 
 
 if __name__ == "__main__":

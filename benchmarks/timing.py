@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.models.loading import embedded_folder
@@ -139,6 +140,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
         "platform": platform.platform(),
     }
+
+
+def console() -> Console:
+    """Where there is no terminal, wide enough for every table."""
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def chosen_device(name: str) -> torch.device:

@@ -4,6 +4,7 @@ Every number is compared with the one that the CPU gives, and so are the ways in
 way that fails for mixing devices would otherwise be passed over for a dearer one, and nobody would notice.
 """
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -190,6 +191,29 @@ def test_a_model_that_is_loaded_there(folder_model: Path) -> None:
     model = tlc.load_model(str(folder_model), device=SECOND)
     assert {parameter.device.type for parameter in model.parameters()} == {SECOND.type}
     assert tlc.trace(model, "w3 w14 w15").residual.device.type == SECOND.type
+
+
+@pytest.mark.skipif("memory" not in inspect.signature(tlc.load_model).parameters, reason="weights are read at once")
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_whose_weights_stay_on_the_disk(folder_model: Path) -> None:
+    def load(device: torch.device | str) -> nn.Module:
+        return tlc.load_model(str(folder_model), device=device, memory="stream")
+
+    on_cpu, there = (of_jacobians(load(device), TOKENS) for device in ("cpu", SECOND))
+    for name in ("residual", "J", "J across tokens", "vjp"):
+        assert there[name].device.type == SECOND.type
+        torch.testing.assert_close(there[name].cpu(), on_cpu[name], rtol=1e-4, atol=1e-5)
+    assert there["paths"] == on_cpu["paths"]
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_the_top_of_a_large_spectrum(decay: float) -> None:
+    noise = torch.randn(2, 300, 300, generator=torch.Generator().manual_seed(0))
+    J = noise * torch.arange(1, 301) ** -decay
+    on_cpu, there = tlc.svd(J, 8), tlc.svd(J.to(SECOND), 8)
+    torch.testing.assert_close(there.S.cpu(), on_cpu.S, rtol=1e-5, atol=0)
+    images = (there.U.mT @ J.to(SECOND) @ there.Vh.mT).cpu()
+    torch.testing.assert_close(images, on_cpu.S.diag_embed(), rtol=1e-3, atol=1e-3)
 
 
 def test_files_pictures_and_pages(
