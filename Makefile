@@ -81,10 +81,13 @@ check: .venv/ready
 	.venv/bin/mypy
 	.venv/bin/python -m pytest --doctest-modules tl_coupling
 
+# About ten minutes on two quiet cores. A GPU has its own: python -m benchmarks.gpu
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.depth_coupling --out benchmarks/results
+	.venv/bin/python -m benchmarks.jacobians --out benchmarks/results
 	.venv/bin/python -m benchmarks.across_tokens --out benchmarks/results
 	.venv/bin/python -m benchmarks.engines --out benchmarks/results
+	.venv/bin/python -m benchmarks.table
 
 clean:
 	rm -rf .venv .venv-tl3 out

@@ -9,17 +9,16 @@ other, so that a ratio compares like with like; the largest difference of the Ja
 """
 
 import argparse
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import tl_coupling as tlc
-from benchmarks.timing import BenchmarkError, Memory, environment, timed, token_ids
+from benchmarks.timing import BenchmarkError, Memory, chosen_device, console, environment, timed, token_ids, write
 from tl_coupling.jacobians import jacobians_of_output
 from tl_coupling.models import EMBEDDED_MODEL, ModelError
 
@@ -88,42 +87,45 @@ def memory(name: str, device: torch.device, k: int) -> dict[str, Any]:
     return {"n_pos": LONG, "memory_mib": recorded.stop()}
 
 
-def table(run: dict[str, Any], title: str) -> Table:
-    drawn = Table("", "seconds", title=f"{title}\n{run['shapes']}")
+def tables(results: dict[str, Any]) -> list[Table]:
+    """The figures for reading."""
+    run, long = results["run"], results["long"]
+    where = f"{results['model']} on {results['environment']['device_name']}"
+    drawn = Table(
+        "", f"T = {run['shapes']['n_pos']}", title=f"{where}, {results['environment']['cpu_threads']} threads"
+    )
+    drawn.columns[1].justify = "right"
     for stage, seconds in run["seconds"].items():
-        drawn.add_row(stage, f"{seconds:.2f}")
+        drawn.add_row(stage, f"{seconds:.2f} s")
     drawn.add_section()
     drawn.add_row("self-coupling / single-token Jacobians", f"{run['self_coupling_over_single_tokens']:.2f} ×")
     drawn.add_row("full-sequence Jacobians / context map", f"{run['full_sequences_over_context']:.1f} ×")
     drawn.add_row("largest relative difference of J", f"{run['largest_relative_difference_of_jacobians']:.1e}")
-    return drawn
+    what, memory = f"self-coupling of {long['n_pos']} tokens", long["memory_mib"]
+    drawn.add_row(f"{what}: memory at its peak", f"{memory['peak']:.0f} MiB")
+    drawn.add_row(f"{what}: memory before", f"{memory['after_warm_up']:.0f} MiB")
+    return [drawn]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.across_tokens", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=64, help="length of the prompt (default: %(default)s)")
     parser.add_argument("--k", type=int, default=50, help="singular vectors (default: %(default)s)")
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="as tl_coupling loads it (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON")
-    options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    console = Console()
+    options = parser.parse_args(arguments)
+    device = chosen_device("auto")
+    results = {"model": options.model, "environment": environment(device)}
     try:
-        peak = memory(options.model, device, options.k)
-        run = measure(options.model, options.tokens, device, options.k)
+        results["long"] = memory(options.model, device, options.k)
+        results["run"] = measure(options.model, options.tokens, device, options.k)
     except (BenchmarkError, ModelError, ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from None
-    console.print(table(run, f"{options.model} on {device}, {torch.get_num_threads()} threads"))
-    console.print(
-        f"self-coupling of {LONG} tokens: {peak['memory_mib']['peak']:.0f} MiB at its peak, "
-        f"{peak['memory_mib']['after_warm_up']:.0f} MiB before"
-    )
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "across_tokens.json"
-    results = {"benchmark": "across_tokens", "environment": environment(device), "long": peak, "run": run}
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    console.print(f"wrote {path}")
+    out = console()
+    for one in tables(results):
+        out.print(one)
+    out.print(f"wrote {write(options.out, 'across_tokens', results)}")
 
 
 if __name__ == "__main__":

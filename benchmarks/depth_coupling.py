@@ -17,14 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import tl_coupling as tlc
 from benchmarks import released_algorithm as released
-from benchmarks.timing import BenchmarkError, Memory, environment, source_of, timed, token_ids
-from tl_coupling.comparisons.pairs import fill_pairs
+from benchmarks.stages import by_stage
+from benchmarks.timing import (
+    BenchmarkError,
+    Memory,
+    chosen_device,
+    console,
+    environment,
+    source_of,
+    timed,
+    token_ids,
+    write,
+)
 from tl_coupling.models import EMBEDDED_MODEL, ModelError
 
 Maps = dict[int, dict[str, Tensor]]
@@ -78,30 +87,20 @@ def ours_end_to_end(model: Any, ids: Sequence[int]) -> Maps:
 
 
 def ours_by_stage(model: Any, ids: Sequence[int], device: torch.device) -> dict[str, float]:
-    """Seconds of what `ours_end_to_end` is made of, with nothing done twice."""
-    k, seconds = max(released.KS), {}
-    trace, seconds["forward"] = timed(device, lambda: tlc.trace(model, ids, final_norm=True))
-    J, seconds["jacobians"] = timed(device, lambda: tlc.block_jacobians(trace))
-    spectrum, seconds["svd"] = timed(device, lambda: tlc.svd(J, k + 1))
-    S = spectrum.S[:, None]
+    """Seconds of what `ours_end_to_end` is made of; "jacobians" includes the gate, as the released ones have none."""
+    seconds, (A, B, S) = by_stage(model, ids, device, max(released.KS), final_norm=True)
 
-    def measures(A: Tensor, B: Tensor) -> None:
+    def measures() -> None:
         for K in released.KS:
             for M in (A[..., :K, :K], B[..., :K, :K]):
                 for p in (1, 2):
-                    tlc.spectral_miscoupling(M, S, p=p, absolute=True)
+                    tlc.spectral_miscoupling(M, S[:, None], p=p, absolute=True)
             tlc.miscoupling(A[..., :K, :K])
             tlc.normalized_miscoupling(A[..., :K, :K])
 
-    A, B = J.new_empty(2, len(J), len(J), k, k)
-
-    def matrices() -> None:
-        fill_pairs(A, J, spectrum.top(k), "ujv")
-        fill_pairs(B, J, spectrum.top(k), "vju")
-
-    _, seconds["matrices"] = timed(device, matrices)
-    _, seconds["measures"] = timed(device, lambda: measures(A, B))
-    seconds["matrices and measures"] = seconds["matrices"] + seconds["measures"]
+    _, seconds["measures"] = timed(device, measures)
+    seconds["jacobians"] += seconds["gate"]
+    seconds["matrices and measures"] = seconds["pairs"] + seconds["measures"]
     return seconds
 
 
@@ -168,7 +167,11 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, float
 
 
 def compare(options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
-    """Both workers on one prompt."""
+    """Both workers on one prompt; ours alone where the other takes too long."""
+    if n_tokens in options.ours_alone:
+        ours = in_own_process("ours", options, n_tokens)
+        del ours["maps"]
+        return {key: ours.pop(key) for key in ("tokens", "shapes")} | {"ours": ours}
     theirs, ours = (in_own_process(worker, options, n_tokens) for worker in WORKERS)
     if theirs["tokens"] != ours["tokens"] or theirs["shapes"] != ours["shapes"]:
         raise BenchmarkError("the two did not measure the same prompt and model")
@@ -180,30 +183,59 @@ def compare(options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
         "released": theirs,
         "ours": {key: value for key, value in ours.items() if key not in shared},
         "ratio": {stage: theirs["seconds"][stage] / ours["seconds"][stage] for stage in stages},
+        "memory_of_ours_over_released": {
+            name: ours["memory_mib"][name] / theirs["memory_mib"][name] for name in ("peak", "above_warm_up")
+        },
         "max_abs_difference": by_measure,
         "largest_difference": float(torch.tensor(list(by_measure.values())).amax()),
     }
 
 
-def table(run: dict[str, Any], title: str) -> Table:
-    """One prompt's figures for reading."""
-    theirs, ours = run["released"], run["ours"]
-    shapes, largest = run["shapes"], run["largest_difference"]
+def tables(results: dict[str, Any]) -> list[Table]:
+    """End to end by prompt length, and every prompt's stages."""
+    where = f"{results['model']} on {results['environment']['device_name']}"
+    where = f"{where}, {results['environment']['cpu_threads']} threads"
+    summary = Table(title=f"{where}: seconds end to end, and MiB at the peak")
+    for header in ("T", "released", "tl_coupling", "ratio", "× first T", "released MiB", "tl_coupling MiB", "share"):
+        summary.add_column(header, justify="right")
+    first = results["runs"][0]["ours"]["seconds"]["end to end"]
+    for run in results["runs"]:
+        cells = {side: [f"{run[side]['seconds']['end to end']:.2f}"] if side in run else [""] for side in WORKERS}
+        for side in cells:
+            cells[side].append(f"{run[side]['memory_mib']['peak']:.0f}" if side in run else "")
+        summary.add_row(
+            str(run["shapes"]["n_pos"]),
+            cells["released"][0],
+            cells["ours"][0],
+            f"{run['ratio']['end to end']:.1f} ×" if "ratio" in run else "",
+            f"{run['ours']['seconds']['end to end'] / first:.2f}",
+            cells["released"][1],
+            cells["ours"][1],
+            f"{run['memory_of_ours_over_released']['peak']:.0%}" if "ratio" in run else "",
+        )
+    return [summary, *(_table(run, where) for run in results["runs"])]
+
+
+def _table(run: dict[str, Any], title: str) -> Table:
+    sides = [run[side] for side in ("released", "ours") if side in run]
+    shapes, alone = run["shapes"], len(sides) == 1
     drawn = Table(
         "",
         title=f"{title}\nT = {shapes['n_pos']}, L = {shapes['n_layers']}, d = {shapes['d_model']}, K = {shapes['k']}",
-        caption=f"largest difference in any measure: {largest:.1e}",
+        caption=None if alone else f"largest difference in any measure: {run['largest_difference']:.1e}",
     )
-    for header in ("released", "tl_coupling", "ratio"):
+    for header in ("tl_coupling",) if alone else ("released", "tl_coupling", "ratio"):
         drawn.add_column(header, justify="right")
-    for stage in ("forward", "jacobians", "svd", "matrices", "measures", "matrices and measures", "end to end"):
-        cells = [f"{side['seconds'][stage]:.3f} s" if stage in side["seconds"] else "" for side in (theirs, ours)]
-        ratio = f"{run['ratio'][stage]:.1f}" if stage in run["ratio"] else ""
-        drawn.add_row(stage, *cells, ratio, end_section=stage == "matrices and measures")
-    drawn.add_section()
-    for name in theirs["memory_mib"]:
-        if name != "peak_includes_loading":
-            drawn.add_row(f"memory {name}", *(f"{side['memory_mib'][name]:.0f} MiB" for side in (theirs, ours)))
+    for stage in ("forward", "jacobians", "gate", "svd", "pairs", "measures", "matrices and measures", "end to end"):
+        cells = [f"{side['seconds'][stage]:.3f} s" if stage in side["seconds"] else "" for side in sides]
+        ratio = [] if alone else [f"{run['ratio'][stage]:.1f} ×" if stage in run["ratio"] else ""]
+        name = {"gate": "of these gate", "pairs": "matrices"}.get(stage, stage)
+        drawn.add_row(name, *cells, *ratio, end_section=stage in ("matrices and measures", "end to end"))
+    for name in ("after_loading", "after_warm_up", "peak", "above_warm_up"):
+        cells = [f"{side['memory_mib'][name]:.0f} MiB" for side in sides]
+        shares = {} if alone else run["memory_of_ours_over_released"]
+        of_released = [f"{shares[name]:.0%}" if name in shares else ""]
+        drawn.add_row(f"memory {name.replace('_', ' ')}", *cells, *([] if alone else of_released))
     return drawn
 
 
@@ -226,9 +258,17 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--tokens",
         type=positive,
         nargs="+",
-        default=[10, 64],
+        default=[10, 64, 256],
         metavar="T",
-        help="prompt lengths; one that fits the paper's prompt (10 for SmolLM2) takes that prompt (default: 10 64)",
+        help="prompt lengths; one that fits the paper's prompt (10 for SmolLM2) takes that prompt (default: 10 64 256)",
+    )
+    parser.add_argument(
+        "--ours-alone",
+        type=positive,
+        nargs="*",
+        default=[256],
+        metavar="T",
+        help="lengths of --tokens at which the transcription, which takes minutes there, is left out (default: 256)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON (default: %(default)s)"
@@ -248,44 +288,32 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="smollm2-135m, a HuggingFace hub name or a local folder (default: %(default)s)",
     )
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda, but torch sees no GPU: use cpu, or install torch with CUDA")
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
-    device = torch.device(options.device)
     try:
+        device = chosen_device(options.device)
         if options.worker:
             found = WORKERS[options.worker](options.model, options.tokens[0], device, options.repeats)
             options.out.write_text(json.dumps(found))
             return
-        console = Console()
-        runs = []
+        out = console()
+        results: dict[str, Any] = {"model": options.model, "repeats": options.repeats}
+        results |= {"environment": environment(device), "runs": []}
         for n_tokens in options.tokens:
             token_ids(options.model, n_tokens)
         for n_tokens in options.tokens:
-            runs.append(compare(options, n_tokens))
-            console.print(table(runs[-1], f"{options.model} on {device}, {torch.get_num_threads()} threads"))
+            out.print(f"{n_tokens} tokens …")
+            results["runs"].append(compare(options, n_tokens))
+            out.print(tables(results)[-1])
     # What HuggingFace and tl_coupling raise for a model that is not there.
     except (BenchmarkError, ModelError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from None
-    results = {
-        "benchmark": "depth_coupling",
-        "model": options.model,
-        "repeats": options.repeats,
-        "environment": environment(device),
-        "runs": runs,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "depth_coupling.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    console.print(f"wrote {path}")
+    out.print(tables(results)[0])
+    out.print(f"wrote {write(options.out, 'depth_coupling', results)}")
 
 
 if __name__ == "__main__":

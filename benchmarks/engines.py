@@ -9,11 +9,10 @@ in each unit, loading the model; the baseline is one unit after the other in thi
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -21,11 +20,10 @@ from typing import Any
 
 import torch
 import xarray
-from rich.console import Console
 from rich.table import Table
 
 import tl_coupling as tlc
-from benchmarks.timing import TEXT, environment
+from benchmarks.timing import TEXT, console, environment, write
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.surveys.executors import Executor
 
@@ -71,17 +69,19 @@ def measure(survey: tlc.Survey, engines: list[str], workers: int) -> dict[str, A
     return found
 
 
-def report(found: dict[str, Any], survey: tlc.Survey, console: Console) -> None:
-    baseline = next(iter(found.values()))["seconds"]
-    title = f"{len(survey.units())} units, {len(survey.prompts)} prompts, one thread each"
-    table = Table("engine", "seconds", f"× {next(iter(found))}", "seconds in units", "identical", title=title)
+def tables(results: dict[str, Any]) -> list[Table]:
+    """The figures for reading."""
+    found = results["engines"]
+    first = next(iter(found))
+    title = f"{results['units']} units, {results['prompts']} prompts, one thread each"
+    table = Table("engine", "seconds", f"× {first}", "seconds in units", "identical", title=title)
     for name, one in found.items():
-        ratio = f"{baseline / one['seconds']:.2f}"
+        ratio = f"{found[first]['seconds'] / one['seconds']:.2f}"
         table.add_row(name, f"{one['seconds']:.1f}", ratio, f"{one['seconds_in_units']:.1f}", str(one["identical"]))
-    console.print(table)
+    return [table]
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=EMBEDDED_MODEL, help=f"(default {EMBEDDED_MODEL})")
@@ -92,11 +92,13 @@ def main() -> int:
     parser.add_argument(
         "--engines", nargs="+", choices=ENGINES, default=list(ENGINES[:3]), help="the first is the base"
     )
+    parser.add_argument("--k", type=int, nargs="+", default=[10, 30, 50], help="singular vectors (default 10 30 50)")
     parser.add_argument("--out", type=Path, help="folder for engines.json")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.workers < 1:
         parser.error(f"--workers must be at least 1, got {arguments.workers}")
     torch.set_num_threads(1)
+    where = environment(torch.device("cpu"))
     # For every process that is started from here.
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     try:
@@ -104,17 +106,16 @@ def main() -> int:
             prompts: list[Any] = [f"{sentence}." for sentence in TEXT.split(". ")]
         else:
             prompts = tlc.prompts.prompts_per_task(tlc.load_prompts(arguments.prompts), arguments.per_task)
-        given: dict[str, Any] = {"prompts_per_unit": arguments.prompts_per_unit, "device": "cpu"}
-        survey = tlc.Survey([arguments.model], prompts, **given)
+        how: dict[str, Any] = {"prompts_per_unit": arguments.prompts_per_unit, "device": "cpu"}
+        survey = tlc.Survey([arguments.model], prompts, settings=tlc.Settings(k=tuple(arguments.k)), **how)
         found = measure(survey, arguments.engines, arguments.workers)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    report(found, survey, Console())
+    results = {"environment": where, "units": len(survey.units()), "prompts": len(prompts), "engines": found}
+    console().print(*tables(results))
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        content = {"environment": environment(torch.device("cpu")), "prompts": len(prompts), "engines": found}
-        (arguments.out / "engines.json").write_text(json.dumps(content, indent=1))
+        write(arguments.out, "engines", results)
     return 0 if all(one["identical"] for one in found.values()) else 1
 
 

@@ -2,15 +2,19 @@
 
 import contextlib
 import importlib.metadata
+import json
+import os
 import platform
 import resource
 import sys
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.models.loading import embedded_folder
@@ -25,6 +29,16 @@ TEXT = (
     "who had watched her long enough tied their boats up twice and stayed ashore that night. Nobody had ever asked "
     "her how she could tell. It was said in the village that her father had taught her, and that his mother had "
     "taught him, but the harbour master thought that she simply listened better than the rest of them did."
+)
+
+# Only prompts of many tokens reach it.
+LONG_TEXT = (
+    f"{TEXT} One winter the sea took the end of the wall, with the bench and the lamp that stood on it, and for some "
+    "weeks she was not seen. The boats went out as before and came back as before, a little later each day. When she "
+    "returned she had moved her basket to the steps of the chapel, where the wind could not reach it, and asked more "
+    "for a loaf than she used to. Nobody complained. The youngest of the captains, who believed in instruments, bought "
+    "two and asked her what the week would bring; she looked at his shoes, then at the flag above the pilots' house, "
+    "and told him that it would bring him home if he let it."
 )
 
 
@@ -45,7 +59,7 @@ def token_ids(name: str, n_tokens: int) -> list[int]:
     paper = tokenizer(PAPER_PROMPT)["input_ids"]
     if len(paper) == n_tokens:
         return paper
-    text = tokenizer(TEXT)["input_ids"]
+    text = tokenizer(LONG_TEXT)["input_ids"]
     if n_tokens > len(text):
         raise BenchmarkError(
             f"--tokens must lie in [1, {len(text)}] (the text that is used is no longer), got {n_tokens}"
@@ -90,7 +104,8 @@ class Memory:
 
     def stop(self) -> dict[str, float | bool]:
         """All that was recorded."""
-        return self.mib | {"peak": resident(peak=True)} | self._on_gpu("peak")
+        peak = resident(peak=True)
+        return self.mib | {"peak": peak, "above_warm_up": peak - self.mib["after_warm_up"]} | self._on_gpu("peak")
 
     def _on_gpu(self, when: str) -> dict[str, float]:
         if self.device.type != "cuda":
@@ -111,9 +126,13 @@ def resident(peak: bool = False) -> float:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and machine."""
+    """When, versions and machine. A load average above a fraction means that others were using the cores."""
     packages = ("torch", "transformers", "transformer-lens", "tl-coupling")
     return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "load_average": os.getloadavg()[0],
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {package: importlib.metadata.version(package) for package in packages},
         "device": str(device),
@@ -121,6 +140,28 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
         "platform": platform.platform(),
     }
+
+
+def console() -> Console:
+    """Where there is no terminal, wide enough for every table."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def chosen_device(name: str) -> torch.device:
+    """A device by its name; "auto" is a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError("--device cuda, but torch sees no GPU: use cpu, or install torch with CUDA")
+    return torch.device(name)
+
+
+def write(folder: Path, name: str, content: dict[str, Any]) -> Path:
+    """Results as FOLDER/NAME.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"benchmark": name} | content, indent=1) + "\n")
+    return path
 
 
 def cpu_name() -> str:

@@ -254,8 +254,8 @@ def _mean_absolute_entry(S: Tensor, frobenius_norm: Tensor, d: int) -> Tensor:
     factor = math.exp(2 * log_u) / math.sqrt(2 * math.pi)
     given = S.square()
     left_over = (frobenius_norm.square() - given.sum(-1)).clamp_min(0)
-    norms = np.vectorize(partial(_mean_norm, d), [float], signature="(n),()->()")(given, left_over)
-    return factor * torch.as_tensor(norms)
+    norms = np.vectorize(partial(_mean_norm, d), [float], signature="(n),()->()")(given.cpu(), left_over.cpu())
+    return factor * torch.as_tensor(norms, device=S.device)
 
 
 def _mean_norm(d: int, weights: np.ndarray, left_over: float) -> float:

@@ -1,0 +1,340 @@
+"""The main path on a device other than the CPU; `test_devices` runs this file in a process of its own.
+
+Every number is compared with the one that the CPU gives, and so are the ways in which Jacobians were evaluated: a cheap
+way that fails for mixing devices would otherwise be passed over for a dearer one, and nobody would notice.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import second_device
+import tiny
+import tl_coupling as tlc
+import vision_models
+from tl_coupling import plots
+from tl_coupling.comparisons import maps
+from tl_coupling.coupling import MEASURES, alignment_matrices, subspace_overlap
+from tl_coupling.report import parts
+from tl_coupling.trajectories import (
+    entropy_by_depth,
+    measure_trajectory,
+    predictions,
+    residual_alignment,
+    shapes,
+    trajectory_pca,
+)
+from zoo.models import hooked_transformer
+
+SECOND = second_device.install()
+K, TOKENS = 4, tiny.TOKENS[:6]
+# A standard block with shared keys; a custom autograd Function, which rules out torch.func; experts; a cheap way that
+# is wrong; recurrence; attention that reads both ways and takes no key/value cache.
+ARCHITECTURES = ("llama", "bloom", "mixtral", "gemma4", "mamba", "bert")
+
+
+def agree(compute: Callable[..., dict[str, Any]], make: Callable[[], nn.Module], *given: Any) -> None:
+    """A model on the CPU, and another of the same weights on the second device, give the same; tensors stay there."""
+    on_cpu, there = compute(make(), *given), compute(make().to(SECOND), *given)
+    assert on_cpu.keys() == there.keys()
+    for name, expected in on_cpu.items():
+        got = there[name]
+        if isinstance(expected, Tensor):
+            assert got.device.type == SECOND.type, name
+            size = float(expected.double().nan_to_num().norm())
+            torch.testing.assert_close(
+                got.cpu(),
+                expected,
+                rtol=1e-4,
+                atol=1e-4 * (size + 1e-3),
+                equal_nan=True,
+                msg=name,
+            )
+        elif isinstance(expected, float):
+            assert got == pytest.approx(expected, rel=1e-3, abs=1e-6, nan_ok=True), name
+        else:
+            assert got == expected, name
+
+
+def of_jacobians(model: nn.Module, given: Any, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Trace, and Jacobians in every way that the architecture allows."""
+    trace = tlc.trace(model, given, dtype=dtype)
+    last, v = trace.n_pos - 1, torch.linspace(-1, 1, trace.d_model, dtype=trace.residual.dtype)
+    v = v.to(trace.residual)
+    influence = tlc.cross_token_influence(trace)
+    return {
+        "residual": trace.residual,
+        "f(X)": trace.blocks[0](trace.residual[0]),
+        "J": tlc.block_jacobians(trace),
+        "J across tokens": tlc.block_jacobian(trace, 1, input_position=1, output_position=last - 1),
+        "J from a later token": tlc.block_jacobian(trace, 1, input_position=last, output_position=1),
+        "J in chunks": tlc.block_jacobian(trace, 0, chunk_size=7),
+        "vjp": tlc.block_vjp(trace, 1, v, input_position=1),
+        "jvp": tlc.block_jvp(trace, 1, v, input_position=1),
+        "influence": influence.frobenius_norm,
+        "effective rank": influence.effective_rank,
+        "paths": influence.provenance["paths"] | tlc.depth_coupling(trace, K).provenance["paths"],
+        "remarks": trace.provenance["remarks"],
+        "causal": trace.is_causal,
+    }
+
+
+def of_comparisons(model: nn.Module, given: Any) -> dict[str, Any]:
+    """Spectra, coupling across depth and tokens, its measures, nulls and means."""
+    trace = tlc.trace(model, given)
+    J = tlc.block_jacobians(trace)
+    spectrum, full = tlc.svd(J, K), tlc.svd(J)
+    of_J_1: dict[str, Any] = {"d_model": trace.d_model, "S_1": full.S, "frobenius_norm": full.S.norm(dim=-1)}
+    found: dict[str, Any] = {
+        "S": spectrum.S,
+        "A": tlc.coupling_matrix(J, spectrum, K).abs(),
+        "reconstructed": full.U @ full.S.diag_embed() @ full.Vh,
+        "null": tlc.random_subspace_null(K, "spectral_miscoupling", **of_J_1).float(),
+        "absolute null": tlc.random_subspace_null(K, "spectral_miscoupling", absolute=True, **of_J_1).float(),
+        "non-normality": tlc.spectra.non_normality(J),
+        "asymmetry": tlc.spectra.asymmetry(J),
+        "rank": tlc.spectra.effective_rank(full.S),
+        "overlap": subspace_overlap(alignment_matrices(spectrum)),
+    }
+    maps = {
+        "depth": tlc.depth_coupling(trace, K),
+        "vju": tlc.depth_coupling(trace, K, orientation="vju"),
+        "mean": tlc.depth_coupling([trace, tlc.trace(model, given[:3])], K),
+        "self": tlc.self_coupling(trace, 0, 1, k=K),
+        "fixed input": tlc.context_coupling(trace, 0, 1, fixed="input", k=K),
+        "fixed output": tlc.context_coupling(trace, 0, 1, fixed="output", k=K),
+    }
+    for name, result in maps.items():
+        for measure in MEASURES:
+            found[f"{name} {measure}"] = result.values(3, measure)
+            found[f"{name} {measure} mean"] = result.mean(3, measure)
+        found |= {f"{name} null": result.null(3, "spectral_miscoupling", absolute=name == "depth")}
+        found |= {f"{name} locality": result.locality_profile(), f"{name} repr": bool(repr(result))}
+    return found | {"spread": maps["mean"].spread(), "spread of mean": maps["mean"].spread_of_mean()}
+
+
+def of_trajectories(model: nn.Module, given: Any) -> dict[str, Any]:
+    """Every measure of the stream itself, logits among them."""
+    trace = tlc.trace(model, given)
+    result = measure_trajectory(trace, position=2)
+    aligned, pca = residual_alignment(trace, n_classes=3), trajectory_pca(trace.residual)
+    names = ("line_shape_score", "expodistance", "equidistance", "norm", "step_length", "line_shape_score_by_depth")
+    found = {name: getattr(result, name) for name in names}
+    for name in ("one_step", "product", "closed_form", "singular_values"):
+        found[name] = getattr(result.linearisation, name)
+    return found | {
+        "perturbation": result.perturbation.cosine_similarity,
+        "alignment": aligned.within_blocks(),
+        "across": aligned.across_blocks(),
+        "tail energy": aligned.tail_energy,
+        "summary of alignment": list(aligned.summary()),
+        "explained": pca.explained_variance_ratio,
+        "logits": trace.logits(trace.residual[-1]),
+        "entropy": entropy_by_depth(trace),
+        "reprs": [len(repr(one)) > 0 for one in (trace, result, aligned)],
+    }
+
+
+@pytest.fixture(scope="module")
+def llama(tokenizer_folder: Path) -> Callable[[], nn.Module]:
+    return lambda: tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.filterwarnings("ignore")  # What the ways remark on is compared.
+def test_jacobians(architecture: str, tokenizer_folder: Path) -> None:
+    hf_model = tiny.huggingface_model(architecture)
+    agree(of_jacobians, lambda: tiny.bridge(hf_model, tokenizer_folder), TOKENS)
+
+
+@tiny.needs_hooked_transformer
+@pytest.mark.filterwarnings("ignore")
+def test_jacobians_of_a_hooked_transformer() -> None:
+    name = "HookedTransformer, gated MLP, rotary, grouped"
+    agree(of_jacobians, lambda: hooked_transformer(name, 2, torch.float32), TOKENS)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_in_half_precision_and_jacobians_in_double(tokenizer_folder: Path) -> None:
+    hf_model = tiny.huggingface_model("llama", dtype=torch.bfloat16)
+    agree(of_jacobians, lambda: tiny.bridge(hf_model, tokenizer_folder), TOKENS, torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_images() -> None:
+    agree(of_jacobians, lambda: vision_models.vit("ViTForImageClassification")[0], vision_models.pixels())
+
+
+def test_comparisons(llama: Callable[[], nn.Module]) -> None:
+    agree(of_comparisons, llama, tiny.TOKENS[:4])
+
+
+def test_trajectories(llama: Callable[[], nn.Module]) -> None:
+    agree(of_trajectories, llama, TOKENS)
+
+
+def test_modules_without_a_model() -> None:
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, norm_first=True).eval().to(SECOND) for _ in range(2)]
+    x = torch.randn(5, 1, 16, generator=torch.Generator().manual_seed(0)).to(SECOND)
+    traced = tlc.trace_modules(layers, lambda: layers[1](layers[0](x)))
+    assert tlc.depth_coupling(traced, k=4).coupling().device.type == SECOND.type
+
+
+def test_a_model_that_is_loaded_there(folder_model: Path) -> None:
+    model = tlc.load_model(str(folder_model), device=SECOND)
+    assert {parameter.device.type for parameter in model.parameters()} == {SECOND.type}
+    assert tlc.trace(model, "w3 w14 w15").residual.device.type == SECOND.type
+
+
+@pytest.mark.skipif("memory" not in inspect.signature(tlc.load_model).parameters, reason="weights are read at once")
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_whose_weights_stay_on_the_disk(folder_model: Path) -> None:
+    def load(device: torch.device | str) -> nn.Module:
+        return tlc.load_model(str(folder_model), device=device, memory="stream")
+
+    on_cpu, there = (of_jacobians(load(device), TOKENS) for device in ("cpu", SECOND))
+    for name in ("residual", "J", "J across tokens", "vjp"):
+        assert there[name].device.type == SECOND.type
+        torch.testing.assert_close(there[name].cpu(), on_cpu[name], rtol=1e-4, atol=1e-5)
+    assert there["paths"] == on_cpu["paths"]
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_the_top_of_a_large_spectrum(decay: float) -> None:
+    noise = torch.randn(2, 300, 300, generator=torch.Generator().manual_seed(0))
+    J = noise * torch.arange(1, 301) ** -decay
+    on_cpu, there = tlc.svd(J, 8), tlc.svd(J.to(SECOND), 8)
+    torch.testing.assert_close(there.S.cpu(), on_cpu.S, rtol=1e-5, atol=0)
+    images = (there.U.mT @ J.to(SECOND) @ there.Vh.mT).cpu()
+    torch.testing.assert_close(images, on_cpu.S.diag_embed(), rtol=1e-3, atol=1e-3)
+
+
+def test_files_pictures_and_pages(
+    llama: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is drawn is on the CPU by then.
+    monkeypatch.setattr(parts, "_saved", lambda *_: b"<svg></svg>")
+    trace = tlc.trace(llama().to(SECOND), "w3 w14 w15 w92")
+    portrait = tlc.portrait(trace, k=(2, K))
+    depth, trajectory = portrait.depth, measure_trajectory(trace)
+    for result, values in ((depth, "matrices"), (portrait.influence, "frobenius_norm"), (trajectory, "norm")):
+        loaded = type(result).load(result.save(tmp_path / f"{type(result).__name__}.nc"))
+        torch.testing.assert_close(getattr(loaded, values), getattr(result, values).cpu())
+    mean = tlc.depth_coupling([trace, trace], K)
+    aligned = residual_alignment(trace, n_classes=3)
+    with plots.off_screen():
+        for draw, drawn in {
+            plots.plot_singular_values: depth,
+            plots.plot_spread: mean,
+            plots.plot_alignment_matrices: aligned,
+            plots.plot_trajectory_metrics: trajectory,
+            plots.plot_linearisation: trajectory.linearisation,
+            plots.plot_perturbation: trajectory.perturbation,
+            plots.plot_inverse_singular_values: trajectory,
+        }.items():
+            assert draw(drawn) is not None
+        assert tlc.interactive.show_token_coupling(portrait.tokens["self"])
+        assert tlc.report.html_report({"there": portrait}).count("<img") > 5
+
+
+def test_measures_of_many_prompts(llama: Callable[[], nn.Module]) -> None:
+    there, prompts = llama().to(SECOND), ["w3 w14 w15 w92"]
+    for measure in (tlc.surveys.measure_prompts, tlc.redundancy.layer_redundancy):
+        given = (tlc.Settings(k=(K,)),) if measure is tlc.surveys.measure_prompts else ()
+        options = {} if given else {"k": (K,)}
+        expected, got = (measure(model, prompts, *given, **options, progress=False) for model in (llama(), there))
+        for name, values in expected.data_vars.items():
+            if values.dtype.kind == "f" and name != "peak_memory":
+                np.testing.assert_allclose(got[name], values, rtol=1e-3, atol=1e-5, err_msg=str(name))
+
+
+def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
+    """The module with a mistake."""
+    source = Path(str(module.__file__)).read_text()
+    assert right in source, f"{module.__name__} has no {right!r} any more: plant the mistake elsewhere"
+    mistaken = ModuleType(module.__name__)
+    exec(compile(source.replace(right, wrong), str(module.__file__), "exec"), vars(mistaken))
+    return mistaken
+
+
+@pytest.mark.parametrize(
+    ("module", "right", "wrong", "use"),
+    [
+        pytest.param(
+            shapes,
+            "dtype=units.dtype, device=units.device",
+            "dtype=units.dtype",
+            lambda module, trace: module.line_shape_score_by_depth(trace.residual),
+            id="positions that are counted on the CPU",
+        ),
+        pytest.param(
+            maps,
+            "torch.tensor(side, device=self.matrices.device).T",
+            "torch.tensor(side).T",
+            lambda module, trace: module.CouplingMap(**vars(tlc.depth_coupling(trace, K))).mean(),
+            id="a mask on the CPU",
+        ),
+        pytest.param(
+            maps,
+            "value.detach().cpu().numpy()",
+            "value.detach().numpy()",
+            lambda module, trace: module.CouplingMap(**vars(tlc.depth_coupling(trace, K))).to_dataset(),
+            id="an array without a copy to the CPU",
+        ),
+        pytest.param(
+            predictions,
+            "generator=generator).to(clean)",
+            "generator=generator, device=clean.device).to(clean)",
+            lambda module, trace: module.perturbation(trace, n_samples=1),
+            id="the generator of the CPU",
+        ),
+    ],
+)
+def test_mistakes_are_caught(
+    llama: Callable[[], nn.Module], module: ModuleType, right: str, wrong: str, use: Callable[..., Any]
+) -> None:
+    on_cpu, there = (tlc.trace(model, TOKENS) for model in (llama(), llama().to(SECOND)))
+    mistaken = _planted(module, right, wrong)
+    use(mistaken, on_cpu)
+    use(module, there)
+    with pytest.raises((RuntimeError, TypeError), match=SECOND.type):
+        use(mistaken, there)
+
+
+def test_the_device_refuses_what_cuda_refuses() -> None:
+    x, on_cpu = torch.ones(3, 3, device=SECOND), torch.ones(3, 3)
+    for refused in (
+        lambda: x + on_cpu,
+        lambda: x @ on_cpu,
+        lambda: torch.cat([x, on_cpu]),
+        lambda: x.masked_fill(on_cpu > 0, 0.0),
+        lambda: on_cpu[x[0] > 0],
+        lambda: x.numpy(),
+        lambda: np.asarray(x),
+        lambda: torch.randn(3, device=SECOND, generator=torch.Generator()),
+        lambda: nn.functional.linear(x, on_cpu),
+        lambda: torch.func.vmap(torch.func.vjp(lambda y: (y * x).sum(0), x)[1])(on_cpu),
+    ):
+        with pytest.raises((RuntimeError, TypeError), match=r"same device|second"):
+            refused()
+    assert (x * torch.tensor(2.0)).sum().item() == 18
+
+
+def test_the_device_keeps_memory_as_any_other() -> None:
+    x = torch.zeros(3, 4, device=SECOND)
+    x[1:, ::2].T[0] += 1
+    x.diagonal()[0] = 5
+    assert x.tolist() == [[5, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+    assert x.T.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    weight = nn.Parameter(torch.ones(2, device=SECOND))
+    weight.data = weight.data.double()
+    (weight * weight).sum().backward()
+    assert weight.grad.tolist() == [2, 2]
+    assert (weight.grad.dtype, weight.grad.device.type) == (torch.float64, SECOND.type)

@@ -1,0 +1,114 @@
+"""That every benchmark runs, on models of a few thousand weights, and that what it counts is right."""
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import across_tokens, depth_coupling, engines, gpu, jacobians, released_algorithm, stages, table
+
+pytestmark = pytest.mark.on_4_only
+
+
+def read(folder: Path, name: str) -> dict:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_depth_coupling_agrees_with_the_released_algorithm(folder_model, tmp_path, monkeypatch, capsys):
+    def here(worker: str, options: argparse.Namespace, n_tokens: int) -> dict:
+        measured = depth_coupling.WORKERS[worker](options.model, n_tokens, torch.device("cpu"), options.repeats)
+        return {"load_average_before": 0.0} | measured
+
+    monkeypatch.setattr(released_algorithm, "KS", (2, 4))
+    monkeypatch.setattr(depth_coupling, "in_own_process", here)
+    given = ["--model", folder_model, "--tokens", 4, 6, "--ours-alone", 6, "--device", "cpu", "--out", tmp_path]
+    depth_coupling.main(list(map(str, given)))
+    both, alone = read(tmp_path, "depth_coupling")["runs"]
+    assert both["largest_difference"] < 1e-4
+    assert both["ratio"]["end to end"] > 0
+    assert "maps" not in both["ours"]
+    assert alone.keys() == {"tokens", "shapes", "ours"}
+    table.main(["--results", str(tmp_path)])
+    assert "end to end" in capsys.readouterr().out
+    assert "| end to end |" in (tmp_path / "table.md").read_text()
+
+
+def test_jacobians_and_their_table_and_picture(folder_model, tmp_path, capsys):
+    given = ["--model", folder_model, "--tokens", 5, "--depths", 1, "--widths", 64, 128]
+    given += ["--k", 4, "--repeats", 1, "--device", "cpu", "--out", tmp_path]
+    jacobians.main(list(map(str, given)))
+    results = read(tmp_path, "jacobians")
+    sizes = [[run["shapes"][name] for name in ("n_layers", "d_model", "n_pos")] for run in results["runs"]]
+    assert sizes == [[2, 32, 5], [1, 32, 5], [1, 64, 5], [1, 128, 5]]
+    for run in results["runs"]:
+        ratio = run["seconds"]["jacobians"] / sum(run["bare_products"].values())
+        assert run["jacobians_over_bare"] == pytest.approx(ratio)
+        assert run["jacobians_and_gate_over_bare"] > ratio
+    assert {"date", "load_average", "cpu", "cpu_threads", "versions"} <= results["environment"].keys()
+    capsys.readouterr()
+    table.main(["--results", str(tmp_path)])
+    rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| random |")]
+    assert [row.split(" | ")[2] for row in rows] == ["64", "128"]
+    assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_shows_every_run_and_its_ratio():
+    def run(n_pos: int, **sides: float) -> dict:
+        seconds = {side: {"seconds": {"end to end": value}} for side, value in sides.items()}
+        return {"shapes": {"n_pos": n_pos}} | seconds
+
+    runs = [run(10, released=12.0, ours=2.0), run(256, ours=4.0)]
+    left, *_ = table.picture({"depth_coupling": {"model": "m", "runs": runs}}).axes
+    drawn = [line.get_xydata().tolist() for line in left.lines[:2]]
+    assert drawn == [[[10, 12]], [[10, 2], [256, 4]]]
+    assert [text.get_text() for text in left.texts] == ["6.0 ×"]
+
+
+def test_the_table_of_nothing_is_refused_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        table.main(["--results", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--one-at-a-time", "--dtype", "float32"]])
+def test_the_lines_for_a_gpu_run_on_a_cpu(more, tmp_path):
+    given = ["--device", "cpu", "--layers", 2, "--width", 64, "--tokens", 8, "--k", 4, "--peak-size", 64]
+    gpu.main([*map(str, given), *more, "--out", str(tmp_path)])
+    run = read(tmp_path, "gpu")["run"]
+    assert run["shapes"] == {"n_pos": 8, "n_layers": 2, "d_model": 64, "k": 4}
+    assert run["share_of_peak"] > 0
+    assert all(seconds > 0 for seconds in run["seconds"].values())
+
+
+def test_bare_products_count_what_they_do():
+    cfg = SimpleNamespace(d_model=12, d_mlp=20, n_heads=3, d_head=4)
+    products = stages.bare_products(cfg, n_pos=7)
+    expected = {"MLP": 2 * 12 * 20 * 12, "attention output": 2 * 12 * 12 * 12, "keys": 2 * 3 * 4 * 7 * 4}
+    expected |= {"queries": 2 * 3 * 4 * 4 * 12, "MLP after attention": 2 * 12**3}
+    for name, product in products.items():
+        with FlopCounterMode(display=False) as counted:
+            product.ready(torch.device("cpu"))()
+        assert counted.get_total_flops() == product.flops == expected[name], name
+
+
+def test_across_tokens(folder_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(across_tokens, "LAYERS", (0, 1))
+    monkeypatch.setattr(across_tokens, "LONG", 6)
+    across_tokens.main(["--model", str(folder_model), "--tokens", "4", "--k", "4", "--out", str(tmp_path)])
+    assert read(tmp_path, "across_tokens")["run"]["largest_relative_difference_of_jacobians"] < 1e-4
+
+
+def test_engines(folder_model, tmp_path, monkeypatch):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "w1 w2 w3", "task": "t"}\n')
+    given = ["--model", folder_model, "--prompts", prompts, "--per-task", 1, "--k", 4, "--engines", "here"]
+    # Set by the benchmark for good.
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    assert engines.main([*map(str, given), "--out", str(tmp_path)]) == 0
+    assert read(tmp_path, "engines")["engines"]["here"]["identical"]

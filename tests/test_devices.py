@@ -1,0 +1,85 @@
+"""No computation leaves the device that the model is on; where there is no GPU, on a device that tests make up."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny
+import tl_coupling as tlc
+
+HERE, PACKAGE = Path(__file__).parent, Path(tlc.__file__).parent
+FACTORIES = {
+    "Generator",
+    "arange",
+    "as_tensor",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+}
+FACTORIES |= {"randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
+# Calls that name no device, for a reason.
+ON_THE_CPU = {
+    # Random numbers are the same on every device.
+    "torch.Generator()": "drawn on the CPU and moved",
+    "torch.tensor(math.sqrt(1 - 1 / k), dtype=torch.float64)": "a single number goes with any device",
+    "torch.tensor(found.steps)": "a single number goes with any device",
+    "torch.tensor([*before, *text, *after], dtype=torch.long)": "token ids go to the model when it runs",
+    "torch.empty(1, 0, 0, 1)": "only its shape is read",
+    "torch.empty(0)": "only its dtype and device are read",
+    "torch.zeros(len(self.X), dtype=torch.bool)": "part of an error message",
+    "torch.tensor(how[name], dtype=x.dtype)": "drawn",
+    "torch.full((len(influence.layers), run.trace.n_pos), torch.nan, dtype=influence.frobenius_norm.dtype)": "drawn",
+}
+
+
+def without_a_device(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every call that makes a tensor or generator on torch's default device and leaves it there."""
+
+    def calls(node: ast.AST, moved: bool) -> Iterator[ast.Call]:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, owner = node.func.attr, ast.unparse(node.func.value)
+            named = any(keyword.arg == "device" for keyword in node.keywords)
+            if owner == "torch" and name in FACTORIES and not (named or moved):
+                yield node
+            yield from calls(node.func, moved or name == "to")
+        for child in ast.iter_child_nodes(node):
+            if child is not getattr(node, "func", None):
+                # An index is not moved with what it picks from.
+                yield from calls(child, moved and not (isinstance(node, ast.Subscript) and child is node.slice))
+
+    yield from ((node.lineno, ast.unparse(node)) for node in calls(ast.parse(source), False))
+
+
+@pytest.mark.on_4_only
+def test_what_makes_a_tensor_names_its_device():
+    found = {
+        f"{path.relative_to(PACKAGE)}:{line}: {call}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, call in without_a_device(path.read_text())
+        if call not in ON_THE_CPU
+    }
+    assert not found, "give it `device=`, or a place in ON_THE_CPU with the reason"
+
+
+@pytest.mark.on_4_only
+def test_a_call_without_a_device_is_found():
+    source = "a = torch.arange(3)\nb = torch.zeros(3, device=x.device)\nc = torch.tensor([1]).abs().to(x)\n"
+    source += "def f(x):\n    return x[torch.ones(3, dtype=torch.bool)].to(x)\n"
+    assert [line for line, _ in without_a_device(source)] == [1, 5]
+
+
+def test_the_main_path_on_a_second_device():
+    """In a process of its own, because torch knows a device for good. What depends on the line twice, the rest once."""
+    chosen = ["-k", "jacobians and (llama or hooked)"] if tiny.HAS_HOOKED_TRANSFORMER else []
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / "on_second_device.py", *chosen]
+    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
