@@ -31,8 +31,8 @@ def both(folder: Path) -> tuple[tlc.Trace, tlc.Trace]:
 
 
 def is_empty(model: nn.Module) -> bool:
-    """Whether no weight of the model is in it: each is one number in memory."""
-    return all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters())
+    """Whether no weight of the model is in it: each is one number in memory, but for the zeros that 3.9 adds."""
+    return all(p.untyped_storage().nbytes() == p.element_size() or not p.any() for p in model.parameters())
 
 
 @pytest.fixture(scope="module")
