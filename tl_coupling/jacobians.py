@@ -131,18 +131,23 @@ def block_jvp(
 
 
 def jacobians_of(
-    trace: Trace, wanted: Sequence[Connection], chunk_size: int | None, progress: Progress | None, paths: dict[str, str]
+    trace: Trace,
+    wanted: Sequence[Connection],
+    chunk_size: int | None,
+    progress: Progress | None,
+    paths: dict[str, str],
+    at_once: int = _MOST_SHARING,
 ) -> Iterator[Float[Tensor, "d_model d_model"]]:
     """`J` of each connection, in order, and in `paths` the way in which it was evaluated.
 
-    Neighbours with a layer or an output in common share work.
+    Neighbours with a layer or an output in common share work, up to `at_once`. Computed when they are asked for.
     """
 
     def in_order() -> Iterator[Tensor]:
-        at_once = max(1, min(_MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
+        most = max(1, min(at_once, _MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
         for layer, same_layer in groupby(wanted, lambda one: one.layer):
             block = trace.blocks[layer]
-            while sharing := list(islice(same_layer, at_once)):
+            while sharing := list(islice(same_layer, most)):
                 block.refer_to([one.output_position for one in sharing])
                 for t2, same_output in groupby(sharing, lambda one: one.output_position):
                     some = list(same_output)
@@ -153,6 +158,11 @@ def jacobians_of(
     computed = in_order()
     for _ in with_progress(range(len(wanted)), progress, "Jacobians"):
         yield next(computed)
+
+
+def chunk_that_fits(width: int, d_model: int) -> int:
+    """How many rows of J are computed at a time, if `width * d_model` is the widest activation for one of them."""
+    return max(1, _CHUNK_BUDGET // (width * d_model))
 
 
 def jacobian_and_path(
@@ -182,7 +192,7 @@ def jacobians_of_output(
             for J_1, part in zip(J, of_each_input(*for_seeds(pull_back, seeds)), strict=True):
                 J_1[rows] = part
 
-        over_seeds(pull, y, chunk_size or max(1, _CHUNK_BUDGET // (way.width * d_model)))
+        over_seeds(pull, y, chunk_size or chunk_that_fits(way.width, d_model))
         return y, [expected.u @ J_1 for J_1 in J], J
 
     return _cheapest(block, block.ways(input_positions, output_position), input_positions, output_position, compute)
