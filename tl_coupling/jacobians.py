@@ -85,7 +85,7 @@ def block_jacobians(
     chosen = range(trace.n_layers) if layers is None else layers
     if not len(chosen):
         raise ValueError("`layers` is empty: wanted at least one layer")
-    J = trace.residual.new_empty(len(chosen), trace.d_model, trace.d_model)
+    J = trace.blocks[0].X.new_empty(len(chosen), trace.d_model, trace.d_model)
     for row, layer in enumerate(with_progress(chosen, progress, "Jacobians")):
         J[row] = block_jacobian(trace, layer, position=position, chunk_size=chunk_size)
     return J
@@ -130,18 +130,23 @@ def block_jvp(
 
 
 def jacobians_of(
-    trace: Trace, wanted: Sequence[Connection], chunk_size: int | None, progress: Progress | None, paths: dict[str, str]
+    trace: Trace,
+    wanted: Sequence[Connection],
+    chunk_size: int | None,
+    progress: Progress | None,
+    paths: dict[str, str],
+    at_once: int = _MOST_SHARING,
 ) -> Iterator[Float[Tensor, "d_model d_model"]]:
     """`J` of each connection, in order, and in `paths` the way in which it was evaluated.
 
-    Neighbours with a layer or an output in common share work.
+    Neighbours with a layer or an output in common share work, up to `at_once`. Computed when they are asked for.
     """
 
     def in_order() -> Iterator[Tensor]:
-        at_once = max(1, min(_MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
+        most = max(1, min(at_once, _MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
         for layer, same_layer in groupby(wanted, lambda one: one.layer):
             block = trace.blocks[layer]
-            while sharing := list(islice(same_layer, at_once)):
+            while sharing := list(islice(same_layer, most)):
                 block.refer_to([one.output_position for one in sharing])
                 for t2, same_output in groupby(sharing, lambda one: one.output_position):
                     some = list(same_output)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tl_coupling.blocks import Trace
 from tl_coupling.border import checked
 from tl_coupling.comparisons import CouplingMap, context_coupling, depth_coupling, neighbours, self_coupling
-from tl_coupling.comparisons.pairs import DEFAULT_K, fitting_k, free_end
+from tl_coupling.comparisons.choices import DEFAULT_K, fitting_k, free_end
 from tl_coupling.coupling import Orientation
 from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.progress import Progress

@@ -4,21 +4,22 @@ Every comparison is a list of connections that give J_1 (rows) and a list that g
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
-from tl_coupling.border import Count, checked, warn_caller
+from tl_coupling.border import Count, checked
+from tl_coupling.comparisons.choices import at_both_layers, chosen_layers, chosen_positions, fitting_k, free_end
 from tl_coupling.comparisons.maps import CouplingMap, MeanCouplingMap
+from tl_coupling.comparisons.memory import MemoryLimit, Needs, Shelf, n_bytes, sharing_a_sweep
 from tl_coupling.coupling import Orientation
-from tl_coupling.jacobians import BATCH_BUDGET, Connection, jacobians_of
+from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.spectra import Spectrum, check_cut, check_k, singular_values, svd
-
-DEFAULT_K = 50
+from tl_coupling.spectra import Spectrum, check_cut, singular_values, svd
 
 
 @checked
@@ -30,6 +31,7 @@ def depth_coupling(
     *,
     layers: Sequence[int] | None = None,
     chunk_size: Count | None = None,
+    max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
 ) -> CouplingMap:
     """Coupling across depth: one token's `J^l_{tt}` against `J^{l'}_{tt}` for every pair of layers.
@@ -44,6 +46,9 @@ def depth_coupling(
         orientation: `"ujv"` (the paper's) or `"vju"`.
         layers: a selection of layers, in this order; all by default.
         chunk_size: as in `block_jacobian`.
+        max_memory: bytes, or a text such as "3GiB", that this may take beside the model and the trace. Chunks become
+            smaller, and Jacobians that do not fit are kept in a temporary file; by default where they would take more
+            than half of what is free.
         progress: wraps the loop over Jacobians, or over prompts if there are many: `progress=tqdm.tqdm`. By default a
             bar in a terminal or notebook; `False` for none.
 
@@ -52,13 +57,14 @@ def depth_coupling(
         `MeanCouplingMap`, which has `spread` and `spread_of_mean` as well.
 
     Raises:
-        ValueError: k outside `[1, d_model]`, a layer or position out of range.
+        ValueError: k outside `[1, d_model]`, a layer or position out of range, less `max_memory` than is needed.
 
     Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary); where the model is narrower than
     the default k = 50.
 
-    Cost: for each prompt a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L² matrices A. From a
-    generator of traces one prompt at a time is held in memory.
+    Cost: for each prompt a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L² matrices A; memory for
+    the Jacobians, `L d²` numbers, and A, `L² k²`. From a generator of traces one prompt at a time is held in memory; of
+    a model that is read from disk as many as have Jacobians no larger than its weights, so that one reading serves all.
 
     Example:
         >>> result = tlc.depth_coupling(trace, k=8)
@@ -69,12 +75,12 @@ def depth_coupling(
         >>> mean.coupling(4).shape, mean.spread(4).shape, mean.n_prompts
         (torch.Size([2, 2]), torch.Size([2, 2]), 2)
     """
-    given: dict[str, Any] = {"layers": layers, "chunk_size": chunk_size}
+    given: dict[str, Any] = {"layers": layers, "chunk_size": chunk_size, "max_memory": max_memory}
     if isinstance(trace, Trace):
         return depth_couplings(trace, k, position, (orientation,), progress=progress, **given)[orientation]
     traces = with_progress(map(_traced, trace), progress, "prompts")
-    given |= {"k": k, "position": position, "orientation": orientation, "progress": False}
-    return MeanCouplingMap.over(depth_coupling(one, **given) for one in traces)
+    maps = each_depth_coupling(traces, k, position, (orientation,), progress=False, **given)
+    return MeanCouplingMap.over(one[orientation] for one in maps)
 
 
 @checked
@@ -86,14 +92,33 @@ def depth_couplings(
     *,
     layers: Sequence[int] | None = None,
     chunk_size: Count | None = None,
+    max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
 ) -> dict[Orientation, CouplingMap]:
     """`depth_coupling` of one prompt in several orientations, from the same Jacobians and SVDs. Arguments as there."""
     if not orientations:
         raise ValueError("`orientations` is empty: wanted at least one")
-    t = trace.position_index(position)
-    connections = [Connection(layer, t, t, t) for layer in chosen_layers(trace, layers)]
-    return _compare(trace, connections, connections, "depth", k, orientations, chunk_size, progress, position=t)
+    given: dict[str, Any] = {"layers": layers, "chunk_size": chunk_size, "max_memory": max_memory}
+    return next(each_depth_coupling([trace], k, position, orientations, progress=progress, **given))
+
+
+def each_depth_coupling(
+    traces: Iterable[Trace],
+    k: int | None,
+    position: int,
+    orientations: Sequence[Orientation],
+    *,
+    layers: Sequence[int] | None = None,
+    **options: Any,
+) -> Iterator[dict[Orientation, CouplingMap]]:
+    """`depth_couplings` of each of several prompts; those of a model that is read from disk share its readings."""
+    for group in sharing_a_sweep(traces):
+        tasks = []
+        for one in group:
+            t = one.position_index(position)
+            connections = [Connection(layer, t, t, t) for layer in chosen_layers(one, layers)]
+            tasks.append(_Task(one, connections, connections, {"position": t}))
+        yield from _compare(tasks, "depth", k, orientations, **options)
 
 
 @checked
@@ -106,6 +131,7 @@ def self_coupling(
     k: int | None = None,
     orientation: Orientation = "ujv",
     chunk_size: Count | None = None,
+    max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
 ) -> CouplingMap:
     """Self-coupling: `J^l_{tt}` against `J^{l'}_{t't'}` for every pair of tokens t, t'; layers l, l' fixed.
@@ -118,7 +144,7 @@ def self_coupling(
         layer: l, of the Jacobians J_1; the rows.
         other_layer: l', of the singular vectors; the columns. The same layer by default.
         positions: a selection of tokens, in this order; all by default.
-        k, orientation, chunk_size, progress: as in `depth_coupling`, with the same errors and warnings.
+        k, orientation, chunk_size, max_memory, progress: as in `depth_coupling`, with the same errors and warnings.
 
     Returns:
         a `CouplingMap` of kind "self": rows and columns are tokens, `row_positions` and `col_positions` name them.
@@ -134,9 +160,10 @@ def self_coupling(
         >>> result.coupling().shape, result.row_positions[:3]
         (torch.Size([8, 8]), (0, 1, 2))
     """
-    chosen = _positions(trace, positions, range(trace.n_pos), "a self-coupling map")
-    rows, cols = _at_both_layers(trace, layer, other_layer, [(t, t, t) for t in chosen])
-    return _compare(trace, rows, cols, "self", k, (orientation,), chunk_size, progress)[orientation]
+    chosen = chosen_positions(trace, positions, range(trace.n_pos), "a self-coupling map")
+    rows, cols = at_both_layers(trace, layer, other_layer, [(t, t, t) for t in chosen])
+    options: dict[str, Any] = {"chunk_size": chunk_size, "max_memory": max_memory, "progress": progress}
+    return next(_compare([_Task(trace, rows, cols, {})], "self", k, (orientation,), **options))[orientation]
 
 
 @checked
@@ -151,6 +178,7 @@ def context_coupling(
     k: int | None = None,
     orientation: Orientation = "ujv",
     chunk_size: Count | None = None,
+    max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
 ) -> CouplingMap:
     """Context coupling: how one token acts on others, or others act on it, at two layers.
@@ -166,7 +194,7 @@ def context_coupling(
         fixed: which end of the connections is fixed: `"input"` or `"output"`.
         position: the fixed token; by default the first for a fixed input and the last for a fixed output.
         positions: a selection of tokens for the other end, in this order; all that causality allows by default.
-        trace, layer, other_layer, k, orientation, chunk_size, progress: as in `self_coupling`.
+        trace, layer, other_layer, k, orientation, chunk_size, max_memory, progress: as in `self_coupling`.
 
     Returns:
         a `CouplingMap` of kind "context"; `row_positions` and `col_positions` name the tokens of the free end, the
@@ -185,50 +213,12 @@ def context_coupling(
     """
     held = trace.position_index((0 if fixed == "input" else -1) if position is None else position)
     allowed = free_end(trace, fixed, held)
-    chosen = _positions(trace, positions, allowed, f"a context-coupling map with the {fixed} fixed at {held}")
+    chosen = chosen_positions(trace, positions, allowed, f"a context-coupling map with the {fixed} fixed at {held}")
     ends = [(held, t, t) if fixed == "input" else (t, held, t) for t in chosen]
-    rows, cols = _at_both_layers(trace, layer, other_layer, ends)
-    one = _compare(trace, rows, cols, "context", k, (orientation,), chunk_size, progress, fixed=fixed, position=held)
-    return one[orientation]
-
-
-def free_end(trace: Trace, fixed: Literal["input", "output"], position: int) -> range:
-    """The tokens on which a fixed input acts, or which act on a fixed output."""
-    if not trace.is_causal:
-        return range(trace.n_pos)
-    return range(position, trace.n_pos) if fixed == "input" else range(position + 1)
-
-
-@checked
-def neighbours(trace: Trace, layer: int | None = None, other_layer: int | None = None) -> tuple[int, int]:
-    """Two layers to compare tokens at: those given, or neighbours of the one given, or the two in the middle.
-
-    Example:
-        >>> neighbours(trace), neighbours(trace, layer=1), neighbours(trace, other_layer=1)
-        ((0, 1), (1, 1), (0, 1))
-    """
-    other = None if other_layer is None else trace.layer_index(other_layer, "other_layer")
-    second = trace.n_layers // 2 if other is None else other
-    first = max(0, second - 1) if layer is None else trace.layer_index(layer)
-    return first, min(first + 1, trace.n_layers - 1) if other is None else other
-
-
-def fitting_k(k: int | None, d_model: int) -> int:
-    """`k`; without one 50, or all that a narrower model has, with a warning."""
-    if k is not None:
-        check_k(k, d_model)
-        return k
-    if d_model < DEFAULT_K:
-        warn_caller(f"the model has width {d_model}: k = {d_model} is used in place of the default, {DEFAULT_K}")
-    return min(DEFAULT_K, d_model)
-
-
-def chosen_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
-    """The chosen layers, counted from 0, or all."""
-    chosen = [trace.layer_index(layer) for layer in (range(trace.n_layers) if layers is None else layers)]
-    if not chosen:
-        raise ValueError("`layers` is empty: wanted at least one layer")
-    return chosen
+    rows, cols = at_both_layers(trace, layer, other_layer, ends)
+    task = _Task(trace, rows, cols, {"fixed": fixed, "position": held})
+    options: dict[str, Any] = {"chunk_size": chunk_size, "max_memory": max_memory, "progress": progress}
+    return next(_compare([task], "context", k, (orientation,), **options))[orientation]
 
 
 def fill_pairs(
@@ -243,58 +233,105 @@ def fill_pairs(
         of_row[:] = left @ images.mT
 
 
+class _Task(NamedTuple):
+    """One prompt's comparison: the connections that give J_1 and the singular vectors, and what its provenance adds."""
+
+    trace: Trace
+    rows: list[Connection]
+    cols: list[Connection]
+    provenance: dict[str, Any]
+
+
 def _compare(
-    trace: Trace,
-    rows: list[Connection],
-    cols: list[Connection],
+    tasks: Sequence[_Task],
     kind: str,
     k: int | None,
     orientations: Sequence[Orientation],
+    *,
     chunk_size: int | None,
+    max_memory: int | str | None,
     progress: Progress | None,
-    **provenance: Any,
-) -> dict[Orientation, CouplingMap]:
-    """Every row's J_1 against every column's singular vectors, for each orientation.
+) -> Iterator[dict[Orientation, CouplingMap]]:
+    """For each prompt, every row's J_1 against every column's singular vectors, for each orientation.
 
-    Memory: `2 k d_model` numbers for each column, `k²` for each pair, and a batch of Jacobians; where rows and columns
-    are the same connections all their Jacobians, because each is needed in both roles.
+    Where rows and columns are the same connections, all their Jacobians are kept, because each is needed in both roles.
+    Prompts take turns at each connection.
     """
-    d, same = trace.d_model, rows == cols
+    trace, rows, cols, _ = tasks[0]
+    d, same, m = trace.d_model, rows == cols, len(tasks)
     k = fitting_k(k, d)
-    paths: dict[str, str] = {}
-    computed = jacobians_of(trace, cols if same else [*cols, *rows], chunk_size, progress, paths)
-    batch = len(cols) if same else max(1, BATCH_BUDGET // d**2)
+    # Each prompt has singular vectors and Jacobians of its own; the maps are made one after the other.
+    of_all = m * len(rows), m * len(cols)
+    first = trace.blocks[0]
+    needs = Needs.of(first.call.module, d, first.X.element_size(), *of_all, k, len(orientations), same)
+    needs = replace(needs, result=needs.result // m**2)
+    limit = None if max_memory is None else n_bytes(max_memory)
+    how: dict[str, Any] = {"chunk_size": chunk_size}
+    if limit is not None:
+        needs = needs.within(limit)
+        how = {"chunk_size": chunk_size or needs.chunk_size, "at_once": needs.at_once}
+    paths: list[dict[str, str]] = [{} for _ in tasks]
+    computed = [
+        jacobians_of(one.trace, one.cols if same else one.cols + one.rows, progress=progress, paths=found, **how)
+        for one, found in zip(tasks, paths, strict=True)
+    ]
+    in_turn = (next(one) for _ in range(len(rows) if same else len(rows) + len(cols)) for one in computed)
 
     def batches(n: int) -> Iterator[Tensor]:
-        for start in range(0, n, batch):
-            J = trace.residual.new_empty(min(batch, n - start), d, d)
-            for J_1 in J:
-                J_1.copy_(next(computed))
-            yield J
+        while some := [next(in_turn) for _ in range(min(n, needs.at_once))]:
+            n -= len(some)
+            yield torch.stack(some)
 
-    of_cols = list(batches(len(cols))) if same else batches(len(cols))
-    # One more singular value than asked for: it tells whether the cut falls inside a near-repeated one.
-    spectra = [svd(J, min(k + 1, d)) for J in of_cols]
-    spectrum = Spectrum(*(torch.cat([getattr(s, part) for s in spectra]) for part in ("U", "S", "Vh")))
-    check_cut(spectrum.S, k, [str(connection) for connection in cols])
-    spectrum = spectrum.top(k)
+    parts, shelf, start = [], None, 0
+    for J in batches(m * len(cols)):
+        if same:
+            shelf = shelf or Shelf(m * len(rows), J[0], needs.kept_in_memory(limit, J.device))
+            shelf.put(start, J)
+        start += len(J)
+        # One more singular value than asked for: it tells whether the cut falls inside a near-repeated one.
+        parts.append(svd(J, min(k + 1, d)))
+    U, S, Vh = (torch.cat([getattr(one, name) for one in parts]) for name in ("U", "S", "Vh"))
+    del parts
+    for i, task in enumerate(tasks):
+        spectrum = Spectrum(U[i::m], S[i::m], Vh[i::m])
+        check_cut(spectrum.S, k, [str(connection) for connection in task.cols])
+        of_rows = batches(len(rows)) if shelf is None else (shelf.take(m * row + i)[None] for row in range(len(rows)))
+        found = _maps(task, kind, spectrum.top(k), of_rows, orientations, same, paths[i])
+        if i + 1 == m:
+            for one in computed:
+                # A progress bar ends where its iterator does.
+                next(one, None)
+        yield found
 
-    matrices = {one: trace.residual.new_empty(len(rows), len(cols), k, k) for one in orientations}
+
+def _maps(
+    task: _Task,
+    kind: str,
+    spectrum: Spectrum,
+    of_rows: Iterable[Float[Tensor, "n d d"]],
+    orientations: Sequence[Orientation],
+    same: bool,
+    paths: dict[str, str],
+) -> dict[Orientation, CouplingMap]:
+    """One prompt's maps, from the columns' singular vectors and the rows' Jacobians, some at a time."""
+    trace, rows, cols, provenance = task
+    k = spectrum.S.shape[1]
+    # Laid out once as `fill_pairs` needs them.
+    spectrum = Spectrum(spectrum.U.mT.contiguous().mT, spectrum.S, spectrum.Vh.contiguous())
+    matrices = {one: spectrum.S.new_empty(len(rows), len(cols), k, k) for one in orientations}
     S_1, frobenius_norms, start = [], [], 0
-    for J in of_cols if same else batches(len(rows)):
+    for J in of_rows:
         frobenius_norms.append(torch.linalg.matrix_norm(J))
-        S_1.append(spectrum.S if same else singular_values(J)[:, :k])
+        S_1.append(spectrum.S[start : start + len(J)] if same else singular_values(J)[:, :k])
         for orientation, A in matrices.items():
             fill_pairs(A[start : start + len(J)], J, spectrum, orientation)
         start += len(J)
-    # A progress bar ends where its iterator does.
-    next(computed, None)
     return {
         orientation: CouplingMap(
             matrices=A,
             singular_values=torch.cat(S_1),
             frobenius_norms=torch.cat(frobenius_norms),
-            d_model=d,
+            d_model=trace.d_model,
             row_layers=tuple(row.layer for row in rows),
             col_layers=tuple(col.layer for col in cols),
             row_positions=tuple(row.position for row in rows),
@@ -314,30 +351,3 @@ def _traced(one: Any) -> Trace:
             "`(tl_coupling.trace(model, prompt) for prompt in prompts)`"
         )
     return one
-
-
-def _at_both_layers(
-    trace: Trace, layer: int, other_layer: int | None, ends: list[tuple[int, int, int]]
-) -> list[list[Connection]]:
-    """The same tokens' connections at both layers; `ends` are input, output, and the one that names the connection."""
-    layers = trace.layer_index(layer), trace.layer_index(layer if other_layer is None else other_layer, "other_layer")
-    return [[Connection(one, *tokens) for tokens in ends] for one in layers]
-
-
-def _positions(trace: Trace, positions: Sequence[int] | None, allowed: range, what: str) -> list[int]:
-    """The chosen tokens, counted from 0, or all; each once, at least two, and none that is not allowed."""
-    chosen = list(allowed) if positions is None else [trace.position_index(t, "positions") for t in positions]
-    if forbidden := [t for t in chosen if t not in allowed]:
-        raise ValueError(
-            f"`positions` of {what} must lie in [{allowed[0]}, {allowed[-1]}], where causality lets tokens act on each "
-            f"other; got {forbidden}"
-        )
-    if len(set(chosen)) < len(chosen):
-        raise ValueError(f"`positions` must name each token once, got {chosen}")
-    if len(chosen) < 2:
-        raise ValueError(
-            f"{what} compares at least two tokens, here there is {len(chosen)}: use a longer prompt"
-            if positions is None
-            else f"`positions` of {what} must name at least two tokens, got {chosen}"
-        )
-    return chosen

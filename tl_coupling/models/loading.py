@@ -23,9 +23,11 @@ import torch
 from torch import nn
 
 from tl_coupling.border import FloatDtype, checked, warn_caller
+from tl_coupling.models import streaming
 from tl_coupling.models.loaded import LOADED_AS, describe_kind, kind_of_config, version
 
 Backend = Literal["auto", "bridge", "hooked"]
+Memory = Literal["resident", "stream"]
 
 EMBEDDED_MODEL = "smollm2-135m"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,6 +38,8 @@ _installing = threading.RLock()
 _KNOWN = {
     "trust_remote_code=True": "it comes with Python code of its own, which is run only if asked for: read that code, "
     "then `load_model(…, trust_remote_code=True)`",
+    "no file named model.safetensors": "its weights are in no safetensors file, and `memory='stream'` reads no other: "
+    "load it without, or save it again with HuggingFace's `save_pretrained`",
     "Weights only load failed": "its weights are a pickle that would run code; wanted safetensors",
     "Valid official model names": "HookedTransformer takes hub models that TransformerLens lists "
     '(`transformer_lens.loading.OFFICIAL_MODEL_NAMES`); use backend="bridge"',
@@ -63,6 +67,7 @@ def load_model(
     backend: Backend = "auto",
     device: str | torch.device | None = None,
     dtype: FloatDtype = torch.float32,
+    memory: Memory = "resident",
     trust_remote_code: bool = False,
     label: str | None = None,
 ) -> nn.Module:
@@ -79,6 +84,8 @@ def load_model(
         backend: `"hooked"` is HookedTransformer (TransformerLens 3 only), the others TransformerBridge.
         device: CUDA if there is one, else the CPU, unless given.
         dtype: of the weights. Jacobians are computed in float32 or float64 in any case.
+        memory: `"stream"` leaves the weights in their safetensors files. Of a model loaded so only one block at a time
+            is in memory, in float32 or float64, in which the model is then also run.
         trust_remote_code: run the Python code that some models bring with them. Without it none is run, and you are
             never prompted.
         label: what results call the model; by default its name, which for a local folder says where it is.
@@ -93,6 +100,9 @@ def load_model(
     """
     if untrained and checkpoint is not None:
         raise ModelError("`untrained=True` and `checkpoint` exclude each other: an untrained model has no steps")
+    if memory == "stream" and (untrained or backend == "hooked"):
+        other = "`untrained=True` has no files" if untrained else 'HookedTransformer (`backend="hooked"`) reads all'
+        raise ModelError(f'`memory="stream"` leaves weights in their files, and {other}: leave one of the two out')
     if checkpoint is not None and (name == EMBEDDED_MODEL or Path(name).is_dir()):
         what = "the embedded model" if name == EMBEDDED_MODEL else "a local folder"
         advice = "`checkpoint` is for hub models that published theirs; load a local checkpoint by its own folder"
@@ -104,7 +114,10 @@ def load_model(
         # Building a bridge draws random numbers; the caller's generator is left as it was.
         with torch.random.fork_rng(devices=[]), _nothing_installed(name):
             source = str(embedded_folder()) if name == EMBEDDED_MODEL else name
-            model = (_hooked if backend == "hooked" else _bridge)(name, source, untrained, given)
+            if backend == "hooked":
+                model = _hooked(name, source, untrained, given)
+            else:
+                model = _bridge(name, source, untrained, given, memory)
     except (ModelError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -118,6 +131,7 @@ def load_model(
     LOADED_AS[model] = {"model": label or name, "checkpoint": checkpoint, "untrained": untrained}
     LOADED_AS[model] |= {"seed": _UNTRAINED_SEED} if untrained else {}
     LOADED_AS[model] |= {"trust_remote_code": True} if trust_remote_code else {}
+    LOADED_AS[model] |= {"memory": memory} if memory != "resident" else {}
     return model.eval()
 
 
@@ -142,7 +156,7 @@ def _present_device(device: str | torch.device | None) -> torch.device:
     return wanted
 
 
-def _bridge(name: str, source: str, untrained: bool, given: dict[str, Any]) -> nn.Module:
+def _bridge(name: str, source: str, untrained: bool, given: dict[str, Any], memory: Memory) -> nn.Module:
     """A TransformerBridge; models without a single residual stream are refused before their weights are read."""
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources import transformers
@@ -152,6 +166,8 @@ def _bridge(name: str, source: str, untrained: bool, given: dict[str, Any]) -> n
             raise ModelError(f"{name!r} is {kind}")
         architecture = transformers.determine_architecture_from_hf_config(config)
         auto = transformers.get_hf_model_class_for_architecture(architecture)
+        if memory == "stream":
+            return streaming.hollow_model(auto, source, given["device"], config=config, dtype=torch_dtype, **options)
         if not untrained:
             return auto.from_pretrained(source, config=config, dtype=torch_dtype, **options)
         # Built where a trained one is read, so that class, configuration, attention, device and dtype are the same.
@@ -159,7 +175,10 @@ def _bridge(name: str, source: str, untrained: bool, given: dict[str, Any]) -> n
 
     # In place of the HuggingFace class that TransformerLens would choose.
     auto_class = SimpleNamespace(from_pretrained=from_pretrained)
-    return TransformerBridge.boot_transformers(source, model_class=auto_class, **given)
+    bridge = TransformerBridge.boot_transformers(source, model_class=auto_class, **given)
+    if memory == "stream":
+        streaming.hollow_cuts(bridge)
+    return bridge
 
 
 def _hooked(name: str, source: str, untrained: bool, given: dict[str, Any]) -> nn.Module:
