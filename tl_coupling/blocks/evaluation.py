@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
+from tl_coupling.models import dequantising, dequantising_when_called
 
 # An object, one of its attributes, and the value that this is to have.
 Change = tuple[Any, str, Any]
@@ -78,9 +79,10 @@ def exact_arithmetic(
 
 @contextmanager
 def own_arithmetic(module: nn.Module) -> Iterator[None]:
-    """Exact arithmetic in the precision of the module's weights: how models are traced."""
+    """Exact arithmetic in the precision of the module's weights, dequantised: how models are traced."""
     weight = next(module.parameters(), torch.empty(0))
-    with exact_arithmetic(weight.device), attributes_set(_eager_experts(module, weight.dtype)):
+    changes = chain(dequantising_when_called(module), _eager_experts(module, weight.dtype))
+    with exact_arithmetic(weight.device), attributes_set(changes):
         yield
 
 
@@ -99,6 +101,7 @@ def _computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     Not by `torch.func.functional_call`: a bridge reaches one module under two names, and would keep foreign weights.
     """
     for part in module.modules():
+        yield from dequantising(part, dtype)
         # `parameters()` and `buffers()` would search all parts of each part again.
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
