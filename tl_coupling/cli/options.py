@@ -37,6 +37,10 @@ class Setup:
     dtype: Annotated[
         Literal["float32", "float64", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")
     ] = "float32"
+    quantization: Annotated[
+        Literal["nf4", "int8"] | None,
+        typer.Option(help="Quantise on loading, with bitsandbytes; what is measured are the dequantised weights."),
+    ] = None
     prepend_bos: Annotated[
         bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")
     ] = None
@@ -45,14 +49,17 @@ class Setup:
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `load_model` and of surveys."""
-        return {"backend": self.backend, "device": self.device, "dtype": getattr(torch, self.dtype)}
+        how = {"backend": self.backend, "device": self.device, "quantization": self.quantization}
+        return how | {"dtype": getattr(torch, self.dtype)}
 
 
 @dataclass(frozen=True)
 class OneModel(Setup):
     """One model, and how its prompts are traced."""
 
-    model: Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")] = EMBEDDED_MODEL
+    model: Annotated[str, typer.Option(help="Embedded model, hub name, local HuggingFace folder, or GGUF file.")] = (
+        EMBEDDED_MODEL
+    )
     checkpoint: Annotated[str | None, typer.Option(help="Training step, or hub revision.")] = None
     label: Annotated[
         str | None, typer.Option(help="What results call the model. [default: as --model, with a local folder's path]")

@@ -83,8 +83,8 @@ def survey(
     model: Annotated[
         list[str],
         typer.Option(
-            help="Hub name, local folder, or folder of checkpoints (all are measured); NAME=MODEL sets the name used "
-            "in the results; may be repeated."
+            help="Hub name, local folder, GGUF file, or folder of checkpoints (all are measured); NAME=MODEL sets the "
+            "name used in the results; may be repeated."
         ),
     ],
     sweep: Sweep,
