@@ -86,7 +86,7 @@ def block_jacobians(
     chosen = range(trace.n_layers) if layers is None else layers
     if not len(chosen):
         raise ValueError("`layers` is empty: wanted at least one layer")
-    J = trace.residual.new_empty(len(chosen), trace.d_model, trace.d_model)
+    J = trace.blocks[0].X.new_empty(len(chosen), trace.d_model, trace.d_model)
     for row, layer in enumerate(with_progress(chosen, progress, "Jacobians")):
         J[row] = block_jacobian(trace, layer, position=position, chunk_size=chunk_size)
     return J

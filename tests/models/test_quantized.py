@@ -159,6 +159,8 @@ def test_a_checkpoint_that_was_saved_quantised(kind: str, tmp_path: Path) -> Non
     assert (second.provenance["quantization"], second.provenance["quantized"]) == (kind, "as saved")
     with pytest.raises(tlc.ModelError, match=rf"is quantised already \({kind}\): leave `quantization` out$"):
         tlc.load_model(str(tmp_path / "packed"), quantization="nf4")
+    with pytest.raises(tlc.ModelError, match=rf"are to be quantised or are so \({kind}\): leave one of the two out$"):
+        tlc.load_model(str(tmp_path / "packed"), memory="stream")
     # Its configuration alone is used.
     assert "quantization" not in tlc.trace(tlc.load_model(str(tmp_path / "packed"), untrained=True), [3]).provenance
 
@@ -202,6 +204,27 @@ def test_weights_in_bfloat16_are_computed_in_float32(tmp_path: Path) -> None:
         expected = oracle.jacobians(layer, [(2, 7)])[2, 7]
         got = tlc.block_jacobian(trace, layer, input_position=2, output_position=7)
         assert float((got - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_model_is_run_in_float32_whatever_its_other_weights_are_in(kind: str, tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path)
+    trace = tlc.trace(tlc.load_model(str(folder), quantization=kind, dtype=torch.bfloat16), tiny.TOKENS)
+    # Embeddings and norms in bfloat16, int8 of those values.
+    for parameter in (plain := huggingface(folder)).parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    for name, layer in trace.model.named_modules():
+        if isinstance(layer, nn.Linear) and "_proj" in name:
+            path = name.replace("_original_component.", "").removesuffix("._original_component")
+            weight = torch.from_numpy(decoded(layer)).float()
+            # Four bits are dequantised in the dtype that was quantised.
+            weight = weight.bfloat16().float() if kind == "nf4" else weight
+            plain.get_submodule(path.replace("blocks", "model.layers")).weight.data = weight
+    with torch.no_grad():
+        stream = plain(torch.tensor([tiny.TOKENS]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(trace.residual[:-1], torch.cat(stream[:-1]), rtol=1e-5, atol=1e-5)
+    assert tlc.block_jacobians(trace).dtype == torch.float32
 
 
 def test_fp8_is_dequantised_by_transformers(tmp_path: Path) -> None:
@@ -324,6 +347,9 @@ def test_what_transformers_does_not_dequantise(method: str, folder_model: Path, 
 
 
 def test_what_does_not_go_with_quantisation(folder_model: Path) -> None:
+    streamed = refused(str(folder_model), quantization="nf4", memory="stream")
+    assert streamed.endswith("are to be quantised or are so (nf4): leave one of the two out")
+    assert "(gguf)" in refused("some.gguf", memory="stream")
     assert "exclude each other" in refused(str(folder_model), quantization="nf4", untrained=True)
     assert 'leave `backend="hooked"` out' in refused("gpt2", quantization="nf4", backend="hooked")
 

@@ -159,8 +159,13 @@ def differ_in(first: BlockCall, second: BlockCall, layers: tuple[int, int]) -> s
         or _difference("parameter", ours, theirs)
         or ("parameters that are not floating-point numbers" if None in ours.values() else None)
         or _difference("buffer", *(dict(block.named_buffers()) for block in blocks))
-        or _difference("argument", first.arguments, second.arguments)
+        or argument_that_differs(first, second)
     )
+
+
+def argument_that_differs(first: BlockCall, second: BlockCall) -> str | None:
+    """The first argument that is not the same in two calls of a block; `None` if all are."""
+    return _difference("argument", first.arguments, second.arguments)
 
 
 def _other_setting(first: nn.Module, second: nn.Module, layers: tuple[int, int]) -> str | None:

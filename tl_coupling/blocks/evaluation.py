@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
-from tl_coupling.models import dequantising, dequantising_when_called
+from tl_coupling.models import dequantising, filled, is_hollow, is_packed
 
 # An object, one of its attributes, and the value that this is to have.
 Change = tuple[Any, str, Any]
@@ -70,20 +70,65 @@ def exact_arithmetic(
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            casts = (_computing_in(module, dtype) for module in modules if dtype is not None)
-            stack.enter_context(attributes_set(chain(_full_precision(), *casts)))
+            changes = () if dtype is None else _computing_in(modules, dtype)
+            stack.enter_context(attributes_set(chain(_full_precision(), changes)))
             _entered.append(what)
             stack.callback(_entered.pop)
             yield
 
 
 @contextmanager
-def own_arithmetic(module: nn.Module) -> Iterator[None]:
-    """Exact arithmetic in the precision of the module's weights, dequantised: how models are traced."""
+def own_arithmetic(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Exact arithmetic in the precision of the module's weights: how models are traced.
+
+    A model whose weights are elsewhere, or packed, computes in `dtype` (by default float32, or float64 if that is its
+    own), one part after the other: each has its weights while it is called.
+    """
     weight = next(module.parameters(), torch.empty(0))
-    changes = chain(dequantising_when_called(module), _eager_experts(module, weight.dtype))
-    with exact_arithmetic(weight.device), attributes_set(changes):
+    with exact_arithmetic(weight.device), ExitStack() as stack:
+        if is_hollow(module) or any(map(is_packed, module.modules())):
+            dtype = dtype or (torch.float64 if weight.dtype == torch.float64 else torch.float32)
+            stack.enter_context(_filled_when_called(module, dtype))
+        stack.enter_context(attributes_set(_eager_experts(module, dtype or weight.dtype)))
         yield
+
+
+@contextmanager
+def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Context in which each part of a model has its weights, in `dtype`, while it is called.
+
+    Parts are the blocks, and the largest modules that contain none; where weights are elsewhere, those that lack some.
+    """
+    blocks = set(model.blocks) if hasattr(model, "blocks") else {model}
+    weight = next(model.parameters())
+    called: list[ExitStack] = []
+
+    def enter(part: nn.Module, *_: Any) -> None:
+        hear_interrupts()
+        called.append(ExitStack())
+        called[-1].enter_context(exact_arithmetic(weight.device, [part], dtype))
+
+    def leave(*_: Any) -> None:
+        # torch calls it as well where a hook before ours raised.
+        if called:
+            called.pop().close()
+
+    with ExitStack() as hooks:
+        # A bridge does not list every part of the model that it wraps.
+        unread, read = [model, getattr(model, "original_model", model)], set()
+        while unread:
+            if (part := unread.pop()) in blocks or blocks.isdisjoint(part.modules()):
+                if part not in read and (is_hollow(part) or not is_hollow(model)):
+                    read.add(part)
+                    hooks.enter_context(part.register_forward_pre_hook(enter))
+                    hooks.enter_context(part.register_forward_hook(leave, always_call=True))
+                continue
+            unread += part.children()
+        try:
+            yield
+        finally:
+            while called:
+                leave()
 
 
 def _full_precision() -> list[Change]:
@@ -95,12 +140,13 @@ def _full_precision() -> list[Change]:
     return [(operation, "fp32_precision", "ieee") for operation in operations]
 
 
-def _computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
-    """Changes that make a module compute in `dtype`; HookedTransformer's norms cast to `cfg.dtype`.
+def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[Change]:
+    """Changes that make modules compute in `dtype`; HookedTransformer's norms cast to `cfg.dtype`.
 
     Not by `torch.func.functional_call`: a bridge reaches one module under two names, and would keep foreign weights.
     """
-    for part in module.modules():
+    yield from filled(modules, dtype)
+    for part in (part for module in modules for part in module.modules()):
         yield from dequantising(part, dtype)
         # `parameters()` and `buffers()` would search all parts of each part again.
         for tensor in (*part._parameters.values(), *part._buffers.values()):
@@ -109,7 +155,8 @@ def _computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
         cfg = vars(part).get("cfg")
         if isinstance(was := getattr(cfg, "dtype", None), torch.dtype) and was != dtype:
             yield cfg, "dtype", dtype
-    yield from _eager_experts(module, dtype)
+    for module in modules:
+        yield from _eager_experts(module, dtype)
 
 
 def _eager_experts(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:

@@ -80,10 +80,15 @@ class Passage:
         if norm is not None:
             with exact_arithmetic(X.device, [norm], dtype):
                 Y = norm(Y[None]).reshape(Y.shape)
-        given = recorded.call.arguments.items()
+        other = recorded if recorded.dtypes - {dtype} else None
+        return BlockFunction(layer, self.call(layer, dtype), X, Y - X, norm, other, remarks)
+
+    def call(self, layer: int, dtype: torch.dtype) -> BlockCall:
+        """One call, with its arguments in `dtype`."""
+        call = self.calls[layer].call
+        given = call.arguments.items()
         arguments = {name: map_tensors(value, partial(self._in_dtype, dtype, name)) for name, value in given}
-        call = replace(recorded.call, arguments=arguments)
-        return BlockFunction(layer, call, X, Y - X, norm, recorded if recorded.dtypes - {dtype} else None, remarks)
+        return replace(call, arguments=arguments)
 
     def _in_dtype(self, dtype: torch.dtype, name: str, tensor: Tensor) -> Tensor:
         """A captured argument in `dtype`: computed again by its module in that precision, or else as it was rounded."""

@@ -110,7 +110,7 @@ def _tail(
         return (given, *[None] * (length - 1)) if length else given
 
     forwards = {module: partial(block, length) for module, length in zip(model.blocks, lengths, strict=True)}
-    with _replaced(forwards | dict.fromkeys(skipped, _identity)):
+    with replaced(forwards | dict.fromkeys(skipped, _identity)):
         return _logits(model, batch)
 
 
@@ -144,7 +144,7 @@ def runnable(model: nn.Module) -> AbstractContextManager[None]:
     """Context without a final norm that the bridge has and HuggingFace has not (OPT with post-norm), which fails."""
     norm: Any = getattr(model, "ln_final", None)
     hollow = is_bridge(model) and norm is not None and getattr(norm, "original_component", norm) is None
-    return _replaced({norm: _identity} if hollow else {})
+    return replaced({norm: _identity} if hollow else {})
 
 
 def _identity(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -172,7 +172,7 @@ def _watched(model: Any) -> Iterator[list[tuple[int, Tensor]]]:
 
 
 @contextmanager
-def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Context in which modules have other `forward`s, and no hooks: those of the blocks have acted on the stream."""
     own = {"forward", "_forward_hooks", "_forward_pre_hooks"}
     before = {module: {name: vars(module)[name] for name in own & vars(module).keys()} for module in forwards}

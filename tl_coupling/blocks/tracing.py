@@ -18,8 +18,17 @@ from tl_coupling.blocks import tails
 from tl_coupling.blocks.evaluation import is_out_of_memory, own_arithmetic
 from tl_coupling.blocks.functions import BlockFunction, Remarks
 from tl_coupling.blocks.passages import Passage
+from tl_coupling.blocks.sweeps import Sweep, without_blocks
 from tl_coupling.border import FloatDtype, checked
-from tl_coupling.models import ModelInput, describe_kind, describe_model, describe_modules, is_bridge, model_input
+from tl_coupling.models import (
+    ModelInput,
+    describe_kind,
+    describe_model,
+    describe_modules,
+    is_bridge,
+    is_hollow,
+    model_input,
+)
 from tl_coupling.prompts import Prompt
 
 _ONE_INPUT = "trace prompts one at a time; token ids are whole numbers"
@@ -41,7 +50,7 @@ class Trace:
     tokens: Int[Tensor, " n_pos"] | None
     str_tokens: tuple[str, ...]
     residual: Float[Tensor, "n_layers_plus_1 n_pos d_model"]
-    blocks: tuple[BlockFunction, ...]
+    blocks: Sequence[BlockFunction]
     final_norm: bool
     provenance: dict[str, Any]
     pixels: Float[Tensor, "1 channels height width"] | None = None
@@ -100,6 +109,27 @@ class Trace:
             f"Trace({self.provenance['model']!r}, n_layers={self.n_layers}, n_pos={self.n_pos}, "
             f"d_model={self.d_model}, final_norm={self.final_norm}, tokens={list(self.str_tokens)})"
         )
+
+
+class _SweepTrace(Trace):
+    """A trace whose blocks, a `Sweep`, run when they are first asked for."""
+
+    blocks: Sweep
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    @cached_property
+    def residual(self) -> Float[Tensor, "n_layers_plus_1 n_pos d_model"]:
+        return self.blocks.residual()
+
+    @property
+    def n_pos(self) -> int:
+        return len(self.blocks.embedded)
+
+    @property
+    def d_model(self) -> int:
+        return self.blocks.embedded.shape[1]
 
 
 def _one_stream(model: nn.Module) -> None:
@@ -176,8 +206,8 @@ def trace(
         prompt = Path(prompt.image) if prompt.image else prompt.prompt
     given = model_input(model, prompt, prepend_bos)
     dtype = _precision(dtype, next(model.parameters()).dtype)
-    passage = _record(model, given)
     norm = tails.final_norm(model, given.batch) if final_norm else None
+    passage = _record(model, given, dtype)
     return _traced(model, passage, dtype, given.str_tokens, partial(describe_model, model), norm, given)
 
 
@@ -266,15 +296,23 @@ def _traced(
     given: ModelInput | None = None,
 ) -> Trace:
     """What was recorded, as block functions in `dtype`; the last one with the norm, if there is one."""
-    remarks, last, stream = Remarks(), len(passage.calls) - 1, passage.stream(dtype)
-    functions = (passage.block_function(i, dtype, remarks, norm if i == last else None) for i in range(last + 1))
-    blocks = tuple(functions)
-    if norm is not None:
-        stream[-1] = stream[-2] + blocks[-1].step
-    residual = torch.stack(stream)
-    text = names(residual.shape[1])
+    remarks, last = Remarks(), len(passage.calls) - 1
+    make: type[Trace] = Trace
+    blocks: Sequence[BlockFunction]
+    streams: dict[str, Tensor] = {}
+    if is_hollow(model):
+        make, blocks = _SweepTrace, (sweep := Sweep(passage, dtype, remarks, norm))
+        entering = sweep.embedded[None]
+    else:
+        stream = passage.stream(dtype)
+        blocks = tuple(passage.block_function(i, dtype, remarks, norm if i == last else None) for i in range(last + 1))
+        if norm is not None:
+            stream[-1] = stream[-2] + blocks[-1].step
+        streams["residual"] = torch.stack(stream)
+        entering = streams["residual"][:-1]
+    text = names(entering.shape[1])
     provenance = {
-        **describe(residual[:-1]),
+        **describe(entering),
         **(given.provenance if given else {}),
         "str_tokens": list(text),
         "n_layers": last + 1,
@@ -286,7 +324,16 @@ def _traced(
     }
     tokens = given.tokens if given else None
     pixels = given.batch if given and tokens is None else None
-    return Trace(model, tokens, text, residual, blocks, norm is not None, provenance, pixels)
+    return make(
+        model=model,
+        tokens=tokens,
+        str_tokens=text,
+        **streams,
+        blocks=blocks,
+        final_norm=norm is not None,
+        provenance=provenance,
+        pixels=pixels,
+    )
 
 
 def _index(value: int, size: int, name: str, what: str) -> int:
@@ -300,8 +347,8 @@ class _BlocksDone(Exception):
     """Raised at the unembedding, the largest matrix of a small model: it is not needed."""
 
 
-def _record(model: Any, given: ModelInput) -> Passage:
-    """Run the model on its input, up to its unembedding."""
+def _record(model: Any, given: ModelInput, dtype: torch.dtype) -> Passage:
+    """Run the model on its input, up to its unembedding; in `dtype` and without its blocks if weights are elsewhere."""
 
     def unembed(*_: Any) -> None:
         raise _BlocksDone
@@ -327,10 +374,13 @@ def _record(model: Any, given: ModelInput) -> Passage:
         with suppress(_BlocksDone):
             run()
 
-    with own_arithmetic(model), tails.runnable(model), ExitStack() as hooks:
+    with own_arithmetic(model, dtype), tails.runnable(model), ExitStack() as hooks:
         if isinstance(getattr(model, "unembed", None), nn.Module):
-            hooks.enter_context(model.unembed.register_forward_pre_hook(unembed))
+            # Before its weights are read.
+            hooks.enter_context(model.unembed.register_forward_pre_hook(unembed, prepend=True))
         n_pos = None if given.tokens is None else len(given.tokens)
+        if is_hollow(model):
+            return without_blocks(model, until_unembedding, n_pos)
         return Passage.of(model, list(model.blocks), until_unembedding, n_pos)
 
 

@@ -41,6 +41,9 @@ class Setup:
         Literal["nf4", "int8"] | None,
         typer.Option(help="Quantise on loading, with bitsandbytes; what is measured are the dequantised weights."),
     ] = None
+    memory: Annotated[
+        Literal["resident", "stream"], typer.Option(help="Leave weights in their files but for one block at a time.")
+    ] = "resident"
     prepend_bos: Annotated[
         bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")
     ] = None
@@ -49,8 +52,8 @@ class Setup:
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `load_model` and of surveys."""
-        how = {"backend": self.backend, "device": self.device, "quantization": self.quantization}
-        return how | {"dtype": getattr(torch, self.dtype)}
+        names = ("backend", "device", "quantization", "memory")
+        return {name: getattr(self, name) for name in names} | {"dtype": getattr(torch, self.dtype)}
 
 
 @dataclass(frozen=True)

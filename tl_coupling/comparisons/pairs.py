@@ -267,7 +267,7 @@ def _compare(
 
     def batches(n: int) -> Iterator[Tensor]:
         for start in range(0, n, batch):
-            J = trace.residual.new_empty(min(batch, n - start), d, d)
+            J = trace.blocks[0].X.new_empty(min(batch, n - start), d, d)
             for J_1 in J:
                 J_1.copy_(next(computed))
             yield J
@@ -279,7 +279,7 @@ def _compare(
     check_cut(spectrum.S, k, [str(connection) for connection in cols])
     spectrum = spectrum.top(k)
 
-    matrices = {one: trace.residual.new_empty(len(rows), len(cols), k, k) for one in orientations}
+    matrices = {one: trace.blocks[0].X.new_empty(len(rows), len(cols), k, k) for one in orientations}
     S_1, frobenius_norms, start = [], [], 0
     for J in of_cols if same else batches(len(rows)):
         frobenius_norms.append(torch.linalg.matrix_norm(J))

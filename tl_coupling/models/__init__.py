@@ -8,11 +8,13 @@ from tl_coupling.models.loaded import (
     describe_model,
     describe_modules,
     is_bridge,
+    is_packed,
     reads_pixels,
 )
-from tl_coupling.models.loading import EMBEDDED_MODEL, Backend, load_model, named_device
-from tl_coupling.models.quantized import Quantization, dequantising, dequantising_when_called, is_gguf
+from tl_coupling.models.loading import EMBEDDED_MODEL, Backend, Memory, load_model, named_device
+from tl_coupling.models.quantized import Quantization, dequantising, is_gguf
+from tl_coupling.models.streaming import filled, is_hollow
 
-__all__ = ["EMBEDDED_MODEL", "Backend", "ModelError", "ModelInput", "context_length", "describe_kind", "describe_model"]
-__all__ += ["describe_modules", "is_bridge", "load_model", "model_input", "named_device", "reads_pixels", "tokenize"]
-__all__ += ["Quantization", "dequantising", "dequantising_when_called", "is_gguf"]
+__all__ = ["EMBEDDED_MODEL", "Backend", "Memory", "ModelError", "ModelInput", "Quantization", "context_length"]
+__all__ += ["dequantising", "describe_kind", "describe_model", "describe_modules", "filled", "is_bridge", "is_gguf"]
+__all__ += ["is_hollow", "is_packed", "load_model", "model_input", "named_device", "reads_pixels", "tokenize"]

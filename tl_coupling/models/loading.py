@@ -24,10 +24,11 @@ import torch
 from torch import nn
 
 from tl_coupling.border import FloatDtype, checked, warn_caller
-from tl_coupling.models import quantized
+from tl_coupling.models import quantized, streaming
 from tl_coupling.models.loaded import LOADED_AS, ModelError, describe_kind, kind_of_config, version
 
 Backend = Literal["auto", "bridge", "hooked"]
+Memory = Literal["resident", "stream"]
 
 EMBEDDED_MODEL = "smollm2-135m"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -38,6 +39,8 @@ _installing = threading.RLock()
 _KNOWN = {
     "trust_remote_code=True": "it comes with Python code of its own, which is run only if asked for: read that code, "
     "then `load_model(…, trust_remote_code=True)`",
+    "no file named model.safetensors": "its weights are in no safetensors file, and `memory='stream'` reads no other: "
+    "load it without, or save it again with HuggingFace's `save_pretrained`",
     "Weights only load failed": "its weights are a pickle that would run code; wanted safetensors",
     "Valid official model names": "HookedTransformer takes hub models that TransformerLens lists "
     '(`transformer_lens.loading.OFFICIAL_MODEL_NAMES`); use backend="bridge"',
@@ -61,6 +64,7 @@ def load_model(
     backend: Backend = "auto",
     device: str | torch.device | None = None,
     dtype: FloatDtype = torch.float32,
+    memory: Memory = "resident",
     quantization: quantized.Quantization | None = None,
     trust_remote_code: bool = False,
     label: str | None = None,
@@ -78,6 +82,8 @@ def load_model(
         backend: `"hooked"` is HookedTransformer (TransformerLens 3 only), the others TransformerBridge.
         device: CUDA if there is one, else the CPU, unless given.
         dtype: of the weights. Jacobians are computed in float32 or float64 in any case.
+        memory: `"stream"` leaves the weights in their safetensors files. Of a model loaded so only one block at a time
+            is in memory, in float32 or float64, in which the model is then also run.
         quantization: quantise the linear layers of a float checkpoint on loading, with bitsandbytes: `"nf4"` (4 bits)
             or `"int8"`. Embeddings, norms and the unembedding stay in `dtype`. What is measured are the dequantised
             weights; they stay packed in memory, unless a bridge takes fused ones apart (GPT-2). Checkpoints that were
@@ -99,9 +105,14 @@ def load_model(
         raise ModelError("`untrained=True` and `checkpoint` exclude each other: an untrained model has no steps")
     if quantization is not None and untrained:
         raise ModelError("`untrained=True` and `quantization` exclude each other: leave one of them out")
-    if backend == "hooked" and (quantization is not None or quantized.is_gguf(name)):
-        raise ModelError('quantised weights need a TransformerBridge: leave `backend="hooked"` out')
     is_file = quantized.is_gguf(name)
+    if backend == "hooked" and (quantization is not None or is_file):
+        raise ModelError('quantised weights need a TransformerBridge: leave `backend="hooked"` out')
+    if memory == "stream" and (untrained or backend == "hooked"):
+        other = "`untrained=True` has no files" if untrained else 'HookedTransformer (`backend="hooked"`) reads all'
+        raise ModelError(f'`memory="stream"` leaves weights in their files, and {other}: leave one of the two out')
+    if memory == "stream":
+        quantized.refuse_streaming(name, quantization or ("gguf" if is_file else None))
     if checkpoint is not None and (name == EMBEDDED_MODEL or is_file or Path(name).is_dir()):
         what = "a GGUF file" if is_file else "a local folder" if name != EMBEDDED_MODEL else "the embedded model"
         advice = "`checkpoint` is for hub models that published theirs; load a local checkpoint by its own folder"
@@ -116,7 +127,7 @@ def load_model(
             if backend == "hooked":
                 model = _hooked(name, source, untrained, given)
             else:
-                model = _bridge(name, source, untrained, given, quantization)
+                model = _bridge(name, source, untrained, given, memory, quantization)
     except (ModelError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -131,6 +142,7 @@ def load_model(
     LOADED_AS[model] = said | LOADED_AS.get(model, {})
     LOADED_AS[model] |= {"seed": _UNTRAINED_SEED} if untrained else {}
     LOADED_AS[model] |= {"trust_remote_code": True} if trust_remote_code else {}
+    LOADED_AS[model] |= {"memory": memory} if memory != "resident" else {}
     return model.eval()
 
 
@@ -156,7 +168,12 @@ def _present_device(device: str | torch.device | None) -> torch.device:
 
 
 def _bridge(
-    name: str, source: str, untrained: bool, given: dict[str, Any], quantization: quantized.Quantization | None
+    name: str,
+    source: str,
+    untrained: bool,
+    given: dict[str, Any],
+    memory: Memory,
+    quantization: quantized.Quantization | None,
 ) -> nn.Module:
     """A TransformerBridge; models without a single residual stream are refused before their weights are read."""
     from transformer_lens.model_bridge import TransformerBridge
@@ -173,6 +190,9 @@ def _bridge(
         if untrained:
             # Built where a trained one is read, so that class, configuration, attention, device and dtype are the same.
             return fresh(auto, config, torch_dtype, attention=options.get("attn_implementation"))
+        if memory == "stream":
+            quantized.refuse_streaming(name, quantized.how_saved(config))
+            return streaming.hollow_model(auto, source, given["device"], config=config, dtype=torch_dtype, **options)
         options |= quantized.loading_options(name, config, quantization, given["device"], torch_dtype)
         is_again, saved = bool(was), quantized.how_saved(config)
         was.update(quantized.described(quantization, saved))
@@ -196,6 +216,8 @@ def _bridge(
         # Bridges that take fused matrices apart cannot do so while these are packed.
         bridge = TransformerBridge.boot_transformers(source, **given)
     LOADED_AS[bridge] = was
+    if memory == "stream":
+        streaming.hollow_cuts(bridge)
     return bridge
 
 

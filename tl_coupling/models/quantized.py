@@ -62,29 +62,11 @@ def dequantising(part: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     """Changes that make a packed layer a linear one with its dequantised weight in `dtype`; none for another module."""
     if is_packed(part):
         weight = nn.Parameter(dequantised(part).to(dtype), requires_grad=False)
-        yield from _as(nn.Linear, part)
+        yield part, "__class__", nn.Linear
         yield part, "weight", weight
-
-
-def dequantising_when_called(module: nn.Module) -> Iterator[Change]:
-    """Changes that make each packed layer within a module dequantise its weight whenever it is called."""
-    for part in filter(is_packed, module.modules()):
-        yield from _as(_OnCall, part)
-
-
-class _OnCall(nn.Linear):
-    """A packed layer that computes with its dequantised weight, in the dtype of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return nn.functional.linear(x, dequantised(self).to(x.dtype), bias)
-
-
-def _as(kind: type[nn.Linear], part: nn.Module) -> Iterator[Change]:
-    yield part, "__class__", kind
-    # Where accelerate placed the model, the layer has a `forward` of its own, which calls this one.
-    if "_old_forward" in vars(part):
-        yield part, "_old_forward", kind.forward.__get__(part)
+        # Where accelerate placed the model, the layer has a `forward` of its own, which calls this one.
+        if "_old_forward" in vars(part):
+            yield part, "_old_forward", nn.Linear.forward.__get__(part)
 
 
 def needs(what: str, package: str) -> None:
@@ -112,6 +94,13 @@ def described(asked: Quantization | None, saved: str | None) -> dict[str, str]:
         return {}
     by = f"on loading, by bitsandbytes {version('bitsandbytes')}" if asked else "as saved"
     return {"quantization": asked or str(saved), "quantized": by, "weights": "dequantised on loading"}
+
+
+def refuse_streaming(name: str, how: str | None) -> None:
+    """Raise ModelError on quantised weights where weights are to be left in their files."""
+    if how is not None:
+        said = f'`memory="stream"` reads weights in floating point, those of {name!r} are to be quantised or are so'
+        raise ModelError(f"{said} ({how}): leave one of the two out")
 
 
 def loading_options(

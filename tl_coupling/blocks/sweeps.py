@@ -1,0 +1,112 @@
+"""The blocks of a model that does not fit into memory: the model runs without them, and they one after the other."""
+
+from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from tl_coupling.blocks.calls import argument_that_differs
+from tl_coupling.blocks.functions import BlockFunction, Remarks
+from tl_coupling.blocks.passages import Passage
+from tl_coupling.blocks.tails import replaced
+
+# How long the tuples are that a model's blocks return, 0 for a tensor, where that is known.
+_lengths: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+class Sweep(Sequence[BlockFunction]):
+    """The block functions of one pass. A block runs, once, when it or a later one is asked for.
+
+    Its weights stay in memory until another's are wanted: what is measured block by block reads every weight once.
+    """
+
+    def __init__(self, passage: Passage, dtype: torch.dtype, remarks: Remarks, norm: nn.Module | None) -> None:
+        self._calls = [passage.call(layer, dtype) for layer in range(len(passage.calls))]
+        self._stream, self._functions = [passage.calls[0].X.to(dtype)], list[BlockFunction]()
+        self._remarks, self._norm = remarks, norm
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __getitem__(self, layer: Any) -> Any:
+        if isinstance(layer, slice):
+            return [self[i] for i in range(*layer.indices(len(self)))]
+        layer = range(len(self))[layer]
+        while len(self._functions) <= layer:
+            self._run(len(self._functions))
+        return self._functions[layer]
+
+    @property
+    def embedded(self) -> Tensor:
+        """The residual stream `[n_pos d_model]` that enters the first block."""
+        return self._stream[0]
+
+    def residual(self) -> Tensor:
+        """The residual stream `[n_layers+1 n_pos d_model]` before every block and after the last."""
+        last = self[-1]
+        return torch.stack([*self._stream[:-1], last.X + last.step if self._norm else self._stream[-1]])
+
+    def _run(self, layer: int) -> None:
+        """Run the block at a layer, unless another thread has."""
+        X, norm = self._stream[layer], self._norm if layer + 1 == len(self) else None
+        f = BlockFunction(layer, self._calls[layer], X, X, norm, None, self._remarks)
+        with f.evaluation():
+            if len(self._functions) > layer:
+                return
+            Y = f.call(X)
+            if not bool(Y.isfinite().all()):
+                named = f.call.module.named_parameters()
+                culprits = (
+                    f"parameter {name!r} of the block is not finite" for name, p in named if not p.isfinite().all()
+                )
+                found = next(culprits, "all parameters of the block are finite")
+                raise ValueError(f"the residual stream at layer {layer + 1} has NaN or infinite entries; {found}")
+            step = Y - X if norm is None else norm(Y[None]).reshape(Y.shape) - X
+            self._stream.append(Y)
+            self._functions.append(BlockFunction(layer, f.call, X, step, norm, None, self._remarks))
+
+
+def without_blocks(model: Any, run: Callable[[], Any], n_pos: int | None) -> Passage:
+    """What a model does while `run` runs it, but for its blocks: each is given what the one before is said to return.
+
+    It runs twice, with other values in place of what the blocks return: what else they are given must be the same.
+
+    Raises ValueError as `Passage.of`, or where a block's arguments depend on what earlier blocks computed.
+    """
+    blocks, errors = list(model.blocks), []
+
+    def passage(length: int, output: Callable[[Tensor], Tensor]) -> Passage:
+        # Wrapped, so that they name their arguments as the blocks do.
+        stand_ins = {block: update_wrapper(partial(_returned, length, output), block.forward) for block in blocks}
+        with replaced(stand_ins):
+            return Passage.of(model, blocks, run, n_pos)
+
+    # Whether blocks return a tensor or a tuple shows in whether the next one gets the stream.
+    for length in [_lengths[model]] if model in _lengths else range(4):
+        try:
+            found, other = passage(length, torch.clone), passage(length, _noise)
+        # A model that expects a tuple may fail in many ways on a tensor.
+        except (ValueError, TypeError, LookupError) as error:
+            errors.append(error)
+            continue
+        _lengths[model] = length
+        for i, (one, another) in enumerate(zip(found.calls, other.calls, strict=True)):
+            if name := argument_that_differs(one.call, another.call):
+                depends = f"{name} of block {i} depends on what earlier blocks computed"
+                raise ValueError(f"{depends}: such a model must be loaded as a whole, in floating point")
+        return found
+    raise errors[0]
+
+
+def _returned(
+    length: int, output: Callable[[Tensor], Tensor], first: Tensor | None = None, *_: Any, **named: Any
+) -> Any:
+    stream = output(named["hidden_states"] if first is None else first)
+    return (stream, *[None] * (length - 1)) if length else stream
+
+
+def _noise(X: Tensor) -> Tensor:
+    return torch.randn(X.shape, generator=torch.Generator().manual_seed(0)).to(X)

@@ -1,0 +1,160 @@
+"""Models whose weights stay in their safetensors files, and are read for a part of the model while it computes.
+
+The parameters of such a model are hollow: of full shape, on the device where they will be computed, but a single NaN in
+memory, so that what is computed without their weights is never mistaken for a number.
+"""
+
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+# Components of a bridge that cut their original component's joint weight into those of other components.
+_CUTS = {"split_qkv_matrix": ("q", "k", "v"), "split_gate_up_matrix": ("gate", "in")}
+# An object, one of its attributes, and the value that this is to have.
+_Change = tuple[Any, str, Any]
+
+
+class Stored(NamedTuple):
+    """Where a weight is kept: a safetensors file, and the tensor's name in it."""
+
+    file: str
+    name: str
+
+    def read(self) -> Tensor:
+        """The tensor, as a map of the file: it takes memory once it is used, and until it is let go."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, "pt") as file:
+            return file.get_tensor(self.name)
+
+
+# Of each module that itself has hollow parameters, where their weights are; None for those cut from others.
+_stored: WeakKeyDictionary[nn.Module, dict[str, Stored | None]] = WeakKeyDictionary()
+# The weights read last. They stay in memory until others are wanted, so that consecutive uses read them once.
+_kept: dict[nn.Parameter, Tensor] = {}
+
+
+def is_hollow(module: nn.Module) -> bool:
+    """Whether weights of the module, or of one inside it, are elsewhere."""
+    return any(part in _stored for part in module.modules())
+
+
+def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[_Change]:
+    """Changes that give hollow modules their weights in `dtype`; to be made one by one, as they come.
+
+    Weights that were read for other modules are let go first. Must not run in two threads at once.
+    """
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    hollow = {_parameter(part, name): source for part in parts for name, source in _stored.get(part, {}).items()}
+    for parameter in [one for one in _kept if one not in hollow or _kept[one].dtype != dtype]:
+        del _kept[parameter]
+
+    def full(parameter: nn.Parameter, weight: Tensor | None) -> _Change:
+        if weight is not None:
+            _kept[parameter] = weight
+        return parameter, "data", _kept[parameter]
+
+    for parameter, source in hollow.items():
+        if source is not None and _is_empty(parameter):
+            yield full(parameter, None if parameter in _kept else _read(source, parameter, dtype))
+    for part in parts if None in hollow.values() else ():
+        for cut, pieces in _cuts(part):
+            if any(_is_empty(parameter) for piece in pieces for parameter in piece.parameters()):
+                for made, piece in zip(cut(part.original_component), pieces, strict=True):
+                    for name, parameter in piece.named_parameters():
+                        # Where the cut is a view, it shares the whole's memory.
+                        yield full(parameter, made.get_parameter(name).data.to(dtype))
+
+
+def _read(source: Stored, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    weight = source.read()
+    if weight.shape != parameter.shape:
+        raise ValueError(f"{source.name!r} in {source.file} was {list(parameter.shape)}, is {list(weight.shape)}")
+    # A copy, so that no page of the file stays mapped. Weights are rounded to the dtype that the model has.
+    rounded = weight if weight.dtype == parameter.dtype else weight.to(parameter.dtype)
+    return rounded.to(parameter.device, dtype, copy=True)
+
+
+def _parameter(part: nn.Module, name: str) -> nn.Parameter:
+    parameter = part._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def _is_empty(parameter: Tensor) -> bool:
+    return (
+        parameter.untyped_storage().nbytes() == parameter.element_size() < parameter.numel() * parameter.element_size()
+    )
+
+
+def _cuts(part: Any) -> Iterator[tuple[Callable[..., Iterable[nn.Module]], list[nn.Module]]]:
+    """What cuts a joint weight in a component of a bridge, and the modules that hold the pieces, in its order."""
+    for cut, names in _CUTS.items():
+        if callable(function := getattr(part, cut, None)):
+            yield function, [getattr(part, name).original_component for name in names]
+
+
+def hollow_model(auto: Any, source: str, device: torch.device, **options: Any) -> nn.Module:
+    """A HuggingFace model with hollow parameters; ValueError where one cannot be.
+
+    transformers does what it does to any checkpoint (renames, ties, merges experts: those are saved again, in a
+    temporary folder that lives as long as the model); only accelerate's hooks, which would read a weight at every use,
+    are taken off.
+    """
+    from accelerate.hooks import remove_hook_from_submodules
+
+    room = tempfile.TemporaryDirectory(prefix="tl_coupling_")
+    model = auto.from_pretrained(
+        source, device_map={"": "disk"}, offload_folder=room.name, use_safetensors=True, **options
+    )
+    weakref.finalize(model, room.cleanup)
+    weakref.finalize(model, _kept.clear)
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    maps = (getattr(hook, "weights_map", None) for hook in hooks)
+    index = next(one.dataset.index for one in maps if one is not None)
+    remove_hook_from_submodules(model)
+    del model.hf_device_map
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        # What accelerate puts back is the class's own.
+        if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+            del vars(module)["forward"]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if not parameter.is_meta or not parameter.is_floating_point():
+                what = "in memory" if parameter.is_floating_point() else f"of {parameter.dtype}"
+                raise ValueError(f"its parameter {path}.{name} is {what}")
+            if parameter not in replaced:
+                replaced[parameter] = _hollow(parameter, device)
+            module._parameters[name] = replaced[parameter]
+            entry = index[f"{path}.{name}" if path else name]
+            _stored.setdefault(module, {})[name] = Stored(entry["safetensors_file"], entry["weight_name"])
+    return model
+
+
+def hollow_cuts(model: Any) -> None:
+    """Hollow out what a bridge cut from hollow parameters; ValueError where it made anything else from them."""
+    parts = list(dict.fromkeys([*model.modules(), *model.original_model.modules()]))
+    for piece in [piece for part in parts for _, pieces in _cuts(part) for piece in pieces]:
+        for name, parameter in piece._parameters.items():
+            if parameter is not None:
+                piece._parameters[name] = _hollow(parameter, parameter.device)
+                _stored.setdefault(piece, {})[name] = None
+    for part in parts:
+        for name, tensor in {**part._parameters, **part._buffers}.items():
+            known = tensor is None or name in _stored.get(part, {})
+            if not known and tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise ValueError(f"{name!r} of a {type(part).__name__} is made from other weights when it is loaded")
+
+
+def _hollow(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    nothing = torch.full((1,), torch.nan, dtype=parameter.dtype, device=device)
+    return nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
