@@ -12,9 +12,10 @@ from tl_coupling.models.loaded import (
     reads_pixels,
 )
 from tl_coupling.models.loading import EMBEDDED_MODEL, Backend, Memory, load_model, named_device
-from tl_coupling.models.quantized import Quantization, dequantising, is_gguf
+from tl_coupling.models.quantized import Quantization, dequantising, is_gguf, needs_package
 from tl_coupling.models.streaming import filled, is_hollow
 
 __all__ = ["EMBEDDED_MODEL", "Backend", "Memory", "ModelError", "ModelInput", "Quantization", "context_length"]
 __all__ += ["dequantising", "describe_kind", "describe_model", "describe_modules", "filled", "is_bridge", "is_gguf"]
-__all__ += ["is_hollow", "is_packed", "load_model", "model_input", "named_device", "reads_pixels", "tokenize"]
+__all__ += ["is_hollow", "is_packed", "load_model", "model_input", "named_device", "needs_package", "reads_pixels"]
+__all__ += ["tokenize"]

@@ -69,7 +69,7 @@ def dequantising(part: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
             yield part, "_old_forward", nn.Linear.forward.__get__(part)
 
 
-def needs(what: str, package: str) -> None:
+def needs_package(what: str, package: str) -> None:
     """Raise ModelError unless a package is there that something needs."""
     if importlib.util.find_spec(package) is None:
         raise ModelError(f"{what} needs {package}, which is not installed: {_INSTALL[package]}")
@@ -117,14 +117,14 @@ def loading_options(
     if asked and saved:
         raise ModelError(f"{name!r} is quantised already ({saved}): leave `quantization` out")
     if asked:
-        needs(f'`quantization="{asked}"`', "bitsandbytes")
+        needs_package(f'`quantization="{asked}"`', "bitsandbytes")
         of_4_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
         how = {"load_in_4bit": True, **of_4_bits} if asked == "nf4" else {"load_in_8bit": True}
         return place | {"quantization_config": BitsAndBytesConfig(**how)}
     if saved is None:
         return {}
     if saved in ("nf4", "fp4", "int8"):
-        needs(f"{name!r}, which is saved in {saved},", "bitsandbytes")
+        needs_package(f"{name!r}, which is saved in {saved},", "bitsandbytes")
         return place
     kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(saved)
     if kind is None or "dequantize" not in inspect.signature(kind).parameters:
@@ -182,7 +182,7 @@ def read_gguf(name: str, dtype: torch.dtype, fresh: Callable[[Any, Any], nn.Modu
 
     if not (path := Path(name)).is_file():
         raise ModelError(f"there is no file {name!r}: wanted a GGUF file, or another model's name or folder")
-    needs(repr(name), "gguf")
+    needs_package(repr(name), "gguf")
     file: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     model: Any
     try:
