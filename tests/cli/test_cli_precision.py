@@ -14,6 +14,9 @@ from torch import nn
 import tiny
 import tl_coupling as tlc
 from model_folders import save_gguf
+from tl_coupling.surveys import Settings, movements, precision_sweep
+
+pytestmark = pytest.mark.on_4_only
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
@@ -94,7 +97,10 @@ def test_how_far_measures_move(call, folder_model: Path, prompts: Path, tmp_path
     # Again, with one more: what is there is kept.
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "precisions").glob("*.nc")}
     assert len(kept) == 3
-    call("precision", *options, "--precision", "int8")
+    settings = Settings(k=(4, 8))
+    given = {"settings": settings, "folder": tmp_path / "out" / "precisions", "progress": False}
+    more = ["float32", "bfloat16", "nf4", "int8"]
+    precision_sweep(str(folder_model), more, [tlc.Prompt(*one) for one in TEXTS.items()], **given)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert len(list((tmp_path / "out" / "precisions").glob("*.nc"))) == 4
 
@@ -109,23 +115,21 @@ def test_bfloat16_rounds_every_weight_and_nothing_else(architecture: str, tmp_pa
         parameter.data = parameter.data.bfloat16().float()
     plain.save_pretrained(tmp_path / "rounded")
     tiny.save_tokenizer(tmp_path / "rounded")
-    settings = tlc.surveys.Settings(k=(4,))
     given = [f"same={tmp_path / 'rounded'}", "bfloat16"]
-    data = tlc.surveys.precision_sweep(tmp_path / "model", given, "w3 w4 w5", settings=settings, progress=False)
+    data = precision_sweep(tmp_path / "model", given, "w3 w4 w5", settings=Settings(k=(4,)), progress=False)
     assert float(data["pair_change"].sel(precision="bfloat16").max()) == 0
     assert float(data["loss"].diff("precision")[0, 0]) == 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
-def test_a_gguf_file_against_the_same_weights(call, tmp_path: Path) -> None:
+def test_a_gguf_file_against_the_same_weights(tmp_path: Path) -> None:
     save_gguf(tmp_path / "tiny.gguf").save_pretrained(tmp_path / "same")
     model = tlc.load_model(str(tmp_path / "tiny.gguf"))
     model.tokenizer.save_pretrained(tmp_path / "same")
-    given = ["--precision", "float32", "--precision", f"file={tmp_path / 'tiny.gguf'}", "--prompt", "w3w4", "--k", 4]
-    said = call("precision", "--model", tmp_path / "same", *given, "--out", tmp_path / "out").out
-    data = tlc.surveys.movements(__import__("xarray").load_dataset(tmp_path / "out" / "precision.nc"))
-    assert {abs(row.change) < 1e-6 for row in data} == {True}
-    assert "file" in said
+    given = ["float32", f"file={tmp_path / 'tiny.gguf'}"]
+    data = precision_sweep(tmp_path / "same", given, "w3w4", settings=Settings(k=(4,)), progress=False)
+    assert data["precision"].values.tolist() == ["float32", "file"]
+    assert max(abs(row.change) for row in movements(data)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -177,10 +181,12 @@ def test_other_commands_quantise(call, folder_model: Path, prompts: Path, tmp_pa
     assert "'nf5' is not one of 'nf4', 'int8'" in said
 
     # The same model twice in one survey's folder, and an older survey's units as they were.
-    survey = ["survey", "--model", f"it={folder_model}", "--prompts", prompts, "--k", 4, "--out", tmp_path / "survey"]
-    call(*survey)
+    named = [tlc.Prompt(*one) for one in TEXTS.items()]
+    asked = tlc.Survey({"it": folder_model}, named, settings=Settings(k=(4,)))
+    tlc.run(asked, tmp_path / "survey" / "units", progress=False)
     units = {path: path.stat().st_mtime_ns for path in (tmp_path / "survey" / "units").glob("it@main*")}
-    call(*survey, "--quantization", "nf4")
+    survey = ["--model", f"it={folder_model}", "--prompts", prompts, "--k", 4, "--out", tmp_path / "survey"]
+    call("survey", *survey, "--quantization", "nf4")
     data = tlc.open_survey(tmp_path / "survey" / "units").load()
     assert {path: path.stat().st_mtime_ns for path in units} == units
     assert data["model"].values.tolist() == ["it", "it (nf4)"]
@@ -191,9 +197,9 @@ def test_other_commands_quantise(call, folder_model: Path, prompts: Path, tmp_pa
 
 def test_commands_leave_weights_in_their_files(call, folder_model: Path, tmp_path: Path) -> None:
     options = ["--model", folder_model, "--k", 4, "--prompt", TEXTS["one"]]
-    for memory in ("resident", "stream"):
-        call("depth", *options, "--memory", memory, "--out", tmp_path / memory)
-    resident, stream = (tlc.CouplingMap.load(tmp_path / memory / "depth.nc") for memory in ("resident", "stream"))
+    call("depth", *options, "--memory", "stream", "--out", tmp_path)
+    stream = tlc.CouplingMap.load(tmp_path / "depth.nc")
+    resident = tlc.depth_coupling(tlc.trace(tlc.load_model(str(folder_model)), TEXTS["one"]), 4)
     assert torch.equal(resident.matrices, stream.matrices)
     assert stream.provenance["memory"] == "stream"
     assert (

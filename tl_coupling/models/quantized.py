@@ -8,6 +8,7 @@ in memory and are dequantised block by block; what else transformers can dequant
 import copy
 import importlib.util
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +74,8 @@ def needs_package(what: str, package: str) -> None:
     """Raise ModelError unless a package is there that something needs."""
     if importlib.util.find_spec(package) is None:
         raise ModelError(f"{what} needs {package}, which is not installed: {_INSTALL[package]}")
+    # When it is imported it warns that a package of kernels is missing, which are not used here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def how_saved(config: Any) -> str | None:

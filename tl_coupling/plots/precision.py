@@ -70,8 +70,8 @@ def plot_precision(data: "xarray.Dataset", *, k: int | None = None, fig: Figure 
     overlap.set(xlabel="layer", ylabel=f"overlap of subspaces (k = {k})", ylim=(0, 1.02))
     overlap.plot([], [], "-", color="0.3", label="left singular vectors")
     overlap.plot([], [], "--", color="0.3", label="right singular vectors")
-    labels.plain_legend(overlap, loc="lower left", fontsize="small")
-    gains.set(xlabel="layer", ylabel="largest singular value, |change| (%)", yscale="log")
+    labels.plain_legend(overlap, loc="center left", fontsize="small")
+    gains.set(xlabel="layer", ylabel="largest σ, |change| (%)", yscale="log")
     for ax in (overlap, gains):
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     labels.plain_legend(fig, *gains.get_legend_handles_labels(), loc="outside lower center", ncols=len(others))
