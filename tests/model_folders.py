@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -148,3 +149,53 @@ def poison_chat_template(folder: Path, witness: Path) -> None:
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": attack}))
     (folder / "chat_template.jinja").write_text(attack)
+
+
+def save_gguf(path: Path, architecture: str = "llama") -> nn.Module:
+    """A Llama as llama.cpp keeps it, in Q8_0 (blocks of 32, a scale each); the same with its dequantised weights."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    plain: Any = tiny.huggingface_model("llama", intermediate_size=64)
+    config, kind = plain.config, GGMLQuantizationType.Q8_0
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    words = ["<s>", "w", *"0123456789", *(f"w{i}" for i in range(10))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words + [f"unused{i}" for i in range(config.vocab_size - len(words))])
+    writer.add_token_types([3] + [1] * (config.vocab_size - 1))
+    writer.add_token_merges([f"w {i}" for i in range(10)])
+    writer.add_bos_token_id(0)
+    names = {
+        "model.layers": "blk", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm",
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    }  # fmt: skip
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, parameter in plain.named_parameters():
+        weight = parameter.detach().numpy()
+        if weight.ndim == 2:
+            weight = quants.dequantize(quants.quantize(weight, kind), kind)
+            parameter.data = torch.from_numpy(weight)
+        # llama.cpp rotates neighbouring entries of a head, HuggingFace the two halves.
+        if n_heads := next((n for part, n in heads.items() if part in name), None):
+            weight = weight.reshape(n_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        if weight.ndim == 2:
+            writer.add_tensor(name, quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return plain

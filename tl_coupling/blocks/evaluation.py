@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
-from tl_coupling.models import filled, is_hollow
+from tl_coupling.models import dequantising, filled, is_hollow, is_packed
 
 # An object, one of its attributes, and the value that this is to have.
 Change = tuple[Any, str, Any]
@@ -100,12 +100,12 @@ def exact_arithmetic(
 def own_arithmetic(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Exact arithmetic in the precision of the module's weights: how models are traced.
 
-    A model whose weights are elsewhere computes in `dtype` (by default float32, or float64 if that is its own), one
-    part after the other: each has its weights while it is called.
+    A model whose weights are elsewhere, or packed, computes in `dtype` (by default float32, or float64 if that is its
+    own), one part after the other: each has its weights while it is called.
     """
     weight = next(module.parameters(), torch.empty(0))
     with exact_arithmetic(weight.device), ExitStack() as stack:
-        if is_hollow(module):
+        if is_hollow(module) or any(map(is_packed, module.modules())):
             dtype = dtype or (torch.float64 if weight.dtype == torch.float64 else torch.float32)
             stack.enter_context(_filled_when_called(module, dtype))
         stack.enter_context(attributes_set(_eager_experts(module, dtype or weight.dtype)))
@@ -116,7 +116,7 @@ def own_arithmetic(module: nn.Module, dtype: torch.dtype | None = None) -> Itera
 def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
     """Context in which each part of a model has its weights, in `dtype`, while it is called.
 
-    Parts are the blocks, and the largest modules that contain none.
+    Parts are the blocks, and the largest modules that contain none; where weights are elsewhere, those that lack some.
     """
     blocks = set(model.blocks) if hasattr(model, "blocks") else {model}
     weight = next(model.parameters())
@@ -137,7 +137,7 @@ def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
         unread, read = [model, getattr(model, "original_model", model)], set()
         while unread:
             if (part := unread.pop()) in blocks or blocks.isdisjoint(part.modules()):
-                if is_hollow(part) and part not in read:
+                if part not in read and (is_hollow(part) or not is_hollow(model)):
                     read.add(part)
                     hooks.enter_context(part.register_forward_pre_hook(enter))
                     hooks.enter_context(part.register_forward_hook(leave, always_call=True))
@@ -166,6 +166,7 @@ def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[
     """
     yield from filled(modules, dtype)
     for part in (part for module in modules for part in module.modules()):
+        yield from dequantising(part, dtype)
         # `parameters()` and `buffers()` would search all parts of each part again.
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:

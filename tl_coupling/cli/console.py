@@ -73,6 +73,9 @@ class Work:
 
     def measured(self, setup: OneModel, untrained: bool, measure: Callable[[Run], Measured]) -> dict[str, Measured]:
         """What `measure` finds in the trained model and, if wanted, in its untrained twin."""
+        if untrained and (setup.quantization is not None or setup.memory == "stream"):
+            option = "--memory stream" if setup.quantization is None else "--quantization"
+            raise ValueError(f"`{option}` is for weights in files, which an untrained twin has none of: --no-untrained")
 
         # A function of its own, so that one model is freed before the next is loaded.
         def of(role: str) -> Measured:

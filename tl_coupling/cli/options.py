@@ -22,8 +22,8 @@ OUT = Path("out")
 
 
 @dataclass(frozen=True)
-class Setup:
-    """How models are loaded and prompts are traced."""
+class Tracing:
+    """Where models run, and how prompts are traced."""
 
     backend: Annotated[Literal["auto", "bridge", "hooked"], typer.Option(help="TransformerLens' class.")] = "auto"
     device: Annotated[
@@ -34,25 +34,41 @@ class Setup:
             callback=lambda device: device if device is None else str(named_device(device)),
         ),
     ] = None
-    dtype: Annotated[
-        Literal["float32", "float64", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")
-    ] = "float32"
     prepend_bos: Annotated[
         bool | None, typer.Option(help="Put a BOS token first; by default as the tokenizer does.")
     ] = None
     final_norm: Annotated[bool, typer.Option("--final-norm", help="Include the final norm in the last block.")] = False
 
+
+@dataclass(frozen=True)
+class Setup(Tracing):
+    """How models are loaded as well."""
+
+    dtype: Annotated[
+        Literal["float32", "float64", "bfloat16", "float16"], typer.Option(help="Precision of the weights.")
+    ] = "float32"
+    quantization: Annotated[
+        Literal["nf4", "int8"] | None,
+        typer.Option(help="Quantise on loading, with bitsandbytes; what is measured are the dequantised weights."),
+    ] = None
+    memory: Annotated[
+        Literal["resident", "stream"], typer.Option(help="Leave weights in their files but for one block at a time.")
+    ] = "resident"
+
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of `load_model` and of surveys."""
-        return {"backend": self.backend, "device": self.device, "dtype": getattr(torch, self.dtype)}
+        names = ("backend", "device", "quantization", "memory")
+        return {name: getattr(self, name) for name in names} | {"dtype": getattr(torch, self.dtype)}
 
 
 @dataclass(frozen=True)
 class OneModel(Setup):
     """One model, and how its prompts are traced."""
 
-    model: Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")] = EMBEDDED_MODEL
+    model: Annotated[str, typer.Option(help="Embedded model, hub name, local HuggingFace folder, or GGUF file.")] = (
+        EMBEDDED_MODEL
+    )
     checkpoint: Annotated[str | None, typer.Option(help="Training step, or hub revision.")] = None
     label: Annotated[
         str | None, typer.Option(help="What results call the model. [default: as --model, with a local folder's path]")
@@ -60,7 +76,7 @@ class OneModel(Setup):
 
     def load(self, untrained: bool) -> nn.Module:
         """The model, or its untrained twin."""
-        checkpoint = None if untrained else _training_step(self.checkpoint)
+        checkpoint = None if untrained else training_step(self.checkpoint)
         return load_model(self.model, checkpoint=checkpoint, untrained=untrained, label=self.label, **self.loading)
 
     def trace(self, model: nn.Module, prompt: Prompt) -> Trace:
@@ -100,23 +116,29 @@ class Comparing:
 
 
 @dataclass(frozen=True)
-class Sweep(Comparing, Setup):
+class Measuring(Comparing, Tracing):
+    """How prompts are measured."""
+
+    position: Position = -1
+
+    @property
+    def settings(self) -> Settings:
+        """As the library takes them."""
+        return Settings(tuple(self.ks), self.position, self.orientation, self.final_norm, self.prepend_bos)
+
+
+@dataclass(frozen=True)
+class Sweep(Measuring, Setup):
     """How models are measured across checkpoints."""
 
     checkpoint: Annotated[
         list[str] | None, typer.Option(help="Training step or hub revision, of every model; may be repeated.")
     ] = None
-    position: Position = -1
 
     @property
     def checkpoints(self) -> list[Any] | None:
         """As the library takes them."""
-        return None if self.checkpoint is None else [_training_step(one) for one in self.checkpoint]
-
-    @property
-    def settings(self) -> Settings:
-        """How prompts are measured."""
-        return Settings(tuple(self.ks), self.position, self.orientation, self.final_norm, self.prepend_bos)
+        return None if self.checkpoint is None else [training_step(one) for one in self.checkpoint]
 
 
 @dataclass(frozen=True)
@@ -178,6 +200,6 @@ def own_position(prompt: Prompt, position: int | None) -> int:
     return position if position is not None else -1 if prompt.image is None else 0
 
 
-def _training_step(checkpoint: str | None) -> str | int | None:
+def training_step(checkpoint: str | None) -> str | int | None:
     """A checkpoint as `load_model` takes it: training steps are numbers."""
     return int(checkpoint) if checkpoint is not None and checkpoint.isdecimal() and checkpoint.isascii() else checkpoint

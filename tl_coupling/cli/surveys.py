@@ -75,7 +75,7 @@ def checkpoints(
         caption = f"mean over pairs of different layers and {n_prompts} prompt{'s' if n_prompts > 1 else ''}"
         title = f"{data.attrs['model']}: depth coupling 1 − m̃ across training"
         work.shown.append(table_of(title, [], ["checkpoint", *numbers], rows, caption))
-    _stop_if_any_failed(data)
+    stop_if_any_failed(data)
 
 
 @command
@@ -83,8 +83,8 @@ def survey(
     model: Annotated[
         list[str],
         typer.Option(
-            help="Hub name, local folder, or folder of checkpoints (all are measured); NAME=MODEL sets the name used "
-            "in the results; may be repeated."
+            help="Hub name, local folder, GGUF file, or folder of checkpoints (all are measured); NAME=MODEL sets the "
+            "name used in the results; may be repeated."
         ),
     ],
     sweep: Sweep,
@@ -145,7 +145,7 @@ def survey(
         pictures = {f"tasks-k{k}.png": partial(tlc.plots.plot_task_means, table) for k, table in tables.items()}
         work.finish(_facts(data) | summary, pictures)
         work.shown += [*(_task_table(k, table) for k, table in tables.items()), _cost_table(data)]
-    _stop_if_any_failed(data)
+    stop_if_any_failed(data)
 
 
 def _facts(data: "xarray.Dataset") -> dict[str, Any]:
@@ -154,7 +154,8 @@ def _facts(data: "xarray.Dataset") -> dict[str, Any]:
     return {"measure": measure} | {name: json.loads(data.attrs.get(name, "{}")) for name in names}
 
 
-def _stop_if_any_failed(data: "xarray.Dataset") -> None:
+def stop_if_any_failed(data: "xarray.Dataset") -> None:
+    """Exit with status 1 where something is missing from the data."""
     if json.loads(data.attrs["failed"]):
         raise typer.Exit(1)
 

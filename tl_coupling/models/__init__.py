@@ -2,16 +2,20 @@
 
 from tl_coupling.models.inputs import ModelInput, model_input, tokenize
 from tl_coupling.models.loaded import (
+    ModelError,
     context_length,
     describe_kind,
     describe_model,
     describe_modules,
     is_bridge,
+    is_packed,
     reads_pixels,
 )
-from tl_coupling.models.loading import EMBEDDED_MODEL, Backend, Memory, ModelError, load_model, named_device
+from tl_coupling.models.loading import EMBEDDED_MODEL, Backend, Memory, load_model, named_device
+from tl_coupling.models.quantized import Quantization, dequantising, is_gguf, needs_package
 from tl_coupling.models.streaming import filled, is_hollow
 
-__all__ = ["EMBEDDED_MODEL", "Backend", "Memory", "ModelError", "ModelInput", "context_length", "describe_kind"]
-__all__ += ["describe_model", "describe_modules", "filled", "is_bridge", "is_hollow", "load_model", "model_input"]
-__all__ += ["named_device", "reads_pixels", "tokenize"]
+__all__ = ["EMBEDDED_MODEL", "Backend", "Memory", "ModelError", "ModelInput", "Quantization", "context_length"]
+__all__ += ["dequantising", "describe_kind", "describe_model", "describe_modules", "filled", "is_bridge", "is_gguf"]
+__all__ += ["is_hollow", "is_packed", "load_model", "model_input", "named_device", "needs_package", "reads_pixels"]
+__all__ += ["tokenize"]

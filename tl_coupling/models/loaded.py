@@ -20,6 +20,10 @@ _CONTEXT_FIELDS = ("n_positions", "max_position_embeddings", "max_context_length
 _WANTED = "wanted a decoder (GPT-2, Llama, …), an encoder of text (BERT, …) or a vision transformer (ViT, …)"
 
 
+class ModelError(ValueError):
+    """A model could not be loaded; the message says what to do."""
+
+
 def is_bridge(model: nn.Module) -> bool:
     """Whether this is a TransformerBridge (which wraps a HuggingFace model) rather than a HookedTransformer."""
     return getattr(model, "original_model", None) is not None
@@ -45,6 +49,20 @@ def kind_of_config(config: Any) -> str | None:
         streams = "two stacks of blocks, each with its own residual stream"
         return f"an encoder–decoder (sequence-to-sequence) model: {streams}; {_WANTED}"
     return f"an audio model: it reads sound; {_WANTED}" if named & AUDIO_ARCHITECTURES else None
+
+
+def is_packed(part: nn.Module) -> bool:
+    """Whether this is a linear layer of bitsandbytes whose weight is quantised, to 4 or 8 bits."""
+    weight = part._parameters.get("weight")
+    # Those that are not on a device yet, or are quantised at each call, hold floats.
+    is_int8 = weight is not None and weight.dtype == torch.int8 and hasattr(weight, "SCB")
+    return is_int8 or getattr(weight, "quant_state", None) is not None
+
+
+def _packed_as(part: Any) -> str:
+    """How a packed layer's weight is quantised."""
+    state = getattr(part.weight, "quant_state", None)
+    return "int8" if state is None else str(state.quant_type)
 
 
 def reads_pixels(model: Any) -> bool:
@@ -99,11 +117,23 @@ def _sizes(model: nn.Module, residual: Tensor) -> dict[str, Any]:
     weight = next(model.parameters(), residual)
     return {
         "d_model": int(residual.shape[-1]),
-        "n_params": sum(p.numel() for p in model.parameters()),
+        "n_params": sum(map(_n_weights, model.parameters())),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": str(weight.device),
+        **_quantization(model),
         "versions": {package: version(package) for package in _PACKAGES},
     }
+
+
+def _n_weights(parameter: Tensor) -> int:
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
+def _quantization(model: nn.Module) -> dict[str, str]:
+    """Of packed layers, how they are quantised; what is measured are their dequantised weights."""
+    kinds = sorted({_packed_as(part) for part in model.modules() if is_packed(part)})
+    return {"quantization": ", ".join(kinds), "weights": "dequantised, one block at a time"} if kinds else {}
 
 
 def _weight_processing(model: nn.Module, residual: Tensor) -> list[str]:

