@@ -175,8 +175,8 @@ class BlockFunction:
         linearised, y = Linearisation.at(self.X[t2], run, [*parts, *filter(None, [self.norm])], context, chunk_size)
         J = y.new_empty(len(input_positions), len(y), len(y))
         if t2 in input_positions:
-            eye = torch.eye(len(y), dtype=y.dtype, device=y.device)
-            J[input_positions.index(t2)] = linearised.of_rows(eye).mT.sub_(eye)
+            own = J[input_positions.index(t2)]
+            own.copy_(linearised.jacobian(y)).diagonal().sub_(1)
         if others := [t1 for t1 in input_positions if t1 != t2]:
             chosen, replaced = self._among(known, others, t2)
             W_O = linearised.attention.W_O

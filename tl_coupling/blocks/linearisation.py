@@ -20,7 +20,7 @@ way is not decided here: like every cheap way, the result is compared with the f
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +160,14 @@ class Linearisation:
         self, rows: Float[Tensor, "n d_model"], from_attention: Float[Tensor, "n d_model"] | None = None
     ) -> Float[Tensor, "n d_model"]:
         """What the block's derivative makes of tangents in the stream; with others in place of attention's output."""
-        known = _Known(rows)
+        return self._through_parts(rows, _Known(), from_attention)
+
+    def jacobian(self, like: Float[Tensor, " d_model"]) -> Float[Tensor, "d_model d_model"]:
+        """`∂ block(X)[t] / ∂ x_t`."""
+        eye = torch.eye(len(like), dtype=like.dtype, device=like.device)
+        return self._through_parts(eye, _Known(eye)).mT
+
+    def _through_parts(self, rows: Tensor, known: "_Known", from_attention: Tensor | None = None) -> Tensor:
 
         def forward(calls: Iterator[tuple[Part, Any]], *args: Any, **kwargs: Any) -> Any:
             part, J = next(calls, (None, None))
@@ -182,10 +189,10 @@ class _Known:
     They are known by their memory, which is kept, and by not having been changed since.
     """
 
-    def __init__(self, rows: Float[Tensor, "n d_model"]) -> None:
+    def __init__(self, *identities: Tensor) -> None:
         self.kept: dict[int, tuple[Tensor, int, Norm | None]] = {}
-        if len(rows) == rows.shape[1] == int(rows.count_nonzero()) and bool((rows.diagonal() == 1).all()):
-            self._keep(rows, None)
+        for eye in identities:
+            self._keep(eye, None)
 
     def _keep(self, rows: Tensor, norm: Norm | None) -> None:
         self.kept[rows.data_ptr()] = rows, rows._version, norm
@@ -204,7 +211,7 @@ class _Known:
             return out
         if isinstance(J, Attention):
             return self._product(given[0], J.dz) @ J.W_O
-        return torch.stack([self._product(rows, one) for rows, one in zip(given, J, strict=True)]).sum(0)
+        return reduce(torch.add, map(self._product, given, J))
 
     def _product(self, rows: Float[Tensor, "n d"], J: Float[Tensor, "d_out d"]) -> Float[Tensor, "n d_out"]:
         if not self._is_kept(rows):
