@@ -183,16 +183,17 @@ def svd_of_products(
         raise ValueError("products with J have NaN or infinite entries")
     if (u.double().mT @ image - pullback.mT @ v.double()).abs() > 1e-3 * u.norm() * image.norm():
         raise ValueError("`transposed` must give products with Jᵀ: uᵀ(J v) and (Jᵀu)ᵀv differ for random u and v")
-    scale = image.abs().max().to(dtype).clamp_min(torch.finfo(dtype).tiny)
+    scale = image.abs().max().to(dtype)
 
     def scaled(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         # The block rather than the product: either may be near the end of the dtype's range.
         return lambda block: product(block.to(dtype) / scale).to(block.dtype)
 
     forth, back, found = scaled(times), scaled(transposed), None
-    if _pays(shape, k) and shape[0] < shape[1]:
+    tried = _pays(shape, k) and scale > 0
+    if tried and shape[0] < shape[1]:
         found = _flipped(_top(Products(shape[::-1], dtype, v.device, back, forth), k, scale))
-    elif _pays(shape, k):
+    elif tried:
         found = _top(Products(shape, dtype, v.device, forth, back), k, scale)
     known = None if norm is None else torch.tensor(norm, dtype=torch.float64, device=device)
     if found is None:

@@ -94,7 +94,7 @@ def _krylov_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
         block = _orthonormal(block - basis @ (basis.mT @ block))
         if steps < next_check:
             continue
-        squares, within = (part.flip(-1) for part in torch.linalg.eigh(T))
+        squares, within = _descending(T)
         # A zero J, or an overflow.
         if not squares[k - 1] > 0:
             return
@@ -121,7 +121,7 @@ def _filtered_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
     while True:
         V = _orthonormal(block)
         images = J.squared(V)
-        squares, within = (part.flip(-1) for part in torch.linalg.eigh(V.mT @ images))
+        squares, within = _descending(V.mT @ images)
         # A zero J, or an overflow.
         if not squares[0] > 0:
             return
@@ -173,10 +173,10 @@ def _rayleigh_ritz(J: Products, V: Tensor, k: int, steps: int) -> tuple[Triplets
     """
     tolerance = TOLERANCE[J.dtype]
     images = J.times(V)
-    squares, within = (part.flip(-1) for part in torch.linalg.eigh(images.mT @ images))
+    squares, within = _descending(images.mT @ images)
     # Below that, left vectors from squares are not orthonormal to a tenth of the tolerance.
     if not squares[k - 1] > torch.finfo(V.dtype).eps / (0.1 * tolerance) * squares[0]:
-        return None, 0
+        return None, 0.0
     S = squares.clamp_min(0).sqrt()
     gap, S, V = (S[k - 1] - S[-1]) / S[0], S[:k], V @ within[:, :k]
     U = images @ within[:, :k] / S
@@ -186,3 +186,9 @@ def _rayleigh_ritz(J: Products, V: Tensor, k: int, steps: int) -> tuple[Triplets
 
 def _orthonormal(block: Tensor) -> Tensor:
     return torch.linalg.qr(block).Q
+
+
+def _descending(T: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a symmetric T, the largest first; of zeros where it is not finite."""
+    squares, vectors = torch.linalg.eigh(T if T.isfinite().all() else torch.zeros_like(T))
+    return squares.flip(-1), vectors.flip(-1)
