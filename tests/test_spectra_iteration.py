@@ -119,6 +119,16 @@ def test_a_direction_that_a_start_of_ones_would_miss_is_found(way):
     np.testing.assert_allclose(tlc.svd(J, 3).S, [2.0, 1.0, 2**-0.5], rtol=1e-6)
 
 
+@pytest.mark.parametrize("width", [8, 15])
+def test_a_triplet_just_above_the_cut_is_not_lost(width, way):
+    """Clusters on both sides of a cut a few ε σ_1 wide: mixed or lost triplets have residuals below the tolerance."""
+    below = 1 - width * 20 * np.finfo(np.float32).eps
+    J = matrix(np.concatenate([[20.0], np.full(K - 1, 1.0), np.full(N - K, below)]), (N, N))
+    inside = np.linalg.svd(J)[2][:K]
+    found = tlc.svd(torch.from_numpy(J).float(), K).Vh.double().numpy()
+    assert np.linalg.norm(found - found @ inside.T @ inside, 2) < 0.3
+
+
 def wrong_spaces(J: iteration.Products, k: int):
     """What an iteration that never converged would hand on, twice."""
     for seed in range(2):
@@ -133,10 +143,14 @@ def nearly_right_spaces(J: iteration.Products, k: int):
     yield 3, V + 2e-5 * noise / N**0.5
 
 
+def replace_spaces(monkeypatch, spaces):
+    monkeypatch.setattr(iteration, "_krylov_spaces", spaces)
+    monkeypatch.setattr(iteration, "_filtered_spaces", lambda J, square, k: spaces(J, k))
+
+
 @pytest.mark.parametrize("spaces", [wrong_spaces, nearly_right_spaces])
 def test_a_wrong_iteration_is_caught_and_a_full_svd_taken(spaces, way, monkeypatch):
-    for name in ("_krylov_spaces", "_filtered_spaces"):
-        monkeypatch.setattr(iteration, name, spaces)
+    replace_spaces(monkeypatch, spaces)
     J = planted(SIGMA["as block Jacobians have"])
     spectrum = tlc.svd(J, K)
     assert int(spectrum.steps) == 0
@@ -148,8 +162,7 @@ def test_a_space_that_is_right_is_accepted(way, monkeypatch):
     def right(J, k):
         yield 3, torch.linalg.svd(J.times(torch.eye(J.shape[1], dtype=torch.float64))).Vh[: iteration.block_width(k)].mT
 
-    for name in ("_krylov_spaces", "_filtered_spaces"):
-        monkeypatch.setattr(iteration, name, right)
+    replace_spaces(monkeypatch, right)
     J = planted(SIGMA["as block Jacobians have"])
     assert int(tlc.svd(J, K).steps) == 3
 
