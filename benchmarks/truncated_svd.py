@@ -75,7 +75,7 @@ def krylov(J: Tensor, k: int) -> Triplets:
         squares, vectors = torch.linalg.eigh(T)
         top = vectors[:, -k:]
         residual = (R @ top[-width:]).norm(dim=0) / squares[-k:].clamp_min(1e-12).sqrt()
-        if float(residual.max()) <= 2 * TOLERANCE[J.dtype] * float(squares[-1].sqrt()):
+        if float(residual.max()) <= TOLERANCE[J.dtype] * float(squares[-1].sqrt()):
             return ritz(J, basis @ vectors[:, -block_width(k) :], k)
         if basis.shape[1] + width > J.shape[1]:
             return full(J, k)

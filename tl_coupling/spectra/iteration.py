@@ -33,10 +33,6 @@ class Products:
     transposed: Callable[[Tensor], Tensor]
     square: Float[Tensor, "d_in d_in"] | None = None
 
-    def squared(self, V: Tensor) -> Tensor:
-        """`JᵀJ V`."""
-        return self.transposed(self.times(V)) if self.square is None else self.square @ V
-
 
 @dataclass(frozen=True)
 class Triplets:
@@ -61,8 +57,8 @@ def top_triplets(J: Products, k: int) -> Triplets | None:
     as a block Krylov space. The Rayleigh–Ritz step within it is in float64: it parts close singular values, and its
     residuals decide; where they are too large the search goes on, once.
     """
-    find = _krylov_spaces if J.square is None else _filtered_spaces
-    for (steps, space), _ in zip(find(J, k), range(2), strict=False):
+    spaces = _krylov_spaces(J, k) if J.square is None else _filtered_spaces(J, J.square, k)
+    for (steps, space), _ in zip(spaces, range(2), strict=False):
         found, allowed = _rayleigh_ritz(J, _orthonormal(space.double()), k, steps)
         if found is None or float(found.residuals.max()) <= allowed:
             return found
@@ -87,14 +83,14 @@ def _krylov_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
     steps, next_check = 0, 2
     while (steps + 1) * width <= J.shape[1] // 2:
         basis, steps = torch.cat([basis, block], 1), steps + 1
-        images = J.squared(block)
+        images = J.transposed(J.times(block))
         column = basis.mT @ images
         T = torch.cat([torch.cat([T, column[:-width]], 1), column.mT])
         block, R = torch.linalg.qr(images - basis @ column)
         block = _orthonormal(block - basis @ (basis.mT @ block))
         if steps < next_check:
             continue
-        squares, within = (part.flip(-1) for part in torch.linalg.eigh(T))
+        squares, within = _descending(T)
         # A zero J, or an overflow.
         if not squares[k - 1] > 0:
             return
@@ -107,7 +103,7 @@ def _krylov_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
             next_check = steps + max(1, int(math.log(error / tolerance) / _FASTEST))
 
 
-def _filtered_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
+def _filtered_spaces(J: Products, square: Tensor, k: int) -> Iterator[tuple[int, Tensor]]:
     """Steps, and a block that holds the k triplets by the estimates of Chebyshev-filtered subspace iteration.
 
     The block goes through polynomials of `JᵀJ` that are small below the wanted singular values and large above, then
@@ -115,13 +111,13 @@ def _filtered_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
     Tiago and Chelikowsky 2006). Ends where steps get too many or the residuals no longer fall.
     """
     width, tolerance = block_width(k), TOLERANCE[J.dtype]
-    block, steps, error = J.squared(_random_block(J, width)), 1, math.inf
+    block, steps, error = square @ _random_block(J, width), 1, math.inf
     # Early Ritz values are too small: one from the middle of the surplus is nearer to the end of the block's spectrum.
     edge = (k + width) // 2
     while True:
         V = _orthonormal(block)
-        images = J.squared(V)
-        squares, within = (part.flip(-1) for part in torch.linalg.eigh(V.mT @ images))
+        images = square @ V
+        squares, within = _descending(V.mT @ images)
         # A zero J, or an overflow.
         if not squares[0] > 0:
             return
@@ -131,7 +127,7 @@ def _filtered_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
         steps += degree
         if steps * width > _MOST_COLUMNS * J.shape[1] or error > max(before / 2, _NOISE * tolerance):
             return
-        block = _filtered(J, V, images, cut, degree)
+        block = _filtered(square, V, images, cut, degree)
         if is_last and edge == width - 1:
             yield steps, block
         edge = width - 1
@@ -156,11 +152,12 @@ def _next_filter(squares: Tensor, residuals: Tensor, edge: int, tolerance: float
     return error, float(squares[edge]), degree, degree >= needed
 
 
-def _filtered(J: Products, V: Tensor, images: Tensor, cut: float, degree: int) -> Tensor:
+def _filtered(square: Tensor, V: Tensor, images: Tensor, cut: float, degree: int) -> Tensor:
     """The Chebyshev polynomial of `JᵀJ` that is at most 1 on [0, cut], times V; `images` are `JᵀJ V`."""
     before, block = V, torch.add(-V, images, alpha=2 / cut)
     for _ in range(degree - 1):
-        before, block = block, torch.add(-2 * block - before, J.squared(block), alpha=4 / cut)
+        after = torch.addmm(before, square, block, beta=-1, alpha=4 / cut).sub_(block, alpha=2)
+        before, block = block, after
     return block
 
 
@@ -173,10 +170,10 @@ def _rayleigh_ritz(J: Products, V: Tensor, k: int, steps: int) -> tuple[Triplets
     """
     tolerance = TOLERANCE[J.dtype]
     images = J.times(V)
-    squares, within = (part.flip(-1) for part in torch.linalg.eigh(images.mT @ images))
+    squares, within = _descending(images.mT @ images)
     # Below that, left vectors from squares are not orthonormal to a tenth of the tolerance.
     if not squares[k - 1] > torch.finfo(V.dtype).eps / (0.1 * tolerance) * squares[0]:
-        return None, 0
+        return None, 0.0
     S = squares.clamp_min(0).sqrt()
     gap, S, V = (S[k - 1] - S[-1]) / S[0], S[:k], V @ within[:, :k]
     U = images @ within[:, :k] / S
@@ -186,3 +183,9 @@ def _rayleigh_ritz(J: Products, V: Tensor, k: int, steps: int) -> tuple[Triplets
 
 def _orthonormal(block: Tensor) -> Tensor:
     return torch.linalg.qr(block).Q
+
+
+def _descending(T: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a symmetric T, the largest first; of zeros where it is not finite."""
+    squares, vectors = torch.linalg.eigh(T if T.isfinite().all() else torch.zeros_like(T))
+    return squares.flip(-1), vectors.flip(-1)
