@@ -4,10 +4,12 @@ The parameters of such a model are hollow: of full shape, on the device where th
 memory, so that what is computed without their weights is never mistaken for a number.
 """
 
+import ctypes
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +34,14 @@ class Stored(NamedTuple):
         with safe_open(self.file, "pt") as file:
             return file.get_tensor(self.name)
 
+    def rows(self, indices: Sequence[int]) -> Tensor:
+        """Some rows of the tensor; the others are not read."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, "pt") as file:
+            whole = file.get_slice(self.name)
+            return torch.cat([whole[i : i + 1] for i in indices])
+
 
 # Of each module that itself has hollow parameters, where their weights are; None for those cut from others.
 _stored: WeakKeyDictionary[nn.Module, dict[str, Stored | None]] = WeakKeyDictionary()
@@ -51,8 +61,10 @@ def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[_Change
     """
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     hollow = {_parameter(part, name): source for part in parts for name, source in _stored.get(part, {}).items()}
-    for parameter in [one for one in _kept if one not in hollow or _kept[one].dtype != dtype]:
-        del _kept[parameter]
+    if others := [one for one in _kept if one not in hollow or _kept[one].dtype != dtype]:
+        for parameter in others:
+            del _kept[parameter]
+        _return_to_system()
 
     def full(parameter: nn.Parameter, weight: Tensor | None) -> _Change:
         if weight is not None:
@@ -69,6 +81,27 @@ def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[_Change
                     for name, parameter in piece.named_parameters():
                         # Where the cut is a view, it shares the whole's memory.
                         yield full(parameter, made.get_parameter(name).data.to(dtype))
+
+
+def _return_to_system() -> None:
+    """Have freed memory given back: the C library of Linux would keep it, in pieces that a block does not fit into."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether this is a plain table of embeddings whose rows are elsewhere, of which few are wanted at a time."""
+    return type(module).forward is nn.Embedding.forward and module in _stored
+
+
+def looked_up(table: nn.Embedding, ids: Tensor, dtype: torch.dtype) -> tuple[list[_Change], Tensor]:
+    """Changes that give a table the rows that are asked for, and no others; and which of those rows they are."""
+    wanted, places = ids.unique(return_inverse=True)
+    source = _stored[table]["weight"]
+    assert source is not None
+    rows = source.rows(wanted.tolist()).to(table.weight.dtype).to(table.weight.device, dtype)
+    # It only concerns gradients.
+    return [(table, "padding_idx", None), (table.weight, "data", rows)], places
 
 
 def _read(source: Stored, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
