@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from tl_coupling.blocks import Trace
@@ -12,8 +11,6 @@ from tl_coupling.comparisons.choices import fitting_k
 from tl_coupling.comparisons.memory import MemoryLimit, Needs, in_words, n_bytes
 from tl_coupling.models import Memory, empty_model, is_hollow
 from tl_coupling.models.loaded import LOADED_AS
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ def plan(
     """
     if isinstance(trace, str):
         model = empty_model(trace)
-        blocks, d, device = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size), 0, _CPU
+        blocks = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size)
         name, streamed = trace, memory == "stream"
         config: Any = model.config
         d = int(config.get_text_config().hidden_size)
@@ -112,7 +109,7 @@ def plan(
             raise ValueError("`memory` is for a model's name: one that is loaded has its own")
         model = trace.model if isinstance(trace, Trace) else trace
         blocks, weight = getattr(model, "blocks", nn.ModuleList(model.children())), next(model.parameters())
-        name, device = _name(trace), weight.device
+        name = _name(trace)
         cfg: Any = getattr(model, "cfg", None)
         d = trace.d_model if isinstance(trace, Trace) else int(cfg.d_model)
         streamed, held, computed = is_hollow(model), weight.element_size(), max(4, weight.element_size())
@@ -134,7 +131,7 @@ def plan(
         weights=held * _size(model),
         block=computed * max(map(_size, blocks)) if streamed or held < computed else 0,
         jacobians=needs.jacobians,
-        spilled=not needs.kept_in_memory(limit, device),
+        spilled=not needs.kept_in_memory(limit, blocks[0]),
         result=needs.result,
         working=needs.spectra + needs.working,
         flops={

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 # Components of a bridge that cut their original component's joint weight into those of other components.
 _CUTS = {"split_qkv_matrix": ("q", "k", "v"), "split_gate_up_matrix": ("gate", "in")}
+# An option of glibc's malloc.h, and what counts as large, in bytes.
+_M_MMAP_THRESHOLD, _LARGE = -3, 2**18
 # An object, one of its attributes, and the value that this is to have.
 _Change = tuple[Any, str, Any]
 
@@ -61,10 +63,8 @@ def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[_Change
     """
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     hollow = {_parameter(part, name): source for part in parts for name, source in _stored.get(part, {}).items()}
-    if others := [one for one in _kept if one not in hollow or _kept[one].dtype != dtype]:
-        for parameter in others:
-            del _kept[parameter]
-        _return_to_system()
+    for parameter in [one for one in _kept if one not in hollow or _kept[one].dtype != dtype]:
+        del _kept[parameter]
 
     def full(parameter: nn.Parameter, weight: Tensor | None) -> _Change:
         if weight is not None:
@@ -83,10 +83,13 @@ def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[_Change
                         yield full(parameter, made.get_parameter(name).data.to(dtype))
 
 
-def _return_to_system() -> None:
-    """Have freed memory given back: the C library of Linux would keep it, in pieces that a block does not fit into."""
+def _return_what_is_freed() -> None:
+    """Have this process give large tensors back to the system when they are freed.
+
+    Linux' C library would keep them, in pieces that the next block does not fit into: twice the memory was measured.
+    """
     with suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:
@@ -141,6 +144,7 @@ def hollow_model(auto: Any, source: str, device: torch.device, **options: Any) -
     """
     from accelerate.hooks import remove_hook_from_submodules
 
+    _return_what_is_freed()
     room = tempfile.TemporaryDirectory(prefix="tl_coupling_")
     model = auto.from_pretrained(
         source, device_map={"": "disk"}, offload_folder=room.name, use_safetensors=True, **options
