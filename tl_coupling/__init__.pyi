@@ -24,6 +24,7 @@ from tl_coupling.blocks import trace_modules as trace_modules
 from tl_coupling.comparisons import CouplingMap as CouplingMap
 from tl_coupling.comparisons import context_coupling as context_coupling
 from tl_coupling.comparisons import depth_coupling as depth_coupling
+from tl_coupling.comparisons import plan as plan
 from tl_coupling.comparisons import self_coupling as self_coupling
 from tl_coupling.coupling import captured_energy as captured_energy
 from tl_coupling.coupling import coupling_matrix as coupling_matrix

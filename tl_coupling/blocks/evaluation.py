@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_coupling.border import warn_caller, warnings_kept
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
-from tl_coupling.models import dequantising, filled, is_hollow, is_packed
+from tl_coupling.models import dequantising, filled, is_hollow, is_packed, looked_up, looks_up
 
 # An object, one of its attributes, and the value that this is to have.
 Change = tuple[Any, str, Any]
@@ -166,16 +166,21 @@ def own_arithmetic(module: nn.Module, dtype: torch.dtype | None = None) -> Itera
 def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
     """Context in which each part of a model has its weights, in `dtype`, while it is called.
 
-    Parts are the blocks, and the largest modules that contain none; where weights are elsewhere, those that lack some.
+    Parts are the blocks, tables of embeddings, of which only the rows that are looked up are read, and the largest
+    modules that contain neither; where weights are elsewhere, those that lack some.
     """
-    blocks = set(model.blocks) if hasattr(model, "blocks") else {model}
-    weight = next(model.parameters())
+    blocks, weight = set(getattr(model, "blocks", [model])), next(model.parameters())
     called: list[ExitStack] = []
 
-    def enter(part: nn.Module, *_: Any) -> None:
+    def enter(part: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         hear_interrupts()
         called.append(ExitStack())
+        if looks_up(part) and given:
+            changes, places = looked_up(part, given[0], dtype)
+            called[-1].enter_context(attributes_set(changes))
+            return (places, *given[1:])
         called[-1].enter_context(exact_arithmetic(weight.device, [part], dtype))
+        return None
 
     def leave(*_: Any) -> None:
         # torch calls it as well where a hook before ours raised.
@@ -186,7 +191,8 @@ def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
         # A bridge does not list every part of the model that it wraps.
         unread, read = [model, getattr(model, "original_model", model)], set()
         while unread:
-            if (part := unread.pop()) in blocks or blocks.isdisjoint(part.modules()):
+            part = unread.pop()
+            if part in blocks or looks_up(part) or not any(one in blocks or looks_up(one) for one in part.modules()):
                 if part not in read and (is_hollow(part) or not is_hollow(model)):
                     read.add(part)
                     hooks.enter_context(part.register_forward_pre_hook(enter))

@@ -43,7 +43,7 @@ def _is_size(limit: int | str) -> None:
 MemoryLimit = Annotated[int | str, _is_size]
 
 
-def in_words(size: float) -> str:
+def in_words(size: int | float) -> str:
     """A number of bytes for reading."""
     unit = next(unit for unit in ("TiB", "GiB", "MiB", "KiB", "B") if size >= _UNITS[unit] or unit == "B")
     return f"{size / _UNITS[unit]:.3g} {unit}"
@@ -111,10 +111,18 @@ class Needs:
             raise ValueError(f"`max_memory` must be {wanted}, got {in_words(limit)}")
         return needs
 
-    def kept_in_memory(self, limit: int | None, device: torch.device) -> bool:
-        """Whether the Jacobians that are needed twice are kept in memory."""
-        room = _SHARE * _free_memory(device) if limit is None else limit - self.beside_jacobians
-        return self.jacobians <= room
+    def kept_in_memory(self, limit: int | None, block: nn.Module) -> bool:
+        """Whether the Jacobians that are needed twice are kept in memory.
+
+        Without a limit, if they take no more than half of what is free; of a model that is read from disk, no more than
+        a block's weights.
+        """
+        weights = list(block.parameters())
+        if limit is not None:
+            return self.jacobians <= limit - self.beside_jacobians
+        if is_hollow(block):
+            return self.jacobians <= 4 * sum(p.numel() for p in weights)
+        return self.jacobians <= _SHARE * _free_memory(weights[0].device if weights else torch.device("cpu"))
 
 
 def _free_memory(device: torch.device) -> float:
@@ -141,7 +149,7 @@ class Shelf:
         with suppress(MemoryError, torch.OutOfMemoryError):
             self._held = like.new_empty(n, *like.shape) if in_memory else None
         if self._held is None:
-            self._file = tempfile.TemporaryFile(prefix="tl_coupling_")  # noqa: SIM115
+            self._file = tempfile.TemporaryFile(prefix="tl_coupling_")  # noqa: SIM115 (it lives as long as the shelf)
 
     def put(self, start: int, matrices: Float[Tensor, "n d d"]) -> None:
         """Put matrices down from an index on."""

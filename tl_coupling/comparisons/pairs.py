@@ -48,7 +48,7 @@ def depth_coupling(
         chunk_size: as in `block_jacobian`.
         max_memory: bytes, or a text such as "3GiB", that this may take beside the model and the trace. Chunks become
             smaller, and Jacobians that do not fit are kept in a temporary file; by default where they would take more
-            than half of what is free.
+            than half of what is free, or, of a model that is read from disk, more than a block.
         progress: wraps the loop over Jacobians, or over prompts if there are many: `progress=tqdm.tqdm`. By default a
             bar in a terminal or notebook; `False` for none.
 
@@ -285,7 +285,7 @@ def _compare(
     parts, shelf, start = [], None, 0
     for J in batches(m * len(cols)):
         if same:
-            shelf = shelf or Shelf(m * len(rows), J[0], needs.kept_in_memory(limit, J.device))
+            shelf = shelf or Shelf(m * len(rows), J[0], needs.kept_in_memory(limit, first.call.module))
             shelf.put(start, J)
         start += len(J)
         # One more singular value than asked for: it tells whether the cut falls inside a near-repeated one.

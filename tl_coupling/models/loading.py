@@ -146,6 +146,28 @@ def load_model(
     return model.eval()
 
 
+def empty_model(name: str) -> nn.Module:
+    """The HuggingFace model of a name, on `meta`: of its files only the configuration is read. Errors as `load_model`.
+
+    Code that a model brings with it is not run.
+    """
+    from transformer_lens.model_bridge.sources import transformers
+    from transformers import AutoConfig
+
+    try:
+        source = str(embedded_folder()) if name == EMBEDDED_MODEL else name
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        architecture = transformers.determine_architecture_from_hf_config(config)
+        auto: Any = transformers.get_hf_model_class_for_architecture(architecture)
+        with torch.device("meta"):
+            return auto.from_config(config)
+    except ModelError:
+        raise
+    except Exception as error:
+        said = _advice(" ".join(str(error).split()), type(error).__name__)
+        raise ModelError(f"could not read the configuration of {name!r}: {said}") from error
+
+
 def named_device(device: str | torch.device) -> torch.device:
     """A device by its name, whether or not this machine has it; ModelError if no device has that name."""
     try:

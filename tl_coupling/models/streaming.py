@@ -4,10 +4,12 @@ The parameters of such a model are hollow: of full shape, on the device where th
 memory, so that what is computed without their weights is never mistaken for a number.
 """
 
+import ctypes
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 
 # Components of a bridge that cut their original component's joint weight into those of other components.
 _CUTS = {"split_qkv_matrix": ("q", "k", "v"), "split_gate_up_matrix": ("gate", "in")}
+# An option of glibc's malloc.h, and what counts as large, in bytes.
+_M_MMAP_THRESHOLD, _LARGE = -3, 2**18
 # An object, one of its attributes, and the value that this is to have.
 _Change = tuple[Any, str, Any]
 
@@ -31,6 +35,14 @@ class Stored(NamedTuple):
 
         with safe_open(self.file, "pt") as file:
             return file.get_tensor(self.name)
+
+    def rows(self, indices: Sequence[int]) -> Tensor:
+        """Some rows of the tensor; the others are not read."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, "pt") as file:
+            whole = file.get_slice(self.name)
+            return torch.cat([whole[i : i + 1] for i in indices])
 
 
 # Of each module that itself has hollow parameters, where their weights are; None for those cut from others.
@@ -71,6 +83,30 @@ def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[_Change
                         yield full(parameter, made.get_parameter(name).data.to(dtype))
 
 
+def _return_what_is_freed() -> None:
+    """Have this process give large tensors back to the system when they are freed.
+
+    Linux' C library would keep them, in pieces that the next block does not fit into: twice the memory was measured.
+    """
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether this is a plain table of embeddings whose rows are elsewhere, of which few are wanted at a time."""
+    return type(module).forward is nn.Embedding.forward and module in _stored
+
+
+def looked_up(table: nn.Embedding, ids: Tensor, dtype: torch.dtype) -> tuple[list[_Change], Tensor]:
+    """Changes that give a table the rows that are asked for, and no others; and which of those rows they are."""
+    wanted, places = ids.unique(return_inverse=True)
+    source = _stored[table]["weight"]
+    assert source is not None
+    rows = source.rows(wanted.tolist()).to(table.weight.dtype).to(table.weight.device, dtype)
+    # It only concerns gradients.
+    return [(table, "padding_idx", None), (table.weight, "data", rows)], places
+
+
 def _read(source: Stored, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
     weight = source.read()
     if weight.shape != parameter.shape:
@@ -108,6 +144,7 @@ def hollow_model(auto: Any, source: str, device: torch.device, **options: Any) -
     """
     from accelerate.hooks import remove_hook_from_submodules
 
+    _return_what_is_freed()
     room = tempfile.TemporaryDirectory(prefix="tl_coupling_")
     model = auto.from_pretrained(
         source, device_map={"": "disk"}, offload_folder=room.name, use_safetensors=True, **options

@@ -1,0 +1,229 @@
+"""Depth coupling of a model that is read from disk block by block: time, what bounds it, and peak memory.
+
+    python -m benchmarks.streaming --shape small --compare
+    python -m benchmarks.streaming --shape 1b
+
+A random Llama is written to a folder block by block, and measured in a process of its own. With --compare it is
+measured in memory as well, and the two results must be the same bit for bit. Memory is counted above what the
+interpreter has taken with all its libraries loaded and the code warm on a tiny model.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import tl_coupling as tlc
+from benchmarks.timing import BenchmarkError, Memory, environment
+from tl_coupling.comparisons import pairs
+from tl_coupling.models import streaming
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = ("n_layers", "d_model", "d_mlp", "n_heads", "n_key_value_heads", "d_vocab", "dtype")
+SHAPES: dict[str, tuple[int, int, int, int, int, int, str]] = {
+    "tiny": (2, 64, 128, 4, 2, 100, "float32"),
+    "small": (24, 768, 2048, 12, 12, 1000, "float32"),
+    "1b": (16, 2048, 8192, 32, 8, 128256, "bfloat16"),
+    "8b": (32, 4096, 14336, 32, 8, 128256, "bfloat16"),
+}
+
+
+def write_model(folder: Path, shape: str) -> int:
+    """A random Llama of this shape in HuggingFace format, each block in its own file; returns its weights' bytes."""
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    n_layers, d, d_mlp, n_heads, n_kv, vocabulary, kind = SHAPES[shape]
+    dtype, d_kv = getattr(torch, kind), d // n_heads * n_kv
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=d,
+        intermediate_size=d_mlp,
+        num_hidden_layers=n_layers,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_kv,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        dtype=kind,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({"<s>": 0} | {f"w{i}": i for i in range(1, 100)}, unk_token="<s>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>", unk_token="<s>")
+    fast.save_pretrained(folder)
+    sizes = {
+        "self_attn.q_proj": (d, d),
+        "self_attn.k_proj": (d_kv, d),
+        "self_attn.v_proj": (d_kv, d),
+        "self_attn.o_proj": (d, d),
+        "mlp.gate_proj": (d_mlp, d),
+        "mlp.up_proj": (d_mlp, d),
+        "mlp.down_proj": (d, d_mlp),
+    }
+    generator, of_file, total = torch.Generator().manual_seed(0), {}, 0
+    for part in range(-1, n_layers):
+        if part < 0:
+            embedding = torch.randn(vocabulary, d, generator=generator)
+            weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": torch.ones(d)}
+        else:
+            at = f"model.layers.{part}"
+            weights = {
+                f"{at}.{name}.weight": torch.randn(size, generator=generator) * size[1] ** -0.5
+                for name, size in sizes.items()
+            }
+            weights |= {f"{at}.{name}_layernorm.weight": torch.ones(d) for name in ("input", "post_attention")}
+        weights = {name: weight.to(dtype) for name, weight in weights.items()}
+        file = f"model-{part + 2:05}-of-{n_layers + 1:05}.safetensors"
+        save_file(weights, folder / file, {"format": "pt"})
+        of_file |= dict.fromkeys(weights, file)
+        total += sum(weight.nbytes for weight in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": of_file}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+@contextmanager
+def stages() -> Iterator[dict[str, float]]:
+    """Seconds that are spent in each stage within the context; what is read is part of no other stage."""
+    seconds = dict.fromkeys(("reading", "svd", "pairs"), 0.0)
+
+    def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def with_time(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds[stage] += time.perf_counter() - start
+
+        return with_time
+
+    with ExitStack() as stack:
+        for stage, owner, name in (
+            ("reading", streaming, "_read"),
+            ("svd", pairs, "svd"),
+            ("pairs", pairs, "fill_pairs"),
+        ):
+            stack.enter_context(patch.object(owner, name, timed(stage, getattr(owner, name))))
+        yield seconds
+
+
+def measured(folder: str, memory: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One model's depth coupling, in this process."""
+    with tempfile.TemporaryDirectory() as tiny:
+        write_model(Path(tiny), "tiny")
+        warm = tlc.load_model(tiny, memory=memory, device=options.device)
+        tlc.depth_coupling(tlc.trace(warm, [1, 2, 3]), k=4)
+        del warm
+    ids = [(37 * i) % 99 + 1 for i in range(options.tokens)]
+    device = torch.device(options.device)
+    taken = Memory(device)
+    taken.start()
+    start = time.perf_counter()
+    model = tlc.load_model(folder, memory=memory, device=device)
+    loaded = time.perf_counter()
+    with stages() as seconds:
+        trace = tlc.trace(model, ids)
+        result = tlc.depth_coupling(trace, k=options.k, max_memory=options.max_memory, progress=False)
+        end = time.perf_counter()
+    mib = taken.stop()
+    content = result.matrices.cpu().contiguous().numpy().tobytes() + trace.residual.cpu().numpy().tobytes()
+    seconds["trace and jacobians"] = end - loaded - sum(seconds.values())
+    return {
+        "memory": memory,
+        "seconds": {"loading": loaded - start, **seconds, "all": end - start},
+        "peak_above_interpreter_mib": float(mib["peak"]) - float(mib["after_warm_up"]),
+        "memory_mib": mib,
+        "mean_coupling": result.mean(options.k),
+        "paths": sorted(set(result.provenance["paths"].values())),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def in_own_process(folder: str, memory: str, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.streaming", "--worker", memory, "--folder", folder]
+    for name in ("tokens", "k", "device", "max_memory"):
+        if (value := getattr(options, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    load = os.getloadavg()[0]
+    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise BenchmarkError(f"measuring with memory={memory!r} failed with status {done.returncode}")
+    return {"load_average_before": load} | json.loads(done.stdout.splitlines()[-1])
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.streaming", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="of the model (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="of the prompt (default: %(default)s)")
+    parser.add_argument("--k", type=int, default=50, help="singular vectors (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="where blocks are computed (default: %(default)s)")
+    parser.add_argument("--max-memory", help='of the coupling, such as "1GiB" (default: half of what is free)')
+    parser.add_argument("--compare", action="store_true", help="measure in memory too; the numbers must be the same")
+    parser.add_argument("--folder", help="where the model is, or is to be written (default: a temporary folder)")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    if options.worker:
+        print(json.dumps(measured(options.folder, options.worker, options)))
+        return
+    with tempfile.TemporaryDirectory(prefix="tl_coupling_") as room:
+        folder = options.folder or room
+        if not Path(folder, "config.json").exists():
+            Path(folder).mkdir(exist_ok=True)
+            write_model(Path(folder), options.shape)
+        weights = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+        runs = [in_own_process(folder, memory, options) for memory in ["stream", *["resident"] * options.compare]]
+    for run in runs:
+        share = 100 * run["peak_above_interpreter_mib"] * 2**20 / weights
+        times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in run["seconds"].items())
+        print(
+            f"{run['memory']}: {times}; peak {run['peak_above_interpreter_mib']:.0f} MiB above the interpreter's own,"
+        )
+        print(f"  {share:.0f} % of {weights / 2**20:.0f} MiB of weights; in all {run['memory_mib']['peak']:.0f} MiB")
+    if options.compare:
+        same = runs[0]["sha256"] == runs[1]["sha256"]
+        print("the same numbers, bit for bit" if same else "THE NUMBERS DIFFER")
+    results = {
+        "benchmark": "streaming",
+        "shape": dict(
+            zip(
+                ("n_layers", "d_model", "d_mlp", "heads", "kv", "vocabulary", "dtype"),
+                SHAPES[options.shape],
+                strict=True,
+            )
+        ),
+        "tokens": options.tokens,
+        "k": options.k,
+        "weights_bytes": weights,
+        "environment": environment(torch.device(options.device)),
+        "runs": runs,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"streaming_{options.shape}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

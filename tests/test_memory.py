@@ -1,0 +1,165 @@
+"""Limits of memory are kept, what is spilled is the same, and plans say beforehand what is measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.comparisons import memory
+from tl_coupling.comparisons.memory import Shelf, in_words, n_bytes, sharing_a_sweep
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [(7, 7), ("7", 7), ("3GiB", 3 * 2**30), ("1.5 MB", 1_500_000), (" 2KiB ", 2048)]
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert n_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "3 apples", "1.2.3MB", "-4", 0, "0.1B"])
+def test_what_is_no_size(tiny_trace: tlc.Trace, text: int | str) -> None:
+    with pytest.raises(ValueError, match="`max_memory` must be a number of bytes, or a text such as"):
+        tlc.depth_coupling(tiny_trace, k=4, max_memory=text)
+
+
+def test_sizes_in_words() -> None:
+    assert [in_words(size) for size in (5, 2048, 3 * 2**20, 2**40)] == ["5 B", "2 KiB", "3 MiB", "1 TiB"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_shelf_gives_back_what_was_put(dtype: torch.dtype, in_memory: bool) -> None:
+    matrices = torch.randn(5, 3, 3, dtype=dtype)
+    shelf = Shelf(5, matrices[0], in_memory)
+    shelf.put(0, matrices[:2].mT)
+    shelf.put(2, matrices[2:].mT)
+    assert (shelf._file is None) is in_memory
+    for i in (4, 0, 2, 1, 3):
+        assert torch.equal(shelf.take(i), matrices[i].mT)
+
+
+def least(trace: tlc.Trace, compare, **options) -> int:
+    """The least memory that a comparison says it needs."""
+    with pytest.raises(ValueError, match=r"^`max_memory` must be at least .* for this comparison, got 1 B$") as caught:
+        compare(trace, max_memory=1, **options)
+    return int(1.01 * n_bytes(str(caught.value).split("least ")[1].split(" for")[0]))
+
+
+@pytest.mark.parametrize(
+    ("compare", "options"),
+    [
+        (tlc.depth_coupling, {"k": 4}),
+        (tlc.self_coupling, {"k": 4, "layer": 0}),
+        (tlc.self_coupling, {"k": 4, "layer": 0, "other_layer": 1}),
+        (tlc.context_coupling, {"k": 4, "layer": 0, "other_layer": 1}),
+    ],
+)
+def test_with_the_least_memory_the_result_is_the_same(tiny_trace: tlc.Trace, monkeypatch, compare, options) -> None:
+    expected = compare(tiny_trace, **options)
+    kept: list[bool] = []
+    make = Shelf.__init__
+
+    def noted(self: Shelf, n: int, like: torch.Tensor, in_memory: bool) -> None:
+        kept.append(in_memory)
+        make(self, n, like, in_memory)
+
+    monkeypatch.setattr(Shelf, "__init__", noted)
+    found = compare(tiny_trace, max_memory=least(tiny_trace, compare, **options), **options)
+    assert kept == [False] * (expected.row_layers == expected.col_layers)
+    torch.testing.assert_close(found.coupling(), expected.coupling(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.singular_values, expected.singular_values, rtol=1e-5, atol=1e-6)
+
+
+def test_a_shelf_without_room_in_memory_is_a_file(tiny_trace: tlc.Trace, monkeypatch) -> None:
+    expected = tlc.depth_coupling(tiny_trace, k=4)
+    make = torch.Tensor.new_empty
+
+    def scarce(self: torch.Tensor, *size, **options) -> torch.Tensor:
+        if size == (tiny.N_LAYERS, tiny.D_MODEL, tiny.D_MODEL):
+            raise torch.OutOfMemoryError("out of memory")
+        return make(self, *size, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", scarce)
+    assert torch.equal(tlc.depth_coupling(tiny_trace, k=4).matrices, expected.matrices)
+
+
+@pytest.fixture(scope="module")
+def streamed(folder_model: Path) -> nn.Module:
+    return tlc.load_model(str(folder_model), memory="stream")
+
+
+def test_prompts_share_a_sweep(streamed: nn.Module, folder_model: Path, monkeypatch) -> None:
+    from tl_coupling.models import streaming
+
+    prompts = [tiny.TOKENS, tiny.TOKENS[:5], tiny.TOKENS[2:]]
+    resident = tlc.load_model(str(folder_model))
+    expected = tlc.depth_coupling((tlc.trace(resident, one) for one in prompts), k=4)
+    reads: list[str] = []
+    read = streaming.Stored.read
+    monkeypatch.setattr(streaming.Stored, "read", lambda self: (reads.append(self.name), read(self))[1])
+    found = tlc.depth_coupling([tlc.trace(streamed, one) for one in prompts], k=4)
+    assert len(reads) == len(set(reads))
+    assert torch.equal(found.coupling(), expected.coupling())
+    assert torch.equal(found.spread(), expected.spread())
+    monkeypatch.setattr(memory, "_MOST_PROMPTS", 2)
+    assert [len(group) for group in sharing_a_sweep(tlc.trace(streamed, one) for one in prompts)] == [2, 1]
+    assert [len(group) for group in sharing_a_sweep(tlc.trace(resident, one) for one in prompts)] == [1, 1, 1]
+
+
+def test_a_plan_of_a_name_a_model_and_a_trace(streamed: nn.Module, folder_model: Path) -> None:
+    trace = tlc.trace(streamed, tiny.TOKENS)
+    of_name = tlc.plan(str(folder_model), 4, len(tiny.TOKENS), memory="stream")
+    of_trace = tlc.plan(trace, 4)
+    assert of_name.flops == of_trace.flops == tlc.plan(streamed, 4, len(tiny.TOKENS)).flops
+    assert of_name.block == of_trace.block == 4 * sum(p.numel() for p in streamed.blocks[0].parameters())
+    assert of_trace.streamed
+    assert not tlc.plan(str(folder_model), 4).streamed
+    n, d, k = tiny.N_LAYERS, tiny.D_MODEL, 4
+    assert of_trace.result == 4 * n * n * k * k
+    assert of_trace.jacobians == 4 * n * d * d
+    assert of_trace.flops["pairs"] == 2 * n * n * (k * d * d + k * k * d)
+    assert "weights, on disk" in str(of_trace)
+    with pytest.raises(ValueError, match="`memory` is for a model's name"):
+        tlc.plan(streamed, memory="stream")
+
+
+# Two blocks' worth of code warms up on the tiny model; the peak is that of a model of 12 blocks, 256 wide.
+MEASURE = """
+import json, sys, torch
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+import tl_coupling as tlc
+from benchmarks.timing import resident
+torch.set_num_threads(1)
+tlc.depth_coupling(tlc.trace(tlc.load_model(sys.argv[2] + "/warm", memory="stream"), [1, 2, 3]), k=4)
+Path("/proc/self/clear_refs").write_text("5")
+before = resident()
+model = tlc.load_model(sys.argv[1], memory="stream")
+trace = tlc.trace(model, list(range(1, 17)))
+result = tlc.depth_coupling(trace, k=10, progress=False)
+print(json.dumps([resident(peak=True) - before, tlc.plan(trace, k=10).peak / 2**20]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure a peak of memory")
+def test_the_peak_is_a_small_part_of_the_weights_and_as_planned(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 4}
+    for folder, more in ((tmp_path / "warm", {}), (tmp_path / "model", sizes | {"num_hidden_layers": 24})):
+        tiny.huggingface_model("llama", **more).save_pretrained(folder)
+        tiny.save_tokenizer(folder)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), str(tmp_path), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    peak, planned = json.loads(done.stdout.splitlines()[-1])
+    weights = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")) / 2**20
+    assert weights > 150
+    assert peak < 0.3 * weights
+    assert planned / 2.5 < peak < 2.5 * planned

@@ -1,0 +1,154 @@
+"""What a coupling across depth takes, before it is computed: bytes, and products of matrices."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tl_coupling.blocks import Trace
+from tl_coupling.border import Count, checked
+from tl_coupling.comparisons.choices import fitting_k
+from tl_coupling.comparisons.memory import MemoryLimit, Needs, in_words, n_bytes
+from tl_coupling.models import Memory, empty_model, is_hollow
+from tl_coupling.models.loaded import LOADED_AS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `depth_coupling` of one prompt takes. Sizes are in bytes; printing it shows them.
+
+    Attributes:
+        model, n_layers, d_model, n_pos, k: what is measured.
+        streamed: whether weights stay on disk.
+        weights: all of them, as they are held, in memory or on disk.
+        block: the largest block as it is computed, beside the weights; 0 where it is computed as it is held.
+        jacobians: all of them; in memory, or in a temporary file if `spilled`.
+        result: the matrices A.
+        working: singular vectors, and what one Jacobian or the SVDs of some take at a time.
+        peak: the estimate of what is in memory at most, beside the interpreter and its libraries.
+        flops: of the products of matrices, by stage: "trace", "gate", "jacobians", "svd", "pairs".
+    """
+
+    model: str
+    n_layers: int
+    d_model: int
+    n_pos: int
+    k: int
+    streamed: bool
+    weights: int
+    block: int
+    jacobians: int
+    spilled: bool
+    result: int
+    working: int
+    flops: dict[str, float]
+
+    @property
+    def peak(self) -> int:
+        """Bytes in memory at most."""
+        held = 0 if self.streamed else self.weights
+        return held + self.block + (0 if self.spilled else self.jacobians) + self.result + self.working
+
+    def __str__(self) -> str:
+        where = "on disk" if self.streamed else "in memory"
+        kept = "in a temporary file" if self.spilled else "in memory"
+        sizes = {
+            f"weights, {where}": self.weights,
+            "one block, computed at a time": self.block,
+            f"Jacobians, {kept}": self.jacobians,
+            "result": self.result,
+            "working memory": self.working,
+            "peak, beside the interpreter": self.peak,
+        }
+        head = f"{self.model}: {self.n_layers} layers of width {self.d_model}, {self.n_pos} tokens, k = {self.k}"
+        products = (f"  {stage:<31}{flops / 1e9:>10.3g} GFLOP" for stage, flops in self.flops.items())
+        return "\n".join([head, *(f"  {what:<31}{in_words(size):>10}" for what, size in sizes.items()), *products])
+
+
+@checked
+def plan(
+    trace: Trace | nn.Module | str,
+    k: int | None = None,
+    tokens: Count | None = None,
+    *,
+    memory: Memory | None = None,
+    max_memory: MemoryLimit | None = None,
+) -> Plan:
+    """Bytes and matrix products of `depth_coupling` before it runs, for one prompt and one orientation.
+
+    Of a model's name only the configuration is read.
+
+    Args:
+        trace: a traced prompt, a model, or a model's name as for `load_model`.
+        k: as in `depth_coupling`.
+        tokens: how long the prompt is; that of the trace by default, else 64.
+        memory: how a model that is named would be loaded, `"resident"` in float32 by default.
+        max_memory: as in `depth_coupling`.
+
+    Raises:
+        ValueError: `memory` for a model that is loaded, k out of range, less `max_memory` than is needed.
+        ModelError: an unknown name.
+
+    Flops count an addition and a multiplication as two. "gate" is the comparison with the full sequence, "jacobians"
+    one pass of `d_model` rows through a block's weights, "svd" the classic count of a full one, `22 d³`; some ways are
+    cheaper. The estimate of memory is of one process on a CPU or of one GPU.
+
+    Example:
+        >>> plan(trace, k=8).flops["pairs"]
+        196608.0
+    """
+    if isinstance(trace, str):
+        model = empty_model(trace)
+        blocks = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size)
+        name, streamed = trace, memory == "stream"
+        config: Any = model.config
+        d = int(config.get_text_config().hidden_size)
+        held = computed = 4
+    else:
+        if memory is not None:
+            raise ValueError("`memory` is for a model's name: one that is loaded has its own")
+        model = trace.model if isinstance(trace, Trace) else trace
+        blocks, weight = getattr(model, "blocks", nn.ModuleList(model.children())), next(model.parameters())
+        name = _name(trace)
+        cfg: Any = getattr(model, "cfg", None)
+        d = trace.d_model if isinstance(trace, Trace) else int(cfg.d_model)
+        streamed, held, computed = is_hollow(model), weight.element_size(), max(4, weight.element_size())
+    k, n_layers = fitting_k(k, d), trace.n_layers if isinstance(trace, Trace) else len(blocks)
+    n_pos = tokens or (trace.n_pos if isinstance(trace, Trace) else 64)
+    needs = Needs.of(blocks[0], d, computed, n_layers, n_layers, k, 1, True)
+    limit = None if max_memory is None else n_bytes(max_memory)
+    needs = needs if limit is None else needs.within(limit)
+    products = 2.0 * sum(p.numel() for block in blocks for p in block.parameters() if p.ndim > 1)
+    attention = 4.0 * n_layers * n_pos**2 * d
+    forward = n_pos * products + attention
+    return Plan(
+        model=name,
+        n_layers=n_layers,
+        d_model=d,
+        n_pos=n_pos,
+        k=k,
+        streamed=streamed,
+        weights=held * _size(model),
+        block=computed * max(map(_size, blocks)) if streamed or held < computed else 0,
+        jacobians=needs.jacobians,
+        spilled=not needs.kept_in_memory(limit, blocks[0]),
+        result=needs.result,
+        working=needs.spectra + needs.working,
+        flops={
+            "trace": forward,
+            "gate": 3 * forward,
+            "jacobians": d * products,
+            "svd": 22.0 * n_layers * d**3,
+            "pairs": 2.0 * n_layers**2 * (k * d**2 + k**2 * d),
+        },
+    )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _name(of: Trace | nn.Module) -> str:
+    if isinstance(of, Trace):
+        return str(of.provenance["model"])
+    return str(LOADED_AS.get(of, {}).get("model") or getattr(getattr(of, "cfg", None), "model_name", type(of).__name__))
