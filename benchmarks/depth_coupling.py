@@ -196,7 +196,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
     where = f"{results['model']} on {results['environment']['device_name']}"
     where = f"{where}, {results['environment']['cpu_threads']} threads"
     summary = Table(title=f"{where}: seconds end to end, and MiB at the peak")
-    for header in ("T", "released", "tl_coupling", "ratio", "× first T", "released MiB", "tl_coupling MiB", "share"):
+    for header in ("T", "released", "tl_coupling", "ratio", "× first", "released MiB", "tl_coupling MiB", "share"):
         summary.add_column(header, justify="right")
     first = results["runs"][0]["ours"]["seconds"]["end to end"]
     for run in results["runs"]:
