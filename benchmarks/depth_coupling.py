@@ -184,7 +184,9 @@ def compare(options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
         "ours": {key: value for key, value in ours.items() if key not in shared},
         "ratio": {stage: theirs["seconds"][stage] / ours["seconds"][stage] for stage in stages},
         "memory_of_ours_over_released": {
-            name: ours["memory_mib"][name] / theirs["memory_mib"][name] for name in ("peak", "above_warm_up")
+            name: ours["memory_mib"][name] / theirs["memory_mib"][name]
+            for name in ("peak", "above_warm_up")
+            if theirs["memory_mib"][name] > 0
         },
         "max_abs_difference": by_measure,
         "largest_difference": float(torch.tensor(list(by_measure.values())).amax()),

@@ -106,8 +106,8 @@ def test_bare_products_count_what_they_do():
 
 def test_across_tokens(folder_model, tmp_path, monkeypatch):
     monkeypatch.setattr(across_tokens, "LAYERS", (0, 1))
-    monkeypatch.setattr(across_tokens, "LONG", 6)
-    across_tokens.main(["--model", str(folder_model), "--tokens", "4", "--k", "4", "--out", str(tmp_path)])
+    monkeypatch.setattr(across_tokens, "LONG", 3)
+    across_tokens.main(["--model", str(folder_model), "--tokens", "3", "--k", "4", "--out", str(tmp_path)])
     assert read(tmp_path, "across_tokens")["run"]["largest_relative_difference_of_jacobians"] < 1e-4
 
 
