@@ -184,7 +184,9 @@ def compare(options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
         "ours": {key: value for key, value in ours.items() if key not in shared},
         "ratio": {stage: theirs["seconds"][stage] / ours["seconds"][stage] for stage in stages},
         "memory_of_ours_over_released": {
-            name: ours["memory_mib"][name] / theirs["memory_mib"][name] for name in ("peak", "above_warm_up")
+            name: ours["memory_mib"][name] / theirs["memory_mib"][name]
+            for name in ("peak", "above_warm_up")
+            if theirs["memory_mib"][name] > 0
         },
         "max_abs_difference": by_measure,
         "largest_difference": float(torch.tensor(list(by_measure.values())).amax()),
@@ -196,7 +198,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
     where = f"{results['model']} on {results['environment']['device_name']}"
     where = f"{where}, {results['environment']['cpu_threads']} threads"
     summary = Table(title=f"{where}: seconds end to end, and MiB at the peak")
-    for header in ("T", "released", "tl_coupling", "ratio", "× first T", "released MiB", "tl_coupling MiB", "share"):
+    for header in ("T", "released", "tl_coupling", "ratio", "× first", "released MiB", "tl_coupling MiB", "share"):
         summary.add_column(header, justify="right")
     first = results["runs"][0]["ours"]["seconds"]["end to end"]
     for run in results["runs"]:

@@ -3,14 +3,15 @@
     python -m benchmarks.table                       # reads benchmarks/results/*.json
     python -m benchmarks.table --results out/bench   # … or another folder
 
-Writes `table.md` and `benchmarks.png` beside the files. Every benchmark draws its own tables (`tables` in its module).
+Writes `table.md` and `benchmarks.png` beside the files. A benchmark draws its own tables (`tables` in its module, or
+`table` for each of its runs); of one that draws none the single numbers are listed.
 """
 
 import argparse
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,39 @@ COLORS = {"gate": "C1", "jacobians": "C0", "svd": "C2"}
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Results by benchmark, of those whose module draws tables."""
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        if (HERE / f"{path.stem}.py").exists() and hasattr(_module(path.stem), "tables"):
-            found[path.stem] = json.loads(path.read_text())
-    return found
+    """Results by the name of their file."""
+    contents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {name: one for name, one in contents.items() if "benchmark" in one}
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"benchmarks.{name}")
+def tables_of(results: dict[str, Any]) -> list[Table]:
+    """The figures of one file for reading."""
+    module = _module(results)
+    if hasattr(module, "tables"):
+        return module.tables(results)
+    if hasattr(module, "table"):
+        return [module.table(run) for run in results["runs"]]
+    listed = Table("", "", title=results["benchmark"])
+    for name, value in _numbers(results, ()):
+        listed.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    return [listed]
+
+
+def _module(results: dict[str, Any]) -> Any:
+    return importlib.import_module(f"benchmarks.{results['benchmark']}")
+
+
+def _numbers(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Every number and word in nested results, with where it stands; not the environment, which is written apart."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            if name not in ("benchmark", "environment"):
+                yield from _numbers(one, (*path, name))
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for i, one in enumerate(value):
+            yield from _numbers(one, (*path, str(i)))
+    elif not isinstance(value, list):
+        yield ", ".join(path), value
 
 
 def markdown(table: Table) -> str:
@@ -58,25 +82,29 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "![](benchmarks.png)",
     ]
     for name, one in results.items():
-        where, purpose = one["environment"], str(_module(name).__doc__).splitlines()[0]
+        where, purpose = one["environment"], str(_module(one).__doc__).splitlines()[0]
         versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
         ran = (
             f"{where['date']}, {where['device_name']}, {where['cpu_threads']} threads, load {where['load_average']:.2f}"
         )
-        parts += [f"## {name}", purpose, f"{ran}; {versions}", *map(markdown, _module(name).tables(one))]
+        parts += [f"## {name}", purpose, f"{ran}; {versions}", *map(markdown, tables_of(one))]
     return "\n\n".join(parts) + "\n"
 
 
 def picture(results: dict[str, dict[str, Any]]) -> Figure:
-    """Three panels: end to end against the transcription, stages by width, Jacobians over their bare products."""
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    if "depth_coupling" in results:
-        _against_the_transcription(left, results["depth_coupling"])
-    if "jacobians" in results:
-        runs = results["jacobians"]["runs"]
-        _by_width(middle, [run for run in runs if run["model"] == "random"])
-        _over_bare(right, runs)
+    """A panel for each question that the results answer."""
+    runs = {name: one["runs"] for name, one in results.items() if "runs" in one}
+    of_widths = [run for run in runs.get("jacobians", []) if run["model"] == "random"]
+    panels = {
+        _against_the_transcription: results.get("depth_coupling"),
+        _over_bare: runs.get("jacobians"),
+        _by_width: of_widths,
+        _top_of_spectra: [run for run in runs.get("truncated_svd", []) if len(run["shape"]) == 2],
+    }
+    drawn = {draw: data for draw, data in panels.items() if data}
+    figure = Figure(figsize=(7 * min(2, len(drawn)), 4.8 * ((len(drawn) + 1) // 2)), layout="constrained")
+    for place, (draw, data) in enumerate(drawn.items(), 1):
+        draw(figure.add_subplot((len(drawn) + 1) // 2, min(2, len(drawn)), place), data)
     return figure
 
 
@@ -96,8 +124,6 @@ def _against_the_transcription(ax: Axes, results: dict[str, Any]) -> None:
 
 
 def _by_width(ax: Axes, runs: list[dict[str, Any]]) -> None:
-    if not runs:
-        return
     widths, shapes = [run["shapes"]["d_model"] for run in runs], runs[0]["shapes"]
     ax.loglog(widths, [sum(run["bare_products"].values()) for run in runs], "k--", label="bare products")
     for stage in ("jacobians", "svd", "gate"):
@@ -117,9 +143,24 @@ def _over_bare(ax: Axes, runs: list[dict[str, Any]]) -> None:
     ax.barh(places, jacobians, color=COLORS["jacobians"], label="jacobians")
     ax.barh(places, gates, left=jacobians, color=COLORS["gate"], label="gate")
     ax.set_yticks(places, names, fontsize=8)
+    ax.set_xlim(0, 1.25 * max(run["jacobians_and_gate_over_bare"] for run in runs))
     ax.axvline(1, color="k", linestyle="--", linewidth=1, label="bare products")
     ax.invert_yaxis()
     ax.set(xlabel="× bare products", title="What Jacobians cost beyond their products")
+    ax.legend()
+
+
+def _top_of_spectra(ax: Axes, runs: list[dict[str, Any]]) -> None:
+    """Lines of one colour are one way, on spectra of several shapes."""
+    ways = list(dict.fromkeys(way for run in runs for way in run["ways"]))
+    for color, way in enumerate(ways):
+        for style, name in enumerate(dict.fromkeys(run["matrices"] for run in runs)):
+            some = [run for run in runs if run["matrices"] == name and way in run["ways"]]
+            seconds = [run["ways"][way]["seconds"] for run in some]
+            look = {"color": f"C{color}", "linestyle": ("-", "--", ":")[style % 3], "marker": "o"}
+            ax.loglog([run["shape"][-1] for run in some], seconds, label=None if style else way, **look)
+    _ticks(ax, sorted({run["shape"][-1] for run in runs}))
+    ax.set(xlabel="width of one matrix", ylabel="seconds", title=f"Top {runs[0]['k']} singular triplets")
     ax.legend()
 
 
@@ -140,8 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{options.results} holds no results: run `make bench`, or give --results", file=sys.stderr)
         raise SystemExit(2)
     out = console()
-    for name, one in results.items():
-        out.print(*_module(name).tables(one), sep="\n")
+    for one in results.values():
+        out.print(*tables_of(one), sep="\n")
     (options.results / "table.md").write_text(page(results))
     picture(results).savefig(options.results / "benchmarks.png", dpi=120)
     out.print(f"wrote {options.results / 'table.md'} and {options.results / 'benchmarks.png'}")

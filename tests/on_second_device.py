@@ -22,7 +22,7 @@ import vision_models
 from tl_coupling import plots
 from tl_coupling.comparisons import maps
 from tl_coupling.coupling import MEASURES, alignment_matrices, subspace_overlap
-from tl_coupling.report import parts
+from tl_coupling.report import page, parts
 from tl_coupling.trajectories import (
     entropy_by_depth,
     measure_trajectory,
@@ -104,8 +104,7 @@ def of_comparisons(model: nn.Module, given: Any) -> dict[str, Any]:
         "overlap": subspace_overlap(alignment_matrices(spectrum)),
     }
     maps = {
-        "depth": tlc.depth_coupling(trace, K),
-        "vju": tlc.depth_coupling(trace, K, orientation="vju"),
+        "depth": tlc.depth_coupling(trace, K, orientation="vju"),
         "mean": tlc.depth_coupling([trace, tlc.trace(model, given[:3])], K),
         "self": tlc.self_coupling(trace, 0, 1, k=K),
         "fixed input": tlc.context_coupling(trace, 0, 1, fixed="input", k=K),
@@ -177,7 +176,7 @@ def test_comparisons(llama: Callable[[], nn.Module]) -> None:
 
 
 def test_trajectories(llama: Callable[[], nn.Module]) -> None:
-    agree(of_trajectories, llama, TOKENS)
+    agree(of_trajectories, llama, TOKENS[:4])
 
 
 def test_modules_without_a_model() -> None:
@@ -220,7 +219,8 @@ def test_files_pictures_and_pages(
     llama: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is drawn is on the CPU by then.
-    monkeypatch.setattr(parts, "_saved", lambda *_: b"<svg></svg>")
+    for module in (parts, page):
+        monkeypatch.setattr(module, "image", lambda *_: "<img>")
     trace = tlc.trace(llama().to(SECOND), "w3 w14 w15 w92")
     portrait = tlc.portrait(trace, k=(2, K))
     depth, trajectory = portrait.depth, measure_trajectory(trace)

@@ -68,6 +68,14 @@ def test_a_picture_shows_every_run_and_its_ratio():
     assert [text.get_text() for text in left.texts] == ["6.0 ×"]
 
 
+def test_a_benchmark_without_tables_has_its_numbers_listed(monkeypatch):
+    monkeypatch.setattr(table, "_module", lambda _: SimpleNamespace())
+    found = {"benchmark": "b", "environment": {"cpu": "c"}, "runs": [{"seconds": 1.23456, "tokens": [1, 2]}]}
+    (listed,) = table.tables_of(found)
+    assert "| runs, 0, seconds | 1.235 |" in table.markdown(listed)
+    assert "tokens" not in table.markdown(listed)
+
+
 def test_the_table_of_nothing_is_refused_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         table.main(["--results", str(tmp_path)])
@@ -98,8 +106,8 @@ def test_bare_products_count_what_they_do():
 
 def test_across_tokens(folder_model, tmp_path, monkeypatch):
     monkeypatch.setattr(across_tokens, "LAYERS", (0, 1))
-    monkeypatch.setattr(across_tokens, "LONG", 6)
-    across_tokens.main(["--model", str(folder_model), "--tokens", "4", "--k", "4", "--out", str(tmp_path)])
+    monkeypatch.setattr(across_tokens, "LONG", 3)
+    across_tokens.main(["--model", str(folder_model), "--tokens", "3", "--k", "4", "--out", str(tmp_path)])
     assert read(tmp_path, "across_tokens")["run"]["largest_relative_difference_of_jacobians"] < 1e-4
 
 
