@@ -67,8 +67,8 @@ def top_triplets(J: Products, k: int) -> Triplets | None:
 
 def _random_block(J: Products, width: int) -> Tensor:
     """`Jᵀ` of random vectors: a share of every direction. The same for all matrices of a shape, whatever was drawn."""
-    noise = torch.randn(J.shape[0], width, generator=torch.Generator().manual_seed(0), dtype=J.dtype)
-    return J.transposed(noise.to(J.device))
+    generator = torch.Generator().manual_seed(0)
+    return J.transposed(torch.randn(J.shape[0], width, generator=generator, dtype=J.dtype).to(J.device))
 
 
 def _krylov_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
