@@ -190,7 +190,8 @@ def test_influence(llama):
                 result.participation_ratio,
                 result.effective_rank,
             ]
-            assert [float(value[row, t1]) for value in values] == pytest.approx(expected, rel=1e-8)
+            # HuggingFace normalises in float32, whatever the model is in.
+            assert [float(value[row, t1]) for value in values] == pytest.approx(expected, rel=1e-7)
 
 
 def test_influence_as_a_dataset(llama, tmp_path):
