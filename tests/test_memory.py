@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,42 @@ def test_the_peak_is_a_small_part_of_the_weights_and_as_planned(tmp_path: Path) 
     assert weights > 150
     assert peak < 0.3 * weights
     assert planned / 2.5 < peak < 2.5 * planned
+
+
+SURVEY = """
+import sys, time
+from pathlib import Path
+import tl_coupling as tlc
+from tl_coupling.surveys.measurements import Settings, measure_prompts
+from tl_coupling.surveys.units import Folder, Unit
+
+def measure(unit):
+    # Time to be killed in.
+    time.sleep(float(sys.argv[3]))
+    model = tlc.load_model(sys.argv[1], memory="stream")
+    return measure_prompts(model, unit.what["prompt"], Settings(k=(4,)), progress=False)
+
+units = [Unit(f"u{i}", {"prompt": prompt}) for i, prompt in enumerate(("w3 w14 w15", "w9 w2 w6 w5", "w8 w9"))]
+print(*(one.status for one in Folder(sys.argv[2], {"what": "prompts"}).run(units, measure, progress=False)))
+"""
+
+
+def test_a_survey_of_a_streamed_model_that_is_killed_resumes(folder_model: Path, tmp_path: Path) -> None:
+    from xarray import load_dataset
+
+    def start(folder: Path, seconds: float) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", SURVEY, str(folder_model), str(folder), str(seconds)]
+        folder.mkdir(exist_ok=True)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+    killed, whole = start(tmp_path / "killed", 2), start(tmp_path / "whole", 0)
+    while not (tmp_path / "killed" / "u0.json").exists() and killed.poll() is None:
+        time.sleep(0.02)
+    killed.kill()
+    assert killed.wait() < 0
+    assert whole.communicate(timeout=120)[0].split() == ["computed"] * 3
+    assert start(tmp_path / "killed", 0).communicate(timeout=120)[0].split() == ["kept", "computed", "computed"]
+    for unit in ("u0", "u1", "u2"):
+        one, other = (load_dataset(tmp_path / folder / f"{unit}.nc") for folder in ("killed", "whole"))
+        assert one.equals(other)
+        assert '"memory": "stream"' in one.attrs["provenance"]

@@ -31,6 +31,8 @@ _measuring = threading.RLock()
 _thread = threading.local()
 # What the measuring thread has entered and not yet left: device, dtype and modules.
 _entered: list[tuple[Any, ...]] = []
+# Models whose parts have their weights while they are called.
+_filling: set[nn.Module] = set()
 # How HuggingFace's mixtures compute their experts; the public property beside it also sets that of every other part.
 _EXPERTS = "_experts_implementation_internal"
 # torch's messages on the CPU, where it raises a plain RuntimeError; CUDA and MPS have a class of their own.
@@ -155,7 +157,10 @@ def own_arithmetic(module: nn.Module, dtype: torch.dtype | None = None) -> Itera
     """
     weight = next(module.parameters(), torch.empty(0))
     with exact_arithmetic(weight.device), ExitStack() as stack:
-        if is_hollow(module) or any(map(is_packed, module.modules())):
+        # Within its own arithmetic a model has its weights already.
+        if module not in _filling and (is_hollow(module) or any(map(is_packed, module.modules()))):
+            stack.callback(_filling.discard, module)
+            _filling.add(module)
             dtype = dtype or (torch.float64 if weight.dtype == torch.float64 else torch.float32)
             stack.enter_context(_filled_when_called(module, dtype))
         stack.enter_context(attributes_set(_eager_experts(module, dtype or weight.dtype)))

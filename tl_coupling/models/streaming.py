@@ -6,10 +6,12 @@ memory, so that what is computed without their weights is never mistaken for a n
 
 import ctypes
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeGuard
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -146,9 +148,10 @@ def hollow_model(auto: Any, source: str, device: torch.device, **options: Any) -
 
     _return_what_is_freed()
     room = tempfile.TemporaryDirectory(prefix="tl_coupling_")
-    model = auto.from_pretrained(
-        source, device_map={"": "disk"}, offload_folder=room.name, use_safetensors=True, **options
-    )
+    with _unread():
+        model = auto.from_pretrained(
+            source, device_map={"": "disk"}, offload_folder=room.name, use_safetensors=True, **options
+        )
     weakref.finalize(model, room.cleanup)
     weakref.finalize(model, _kept.clear)
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
@@ -162,6 +165,9 @@ def hollow_model(auto: Any, source: str, device: torch.device, **options: Any) -
         if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
             del vars(module)["forward"]
         for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                entry = index[f"{path}.{name}" if path else name]
+                buffer = Stored(entry["safetensors_file"], entry["weight_name"]).read().to(buffer.dtype)
             module._buffers[name] = None if buffer is None else buffer.to(device)
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -175,6 +181,26 @@ def hollow_model(auto: Any, source: str, device: torch.device, **options: Any) -
             entry = index[f"{path}.{name}" if path else name]
             _stored.setdefault(module, {})[name] = Stored(entry["safetensors_file"], entry["weight_name"])
     return model
+
+
+@contextmanager
+def _unread() -> Iterator[None]:
+    """Context in which transformers leaves alone what it would read, cast to another dtype, and let go again.
+
+    All that it reads counts as memory until it closes the files. What it merges into other weights it does read.
+    """
+    from transformers import core_model_loading as core
+
+    read, thread = getattr(core, "spawn_materialize", None), threading.get_ident()
+
+    def left(pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **more: Any) -> Any:
+        plain = more.get("tensor_idx") is None and more.get("sharding_op") is None and hasattr(tensor, "get_shape")
+        if plain and dtype is not None and threading.get_ident() == thread:
+            return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
+        return read(pool, tensor, device, dtype, **more)  # type: ignore[misc]
+
+    with patch.object(core, "spawn_materialize", left) if read else nullcontext():
+        yield
 
 
 def hollow_cuts(model: Any) -> None:
