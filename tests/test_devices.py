@@ -31,6 +31,8 @@ ON_THE_CPU = {
     # Random numbers are the same on every device.
     "torch.Generator()": "drawn on the CPU and moved",
     "torch.tensor(math.sqrt(1 - 1 / k), dtype=torch.float64)": "a single number goes with any device",
+    "torch.randn(J.shape[0], width, generator=torch.Generator().manual_seed(0), dtype=J.dtype)": "moved in the next",
+    "torch.empty(self._size, dtype=self._like.dtype)": "read from a file and moved",
     "torch.tensor(found.steps)": "a single number goes with any device",
     "torch.tensor([*before, *text, *after], dtype=torch.long)": "token ids go to the model when it runs",
     "torch.empty(1, 0, 0, 1)": "only its shape is read",
