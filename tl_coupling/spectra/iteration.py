@@ -58,7 +58,7 @@ def top_triplets(J: Products, k: int) -> Triplets | None:
     residuals decide; where they are too large the search goes on, once.
     """
     spaces = _krylov_spaces(J, k) if J.square is None else _filtered_spaces(J, J.square, k)
-    for (steps, space), _ in zip(spaces, range(2), strict=False):
+    for _, (steps, space) in zip(range(2), spaces, strict=False):
         found, allowed = _rayleigh_ritz(J, _orthonormal(space.double()), k, steps)
         if found is None or float(found.residuals.max()) <= allowed:
             return found
