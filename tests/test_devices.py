@@ -36,7 +36,6 @@ ON_THE_CPU = {
     "torch.tensor(found.steps)": "a single number goes with any device",
     "torch.tensor([*before, *text, *after], dtype=torch.long)": "token ids go to the model when it runs",
     "torch.empty(1, 0, 0, 1)": "only its shape is read",
-    "torch.empty(self._size, dtype=self._like.dtype)": "read from a file and moved",
     "torch.empty(0)": "only its dtype and device are read",
     "torch.zeros(len(self.X), dtype=torch.bool)": "part of an error message",
     "torch.tensor(how[name], dtype=x.dtype)": "drawn",

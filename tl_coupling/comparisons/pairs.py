@@ -290,10 +290,10 @@ def _compare(
         start += len(J)
         # One more singular value than asked for: it tells whether the cut falls inside a near-repeated one.
         parts.append(svd(J, min(k + 1, d)))
-    U, S, Vh = (torch.cat([getattr(one, name) for one in parts]) for name in ("U", "S", "Vh"))
+    spectra = Spectrum.cat(parts)
     del parts
     for i, task in enumerate(tasks):
-        spectrum = Spectrum(U[i::m], S[i::m], Vh[i::m])
+        spectrum = spectra[i::m]
         check_cut(spectrum.S, k, [str(connection) for connection in task.cols])
         of_rows = batches(len(rows)) if shelf is None else (shelf.take(m * row + i)[None] for row in range(len(rows)))
         found = _maps(task, kind, spectrum.top(k), of_rows, orientations, same, paths[i])
@@ -315,7 +315,7 @@ def _maps(
 ) -> dict[Orientation, CouplingMap]:
     """One prompt's maps, from the columns' singular vectors and the rows' Jacobians, some at a time."""
     trace, rows, cols, provenance = task
-    k = spectrum.S.shape[1]
+    k, made = spectrum.k, {"paths": paths, "svd": spectrum.method}
     # Laid out once as `fill_pairs` needs them.
     spectrum = Spectrum(spectrum.U.mT.contiguous().mT, spectrum.S, spectrum.Vh.contiguous())
     matrices = {one: spectrum.S.new_empty(len(rows), len(cols), k, k) for one in orientations}
@@ -338,7 +338,7 @@ def _maps(
             col_positions=tuple(col.position for col in cols),
             kind=kind,
             orientation=orientation,
-            provenance=trace.provenance | provenance | {"paths": paths},
+            provenance=trace.provenance | provenance | made,
         )
         for orientation, A in matrices.items()
     }

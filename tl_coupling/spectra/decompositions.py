@@ -82,6 +82,12 @@ class Spectrum:
         triplets = self.U[..., :k], self.S[..., :k], self.Vh[..., :k, :]
         return Spectrum(*triplets, residuals, self.steps, self.norm, way=self.way)
 
+    def __getitem__(self, index: Any) -> "Spectrum":
+        """Some of the batch."""
+        parts = (getattr(self, name) for name in ("U", "S", "Vh", "residuals", "steps", "norm"))
+        some: Any = [None if part is None else part[index] for part in parts]
+        return Spectrum(*some, way=self.way)
+
     @staticmethod
     @checked
     def cat(spectra: "Sequence[Spectrum]") -> "Spectrum":
