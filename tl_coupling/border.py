@@ -8,12 +8,10 @@ import operator
 import os
 import reprlib
 import sys
-import threading
 import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
-from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,7 +24,6 @@ _Public = TypeVar("_Public", bound=Callable[..., Any])
 # Named sizes of one call, and the argument that set each.
 _Sizes = dict[str, tuple[list[int], str]]
 
-_warnings = threading.local()
 # In the singular, in the plural, what is accepted, what it becomes.
 _SIMPLE: dict[Any, tuple[str, str, Any, Callable[[Any], Any]]] = {
     **dict.fromkeys((Any, inspect.Parameter.empty), ("anything", "anything", object, lambda value: value)),
@@ -126,22 +123,8 @@ def _signature(public: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(public, locals=late, eval_str=True)
 
 
-@contextmanager
-def warnings_kept() -> Iterator[list[str]]:
-    """Context in which this thread's warnings are kept, because no caller is above it."""
-    kept: list[str] = []
-    _warnings.kept = kept
-    try:
-        yield kept
-    finally:
-        del _warnings.kept
-
-
 def warn_caller(message: str) -> None:
     """Warn at the line outside this package that led here, however many calls lie between."""
-    if (kept := getattr(_warnings, "kept", None)) is not None:
-        kept.append(message)
-        return
     level, frame = 1, sys._getframe()
     inside = ("tl_coupling", "jaxtyping", "contextlib")
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inside:

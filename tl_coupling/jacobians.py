@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import BlockError, BlockFunction, Path, Trace
-from tl_coupling.blocks.evaluation import each_on_a_core, is_out_of_memory, vjp
+from tl_coupling.blocks.evaluation import is_out_of_memory, vjp
 from tl_coupling.blocks.functions import Evaluation, RowFunction
 from tl_coupling.border import Count, checked
 from tl_coupling.progress import Progress, with_progress
@@ -146,32 +146,20 @@ def jacobians_of(
 
     most = max(1, min(at_once, _MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
 
-    def of_layer(sharing: list[Connection]) -> Iterator[tuple[list[Connection], Tensor, Path]]:
-        block = trace.blocks[sharing[0].layer]
-        block.refer_to([one.output_position for one in sharing])
-        for t2, same_output in groupby(sharing, lambda one: one.output_position):
-            some = list(same_output)
-            yield some, *jacobians_of_output(block, [one.input_position for one in some], t2, chunk_size)
-
-    def in_order() -> Iterator[tuple[list[Connection], Tensor, Path]]:
-        # Blocks of a model that is not in memory come one by one.
-        if len({one.layer for one in wanted}) == len(wanted) and isinstance(trace.blocks, tuple):
-            modules = [trace.blocks[one.layer].call.module for one in wanted]
-            alone = [[one] for one in wanted]
-            yield from each_on_a_core(lambda one: next(of_layer(one)), alone, modules, trace.blocks[0].X, most)
-            return
-        for _, same_layer in groupby(wanted, lambda one: one.layer):
+    def in_order() -> Iterator[Tensor]:
+        for layer, same_layer in groupby(wanted, lambda one: one.layer):
+            block = trace.blocks[layer]
             while sharing := list(islice(same_layer, most)):
-                yield from of_layer(sharing)
+                block.refer_to([one.output_position for one in sharing])
+                for t2, same_output in groupby(sharing, lambda one: one.output_position):
+                    some = list(same_output)
+                    J, path = jacobians_of_output(block, [one.input_position for one in some], t2, chunk_size)
+                    paths.update(dict.fromkeys(map(str, some), path))
+                    yield from J
 
-    def computed() -> Iterator[Tensor]:
-        for some, J, path in in_order():
-            paths.update(dict.fromkeys(map(str, some), path))
-            yield from J
-
-    matrices = computed()
+    computed = in_order()
     for _ in with_progress(range(len(wanted)), progress, "Jacobians"):
-        yield next(matrices)
+        yield next(computed)
 
 
 def jacobian_and_path(

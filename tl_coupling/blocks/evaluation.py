@@ -7,9 +7,7 @@ time, in whichever thread it runs. Ctrl-C takes effect between its steps, where 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tl_coupling.border import warn_caller, warnings_kept
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
 from tl_coupling.models import dequantising, filled, is_hollow, is_packed, looked_up, looks_up
 
@@ -28,7 +25,6 @@ PullBack = Callable[[Any], tuple[Tensor, ...]]
 # Entries of the widest activation for one chunk of seeds (float32: 64 MiB); it sets the default chunk size.
 _CHUNK_BUDGET = 2**24
 _measuring = threading.RLock()
-_thread = threading.local()
 # What the measuring thread has entered and not yet left: device, dtype and modules.
 _entered: list[tuple[Any, ...]] = []
 # Models whose parts have their weights while they are called.
@@ -82,10 +78,6 @@ def exact_arithmetic(
 
     One thread at a time; Ctrl-C takes effect on entering, on leaving, and in `hear_interrupts`.
     """
-    if getattr(_thread, "helps", False):
-        with _own_to_a_thread(device):
-            yield
-        return
     with _measuring:
         if (what := (device, dtype, *map(id, modules))) in _entered:
             hear_interrupts()
@@ -93,59 +85,17 @@ def exact_arithmetic(
             return
         with interrupts_held(), ExitStack() as stack:
             hear_interrupts()
-            stack.enter_context(_own_to_a_thread(device))
+            for kind in {"cpu", device.type} - {"meta"}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            # An inference tensor could not be differentiated later.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             changes = () if dtype is None else _computing_in(modules, dtype)
             stack.enter_context(attributes_set(chain(_full_precision(), changes)))
             _entered.append(what)
             stack.callback(_entered.pop)
             yield
-
-
-@contextmanager
-def _own_to_a_thread(device: torch.device) -> Iterator[None]:
-    """What exact arithmetic is in each thread by itself."""
-    with ExitStack() as stack:
-        for kind in {"cpu", device.type} - {"meta"}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        # An inference tensor could not be differentiated later.
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        yield
-
-
-def each_on_a_core(
-    measure: Callable[[Any], Any], items: Sequence[Any], modules: Sequence[nn.Module], like: Tensor, at_once: int
-) -> Iterator[Any]:
-    """`measure(item)` in order, which evaluates a module; on the CPU several at a time, each with one core.
-
-    That is faster than all cores on one block: its products are small, and much of the work is Python's. Modules whose
-    weights must be changed for the while, and one that occurs twice, are measured one after the other, with all cores.
-    `at_once` bounds how many results wait.
-    """
-    n_threads = min(torch.get_num_threads(), at_once, len(items)) if like.device.type == "cpu" else 1
-    apart = len(set(modules)) == len(modules) and not any(map(is_hollow, modules))
-    if n_threads == 1 or not apart or next(_computing_in(modules, like.dtype), None) is not None:
-        yield from map(measure, items)
-        return
-    for start in range(0, len(items), at_once):
-        with exact_arithmetic(like.device), ThreadPoolExecutor(n_threads, initializer=_help) as pool:
-            results = list(pool.map(partial(_with_warnings, measure), items[start : start + at_once]))
-        for result, kept in results:
-            for message in kept:
-                warn_caller(message)
-            yield result
-
-
-def _help() -> None:
-    """Make this a thread that measures for another one, which has entered exact arithmetic."""
-    torch.set_num_threads(1)
-    _thread.helps = True
-
-
-def _with_warnings(function: Callable[[Any], Any], item: Any) -> tuple[Any, list[str]]:
-    with warnings_kept() as kept:
-        return function(item), kept
 
 
 @contextmanager
