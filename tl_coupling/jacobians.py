@@ -1,6 +1,7 @@
 """Jacobians of block functions with torch.func, and products with them that never build the matrix."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -150,7 +151,8 @@ def jacobians_of(
         for layer, same_layer in groupby(wanted, lambda one: one.layer):
             block = trace.blocks[layer]
             while sharing := list(islice(same_layer, most)):
-                block.refer_to([one.output_position for one in sharing])
+                if len(sharing) > 1:
+                    block.refer_to([one.output_position for one in sharing])
                 for t2, same_output in groupby(sharing, lambda one: one.output_position):
                     some = list(same_output)
                     J, path = jacobians_of_output(block, [one.input_position for one in some], t2, chunk_size)
@@ -175,16 +177,19 @@ def jacobians_of_output(
 ) -> tuple[Float[Tensor, "n_inputs d_model d_model"], Path]:
     """`J_{t1 t2}` for several t1 ≤ t2, or any one t1, at little more than the cost of one; and the name of the way."""
     n_inputs, d_model = len(input_positions), block.X.shape[1]
-    expected = block.reference(output_position)
-    # In a causal model no later row moves an earlier one: these products with J are exact zeros.
-    if min(input_positions) > output_position and not bool(expected.rows[list(input_positions)].any()):
-        return block.X.new_zeros(n_inputs, d_model, d_model), "full_sequence"
 
     def compute(evaluate: Evaluation) -> tuple[Any, ...]:
         y, J = evaluate(chunk_size)
         return y, expected.u @ J, J
 
-    return _cheapest(block, block.ways(input_positions, output_position), input_positions, output_position, compute)
+    # Once for all: entering it looks through all modules.
+    with block.evaluation() if block.recorded is None else nullcontext():
+        expected = block.reference(output_position)
+        # In a causal model no later row moves an earlier one: these products with J are exact zeros.
+        if min(input_positions) > output_position and not bool(expected.rows[list(input_positions)].any()):
+            return block.X.new_zeros(n_inputs, d_model, d_model), "full_sequence"
+        ways = block.ways(input_positions, output_position)
+        return _cheapest(block, ways, input_positions, output_position, compute)
 
 
 def _cheapest(

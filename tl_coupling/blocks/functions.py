@@ -33,7 +33,14 @@ from torch.overrides import TorchFunctionMode
 
 from tl_coupling.blocks.calls import BlockCall, RecordedCall
 from tl_coupling.blocks.contexts import BlockError
-from tl_coupling.blocks.evaluation import exact_arithmetic, for_seeds, own_arithmetic, reverse_mode, vjp
+from tl_coupling.blocks.evaluation import (
+    chunk_that_fits,
+    exact_arithmetic,
+    for_seeds,
+    own_arithmetic,
+    reverse_mode,
+    vjp,
+)
 from tl_coupling.blocks.linearisation import Linearisation
 from tl_coupling.border import warn_caller
 
@@ -172,7 +179,8 @@ class BlockFunction:
         context = self.call.context(t2, known)
         parts = (getattr(block, "original_component", None) or block).children()
         run = lambda X: self._after_norm(self.call.at(X, context))  # noqa: E731
-        linearised, y = Linearisation.at(self.X[t2], run, [*parts, *filter(None, [self.norm])], context, chunk_size)
+        modules, at_once = [*parts, *filter(None, [self.norm])], chunk_size or chunk_that_fits(4, self.X.shape[1])
+        linearised, y = Linearisation.at(self.X[t2], run, modules, context, at_once)
         J = y.new_empty(len(input_positions), len(y), len(y))
         if t2 in input_positions:
             own = J[input_positions.index(t2)]
@@ -233,15 +241,15 @@ class BlockFunction:
         return self._after_norm(self.call.row(x, t2, context)) - x
 
     def reference(self, output_position: int) -> Reference:
-        """The reference of one position; kept. The first call must be outside `evaluation()`, as `refer_to` must."""
+        """The reference of one position; kept. The first call is subject to what `refer_to` says."""
         self.refer_to([output_position])
         return self._references[output_position]
 
     def refer_to(self, output_positions: Iterable[int]) -> None:
         """Prepare `reference` of several positions, with two forward passes for all. Older ones are forgotten.
 
-        Outside `evaluation()`, because the recorded call is repeated with the model as it is. Raises StepError where
-        the block is not the function that was traced, DerivativeError where its derivative is not the function's.
+        Outside `evaluation()` if there is a `recorded` call, which is repeated with the model as it is. Raises StepError
+        where the block is not the function that was traced, DerivativeError where its derivative is not the function's.
         """
         wanted = set(output_positions)
         if not (missing := wanted - self._references.keys()):

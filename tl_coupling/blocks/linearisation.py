@@ -19,7 +19,7 @@ way is not decided here: like every cheap way, the result is compared with the f
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from tl_coupling.blocks.calls import hidden_states
 from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
-from tl_coupling.blocks.evaluation import for_seeds, forwards_replaced, over_seeds, vjp
+from tl_coupling.blocks.evaluation import for_seeds, forwards_replaced, is_out_of_memory, over_seeds, vjp
 
 # How well a norm is reproduced where it is recognised, and each head's Jacobians where heads are taken one by one.
 _NORM_TOLERANCE, _HEADS_TOLERANCE = 1e-5, 1e-4
@@ -111,7 +111,7 @@ class Linearisation:
     """A block at one token, as parts with Jacobians and the function `run` that calls the block on any rows."""
 
     def __init__(
-        self, run: Callable[[Tensor], Tensor], parts: Sequence[Part], context: Context, chunk_size: int | None = None
+        self, run: Callable[[Tensor], Tensor], parts: Sequence[Part], context: Context, chunk_size: int
     ) -> None:
         self.run, self.context = run, context
         self.maps: dict[nn.Module, list[tuple[Part, Jacobian]]] = defaultdict(list)
@@ -126,7 +126,7 @@ class Linearisation:
         run: Callable[[Tensor], Tensor],
         modules: Iterable[nn.Module],
         context: Context,
-        chunk_size: int | None = None,
+        chunk_size: int,
     ) -> tuple["Linearisation", Float[Tensor, " d_model"]]:
         """That of `run` at a row, of those modules that it calls, and the value there."""
         parts: list[Part] = []
@@ -168,7 +168,6 @@ class Linearisation:
         return self._through_parts(eye, _Known(eye)).mT
 
     def _through_parts(self, rows: Tensor, known: "_Known", from_attention: Tensor | None = None) -> Tensor:
-
         def forward(calls: Iterator[tuple[Part, Any]], *args: Any, **kwargs: Any) -> Any:
             part, J = next(calls, (None, None))
             if part is None:
@@ -230,8 +229,12 @@ def _weights(part: Part, names: Sequence[str], hook_points: Sequence[str]) -> li
 
     def known(name: str) -> Any:
         # Bridges of other kinds of attention refuse, each with an error of its own.
-        with suppress(Exception):
-            return getattr(part.module, name)
+        try:
+            return getattr(part.module, name, None)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return None
 
     weights = [known(name) for name in names]
     complete = all(isinstance(W, Tensor) for W in weights) and all(known(name) is not None for name in hook_points)
@@ -388,7 +391,7 @@ class _TimesConstant(torch.autograd.Function):
 _times_constant = _TimesConstant.apply
 
 
-def _by_reverse_mode(part: Part, chunk_size: int | None) -> list[Tensor]:
+def _by_reverse_mode(part: Part, chunk_size: int) -> list[Tensor]:
     """A Jacobian for each input of a part, whatever it is."""
     inputs = list(part.inputs.values())
     y, pull_back = vjp(lambda *rows: part(*rows).reshape(-1), *inputs)
@@ -398,5 +401,5 @@ def _by_reverse_mode(part: Part, chunk_size: int | None) -> list[Tensor]:
         for one, gradient in zip(J, for_seeds(pull_back, seeds), strict=True):
             one[rows] = gradient.reshape(len(seeds), -1)
 
-    over_seeds(pull, y, chunk_size or len(y))
+    over_seeds(pull, y, chunk_size)
     return J

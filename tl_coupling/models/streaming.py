@@ -55,7 +55,7 @@ _kept: dict[nn.Parameter, Tensor] = {}
 
 def is_hollow(module: nn.Module) -> bool:
     """Whether weights of the module, or of one inside it, are elsewhere."""
-    return any(part in _stored for part in module.modules())
+    return bool(_stored) and any(part in _stored for part in module.modules())
 
 
 def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[_Change]:
@@ -63,6 +63,8 @@ def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[_Change
 
     Weights that were read for other modules are let go first. Must not run in two threads at once.
     """
+    if not _stored and not _kept:
+        return
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     hollow = {_parameter(part, name): source for part in parts for name, source in _stored.get(part, {}).items()}
     for parameter in [one for one in _kept if one not in hollow or _kept[one].dtype != dtype]:
