@@ -248,8 +248,9 @@ class BlockFunction:
     def refer_to(self, output_positions: Iterable[int]) -> None:
         """Prepare `reference` of several positions, with two forward passes for all. Older ones are forgotten.
 
-        Outside `evaluation()` if there is a `recorded` call, which is repeated with the model as it is. Raises StepError
-        where the block is not the function that was traced, DerivativeError where its derivative is not the function's.
+        Outside `evaluation()` where there is a `recorded` call, which is made again with the model as it is. Raises
+        StepError where the block is not the function that was traced, DerivativeError where its derivative is not the
+        function's.
         """
         wanted = set(output_positions)
         if not (missing := wanted - self._references.keys()):
