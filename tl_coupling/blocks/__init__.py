@@ -6,8 +6,9 @@ argument of the call. The block can then be called on its own, on any residual s
 """
 
 from tl_coupling.blocks.calls import BlockCall
+from tl_coupling.blocks.checks import DerivativeError, StepError
 from tl_coupling.blocks.contexts import BlockError
-from tl_coupling.blocks.functions import BlockFunction, DerivativeError, Path, StepError
+from tl_coupling.blocks.functions import BlockFunction, Path
 from tl_coupling.blocks.tracing import Trace, trace, trace_modules
 
 __all__ = ["BlockCall", "BlockError", "BlockFunction", "DerivativeError", "Path", "StepError", "Trace", "trace"]

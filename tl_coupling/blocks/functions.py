@@ -20,18 +20,26 @@ Three checks, all from one forward and one backward pass of the block and one mo
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch._ops import OpOverloadPacket
-from torch.overrides import TorchFunctionMode
 
 from tl_coupling.blocks.calls import BlockCall, RecordedCall
+from tl_coupling.blocks.checks import (
+    DerivativeError,
+    Reference,
+    Remarks,
+    Stairs,
+    StepError,
+    in_percent,
+    mlp_on_rows,
+    tokens_in_words,
+)
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.evaluation import (
     chunk_that_fits,
@@ -42,7 +50,6 @@ from tl_coupling.blocks.evaluation import (
     vjp,
 )
 from tl_coupling.blocks.linearisation import Linearisation
-from tl_coupling.border import warn_caller
 
 GATE_TOLERANCE = 1e-4
 _MOST_REFERENCES = 32
@@ -51,9 +58,6 @@ _MOST_REFERENCES = 32
 # kink, or the slopes from side to side, which curvature leaves alone. One of the four may disagree.
 _FIRST_MOVE, _MOVES = 0.01, (0.01, 0.005, 0.0025, 0.001)
 _SLOPE_TOLERANCE = 0.1
-# Functions without a slope, and casts: where their steps are wider than the moves, only their names reveal them.
-_STAIRS = {"round", "floor", "ceil", "trunc", "fix", "quantize_per_tensor", "quantize_per_channel"}
-_CASTS = {"to", "type", "long", "int", "short", "char"}
 _CAUSES = (
     "Likely causes: weights or hooks changed after `trace`, the block draws random numbers, or it keeps a state from "
     "call to call"
@@ -64,38 +68,6 @@ RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
 # From a chunk size: `f(X)[t2]`, and `J_{t1 t2}` of each t1.
 Evaluated = tuple[Float[Tensor, " d_model"], Float[Tensor, "n_inputs d_model d_model"]]
 Evaluation = Callable[[int | None], Evaluated]
-
-
-class StepError(ValueError):
-    """A block, called again, is not the function that was traced."""
-
-
-class DerivativeError(ValueError):
-    """A block function has no derivative, or another one than automatic differentiation gives."""
-
-
-@dataclass(eq=False)
-class Remarks:
-    """What a user would not expect of a measured trace, for its provenance; the first of each kind is a warning too."""
-
-    texts: list[str] = field(default_factory=list)
-    warned_of: set[str] = field(default_factory=set)
-
-    def add(self, kind: str, text: str) -> None:
-        """Note it, if it is new; warn if it is the first of its kind."""
-        if text not in self.texts:
-            self.texts.append(text)
-            if kind not in self.warned_of:
-                self.warned_of.add(kind)
-                warn_caller(f"{text} (others like it: `provenance['remarks']`)")
-
-
-class Reference(NamedTuple):
-    """The full sequence's `f(X)[t]`, a seeded random u, and `uᵀ J_{· t}` of every input row, `[n_pos d_model]`."""
-
-    y: Float[Tensor, " d_model"]
-    u: Float[Tensor, " d_model"]
-    rows: Float[Tensor, "n_pos d_model"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,8 +240,8 @@ class BlockFunction:
         with self.evaluation():
             # Most of the work is the MLP's. Where it treats each row by itself, the step is the same with it on these
             # rows alone; else all are computed.
-            for around in (partial(_mlp_on_rows, self.call.module, at, len(self.X)), nullcontext):
-                with suppress(BlockError), around(), _Stairs() as stairs:
+            for around in (partial(mlp_on_rows, self.call.module, at, len(self.X)), nullcontext):
+                with suppress(BlockError), around(), Stairs() as stairs:
                     Y, pull_back = vjp(self._of_all_rows, self.X)
                     if not bool(self._is_other_step(Y)[at].any()):
                         break
@@ -320,18 +292,18 @@ class BlockFunction:
             self._refuse(difference, other)
         elif bool(other[rows].any()):
             ours, own = (str(dtype).removeprefix("torch.") for dtype in (self.X.dtype, self._own_dtype))
-            percent = _percent(difference, self.step.norm(dim=1), other)
+            percent = in_percent(difference, self.step.norm(dim=1), other)
             self.remarks.add(
                 "precision",
-                f"layer {self.layer}: the block's step in {ours} differs from that in {own} at {_tokens(other)}, by up "
+                f"layer {self.layer}: the block's step in {ours} differs from that in {own} at {tokens_in_words(other)}, by up "
                 f"to {percent} (a mixture of experts may send a token to other experts)",
             )
 
     def _refuse(self, difference: Float[Tensor, " n_pos"], wrong: Bool[Tensor, " n_pos"]) -> None:
         if bool(wrong.any()):
-            percent = _percent(difference, self.step.norm(dim=1), wrong)
+            percent = in_percent(difference, self.step.norm(dim=1), wrong)
             raise StepError(
-                f"block {self.layer} is not the function that was traced: at {_tokens(wrong)} what it adds to the "
+                f"block {self.layer} is not the function that was traced: at {tokens_in_words(wrong)} what it adds to the "
                 f"residual stream differs by {percent} from the traced step. {_CAUSES}. Trace the prompt again and "
                 "measure it under the same conditions"
             )
@@ -368,7 +340,7 @@ class BlockFunction:
         if bool(wrong.any()):
             tokens = torch.zeros(len(self.X), dtype=torch.bool)
             tokens[at] = wrong.cpu()
-            raise self._no_derivative(f"at {_tokens(tokens)} its slope is not the one that autograd gives")
+            raise self._no_derivative(f"at {tokens_in_words(tokens)} its slope is not the one that autograd gives")
 
     def _no_derivative(self, found: str) -> DerivativeError:
         return DerivativeError(
@@ -380,55 +352,3 @@ class BlockFunction:
 def _without(rows: Tensor, at: int, dim: int, *replaced_by: Tensor) -> Tensor:
     """Keys or values without the row at a position along `dim`, or with another in its place."""
     return torch.cat([rows.narrow(dim, 0, at), *replaced_by, rows.narrow(dim, at + 1, rows.shape[dim] - at - 1)], dim)
-
-
-@contextmanager
-def _mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]:
-    """Context in which the block's MLP computes these rows only and gives zeros for the others."""
-
-    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        match args:
-            case (Tensor() as n,) if not kwargs and n.shape[:-1] == (1, n_pos):
-                return (n[:, rows],), {}
-        raise BlockError("the MLP's input is not all rows, alone")
-
-    def put_back(_: nn.Module, __: Any, out: Any) -> Tensor:
-        if not isinstance(out, Tensor):
-            raise BlockError("the MLP gives more than its rows")
-        at = torch.tensor(rows, device=out.device)
-        return out.new_zeros(1, n_pos, out.shape[-1]).index_copy(1, at, out)
-
-    mlp = getattr(block, "mlp", None)
-    if not isinstance(mlp, nn.Module) or len(rows) == n_pos:
-        raise BlockError("there is no MLP, or no row without interest")
-    with (
-        mlp.register_forward_pre_hook(take, with_kwargs=True, prepend=True),
-        mlp.register_forward_hook(put_back),
-    ):
-        yield
-
-
-class _Stairs(TorchFunctionMode):
-    """Notes a function with zero slope that is applied to something differentiated."""
-
-    found: str | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        quantized = isinstance(func, OpOverloadPacket) and str(func).startswith("quantized.")
-        to_integers = name in _CASTS and isinstance(output, Tensor) and not output.is_floating_point()
-        if (quantized or to_integers or name in _STAIRS) and isinstance(args[0], Tensor) and args[0].requires_grad:
-            self.found = str(func) if quantized else name
-        return output
-
-
-def _tokens(chosen: Tensor) -> str:
-    positions = chosen.nonzero().flatten().tolist()
-    some = ", ".join(map(str, positions[:8])) + (", …" if len(positions) > 8 else "")
-    return f"token{'s' if len(positions) > 1 else ''} {some}"
-
-
-def _percent(difference: Tensor, step: Tensor, chosen: Tensor) -> str:
-    percent = 100 * float((difference.to(step) / step)[chosen].max())
-    return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tl_coupling.blocks.calls import BlockCall, RecordedCall, hidden_states
+from tl_coupling.blocks.checks import Remarks
 from tl_coupling.blocks.evaluation import exact_arithmetic, hear_interrupts, map_tensors
-from tl_coupling.blocks.functions import BlockFunction, Remarks
+from tl_coupling.blocks.functions import BlockFunction
 
 
 @dataclass(frozen=True, eq=False)

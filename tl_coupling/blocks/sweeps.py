@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tl_coupling.blocks.calls import argument_that_differs
+from tl_coupling.blocks.checks import Remarks
 from tl_coupling.blocks.evaluation import forwards_replaced
-from tl_coupling.blocks.functions import BlockFunction, Remarks
+from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.blocks.passages import Passage
 
 # How long the tuples are that a model's blocks return, 0 for a tensor, where that is known.

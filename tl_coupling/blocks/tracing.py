@@ -15,8 +15,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tl_coupling.blocks import tails
+from tl_coupling.blocks.checks import Remarks
 from tl_coupling.blocks.evaluation import is_out_of_memory, own_arithmetic
-from tl_coupling.blocks.functions import BlockFunction, Remarks
+from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.blocks.passages import Passage
 from tl_coupling.blocks.sweeps import Sweep, without_blocks
 from tl_coupling.border import FloatDtype, checked

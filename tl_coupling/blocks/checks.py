@@ -1,0 +1,103 @@
+"""What the checks of a block function are made of: what they find, how they look, and what they say."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch._ops import OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+
+from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.border import warn_caller
+
+# Functions without a slope, and casts: where their steps are wider than the moves, only their names reveal them.
+_STAIRS = {"round", "floor", "ceil", "trunc", "fix", "quantize_per_tensor", "quantize_per_channel"}
+_CASTS = {"to", "type", "long", "int", "short", "char"}
+
+
+class StepError(ValueError):
+    """A block, called again, is not the function that was traced."""
+
+
+class DerivativeError(ValueError):
+    """A block function has no derivative, or another one than automatic differentiation gives."""
+
+
+@dataclass(eq=False)
+class Remarks:
+    """What a user would not expect of a measured trace, for its provenance; the first of each kind is a warning too."""
+
+    texts: list[str] = field(default_factory=list)
+    warned_of: set[str] = field(default_factory=set)
+
+    def add(self, kind: str, text: str) -> None:
+        """Note it, if it is new; warn if it is the first of its kind."""
+        if text not in self.texts:
+            self.texts.append(text)
+            if kind not in self.warned_of:
+                self.warned_of.add(kind)
+                warn_caller(f"{text} (others like it: `provenance['remarks']`)")
+
+
+class Reference(NamedTuple):
+    """The full sequence's `f(X)[t]`, a seeded random u, and `uᵀ J_{· t}` of every input row, `[n_pos d_model]`."""
+
+    y: Float[Tensor, " d_model"]
+    u: Float[Tensor, " d_model"]
+    rows: Float[Tensor, "n_pos d_model"]
+
+
+@contextmanager
+def mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]:
+    """Context in which the block's MLP computes these rows only and gives zeros for the others."""
+
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        match args:
+            case (Tensor() as n,) if not kwargs and n.shape[:-1] == (1, n_pos):
+                return (n[:, rows],), {}
+        raise BlockError("the MLP's input is not all rows, alone")
+
+    def put_back(_: nn.Module, __: Any, out: Any) -> Tensor:
+        if not isinstance(out, Tensor):
+            raise BlockError("the MLP gives more than its rows")
+        at = torch.tensor(rows, device=out.device)
+        return out.new_zeros(1, n_pos, out.shape[-1]).index_copy(1, at, out)
+
+    mlp = getattr(block, "mlp", None)
+    if not isinstance(mlp, nn.Module) or len(rows) == n_pos:
+        raise BlockError("there is no MLP, or no row without interest")
+    with (
+        mlp.register_forward_pre_hook(take, with_kwargs=True, prepend=True),
+        mlp.register_forward_hook(put_back),
+    ):
+        yield
+
+
+class Stairs(TorchFunctionMode):
+    """Notes a function with zero slope that is applied to something differentiated."""
+
+    found: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        quantized = isinstance(func, OpOverloadPacket) and str(func).startswith("quantized.")
+        to_integers = name in _CASTS and isinstance(output, Tensor) and not output.is_floating_point()
+        if (quantized or to_integers or name in _STAIRS) and isinstance(args[0], Tensor) and args[0].requires_grad:
+            self.found = str(func) if quantized else name
+        return output
+
+
+def tokens_in_words(chosen: Tensor) -> str:
+    positions = chosen.nonzero().flatten().tolist()
+    some = ", ".join(map(str, positions[:8])) + (", …" if len(positions) > 8 else "")
+    return f"token{'s' if len(positions) > 1 else ''} {some}"
+
+
+def in_percent(difference: Tensor, step: Tensor, chosen: Tensor) -> str:
+    percent = 100 * float((difference.to(step) / step)[chosen].max())
+    return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"
