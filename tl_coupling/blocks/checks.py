@@ -92,12 +92,14 @@ class Stairs(TorchFunctionMode):
         return output
 
 
-def tokens_in_words(chosen: Tensor) -> str:
+def in_words(chosen: Tensor) -> str:
+    """The positions that are chosen."""
     positions = chosen.nonzero().flatten().tolist()
     some = ", ".join(map(str, positions[:8])) + (", …" if len(positions) > 8 else "")
     return f"token{'s' if len(positions) > 1 else ''} {some}"
 
 
 def in_percent(difference: Tensor, step: Tensor, chosen: Tensor) -> str:
+    """The largest share of the step that a difference is, where chosen."""
     percent = 100 * float((difference.to(step) / step)[chosen].max())
     return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"

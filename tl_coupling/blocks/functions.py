@@ -37,8 +37,8 @@ from tl_coupling.blocks.checks import (
     Stairs,
     StepError,
     in_percent,
+    in_words,
     mlp_on_rows,
-    tokens_in_words,
 )
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.evaluation import (
@@ -295,15 +295,15 @@ class BlockFunction:
             percent = in_percent(difference, self.step.norm(dim=1), other)
             self.remarks.add(
                 "precision",
-                f"layer {self.layer}: the block's step in {ours} differs from that in {own} at {tokens_in_words(other)}, by up "
-                f"to {percent} (a mixture of experts may send a token to other experts)",
+                f"layer {self.layer}: the block's step in {ours} differs from that in {own} at {in_words(other)}, by "
+                f"up to {percent} (a mixture of experts may send a token to other experts)",
             )
 
     def _refuse(self, difference: Float[Tensor, " n_pos"], wrong: Bool[Tensor, " n_pos"]) -> None:
         if bool(wrong.any()):
             percent = in_percent(difference, self.step.norm(dim=1), wrong)
             raise StepError(
-                f"block {self.layer} is not the function that was traced: at {tokens_in_words(wrong)} what it adds to the "
+                f"block {self.layer} is not the function that was traced: at {in_words(wrong)} what it adds to the "
                 f"residual stream differs by {percent} from the traced step. {_CAUSES}. Trace the prompt again and "
                 "measure it under the same conditions"
             )
@@ -340,7 +340,7 @@ class BlockFunction:
         if bool(wrong.any()):
             tokens = torch.zeros(len(self.X), dtype=torch.bool)
             tokens[at] = wrong.cpu()
-            raise self._no_derivative(f"at {tokens_in_words(tokens)} its slope is not the one that autograd gives")
+            raise self._no_derivative(f"at {in_words(tokens)} its slope is not the one that autograd gives")
 
     def _no_derivative(self, found: str) -> DerivativeError:
         return DerivativeError(
