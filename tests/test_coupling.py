@@ -14,6 +14,8 @@ from tl_coupling.coupling import MEASURES as MEASURES_IN_ORDER
 from tl_coupling.coupling import measures_at_every_k
 from tl_coupling.spectra import Spectrum
 
+pytestmark = pytest.mark.on_4_only
+
 D, K = 8, 4
 MEASURES = {
     "miscoupling": lambda A, S: tlc.miscoupling(A),

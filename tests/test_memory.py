@@ -15,6 +15,8 @@ import tl_coupling as tlc
 from tl_coupling.comparisons import memory
 from tl_coupling.comparisons.memory import Shelf, in_words, n_bytes, sharing_a_sweep
 
+pytestmark = pytest.mark.on_3_only
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -10,6 +10,8 @@ from scipy.special import gammaln
 import tl_coupling as tlc
 from test_coupling import haar
 
+pytestmark = pytest.mark.on_4_only
+
 # Small enough that what the closed forms say differs much from "1".
 
 N_SAMPLES = 40_000

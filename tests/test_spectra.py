@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import tl_coupling as tlc
 from tl_coupling.spectra import Spectrum, check_cut
 
+pytestmark = pytest.mark.on_4_only
+
 N = 9
 SIGMA = {
     "distinct": np.linspace(2.0, 0.4, N),

@@ -10,6 +10,8 @@ import tl_coupling as tlc
 from test_spectra import as_numpy, matrix
 from tl_coupling.spectra import Spectrum, decompositions, iteration, svd_of_products, tail_energy
 
+pytestmark = pytest.mark.on_4_only
+
 N, K = 320, 12
 # What the docstring promises of residuals in float32, with room for rounding U, S and Vh.
 PROMISED = 2.5e-6

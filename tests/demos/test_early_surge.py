@@ -18,7 +18,7 @@ import surge_probes as probes
 import surge_report
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 N_LAYERS, D, K = 5, 48, 5
 NULL = 1 - math.sqrt(1 - 1 / K)
