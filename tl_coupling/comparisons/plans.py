@@ -95,7 +95,7 @@ def plan(
 
     Example:
         >>> plan(trace, k=8).flops["pairs"]
-        196608.0
+        81920.0
     """
     if isinstance(trace, str):
         model = empty_model(trace)
