@@ -17,6 +17,8 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.redundancy import CHANGES, layer_redundancy, redundancy_correlations
 
+pytestmark = pytest.mark.on_3_only
+
 OTHER = [7, 7, 1, 50, 2]
 
 

@@ -13,6 +13,8 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.comparisons import CouplingMap
 
+pytestmark = pytest.mark.on_3_only
+
 
 @pytest.fixture(scope="module")
 def result(tiny_trace: tlc.Trace) -> CouplingMap:

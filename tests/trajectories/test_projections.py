@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tl_coupling.trajectories import logit_lens_entropy, trajectory_pca
 
+pytestmark = pytest.mark.on_4_only
+
 # --- the logit lens
 
 

@@ -25,6 +25,8 @@ from tl_coupling.trajectories import (
     trajectory_pca,
 )
 
+pytestmark = pytest.mark.on_4_only
+
 PER_TOKEN = (line_shape_score, expodistance, equidistance)
 MEASURES = (*PER_TOKEN, line_shape_score_by_depth, norms, step_lengths)
 
