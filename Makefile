@@ -81,7 +81,7 @@ check: .venv/ready
 	.venv/bin/mypy
 	.venv/bin/python -m pytest --doctest-modules tl_coupling
 
-# About ten minutes on two quiet cores. A GPU has its own: python -m benchmarks.gpu
+# A GPU has its own: python -m benchmarks.gpu
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.depth_coupling --out benchmarks/results
 	.venv/bin/python -m benchmarks.jacobians --out benchmarks/results

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
-from tl_coupling.models import dequantising, filled, is_hollow, is_packed, looked_up, looks_up
+from tl_coupling.models import Change, dequantising, filled, is_hollow, is_packed, looked_up, looks_up
 
-# An object, one of its attributes, and the value that this is to have.
-Change = tuple[Any, str, Any]
 PullBack = Callable[[Any], tuple[Tensor, ...]]
 
 # Entries of the widest activation for one chunk of seeds (float32: 64 MiB); it sets the default chunk size.

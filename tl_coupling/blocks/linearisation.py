@@ -280,7 +280,7 @@ def _mlp(part: Part) -> list[Tensor] | None:
         return None
     W_out, *W = weights
     shifts = [W_out.new_zeros(len(W_out)) for _ in W]
-    h, pull_back = torch.func.vjp(part.between(names, "hook_post"), *shifts)  # type: ignore[misc]
+    h, pull_back = vjp(part.between(names, "hook_post"), *shifts)
     slopes = pull_back(torch.ones_like(h))
     inner = slopes[0][:, None] * W[0].mT
     for slope, other in zip(slopes[1:], W[1:], strict=True):

@@ -20,6 +20,10 @@ _CONTEXT_FIELDS = ("n_positions", "max_position_embeddings", "max_context_length
 _WANTED = "wanted a decoder (GPT-2, Llama, …), an encoder of text (BERT, …) or a vision transformer (ViT, …)"
 
 
+# An object, one of its attributes, and the value that this is to have.
+Change = tuple[Any, str, Any]
+
+
 class ModelError(ValueError):
     """A model could not be loaded; the message says what to do."""
 

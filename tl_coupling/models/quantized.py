@@ -17,11 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.models.loaded import ModelError, is_packed, version
+from tl_coupling.models.loaded import Change, ModelError, is_packed, version
 
 Quantization = Literal["nf4", "int8"]
-# An object, one of its attributes, and the value that this is to have.
-Change = tuple[Any, str, Any]
 _INSTALL = {"bitsandbytes": 'pip install "tl-coupling[quantized]"', "gguf": "pip install gguf"}
 
 

@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from tl_coupling.models.loaded import Change
+
 # Components of a bridge that cut their original component's joint weight into those of other components.
 _CUTS = {"split_qkv_matrix": ("q", "k", "v"), "split_gate_up_matrix": ("gate", "in")}
 # An option of glibc's malloc.h, and what counts as large, in bytes.
 _M_MMAP_THRESHOLD, _LARGE = -3, 2**18
-# An object, one of its attributes, and the value that this is to have.
-_Change = tuple[Any, str, Any]
 
 
 class Stored(NamedTuple):
@@ -58,7 +58,7 @@ def is_hollow(module: nn.Module) -> bool:
     return bool(_stored) and any(part in _stored for part in module.modules())
 
 
-def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[_Change]:
+def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[Change]:
     """Changes that give hollow modules their weights in `dtype`; to be made one by one, as they come.
 
     Weights that were read for other modules are let go first. Must not run in two threads at once.
@@ -70,7 +70,7 @@ def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[_Change
     for parameter in [one for one in _kept if one not in hollow or _kept[one].dtype != dtype]:
         del _kept[parameter]
 
-    def full(parameter: nn.Parameter, weight: Tensor | None) -> _Change:
+    def full(parameter: nn.Parameter, weight: Tensor | None) -> Change:
         if weight is not None:
             _kept[parameter] = weight
         return parameter, "data", _kept[parameter]
@@ -101,7 +101,7 @@ def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:
     return type(module).forward is nn.Embedding.forward and module in _stored
 
 
-def looked_up(table: nn.Embedding, ids: Tensor, dtype: torch.dtype) -> tuple[list[_Change], Tensor]:
+def looked_up(table: nn.Embedding, ids: Tensor, dtype: torch.dtype) -> tuple[list[Change], Tensor]:
     """Changes that give a table the rows that are asked for, and no others; and which of those rows they are."""
     wanted, places = ids.unique(return_inverse=True)
     source = _stored[table]["weight"]
