@@ -174,20 +174,19 @@ def jacobian_and_path(
 
 def jacobians_of_output(
     block: BlockFunction, input_positions: Sequence[int], output_position: int, chunk_size: Count | None = None
-) -> tuple[Float[Tensor, "n_inputs d_model d_model"], Path]:
+) -> tuple[Sequence[Float[Tensor, "d_model d_model"]], Path]:
     """`J_{t1 t2}` for several t1 ≤ t2, or any one t1, at little more than the cost of one; and the name of the way."""
-    n_inputs, d_model = len(input_positions), block.X.shape[1]
 
     def compute(evaluate: Evaluation) -> tuple[Any, ...]:
         y, J = evaluate(chunk_size)
-        return y, expected.u @ J, J
+        return y, [expected.u @ one for one in J], J
 
     # Once for all: entering it looks through all modules.
     with block.evaluation() if block.recorded is None else nullcontext():
         expected = block.reference(output_position)
         # In a causal model no later row moves an earlier one: these products with J are exact zeros.
         if min(input_positions) > output_position and not bool(expected.rows[list(input_positions)].any()):
-            return block.X.new_zeros(n_inputs, d_model, d_model), "full_sequence"
+            return [expected.u.new_zeros(len(expected.u), len(expected.u)) for _ in input_positions], "full_sequence"
         ways = block.ways(input_positions, output_position)
         return _cheapest(block, ways, input_positions, output_position, compute)
 

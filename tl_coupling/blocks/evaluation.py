@@ -260,20 +260,24 @@ def reverse_mode(
     width: int,
     chunk_size: int | None = None,
     seeds: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Value, `[d_out]`, and Jacobians, `[n d_seeds d]`, of a function.
+) -> tuple[Tensor, list[Tensor]]:
+    """Value, `[d_out]`, and Jacobians, each `[d_seeds d]`, of a function.
 
-    `of_each_input` turns the gradients of its inputs, for a chunk of seeds, into n matrices. The widest activation has
-    `width * d_out` entries for each seed. The seeds are rows of the identity by default.
+    `of_each_input` turns the gradients of its inputs, for a chunk of seeds, into the rows of each Jacobian. The widest
+    activation has `width * d_out` entries for each seed. The seeds are rows of the identity by default.
     """
     y, pull_back = vjp(function, *inputs)
-    J: list[list[Tensor]] = []
+    of_rows = y if seeds is None else seeds[:, 0]
+    J: list[Tensor] = []
 
     def pull(rows: slice, eye: Tensor) -> None:
-        J.append(list(of_each_input(*for_seeds(pull_back, eye if seeds is None else seeds[rows]))))
+        for i, found in enumerate(of_each_input(*for_seeds(pull_back, eye if seeds is None else seeds[rows]))):
+            if i == len(J):
+                J.append(found.new_empty(len(of_rows), found.shape[1]))
+            J[i][rows] = found
 
-    over_seeds(pull, y if seeds is None else seeds[:, 0], chunk_size or chunk_that_fits(width, len(y)))
-    return y, torch.stack([torch.cat(parts) for parts in zip(*J, strict=True)])
+    over_seeds(pull, of_rows, chunk_size or chunk_that_fits(width, len(y)))
+    return y, J
 
 
 def for_seeds(pull_back: PullBack, seeds: Any) -> tuple[Tensor, ...]:

@@ -42,7 +42,6 @@ from tl_coupling.blocks.checks import (
 )
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.evaluation import (
-    chunk_that_fits,
     exact_arithmetic,
     for_seeds,
     own_arithmetic,
@@ -66,7 +65,7 @@ _CAUSES = (
 Path = Literal["token_local_linearised", "token_local", "query_local_linearised", "query_local", "full_sequence"]
 RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
 # From a chunk size: `f(X)[t2]`, and `J_{t1 t2}` of each t1.
-Evaluated = tuple[Float[Tensor, " d_model"], Float[Tensor, "n_inputs d_model d_model"]]
+Evaluated = tuple[Float[Tensor, " d_model"], Sequence[Float[Tensor, "d_model d_model"]]]
 Evaluation = Callable[[int | None], Evaluated]
 
 
@@ -151,20 +150,19 @@ class BlockFunction:
         context = self.call.context(t2, known)
         parts = (getattr(block, "original_component", None) or block).children()
         run = lambda X: self._after_norm(self.call.at(X, context))  # noqa: E731
-        modules, at_once = [*parts, *filter(None, [self.norm])], chunk_size or chunk_that_fits(4, self.X.shape[1])
-        linearised, y = Linearisation.at(self.X[t2], run, modules, context, at_once)
-        J = y.new_empty(len(input_positions), len(y), len(y))
+        linearised, y = Linearisation.at(self.X[t2], run, [*parts, *filter(None, [self.norm])], context, chunk_size)
+        J = {}
         if t2 in input_positions:
-            own = J[input_positions.index(t2)]
-            own.copy_(linearised.jacobian(y)).diagonal().sub_(1)
+            J[t2] = linearised.jacobian(y)
+            J[t2].diagonal().sub_(1)
         if others := [t1 for t1 in input_positions if t1 != t2]:
             chosen, replaced = self._among(known, others, t2)
             W_O = linearised.attention.W_O
             seeds = linearised.of_rows(torch.zeros_like(W_O), from_attention=W_O).mT
             heads = lambda *rows: linearised.heads(*replaced(*rows))  # noqa: E731
             _, of_others = reverse_mode(heads, chosen, self._fed_by(others), 2 * len(others), chunk_size, seeds)
-            J[[t1 != t2 for t1 in input_positions]] = of_others
-        return y - self.X[t2], J
+            J |= zip(others, of_others, strict=True)
+        return y - self.X[t2], [J[t1] for t1 in input_positions]
 
     def _among(self, context: tuple[Tensor, ...], rows: list[int], t2: int) -> tuple[Any, Callable[..., Any]]:
         """Keys and values of some rows of t2's context, and the context with others in their place."""

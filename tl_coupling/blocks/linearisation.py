@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from tl_coupling.blocks.calls import hidden_states
 from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
-from tl_coupling.blocks.evaluation import for_seeds, forwards_replaced, is_out_of_memory, over_seeds, vjp
+from tl_coupling.blocks.evaluation import for_seeds, forwards_replaced, is_out_of_memory, reverse_mode, vjp
 
 # How well a norm is reproduced where it is recognised, and each head's Jacobians where heads are taken one by one.
 _NORM_TOLERANCE, _HEADS_TOLERANCE = 1e-5, 1e-4
@@ -111,7 +111,7 @@ class Linearisation:
     """A block at one token, as parts with Jacobians and the function `run` that calls the block on any rows."""
 
     def __init__(
-        self, run: Callable[[Tensor], Tensor], parts: Sequence[Part], context: Context, chunk_size: int
+        self, run: Callable[[Tensor], Tensor], parts: Sequence[Part], context: Context, chunk_size: int | None
     ) -> None:
         self.run, self.context = run, context
         self.maps: dict[nn.Module, list[tuple[Part, Jacobian]]] = defaultdict(list)
@@ -126,7 +126,7 @@ class Linearisation:
         run: Callable[[Tensor], Tensor],
         modules: Iterable[nn.Module],
         context: Context,
-        chunk_size: int,
+        chunk_size: int | None,
     ) -> tuple["Linearisation", Float[Tensor, " d_model"]]:
         """That of `run` at a row, of those modules that it calls, and the value there."""
         parts: list[Part] = []
@@ -391,15 +391,12 @@ class _TimesConstant(torch.autograd.Function):
 _times_constant = _TimesConstant.apply
 
 
-def _by_reverse_mode(part: Part, chunk_size: int) -> list[Tensor]:
+def _by_reverse_mode(part: Part, chunk_size: int | None) -> list[Tensor]:
     """A Jacobian for each input of a part, whatever it is."""
-    inputs = list(part.inputs.values())
-    y, pull_back = vjp(lambda *rows: part(*rows).reshape(-1), *inputs)
-    J = [y.new_empty(len(y), x.numel()) for x in inputs]
 
-    def pull(rows: slice, seeds: Tensor) -> None:
-        for one, gradient in zip(J, for_seeds(pull_back, seeds), strict=True):
-            one[rows] = gradient.reshape(len(seeds), -1)
+    def function(*rows: Tensor) -> Tensor:
+        return part(*rows).reshape(-1)
 
-    over_seeds(pull, y, chunk_size)
-    return J
+    return reverse_mode(
+        function, tuple(part.inputs.values()), lambda *of: [one.flatten(1) for one in of], 4, chunk_size
+    )[1]
