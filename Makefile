@@ -87,6 +87,9 @@ bench: .venv/ready
 	.venv/bin/python -m benchmarks.jacobians --out benchmarks/results
 	.venv/bin/python -m benchmarks.across_tokens --out benchmarks/results
 	.venv/bin/python -m benchmarks.engines --out benchmarks/results
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.truncated_svd --d 576 1024 2048 4096
+	.venv/bin/python -m benchmarks.streaming --shape small --compare
+	.venv/bin/python -m benchmarks.streaming --shape 1b
 	.venv/bin/python -m benchmarks.table
 
 clean:
