@@ -4,6 +4,9 @@ import json
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.comparisons import memory
+from tl_coupling.comparisons import memory, pairs
 from tl_coupling.comparisons.memory import Shelf, in_words, n_bytes, sharing_a_sweep
 
 pytestmark = pytest.mark.on_3_only
@@ -79,6 +82,29 @@ def test_with_the_least_memory_the_result_is_the_same(tiny_trace: tlc.Trace, mon
     assert kept == [False] * (expected.row_layers == expected.col_layers)
     torch.testing.assert_close(found.coupling(), expected.coupling(), rtol=0, atol=1e-5)
     torch.testing.assert_close(found.singular_values, expected.singular_values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"other_layer": 1}])
+def test_no_matrix_is_kept_while_the_next_is_computed(tiny_trace: tlc.Trace, monkeypatch, options) -> None:
+    decomposed: list[weakref.ref[torch.Tensor]] = []
+    compute = pairs.jacobians_of
+
+    def noted(decompose, J: torch.Tensor, *given):
+        decomposed.append(weakref.ref(J))
+        return decompose(J, *given)
+
+    def computed(*given, **named) -> Iterator[torch.Tensor]:
+        matrices = compute(*given, **named)
+        while (J := next(matrices, None)) is not None:
+            yield J.clone()
+            assert not [one for one in decomposed if one() is not None]
+
+    for name in ("svd", "singular_values"):
+        monkeypatch.setattr(pairs, name, partial(noted, getattr(pairs, name)))
+    monkeypatch.setattr(pairs, "jacobians_of", computed)
+    limit = least(tiny_trace, tlc.self_coupling, layer=0, k=4, **options)
+    tlc.self_coupling(tiny_trace, 0, k=4, max_memory=limit, **options)
+    assert len(decomposed) == tiny_trace.n_pos * (1 + bool(options))
 
 
 def test_a_shelf_without_room_in_memory_is_a_file(tiny_trace: tlc.Trace, monkeypatch) -> None:

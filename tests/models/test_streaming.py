@@ -108,6 +108,14 @@ def test_one_block_is_in_memory_and_it_is_freed(streamed: nn.Module) -> None:
     del streamed
 
 
+def test_what_a_block_keeps_is_freed_with_its_weights(streamed: nn.Module) -> None:
+    trace = tlc.trace(streamed, tiny.TOKENS)
+    J = tlc.block_jacobians(trace)
+    assert ["_keys_and_values" in vars(block) for block in trace.blocks] == [False, True]
+    assert [len(block._references) for block in trace.blocks] == [0, 1]
+    assert torch.equal(tlc.block_jacobian(trace, 0), J[0])
+
+
 def test_bfloat16_weights_are_computed_in_float32(tmp_path: Path) -> None:
     saved(tmp_path, dtype=torch.bfloat16)
     streamed, resident = both(tmp_path)

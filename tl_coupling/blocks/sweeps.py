@@ -1,6 +1,7 @@
 """The blocks of a model that does not fit into memory: the model runs without them, and they one after the other."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, update_wrapper
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -66,6 +67,8 @@ class Sweep(Sequence[BlockFunction]):
                 found = next(culprits, "all parameters of the block are finite")
                 raise ValueError(f"the residual stream at layer {layer + 1} has NaN or infinite entries; {found}")
             step = Y - X if norm is None else norm(Y[None]).reshape(Y.shape) - X
+            # What the block before keeps for further Jacobians is made again if it is wanted.
+            self._functions[layer - 1 :] = map(replace, self._functions[layer - 1 :])
             self._stream.append(Y)
             self._functions.append(BlockFunction(layer, f.call, X, step, norm, None, self._remarks))
 

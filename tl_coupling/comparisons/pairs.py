@@ -278,9 +278,8 @@ def _compare(
     in_turn = (next(one) for _ in range(len(rows) if same else len(rows) + len(cols)) for one in computed)
 
     def batches(n: int) -> Iterator[Tensor]:
-        while some := [next(in_turn) for _ in range(min(n, needs.at_once))]:
-            n -= len(some)
-            yield torch.stack(some)
+        for start in range(0, n, needs.at_once):
+            yield torch.stack([next(in_turn) for _ in range(min(n - start, needs.at_once))])
 
     parts, shelf, start = [], None, 0
     for J in batches(m * len(cols)):
@@ -290,6 +289,8 @@ def _compare(
         start += len(J)
         # One more singular value than asked for: it tells whether the cut falls inside a near-repeated one.
         parts.append(svd(J, min(k + 1, d)))
+        # Not to be kept while the next are computed.
+        del J
     spectra = Spectrum.cat(parts)
     del parts
     for i, task in enumerate(tasks):
@@ -326,6 +327,7 @@ def _maps(
         for orientation, A in matrices.items():
             fill_pairs(A[start : start + len(J)], J, spectrum, orientation)
         start += len(J)
+        del J
     return {
         orientation: CouplingMap(
             matrices=A,

@@ -21,8 +21,8 @@ from tl_coupling.models.loaded import Change
 
 # Components of a bridge that cut their original component's joint weight into those of other components.
 _CUTS = {"split_qkv_matrix": ("q", "k", "v"), "split_gate_up_matrix": ("gate", "in")}
-# An option of glibc's malloc.h, and what counts as large, in bytes.
-_M_MMAP_THRESHOLD, _LARGE = -3, 2**18
+# An option of glibc's malloc.h, and what counts as large, in bytes: less than one prompt's stream.
+_M_MMAP_THRESHOLD, _LARGE = -3, 2**16
 
 
 class Stored(NamedTuple):
