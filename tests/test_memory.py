@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 import tl_coupling as tlc
@@ -158,6 +159,58 @@ def test_a_plan_of_a_name_a_model_and_a_trace(streamed: nn.Module, folder_model:
     assert "weights, on disk" in str(of_trace)
     with pytest.raises(ValueError, match="`memory` is for a model's name"):
         tlc.plan(streamed, memory="stream")
+
+
+def counted(function, *given) -> tuple[object, int]:
+    """What a function returns, and the flops of its matrix products as torch counts them."""
+    with FlopCounterMode(display=False) as counter:
+        found = function(*given)
+    return found, counter.get_total_flops()
+
+
+WIDE = {"hidden_size": 128, "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        pytest.param("llama", WIDE | {"head_dim": 16, "intermediate_size": 320}, id="gated, shared keys"),
+        pytest.param("gpt2", {"n_embd": 128, "n_head": 8}, id="joint"),
+        pytest.param("phi3", WIDE | {"num_key_value_heads": 4, "intermediate_size": 512}, id="joint and gated"),
+        pytest.param("gpt_neox", WIDE | {"intermediate_size": 512}, id="parallel"),
+        pytest.param("llama", {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 16}, id="wide"),
+    ],
+)
+def test_a_plan_counts_the_products_that_are_taken(architecture: str, changes: dict, tokenizer_folder: Path) -> None:
+    model, k = tiny.bridge(tiny.huggingface_model(architecture, **changes), tokenizer_folder), 4
+    trace, of_trace = counted(tlc.trace, model, 2 * tiny.TOKENS)
+    _, of_gate = counted(lambda: [block.refer_to([trace.n_pos - 1]) for block in trace.blocks])
+    J, of_jacobians = counted(tlc.block_jacobians, trace)
+    spectra, of_svd = counted(tlc.svd, J, k + 1)
+    A = J.new_empty(trace.n_layers, trace.n_layers, k, k)
+    _, of_pairs = counted(pairs.fill_pairs, A, J, spectra.top(k), "ujv")
+    planned = tlc.plan(trace, k).flops
+    assert planned["trace"] == pytest.approx(of_trace, rel=0.01)
+    assert planned["gate"] == pytest.approx(of_gate, rel=0.01)
+    assert planned["jacobians"] == pytest.approx(of_jacobians, rel=0.05)
+    assert planned["pairs"] == of_pairs
+    # How many steps an iteration takes is not known before.
+    assert planned["svd"] == pytest.approx(of_svd, rel=0.8)
+
+
+def test_a_plan_of_other_blocks_counts_all_their_weights(tokenizer_folder: Path) -> None:
+    model = tiny.bridge(tiny.huggingface_model("mixtral"), tokenizer_folder)
+    weights = sum(p.numel() for block in model.blocks for p in block.parameters() if p.ndim > 1)
+    assert tlc.plan(model, 4).flops["jacobians"] == 2 * tiny.D_MODEL * weights
+
+
+def test_weights_in_half_precision_are_gated_twice(tokenizer_folder: Path) -> None:
+    model = tiny.bridge(tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder)
+    in_float32 = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+    trace = tlc.trace(model, tiny.TOKENS)
+    _, of_gate = counted(lambda: [block.refer_to([trace.n_pos - 1]) for block in trace.blocks])
+    assert tlc.plan(trace, 4).flops["gate"] == pytest.approx(of_gate, rel=0.01)
+    assert tlc.plan(in_float32, 4, trace.n_pos).flops["gate"] < 0.9 * of_gate
 
 
 # Two blocks' worth of code warms up on the tiny model; the peak is that of a model of 12 blocks, 256 wide.

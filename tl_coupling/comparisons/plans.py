@@ -1,7 +1,7 @@
 """What a coupling across depth takes, before it is computed: bytes, and products of matrices."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from tl_coupling.comparisons.choices import fitting_k
 from tl_coupling.comparisons.memory import MemoryLimit, Needs, in_words, n_bytes
 from tl_coupling.models import Memory, empty_model, is_hollow
 from tl_coupling.models.loaded import LOADED_AS
+from tl_coupling.spectra.decompositions import flops_of_svd
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,11 @@ def plan(
         ValueError: `memory` for a model that is loaded, k out of range, less `max_memory` than is needed.
         ModelError: an unknown name.
 
-    Flops count an addition and a multiplication as two. "gate" is the comparison with the full sequence, "jacobians"
-    one pass of `d_model` rows through a block's weights, "svd" the classic count of a full one, `22 d³`; some ways are
-    cheaper. The estimate of memory is of one process on a CPU or of one GPU.
+    Flops count an addition and a multiplication as two, of products of matrices alone. "gate" is what a Jacobian is
+    checked with: two forward passes and a backward one, with the MLP on one row. "jacobians" are those of a block of
+    attention and an MLP, at one token; of any other block (a mixture of experts) an upper bound, `d_model` rows through
+    all its weights. "svd" has as many steps as the spectra of SmolLM2 take. The estimate of memory is of one process on
+    a CPU or of one GPU.
 
     Example:
         >>> plan(trace, k=8).flops["pairs"]
@@ -102,7 +105,8 @@ def plan(
         blocks = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size)
         name, streamed = trace, memory == "stream"
         config: Any = model.config
-        d = int(config.get_text_config().hidden_size)
+        cfg: Any = config.get_text_config()
+        d = int(cfg.hidden_size)
         held = computed = 4
     else:
         if memory is not None:
@@ -110,7 +114,7 @@ def plan(
         model = trace.model if isinstance(trace, Trace) else trace
         blocks, weight = getattr(model, "blocks", nn.ModuleList(model.children())), next(model.parameters())
         name = _name(trace)
-        cfg: Any = getattr(model, "cfg", None)
+        cfg = getattr(model, "cfg", None)
         d = trace.d_model if isinstance(trace, Trace) else int(cfg.d_model)
         streamed, held, computed = is_hollow(model), weight.element_size(), max(4, weight.element_size())
     k, n_layers = fitting_k(k, d), trace.n_layers if isinstance(trace, Trace) else len(blocks)
@@ -118,9 +122,12 @@ def plan(
     needs = Needs.of(blocks[0], d, computed, n_layers, n_layers, k, 1, True)
     limit = None if max_memory is None else n_bytes(max_memory)
     needs = needs if limit is None else needs.within(limit)
-    products = 2.0 * sum(p.numel() for block in blocks for p in block.parameters() if p.ndim > 1)
-    attention = 4.0 * n_layers * n_pos**2 * d
-    forward = n_pos * products + attention
+    of_blocks = [_flops(block, cfg, d, n_pos) for block in blocks]
+    # A model may run its blocks several times.
+    flops = {stage: sum(one[stage] for one in of_blocks) * n_layers / len(blocks) for stage in of_blocks[0]}
+    if held < computed and not streamed:
+        # The model's own call is repeated as well.
+        flops["gate"] += flops["trace"]
     return Plan(
         model=name,
         n_layers=n_layers,
@@ -134,14 +141,64 @@ def plan(
         spilled=not needs.kept_in_memory(limit, blocks[0]),
         result=needs.result,
         working=needs.spectra + needs.working,
-        flops={
-            "trace": forward,
-            "gate": 3 * forward,
-            "jacobians": d * products,
-            "svd": 22.0 * n_layers * d**3,
+        flops=flops
+        | {
+            "svd": n_layers * flops_of_svd(d, min(k + 1, d)),
             "pairs": 2.0 * n_layers**2 * (k * d**2 + k**2 * d),
         },
     )
+
+
+class _Standard(NamedTuple):
+    """Sizes of a block of attention, `group` heads of which share keys, and an MLP of `n_mlp` matrices."""
+
+    d_head: int
+    d_z: int
+    group: int
+    d_mlp: int
+    n_mlp: int
+
+    @classmethod
+    def of(cls, block: nn.Module, cfg: Any, d: int) -> "_Standard | None":
+        """Those of a block whose matrices add up to these; a bridge has joint ones beside what it cut from them."""
+
+        def size(*names: str, default: int) -> int:
+            found = (getattr(cfg, name, None) for name in names)
+            return next((one for one in found if isinstance(one, int) and one > 0), default)
+
+        n_heads = size("n_heads", "num_attention_heads", default=1)
+        d_head = size("d_head", "head_dim", default=d // n_heads)
+        n_shared = size("n_key_value_heads", "num_key_value_heads", default=n_heads)
+        d_mlp = size("d_mlp", "intermediate_size", "ffn_dim", "n_inner", default=4 * d)
+        matrices = [p for p in block.parameters() if p.ndim > 1]
+        in_mlp = [p.numel() for p in matrices if p.ndim == 2 and {d_mlp, 2 * d_mlp} & set(p.shape)]
+        in_attention, joint = sum(p.numel() for p in matrices) - sum(in_mlp), d_head * (n_heads + 2 * n_shared) * d
+        expected = joint + d_head * n_heads * d
+        adds_up = any(abs(in_attention - one) < 0.02 * one for one in (expected, expected + joint))
+        n_mlp = {2 * d * d_mlp: 2, 3 * d * d_mlp: 3, 5 * d * d_mlp: 3}.get(sum(in_mlp))
+        if n_mlp is None or not adds_up:
+            return None
+        return cls(d_head, d_head * n_heads, n_heads // n_shared, d_mlp, n_mlp)
+
+
+def _flops(block: nn.Module, cfg: Any, d: int, n_pos: int) -> dict[str, float]:
+    """Those of one block, for one prompt and one token of it."""
+    if (sizes := _Standard.of(block, cfg, d)) is None:
+        row, meet = 2.0 * sum(p.numel() for p in block.parameters() if p.ndim > 1), 4.0 * n_pos**2 * d
+        return {"trace": n_pos * row + meet, "gate": 3 * n_pos * row + 4 * meet, "jacobians": d * row}
+    d_head, d_z, group, d_mlp, n_mlp = sizes
+    qkv, mlp = 2.0 * d * (d_z + 2 * d_z // group), 2.0 * n_mlp * d * d_mlp
+    attention, meet = qkv + 2.0 * d * d_z, 4.0 * n_pos**2 * d_z
+    # W_out after the slopes, W_O after the heads' Jacobians, and in sequence the MLP's Jacobian after attention's.
+    products = 2.0 * d**2 * (d_mlp + d_z + d * (not getattr(cfg, "parallel_attn_mlp", False)))
+    heads = 6.0 * d_head * d_z * d + 4.0 * group * d_head * d_z * n_pos
+    return {
+        "trace": n_pos * (attention + mlp) + meet,
+        # The backward pass of q Kᵀ and P V is two products for each.
+        "gate": 3 * (n_pos * attention + mlp) + 4 * meet,
+        # Keys and values of the prompt, and the block on the token, its MLP once more.
+        "jacobians": products + heads + n_pos * qkv + attention + 2 * mlp,
+    }
 
 
 def _size(module: nn.Module) -> int:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_coupling.border import Count, checked
-from tl_coupling.spectra.iteration import TOLERANCE, Products, block_width, top_triplets
+from tl_coupling.spectra.iteration import TOLERANCE, Products, block_width, krylov_width, top_triplets
 from tl_coupling.spectra.readings import check_k, check_matrices
 
 # U, S, Vh, residuals and steps.
@@ -20,6 +20,8 @@ _KRYLOV, _FILTER = "block Krylov space", "filtered subspace iteration"
 # Iteration is tried where its block has at most this share of J's columns. `JᵀJ` is formed where it has at most so many
 # times the columns of the block: about as many steps are taken, and then it pays for itself.
 _LARGEST_BLOCK, _FORM_SQUARE = 1 / 5, 30
+# Products of `JᵀJ` with a block that the spectra of SmolLM2's Jacobians take, on average: Krylov, filter.
+_TYPICAL_STEPS = 12, 16
 
 
 @checked
@@ -221,6 +223,18 @@ def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*ba
     """
     check_matrices(J)
     return _of_each(lambda matrix: (torch.linalg.svdvals(matrix),), J, [(min(J.shape[-2:]),)])[0]
+
+
+def flops_of_svd(d: int, k: int) -> float:
+    """What `svd` of k triplets of a square J of width d typically takes; `22 d³` for a full one, the classic count."""
+    if not _pays((d, d), k):
+        return 22.0 * d**3
+    krylov, filtered = _TYPICAL_STEPS
+    # The last step's three products are with J.
+    last = 2.0 * d**2 * (2 * block_width(k) + k)
+    if _forms_square(d, k):
+        return 2.0 * d**3 + filtered * 2.0 * d**2 * block_width(k) + last
+    return krylov * 4.0 * d**2 * krylov_width(k) + last
 
 
 def _of_each(decompose: Callable[[Tensor], tuple[Tensor, ...]], J: Tensor, shapes: Sequence[Any]) -> list[Tensor]:

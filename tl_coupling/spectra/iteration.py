@@ -50,6 +50,11 @@ def block_width(k: int) -> int:
     return k + max(16, k // 2)
 
 
+def krylov_width(k: int) -> int:
+    """How many vectors each block of a Krylov space has for k triplets."""
+    return k + _SURPLUS
+
+
 def top_triplets(J: Products, k: int) -> Triplets | None:
     """The k largest singular triplets of J; None where they are not reached for less than a full SVD.
 
@@ -77,7 +82,7 @@ def _krylov_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
     The right half of Golub and Kahan's bidiagonalisation with blocks (Golub, Luk and Overton 1981), which is Lanczos'
     method for `JᵀJ`; every block is orthogonalised twice against all before. Ends at half of the dimensions.
     """
-    width, tolerance = k + _SURPLUS, TOLERANCE[J.dtype] / 2
+    width, tolerance = krylov_width(k), TOLERANCE[J.dtype] / 2
     block = _orthonormal(_random_block(J, width))
     basis, T = block[:, :0], block[:0, :0]
     steps, next_check = 0, 2
