@@ -4,7 +4,6 @@ Every number is compared with the one that the CPU gives, and so are the ways in
 way that fails for mixing devices would otherwise be passed over for a dearer one, and nobody would notice.
 """
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 
 import second_device
@@ -192,7 +192,50 @@ def test_a_model_that_is_loaded_there(folder_model: Path) -> None:
     assert tlc.trace(model, "w3 w14 w15").residual.device.type == SECOND.type
 
 
-@pytest.mark.skipif("memory" not in inspect.signature(tlc.load_model).parameters, reason="weights are read at once")
+def split(model: nn.Module) -> nn.Module:
+    """The model with its last block and norm on the second device, and accelerate's hooks, as by `device_map`."""
+    for part, device in ((model.blocks[-1], SECOND), (model.ln_final, SECOND), (model.unembed, "cpu")):
+        part.to(device)
+        add_hook_to_module(part.original_component, AlignDevicesHook(device))
+    return model
+
+
+@pytest.mark.parametrize("final_norm", [False, True])
+def test_a_model_on_two_devices(llama: Callable[[], nn.Module], final_norm: bool) -> None:
+    on_cpu = tlc.trace(llama(), TOKENS, final_norm=final_norm)
+    halves = tlc.trace(split(llama()), TOKENS, final_norm=final_norm)
+    assert [block.X.device.type for block in halves.blocks] == ["cpu", SECOND.type]
+    assert tlc.block_jacobian(halves, 1).device.type == SECOND.type
+    torch.testing.assert_close(halves.residual, on_cpu.residual, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tlc.block_jacobians(halves), tlc.block_jacobians(on_cpu), rtol=1e-4, atol=1e-4)
+    there, expected = (tlc.depth_coupling(trace, K) for trace in (halves, on_cpu))
+    torch.testing.assert_close(there.coupling(), expected.coupling(), rtol=1e-3, atol=1e-4)
+    assert there.provenance["paths"] == expected.provenance["paths"]
+    assert not halves.provenance["remarks"]
+    x = on_cpu.residual[-1]
+    torch.testing.assert_close(halves.logits(x, final_norm), on_cpu.logits(x, final_norm), rtol=1e-4, atol=1e-4)
+    other_way = tlc.self_coupling(halves, 1, 0, k=K), tlc.self_coupling(on_cpu, 1, 0, k=K)
+    torch.testing.assert_close(*(one.coupling() for one in other_way), rtol=1e-3, atol=1e-4)
+
+
+def test_modules_on_two_devices() -> None:
+    class There(nn.TransformerEncoderLayer):
+        def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(src.to(self.linear1.weight.device), *args, **kwargs)
+
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [There(16, 2, 32, norm_first=True).eval() for _ in range(3)]
+
+    def measured(layers: list[nn.Module]) -> tlc.CouplingMap:
+        x = torch.randn(5, 1, 16, generator=torch.Generator().manual_seed(0))
+        return tlc.depth_coupling(tlc.trace_modules(layers, lambda: nn.Sequential(*layers)(x)), k=K)
+
+    halves = layers()
+    halves[0].to(SECOND), halves[2].to(SECOND)
+    torch.testing.assert_close(measured(halves).coupling().cpu(), measured(layers()).coupling(), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_whose_weights_stay_on_the_disk(folder_model: Path) -> None:
     def load(device: torch.device | str) -> nn.Module:

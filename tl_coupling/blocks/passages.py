@@ -50,7 +50,10 @@ class Passage:
                     hooks.enter_context(module.register_forward_hook(passage._make, with_kwargs=True))
             run()
         _check_calls(passage.calls, list(blocks), n_pos)
-        passage.calls[:] = [one._replace(X=one.call.rows(one.X), Y=one.call.rows(one.Y)) for one in passage.calls]
+        # What a block gives lies where it lives; what it gets may lie where the one before does.
+        passage.calls[:] = [
+            one._replace(X=one.call.rows(one.X).to(one.Y.device), Y=one.call.rows(one.Y)) for one in passage.calls
+        ]
         _check_stream(passage.calls, model, len(blocks))
         return passage
 
@@ -71,8 +74,9 @@ class Passage:
                 self.made.setdefault(id(tensor), (tensor, part, module, args, kwargs))
 
     def stream(self, dtype: torch.dtype) -> list[Tensor]:
-        """The residual stream `[n_pos d_model]` before every call and after the last."""
-        return [*(call.X.to(dtype) for call in self.calls), self.calls[-1].Y.to(dtype)]
+        """The residual stream `[n_pos d_model]` before every call and after the last, where the first block lives."""
+        home = self.calls[0].X.device
+        return [*(call.X.to(home, dtype) for call in self.calls), self.calls[-1].Y.to(home, dtype)]
 
     def block_function(self, layer: int, dtype: torch.dtype, remarks: Remarks, norm: nn.Module | None) -> BlockFunction:
         """The block function of one call, in `dtype`."""
@@ -135,7 +139,7 @@ def _check_stream(calls: list[RecordedCall], model: nn.Module, n_blocks: int) ->
             found = next(iter(culprits), "all parameters are finite")
             raise ValueError(f"the residual stream at layer {layer} has NaN or infinite entries; {found}")
     for layer, (one, after) in enumerate(pairwise(calls)):
-        if not torch.equal(one.Y, after.X):
+        if not torch.equal(one.Y, after.X.to(one.Y.device)):
             again = ", where the model runs its blocks again" if layer + 1 == n_blocks else ""
             changed = f"the output of block {layer % n_blocks} is changed before the next block{again}"
             raise ValueError(f"{changed}: not one residual stream")

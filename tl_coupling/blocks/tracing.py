@@ -308,7 +308,7 @@ def _traced(
         stream = passage.stream(dtype)
         blocks = tuple(passage.block_function(i, dtype, remarks, norm if i == last else None) for i in range(last + 1))
         if norm is not None:
-            stream[-1] = stream[-2] + blocks[-1].step
+            stream[-1] = stream[-2] + blocks[-1].step.to(stream[-2].device)
         streams["residual"] = torch.stack(stream)
         entering = streams["residual"][:-1]
     text = names(entering.shape[1])

@@ -279,7 +279,9 @@ def _compare(
 
     def batches(n: int) -> Iterator[Tensor]:
         for start in range(0, n, needs.at_once):
-            yield torch.stack([next(in_turn) for _ in range(min(n - start, needs.at_once))])
+            # Blocks of a model that is split over several devices give theirs where they live.
+            some = (next(in_turn).to(first.X.device) for _ in range(min(n - start, needs.at_once)))
+            yield torch.stack(list(some))
 
     parts, shelf, start = [], None, 0
     for J in batches(m * len(cols)):
