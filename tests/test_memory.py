@@ -108,6 +108,30 @@ def test_no_matrix_is_kept_while_the_next_is_computed(tiny_trace: tlc.Trace, mon
     assert len(decomposed) == tiny_trace.n_pos * (1 + bool(options))
 
 
+@pytest.mark.parametrize("fitting", [3, 1, 0])
+def test_where_memory_runs_out_fewer_matrices_are_decomposed_at_once(tiny_trace, monkeypatch, fitting: int) -> None:
+    expected = tlc.self_coupling(tiny_trace, 0, 1, k=4)
+    sizes: list[int] = []
+
+    def scarce(decompose, J: torch.Tensor, *given):
+        sizes.append(len(J))
+        if len(J) > fitting:
+            raise torch.OutOfMemoryError("out of memory")
+        return decompose(J, *given)
+
+    for name in ("svd", "singular_values"):
+        monkeypatch.setattr(pairs, name, partial(scarce, getattr(pairs, name)))
+    if not fitting:
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            tlc.self_coupling(tiny_trace, 0, 1, k=4)
+        assert sizes == [8, 4, 2, 1]
+        return
+    found = tlc.self_coupling(tiny_trace, 0, 1, k=4)
+    assert torch.equal(found.matrices, expected.matrices)
+    assert torch.equal(found.singular_values, expected.singular_values)
+    assert sum(size for size in sizes if size <= fitting) == 2 * tiny_trace.n_pos
+
+
 def test_a_shelf_without_room_in_memory_is_a_file(tiny_trace: tlc.Trace, monkeypatch) -> None:
     expected = tlc.depth_coupling(tiny_trace, k=4)
     make = torch.Tensor.new_empty

@@ -3,7 +3,7 @@
 Every comparison is a list of connections that give J_1 (rows) and a list that gives singular vectors (columns).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
+from tl_coupling.blocks.evaluation import is_out_of_memory
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons.choices import at_both_layers, chosen_layers, chosen_positions, fitting_k, free_end
 from tl_coupling.comparisons.maps import CouplingMap, MeanCouplingMap
@@ -290,7 +291,7 @@ def _compare(
             shelf.put(start, J)
         start += len(J)
         # One more singular value than asked for: it tells whether the cut falls inside a near-repeated one.
-        parts.append(svd(J, min(k + 1, d)))
+        parts += _in_halves(lambda some: svd(some, min(k + 1, d)), J)
         # Not to be kept while the next are computed.
         del J
     spectra = Spectrum.cat(parts)
@@ -325,7 +326,7 @@ def _maps(
     S_1, frobenius_norms, start = [], [], 0
     for J in of_rows:
         frobenius_norms.append(torch.linalg.matrix_norm(J))
-        S_1.append(spectrum.S[start : start + len(J)] if same else singular_values(J)[:, :k])
+        S_1.append(spectrum.S[start : start + len(J)] if same else torch.cat(_in_halves(singular_values, J))[:, :k])
         for orientation, A in matrices.items():
             fill_pairs(A[start : start + len(J)], J, spectrum, orientation)
         start += len(J)
@@ -346,6 +347,17 @@ def _maps(
         )
         for orientation, A in matrices.items()
     }
+
+
+def _in_halves(decompose: Callable[[Tensor], Any], J: Float[Tensor, "n d d"]) -> list[Any]:
+    """What `decompose` gives for a batch; in parts where memory runs out, so that fewer threads decompose at once."""
+    try:
+        return [decompose(J)]
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error) or len(J) == 1:
+            raise
+    # Not in the handler: what the error's frames hold is free by now.
+    return [part for half in J.tensor_split(2) for part in _in_halves(decompose, half)]
 
 
 def _traced(one: Any) -> Trace:
