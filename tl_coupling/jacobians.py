@@ -158,6 +158,7 @@ def jacobians_of(
                     J, path = jacobians_of_output(block, [one.input_position for one in some], t2, chunk_size)
                     paths.update(dict.fromkeys(map(str, some), path))
                     yield from J
+                    del J  # Not kept while the next is computed.
 
     computed = in_order()
     for _ in with_progress(range(len(wanted)), progress, "Jacobians"):

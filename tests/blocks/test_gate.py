@@ -316,7 +316,13 @@ def test_memory_that_runs_out_for_one_row_is_an_error_and_no_more_expensive_way_
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("MPS backend out of memory")]
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("MPS backend out of memory"),
+        RuntimeError("std::bad_alloc"),  # LAPACK's workspaces
+    ],
 )
 def test_what_is_out_of_memory(error: BaseException) -> None:
     assert is_out_of_memory(error)

@@ -30,7 +30,7 @@ _filling: set[nn.Module] = set()
 # How HuggingFace's mixtures compute their experts; the public property beside it also sets that of every other part.
 _EXPERTS = "_experts_implementation_internal"
 # torch's messages on the CPU, where it raises a plain RuntimeError; CUDA and MPS have a class of their own.
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 
 
 @contextmanager
