@@ -112,7 +112,7 @@ def _against_the_transcription(ax: Axes, results: dict[str, Any]) -> None:
     for side, color, name in (("released", "C3", "the released algorithm"), ("ours", "C0", "tl_coupling")):
         runs = [run for run in results["runs"] if side in run]
         seconds = [run[side]["seconds"]["end to end"] for run in runs]
-        ax.loglog([run["shapes"]["n_pos"] for run in runs], seconds, "o-", color=color, label=name)
+        ax.loglog([run["shapes"]["n_pos"] for run in runs], seconds, "o-", color=color, label=name.removeprefix("its "))
     for run in results["runs"]:
         if "released" in run:
             n_pos, theirs, ours = run["shapes"]["n_pos"], *(run[side]["seconds"]["end to end"] for side in SIDES)
@@ -151,7 +151,7 @@ def _over_bare(ax: Axes, runs: list[dict[str, Any]]) -> None:
 
 
 def _top_of_spectra(ax: Axes, runs: list[dict[str, Any]]) -> None:
-    """Lines of one colour are one way, on spectra of several shapes."""
+    """A colour for each way, a style of line for each shape of spectrum."""
     ways = list(dict.fromkeys(way for run in runs for way in run["ways"]))
     for color, way in enumerate(ways):
         for style, name in enumerate(dict.fromkeys(run["matrices"] for run in runs)):
@@ -159,6 +159,8 @@ def _top_of_spectra(ax: Axes, runs: list[dict[str, Any]]) -> None:
             seconds = [run["ways"][way]["seconds"] for run in some]
             look = {"color": f"C{color}", "linestyle": ("-", "--", ":")[style % 3], "marker": "o"}
             ax.loglog([run["shape"][-1] for run in some], seconds, label=None if style else way, **look)
+    for style, name in enumerate(dict.fromkeys(run["matrices"] for run in runs)):
+        ax.plot([], [], color="0.4", linestyle=("-", "--", ":")[style % 3], label=name.removeprefix("its "))
     _ticks(ax, sorted({run["shape"][-1] for run in runs}))
     ax.set(xlabel="width of one matrix", ylabel="seconds", title=f"Top {runs[0]['k']} singular triplets")
     ax.legend()

@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     add(f"{len(J)} Jacobians of {EMBEDDED_MODEL}", J, exact)
     for d in options.d:
-        for name, S in (("its middle layer's spectrum", middle), ("its last layer's", last)):
+        for name, S in (("its middle layer's spectrum", middle), ("its last layer's spectrum", last)):
             add(name, *planted(stretched(S, d), seed=d))
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "truncated_svd.json"
