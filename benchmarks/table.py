@@ -112,7 +112,7 @@ def _against_the_transcription(ax: Axes, results: dict[str, Any]) -> None:
     for side, color, name in (("released", "C3", "the released algorithm"), ("ours", "C0", "tl_coupling")):
         runs = [run for run in results["runs"] if side in run]
         seconds = [run[side]["seconds"]["end to end"] for run in runs]
-        ax.loglog([run["shapes"]["n_pos"] for run in runs], seconds, "o-", color=color, label=name.removeprefix("its "))
+        ax.loglog([run["shapes"]["n_pos"] for run in runs], seconds, "o-", color=color, label=name)
     for run in results["runs"]:
         if "released" in run:
             n_pos, theirs, ours = run["shapes"]["n_pos"], *(run[side]["seconds"]["end to end"] for side in SIDES)
