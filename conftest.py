@@ -12,11 +12,11 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent / "tests"))
 
-# What is imported stays: to look for garbage in it takes a good part of the time of importing it, and again later.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    """What was imported stays: to look for garbage in it again and again takes a good part of the time of importing."""
     gc.freeze()
     gc.enable()
 
