@@ -49,15 +49,17 @@ notebooks: .venv/ready
 pictures: .venv/ready
 	.venv/bin/python demos/readme_picture.py
 
-# Both lines side by side; what hardly depends on the line is marked to run on one of them. One
-# thread each: threads that wait for each other cost more than they save.
+# Both lines side by side; what hardly depends on the line is marked to run on one of them.
 test: setup
-	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory --jobs=2 --output-sync=target test-tl4 test-tl3
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-tl4 test-tl3
 
-test-tl4:
+# One thread each: threads that wait for each other cost more than they save.
+test-tl4 test-tl3: export OMP_NUM_THREADS = 1
+
+test-tl4: .venv/ready
 	.venv/bin/python -m pytest -m 'not on_3_only' $(PYTEST)
 
-test-tl3:
+test-tl3: .venv-tl3/ready
 	.venv-tl3/bin/python -m pytest -m 'not on_4_only' $(PYTEST)
 
 # Every architecture that TransformerLens names, against autograd; ONLY="llama gpt2": some of them, and no page.

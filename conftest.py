@@ -1,5 +1,6 @@
 """Names that docstring examples use: a tiny random model and its trace, and that of an image."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,14 @@ import pytest
 # Read when transformers is imported: examples ask the hub for nothing.
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent / "tests"))
+
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: to look for garbage in it again and again takes a good part of the time of importing."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """What all tests share: type checks, a hub that is a folder, tiny models, the embedded model, reference values.
 
-Shape and type annotations are checked here by jaxtyping and beartype, of every function and of what it returns.
+Annotations are checked, of every function and of what it returns.
 """
 
 import importlib.util
@@ -13,7 +13,9 @@ from typing import Any
 
 import jaxtyping
 
-jaxtyping.install_import_hook("tl_coupling", "beartype.beartype")
+import annotations
+
+annotations.install()
 
 # Read when transformers is imported: from here on the hub is this folder, and nothing else.
 _HUB = tempfile.TemporaryDirectory(prefix="tl_coupling_hub_")

@@ -24,7 +24,7 @@ from tl_coupling.interactive import (
     visible_token,
 )
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 HOSTILE = (
     "<s>",

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import pytest
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tl_coupling.models import loading
 
 pytestmark = pytest.mark.on_4_only
 
@@ -63,9 +66,21 @@ def test_python_runs_from_top_to_bottom(folder: Path) -> None:
     assert {"france.nc", "prompts.jsonl", "scores.csv", "survey", "sweep"} <= {path.name for path in folder.iterdir()}
 
 
+@pytest.fixture(scope="module")
+def stand_in(smollm2: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In place of the embedded model, which the tests of each command measure: its kind and tokenizer, but narrow."""
+    folder = tmp_path_factory.mktemp("stand_in")
+    narrow = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = AutoConfig.from_pretrained(loading.embedded_folder(), **narrow, head_dim=32, num_hidden_layers=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    smollm2.tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("command", commands(None), ids=lambda command: command[0])
-def test_command_runs(folder: Path, command: list[str], call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_runs(folder: Path, stand_in: Path, command: list[str], call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(loading, "embedded_folder", lambda: stand_in)
     assert call(*command).out.strip()
     out = folder / command[command.index("--out") + 1]
     assert out.stat().st_size > 10_000 if out.is_file() else list(out.glob("*.json"))

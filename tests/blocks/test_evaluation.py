@@ -145,6 +145,7 @@ def test_the_model_and_the_process_are_as_before_after_an_error_anywhere(tokeniz
     assert torch.equal(measured(), expected)
 
 
+@pytest.mark.on_3_only
 def test_an_interrupt_at_any_moment_leaves_everything_as_it_was(tokenizer_folder: Path) -> None:
     """A real signal after random delays; what is measured afterwards is what was measured before."""
     model = tiny.bridge(tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder)

@@ -9,7 +9,7 @@ import xarray
 
 import tiny
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 STEPS = (0, 16, 256)
 

@@ -7,7 +7,7 @@ import pytest
 
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 
 def test_the_command_writes_one_page(call, folder_model: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tl_coupling.surveys.survey import Survey, run
 from tl_coupling.surveys.units import Folder, Unit, record
 
 pytestmark = [
-    pytest.mark.on_3_only,
+    pytest.mark.on_4_only,
     pytest.mark.skipif(not hasattr(os, "killpg"), reason="no groups of processes here"),
 ]
 

@@ -33,7 +33,7 @@ def made(n_prompts: int = 5, n_layers: int = 8) -> xarray.Dataset:
     )
 
 
-pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
 
 
 def named_lines(ax) -> dict:

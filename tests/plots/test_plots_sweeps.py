@@ -45,7 +45,7 @@ def seeds(n=3, **changed) -> xarray.Dataset:
     return xarray.concat([sweep(seed=seed, **changed) for seed in range(n)], "seed", combine_attrs="override")
 
 
-pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
 
 
 def named_lines(ax) -> dict:

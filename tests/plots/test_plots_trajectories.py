@@ -32,7 +32,7 @@ from tl_coupling.trajectories import (
     trajectory_pca,
 )
 
-pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
 
 TOKENS = ("It", " costs", " $5", "\n", " ", " $6")
 

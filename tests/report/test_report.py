@@ -23,7 +23,7 @@ import tl_coupling as tlc
 from tl_coupling.interactive import visible_token
 from tl_coupling.report import html_report, write_report
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 HOSTILE = ["<s>", "</script>", "\n", "$x$", "法国", "&amp;", "<img src=x onerror=window.hit=1>", "\udc80"]
 PROMPT = "<b>w3</b> </blockquote> & “w14”"

@@ -19,7 +19,7 @@ from tl_coupling.surveys import executors
 from tl_coupling.surveys.executors import AsTheyFinish, Preemptible, WorkerDied, process_pool, submitted
 from tl_coupling.surveys.units import Folder, Unit, load_unit, record
 
-pytestmark = pytest.mark.on_3_only
+pytestmark = pytest.mark.on_4_only
 
 UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(4)]
 

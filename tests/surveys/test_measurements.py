@@ -12,7 +12,7 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 PROMPTS = [tlc.Prompt("long", "w3 w14 w15 w92 w65 w35 w89 w79", "recall"), tlc.Prompt("short", "w5 w6 w7")]
 TOKENS = {"long": tiny.TOKENS, "short": [5, 6, 7]}

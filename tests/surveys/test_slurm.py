@@ -20,7 +20,7 @@ from tl_coupling.surveys import Survey, open_survey, run
 from tl_coupling.surveys.executors import Preemptible, slurm_executor
 from tl_coupling.surveys.measurements import Settings
 
-pytestmark = pytest.mark.on_3_only
+pytestmark = pytest.mark.on_4_only
 
 submitit = pytest.importorskip("submitit")
 needs_slurm = pytest.mark.skipif(slurm_cluster.why_not() is not None, reason=str(slurm_cluster.why_not()))

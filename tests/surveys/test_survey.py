@@ -25,7 +25,7 @@ from tl_coupling.surveys.measurements import Settings, measure_prompts
 from tl_coupling.surveys.survey import Survey, open_survey, run
 from tl_coupling.surveys.units import Folder
 
-pytestmark = pytest.mark.on_3_only
+pytestmark = pytest.mark.on_4_only
 
 PROMPTS = [
     Prompt("sums-0", "w3 w14 w15 w92", "sums"),

@@ -14,7 +14,7 @@ import xarray
 from tl_coupling.files import file_name
 from tl_coupling.surveys.units import VERSION, Folder, Unit, load_unit, record
 
-pytestmark = pytest.mark.on_3_only
+pytestmark = pytest.mark.on_4_only
 
 PLAN = {"of": "units"}
 UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(3)]

@@ -15,7 +15,7 @@ import tl_coupling as tlc
 from tl_coupling.blocks import BlockCall, BlockFunction, Trace
 from tl_coupling.trajectories import linearisation, perturbation
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 D, L, N_POS = 6, 4, 3
 PREDICTIONS = ("one_step", "product", "closed_form", "previous", "input")

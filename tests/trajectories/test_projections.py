@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_coupling.trajectories import logit_lens_entropy, trajectory_pca
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 # --- the logit lens
 

@@ -14,7 +14,7 @@ import tl_coupling as tlc
 from tl_coupling.blocks import Trace
 from tl_coupling.trajectories import TrajectoryResult, linearisation, measure_trajectory
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 
 def naive_shapes(x: np.ndarray) -> dict[str, list[float]]:
