@@ -13,6 +13,10 @@ ONLY ?=
 
 .PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo attack check bench clean
 .DELETE_ON_ERROR:
+# Two at a time: environments, checks, the tests of each line.
+ifneq ($(filter check test,$(MAKECMDGOALS)),)
+MAKEFLAGS += --jobs=2 --output-sync=target
+endif
 
 setup: .venv/ready .venv-tl3/ready
 
@@ -50,8 +54,7 @@ pictures: .venv/ready
 	.venv/bin/python demos/readme_picture.py
 
 # Both lines side by side; what hardly depends on the line is marked to run on one of them.
-test: setup
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-tl4 test-tl3
+test: test-tl4 test-tl3
 
 # One thread each: threads that wait for each other cost more than they save.
 test-tl4 test-tl3: export OMP_NUM_THREADS = 1
