@@ -363,6 +363,14 @@ def test_perturbation_lines_are_the_first_and_the_last_depth(tiny_trace: Trace):
     assert "token 7" in ax.get_title()
 
 
+def test_the_axis_says_what_the_noise_is_relative_to(tiny_trace: Trace):
+    relative, absolute = (perturbation(tiny_trace, (1.0,), n_samples=1, relative=one) for one in (True, False))
+    assert plot_perturbation(relative).get_xlabel() == "size of the noise / size of the embedding"
+    assert plot_perturbation(absolute).get_xlabel() == "standard deviation of noise entries"
+    with pytest.raises(ValueError, match="relative, of others absolute"):
+        plot_perturbation({"a": relative, "b": absolute})
+
+
 def test_perturbation_with_scale_zero_is_drawn_linearly_and_where_it_is_told(tiny_trace: Trace):
     _, right = Figure().subplots(1, 2)
     result = perturbation(tiny_trace, (0.0, 1.0), n_samples=1)

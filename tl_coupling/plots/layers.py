@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 
 _Maps = CouplingMap | Mapping[str, CouplingMap]
 _MAX_EDGE_WIDTH = 8.0
-# Of changed blocks; not the colours of trained and untrained models.
-_LOOKS = {"dropped": ("C2", "o"), "swapped": ("C4", "s"), "merged": ("C5", "^")}
+# Of changed blocks; not the colours of trained and untrained models. Without a mark: by depth alone.
+_LOOKS = {
+    "dropped": ("C2", "o"),
+    "swapped": ("C4", "s"),
+    "merged": ("C5", "^"),
+    "projected": ("C8", ""),
+    "exited": ("C7", ""),
+}
 # Larger changes in loss are drawn on a logarithmic axis: first and last blocks cost a hundred times what others do.
 _LINEAR_UP_TO = 0.1
 
@@ -152,13 +158,16 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     """Change in loss by depth; and against coupling and block influence, with Spearman's ρ.
 
     Shows which blocks the model can do without, and whether coupling or block influence would have predicted it. Means
-    over prompts; bands are 95 % t intervals of the mean. A pair is drawn between its two layers. Below, a drop is drawn
-    at its layer's mean coupling with all others, a swap or merge at the coupling and the mean influence of its pair;
-    first and last are hollow, the dashed line is what random subspaces would give. The axis of the change in loss is
-    linear up to 0.1 nats, logarithmic beyond. The data are of `layer_redundancy`; k is their largest by default.
+    over prompts; bands are 95 % t intervals of the mean. A pair is drawn between its two layers. Lines without marks
+    are of blocks that write into the k shared directions alone, and of models that are left after a block. Below, a
+    drop is drawn at its layer's mean coupling with all others, a swap or merge at the coupling and the mean influence
+    of its pair; first and last are hollow, the dashed line is what random subspaces would give. The axis of the change
+    in loss is linear up to 0.1 nats, logarithmic beyond. The data are of `layer_redundancy`; k is their largest by
+    default.
 
     Returns the Figure; its Axes are change by depth, against coupling, against influence. In each, lines are dropped,
-    swapped, and (where a pair could be merged) merged. Raises ValueError for other data, and a k that is not in them.
+    swapped, and (where a pair could be merged) merged; by depth also projected and exited. Raises ValueError for other
+    data, and a k that is not in them.
 
     Example:
         >>> fig = plot_redundancy(tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,)))
@@ -174,17 +183,22 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
         ax.set_yscale("symlog", linthresh=_LINEAR_UP_TO)
         ax.set_ylabel("change in loss (nats per token)")
         ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-    correlations = redundancy_correlations(data).sel(k=k)
-    for change in CHANGES:
-        loss_change, coupling, influence = change_and_predictors(data, change)
-        if np.isnan(loss_change).all():
+    correlations, at_k = redundancy_correlations(data).sel(k=k), data.sel(k=k)
+    for change, (color, marker) in _LOOKS.items():
+        # Data of earlier versions have no projections and no exits.
+        losses = at_k.get(f"loss_{change}")
+        if losses is None or bool(losses.isnull().all()):
             continue
-        color, marker = _LOOKS[change]
-        depths = np.arange(loss_change.shape[1]) + (0 if change == "dropped" else 0.5)
+        loss_change = (losses - at_k["loss"]).transpose("prompt", ...).values
+        depths = np.arange(loss_change.shape[1]) + (0.5 if "pair" in losses.dims else 0)
         mean, half = loss_change.mean(0), crossed_mean(loss_change[:, None])[1]
-        panels["depth"].plot(depths, mean, color=color, marker=marker, markersize=4, label=change)
+        said = {"projected": f"projected onto {k} shared directions", "exited": "left after it"}.get(change, change)
+        panels["depth"].plot(depths, mean, color=color, marker=marker, markersize=4, label=said)
         if len(loss_change) > 1:
             panels["depth"].fill_between(depths, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
+        if change not in CHANGES:
+            continue
+        _, coupling, influence = change_and_predictors(data, change)
         look: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "", "markersize": 5}
         for predictor, values in (("coupling", coupling[held.index(k)]), ("block_influence", influence)):
             ax, x = panels[predictor], values.mean(0)
@@ -206,7 +220,7 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     for ax in (by_coupling, by_influence):
         labels.plain_legend(ax, title=ranked, title_fontsize="small", alignment="left", **labels.ABOVE)
     over = f"\nmean over {data.sizes['prompt']} prompts" if data.sizes["prompt"] > 1 else ""
-    what = "Loss without a block, and with neighbours swapped or merged"
+    what = "Loss without a block, with neighbours swapped or merged, projected, and left early"
     labels.entitle(fig, labels.heading(what, [json.loads(data.attrs["provenance"])]) + over)
     return fig
 

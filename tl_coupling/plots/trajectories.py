@@ -225,9 +225,12 @@ def plot_perturbation(results: _Noisy | Mapping[str, _Noisy], *, ax: Axes | None
     first) or amplify it. `results` are perturbations or hold one, by name; or one.
 
     Returns the Axes; the lines of each result are the means before the first layer and after the last, then the samples
-    after the last as points. Raises ValueError for no result, and for one without a perturbation.
+    after the last as points. Raises ValueError for no result, for one without a perturbation, and for relative noise
+    beside absolute.
     """
     by = _parts(results, Perturbation, "perturbation")
+    if len({result.relative for result in by.values()}) > 1:
+        raise ValueError("the noise of some results is relative, of others absolute: these have no axis in common")
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
     for name, result, color in labels.in_colors(by):
         order = np.argsort(result.scales)
@@ -240,7 +243,8 @@ def plot_perturbation(results: _Noisy | Mapping[str, _Noisy], *, ax: Axes | None
     # Scale 0 has no place on a logarithmic axis.
     ax.set_xscale("log" if all(min(result.scales) > 0 for result in by.values()) else "linear")
     ax.axhline(0, color="0.8", linewidth=1, zorder=0, label="_zero")
-    ax.set(xlabel="size of the noise / size of the embedding", ylabel="cosine similarity to the clean token")
+    size = "size of the noise / size of the embedding" if result.relative else "standard deviation of noise entries"
+    ax.set(xlabel=size, ylabel="cosine similarity to the clean token")
     ax.set_ylim(top=1.03)
     return ax
 
