@@ -1,7 +1,7 @@
 """Layers: their coupling as a graph and by distance, their singular values, and what each of them is worth."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
@@ -68,35 +68,50 @@ def plot_adjacency(
             "a graph of layers wants a map with the same layers, each once, as rows and columns; "
             f"got rows {list(layers)} and columns {list(result.col_layers)}"
         )
-    values = getattr(result, measure)(k).detach().cpu().double().numpy()
-    weights = (values + values.T) / 2
-    # Sorted by weight: strong edges are drawn last, on top of weak ones.
-    below = zip(*np.tril_indices(len(layers), -1), strict=True)
-    pairs = sorted((weights[i, j], layers[j], layers[i]) for i, j in below if not np.isnan(weights[i, j]))
+    pairs = weighted_edges(getattr(result, measure)(k).detach().cpu().double().numpy(), layers)
     heavy = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
     edges = heavy if strongest is None and threshold is not None else heavy[-(strongest or 2 * len(layers)) :]
     full = 1.0 if measure in BOUNDED_BY_1 or not edges else edges[-1][0] or 1.0
     ax = ax or labels.new_figure(6.4, 7.0).subplots()
+    draw_graph(ax, layers, edges, full)
+    k = result.k if k is None else k
+    drawn = f"{len(edges)} of {len(pairs)} edges" + ("" if threshold is None else f", at least {threshold:g}")
+    drawn += ", the strongest" if len(edges) < len(heavy) else ""
+    what = f"{labels.measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
+    scale = edge_scale(full)
+    labels.plain_legend(ax, handles=scale, title=what, ncols=len(scale), **labels.BELOW | {"fontsize": "medium"})
+    labels.entitle(ax, labels.map_heading([result], k))
+    return ax
+
+
+def weighted_edges(values: np.ndarray, layers: Sequence[int]) -> list[tuple[float, int, int]]:
+    """Weight, layer, other layer of every pair, from the lightest: strong edges are drawn on top of weak ones."""
+    weights = (values + values.T) / 2
+    below = zip(*np.tril_indices(len(layers), -1), strict=True)
+    return sorted((weights[i, j], layers[j], layers[i]) for i, j in below if not np.isnan(weights[i, j]))
+
+
+def draw_graph(
+    ax: Axes, layers: Sequence[int], edges: Sequence[tuple[float, int, int]], full: float, node_size: int = 260
+) -> None:
+    """Layers clockwise on a circle from the top, edges of weight `full` and more at full width."""
     graph = nx.Graph()
     graph.add_nodes_from(layers)
     angles = np.pi / 2 - 2 * np.pi * np.arange(len(layers)) / len(layers)
     places = {layer: (np.cos(angle), np.sin(angle)) for layer, angle in zip(layers, angles, strict=True)}
     style = _edge_style(np.array([weight for weight, *_ in edges]) / full)
     nx.draw_networkx_edges(graph, places, [ends for _, *ends in edges], ax=ax, **style)
-    nx.draw_networkx_nodes(graph, places, ax=ax, node_color="white", edgecolors="0.3", node_size=260)
-    nx.draw_networkx_labels(graph, places, ax=ax, font_size=8)
+    nx.draw_networkx_nodes(graph, places, ax=ax, node_color="white", edgecolors="0.3", node_size=node_size)
+    nx.draw_networkx_labels(graph, places, ax=ax, font_size=8 if node_size > 200 else 6)
     ax.set_aspect("equal")
     ax.axis("off")
-    k = result.k if k is None else k
-    drawn = f"{len(edges)} of {len(pairs)} edges" + ("" if threshold is None else f", at least {threshold:g}")
-    drawn += ", the strongest" if len(edges) < len(heavy) else ""
+
+
+def edge_scale(full: float) -> list[Line2D]:
+    """What a legend shows of the edges."""
     shares = np.array([0.1, 0.25, 0.5, 1])
     looks = zip(shares, *_edge_style(shares).values(), strict=True)
-    scale = [Line2D([], [], label=f"{full * share:.2g}", linewidth=w, color=color) for share, w, color in looks]
-    what = f"{labels.measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
-    labels.plain_legend(ax, handles=scale, title=what, ncols=len(shares), **labels.BELOW | {"fontsize": "medium"})
-    labels.entitle(ax, labels.map_heading([result], k))
-    return ax
+    return [Line2D([], [], label=f"{full * share:.2g}", linewidth=w, color=color) for share, w, color in looks]
 
 
 @checked
