@@ -164,8 +164,11 @@ def test_a_residual_stream_is_drawn_like_its_trace():
     ("stream", "message"),
     [
         (torch.randn(21, 8), "`trace` must have shape"),
-        (torch.ones(21, 6, 8, dtype=torch.int64), "must be a Trace or a floating-point torch tensor"),
-        (None, "must be a Trace or a floating-point torch tensor"),
+        (
+            torch.ones(21, 6, 8, dtype=torch.int64),
+            "must be a Trace, a floating-point torch tensor .* or a mapping from strings to",
+        ),
+        (None, "must be a Trace, a floating-point torch tensor .* or a mapping from strings to"),
         (torch.full((21, 6, 8), torch.nan), "`x` must be finite"),
     ],
 )

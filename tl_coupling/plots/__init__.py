@@ -22,6 +22,7 @@ from tl_coupling.plots.maps import (
 )
 from tl_coupling.plots.patches import plot_patches
 from tl_coupling.plots.precision import plot_precision
+from tl_coupling.plots.surveys import plot_covariates, plot_profiles, plot_prompts, plot_quartiles
 from tl_coupling.plots.sweeps import plot_adjacency_strip, plot_coupling_strip, plot_emergence
 from tl_coupling.plots.trajectories import (
     plot_inverse_singular_values,
