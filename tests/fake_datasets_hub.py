@@ -14,10 +14,12 @@ from fake_hub import FakeHub, _etag, _Handler, commit_of
 
 
 def write_dataset(folder: Path, config: str, splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """A dataset with one configuration, laid out as the hub's own conversion to Parquet does."""
+    """A configuration of a dataset beside those already there, laid out as the hub's own conversion to Parquet does."""
     listed = "".join(f"      - split: {split}\n        path: {config}/{split}-*\n" for split in splits)
     (folder / config).mkdir(parents=True)
-    (folder / "README.md").write_text(f"---\nconfigs:\n  - config_name: {config}\n    data_files:\n{listed}---\n")
+    card, head = folder / "README.md", "---\nconfigs:\n"
+    before = card.read_text().removeprefix(head).removesuffix("---\n") if card.exists() else ""
+    card.write_text(f"{head}{before}  - config_name: {config}\n    data_files:\n{listed}---\n")
     for split, rows in splits.items():
         Dataset.from_list([dict(row) for row in rows]).to_parquet(folder / config / f"{split}-00000-of-00001.parquet")
 

@@ -64,17 +64,34 @@ CARDS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
         "sentence",
     ),
     "wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", {}, "text"),
+    **{
+        f"easy2hard_{name.lower()}": (
+            "furonghuang-lab/Easy2Hard-Bench",
+            f"E2H-{name}",
+            "eval",
+            {"rating_std": 0.2},
+            column,
+        )
+        for name, column in {"AMC": "problem", "ARC": "question", "GSM8K": "question", "Winogrande": "sentence"}.items()
+    },
 }
-LEADERBOARD = [name for name in CARDS if name != "wikitext"]
+EASY2HARD = [name for name in CARDS if name.startswith("easy2hard")]
+LEADERBOARD = [name for name in CARDS if name != "wikitext" and name not in EASY2HARD]
 
 
 def own_ids(name: str, n: int) -> list[dict[str, Any]]:
-    """The id columns of those datasets that have one."""
-    columns = {"arc_challenge": ("id", "Mercury_{}"), "hellaswag": ("ind", 7)}
+    """The columns of ids and ratings of those datasets that have one."""
+    columns = {"arc_challenge": ("id", "Mercury_{}"), "hellaswag": ("ind", 7)} | dict.fromkeys(
+        EASY2HARD, ("rating", -0.25)
+    )
     if name not in columns:
         return [{} for _ in range(n)]
     column, form = columns[name]
     return [{column: form.format(7 * i) if isinstance(form, str) else form * i} for i in range(n)]
+
+
+def difficulty(name: str, i: int) -> float | None:
+    return -0.25 * i if name in EASY2HARD else None
 
 
 def write_set(folder: Path, name: str, texts: Sequence[str | None]) -> None:
@@ -126,7 +143,8 @@ def expected_id(name: str, i: int) -> str:
 
 @pytest.mark.parametrize("name", CARDS)
 def test_a_set_is_the_questions_of_its_split_alone(here: None, name: str) -> None:
-    assert load_prompts(name, n=None) == [Prompt(expected_id(name, i), a_text(name, i), name) for i in range(N_ROWS)]
+    wanted = [Prompt(expected_id(name, i), a_text(name, i), name, None, difficulty(name, i)) for i in range(N_ROWS)]
+    assert load_prompts(name, n=None) == wanted
 
 
 def test_the_draw_is_random_repeatable_and_in_row_order(here: None) -> None:
@@ -182,10 +200,34 @@ def test_the_leaderboard_is_six_equal_parts(here: None) -> None:
     assert load_prompts("open_llm_leaderboard") == [prompt for name in LEADERBOARD for prompt in load_prompts(name)]
 
 
-@pytest.mark.parametrize(("n", "wanted"), [(100, "a multiple of 6, .*"), (0, "at least 1,"), (-6, "at least 1,")])
-def test_a_leaderboard_in_unequal_parts_is_refused(here: None, n: int, wanted: str) -> None:
+def test_easy_to_hard_is_four_equal_parts_with_their_ratings(here: None) -> None:
+    prompts = load_prompts("easy2hard", n=40, seed=5)
+    assert [prompt.task for prompt in prompts] == [name for name in EASY2HARD for _ in range(10)]
+    assert all(prompt.difficulty == -0.25 * int(prompt.id.rsplit("-", 1)[1]) for prompt in prompts)
+
+
+def test_a_prompt_without_a_rating_is_kept_and_ratings_stay_with_their_texts(write_here: Path) -> None:
+    rows = [{"question": text, "rating": rating} for text, rating in (("a?", 1.5), ("", 9.0), ("b?", None), ("c?", -2))]
+    write_dataset(write_here / "furonghuang-lab/Easy2Hard-Bench", "E2H-GSM8K", {"eval": rows})
+    assert [(p.prompt, p.difficulty) for p in load_prompts("easy2hard_gsm8k")] == [
+        ("a?", 1.5),
+        ("b?", None),
+        ("c?", -2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "wanted"),
+    [
+        ("open_llm_leaderboard", 100, "a multiple of 6, .*"),
+        ("open_llm_leaderboard", 0, "at least 1,"),
+        ("open_llm_leaderboard", -6, "at least 1,"),
+        ("easy2hard", 6, "a multiple of 4, .*"),
+    ],
+)
+def test_a_group_in_unequal_parts_is_refused(here: None, name: str, n: int, wanted: str) -> None:
     with pytest.raises(ValueError, match=f"`n` must be {wanted} got {n}"):
-        load_prompts("open_llm_leaderboard", n=n)
+        load_prompts(name, n=n)
 
 
 def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -209,7 +251,7 @@ def test_a_set_goes_before_a_file_of_its_name_and_a_path_is_a_file(write_here: P
 
 @pytest.mark.parametrize("name", ["arc", "nowhere.jsonl", "."])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
-    known = ", ".join([*CARDS, "open_llm_leaderboard"])
+    known = ", ".join([*CARDS, "open_llm_leaderboard", "easy2hard"])
     with pytest.raises(ValueError, match=f"^'{name}' is neither a file nor a prompt set: .*{known}$"):
         load_prompts(name)
 
@@ -267,21 +309,27 @@ for name in names:
 
 def test_the_genuine_call_downloads_once(sets: Path, tmp_path: Path) -> None:
     """Over HTTP, from a hub on this machine that has one set and lacks another; then from the cache."""
-    with FakeDatasetsHub({"allenai/ai2_arc": sets / "allenai/ai2_arc"}) as hub:
-        first, said = output_of(hub, tmp_path, _LOAD, "0", "arc_challenge", "gsm8k")
+    names = "arc_challenge", "easy2hard_gsm8k"
+    with FakeDatasetsHub({path: sets / path for path in (CARDS[name][0] for name in names)}) as hub:
+        *first, said = output_of(hub, tmp_path, _LOAD, "0", *names, "gsm8k")
         asked = list(hub.requests)
-        (again,) = output_of(hub, tmp_path, _LOAD, "1", "arc_challenge")
-    wanted = [dataclasses.astuple(prompt) for prompt in drawn_here(sets, "arc_challenge")]
-    assert [tuple(entry) for entry in json.loads(first)] == wanted
+        again = output_of(hub, tmp_path, _LOAD, "1", *names)
+    for name, line in zip(names, first, strict=True):
+        wanted = [dataclasses.astuple(prompt) for prompt in drawn_here(sets, name)]
+        assert [tuple(entry) for entry in json.loads(line)] == wanted
     assert again == first
     assert hub.requests == asked
     assert "GET main/ARC-Challenge/test-00000-of-00001.parquet" in asked
+    assert "GET main/E2H-GSM8K/eval-00000-of-00001.parquet" in asked
     assert said.startswith("could not load 'gsm8k' (openai/gsm8k, main, split 'test', column 'question')")
     assert "DatasetNotFoundError" in said
 
 
 def drawn_here(sets: Path, name: str) -> list[Prompt]:
     file = sets / f"{name}.jsonl"
-    lines = [{"id": expected_id(name, i), "prompt": a_text(name, i), "task": name} for i in range(N_ROWS)]
+    lines = [
+        {"id": expected_id(name, i), "prompt": a_text(name, i), "task": name, "difficulty": difficulty(name, i)}
+        for i in range(N_ROWS)
+    ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return load_prompts(file, n=5)

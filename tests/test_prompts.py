@@ -45,6 +45,16 @@ def test_lines_end_where_a_file_says_and_a_mark_at_its_beginning_is_no_text(tmp_
     assert [prompt.prompt for prompt in tlc.load_prompts(path)] == ["one\u2028two\x85three", "four"]
 
 
+def test_a_difficulty_is_a_number(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "difficulty": 3}\n{"prompt": "b", "difficulty": null}\n{"prompt": "c"}\n')
+    assert [prompt.difficulty for prompt in tlc.load_prompts(file)] == [3.0, None, None]
+    for wrong in ('"hard"', "NaN", "true"):
+        file.write_text(f'{{"prompt": "a", "difficulty": {wrong}}}')
+        with pytest.raises(ValueError, match=r"p\.jsonl, line 1: `difficulty` must be .*, got"):
+            tlc.load_prompts(file)
+
+
 def test_a_task_is_a_string(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one", "task": ["sums"]}')

@@ -1,4 +1,4 @@
-"""Changed models against HuggingFace models changed in the same way; correlations against hand-made data."""
+"""Changed models against HuggingFace models changed in the same way."""
 
 import copy
 import json
@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 import xarray
-from scipy import stats
 from torch import nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.redundancy import CHANGES, layer_redundancy, redundancy_correlations
+from tl_coupling.redundancy import CHANGES, layer_redundancy, shared_directions
 
 pytestmark = pytest.mark.on_3_only
 
@@ -189,6 +188,72 @@ def test_the_dataset_says_what_it_is_and_can_be_written(tokenizer_folder: Path, 
     xarray.testing.assert_identical(xarray.load_dataset(tmp_path / "data.nc", engine="netcdf4"), data)
 
 
+def last_blocks_removed(hf_model: nn.Module, n_kept: int) -> nn.Module:
+    return reordered(hf_model, list(range(n_kept)))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_an_exit_is_a_model_without_its_last_blocks(
+    architecture: str, tokenizer_folder: Path, four_layers: None
+) -> None:
+    hf_model, model = bridged(architecture, tokenizer_folder)
+    data = layer_redundancy(model, words(tiny.TOKENS), k=[4])
+    wanted = [hf_loss(last_blocks_removed(hf_model, n), tiny.TOKENS) for n in (1, 2, 3, 4)]
+    np.testing.assert_allclose(data.loss_exited[0], wanted, atol=2e-5)
+    assert data.loss_exited[0, 3] == data.loss[0]
+
+
+@torch.no_grad()
+def projected_loss(hf_model: nn.Module, tokens: list[int], layer: int, P: torch.Tensor) -> float:
+    """With a hook on a HuggingFace layer that projects what it adds."""
+
+    def project(_: Any, args: Any, out: Any) -> Any:
+        X = args[0]
+        Y = out[0] if isinstance(out, tuple) else out
+        Y = X + (Y - X) @ P
+        return (Y, *out[1:]) if isinstance(out, tuple) else Y
+
+    handle = tiny.layers_of(hf_model)[layer].register_forward_hook(project)
+    try:
+        return hf_loss(hf_model, tokens)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_a_projected_block_writes_into_the_directions_that_jacobians_by_autograd_share(
+    architecture: str, tokenizer_folder: Path, four_layers: None
+) -> None:
+    hf_model, model = bridged(architecture, tokenizer_folder)
+    data = layer_redundancy(model, words(tiny.TOKENS), k=[3, tiny.D_MODEL], position=4)
+    Js = [tiny.oracle_jacobian(hf_model, tiny.TOKENS, layer, 4, 4).double() for layer in range(4)]
+    spans = [torch.linalg.svd(J).U[:, :3] for J in Js]
+    values, vectors = np.linalg.eigh(sum(U @ U.mT for U in spans).numpy())
+    assert values[-3] - values[-4] > 0.1
+    P = torch.from_numpy(vectors[:, -3:] @ vectors[:, -3:].T).float()
+    for layer in range(4):
+        wanted = projected_loss(hf_model, tiny.TOKENS, layer, P)
+        np.testing.assert_allclose(data.loss_projected.sel(k=3)[0, layer], wanted, atol=1e-4)
+        assert abs(wanted - float(data.loss_dropped[0, layer])) > 1e-4
+    # Onto all directions there are, nothing is lost.
+    np.testing.assert_allclose(data.loss_projected.sel(k=tiny.D_MODEL)[0], float(data.loss[0]), atol=2e-5)
+
+
+def test_what_all_blocks_share_comes_first() -> None:
+    """One direction common to all, the others random: it is found, and the sum of squared cosines is the largest."""
+    rng = torch.Generator().manual_seed(0)
+    common = torch.nn.functional.normalize(torch.randn(12, 1, generator=rng, dtype=torch.float64), dim=0)
+    spans = [torch.cat([common, torch.randn(12, 3, generator=rng, dtype=torch.float64)], 1) for _ in range(5)]
+    U = torch.stack([torch.linalg.qr(span).Q for span in spans])
+    Q = shared_directions(U)
+    torch.testing.assert_close((Q[:, :1].mT @ common).abs(), torch.ones(1, 1, dtype=torch.float64))
+    torch.testing.assert_close(Q.mT @ Q, torch.eye(4, dtype=torch.float64))
+    captured = (Q.mT @ U).square().sum()
+    for _ in range(200):
+        other = torch.linalg.qr(Q + 0.3 * torch.randn(12, 4, generator=rng, dtype=torch.float64)).Q
+        assert (other.mT @ U).square().sum() <= captured + 1e-12
+
+
 # The model afterwards
 
 
@@ -245,119 +310,3 @@ def test_one_block_has_no_neighbour(tokenizer_folder: Path, monkeypatch: pytest.
     _, model = bridged("llama", tokenizer_folder)
     with pytest.raises(ValueError, match="prompt '0': wanted a model of at least 2 blocks"):
         layer_redundancy(model, "w1 w2", k=[4])
-
-
-# Rank correlations
-
-
-def made(n_prompts: int = 6, n_layers: int = 9, seed: int = 0) -> xarray.Dataset:
-    """Random numbers, some tied, of the form that `layer_redundancy` returns."""
-    rng = np.random.default_rng(seed)
-
-    def tied(*shape: int) -> np.ndarray:
-        return rng.integers(0, 12, shape) / 4.0
-
-    return xarray.Dataset(
-        {
-            "loss": ("prompt", tied(n_prompts)),
-            "loss_dropped": (("prompt", "layer"), tied(n_prompts, n_layers)),
-            "loss_swapped": (("prompt", "pair"), tied(n_prompts, n_layers - 1)),
-            "loss_merged": (("prompt", "pair"), tied(n_prompts, n_layers - 1)),
-            "block_influence": (("prompt", "layer"), tied(n_prompts, n_layers)),
-            "coupling_of_pair": (("prompt", "k", "pair"), tied(n_prompts, 2, n_layers - 1)),
-            "coupling_with_others": (("prompt", "k", "layer"), tied(n_prompts, 2, n_layers)),
-        },
-        {"k": [5, 10], "layer": range(n_layers), "pair": range(n_layers - 1), "prompt": range(n_prompts)},
-    )
-
-
-def spearman_of(data: xarray.Dataset, change: str, inner: bool, k: int) -> tuple[float, float]:
-    """ρ with coupling and with block influence, by scipy."""
-    cut = slice(1, -1) if inner else slice(None)
-    means = data.mean("prompt")
-    loss_change = (means[f"loss_{change}"] - means.loss).values[cut]
-    influence = means.block_influence.values
-    if change == "dropped":
-        coupling = means.coupling_with_others.sel(k=k).values
-    else:
-        coupling = means.coupling_of_pair.sel(k=k).values
-        influence = np.array([(a + b) / 2 for a, b in pairwise(influence)])
-    return tuple(stats.spearmanr(loss_change, x[cut]).statistic for x in (coupling, influence))
-
-
-def test_correlations_are_those_of_scipy_over_means_of_prompts() -> None:
-    # Of eight prompts, so that means of quarters are exact and ties stay ties.
-    data = made(n_prompts=8)
-    rho = redundancy_correlations(data, n_resamples=10)
-    for change in CHANGES:
-        for blocks in ("all", "inner"):
-            for k in (5, 10):
-                one = rho.sel(change=change, blocks=blocks, k=k)
-                coupling, influence = spearman_of(data, change, blocks == "inner", k)
-                np.testing.assert_allclose((one.coupling, one.block_influence), (coupling, influence), atol=1e-12)
-                np.testing.assert_allclose(one.advantage, abs(coupling) - abs(influence), atol=1e-12)
-    assert rho.n.values.tolist() == [[9, 7], [8, 6], [8, 6]]
-
-
-def test_monotone_relations_have_a_correlation_of_one_and_a_point_for_an_interval() -> None:
-    data = made()
-    steps = np.arange(9.0)
-    data["loss_dropped"] = data.loss + xarray.DataArray(steps**3, dims="layer")
-    data["block_influence"] = xarray.zeros_like(data.block_influence) + xarray.DataArray(np.exp(steps), dims="layer")
-    data["coupling_with_others"] = xarray.zeros_like(data.coupling_with_others) - xarray.DataArray(steps, dims="layer")
-    one = redundancy_correlations(data).sel(change="dropped", blocks="all", k=5)
-    np.testing.assert_allclose(one.coupling_interval, [-1, -1])
-    np.testing.assert_allclose(one.block_influence_interval, [1, 1])
-    np.testing.assert_allclose(one.advantage_interval, [0, 0], atol=1e-12)
-
-
-def test_the_interval_resamples_prompts_and_all_measures_together() -> None:
-    """Two prompts have three resamples, a twice, b twice or both: the interval ends at the extremes of those."""
-    data = made(n_prompts=2)
-    rho = redundancy_correlations(data, n_resamples=400)
-    resamples = [data.isel(prompt=[i, j]) for i, j in ((0, 0), (0, 1), (1, 1))]
-    for change in CHANGES:
-        one = rho.sel(change=change, blocks="inner", k=10)
-        pairs = np.array([spearman_of(resample, change, True, 10) for resample in resamples])
-        coupling, influence = pairs.T
-        advantage = abs(coupling) - abs(influence)
-        for name, values in (("coupling", coupling), ("block_influence", influence), ("advantage", advantage)):
-            np.testing.assert_allclose(one[f"{name}_interval"], (min(values), max(values)), atol=1e-12)
-
-
-def test_the_bootstrap_is_seeded() -> None:
-    data = made()
-    first, second, other = (redundancy_correlations(data, n_resamples=50, seed=seed) for seed in (1, 1, 2))
-    xarray.testing.assert_identical(first, second)
-    assert (first.coupling_interval != other.coupling_interval).any()
-    np.testing.assert_array_equal(first.coupling, other.coupling)
-
-
-def test_pairs_that_were_not_merged_are_left_out() -> None:
-    data = made()
-    data["loss_merged"][:, [1, 3]] = np.nan
-    rho = redundancy_correlations(data, n_resamples=10).sel(change="merged", blocks="all", k=5)
-    assert rho.n == 6
-    kept = data.isel(pair=[0, 2, 4, 5, 6, 7])
-    expected = stats.spearmanr(
-        (kept.loss_merged - kept.loss).mean("prompt"), kept.coupling_of_pair.sel(k=5).mean("prompt")
-    ).statistic
-    np.testing.assert_allclose(rho.coupling, expected)
-
-
-def test_too_few_layers_or_prompts_are_nan() -> None:
-    rho = redundancy_correlations(made(n_layers=4), n_resamples=10)
-    assert rho.n.sel(change="dropped", blocks="inner") == 2
-    assert rho.coupling.sel(change="dropped", blocks="inner").isnull().all()
-    assert rho.coupling.sel(change="dropped", blocks="all").notnull().all()
-    alone = redundancy_correlations(made(n_prompts=1), n_resamples=10)
-    assert alone.coupling.notnull().all()
-    assert alone.coupling_interval.isnull().all()
-    assert alone.advantage_interval.isnull().all()
-
-
-def test_correlations_want_redundancy_data() -> None:
-    with pytest.raises(ValueError, match="got data without block_influence, coupling_of_pair"):
-        redundancy_correlations(made().drop_vars(["block_influence", "coupling_of_pair"]))
-    with pytest.raises(ValueError, match="`n_resamples` must be at least 1, got 0"):
-        redundancy_correlations(made(), n_resamples=0)

@@ -6,17 +6,17 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tl_coupling.border import AnyPath, Count, Seed, checked
+from tl_coupling.border import AnyPath, Count, Finite, Seed, checked
 
 
 @checked
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with an id that is the same in every run, and the task it comes from, if any.
+    """A prompt with an id that is the same in every run; the task it comes from, and how difficult it is, if known.
 
     It is a text, `prompt`, or for a vision model the file of an image, `image`, which must stay where it is.
     """
@@ -25,6 +25,7 @@ class Prompt:
     prompt: str = ""
     task: str | None = None
     image: AnyPath | None = None
+    difficulty: Finite | None = None
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -51,19 +52,41 @@ def _is_prose(text: str) -> bool:
     return not (text.startswith("=") and text.endswith("=")) and len(text.split()) >= 20
 
 
-# Where a prompt set is on the hub: a split, its columns of texts and of ids (else: row numbers), and which texts.
-_DATASETS: dict[str, tuple[str, str | None, str, str, str | None, Callable[[str], bool]]] = {
-    "arc_challenge": ("allenai/ai2_arc", "ARC-Challenge", "test", "question", "id", bool),
-    "gsm8k": ("openai/gsm8k", "main", "test", "question", None, bool),
-    "hellaswag": ("Rowan/hellaswag", None, "test", "ctx", "ind", bool),
-    "mmlu": ("cais/mmlu", "all", "test", "question", None, bool),
+class _Set(NamedTuple):
+    """Where a prompt set is on the hub: a split, its columns of texts, ids (else: row numbers) and difficulty."""
+
+    path: str
+    config: str | None
+    split: str
+    column: str
+    id_column: str | None = None
+    is_prompt: Callable[[str], bool] = bool
+    difficulty: str | None = None
+
+
+def _easy2hard(name: str, column: str) -> _Set:
+    return _Set("furonghuang-lab/Easy2Hard-Bench", f"E2H-{name}", "eval", column, difficulty="rating")
+
+
+_LEADERBOARD = {
+    "arc_challenge": _Set("allenai/ai2_arc", "ARC-Challenge", "test", "question", "id"),
+    "gsm8k": _Set("openai/gsm8k", "main", "test", "question"),
+    "hellaswag": _Set("Rowan/hellaswag", None, "test", "ctx", "ind"),
+    "mmlu": _Set("cais/mmlu", "all", "test", "question"),
     # TruthfulQA has no other split.
-    "truthfulqa": ("truthfulqa/truthful_qa", "generation", "validation", "question", None, bool),
-    "winogrande": ("allenai/winogrande", "winogrande_xl", "test", "sentence", None, bool),
-    "wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "text", None, _is_prose),
+    "truthfulqa": _Set("truthfulqa/truthful_qa", "generation", "validation", "question"),
+    "winogrande": _Set("allenai/winogrande", "winogrande_xl", "test", "sentence"),
 }
-_LEADERBOARD = "open_llm_leaderboard"
-_BENCHMARKS = [name for name in _DATASETS if name != "wikitext"]
+# The other two are games of chess and programming problems, which are no prompts in one column.
+_EASY2HARD = {
+    "easy2hard_amc": _easy2hard("AMC", "problem"),
+    "easy2hard_arc": _easy2hard("ARC", "question"),
+    "easy2hard_gsm8k": _easy2hard("GSM8K", "question"),
+    "easy2hard_winogrande": _easy2hard("Winogrande", "sentence"),
+}
+_WIKITEXT = _Set("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "text", is_prompt=_is_prose)
+_DATASETS = _LEADERBOARD | {"wikitext": _WIKITEXT} | _EASY2HARD
+_GROUPS = {"open_llm_leaderboard": list(_LEADERBOARD), "easy2hard": list(_EASY2HARD)}
 
 
 @checked
@@ -71,7 +94,7 @@ def load_prompts(source: AnyPath, n: Count | None = None, seed: Seed = 0) -> lis
     r"""Prompts of a JSONL file or of a benchmark's test set; `n` of them, drawn at random and kept in row order.
 
     A JSONL file has one object per line: `{"prompt": …}`, or `{"image": …}` with a path from the file's folder, and
-    optionally `"id"` (else the line number) and `"task"`.
+    optionally `"id"` (else the line number), `"task"` and `"difficulty"`, a number.
     Blank lines are skipped. Of a set, texts are the questions as the dataset has them, without options and answers:
     HellaSwag's contexts keep their `[header]` marks, WinoGrande's sentences their `_`. Empty and repeated texts are
     left out. Ids are the set's name with the dataset's own id or, if it has none, the row number.
@@ -79,20 +102,24 @@ def load_prompts(source: AnyPath, n: Count | None = None, seed: Seed = 0) -> lis
     Args:
         source: a path to a JSONL file, or `"arc_challenge"`, `"gsm8k"`, `"hellaswag"`, `"mmlu"`, `"truthfulqa"`,
             `"winogrande"` (test splits; TruthfulQA's only split is called validation), `"wikitext"` (WikiText-2's test
-            split: each line of at least 20 words that is not a heading), or `"open_llm_leaderboard"`: equally many of
-            the first six, for the paper's comparison of models.
+            split: each line of at least 20 words that is not a heading), `"easy2hard_amc"`, `"easy2hard_arc"`,
+            `"easy2hard_gsm8k"`, `"easy2hard_winogrande"` (Easy2Hard-Bench's eval splits, with their rating as the
+            difficulty: a scale of its own in each). Equally many of several: `"open_llm_leaderboard"`, the first six,
+            for the paper's comparison of models; `"easy2hard"`, the last four.
         n: how many; all by default. A larger `n` draws the same prompts and more.
         seed: of the draw, which depends on nothing else but the rows.
 
     Raises:
         ValueError: neither a known set nor a file; `n` below 1, above what there is, or not a multiple of 6 for the
-            leaderboard; no package `datasets`; a line that is not a prompt, an id that is used twice, an empty file.
+            leaderboard, of 4 for `"easy2hard"`; no package `datasets`; a line that is not a prompt, an id that is used
+            twice, an empty file.
         OSError: the file cannot be read, or the hub cannot be reached and nothing is cached, or the dataset changed.
 
     Cost: the first call for a set downloads all splits of that configuration into HuggingFace's cache (MMLU: 50 MB).
 
     Source: 1,200 leaderboard prompts, Section 4.2 and Appendix A.6. The paper does not say how many come from each
-    benchmark nor which; equal shares are our reading.
+    benchmark nor which; equal shares are our reading. Nor does it say which of Easy2Hard-Bench (Ding et al. 2024) are
+    in its figure 10.
 
     Example:
         >>> import pathlib, tempfile
@@ -101,14 +128,14 @@ def load_prompts(source: AnyPath, n: Count | None = None, seed: Seed = 0) -> lis
         >>> [prompt.id for prompt in tlc.load_prompts(file)]
         ['a', 'b']
     """
-    if source == _LEADERBOARD:
-        if n and n % len(_BENCHMARKS):
-            raise ValueError(f"`n` must be a multiple of {len(_BENCHMARKS)}, as many from each benchmark, got {n}")
-        return [prompt for name in _BENCHMARKS for prompt in load_prompts(name, n and n // len(_BENCHMARKS), seed)]
+    if isinstance(source, str) and (names := _GROUPS.get(source)):
+        if n and n % len(names):
+            raise ValueError(f"`n` must be a multiple of {len(names)}, as many from each benchmark, got {n}")
+        return [prompt for name in names for prompt in load_prompts(name, n and n // len(names), seed)]
     if isinstance(source, str) and source in _DATASETS:
         prompts = _from_hub(source)
     elif isinstance(source, str) and not Path(source).is_file():
-        known = ", ".join([*_DATASETS, _LEADERBOARD])
+        known = ", ".join([*_DATASETS, *_GROUPS])
         raise ValueError(f"{source!r} is neither a file nor a prompt set: give a JSONL file or one of {known}")
     else:
         prompts = _from_file(Path(source))
@@ -166,7 +193,8 @@ def _from_file(path: Path) -> list[Prompt]:
         if not isinstance(task := given.get("task"), str | None):
             raise ValueError(f'{where}: "task" must be a string or null, got {task!r}')
         try:
-            prompt = Prompt(str(given.get("id", number)), text or "", task, image and path.parent / image)
+            picture, difficulty = image and path.parent / image, given.get("difficulty")
+            prompt = Prompt(str(given.get("id", number)), text or "", task, picture, difficulty)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from None
         if prompts.setdefault(prompt.id, prompt) is not prompt:
@@ -183,23 +211,24 @@ def _from_hub(name: str) -> list[Prompt]:
     except ImportError as error:
         install = 'pip install "tl-coupling[survey]"'
         raise ValueError(f"the prompt set {name!r} needs the package datasets: {install} ({error})") from None
-    path, config, split, column, id_column, wanted = _DATASETS[name]
+    of = _DATASETS[name]
     try:
-        rows = load_dataset(path, config, split=split)
-        texts = [(text or "").strip() for text in rows[column]]
-        keys = [f"{name}-{own}" for own in (rows[id_column] if id_column else range(len(texts)))]
+        rows = load_dataset(of.path, of.config, split=of.split)
+        texts = [(text or "").strip() for text in rows[of.column]]
+        keys = [f"{name}-{own}" for own in (rows[of.id_column] if of.id_column else range(len(texts)))]
+        ratings = list(rows[of.difficulty]) if of.difficulty else [None] * len(texts)
     # datasets, huggingface_hub, httpx and pyarrow each have their own; none is documented.
     except Exception as error:
         why = "it is not there as expected, or the download broke; try again, or give a JSONL file"
         if isinstance(error, ConnectionError):
             why = "the hub cannot be reached and nothing is cached; go online once, or give a JSONL file"
-        what = f"{path}, {config or 'default'}, split {split!r}, column {column!r}"
+        what = f"{of.path}, {of.config or 'default'}, split {of.split!r}, column {of.column!r}"
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise OSError(f"could not load {name!r} ({what}) from HuggingFace: {why} ({said})") from error
     prompts: dict[str, Prompt] = {}
     seen: set[str] = set()
-    for key, text in zip(keys, texts, strict=True):
-        if wanted(text) and text not in seen and key not in prompts:
+    for key, text, rating in zip(keys, texts, ratings, strict=True):
+        if of.is_prompt(text) and text not in seen and key not in prompts:
             seen.add(text)
-            prompts[key] = Prompt(key, text, name)
+            prompts[key] = Prompt(key, text, name, difficulty=rating)
     return list(prompts.values())

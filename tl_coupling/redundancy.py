@@ -1,4 +1,4 @@
-"""What coupling may be good for: how much of the loss depends on a block, or on the order of two neighbours."""
+"""What coupling may be good for: what a model loses without a block, its order, its own directions, or its end."""
 
 import json
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import xarray
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.blocks import Trace, trace
@@ -17,8 +18,10 @@ from tl_coupling.blocks.evaluation import mean_weights
 from tl_coupling.border import Count, Seed, checked, warn_caller
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.coupling import Orientation, random_subspace_null
+from tl_coupling.jacobians import block_jacobian
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
+from tl_coupling.spectra import svd
 from tl_coupling.statistics import LEVEL, percentile_interval, rank_correlation_of_rows
 from tl_coupling.surveys.measurements import Settings, as_prompts, loss
 from tl_coupling.trajectories.shapes import direction_cosine
@@ -38,12 +41,15 @@ def layer_redundancy(
     prepend_bos: bool | None = None,
     progress: Progress | None = None,
 ) -> xarray.Dataset:
-    """Loss without each block, with neighbours swapped, and with neighbours merged, beside the blocks' coupling.
+    """Loss without each block, with neighbours swapped or merged, projected, or cut short, beside the blocks' coupling.
 
     - dropped `l`: `X^{l+1} = X^l`, the skip connection alone;
     - swapped `(l, l+1)`: block `l+1` first, then block `l`;
     - merged `(l, l+1)`: block `l` in place of both, each of its parameters the mean of the two blocks' (heads, neurons
-      and experts are averaged by index). The stream also loses one step, so compare with the better of the two drops.
+      and experts are averaged by index). The stream also loses one step, so compare with the better of the two drops;
+    - projected `l`: `X^{l+1} = X^l + f^l(X^l) P`, with P the projection onto k directions that all blocks share, see
+      `shared_directions`, at the measured token. Of random ones k of d_model would be left: little more than a drop;
+    - exited after `l`: the final norm and the unembedding read `X^{l+1}`, no later block runs.
 
     Later blocks run on the changed stream, with the arguments that the model gave them. The model is left unchanged.
 
@@ -56,9 +62,10 @@ def layer_redundancy(
     Returns:
         a Dataset with dims `prompt`, `k`, `layer`, and `pair`, whose coordinate is the first layer of the pair:
 
-        - `loss`, `[prompt]`; `loss_dropped`, `[prompt layer]`; `loss_swapped` and `loss_merged`, `[prompt pair]`: mean
-          negative log-likelihood per token, in nats. Blocks of different kinds (windowed and full attention, dense and
-          mixture of experts) cannot be merged: NaN, a warning, and the reason in the attribute `not_merged`;
+        - `loss`, `[prompt]`; `loss_dropped` and `loss_exited`, `[prompt layer]`; `loss_swapped` and `loss_merged`,
+          `[prompt pair]`; `loss_projected`, `[prompt k layer]`: mean negative log-likelihood per token, in nats. Blocks
+          of different kinds (windowed and full attention, dense and mixture of experts) cannot be merged: NaN, a
+          warning, and the reason in the attribute `not_merged`;
         - `block_influence`, `[prompt layer]`: `1 − mean_t cos(X^l_t, X^{l+1}_t)` over the tokens t (Men et al. 2024);
         - `coupling_of_pair`, `[prompt k pair]`: mean of the pair's two couplings, either block giving the singular
           vectors; `coupling_with_others`, `[prompt k layer]`: mean over all other layers, both ways;
@@ -67,17 +74,18 @@ def layer_redundancy(
     Raises:
         ValueError: a model of one block, no prompts, a prompt of one token, k out of range; it names the prompt.
 
-    Cost: for each prompt a depth coupling, `1.5 L²` block evaluations and `3 L` unembeddings; memory for `3 L` residual
-    streams and one more block. Half precision is upcast block by block, but not in the unembedding: small differences
-    in loss are lost in the rounding of the logits.
+    Cost: for each prompt a depth coupling, its Jacobians and SVDs once more, `(3 + n_k) L² / 2` block evaluations and
+    `(4 + n_k) L` unembeddings; memory for `(3 + n_k) L` residual streams and one more block. Half precision is upcast
+    block by block, but not in the unembedding: small differences in loss are lost in the rounding of the logits.
 
     Example:
         >>> data = layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,))
         >>> (data.loss_dropped - data.loss).sizes
         Frozen({'prompt': 2, 'layer': 2})
 
-    Source: Men et al. 2024 (ShortGPT), eq. 1, for block influence. That strongly coupled blocks can stand in for each
-    other is a conjecture; `redundancy_correlations` tests it.
+    Source: Men et al. 2024 (ShortGPT), eq. 1, for block influence. Aubry et al. 2025, table 2, say that coupling
+    explains why models can be merged, pruned, projected, permuted and left early, and measure none of it; what is
+    projected onto is our reading. `redundancy_correlations` tests the first, the second and the fourth.
     """
     named = as_prompts(prompts)
     settings = Settings(k=tuple(k), position=position, orientation=orientation, prepend_bos=prepend_bos)
@@ -183,16 +191,24 @@ def _of_prompt(traced: Trace, settings: Settings) -> tuple[xarray.Dataset, dict[
     result = depth_coupling(traced, max(settings.k), settings.position, settings.orientation, progress=False)
     coupling = np.stack([result.coupling(k).cpu().numpy() for k in settings.k])
     coupling = (coupling + coupling.swapaxes(1, 2)) / 2
-    stream, changed, reasons = _changed_streams(traced)
+    Js = (block_jacobian(traced, layer, position=settings.position) for layer in range(n_layers))
+    U = torch.stack([svd(J, max(settings.k)).U for J in Js])
+    directions = {k: shared_directions(U[..., :k]).to(traced.residual) for k in settings.k}
+    stream, changed, reasons = _changed_streams(traced, directions)
     own, of_pair = (np.diagonal(coupling, offset, axis1=1, axis2=2) for offset in (0, 1))
     coords = {"k": list(settings.k), "layer": range(n_layers), "pair": range(n_layers - 1)}
-    variables: dict[str, Any] = {"loss": ((), loss(replace(traced, residual=stream[-1:])))}
+
+    def loss_of(X: Tensor | None) -> float:
+        return np.nan if X is None else loss(replace(traced, residual=X[None]))
+
+    variables: dict[str, Any] = {"loss": ((), loss_of(stream[-1]))}
     for change in CHANGES:
         dim = "layer" if change == "dropped" else "pair"
-        streams = [changed.get((change, layer)) for layer in coords[dim]]
-        losses = [np.nan if X is None else loss(replace(traced, residual=X[None])) for X in streams]
-        variables[f"loss_{change}"] = (dim, losses)
+        variables[f"loss_{change}"] = (dim, [loss_of(changed.get((change, layer))) for layer in coords[dim]])
+    projected = [[loss_of(changed[f"projected {k}", layer]) for layer in coords["layer"]] for k in settings.k]
     variables |= {
+        "loss_projected": (("k", "layer"), projected),
+        "loss_exited": ("layer", [loss_of(X) for X in stream[1:]]),
         "block_influence": ("layer", (1 - direction_cosine(stream[:-1], stream[1:]).mean(1)).cpu().numpy()),
         "coupling_of_pair": (("k", "pair"), of_pair),
         "coupling_with_others": (("k", "layer"), (coupling.sum(2) - own) / (n_layers - 1)),
@@ -201,7 +217,28 @@ def _of_prompt(traced: Trace, settings: Settings) -> tuple[xarray.Dataset, dict[
     return xarray.Dataset(variables, coords, traced.provenance), reasons
 
 
-def _changed_streams(traced: Trace) -> tuple[Tensor, dict[tuple[str, int], Tensor], dict[int, str]]:
+@checked
+def shared_directions(U: Float[Tensor, "n_layers d_model k"]) -> Float[Tensor, "d_model k"]:
+    """The k directions closest to those that all blocks write into: leading eigenvectors of `Σ_l U_l U_lᵀ`.
+
+    U holds the top k left singular vectors of every block's Jacobian. All blocks count the same, and so do the
+    directions of each. Returns orthonormal columns, the most shared first. Cost: one eigendecomposition.
+
+    Example:
+        >>> axes = torch.eye(3)
+        >>> shared_directions(torch.stack([axes[:, [0, 1]], axes[:, [0, 2]], axes[:, [0, 2]]])).abs()
+        tensor([[1., 0.],
+                [0., 0.],
+                [0., 1.]])
+    """
+    n_shared = U.shape[-1]
+    all_of_them = U.double().transpose(0, 1).flatten(1)
+    return torch.linalg.eigh(all_of_them @ all_of_them.mT).eigenvectors[:, -n_shared:].flip(1).to(U)
+
+
+def _changed_streams(
+    traced: Trace, directions: dict[int, Tensor]
+) -> tuple[Tensor, dict[tuple[str, int], Tensor], dict[int, str]]:
     """The residual stream; what leaves the last block after each change, by change and layer; why pairs are missing.
 
     The stream is computed anew: that of a half-precision model is rounded after every block, and the absence of that
@@ -225,4 +262,6 @@ def _changed_streams(traced: Trace) -> tuple[Tensor, dict[tuple[str, int], Tenso
                 else:
                     reasons[layer - 1] = reason
             stream.append(block.call(stream[layer]))
+            for k, Q in directions.items():
+                changed[f"projected {k}", layer] = stream[layer] + (stream[layer + 1] - stream[layer]) @ Q @ Q.mT
     return torch.stack(stream), changed, reasons

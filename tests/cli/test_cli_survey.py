@@ -51,7 +51,8 @@ def test_a_survey_by_task_and_its_rerun(call, options, models: Path, tmp_path: P
     assert rows["second", "all prompts"]["mean"] == pytest.approx(float(coupling.mean()))
     assert f"{float(coupling.mean()):.3f}" in said
     assert "seconds per prompt" in said
-    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"tasks-k3.png", "tasks-k8.png"}
+    pictures = {"tasks-k3.png", "tasks-k8.png", "quartiles.png", "profiles.png", "length.png"}
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == pictures
     assert len(summary["cost"]) == 2
     assert all(row["seconds"] > 0 and row["peak_memory"] > 10 for row in summary["cost"])
     results = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "units").glob("*.nc")}

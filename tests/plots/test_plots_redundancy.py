@@ -93,6 +93,21 @@ def test_labels_say_the_correlations():
     assert f"{float(rho.block_influence.sel(blocks='all')):+.2f} [" in influence
 
 
+def test_projections_and_exits_are_drawn_by_depth_alone():
+    data = made()
+    rng = np.random.default_rng(1)
+    data["loss_projected"] = (("prompt", "k", "layer"), 3 + rng.random((5, 2, 8)))
+    data["loss_exited"] = (("prompt", "layer"), 3 + rng.random((5, 8)))
+    depth, coupling, influence = plot_redundancy(data, k=5).axes
+    lines = named_lines(depth)
+    assert list(lines)[3:] == ["projected onto 5 shared directions", "left after it"]
+    means = data.sel(k=5).mean("prompt")
+    for line, name in zip(list(lines.values())[3:], ("projected", "exited"), strict=True):
+        np.testing.assert_array_equal(line.get_xdata(), range(8))
+        np.testing.assert_allclose(line.get_ydata(), (means[f"loss_{name}"] - means.loss).values)
+    assert list(named_lines(coupling)) == list(named_lines(influence)) == ["dropped", "swapped", "merged"]
+
+
 def test_heading_names_model_and_prompts():
     words = plot_redundancy(made()).get_suptitle()
     assert "tiny $x$" in words

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import xarray
+from matplotlib.collections import LineCollection
 from scipy import stats
 
+from tl_coupling.plots.growth import plot_growth, plot_shapes
 from tl_coupling.plots.labels import off_screen
-from tl_coupling.plots.sweeps import plot_coupling_strip, plot_emergence, plot_shapes
+from tl_coupling.plots.sweeps import plot_adjacency_strip, plot_coupling_strip, plot_emergence
 
 STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 KS = (5, 10)
@@ -29,6 +31,8 @@ def sweep(steps=STEPS, n_prompts=4, seed=0, n_layers=6, **changed) -> xarray.Dat
         "loss": (("checkpoint", "prompt"), 8 - rng.random(n)),
         "line_shape_score_all_tokens": (("checkpoint", "prompt"), 1 + rng.random(n)),
         "windowed_line_shape_score": (("checkpoint", "prompt", "window"), 1 + rng.random((*n, n_layers - 4))),
+        "expodistance": (("checkpoint", "prompt"), rng.lognormal(size=n)),
+        "norm": (("checkpoint", "prompt", "depth"), rng.lognormal(size=(*n, n_layers + 1))),
     }
     coords = {
         "checkpoint": list(steps),
@@ -36,6 +40,7 @@ def sweep(steps=STEPS, n_prompts=4, seed=0, n_layers=6, **changed) -> xarray.Dat
         "k": list(KS),
         "layer": range(n_layers),
         "other_layer": range(n_layers),
+        "depth": range(n_layers + 1),
         "window": range(2, n_layers - 2),
     }
     return xarray.Dataset(variables | changed, coords, {"model": "tiny $x$", "window": 5})
@@ -245,9 +250,73 @@ def test_strip_shares_a_scale_where_the_measure_has_no_bound():
 
 @pytest.mark.parametrize("checkpoints", [[3], [], [0, 5000]])
 def test_strip_and_shapes_want_checkpoints_that_are_there(checkpoints):
-    for plot in (plot_coupling_strip, plot_shapes):
+    for plot in (plot_coupling_strip, plot_adjacency_strip, plot_shapes, plot_growth):
         with pytest.raises(ValueError, match="must be among"):
             plot(sweep(), checkpoints=checkpoints)
+
+
+# plot_adjacency_strip
+
+
+def widths(ax) -> dict[tuple[int, int], float]:
+    """Widths of the edges by their layers, which stand clockwise from the top."""
+    places = {int(text.get_text()): np.array(text.get_position()) for text in ax.texts}
+    (edges,) = [one for one in ax.collections if isinstance(one, LineCollection)]
+
+    def layer_at(point: np.ndarray) -> int:
+        return min(places, key=lambda layer: float(np.linalg.norm(places[layer] - point)))
+
+    ends = [tuple(sorted((layer_at(line[0]), layer_at(line[-1])))) for line in edges.get_segments()]
+    return dict(zip(ends, edges.get_linewidths(), strict=True))
+
+
+def test_graphs_of_chosen_steps_are_on_one_scale():
+    data = seeds()
+    fig = plot_adjacency_strip(data, checkpoints=[0, 256], k=5, strongest=4)
+    assert [ax.get_title() for ax in fig.axes] == ["step 0, untrained", "step 256"]
+    maps = data.coupling.sel(k=5).mean(("seed", "prompt")).sel(checkpoint=[0, 256]).values
+    weights = [{(i, j): (one[i, j] + one[j, i]) / 2 for i in range(6) for j in range(i + 1, 6)} for one in maps]
+    full = max(max(one.values()) for one in weights)
+    for ax, wanted in zip(fig.axes, weights, strict=True):
+        drawn = widths(ax)
+        assert set(drawn) == set(sorted(wanted, key=wanted.get)[-4:])
+        for pair, width in drawn.items():
+            assert width == pytest.approx(8 * wanted[pair] / full)
+    (legend,) = fig.legends
+    assert "4 strongest of 15 edges in each; random subspaces: 0.11" in legend.get_title().get_text()
+    assert legend.get_texts()[-1].get_text() == f"{full:.2g}"
+
+
+# plot_growth
+
+
+def test_growth_is_medians_against_step_and_depth():
+    data = seeds()
+    left, right, bar = plot_growth(data, checkpoints=[0, 256]).axes
+    np.testing.assert_allclose(left.lines[0].get_ydata(), np.median(data.expodistance.values, axis=(0, 2)))
+    low, high = band(left)
+    quartiles = np.quantile(data.expodistance.values, (0.25, 0.75), axis=(0, 2))
+    np.testing.assert_allclose((low, high), quartiles)
+    for curve, step in zip(right.lines, (0, 256), strict=True):
+        np.testing.assert_array_equal(curve.get_xdata(), range(7))
+        wanted = np.median(data.norm.sel(checkpoint=step).values, axis=(0, 1))
+        np.testing.assert_allclose(curve.get_ydata(), wanted)
+    assert left.get_yscale() == right.get_yscale() == "log"
+    assert [text.get_text() for text in bar.get_yticklabels()] == ["0", "256"]
+    with pytest.raises(ValueError, match="holds no 'norm'"):
+        plot_growth(data.drop_vars("norm"))
+
+
+@pytest.mark.parametrize("plot", [plot_shapes, plot_growth])
+def test_several_models_have_a_line_each_and_the_first_its_profiles(plot):
+    small, large = sweep(), sweep(seed=1, n_layers=8)
+    left, right, _ = plot({"small": small, "large": large}, checkpoints=[256]).axes
+    names = [text.get_text() for text in left.get_legend().get_texts()]
+    assert names[:2] == ["small", "large"]
+    assert right.get_title() == "small"
+    assert len(right.lines[0].get_xdata()) < 8
+    if plot is plot_shapes:
+        assert {"random steps, 2.45", "random steps, 2.83"} <= set(names)
 
 
 # plot_shapes
@@ -292,7 +361,7 @@ def test_a_model_of_one_window_is_drawn_over_all_its_layers():
 def test_pictures_render_and_take_a_figure():
     from matplotlib.figure import Figure
 
-    for plot in (plot_emergence, plot_coupling_strip, plot_shapes):
+    for plot in (plot_emergence, plot_coupling_strip, plot_adjacency_strip, plot_shapes, plot_growth):
         fig = Figure()
         assert plot(seeds(), fig=fig) is fig
         fig.canvas.draw()

@@ -164,8 +164,11 @@ def test_a_residual_stream_is_drawn_like_its_trace():
     ("stream", "message"),
     [
         (torch.randn(21, 8), "`trace` must have shape"),
-        (torch.ones(21, 6, 8, dtype=torch.int64), "must be a Trace or a floating-point torch tensor"),
-        (None, "must be a Trace or a floating-point torch tensor"),
+        (
+            torch.ones(21, 6, 8, dtype=torch.int64),
+            "must be a Trace, a floating-point torch tensor .* or a mapping from strings to",
+        ),
+        (None, "must be a Trace, a floating-point torch tensor .* or a mapping from strings to"),
         (torch.full((21, 6, 8), torch.nan), "`x` must be finite"),
     ],
 )
@@ -361,6 +364,14 @@ def test_perturbation_lines_are_the_first_and_the_last_depth(tiny_trace: Trace):
     assert sorted(set(samples.get_xdata())) == [0.1, 1.0]
     assert ax.get_xscale() == "log"
     assert "token 7" in ax.get_title()
+
+
+def test_the_axis_says_what_the_noise_is_relative_to(tiny_trace: Trace):
+    relative, absolute = (perturbation(tiny_trace, (1.0,), n_samples=1, relative=one) for one in (True, False))
+    assert plot_perturbation(relative).get_xlabel() == "size of the noise / size of the embedding"
+    assert plot_perturbation(absolute).get_xlabel() == "standard deviation of noise entries"
+    with pytest.raises(ValueError, match="relative, of others absolute"):
+        plot_perturbation({"a": relative, "b": absolute})
 
 
 def test_perturbation_with_scale_zero_is_drawn_linearly_and_where_it_is_told(tiny_trace: Trace):

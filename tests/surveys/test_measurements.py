@@ -70,6 +70,8 @@ def test_dims_and_coordinates_are_as_documented(measured) -> None:
     expected |= {name + end: ("prompt",) for name in shapes for end in ("", "_all_tokens")}
     expected |= {"windowed_line_shape_score": ("prompt", "window"), "loss": ("prompt",), "n_pos": ("prompt",)}
     expected |= {"remarks": ("prompt",)}
+    expected |= dict.fromkeys(("norm", "logit_lens_entropy"), ("prompt", "depth"))
+    expected |= dict.fromkeys(("step_length", "line_shape_score_by_depth"), ("prompt", "layer"))
     assert {name: values.dims for name, values in measured.data_vars.items()} == expected
     coordinates = {name: values.values.tolist() for name, values in measured.coords.items()}
     assert coordinates == {
@@ -78,6 +80,7 @@ def test_dims_and_coordinates_are_as_documented(measured) -> None:
         "k": [2, 4],
         "layer": [0, 1],
         "other_layer": [0, 1],
+        "depth": [0, 1, 2],
         "distance": [0, 1],
         "singular_value": [1, 2, 3, 4, 5, 6],
         "window": [0, 1],
@@ -87,6 +90,22 @@ def test_dims_and_coordinates_are_as_documented(measured) -> None:
     assert provenance["backend"] == "bridge"
     assert provenance["dtype"] == "float64"
     assert not {"tokens", "prompt", "str_tokens"} & provenance.keys()
+
+
+def test_profiles_are_medians_over_tokens_of_the_paths(measured, hf_model) -> None:
+    for prompt, tokens in TOKENS.items():
+        of, x = measured.sel(prompt=prompt), path_of(hf_model, tokens)
+        steps = np.diff(x, axis=0)
+        lengths = np.linalg.norm(steps, axis=-1)
+        sums = np.linalg.norm((steps / lengths[..., None]).cumsum(0), axis=-1)
+        wanted = {"norm": np.linalg.norm(x, axis=-1), "step_length": lengths}
+        wanted["line_shape_score_by_depth"] = np.arange(1, 3)[:, None] / sums
+        for name, values in wanted.items():
+            np.testing.assert_allclose(of[name], np.median(values, axis=1), rtol=1e-5)
+        with torch.no_grad():
+            p = hf_model(torch.tensor([tokens])).logits[0].double().softmax(-1).numpy()
+        np.testing.assert_allclose(of["logit_lens_entropy"][-1], np.median(-(p * np.log(p)).sum(-1)), rtol=1e-5)
+        assert (of["logit_lens_entropy"] <= np.log(p.shape[-1])).all()
 
 
 def test_couplings_are_those_of_the_naive_formulas(measured, hf_model) -> None:

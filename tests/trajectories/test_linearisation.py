@@ -277,6 +277,16 @@ def test_noise_of_scale_one_is_as_long_as_the_embedding(tiny_trace: Trace):
     torch.testing.assert_close(first, torch.tensor([1 / math.sqrt(1.25), 1 / math.sqrt(2)]), rtol=0, atol=0.05)
 
 
+def test_absolute_noise_is_relative_noise_of_other_scales(tiny_trace: Trace):
+    """Scale s of absolute noise is `s √d / ‖x^0‖` of relative noise, sample by sample."""
+    absolute = perturbation(tiny_trace, (0.02, 0.5), relative=False, n_samples=3)
+    in_units = math.sqrt(tiny.D_MODEL) / float(tiny_trace.residual[0, -1].norm())
+    same = perturbation(tiny_trace, (0.02 * in_units, 0.5 * in_units), n_samples=3)
+    torch.testing.assert_close(absolute.cosine_similarity, same.cosine_similarity, rtol=0, atol=1e-5)
+    assert (absolute.relative, same.relative, absolute.scales) == (False, True, (0.02, 0.5))
+    assert "absolute scales" in repr(absolute)
+
+
 def test_noise_is_seeded_and_the_callers_generator_left_alone(tiny_trace: Trace):
     state = torch.random.get_rng_state()
     a, b, c = (perturbation(tiny_trace, (1.0,), n_samples=2, seed=seed) for seed in (0, 0, 1))
@@ -318,3 +328,5 @@ def test_an_embedding_of_zero_has_no_scale():
     trace = affine_trace(gaussian(L, D, D), x=torch.zeros(N_POS, D, dtype=torch.float64))
     with pytest.raises(ValueError, match="the embedding of token 2 is zero"):
         perturbation(trace)
+    with pytest.warns(UserWarning, match="cosine similarities are undefined"):
+        assert perturbation(trace, (1.0,), relative=False).cosine_similarity.isnan().any()

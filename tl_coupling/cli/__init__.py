@@ -1,5 +1,5 @@
 """The `tl-coupling` command."""
 
 # ruff: noqa: F401
-from tl_coupling.cli import one_model, precision, surveys
+from tl_coupling.cli import one_model, precision, several, surveys
 from tl_coupling.cli.app import app, main

@@ -212,6 +212,9 @@ def trajectory(
         int | None, typer.Option(help="Steps of the windowed score, odd. [11, or the most that the model has]")
     ] = None,
     perturbation: Annotated[bool, typer.Option(help="Follow noise in the embedding: 48 forward passes.")] = True,
+    absolute_noise: Annotated[
+        bool, typer.Option("--absolute-noise", help="Of these standard deviations, not relative to its length.")
+    ] = False,
     untrained: Untrained = False,
     out: Out = OUT,
 ) -> None:
@@ -239,7 +242,8 @@ def trajectory(
         traced, bar = run.trace(chosen), partial(run.bar, "trajectory")
         pictures[f"{with_suffix('trajectories', run.role)}.png"] = partial(tlc.plot_trajectories, traced, black=at)
         with run.timed("measures"):
-            return measure_trajectory(traced, position=at, window=window, noise=perturbation, progress=bar)
+            noise = {"noise": perturbation, "relative_noise": not absolute_noise}
+            return measure_trajectory(traced, position=at, window=window, progress=bar, **noise)
 
     with at_work(out) as work:
         results = work.measured(setup, untrained, measure)
@@ -276,6 +280,7 @@ def _trajectory_summary(results: dict[str, TrajectoryResult]) -> dict[str, Any]:
         },
         "perturbation": {
             run: {
+                "relative": one.relative,
                 "scales": one.scales,
                 "cosine_similarity_before": one.mean[:, 0].tolist(),
                 "cosine_similarity_after": one.mean[:, -1].tolist(),

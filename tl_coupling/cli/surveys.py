@@ -35,7 +35,7 @@ def checkpoints(
     prompts: Prompts,
     out: Out = OUT,
 ) -> None:
-    """A model at every checkpoint: coupling, singular values, shapes of trajectories, loss.
+    """A model at every checkpoint: coupling, singular values, shapes and growth of trajectories, loss.
 
     Each finished checkpoint is written at once; run the same command again to do the rest. A checkpoint that fails is
     left out, with its error, and the exit status is 1. Without --checkpoint: all of a local folder, or 1, 2, 4, …, 512,
@@ -60,8 +60,9 @@ def checkpoints(
             **{name: {k: x.sel(k=k).values.tolist() for k in ks} for name, x in of_ks.items()},
             **{name: x.values.tolist() for name, x in of_checkpoints.items()},
         }
-        pictures = {"shapes.png": partial(tlc.plots.plot_shapes, data)}
+        pictures = {f"{of}.png": partial(getattr(tlc.plots, f"plot_{of}"), data) for of in ("shapes", "growth")}
         for k in ks:
+            pictures[f"adjacency-k{k}.png"] = partial(tlc.plots.plot_adjacency_strip, data, k=k)
             pictures[f"emergence-k{k}.png"] = partial(tlc.plots.plot_emergence, data, k=k)
             pictures[f"strip-k{k}.png"] = partial(tlc.plots.plot_coupling_strip, data, k=k)
         work.finish(_facts(data) | {"model": data.attrs["model"]} | summary, pictures)
@@ -89,7 +90,11 @@ def survey(
     ],
     sweep: Sweep,
     prompts: Annotated[
-        str, typer.Option(help='JSONL file; or gsm8k, mmlu, …; or "open_llm_leaderboard" for six of these combined.')
+        str,
+        typer.Option(
+            help='JSONL file; or gsm8k, mmlu, …; or "open_llm_leaderboard" for six of these combined; or "easy2hard", '
+            "four sets with difficulties."
+        ),
     ],
     n: Annotated[
         int | None,
@@ -107,9 +112,10 @@ def survey(
 ) -> None:
     """Many models on many prompts: coupling, singular values, shapes of trajectories, loss; means by task.
 
-    Each finished unit (one model and checkpoint, some prompts) is written at once; run the same command again to do the
-    rest, or to add models. A unit that fails is left out, with its error, and the exit status is 1. Analyse the results
-    with `tl-coupling generalization`.
+    Draws the spread of every model over prompts, its stream by depth, and coupling against the prompts' length, and
+    against their difficulty if they have one. Each finished unit (one model and checkpoint, some prompts) is written at
+    once; run the same command again to do the rest, or to add models. A unit that fails is left out, with its error,
+    and the exit status is 1. Analyse the results with `tl-coupling generalization`.
 
     Examples:
 
@@ -123,9 +129,11 @@ def survey(
     models = {name: source if equals else name for name, equals, source in named}
     if len(models) < len(model):
         raise ValueError(f"`--model` must name each model once, got {model}; NAME=MODEL tells two of them apart")
+    chosen = _drawn_prompts(prompts, n, per_task, seed)
+    difficulty = {prompt.id: prompt.difficulty for prompt in chosen if prompt.difficulty is not None}
     asked = tlc.Survey(
         models=models,
-        prompts=_drawn_prompts(prompts, n, per_task, seed),
+        prompts=chosen,
         checkpoints=sweep.checkpoints,
         untrained=untrained,
         settings=sweep.settings,
@@ -142,7 +150,13 @@ def survey(
             "by_task": {k: table.to_dict("records") for k, table in tables.items()},
             "cost": costs.to_dict("records"),
         }
-        pictures = {f"tasks-k{k}.png": partial(tlc.plots.plot_task_means, table) for k, table in tables.items()}
+        pictures: dict[str, Any] = {
+            f"tasks-k{k}.png": partial(tlc.plots.plot_task_means, table) for k, table in tables.items()
+        }
+        pictures |= {f"{of}.png": partial(getattr(tlc.plots, f"plot_{of}"), data) for of in ("quartiles", "profiles")}
+        against = {"length": None} | ({"difficulty": difficulty} if difficulty else {})
+        if len(chosen) > 2:
+            pictures |= {f"{of}.png": partial(tlc.plots.plot_prompts, data, x) for of, x in against.items()}
         work.finish(_facts(data) | summary, pictures)
         work.shown += [*(_task_table(k, table) for k, table in tables.items()), _cost_table(data)]
     stop_if_any_failed(data)
@@ -221,7 +235,10 @@ def _cost_table(data: "xarray.Dataset") -> Table:
 @command
 def generalization(
     survey: Annotated[Path, typer.Option(help="Folder of a survey, or its netCDF file.")],
-    scores: Annotated[str, typer.Option(help='CSV file of scores; "loss" for the loss in the survey.')] = "loss",
+    scores: Annotated[
+        str,
+        typer.Option(help='CSV file of scores; "table1" for those of the paper; "loss" for the loss in the survey.'),
+    ] = "loss",
     score_column: Annotated[str, typer.Option(help="Which column of the CSV file is the score.")] = "score",
     k: Annotated[int | None, typer.Option("--k", help="Top singular vectors. [the most that were measured]")] = None,
     measure: Annotated[Measure, typer.Option(help="What was measured between layers.")] = "coupling",
@@ -250,11 +267,11 @@ def generalization(
     subsets = _by_name("--subset", subset or [], 'NAME=QUERY, like "above 45=score > 45"')
     if scores == "loss" and score_column != "score":
         raise ValueError(f"`--score-column` {score_column!r} is of a CSV file: give --scores as well")
-    with at_work(out) as work:
-        with work.console.status("resampling models and prompts …"), _opened(survey) as data:
+    with at_work(out) as work, _opened(survey) as data:
+        with work.console.status("resampling models and prompts …"):
             result = tlc.generalization.generalization_study(
                 data,
-                scores if scores == "loss" else tlc.generalization.read_scores(scores, score=score_column),
+                _scores(scores, score_column, data),
                 k=k,
                 measure=measure,
                 score=score_column,
@@ -265,10 +282,26 @@ def generalization(
                 seed=seed,
             )
         work.write("table.csv", partial(result.table.to_csv, index=False))
-        pictures = {"generalization.png": tlc.plots.plot_generalization, "forest.png": tlc.plots.plot_forest}
-        pictures |= {"k_sweep.png": tlc.plots.plot_k_sweep} if len(result.by_k) > 1 else {}
-        work.finish(result.to_dict(), {name: partial(plot, result) for name, plot in pictures.items()})
+        pictures: dict[str, Any] = {
+            "generalization.png": partial(tlc.plots.plot_generalization, result),
+            "forest.png": partial(tlc.plots.plot_forest, result),
+            "covariates.png": partial(tlc.plots.plot_covariates, result.table, result.score),
+        }
+        pictures |= {"k_sweep.png": partial(tlc.plots.plot_k_sweep, result)} if len(result.by_k) > 1 else {}
+        by = dict(zip(result.table["model"], result.table[result.score], strict=True))
+        pictures["quartiles.png"] = partial(tlc.plots.plot_quartiles, data, by=by, k=result.k, measure=measure)
+        work.finish(result.to_dict(), pictures)
         work.shown += [*_remarks(result), _slopes(result)]
+
+
+def _scores(scores: str, column: str, data: "xarray.Dataset") -> "pandas.DataFrame | str":
+    if scores == "loss":
+        return scores
+    if scores != "table1":
+        return tlc.generalization.read_scores(scores, score=column)
+    table = tlc.generalization.paper_table1()
+    # Most of its models are in no survey, which is not worth a warning.
+    return table[table["model"].isin(data["model"].values)] if "model" in data.dims else table
 
 
 def _opened(survey: Path) -> "xarray.Dataset":

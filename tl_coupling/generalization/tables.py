@@ -21,8 +21,9 @@ _KNOWN_OF_MODELS = ("n_layers", "d_model", "n_parameters", "training_tokens")
 def paper_table1() -> pandas.DataFrame:
     """Table 1 of Aubry et al. 2025 (arXiv 2407.07810): models, their sizes, and their scores as printed there.
 
-    Columns: `family`, `variant`, `params_billion`, `n_layers`, `d_model`, `training_tokens`, `score`,
-    `positional_encoding`. Six of the 42 rows have no score, and some scores look wrong: see `data/README.md`.
+    Columns: `model` (its name on the hub, which is ours), `family`, `variant`, `params_billion`, `n_layers`, `d_model`,
+    `training_tokens`, `score`, `positional_encoding`. Six of the 42 rows have no score, and some scores look wrong: see
+    `data/README.md`.
 
     Example:
         >>> from tl_coupling.generalization import paper_table1

@@ -1,7 +1,7 @@
 """Layers: their coupling as a graph and by distance, their singular values, and what each of them is worth."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 
 _Maps = CouplingMap | Mapping[str, CouplingMap]
 _MAX_EDGE_WIDTH = 8.0
-# Of changed blocks; not the colours of trained and untrained models.
-_LOOKS = {"dropped": ("C2", "o"), "swapped": ("C4", "s"), "merged": ("C5", "^")}
+# Of changed blocks; not the colours of trained and untrained models. Without a mark: by depth alone.
+_LOOKS = {
+    "dropped": ("C2", "o"),
+    "swapped": ("C4", "s"),
+    "merged": ("C5", "^"),
+    "projected": ("C8", ""),
+    "exited": ("C7", ""),
+}
 # Larger changes in loss are drawn on a logarithmic axis: first and last blocks cost a hundred times what others do.
 _LINEAR_UP_TO = 0.1
 
@@ -62,35 +68,50 @@ def plot_adjacency(
             "a graph of layers wants a map with the same layers, each once, as rows and columns; "
             f"got rows {list(layers)} and columns {list(result.col_layers)}"
         )
-    values = getattr(result, measure)(k).detach().cpu().double().numpy()
-    weights = (values + values.T) / 2
-    # Sorted by weight: strong edges are drawn last, on top of weak ones.
-    below = zip(*np.tril_indices(len(layers), -1), strict=True)
-    pairs = sorted((weights[i, j], layers[j], layers[i]) for i, j in below if not np.isnan(weights[i, j]))
+    pairs = weighted_edges(getattr(result, measure)(k).detach().cpu().double().numpy(), layers)
     heavy = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
     edges = heavy if strongest is None and threshold is not None else heavy[-(strongest or 2 * len(layers)) :]
     full = 1.0 if measure in BOUNDED_BY_1 or not edges else edges[-1][0] or 1.0
     ax = ax or labels.new_figure(6.4, 7.0).subplots()
+    draw_graph(ax, layers, edges, full)
+    k = result.k if k is None else k
+    drawn = f"{len(edges)} of {len(pairs)} edges" + ("" if threshold is None else f", at least {threshold:g}")
+    drawn += ", the strongest" if len(edges) < len(heavy) else ""
+    what = f"{labels.measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
+    scale = edge_scale(full)
+    labels.plain_legend(ax, handles=scale, title=what, ncols=len(scale), **labels.BELOW | {"fontsize": "medium"})
+    labels.entitle(ax, labels.map_heading([result], k))
+    return ax
+
+
+def weighted_edges(values: np.ndarray, layers: Sequence[int]) -> list[tuple[float, int, int]]:
+    """Weight, layer, other layer of every pair, from the lightest: strong edges are drawn on top of weak ones."""
+    weights = (values + values.T) / 2
+    below = zip(*np.tril_indices(len(layers), -1), strict=True)
+    return sorted((weights[i, j], layers[j], layers[i]) for i, j in below if not np.isnan(weights[i, j]))
+
+
+def draw_graph(
+    ax: Axes, layers: Sequence[int], edges: Sequence[tuple[float, int, int]], full: float, node_size: int = 260
+) -> None:
+    """Layers clockwise on a circle from the top, edges of weight `full` and more at full width."""
     graph = nx.Graph()
     graph.add_nodes_from(layers)
     angles = np.pi / 2 - 2 * np.pi * np.arange(len(layers)) / len(layers)
     places = {layer: (np.cos(angle), np.sin(angle)) for layer, angle in zip(layers, angles, strict=True)}
     style = _edge_style(np.array([weight for weight, *_ in edges]) / full)
     nx.draw_networkx_edges(graph, places, [ends for _, *ends in edges], ax=ax, **style)
-    nx.draw_networkx_nodes(graph, places, ax=ax, node_color="white", edgecolors="0.3", node_size=260)
-    nx.draw_networkx_labels(graph, places, ax=ax, font_size=8)
+    nx.draw_networkx_nodes(graph, places, ax=ax, node_color="white", edgecolors="0.3", node_size=node_size)
+    nx.draw_networkx_labels(graph, places, ax=ax, font_size=8 if node_size > 200 else 6)
     ax.set_aspect("equal")
     ax.axis("off")
-    k = result.k if k is None else k
-    drawn = f"{len(edges)} of {len(pairs)} edges" + ("" if threshold is None else f", at least {threshold:g}")
-    drawn += ", the strongest" if len(edges) < len(heavy) else ""
+
+
+def edge_scale(full: float) -> list[Line2D]:
+    """What a legend shows of the edges."""
     shares = np.array([0.1, 0.25, 0.5, 1])
     looks = zip(shares, *_edge_style(shares).values(), strict=True)
-    scale = [Line2D([], [], label=f"{full * share:.2g}", linewidth=w, color=color) for share, w, color in looks]
-    what = f"{labels.measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
-    labels.plain_legend(ax, handles=scale, title=what, ncols=len(shares), **labels.BELOW | {"fontsize": "medium"})
-    labels.entitle(ax, labels.map_heading([result], k))
-    return ax
+    return [Line2D([], [], label=f"{full * share:.2g}", linewidth=w, color=color) for share, w, color in looks]
 
 
 @checked
@@ -152,13 +173,16 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     """Change in loss by depth; and against coupling and block influence, with Spearman's ρ.
 
     Shows which blocks the model can do without, and whether coupling or block influence would have predicted it. Means
-    over prompts; bands are 95 % t intervals of the mean. A pair is drawn between its two layers. Below, a drop is drawn
-    at its layer's mean coupling with all others, a swap or merge at the coupling and the mean influence of its pair;
-    first and last are hollow, the dashed line is what random subspaces would give. The axis of the change in loss is
-    linear up to 0.1 nats, logarithmic beyond. The data are of `layer_redundancy`; k is their largest by default.
+    over prompts; bands are 95 % t intervals of the mean. A pair is drawn between its two layers. Lines without marks
+    are of blocks that write into the k shared directions alone, and of models that are left after a block. Below, a
+    drop is drawn at its layer's mean coupling with all others, a swap or merge at the coupling and the mean influence
+    of its pair; first and last are hollow, the dashed line is what random subspaces would give. The axis of the change
+    in loss is linear up to 0.1 nats, logarithmic beyond. The data are of `layer_redundancy`; k is their largest by
+    default.
 
     Returns the Figure; its Axes are change by depth, against coupling, against influence. In each, lines are dropped,
-    swapped, and (where a pair could be merged) merged. Raises ValueError for other data, and a k that is not in them.
+    swapped, and (where a pair could be merged) merged; by depth also projected and exited. Raises ValueError for other
+    data, and a k that is not in them.
 
     Example:
         >>> fig = plot_redundancy(tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,)))
@@ -174,17 +198,22 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
         ax.set_yscale("symlog", linthresh=_LINEAR_UP_TO)
         ax.set_ylabel("change in loss (nats per token)")
         ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-    correlations = redundancy_correlations(data).sel(k=k)
-    for change in CHANGES:
-        loss_change, coupling, influence = change_and_predictors(data, change)
-        if np.isnan(loss_change).all():
+    correlations, at_k = redundancy_correlations(data).sel(k=k), data.sel(k=k)
+    for change, (color, marker) in _LOOKS.items():
+        # Data of earlier versions have no projections and no exits.
+        losses = at_k.get(f"loss_{change}")
+        if losses is None or bool(losses.isnull().all()):
             continue
-        color, marker = _LOOKS[change]
-        depths = np.arange(loss_change.shape[1]) + (0 if change == "dropped" else 0.5)
+        loss_change = (losses - at_k["loss"]).transpose("prompt", ...).values
+        depths = np.arange(loss_change.shape[1]) + (0.5 if "pair" in losses.dims else 0)
         mean, half = loss_change.mean(0), crossed_mean(loss_change[:, None])[1]
-        panels["depth"].plot(depths, mean, color=color, marker=marker, markersize=4, label=change)
+        said = {"projected": f"projected onto {k} shared directions", "exited": "left after it"}.get(change, change)
+        panels["depth"].plot(depths, mean, color=color, marker=marker, markersize=4, label=said)
         if len(loss_change) > 1:
             panels["depth"].fill_between(depths, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
+        if change not in CHANGES:
+            continue
+        _, coupling, influence = change_and_predictors(data, change)
         look: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "", "markersize": 5}
         for predictor, values in (("coupling", coupling[held.index(k)]), ("block_influence", influence)):
             ax, x = panels[predictor], values.mean(0)
@@ -206,7 +235,7 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     for ax in (by_coupling, by_influence):
         labels.plain_legend(ax, title=ranked, title_fontsize="small", alignment="left", **labels.ABOVE)
     over = f"\nmean over {data.sizes['prompt']} prompts" if data.sizes["prompt"] > 1 else ""
-    what = "Loss without a block, and with neighbours swapped or merged"
+    what = "Loss without a block, with neighbours swapped or merged, projected, and left early"
     labels.entitle(fig, labels.heading(what, [json.loads(data.attrs["provenance"])]) + over)
     return fig
 

@@ -1,27 +1,26 @@
 """One model across its training, of what `checkpoint_sweep` returns or, over seeds, `xarray.concat([…], "seed")`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
-from tl_coupling.border import checked
+from tl_coupling.border import Count, checked
 from tl_coupling.coupling import Measure
 from tl_coupling.plots import labels
+from tl_coupling.plots.layers import draw_graph, edge_scale, weighted_edges
 from tl_coupling.statistics import LEVEL, crossed_mean
 
 if TYPE_CHECKING:
     import xarray
 
 _MAX_PANELS, _PANELS_IN_A_ROW = 8, 4
-_SAMPLES = ("prompt", "seed")
+SAMPLES = ("prompt", "seed")
 
 
 @checked
@@ -64,17 +63,17 @@ def plot_emergence(
     panels = fig.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=[3, 2][: len(shown)])[:, 0]
     for ax, (variable, text) in zip(panels, shown.items(), strict=True):
         for number, (name, sweep) in enumerate(by.items()):
-            _line(ax, sweep[variable], f"C{number}", name)
+            draw_line(ax, sweep[variable], f"C{number}", name)
         ax.set_ylabel(text)
-    nulls = {name: _mean(sweep[f"null_{measure}"]).sortby("checkpoint") for name, sweep in by.items()}
+    nulls = {name: mean_of(sweep[f"null_{measure}"]).sortby("checkpoint") for name, sweep in by.items()}
     if not labels.draw_null(panels[0].axhline, np.concatenate(list(nulls.values()))):
         for number, (name, null) in enumerate(nulls.items()):
             look = labels.NULL_LINE | {"color": f"C{number}", "label": f"{name}: random subspaces"}
             panels[0].plot(null["checkpoint"].values, null.values, **look)
     panels[0].set_ylim(bottom=0)
-    _step_axis(panels[-1], by.values())
-    _legend(panels[0])
-    labels.entitle(fig, _heading("Coupling of different layers across training", by))
+    step_axis(panels[-1], by.values())
+    draw_legend(panels[0])
+    labels.entitle(fig, heading("Coupling of different layers across training", by))
     return fig
 
 
@@ -100,87 +99,117 @@ def plot_coupling_strip(
     checkpoint, k or measure that the sweep does not hold, and for checkpoints that are not steps.
     """
     k = _common_k({"data": data}, k, measure)
-    steps = _chosen(data, checkpoints)
-    chosen = data.sel(k=k, checkpoint=steps)
-    maps = _mean(chosen[measure]).transpose("checkpoint", "layer", "other_layer").values.copy()
-    # Every layer is coupled with itself: on one scale with that, the rest would be dark.
-    maps[:, np.eye(maps.shape[1], dtype=bool)] = np.nan
-    n_cols = min(len(steps), _PANELS_IN_A_ROW)
-    n_rows = -(-len(steps) // n_cols)
-    fig = fig or labels.new_figure(1.5 * n_cols + 1.2, 1.65 * n_rows + 1.2, "compressed")
-    grid = fig.subplots(n_rows, n_cols, sharex=True, sharey=True, squeeze=False)
+    steps, maps = _maps(data, checkpoints, k, measure)
+    fig, grid = _grid(len(steps), 1.5, 1.65, fig, sharex=True, sharey=True)
     cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(bad=labels.UNDEFINED)
     vmax = float(np.nanmax(maps)) if maps.shape[1] > 1 else 1.0
     for ax, step, panel in zip(grid.flat, steps, maps, strict=False):
         image = ax.imshow(panel, vmin=0, vmax=vmax, cmap=cmap)
-        ax.set_title(f"step {step}" if step else "step 0, untrained", fontsize="small")
+        ax.set_title(_step_name(step), fontsize="small")
         for axis in (ax.xaxis, ax.yaxis):
             labels.name_ticks(axis, data["layer"].values.tolist(), 6, fontsize="small")
-    for ax in grid.flat[len(steps) :]:
-        ax.remove()
     fig.supylabel("layer of J₁", fontsize="medium")
     fig.supxlabel("layer of the singular vectors", fontsize="medium")
     bar = fig.colorbar(image, ax=fig.axes, label=labels.measure_label(measure, k))
-    if (null := labels.one_null(chosen[f"null_{measure}"])) is not None:
+    if (null := labels.one_null(data[f"null_{measure}"].sel(k=k, checkpoint=steps))) is not None:
         labels.mark_null(bar.ax, null)
         bar.set_label(f"{labels.measure_label(measure, k)}\nline: random subspaces")
-    labels.entitle(fig, _heading("Depth coupling across training", {"data": data}, "mean"))
+    labels.entitle(fig, heading("Depth coupling across training", {"data": data}, "mean"))
     return fig
 
 
 @checked
-def plot_shapes(
-    data: "xarray.Dataset", *, checkpoints: Sequence[int] | None = None, fig: Figure | None = None
+def plot_adjacency_strip(
+    data: "xarray.Dataset",
+    *,
+    checkpoints: Sequence[int] | None = None,
+    k: int | None = None,
+    measure: Measure = "coupling",
+    strongest: Count | None = None,
+    fig: Figure | None = None,
 ) -> Figure:
-    """Line-shape score against the training step, and over a window of layers against depth.
+    """Layers as a graph at several checkpoints, side by side and on one scale of edges; see `plot_adjacency`.
 
-    Shows when trajectories straighten, and where in depth. 1 is a straight line; the dashed line is what steps in
-    random directions score, √(number of steps). Means over tokens, prompts and seeds; bands as in `plot_emergence`. The
-    right panel has the `checkpoints`, chosen as in `plot_coupling_strip`.
+    Shows which layers couple first, and whether neighbours do. Means over prompts and seeds, and over both orders of a
+    pair. An edge is at full width at the largest weight in any panel.
 
-    Returns the Figure: Axes of the score against the step and of the windowed score against depth, then the colour bar.
-    Raises ValueError for a checkpoint that the sweep does not hold, and for checkpoints that are not steps. Source:
-    Aubry et al. 2025, eqs. 15 and 16.
+    Args:
+        checkpoints, k, measure: as in `plot_coupling_strip`; the paper has steps 1, 4000 and 143000.
+        strongest: how many edges in each panel, those of the largest weights; two for each layer by default.
+
+    Returns the Figure, with an Axes for each checkpoint. Raises as `plot_coupling_strip`. Source: Aubry et al. 2025,
+    figure 1c–e.
     """
-    _check(data, "data", "line_shape_score_all_tokens")
-    steps = _chosen(data, checkpoints)
-    window, n_layers = int(data.attrs["window"]), data.sizes["layer"]
-    fig = fig or labels.new_figure(7.4, 4.0)
-    left, right = fig.subplots(1, 2)
-    _line(left, data["line_shape_score_all_tokens"], "C0", "mean over tokens")
-    left.set_ylabel(f"line-shape score, {n_layers} steps")
-    _step_axis(left, [data])
-    curves = _mean(data["windowed_line_shape_score"].sel(checkpoint=steps)).transpose("checkpoint", "window").values
-    shades = colormaps["viridis"].resampled(len(steps))
-    for i, curve in enumerate(curves):
-        right.plot(data["window"].values, curve, marker="o", markersize=3, color=shades(i), label=f"_{steps[i]}")
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    # All layers: a model of few has one window.
-    right.set(xlabel=f"middle layer of {window} steps", xlim=(-0.5, n_layers - 0.5))
-    scale = ScalarMappable(BoundaryNorm(np.arange(len(steps) + 1) - 0.5, len(steps)), shades)
-    bar = fig.colorbar(scale, ax=right, label="training step", ticks=range(len(steps)))
-    bar.set_ticklabels([_short(step) for step in steps])
-    for ax, n_steps in ((left, n_layers), (right, window)):
-        ax.axhline(n_steps**0.5, **labels.NULL_LINE, label=f"random steps, {n_steps**0.5:.2f}")
-        ax.set_ylim(bottom=1)
-        _legend(ax)
-    labels.entitle(fig, _heading("Line-shape score across training", {"data": data}))
+    k = _common_k({"data": data}, k, measure)
+    steps, maps = _maps(data, checkpoints, k, measure)
+    layers = data["layer"].values.tolist()
+    n_edges = strongest or 2 * len(layers)
+    edges = [weighted_edges(values, layers)[-n_edges:] for values in maps]
+    full = max((weight for panel in edges for weight, *_ in panel[-1:]), default=1.0)
+    fig, grid = _grid(len(steps), 2.6, 2.75, fig)
+    for ax, step, panel in zip(grid.flat, steps, edges, strict=False):
+        draw_graph(ax, layers, panel, full, node_size=110)
+        ax.set_title(_step_name(step), fontsize="small")
+    drawn = f"{len(edges[0])} strongest of {len(layers) * (len(layers) - 1) // 2} edges in each"
+    if (null := labels.one_null(data[f"null_{measure}"].sel(k=k, checkpoint=steps))) is not None:
+        drawn += f"; random subspaces: {null:.2g}"
+    scale, what = edge_scale(full), f"{labels.measure_label(measure, k)}, {drawn}"
+    below = {"loc": "outside lower center", "ncols": len(scale), "fontsize": "small", "title_fontsize": "small"}
+    labels.plain_legend(fig, handles=scale, title=what, **below)
+    labels.entitle(fig, heading("Depth coupling across training", {"data": data}, "mean"))
     return fig
 
 
-def _line(ax: Axes, values: "xarray.DataArray", color: str, name: str) -> None:
-    """Mean and band against the step; a ring at step 0."""
-    values = values.expand_dims([dim for dim in _SAMPLES if dim not in values.dims]).sortby("checkpoint")
+def _maps(
+    data: "xarray.Dataset", checkpoints: Sequence[int] | None, k: int, measure: str
+) -> tuple[list[int], np.ndarray]:
+    """The checkpoints that are drawn, and their mean maps; the diagonal, which would outshine the rest, is NaN."""
+    steps = chosen_steps(data, checkpoints)
+    means = mean_of(data[measure].sel(k=k, checkpoint=steps))
+    maps = means.transpose("checkpoint", "layer", "other_layer").values.copy()
+    maps[:, np.eye(maps.shape[1], dtype=bool)] = np.nan
+    return steps, maps
+
+
+def _grid(n: int, width: float, height: float, fig: Figure | None, **shared: bool) -> tuple[Figure, np.ndarray]:
+    """A figure with n panels of that many inches, four in a row."""
+    n_cols = min(n, _PANELS_IN_A_ROW)
+    n_rows = -(-n // n_cols)
+    fig = fig or labels.new_figure(width * n_cols + 1.2, height * n_rows + 1.2, "compressed")
+    grid = fig.subplots(n_rows, n_cols, squeeze=False, **shared)
+    for ax in grid.flat[n:]:
+        ax.remove()
+    return fig, grid
+
+
+def _step_name(step: int) -> str:
+    return f"step {step}" if step else "step 0, untrained"
+
+
+def _mean_and_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    mean, half = crossed_mean(values)
+    return mean, mean - half, mean + half
+
+
+def draw_line(
+    ax: Axes,
+    values: "xarray.DataArray",
+    color: str,
+    name: str,
+    summary: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]] = _mean_and_interval,
+) -> None:
+    """Middle and band against the step; a ring at step 0."""
+    values = values.expand_dims([dim for dim in SAMPLES if dim not in values.dims]).sortby("checkpoint")
     steps = values["checkpoint"].values
-    mean, half = crossed_mean(values.transpose("seed", "prompt", "checkpoint").values.astype(float))
-    ax.plot(steps, mean, color=color, marker="o", markersize=3, label=name)
-    if not np.isnan(half).all():
-        ax.fill_between(steps, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
+    middle, low, high = summary(values.transpose("seed", "prompt", "checkpoint").values.astype(float))
+    ax.plot(steps, middle, color=color, marker="o", markersize=3, label=name)
+    if not np.isnan(high).all():
+        ax.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
     if steps[0] == 0:
-        ax.plot(0, mean[0], "o", color=color, markerfacecolor="white", markersize=7, label="_untrained")
+        ax.plot(0, middle[0], "o", color=color, markerfacecolor="white", markersize=7, label="_untrained")
 
 
-def _step_axis(ax: Axes, sweeps: "Iterable[xarray.Dataset]") -> None:
+def step_axis(ax: Axes, sweeps: "Iterable[xarray.Dataset]") -> None:
     """Logarithmic, with a place for step 0; ticks at steps that were measured, as many as have room."""
     steps = np.unique(np.concatenate([sweep["checkpoint"].values for sweep in sweeps]))
     first = max(int(steps[steps > 0].min(initial=steps.max())), 1)
@@ -194,12 +223,13 @@ def _step_axis(ax: Axes, sweeps: "Iterable[xarray.Dataset]") -> None:
         ax.set_xlim(left=-0.3 * first)
     else:
         ax.set_xscale("log")
-    ax.set_xticks(steps[shown], [_short(int(step)) for step in steps[shown]])
+    ax.set_xticks(steps[shown], [short_step(int(step)) for step in steps[shown]])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel("training step")
 
 
-def _legend(ax: Axes) -> None:
+def draw_legend(ax: Axes) -> None:
+    """What lines are, and the ring of step 0."""
     handles, _ = ax.get_legend_handles_labels()
     if any(line.get_label() == "_untrained" for line in ax.lines):
         ring: dict[str, Any] = {"marker": "o", "linestyle": "", "markerfacecolor": "white", "markersize": 7}
@@ -207,27 +237,28 @@ def _legend(ax: Axes) -> None:
     labels.plain_legend(ax, handles=handles, **labels.ABOVE)
 
 
-def _heading(what: str, by: "Mapping[str, xarray.Dataset]", drawn: str = f"mean and {LEVEL:.0%} interval") -> str:
+def heading(what: str, by: "Mapping[str, xarray.Dataset]", drawn: str = f"mean and {LEVEL:.0%} interval") -> str:
     """What was measured, on which model, and over what the mean and its interval are."""
-    counts = {tuple(sweep.sizes.get(dim, 1) for dim in _SAMPLES) for sweep in by.values()}
-    over = [f"{n} {dim}s" for n, dim in zip(*counts, _SAMPLES, strict=True) if n > 1] if len(counts) == 1 else []
+    counts = {tuple(sweep.sizes.get(dim, 1) for dim in SAMPLES) for sweep in by.values()}
+    over = [f"{n} {dim}s" for n, dim in zip(*counts, SAMPLES, strict=True) if n > 1] if len(counts) == 1 else []
     model = labels.heading("", [{"model": sweep.attrs.get("model")} for sweep in by.values()])
     return "\n".join(filter(None, (what, model, f"{drawn} over {' and '.join(over)}" if over else "")))
 
 
-def _mean(values: "xarray.DataArray") -> "xarray.DataArray":
+def mean_of(values: "xarray.DataArray") -> "xarray.DataArray":
     """Over prompts and seeds, where there are any."""
-    return values.mean([dim for dim in _SAMPLES if dim in values.dims])
+    return values.mean([dim for dim in SAMPLES if dim in values.dims])
 
 
-def _short(step: int) -> str:
+def short_step(step: int) -> str:
+    """Thousands as "4k"."""
     return str(step) if step % 1000 or not step else f"{step // 1000}k"
 
 
 def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None, variable: str) -> int:
     """`k`, or the largest that all sweeps hold; raises where a sweep does not hold it, or the variable."""
     for name, sweep in by.items():
-        _check(sweep, name, "k", variable)
+        check_sweep(sweep, name, "k", variable)
     held = [{int(one) for one in np.atleast_1d(sweep["k"].values)} for sweep in by.values()]
     common = set.intersection(*held)
     if k is None and common:
@@ -238,7 +269,8 @@ def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None, variable: str) 
     return k
 
 
-def _check(sweep: "xarray.Dataset", name: str, *variables: str) -> None:
+def check_sweep(sweep: "xarray.Dataset", name: str, *variables: str) -> None:
+    """Raise unless it is a sweep along training steps that holds these variables."""
     if "checkpoint" not in sweep.dims or not np.issubdtype(sweep["checkpoint"].dtype, np.integer):
         raise ValueError(f"{name!r}: wanted a sweep along `checkpoint`, training steps as whole numbers")
     for variable in variables:
@@ -246,7 +278,8 @@ def _check(sweep: "xarray.Dataset", name: str, *variables: str) -> None:
             raise ValueError(f"{name!r} holds no {variable!r}; it holds {', '.join(map(str, sweep.data_vars))}")
 
 
-def _chosen(sweep: "xarray.Dataset", checkpoints: Sequence[int] | None) -> list[int]:
+def chosen_steps(sweep: "xarray.Dataset", checkpoints: Sequence[int] | None) -> list[int]:
+    """The checkpoints, which must be in the sweep; by default at most eight, evenly spread."""
     there = sweep["checkpoint"].values.tolist()
     if checkpoints is None:
         return [there[round(i)] for i in np.linspace(0, len(there) - 1, min(_MAX_PANELS, len(there)))]

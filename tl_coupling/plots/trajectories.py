@@ -25,6 +25,7 @@ _MAX_LEGEND_TOKENS = 16
 # Relative errors beyond say no more than that a prediction is useless.
 _MOST_ERROR = 100.0
 _BELOW = labels.BELOW | {"borderaxespad": 4}
+_Paths = Trace | Float[Tensor, "n_layers_plus_1 n_pos d_model"]
 _Linear = Linearisation | TrajectoryResult
 _Noisy = Perturbation | TrajectoryResult
 _Inverted = CouplingMap | _Linear
@@ -32,7 +33,7 @@ _Inverted = CouplingMap | _Linear
 
 @checked
 def plot_trajectories(
-    trace: Trace | Float[Tensor, "n_layers_plus_1 n_pos d_model"],
+    trace: _Paths | Mapping[str, _Paths],
     *,
     views: Sequence[Literal["all", "shallow", "deep"]] = ("all", "shallow", "deep"),
     positions: Sequence[int] | None = None,
@@ -42,25 +43,65 @@ def plot_trajectories(
     """Tokens' paths through the residual stream in the two principal components of the last depth.
 
     Shows whether tokens leave on straight lines, and where they part: a ring is where a token enters the panel's
-    layers, a dot where it leaves them; one token is black. All panels have the same axes, at different scales.
+    layers, a dot where it leaves them; one token is black. All panels of one model have the same axes, at different
+    scales.
 
     Args:
-        trace: a traced prompt, or its residual stream.
+        trace: a traced prompt, or its residual stream; or several by name, of models or checkpoints: a column each.
         views: a panel for each: "all" depths, the "shallow" half of them, the "deep" half.
         positions: which tokens; by default all but the `attention_sinks`, which the title names.
         black: which token is drawn in black; the last by default.
 
-    Returns the Figure; in the Axes of each view the lines are the tokens in their order, each followed by its marks.
-    Raises ValueError for an unknown view or none, a position out of range, and fewer than two tokens.
+    Returns the Figure; in the Axes of each view the lines are the tokens in their order, each followed by its marks. Of
+    several, the Axes are by view, then by name. Raises ValueError for an unknown view or none, a position out of range,
+    and fewer than two tokens. Source: Aubry et al. 2025, figures 16 and 17.
     """
     if not views:
         raise ValueError("`views` is empty: wanted at least one")
-    x, provenance = (trace.residual, trace.provenance) if isinstance(trace, Trace) else (trace, {})
+    by = trace if isinstance(trace, Mapping) else {"": trace}
+    if not by:
+        raise ValueError("`trace` is empty: wanted at least one traced prompt")
+    is_alone = not isinstance(trace, Mapping)
+    shape = (1, len(views)) if is_alone else (len(views), len(by))
+    fig = fig or labels.new_figure(2.7 * shape[1] + 0.6, 3.9 if is_alone else 2.3 * shape[0] + 1.2)
+    grid = fig.subplots(*shape, squeeze=False)
+    sinks = []
+    for (name, one), panels in zip(by.items(), grid if is_alone else grid.T, strict=True):
+        shades, left_out = _draw_paths(panels, one, views, positions, black)
+        sinks.append(left_out)
+        if not is_alone:
+            panels[0].set_title(f"{name}\n{panels[0].get_title()}", fontsize="medium", parse_math=False)
+    provenances = [one.provenance if isinstance(one, Trace) else {} for one in by.values()]
+    words = {tuple(provenance.get("str_tokens") or ()) for provenance in provenances}
+    named_lines = grid[-1, -1].get_legend_handles_labels()
+    if len(words) == 1 and len(named_lines[0]) <= _MAX_LEGEND_TOKENS:
+        labels.plain_legend(fig, *named_lines, loc="outside lower center", ncols=2 * shape[1], fontsize="small")
+    else:
+        # As many names would be longer than the picture is high, and other tokenizers have others.
+        n_pos = len(shades)
+        scale = ScalarMappable(Normalize(0, n_pos - 1), ListedColormap(shades))
+        at = black % n_pos
+        bar = fig.colorbar(scale, ax=grid, label=f"token position ({'the last' if at == n_pos - 1 else at}: black)")
+        bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    depth = f"depth {len(_stream(next(iter(by.values())))) - 1}" if is_alone else "the last depth"
+    said = sinks[0] if is_alone else " · without attention sinks" * any(sinks)
+    labels.entitle(fig, labels.heading(f"Trajectories, components of {depth}{said}", provenances))
+    return fig
+
+
+def _stream(one: _Paths) -> Tensor:
+    return one.residual if isinstance(one, Trace) else one
+
+
+def _draw_paths(
+    panels: np.ndarray, one: _Paths, views: Sequence[str], positions: Sequence[int] | None, black: int
+) -> tuple[np.ndarray, str]:
+    """One model's paths, a panel for each view; the colours of its positions, and which tokens were left out."""
+    x, provenance = _stream(one), one.provenance if isinstance(one, Trace) else {}
     n, n_pos = len(x) - 1, x.shape[1]
     chosen, left_out = _chosen(positions, n_pos, set(attention_sinks(x)), provenance)
     if not -n_pos <= black < n_pos:
         raise ValueError(f"`black` must lie in [{-n_pos}, {n_pos - 1}], got {black}")
-    black %= n_pos
     if len(chosen) < 2:
         raise ValueError(f"principal components want at least 2 tokens, got positions {chosen}: give a longer prompt")
     pca = trajectory_pca(x[:, chosen])
@@ -68,12 +109,10 @@ def plot_trajectories(
     spans = {"all": (0, n), "shallow": (0, max(1, n // 2)), "deep": (n // 2, n)}
     # The palest shades of the map are lost on white.
     shades = colormaps["viridis"](np.linspace(0, 0.9, n_pos))
-    fig = fig or labels.new_figure(2.7 * len(views) + 0.6, 3.9)
-    panels = fig.subplots(1, len(views), squeeze=False)[0]
     for ax, view in zip(panels, views, strict=True):
         first, last = spans[view]
         for i, t in enumerate(chosen):
-            look = {"color": "black", "zorder": 4} if t == black else {"color": tuple(shades[t]), "zorder": 3}
+            look = {"color": "black", "zorder": 4} if t == black % n_pos else {"color": tuple(shades[t]), "zorder": 3}
             along = path[first : last + 1, i]
             ax.plot(*along.T, linewidth=1.2, label=labels.token_name(provenance, t), **look)
             ax.plot(*along[0], "o", markerfacecolor="none", markersize=5, **look)
@@ -83,17 +122,7 @@ def plot_trajectories(
         ax.set_ylabel(f"PC 2 ({shares[1]:.0%})", fontsize="small")
         ax.tick_params(labelsize="small")
         ax.locator_params(nbins=4)
-    if len(chosen) <= _MAX_LEGEND_TOKENS:
-        named_lines = panels[-1].get_legend_handles_labels()
-        labels.plain_legend(fig, *named_lines, loc="outside lower center", ncols=2 * len(views), fontsize="small")
-    else:
-        # As many names would be longer than the picture is high.
-        scale = ScalarMappable(Normalize(0, n_pos - 1), ListedColormap(shades))
-        one = "the last" if black == n_pos - 1 else black
-        bar = fig.colorbar(scale, ax=panels, label=f"token position ({one}: black)")
-        bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    labels.entitle(fig, labels.heading(f"Trajectories, components of depth {n}{left_out}", [provenance]))
-    return fig
+    return shades, left_out
 
 
 @checked
@@ -225,9 +254,12 @@ def plot_perturbation(results: _Noisy | Mapping[str, _Noisy], *, ax: Axes | None
     first) or amplify it. `results` are perturbations or hold one, by name; or one.
 
     Returns the Axes; the lines of each result are the means before the first layer and after the last, then the samples
-    after the last as points. Raises ValueError for no result, and for one without a perturbation.
+    after the last as points. Raises ValueError for no result, for one without a perturbation, and for relative noise
+    beside absolute.
     """
     by = _parts(results, Perturbation, "perturbation")
+    if len({result.relative for result in by.values()}) > 1:
+        raise ValueError("the noise of some results is relative, of others absolute: these have no axis in common")
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
     for name, result, color in labels.in_colors(by):
         order = np.argsort(result.scales)
@@ -240,7 +272,8 @@ def plot_perturbation(results: _Noisy | Mapping[str, _Noisy], *, ax: Axes | None
     # Scale 0 has no place on a logarithmic axis.
     ax.set_xscale("log" if all(min(result.scales) > 0 for result in by.values()) else "linear")
     ax.axhline(0, color="0.8", linewidth=1, zorder=0, label="_zero")
-    ax.set(xlabel="size of the noise / size of the embedding", ylabel="cosine similarity to the clean token")
+    size = "size of the noise / size of the embedding" if result.relative else "standard deviation of noise entries"
+    ax.set(xlabel=size, ylabel="cosine similarity to the clean token")
     ax.set_ylim(top=1.03)
     return ax
 

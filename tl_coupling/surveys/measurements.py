@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,7 +17,15 @@ from tl_coupling.coupling import Measure, Orientation
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
-from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
+from tl_coupling.trajectories import (
+    entropy_by_depth,
+    equidistance,
+    expodistance,
+    line_shape_score,
+    line_shape_score_by_depth,
+    norms,
+    step_lengths,
+)
 from tl_coupling.trajectories.shapes import Window
 
 if TYPE_CHECKING:
@@ -96,6 +104,9 @@ def measure_prompts(
         - `singular_values`, `[prompt layer singular_value]`;
         - `line_shape_score`, `expodistance`, `equidistance` of the token at `position`, `[prompt]`, and their mean over
           all tokens, `…_all_tokens`; `windowed_line_shape_score`, `[prompt window]`, mean over all tokens;
+        - by depth, the median over tokens (one attention sink can be longer than all others together): `norm` and
+          `logit_lens_entropy` (NaN for a model without logits), `[prompt depth]`; `step_length` and
+          `line_shape_score_by_depth`, `[prompt layer]`;
         - `n_pos`, `[prompt]`: number of tokens; `remarks`: anything unusual about the trace, a line each;
         - `loss`: mean negative log-likelihood of the prompt's tokens given those before, in nats; NaN for one token.
     """
@@ -183,13 +194,27 @@ def measures(traced: Trace, settings: Settings, result: CouplingMap) -> "xarray.
     window = min(settings.window, traced.n_layers - 1 + traced.n_layers % 2)
     windowed = line_shape_score(traced.residual, window).nanmean(1).cpu().numpy()
     variables |= {"windowed_line_shape_score": ("window", windowed), "loss": loss(traced), "n_pos": traced.n_pos}
+    variables |= _by_depth(traced)
     variables["remarks"] = "\n".join(traced.provenance["remarks"])
     layers = list(result.row_layers)
     coords: dict[str, Any] = {"k": list(ks), "layer": layers, "other_layer": layers, "distance": range(len(layers))}
     # The layer in the middle of each window.
+    coords["depth"] = range(traced.n_layers + 1)
     coords |= {"singular_value": range(1, result.k + 1), "window": np.arange(len(windowed)) + window // 2}
     provenance = {key: value for key, value in result.provenance.items() if key not in _OF_ONE_PROMPT}
     if image := result.provenance.get("image"):
         provenance["preprocessing"] = image["preprocessing"]
     attrs = {"orientation": settings.orientation, "window": window, "provenance": json.dumps(provenance)}
     return xarray.Dataset(variables, coords, attrs)
+
+
+def _by_depth(traced: Trace) -> dict[str, Any]:
+    """How the stream grows, bends and comes to say something: of each, the median over tokens."""
+    x = traced.residual
+    of_tokens = {"step_length": step_lengths(x), "line_shape_score_by_depth": line_shape_score_by_depth(x)}
+    of_tokens |= {"norm": norms(x), "logit_lens_entropy": torch.full(x.shape[:2], torch.nan)}
+    # Not every model has logits.
+    with suppress(ValueError):
+        of_tokens["logit_lens_entropy"] = entropy_by_depth(traced)
+    medians = {name: values.double().nanquantile(0.5, dim=1).cpu().numpy() for name, values in of_tokens.items()}
+    return {name: ("layer" if len(value) == traced.n_layers else "depth", value) for name, value in medians.items()}

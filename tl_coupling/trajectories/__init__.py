@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401
 from tl_coupling.trajectories.alignment import ResidualAlignment, residual_alignment
+from tl_coupling.trajectories.gradients import GradientPrediction, coupled_gradient, gradient_prediction
 from tl_coupling.trajectories.predictions import Linearisation, Perturbation, linearisation, perturbation
 from tl_coupling.trajectories.result import TrajectoryResult, entropy_by_depth, measure_trajectory
 from tl_coupling.trajectories.shapes import (

@@ -153,7 +153,8 @@ def _image(trace: Trace, layer: int, position: int, vector: Tensor) -> Tensor:
 class Perturbation:
     """`cosine_similarity`, `cos(x^l, x̃^l)` of a token's clean and noisy trajectory, at depths 0 to L.
 
-    `scales` are lengths of the noise divided by that of the clean embedding; `position` is the token.
+    `scales` are lengths of the noise divided by that of the clean embedding, or if not `relative` the standard
+    deviation of its entries; `position` is the token.
     """
 
     cosine_similarity: Float[Tensor, "n_scales n_samples n_layers_plus_1"]
@@ -161,6 +162,7 @@ class Perturbation:
     position: int
     seed: int
     provenance: dict[str, Any]
+    relative: bool = True
 
     @property
     def mean(self) -> Float[Tensor, "n_scales n_layers_plus_1"]:
@@ -170,7 +172,7 @@ class Perturbation:
     def __repr__(self) -> str:
         n_scales, n_samples, n_depths = self.cosine_similarity.shape
         first, *_, last = self.mean.mean(0).tolist()
-        sizes = f"{n_scales} scales × {n_samples} samples × {n_depths} depths"
+        sizes = f"{n_scales} {'' if self.relative else 'absolute '}scales × {n_samples} samples × {n_depths} depths"
         cosines = f"mean cosine {first:.3f} before the first layer, {last:.3f} after the last"
         return f"Perturbation(model={self.provenance.get('model')!r}, position={self.position}, {sizes}, {cosines})"
 
@@ -181,6 +183,7 @@ def perturbation(
     scales: Sequence[int | float] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
     *,
     position: int = -1,
+    relative: bool = True,
     n_samples: Count = 8,
     seed: Seed = 0,
     progress: Progress | None = None,
@@ -188,13 +191,15 @@ def perturbation(
     """Add Gaussian noise to one token's embedding and follow how its direction changes through the blocks.
 
     `x̃^0_t = x^0_t + scale · ‖x^0_t‖ / √d_model · ε` with standard normal `ε`: noise of scale 1 is about as long as the
-    embedding. (The paper's levels are absolute; relative ones let models be compared.) Before the first layer the
-    expected similarity is close to `1 / √(1 + scale²)`; deeper it says whether the blocks damp the noise or amplify it.
-    The samples of ε, float64 from a CPU generator with the seed, are the same for every scale.
+    embedding, so that models can be compared. With `relative=False` it is `x^0_t + scale · ε`, the paper's levels: the
+    same noise is then more to a model with a shorter embedding. Before the first layer the expected similarity is close
+    to `1 / √(1 + r²)`, with r the length of the noise over that of the embedding; deeper it says whether the blocks
+    damp the noise or amplify it. The samples of ε, float64 from a CPU generator with the seed, are the same for every
+    scale.
 
     With `final_norm=True` the trace's last depth is compared after the final norm. Raises ValueError for no scales, a
-    negative or infinite one, a position out of range, or an embedding that is zero. Cost: `n_scales · n_samples`
-    forward passes of the prompt.
+    negative or infinite one, a position out of range, or an embedding that is zero and has no relative noise. Cost:
+    `n_scales · n_samples` forward passes of the prompt.
 
     Example:
         >>> perturbation(trace, (0.1, 1.0), n_samples=2).cosine_similarity.shape
@@ -204,11 +209,13 @@ def perturbation(
     if not len(scales) or not all(math.isfinite(scale) and scale >= 0 for scale in scales):
         raise ValueError(f"`scales` must be finite numbers of at least 0, one or more, got {list(scales)}")
     clean = trace.residual[:, t]
-    if (size := clean[0].norm()) == 0:
-        raise ValueError(f"the embedding of token {t} is zero, and noise is relative to it: choose another token")
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(n_samples, trace.d_model, dtype=torch.float64, generator=generator).to(clean)
-    noise = size / math.sqrt(trace.d_model) * noise
+    if relative:
+        if (size := clean[0].norm()) == 0:
+            wanted = "choose another token, or relative=False"
+            raise ValueError(f"the embedding of token {t} is zero, and noise is relative to it: {wanted}")
+        noise = size / math.sqrt(trace.d_model) * noise
     cosines = clean.new_empty(len(scales), n_samples, len(clean))
     for run in with_progress(range(len(scales) * n_samples), progress, "perturbation"):
         X = trace.residual[0].clone()
@@ -219,4 +226,4 @@ def perturbation(
             X = X + block(X)
             noisy.append(X[t])
         cosines[level, sample] = direction_cosine(clean, torch.stack(noisy))
-    return Perturbation(cosines, tuple(map(float, scales)), t, seed, trace.provenance | {"position": t})
+    return Perturbation(cosines, tuple(map(float, scales)), t, seed, trace.provenance | {"position": t}, relative)

@@ -170,6 +170,7 @@ def measure_trajectory(
     window: shapes.Window | None = None,
     linear: bool = True,
     noise: bool = True,
+    relative_noise: bool = True,
     progress: Progress | None = None,
 ) -> TrajectoryResult:
     """Every measure of a prompt's trajectories: shapes of all tokens; linear predictions and noise of one.
@@ -178,6 +179,7 @@ def measure_trajectory(
         position: the token that is linearised and perturbed; the last by default.
         window: steps of the windowed line-shape score, odd; 11 as in the paper, or the most that the model has.
         linear, noise: whether to make the `linearisation` with its closed form, and the default `perturbation`.
+        relative_noise: whether that is relative to the length of the embedding.
         progress: wraps the loops of both; `None`: a bar in a terminal or notebook, `False`: none.
 
     Raises ValueError for a position out of range, and for a window that is even, below 1 or above the number of layers.
@@ -196,5 +198,5 @@ def measure_trajectory(
     of_each_token = shapes.line_shape_score(x), shapes.expodistance(x), shapes.equidistance(x)
     by_depth = shapes.norms(x), shapes.step_lengths(x), windowed, shapes.line_shape_score_by_depth(x)
     predicted = linearisation(trace, t, progress=progress) if linear else None
-    noisy = perturbation(trace, position=t, progress=progress) if noise else None
+    noisy = perturbation(trace, position=t, relative=relative_noise, progress=progress) if noise else None
     return TrajectoryResult(*of_each_token, *by_depth, entropy, window, predicted, noisy, trace.provenance)

@@ -1,0 +1,150 @@
+"""How straight trajectories are, and how they grow, across training: of `checkpoint_sweep`, like `sweeps.py`."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from tl_coupling.border import checked
+from tl_coupling.plots import labels
+from tl_coupling.plots.sweeps import (
+    SAMPLES,
+    check_sweep,
+    chosen_steps,
+    draw_legend,
+    draw_line,
+    heading,
+    mean_of,
+    short_step,
+    step_axis,
+)
+
+if TYPE_CHECKING:
+    import xarray
+
+
+@checked
+def plot_shapes(
+    data: "xarray.Dataset | Mapping[str, xarray.Dataset]",
+    *,
+    checkpoints: Sequence[int] | None = None,
+    fig: Figure | None = None,
+) -> Figure:
+    """Line-shape score against the training step, and over a window of layers against depth.
+
+    Shows when trajectories straighten, and where in depth. 1 is a straight line; the dashed line is what steps in
+    random directions score, √(number of steps). Means over tokens, prompts and seeds; bands as in `plot_emergence`.
+
+    Args:
+        data: sweeps by name, one line each; or one sweep.
+        checkpoints: of the right panel, which is of the first sweep; chosen as in `plot_coupling_strip`.
+
+    Returns the Figure: Axes of the score against the step and of the windowed score against depth, then the colour bar.
+    Raises ValueError for a checkpoint that the sweep does not hold, and for checkpoints that are not steps. Source:
+    Aubry et al. 2025, eqs. 15 and 16, figure 25.
+    """
+    by, name, steps = _sweeps(data, checkpoints, "line_shape_score_all_tokens")
+    first = by[name]
+    window, n_layers = int(first.attrs["window"]), first.sizes["layer"]
+    fig = fig or labels.new_figure(7.4, 4.0)
+    left, right = fig.subplots(1, 2)
+    for number, (one, sweep) in enumerate(by.items()):
+        label = one if len(by) > 1 else "mean over tokens"
+        draw_line(left, sweep["line_shape_score_all_tokens"], f"C{number}", label)
+    depths = {sweep.sizes["layer"] for sweep in by.values()}
+    left.set_ylabel(f"line-shape score, {n_layers} steps" if len(depths) == 1 else "line-shape score")
+    step_axis(left, by.values())
+    curves = mean_of(first["windowed_line_shape_score"].sel(checkpoint=steps)).transpose("checkpoint", "window").values
+    _profiles(right, first["window"].values, curves, steps)
+    # All layers: a model of few has one window.
+    right.set(xlabel=f"middle layer of {window} steps", xlim=(-0.5, n_layers - 0.5))
+    for ax, n_steps in [(left, n) for n in sorted(depths)] + [(right, window)]:
+        ax.axhline(n_steps**0.5, **labels.NULL_LINE, label=f"random steps, {n_steps**0.5:.2f}")
+        ax.set_ylim(bottom=1)
+    for ax in (left, right):
+        draw_legend(ax)
+    _name_first(right, by)
+    labels.entitle(fig, heading("Line-shape score across training", by))
+    return fig
+
+
+@checked
+def plot_growth(
+    data: "xarray.Dataset | Mapping[str, xarray.Dataset]",
+    *,
+    checkpoints: Sequence[int] | None = None,
+    fig: Figure | None = None,
+) -> Figure:
+    """Expodistance against the training step, and the norm of the stream against depth.
+
+    Shows whether norms come to grow by the same factor at every layer: then expodistance falls to 0, and the norm is a
+    straight line on its logarithmic axis. Both are medians over prompts and seeds, as expodistance has outliers, and
+    the left band holds the middle half of them.
+
+    Args:
+        data: sweeps by name, one line each; or one sweep.
+        checkpoints: of the right panel, which is of the first sweep; chosen as in `plot_coupling_strip`.
+
+    Returns the Figure: Axes of expodistance of the measured token, and of the norm (median over tokens), then the
+    colour bar. Raises as `plot_shapes`. Source: Aubry et al. 2025, eqs. 17 and 18, figure of expodistance and norms
+    across training.
+    """
+    by, name, steps = _sweeps(data, checkpoints, "expodistance", "norm")
+    fig = fig or labels.new_figure(7.4, 4.0)
+    left, right = fig.subplots(1, 2)
+    for number, (one, sweep) in enumerate(by.items()):
+        draw_line(left, sweep["expodistance"], f"C{number}", one, _middle_half)
+    left.set_yscale("log")
+    left.set_ylabel("expodistance")
+    step_axis(left, by.values())
+    norms = by[name]["norm"].sel(checkpoint=steps)
+    curves = norms.median([dim for dim in SAMPLES if dim in norms.dims]).transpose("checkpoint", "depth").values
+    _profiles(right, norms["depth"].values, curves, steps)
+    right.set_yscale("log", nonpositive="mask")
+    right.set(xlabel="depth", ylabel="norm of the stream")
+    if len(by) > 1:
+        draw_legend(left)
+    _name_first(right, by)
+    labels.entitle(fig, heading("Growth of the stream across training", by, "median and middle half"))
+    return fig
+
+
+def _sweeps(
+    data: Any, checkpoints: Sequence[int] | None, *variables: str
+) -> "tuple[dict[str, xarray.Dataset], str, list[int]]":
+    """Sweeps by name; the name of the first, and those of its checkpoints that are drawn."""
+    import xarray
+
+    by = labels.named(data, xarray.Dataset)
+    for name, sweep in by.items():
+        check_sweep(sweep, name, *variables)
+    first = next(iter(by))
+    return by, first, chosen_steps(by[first], checkpoints)
+
+
+def _profiles(ax: Axes, depth: np.ndarray, curves: np.ndarray, steps: Sequence[int]) -> None:
+    """A curve against depth for each checkpoint, and a colour bar that names them."""
+    shades = colormaps["viridis"].resampled(len(steps))
+    for i, curve in enumerate(curves):
+        ax.plot(depth, curve, marker="o", markersize=3, color=shades(i), label=f"_{steps[i]}")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    scale = ScalarMappable(BoundaryNorm(np.arange(len(steps) + 1) - 0.5, len(steps)), shades)
+    bar = ax.figure.colorbar(scale, ax=ax, label="training step", ticks=range(len(steps)))
+    bar.set_ticklabels([short_step(step) for step in steps])
+
+
+def _name_first(ax: Axes, by: "Mapping[str, xarray.Dataset]") -> None:
+    """Whose profiles these are, where there are several."""
+    if len(by) > 1:
+        ax.set_title(next(iter(by)), fontsize="medium", parse_math=False)
+
+
+def _middle_half(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    low, middle, high = np.nanquantile(values, (0.25, 0.5, 0.75), axis=(0, 1))
+    return middle, low, high
