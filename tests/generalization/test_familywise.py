@@ -34,11 +34,11 @@ def test_it_is_that_of_a_loop(families):
     smallest, own = [], {}
     for order in orders:
         score = scores["score"].to_numpy()[order]
-        ys = {"all": score, "arc": scores["arc"].to_numpy()[order], "mmlu": score}
-        masks = {"all": np.ones(9, bool), "high": (score > 2) & (layers > 5), "many": np.array(SUBSETS["many"])}
+        ys = {"all prompts": score, "arc": scores["arc"].to_numpy()[order], "mmlu": score}
+        masks = {"all models": np.ones(9, bool), "high": (score > 2) & (layers > 5), "many": np.array(SUBSETS["many"])}
         ps = {}
         for measure in ("coupling", "miscoupling"):
-            for task, prompts in (("all", slice(None)), ("arc", slice(0, 3)), ("mmlu", slice(3, 6))):
+            for task, prompts in (("all prompts", slice(None)), ("arc", slice(0, 3)), ("mmlu", slice(3, 6))):
                 for i, k in enumerate(KS):
                     values = data[f"mean_{measure}"].values[:, 0, prompts, i]
                     x = np.array([row[np.isfinite(row)].mean() if np.isfinite(row).any() else np.nan for row in values])
@@ -54,9 +54,9 @@ def test_it_is_that_of_a_loop(families):
     for look, p in own.items():
         assert table.loc[look, "p"] == pytest.approx(p)
         assert table.loc[look, "familywise_p"] == pytest.approx(np.mean(np.array(smallest) <= p + 1e-12))
-    assert found.p == table.loc[(5, "coupling", "all", "all"), "familywise_p"]
+    assert found.p == table.loc[(5, "coupling", "all prompts", "all models"), "familywise_p"]
     assert found.smallest_p == pytest.approx(np.mean(np.array(smallest) <= smallest[0] + 1e-12))
-    assert table.loc[(5, "miscoupling", "arc", "all"), "n"] == 8
+    assert table.loc[(5, "miscoupling", "arc", "all models"), "n"] == 8
 
 
 def test_a_loss_is_that_of_the_prompts_of_the_task():
@@ -64,11 +64,11 @@ def test_a_loss_is_that_of_the_prompts_of_the_task():
     found = generalization_study(data, subsets={"high": "loss > 3.4"}, n_resamples=20).familywise
     table = found.table.set_index(["k", "measure", "task", "subset"])
     x, y = (data[name].values[:, 0, 3:] for name in ("mean_coupling", "loss"))
-    assert table.loc[(5, "coupling", "mmlu", "all"), "p"] == pytest.approx(
+    assert table.loc[(5, "coupling", "mmlu", "all models"), "p"] == pytest.approx(
         stats.pearsonr(x[..., 0].mean(1), y.mean(1)).pvalue
     )
     loss = data["loss"].values[:, 0].mean(1)
-    assert table.loc[(5, "coupling", "all", "high"), "n"] == (loss > 3.4).sum()
+    assert table.loc[(5, "coupling", "all prompts", "high"), "n"] == (loss > 3.4).sum()
 
 
 def test_what_is_beyond_chance_stays_so_and_the_rest_does_not():

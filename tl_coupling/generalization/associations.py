@@ -160,7 +160,7 @@ def resampled(
         raise ValueError(f"all {n_resamples} draws are degenerate: fewer than three different models, or all alike")
     centre = np.nanmean(x, 1)
     band_x = np.linspace(centre.min(), centre.max(), 50)
-    band = np.stack([percentile_interval(intercept + slope * point, len(members)) for point in band_x], 1)
+    band = percentile_interval(intercept[:, None] + slope[:, None] * band_x, len(members))
     # In the order of the attributes.
     found: list[Any] = [*map(tuple, percentile_interval(draws.T, len(members)).T.tolist()), band_x, *band]
     result = Bootstrap(*[*found, n_resamples, n_resamples - len(slope), n_models, n_prompts, n_families])

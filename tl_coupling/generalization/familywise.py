@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from tl_coupling.generalization.expressions import columns_of
 from tl_coupling.generalization.fits import subset_mask
 from tl_coupling.statistics import block_permutations
 
-ALL = "all"
+ALL_PROMPTS, ALL_MODELS = "all prompts", "all models"
+_LOOK = ["k", "measure", "task", "subset"]
 _SAME = 1e-9
 
 
@@ -26,7 +26,7 @@ class Familywise:
     Attributes:
         p: of the association that the study is about: how often permuted scores give a smaller p at any look.
         smallest_p: the same of the look that correlates most.
-        table: one row per look: `k`, `measure`, `task` and `subset` ("all" for all), `n` models, `r`, its own `p` by
+        table: one row per look: `k`, `measure`, `task`, `subset`, `n` models, `r`, its own `p` by
             the t distribution, and `familywise_p`. NaN where there are too few models.
         n_permutations: the scores as they are count as one more.
     """
@@ -70,29 +70,27 @@ def familywise(
     unrelated = np.arange(len(table))
     permuted = block_permutations(unrelated if families is None else families, n_permutations, rng)
     orders = np.vstack([unrelated, permuted])
-    means = {str(name): rows[name] for name in rows if str(name).startswith("mean_")}
+    measures = [str(name) for name in rows if str(name).startswith("mean_")]
+    names = [(int(k), measure.removeprefix("mean_")) for measure in measures for k in rows["k"].values]
     moved = ["loss"] if scores is None else list(dict.fromkeys(scores.values()))
-    kept = {ALL: np.ones(orders.shape, bool)}
-    kept |= {name: _kept(table, subset, moved, orders) for name, subset in subsets.items()}
-    labels, found, n_of, r_of, smallest = [], [], [], [], np.ones(len(orders))
-    for task, subset in product(tasks, kept):
-        x = np.concatenate([_means(mean, table, tasks[task]).T for mean in means.values()])
-        y = table[scores[task]].to_numpy(float) if scores else _means(rows["loss"], table, tasks[task])
-        names = [(int(k), name.removeprefix("mean_")) for name, mean in means.items() for k in mean["k"].values]
-        labels += [(*name, task, subset) for name in names]
-        r, n = _correlations(x, y[orders], kept[subset])
-        with np.errstate(invalid="ignore", divide="ignore"):
-            p = np.where(np.isfinite(r), 2 * stats.t.sf(np.abs(r) * np.sqrt((n - 2) / (1 - r**2)), n - 2), np.nan)
-        smallest = np.fmin(smallest, np.fmin.reduce(p, axis=1))
-        found.append(p[0])
-        n_of.append(n[0])
-        r_of.append(r[0])
-    own = np.concatenate(found)
+    kept = {name: _kept(table, subset, moved, orders) for name, subset in subsets.items()}
+    kept |= {ALL_MODELS: np.ones(orders.shape, bool)}
+    labels, found, smallest = [], [], np.ones(len(orders))
+    for task, prompts in tasks.items():
+        x = np.concatenate([_means(rows[measure], table, prompts).T for measure in measures])
+        y = table[scores[task]].to_numpy(float) if scores else _means(rows["loss"], table, prompts)
+        for subset, chosen in kept.items():
+            r, n = _correlations(x, y[orders], chosen)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                p = np.where(np.isfinite(r), 2 * stats.t.sf(np.abs(r) * np.sqrt((n - 2) / (1 - r**2)), n - 2), np.nan)
+            smallest = np.fmin(smallest, np.fmin.reduce(p, axis=1))
+            labels += [(*name, task, subset) for name in names]
+            found.append((n[0], r[0], p[0]))
+    n, r, own = np.concatenate(found, axis=1)
     as_small = (smallest[:, None] <= own * (1 + _SAME)).mean(0)
-    looks = pandas.DataFrame(labels, columns=["k", "measure", "task", "subset"])
-    looks = looks.assign(n=np.concatenate(n_of).astype(int), r=np.concatenate(r_of), p=own)
-    looks["familywise_p"] = np.where(np.isnan(own), np.nan, as_small)
-    main = looks.set_index(["k", "measure", "task", "subset"])["familywise_p"][(*look, ALL, ALL)]
+    looks = pandas.DataFrame(labels, columns=_LOOK)
+    looks = looks.assign(n=n.astype(int), r=r, p=own, familywise_p=np.where(np.isnan(own), np.nan, as_small))
+    main = looks.set_index(_LOOK)["familywise_p"][(*look, ALL_PROMPTS, ALL_MODELS)]
     return Familywise(float(main), float(looks["familywise_p"].min()), looks, n_permutations)
 
 
@@ -110,8 +108,10 @@ def _kept(
     """Which models are in a subset under each order of the scores."""
     if not isinstance(subset, str) or columns_of(subset).isdisjoint(moved):
         return np.broadcast_to(subset_mask(table, subset), orders.shape)
-    columns = table[moved].to_numpy()
-    return np.stack([subset_mask(table.assign(**dict(zip(moved, columns[o].T, strict=True))), subset) for o in orders])
+    # All orders at once, one below the other.
+    below = table.iloc[np.tile(np.arange(len(table)), len(orders))]
+    permuted = {name: table[name].to_numpy()[orders].ravel() for name in moved}
+    return subset_mask(below.assign(**permuted), subset).reshape(orders.shape)
 
 
 def _correlations(

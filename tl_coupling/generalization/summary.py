@@ -15,7 +15,7 @@ from tl_coupling.coupling import Measure
 from tl_coupling.generalization import associations, fits, leaving_out, remarks
 from tl_coupling.generalization.associations import Association, PromptCorrelation
 from tl_coupling.generalization.attenuation import Attenuation, attenuation
-from tl_coupling.generalization.familywise import ALL, Familywise, familywise
+from tl_coupling.generalization.familywise import ALL_PROMPTS, Familywise, familywise
 from tl_coupling.generalization.tables import (
     LAST,
     checked_scores,
@@ -247,8 +247,8 @@ def generalization_study(
     looked_at = familywise(
         in_rows(data, data),
         places,
-        {ALL: np.ones(data.sizes["prompt"], bool)} | in_task,
-        None if isinstance(scores, str) else {ALL: score} | score_of,
+        in_task | {ALL_PROMPTS: np.ones(data.sizes["prompt"], bool)},
+        None if isinstance(scores, str) else score_of | {ALL_PROMPTS: score},
         subsets,
         None if related is None else fits.family_codes(table, related),
         look=(k, measure),
