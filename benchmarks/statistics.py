@@ -49,10 +49,10 @@ class Design(NamedTuple):
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     def __str__(self) -> str:
-        n, sizes = sum(self.sizes), sorted(set(self.sizes))
+        n, sizes = sum(self.sizes), " to ".join(map(str, sorted({min(self.sizes), max(self.sizes)})))
         if not self.is_of_families:
             return f"{n} models"
-        return f"{n} models in {len(self.sizes)} families of {' to '.join(map(str, {sizes[0]: 0, sizes[-1]: 0}))}"
+        return f"{n} models in {len(self.sizes)} families of {sizes}"
 
 
 COVERED = (
