@@ -23,6 +23,7 @@ import xarray
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks import related_models
 from benchmarks.timing import console, environment, write
 from tl_coupling.generalization import linear_fit
 from tl_coupling.generalization.associations import resampled
@@ -30,6 +31,7 @@ from tl_coupling.generalization.attenuation import attenuation
 from tl_coupling.generalization.familywise import ALL_PROMPTS, familywise
 from tl_coupling.statistics import cluster_robust, percentile_interval, resamples, t_interval
 
+WILD = "wild cluster bootstrap"
 WANTED, MOST_FALSE = (0.92, 0.97), 0.06
 ICC, SLOPE, N_PROMPTS = 0.7, 1.0, 5
 
@@ -132,6 +134,23 @@ def plain_percentiles(
     return percentile_interval(found[np.isfinite(found)])
 
 
+def others(design: Design, n_studies: int) -> dict[str, Any]:
+    """Coverage of other methods on the same studies, and the median width of their intervals over the study's."""
+    covered, widths = {}, {}
+    for seed in range(n_studies):
+        rng = np.random.default_rng((seed, *design.sizes))
+        x = related(design, rng)
+        y = SLOPE * x + related(design, rng)
+        low, high = one_t_interval(np.column_stack([np.ones(len(x)), x]), y, design.families)
+        for method, (slope, half) in related_models.half_widths(x, y, design.families).items():
+            covered.setdefault(method, []).append(abs(slope - SLOPE) <= half)
+            widths.setdefault(method, []).append(2 * half / (high - low))
+        covered.setdefault(WILD, []).append(related_models.wild_holds(x, y, design.families, SLOPE, rng))
+    shares = {method: float(np.mean(held)) for method, held in covered.items()}
+    found = {"design": str(design), "is_wanted": False, "coverage": shares}
+    return found | {"width": {method: float(np.median(one)) for method, one in widths.items()}}
+
+
 def false_positives(design: Design, n_studies: int, n_permutations: int) -> dict[str, Any]:
     """Share of the studies that find something where there is nothing: by one p for all looks, and by each its own."""
     found = []
@@ -202,7 +221,16 @@ def tables(results: dict[str, Any]) -> list[Table]:
         column.header, column.justify = name, "right"
     for row in results["attenuation"]:
         corrected.add_row(*(f"{row[name]:.2f}" for name in ("reliability", "said", "raw", "corrected")))
-    return [covered, false, corrected]
+    other = Table("", title="other methods for families: coverage, and width over that of the study's interval")
+    rows = results["others"]
+    for row in rows:
+        other.add_column(row["design"], justify="right")
+    for method in max((row["coverage"] for row in rows), key=len):
+        cells = (row["coverage"].get(method) for row in rows)
+        widths = (f" × {row['width'][method]:.2f}" if method in row["width"] else "" for row in rows)
+        pairs = zip(cells, widths, strict=True)
+        other.add_row(method, *("" if share is None else f"{share:.3f}{width}" for share, width in pairs))
+    return [covered, other, false, corrected]
 
 
 def _table(title: str, rows: list[dict[str, Any]], key: str, columns: Sequence[str], caption: str) -> Table:
@@ -233,10 +261,10 @@ def missed(results: dict[str, Any]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--studies", type=int, default=4000, help="of each design, for t intervals")
-    parser.add_argument("--resampled", type=int, default=1000, help="of these, how many are resampled")
+    parser.add_argument("--resampled", type=int, default=500, help="of these, how many are resampled")
     parser.add_argument("--resamples", type=int, default=400)
-    parser.add_argument("--looked-at", type=int, default=1000, help="studies of each design, for familywise error")
-    parser.add_argument("--permutations", type=int, default=199)
+    parser.add_argument("--looked-at", type=int, default=2000, help="studies of each design, for familywise error")
+    parser.add_argument("--permutations", type=int, default=99)
     parser.add_argument("--out", type=Path, help="folder for statistics.json")
     given = parser.parse_args(arguments)
     shown = console()
@@ -249,6 +277,10 @@ def main(arguments: list[str] | None = None) -> int:
         "coverage": [
             coverage(design, given.studies, given.resampled, given.resamples)
             for design in track(COVERED, "coverage", console=shown)
+        ],
+        "others": [
+            others(design, max(1, given.studies // 2))
+            for design in track([one for one in COVERED if one.is_of_families], "other methods", console=shown)
         ],
         "familywise": [
             false_positives(design, given.looked_at, given.permutations)

@@ -263,6 +263,30 @@ def test_families_are_given_or_read_or_neither():
         generalization_study(data, alone, families={"gpt-5": "GPT"}, n_resamples=50)
 
 
+def test_a_reversal_over_the_prompts_of_a_model_is_said():
+    rng = np.random.default_rng(0)
+    data = survey(n_models=4, n_prompts=14).assign_coords(task=("prompt", [*["arc"] * 5, *["mmlu"] * 7, "", "one"]))
+    length = np.array([*range(5), *range(20, 27), 50, 60])
+    data["n_pos"] = data["n_pos"].dims, np.broadcast_to(length, data["n_pos"].shape)
+    # Coupling falls with length inside tasks, and rises from one to the other.
+    x = np.where(length < 10, 0.2, 0.6) - 0.01 * length + 0.02 * rng.standard_normal((4, 14))
+    data["mean_coupling"][:] = x[:, None, :, None]
+    result = generalization_study(data, k=5, n_resamples=50)
+    for i, found in enumerate(result.prompt_length.values()):
+        inside = [stats.spearmanr(x[i, part], length[part]).statistic for part in (slice(0, 5), slice(5, 12))]
+        assert found.within_tasks == pytest.approx((5 * inside[0] + 7 * inside[1]) / 12)
+        assert found.within_tasks < 0 < found.rho
+    said = "Simpson: ρ with prompt length has the other sign within tasks for org/m0, org/m1, org/m2, org/m3"
+    assert said in result.remarks
+
+
+def test_one_family_says_nothing_of_others():
+    data, scores = simpson()
+    result = generalization_study(data, scores.assign(family="Pythia"), n_resamples=50)
+    assert "all models are of one family, Pythia: nothing is known of others" in result.remarks
+    assert result.association.linear.n_families is None
+
+
 def test_a_reversal_on_tasks_and_prompts_that_are_too_few_are_said():
     rng = np.random.default_rng(0)
     x = rng.random((10, 6))

@@ -73,10 +73,15 @@ class Association:
 
 @dataclass(frozen=True)
 class PromptCorrelation(RankCorrelation):
-    """Spearman's ρ over the prompts of a model; its interval by a bootstrap, with the draws dropped as constant."""
+    """Rank correlations over the prompts of a model.
+
+    ρ has its interval by a bootstrap, with the draws dropped as constant, and `within_tasks`, its mean over the prompts
+    of each task, weighted by their number: NaN where no task has three prompts that differ.
+    """
 
     interval: Interval
     n_dropped: int
+    within_tasks: float
 
 
 @checked
@@ -263,6 +268,7 @@ def prompt_correlations(
             raise ValueError(f"a difficulty is given for prompts that were not measured: {', '.join(unknown[:5])}")
         name, other = "difficulty", xarray.DataArray([against.get(i, np.nan) for i in ids], dims="prompt")
     xs, ys = held["x"].values, other.broadcast_like(held["x"]).transpose("row", "prompt").values
+    tasks = held["task"].values.astype(str) if "task" in held.coords else np.full(held.sizes["prompt"], "")
     rows = held[["model", "checkpoint"]].to_dataframe()[np.isfinite(xs).any(1)]
     found = {}
     for row, model in at_one_checkpoint(rows, checkpoint)["model"].items():
@@ -274,7 +280,8 @@ def prompt_correlations(
         rho = np.concatenate([statistics.rank_correlation_of_rows(x[prompts], y[prompts]) for prompts in drawn])
         low, high = percentile_interval(rho[np.isfinite(rho)], len(x)).tolist()
         of_all = asdict(statistics.rank_correlation(x, y))
-        found[str(model)] = PromptCorrelation(**of_all, interval=(low, high), n_dropped=int(np.isnan(rho).sum()))
+        dropped, inside = int(np.isnan(rho).sum()), _within_tasks(x, y, tasks[both])
+        found[str(model)] = PromptCorrelation(**of_all, interval=(low, high), n_dropped=dropped, within_tasks=inside)
     return found
 
 
@@ -284,6 +291,14 @@ def by_task(data: xarray.Dataset) -> dict[str, xarray.Dataset]:
         return {}
     tasks = data["task"].values.astype(str)
     return {task: data.isel(prompt=np.flatnonzero(tasks == task)) for task in dict.fromkeys(tasks.tolist()) if task}
+
+
+def _within_tasks(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"], tasks: np.ndarray) -> float:
+    """Mean over tasks of Spearman's ρ of their prompts, weighted by how many; those without a task are left out."""
+    parts = [tasks == task for task in np.unique(tasks) if task]
+    rho = np.array([statistics.rank_correlation_of_rows(x[None, part], y[None, part])[0] for part in parts])
+    n = np.array([part.sum() for part in parts])[known := np.isfinite(rho)]
+    return float(rho[known] @ n / n.sum()) if len(n) else np.nan
 
 
 def _means(values: Float[np.ndarray, "n_models n_prompts"], counts: np.ndarray) -> np.ndarray:

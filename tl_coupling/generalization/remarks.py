@@ -31,6 +31,8 @@ def of(result: "Generalization") -> list[str]:
     )
     if (fit := result.exponential) is not None:
         lines.append(f"exponential fit, score = a exp(b coupling): R² = {fit.r_squared:.3f}, p = {fit.p:.3g}")
+    if "family" in result.table and result.table["family"].nunique() == 1 and not result.table["family"].isna().any():
+        lines.append(f"all models are of one family, {result.table['family'].iloc[0]}: nothing is known of others")
     return lines + _noise(result) + _reversals(result) + _selection(result) + _influence(result)
 
 
@@ -77,6 +79,9 @@ def _reversals(result: "Generalization") -> list[str]:
     ):
         if names:
             lines.append(f"Simpson: the slope has the other sign {where} {', '.join(names)}")
+    for what, found in (("length", result.prompt_length), ("difficulty", result.prompt_difficulty)):
+        if names := [model for model, one in found.items() if one.within_tasks * one.rho < 0]:
+            lines.append(f"Simpson: ρ with prompt {what} has the other sign within tasks for {', '.join(names)}")
     return lines
 
 
@@ -84,7 +89,7 @@ def _selection(result: "Generalization") -> list[str]:
     if not result.selected:
         return []
     names = ", ".join(result.selected)
-    return [f"chosen by the score: {names}; that pulls the slope towards 0, and R² there compares with no other"]
+    return [f"chosen by the score: {names}; that pulls slope and R² towards 0, and they compare with no others"]
 
 
 def _influence(result: "Generalization") -> list[str]:

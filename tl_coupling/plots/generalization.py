@@ -164,8 +164,10 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
 
 
 def _heading(result: Generalization) -> str:
-    n = result.n_prompts
-    return f"{result.score} against {result.measure.replace('_', ' ')} · mean over {n} prompt{'s' if n > 1 else ''}"
+    n, n_families = result.n_prompts, result.association.linear.n_families
+    families = "" if n_families is None else f" · {n_families} families"
+    prompts = f"{n} prompt{'s' if n > 1 else ''}"
+    return f"{result.score} against {result.measure.replace('_', ' ')} · mean over {prompts}{families}"
 
 
 def _statistics(fit: Any) -> str:
