@@ -452,6 +452,14 @@ def test_a_model_scored_at_an_earlier_step_alone_is_not_without_a_score():
     asked = generalization_study(data, given, checkpoint="last", n_resamples=50).table
     assert asked["checkpoint"].tolist() == [1000, 1000, 0, 1000, 1000]
     assert asked["score"].tolist() == [3, 1, 4, 1, 5]
+    # Without a score at any step; with too few of them at the last.
+    asked = generalization_study(data, given.assign(score=[3, 1, np.nan, 1, 5]), checkpoint="last", n_resamples=50)
+    assert asked.left_out["org/m2"] == "no score"
+    given["checkpoint"] = [1000, 0, 0, 0, 1000]
+    with pytest.raises(
+        ValueError, match=r"got 2: org/m0, org/m4; org/m1: no score at checkpoint 1000, only at 0 \(“last”"
+    ):
+        generalization_study(data, given, n_resamples=50)
 
 
 def test_numbered_checkpoints_are_in_order_as_text_too():

@@ -189,8 +189,8 @@ def task_means(
 
     Returns:
         columns `model`, `checkpoint`, `task` ("all prompts" last; alone where prompts have no task), `n_prompts`,
-        `mean`, `low` and `high` (95 % percentiles; NaN with one prompt), `null` (what random subspaces would give),
-        `loss` (mean, in nats per token). `attrs` names `k` and `measure`.
+        `mean`, `low` and `high` (95 % interval; NaN with one prompt), `null` (what random subspaces would give), `loss`
+        (mean, in nats per token). `attrs` names `k` and `measure`.
 
     Raises:
         ValueError: the k or the measure was not measured; fewer than one draw.

@@ -111,20 +111,17 @@ def measured(
     """
     there = coupling_table(held, scores, measure=measure, score=score)
     scored = there.dropna(subset=[score])
-    rows = at_one_checkpoint(scored if checkpoint == LAST else there, checkpoint)
+    here = at_one_checkpoint(there, checkpoint)
+    rows = at_one_checkpoint(scored, LAST) if checkpoint == LAST else here.dropna(subset=[score])
     left_out = {}
     for model in dict.fromkeys(held["model"].values.tolist()):
-        own = rows[rows["model"] == model]
-        if own.empty:
-            what, elsewhere = f"{measure} at k = {held['k'].item()}", there
-        elif own[score].isna().all():
-            what, elsewhere = score, scored
-        else:
-            continue
-        left_out[model] = f"no {what}{_only_at(elsewhere[elsewhere['model'] == model], rows, checkpoint)}"
-    rows = rows.dropna(subset=[score])
+        if model not in set(rows["model"]):
+            is_measured = model in set(here["model"])
+            what, elsewhere = (score, scored) if is_measured else (f"{measure} at k = {held['k'].item()}", there)
+            left_out[model] = f"no {what}{_only_at(elsewhere[elsewhere['model'] == model], here, checkpoint)}"
     if len(rows) < 3:
         got = f"{len(rows)}: {', '.join(rows['model']) or 'none'}"
+        got += "".join(f"; {model}: {why}" for model, why in [*left_out.items()][:1])
         raise ValueError(f"{measure} against {score} needs at least three models that have both, got {got}")
     x = held["x"].values[rows.index]
     if lacking := ", ".join(rows["model"][np.isnan(x).any(1)]):
