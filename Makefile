@@ -11,7 +11,8 @@ PER_TASK ?=
 DATA ?=
 ONLY ?=
 
-.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo attack check bench clean
+.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo attack check
+.PHONY: bench bench-statistics clean
 .DELETE_ON_ERROR:
 # Two at a time: environments, checks, the tests of each line.
 ifneq ($(filter check test,$(MAKECMDGOALS)),)
@@ -96,6 +97,10 @@ bench: .venv/ready
 	.venv/bin/python -m benchmarks.streaming --shape small --compare
 	.venv/bin/python -m benchmarks.streaming --shape 1b
 	.venv/bin/python -m benchmarks.table
+
+# Coverage and false positives of the statistics across models, on synthetic studies.
+bench-statistics: .venv/ready
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.statistics --out benchmarks/results
 
 clean:
 	rm -rf .venv .venv-tl3 out

@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import across_tokens, depth_coupling, engines, gpu, jacobians, released_algorithm, stages, table
+from benchmarks import (
+    across_tokens,
+    depth_coupling,
+    engines,
+    gpu,
+    jacobians,
+    released_algorithm,
+    stages,
+    statistics,
+    table,
+)
 
 pytestmark = pytest.mark.on_4_only
 
@@ -102,6 +112,32 @@ def test_bare_products_count_what_they_do():
         with FlopCounterMode(display=False) as counted:
             product.ready(torch.device("cpu"))()
         assert counted.get_total_flops() == product.flops == expected[name], name
+
+
+def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(statistics, "COVERED", tuple(one for one in statistics.COVERED if sum(one.sizes) == 12))
+    monkeypatch.setattr(statistics, "LOOKED_AT", (statistics.Design((2, 2, 1, 1, 1), True),))
+    given = ["--studies", 150, "--resampled", 4, "--resamples", 50, "--looked-at", 4, "--permutations", 19]
+    # With so few studies what is wanted may be missed: it is said then.
+    status = statistics.main([*map(str, given), "--out", str(tmp_path)])
+    found = read(tmp_path, "statistics")
+    assert status == bool(statistics.missed(found))
+    alone, related = (row["coverage"] for row in found["coverage"])
+    assert [row["design"] for row in found["coverage"]] == ["12 models", "12 models in 3 families of 4"]
+    assert alone["of the study"] == alone["as if independent"]
+    # At 95 % three standard errors of 150 are 5 %.
+    assert min(alone["of the study"], related["of the study"]) > 0.9 > related["as if independent"]
+    (false,) = found["familywise"]
+    assert (false["design"], false["n_looks"]) == ("7 models in 5 families of 1 to 2", 180)
+    assert false["false_positives"]["own p, any look"] == 1
+    assert [row["reliability"] for row in found["attenuation"]] == [0.9, 0.8, 0.7]
+    reliable = next(statistics.attenuations(20))
+    found_ones = reliable["said"], reliable["raw"], reliable["corrected"]
+    assert found_ones == pytest.approx((0.9, 0.9, 1), abs=0.06)
+    wrong = {"coverage": [{"design": "d", "is_wanted": True, "coverage": {"of the study": 0.9}}]}
+    wrong["familywise"] = [{"design": "e", "is_wanted": True, "false_positives": {"max-statistic, any look": 0.07}}]
+    assert [one.split(":")[0] for one in statistics.missed(wrong)] == ["d", "e"]
+    assert "coverage of the 95 %" in capsys.readouterr().out
 
 
 def test_across_tokens(folder_model, tmp_path, monkeypatch):

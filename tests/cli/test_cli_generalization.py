@@ -84,9 +84,31 @@ def test_without_scores_the_loss_stands_in(call, given, tmp_path, scores):
     assert fit["slope"] == pytest.approx(stats.linregress(x, y).slope)
 
 
+def test_families_by_patterns(call, given, tmp_path):
+    file, scores, _, table = given
+    table.assign(score=range(10)).to_csv(scores, index=False)
+    patterns = ("a=org/m[0-3]", "b=org/m[4-7]", "c=org/m[89]")
+    arguments = ["--survey", file, "--scores", scores, "--subset", "high=score > 4", "--resamples", 50]
+    out = tmp_path / "out"
+    status, said, _ = call(*arguments, *(part for one in patterns for part in ("--family", one)), "--out", out)
+    assert status == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["association"]["linear"]["n_families"] == 3
+    assert "10 models in 3 families, cluster-robust, 6 prompts" in said
+    assert "given family" in said
+    assert "all models, bootstrap" not in said
+    assert "left out: bootstrap: 3 families are too few to resample (wanted 6): the t interval holds" in said
+    assert "chosen by the score: high" in said
+    assert f"p = {summary['familywise']['p']:.3g} by permutation of the scores, over 12 looks" in said
+    assert pandas.read_csv(out / "table.csv")["family"].tolist() == [*"aaaabbbbcc"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--family", "pythia"], '`--family` must be NAME=PATTERN, like "Pythia=*pythia*"'),
+        (["--family", "GPT=*gpt*"], "`--family` GPT: no model is like '*gpt*'; there are org/m0, org/m1"),
+        (["--family", "a=org/m1", "--family", "b=*"], "`--family` b: org/m1 is of the family a already"),
         (["--survey", "{tmp}"], "{tmp}"),
         (["--survey", "{tmp}/none.nc"], "no survey at"),
         (["--survey", "{tmp}/scores.csv"], "is not a netCDF file that can be read"),

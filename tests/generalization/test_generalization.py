@@ -7,7 +7,8 @@ from scipy import stats
 from statsmodels.datasets import longley, stackloss
 
 from tl_coupling.generalization import linear_fit, paper_table1
-from tl_coupling.generalization.fits import covariate_fits, exponential_fit, leave_one_out, subset_fits
+from tl_coupling.generalization.fits import covariate_fits, exponential_fit, subset_fits
+from tl_coupling.generalization.leaving_out import leave_one_out
 from tl_coupling.statistics import rank_correlation
 
 pytestmark = pytest.mark.on_3_only
@@ -141,9 +142,11 @@ def test_spearman_by_its_rank_formula():
     # Ranks of x 3 1 4 7 6 2 5; of y 2 4 1 5 7 6 3.
     d = np.array([1, -3, 3, 2, -1, -4, 2])
     rho = 1 - 6 * (d**2).sum() / (7 * 48)
-    found = rank_correlation(x, y)
-    assert found.rho == pytest.approx(rho)
-    assert found.p == pytest.approx(2 * stats.t.sf(abs(rho) * np.sqrt(5 / (1 - rho**2)), 5))
+    assert rank_correlation(x, y).rho == pytest.approx(rho)
+    # Above nine pairs p is that of the t approximation.
+    twice = rank_correlation(np.append(x, 100 + x), np.append(y, 100 + y))
+    t = twice.rho * np.sqrt(12 / (1 - twice.rho**2))
+    assert twice.p == pytest.approx(2 * stats.t.sf(abs(t), 12))
 
 
 # subsets

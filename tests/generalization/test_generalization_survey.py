@@ -229,7 +229,9 @@ def test_intervals_are_those_of_a_loop_over_draws():
     result = bootstrap(x, y, n_resamples=6000)
     found = [result.slope, result.r_squared, result.rho, (result.band_low[-1], result.band_high[-1])]
     for interval, draws in zip(found, (slopes, r_squared, rhos, lines), strict=True):
-        expected = np.quantile(draws, [0.025, 0.975])
+        # Hesterberg's expanded percentiles: of nine models, t has eight degrees of freedom.
+        tail = stats.norm.sf(stats.t.ppf(0.975, 8) * np.sqrt(9 / 8))
+        expected = np.quantile(draws, [tail, 1 - tail])
         np.testing.assert_allclose(interval, expected, atol=0.12 * np.ptp(expected))
 
 
@@ -402,6 +404,7 @@ def test_the_summary_holds_it_all_and_is_json():
     assert list(slopes.index) == [
         "all models",
         "all models, bootstrap",
+        "all models, corrected",
         "deep",
         *(f"given {n}" for n in result.partial),
     ]
@@ -418,18 +421,45 @@ def test_maps_of_layers_change_nothing():
     assert plain == other
 
 
-def test_the_last_checkpoint_of_each_model_unless_one_is_named():
+def test_a_model_that_lacks_the_last_checkpoint_is_named_and_left_out_unless_it_is_asked_for():
     data = survey(n_models=5, checkpoints=(1000, 0, 20))
     data["mean_coupling"][:, 0] += 0.1
     data["mean_coupling"][2, 0] = np.nan
     result = generalization_study(data, "loss", n_resamples=50)
-    assert result.table["checkpoint"].tolist() == [1000, 1000, 20, 1000, 1000]
+    assert result.table["checkpoint"].tolist() == [1000] * 4
+    assert result.table["model"].tolist() == ["org/m0", "org/m1", "org/m3", "org/m4"]
+    why = "no coupling at k = 10 at checkpoint 1000, only at 0, 20 (“last” takes each model's last)"
+    assert result.left_out["org/m2"] == why
+    assert "org/m2" not in result.prompt_length
     assert result.score == "loss"
     assert result.table["coupling"][0] == pytest.approx(data["mean_coupling"].values[0, 0, :, 1].mean())
+    asked = generalization_study(data, "loss", checkpoint="last", n_resamples=50)
+    assert asked.table["checkpoint"].tolist() == [1000, 1000, 20, 1000, 1000]
+    assert "org/m2" not in asked.left_out
+    assert asked.prompt_length["org/m2"].n == 6
     named = generalization_study(data, "loss", checkpoint="0", n_resamples=50).table
     assert named["checkpoint"].tolist() == [0] * 5
     with pytest.raises(ValueError, match="checkpoint 7 was not measured; there are 0, 20, 1000"):
         generalization_study(data, "loss", checkpoint=7)
+
+
+def test_a_model_scored_at_an_earlier_step_alone_is_not_without_a_score():
+    data = survey(n_models=5, checkpoints=(0, 1000))
+    given = pandas.DataFrame({"model": data["model"].values, "checkpoint": [1000, 1000, 0, 1000, 1000]})
+    given["score"] = [3.0, 1, 4, 1, 5]
+    left_out = generalization_study(data, given, n_resamples=50).left_out
+    assert left_out["org/m2"] == "no score at checkpoint 1000, only at 0 (“last” takes each model's last)"
+    asked = generalization_study(data, given, checkpoint="last", n_resamples=50).table
+    assert asked["checkpoint"].tolist() == [1000, 1000, 0, 1000, 1000]
+    assert asked["score"].tolist() == [3, 1, 4, 1, 5]
+    # Without a score at any step; with too few of them at the last.
+    asked = generalization_study(data, given.assign(score=[3, 1, np.nan, 1, 5]), checkpoint="last", n_resamples=50)
+    assert asked.left_out["org/m2"] == "no score"
+    given["checkpoint"] = [1000, 0, 0, 0, 1000]
+    with pytest.raises(
+        ValueError, match=r"got 2: org/m0, org/m4; org/m1: no score at checkpoint 1000, only at 0 \(“last”"
+    ):
+        generalization_study(data, given, n_resamples=50)
 
 
 def test_numbered_checkpoints_are_in_order_as_text_too():

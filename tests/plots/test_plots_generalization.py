@@ -88,16 +88,19 @@ def test_a_null_that_differs_is_a_mark_for_each_model(result):
 def test_the_forest_has_a_row_for_each_slope(result):
     ax = plot_forest(result)
     labels = [text.get_text().split("\n")[0] for text in ax.get_yticklabels()]
-    assert labels == ["all models", "all models, bootstrap", "deep $x$"] + [f"given {name}" for name in result.partial]
+    first = ["all models", "all models, bootstrap", "all models, corrected", "deep $x$"]
+    assert labels == first + [f"given {name}" for name in result.partial]
     ends = np.array([path.vertices[:, 0] for path in ax.collections[0].get_paths()])
     expected = [result.association.linear.slope_interval, result.association.bootstrap.slope]
+    expected.append(result.attenuation.slope_interval)
     expected += [result.subsets["deep $x$"].slope_interval, *(one.slope_interval for one in result.partial.values())]
     np.testing.assert_allclose(ends, expected)
     values = ax.lines[0].get_xdata()
-    assert values[2] == result.subsets["deep $x$"].slope
+    assert values[3] == result.subsets["deep $x$"].slope
     assert values[-1] == list(result.partial.values())[-1].slope
     assert ax.yaxis_inverted()
-    assert f"VIF = {result.partial['n_layers'].vif:.1f}" in ax.get_yticklabels()[4].get_text()
+    assert f"VIF = {result.partial['n_layers'].vif:.1f}" in ax.get_yticklabels()[5].get_text()
+    assert f"reliability {result.attenuation.reliability:.2f}" in ax.get_yticklabels()[2].get_text()
 
 
 def test_the_k_sweep_has_a_point_and_an_interval_for_each_k(result):

@@ -64,8 +64,11 @@ def state(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
-def test_pythia_steps_are_the_papers() -> None:
+def test_pythia_steps_are_published_and_those_of_the_emergence_figure_begin_at_128() -> None:
     steps = pythia_steps()
+    # Figure 1b's caption: 128, 256, 512, 1k, 2k, …, 128k, 143k.
+    doubled = [1000 * 2**i for i in range(8)]
+    assert pythia_steps(first=128) == (128, 256, 512, *doubled, 143_000)
     assert steps[:3] == (1, 2, 4)
     assert steps[9:12] == (512, 1000, 2000)
     assert steps[-2:] == (128_000, 143_000)

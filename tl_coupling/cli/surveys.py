@@ -1,5 +1,6 @@
 """The commands that measure and compare many models or checkpoints: checkpoints, survey and generalization."""
 
+import fnmatch
 import json
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 from rich.table import Table
 
@@ -243,10 +245,15 @@ def generalization(
     k: Annotated[int | None, typer.Option("--k", help="Top singular vectors. [the most that were measured]")] = None,
     measure: Annotated[Measure, typer.Option(help="What was measured between layers.")] = "coupling",
     checkpoint: Annotated[
-        str | None, typer.Option(help='Checkpoint to use for every model, e.g. "untrained". [each model\'s last]')
+        str | None,
+        typer.Option(help='Of every model, or "untrained"; "last": each model\'s own last. [the last of the survey]'),
     ] = None,
     subset: Annotated[list[str] | None, typer.Option(help="NAME=QUERY over the table; may be repeated.")] = None,
     control: Annotated[list[str] | None, typer.Option(help="Covariate to hold fixed; may be repeated.")] = None,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATTERN of related models, like Pythia=*pythia*; may be repeated. [column `family`]"),
+    ] = None,
     resamples: Annotated[int, typer.Option(help="Draws of the bootstrap.", min=1)] = 2000,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
     out: Out = OUT,
@@ -255,16 +262,17 @@ def generalization(
 
     Takes a survey, and a CSV file with the columns `model` and `score`. Without --scores, the survey's own loss is the
     score: lower is better, and models with different tokenizers cannot be compared by it. Coupling is each model's mean
-    over pairs of different layers, then over prompts, at its last checkpoint. Intervals are bootstraps over models and
-    prompts, except where a t interval is named.
+    over pairs of different layers, then over prompts, at the last checkpoint. Models of one family (the column
+    `family`, or --family) are not independent: intervals are then cluster-robust, and families are resampled whole.
 
     Examples:
 
       tl-coupling generalization --survey survey --scores scores.csv --k 30 --subset "above 45=score > 45" --out out
 
-      tl-coupling generalization --survey survey --control "log10(n_parameters)" --control n_layers --out out
+      tl-coupling generalization --survey survey --control "log10(n_parameters)" --family "Pythia=*pythia*" --out out
     """
     subsets = _by_name("--subset", subset or [], 'NAME=QUERY, like "above 45=score > 45"')
+    patterns = _by_name("--family", family or [], 'NAME=PATTERN, like "Pythia=*pythia*"')
     if scores == "loss" and score_column != "score":
         raise ValueError(f"`--score-column` {score_column!r} is of a CSV file: give --scores as well")
     with at_work(out) as work, _opened(survey) as data:
@@ -278,6 +286,7 @@ def generalization(
                 checkpoint=checkpoint,
                 controls=control,
                 subsets=subsets,
+                families=_families(patterns, data) if patterns else None,
                 n_resamples=resamples,
                 seed=seed,
             )
@@ -317,6 +326,20 @@ def _opened(survey: Path) -> "xarray.Dataset":
         raise OSError(f"{survey} is not a netCDF file that can be read: {error}") from None
 
 
+def _families(patterns: dict[str, str], data: "xarray.Dataset") -> dict[str, str]:
+    """The family of each model of which a pattern holds."""
+    found: dict[str, str] = {}
+    models = np.atleast_1d(data["model"].values).astype(str).tolist() if "model" in data.coords else []
+    for name, pattern in patterns.items():
+        own = fnmatch.filter(models, pattern)
+        if not own:
+            raise ValueError(f"`--family` {name}: no model is like {pattern!r}; there are {', '.join(models)}")
+        if twice := found.keys() & own:
+            raise ValueError(f"`--family` {name}: {min(twice)} is of the family {found[min(twice)]} already")
+        found |= dict.fromkeys(own, name)
+    return found
+
+
 def _slopes(result: "tlc.generalization.Generalization") -> Table:
     rows = []
     for fit in result.slopes.itertuples():
@@ -325,33 +348,18 @@ def _slopes(result: "tlc.generalization.Generalization") -> Table:
     for name, alone in result.covariates.iterrows():
         numbers = [f"{alone.slope:.4g}", "", f"{alone.r_squared:.3g}", f"{alone.p:.3g}"]
         rows.append([f"{name} alone", f"{alone.n:.0f}", *numbers])
-    drawn = result.association.bootstrap
+    drawn, n_families = result.association.bootstrap, result.association.linear.n_families
+    families = "" if n_families is None else f" in {n_families} families, cluster-robust"
     caption = (
-        f"{drawn.n_models} models, {drawn.n_prompts} prompts; {drawn.level:.0%} intervals, t except the second; "
-        "“given”: R² is partial"
+        f"{drawn.n_models} models{families}, {drawn.n_prompts} prompts; {drawn.level:.0%} intervals, t unless "
+        "“bootstrap”; “corrected”: for few prompts; “given”: R² is partial"
     )
     title = f"{result.score} against {result.measure} (k = {result.k})"
     return table_of(title, [""], ["n", "slope", "interval", "R²", "p"], rows, caption)
 
 
 def _remarks(result: "tlc.generalization.Generalization") -> list[str]:
-    line, drawn, rank = result.association.linear, result.association.bootstrap, result.association.spearman
-    (low, high), (rho_low, rho_high) = drawn.r_squared, drawn.rho
-    lines = [
-        f"R² = {line.r_squared:.3f} ({low:.3f} to {high:.3f}), Spearman's ρ = {rank.rho:.3f} ({rho_low:.3f} to "
-        f"{rho_high:.3f}), p = {rank.p:.3g}; {drawn.n_resamples} draws, {drawn.n_dropped} of them degenerate"
-    ]
-    if drawn.n_dropped > 0.1 * drawn.n_resamples:
-        lines.append("many draws are degenerate: with so few models the bootstrap intervals mean little")
-    if (fit := result.exponential) is not None:
-        lines.append(f"exponential fit, score = a exp(b coupling): R² = {fit.r_squared:.3f}, p = {fit.p:.3g}")
-    if (influence := result.influence) is not None:
-        low, high = influence.r_squared_range
-        lines.append(f"without one model R² is {low:.3f} to {high:.3f}; {influence.most_influential} changes it most")
-        if influence.sign_changes:
-            lines.append(f"the slope changes its sign without {' or '.join(influence.sign_changes)}")
-        if influence.not_significant:
-            lines.append(f"p exceeds 0.05 without {' or '.join(influence.not_significant)}")
     left_out = [f"left out: {name}: {why}" for name, why in result.left_out.items()]
     more = len(left_out) - _MOST_LEFT_OUT
-    return lines + left_out[:_MOST_LEFT_OUT] + ([f"left out: {more} more, see summary.json"] if more > 0 else [])
+    more_left_out = [f"left out: {more} more, see summary.json"] if more > 0 else []
+    return result.remarks + left_out[:_MOST_LEFT_OUT] + more_left_out

@@ -54,6 +54,12 @@ def evaluate(table: pandas.DataFrame, expression: str) -> Any:
         raise ValueError(f"no column or expression {shown!r}{why}") from None
 
 
+def columns_of(expression: str) -> set[str]:
+    """Names of the columns that an expression uses, and of its functions; ValueError where it cannot be read."""
+    tree, quoted = _parsed(expression)
+    return {quoted.get(node.id, node.id) for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
 def _parsed(expression: str) -> tuple[ast.expr, dict[str, str]]:
     """The syntax tree, and the columns in backticks by the names that stand for them in it."""
     if len(expression) > _LONGEST:

@@ -1,20 +1,20 @@
 """Fits of one column of a table against another, one model per row; statsmodels and scipy do the statistics."""
 
+import contextlib
 import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
+from scipy import stats
 
 from tl_coupling.border import checked
 from tl_coupling.generalization.expressions import evaluate
-from tl_coupling.statistics import LEVEL, Interval, is_constant, t_interval
-
-_ALPHA = 0.05
+from tl_coupling.statistics import LEVEL, Interval, cluster_robust, is_constant, t_interval
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class LinearFit:
         vif: by how much the controls inflate the variance of the slope. 1 where they are uncorrelated with x; above 10,
             x and the controls can hardly be told apart.
         p, condition_number: two-sided, of slope 0; of x and the controls, standardised.
+        freedom, n_families: degrees of freedom of the slope's interval and p; the families that these take account of,
+            `None` where models count as independent.
     """
 
     x: str
@@ -41,6 +43,8 @@ class LinearFit:
     p: float
     vif: float
     condition_number: float
+    freedom: float
+    n_families: int | None = None
     level: float = LEVEL
 
     def predict(self, x: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
@@ -53,7 +57,7 @@ class ExponentialFit:
     """`y ≈ a · exp(b · x)`, least squares on y itself, not on its logarithm.
 
     a is in units of y, b in units of 1/x, with a t interval; R² is `1 − Σ(y − ŷ)² / Σ(y − ȳ)²`; p is two-sided, of
-    b = 0, from the covariance at the solution.
+    b = 0, from the covariance at the solution, or of families cluster-robust, as if the curve were straight there.
     """
 
     x: str
@@ -71,32 +75,27 @@ class ExponentialFit:
         return self.a * np.exp(self.b * x)
 
 
-@dataclass(frozen=True, eq=False)
-class LeaveOneOut:
-    """The linear fit without each model in turn.
-
-    Attributes:
-        table: by model, `cooks_distance`; `dfbetas`, by how many standard errors it moves the slope; `slope`,
-            `r_squared` and `p` of the fit without it.
-        most_influential, r_squared_range: the model without which R² changes most; smallest and largest R² without one.
-        sign_changes, not_significant: models without which the slope has the other sign, or p first exceeds 0.05.
-    """
-
-    table: pandas.DataFrame = field(repr=False)
-    most_influential: str
-    r_squared_range: Interval
-    sign_changes: tuple[str, ...]
-    not_significant: tuple[str, ...]
-
-
 @checked
-def linear_fit(table: pandas.DataFrame, x: str, y: str, *, controls: Sequence[str] = ()) -> LinearFit:
+def linear_fit(
+    table: pandas.DataFrame,
+    x: str,
+    y: str,
+    *,
+    controls: Sequence[str] = (),
+    families: str | None = None,
+    within: str | None = None,
+) -> LinearFit:
     """Ordinary least squares of column y on column x, with the controls held fixed.
 
     Args:
         table: one model per row; rows that lack a value are left out.
         x, y, controls: columns, or expressions of them such as `"log10(n_parameters)"`: numbers, `+ - * / **`,
             comparisons, `log`, `log10`, `log2`, `sqrt`, `exp`, `abs`; names that are not valid in Python in backticks.
+        families: column that says which models are related, such as Pythia's: their errors may be correlated, and
+            intervals and p are cluster-robust (`statistics.cluster_robust`). A model without a family is one of its
+            own. Where all models are of one family, or each of its own, they count as independent.
+        within: column whose values have an intercept each (fixed effects): only differences inside a family count, and
+            families of one model are left out.
 
     Raises:
         ValueError: no such column, one that is not numbers, constant or given twice; too few rows for the columns;
@@ -110,36 +109,56 @@ def linear_fit(table: pandas.DataFrame, x: str, y: str, *, controls: Sequence[st
         >>> round(fit.slope, 3), round(fit.vif, 3)
         (1.433, 2.939)
     """
-    names = [x, *controls]
-    if len({*names, y}) < len(names) + 1:
-        raise ValueError(f"`x`, `y` and `controls` must be different columns, got {[x, y, *controls]}")
-    rows = _rows_to_fit(table, names, y)
+    names, held = [x, *controls], [*controls, *([] if within is None else [within])]
+    if len({x, y, *held}) < len(held) + 2:
+        raise ValueError(f"`x`, `y` and `controls` must be different columns, got {[x, y, *held]}")
+    if within is not None:
+        own = family_codes(table, within)
+        table = table[np.bincount(own)[own] > 1]
+    rows = rows_to_fit(table, names, y, [name for name in (families, within) if name is not None])
     design = rows[names].to_numpy()
+    if within is not None:
+        levels = np.unique(rows[within])
+        design = np.column_stack([design, rows[[within]].to_numpy() == levels[1:]])
+        if len(rows) < (needed := design.shape[1] + 2):
+            raise ValueError(f"a fit within {len(levels)} values of {within!r} needs {needed} models, got {len(rows)}")
     # In standard units: parameters are counted in billions, coupling in hundredths.
     scale = design.std(0)
     standard = (design - design.mean(0)) / scale
-    if np.linalg.matrix_rank(standard, tol=1e-10 * np.linalg.norm(standard, 2)) < len(names):
-        raise ValueError(f"{', '.join(names)} determine each other over {len(rows)} models: leave out a control")
+    if np.linalg.matrix_rank(standard, tol=1e-10 * np.linalg.norm(standard, 2)) < design.shape[1]:
+        raise ValueError(f"{', '.join([x, *held])} determine each other over {len(rows)} models: leave out a control")
     # x is not centred, so that the intercept is at x = 0.
-    result = _least_squares(rows[y].to_numpy(), np.column_stack([design[:, 0] / scale[0], standard[:, 1:]]))
-    low_high, t = result.conf_int(1 - LEVEL), result.tvalues[1]
-    slope = float(result.params[1] / scale[0]), tuple((low_high[1] / scale[0]).tolist())
-    intercept = float(result.params[0]), tuple(low_high[0].tolist())
-    r_squared = t**2 / (t**2 + result.df_resid) if controls else result.rsquared
-    # The diagonal of the inverse correlations.
-    vif = np.linalg.inv(standard.T @ standard / len(rows))[0, 0]
-    numbers = map(float, (r_squared, result.pvalues[1], vif, np.linalg.cond(standard)))
-    return LinearFit(x, y, tuple(controls), len(rows), *slope, *intercept, *numbers)
+    result = least_squares(rows[y].to_numpy(), np.column_stack([design[:, 0] / scale[0], standard[:, 1:]]))
+    codes = None if families is None else rows[families].to_numpy(int)
+    errors, freedom, n_families = _errors(result.model.exog, result.resid, codes, result.bse, float(result.df_resid))
+    (intercept, slope), t = result.params[:2], result.tvalues[1]
+    return LinearFit(
+        x=x,
+        y=y,
+        controls=tuple(held),
+        n=len(rows),
+        slope=float(slope / scale[0]),
+        slope_interval=t_interval(slope / scale[0], errors[1] / scale[0], freedom[1]),
+        intercept=float(intercept),
+        intercept_interval=t_interval(intercept, errors[0], freedom[0]),
+        r_squared=float(t**2 / (t**2 + result.df_resid) if held else result.rsquared),
+        p=_p(slope, errors[1], freedom[1]),
+        # The diagonal of the inverse correlations.
+        vif=float(np.linalg.inv(standard.T @ standard / len(rows))[0, 0]),
+        condition_number=float(np.linalg.cond(standard)),
+        freedom=float(freedom[1]),
+        n_families=n_families,
+    )
 
 
-def exponential_fit(table: pandas.DataFrame, x: str, y: str) -> ExponentialFit:
+def exponential_fit(table: pandas.DataFrame, x: str, y: str, *, families: str | None = None) -> ExponentialFit:
     """Least squares of `a · exp(b · x)`; arguments and errors as in `linear_fit`, and where it does not converge.
 
     Source: Aubry et al. 2025, figure 8, which shows such a fit without saying how it was made.
     """
-    from scipy import optimize, stats
+    from scipy import optimize
 
-    rows = _rows_to_fit(table, (x,), y)
+    rows = rows_to_fit(table, (x,), y, [] if families is None else [families])
     given, wanted = rows[x].to_numpy(), rows[y].to_numpy()
     # In standard units: otherwise a and b are nearly collinear.
     centre, scale = given.mean(), given.std()
@@ -154,16 +173,30 @@ def exponential_fit(table: pandas.DataFrame, x: str, y: str) -> ExponentialFit:
             (a, b), covariance = optimize.curve_fit(lambda z, a, b: a * np.exp(b * z), z, wanted, p0=start)
     except (RuntimeError, optimize.OptimizeWarning):
         raise ValueError(f"the fit of a · exp(b · {x}) to {y!r} does not converge on {len(rows)} rows") from None
-    slope, error, freedom = float(b / scale), float(np.sqrt(covariance[1, 1])), len(rows) - 2
-    interval = t_interval(slope, float(error / scale), freedom)
-    residuals = wanted - a * np.exp(b * z)
-    r_squared = float(1 - residuals @ residuals / ((wanted - wanted.mean()) ** 2).sum())
-    p = float(2 * stats.t.sf(abs(b) / error, freedom)) if error > 0 else 0.0
-    return ExponentialFit(x, y, len(rows), float(a * np.exp(-b * centre / scale)), slope, interval, r_squared, p)
+    curve = np.exp(b * z)
+    residuals = wanted - a * curve
+    codes = None if families is None else rows[families].to_numpy(int)
+    derivatives = np.column_stack([curve, a * z * curve])
+    errors, freedom, _ = _errors(derivatives, residuals, codes, np.sqrt(np.diag(covariance)), float(len(rows) - 2))
+    return ExponentialFit(
+        x=x,
+        y=y,
+        n=len(rows),
+        a=float(a * np.exp(-b * centre / scale)),
+        b=float(b / scale),
+        b_interval=t_interval(b / scale, errors[1] / scale, freedom[1]),
+        r_squared=float(1 - residuals @ residuals / ((wanted - wanted.mean()) ** 2).sum()),
+        p=_p(b, errors[1], freedom[1]),
+    )
 
 
 def subset_fits(
-    table: pandas.DataFrame, x: str, y: str, *, subsets: Mapping[str, str | Sequence[bool] | pandas.Series]
+    table: pandas.DataFrame,
+    x: str,
+    y: str,
+    *,
+    subsets: Mapping[str, str | Sequence[bool] | pandas.Series],
+    families: str | None = None,
 ) -> dict[str, LinearFit]:
     """The linear fit on each subset of the models: by name, a mask over the rows or a query. Errors name the subset.
 
@@ -172,16 +205,23 @@ def subset_fits(
     fits = {}
     for name, subset in subsets.items():
         try:
-            mask = np.asarray(evaluate(table, subset) if isinstance(subset, str) else subset)
-            if mask.dtype != bool or mask.shape != (len(table),):
-                raise ValueError(f"it must be true or false for each of {len(table)} rows")
-            fits[name] = linear_fit(table[mask], x, y)
+            fits[name] = linear_fit(table[subset_mask(table, subset)], x, y, families=families)
         except ValueError as error:
             raise ValueError(f"subset {name!r}: {error}") from None
     return fits
 
 
-def covariate_fits(table: pandas.DataFrame, x: str, y: str, *, covariates: Sequence[str]) -> pandas.DataFrame:
+def subset_mask(table: pandas.DataFrame, subset: Any) -> Bool[np.ndarray, " n"]:
+    """Which rows a query or a mask chooses; ValueError where it does not say so of each."""
+    mask = np.asarray(evaluate(table, subset) if isinstance(subset, str) else subset)
+    if mask.dtype != bool or mask.shape != (len(table),):
+        raise ValueError(f"it must be true or false for each of {len(table)} rows")
+    return mask
+
+
+def covariate_fits(
+    table: pandas.DataFrame, x: str, y: str, *, covariates: Sequence[str], families: str | None = None
+) -> pandas.DataFrame:
     """Each covariate alone against y, beside x on the same models: R² can only be compared on the same models.
 
     One row per covariate: `n`, `slope`, `r_squared`, `p` of its linear fit; `x_r_squared`, `x_p` of x beside it.
@@ -190,40 +230,11 @@ def covariate_fits(table: pandas.DataFrame, x: str, y: str, *, covariates: Seque
     """
     fits = []
     for name in covariates:
-        rows = complete_rows(table, (x, y, name))
-        alone, beside = linear_fit(rows, name, y), linear_fit(rows, x, y)
+        rows = table[table.index.isin(complete_rows(table, (x, y, name)).index)]
+        alone, beside = (linear_fit(rows, one, y, families=families) for one in (name, x))
         fits.append((alone.n, alone.slope, alone.r_squared, alone.p, beside.r_squared, beside.p))
     columns = ["n", "slope", "r_squared", "p", "x_r_squared", "x_p"]
     return pandas.DataFrame(fits, pandas.Index(list(covariates), name="covariate"), columns)
-
-
-def leave_one_out(table: pandas.DataFrame, x: str, y: str) -> LeaveOneOut:
-    """How much the linear fit of y on x depends on each model: the column `model` if there is one, else the index.
-
-    Errors as in `linear_fit`, also of the fits without a model, and for fewer than four models.
-    """
-    rows = _rows_to_fit(table, (x,), y)
-    if len(rows) < 4:
-        raise ValueError(f"leaving one model out needs at least four, got {len(rows)}")
-    names = [str(name) for name in (table.loc[rows.index, "model"] if "model" in table else rows.index)]
-    without = []
-    for name, index in zip(names, rows.index, strict=True):
-        try:
-            without.append(linear_fit(rows.drop(index), x, y))
-        except ValueError as error:
-            raise ValueError(f"without {name!r}: {error}") from None
-    found = pandas.DataFrame(without, pandas.Index(names, name="model"))[["slope", "r_squared", "p"]]
-    result = _least_squares(rows[y].to_numpy(), rows[x].to_numpy())
-    influence = result.get_influence()
-    # A model alone at its x has leverage 1: without it there is no slope, and its distance is not defined.
-    with np.errstate(invalid="ignore", divide="ignore"):
-        found.insert(0, "cooks_distance", influence.cooks_distance[0])
-        found.insert(1, "dfbetas", influence.dfbetas[:, 1])
-    r_squared = found["r_squared"].to_numpy()
-    most = names[int(abs(r_squared - result.rsquared).argmax())]
-    sign_changes = tuple(found.index[np.sign(found["slope"]) != np.sign(result.params[1])])
-    not_significant = tuple(found.index[(found["p"] > _ALPHA) & (result.pvalues[1] <= _ALPHA)])
-    return LeaveOneOut(found, most, (float(r_squared.min()), float(r_squared.max())), sign_changes, not_significant)
 
 
 def complete_rows(table: pandas.DataFrame, names: Sequence[str]) -> pandas.DataFrame:
@@ -241,9 +252,34 @@ def complete_rows(table: pandas.DataFrame, names: Sequence[str]) -> pandas.DataF
     return rows
 
 
-def _rows_to_fit(table: pandas.DataFrame, names: Sequence[str], y: str) -> pandas.DataFrame:
-    """The rows that have y and all those columns; there are enough of them, and no column is constant."""
-    rows = complete_rows(table, (*names, y))
+def fits_within(table: pandas.DataFrame, x: str, y: str, *, families: str) -> dict[str, LinearFit]:
+    """The linear fit inside each family of at least three models, by its name, where there is something to fit."""
+    codes, fits = family_codes(table, families), {}
+    for code in np.flatnonzero(np.bincount(codes) > 2):
+        own = table[codes == code]
+        with contextlib.suppress(ValueError):
+            fits[str(own[families].iloc[0])] = linear_fit(own, x, y)
+    return fits
+
+
+def family_codes(table: pandas.DataFrame, column: str) -> Int[np.ndarray, " n"]:
+    """A number for each value of a column, in the order in which they come; a number of its own where it is missing."""
+    if column not in table:
+        raise ValueError(f"no column {column!r}; the columns are {', '.join(map(str, table))}")
+    labels = table[column].astype(str).str.strip().mask(table[column].isna(), "").to_numpy(object)
+    alone = labels == ""
+    return pandas.factorize(np.where(alone, np.arange(len(table)), labels))[0]
+
+
+def rows_to_fit(
+    table: pandas.DataFrame, names: Sequence[str], y: str, families: Sequence[str] = ()
+) -> pandas.DataFrame:
+    """The rows that have y and all those columns; there are enough of them, and no column is constant.
+
+    Columns of families are numbered.
+    """
+    table = table.assign(**{name: family_codes(table, name) for name in families})
+    rows = complete_rows(table, list(dict.fromkeys((*names, y, *families))))
     if len(rows) < (needed := len(names) + 2):
         raise ValueError(f"a fit of {y!r} on {', '.join(names)} needs at least {needed} models, got {len(rows)}")
     for name in (*names, y):
@@ -252,10 +288,29 @@ def _rows_to_fit(table: pandas.DataFrame, names: Sequence[str], y: str) -> panda
     return rows
 
 
-def _least_squares(y: Float[np.ndarray, " n"], x: np.ndarray) -> Any:
+def least_squares(y: Float[np.ndarray, " n"], x: np.ndarray) -> Any:
     """What statsmodels finds; the first coefficient is the intercept."""
     if importlib.util.find_spec("statsmodels") is None:
         raise ValueError('fits across models need statsmodels: pip install "tl-coupling[survey]"')
     import statsmodels.api as sm
 
     return sm.OLS(y, sm.add_constant(x)).fit()
+
+
+def _errors(
+    design: Float[np.ndarray, "n n_columns"],
+    residuals: Float[np.ndarray, " n"],
+    families: np.ndarray | None,
+    errors: Float[np.ndarray, " n_columns"],
+    freedom: float,
+) -> tuple[Float[np.ndarray, " n_columns"], Float[np.ndarray, " n_columns"], int | None]:
+    """Standard errors and degrees of freedom: as given, or of families, and then how many these are."""
+    n_families = 1 if families is None else len(np.unique(families))
+    if families is None or not 1 < n_families < len(families):
+        return errors, np.full(len(errors), freedom), None
+    return *cluster_robust(design, residuals, families), n_families
+
+
+def _p(estimate: float, error: float, freedom: float) -> float:
+    """Two-sided, of 0."""
+    return float(2 * stats.t.sf(abs(estimate) / error, freedom)) if error > 0 else 0.0

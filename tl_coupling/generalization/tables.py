@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -12,9 +12,13 @@ import pandas
 import xarray
 
 from tl_coupling.border import AnyPath, checked, warn_caller
+from tl_coupling.generalization.fits import family_codes
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.survey import UNTRAINED
 
+# In place of a checkpoint: each model's own last.
+LAST = "last"
+FAMILY = "family"
 _KNOWN_OF_MODELS = ("n_layers", "d_model", "n_parameters", "training_tokens")
 
 
@@ -40,7 +44,8 @@ def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
 
     Args:
         path: a file with the column `model` and the one named by `score`, empty where it is unknown; `checkpoint` where
-            models have several; any others, such as `training_tokens` or a score for each task.
+            models have several; `family` where models are related; any others, such as `training_tokens` or a score for
+            each task.
 
     Raises:
         OSError: the file cannot be read.
@@ -99,32 +104,71 @@ def measured(
 ) -> tuple[pandas.DataFrame, np.ndarray, np.ndarray, dict[str, str]]:
     """Coupling and score of each model of `per_prompt` at one checkpoint; those of one model are not independent.
 
-    Returns the table, with columns `measure` and `score`; coupling on each prompt, NaN where it was not measured; the
-    score, or the loss on each prompt; which models lack what. Warns where models were measured on different prompts.
+    The checkpoint is as in `at_one_checkpoint`; of "last" the last at which a model has both.
+
+    Returns the table, with columns `measure` and `score`, by place along `row`; coupling on each prompt, NaN where it
+    was not measured; the score, or the loss on each prompt; which models lack what. Warns where models were measured on
+    different prompts.
     """
-    rows = at_one_checkpoint(coupling_table(held, scores, measure=measure, score=score), checkpoint)
-    without = sorted(set(held["model"].values.tolist()) - set(rows["model"]))
-    left_out = dict.fromkeys(without, f"no {measure} at k = {held['k'].item()}")
-    left_out |= dict.fromkeys(rows.loc[rows[score].isna(), "model"], f"no {score}")
-    rows = rows.dropna(subset=[score])
+    there = coupling_table(held, scores, measure=measure, score=score)
+    scored = there.dropna(subset=[score])
+    here = at_one_checkpoint(there, checkpoint)
+    rows = at_one_checkpoint(scored, LAST) if checkpoint == LAST else here.dropna(subset=[score])
+    left_out = {}
+    for model in dict.fromkeys(held["model"].values.tolist()):
+        if model not in set(rows["model"]):
+            is_measured = model in set(here["model"])
+            what, elsewhere = (score, scored) if is_measured else (f"{measure} at k = {held['k'].item()}", there)
+            left_out[model] = f"no {what}{_only_at(elsewhere[elsewhere['model'] == model], here, checkpoint)}"
     if len(rows) < 3:
         got = f"{len(rows)}: {', '.join(rows['model']) or 'none'}"
+        got += "".join(f"; {model}: {why}" for model, why in [*left_out.items()][:1])
         raise ValueError(f"{measure} against {score} needs at least three models that have both, got {got}")
     x = held["x"].values[rows.index]
     if lacking := ", ".join(rows["model"][np.isnan(x).any(1)]):
         # Once for one set of models, whichever k or task is looked at.
         warnings.warn(f"{lacking}: some prompts were not measured, and their means are over the others", stacklevel=1)
     y = held["loss"].values[rows.index] if isinstance(scores, str) else rows[score].to_numpy(float)
-    return rows.reset_index(drop=True), x, y, left_out
+    return rows, x, y, left_out
+
+
+def _only_at(elsewhere: pandas.DataFrame, rows: pandas.DataFrame, checkpoint: int | str | None) -> str:
+    """Where a model has what it lacks at the checkpoint of the rows, if anywhere, and how to take it there."""
+    names = elsewhere["checkpoint"].astype(str)
+    others = names[(names != UNTRAINED) | (str(checkpoint) == UNTRAINED)].tolist()
+    if not others or rows.empty or checkpoint == LAST:
+        return ""
+    return (
+        f" at checkpoint {rows['checkpoint'].iloc[0]}, only at {', '.join(others)} (“{LAST}” takes each model's last)"
+    )
 
 
 def at_one_checkpoint(rows: pandas.DataFrame, checkpoint: int | str | None) -> pandas.DataFrame:
-    """The rows of a checkpoint; by default each model's last, untrained twins aside. The index stays."""
+    """The rows of a checkpoint; by default the last of all, untrained twins aside. The index stays.
+
+    "last" is each model's own last: models are then compared at different checkpoints.
+    """
     names = rows["checkpoint"].astype(str)
-    chosen = rows[names != UNTRAINED if checkpoint is None else names == str(checkpoint)]
-    if chosen.empty and checkpoint is not None:
+    trained = rows[names != UNTRAINED]
+    if checkpoint == LAST or (trained.empty and checkpoint is None):
+        return trained.groupby("model", sort=False).tail(1)
+    wanted = str(max(trained["checkpoint"], key=step_order) if checkpoint is None else checkpoint)
+    if not (names == wanted).any():
         raise ValueError(f"checkpoint {checkpoint!r} was not measured; there are {', '.join(names.unique())}")
-    return chosen.groupby("model", sort=False).tail(1)
+    return rows[names == wanted]
+
+
+def with_families(table: pandas.DataFrame, families: Mapping[str, str] | None) -> tuple[pandas.DataFrame, str | None]:
+    """The table with its column of families, and the name of it where some models are related and others are not.
+
+    Families are those given by model, else those of the scores; a model without one is of none.
+    """
+    if families is not None:
+        table = table.assign(**{FAMILY: table["model"].map(dict(families))})
+    if FAMILY not in table:
+        return table, None
+    n_families = family_codes(table, FAMILY).max() + 1
+    return table, FAMILY if 1 < n_families < len(table) else None
 
 
 def needed(data: xarray.Dataset, measure: str, also: Sequence[str] = ()) -> xarray.Dataset:
@@ -149,7 +193,11 @@ def per_prompt(data: xarray.Dataset, k: int | None, measure: str, also: Sequence
         raise ValueError(f"`k` = {k} was not measured; there are {sorted(data['k'].values.tolist())}")
     names = {f"mean_{measure}": "x", f"null_{measure}": "null"}
     held = held.sel(k=k).rename({name: new for name, new in names.items() if name in held})
-    held = held.dropna("prompt", how="all", subset=["x"])
+    return in_rows(held.dropna("prompt", how="all", subset=["x"]), data)
+
+
+def in_rows(held: xarray.Dataset, data: xarray.Dataset) -> xarray.Dataset:
+    """Part of a survey along `row`, each model with its checkpoints in order, in place of `model` and `checkpoint`."""
     for dim, name in (("model", str(data.attrs.get("model") or "model")), ("checkpoint", "main")):
         held = held if dim in held.dims else held.expand_dims({dim: [name]})
     held = held.sel(checkpoint=sorted(held["checkpoint"].values.tolist(), key=step_order))

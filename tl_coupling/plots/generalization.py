@@ -29,15 +29,17 @@ _MAX_NAMED = 10
 def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """Score against mean coupling, one point per model, with the line, its band and what random subspaces would give.
 
-    The band is the bootstrap's, pointwise, over models and prompts; the dotted curve is the exponential fit. Where the
-    null differs between models (spectral mis-coupling), each has a mark at the foot. Source: Aubry et al. 2025, figures
-    1a and 8, without null and band.
+    The band is the bootstrap's, pointwise, over models (or families) and prompts, if there are enough; the dotted curve
+    is the exponential fit. Where the null differs between models (spectral mis-coupling), each has a mark at the foot.
+    Source: Aubry et al. 2025, figures 1a and 8, without null and band.
     """
     ax = ax or labels.new_figure(7.0, 5.4).subplots()
     line, drawn = result.association.linear, result.association.bootstrap
     x, y = (result.table[name].to_numpy(float) for name in (result.measure, result.score))
-    ax.fill_between(drawn.band_x, drawn.band_low, drawn.band_high, color="C0", alpha=0.15, linewidth=0)
-    ax.plot(drawn.band_x, line.predict(drawn.band_x), label="linear fit, bootstrap band", color="C0")
+    if not drawn.too_few:
+        ax.fill_between(drawn.band_x, drawn.band_low, drawn.band_high, color="C0", alpha=0.15, linewidth=0)
+    label = "linear fit, too few for a band" if drawn.too_few else "linear fit, bootstrap band"
+    ax.plot(drawn.band_x, line.predict(drawn.band_x), label=label, color="C0")
     if result.exponential is not None:
         label = f"exponential fit $a\\,e^{{bx}}$, R² = {result.exponential.r_squared:.2f}"
         ax.plot(drawn.band_x, result.exponential.predict(drawn.band_x), linestyle=":", label=label, color="C0")
@@ -62,7 +64,8 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
 def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """The slope with its interval, one row each: over all models, over subsets of them, and with covariates held fixed.
 
-    Shows whether the slope keeps its sign. Intervals are t intervals except in the second row, the bootstrap.
+    Shows whether the slope keeps its sign. Intervals are t intervals, of families cluster-robust, except in the row of
+    the bootstrap.
     """
     slopes, drawn = result.slopes, result.association.bootstrap
     places = np.arange(len(slopes))
@@ -73,8 +76,11 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     rows = []
     for fit in slopes.itertuples():
         said = _statistics(fit)
-        if np.isnan(fit.p):
-            said = f"over {drawn.n_models} models, {drawn.n_prompts} prompts"
+        if fit.Index == "all models, corrected" and result.attenuation is not None:
+            said = f"for the noise of {drawn.n_prompts} prompts, reliability {result.attenuation.reliability:.2f}"
+        elif np.isnan(fit.p):
+            resampled = f"{drawn.n_models} models" if drawn.n_families is None else f"{drawn.n_families} families"
+            said = f"over {resampled}, {drawn.n_prompts} prompts"
         elif not np.isnan(fit.vif):
             said = f"{said.replace('R²', 'partial R²')}, VIF = {fit.vif:.1f}"
         rows.append(f"{fit.Index}\n{said}")
@@ -96,14 +102,17 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     sweep = result.by_k.values()
     # Evenly spaced: the numbers that people choose are not.
     places = np.arange(len(sweep))
-    low, high = np.transpose([one.bootstrap.r_squared for one in sweep])
-    ax.vlines(places, low, high, color="C0", alpha=0.5)
+    drawn = result.association.bootstrap
+    if not drawn.too_few:
+        low, high = np.transpose([one.bootstrap.r_squared for one in sweep])
+        ax.vlines(places, low, high, color="C0", alpha=0.5)
     ax.plot(places, [one.linear.r_squared for one in sweep], color="C0", marker="o")
     ax.set_xticks(places, [f"{k}\np = {one.linear.p:.2g}" for k, one in result.by_k.items()])
     ax.margins(x=0.1)
     ax.set(xlabel="k, number of top singular vectors", ylabel="R² of the linear fit", ylim=(0, 1))
-    linear, level = _statistics(result.association.linear), result.association.bootstrap.level
-    labels.entitle(ax, f"{_heading(result)}\nk = {result.k}: {linear} · bars: {level:.0%} bootstrap interval")
+    linear = _statistics(result.association.linear)
+    bars = "too few models for intervals" if drawn.too_few else f"bars: {drawn.level:.0%} bootstrap interval"
+    labels.entitle(ax, f"{_heading(result)}\nk = {result.k}: {linear} · {bars}")
     return ax
 
 
@@ -155,8 +164,10 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
 
 
 def _heading(result: Generalization) -> str:
-    n = result.n_prompts
-    return f"{result.score} against {result.measure.replace('_', ' ')} · mean over {n} prompt{'s' if n > 1 else ''}"
+    n, n_families = result.n_prompts, result.association.linear.n_families
+    families = "" if n_families is None else f" · {n_families} families"
+    prompts = f"{n} prompt{'s' if n > 1 else ''}"
+    return f"{result.score} against {result.measure.replace('_', ' ')} · mean over {prompts}{families}"
 
 
 def _statistics(fit: Any) -> str:

@@ -16,14 +16,16 @@ Source = dict[str, Any]
 
 @checked
 def pythia_steps(first: int = 1) -> tuple[int, ...]:
-    """Log-spaced training steps of the Pythia suite, from `first` on, as in the paper.
+    """Log-spaced training steps of the Pythia suite, from `first` on.
 
-    1, 2, 4, …, 512, then 1000, 2000, 4000, …, 128000, and the last, 143000 (Aubry et al. 2025, figures 1 and 16).
-    Pythia also published step 0 and every 1000th step.
+    1, 2, 4, …, 512, then 1000, 2000, 4000, …, 128000, and the last, 143000. The steps of the paper's emergence figure
+    are those of `first=128`; it shows step 1 as an adjacency picture and as trajectories only, beside 4000 and 143000
+    (Aubry et al. 2025, figures 1b, 1c–e and 16). Coupling may peak before step 128: hence the default. Pythia also
+    published step 0 and every 1000th step.
 
     Example:
-        >>> tlc.surveys.pythia_steps(first=512)
-        (512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
+        >>> tlc.surveys.pythia_steps(first=128)
+        (128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
     """
     steps = [*(2**i for i in range(10)), *(1000 * 2**i for i in range(8)), 143_000]
     return tuple(step for step in steps if step >= first)

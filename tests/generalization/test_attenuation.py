@@ -1,0 +1,68 @@
+"""Reliability against Cronbach's α and known noise; the corrected slope against the slope without noise."""
+
+import numpy as np
+import pandas
+import pytest
+
+from tl_coupling.generalization import linear_fit
+from tl_coupling.generalization.attenuation import Attenuation, attenuation
+
+pytestmark = pytest.mark.on_3_only
+
+
+def found(x: np.ndarray, y: np.ndarray) -> Attenuation:
+    table = pandas.DataFrame({"x": np.nanmean(x, 1), "y": y if y.ndim == 1 else np.nanmean(y, 1)})
+    return attenuation(x, y, linear_fit(table, "x", "y"), seed=0)
+
+
+@pytest.mark.parametrize("n_prompts", [2, 5, 6])
+def test_reliability_over_all_halves_is_cronbachs_alpha(n_prompts):
+    rng = np.random.default_rng(n_prompts)
+    x = 2 * rng.standard_normal((9, 1)) + rng.standard_normal((9, n_prompts)) + 5 * rng.standard_normal(n_prompts)
+    y = rng.standard_normal(9)
+    alpha = n_prompts / (n_prompts - 1) * (1 - x.var(0, ddof=1).sum() / x.sum(1).var(ddof=1))
+    result = found(x, y)
+    assert result.reliability == pytest.approx(alpha)
+    raw = np.polyfit(x.mean(1), y, 1)[0]
+    assert result.slope == pytest.approx(raw / alpha)
+    assert sum(result.slope_interval) / 2 == pytest.approx(result.slope)
+    # Spearman and Brown: what so many prompts give, and one less does not.
+    one = alpha / (n_prompts - (n_prompts - 1) * alpha)
+    reached = [m * one / (1 + (m - 1) * one) >= 0.9 - 1e-12 for m in (result.n_wanted, result.n_wanted - 1)]
+    assert reached == [True, False]
+
+
+def test_many_prompts_are_split_at_random():
+    rng = np.random.default_rng(0)
+    # Variance 1 of models and 4 / 16 of their means' noise: reliability .8.
+    x = rng.standard_normal((3000, 1)) + 2 * rng.standard_normal((3000, 16))
+    x[0, :3] = np.nan
+    result = found(x, rng.standard_normal(3000))
+    assert result.n_splits == 200
+    assert result.reliability == pytest.approx(0.8, abs=0.02)
+    assert result.n_wanted == pytest.approx(36, abs=4)
+
+
+def test_noise_shared_with_a_loss_drops_out():
+    rng = np.random.default_rng(1)
+    truth, noise = rng.standard_normal((4000, 1)), rng.standard_normal((4000, 4))
+    x, loss = truth + noise, 2 * truth - 3 * noise
+    raw = np.polyfit(x.mean(1), loss.mean(1), 1)[0]
+    # cov / var = (2 − 3 / 4) / (1 + 1 / 4).
+    assert raw == pytest.approx(1, abs=0.1)
+    assert found(x, loss).slope == pytest.approx(2, abs=0.1)
+
+
+def test_noise_alone_is_not_corrected():
+    x, y = np.random.default_rng(3).standard_normal((12, 4)), np.arange(12.0)
+    result = found(x, y)
+    assert result.reliability < 0.5
+    assert np.isnan([result.slope, *result.slope_interval]).all()
+
+
+def test_one_prompt_has_no_halves():
+    with pytest.raises(ValueError, match="at least two prompts, got 1"):
+        found(np.arange(5.0)[:, None], np.array([1.0, 3, 2, 5, 4]))
+    lacking = np.array([[1, np.nan], [2.0, 3], [4, 7], [5, 5]])
+    with pytest.raises(ValueError, match="measured on both halves"):
+        found(lacking, np.array([1.0, 3, 2, 5]))
