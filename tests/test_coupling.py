@@ -72,6 +72,7 @@ def test_every_measure_at_every_k_is_the_loop_over_corners():
         expected = numpy_measures(A[i, j, : k + 1, : k + 1].numpy(), S[i, : k + 1].numpy())
         m = expected["normalized_miscoupling"]
         wanted = [1 - m, m, expected["miscoupling"], expected["spectral p=2"], expected["captured_energy"]]
+        wanted += [expected["spectral p=2 absolute"], expected["spectral p=1 absolute"]]
         np.testing.assert_allclose(values[:, k, i, j], wanted, atol=1e-12)
 
 

@@ -5,10 +5,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from scipy.special import gammaln
 
 import tl_coupling as tlc
 from test_coupling import haar
+from tl_coupling.coupling import (
+    MEASURES,
+    draws_of_random_subspaces,
+    measure_of,
+    nulls_at_every_k,
+    random_rotations,
+    rotation_null,
+)
 
 pytestmark = pytest.mark.on_4_only
 
@@ -149,6 +158,97 @@ def test_absolute_null_of_a_single_jacobian():
 def test_null_of_a_zero_jacobian_is_nan_with_a_warning(measure):
     with pytest.warns(UserWarning, match="is 0 for 1 matrices"):
         null_of(np.zeros(5), measure)
+
+
+def test_every_null_at_every_k_is_that_null(frames):
+    S = torch.from_numpy(np.stack([SPECTRA["fast"], SPECTRA["slow"]]))[:, :5]
+    norms = 1.5 * S.norm(dim=-1)
+    values = nulls_at_every_k(S, norms, NULL_D)
+    assert values.shape == (len(MEASURES), 5, 2)
+    for i, measure in enumerate(MEASURES):
+        for k in range(1, 6):
+            expected = tlc.random_subspace_null(k, measure, d_model=NULL_D, S_1=S, frobenius_norm=norms)
+            torch.testing.assert_close(values[i, k - 1], expected.expand(2))
+
+
+@pytest.mark.parametrize("k", [2, 3, 10])
+def test_the_null_is_a_root_mean_square_and_lies_below_the_mean(k):
+    """Of a Gaussian A, `m̃²` is a Beta variable: scipy knows its moments and quantiles."""
+    d = 400
+    S, of_A = torch.ones(1), stats.beta((k * k - k) / 2, k / 2)
+    generator = torch.Generator().manual_seed(k)
+    A = draws_of_random_subspaces(k, 4000, d_model=d, S_1=S, frobenius_norm=torch.tensor(d**0.5), generator=generator)
+    drawn = 1 - tlc.normalized_miscoupling(A).numpy()
+    mean = 1 - of_A.expect(np.sqrt)
+    assert drawn.mean() == pytest.approx(mean, abs=4 * drawn.std() / 63)
+    expected = {2: 1.138, 3: 1.061, 10: 1.005}[k]
+    assert mean / float(tlc.random_subspace_null(k)) == pytest.approx(expected, abs=5e-4)
+    # The far ends of 4000 draws, and of d = 400 against infinity.
+    np.testing.assert_allclose(
+        np.quantile(drawn, (0.025, 0.5, 0.975)), 1 - np.sqrt(of_A.ppf((0.975, 0.5, 0.025))), rtol=0.12, atol=0.002
+    )
+
+
+@pytest.mark.parametrize("given", [NULL_K, NULL_D])
+def test_draws_are_random_frames_of_the_singular_vectors(given, frames):
+    """Entries of every order: means over 4000 draws against 40,000 of whole matrices."""
+    sigma = np.r_[3, 2, 1, np.full(NULL_D - 3, 0.4)]
+    S = torch.from_numpy(sigma)
+    generator = torch.Generator().manual_seed(0)
+    options = {"d_model": NULL_D, "S_1": S[:given], "frobenius_norm": S.norm(), "generator": generator}
+    A = draws_of_random_subspaces(NULL_K, 4000, **options)
+    whole = torch.from_numpy(sampled(frames, sigma))
+    for measure in MEASURES:
+        ours, theirs = (measure_of(one, S, measure).numpy() for one in (A, whole))
+        assert stats.ks_2samp(ours, theirs).pvalue > 0.01, measure
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("kind", ["any", "diagonal", "indefinite", "skew", "identity"])
+def test_rotation_null_against_rotations(paired, kind):
+    k, rng = 4, np.random.default_rng(2)
+    A = {
+        "any": rng.standard_normal((k, k)) + 2 * np.eye(k),
+        "diagonal": np.diag([3.0, 2, 1, 0.5]),
+        "indefinite": np.diag([2.0, -1.5, 0.1, -0.4]),
+        "skew": np.triu(np.ones((k, k)), 1) - np.tril(np.ones((k, k)), -1),
+        "identity": np.eye(k),
+    }[kind]
+    A, s = torch.from_numpy(A), torch.tensor([3.0, 2, 1, 0.7], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    Q, R = (random_rotations(N_SAMPLES, k, generator=generator) for _ in range(2))
+    turned = Q.mT @ A @ (Q if paired else R)
+    for measure in MEASURES:
+        values = measure_of(turned, s, measure).numpy()
+        null = float(rotation_null(A, s, measure, paired=paired))
+        if kind == "identity" and paired:
+            np.testing.assert_allclose(values, null, atol=1e-9)
+        elif measure == "coupling":
+            # That of m̃ is the root mean square.
+            assert_mean_of_squares(1 - values, 1 - null)
+        else:
+            assert_mean_of_squares(values, null)
+
+
+def test_rotation_null_of_what_rotations_leave_alone():
+    """Independent bases: `√(1 − 1/k)` of any A. Paired ones leave the identity as it is."""
+    A = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    s = torch.ones(5, dtype=torch.float64)
+    haar_null = tlc.random_subspace_null(5).expand(3)
+    torch.testing.assert_close(rotation_null(A, s, paired=False), haar_null)
+    assert float(rotation_null(0.3 * torch.eye(5), s)) == pytest.approx(1)
+    with pytest.warns(UserWarning, match="is 0 for 1 matrices"):
+        assert rotation_null(torch.zeros(5, 5), s).isnan()
+
+
+def test_random_rotations_are_uniform():
+    Q = random_rotations(2000, 5, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(Q.mT @ Q, torch.eye(5, dtype=Q.dtype).expand(2000, 5, 5))
+    # Under the Haar measure the trace has mean 0 and variance 1.
+    traces = Q.diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert abs(traces.mean()) < 0.1
+    assert float(traces.var()) == pytest.approx(1, abs=0.15)
+    assert random_rotations(2, 5, columns=3, generator=torch.Generator().manual_seed(0)).shape == (2, 5, 3)
 
 
 @pytest.mark.parametrize("d", [4, 12, 64])

@@ -11,7 +11,7 @@ from torch import Tensor
 from tl_coupling.blocks import Trace
 from tl_coupling.border import checked
 from tl_coupling.comparisons.choices import chosen_layers, free_end
-from tl_coupling.comparisons.maps import Saved
+from tl_coupling.comparisons.saved import Saved
 from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import effective_rank, participation_ratio, singular_values

@@ -188,7 +188,7 @@ def _of_prompt(traced: Trace, settings: Settings) -> tuple[xarray.Dataset, dict[
         raise ValueError(f"wanted a model of at least 2 blocks, to swap and to merge, got {n_layers}")
     if traced.n_pos < 2:
         raise ValueError(f"wanted at least 2 tokens, to predict one from the other, got {traced.n_pos}")
-    result = depth_coupling(traced, max(settings.k), settings.position, settings.orientation, progress=False)
+    result = depth_coupling(traced, max(settings.k), settings.position, settings.orientations[0], progress=False)
     coupling = np.stack([result.coupling(k).cpu().numpy() for k in settings.k])
     coupling = (coupling + coupling.swapaxes(1, 2)) / 2
     Js = (block_jacobian(traced, layer, position=settings.position) for layer in range(n_layers))

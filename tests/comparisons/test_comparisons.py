@@ -13,6 +13,7 @@ import torch
 
 import tiny
 import tl_coupling as tlc
+from test_coupling import haar
 from tl_coupling import coupling, jacobians
 from tl_coupling.comparisons import CouplingMap
 
@@ -261,7 +262,12 @@ def test_absolute_null_is_what_random_frames_give(deep, result):
 
 
 def test_values_by_name(result):
-    assert set(MEASURES) == set(get_args(coupling.Measure))
+    assert {*MEASURES, *coupling.RELEASED} == set(get_args(coupling.Measure))
+    assert torch.equal(result.values(3, "released_norm"), result.spectral_miscoupling(3, 2, True))
+    assert torch.equal(result.values(3, "released_trace"), result.spectral_miscoupling(3, 1, True))
+    for measure in ("coupling", "released_trace"):
+        with pytest.raises(ValueError, match=f"options of 'spectral_miscoupling', not of '{measure}'"):
+            result.values(3, measure, p=1)
     for measure in MEASURES:
         assert torch.equal(result.values(3, measure), getattr(result, measure)(3))
         assert torch.equal(result.values(measure=measure), getattr(result, measure)())
@@ -270,6 +276,93 @@ def test_values_by_name(result):
     assert not torch.equal(absolute, result.spectral_miscoupling(3))
     with pytest.raises(TypeError, match="absolut"):
         result.values(3, "spectral_miscoupling", absolut=True)
+
+
+@pytest.mark.parametrize("measure", get_args(coupling.Measure))
+def test_null_follows_the_choice_of_the_diagonal(result, measure):
+    """Of all 16 pairs, 12 are left to chance; a layer with itself keeps its value."""
+    own = float(result.values(4, measure).diagonal().sum())
+    expected = (12 * result.null(4, measure) + own) / 16
+    assert result.null(4, measure, off_diagonal=False) == pytest.approx(expected, rel=1e-6)
+    means = [result.mean(4, measure, off_diagonal=off) for off in (True, False)]
+    assert means[1] == pytest.approx((12 * means[0] + own) / 16, rel=1e-6)
+    low, high = result.null_interval(4, measure, n_draws=20)
+    expected = [(12 * end + own) / 16 for end in (low, high)]
+    assert result.null_interval(4, measure, n_draws=20, off_diagonal=False) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("within", ["spans", "pairs"])
+def test_nulls_within_the_spans_are_those_of_rotated_vectors(deep, within):
+    """The singular vectors themselves are turned, and A is made anew from the Jacobians: numpy alone."""
+    k, J = 3, deep[1][LAST]
+    result, rng = tlc.comparisons.jacobian_coupling(torch.from_numpy(J), k), np.random.default_rng(0)
+    tops = [(U[:, :k], Vh[:k].T) for U, _, Vh in map(np.linalg.svd, J)]
+    squares = []
+    for _ in range(1500):
+        A = np.zeros((len(J), len(J), k, k))
+        for col, (U, V) in enumerate(tops):
+            Q, R = haar(k, rng), haar(k, rng)
+            A[:, col] = (U @ Q).T @ J @ (V @ (Q if within == "pairs" else R))
+        off = np.linalg.norm(A * (1 - np.eye(k)), axis=(-2, -1)) ** 2
+        squares.append([off, off / np.linalg.norm(A, axis=(-2, -1)) ** 2])
+    others = ~np.eye(len(J), dtype=bool)
+    for measure, sampled in zip(("miscoupling", "normalized_miscoupling"), np.mean(squares, 0), strict=True):
+        assert result.null(k, measure, within=within) == pytest.approx(np.sqrt(sampled)[others].mean(), rel=0.01)
+    low, high = result.null_interval(k, within=within)
+    assert low < 1 - np.sqrt(squares)[:, 1][:, others].mean() < high
+
+
+def test_an_interval_of_the_null_holds_what_is_drawn(deep):
+    """Maps whose columns have random singular vectors, of layers that are one map and of unrelated ones."""
+    rng, k, d = np.random.default_rng(1), 3, 24
+    one = haar(d, rng) * np.geomspace(1, 0.05, d) @ haar(d, rng)
+    unrelated = np.stack([haar(d, rng) * np.geomspace(1, 0.05, d) @ haar(d, rng) for _ in range(5)])
+    others, widths = ~np.eye(5, dtype=bool), []
+    for J in (np.stack([one] * 5), unrelated):
+        result = tlc.comparisons.jacobian_coupling(torch.from_numpy(J), k)
+        low, high = result.null_interval(k)
+        means = []
+        for _ in range(400):
+            frames = [(haar(d, rng)[:, :k], haar(d, rng)[:, :k]) for _ in range(5)]
+            A = np.stack([U.T @ J @ V for U, V in frames], 1)
+            m = np.linalg.norm(A * (1 - np.eye(k)), axis=(-2, -1)) / np.linalg.norm(A, axis=(-2, -1))
+            means.append(1 - m[others].mean())
+        inside = np.mean([low < mean < high for mean in means])
+        widths.append(np.diff(np.quantile(means, (0.025, 0.975)))[0] / (high - low))
+        assert inside > 0.92
+    # As narrow as can be where all rows have the same vectors.
+    assert 0.85 < widths[0] < 1.15
+    assert widths[1] < 0.8
+
+
+def test_undefined_pairs_are_counted_and_left_out_of_the_mean(deep):
+    J = torch.from_numpy(deep[1][LAST]).clone()
+    J[1] = 0
+    with pytest.warns(UserWarning, match="equal to rounding in layer 1"):
+        result = tlc.comparisons.jacobian_coupling(J, 3)
+    with pytest.warns(UserWarning, match="coupling is undefined for 3 of 12 pairs, .* the mean is over the others"):
+        mean = result.mean()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        values = result.coupling().numpy()
+    assert mean == pytest.approx(np.nanmean(values[~np.eye(N_LAYERS, dtype=bool)]))
+    with pytest.warns(UserWarning, match="undefined for 12 of 12 pairs, .* is 0: NaN"):
+        assert math.isnan(dataclasses.replace(result, matrices=0 * result.matrices).mean())
+
+
+def test_jacobians_at_hand_are_compared_as_those_of_a_trace(deep):
+    J = tlc.block_jacobians(deep[0])
+    for orientation in ("ujv", "vju"):
+        expected = tlc.depth_coupling(deep[0], K, orientation=orientation)
+        got = tlc.comparisons.jacobian_coupling(J, K, orientation, provenance=deep[0].provenance)
+        torch.testing.assert_close(got.coupling(), expected.coupling(), atol=1e-5, rtol=1e-5)
+        assert (got.row_layers, got.kind, got.orientation) == (expected.row_layers, "depth", orientation)
+        assert got.provenance["model"] == expected.provenance["model"]
+    for bad, message in ((J[:0], "`J` is empty"), (J[:1, :5, :5], r"`k` must lie in \[1, 5\]")):
+        with pytest.raises(ValueError, match=message):
+            tlc.comparisons.jacobian_coupling(bad, K)
+    with pytest.raises(ValueError, match="must name the 4 rows"):
+        tlc.comparisons.jacobian_coupling(J, K, layers=[0, 1])
 
 
 @pytest.mark.parametrize("k", [0, -1, K + 1])
@@ -323,7 +416,7 @@ def test_unknown_orientation(deep):
 @pytest.mark.usefixtures("as_a_user")
 def test_unknown_measure(result):
     for call in (result.values, result.mean, result.null, result.locality_profile):
-        with pytest.raises(ValueError, match=r"`measure` must be one of coupling, .*captured_energy, got 'at'"):
+        with pytest.raises(ValueError, match=r"`measure` must be one of coupling, .*captured_energy, .*, got 'at'"):
             call(2, "at")
 
 

@@ -50,7 +50,15 @@ def test_means_and_spreads_are_numpys(maps, mean, measure):
         assert mean.null(k, measure) == pytest.approx(np.mean(nulls), rel=1e-5)
         profiles = np.stack([one.locality_profile(k, measure).numpy() for one in maps])
         np.testing.assert_allclose(mean.locality_profile(k, measure), profiles.mean(0), atol=2e-6, rtol=1e-5)
-    assert torch.equal(mean.values(measure=measure), getattr(mean, measure)(K))
+    released = {"released_norm": {"p": 2, "absolute": True}, "released_trace": {"p": 1, "absolute": True}}
+    if measure in released:
+        assert torch.equal(mean.values(measure=measure), mean.spectral_miscoupling(K, **released[measure]))
+    else:
+        assert torch.equal(mean.values(measure=measure), getattr(mean, measure)(K))
+    own = np.mean([one.values(3, measure).double().numpy().diagonal().mean() for one in maps])
+    n = tiny.N_LAYERS
+    null = ((n - 1) * mean.null(3, measure) + own) / n
+    assert mean.null(3, measure, off_diagonal=False) == pytest.approx(null, rel=1e-5, abs=1e-6)
 
 
 def test_what_lies_behind_the_values(maps, mean):
@@ -125,6 +133,22 @@ def test_save_and_load(mean, tmp_path):
         np.testing.assert_array_equal(drawn, mean.coupling(3))
 
 
+def test_a_mean_of_an_earlier_version_holds_fewer_measures(mean, tmp_path):
+    path = mean.save(tmp_path / "mean.nc")
+    with xarray.load_dataset(path) as data:
+        data.isel(measure=slice(5)).to_netcdf(path)
+    loaded = MeanCouplingMap.load(path)
+    assert torch.equal(loaded.spectral_miscoupling(2), mean.spectral_miscoupling(2))
+    with pytest.raises(ValueError, match="an earlier version, without 'released_norm': measure again"):
+        loaded.values(2, "released_norm")
+
+
+def test_the_interval_of_a_mean_shrinks_with_the_prompts(maps, mean):
+    """Of independent subspaces: by the square root of four prompts."""
+    widths = [float(np.diff(one.null_interval(3))[0]) for one in (mean, maps[0])]
+    assert widths[1] / widths[0] == pytest.approx(2, rel=0.2)
+
+
 def test_a_map_of_one_prompt_is_no_mean(maps, mean, tmp_path):
     path = maps[0].save(tmp_path / "map.nc")
     with pytest.raises(ValueError, match=r"is not a file that `MeanCouplingMap\.save` wrote"):
@@ -145,7 +169,9 @@ def test_what_has_no_mean(maps, mean):
         with pytest.raises(ValueError, match=message):
             MeanCouplingMap.over(given)
     with pytest.raises(ValueError, match="holds p=2 and absolute=False"):
-        mean.spectral_miscoupling(2, absolute=True)
+        mean.spectral_miscoupling(2, p=1)
+    with pytest.raises(ValueError, match="holds the null 'space' only, got within='pairs'"):
+        mean.null(2, within="pairs")
     with pytest.raises(ValueError, match=rf"`k` must lie in \[1, {K}\]"):
         mean.spread(K + 1)
 

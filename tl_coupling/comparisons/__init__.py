@@ -2,6 +2,7 @@
 
 from tl_coupling.comparisons.choices import neighbours
 from tl_coupling.comparisons.maps import CouplingMap, MeanCouplingMap
+from tl_coupling.comparisons.matrices import jacobian_coupling
 from tl_coupling.comparisons.pairs import context_coupling, depth_coupling, depth_couplings, self_coupling
 from tl_coupling.comparisons.plans import Plan, plan
 
@@ -12,6 +13,7 @@ __all__ = [
     "context_coupling",
     "depth_coupling",
     "depth_couplings",
+    "jacobian_coupling",
     "neighbours",
     "plan",
     "self_coupling",

@@ -1,88 +1,28 @@
-"""The result of comparing connections, of one prompt or as a mean over many; and results as netCDF files."""
+"""The result of comparing connections, of one prompt or as a mean over many."""
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling import coupling as measures
-from tl_coupling.border import AnyPath, Count, checked
-from tl_coupling.coupling import MEASURES, Measure, Norm, Orientation
-from tl_coupling.files import write_atomically
+from tl_coupling.border import Count, Seed, checked, warn_caller
+from tl_coupling.comparisons.draws import drawn_means
+from tl_coupling.comparisons.saved import Saved
+from tl_coupling.coupling import MEASURES, RELEASED, Measure, Norm, Null, Orientation
 from tl_coupling.spectra import check_k
+from tl_coupling.statistics import LEVEL, Interval
 
 if TYPE_CHECKING:
     import xarray
 
-_Result = TypeVar("_Result", bound="Saved")
 PerPair = Float[Tensor, "n_rows n_cols"]
 # What all maps must have in common for a mean; of the provenance, and of the map.
 _OF_TRACE = ("model", "checkpoint", "untrained", "architecture", "weight_processing", "final_norm", "fixed")
 _OF_MAP = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Saved:
-    """A result that can be saved as netCDF and loaded again. `DIMS` names the dimensions of its tensors and tuples."""
-
-    DIMS: ClassVar[Mapping[str, str]] = {}
-
-    def to_dataset(self) -> "xarray.Dataset":
-        """The result as an `xarray.Dataset`; whatever is not an array is an attribute (the provenance as JSON)."""
-        import xarray
-
-        arrays: dict[str, Any] = {}
-        coords: dict[str, Any] = {}
-        attrs: dict[str, Any] = {"result": type(self).__name__}
-        for one in fields(self):
-            value, dims = getattr(self, one.name), self.DIMS.get(one.name, "").split()
-            if isinstance(value, Tensor):
-                arrays[one.name] = (dims, value.detach().cpu().numpy())
-            elif dims:
-                coords[one.name.removesuffix("s")] = (dims, list(value))
-            else:
-                attrs[one.name] = json.dumps(value) if isinstance(value, dict) else value
-        return xarray.Dataset(arrays, coords, attrs)
-
-    @checked
-    def save(self, path: AnyPath) -> Path:
-        """Write the result as netCDF, whole or not at all."""
-        return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
-
-    @classmethod
-    def load(cls: type[_Result], path: AnyPath) -> _Result:
-        """Read what `save` wrote.
-
-        Raises:
-            OSError: there is no such file.
-            ValueError: it is not a result of this class, or damaged.
-        """
-        return _load(path, cls)
-
-
-@checked
-def _load(path: AnyPath, wanted: Any) -> Any:
-    import xarray
-
-    try:
-        data = xarray.load_dataset(path, engine="netcdf4")
-        kinds = {kind.__name__: kind for kind in (wanted, *wanted.__subclasses__())}
-        kind = kinds[data.attrs.get("result", wanted.__name__)]
-        if "measure" in data.coords and tuple(data["measure"].values) != MEASURES:
-            raise ValueError("the measures are not those that were saved")
-        stored = data.attrs | {name: array.values for name, array in data.variables.items()}
-        stored["provenance"] = json.loads(stored["provenance"])
-        names = [one.name for one in fields(kind)]
-        return kind(**{name: stored[name if name in stored else name.removesuffix("s")] for name in names})
-    except FileNotFoundError:
-        raise
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not a file that `{wanted.__name__}.save` wrote, or is damaged") from error
 
 
 @checked
@@ -146,11 +86,8 @@ class CouplingMap(Saved):
 
     @checked
     def values(self, k: int | None = None, measure: Measure = "coupling", **options: Any) -> PerPair:
-        """A measure by name, for every pair; `options` (`p`, `absolute`) go to `spectral_miscoupling`."""
-        if measure == "coupling":
-            return 1 - measures.normalized_miscoupling(self.at(k), **options)
-        of_S_1 = [self.singular_values[:, None]] if measure in ("spectral_miscoupling", "captured_energy") else []
-        return getattr(measures, measure)(self.at(k), *of_S_1, **options)
+        """A measure by name, for every pair; `options` (`p`, `absolute`) are those of `spectral_miscoupling`."""
+        return measures.measure_of(self.at(k), self.singular_values[:, None], measure, **options)
 
     @checked
     def coupling(self, k: int | None = None) -> PerPair:
@@ -181,19 +118,99 @@ class CouplingMap(Saved):
     def mean(
         self, k: int | None = None, measure: Measure = "coupling", off_diagonal: bool = True, **options: Any
     ) -> float:
-        """Mean of a measure over the pairs; `off_diagonal` leaves out those that pair a connection with itself."""
+        """Mean of a measure over the pairs; `off_diagonal` leaves out those that pair a connection with itself.
+
+        Aubry et al. 2025 (section 5.4) take all pairs, `off_diagonal=False`. Of a map of L layers with mean coupling c
+        that is `c + (1 − c) / L`, which depends on the depth of the model, and so is not the default.
+
+        Pairs where the measure is undefined are left out, with a warning that says how many; NaN if all are.
+        """
         values = self.values(k, measure, **options)
         if off_diagonal:
             values = values[~self.own_pairs()]
             if not len(values):
                 raise ValueError("every pair here compares a connection with itself: use `off_diagonal=False`")
-        return float(values.mean())
+        if n_undefined := int(values.isnan().sum()):
+            said = f"{measure} is undefined for {n_undefined} of {values.numel()} pairs, where A or S_1 is 0"
+            warn_caller(f"{said}: the mean is over the others" if n_undefined < values.numel() else f"{said}: NaN")
+        return float(values.nanmean())
 
     @checked
-    def null(self, k: int | None = None, measure: Measure = "coupling", **options: Any) -> float:
-        """The measure for random subspaces in place of J_2's, mean over the rows; see `random_subspace_null`."""
-        options |= {"S_1": self.singular_values.cpu(), "frobenius_norm": self.frobenius_norms.cpu()}
-        return float(measures.random_subspace_null(self._k(k), measure, d_model=self.d_model, **options).mean())
+    def null(
+        self,
+        k: int | None = None,
+        measure: Measure = "coupling",
+        *,
+        off_diagonal: bool = True,
+        within: Null = "space",
+        **options: Any,
+    ) -> float:
+        """What random singular vectors in place of J_2's would give, mean over the pairs that `mean` takes.
+
+        Of each pair it is the root mean square over random vectors, in closed form: for coupling `1 − √(1 − 1/k)`,
+        somewhat below the mean (by an eighth at k = 2); `null_interval` has the mean inside. With `off_diagonal=False`
+        pairs of a connection with itself keep their values: chance has no part in them.
+
+        Args:
+            within: what stays random: all directions, `"space"`; or those within the spans of J_2's own top vectors,
+                left and right by themselves, `"spans"`, or turned alike, `"pairs"`. See `coupling.rotation_null`.
+            k, measure, off_diagonal, options: as in `mean`.
+        """
+        nulls, own = self._nulls(self._k(k), measure, within, options), self.own_pairs().cpu()
+        if not off_diagonal:
+            nulls = nulls.where(~own, self.values(k, measure, **options).cpu().to(nulls))
+        return float((nulls if own.all() or not off_diagonal else nulls[~own]).nanmean())
+
+    @checked
+    def null_interval(
+        self,
+        k: int | None = None,
+        measure: Measure = "coupling",
+        *,
+        off_diagonal: bool = True,
+        within: Null = "space",
+        n_draws: Count = 100,
+        seed: Seed = 0,
+        **options: Any,
+    ) -> Interval:
+        """Where 95 % of the means over pairs (`mean`) would lie if J_2's singular vectors were random.
+
+        By drawing them; each column has its own. Pairs of one column share its vectors: within J_2's spans they are
+        rotated together. In the whole space what they have in common is not known from the spectra of the J_1, so the
+        values of a column are taken to rise and fall together: the interval is then as wide as it can be, or wider.
+
+        Args:
+            n_draws: for each column; these are combined anew thousands of times.
+            k, measure, off_diagonal, within, options: as in `null`.
+
+        Raises ValueError where every pair compares a connection with itself.
+
+        Example:
+            >>> result = tlc.depth_coupling(trace, k=4)
+            >>> low, high = result.null_interval()
+            >>> low < result.null() < high
+            True
+        """
+        k = self._k(k)
+        # Refuses what a mean over prompts does not hold.
+        self._nulls(k, measure, within, options)
+        others = ~self.own_pairs().cpu()
+        means = drawn_means(self, k, measure, within, others, n_draws, seed, options)
+        if not off_diagonal:
+            kept = self.values(k, measure, **options).cpu()[~others].double()
+            means = (means * others.sum() + kept.nansum()) / others.numel()
+        low, high = means.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2]).to(means)).tolist()
+        return low, high
+
+    def _nulls(self, k: int, measure: Measure, within: Null, options: dict[str, Any]) -> Float[Tensor, "n_rows n_cols"]:
+        """The null of every pair."""
+        S_1 = self.singular_values.cpu()
+        if within != "space":
+            A = self.at(k).cpu()
+            return measures.rotation_null(A, S_1[:, None], measure, paired=within == "pairs", **options)
+        of_J_1: dict[str, Any] = {"d_model": self.d_model, "S_1": S_1, "frobenius_norm": self.frobenius_norms.cpu()}
+        null = measures.random_subspace_null(k, measure, **of_J_1, **options)
+        return null.expand(len(S_1))[:, None].expand(self.matrices.shape[:2])
 
     @checked
     def locality_profile(
@@ -235,7 +252,8 @@ class MeanCouplingMap(CouplingMap):
 
     Every method of `CouplingMap` gives the mean over the prompts, of each measure with its default options; `spread`
     and `spread_of_mean` give standard deviations (n − 1 in the denominator; NaN for one prompt). What is undefined for
-    one prompt is undefined (NaN) in the mean. `CouplingMap.load` reads such a map too.
+    one prompt is undefined (NaN) in the mean. `null_interval` takes the spectra to be their means, and the subspaces of
+    each prompt to be others. `CouplingMap.load` reads such a map too.
 
     Attributes:
         matrices: mean of `|A|`, `[n_rows n_cols k k]` (the signs of singular vectors are arbitrary).
@@ -318,20 +336,25 @@ class MeanCouplingMap(CouplingMap):
         """Standard deviation over the prompts of their `mean(k, measure)`."""
         return float(self._kept(self.spreads_of_mean, k, measure, {}))
 
-    @checked
-    def null(self, k: int | None = None, measure: Measure = "coupling", **options: Any) -> float:
-        """Mean over the prompts of a measure's null."""
-        return float(self._kept(self.nulls, k, measure, options))
+    def _nulls(self, k: int, measure: Measure, within: Null, options: dict[str, Any]) -> Float[Tensor, "n_rows n_cols"]:
+        if within != "space":
+            raise ValueError(f"a mean over prompts holds the null 'space' only, got within={within!r}: ask map by map")
+        return self._kept(self.nulls, k, measure, options).cpu().expand(self.matrices.shape[:2])
 
     def to_dataset(self) -> "xarray.Dataset":
         """The result as an `xarray.Dataset`, with the measures by name and k from 1."""
         return super().to_dataset().assign_coords(measure=list(MEASURES), k=list(range(1, self.k + 1)))
 
     def _kept(self, kept: Tensor, k: int | None, measure: Measure, options: dict[str, Any]) -> Tensor:
-        held = {"p": 2, "absolute": False}
-        if options and (measure != "spectral_miscoupling" or held | options != held):
-            raise ValueError(f"a mean over prompts holds p=2 and absolute=False, got {options}: measure map by map")
-        return kept[MEASURES.index(measure), self._k(k) - 1]
+        asked = {"p": 2, "absolute": False} | options
+        if measure == "spectral_miscoupling" and asked in RELEASED.values():
+            measure, options = next(name for name, one in RELEASED.items() if one == asked), {}
+        if options and (measure != "spectral_miscoupling" or asked != {"p": 2, "absolute": False}):
+            held = "p=2 and absolute=False, and p=1 or p=2 with absolute=True"
+            raise ValueError(f"a mean over prompts holds {held}, got {options}: measure map by map")
+        if (which := MEASURES.index(measure)) >= len(kept):
+            raise ValueError(f"this mean was saved by an earlier version, without {measure!r}: measure again")
+        return kept[which, self._k(k) - 1]
 
 
 def _facts(result: CouplingMap) -> dict[str, Any]:
@@ -347,13 +370,13 @@ def _values(result: CouplingMap) -> dict[str, Tensor]:
     """What is averaged: `|A|` and J_1's spectra, and for every k each measure, its null, and its mean over pairs."""
     rows = zip(result.matrices, result.singular_values, strict=True)
     values = torch.stack([measures.measures_at_every_k(A, S_1) for A, S_1 in rows], 2)
-    others = ~result.own_pairs()
-    pairs = values[..., others] if others.any() else values.flatten(2)
+    others = ~result.own_pairs() if not result.own_pairs().all() else result.own_pairs()
+    nulls = measures.nulls_at_every_k(result.singular_values.cpu(), result.frobenius_norms.cpu(), result.d_model)
     return {
         "matrices": result.matrices.abs(),
         "singular_values": result.singular_values,
         "frobenius_norms": result.frobenius_norms,
         "means": values,
-        "of_mean": pairs.mean(-1),
-        "nulls": torch.tensor([[result.null(k, what) for k in range(1, result.k + 1)] for what in MEASURES]).to(values),
+        "of_mean": values[..., others].nanmean(-1),
+        "nulls": nulls[..., None].expand(values.shape)[..., others.cpu()].nanmean(-1).to(values),
     }

@@ -33,6 +33,8 @@ _MEASURES = {
     "miscoupling": "mis-coupling $m$",
     "spectral_miscoupling": "spectral mis-coupling $m_K$",
     "captured_energy": "captured energy",
+    "released_norm": r"$\Vert |A| - S \Vert / \Vert s \Vert_2$ of the released code",
+    "released_trace": r"$\Vert |A| - S \Vert / \Vert s \Vert_1$ of the released code",
 }
 _OFF_SCREEN = ContextVar("off_screen", default=False)
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from torch import nn
 
 from tl_coupling.blocks import Trace, trace
 from tl_coupling.border import Count, checked
-from tl_coupling.comparisons import CouplingMap, depth_coupling
-from tl_coupling.coupling import Measure, Orientation
+from tl_coupling.comparisons import CouplingMap, depth_couplings
+from tl_coupling.coupling import MEASURES, Measure, Norm, Orientation
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 Prompts = str | Prompt | Sequence[str | Prompt]
 PAPER_PROMPT = "What is the capital of France? The capital is"
+# What surveys hold that were made before others could be chosen.
+_OF_THE_PAPERS: tuple[Measure, ...] = MEASURES[:5]
+IMPLIED = {"measures": list(_OF_THE_PAPERS), "p": 2, "absolute": False, "diagonal": False}
 _OF_ONE_PROMPT = {"prompt", "image", "tokens", "str_tokens", "paths", "position", "remarks"}
 
 
@@ -43,23 +46,42 @@ class Settings:
 
     Attributes:
         k: numbers of top singular vectors; one computation gives all.
-        position, orientation: as in `depth_coupling`.
+        position: as in `depth_coupling`.
+        orientation: `"ujv"`, `"vju"`, or both, from the same Jacobians: then they are a dimension of the data.
         final_norm, prepend_bos: as in `trace`.
         window: steps in a window of the line-shape score; fewer if the model has fewer blocks.
         n_singular_values: how many singular values are kept, or the largest k if that is more.
+        measures: which measures of coupling. By default those of the papers; `coupling.MEASURES` are all, with
+            what the released code reports, `"released_norm"` and `"released_trace"`.
+        p, absolute: of `spectral_miscoupling`.
+        diagonal: whether means (and their nulls) are over all pairs of layers, as in the paper's section 5.4; by
+            default they are over pairs of different layers. A layer is coupled with itself exactly, which adds
+            `(1 − c) / n_layers` to a mean coupling c: more in a shallow model. `with_diagonal` changes it afterwards.
     """
 
     k: tuple[Count, ...] = (10, 30, 50)
     position: int = -1
-    orientation: Orientation = "ujv"
+    orientation: Orientation | tuple[Orientation, ...] = "ujv"
     final_norm: bool = False
     prepend_bos: bool | None = None
     window: Window = 11
     n_singular_values: Count = 10
+    measures: tuple[Measure, ...] = _OF_THE_PAPERS
+    p: Norm = 2
+    absolute: bool = False
+    diagonal: bool = False
 
     def __post_init__(self) -> None:
         if not self.k or len(set(self.k)) < len(self.k):
             raise ValueError(f"`k` must be different whole numbers, one or more, got {list(self.k)}")
+        for name, chosen in (("orientation", self.orientations), ("measures", self.measures)):
+            if not chosen or len(set(chosen)) < len(chosen):
+                raise ValueError(f"`{name}` must be different ones, one or more, got {list(chosen)}")
+
+    @property
+    def orientations(self) -> tuple[Orientation, ...]:
+        """One or both."""
+        return (self.orientation,) if isinstance(self.orientation, str) else self.orientation
 
     def largest(self, d_model: int) -> int:
         """How many singular vectors are needed of a model that wide."""
@@ -67,7 +89,7 @@ class Settings:
 
     def as_plan(self) -> dict[str, Any]:
         """The settings, JSON-able."""
-        return asdict(self) | {"k": list(self.k)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 def as_prompts(prompts: Prompts) -> list[Prompt]:
@@ -99,8 +121,9 @@ def measure_prompts(
     Returns:
         a Dataset, where `layer` is that of J_1 and `other_layer` that of the singular vectors:
 
-        - each measure of coupling, `[prompt k layer other_layer]`; its mean over pairs of different layers,
-          `mean_…`, and its null, `null_…`, both `[prompt k]`; coupling by distance in depth, `locality`;
+        - each measure of coupling, `[prompt k layer other_layer]`; its mean over pairs of different layers (all, with
+          `Settings(diagonal=True)`), `mean_…`, and its null, `null_…`, both `[prompt k]`; coupling by distance in
+          depth, `locality`. All have a dimension `orientation`, after `prompt`, if there are two;
         - `singular_values`, `[prompt layer singular_value]`;
         - `line_shape_score`, `expodistance`, `equidistance` of the token at `position`, `[prompt]`, and their mean over
           all tokens, `…_all_tokens`; `windowed_line_shape_score`, `[prompt window]`, mean over all tokens;
@@ -113,9 +136,9 @@ def measure_prompts(
     chosen, settings = as_prompts(prompts), settings or Settings()
 
     def of_prompt(traced: Trace) -> "xarray.Dataset":
-        how = settings.largest(traced.d_model), settings.position, settings.orientation
+        how = settings.largest(traced.d_model), settings.position, settings.orientations
         # `iter` shows no bar: there is one for the prompts.
-        return measures(traced, settings, depth_coupling(traced, *how, progress=iter))
+        return measures(traced, settings, *depth_couplings(traced, *how, progress=iter).values())
 
     return of_each_prompt(model, chosen, settings, of_prompt, progress)
 
@@ -173,20 +196,15 @@ def loss(traced: Trace) -> float:
     return float(torch.nn.functional.cross_entropy(logits, traced.tokens[1:].to(logits.device)))
 
 
-def measures(traced: Trace, settings: Settings, result: CouplingMap) -> "xarray.Dataset":
-    """Every measure of one prompt, from its coupling map."""
+def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.Dataset":
+    """Every measure of one prompt, from its coupling maps, one for each orientation."""
     import xarray
 
-    ks = settings.k
-    variables: dict[str, Any] = {}
-    for measure in get_args(Measure):
-        values = np.stack([result.values(k, measure).cpu().numpy() for k in ks])
-        # A model of one block has no pairs of different ones.
-        means = [result.mean(k, measure) if traced.n_layers > 1 else float("nan") for k in ks]
-        variables |= {measure: (("k", "layer", "other_layer"), values), f"mean_{measure}": ("k", means)}
-        variables[f"null_{measure}"] = ("k", [result.null(k, measure) for k in ks])
-    variables["locality"] = (("k", "distance"), np.stack([result.locality_profile(k).cpu().numpy() for k in ks]))
-    variables["singular_values"] = (("layer", "singular_value"), result.singular_values.cpu().numpy())
+    result, of_maps = maps[0], [of_map(one, settings) for one in maps]
+    coupled = of_maps[0] if len(maps) == 1 else xarray.concat(of_maps, "orientation")
+    if len(maps) > 1:
+        coupled = coupled.assign_coords(orientation=[one.orientation for one in maps])
+    variables: dict[str, Any] = {"singular_values": (("layer", "singular_value"), result.singular_values.cpu().numpy())}
     t = traced.position_index(settings.position)
     for shape in (line_shape_score, expodistance, equidistance):
         of_tokens = shape(traced.residual)
@@ -196,15 +214,36 @@ def measures(traced: Trace, settings: Settings, result: CouplingMap) -> "xarray.
     variables |= {"windowed_line_shape_score": ("window", windowed), "loss": loss(traced), "n_pos": traced.n_pos}
     variables |= _by_depth(traced)
     variables["remarks"] = "\n".join(traced.provenance["remarks"])
-    layers = list(result.row_layers)
-    coords: dict[str, Any] = {"k": list(ks), "layer": layers, "other_layer": layers, "distance": range(len(layers))}
     # The layer in the middle of each window.
+    coords = {"singular_value": range(1, result.k + 1), "window": np.arange(len(windowed)) + window // 2}
     coords["depth"] = range(traced.n_layers + 1)
-    coords |= {"singular_value": range(1, result.k + 1), "window": np.arange(len(windowed)) + window // 2}
     provenance = {key: value for key, value in result.provenance.items() if key not in _OF_ONE_PROMPT}
     if image := result.provenance.get("image"):
         provenance["preprocessing"] = image["preprocessing"]
-    attrs = {"orientation": settings.orientation, "window": window, "provenance": json.dumps(provenance)}
+    attrs = {"orientation": ", ".join(settings.orientations), "window": window, "provenance": json.dumps(provenance)}
+    return coupled.assign(variables).assign_coords(coords).assign_attrs(attrs)
+
+
+def of_map(result: CouplingMap, settings: Settings) -> "xarray.Dataset":
+    """The measures of one map of layers, their means over pairs, and their nulls."""
+    import xarray
+
+    ks, layers = settings.k, list(result.row_layers)
+    coords = {"k": list(ks), "layer": layers, "other_layer": layers, "distance": range(len(layers))}
+    variables: dict[str, Any] = {}
+    for measure in settings.measures:
+        spectral = measure == "spectral_miscoupling"
+        options: dict[str, Any] = {"p": settings.p, "absolute": settings.absolute} if spectral else {}
+        values = np.stack([result.values(k, measure, **options).cpu().numpy() for k in ks])
+        # A model of one block has no pairs of different ones.
+        has_mean, off = settings.diagonal or len(layers) > 1, not settings.diagonal
+        means = [result.mean(k, measure, off, **options) if has_mean else float("nan") for k in ks]
+        nulls = [result.null(k, measure, off_diagonal=off, **options) for k in ks]
+        variables |= {measure: (("k", "layer", "other_layer"), values), f"mean_{measure}": ("k", means)}
+        variables[f"null_{measure}"] = ("k", nulls)
+    variables["locality"] = (("k", "distance"), np.stack([result.locality_profile(k).cpu().numpy() for k in ks]))
+    # netCDF has no booleans.
+    attrs = {"diagonal": int(settings.diagonal), "p": settings.p, "absolute": int(settings.absolute)}
     return xarray.Dataset(variables, coords, attrs)
 
 

@@ -119,6 +119,8 @@ def precision_sweep(
     import xarray
 
     chosen, settings = as_prompts(prompts), settings or Settings()
+    if len(settings.orientations) > 1:
+        raise ValueError(f"precisions are compared in one orientation, got {', '.join(settings.orientations)}")
     sources = _sources(str(name), precisions, checkpoint)
     first = next(iter(sources))
     loading: dict[str, Any] = {"backend": backend, "device": device}
@@ -213,12 +215,13 @@ def _round_to_bfloat16(model: Any) -> None:
 def _measures(traced: Trace, settings: Settings) -> "xarray.Dataset":
     """Every measure of one prompt, its tokens, and the top singular vectors, `[layer width vector]`."""
     k, t = settings.largest(traced.d_model), traced.position_index(settings.position)
+    orientation = settings.orientations[0]
     J = block_jacobians(traced, position=t, progress=False)
     spectrum = svd(J, k)
     A, layers, at = J.new_empty(len(J), len(J), k, k), tuple(range(len(J))), (t,) * len(J)
-    fill_pairs(A, J, spectrum, settings.orientation)
+    fill_pairs(A, J, spectrum, orientation)
     norms, provenance = torch.linalg.matrix_norm(J), traced.provenance | {"position": t}
-    named = layers, layers, at, at, "depth", settings.orientation, provenance
+    named = layers, layers, at, at, "depth", orientation, provenance
     data = measures(traced, settings, CouplingMap(A, spectrum.S, norms, traced.d_model, *named))
     dims = ("layer", "width", "vector")
     vectors = {

@@ -20,7 +20,7 @@ from tl_coupling.models import Backend, Memory, ModelError, Quantization, load_m
 from tl_coupling.progress import Progress
 from tl_coupling.surveys.checkpoints import Checkpoint, Source, checkpoint_sources, is_cached, is_local, step_order
 from tl_coupling.surveys.executors import Executor
-from tl_coupling.surveys.measurements import PAPER_PROMPT, Prompts, Settings, as_prompts, measure_prompts
+from tl_coupling.surveys.measurements import IMPLIED, PAPER_PROMPT, Prompts, Settings, as_prompts, measure_prompts
 from tl_coupling.surveys.units import PLAN, Folder, Unit, is_finished, load_unit, one_line, record
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _run(
     units = survey.units()
     place = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
     with place as where, output_folder(where) as path:
-        results = Folder(path, survey.plan(), temporary=folder is None)
+        results = Folder(path, survey.plan(), folder is None, IMPLIED)
         there = {key: one["what"] for key, one in _records(results).items()}
         same = (what for what in there.values() if what["source"].get("quantization") == survey.quantization)
         names = {what["source"]["name"]: what["model"] for what in same}

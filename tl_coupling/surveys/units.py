@@ -57,16 +57,25 @@ class Folder:
     record has its checksum. The record is written last, so the folder is consistent whenever work is interrupted. Plan
     and records hold a digest of their own content, so that one that was damaged is not believed.
 
-    The plan, JSON-able, is written unless there are results; `None` opens a folder that has one. ValueError where there
-    are results of another plan, of none, or in another version of this format. An interrupt does not mention a
-    `temporary` folder, which will soon be gone.
+    The plan, JSON-able, is written unless there are results; `None` opens a folder that has one. What it lacks because
+    it was written before that could be chosen is `implied`. ValueError where there are results of another plan, of
+    none, or in another version of this format. An interrupt does not mention a `temporary` folder, which will soon be
+    gone.
     """
 
-    def __init__(self, path: AnyPath, plan: Mapping[str, Any] | None = None, temporary: bool = False) -> None:
+    def __init__(
+        self,
+        path: AnyPath,
+        plan: Mapping[str, Any] | None = None,
+        temporary: bool = False,
+        implied: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path, self.temporary = Path(path), temporary
         file, has_results = self.path / PLAN, any(self.path.glob("*.nc"))
         wanted = None if plan is None else json.loads(json.dumps({"version": VERSION, **plan}))
         found = _read_json(file)
+        if found is not None:
+            found = {**(implied or {}), **found}
         if wanted is not None and not has_results:
             if found != wanted:
                 remove_left_overs(self.path, file.stem)

@@ -22,7 +22,7 @@ from tl_coupling import coupling, spectra
 from tl_coupling.blocks import Trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons.choices import DEFAULT_K
-from tl_coupling.comparisons.maps import Saved
+from tl_coupling.comparisons.saved import Saved
 from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import InverseSingularValueFit, check_cut, check_k, inverse_singular_value_fit, svd

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tl_coupling.blocks import Trace
 from tl_coupling.border import AnyPath, checked, warn_caller
-from tl_coupling.comparisons.maps import Saved
+from tl_coupling.comparisons.saved import Saved
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import shapes

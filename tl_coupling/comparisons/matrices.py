@@ -1,0 +1,58 @@
+"""Coupling of Jacobians that are there already, whatever was done to them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.border import checked
+from tl_coupling.comparisons.choices import fitting_k
+from tl_coupling.comparisons.maps import CouplingMap
+from tl_coupling.comparisons.pairs import fill_pairs
+from tl_coupling.coupling import Orientation
+from tl_coupling.spectra import check_cut, svd
+
+
+@checked
+def jacobian_coupling(
+    J: Float[Tensor, "n_layers d_model d_model"],
+    k: int | None = None,
+    orientation: Orientation = "ujv",
+    *,
+    layers: Sequence[int] | None = None,
+    position: int = -1,
+    provenance: Mapping[str, Any] | None = None,
+) -> CouplingMap:
+    """Coupling of every pair of matrices, as `depth_coupling` has it of every pair of layers.
+
+    For Jacobians without something, such as `coupling.without_top` or `coupling.without_shared` gives, or of another
+    model's making.
+
+    Args:
+        J: a stack of Jacobians, as `block_jacobians` gives.
+        k, orientation: as in `depth_coupling`.
+        layers, position: what the rows and columns are called; layers from 0 on, the last token.
+        provenance: what the result should say of where they are from, such as `trace.provenance`.
+
+    Returns a `CouplingMap` of kind "depth". ValueError for k outside `[1, d_model]` and for more or fewer layers than
+    matrices; warnings as in `depth_coupling`. Cost: an SVD of each, then `2 n_layers² k d_model²` flops.
+
+    Example:
+        >>> J = tlc.block_jacobians(trace)
+        >>> rest = jacobian_coupling(tlc.coupling.without_top(J, 1), k=4, provenance=trace.provenance)
+        >>> rest.matrices.shape
+        torch.Size([2, 2, 4, 4])
+    """
+    n, d = J.shape[:2]
+    k, rows = fitting_k(k, d), tuple(range(n) if layers is None else layers)
+    if not n:
+        raise ValueError("`J` is empty: wanted at least one matrix")
+    spectrum, A = svd(J, min(k + 1, d)), J.new_empty(n, n, k, k)
+    check_cut(spectrum.S, k, [f"layer {layer}" for layer in rows])
+    top = spectrum.top(k)
+    fill_pairs(A, J, top, orientation)
+    at = (position,) * n
+    named = rows, rows, at, at, "depth", orientation, dict(provenance or {}) | {"svd": spectrum.method}
+    return CouplingMap(A, top.S, torch.linalg.matrix_norm(J), d, *named)

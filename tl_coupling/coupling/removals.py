@@ -1,0 +1,59 @@
+"""Jacobians without what may couple them for a simple reason: their own largest gains, or directions that all share.
+
+An outlier direction of the stream, or an attention sink, is the leading pair of singular directions of many blocks: one
+pair can couple all of them. `comparisons.jacobian_coupling` of what is left here says whether the rest is coupled.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.border import Count, checked
+from tl_coupling.coupling.measures import finite
+from tl_coupling.spectra import svd
+
+
+@checked
+def without_top(J: Float[Tensor, "*batch d_model d_model"], r: Count) -> Float[Tensor, "*batch d_model d_model"]:
+    """`J − Σ_{i≤r} σ_i u_i v_iᵀ`: each Jacobian without its own first r singular pairs.
+
+    Its leading singular values are then those from the (r+1)-th on. ValueError for r above `d_model`. Cost: an SVD of
+    each.
+
+    Example:
+        >>> tlc.svd(without_top(torch.diag(torch.tensor([3.0, 2.0, 1.0])), 1)).S
+        tensor([2., 1., 0.])
+    """
+    _check_r(J, r)
+    top = svd(J, r)
+    return J - top.U * top.S[..., None, :] @ top.Vh
+
+
+@checked
+def without_shared(J: Float[Tensor, "n_layers d_model d_model"], r: Count) -> Float[Tensor, "n_layers d_model d_model"]:
+    """`(1 − PPᵀ) J_l (1 − QQᵀ)`: Jacobians without the r left and the r right directions that all layers share most.
+
+    P holds the leading eigenvectors of `Σ_l J_l J_lᵀ / ‖J_l‖_F²`, Q those of `Σ_l J_lᵀ J_l / ‖J_l‖_F²`: every layer has
+    the same weight. ValueError for r above `d_model`, and for a Jacobian that is zero. Cost: two products and a share
+    of two symmetric eigenvalue problems for each layer.
+
+    Example:
+        >>> J = tlc.block_jacobians(trace)
+        >>> rest = without_shared(J, 2)
+        >>> torch.linalg.matrix_norm(rest) < torch.linalg.matrix_norm(J)
+        tensor([True, True])
+    """
+    _check_r(J, r)
+    norms = torch.linalg.matrix_norm(finite(J, "J"), keepdim=True)
+    if not bool(norms.all()):
+        raise ValueError("a Jacobian in `J` is zero: it shares no directions, leave it out")
+    unit = J / norms
+    # eigh orders upwards.
+    P, Q = (torch.linalg.eigh(gram.sum(0)).eigenvectors[:, -r:] for gram in (unit @ unit.mT, unit.mT @ unit))
+    J = J - P @ (P.mT @ J)
+    return J - (J @ Q) @ Q.mT
+
+
+def _check_r(J: Tensor, r: int) -> None:
+    if r > (d := J.shape[-1]):
+        raise ValueError(f"`r` must lie in [1, {d}] (the number of directions), got {r}")

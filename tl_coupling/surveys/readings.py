@@ -1,0 +1,106 @@
+"""What was measured, read under one choice or under all: pairs of a layer with itself, orientation, measure, k."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tl_coupling.border import checked
+from tl_coupling.coupling import Orientation
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+
+DIAGONAL = {False: "different layers", True: "all layers"}
+
+
+@checked
+def with_diagonal(data: "xarray.Dataset", diagonal: bool = True) -> "xarray.Dataset":
+    """Measured data whose means are over all pairs of layers, as in the paper, or over those of different layers.
+
+    `mean_…` and `null_…` are made anew from the maps that the data hold, of any version of this library; the nulls of
+    pairs of a layer with itself are their own values. Everything else, and data that are so already, stay as they are.
+    Pairs that are undefined are left out of a mean.
+
+    Args:
+        data: of `measure_prompts`, `run`, `open_survey` or `checkpoint_sweep`.
+        diagonal: whether pairs `l = l'` count.
+
+    Raises ValueError for data without maps.
+
+    Example:
+        >>> data = tlc.surveys.measure_prompts(model, "w1 w2 w3", tlc.Settings(k=(4,)))
+        >>> data["mean_coupling"].item() < with_diagonal(data)["mean_coupling"].item()
+        True
+    """
+    if bool(data.attrs.get("diagonal", 0)) == diagonal:
+        return data
+    found = {}
+    for name in [str(name) for name in data.data_vars if str(name).startswith("mean_")]:
+        measure = name.removeprefix("mean_")
+        if not {"layer", "other_layer"} <= set(data[measure].dims if measure in data else ()):
+            raise ValueError(f"{name!r} cannot be taken over other pairs: there is no map {measure!r} in the data")
+        # A shallower model has fewer layers than the data: n is of what is there.
+        values, own = data[measure], data["layer"] == data["other_layer"]
+        n = data["n_layers"] if "n_layers" in data else data.sizes["layer"]
+        of_own, null = values.where(own).mean(("layer", "other_layer")), data[f"null_{measure}"]
+        found[name] = values.where(own & diagonal | ~own).mean(("layer", "other_layer"))
+        in_all = of_own / n
+        found[f"null_{measure}"] = null * (n - 1) / n + in_all if diagonal else (null - in_all) * n / (n - 1)
+    made = {name: values.transpose(*data[name].dims).assign_attrs(data[name].attrs) for name, values in found.items()}
+    return data.assign(made).assign_attrs(diagonal=int(diagonal))
+
+
+@checked
+def one_orientation(data: "xarray.Dataset", orientation: Orientation | None = None) -> "xarray.Dataset":
+    """Data of one orientation, by default the first that was measured; ValueError for one that was not."""
+    there = data["orientation"].values.tolist() if "orientation" in data.dims else data.attrs.get("orientation", "ujv")
+    if isinstance(there, str):
+        there, data = [there], data.expand_dims({"orientation": [there]})
+    chosen = there[0] if orientation is None else orientation
+    if chosen not in there:
+        raise ValueError(f"`orientation` {chosen!r} was not measured; there is {', '.join(there)}")
+    return data.sel(orientation=chosen, drop=True).assign_attrs(orientation=chosen)
+
+
+@checked
+def measure_table(data: "xarray.Dataset") -> "pandas.DataFrame":
+    """Every measure × orientation × choice of pairs × k, each with its null: which choice makes which finding.
+
+    Args:
+        data: as for `with_diagonal`; what it has of measures and orientations, with `Settings(measures=MEASURES,
+            orientation=("ujv", "vju"))` all there are.
+
+    Returns a row for each, and for each model and checkpoint (an untrained twin is one). Columns: `model` and
+    `checkpoint` where the data have them; `measure`, `orientation`, `pairs` ("different layers" or "all layers"), `k`;
+    `mean` and `spread`, over prompts, of the mean over pairs, and the mean `null`. Spread is NaN for one prompt.
+
+    Example:
+        >>> how = tlc.Settings(k=(2, 4), orientation=("ujv", "vju"), measures=("coupling", "released_norm"))
+        >>> data = tlc.surveys.measure_prompts(model, ["w1 w2 w3", "w4 w5"], how)
+        >>> len(tlc.surveys.measure_table(data))
+        16
+    """
+    import pandas
+
+    both = "orientation" in data.dims
+    orientations = data["orientation"].values.tolist() if both else [data.attrs.get("orientation", "ujv")]
+    of = [str(dim) for dim in ("model", "checkpoint") if dim in data.dims]
+    found = []
+    for diagonal, pairs in DIAGONAL.items():
+        chosen = with_diagonal(data, diagonal)
+        for orientation in orientations:
+            one = one_orientation(chosen, orientation) if both else chosen
+            for measure in [str(name).removeprefix("mean_") for name in one.data_vars if str(name)[:5] == "mean_"]:
+                means = one[f"mean_{measure}"]
+                columns: dict[str, Any] = {
+                    "mean": means.mean("prompt"),
+                    "spread": means.std("prompt", ddof=1)
+                    if means.sizes["prompt"] > 1
+                    else means.mean("prompt") * np.nan,
+                    "null": one[f"null_{measure}"].mean("prompt"),
+                }
+                table = pandas.DataFrame({name: x.to_series() for name, x in columns.items()}).reset_index()
+                found.append(table.assign(measure=measure, orientation=orientation, pairs=pairs))
+    rows = pandas.concat(found).dropna(subset=["mean"])
+    return rows[[*of, "measure", "orientation", "pairs", "k", "mean", "spread", "null"]].reset_index(drop=True)
