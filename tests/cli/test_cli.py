@@ -1,16 +1,21 @@
 """The command as a user meets it: files, exit status, one line when something is wrong."""
 
+import itertools
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from torch import nn
 
 import tl_coupling as tlc
+from tl_coupling.coupling import MEASURES
 
 pytestmark = pytest.mark.on_4_only
 
@@ -136,3 +141,32 @@ def test_the_embedded_model_beats_null_and_twin(call, smollm2: nn.Module, tmp_pa
     trained, untrained = (summary["mean"][run]["prompt"]["10"] for run in ("trained", "untrained"))
     assert trained > 3 * summary["null"]["10"]
     assert trained > 3 * untrained
+
+
+def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> None:
+    """With the twin, over two prompts; the orientation that was asked for is that of the maps."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w3 w4"}\n{"prompt": "w5 w6 w7"}\n')
+    options = ["--model", folder_model, "--prompts", file, "--k", 2, "--k", 4, "--orientation", "vju"]
+    done = call("depth", *options, "--out", tmp_path / "out", "--untrained", "--all-measures", "--diagonal")
+    rows = pandas.read_csv(tmp_path / "out" / "measures.csv")
+    assert len(rows) == len(MEASURES) * 2 * 2 * 2 * 2
+    model = tlc.load_model(str(folder_model))
+    traces = [tlc.trace(model, text) for text in ("w3 w4", "w5 w6 w7")]
+    for orientation, measure, off in itertools.product(("ujv", "vju"), MEASURES, (True, False)):
+        maps = [tlc.depth_coupling(one, 4, orientation=orientation) for one in traces]
+        query = f"measure == '{measure}' and orientation == '{orientation}' and k == 2 and checkpoint == 'trained'"
+        row = rows.query(f"{query} and pairs == '{'different' if off else 'all'}'").squeeze()
+        means = [one.mean(2, measure, off_diagonal=off) for one in maps]
+        assert row["mean"] == pytest.approx(sum(means) / 2, rel=1e-4)
+        assert row["spread"] == pytest.approx(statistics.stdev(means), rel=1e-2, abs=1e-6)
+        assert row["null"] == pytest.approx(sum(one.null(2, measure, off_diagonal=off) for one in maps) / 2, rel=1e-4)
+        assert re.search(rf"{measure} .*{orientation} .*{'different' if off else 'all'} .*{row['mean']:.3f}", done.out)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    result = tlc.CouplingMap.load(tmp_path / "out" / "depth.nc")
+    assert result.orientation == "vju"
+    assert summary["mean_over_prompts"]["trained"]["2"] == pytest.approx(result.mean(2, off_diagonal=False))
+    assert summary["null"]["2"] == pytest.approx(result.null(2, off_diagonal=False))
+    low, high = summary["null_interval"]["2"]
+    assert low < summary["null"]["2"] < high
+    assert "mean over all pairs of layers, l = l' among them" in " ".join(done.out.split())

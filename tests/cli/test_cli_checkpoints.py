@@ -45,6 +45,14 @@ def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
         assert file.identical(data)
 
 
+def test_means_over_all_pairs_say_so(call, run_folder: Path, tmp_path: Path) -> None:
+    said = call(*options(run_folder, tmp_path), "--diagonal", "--checkpoint", 16).out
+    with xarray.open_dataset(tmp_path / "sweep.nc") as data:
+        assert data["mean_coupling"].sel(k=3).item() == pytest.approx(data["coupling"].sel(k=3).mean().item())
+    assert "mean over all pairs of layers, l = l' among them and 1 prompt" in " ".join(said.split())
+    assert "mean over all pairs" in json.loads((tmp_path / "summary.json").read_text())["measure"]
+
+
 def test_a_checkpoint_that_fails_is_said_and_the_status_is_1(call, run_folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "run"
     shutil.copytree(run_folder, model)

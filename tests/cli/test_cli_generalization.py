@@ -169,3 +169,13 @@ def test_the_folder_of_a_survey(call, tmp_path):
         assert table.loc[model, "coupling"] == pytest.approx(measured["mean_coupling"].sel(k=8).mean().item())
         assert table.loc[model, "n_parameters"] == measured["n_parameters"].item()
     assert "left out: influence: leaving one model out needs at least four, got 3" in said
+
+
+def test_choices_that_the_survey_does_not_hold(call, given, tmp_path):
+    file = given[0]
+    for arguments, message in (
+        (("--diagonal",), "there is no map 'coupling' in the data"),
+        (("--orientation", "vju"), "`orientation` 'vju' was not measured; there is ujv"),
+    ):
+        status, _, error = call("--survey", file, "--out", tmp_path / "out", *arguments)
+        assert (status, message in error) == (2, True), error

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pandas
 import pytest
 
 import tiny
@@ -59,6 +60,32 @@ def test_a_survey_by_task_and_its_rerun(call, options, models: Path, tmp_path: P
     assert len(results) == 4
     call(*options, "--per-task", 3, "--prompts-per-unit", 4)
     assert {path: path.stat().st_mtime_ns for path in results} == results
+
+
+def test_every_choice_of_one_run(call, options, models: Path, tmp_path: Path) -> None:
+    said = call(*options, "--n", 2, "--untrained", "--all-measures", "--diagonal").out
+    data = open_survey(tmp_path / "out" / "units").load()
+    assert data["orientation"].values.tolist() == ["ujv", "vju"]
+    assert data.attrs["diagonal"] == 1
+    rows = pandas.read_csv(tmp_path / "out" / "measures.csv")
+    # Models, checkpoints, measures, orientations, pairs, k.
+    assert len(rows) == 2 * 2 * 7 * 2 * 2 * 2
+    own = {"model": "second", "checkpoint": "untrained", "measure": "released_trace", "orientation": "vju", "k": 8}
+    maps = data["released_trace"].sel({key: value for key, value in own.items() if key in data.dims}).values
+    for pairs, values in (("all", maps), ("different", maps[:, [0, 1], [1, 0]])):
+        row = rows.query(" and ".join(f"{key} == {value!r}" for key, value in own.items()) + f" and pairs == '{pairs}'")
+        assert float(row["mean"].item()) == pytest.approx(values.mean(), rel=1e-5)
+    assert "second: every choice" in said
+    assert "mean over all pairs of layers, l = l' among them" in " ".join(said.split())
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    mean = data["mean_coupling"].sel(model="second", checkpoint="main", k=3, orientation="ujv").mean()
+    assert float(mean) == pytest.approx(
+        next(
+            row["mean"]
+            for row in summary["by_task"]["3"]
+            if (row["model"], row["task"], row["checkpoint"]) == ("second", "all prompts", "main")
+        )
+    )
 
 
 def test_workers_give_the_same_values(call, options, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_the_table_is_the_means_of_the_maps(measured) -> None:
     others = ~np.eye(2, dtype=bool)
     for row in table.itertuples():
         maps = measured[row.measure].sel(orientation=row.orientation, k=row.k).values
-        means = maps.mean((1, 2)) if row.pairs == "all layers" else maps[:, others].mean(1)
+        means = maps.mean((1, 2)) if row.pairs == "all" else maps[:, others].mean(1)
         assert row.mean == pytest.approx(means.mean(), rel=1e-6, abs=1e-7)
         assert row.spread == pytest.approx(means.std(ddof=1), rel=1e-4, abs=1e-7)
         assert math.isfinite(row.null)

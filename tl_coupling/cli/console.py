@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -18,9 +18,12 @@ from rich.table import Table
 import tl_coupling as tlc
 from tl_coupling.blocks import Trace
 from tl_coupling.cli.options import OneModel
-from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
+from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import output_folder, write_atomically
 from tl_coupling.prompts import Prompt
+
+if TYPE_CHECKING:
+    import pandas
 
 Item = TypeVar("Item")
 Measured = TypeVar("Measured")
@@ -152,18 +155,40 @@ def with_suffix(name: str, run: str) -> str:
     return name if run == "trained" else f"{name}-{run}"
 
 
-def coupling_table(what: str, caption: str, runs: Mapping[str, Mapping[str, CouplingMap]], ks: list[int]) -> Table:
+def coupling_table(
+    what: str,
+    caption: str,
+    runs: Mapping[str, Mapping[str, CouplingMap]],
+    ks: list[int],
+    diagonal: bool = False,
+    spreads: Mapping[str, Mapping[int, float]] | None = None,
+) -> Table:
     """Mean coupling (and its spread over prompts) of every run's maps, which have the same names, beside the null."""
     rows = []
     for name, result in runs["trained"].items():
         for k in ks:
             cells = []
-            for one in (maps[name] for maps in runs.values()):
-                spread = f" ± {one.spread_of_mean(k):.3f}" if isinstance(one, MeanCouplingMap) else ""
-                cells.append(f"{one.mean(k):.3f}{spread}")
-            rows.append([name if k == ks[0] else "", k, *cells, f"{result.null(k):.3f}"])
+            for run, maps in runs.items():
+                spread = f" ± {spreads[run][k]:.3f}" if spreads else ""
+                cells.append(f"{maps[name].mean(k, off_diagonal=not diagonal):.3f}{spread}")
+            null = result.null(k, off_diagonal=not diagonal)
+            rows.append([name if k == ks[0] else "", k, *cells, f"{null:.3f}"])
     title = f"{result.provenance['model']}: {what}"
     return table_of(title, ["map"], ["k", *runs, "null"], rows, f"{caption}\nnull: random subspaces")
+
+
+def every_choice(title: str, rows: "pandas.DataFrame") -> Table:
+    """Rows of `measure_table` for one model: a column for each checkpoint, or run, and its null."""
+    keys = ["measure", "orientation", "pairs", "k"]
+    by_run = {name: table.set_index(keys) for name, table in rows.groupby("checkpoint", sort=False)}
+    first, *_ = by_run.values()
+    cells = []
+    for key in first.index:
+        numbers = [f"{table.loc[key, what]:.3f}" for table in by_run.values() for what in ("mean", "null")]
+        cells.append([*(key[:3] if key[3] == first.index[0][3] else ("", "", "")), key[3], *numbers])
+    columns = [name for run in by_run for name in (run, "null")]
+    caption = "means over pairs of layers, different ones or all, and over prompts\nnull: random subspaces"
+    return table_of(title, keys[:3], ["k", *columns], cells, caption)
 
 
 def table_of(

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import stdev
 from typing import Annotated, Any
 
 import typer
@@ -12,11 +14,12 @@ from torch import Tensor
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Run, at_work, coupling_table, table_of, with_suffix
+from tl_coupling.cli.console import Run, at_work, coupling_table, every_choice, table_of, with_suffix
 from tl_coupling.cli.options import (
     OUT,
     OWN_POSITION,
     AcrossTokens,
+    Choosing,
     Comparing,
     OneModel,
     OnePrompt,
@@ -30,6 +33,8 @@ from tl_coupling.files import file_name
 from tl_coupling.influence import INFLUENCE_MEASURES
 from tl_coupling.portraits import Portrait, TokenPortrait, token_portrait
 from tl_coupling.prompts import Prompt
+from tl_coupling.surveys.measurements import of_maps
+from tl_coupling.surveys.readings import in_words, joined
 from tl_coupling.trajectories import TrajectoryResult, measure_trajectory
 
 _PER_TOKEN = {"line_shape_score": "line-shape score", "expodistance": "expodistance", "equidistance": "equidistance"}
@@ -40,6 +45,7 @@ def depth(
     setup: OneModel,
     comparing: Comparing,
     prompts: Prompts,
+    choosing: Choosing,
     position: Annotated[
         int | None, typer.Option(help=f"Token position; negative counts from the end. {OWN_POSITION}")
     ] = None,
@@ -51,7 +57,8 @@ def depth(
 
     Prints the mean coupling at every k beside what random subspaces would give (the null) and, with --untrained, what
     the same architecture gives at its initialisation; writes netCDF, JSON and pictures. For several prompts, the map is
-    the mean, with its standard deviation.
+    the mean, with its standard deviation. Means are over pairs of different layers; the paper's are over all pairs,
+    --diagonal. With --all-measures a second table has every measure, in both orientations, over both choices of pairs.
 
     Examples:
 
@@ -59,22 +66,30 @@ def depth(
 
       tl-coupling depth --model gpt2 --prompts prompts.jsonl --k 10 --k 50 --out gpt2
 
+      tl-coupling depth --model smollm2-135m --untrained --all-measures --out choices
+
       tl-coupling depth --model google/vit-base-patch16-224 --image cat.jpg --out vit
     """
-    chosen = prompts.chosen()
+    chosen, off = prompts.chosen(), not choosing.diagonal
     means: dict[str, dict[str, dict[int, float]]] = {}
+    every: dict[str, list[Any]] = {}
 
     def measure_one(run: Run, prompt: Prompt) -> CouplingMap:
         try:
             traced, bar = run.trace(prompt), partial(run.bar, "layers")
             at = own_position(prompt, position)
-            result = tlc.depth_coupling(traced, comparing.largest, at, comparing.orientation, progress=bar)
+            how = choosing.settings_for(tlc.Settings(orientation=comparing.orientation))
+            maps = tlc.comparisons.depth_couplings(traced, comparing.largest, at, how.orientations, progress=bar)
         except ValueError as error:
             raise ValueError(f"prompt {prompt.id!r}: {error}" if len(chosen) > 1 else str(error)) from error
+        result = maps[comparing.orientation]
+        ks = comparing.up_to(result.k)
+        if choosing.all_measures:
+            every.setdefault(run.role, []).append(of_maps(list(maps.values()), replace(how, k=tuple(ks))))
         if save_maps and len(chosen) > 1:
             (out / "maps" / run.role).mkdir(parents=True, exist_ok=True)
             result.save(out / "maps" / run.role / f"{file_name(prompt.id)}.nc")
-        means.setdefault(run.role, {})[prompt.id] = {k: result.mean(k) for k in comparing.up_to(result.k)}
+        means.setdefault(run.role, {})[prompt.id] = {k: result.mean(k, off_diagonal=off) for k in ks}
         return result
 
     def measure(run: Run) -> CouplingMap:
@@ -88,19 +103,25 @@ def depth(
         work.save(maps)
         work.written += [out / "maps"] if save_maps and len(chosen) > 1 else []
         trained: CouplingMap = results["trained"]
-        n, ks = trained.n_prompts, comparing.up_to(trained.k)
+        n, ks, pairs = trained.n_prompts, comparing.up_to(trained.k), in_words(choosing.diagonal)
+        spreads: dict[str, dict[int, float]] = {}
+        # A single layer leaves nothing to chance.
+        intervals = {k: trained.null_interval(k, off_diagonal=off) for k in ks if len(trained.row_layers) > 1}
         summary: dict[str, Any] = {
-            "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of different layers",
+            "measure": f"coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over {pairs}",
             "n_prompts": n,
-            "null": {k: trained.null(k) for k in ks},
+            "null": {k: trained.null(k, off_diagonal=off) for k in ks},
+            "null_interval": intervals,
             "mean": means,
-            "mean_over_prompts": {run: {k: result.mean(k) for k in ks} for run, result in results.items()},
+            "mean_over_prompts": {
+                run: {k: result.mean(k, off_diagonal=off) for k in ks} for run, result in results.items()
+            },
             "provenance": {run: result.provenance for run, result in results.items()},
         }
         pictures: dict[str, Any] = {f"coupling-k{k}.png": partial(tlc.plot_coupling, trained, k=k) for k in ks}
         if isinstance(trained, MeanCouplingMap):
             pictures |= {f"spread-k{k}.png": partial(tlc.plots.plot_spread, trained, k=k) for k in ks}
-            spreads = {run: {k: result.spread_of_mean(k) for k in ks} for run, result in results.items()}
+            spreads = {run: {k: stdev(one[k] for one in of.values()) for k in ks} for run, of in means.items()}
             summary["standard_deviation_over_prompts"] = spreads
         pictures |= {
             "matrices.png": partial(tlc.plot_coupling_matrices, trained, untrained=results.get("untrained")),
@@ -110,8 +131,14 @@ def depth(
         }
         work.finish(summary, pictures)
         caption = f"{len(trained.row_layers)} layers, {n} prompt{'s (mean ± standard deviation)' if n > 1 else ''}"
-        title = "depth coupling 1 − m̃, mean over pairs of different layers"
-        work.shown.append(coupling_table(title, caption, maps, ks))
+        said = ", ".join(f"{low:.3f} to {high:.3f} (k = {k})" for k, (low, high) in intervals.items())
+        caption += f"\n95 % of random subspaces: {said}" if said else ""
+        title = f"depth coupling 1 − m̃, mean over {pairs}"
+        work.shown.append(coupling_table(title, caption, maps, ks, choosing.diagonal, spreads))
+        if every:
+            rows = tlc.surveys.measure_table(joined(every))
+            work.write("measures.csv", partial(rows.to_csv, index=False))
+            work.shown.append(every_choice(f"{trained.provenance['model']}: every choice", rows))
 
 
 @command

@@ -1,6 +1,6 @@
 """Options that several commands share, in groups: a parameter of such a type becomes an option for each field."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,6 +9,7 @@ import typer
 from torch import nn
 
 from tl_coupling.blocks import Trace, trace
+from tl_coupling.coupling import MEASURES, Orientation
 from tl_coupling.models import EMBEDDED_MODEL, load_model, named_device, reads_pixels
 from tl_coupling.prompts import Prompt, load_prompts
 from tl_coupling.surveys import Settings
@@ -95,7 +96,7 @@ class Comparing:
     k: Annotated[
         list[int] | None, typer.Option(help="Number of top singular vectors; may be repeated. [default: 10, 30, 50]")
     ] = None
-    orientation: Annotated[Literal["ujv", "vju"], typer.Option(help="A = U' J V of the paper, or V' J U.")] = "ujv"
+    orientation: Annotated[Orientation, typer.Option(help="A = U' J V of the paper, or V' J U.")] = "ujv"
 
     @property
     def ks(self) -> list[int]:
@@ -128,12 +129,39 @@ class Measuring(Comparing, Tracing):
 
 
 @dataclass(frozen=True)
-class Sweep(Measuring, Setup):
+class Choosing:
+    """What a mean coupling is a mean of."""
+
+    diagonal: Annotated[
+        bool,
+        typer.Option(
+            "--diagonal", help="Means over all pairs of layers, l = l' too, as in the paper. [different ones]"
+        ),
+    ] = False
+    all_measures: Annotated[
+        bool, typer.Option("--all-measures", help="Every measure, orientation and choice of pairs, in one table.")
+    ] = False
+
+    def settings_for(self, settings: Settings) -> Settings:
+        """With these choices; the orientation that was asked for comes first."""
+        first = settings.orientations[0]
+        both: tuple[Orientation, ...] = (first, "vju" if first == "ujv" else "ujv")
+        all_of = {"orientation": both, "measures": MEASURES} if self.all_measures else {}
+        return replace(settings, diagonal=self.diagonal, **all_of)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Sweep(Measuring, Setup, Choosing):
     """How models are measured across checkpoints."""
 
     checkpoint: Annotated[
         list[str] | None, typer.Option(help="Training step or hub revision, of every model; may be repeated.")
     ] = None
+
+    @property
+    def settings(self) -> Settings:
+        """As the library takes them."""
+        return self.settings_for(super().settings)
 
     @property
     def checkpoints(self) -> list[Any] | None:

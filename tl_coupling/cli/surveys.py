@@ -14,12 +14,13 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work, table_of
+from tl_coupling.cli.console import Work, at_work, every_choice, table_of
 from tl_coupling.cli.options import OUT, Out, Prompts, Sweep, Untrained
-from tl_coupling.coupling import Measure
+from tl_coupling.coupling import Measure, Orientation
 from tl_coupling.prompts import Prompt, load_prompts, prompts_per_task
 from tl_coupling.surveys import process_pool, slurm_executor
 from tl_coupling.surveys.executors import Executor
+from tl_coupling.surveys.readings import pairs_of_layers
 from tl_coupling.surveys.survey import UNITS
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # Lines about what was left out.
 _MOST_LEFT_OUT = 10
+# Columns of the table of every choice; the file has all.
+_MOST_CHECKPOINTS = 3
 
 
 @command
@@ -53,6 +56,7 @@ def checkpoints(
     with at_work(out) as work:
         data = tlc.checkpoint_sweep(model, sweep.checkpoints, chosen, **how)
         work.write("sweep.nc", partial(data.to_netcdf, engine="netcdf4"))
+        data = _first_choice(work, data, sweep.all_measures)
         mean, ks = data.mean("prompt"), data["k"].values.tolist()
         of_ks = {"coupling": mean["mean_coupling"], "null": mean["null_coupling"]}
         of_checkpoints = {"loss": mean["loss"], "line_shape_score": mean["line_shape_score_all_tokens"]}
@@ -75,7 +79,7 @@ def checkpoints(
             rows.append([checkpoint, *(f"{x:.3f}" for name in variables for x in here[name].values.ravel())])
         numbers = [*(f"k = {k}" for k in ks), *(f"null {k}" for k in ks), "line-shape score", "loss"]
         n_prompts = data.sizes["prompt"]
-        caption = f"mean over pairs of different layers and {n_prompts} prompt{'s' if n_prompts > 1 else ''}"
+        caption = f"mean over {pairs_of_layers(data)} and {n_prompts} prompt{'s' if n_prompts > 1 else ''}"
         title = f"{data.attrs['model']}: depth coupling 1 − m̃ across training"
         work.shown.append(table_of(title, [], ["checkpoint", *numbers], rows, caption))
     stop_if_any_failed(data)
@@ -145,6 +149,7 @@ def survey(
     with at_work(out) as work, _executor(workers, slurm, out / "jobs") as executor:
         data = tlc.run(asked, out / UNITS, executor)
         work.written.append(out / UNITS)
+        data = _first_choice(work, data, sweep.all_measures)
         tables = {k: tlc.generalization.task_means(data, k=k) for k in data["k"].values.tolist()}
         costs = data[["seconds", "peak_memory"]].to_dataframe().dropna().reset_index()
         summary = {
@@ -160,12 +165,26 @@ def survey(
         if len(chosen) > 2:
             pictures |= {f"{of}.png": partial(tlc.plots.plot_prompts, data, x) for of, x in against.items()}
         work.finish(_facts(data) | summary, pictures)
-        work.shown += [*(_task_table(k, table) for k, table in tables.items()), _cost_table(data)]
+        shown = [_task_table(k, table, pairs_of_layers(data)) for k, table in tables.items()]
+        work.shown = [*shown, _cost_table(data), *work.shown]
     stop_if_any_failed(data)
 
 
+def _first_choice(work: Work, data: "xarray.Dataset", every: bool) -> "xarray.Dataset":
+    """The data in the orientation that was asked for; before, if wanted, tables of every choice there is."""
+    if every:
+        rows = tlc.surveys.measure_table(data)
+        work.write("measures.csv", partial(rows.to_csv, index=False))
+        by_model = rows.groupby("model", sort=False) if "model" in rows else [(data.attrs["model"], rows)]
+        tables = {
+            name: of_model for name, of_model in by_model if of_model["checkpoint"].nunique() <= _MOST_CHECKPOINTS
+        }
+        work.shown += [every_choice(f"{name}: every choice", of_model) for name, of_model in tables.items()]
+    return tlc.surveys.one_orientation(data)
+
+
 def _facts(data: "xarray.Dataset") -> dict[str, Any]:
-    measure = "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of different layers, then over prompts"
+    measure = f"coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over {pairs_of_layers(data)}, then over prompts"
     names = ("failed", "provenance", "provenance_by_unit")
     return {"measure": measure} | {name: json.loads(data.attrs.get(name, "{}")) for name in names}
 
@@ -208,7 +227,7 @@ def _by_name(option: str, texts: Iterable[str], wanted: str) -> dict[str, str]:
     return found
 
 
-def _task_table(k: int, rows: "pandas.DataFrame") -> Table:
+def _task_table(k: int, rows: "pandas.DataFrame", pairs: str) -> Table:
     # What is the same in every row goes above them.
     names = [name for name in ("model", "checkpoint", "task") if name == "task" or rows[name].nunique() > 1]
 
@@ -219,7 +238,7 @@ def _task_table(k: int, rows: "pandas.DataFrame") -> Table:
     title = f"depth coupling 1 − m̃ (k = {k})" + ("" if "model" in names else f", {rows['model'].iloc[0]}")
     cells_of_rows = ([*(row[name] for name in names), *cells(row)] for _, row in rows.iterrows())
     numbers = ("prompts", "coupling", "null", "loss")
-    return table_of(title, names, numbers, cells_of_rows, "95 % intervals: bootstrap over prompts")
+    return table_of(title, names, numbers, cells_of_rows, f"mean over {pairs}\n95 % intervals: bootstrap over prompts")
 
 
 def _cost_table(data: "xarray.Dataset") -> Table:
@@ -248,6 +267,11 @@ def generalization(
         str | None,
         typer.Option(help='Of every model, or "untrained"; "last": each model\'s own last. [the last of the survey]'),
     ] = None,
+    orientation: Annotated[Orientation | None, typer.Option(help="Of those measured. [the first]")] = None,
+    diagonal: Annotated[
+        bool | None,
+        typer.Option(help="Means over all pairs of layers, l = l' too, or over different ones. [as measured]"),
+    ] = None,
     subset: Annotated[list[str] | None, typer.Option(help="NAME=QUERY over the table; may be repeated.")] = None,
     control: Annotated[list[str] | None, typer.Option(help="Covariate to hold fixed; may be repeated.")] = None,
     family: Annotated[
@@ -262,8 +286,9 @@ def generalization(
 
     Takes a survey, and a CSV file with the columns `model` and `score`. Without --scores, the survey's own loss is the
     score: lower is better, and models with different tokenizers cannot be compared by it. Coupling is each model's mean
-    over pairs of different layers, then over prompts, at the last checkpoint. Models of one family (the column
-    `family`, or --family) are not independent: intervals are then cluster-robust, and families are resampled whole.
+    over pairs of layers (different ones, or all with --diagonal), then over prompts, at the last checkpoint. Models of
+    one family (the column `family`, or --family) are not independent: intervals are then cluster-robust, and families
+    are resampled whole.
 
     Examples:
 
@@ -275,7 +300,9 @@ def generalization(
     patterns = _by_name("--family", family or [], 'NAME=PATTERN, like "Pythia=*pythia*"')
     if scores == "loss" and score_column != "score":
         raise ValueError(f"`--score-column` {score_column!r} is of a CSV file: give --scores as well")
-    with at_work(out) as work, _opened(survey) as data:
+    with at_work(out) as work, _opened(survey) as opened:
+        data = tlc.surveys.one_orientation(opened, orientation)
+        data = data if diagonal is None else tlc.surveys.with_diagonal(data, diagonal)
         with work.console.status("resampling models and prompts …"):
             result = tlc.generalization.generalization_study(
                 data,

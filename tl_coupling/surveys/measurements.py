@@ -198,12 +198,7 @@ def loss(traced: Trace) -> float:
 
 def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.Dataset":
     """Every measure of one prompt, from its coupling maps, one for each orientation."""
-    import xarray
-
-    result, of_maps = maps[0], [of_map(one, settings) for one in maps]
-    coupled = of_maps[0] if len(maps) == 1 else xarray.concat(of_maps, "orientation")
-    if len(maps) > 1:
-        coupled = coupled.assign_coords(orientation=[one.orientation for one in maps])
+    result, coupled = maps[0], of_maps(maps, settings)
     variables: dict[str, Any] = {"singular_values": (("layer", "singular_value"), result.singular_values.cpu().numpy())}
     t = traced.position_index(settings.position)
     for shape in (line_shape_score, expodistance, equidistance):
@@ -220,11 +215,21 @@ def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.D
     provenance = {key: value for key, value in result.provenance.items() if key not in _OF_ONE_PROMPT}
     if image := result.provenance.get("image"):
         provenance["preprocessing"] = image["preprocessing"]
-    attrs = {"orientation": ", ".join(settings.orientations), "window": window, "provenance": json.dumps(provenance)}
+    attrs = {"window": window, "provenance": json.dumps(provenance)}
     return coupled.assign(variables).assign_coords(coords).assign_attrs(attrs)
 
 
-def of_map(result: CouplingMap, settings: Settings) -> "xarray.Dataset":
+def of_maps(maps: Sequence[CouplingMap], settings: Settings) -> "xarray.Dataset":
+    """What `_of_map` says of the maps of one prompt, one for each orientation; two make a dimension."""
+    import xarray
+
+    found, orientations = [_of_map(one, settings) for one in maps], [one.orientation for one in maps]
+    attrs = found[0].attrs | {"orientation": ", ".join(orientations)}
+    both = xarray.concat(found, "orientation").assign_coords(orientation=orientations) if len(maps) > 1 else found[0]
+    return both.assign_attrs(attrs)
+
+
+def _of_map(result: CouplingMap, settings: Settings) -> "xarray.Dataset":
     """The measures of one map of layers, their means over pairs, and their nulls."""
     import xarray
 

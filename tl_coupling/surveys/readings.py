@@ -1,5 +1,6 @@
 """What was measured, read under one choice or under all: pairs of a layer with itself, orientation, measure, k."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,17 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-DIAGONAL = {False: "different layers", True: "all layers"}
+PAIRS = {False: "different", True: "all"}
+
+
+def pairs_of_layers(data: "xarray.Dataset") -> str:
+    """Which pairs the means are over, in words."""
+    return in_words(bool(data.attrs.get("diagonal", 0)))
+
+
+def in_words(diagonal: bool) -> str:
+    """Which pairs of layers, in words."""
+    return "all pairs of layers, l = l' among them" if diagonal else "pairs of different layers"
 
 
 @checked
@@ -51,16 +62,31 @@ def with_diagonal(data: "xarray.Dataset", diagonal: bool = True) -> "xarray.Data
     return data.assign(made).assign_attrs(diagonal=int(diagonal))
 
 
+def joined(runs: "Mapping[str, Sequence[xarray.Dataset]]") -> "xarray.Dataset":
+    """The prompts of each run, the runs as checkpoints."""
+    import xarray
+
+    found = [xarray.concat(of_prompts, "prompt") for of_prompts in runs.values()]
+    return xarray.concat(found, "checkpoint").assign_coords(checkpoint=list(runs))
+
+
 @checked
 def one_orientation(data: "xarray.Dataset", orientation: Orientation | None = None) -> "xarray.Dataset":
     """Data of one orientation, by default the first that was measured; ValueError for one that was not."""
-    there = data["orientation"].values.tolist() if "orientation" in data.dims else data.attrs.get("orientation", "ujv")
-    if isinstance(there, str):
-        there, data = [there], data.expand_dims({"orientation": [there]})
+    there = orientations_of(data)
     chosen = there[0] if orientation is None else orientation
     if chosen not in there:
         raise ValueError(f"`orientation` {chosen!r} was not measured; there is {', '.join(there)}")
+    if "orientation" not in data.dims:
+        return data
     return data.sel(orientation=chosen, drop=True).assign_attrs(orientation=chosen)
+
+
+def orientations_of(data: "xarray.Dataset") -> list[Orientation]:
+    """Those that were measured."""
+    both = "orientation" in data.dims
+    found: list[Orientation] = data["orientation"].values.tolist() if both else [data.attrs.get("orientation", "ujv")]
+    return found
 
 
 @checked
@@ -72,7 +98,7 @@ def measure_table(data: "xarray.Dataset") -> "pandas.DataFrame":
             orientation=("ujv", "vju"))` all there are.
 
     Returns a row for each, and for each model and checkpoint (an untrained twin is one). Columns: `model` and
-    `checkpoint` where the data have them; `measure`, `orientation`, `pairs` ("different layers" or "all layers"), `k`;
+    `checkpoint` where the data have them; `measure`, `orientation`, `pairs` of layers ("different" or "all"), `k`;
     `mean` and `spread`, over prompts, of the mean over pairs, and the mean `null`. Spread is NaN for one prompt.
 
     Example:
@@ -83,14 +109,12 @@ def measure_table(data: "xarray.Dataset") -> "pandas.DataFrame":
     """
     import pandas
 
-    both = "orientation" in data.dims
-    orientations = data["orientation"].values.tolist() if both else [data.attrs.get("orientation", "ujv")]
     of = [str(dim) for dim in ("model", "checkpoint") if dim in data.dims]
     found = []
-    for diagonal, pairs in DIAGONAL.items():
+    for diagonal, pairs in PAIRS.items():
         chosen = with_diagonal(data, diagonal)
-        for orientation in orientations:
-            one = one_orientation(chosen, orientation) if both else chosen
+        for orientation in orientations_of(data):
+            one = one_orientation(chosen, orientation)
             for measure in [str(name).removeprefix("mean_") for name in one.data_vars if str(name)[:5] == "mean_"]:
                 means = one[f"mean_{measure}"]
                 columns: dict[str, Any] = {
