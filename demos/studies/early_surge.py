@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import tl_coupling as tlc
+from tl_coupling.coupling import without_shared, without_top
 from tl_coupling.files import file_name, output_folder, write_atomically
 from tl_coupling.surveys import local_checkpoints
 from tl_coupling.surveys.measurements import loss
@@ -210,9 +211,9 @@ def explain(
         "participation_ratio": float(tlc.spectra.participation_ratio(spectrum.S).mean()),
         "sigma_1_share": probes.sigma_1_share(spectrum.S),
         "coupling_of_random_vectors": probes.mean_coupling(probes.with_random_vectors(J, generator), k),
-        "coupling_without_own_top": probes.mean_coupling(probes.without_own_top(J), k),
-        "coupling_without_shared_1": probes.mean_coupling(probes.without_shared_directions(J, 1), k),
-        "coupling_without_shared_5": probes.mean_coupling(probes.without_shared_directions(J, 5), k),
+        "coupling_without_own_top": probes.mean_coupling(without_top(J, 1), k),
+        "coupling_without_shared_1": probes.mean_coupling(without_shared(J, 1), k),
+        "coupling_without_shared_5": probes.mean_coupling(without_shared(J, 5), k),
         "coupling_without_shared_map": probes.coupling_without_shared_map(J, k),
         "cosine_with_frequent": float(of_frequent.abs().mean()),
         "left_in_feedback": probes.mean_overlap(environment.feedback, U),

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import tl_coupling as tlc
 from small_models import Corpus, TrainingConfig, batches, learn, new_model
-from surge_probes import dataset, mean_cosine, mean_coupling, random_rotations
+from surge_probes import dataset, mean_cosine, mean_coupling
+from tl_coupling.coupling import random_rotations
 from tl_coupling.surveys.measurements import loss
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def trained_stages(
     model: Any = new_model(config)
     generator = torch.Generator().manual_seed(config.seed)
     n = 1 if name == "one wrong feedback" else config.n_layers
-    rotations = random_rotations(n, config.width, generator).float().expand(config.n_layers, -1, -1)
+    rotations = random_rotations(n, config.width, generator=generator).float().expand(config.n_layers, -1, -1)
     if name in ("own feedback", "one wrong feedback"):
         turn_feedback(model, rotations)
     if name == "own coordinates":

@@ -16,17 +16,8 @@ import tl_coupling as tlc
 
 
 def mean_coupling(J: Float[Tensor, "n_layers d d"], k: int) -> float:
-    """Mean of `1 − ‖A − Diag(A)‖_F / ‖A‖_F` over ordered pairs of different layers, `A = U_{b,k}ᵀ J_a V_{b,k}`.
-
-    It equals `depth_coupling(…).mean(k)` of a trace, for any matrices.
-    """
-    if len(J) < 2:
-        raise ValueError(f"coupling needs the Jacobians of at least 2 layers, got {len(J)}")
-    spectrum = tlc.svd(J, k)
-    of_layers = zip(spectrum.U, spectrum.S, spectrum.Vh, strict=True)
-    A = torch.stack([tlc.coupling_matrix(J, tlc.Spectrum(*one), k) for one in of_layers], dim=1)
-    different = ~torch.eye(len(J), dtype=torch.bool)
-    return float((1 - tlc.normalized_miscoupling(A))[different].mean())
+    """Mean over ordered pairs of different layers of the coupling of any matrices; ValueError for fewer than 2."""
+    return tlc.comparisons.jacobian_coupling(J, k).mean()
 
 
 def mean_cosine(X: Float[Tensor, "n ..."]) -> float:
@@ -39,25 +30,6 @@ def mean_cosine(X: Float[Tensor, "n ..."]) -> float:
 def sigma_1_share(S: Float[Tensor, "n_layers d"]) -> float:
     """Mean over layers of `σ_1² / Σ σ_i²`, in [1/d, 1]: how much of J one pair of directions is."""
     return float((S[:, 0].square() / S.square().sum(1)).mean())
-
-
-def without_own_top(J: Float[Tensor, "n_layers d d"]) -> Float[Tensor, "n_layers d d"]:
-    """`J_l − σ_1 u_1 v_1ᵀ`: each layer without its own leading pair of directions."""
-    top = tlc.svd(J, 1)
-    return J - top.U * top.S[..., None, :] @ top.Vh
-
-
-def without_shared_directions(J: Float[Tensor, "n_layers d d"], r: int) -> Float[Tensor, "n_layers d d"]:
-    """`(1 − PPᵀ) J_l (1 − QQᵀ)`: J without the r left and r right directions that all layers share most.
-
-    P holds the leading eigenvectors of `Σ_l J_l J_lᵀ / ‖J_l‖²`, Q those of `Σ_l J_lᵀ J_l / ‖J_l‖²`.
-    """
-    unit = J / torch.linalg.matrix_norm(J, keepdim=True)
-    # eigh orders upwards.
-    P = torch.linalg.eigh((unit @ unit.mT).sum(0))[1][:, -r:]
-    Q = torch.linalg.eigh((unit.mT @ unit).sum(0))[1][:, -r:]
-    J = J - P @ (P.mT @ J)
-    return J - (J @ Q) @ Q.mT
 
 
 def coupling_without_shared_map(J: Float[Tensor, "n_layers d d"], k: int) -> float:
@@ -82,15 +54,8 @@ def coupling_without_shared_map(J: Float[Tensor, "n_layers d d"], k: int) -> flo
 
 def with_random_vectors(J: Float[Tensor, "n_layers d d"], generator: torch.Generator) -> Float[Tensor, "n_layers d d"]:
     """`Q_l diag(S_l) R_lᵀ`: the singular values of each layer between independent Haar-random bases."""
-    Q, R = (random_rotations(len(J), J.shape[-1], generator).to(J.dtype) for _ in range(2))
+    Q, R = tlc.coupling.random_rotations(2, len(J), J.shape[-1], generator=generator).to(J.dtype)
     return Q @ torch.diag_embed(tlc.spectra.singular_values(J)) @ R.mT
-
-
-def random_rotations(n: int, d: int, generator: torch.Generator) -> Float[Tensor, "n d d"]:
-    """Independent orthogonal matrices, uniform over all of them, in float64 (Mezzadri 2007)."""
-    Q, R = torch.linalg.qr(torch.randn(n, d, d, generator=generator, dtype=torch.float64))
-    # LAPACK's signs are a convention; those of R's diagonal make Q uniform.
-    return Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
 
 
 def leading_directions(X: Float[Tensor, "n d"], m: int) -> Float[Tensor, "d m"]:

@@ -1,5 +1,6 @@
 """One survey read under every choice, against numpy over its maps and against surveys that were measured that way."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -51,6 +52,15 @@ def test_one_run_holds_what_the_released_code_reports_in_both_orientations(measu
                 for name, p in RELEASED.items():
                     got = float(measured[name].sel(orientation=orientation)[prompt, k, row, col])
                     assert got == pytest.approx(distance / np.linalg.norm(s, p), abs=1e-4)
+
+
+def test_the_provenance_outlives_decompositions_that_took_other_ways(model, monkeypatch) -> None:
+    """How many steps an SVD took depends on the prompt; a survey without a provenance cannot be opened."""
+    numbers = itertools.count()
+    monkeypatch.setattr(tlc.Spectrum, "method", property(lambda _: f"{next(numbers)} steps"))
+    assert (
+        json.loads(measure_prompts(model, PROMPTS, tlc.Settings(k=(2,))).attrs["provenance"])["d_model"] == tiny.D_MODEL
+    )
 
 
 @pytest.mark.parametrize("p", [1, 3])

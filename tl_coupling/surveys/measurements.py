@@ -36,7 +36,7 @@ PAPER_PROMPT = "What is the capital of France? The capital is"
 # What surveys hold that were made before others could be chosen.
 _OF_THE_PAPERS: tuple[Measure, ...] = MEASURES[:5]
 IMPLIED = {"measures": list(_OF_THE_PAPERS), "p": 2, "absolute": False, "diagonal": False}
-_OF_ONE_PROMPT = {"prompt", "image", "tokens", "str_tokens", "paths", "position", "remarks"}
+_OF_ONE_PROMPT = {"prompt", "image", "tokens", "str_tokens", "paths", "position", "remarks", "svd"}
 
 
 @checked
