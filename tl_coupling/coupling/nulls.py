@@ -230,7 +230,7 @@ def _mean_absolute_entry(S: Tensor, frobenius_norm: Tensor, d: int) -> Tensor:
         logs = torch.log1p(squares[..., None] * weights).sum(-1) + n_rest * torch.log1p(squares * rest)
         return -2 * torch.expm1(-0.5 * logs) / squares
 
-    return factor * frobenius_norm / math.sqrt(math.pi) * _over_half_line(integrand, weights.shape)
+    return factor * frobenius_norm / math.sqrt(math.pi) * _over_half_line(integrand, weights)
 
 
 def _mean_absolute_form(A: Tensor) -> Tensor:
@@ -247,14 +247,15 @@ def _mean_absolute_form(A: Tensor) -> Tensor:
         modulus, phase = -0.25 * torch.log1p(x * x).sum(-1), 0.5 * x.atan().sum(-1)
         return (1 - modulus.exp() * phase.cos()) / t.square()
 
-    return 2 / (math.pi * A.shape[-1]) * scale * _over_half_line(integrand, scaled.shape)
+    return 2 / (math.pi * A.shape[-1]) * scale * _over_half_line(integrand, scaled)
 
 
-def _over_half_line(integrand: Callable[[Tensor], Tensor], shape: torch.Size) -> Tensor:
-    """The integral over `[0, ∞)` of a function of places `[n, 1 …]`, for weights of this shape, `[*batch, m]`."""
-    x, weights = np.polynomial.legendre.leggauss(_N_NODES)
-    angles = torch.from_numpy((x + 1) * math.pi / 4).reshape(-1, *(1 for _ in shape[:-1]))
-    dr = torch.from_numpy(weights).reshape(angles.shape) * math.pi / 4 / angles.cos().square()
-    at_once = max(1, _AT_ONCE // max(1, shape.numel()))
+def _over_half_line(integrand: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """The integral over `[0, ∞)` of a function of places `[n, 1 …]`, for weights like these, `[*batch, m]`."""
+    nodes = np.stack(np.polynomial.legendre.leggauss(_N_NODES)) * math.pi / 4
+    places, weights = torch.from_numpy(nodes).to(like.device).reshape(2, -1, *[1] * (like.ndim - 1))
+    angles = places + math.pi / 4
+    dr = weights / angles.cos().square()
+    at_once = max(1, _AT_ONCE // max(1, like.numel()))
     parts = zip(angles.tan().split(at_once), dr.split(at_once), strict=True)
     return torch.stack([(integrand(r) * w).sum(0) for r, w in parts]).sum(0)
