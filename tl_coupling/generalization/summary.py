@@ -26,6 +26,7 @@ from tl_coupling.generalization.tables import (
     with_families,
 )
 from tl_coupling.statistics import rank_correlation
+from tl_coupling.surveys.readings import with_diagonal
 
 # Parameters and tokens span decades: untransformed, the largest model would decide.
 _COVARIATES = ("log10(n_parameters)", "n_layers", "d_model", "log10(training_tokens)")
@@ -133,6 +134,7 @@ def generalization_study(
     *,
     k: int | None = None,
     measure: Measure = "coupling",
+    diagonal: bool | None = None,
     score: str = "score",
     checkpoint: int | str | None = None,
     controls: Sequence[str] | None = None,
@@ -150,6 +152,8 @@ def generalization_study(
             and models with different tokenizers cannot be compared by it. On a task, the column with the task's name
             is the score if there is one. Models that were not measured are left out, with a warning.
         k, measure: as in `CouplingMap.values`; by default the largest k that was measured.
+        diagonal: whether means are over all pairs of layers, as in the paper, or over different ones; by default as
+            they were measured. Of two orientations the first is taken: `surveys.one_orientation` gives the other.
         score: which column of `scores`.
         checkpoint: of all models; by default the last of the survey, models that were not measured there being left
             out and named; "last" for each model's own last, and "untrained" for the untrained twins.
@@ -179,6 +183,7 @@ def generalization_study(
         Generalization(score against coupling, k = 10, 5 models, 4 prompts:
           slope 52 (35.16 to 68.84), R² = 0.970, p = 0.0022, Spearman's ρ = 1.000)
     """
+    data = data if diagonal is None else with_diagonal(data, diagonal)
     # Read once: a survey may be spread over thousands of files. Any of its measures may have been looked at.
     data = needed(data, measure, also=("n_pos", *(name for name in map(str, data.data_vars) if name[:5] == "mean_")))
     models = data["model"].values.astype(str).tolist() if "model" in data.dims else []

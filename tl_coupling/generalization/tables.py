@@ -14,6 +14,7 @@ import xarray
 from tl_coupling.border import AnyPath, checked, warn_caller
 from tl_coupling.generalization.fits import family_codes
 from tl_coupling.surveys.checkpoints import step_order
+from tl_coupling.surveys.readings import one_orientation
 from tl_coupling.surveys.survey import UNTRAINED
 
 # In place of a checkpoint: each model's own last.
@@ -173,7 +174,7 @@ def with_families(table: pandas.DataFrame, families: Mapping[str, str] | None) -
 
 def needed(data: xarray.Dataset, measure: str, also: Sequence[str] = ()) -> xarray.Dataset:
     """What the statistics of a measure need of a survey, in memory, for all k; maps of pairs of layers are not read."""
-    variable = f"mean_{measure}"
+    data, variable = one_orientation(data), f"mean_{measure}"
     if variable not in data or not {"k", "prompt"} <= set(data[variable].dims):
         held = ", ".join(map(str, data.data_vars))
         raise ValueError(f"no {variable!r} along `k` and `prompt` in the survey; it holds {held}")

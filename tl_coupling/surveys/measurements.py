@@ -256,7 +256,7 @@ def _by_depth(traced: Trace) -> dict[str, Any]:
     """How the stream grows, bends and comes to say something: of each, the median over tokens."""
     x = traced.residual
     of_tokens = {"step_length": step_lengths(x), "line_shape_score_by_depth": line_shape_score_by_depth(x)}
-    of_tokens |= {"norm": norms(x), "logit_lens_entropy": torch.full(x.shape[:2], torch.nan)}
+    of_tokens |= {"norm": norms(x), "logit_lens_entropy": torch.full(x.shape[:2], torch.nan, device=x.device)}
     # Not every model has logits.
     with suppress(ValueError):
         of_tokens["logit_lens_entropy"] = entropy_by_depth(traced)
