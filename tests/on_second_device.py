@@ -20,7 +20,7 @@ import tiny
 import tl_coupling as tlc
 import vision_models
 from tl_coupling import plots
-from tl_coupling.comparisons import maps
+from tl_coupling.comparisons import maps, saved
 from tl_coupling.coupling import MEASURES, alignment_matrices, subspace_overlap
 from tl_coupling.report import page, parts
 from tl_coupling.trajectories import (
@@ -325,10 +325,10 @@ def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
             id="a mask on the CPU",
         ),
         pytest.param(
-            maps,
+            saved,
             "value.detach().cpu().numpy()",
             "value.detach().numpy()",
-            lambda module, trace: module.CouplingMap(**vars(tlc.depth_coupling(trace, K))).to_dataset(),
+            lambda module, trace: module.Saved.to_dataset(tlc.depth_coupling(trace, K)),
             id="an array without a copy to the CPU",
         ),
         pytest.param(
