@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import xarray
 
@@ -105,6 +106,23 @@ def test_the_table_is_the_means_of_the_maps(measured) -> None:
     one = measure_table(one_orientation(measured, "vju").isel(prompt=[0]))
     assert set(one["orientation"]) == {"vju"}
     assert one["spread"].isna().all()
+
+
+def test_statistics_and_pictures_follow_the_choice(measured) -> None:
+    models = list("abcd")
+    several = [measured.map(lambda x, i=i: x * (1 + 0.1 * i) if x.dtype.kind == "f" else x) for i in range(4)]
+    data = xarray.concat(several, "model").assign_coords(model=models)
+    scores = pandas.DataFrame({"model": models, "score": [1.0, 2, 4, 5]})
+    study = tlc.generalization.generalization_study(data, scores, k=4, diagonal=True, n_resamples=50)
+    means = data["coupling"].sel(k=4, orientation="ujv").mean(("prompt", "layer", "other_layer"))
+    np.testing.assert_allclose(study.table["coupling"], means, rtol=1e-6)
+    sweep = with_diagonal(one_orientation(measured)).expand_dims(checkpoint=[1])
+    with tlc.plots.off_screen():
+        for chosen, said in (
+            (sweep, "over all pairs of layers"),
+            (with_diagonal(sweep, False), "over pairs of different"),
+        ):
+            assert said in tlc.plots.plot_emergence(chosen).get_suptitle()
 
 
 def test_a_shallower_model_is_read_over_its_own_layers(model, measured) -> None:

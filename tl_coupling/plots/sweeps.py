@@ -15,6 +15,7 @@ from tl_coupling.coupling import Measure
 from tl_coupling.plots import labels
 from tl_coupling.plots.layers import draw_graph, edge_scale, weighted_edges
 from tl_coupling.statistics import LEVEL, crossed_mean
+from tl_coupling.surveys.readings import pairs_of_layers
 
 if TYPE_CHECKING:
     import xarray
@@ -73,7 +74,8 @@ def plot_emergence(
     panels[0].set_ylim(bottom=0)
     step_axis(panels[-1], by.values())
     draw_legend(panels[0])
-    labels.entitle(fig, heading("Coupling of different layers across training", by))
+    pairs = " or ".join(dict.fromkeys(map(pairs_of_layers, by.values())))
+    labels.entitle(fig, heading(f"Coupling over {pairs} across training", by))
     return fig
 
 
