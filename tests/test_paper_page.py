@@ -88,8 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tiny.save_tokenizer(folder / f"models/width{width}/step{step}")
     lines = [
         {"id": f"{task}-{i}", "task": task, "prompt": f"w{i} w{3 * i} w7 w{2 * i}" + i * " w5", "difficulty": i % 3}
-        for task in ("sums", "riddles", "odds")
-        for i in range(1, 3)
+        for i, task in enumerate(("sums", "sums", "riddles", "odds"), 1)
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
