@@ -12,10 +12,11 @@ import tiny
 from fake_survey import survey
 from tl_coupling import Settings
 from tl_coupling.cli import main
+from tl_coupling.generalization import paper_table1
 
 pytestmark = pytest.mark.on_3_only
 
-PICTURES = {"generalization.png", "forest.png", "k_sweep.png"}
+PICTURES = {"generalization.png", "forest.png", "k_sweep.png", "covariates.png", "quartiles.png"}
 
 
 @pytest.fixture
@@ -44,6 +45,21 @@ def given(tmp_path):
     data.to_netcdf(tmp_path / "sweep.nc")
     scores.to_csv(tmp_path / "scores.csv", index=False)
     return tmp_path / "sweep.nc", tmp_path / "scores.csv", data, scores
+
+
+def test_scores_of_the_papers_table(call, given, tmp_path):
+    """Joined by the names on the hub, without a word on the models of the table that were not measured."""
+    _, _, data, _ = given
+    table = paper_table1().dropna(subset=["score"]).head(10)
+    data.assign_coords(model=table["model"].tolist()).to_netcdf(tmp_path / "hub.nc")
+    out = tmp_path / "out"
+    status, _, said = call("--survey", tmp_path / "hub.nc", "--scores", "table1", "--resamples", 20, "--out", out)
+    assert status == 0
+    assert "were not measured" not in said
+    written = pandas.read_csv(out / "table.csv")
+    assert dict(zip(written["model"], written["score"], strict=True)) == dict(
+        zip(table["model"], table["score"], strict=True)
+    )
 
 
 def test_scores_of_a_file(call, given, tmp_path):

@@ -169,6 +169,15 @@ def test_against_a_difficulty_prompts_without_one_are_left_out():
         plot_prompts(data, {"p0": 1.0, "p1": 2.0})
 
 
+def test_prompts_of_one_length_have_no_correlation():
+    data = one_model(0.1, 0.0)
+    data["n_pos"] = data.n_pos * 0 + 7
+    assert {ax.get_title() for ax in plot_prompts(data).axes} == {
+        "all prompts: ρ is undefined",
+        "within tasks: ρ is undefined",
+    }
+
+
 def test_a_row_for_each_model_but_no_more_than_four():
     panels = plot_prompts(measured()).axes
     assert [ax.get_title().split("\n")[0] for ax in panels[::2]] == ["m1", "m3", "m2", "m0"]

@@ -91,7 +91,7 @@ def _sources(models: list[str], checkpoints: list[str] | None) -> Iterator[tuple
         if checkpoints is None:
             yield model, {"name": model}
             continue
-        steps = [training_step(one) for one in checkpoints]
+        steps: list[Any] = [training_step(one) for one in checkpoints]
         for step, source in checkpoint_sources(model, steps).items():
             yield (f"step {step}" if len(models) == 1 else f"{model} at {step}"), source
 
@@ -108,8 +108,8 @@ def redundancy(setup: OneModel, comparing: Comparing, prompts: Prompts, out: Out
       tl-coupling redundancy --model gpt2 --prompts prompts.jsonl --k 10 --out redundancy
     """
     with at_work(out) as work:
-        loaded = setup.load(untrained=False)
-        how = {"prepend_bos": setup.prepend_bos, "orientation": comparing.orientation}
+        loaded: Any = setup.load(untrained=False)
+        how: dict[str, Any] = {"prepend_bos": setup.prepend_bos, "orientation": comparing.orientation}
         ks = comparing.ks if comparing.k else comparing.up_to(loaded.cfg.d_model)
         data = layer_redundancy(loaded, prompts.chosen(), k=ks, **how)
         correlations = redundancy_correlations(data)

@@ -87,7 +87,7 @@ def plot_adjacency(
 def weighted_edges(values: np.ndarray, layers: Sequence[int]) -> list[tuple[float, int, int]]:
     """Weight, layer, other layer of every pair, from the lightest: strong edges are drawn on top of weak ones."""
     weights = (values + values.T) / 2
-    below = zip(*np.tril_indices(len(layers), -1), strict=True)
+    below = np.argwhere(np.tri(len(layers), k=-1)).tolist()
     return sorted((weights[i, j], layers[j], layers[i]) for i, j in below if not np.isnan(weights[i, j]))
 
 

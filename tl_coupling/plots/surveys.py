@@ -13,7 +13,7 @@ from tl_coupling.generalization import linear_fit
 from tl_coupling.generalization.associations import by_task
 from tl_coupling.generalization.expressions import evaluate
 from tl_coupling.plots import labels
-from tl_coupling.statistics import rank_correlation
+from tl_coupling.statistics import is_constant, rank_correlation
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.survey import UNTRAINED
 
@@ -205,8 +205,11 @@ def plot_prompts(
         for ax, (what, points, all_x, all_y) in zip(axes, panels, strict=True):
             for i, (task, (of_x, of_y)) in enumerate(zip(groups, points, strict=True)):
                 ax.plot(of_x, of_y, "o", markersize=3.5, alpha=0.6, color=f"C{i % 10}", label=task or "_prompts")
-            ranked = rank_correlation(all_x, all_y)
-            ax.set_title(f"{what}: ρ = {ranked.rho:+.2f}, p = {ranked.p:.2g}, n = {ranked.n}", fontsize="small")
+            said = "ρ is undefined"
+            if not (is_constant(all_x) or is_constant(all_y)):
+                ranked = rank_correlation(all_x, all_y)
+                said = f"ρ = {ranked.rho:+.2f}, p = {ranked.p:.2g}, n = {ranked.n}"
+            ax.set_title(f"{what}: {said}", fontsize="small")
         for ax, (less, of) in zip(axes, (("", ""), (", less its task's mean", " less mean")), strict=False):
             ax.set_xlabel(text + less, fontsize="small")
             ax.set_ylabel(f"{measure.replace('_', ' ')} (k = {k}){of}", fontsize="small")

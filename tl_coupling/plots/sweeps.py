@@ -102,7 +102,7 @@ def plot_coupling_strip(
     """
     k = _common_k({"data": data}, k, measure)
     steps, maps = _maps(data, checkpoints, k, measure)
-    fig, grid = _grid(len(steps), 1.5, 1.65, fig, sharex=True, sharey=True)
+    fig, grid = _grid(len(steps), 1.5, 1.65, fig, shared=True)
     cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(bad=labels.UNDEFINED)
     vmax = float(np.nanmax(maps)) if maps.shape[1] > 1 else 1.0
     for ax, step, panel in zip(grid.flat, steps, maps, strict=False):
@@ -173,12 +173,12 @@ def _maps(
     return steps, maps
 
 
-def _grid(n: int, width: float, height: float, fig: Figure | None, **shared: bool) -> tuple[Figure, np.ndarray]:
+def _grid(n: int, width: float, height: float, fig: Figure | None, shared: bool = False) -> tuple[Figure, np.ndarray]:
     """A figure with n panels of that many inches, four in a row."""
     n_cols = min(n, _PANELS_IN_A_ROW)
     n_rows = -(-n // n_cols)
     fig = fig or labels.new_figure(width * n_cols + 1.2, height * n_rows + 1.2, "compressed")
-    grid = fig.subplots(n_rows, n_cols, squeeze=False, **shared)
+    grid = fig.subplots(n_rows, n_cols, sharex=shared, sharey=shared, squeeze=False)
     for ax in grid.flat[n:]:
         ax.remove()
     return fig, grid
