@@ -156,9 +156,9 @@ def cluster_robust(
     unbiased for independent rows. Degrees of freedom: Bell and McCaffrey's, `(Σ λ)² / Σ λ²`, Satterthwaite's for the
     weighted sum of χ² that an element of V then is. They are small with few families, or where few have different x.
 
-    Why this one: of slopes of 12 and 24 models in families of 4, its intervals cover .95; those of CR1, and of CR2 with
-    G − 1 degrees of freedom, cover too little, those of CR3 and the wild cluster bootstrap of three families too much;
-    the means of families hold too, and are wider. `make bench-statistics` prints all of them.
+    Why this one: of slopes of 12 and 24 models in families of 4, its 95 % intervals cover .95. Those of CR1, and of CR2
+    with G − 1 degrees of freedom and six families, cover too little; those of CR3, and of the wild cluster bootstrap of
+    three families, too much; the means of families hold too, and are wider. `make bench-statistics` prints all of them.
 
     Source: Bell and McCaffrey 2002, *Bias reduction in standard errors*, Survey Methodology 28; Pustejovsky and Tipton
     2018, *Small-sample methods for cluster-robust variance estimation*, JBES 36. statsmodels has CR1 only.

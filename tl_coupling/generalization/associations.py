@@ -20,7 +20,8 @@ from tl_coupling.generalization.fits import LinearFit, family_codes, linear_fit
 from tl_coupling.generalization.tables import at_one_checkpoint, coupling_table, per_prompt
 from tl_coupling.statistics import LEVEL, Interval, RankCorrelation, is_constant, percentile_interval
 
-# Of five, intervals of the slope cover less than .92, of four .66; from six on .95 to .98 (benchmarks/statistics.py).
+# Of four models intervals of the slope cover .66, of three families .69, and from six on .93 to .98 (make
+# bench-statistics). Of five they barely hold, and a tenth of the draws has fewer than three models.
 FEWEST_RESAMPLED = 6
 
 
