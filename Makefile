@@ -12,7 +12,7 @@ DATA ?=
 ONLY ?=
 
 .PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo attack check
-.PHONY: bench bench-statistics clean
+.PHONY: study-capacity study-generalization bench bench-statistics clean
 .DELETE_ON_ERROR:
 # Two at a time: environments, checks, the tests of each line.
 ifneq ($(filter check test,$(MAKECMDGOALS)),)
@@ -45,6 +45,15 @@ demo-survey: .venv/ready
 # DATA=fashion-mnist (Debian's package dataset-fashion-mnist), cifar10 or a folder; else scikit-learn's digits.
 demo-vit: .venv/ready
 	.venv/bin/python demos/studies/vit.py --out out/vit $(if $(DATA),--data $(DATA))
+
+# Half an hour each on two cores; STUDY=--small: a minute or two.
+STUDY ?=
+
+study-capacity: .venv/ready
+	.venv/bin/python demos/studies/capacity.py --out out/study-capacity$(STUDY) $(STUDY)
+
+study-generalization: .venv/ready
+	.venv/bin/python demos/studies/gap.py --out out/study-generalization$(STUDY) $(STUDY)
 
 # In place; bars are for those who wait.
 notebooks: .venv/ready

@@ -18,16 +18,18 @@ class LossMarks:
         values: in nats.
         windows: what losses are taken on, by name, in eval mode.
         of: the name of the loss that must fall.
+        stops: whether training is over when all are reached.
     """
 
     values: tuple[float, ...]
     windows: Mapping[str, Int[Tensor, "n n_ctx"]] = field(repr=False)
     of: str
+    stops: bool = False
 
     @property
     def digest(self) -> str:
         tokens = {name: windows.tolist() for name, windows in self.windows.items()}
-        return hashlib.sha256(repr((self.values, self.of, tokens)).encode()).hexdigest()[:8]
+        return hashlib.sha256(repr((self.values, self.of, self.stops, tokens)).encode()).hexdigest()[:8]
 
     def losses(self, model: Any) -> dict[str, float]:
         """On each set of windows; the model is left as it was."""

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -37,6 +37,8 @@ END_OF_TEXT = "<|endoftext|>"
 # A quarter of a minute's work for the tokenizer at most.
 MAX_CHARACTERS = 8_000_000
 HELD_OUT = 20
+# Of which smaller amounts of text are made: about a screen.
+PIECE = 512
 # Not the library, its tests, and tables of characters.
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings"}
 
@@ -88,15 +90,18 @@ class Corpus:
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in self.held_out]
         return torch.tensor([i for document in ids for i in document])
 
-    def first(self, n_tokens: int) -> "Corpus":
-        """The same with less to learn from.
+    def subset(self, n_tokens: int) -> "Corpus":
+        """The same with less to learn from: pieces of `PIECE` tokens, evenly spread over the text.
 
         Raises:
-            ValueError: there are not so many tokens.
+            ValueError: there are not so many tokens, or not one piece is wanted.
         """
-        if not 2 <= n_tokens <= len(self.tokens):
-            raise ValueError(f"wanted {n_tokens} tokens to learn from, the text has {len(self.tokens)}")
-        return replace(self, tokens=self.tokens[:n_tokens].clone(), digest=f"{self.digest}-{n_tokens}")
+        n_pieces, n_there = n_tokens // PIECE, len(self.tokens) // PIECE
+        if not 1 <= n_pieces <= n_there:
+            raise ValueError(f"wanted {n_tokens} tokens to learn from, in pieces of {PIECE}, of {len(self.tokens)}")
+        spread = torch.linspace(0, n_there - 1, n_pieces).long()
+        tokens = self.tokens[: n_there * PIECE].view(n_there, PIECE)[spread].flatten()
+        return replace(self, tokens=tokens, digest=f"{self.digest}-{n_tokens}")
 
 
 def parser_of(description: str, options: Iterable[tuple[str, Any, str]]) -> argparse.ArgumentParser:
@@ -108,6 +113,17 @@ def parser_of(description: str, options: Iterable[tuple[str, Any, str]]) -> argp
         kind = type(default[0]) if several else type(default)
         parser.add_argument(f"--{name}", type=kind, default=default, nargs="+" if several else None, help=shown)
     return parser
+
+
+def parsed(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, of_small: Mapping[str, Any]
+) -> argparse.Namespace:
+    """With `--text`, and with `--small`, which changes these defaults."""
+    parser.add_argument("--text", type=Path, help="text to learn (default: the standard library's source)")
+    parser.add_argument("--small", action="store_true", help="fewer and smaller models: minutes, to see that it works")
+    if parser.parse_known_args(argv)[0].small:
+        parser.set_defaults(**of_small)
+    return parser.parse_args(argv)
 
 
 def training_parser(description: str, out: str, *, seeds: int, prompts: int) -> argparse.ArgumentParser:
@@ -309,10 +325,11 @@ def train(
 ) -> Path:
     """Train one model; its checkpoints in HuggingFace format, `step0`, `step1`, … of a folder named after the run.
 
-    By default at `checkpoint_steps(config.steps)`; with `LossMarks` the first, the last, and where each is reached. A
-    finished run is kept, with the checkpoints it has. The folder gets its name when everything is in it, so an
-    interrupted run leaves none; it also holds `training.json`: the config, and the loss of every step in nats; with
-    marks the losses that were taken, by step, and the step at which each mark was `reached`, or null.
+    By default at `checkpoint_steps(config.steps)`; with `LossMarks` the first, the last, and where each is reached,
+    which may end the training. A finished run is kept, with the checkpoints it has. The folder gets its name when
+    everything is in it, so an interrupted run leaves none; it also holds `training.json`: the config, and the loss of
+    every step in nats; with marks the losses that were taken, by step, and each mark with the step at which it was
+    `reached`, or null.
     """
     marks = checkpoints if isinstance(checkpoints, LossMarks) else None
     steps = checkpoint_steps(config.steps) if checkpoints is None else checkpoints
@@ -341,9 +358,12 @@ def train(
                 evaluated[step] = marks.losses(model)
                 new = [value for value, at in reached.items() if at is None and evaluated[step][marks.of] <= value]
                 reached |= dict.fromkeys(new, step)
+            is_over = bool(marks and marks.stops and None not in reached.values())
             if new or step in wanted:
                 model.save_pretrained(unfinished / f"step{step}")
                 corpus.tokenizer.save_pretrained(unfinished / f"step{step}")
+            if is_over:
+                break
     known = {"loss": losses} | ({"evaluated": evaluated, "reached": list(reached.items())} if marks else {})
     (unfinished / "training.json").write_text(json.dumps(described | known))
     unfinished.rename(done)

@@ -60,16 +60,11 @@ SMALL = {"widths": [16, 32, 64], "steps": [800, 600, 400], "depths": [2, 4], "se
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; `--small` changes the defaults of some."""
-    parser = small.parser_of(str(__doc__), OPTIONS)
-    parser.add_argument("--text", type=Path, help="text to learn (default: the standard library's source)")
-    parser.add_argument("--small", action="store_true", help="fewer and smaller models: minutes, to see that it works")
-    if parser.parse_known_args(argv)[0].small:
-        parser.set_defaults(**SMALL)
-    return parser.parse_args(argv)
+    return small.parsed(small.parser_of(str(__doc__), OPTIONS), argv, SMALL)
 
 
 def configs_of(arguments: argparse.Namespace) -> list[small.TrainingConfig]:
-    """Every width with every depth from every seed.
+    """Every width with every depth; no seed twice, so that models are independent.
 
     Raises:
         ValueError: an option out of range.
@@ -83,6 +78,7 @@ def configs_of(arguments: argparse.Namespace) -> list[small.TrainingConfig]:
         raise ValueError(f"`--depths` must be at least 2: coupling is between blocks, got {min(arguments.depths)}")
     shared = ("warmup", "final_rate", "weight_decay", "vocabulary", "n_ctx", "batch")
     base = {name: getattr(arguments, name) for name in shared}
+    shapes = product(zip(arguments.widths, arguments.steps, strict=True), arguments.depths, range(arguments.seeds))
     return [
         small.TrainingConfig(
             **base,
@@ -93,9 +89,7 @@ def configs_of(arguments: argparse.Namespace) -> list[small.TrainingConfig]:
             learning_rate=arguments.learning_rate * (WIDTH / width) ** 0.5,
             seed=seed,
         )
-        for (width, steps), n_layers, seed in product(
-            zip(arguments.widths, arguments.steps, strict=True), arguments.depths, range(arguments.seeds)
-        )
+        for seed, ((width, steps), n_layers, _) in enumerate(shapes)
     ]
 
 

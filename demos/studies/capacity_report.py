@@ -1,6 +1,6 @@
 """The statistics, tables and figure of `capacity.py`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import permutations, product
 
 import numpy as np
@@ -9,7 +9,7 @@ from jaxtyping import Float
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from matched_losses import END, UNTRAINED
+from matched_losses import END, UNTRAINED, spread_out
 from tl_coupling.generalization import linear_fit
 from tl_coupling.plots import labels
 from tl_coupling.statistics import rank_correlation
@@ -114,10 +114,18 @@ def print_report(tables: Mapping[str, pandas.DataFrame], marks: Mapping[str, flo
     coupling = tables["levels"][tables["levels"]["measure"] == "coupling"]
     first = coupling[coupling["size"] == coupling["size"].iloc[0]]
     print("\nSteps to each mark, means over seeds; the end: after how many, and the loss there")
-    print(by_shape(first, [*marks, END], ["step", "loss_held_out"]))
+    print(
+        spread_out(
+            first,
+            SHAPE,
+            [*marks, END],
+            lambda row: f"{row['step']:.0f}" + (f", {row['loss_held_out']:.3f}" if row["mark"] == END else ""),
+        )
+    )
     for size, rows in coupling.groupby("size", sort=False):
         print(f"\nCoupling of different layers, {size}: means over seeds [their range]; null: random subspaces")
-        print(by_shape(rows, ["null", UNTRAINED, *marks, END], ["value"]))
+        cell = "{value:.3f} [{value_low:.3f}, {value_high:.3f}]".format_map
+        print(spread_out(rows, [*SHAPE, "null"], [UNTRAINED, *marks, END], cell))
     print("\nPeak of coupling among the marks, and what is left of it, above chance, at the last")
     print(readable(tables["peaks"]))
     for size, rows in tables["peaks"].groupby("size", sort=False):
@@ -129,25 +137,6 @@ def print_report(tables: Mapping[str, pandas.DataFrame], marks: Mapping[str, flo
         "intervals\nover shapes; p: permutations of widths within depths; p of all: of the largest of all looks"
     )
     print(readable(tables["trends"]))
-
-
-def by_shape(rows: pandas.DataFrame, columns: Sequence[str], shown: Sequence[str]) -> str:
-    """One line per shape, one column per mark; how many seeds got there, where not all did."""
-    n_seeds = rows["reached"].max()
-    lines = []
-    for (width, n_layers), one in rows.groupby(SHAPE, sort=False):
-        line = {"width": width, "blocks": n_layers}
-        for mark, row in one.set_index("mark").iterrows():
-            texts = [text_of(row, name) for name in shown if name != "loss_held_out" or mark == END]
-            few = "" if row["reached"] in (0, n_seeds) else f" ({row['reached']:.0f} of {n_seeds:.0f})"
-            line[mark] = (", ".join(texts) if row["reached"] else "not reached") + few
-        lines.append(line | {"null": f"{one['null'].iloc[0]:.3f}"})
-    return pandas.DataFrame(lines)[["width", "blocks", *columns]].to_string(index=False)
-
-
-def text_of(row: pandas.Series, name: str) -> str:
-    spread = f" [{row['value_low']:.3f}, {row['value_high']:.3f}]" if name == "value" else ""
-    return f"{row[name]:.{0 if name == 'step' else 3}f}{spread}"
 
 
 def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
@@ -172,12 +161,12 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
         for name in ("unigram", "bigram"):
             left.axvline(marks[name], color="grey", linewidth=0.8)
             left.annotate(name, (marks[name], 1), xycoords=("data", "axes fraction"), ha="center", va="bottom")
-        nulls = sorted(here["null"].unique())
-        for null in nulls:
-            left.axhline(null, color="grey", linestyle="--", linewidth=0.8)
+        for null, widths_of in here.groupby("null")["width"]:
+            color = "grey" if here["null"].nunique() == 1 else colors[widths_of.iloc[0]]
+            left.axhline(null, color=color, linestyle=":", linewidth=1)
         # Untrained models lie far to the left, at the logarithm of the vocabulary.
-        left.set_xlim(marks["unigram"] + 0.25, here["loss_held_out"].min() - 0.1)
-        left.set(xlabel="held-out loss, nats; dashed: random subspaces", ylabel=f"coupling, {size}", ylim=(0, None))
+        left.set_xlim(marks["unigram"] + 0.25, min(here["loss_held_out"].min(), *marks.values()) - 0.1)
+        left.set(xlabel="held-out loss, nats; dotted: random subspaces", ylabel=f"coupling, {size}", ylim=(0, None))
         after = list(marks)[list(marks).index("bigram") :]
         shades = colormaps["plasma"](np.linspace(0, 0.8, len(after)))
         for name, shade in zip(after, shades, strict=True):
@@ -188,9 +177,7 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
                 right.plot(*line.to_numpy().T, color=shade, linestyle=linestyle, label=f"{name}, {n_layers} blocks")
             right.plot(at["n_parameters"], at["above_chance"], "o", color=shade, markersize=4)
         right.axhline(0, color="grey", linestyle="--", linewidth=0.8)
-        # Matplotlib refuses a logarithmic axis without a positive number.
-        if here.loc[here["mark"].isin(after), "above_chance"].notna().any():
-            right.set_xscale("log")
+        right.set(xscale="log", xlim=(here["n_parameters"].min() / 1.5, 1.5 * here["n_parameters"].max()))
         right.set(xlabel="parameters of the blocks", ylabel=f"coupling above chance, {size}")
     for ax in figure.axes[:2]:
         ax.legend(frameon=False, fontsize="x-small", ncols=2)

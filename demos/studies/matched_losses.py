@@ -5,7 +5,7 @@ at different places on that curve; at one loss they are not.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,8 @@ def train_and_measure(run: Run, study: Study) -> xarray.Dataset:
     folder = small.train(run.config, run.corpus, study.out / "models", checkpoints=run.marks)
     training = json.loads((folder / "training.json").read_text())
     reached = [step for _, step in training["reached"]]
-    steps = dict(zip((UNTRAINED, *study.marks, END), (0, *reached, run.config.steps), strict=True))
+    last = max(map(int, training["evaluated"]))
+    steps = dict(zip((UNTRAINED, *study.marks, END), (0, *reached, last), strict=True))
     k_of = study.k_of(run.config.width)
     measured = {
         step: measure(folder / f"step{step}", study.prompts, k_of) for step in {*steps.values()} if step is not None
@@ -155,6 +156,21 @@ def table_of(found: Sequence[xarray.Dataset]) -> pandas.DataFrame:
     rows = [one.mean("prompt").to_dataframe().reset_index() for one in found]
     table = pandas.concat(rows, ignore_index=True)
     return table.assign(above_chance=(table["value"] - table["null"]) / (1 - table["null"]))
+
+
+def spread_out(
+    rows: pandas.DataFrame, kinds: Sequence[str], marks: Sequence[str], text_of: Callable[[pandas.Series], str]
+) -> str:
+    """As text: a line for each kind of model, a column for each mark; how many of a kind `reached` it, if few."""
+    n_seeds = rows["reached"].max()
+    lines = []
+    for kind, of_marks in rows.groupby(kinds, sort=False):
+        line = dict(zip(kinds, kind, strict=True))
+        for _, row in of_marks.iterrows():
+            few = "" if row["reached"] == n_seeds else f" ({row['reached']:.0f} of {n_seeds:.0f})"
+            line[row["mark"]] = text_of(row) + few if row["reached"] else "not reached"
+        lines.append(line)
+    return pandas.DataFrame(lines)[[*kinds, *marks]].to_string(index=False, float_format="{:.3g}".format)
 
 
 def write(
