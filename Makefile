@@ -10,6 +10,7 @@ PROMPTS ?=
 PER_TASK ?=
 DATA ?=
 ONLY ?=
+SMALL ?=
 
 .PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo attack check
 .PHONY: study-capacity study-generalization bench bench-statistics clean
@@ -46,14 +47,9 @@ demo-survey: .venv/ready
 demo-vit: .venv/ready
 	.venv/bin/python demos/studies/vit.py --out out/vit $(if $(DATA),--data $(DATA))
 
-# Half an hour each on two cores; STUDY=--small: a minute or two.
-STUDY ?=
-
-study-capacity: .venv/ready
-	.venv/bin/python demos/studies/capacity.py --out out/study-capacity$(STUDY) $(STUDY)
-
-study-generalization: .venv/ready
-	.venv/bin/python demos/studies/gap.py --out out/study-generalization$(STUDY) $(STUDY)
+# About half an hour each on two cores; SMALL=1: a minute or two, to see that they work.
+study-capacity study-generalization: .venv/ready
+	.venv/bin/python demos/studies/$(if $(filter %capacity,$@),capacity,gap).py --out out/$@$(if $(SMALL),-small --small)
 
 # In place; bars are for those who wait.
 notebooks: .venv/ready

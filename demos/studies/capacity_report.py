@@ -122,6 +122,8 @@ def print_report(tables: Mapping[str, pandas.DataFrame], marks: Mapping[str, flo
             lambda row: f"{row['step']:.0f}" + (f", {row['loss_held_out']:.3f}" if row["mark"] == END else ""),
         )
     )
+    # Not known of marks that were not reached, and the same at all.
+    coupling = coupling.assign(null=coupling.groupby(["size", *SHAPE])["null"].transform("max"))
     for size, rows in coupling.groupby("size", sort=False):
         print(f"\nCoupling of different layers, {size}: means over seeds [their range]; null: random subspaces")
         cell = "{value:.3f} [{value_low:.3f}, {value_high:.3f}]".format_map
@@ -148,7 +150,7 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
     sizes, widths = list(dict.fromkeys(coupling["size"])), sorted(coupling["width"].unique())
     depths = sorted(coupling["n_layers"].unique())
     colors = dict(zip(widths, colormaps["viridis"](np.linspace(0, 0.85, len(widths))), strict=True))
-    figure = labels.new_figure(11, 4.2 * len(sizes))
+    figure = labels.new_figure(11.0, 4.2 * len(sizes))
     for (left, right), size in zip(figure.subplots(len(sizes), 2, squeeze=False), sizes, strict=True):
         here = coupling[coupling["size"] == size]
         for (width, n_layers), one in here.groupby(SHAPE, sort=False):

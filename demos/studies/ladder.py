@@ -1,4 +1,4 @@
-"""Does coupling go with generalization? A ladder of small models trained here, and a real model on real prompts.
+"""Does coupling go with the loss? A ladder of small models trained here, and a real model on real prompts.
 
     python demos/studies/ladder.py --out out/ladder
     python demos/studies/ladder.py --out out/ladder --prompts prompts.jsonl --per-task 20
@@ -9,6 +9,10 @@ coupling is compared with the loss, and blocks are dropped, swapped and merged t
 redundant. The paper's Table 1 is regressed on its own columns: what size alone says about the score there. Last,
 SmolLM2 is surveyed on benchmark prompts: those of `--prompts`, whose blocks are then changed as well, or six test sets
 from the hub where it can be reached.
+
+This is no test of the paper's claim: all models are past the early surge of coupling, the longest training sees half of
+one batch of Pythia's, and models differ in their loss because they differ in size and amount of text. `capacity.py` and
+`gap.py` compare models where their losses are equal.
 
 Models and surveys that are finished are kept: a second run does what is missing of them, and the comparisons anew.
 """
