@@ -126,8 +126,9 @@ def print_report(
     print("\nSlopes over cells with 95 % t intervals: per doubling of the text, per unit of weight decay and drop rate")
     print(readable(tables["effects"]))
     for mark, study in studies.items():
-        print(f"\n{mark}: gap on coupling; intervals: t, and bootstrap over models and passages")
+        print(f"\n{mark}: gap on coupling; intervals: cluster-robust t, kinds of model being the clusters")
         print(study, study.slopes.to_string(float_format="{:.3g}".format, na_rep=""), sep="\n")
+        print(*study.remarks, sep="\n")
         left_out += [f"{mark}: {what}: {why}" for what, why in study.left_out.items() if not what.startswith(UNASKED)]
     print(*(f"left out: {one}" for one in left_out), sep="\n")
 
