@@ -48,8 +48,11 @@ demo-vit: .venv/ready
 	.venv/bin/python demos/studies/vit.py --out out/vit $(if $(DATA),--data $(DATA))
 
 # About half an hour each on two cores; SMALL=1: a minute or two, to see that they work.
-study-capacity study-generalization: .venv/ready
-	.venv/bin/python demos/studies/$(if $(filter %capacity,$@),capacity,gap).py --out out/$@$(if $(SMALL),-small --small)
+study-capacity: .venv/ready
+	.venv/bin/python demos/studies/capacity.py --out out/$@$(if $(SMALL),-small --small)
+
+study-generalization: .venv/ready
+	.venv/bin/python demos/studies/gap.py --out out/$@$(if $(SMALL),-small --small)
 
 # In place; bars are for those who wait.
 notebooks: .venv/ready

@@ -91,7 +91,7 @@ class Corpus:
         return torch.tensor([i for document in ids for i in document])
 
     def subset(self, n_tokens: int) -> "Corpus":
-        """The same with less to learn from: pieces of `PIECE` tokens, evenly spread over the text.
+        """The same with less to learn from: pieces of `PIECE` tokens from all over; smaller subsets lie in larger.
 
         Raises:
             ValueError: there are not so many tokens, or not one piece is wanted.
@@ -99,8 +99,8 @@ class Corpus:
         n_pieces, n_there = n_tokens // PIECE, len(self.tokens) // PIECE
         if not 1 <= n_pieces <= n_there:
             raise ValueError(f"wanted {n_tokens} tokens to learn from, in pieces of {PIECE}, of {len(self.tokens)}")
-        spread = torch.linspace(0, n_there - 1, n_pieces).long()
-        tokens = self.tokens[: n_there * PIECE].view(n_there, PIECE)[spread].flatten()
+        order = torch.randperm(n_there, generator=torch.Generator().manual_seed(0))
+        tokens = self.tokens[: n_there * PIECE].view(n_there, PIECE)[order[:n_pieces]].flatten()
         return replace(self, tokens=tokens, digest=f"{self.digest}-{n_tokens}")
 
 

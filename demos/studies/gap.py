@@ -7,7 +7,8 @@ Models of one size learn subsets of a text (the standard library's source) again
 every rate of stochastic depth. The less text, and the less regularised, the further held-out loss stays above training
 loss: this gap is what generalization means here. It grows as the training loss falls, and so do models at one step
 differ for a reason that is not how they generalize. Each is therefore measured when its training loss, in eval mode,
-first falls to a mark; a model that never gets there is named.
+first falls to a mark; a model that never gets there is named. The training loss is that on text which all models learn,
+so that the gap holds the same difference in difficulty for all, and one mark is one stage of learning.
 
 Models and measurements that are finished are kept: a second run does what is missing, and the statistics anew.
 """
@@ -93,16 +94,10 @@ def study(arguments: argparse.Namespace) -> None:
     marks = {f"training loss {bigram - nats:.2f}": bigram - nats for nats in sorted(arguments.below)}
     prompts = small.passages(corpus.held_out, corpus.tokenizer, arguments.passages, arguments.n_ctx)
     subsets = {n_tokens: corpus.subset(n_tokens) for n_tokens in sorted(set(arguments.tokens))}
-    at = {
-        n_tokens: LossMarks(
-            tuple(marks.values()),
-            {"training": windows_of(one.tokens, arguments.n_ctx, arguments.windows), "held_out": held_out},
-            "training",
-            stops=True,
-        )
-        for n_tokens, one in subsets.items()
-    }
-    runs = [Run(config, subsets[n_tokens], at[n_tokens], known_of(n_tokens, config)) for n_tokens, config in configs]
+    # Text that all models learn: were it another for each amount, one mark would not be one stage of learning.
+    learned = windows_of(subsets[min(subsets)].tokens, arguments.n_ctx, arguments.windows)
+    at = LossMarks(tuple(marks.values()), {"training": learned, "held_out": held_out}, "training", stops=True)
+    runs = [Run(config, subsets[n_tokens], at, known_of(n_tokens, config)) for n_tokens, config in configs]
     with output_folder(arguments.out) as out:
         found = all_runs(runs, Study(tuple(marks), sizes, tuple(prompts), out), arguments.jobs)
         print(f"held-out loss of counting pairs: {bigram:.3f} nats")

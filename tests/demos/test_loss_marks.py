@@ -135,12 +135,14 @@ def test_branches_are_dropped_while_training_at_the_rate_of_their_block(small_co
     torch.testing.assert_close(model.eval()(tokens).logits, plain.eval()(tokens).logits)
 
 
-def test_a_subset_is_pieces_spread_over_the_text(small_corpus):
-    part = small_corpus.subset(4 * small_models.PIECE + 3)
-    pieces = part.tokens.view(4, small_models.PIECE)
-    whole = small_corpus.tokens.tolist()
-    starts = [i * small_models.PIECE for i in torch.linspace(0, len(whole) // small_models.PIECE - 1, 4).long()]
-    assert [piece.tolist() for piece in pieces] == [whole[int(s) : int(s) + small_models.PIECE] for s in starts]
+def test_a_subset_is_different_pieces_of_the_text_and_part_of_a_larger_one(small_corpus):
+    part, larger = (small_corpus.subset(n * small_models.PIECE + 3) for n in (4, 9))
+    whole = small_corpus.tokens[: len(small_corpus.tokens) // small_models.PIECE * small_models.PIECE]
+    of_text = [tuple(piece) for piece in whole.view(-1, small_models.PIECE).tolist()]
+    pieces = [tuple(piece) for piece in larger.tokens.view(9, -1).tolist()]
+    assert len(set(pieces)) == 9
+    assert set(pieces) <= set(of_text)
+    assert part.tokens.tolist() == larger.tokens[: 4 * small_models.PIECE].tolist()
     assert part.held_out == small_corpus.held_out
     assert part.digest != small_corpus.digest
     for wanted in (100, 10**7):
