@@ -43,7 +43,9 @@ def report(found: Sequence[xarray.Dataset], marks: Sequence[str], out: Path, n_r
     said = {mark: study.to_dict() for mark, study in studies.items()} | {"left_out": left_out}
     paths.append(write_atomically(out / "study.json", lambda path: path.write_text(json.dumps(said, indent=1))))
     drawn = {"generalization": draw(first, studies)} if studies else {}
-    drawn |= {f"slopes-{i}": plot_forest(study).figure for i, study in enumerate(studies.values(), 1)}
+    for i, (mark, study) in enumerate(studies.items(), 1):
+        drawn[f"slopes-{i}"] = plot_forest(study).figure
+        labels.entitle(drawn[f"slopes-{i}"], f"{mark} nats")
     for name, figure in drawn.items():
         paths.append(write_atomically(out / f"{name}.png", partial(figure.savefig, dpi=120, format="png")))
     return paths
