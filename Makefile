@@ -10,9 +10,10 @@ PROMPTS ?=
 PER_TASK ?=
 DATA ?=
 ONLY ?=
+SMALL ?=
 
 .PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo attack check
-.PHONY: bench bench-statistics clean
+.PHONY: study-capacity study-generalization bench bench-statistics clean
 .DELETE_ON_ERROR:
 # Two at a time: environments, checks, the tests of each line.
 ifneq ($(filter check test,$(MAKECMDGOALS)),)
@@ -45,6 +46,13 @@ demo-survey: .venv/ready
 # DATA=fashion-mnist (Debian's package dataset-fashion-mnist), cifar10 or a folder; else scikit-learn's digits.
 demo-vit: .venv/ready
 	.venv/bin/python demos/studies/vit.py --out out/vit $(if $(DATA),--data $(DATA))
+
+# About half an hour each on two cores; SMALL=1: a minute or two, to see that they work.
+study-capacity: .venv/ready
+	.venv/bin/python demos/studies/capacity.py --out out/$@$(if $(SMALL),-small --small)
+
+study-generalization: .venv/ready
+	.venv/bin/python demos/studies/gap.py --out out/$@$(if $(SMALL),-small --small)
 
 # In place; bars are for those who wait.
 notebooks: .venv/ready

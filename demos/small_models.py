@@ -7,22 +7,28 @@ log-spaced steps. Shared by the studies and notebooks that train their own model
 import argparse
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xarray
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 import tl_coupling as tlc
+from loss_marks import LossMarks, is_evaluated
+from stochastic_depth import DropPath, drop_rates
+from tl_coupling.files import write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -31,13 +37,15 @@ END_OF_TEXT = "<|endoftext|>"
 # A quarter of a minute's work for the tokenizer at most.
 MAX_CHARACTERS = 8_000_000
 HELD_OUT = 20
+# Of which smaller amounts of text are made: about a screen.
+PIECE = 512
 # Not the library, its tests, and tables of characters.
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings"}
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """A model and how it is trained: AdamW, a constant rate after a linear warm-up, batches of random windows.
+    """A model and how it is trained: AdamW, a linear warm-up, then a cosine or a constant rate, random windows.
 
     Attributes:
         width: of the residual stream, d_model; the MLP is four times as wide.
@@ -47,7 +55,9 @@ class TrainingConfig:
         batch: windows in a step.
         steps: how many; checkpoints lie at `checkpoint_steps(steps)`.
         learning_rate, warmup, weight_decay: warm-up in steps.
-        seed: of the initial weights and of the order of the data.
+        final_rate: where the cosine ends, as a share of `learning_rate`; 1 for a constant rate.
+        stochastic_depth: rate of the last block, see `drop_rates`.
+        seed: of the initial weights, of the order of the data, and of what stochastic depth drops.
     """
 
     width: int = 128
@@ -60,6 +70,8 @@ class TrainingConfig:
     learning_rate: float = 2e-3
     warmup: int = 0
     weight_decay: float = 0.01
+    final_rate: float = 1.0
+    stochastic_depth: float = 0.0
     seed: int = 0
 
 
@@ -72,18 +84,59 @@ class Corpus:
     held_out: tuple[str, ...]
     digest: str
 
+    @property
+    def held_out_tokens(self) -> Int[Tensor, " n_held_out"]:
+        """All held-out documents, one after the other."""
+        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in self.held_out]
+        return torch.tensor([i for document in ids for i in document])
+
+    def subset(self, n_tokens: int) -> "Corpus":
+        """The same with less to learn from: pieces of `PIECE` tokens from all over; smaller subsets lie in larger.
+
+        Raises:
+            ValueError: there are not so many tokens, or not one piece is wanted.
+        """
+        n_pieces, n_there = n_tokens // PIECE, len(self.tokens) // PIECE
+        if not 1 <= n_pieces <= n_there:
+            raise ValueError(f"wanted {n_tokens} tokens to learn from, in pieces of {PIECE}, of {len(self.tokens)}")
+        order = torch.randperm(n_there, generator=torch.Generator().manual_seed(0))
+        tokens = self.tokens[: n_there * PIECE].view(n_there, PIECE)[order[:n_pieces]].flatten()
+        return replace(self, tokens=tokens, digest=f"{self.digest}-{n_tokens}")
+
+
+def parser_of(description: str, options: Iterable[tuple[str, Any, str]]) -> argparse.ArgumentParser:
+    """A command line with options `(name, default, what it is)`, whose types are those of the defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default, text in options:
+        several = isinstance(default, list)
+        shown = f"{text} (default {' '.join(map(str, default)) if several else default})"
+        kind = type(default[0]) if several else type(default)
+        parser.add_argument(f"--{name}", type=kind, default=default, nargs="+" if several else None, help=shown)
+    return parser
+
+
+def parsed(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, of_small: Mapping[str, Any]
+) -> argparse.Namespace:
+    """With `--text`, and with `--small`, which changes these defaults."""
+    parser.add_argument("--text", type=Path, help="text to learn (default: the standard library's source)")
+    parser.add_argument("--small", action="store_true", help="fewer and smaller models: minutes, to see that it works")
+    if parser.parse_known_args(argv)[0].small:
+        parser.set_defaults(**of_small)
+    return parser.parse_args(argv)
+
 
 def training_parser(description: str, out: str, *, seeds: int, prompts: int) -> argparse.ArgumentParser:
     """The options that studies share: every field of `TrainingConfig`, text, seeds, passages, and where to write."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(out), help=f"folder for all results (default {out})")
+    options: list[tuple[str, Any, str]] = [
+        ("out", Path(out), "folder for all results"),
+        ("seeds", seeds, "runs, from --seed on"),
+        ("jobs", os.cpu_count() or 1, "runs at a time"),
+        ("prompts", prompts, "held-out passages"),
+    ]
+    training = [(field.name.replace("_", "-"), field.default, "of training") for field in fields(TrainingConfig)]
+    parser = parser_of(description, [*options, *training])
     parser.add_argument("--text", type=Path, help="text to learn (default: the standard library's source)")
-    parser.add_argument("--seeds", type=int, default=seeds, help=f"runs, from --seed on (default {seeds})")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: all cores)")
-    parser.add_argument("--prompts", type=int, default=prompts, help=f"held-out passages (default {prompts})")
-    for field in fields(TrainingConfig):
-        option = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(option, type=type(field.default), default=field.default, help=f"(default {field.default})")
     return parser
 
 
@@ -118,6 +171,21 @@ def status_of(study: Callable[[], None]) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def digest_of(*parts: Any) -> str:
+    """Names a file after all that what it holds depends on."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+
+
+def kept(path: Path, compute: Callable[[], xarray.Dataset]) -> xarray.Dataset:
+    """What is in the file; if there is none, what is computed, which is then written at once."""
+    if path.exists():
+        return xarray.load_dataset(path)
+    data = compute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, partial(data.to_netcdf, engine="netcdf4"))
+    return data
 
 
 def checkpoint_steps(steps: int) -> tuple[int, ...]:
@@ -204,6 +272,9 @@ def new_model(config: TrainingConfig) -> nn.Module:
                 use_cache=False,
             )
         )
+    for block, rate in zip(model.gpt_neox.layers, drop_rates(config.n_layers, config.stochastic_depth), strict=True):
+        # In the place of drop-out: it has no weights and does nothing in eval mode, so that a plain model is saved.
+        block.post_attention_dropout, block.post_mlp_dropout = DropPath(rate), DropPath(rate)
     return model
 
 
@@ -216,6 +287,15 @@ def batches(config: TrainingConfig, tokens: Int[Tensor, " n_tokens"]) -> Iterato
         yield tokens[start + window]
 
 
+def rate_at(config: TrainingConfig, step: int) -> float:
+    """The learning rate of a step, counted from 1: a linear warm-up, then half a cosine to `final_rate`."""
+    if step <= config.warmup:
+        return config.learning_rate * step / config.warmup
+    gone = (step - config.warmup) / max(1, config.steps - config.warmup)
+    cosine = (1 + math.cos(math.pi * min(1.0, gone))) / 2
+    return config.learning_rate * (config.final_rate + (1 - config.final_rate) * cosine)
+
+
 def learn(model: Any, config: TrainingConfig, data: Iterable[Tensor]) -> Iterator[tuple[int, float]]:
     """Train in memory: after each step, which it was and its loss in nats; first of all step 0, without a loss (NaN).
 
@@ -226,7 +306,7 @@ def learn(model: Any, config: TrainingConfig, data: Iterable[Tensor]) -> Iterato
     model.train()
     yield 0, float("nan")
     for step, batch in enumerate(data, 1):
-        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, step / max(1, config.warmup))
+        optimizer.param_groups[0]["lr"] = rate_at(config, step)
         loss = nn.functional.cross_entropy(model(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -241,15 +321,20 @@ def train(
     folder: Path,
     progress: Callable[[Iterable[Tensor]], Iterable[Tensor]] | None = None,
     *,
-    checkpoints: Iterable[int] | None = None,
+    checkpoints: Iterable[int] | LossMarks | None = None,
 ) -> Path:
     """Train one model; its checkpoints in HuggingFace format, `step0`, `step1`, … of a folder named after the run.
 
-    By default at `checkpoint_steps(config.steps)`. A finished run is kept, with the checkpoints it has. The folder gets
-    its name when everything is in it, so an interrupted run leaves none; it also holds `training.json`: the config, and
-    the loss of every step in nats.
+    By default at `checkpoint_steps(config.steps)`; with `LossMarks` the first, the last, and where each is reached,
+    which may end the training. A finished run is kept, with the checkpoints it has. The folder gets its name when
+    everything is in it, so an interrupted run leaves none; it also holds `training.json`: the config, and the loss of
+    every step in nats; with marks the losses that were taken, by step, and each mark with the step at which it was
+    `reached`, or null.
     """
-    described = asdict(config) | {"text": corpus.digest}
+    marks = checkpoints if isinstance(checkpoints, LossMarks) else None
+    steps = checkpoint_steps(config.steps) if checkpoints is None else checkpoints
+    wanted = {0, config.steps} if isinstance(steps, LossMarks) else set(steps)
+    described = asdict(config) | {"text": corpus.digest} | ({"marks": marks.digest} if marks else {})
     name = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:8]
     done = folder / f"width{config.width}-layers{config.n_layers}-seed{config.seed}-{name}"
     if done.is_dir():
@@ -259,14 +344,27 @@ def train(
     unfinished.mkdir(parents=True)
 
     model: Any = new_model(config)
-    wanted = set(checkpoint_steps(config.steps) if checkpoints is None else checkpoints)
     data = batches(config, corpus.tokens)
     losses: list[float] = []
-    for step, loss in learn(model, config, progress(data) if progress else data):
-        losses += [loss] if step else []
-        if step in wanted:
-            model.save_pretrained(unfinished / f"step{step}")
-            corpus.tokenizer.save_pretrained(unfinished / f"step{step}")
-    (unfinished / "training.json").write_text(json.dumps(described | {"loss": losses}))
+    evaluated: dict[int, dict[str, float]] = {}
+    reached: dict[float, int | None] = dict.fromkeys(marks.values if marks else ())
+    # What stochastic depth drops is drawn from torch's generator.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        for step, loss in learn(model, config, progress(data) if progress else data):
+            losses += [loss] if step else []
+            new: list[float] = []
+            if marks and is_evaluated(step, config.steps):
+                evaluated[step] = marks.losses(model)
+                new = [value for value, at in reached.items() if at is None and evaluated[step][marks.of] <= value]
+                reached |= dict.fromkeys(new, step)
+            is_over = bool(marks and marks.stops and None not in reached.values())
+            if new or step in wanted:
+                model.save_pretrained(unfinished / f"step{step}")
+                corpus.tokenizer.save_pretrained(unfinished / f"step{step}")
+            if is_over:
+                break
+    known = {"loss": losses} | ({"evaluated": evaluated, "reached": list(reached.items())} if marks else {})
+    (unfinished / "training.json").write_text(json.dumps(described | known))
     unfinished.rename(done)
     return done

@@ -11,7 +11,6 @@ Finished runs are kept: a second call trains and measures only what is missing.
 """
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -110,20 +109,17 @@ def one_run(run: Run, study: Study) -> xarray.Dataset:
     # Again, because this may be a process of its own.
     disable_progress_bar()
     name, training = f"{run.variant}, seed {run.config.seed}", json.dumps(asdict(run.config))
-    plan = repr((name, training, run.steps, study.corpus.digest, study.prompts, study.k, tlc.__version__))
-    digest = hashlib.sha256(plan.encode()).hexdigest()[:8]
-    path = study.out / "measured" / f"{file_name(name)}-{digest}.nc"
-    if path.exists():
-        return xarray.load_dataset(path)
-    if run.kind == "intervention":
-        data = intervene(run.variant, run.config, study.corpus, study.prompts, run.steps, study.k)
-    else:
-        checkpoints = local_checkpoints(small.train(run.config, study.corpus, study.out / "runs"))
-        data = xarray.concat([measured(run, study, step, checkpoints[step]) for step in run.steps], "checkpoint")
-    data = data.assign_coords(run=name, variant=run.variant, kind=run.kind, seed=run.config.seed, training=training)
-    path.parent.mkdir(exist_ok=True)
-    write_atomically(path, partial(data.to_netcdf, engine="netcdf4"))
-    return data
+    digest = small.digest_of(name, training, run.steps, study.corpus.digest, study.prompts, study.k, tlc.__version__)
+
+    def compute() -> xarray.Dataset:
+        if run.kind == "intervention":
+            data = intervene(run.variant, run.config, study.corpus, study.prompts, run.steps, study.k)
+        else:
+            checkpoints = local_checkpoints(small.train(run.config, study.corpus, study.out / "runs"))
+            data = xarray.concat([measured(run, study, step, checkpoints[step]) for step in run.steps], "checkpoint")
+        return data.assign_coords(run=name, variant=run.variant, kind=run.kind, seed=run.config.seed, training=training)
+
+    return small.kept(study.out / "measured" / f"{file_name(name)}-{digest}.nc", compute)
 
 
 def measured(run: Run, study: Study, step: int, checkpoint: Path) -> xarray.Dataset:

@@ -1,4 +1,4 @@
-"""Does coupling go with generalization? A ladder of small models trained here, and a real model on real prompts.
+"""Does coupling go with the loss? A ladder of small models trained here, and a real model on real prompts.
 
     python demos/studies/ladder.py --out out/ladder
     python demos/studies/ladder.py --out out/ladder --prompts prompts.jsonl --per-task 20
@@ -9,6 +9,10 @@ coupling is compared with the loss, and blocks are dropped, swapped and merged t
 redundant. The paper's Table 1 is regressed on its own columns: what size alone says about the score there. Last,
 SmolLM2 is surveyed on benchmark prompts: those of `--prompts`, whose blocks are then changed as well, or six test sets
 from the hub where it can be reached.
+
+This is no test of the paper's claim: all models are past the early surge of coupling, the longest training sees half of
+one batch of Pythia's, and models differ in their loss because they differ in size and amount of text. `capacity.py` and
+`gap.py` compare models where their losses are equal.
 
 Models and surveys that are finished are kept: a second run does what is missing of them, and the comparisons anew.
 """
@@ -40,7 +44,8 @@ from tl_coupling.models import EMBEDDED_MODEL
 
 # What demos share lies above.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from small_models import Corpus, TrainingConfig, build_corpus, passages, read_documents, train
+from loss_marks import mean_loss, windows_of
+from small_models import Corpus, TrainingConfig, build_corpus, parser_of, passages, read_documents, train
 
 # Lower is better.
 SCORE = "held_out_loss"
@@ -97,15 +102,9 @@ def climb(config: TrainingConfig, corpus: Corpus, out: Path) -> Rung:
     return Rung(name, str(path), config, held_out_loss(AutoModelForCausalLM.from_pretrained(path), corpus, config))
 
 
-@torch.no_grad()
 def held_out_loss(model: nn.Module, corpus: Corpus, config: TrainingConfig) -> float:
     """Mean negative log-likelihood of held-out tokens given those before, in nats; the same windows for all models."""
-    ids = [i for text in corpus.held_out for i in corpus.tokenizer(text, add_special_tokens=False)["input_ids"]]
-    n_windows = len(ids) // config.n_ctx
-    windows = torch.tensor(ids[: n_windows * config.n_ctx]).view(n_windows, config.n_ctx)
-    chosen = windows[torch.linspace(0, n_windows - 1, min(EVALUATED, n_windows)).long()]
-    logits = model.eval()(chosen).logits[:, :-1]
-    return float(nn.functional.cross_entropy(logits.flatten(0, 1), chosen[:, 1:].flatten()))
+    return mean_loss(model.eval(), windows_of(corpus.held_out_tokens, config.n_ctx, EVALUATED))
 
 
 def climbed(arguments: argparse.Namespace, corpus: Corpus) -> list[Rung]:
@@ -195,12 +194,7 @@ def survey_smollm2(arguments: argparse.Namespace) -> None:
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default, help in OPTIONS:
-        several = isinstance(default, list)
-        shown = f"{help} (default {' '.join(map(str, default)) if several else default})"
-        kind = type(default[0]) if several else type(default)
-        parser.add_argument(f"--{name}", type=kind, default=default, nargs="+" if several else None, help=shown)
+    parser = parser_of(str(__doc__), OPTIONS)
     parser.add_argument("--text", type=Path, help="what to learn; the standard library's source by default")
     parser.add_argument("--prompts", type=Path, help="JSONL file for SmolLM2; six test sets of the hub by default")
     return parser.parse_args(argv)

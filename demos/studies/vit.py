@@ -33,12 +33,12 @@ from transformers.utils.logging import disable_progress_bar
 
 import tl_coupling as tlc
 from tl_coupling.files import output_folder, write_atomically
-from vit_models import Images, TrainingConfig, check_config, left_of_idle_weights, load_images, save_images, train
-from vit_report import Study, claims, draw_accuracy, draw_rates, means, print_report
 
 # What demos share lies above.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import small_models as small
+from vit_models import Images, TrainingConfig, check_config, left_of_idle_weights, load_images, save_images, train
+from vit_report import Study, claims, draw_accuracy, draw_rates, means, print_report
 
 GRID = ("weight_decay", "stochastic_depth")
 OPTIONS: list[tuple[str, Any, str]] = [
@@ -56,14 +56,9 @@ OPTIONS: list[tuple[str, Any, str]] = [
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options: those above, and every other field of `TrainingConfig`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given = {name for name, _, _ in OPTIONS} | {"patch", "seed"}
     training = [(field.name.replace("_", "-"), field.default, "of training") for field in fields(TrainingConfig)]
-    for name, default, text in [*OPTIONS, *(option for option in training if option[0] not in given)]:
-        several = isinstance(default, list)
-        shown = f"{text} (default {' '.join(map(str, default)) if several else default})"
-        kind = type(default[0]) if several else type(default)
-        parser.add_argument(f"--{name}", type=kind, default=default, nargs="+" if several else None, help=shown)
+    parser = small.parser_of(str(__doc__), [*OPTIONS, *(option for option in training if option[0] not in given)])
     parser.add_argument("--patch", type=int, help="side of a patch in pixels (default: a quarter of the image's)")
     parser.add_argument("--train-images", type=int, help="images to learn from (default: all)")
     return parser.parse_args(argv)

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from torch import Tensor, nn
 
+from stochastic_depth import DropPath, drop_rates
 from tl_coupling.files import write_atomically
 
 # Where Debian's package dataset-fashion-mnist puts its files.
@@ -179,25 +180,6 @@ def save_images(images: UInt8[np.ndarray, "n side side 3"], folder: Path) -> lis
     for path, image in zip(paths, images, strict=True):
         write_atomically(path, Image.fromarray(image).save)
     return paths
-
-
-def drop_rates(n_layers: int, rate: float) -> list[float]:
-    """DeiT's linear rule: from 0 at the first block to `rate` at the last."""
-    return [rate * layer / max(1, n_layers - 1) for layer in range(n_layers)]
-
-
-class DropPath(nn.Module):
-    """Stochastic depth: while training, a sample's branch is dropped at this rate, and else scaled to keep the mean."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, branch: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        if not self.training or self.rate == 0:
-            return branch
-        kept = torch.rand(len(branch), *[1] * (branch.ndim - 1)) >= self.rate
-        return branch * kept / (1 - self.rate)
 
 
 def check_config(config: TrainingConfig, side: int) -> None:

@@ -25,4 +25,4 @@ def test_a_script_says_what_it_does(script: Path, tmp_path: Path) -> None:
 
 
 def test_all_studies_are_among_them() -> None:
-    assert {"early_surge", "ladder", "vit", "train_and_trace"} <= {path.stem for path in SCRIPTS}
+    assert {"capacity", "early_surge", "gap", "ladder", "vit", "train_and_trace"} <= {path.stem for path in SCRIPTS}
