@@ -91,6 +91,9 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
     by_name |= {"x": "coupling"} if function.__name__ in OF_COLUMNS else {}
     by_name |= {
         "bootstrap": {"x": np.ones((3, 2)), "y": np.ones(3)},
+        "jacobian_coupling": {"J": SQUARE[None]},
+        "coupled_gradient": {"S": torch.ones(1, 2), "error": torch.ones(2)},
+        "gradient_prediction": {"error": torch.ones(trace.d_model)},
         "inverse_singular_value_fit": {"S": torch.ones(2, 2)},
         "prompts_per_task": {"prompts": [tlc.Prompt("a", "b")]},
         "show_layers_by_token": {"values": torch.ones(1, 1)},

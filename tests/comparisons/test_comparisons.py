@@ -320,7 +320,7 @@ def test_an_interval_of_the_null_holds_what_is_drawn(deep):
     others, widths = ~np.eye(5, dtype=bool), []
     for J in (np.stack([one] * 5), unrelated):
         result = tlc.comparisons.jacobian_coupling(torch.from_numpy(J), k)
-        low, high = result.null_interval(k)
+        low, high = result.null_interval(k, n_draws=1000)
         means = []
         for _ in range(400):
             frames = [(haar(d, rng)[:, :k], haar(d, rng)[:, :k]) for _ in range(5)]
@@ -329,7 +329,7 @@ def test_an_interval_of_the_null_holds_what_is_drawn(deep):
             means.append(1 - m[others].mean())
         inside = np.mean([low < mean < high for mean in means])
         widths.append(np.diff(np.quantile(means, (0.025, 0.975)))[0] / (high - low))
-        assert inside > 0.92
+        assert inside > 0.92, inside
     # As narrow as can be where all rows have the same vectors.
     assert 0.85 < widths[0] < 1.15
     assert widths[1] < 0.8

@@ -180,7 +180,8 @@ class CouplingMap(Saved):
         values of a column are taken to rise and fall together: the interval is then as wide as it can be, or wider.
 
         Args:
-            n_draws: for each column; these are combined anew thousands of times.
+            n_draws: for each column; these are combined anew thousands of times. With more, which take longer, the ends
+                of the interval are better known.
             k, measure, off_diagonal, within, options: as in `null`.
 
         Raises ValueError where every pair compares a connection with itself.
