@@ -12,7 +12,7 @@ import pytest
 from nbclient import NotebookClient
 from torch import nn
 
-pytestmark = pytest.mark.on_4_only
+pytestmark = pytest.mark.on_3_only
 
 DEMOS = Path(__file__).parents[2] / "demos"
 NOTEBOOKS = sorted(DEMOS.glob("*.ipynb"))
