@@ -47,7 +47,7 @@ demo-survey: .venv/ready
 demo-vit: .venv/ready
 	.venv/bin/python demos/studies/vit.py --out out/vit $(if $(DATA),--data $(DATA))
 
-# About half an hour each on two cores; SMALL=1: a minute or two, to see that they work.
+# SMALL=1: fewer and smaller models, to see that they work.
 study-capacity: .venv/ready
 	.venv/bin/python demos/studies/capacity.py --out out/$@$(if $(SMALL),-small --small)
 

@@ -54,7 +54,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("share", [0.125], "singular vectors as a share of the width"),
     ("jobs", os.cpu_count() or 1, "models at a time, with one thread each"),
 ]
-# Two minutes: the landmarks are reached, little below them.
+# The landmarks are reached, little below them.
 SMALL = {"widths": [16, 32, 64], "steps": [800, 600, 400], "depths": [2, 4], "seeds": 1, "passages": 3, "k": [4]}
 
 

@@ -53,7 +53,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("resamples", 2000, "draws of the bootstrap"),
     ("jobs", os.cpu_count() or 1, "models at a time, with one thread each"),
 ]
-# Two minutes: marks that are reached soon.
+# Marks that are reached soon.
 SMALL = {"tokens": [16384, 65536], "weight_decay": [0.01, 0.5], "stochastic_depth": [0.0, 0.2], "seeds": 1}
 SMALL |= {"width": 32, "n_layers": 3, "steps": 400, "below": [-0.3, -0.1], "passages": 3, "resamples": 200}
 

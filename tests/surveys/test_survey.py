@@ -22,7 +22,8 @@ from tl_coupling.prompts import Prompt
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.executors import process_pool
 from tl_coupling.surveys.measurements import Settings, measure_prompts
-from tl_coupling.surveys.survey import Survey, open_survey, run
+from tl_coupling.surveys.results import open_survey
+from tl_coupling.surveys.survey import Survey, run
 from tl_coupling.surveys.units import Folder
 
 pytestmark = pytest.mark.on_4_only
@@ -117,7 +118,7 @@ def test_results_are_opened_lazily_only_if_they_are_larger_than_memory(
     assert not any(data[name].chunks for name in variables)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
     size = sum(path.stat().st_size for path in tmp_path.glob("*.nc"))
-    monkeypatch.setattr("tl_coupling.surveys.survey._memory", lambda: size)
+    monkeypatch.setattr("tl_coupling.surveys.results._memory", lambda: size)
     lazily = open_survey(tmp_path)
     assert all(lazily[name].chunks for name in variables)
     xarray.testing.assert_identical(values_of(lazily), values_of(undisturbed))

@@ -21,7 +21,7 @@ from tl_coupling.prompts import Prompt, load_prompts, prompts_per_task
 from tl_coupling.surveys import process_pool, slurm_executor
 from tl_coupling.surveys.executors import Executor
 from tl_coupling.surveys.readings import pairs_of_layers
-from tl_coupling.surveys.survey import UNITS
+from tl_coupling.surveys.results import UNITS
 
 if TYPE_CHECKING:
     import pandas

@@ -7,9 +7,10 @@ import numpy as np
 import pandas
 
 from tl_coupling.generalization.fits import LinearFit, family_codes, least_squares, linear_fit, rows_to_fit
-from tl_coupling.statistics import Interval
+from tl_coupling.statistics import LEVEL, Interval
 
-_ALPHA = 0.05
+# Above it p is not significant.
+ALPHA = round(1 - LEVEL, 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,5 +83,5 @@ def _left_out(
     r_squared = found["r_squared"].to_numpy()
     most = names[int(abs(r_squared - whole.r_squared).argmax())]
     sign_changes = tuple(found.index[np.sign(found["slope"]) != np.sign(whole.slope)])
-    not_significant = tuple(found.index[(found["p"] > _ALPHA) & (whole.p <= _ALPHA)])
+    not_significant = tuple(found.index[(found["p"] > ALPHA) & (whole.p <= ALPHA)])
     return LeaveOneOut(found, most, (float(r_squared.min()), float(r_squared.max())), sign_changes, not_significant)

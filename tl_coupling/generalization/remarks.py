@@ -7,11 +7,10 @@ import pandas
 from tl_coupling.generalization.attenuation import LEAST, WANTED
 from tl_coupling.generalization.expressions import columns_of
 from tl_coupling.generalization.fits import LinearFit, subset_mask
+from tl_coupling.generalization.leaving_out import ALPHA
 
 if TYPE_CHECKING:
     from tl_coupling.generalization.summary import Generalization
-
-_ALPHA = 0.05
 
 
 def of(result: "Generalization") -> list[str]:
@@ -103,7 +102,7 @@ def _influence(result: "Generalization") -> list[str]:
         if influence.sign_changes:
             lines.append(f"the slope changes its sign without {' or '.join(influence.sign_changes)}")
         if influence.not_significant:
-            lines.append(f"p exceeds {_ALPHA} without {' or '.join(influence.not_significant)}")
+            lines.append(f"p exceeds {ALPHA} without {' or '.join(influence.not_significant)}")
     return lines
 
 

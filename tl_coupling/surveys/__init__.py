@@ -6,4 +6,5 @@ from tl_coupling.surveys.executors import process_pool, slurm_executor
 from tl_coupling.surveys.measurements import Settings, measure_prompts
 from tl_coupling.surveys.precision import MOVING, PRECISIONS, movements, precision_sweep
 from tl_coupling.surveys.readings import measure_table, one_orientation, with_diagonal
-from tl_coupling.surveys.survey import Survey, checkpoint_sweep, open_survey, run
+from tl_coupling.surveys.results import open_survey
+from tl_coupling.surveys.survey import Survey, checkpoint_sweep, run

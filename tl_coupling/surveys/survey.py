@@ -1,12 +1,10 @@
 """Surveys: many models, checkpoints and prompts, in units that survive a crash and run on any executor."""
 
 import gc
-import importlib.util
 import json
 import os
 import tempfile
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,22 +16,17 @@ from tl_coupling.border import AnyPath, Count, Device, FloatDtype, checked, warn
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.models import Backend, Memory, ModelError, Quantization, load_model
 from tl_coupling.progress import Progress
-from tl_coupling.surveys.checkpoints import Checkpoint, Source, checkpoint_sources, is_cached, is_local, step_order
+from tl_coupling.surveys.checkpoints import Checkpoint, Source, checkpoint_sources, is_cached, is_local
 from tl_coupling.surveys.executors import Executor
 from tl_coupling.surveys.measurements import IMPLIED, PAPER_PROMPT, Prompts, Settings, as_prompts, measure_prompts
-from tl_coupling.surveys.units import PLAN, Folder, Unit, is_finished, load_unit, one_line, record
+from tl_coupling.surveys.results import COSTS, FACTS, finished_units, joined_units, records_of
+from tl_coupling.surveys.units import Folder, Unit, one_line
 
 if TYPE_CHECKING:
     import xarray
 
 MAIN, UNTRAINED = "main", "untrained"
-# Where `tl-coupling survey` puts a survey, beside its tables and pictures.
-UNITS = "units"
 _LOADING = ("backend", "device", "dtype", "memory")
-_COSTS = ("seconds", "peak_memory")
-_FACTS = {"n_layers": "n_layers", "d_model": "d_model", "n_parameters": "n_params"}
-# The same for all units, unless they were measured in different runs.
-_SAME_FOR_ALL = {"device", "versions"}
 
 
 @checked
@@ -236,7 +229,7 @@ def checkpoint_sweep(
     if len(set(data["n_layers"].values)) > 1:
         depths = dict(zip(data["checkpoint"].values.tolist(), data["n_layers"].values.tolist(), strict=True))
         raise ValueError(f"the checkpoints of {name} are not of one architecture; layers: {depths}")
-    return data.drop_vars([*_FACTS, *_COSTS]).assign_attrs(model=os.fspath(name))
+    return data.drop_vars([*FACTS, *COSTS]).assign_attrs(model=os.fspath(name))
 
 
 def _run(
@@ -247,7 +240,7 @@ def _run(
     place = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
     with place as where, output_folder(where) as path:
         results = Folder(path, survey.plan(), folder is None, IMPLIED)
-        there = {key: one["what"] for key, one in _records(results).items()}
+        there = {key: one["what"] for key, one in records_of(results).items()}
         same = (what for what in there.values() if what["source"].get("quantization") == survey.quantization)
         names = {what["source"]["name"]: what["model"] for what in same}
         for unit in units:
@@ -275,129 +268,7 @@ def _run(
             raise ModelError(f"none of the {len(failed)} {what} could be measured; {first}: {error}")
         if failed:
             warn_caller(f"{len(failed)} of {len(outcomes)} {what} failed and are left out: {one_line(failed)}")
-        finished = [o.unit for o in outcomes if o.status != "failed"] if sweep_of else _finished(results)
+        finished = [o.unit for o in outcomes if o.status != "failed"] if sweep_of else finished_units(results)
         # Of this run: other models may have failed in earlier ones.
-        data = _joined(results, finished).assign_attrs(failed=json.dumps(failed))
+        data = joined_units(results, finished).assign_attrs(failed=json.dumps(failed))
         return data.load() if folder is None else data
-
-
-@checked
-def open_survey(folder: AnyPath) -> "xarray.Dataset":
-    """The results in a folder of `run` or `checkpoint_sweep`, in memory unless they are larger than half of it.
-
-    Returns:
-        what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model checkpoint]`: `n_layers`, `d_model`,
-        `n_parameters`, `seconds` of work, `peak_memory` of the processes that did it in MiB. Coordinates of `prompt`:
-        `task`, `text`. NaN where something was not measured, or where a model has fewer layers than another.
-        Checkpoints are numbers if all are training steps, else text. `attrs["failed"]`: errors of units, a JSON object;
-        `attrs["provenance"]`: what holds for all; `attrs["provenance_by_unit"]`: what differs between units though it
-        should not, such as versions after an upgrade between two runs, with a warning.
-
-    ValueError where it is no folder of a survey, or one of an older version, or nothing in it is finished, or dask is
-    missing and the results are larger than memory. Cost: the checksums of all files.
-    """
-    places = Path(folder), Path(folder, UNITS)
-    results = Folder(next((place for place in places if (place / PLAN).exists()), places[0]))
-    if results.plan.get("kind") != "survey":
-        raise ValueError(f"{results.path} holds results of something else than a survey")
-    if not (finished := _finished(results)):
-        raise ValueError(f"{results.path} holds no finished results: run the survey first")
-    known, keys = _records(results), {unit.key for unit in finished}
-    failed = {key: one.get("error") for key, one in known.items() if key not in keys}
-    failed |= dict.fromkeys(path.stem for path in results.path.glob("[!.]*.nc") if path.stem not in known)
-    failed = {key: error or "its result is missing or damaged: run again" for key, error in sorted(failed.items())}
-    return _joined(results, finished).assign_attrs(failed=json.dumps(failed))
-
-
-def _records(folder: Folder) -> dict[str, dict[str, Any]]:
-    """What is known of every unit, by key; records that cannot be read or are not of a survey's unit are left out."""
-    keys = sorted(path.stem for path in folder.path.glob("[!.]*.json") if path.name != PLAN)
-    found = {key: record(folder.path, Unit(key, {})) or {} for key in keys}
-    wanted = {"model", "checkpoint", "source", "prompts"}
-    return {key: one for key, one in found.items() if isinstance(w := one.get("what"), dict) and w.keys() >= wanted}
-
-
-def _finished(folder: Folder) -> list[Unit]:
-    """All units whose results are there and undamaged."""
-    units = [Unit(key, one["what"]) for key, one in _records(folder).items()]
-    return [unit for unit in units if is_finished(folder.path, unit)]
-
-
-def _joined(folder: Folder, units: Sequence[Unit]) -> "xarray.Dataset":
-    """Finished units as one dataset, with the provenance that they share and a warning about what differs."""
-    mixed = len({type(unit.what["checkpoint"]) for unit in units}) > 1
-    cells: dict[tuple[str, Checkpoint], list[Unit]] = {}
-    for unit in sorted(units, key=lambda unit: (step_order(unit.what["model"]), unit.what["prompts"])):
-        checkpoint = str(unit.what["checkpoint"]) if mixed else unit.what["checkpoint"]
-        cells.setdefault((unit.what["model"], checkpoint), []).append(unit)
-    models = list(dict.fromkeys(model for model, _ in cells))
-    labels = sorted({checkpoint for _, checkpoint in cells}, key=step_order)
-    lazily = _larger_than_memory(folder.path, len(models) * len(labels), cells.values())
-    pieces = {unit: load_unit(folder.path, unit, lazily) for unit in units}
-    provenances = {unit: json.loads(piece.attrs.pop("provenance")) for unit, piece in pieces.items()}
-    common, records = _common(provenances.values()), _records(folder)
-    # Between units of one model and checkpoint, or what usually is the same for all.
-    differing, of_cells = _SAME_FOR_ALL - common.keys(), {}
-    for cell, some in cells.items():
-        of_some = [provenances[unit] for unit in some]
-        differing |= {key for one in of_some for key in one.keys() - _common(of_some)}
-        seconds, memory = ([records[unit.key].get(cost) or float("nan") for unit in some] for cost in _COSTS)
-        facts = {name: of_some[0][key] for name, key in _FACTS.items()}
-        data = _concat([pieces[unit].drop_vars("task") for unit in some], "prompt")
-        of_cells[cell] = data.assign(facts | {"seconds": sum(seconds), "peak_memory": max(memory)})
-    of_models = []
-    for model in models:
-        there = [checkpoint for checkpoint in labels if (model, checkpoint) in cells]
-        of_model = _concat([of_cells[model, checkpoint] for checkpoint in there], "checkpoint")
-        of_models.append(of_model.assign_coords(checkpoint=there))
-    ids, tasks, texts = zip(*folder.plan["prompts"], strict=True)
-    data = _concat(of_models, "model").assign_coords(model=models).reindex(prompt=list(ids), checkpoint=labels)
-    data = data.assign_coords(task=("prompt", [task or "" for task in tasks]), text=("prompt", list(texts)))
-    # Which checkpoint it was is a coordinate.
-    common.pop("checkpoint", None)
-    sources = {unit.what["model"]: unit.what["source"]["name"] for unit in units}
-    data = data.assign_attrs(models=json.dumps(sources), provenance=json.dumps(common))
-    if differing:
-        warn_caller(
-            f"the units in {folder.path} were not all measured alike: {', '.join(sorted(differing))} differ, "
-            "attrs['provenance_by_unit'] says how"
-        )
-        by_unit = {unit.key: {key: one.get(key) for key in sorted(differing)} for unit, one in provenances.items()}
-        data = data.assign_attrs(provenance_by_unit=json.dumps(by_unit))
-    return data
-
-
-def _concat(pieces: "list[xarray.Dataset]", dim: str) -> "xarray.Dataset":
-    """Datasets along a dimension; those of other sizes are filled up with NaN."""
-    import xarray
-
-    which: Any = "minimal" if dim == "prompt" else "all"
-    with warnings.catch_warnings():
-        # dask's, that filling up makes more chunks.
-        warnings.simplefilter("ignore")
-        return xarray.concat(pieces, dim, join="outer", combine_attrs="drop_conflicts", data_vars=which)
-
-
-def _larger_than_memory(folder: Path, n_cells: int, cells: Iterable[Sequence[Unit]]) -> bool:
-    """Whether the results, filled up to equal sizes, take more than half of this machine's memory."""
-    n_bytes = n_cells * max(sum((folder / f"{unit.key}.nc").stat().st_size for unit in units) for units in cells)
-    if (is_larger := 2 * n_bytes > _memory()) and importlib.util.find_spec("dask") is None:
-        raise ValueError(
-            f"the results in {folder} take {n_bytes / 2**30:.1f} GiB, over half of this machine's memory; to read "
-            'them piece by piece install dask: pip install "tl-coupling[survey]"'
-        )
-    return is_larger
-
-
-def _memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Not on Windows.
-    except (AttributeError, ValueError):
-        return 8 << 30
-
-
-def _common(provenances: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What is the same in all."""
-    first, *others = provenances
-    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
