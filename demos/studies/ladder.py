@@ -136,6 +136,7 @@ def compare(data: xarray.Dataset, rungs: Sequence[Rung], arguments: argparse.Nam
     result = generalization_study(data, scores, k=arguments.k[0], score=SCORE, controls=CONTROLS, subsets=subsets)
     print(result, result.slopes.to_string(float_format="{:.3g}".format, na_rep=""), sep="\n")
     print(*(f"left out: {name}: {why}" for name, why in result.left_out.items()), sep="\n")
+    print(*result.remarks, sep="\n")
     text = json.dumps(result.to_dict(), indent=1)
     write_atomically(arguments.out / "generalization.json", lambda path: path.write_text(text))
     for plot in (tlc.plots.plot_generalization, tlc.plots.plot_forest, tlc.plots.plot_k_sweep):

@@ -13,13 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.generalization import bootstrap, linear_fit
+from tl_coupling.generalization.associations import FEWEST_RESAMPLED
 from tl_coupling.plots import labels
 from tl_coupling.statistics import crossed_mean, is_constant, rank_correlation
 
 DECAY, RATE, ACCURACY = "weight_decay", "stochastic_depth", "test_accuracy"
 ALL_MODELS = "all models"
-# Of fewer models there are hardly any different draws: intervals would be far too narrow.
-FEWEST_RESAMPLED = 6
 # What `means` are taken of, beside coupling.
 MEANS = ("train_accuracy", ACCURACY, "train_loss", "idle_weights_left")
 

@@ -15,7 +15,7 @@ def test_task_means_are_means_with_intervals_over_prompts():
     rng = np.random.default_rng(0)
     x = np.concatenate([0.2 + 0.1 * rng.standard_normal((2, 200)), 0.6 + 0.1 * rng.standard_normal((2, 200))], 1)
     table = task_means(survey(x), k=5)
-    assert table.attrs == {"k": 5, "measure": "coupling"}
+    assert table.attrs == {"k": 5, "measure": "coupling", "pairs": "pairs of different layers"}
     assert table["task"].tolist() == ["arc", "mmlu", "all prompts"] * 2
     assert table["n_prompts"].tolist() == [200, 200, 400] * 2
     np.testing.assert_allclose(table["mean"][:3], [x[0, :200].mean(), x[0, 200:].mean(), x[0].mean()])
@@ -52,6 +52,9 @@ def test_picture_of_task_means_has_a_row_for_each_task():
     intervals = ax.collections[0].get_segments()
     np.testing.assert_allclose([segment[:, 0] for segment in intervals], table[["low", "high"]][:3])
     assert "k = 5" in ax.get_xlabel()
+    assert "pairs of different layers" in ax.get_title()
+    all_pairs = tlc.plots.plot_task_means(task_means(survey(n_models=2).assign_attrs(diagonal=1), k=5))
+    assert "all pairs of layers" in all_pairs.get_title()
 
 
 def test_a_twin_has_the_colour_of_its_model_and_a_legend_of_many_stays_short():

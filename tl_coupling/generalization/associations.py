@@ -19,6 +19,7 @@ from tl_coupling.coupling import Measure
 from tl_coupling.generalization.fits import LinearFit, family_codes, linear_fit
 from tl_coupling.generalization.tables import at_one_checkpoint, coupling_table, per_prompt
 from tl_coupling.statistics import LEVEL, Interval, RankCorrelation, is_constant, percentile_interval
+from tl_coupling.surveys.readings import pairs_of_layers
 
 # Of four models intervals of the slope cover .66, of three families .69, and from six on .93 to .98 (make
 # bench-statistics). Of five they barely hold, and a tenth of the draws has fewer than three models.
@@ -191,7 +192,7 @@ def task_means(
     Returns:
         columns `model`, `checkpoint`, `task` ("all prompts" last; alone where prompts have no task), `n_prompts`,
         `mean`, `low` and `high` (95 % interval; NaN with one prompt), `null` (what random subspaces would give), `loss`
-        (mean, in nats per token). `attrs` names `k` and `measure`.
+        (mean, in nats per token). `attrs` names `k`, `measure` and the `pairs` of layers that the means are over.
 
     Raises:
         ValueError: the k or the measure was not measured; fewer than one draw.
@@ -210,7 +211,7 @@ def task_means(
             rows.append((*which, mean, low, high, null, loss))
     columns = ["model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null", "loss"]
     table = pandas.DataFrame(rows, columns=columns)
-    table.attrs |= {"k": held["k"].item(), "measure": measure}
+    table.attrs |= {"k": held["k"].item(), "measure": measure, "pairs": pairs_of_layers(data)}
     return table
 
 

@@ -156,7 +156,7 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
     ax.set_yticks(range(len(tasks)), [f"{task} (n = {of_task[task]})" for task in tasks], parse_math=False)
     label = f"mean {labels.measure_label(table.attrs['measure'], table.attrs['k'])}"
     ax.set(ylim=(len(tasks) - 0.5, -0.5), xlabel=label)
-    labels.entitle(ax, "Coupling of different layers by task, mean and 95% interval over prompts")
+    labels.entitle(ax, f"Coupling by task, mean and 95% interval over prompts\n{table.attrs['pairs']}")
     # 0.6 inches below, where the label of the axis ends.
     place = {"bbox_to_anchor": (0.5, -0.6 * ax.figure.dpi / ax.bbox.height)}
     labels.plain_legend(ax, handles=handles, ncols=3, **labels.BELOW | place)

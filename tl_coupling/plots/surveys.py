@@ -15,6 +15,7 @@ from tl_coupling.generalization.expressions import evaluate
 from tl_coupling.plots import labels
 from tl_coupling.statistics import is_constant, rank_correlation
 from tl_coupling.surveys.checkpoints import step_order
+from tl_coupling.surveys.readings import pairs_of_layers
 from tl_coupling.surveys.survey import UNTRAINED
 
 if TYPE_CHECKING:
@@ -220,7 +221,8 @@ def plot_prompts(
         named_lines = grid[0, 0].get_legend_handles_labels()
         labels.plain_legend(fig, *named_lines, loc="outside lower center", ncols=4, fontsize="small")
     models = drawn[0][0] if len(drawn) == 1 else f"{len(drawn)} of {len(order)} models"
-    labels.entitle(fig, f"Coupling of different layers against a prompt's {text.removesuffix(' in tokens')}\n{models}")
+    against_what = text.removesuffix(" in tokens")
+    labels.entitle(fig, f"Coupling of {pairs_of_layers(data)} against a prompt's {against_what}\n{models}")
     return fig
 
 
