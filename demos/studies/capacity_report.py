@@ -177,11 +177,14 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
             for n_layers, line in means.groupby("n_layers"):
                 linestyle = "-" if n_layers == depths[0] else "--"
                 right.plot(*line.to_numpy().T, color=shade, linestyle=linestyle, label=f"{name}, {n_layers} blocks")
-            right.plot(at["n_parameters"], at["above_chance"], "o", color=shade, markersize=4)
+            for n_layers, models in at.groupby("n_layers"):
+                filling = shade if n_layers == depths[0] else "none"
+                look = {"color": shade, "markerfacecolor": filling, "markersize": 4}
+                right.plot(models["n_parameters"], models["above_chance"], "o", **look)
         right.axhline(0, color="grey", linestyle="--", linewidth=0.8)
         right.set(xscale="log", xlim=(here["n_parameters"].min() / 1.5, 1.5 * here["n_parameters"].max()))
         right.set(xlabel="parameters of the blocks", ylabel=f"coupling above chance, {size}")
-    for ax in figure.axes[:2]:
-        ax.legend(frameon=False, fontsize="x-small", ncols=2)
+    for ax, place in zip(figure.axes, ({"loc": "upper right"}, {"loc": "upper left", "ncols": 2}), strict=False):
+        ax.legend(frameon=False, fontsize="x-small", **place)
     labels.entitle(figure, "Coupling where models have the same held-out loss; lines through means over seeds")
     return figure
