@@ -11,6 +11,7 @@ import xarray
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from matched_losses import END, UNTRAINED, spread_out, table_of, write
 from tl_coupling.files import write_atomically
@@ -167,3 +168,4 @@ def scatter(ax: Axes, study: Generalization, table: pandas.DataFrame, colors: Ma
             ax.plot(x, fit.predict(x), color=color, linewidth=1)
     null = f"random subspaces: {study.table['null'].mean():.3f}"
     ax.set(xlabel=f"{labels.measure_label('coupling', study.k)}; {null}", ylabel="held-out minus training loss, nats")
+    ax.xaxis.set_major_locator(MaxNLocator(5))

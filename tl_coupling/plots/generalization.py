@@ -87,7 +87,9 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     ax.set_yticks(places, rows, fontsize="small", parse_math=False)
     ax.invert_yaxis()
     ax.set_xlabel(f"slope, {result.score} per unit of {labels.measure_label(result.measure, result.k)}")
-    labels.entitle(ax, f"{_heading(result)}\nslope and {result.association.linear.level:.0%} interval")
+    # The names of rows leave half of the figure to the Axes.
+    what, over = _heading(result).split(" · ", 1)
+    labels.entitle(ax, f"{what}\n{over}\nslope and {result.association.linear.level:.0%} interval")
     return ax
 
 
@@ -124,7 +126,7 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
     top to bottom, all prompts last.
     """
     missing = {"model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null"} - set(table)
-    if missing or not {"k", "measure"} <= set(table.attrs) or table.empty:
+    if missing or not {"k", "measure", "pairs"} <= set(table.attrs) or table.empty:
         raise ValueError("`table` must be what `task_means` returns, with at least one row")
     tasks, models, checkpoints = (list(dict.fromkeys(table[name])) for name in ("task", "model", "checkpoint"))
     groups = list(table.groupby(["model", "checkpoint"], sort=False))
