@@ -19,8 +19,8 @@ PAGES = [
     ROOT / "docs" / f"{name}.md"
     for name in (
         *("start", "concepts/jacobians", "concepts/coupling", "concepts/measures", "concepts/nulls"),
-        *("concepts/trajectories", "how-to/models", "how-to/checkpoints", "how-to/surveys", "how-to/statistics"),
-        *("how-to/cluster", "how-to/large-models", "how-to/vision", "findings", "house"),
+        *("concepts/trajectories", "how-to/models", "how-to/checkpoints", "how-to/surveys", "how-to/cluster"),
+        *("how-to/large-models", "how-to/vision", "how-to/statistics", "findings", "house"),
     )
 ]
 _FENCE = re.compile(
