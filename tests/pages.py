@@ -41,8 +41,8 @@ class Block(NamedTuple):
 
     def commands(self) -> list[list[str]]:
         """What stands after `tl-coupling`, of shell blocks."""
-        lines = [shlex.split(line, comments=True) for line in self.text.replace("\\\n", " ").splitlines()]
-        return [line[1:] for line in lines if self.language == "sh" and line[:1] == ["tl-coupling"]]
+        lines = self.text.replace("\\\n", " ").splitlines() if self.language == "sh" else []
+        return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("tl-coupling ")]
 
 
 def blocks(path: Path) -> list[Block]:
