@@ -121,8 +121,8 @@ def test_hooks_on() -> None:
     )
 
 
-def test_readmes_lines_run_as_printed() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_pages_lines_run_as_printed() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "models.md").read_text()
     (lines,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "HookedTransformerC" in block]
     names: dict[str, Any] = {"tlc": tlc}
     with pytest.warns(UserWarning, match="writing weights are centred"):
