@@ -130,7 +130,7 @@ dist: out/tools/ready
 
 # What they hold, and the wheel alone in an empty environment of each of PYTHONS; TAG=v1.2.3: whether it is that version.
 check-dist: dist
-	out/tools/bin/python tools/check_dist.py out/dist --weights '$(SMOLLM2)' $(addprefix --python ,$(PYTHONS)) $(if $(TAG),--tag $(TAG))
+	out/tools/bin/python tools/check_dist.py out/dist --weights $(SMOLLM2) $(PYTHONS:%=--python %) $(TAG:%=--tag %)
 
 clean:
 	rm -rf .venv .venv-tl3 out
