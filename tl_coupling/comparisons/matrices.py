@@ -41,7 +41,7 @@ def jacobian_coupling(
 
     Example:
         >>> J = tlc.block_jacobians(trace)
-        >>> rest = jacobian_coupling(tlc.coupling.without_top(J, 1), k=4, provenance=trace.provenance)
+        >>> rest = tlc.comparisons.jacobian_coupling(tlc.coupling.without_top(J, 1), k=4, provenance=trace.provenance)
         >>> rest.matrices.shape
         torch.Size([2, 2, 4, 4])
     """
