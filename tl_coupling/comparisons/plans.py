@@ -104,7 +104,7 @@ def plan(
     a CPU or of one GPU.
 
     Example:
-        >>> plan(trace, k=8).flops["pairs"]
+        >>> tlc.plan(trace, k=8).flops["pairs"]
         81920.0
     """
     if isinstance(trace, str):

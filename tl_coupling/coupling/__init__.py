@@ -35,7 +35,6 @@ __all__ = [
     "measure_of",
     "miscoupling",
     "normalized_miscoupling",
-    "random_rotations",
     "random_subspace_null",
     "rotation_null",
     "spectral_miscoupling",

@@ -17,4 +17,4 @@ from tl_coupling.models.loading import EMBEDDED_MODEL, Backend, Memory, empty_mo
 from tl_coupling.models.quantized import Quantization, dequantising, is_gguf, needs_package
 from tl_coupling.models.streaming import filled, is_hollow, looked_up, looks_up
 
-__all__ = ["ModelError", "context_length", "load_model", "tokenize"]
+__all__ = ["ModelError", "load_model"]

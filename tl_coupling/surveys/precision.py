@@ -171,6 +171,7 @@ def precision_sweep(
     return data.assign_attrs(said)
 
 
+@checked
 def movements(data: "xarray.Dataset") -> list[Moved]:
     """How far each measure of a `precision_sweep` moves, one row for each measure, k and precision.
 

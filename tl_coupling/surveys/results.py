@@ -42,7 +42,7 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
     Example:
         >>> data = tlc.open_survey("survey")  # of `tlc.run(survey, "survey")`
         >>> data.d_model.sel(model="width12").item(), data.attrs["failed"]
-        (12.0, '{}')
+        (12, '{}')
     """
     places = Path(folder), Path(folder, UNITS)
     results = Folder(next((place for place in places if (place / PLAN).exists()), places[0]))
