@@ -307,7 +307,7 @@ def _traced(
     remarks, last = Remarks(), len(passage.calls) - 1
     make: type[Trace] = Trace
     blocks: Sequence[BlockFunction]
-    streams: dict[str, Tensor] = {}
+    streams: dict[str, Any] = {}
     if is_hollow(model):
         make, blocks = _SweepTrace, (sweep := Sweep(passage, dtype, remarks, norm))
         entering = sweep.embedded[None]
