@@ -144,7 +144,7 @@ def spectral_miscoupling(
 
 @checked
 def captured_energy(A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]) -> Float[Tensor, "*batch"]:
-    r"""Captured energy: how much of `J_1` the singular subspaces of `J_2` hold, at most as much as its own would.
+    r"""Captured energy: how much of `J_1` lies in the singular subspaces of `J_2`, relative to its own.
 
     .. math:: \frac{\|A\|_F}{\|s_{1,K}\|_2}
 

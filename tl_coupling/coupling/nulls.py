@@ -52,7 +52,7 @@ def random_subspace_null(
     p: Norm = 2,
     absolute: bool = False,
 ) -> Float[Tensor, "..."]:
-    r"""What a measure is, in root mean square, if the singular vectors of `J_2` are random: the null "space".
+    r"""What a measure would be, in root mean square, if the singular vectors of `J_2` were random: the null "space".
 
     `U_2` and `V_2` are independent Haar-random frames. The entries of A are then exchangeable, whatever `J_1` is:
 
@@ -124,7 +124,7 @@ def rotation_null(
     p: Norm = 2,
     absolute: bool = False,
 ) -> Float[Tensor, "*batch"]:
-    r"""What a measure is, in root mean square, for random bases of J_2's own spans: the nulls "pairs" and "spans".
+    r"""What a measure would be, in root mean square, in random bases of J_2's own spans: the nulls "pairs" and "spans".
 
     With a Haar-random rotation Q of the k directions ("pairs"), and with independent Q and R ("spans"),
 
@@ -213,7 +213,7 @@ def draws_of_random_subspaces(
     frobenius_norm: Float[Tensor, "*batch"],
     generator: torch.Generator,
 ) -> Float[Tensor, "n *batch k k"]:
-    """A for n draws of independent Haar-random `U_2, V_2`: whatever closed forms do not say of the null "space".
+    """Coupling matrices of n draws of random `U_2, V_2`, for what closed forms of the null "space" do not say.
 
     `A = Uᵀ S V`, where the singular values that are not given are equal, as in `random_subspace_null`. All J_1 of a
     batch meet the same frames of their own singular vectors. Cost: two QR decompositions of `[d_model, k]` a draw.

@@ -19,7 +19,7 @@ from tl_coupling.trajectories.shapes import direction_cosine
 def coupled_gradient(
     U: Float[Tensor, "d_model k"], S: Float[Tensor, "n_layers k"], error: Float[Tensor, " d_model"]
 ) -> Float[Tensor, "n_layers_plus_1 d_model"]:
-    r"""What carries an error back through fully coupled blocks.
+    r"""How an error after the last block is carried back to every depth if the blocks are fully coupled.
 
     .. math:: -\frac{\partial \mathcal{L}}{\partial x^l} = e + U \Big(\prod_{j > l} (I + S_j) - I\Big) U^\top e
 
@@ -84,7 +84,7 @@ def gradient_prediction(
     k: int | None = None,
     progress: Progress | None = None,
 ) -> GradientPrediction:
-    """How far the gradient at one token is what full coupling would make of it.
+    """How close the gradient at one token is to what full coupling would make of it.
 
     Args:
         error: `y − x^L`, or minus the gradient of any loss at the token after the last block.
