@@ -18,19 +18,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import tl_coupling as tlc
-from tl_coupling import (
-    border,
-    comparisons,
-    coupling,
-    generalization,
-    interactive,
-    plots,
-    prompts,
-    redundancy,
-    report,
-    spectra,
-    trajectories,
-)
+from public_api import public_names
+from tl_coupling import border, comparisons, trajectories
 from tl_coupling.border import checked
 
 pytestmark = pytest.mark.on_4_only
@@ -48,14 +37,8 @@ class Foreign:
 
 
 def public() -> Iterator[Callable[..., Any]]:
-    """Every function that takes arguments, classes that users make, methods of what they are given."""
-    rooms = (tlc, comparisons, generalization, interactive, plots, report, trajectories)
-    values = [getattr(room, name) for room in rooms for name in getattr(room, "__all__", dir(room))]
-    yield from (value for value in values if isinstance(value, types.FunctionType))
-    yield from (redundancy.layer_redundancy, redundancy.redundancy_correlations, prompts.prompts_per_task)
-    yield from (spectra.singular_values, spectra.inverse_singular_value_fit, spectra.non_normality, spectra.asymmetry)
-    yield from (spectra.participation_ratio, spectra.effective_rank, spectra.tail_energy)
-    yield from (coupling.alignment_matrices, coupling.vector_alignment, coupling.subspace_overlap)
+    """Every public function, classes that users make, methods of what they are given."""
+    yield from (value for value in public_names().values() if isinstance(value, types.FunctionType))
     yield from (one.__init__ for one in MADE)
     for one in ASKED:
         functions = (getattr(value, "__func__", value) for name, value in vars(one).items() if name[0] != "_")
@@ -82,6 +65,12 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
             "str_tokens": ["a"],
             "values": torch.ones(1),
             "unembed": torch.exp,
+            "r": 1,
+            "times": torch.exp,
+            "transposed": torch.exp,
+            "shape": (2, 2),
+            "generator": torch.Generator(),
+            "frobenius_norm": torch.ones(()),
         },
         **{"vector": torch.ones(2), "workers": 1, "n_classes": 1, "rank": 1, "spectra": tlc.svd(SQUARE[None])},
         **{name: getattr(depth, name) for name in depth.__dataclass_fields__},
@@ -92,6 +81,8 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
     by_name |= {
         "bootstrap": {"x": np.ones((3, 2)), "y": np.ones(3)},
         "jacobian_coupling": {"J": SQUARE[None]},
+        "without_shared": {"J": SQUARE[None]},
+        "draws_of_random_subspaces": {"d_model": 2},
         "coupled_gradient": {"S": torch.ones(1, 2), "error": torch.ones(2)},
         "gradient_prediction": {"error": torch.ones(trace.d_model)},
         "inverse_singular_value_fit": {"S": torch.ones(2, 2)},

@@ -1,13 +1,18 @@
 """What `tl_coupling` hands out, and what it loads for that."""
 
 import ast
+import builtins
+import doctest
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tl_coupling as tlc
+from public_api import ROOMS, public_names
 
 # DESIGN.md's names, of those that are handed out at the top.
 PROMISED = """load_model trace block_jacobian block_jacobians svd coupling_matrix miscoupling normalized_miscoupling
@@ -53,3 +58,86 @@ def test_nothing_is_loaded_before_it_is_used() -> None:
 
 def test_rooms_are_there_on_a_fresh_import() -> None:
     assert "tl_coupling.plots.maps" in loaded_by("import tl_coupling; tl_coupling.plots.plot_coupling")
+
+
+# --- the reference
+
+# What examples may use without making it; the package's docstring says what it is.
+SHARED = {"torch", "tlc", "model", "trace", "image_trace", "prompts", "data", "sweep"}
+
+
+def examples(thing: Any) -> list[doctest.Example]:
+    """Those of its docstring that are run."""
+    found = doctest.DocTestParser().get_examples(inspect.getdoc(thing) or "")
+    return [one for one in found if doctest.SKIP not in one.options]
+
+
+def taken_from_elsewhere(thing: Any) -> set[str]:
+    """Names that its example neither makes nor imports."""
+    nodes = list(ast.walk(ast.parse("".join(one.source for one in examples(thing)))))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    made = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(dir(builtins))
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    made |= {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.ExceptHandler)}
+    made |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    return {node.id for node in names} - made
+
+
+def test_rooms_hand_out_functions_and_classes_of_their_own() -> None:
+    for room in ROOMS.values():
+        assert len(set(room.__all__)) == len(room.__all__) > 0
+        for name in room.__all__:
+            value = getattr(room, name)
+            assert inspect.isroutine(value) or inspect.isclass(value), name
+            assert f"{value.__module__}.".startswith(f"{room.__name__}."), name
+
+
+def test_what_is_at_the_top_is_in_its_room_too() -> None:
+    homes = {name: getattr(tlc, name).__module__.split(".")[1] for name in tlc.__all__}
+    assert not [name for name, room in homes.items() if name not in ROOMS[room].__all__]
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_a_public_name_has_an_example_that_runs_as_it_stands(name: str) -> None:
+    thing = public_names()[name]
+    assert examples(thing), f"{name} has no example in its docstring"
+    assert taken_from_elsewhere(thing) <= SHARED
+    if inspect.isfunction(thing):
+        assert any(f"{name.replace('tl_coupling', 'tlc', 1)}(" in one.source for one in examples(thing))
+
+
+def test_every_public_name_has_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs/_ext")
+    names = pytest.importorskip("names", reason="the documentation is not here")
+    assert names.documented().keys() == public_names().keys()
+
+
+def test_an_example_that_is_missing_or_leans_on_its_module_is_found() -> None:
+    def without() -> None:
+        """Nothing.
+
+        >>> never_run()  # doctest: +SKIP
+        """
+
+    def leaning() -> None:
+        """Something.
+
+        >>> [norms(x) for x in trace.residual]
+        """
+
+    assert not examples(without)
+    assert taken_from_elsewhere(leaning) == {"norms", "trace"}
+
+
+def test_what_examples_share_is_said_in_the_package() -> None:
+    assert SHARED - {"tlc"} == {word.split()[0] for word in tlc.__doc__.splitlines() if " = tlc." in word} | {"torch"}
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_methods_and_properties_are_documented(name: str) -> None:
+    """Of classes, whatever is the package's own and has no underscore."""
+    thing = public_names()[name]
+    own = vars(thing) if inspect.isclass(thing) and not issubclass(thing, Exception) else {}
+    kinds = (property, classmethod, staticmethod)
+    members = {n: v for n, v in own.items() if n[0] != "_" and (inspect.isroutine(v) or isinstance(v, kinds))}
+    assert not [n for n, v in members.items() if not (getattr(v, "__func__", v).__doc__ or "").strip()]

@@ -2,6 +2,19 @@
 
 The names that most analyses need are here; the rest is in the rooms, such as `tlc.plots` or `tlc.generalization`.
 Everything is imported when it is first used, from where `__init__.pyi` says, which type checkers read too.
+
+The examples of the reference are run by `make check`, on tiny random models. They share these names, for which any
+model, prompts, survey and sweep will do::
+
+    import torch
+    import tl_coupling as tlc
+
+    model = tlc.load_model("smollm2-135m")  # in the tests a Llama of 2 blocks, of width 32
+    trace = tlc.trace(model, "What is the capital of France? The capital is")  # there 8 tokens
+    image_trace = tlc.trace(tlc.load_model("google/vit-base-patch16-224"), "image.png")
+    prompts = tlc.load_prompts("prompts.jsonl")  # there 4, of 2 tasks
+    data = tlc.run(tlc.Survey({"width8": "models/width8/step2"}, prompts))  # there of 6 models
+    sweep = tlc.checkpoint_sweep("models/width16", prompts=prompts)  # a folder of checkpoints
 """
 
 import ast

@@ -16,6 +16,8 @@ from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import effective_rank, participation_ratio, singular_values
 
+__all__ = ["Influence", "cross_token_influence"]
+
 InfluenceMeasure = Literal["frobenius_norm", "largest_singular_value", "participation_ratio", "effective_rank"]
 INFLUENCE_MEASURES: tuple[InfluenceMeasure, ...] = get_args(InfluenceMeasure)
 
@@ -31,6 +33,14 @@ class Influence(Saved):
         frobenius_norm: `‖J‖_F = √Σσ²`, a gain over all input directions.
         largest_singular_value: σ₁, the largest gain of any direction.
         participation_ratio, effective_rank: how many directions carry the gain; see the functions of these names.
+        layers, source_positions: what rows and columns are.
+        output_position: t2.
+        provenance: how it was made; JSON-able.
+
+    Example:
+        >>> influence = tlc.cross_token_influence(trace, -1, layers=[1])
+        >>> influence.save("influence.nc").name, tlc.influence.Influence.load("influence.nc").layers
+        ('influence.nc', (1,))
     """
 
     frobenius_norm: Float[Tensor, "n_layers n_sources"]
@@ -57,10 +67,18 @@ def cross_token_influence(
 ) -> Influence:
     """Size and rank of `J^l_{t1 t2}`, what moving token t1 does to block l's output at token t2, for every t1.
 
-    In a causal model every t1 ≤ t2; the others are zero. `output_position` is t2; `layers` are a selection, in this
-    order; `progress` is as in `depth_coupling`. Raises ValueError for a layer or position out of range or an empty
-    selection. Warns where a Jacobian is exactly zero: it has no rank (NaN). Cost: for each layer little more than one
-    token's Jacobian, and each source's singular values.
+    In a causal model every t1 ≤ t2; the others are zero.
+
+    Args:
+        trace: a traced prompt.
+        output_position: t2; the last token by default.
+        layers: a selection of layers, in this order; all by default.
+        progress: as in `depth_coupling`.
+
+    Raises ValueError for a layer or position out of range, or an empty selection. Warns where a Jacobian is exactly
+    zero: it has no rank (NaN).
+
+    Cost: for each layer little more than one token's Jacobian, and each source's singular values.
 
     Example:
         >>> influence = tlc.cross_token_influence(trace, output_position=3)

@@ -3,7 +3,7 @@
 Every function takes results and returns a `View`, which displays itself in Jupyter and Colab and loads nothing from a
 network. `str(view)` is its HTML; a page with several views takes `circuitsvis_script()` once and `view.body` of each.
 
->>> view = show_tokens(trace.str_tokens, tlc.line_shape_score(trace.residual))
+>>> view = tlc.interactive.show_tokens(trace.str_tokens, tlc.line_shape_score(trace.residual))
 """
 
 import base64
@@ -26,7 +26,7 @@ from tl_coupling.comparisons import CouplingMap
 from tl_coupling.coupling import Measure
 from tl_coupling.plots.maps import color_scale
 
-__all__ = ["show_layers_by_token", "show_token_coupling", "show_tokens"]
+__all__ = ["View", "circuitsvis_script", "show_layers_by_token", "show_token_coupling", "show_tokens"]
 
 _LONGEST_LABEL = 14
 _POSITIVE, _NEGATIVE, _UNDEFINED = "#2166ac", "#b2182b", "#bbbbbb"
@@ -55,6 +55,11 @@ class View(RenderedHTML):
     Attributes:
         body: the HTML of the widgets, without the script that draws them; the same for the same data. Where scripts do
             not run, tokens are followed by their values as text.
+
+    Example:
+        >>> from pathlib import Path
+        >>> view = tlc.interactive.show_tokens(trace.str_tokens, tlc.line_shape_score(trace.residual))
+        >>> file = Path("tokens.html").write_text(str(view), encoding="utf-8")
     """
 
     def __init__(self, body: str):
@@ -103,7 +108,7 @@ def show_token_coupling(
     Cost: about 100 bytes of HTML for each pair.
 
     Example:
-        >>> show_token_coupling(tlc.self_coupling(trace, 0, 1, k=8), k=(4, 8))
+        >>> tlc.interactive.show_token_coupling(tlc.self_coupling(trace, 0, 1, k=8), k=(4, 8))
         <View with 2 circuitsvis widgets>
     """
     named = {"": results} if isinstance(results, CouplingMap) else results
@@ -141,7 +146,7 @@ def show_tokens(
     Example:
         >>> x = trace.residual
         >>> measures = {"line-shape score": tlc.line_shape_score(x), "expodistance": tlc.expodistance(x)}
-        >>> show_tokens(trace.str_tokens, measures)
+        >>> tlc.interactive.show_tokens(trace.str_tokens, measures)
         <View with 2 circuitsvis widgets>
     """
     named = _by_name(values, [len(str_tokens)])
@@ -167,7 +172,7 @@ def show_layers_by_token(
         layers: the rows' names, one for each; 0, 1, … by default.
 
     Example:
-        >>> show_layers_by_token(trace.str_tokens, {"step length": tlc.step_lengths(trace.residual)})
+        >>> tlc.interactive.show_layers_by_token(trace.str_tokens, {"step length": tlc.step_lengths(trace.residual)})
         <View with 2 circuitsvis widgets>
     """
     named = _by_name(values, ["n_rows" if layers is None else len(layers), len(str_tokens)])
@@ -186,7 +191,13 @@ def show_layers_by_token(
 
 @lru_cache(maxsize=1)
 def circuitsvis_script() -> str:
-    """circuitsvis' own JavaScript, and the lines that draw every view on the page; goes into one `<script>`."""
+    """circuitsvis' own JavaScript, and the lines that draw every view on the page; goes into one `<script>`.
+
+    Example:
+        >>> views = [tlc.interactive.show_tokens(trace.str_tokens, x.norm(dim=-1)) for x in trace.residual]
+        >>> body = "".join(view.body for view in views)
+        >>> page = f"{body}<script>{tlc.interactive.circuitsvis_script()}</script>"
+    """
     file = Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js"
     # The bundle holds "</script>" in a string, which would end the element; its map is not there to be loaded.
     bundle = file.read_text(encoding="utf-8").replace("</script", "<\\/script")

@@ -16,6 +16,8 @@ from tl_coupling.blocks.functions import Evaluation, RowFunction
 from tl_coupling.border import Count, checked
 from tl_coupling.progress import Progress, with_progress
 
+__all__ = ["block_jacobian", "block_jacobians", "block_jvp", "block_vjp"]
+
 # Entries in a batch of Jacobians (float32: 256 MiB), and the largest number of Jacobians that share work.
 BATCH_BUDGET = 2**26
 _MOST_SHARING = 32
@@ -45,7 +47,9 @@ def block_jacobian(
     output_position: int | None = None,
     chunk_size: Count | None = None,
 ) -> Float[Tensor, "d_model d_model"]:
-    """Jacobian of one block function: `J^l_{t1 t2} = ∂ f^l(X)_{t2} / ∂ x_{t1}`, without the skip.
+    r"""Jacobian of what one block adds to the residual stream, without the skip connection.
+
+    .. math:: J^l_{t_1 t_2} = \frac{\partial f^l(X)_{t_2}}{\partial x_{t_1}}
 
     Rows index outputs, columns inputs; an entry is a dimensionless gain. Aubry et al. 2025, eq. 8. In a causal model
     `J_{t1 t2}` is exactly zero for `t1 > t2`. Layers and positions count from 0, negative ones from the end.
@@ -82,7 +86,23 @@ def block_jacobians(
     chunk_size: Count | None = None,
     progress: Progress | None = None,
 ) -> Float[Tensor, "n_chosen d_model d_model"]:
-    """`J^l_{tt}` of several layers (`None`: all), stacked; see `block_jacobian`. `progress` wraps the loop."""
+    """Jacobians `J^l_{tt}` of several layers at one token, stacked; see `block_jacobian`.
+
+    Args:
+        trace: a traced prompt.
+        layers: which layers, in this order; all by default.
+        position, chunk_size: as in `block_jacobian`, with the same errors.
+        progress: wraps the loop over layers, such as `tqdm.tqdm`; by default a bar in a terminal or notebook, `False`
+            for none.
+
+    Raises ValueError for no layers.
+
+    Cost: as `block_jacobian` for each layer; memory for all of them, `n_chosen d_model²` numbers.
+
+    Example:
+        >>> tlc.block_jacobians(trace, layers=[1, 0]).shape
+        torch.Size([2, 32, 32])
+    """
     chosen = range(trace.n_layers) if layers is None else layers
     if not len(chosen):
         raise ValueError("`layers` is empty: wanted at least one layer")
@@ -104,7 +124,16 @@ def block_vjp(
     input_position: int | None = None,
     output_position: int | None = None,
 ) -> Float[Tensor, " d_model"]:
-    """`(J^l_{t1 t2})ᵀ v` by one backward pass, without J. Arguments and errors as in `block_jacobian`."""
+    """Vector–Jacobian product `(J^l_{t1 t2})ᵀ v` by one backward pass, without forming J.
+
+    What moving token t1 along each axis does to the output at t2 in the direction v. Arguments and errors as in
+    `block_jacobian`; v is `vector`.
+
+    Example:
+        >>> v = torch.ones(trace.d_model)
+        >>> torch.allclose(tlc.block_vjp(trace, 1, v), tlc.block_jacobian(trace, 1).mT @ v, atol=1e-4)
+        True
+    """
     block, _, v, _, pull_back = _differentiated(trace, layer, vector, position, input_position, output_position)
     with block.evaluation():
         return pull_back(v)[0]
@@ -120,9 +149,15 @@ def block_jvp(
     input_position: int | None = None,
     output_position: int | None = None,
 ) -> Float[Tensor, " d_model"]:
-    """`J^l_{t1 t2} v`, without J. Arguments and errors as in `block_jacobian`.
+    """Jacobian–vector product `J^l_{t1 t2} v`, without forming J.
 
-    By forward mode, or by differentiating the backward pass where a block does not support it.
+    What the output at t2 does when token t1 moves in the direction v. By forward mode, or by differentiating the
+    backward pass where a block does not support it. Arguments and errors as in `block_jacobian`; v is `vector`.
+
+    Example:
+        >>> v = torch.ones(trace.d_model)
+        >>> torch.allclose(tlc.block_jvp(trace, 1, v), tlc.block_jacobian(trace, 1) @ v, atol=1e-4)
+        True
     """
     block, x, v, function, _ = _differentiated(trace, layer, vector, position, input_position, output_position)
     with block.evaluation():

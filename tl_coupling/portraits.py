@@ -16,13 +16,23 @@ from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.progress import Progress
 from tl_coupling.trajectories.result import entropy_where_known
 
+__all__ = ["Portrait", "TokenPortrait", "portrait", "token_portrait"]
+
 TokenMap = Literal["self", "fixed input", "fixed output"]
 TOKEN_MAPS: tuple[TokenMap, ...] = get_args(TokenMap)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenPortrait:
-    """What a traced prompt shows across its tokens: coupling at one pair of layers, influence on one token at each."""
+    """What a traced prompt shows across its tokens: coupling at one pair of layers, influence on one token at each.
+
+    `maps` are named "self", "fixed input" and "fixed output".
+
+    Example:
+        >>> measured = tlc.portraits.token_portrait(trace, k=4, maps=["self"])
+        >>> measured.maps["self"].coupling().shape, measured.influence.frobenius_norm.shape
+        (torch.Size([8, 8]), torch.Size([2, 8]))
+    """
 
     maps: dict[TokenMap, CouplingMap]
     influence: Influence
@@ -42,6 +52,11 @@ class Portrait:
         input_position: the fixed input.
         tokens: as `TokenPortrait.maps`, without those where fewer than two tokens vary.
         entropy: of the logit lens in nats; `None` for a model without logits.
+
+    Example:
+        >>> measured = tlc.portrait(trace, k=(4, 8))
+        >>> measured.ks, measured.depth.coupling(8).shape, list(measured.tokens)
+        ((4, 8), torch.Size([2, 2]), ['self', 'fixed input', 'fixed output'])
     """
 
     trace: Trace

@@ -12,13 +12,20 @@ import numpy as np
 
 from tl_coupling.border import AnyPath, Count, Finite, Seed, checked
 
+__all__ = ["Prompt", "load_prompts", "prompts_per_task"]
+
 
 @checked
 @dataclass(frozen=True)
 class Prompt:
     """A prompt with an id that is the same in every run; the task it comes from, and how difficult it is, if known.
 
-    It is a text, `prompt`, or for a vision model the file of an image, `image`, which must stay where it is.
+    It is a text, `prompt`, or for a vision model the file of an image, `image`, which must stay where it is. ValueError
+    for an empty id or text, both a text and an image, and an image that is not there.
+
+    Example:
+        >>> tlc.Prompt("france", "The capital of France is", task="capitals").text
+        'The capital of France is'
     """
 
     id: str
@@ -122,10 +129,10 @@ def load_prompts(source: AnyPath, n: Count | None = None, seed: Seed = 0) -> lis
     in its figure 10.
 
     Example:
-        >>> import pathlib, tempfile
-        >>> file = pathlib.Path(tempfile.mkdtemp(), "prompts.jsonl")
-        >>> _ = file.write_text('{"id": "a", "prompt": "1 + 1 ="}\n{"id": "b", "prompt": "Two plus two is"}\n')
-        >>> [prompt.id for prompt in tlc.load_prompts(file)]
+        >>> from pathlib import Path
+        >>> lines = '{"id": "a", "prompt": "1 + 1 ="}', '{"id": "b", "prompt": "Two plus two is"}'
+        >>> _ = Path("two.jsonl").write_text("\n".join(lines))
+        >>> [prompt.id for prompt in tlc.load_prompts("two.jsonl")]
         ['a', 'b']
     """
     if isinstance(source, str) and (names := _GROUPS.get(source)):

@@ -26,6 +26,8 @@ from tl_coupling.statistics import LEVEL, percentile_interval, rank_correlation_
 from tl_coupling.surveys.measurements import Settings, as_prompts, loss
 from tl_coupling.trajectories.shapes import direction_cosine
 
+__all__ = ["layer_redundancy", "redundancy_correlations"]
+
 CHANGES = ("dropped", "swapped", "merged")
 _BLOCKS = ("all", "inner")
 
@@ -55,7 +57,7 @@ def layer_redundancy(
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode.
-        prompts: texts or `Prompt`s of at least two tokens.
+        prompts: texts, or `Prompt` objects, of at least two tokens.
         k, position, orientation, prepend_bos: as in `Settings`. Losses are over all tokens, whatever the position.
         progress: wraps the loop over prompts; `None`: a bar in a terminal or notebook, `False`: none.
 
@@ -79,7 +81,7 @@ def layer_redundancy(
     block by block, but not in the unembedding: small differences in loss are lost in the rounding of the logits.
 
     Example:
-        >>> data = layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,))
+        >>> data = tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,))
         >>> (data.loss_dropped - data.loss).sizes
         Frozen({'prompt': 2, 'layer': 2})
 
@@ -125,7 +127,7 @@ def redundancy_correlations(data: xarray.Dataset, *, n_resamples: Count = 1000, 
         the last block, which often dominate), `k`, and `bound` ("lower", "upper"):
 
         - `coupling`, `[change blocks k]`, and `block_influence`, `[change blocks]`: ρ;
-        - `advantage`, `[change blocks k]`: |ρ| of coupling minus |ρ| of block influence;
+        - `advantage`, `[change blocks k]`: `|ρ|` of coupling minus `|ρ|` of block influence;
         - `coupling_interval`, `block_influence_interval`, `advantage_interval`: the same with `bound` last;
         - `n`, `[change blocks]`: how many layers or pairs were ranked. Below three, or where all are equal, ρ is NaN,
           and with one prompt the intervals are. Pairs that could not be merged are left out.
@@ -134,7 +136,8 @@ def redundancy_correlations(data: xarray.Dataset, *, n_resamples: Count = 1000, 
         ValueError: `data` is not what `layer_redundancy` returns, `n_resamples` is below 1.
 
     Example:
-        >>> rho = redundancy_correlations(layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,)))
+        >>> data = tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,))
+        >>> rho = tlc.redundancy.redundancy_correlations(data)
         >>> int(rho.n.sel(change="dropped", blocks="all"))
         2
     """

@@ -4,6 +4,7 @@ One forward pass of the model (`trace`) records, for every block, the residual s
 argument of the call. The block can then be called on its own, on any residual stream: TransformerLens'
 `hook_resid_pre → hook_resid_post` without the skip.
 """
+# ruff: noqa: F401
 
 from tl_coupling.blocks.calls import BlockCall
 from tl_coupling.blocks.checks import DerivativeError, StepError
@@ -11,5 +12,13 @@ from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.functions import BlockFunction, Path
 from tl_coupling.blocks.tracing import Trace, trace, trace_modules
 
-__all__ = ["BlockCall", "BlockError", "BlockFunction", "DerivativeError", "Path", "StepError", "Trace", "trace"]
-__all__ += ["trace_modules"]
+__all__ = [
+    "BlockCall",
+    "BlockError",
+    "BlockFunction",
+    "DerivativeError",
+    "StepError",
+    "Trace",
+    "trace",
+    "trace_modules",
+]

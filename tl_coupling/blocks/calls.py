@@ -53,6 +53,11 @@ class BlockCall:
     """A block and every argument that the model gave it, except the residual stream and the cache.
 
     `layout` is that of the residual stream in the call, which is `[n_pos d_model]` everywhere else.
+
+    Example:
+        >>> call = trace.blocks[0].call
+        >>> torch.allclose(call(trace.residual[0]), trace.residual[1], atol=1e-5)
+        True
     """
 
     module: nn.Module

@@ -20,11 +20,35 @@ _CASTS = {"to", "type", "long", "int", "short", "char"}
 
 
 class StepError(ValueError):
-    """A block, called again, is not the function that was traced."""
+    """A block, called again, is not the function that was traced: its weights or hooks changed, or it draws at random.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        >>> changed = tlc.trace_modules(net, lambda: net(torch.ones(1, 3, 4)))
+        >>> _ = torch.nn.init.zeros_(net[0].weight)
+        >>> try:
+        ...     J = tlc.block_jacobian(changed, 0)
+        ... except tlc.blocks.StepError:
+        ...     print("trace it again")
+        trace it again
+    """
 
 
 class DerivativeError(ValueError):
-    """A block function has no derivative, or another one than automatic differentiation gives."""
+    """A block function has no derivative, or another one than automatic differentiation gives.
+
+    Example:
+        >>> class Rounds(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x + (8 * x).round() / 8
+        >>> net = torch.nn.Sequential(Rounds())
+        >>> rounded = tlc.trace_modules(net, lambda: net(torch.rand(1, 3, 4)))
+        >>> try:
+        ...     J = tlc.block_jacobian(rounded, 0)
+        ... except tlc.blocks.DerivativeError:
+        ...     print("a step function has no Jacobian")
+        a step function has no Jacobian
+    """
 
 
 @dataclass(eq=False)

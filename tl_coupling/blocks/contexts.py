@@ -12,7 +12,18 @@ PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class BlockError(RuntimeError):
-    """A block does not have the form that a cheap way to evaluate it needs."""
+    """A block does not have the form that a cheap way to evaluate it needs.
+
+    `block_jacobian` then takes the next way; you meet this error only if you evaluate a `BlockFunction` yourself.
+
+    Example:
+        >>> try:
+        ...     f = trace.blocks[0].token_local(0, 1)
+        ... except tlc.blocks.BlockError:
+        ...     f = trace.blocks[0].full_sequence(0, 1)
+        >>> f(trace.residual[0, 0]).shape
+        torch.Size([32])
+    """
 
 
 class KeysAndValues(Exception):

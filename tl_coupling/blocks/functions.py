@@ -75,6 +75,11 @@ class BlockFunction:
 
     With `norm`, `f(X) = norm(block(X)) − X` (the last block of a trace with `final_norm=True`).
     `step` is what the block added when it was traced; `recorded` is that call where the model's dtype is not X's.
+
+    Example:
+        >>> f = trace.blocks[0]
+        >>> torch.allclose(f(f.X), trace.residual[1] - trace.residual[0], atol=1e-5)
+        True
     """
 
     layer: int

@@ -45,6 +45,11 @@ class Trace:
 
     `tokens` are token ids, or `None` where the model reads something else; `str_tokens` names the tokens: their text,
     or `cls` and the `row,column` of each patch of an image, whose `pixels` are kept.
+
+    Example:
+        >>> trace = tlc.trace(model, "w3 w14 w15 w92")
+        >>> trace.n_layers, trace.n_pos, trace.d_model, trace.str_tokens
+        (2, 4, 32, ('w3', 'w14', 'w15', 'w92'))
     """
 
     model: nn.Module
@@ -169,10 +174,12 @@ def trace(
     final_norm: bool = False,
     dtype: FloatDtype | None = None,
 ) -> Trace:
-    """Run the model once and keep its residual stream and its blocks as functions.
+    r"""Run the model once and keep its residual stream and its blocks as functions.
 
-    `X^l = X^{l−1} + f^l(X^{l−1})` (Aubry et al. 2025, eq. 6); `trace.residual[l]` is `X^l`, `trace.blocks[l]` is
-    `f^{l+1}`, as the paper counts from one. A model that runs its blocks several times has a layer for each call.
+    .. math:: X^l = X^{l-1} + f^l(X^{l-1})
+
+    `trace.residual[l]` is `X^l`, `trace.blocks[l]` is `f^{l+1}`: Aubry et al. 2025, eq. 6, count from one. A model that
+    runs its blocks several times has a layer for each call.
 
     Weights, and hooks, which are part of what is measured and listed in the provenance, must stay as they are until the
     trace has been measured: a block that is another function by then raises `StepError`, one whose derivative disagrees
@@ -300,7 +307,7 @@ def _traced(
     remarks, last = Remarks(), len(passage.calls) - 1
     make: type[Trace] = Trace
     blocks: Sequence[BlockFunction]
-    streams: dict[str, Tensor] = {}
+    streams: dict[str, Any] = {}
     if is_hollow(model):
         make, blocks = _SweepTrace, (sweep := Sweep(passage, dtype, remarks, norm))
         entering = sweep.embedded[None]
@@ -325,16 +332,8 @@ def _traced(
     }
     tokens = given.tokens if given else None
     pixels = given.batch if given and tokens is None else None
-    return make(
-        model=model,
-        tokens=tokens,
-        str_tokens=text,
-        **streams,
-        blocks=blocks,
-        final_norm=norm is not None,
-        provenance=provenance,
-        pixels=pixels,
-    )
+    of_all: dict[str, Any] = {"blocks": blocks, "final_norm": norm is not None, "provenance": provenance}
+    return make(model=model, tokens=tokens, str_tokens=text, pixels=pixels, **streams, **of_all)
 
 
 def _index(value: int, size: int, name: str, what: str) -> int:

@@ -23,8 +23,8 @@ def neighbours(trace: Trace, layer: int | None = None, other_layer: int | None =
     """Two layers to compare tokens at: those given, or neighbours of the one given, or the two in the middle.
 
     Example:
-        >>> neighbours(trace), neighbours(trace, layer=1), neighbours(trace, other_layer=1)
-        ((0, 1), (1, 1), (0, 1))
+        >>> tlc.comparisons.neighbours(trace), tlc.comparisons.neighbours(trace, layer=1)
+        ((0, 1), (1, 1))
     """
     other = None if other_layer is None else trace.layer_index(other_layer, "other_layer")
     second = trace.n_layers // 2 if other is None else other

@@ -41,6 +41,13 @@ class CouplingMap(Saved):
         kind: what was compared: "depth" (one token, every pair of layers), "self" or "context" (tokens).
         orientation: "ujv" or "vju".
         provenance: how it was made; JSON-able.
+
+    Example:
+        >>> result = tlc.depth_coupling(trace, k=8)
+        >>> result.coupling(4).shape, result.at(4).shape
+        (torch.Size([2, 2]), torch.Size([2, 2, 4, 4]))
+        >>> tlc.CouplingMap.load(result.save("coupling.nc")).mean(4) == result.mean(4)
+        True
     """
 
     matrices: Float[Tensor, "n_rows n_cols k k"]
@@ -226,7 +233,7 @@ class CouplingMap(Saved):
         return torch.stack([values[distance == d].mean() for d in range(int(distance.max()) + 1)])
 
     def own_pairs(self) -> Bool[Tensor, "n_rows n_cols"]:
-        """Which pairs compare a connection with itself."""
+        """Which pairs compare a connection with itself: the diagonal of a depth map."""
         sides = (self.row_layers, self.row_positions), (self.col_layers, self.col_positions)
         rows, cols = (torch.tensor(side, device=self.matrices.device).T for side in sides)
         return (rows[:, None] == cols).all(-1)
@@ -265,6 +272,11 @@ class MeanCouplingMap(CouplingMap):
         nulls: mean null of each measure, `[n_measures k]`.
         spreads_of_mean: standard deviation of a prompt's mean over pairs of different connections (all pairs where
             none differ), `[n_measures k]`.
+
+    Example:
+        >>> mean = tlc.depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
+        >>> mean.spread(2).shape, mean.n_prompts
+        (torch.Size([2, 2]), 4)
     """
 
     means: Float[Tensor, "n_measures k n_rows n_cols"]
@@ -285,7 +297,7 @@ class MeanCouplingMap(CouplingMap):
 
         Example:
             >>> traces = (tlc.trace(model, prompt) for prompt in ("w3 w14 w15", "w9 w2 w6 w5"))
-            >>> result = MeanCouplingMap.over(tlc.depth_coupling(trace, k=4) for trace in traces)
+            >>> result = tlc.comparisons.MeanCouplingMap.over(tlc.depth_coupling(trace, k=4) for trace in traces)
             >>> result.coupling(2).shape, result.spread(2).shape, result.n_prompts
             (torch.Size([2, 2]), torch.Size([2, 2]), 2)
         """

@@ -25,7 +25,7 @@ def jacobian_coupling(
     position: int = -1,
     provenance: Mapping[str, Any] | None = None,
 ) -> CouplingMap:
-    """Coupling of every pair of matrices, as `depth_coupling` has it of every pair of layers.
+    """Coupling of every two of the Jacobians given, as `depth_coupling` measures it of every two layers.
 
     For Jacobians without something, such as `coupling.without_top` or `coupling.without_shared` gives, or of another
     model's making.
@@ -41,7 +41,7 @@ def jacobian_coupling(
 
     Example:
         >>> J = tlc.block_jacobians(trace)
-        >>> rest = jacobian_coupling(tlc.coupling.without_top(J, 1), k=4, provenance=trace.provenance)
+        >>> rest = tlc.comparisons.jacobian_coupling(tlc.coupling.without_top(J, 1), k=4, provenance=trace.provenance)
         >>> rest.matrices.shape
         torch.Size([2, 2, 4, 4])
     """

@@ -35,9 +35,11 @@ def depth_coupling(
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
 ) -> CouplingMap:
-    """Coupling across depth: one token's `J^l_{tt}` against `J^{l'}_{tt}` for every pair of layers.
+    r"""Coupling across depth: one token's Jacobians of every two layers.
 
-    Depth-wise coupling of Aubry et al. 2025, section 3.1.
+    .. math:: A_{l l'} = U_{l',k}^\top J^l_{tt} V_{l',k}
+
+    Depth-wise coupling of Aubry et al. 2025, section 3.1. The measures of each A are methods of the result.
 
     Args:
         trace: a traced prompt; or many, from a list or a generator, for the mean over prompts and its spread.
@@ -96,7 +98,12 @@ def depth_couplings(
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
 ) -> dict[Orientation, CouplingMap]:
-    """`depth_coupling` of one prompt in several orientations, from the same Jacobians and SVDs. Arguments as there."""
+    """`depth_coupling` of one prompt in several orientations, from the same Jacobians and SVDs. Arguments as there.
+
+    Example:
+        >>> {orientation: result.k for orientation, result in tlc.comparisons.depth_couplings(trace, k=4).items()}
+        {'ujv': 4, 'vju': 4}
+    """
     if not orientations:
         raise ValueError("`orientations` is empty: wanted at least one")
     given: dict[str, Any] = {"layers": layers, "chunk_size": chunk_size, "max_memory": max_memory}
@@ -135,7 +142,9 @@ def self_coupling(
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
 ) -> CouplingMap:
-    """Self-coupling: `J^l_{tt}` against `J^{l'}_{t't'}` for every pair of tokens t, t'; layers l, l' fixed.
+    r"""Self-coupling: every two tokens' own Jacobians, at two layers.
+
+    .. math:: A_{t t'} = U_{t',k}^\top J^l_{tt} V_{t',k} \quad \text{with } U, V \text{ of } J^{l'}_{t't'}
 
     Self-coupling of Aubry et al. 2025, section 3.1: does a block treat one token in the directions in which another
     block (or itself) treats another token?

@@ -28,6 +28,13 @@ class Plan:
         working: singular vectors, and what one Jacobian or the SVDs of some take at a time.
         peak: the estimate of what is in memory at most, beside the interpreter and its libraries.
         flops: of the products of matrices, by stage: "trace", "gate", "jacobians", "svd", "pairs".
+
+    Example:
+        >>> plan = tlc.plan(trace, k=8)
+        >>> plan.jacobians, plan.result  # 2 of 32 × 32 and 4 of 8 × 8 numbers of 4 bytes
+        (8192, 1024)
+        >>> plan.peak == plan.weights + plan.jacobians + plan.result + plan.working
+        True
     """
 
     model: str
@@ -97,7 +104,7 @@ def plan(
     a CPU or of one GPU.
 
     Example:
-        >>> plan(trace, k=8).flops["pairs"]
+        >>> tlc.plan(trace, k=8).flops["pairs"]
         81920.0
     """
     if isinstance(trace, str):

@@ -26,3 +26,20 @@ from tl_coupling.coupling.nulls import (
     rotation_null,
 )
 from tl_coupling.coupling.removals import without_shared, without_top
+
+__all__ = [
+    "alignment_matrices",
+    "captured_energy",
+    "coupling_matrix",
+    "draws_of_random_subspaces",
+    "measure_of",
+    "miscoupling",
+    "normalized_miscoupling",
+    "random_subspace_null",
+    "rotation_null",
+    "spectral_miscoupling",
+    "subspace_overlap",
+    "vector_alignment",
+    "without_shared",
+    "without_top",
+]

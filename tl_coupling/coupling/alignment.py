@@ -20,7 +20,8 @@ def alignment_matrices(
 
     `spectra` is `svd` of a stack of square matrices, one for each layer. With `sides="uv"`, entry `[l, l', i, j]` is
     `u_iᵀ v_j` with `u_i` of layer l and `v_j` of layer l'; the matrices `[l, l]` compare the left and right vectors of
-    one layer (those of "uu" and "vv" are identities). k is all of them by default.
+    one layer (those of "uu" and "vv" are identities). k is all of them by default. ValueError for other than square
+    matrices, and for k out of range.
 
     Li and Papyan (2023) find the top singular vectors aligned in all three ways (RA2): then the matrices are diagonal,
     with entries of ±1. The signs on the diagonal of `U_lᵀ V_l` mean something, + for a direction that the block
@@ -30,7 +31,7 @@ def alignment_matrices(
 
     Example:
         >>> J = torch.tensor([[[2.0, 0.0], [0.0, -1.0]], [[0.0, 1.0], [2.0, 0.0]]])
-        >>> A = alignment_matrices(tlc.svd(J))
+        >>> A = tlc.coupling.alignment_matrices(tlc.svd(J))
         >>> A[0, 0].abs(), A[1, 1].abs()
         (tensor([[1., 0.],
                 [0., 1.]]), tensor([[0., 1.],
@@ -46,13 +47,15 @@ def alignment_matrices(
 
 @checked
 def vector_alignment(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
-    """Mean squared cosine between vectors of the same rank, `Σ_i a_ii² / k` of an alignment matrix; in [0, 1].
+    r"""Mean squared cosine between singular vectors of the same rank, the diagonal of an alignment matrix; in [0, 1].
+
+    .. math:: \frac1k \sum_i a_{ii}^2
 
     1 where every vector is the other's up to sign, in the same order; `1/d_model` expected for independent Haar-random
     vectors. It changes under rotations inside a (nearly) repeated singular value, to which `subspace_overlap` is blind.
 
     Example:
-        >>> vector_alignment(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        >>> tlc.coupling.vector_alignment(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
         tensor(0.)
     """
     return _cosines(A).diagonal(dim1=-2, dim2=-1).square().mean(-1)
@@ -60,14 +63,16 @@ def vector_alignment(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
 
 @checked
 def subspace_overlap(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
-    """Mean squared cosine of the principal angles, `‖A‖_F² / k` of an alignment matrix; in [0, 1].
+    r"""Mean squared cosine of the principal angles between two subspaces, of an alignment matrix; in [0, 1].
+
+    .. math:: \frac{\|A\|_F^2}{k}
 
     1 where both sets of k vectors span the same subspace, however they are turned or ordered within it; `k/d_model`
     expected for independent Haar-random subspaces, which makes it say nothing for k near `d_model`. At least as large
     as `vector_alignment`.
 
     Example:
-        >>> subspace_overlap(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        >>> tlc.coupling.subspace_overlap(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
         tensor(1.)
     """
     return _cosines(A).square().sum((-2, -1)) / A.shape[-1]

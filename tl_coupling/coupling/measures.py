@@ -39,10 +39,30 @@ RELEASED: dict[Measure, dict[str, Any]] = {
 def coupling_matrix(
     J_1: Float[Tensor, "*batch d_model d_model"], spectrum_2: Spectrum, k: int, orientation: Orientation = "ujv"
 ) -> Float[Tensor, "*batch k k"]:
-    """Coupling matrix `A = U_{2,k}ᵀ J_1 V_{2,k}` (eq. 9–12): `A[i, j] = u_iᵀ J_1 v_j`.
+    r"""Coupling matrix: the Jacobian of one block in the singular vectors of another.
 
-    `spectrum_2` is `svd` of the other Jacobian, whose top k singular vectors are used; `orientation="vju"` swaps left
-    and right ones, `V_{2,k}ᵀ J_1 U_{2,k}`. If both Jacobians are the same, `A = diag(S)` for the paper's `"ujv"`.
+    .. math:: A = U_{2,k}^\top J_1 V_{2,k}, \qquad A_{ij} = u_i^\top J_1 v_j
+
+    A is diagonal where the top k singular vectors of `J_2` diagonalise `J_1`. If both Jacobians are the same,
+    `A = diag(S)`. Entries are gains, and have no unit.
+
+    Args:
+        J_1: a Jacobian, or a batch of them.
+        spectrum_2: `svd` of the other Jacobian, or of a batch that broadcasts with that of `J_1`.
+        k: how many of its singular vectors are used, from the largest.
+        orientation: `"ujv"`, as above and in the paper, or `"vju"`, which swaps left and right: `V_{2,k}ᵀ J_1 U_{2,k}`.
+
+    Raises:
+        ValueError: k above what the spectrum holds, sizes or batch axes that do not fit, NaN or infinite entries.
+        TypeError: `J_1` and the spectrum have different dtypes.
+
+    Cost: `2 k d_model²` flops. Source: Aubry et al. 2025, eq. 9–12.
+
+    Example:
+        >>> J_1, J_2 = tlc.block_jacobians(trace)
+        >>> A = tlc.coupling_matrix(J_1, tlc.svd(J_2), k=4)
+        >>> A.shape
+        torch.Size([4, 4])
     """
     finite(J_1, "J_1")
     d, sides = J_1.shape[-1], [spectrum_2.U.shape[-2], spectrum_2.Vh.shape[-1]]
@@ -60,15 +80,35 @@ def coupling_matrix(
 
 @checked
 def miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
-    """Mis-coupling `m(A) = ‖A − Diag(A)‖_F` (eq. 13), in units of J's gain; 0 for a diagonal A."""
+    r"""Mis-coupling: the size of what lies off the diagonal of a coupling matrix.
+
+    .. math:: m(A) = \|A - \operatorname{Diag}(A)\|_F
+
+    0 for a diagonal A, in units of J's gain. `A[..., :k, :k]` is measured for a smaller k. Raises ValueError where A
+    has NaN or infinite entries. Source: Aubry et al. 2025, eq. 13.
+
+    Example:
+        >>> tlc.miscoupling(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        tensor(1.4142)
+    """
     return finite(off_diagonal(A).norm(dim=(-2, -1)), "A")
 
 
 @checked
 def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
-    """Normalised mis-coupling `m̃(A) = ‖A − Diag(A)‖_F / ‖A‖_F` (eq. 14), in [0, 1].
+    r"""Normalised mis-coupling: the share of a coupling matrix that lies off its diagonal.
 
-    0 for a diagonal A, and so for any 1×1: K = 1 says nothing. Undefined for `A = 0`: NaN, with a warning.
+    .. math:: \tilde m(A) = \frac{\|A - \operatorname{Diag}(A)\|_F}{\|A\|_F}
+
+    Dimensionless, in [0, 1]. Coupling is `1 − m̃`. 0 for a diagonal A, and so for any 1×1 matrix: k = 1 says nothing.
+    Random subspaces give about `√(1 − 1/k)`, see `random_subspace_null`.
+
+    Raises ValueError where A has NaN or infinite entries. Undefined for `A = 0`: NaN, with a warning. Source: Aubry et
+    al. 2025, eq. 14.
+
+    Example:
+        >>> tlc.normalized_miscoupling(torch.tensor([[[2.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]))
+        tensor([0., 1.])
     """
     return off_diagonal(A).norm(dim=(-2, -1)) / nan_where_zero(finite(A.norm(dim=(-2, -1)), "A"), "‖A‖_F")
 
@@ -77,14 +117,25 @@ def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*ba
 def spectral_miscoupling(
     A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"], p: Norm = 2, absolute: bool = False
 ) -> Float[Tensor, "*batch"]:
-    """`m_K(J_1, J_2) = ‖A − S_{1,K}‖_F / ‖s_{1,K}‖_p`, the measure of the project page; not bounded by 1.
+    r"""Spectral mis-coupling: how far a coupling matrix is from the singular values of its own Jacobian.
+
+    .. math:: m_K(J_1, J_2) = \frac{\|A - S_{1,K}\|_F}{\|s_{1,K}\|_p}
+
+    Dimensionless, at least 0 and not bounded by 1; 0 only where A is exactly what `J_1` has in its own singular
+    vectors. The measure of the paper's project page; with `absolute=True`, of its released code.
 
     Args:
+        A: a coupling matrix, or a batch of them.
         S_1: singular values of `J_1`, largest first, at least k of them; the top k are used.
         p: norm of the singular values in the denominator: 2, or 1 for their sum (the "trace").
-        absolute: use `|A|` elementwise, as the authors' code does.
+        absolute: use the absolute value of each entry of A, as the authors' code does.
 
-    Undefined for `S_1 = 0`: NaN, with a warning.
+    Raises ValueError for too few singular values, and for NaN or infinite entries. Undefined for `S_1 = 0`: NaN, with a
+    warning.
+
+    Example:
+        >>> tlc.spectral_miscoupling(torch.tensor([[2.0, 0.0], [0.0, -1.0]]), torch.tensor([2.0, 1.0]))
+        tensor(0.8944)
     """
     s = top_values(S_1, A.shape[-1])
     distance = ((A.abs() if absolute else A) - torch.diag_embed(s)).norm(dim=(-2, -1))
@@ -93,9 +144,16 @@ def spectral_miscoupling(
 
 @checked
 def captured_energy(A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]) -> Float[Tensor, "*batch"]:
-    """`‖A‖_F / ‖s_{1,K}‖₂`, in [0, 1]: the share of J_1's top-K energy that the subspaces of J_2 capture.
+    r"""Captured energy: how much of `J_1` lies in the singular subspaces of `J_2`, relative to its own.
 
-    1 if they are J_1's own. A high coupling with little energy captured says little: `m̃` does not see the difference.
+    .. math:: \frac{\|A\|_F}{\|s_{1,K}\|_2}
+
+    Dimensionless, in [0, 1]; 1 if the subspaces are J_1's own. A high coupling with little energy captured says little:
+    `m̃` does not see the difference. Arguments and errors as in `spectral_miscoupling`.
+
+    Example:
+        >>> tlc.captured_energy(torch.tensor([[1.2, 0.0], [0.0, 0.5]]), torch.tensor([2.4, 1.0]))
+        tensor(0.5000)
     """
     s = top_values(S_1, A.shape[-1])
     return finite(A.norm(dim=(-2, -1)), "A") / nan_where_zero(s.norm(dim=-1), "‖s_{1,K}‖₂")
@@ -110,13 +168,18 @@ def measure_of(
     p: Norm = 2,
     absolute: bool = False,
 ) -> Float[Tensor, "*batch"]:
-    """A measure by its name; p and absolute are options of `"spectral_miscoupling"`, ValueError for others.
+    r"""A measure of coupling by its name.
 
-    `"coupling"` is `1 − m̃`. `"released_norm"` and `"released_trace"` are what the authors' released code reports,
-    `‖|A| − S_{1,K}‖_F / ‖s_{1,K}‖_p` with p = 2 and p = 1.
+    The names are `"coupling"`, which is `1 − m̃`, `"normalized_miscoupling"`, `"miscoupling"`,
+    `"spectral_miscoupling"`, `"captured_energy"`, and what the authors' released code reports, `"released_norm"` and
+    `"released_trace"`:
+
+    .. math:: \frac{\||A| - S_{1,K}\|_F}{\|s_{1,K}\|_p} \quad \text{with } p = 2 \text{ and } p = 1
+
+    `p` and `absolute` are options of `"spectral_miscoupling"`; ValueError with other measures.
 
     Example:
-        >>> measure_of(torch.tensor([[-2.0, 0.0], [0.0, 1.0]]), torch.tensor([2.0, 1.0]), "released_norm")
+        >>> tlc.coupling.measure_of(torch.tensor([[-2.0, 0.0], [0.0, 1.0]]), torch.tensor([2.0, 1.0]), "released_norm")
         tensor(0.)
     """
     if measure != "spectral_miscoupling" and (p != 2 or absolute):

@@ -52,16 +52,21 @@ def random_subspace_null(
     p: Norm = 2,
     absolute: bool = False,
 ) -> Float[Tensor, "..."]:
-    """Root mean square of a measure for independent Haar-random `U_2, V_2`, in closed form: the null "space".
+    r"""What a measure would be, in root mean square, if the singular vectors of `J_2` were random: the null "space".
 
-    The entries of A are then exchangeable, so `E[m̃²] = 1 − 1/k` whatever J_1 is; and with `E a_ij² = ‖J_1‖_F²/d²`
+    `U_2` and `V_2` are independent Haar-random frames. The entries of A are then exchangeable, whatever `J_1` is:
+
+    .. math:: \mathbb{E}[\tilde m^2] = 1 - \frac1k
+
+    and with `E a_ij² = ‖J_1‖_F²/d²`
 
     * miscoupling: `E[m²] = (k² − k) ‖J_1‖_F² / d²`;
     * captured energy: `k ‖J_1‖_F / (d ‖s_{1,k}‖₂)`;
     * spectral: `E‖A − S_{1,k}‖² = k² ‖J_1‖_F² / d² + ‖s_{1,k}‖₂² − 2 E|a| Σ s_i`, with `E|a| = 0` unless `absolute`.
 
     `E|a| = E|uᵀ J_1 v| = E|u_1| · E‖J_1 v‖` is a one-dimensional integral; the singular values that are not given are
-    taken as equal, with the energy that remains of `frobenius_norm`. A root mean square is not the mean: see above.
+    taken as equal, with the energy that remains of `frobenius_norm`. The mean coupling of random subspaces is a little
+    above this root mean square: 1.138 times at k = 2, 1.005 times at k = 10 (where A is Gaussian).
 
     Args:
         k: size of A.
@@ -71,6 +76,13 @@ def random_subspace_null(
 
     Raises:
         ValueError: k above `d_model`, or what the measure needs is missing.
+
+    Example:
+        >>> tlc.random_subspace_null(10)
+        tensor(0.0513, dtype=torch.float64)
+        >>> S_1 = torch.ones(40)
+        >>> tlc.random_subspace_null(10, "captured_energy", d_model=40, S_1=S_1, frobenius_norm=S_1.norm())
+        tensor(0.5000, dtype=torch.float64)
     """
     if d_model is not None:
         check_k(k, d_model)
@@ -112,13 +124,19 @@ def rotation_null(
     p: Norm = 2,
     absolute: bool = False,
 ) -> Float[Tensor, "*batch"]:
-    """Root mean square of a measure for random bases of J_2's own spans: the nulls "pairs" and "spans".
+    r"""What a measure would be, in root mean square, in random bases of J_2's own spans: the nulls "pairs" and "spans".
 
-    With a Haar-random rotation Q of the k directions, `E Σ (Qᵀ A Q)_ii² = (tr(A)² + tr(A²) + ‖A‖_F²) / (k + 2)` and
-    `E (Qᵀ A Q)_ii = tr(A) / k`; with independent Q and R, `E Σ (Qᵀ A R)_ii² = ‖A‖_F² / k` and the mean is 0. ‖A‖_F does
-    not change. So independent bases leave m̃ at `√(1 − 1/k)`, as in the whole space: two blocks that share their spans,
-    and no more than that, have the coupling of random subspaces. Paired bases leave a multiple of the identity as it
-    is: its coupling is 1, under this null too.
+    With a Haar-random rotation Q of the k directions ("pairs"), and with independent Q and R ("spans"),
+
+    .. math::
+
+        \mathbb{E} \sum_i (Q^\top A Q)_{ii}^2
+        = \frac{\operatorname{tr}(A)^2 + \operatorname{tr}(A^2) + \|A\|_F^2}{k + 2},
+        \qquad \mathbb{E} \sum_i (Q^\top A R)_{ii}^2 = \frac{\|A\|_F^2}{k}
+
+    The means of the entries are `tr(A) / k` and 0; `‖A‖_F` does not change. So independent bases leave m̃ at `√(1 −
+    1/k)`, as in the whole space: two blocks that share their spans, and no more than that, have the coupling of random
+    subspaces. Paired bases leave a multiple of the identity as it is: its coupling is 1, under this null too.
 
     Args:
         A: a coupling matrix, or many.
@@ -131,7 +149,7 @@ def rotation_null(
 
     Example:
         >>> A, S_1 = torch.diag(torch.tensor([2.0, 1.0])), torch.tensor([2.0, 1.0])
-        >>> 1 - rotation_null(A, S_1, "normalized_miscoupling") ** 2, 1 - 1 / 20
+        >>> 1 - tlc.coupling.rotation_null(A, S_1, "normalized_miscoupling") ** 2, 1 - 1 / 20
         (tensor(0.9500, dtype=torch.float64), 0.95)
     """
     name, options = with_options(measure, p, absolute)
@@ -167,7 +185,17 @@ def _root_mean_square(measure: Measure, of: _Moments, s: Tensor, p: Norm) -> Ten
 def random_rotations(*shape: int, columns: int | None = None, generator: torch.Generator) -> Float[Tensor, "*shape"]:
     """Independent Haar-random orthogonal matrices in float64, `shape` ending in their size d; or their first columns.
 
-    From the QR decomposition of Gaussians (Mezzadri 2007).
+    From the QR decomposition of Gaussians (Mezzadri 2007). The last of `shape` is d; the others are a batch.
+
+    Args:
+        shape: that of the result, without `columns`: `2, 5` for two 5×5 matrices.
+        columns: how many columns of each, all by default.
+        generator: of the random numbers.
+
+    Example:
+        >>> Q = tlc.coupling.random_rotations(2, 5, generator=torch.Generator().manual_seed(0))
+        >>> torch.allclose(Q.mT @ Q, torch.eye(5, dtype=torch.float64).expand(2, 5, 5))
+        True
     """
     *batch, d = shape
     Q, R = torch.linalg.qr(torch.randn(*batch, d, columns or d, generator=generator, dtype=torch.float64))
@@ -185,14 +213,15 @@ def draws_of_random_subspaces(
     frobenius_norm: Float[Tensor, "*batch"],
     generator: torch.Generator,
 ) -> Float[Tensor, "n *batch k k"]:
-    """A for n draws of independent Haar-random `U_2, V_2`: whatever closed forms do not say of the null "space".
+    """Coupling matrices of n draws of random `U_2, V_2`, for what closed forms of the null "space" do not say.
 
     `A = Uᵀ S V`, where the singular values that are not given are equal, as in `random_subspace_null`. All J_1 of a
     batch meet the same frames of their own singular vectors. Cost: two QR decompositions of `[d_model, k]` a draw.
 
     Example:
         >>> S_1, generator = torch.ones(40), torch.Generator().manual_seed(0)
-        >>> A = draws_of_random_subspaces(2, 4000, d_model=40, S_1=S_1, frobenius_norm=S_1.norm(), generator=generator)
+        >>> J_1 = {"d_model": 40, "S_1": S_1, "frobenius_norm": S_1.norm()}
+        >>> A = tlc.coupling.draws_of_random_subspaces(2, 4000, **J_1, generator=generator)
         >>> m = tlc.normalized_miscoupling(A)
         >>> round(float(m.square().mean().sqrt()), 2), round(float(m.mean()), 2)
         (0.71, 0.67)

@@ -15,13 +15,15 @@ from tl_coupling.spectra import svd
 
 @checked
 def without_top(J: Float[Tensor, "*batch d_model d_model"], r: Count) -> Float[Tensor, "*batch d_model d_model"]:
-    """`J − Σ_{i≤r} σ_i u_i v_iᵀ`: each Jacobian without its own first r singular pairs.
+    r"""Jacobians without their own first r singular pairs.
+
+    .. math:: J - \sum_{i \le r} \sigma_i u_i v_i^\top
 
     Its leading singular values are then those from the (r+1)-th on. ValueError for r above `d_model`. Cost: an SVD of
     each.
 
     Example:
-        >>> tlc.svd(without_top(torch.diag(torch.tensor([3.0, 2.0, 1.0])), 1)).S
+        >>> tlc.svd(tlc.coupling.without_top(torch.diag(torch.tensor([3.0, 2.0, 1.0])), 1)).S
         tensor([2., 1., 0.])
     """
     _check_r(J, r)
@@ -31,7 +33,9 @@ def without_top(J: Float[Tensor, "*batch d_model d_model"], r: Count) -> Float[T
 
 @checked
 def without_shared(J: Float[Tensor, "n_layers d_model d_model"], r: Count) -> Float[Tensor, "n_layers d_model d_model"]:
-    """`(1 − PPᵀ) J_l (1 − QQᵀ)`: Jacobians without the r left and the r right directions that all layers share most.
+    r"""Jacobians without the r left and the r right directions that all layers share most.
+
+    .. math:: (1 - P P^\top)\, J_l\, (1 - Q Q^\top)
 
     P holds the leading eigenvectors of `Σ_l J_l J_lᵀ / ‖J_l‖_F²`, Q those of `Σ_l J_lᵀ J_l / ‖J_l‖_F²`: every layer has
     the same weight. ValueError for r above `d_model`, and for a Jacobian that is zero. Cost: two products and a share
@@ -39,7 +43,7 @@ def without_shared(J: Float[Tensor, "n_layers d_model d_model"], r: Count) -> Fl
 
     Example:
         >>> J = tlc.block_jacobians(trace)
-        >>> rest = without_shared(J, 2)
+        >>> rest = tlc.coupling.without_shared(J, 2)
         >>> torch.linalg.matrix_norm(rest) < torch.linalg.matrix_norm(J)
         tensor([True, True])
     """

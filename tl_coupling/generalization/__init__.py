@@ -1,12 +1,21 @@
 """Coupling against generalization across models: tables, fits, bootstrap, and what else could explain the score."""
 
-from tl_coupling.generalization.associations import bootstrap, prompt_correlations, task_means
-from tl_coupling.generalization.fits import linear_fit
+from tl_coupling.generalization.associations import (
+    Bootstrap,
+    PromptCorrelation,
+    bootstrap,
+    prompt_correlations,
+    task_means,
+)
+from tl_coupling.generalization.fits import LinearFit, linear_fit
 from tl_coupling.generalization.summary import Generalization, generalization_study
 from tl_coupling.generalization.tables import paper_table1, read_scores
 
 __all__ = [
+    "Bootstrap",
     "Generalization",
+    "LinearFit",
+    "PromptCorrelation",
     "bootstrap",
     "generalization_study",
     "linear_fit",

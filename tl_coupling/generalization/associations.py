@@ -37,6 +37,12 @@ class Bootstrap:
         n_resamples, n_dropped: draws asked for; left out as they had fewer than three models, or two families, or x or
             y constant.
         n_families: how many families were resampled whole, `None` where models were.
+
+    Example:
+        >>> study = tlc.generalization.generalization_study(data, n_resamples=100)
+        >>> intervals = study.association.bootstrap
+        >>> intervals.slope[0] < intervals.slope[1], intervals.n_models, intervals.level
+        (True, 6, 0.95)
     """
 
     r_squared: Interval
@@ -79,6 +85,11 @@ class PromptCorrelation(RankCorrelation):
 
     ρ has its interval by a bootstrap, with the draws dropped as constant, and `within_tasks`, its mean over the prompts
     of each task, weighted by their number: NaN where no task has three prompts that differ.
+
+    Example:
+        >>> of_model = tlc.generalization.prompt_correlations(data, "n_pos", n_resamples=100)
+        >>> of_model["width8"].n, -1 <= of_model["width8"].rho <= 1
+        (4, True)
     """
 
     interval: Interval
@@ -113,9 +124,8 @@ def bootstrap(
 
     Example:
         >>> import numpy as np
-        >>> from tl_coupling.generalization import bootstrap
         >>> x = np.arange(8.0)[:, None] + np.zeros(5)
-        >>> result = bootstrap(x, 2 * x[:, 0] + 1)
+        >>> result = tlc.generalization.bootstrap(x, 2 * x[:, 0] + 1)
         >>> round(result.slope[0], 6), round(result.slope[1], 6), round(result.r_squared[0], 6)
         (2.0, 2.0, 1.0)
     """
@@ -196,6 +206,11 @@ def task_means(
 
     Raises:
         ValueError: the k or the measure was not measured; fewer than one draw.
+
+    Example:
+        >>> table = tlc.generalization.task_means(data, k=4, n_resamples=100)
+        >>> table[table.model == "width8"].task.tolist()
+        ['sums', 'riddles', 'all prompts']
     """
     held = per_prompt(data, k, measure)
     rng = np.random.default_rng(seed)
@@ -258,6 +273,11 @@ def prompt_correlations(
             no difference between them.
 
     Source: Aubry et al. 2025, figure 10. Cost: for each model, `n_resamples` rankings of the prompts.
+
+    Example:
+        >>> difficulty = {"p0": 1, "p1": 3, "p2": 2, "p3": 4}
+        >>> list(tlc.generalization.prompt_correlations(data, difficulty, n_resamples=100))[:2]
+        ['width8', 'width12']
     """
     held = per_prompt(data, k, measure, also=(against,) if isinstance(against, str) else ())
     if isinstance(against, str):

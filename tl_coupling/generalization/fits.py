@@ -29,6 +29,13 @@ class LinearFit:
         p, condition_number: two-sided, of slope 0; of x and the controls, standardised.
         freedom, n_families: degrees of freedom of the slope's interval and p; the families that these take account of,
             `None` where models count as independent.
+
+    Example:
+        >>> import pandas
+        >>> table = pandas.DataFrame({"coupling": [0.1, 0.2, 0.3, 0.4], "score": [30, 36, 38, 44]})
+        >>> fit = tlc.generalization.linear_fit(table, "coupling", "score")
+        >>> round(fit.slope, 2), round(fit.r_squared, 3), fit.n
+        (44.0, 0.968, 4)
     """
 
     x: str
@@ -103,9 +110,8 @@ def linear_fit(
 
     Example:
         >>> import pandas
-        >>> from tl_coupling.generalization import linear_fit
         >>> columns = {"coupling": [1, 2, 3, 4, 5], "n_layers": [2, 1, 4, 3, 9], "score": [3, 3, 7, 8, 13]}
-        >>> fit = linear_fit(pandas.DataFrame(columns), "coupling", "score", controls=["n_layers"])
+        >>> fit = tlc.generalization.linear_fit(pandas.DataFrame(columns), "coupling", "score", controls=["n_layers"])
         >>> round(fit.slope, 3), round(fit.vif, 3)
         (1.433, 2.939)
     """

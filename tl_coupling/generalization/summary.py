@@ -52,6 +52,12 @@ class Generalization:
         by_k, by_task: the association at each k, and on the prompts of each task. Every k sees the same draws.
         across_tasks, prompt_length, prompt_difficulty: within each model, over its tasks or its prompts.
         left_out: what is missing and why: models without score or coupling, statistics without enough models.
+
+    Example:
+        >>> scores = tlc.generalization.read_scores("scores.csv")
+        >>> study = tlc.generalization.generalization_study(data, scores, n_resamples=100)
+        >>> study.table.model.tolist()[:2], list(study.by_k)
+        (['width8', 'width12'], [2, 4])
     """
 
     measure: str
@@ -174,12 +180,11 @@ def generalization_study(
 
     Example:
         >>> import numpy as np, pandas, xarray
-        >>> from tl_coupling.generalization import generalization_study
         >>> coupling = 0.1 * np.arange(1, 6)[:, None, None] + 0.01 * np.arange(4)[:, None]
         >>> dims = ("model", "prompt", "k")
         >>> data = xarray.Dataset({"mean_coupling": (dims, coupling)}, {"model": list("abcde"), "k": [10]})
         >>> scores = pandas.DataFrame({"model": list("abcde"), "score": [30, 35, 41, 43, 52]})
-        >>> generalization_study(data, scores, n_resamples=100)
+        >>> tlc.generalization.generalization_study(data, scores, n_resamples=100)
         Generalization(score against coupling, k = 10, 5 models, 4 prompts:
           slope 52 (35.16 to 68.84), R² = 0.970, p = 0.0022, Spearman's ρ = 1.000)
     """

@@ -31,8 +31,7 @@ def paper_table1() -> pandas.DataFrame:
     `data/README.md`.
 
     Example:
-        >>> from tl_coupling.generalization import paper_table1
-        >>> len(paper_table1())
+        >>> len(tlc.generalization.paper_table1())
         42
     """
     with files("tl_coupling").joinpath("data/paper_table1.csv").open() as file:
@@ -52,6 +51,11 @@ def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
         OSError: the file cannot be read.
         ValueError: not a CSV file; a column missing; a score that is not a finite number; a model twice; fewer than
             three scores.
+
+    Example:
+        >>> scores = tlc.generalization.read_scores("scores.csv")
+        >>> scores.columns.tolist(), len(scores)
+        (['model', 'score'], 6)
     """
     text: dict[str, Any] = {"dtype": str, "keep_default_na": False, "skipinitialspace": True, "encoding": "utf-8-sig"}
     try:

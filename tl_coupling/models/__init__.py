@@ -1,4 +1,5 @@
 """Models: loading them, what they are run on, and describing a loaded one."""
+# ruff: noqa: F401
 
 from tl_coupling.models.inputs import ModelInput, model_input, tokenize
 from tl_coupling.models.loaded import (
@@ -16,16 +17,4 @@ from tl_coupling.models.loading import EMBEDDED_MODEL, Backend, Memory, empty_mo
 from tl_coupling.models.quantized import Quantization, dequantising, is_gguf, needs_package
 from tl_coupling.models.streaming import filled, is_hollow, looked_up, looks_up
 
-__all__ = [
-    "EMBEDDED_MODEL",
-    "Backend",
-    "Change",
-    "Memory",
-    "ModelError",
-    "ModelInput",
-    "Quantization",
-    "context_length",
-]
-__all__ += ["dequantising", "describe_kind", "describe_model", "describe_modules", "empty_model", "filled", "is_bridge"]
-__all__ += ["is_gguf", "is_hollow", "is_packed", "load_model", "looked_up", "looks_up", "model_input", "named_device"]
-__all__ += ["needs_package", "reads_pixels", "tokenize"]
+__all__ = ["ModelError", "load_model"]

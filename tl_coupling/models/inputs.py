@@ -143,6 +143,11 @@ def tokenize(
 
     Raises:
         ValueError: an empty prompt, ids of more than one prompt, text without a tokenizer, no BOS token.
+
+    Example:
+        >>> tokens, provenance = tlc.models.tokenize(model, "w3 w14 w15", prepend_bos=True)
+        >>> tokens
+        tensor([ 0,  3, 14, 15])
     """
     if not isinstance(prompt, str):
         given = torch.as_tensor(prompt, dtype=torch.long, device="cpu")

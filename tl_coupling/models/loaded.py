@@ -25,7 +25,15 @@ Change = tuple[Any, str, Any]
 
 
 class ModelError(ValueError):
-    """A model could not be loaded; the message says what to do."""
+    """A model could not be loaded; the message says what to do.
+
+    Example:
+        >>> try:
+        ...     model = tlc.load_model("./no-such-folder")
+        ... except tlc.ModelError as error:
+        ...     print(str(error)[:32])
+        could not load './no-such-folder
+    """
 
 
 def is_bridge(model: nn.Module) -> bool:
@@ -80,6 +88,10 @@ def context_length(model: Any) -> int | None:
     What the configuration declares: a table of positions (GPT-2, BERT), or the length given for rotary and ALiBi
     models. State-space models (Mamba, RWKV) and ALiBi models without one (BLOOM) have no limit, though TransformerLens
     puts 2048 there. A HookedTransformer's tables have `cfg.n_ctx` rows; with ALiBi it has none.
+
+    Example:
+        >>> tlc.models.context_length(model) >= trace.n_pos
+        True
     """
     limits = [] if getattr(model.cfg, "positional_embedding_type", None) == "alibi" else [model.cfg.n_ctx]
     if is_bridge(model) and (config := config_of(model)) is not None:

@@ -100,6 +100,13 @@ def load_model(
 
     Warns:
         UserWarning: a multimodal model's processor needs torchvision, which is not installed. Its text stack is loaded.
+
+    Cost: reading the weights, and memory for them; with `memory="stream"`, memory for one block.
+
+    Example:
+        >>> model = tlc.load_model("models/width16/step2", device="cpu")
+        >>> model.cfg.n_layers, model.cfg.d_model
+        (2, 16)
     """
     if untrained and checkpoint is not None:
         raise ModelError("`untrained=True` and `checkpoint` exclude each other: an untrained model has no steps")

@@ -4,8 +4,7 @@ Every function draws what a result holds and labels itself from it, takes `ax=` 
 by default that is a new figure, which a notebook and `plt.show()` display. Inside `with off_screen():` pyplot neither
 shows nor keeps figures: for programs that only save them.
 
->>> from tl_coupling.plots import plot_coupling
->>> ax = plot_coupling(tlc.depth_coupling(trace, k=4))
+>>> ax = tlc.plot_coupling(tlc.depth_coupling(trace, k=4))
 """
 
 # ruff: noqa: F401

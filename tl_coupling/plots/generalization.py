@@ -32,6 +32,11 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     The band is the bootstrap's, pointwise, over models (or families) and prompts, if there are enough; the dotted curve
     is the exponential fit. Where the null differs between models (spectral mis-coupling), each has a mark at the foot.
     Source: Aubry et al. 2025, figures 1a and 8, without null and band.
+
+    Example:
+        >>> scores = tlc.generalization.read_scores("scores.csv")
+        >>> study = tlc.generalization.generalization_study(data, scores, n_resamples=100)
+        >>> ax = tlc.plots.plot_generalization(study)
     """
     ax = ax or labels.new_figure(7.0, 5.4).subplots()
     line, drawn = result.association.linear, result.association.bootstrap
@@ -66,6 +71,10 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
 
     Shows whether the slope keeps its sign. Intervals are t intervals, of families cluster-robust, except in the row of
     the bootstrap.
+
+    Example:
+        >>> study = tlc.generalization.generalization_study(data, n_resamples=100)
+        >>> ax = tlc.plots.plot_forest(study)
     """
     slopes, drawn = result.slopes, result.association.bootstrap
     places = np.arange(len(slopes))
@@ -99,6 +108,10 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
 
     Shows whether the finding depends on the choice of k. The p of the slope stands below each k. Source: Aubry et al.
     2025, figure of the correlation for varying K, without interval.
+
+    Example:
+        >>> study = tlc.generalization.generalization_study(data, n_resamples=100)
+        >>> ax = tlc.plots.plot_k_sweep(study)
     """
     ax = ax or labels.new_figure(7.0, 4.2).subplots()
     sweep = result.by_k.values()
@@ -124,6 +137,9 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
 
     A colour is a model, up to ten of them; a marker is a checkpoint, open for untrained twins. Rows are the tasks from
     top to bottom, all prompts last.
+
+    Example:
+        >>> ax = tlc.plots.plot_task_means(tlc.generalization.task_means(data, n_resamples=100))
     """
     missing = {"model", "checkpoint", "task", "n_prompts", "mean", "low", "high", "null"} - set(table)
     if missing or not {"k", "measure", "pairs"} <= set(table.attrs) or table.empty:

@@ -48,6 +48,9 @@ def plot_shapes(
     Returns the Figure: Axes of the score against the step and of the windowed score against depth, then the colour bar.
     Raises ValueError for a checkpoint that the sweep does not hold, and for checkpoints that are not steps. Source:
     Aubry et al. 2025, eqs. 15 and 16, figure 25.
+
+    Example:
+        >>> fig = tlc.plots.plot_shapes({"width 16": sweep})
     """
     by, name, steps = _sweeps(data, checkpoints, "line_shape_score_all_tokens")
     first = by[name]
@@ -94,6 +97,9 @@ def plot_growth(
     Returns the Figure: Axes of expodistance of the measured token, and of the norm (median over tokens), then the
     colour bar. Raises as `plot_shapes`. Source: Aubry et al. 2025, eqs. 17 and 18, figure of expodistance and norms
     across training.
+
+    Example:
+        >>> fig = tlc.plots.plot_growth(sweep)
     """
     by, name, steps = _sweeps(data, checkpoints, "expodistance", "norm")
     fig = fig or labels.new_figure(7.4, 4.0)

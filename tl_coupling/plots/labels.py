@@ -54,7 +54,12 @@ class Picture(Figure):
 
 @contextmanager
 def off_screen() -> Iterator[None]:
-    """Figures made inside are only drawn into files: pyplot neither shows nor keeps them."""
+    """Figures made inside are only drawn into files: pyplot neither shows nor keeps them.
+
+    Example:
+        >>> with tlc.plots.off_screen():
+        ...     tlc.plot_trajectories(trace).savefig("trajectories.png")
+    """
     token = _OFF_SCREEN.set(True)
     try:
         yield

@@ -60,6 +60,9 @@ def plot_adjacency(
 
     Returns the Axes; its legend gives the scale of the edges. Raises ValueError for a k or measure that the map does
     not have, a map of tokens, and rows and columns of different layers.
+
+    Example:
+        >>> ax = tlc.plot_adjacency(tlc.depth_coupling(trace, k=8), k=4)
     """
     # Refuses maps of tokens.
     layers = labels.named({"result": result}, CouplingMap)["result"].row_layers
@@ -123,6 +126,10 @@ def plot_locality(results: _Maps, *, k: int | None = None, ax: Axes | None = Non
 
     Returns the Axes; its lines are the results in their order, then the null. Raises ValueError for no map, a map of
     tokens, and a k that is out of range, or not given where the maps hold different numbers.
+
+    Example:
+        >>> maps = {text: tlc.depth_coupling(tlc.trace(model, text), k=4) for text in ("w1 w2 w3", "w9 w8")}
+        >>> ax = tlc.plots.plot_locality(maps)
     """
     maps = labels.named(results, CouplingMap)
     k = labels.common_k(list(maps.values()), k)
@@ -149,6 +156,9 @@ def plot_singular_values(results: _Maps, *, n: Count = 10, ax: Axes | None = Non
 
     Returns the Axes; its lines are σ_1, σ_2, … of the first result, then of the next. Raises ValueError for no map, a
     map of tokens, and n below 1.
+
+    Example:
+        >>> ax = tlc.plots.plot_singular_values(tlc.depth_coupling(trace, k=8), n=5)
     """
     maps = labels.named(results, CouplingMap)
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
@@ -185,7 +195,7 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
     data, and a k that is not in them.
 
     Example:
-        >>> fig = plot_redundancy(tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,)))
+        >>> fig = tlc.plots.plot_redundancy(tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,)))
     """
     check_redundancy(data)
     held = [int(one) for one in data["k"].values]

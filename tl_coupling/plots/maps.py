@@ -55,6 +55,10 @@ def plot_coupling(
         cmap: a colour map; matplotlib's default unless given.
 
     Returns the Axes; the heat map is its only image. Raises ValueError for a k or measure that the map does not have.
+
+    Example:
+        >>> ax = tlc.plot_coupling(tlc.depth_coupling(trace, k=8), k=4)
+        >>> ax.figure.savefig("coupling.png")
     """
     values = _without_own(result, k, measure, options)
     low, high = color_scale([result], k, measure, **options)
@@ -86,6 +90,10 @@ def plot_spread(
     Read off, beside `plot_coupling` of the same map, which pairs are coupled to the same degree whatever the prompt.
     The map is a mean, of `depth_coupling` on many traces; k, measure and what is returned are as in `plot_coupling`.
     Raises ValueError for a k or measure that the map does not have, and for a single prompt, which has no spread.
+
+    Example:
+        >>> mean = tlc.depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
+        >>> ax = tlc.plots.plot_spread(mean)
     """
     spread = result.spread(k, measure)
     if result.n_prompts < 2:
@@ -144,6 +152,10 @@ def plot_coupling_matrices(
 
     Returns the Figure; an Axes with one image for each grid, then the colour bar. Raises ValueError for k out of range,
     layers or positions that a map does not have or does not compare, and two maps of different kinds.
+
+    Example:
+        >>> fig = tlc.plot_coupling_matrices(tlc.depth_coupling(trace, k=8), k=4)
+        >>> fig.savefig("matrices.png")
     """
     grids = {"result": result} | ({} if untrained is None else {"untrained": untrained})
     if untrained is not None and untrained.kind != result.kind:
@@ -178,6 +190,10 @@ def plot_alignment_matrices(
         layers: which ones, in this order; all by default.
 
     Returns the Axes, with one image. Raises ValueError for a layer that the result does not have, or none.
+
+    Example:
+        >>> result = tlc.trajectories.residual_alignment(trace, n_classes=4)
+        >>> ax = tlc.plots.plot_alignment_matrices(result, sides="uu")
     """
     n = len(result.singular_values)
     chosen = list(range(n) if layers is None else (i + n if -n <= i < 0 else i for i in layers))
@@ -210,6 +226,9 @@ def plot_influence(
 
     Returns the Figure; a panel for each result, then the colour bar. Raises ValueError for an unknown measure, and for
     no result.
+
+    Example:
+        >>> fig = tlc.plots.plot_influence(tlc.cross_token_influence(trace))
     """
     panels = labels.named(results, Influence)
     values = {name: getattr(result, measure).detach().cpu().double().numpy() for name, result in panels.items()}

@@ -35,6 +35,11 @@ def plot_precision(data: "xarray.Dataset", *, k: int | None = None, fig: Figure 
     and expodistance, of the overlap of subspaces against the layer (left solid, right dashed; the dashed grey line is
     that of random subspaces), and of the relative change in the largest singular value against the layer. Raises
     ValueError for a k that was not measured, and for one precision alone.
+
+    Example:
+        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded", "progress": False}
+        >>> rounded = tlc.surveys.precision_sweep("models/width16/step2", ["float32", "bfloat16"], prompts, **how)
+        >>> fig = tlc.plots.plot_precision(rounded)
     """
     import xarray
 

@@ -73,6 +73,9 @@ def plot_quartiles(
     Returns the Figure, with an Axes for each variable. Raises ValueError for a k or measure that was not measured, and
     a fact that is not known. Source: Aubry et al. 2025, figures 23 and 37 and those of all models' line-shape score and
     expodistance; without nulls.
+
+    Example:
+        >>> fig = tlc.plots.plot_quartiles(data, by="d_model", k=4)
     """
     shown = {f"mean_{measure}": (f"{measure.replace('_', ' ')} (k = {_k(data, k, measure)})", False), **_SPREADS}
     shown = {name: look for name, look in shown.items() if name in data}
@@ -116,6 +119,9 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
 
     Returns the Figure, with an Axes for each variable that the survey holds. Raises ValueError where it holds none.
     Source: Aubry et al. 2025, figure 24.
+
+    Example:
+        >>> fig = tlc.plots.plot_profiles(data)
     """
     shown = {name: look for name, look in _PROFILES.items() if name in data and bool(data[name].notnull().any())}
     if not shown:
@@ -182,6 +188,9 @@ def plot_prompts(
     Returns the Figure, with two Axes for each model, one where prompts have no task. Raises ValueError for a k or
     measure that was not measured, and fewer than three prompts with a difficulty. Source: Aubry et al. 2025, figure 10,
     without tasks.
+
+    Example:
+        >>> fig = tlc.plots.plot_prompts(data, {"p0": 1, "p1": 3, "p2": 2, "p3": 4}, k=4)
     """
     name, k = f"mean_{measure}", _k(data, k, measure)
     runs = [run for run in _runs(data) if run[1] != UNTRAINED]
@@ -243,6 +252,9 @@ def plot_covariates(
 
     Returns the Figure, with an Axes for each x. Raises ValueError as `linear_fit`, and where there is nothing to draw.
     Source: Aubry et al. 2025, figure 9 and the figure of correlations with hyperparameters.
+
+    Example:
+        >>> fig = tlc.plots.plot_covariates(tlc.generalization.paper_table1(), x=["n_layers", "log10(params_billion)"])
     """
     x = [name for name in _COVARIATES if name != y and _can_be_fitted(table, name, y)] if x is None else x
     if not x:

@@ -48,9 +48,7 @@ def plot_emergence(
     Source: Aubry et al. 2025, figure 1, without null, loss and interval.
 
     Example:
-        >>> from tl_coupling.surveys import Settings, measure_prompts
-        >>> data = measure_prompts(model, ["w1 w2 w3", "w4 w5 w6"], Settings(k=(4,), n_singular_values=4))
-        >>> fig = tlc.plots.plot_emergence(data.expand_dims(checkpoint=[0]))
+        >>> fig = tlc.plots.plot_emergence({"width 16": sweep}, k=4)
     """
     import xarray
 
@@ -99,6 +97,9 @@ def plot_coupling_strip(
 
     Returns the Figure: an Axes with one image for each checkpoint, then the colour bar. Raises ValueError for a
     checkpoint, k or measure that the sweep does not hold, and for checkpoints that are not steps.
+
+    Example:
+        >>> fig = tlc.plots.plot_coupling_strip(sweep, k=4)
     """
     k = _common_k({"data": data}, k, measure)
     steps, maps = _maps(data, checkpoints, k, measure)
@@ -141,6 +142,9 @@ def plot_adjacency_strip(
 
     Returns the Figure, with an Axes for each checkpoint. Raises as `plot_coupling_strip`. Source: Aubry et al. 2025,
     figure 1c–e.
+
+    Example:
+        >>> fig = tlc.plots.plot_adjacency_strip(sweep, checkpoints=[0, 2])
     """
     k = _common_k({"data": data}, k, measure)
     steps, maps = _maps(data, checkpoints, k, measure)

@@ -55,6 +55,11 @@ def plot_trajectories(
     Returns the Figure; in the Axes of each view the lines are the tokens in their order, each followed by its marks. Of
     several, the Axes are by view, then by name. Raises ValueError for an unknown view or none, a position out of range,
     and fewer than two tokens. Source: Aubry et al. 2025, figures 16 and 17.
+
+    Example:
+        >>> fig = tlc.plot_trajectories(trace, views=["all"])
+        >>> several = {"first": tlc.trace(model, "w1 w2 w3"), "second": tlc.trace(model, "w4 w5 w6")}
+        >>> fig = tlc.plot_trajectories(several)
     """
     if not views:
         raise ValueError("`views` is empty: wanted at least one")
@@ -143,6 +148,9 @@ def plot_trajectory_metrics(
 
     Returns the Figure; its Axes are norm, step length, windowed score, score of the first steps, and entropy if there
     is one. Raises ValueError for no result, results of different prompts, and a position out of range.
+
+    Example:
+        >>> fig = tlc.plots.plot_trajectory_metrics(trace)
     """
     by = {
         name: result if isinstance(result, TrajectoryResult) else measure_trajectory(result, linear=False, noise=False)
@@ -206,6 +214,9 @@ def plot_linearisation(results: _Linear | Mapping[str, _Linear], *, fig: Figure 
 
     Returns the Figure; its four Axes are relative error and cosine similarity (rows) of one step and of the compounded
     predictions (columns). Raises ValueError for no result, and for one without a linearisation.
+
+    Example:
+        >>> fig = tlc.plots.plot_linearisation(tlc.trajectories.linearisation(trace))
     """
     by = _parts(results, Linearisation, "linearisation")
     fig = fig or labels.new_figure(8.4, 6.4)
@@ -256,6 +267,9 @@ def plot_perturbation(results: _Noisy | Mapping[str, _Noisy], *, ax: Axes | None
     Returns the Axes; the lines of each result are the means before the first layer and after the last, then the samples
     after the last as points. Raises ValueError for no result, for one without a perturbation, and for relative noise
     beside absolute.
+
+    Example:
+        >>> ax = tlc.plots.plot_perturbation(tlc.trajectories.perturbation(trace, (0.1, 1.0), n_samples=2))
     """
     by = _parts(results, Perturbation, "perturbation")
     if len({result.relative for result in by.values()}) > 1:
@@ -293,6 +307,9 @@ def plot_inverse_singular_values(
 
     Returns the Axes; the lines of each result and each k are the points, then the fit. Raises ValueError for no result,
     one without singular values or of fewer than two layers, a map of tokens, and n below 1.
+
+    Example:
+        >>> ax = tlc.plots.plot_inverse_singular_values(tlc.depth_coupling(trace, k=8))
     """
     by = _parts(results, CouplingMap, "linearisation")
     ax = ax or labels.new_figure(6.4, 4.8).subplots()

@@ -1,8 +1,4 @@
-"""One self-contained HTML page on a model and a prompt: results in, a page out.
-
->>> from tl_coupling.report import html_report
->>> page = html_report({"trained": tlc.portrait(trace, k=(4, 8))})
-"""
+"""One self-contained HTML page on a model and a prompt: results in, a page out."""
 
 from tl_coupling.report.page import html_report, write_report
 

@@ -41,7 +41,7 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
     Cost: seconds of drawing; 1.3 MB of the page are circuitsvis' script.
 
     Example:
-        >>> page = html_report({"trained": tlc.portrait(trace, k=(4, 8))})
+        >>> page = tlc.report.html_report({"trained": tlc.portrait(trace, k=(4, 8))})
         >>> page.splitlines()[1]
         '<html lang="en">'
     """
@@ -74,10 +74,7 @@ def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
     """Write `html_report(runs)` as UTF-8, whole or not at all: an OSError leaves what was there.
 
     Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = write_report(f"{folder}/report.html", {"trained": tlc.portrait(trace, k=(4, 8))})
-        ...     path.name
+        >>> tlc.write_report("report.html", {"trained": tlc.portrait(trace, k=(4,))}).name
         'report.html'
     """
     # A lone surrogate (half a character, from a tokenizer of bytes) has no UTF-8.

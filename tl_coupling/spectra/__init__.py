@@ -1,4 +1,5 @@
 """Singular value decompositions, and what is read off them alone."""
+# ruff: noqa: F401
 
 from tl_coupling.spectra.decompositions import Spectrum, singular_values, svd, svd_of_products
 from tl_coupling.spectra.readings import (
@@ -17,8 +18,6 @@ __all__ = [
     "InverseSingularValueFit",
     "Spectrum",
     "asymmetry",
-    "check_cut",
-    "check_k",
     "effective_rank",
     "inverse_singular_value_fit",
     "non_normality",

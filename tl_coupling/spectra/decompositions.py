@@ -29,9 +29,21 @@ _TYPICAL_STEPS = 12, 16
 class Spectrum:
     """Singular triplets of one matrix or a batch: `J ≈ U diag(S) Vh`, largest first, as torch names and shapes them.
 
-    `svd` adds how they were found. `residuals` are the larger of `‖J v − σ u‖` and `‖Jᵀu − σ v‖` of each triplet, as
-    shares of σ_1. `steps` are the products of `JᵀJ` with a block that an iteration took, and `way` is its name; 0 steps
-    are a full SVD. `norm` is `‖J‖_F`.
+    `svd` makes one, and adds how the triplets were found. An index or slice takes some of a batch.
+
+    Attributes:
+        U, S, Vh: columns of U and rows of Vh are singular vectors; S, at least 0, has the unit of J.
+        residuals: the larger of `‖J v − σ u‖` and `‖Jᵀu − σ v‖` of each triplet, as shares of σ_1.
+        steps: products of `JᵀJ` with a block that an iteration took; 0 is a full SVD.
+        norm: `‖J‖_F`.
+        way: the name of the iteration.
+
+    Example:
+        >>> spectrum = tlc.svd(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
+        >>> spectrum.S, spectrum.k, spectrum.top(1).S
+        (tensor([3., 2., 1.]), 3, tensor([3.]))
+        >>> spectrum.top(2).uncaptured  # 1 of 9 + 4 + 1
+        tensor(0.0714, dtype=torch.float64)
     """
 
     U: Float[Tensor, "*batch d_out k"]
@@ -101,7 +113,9 @@ class Spectrum:
 
 @checked
 def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum:
-    """Singular value decomposition `J = U diag(S) Vh`, batched.
+    r"""Singular value decomposition, batched.
+
+    .. math:: J = U \operatorname{diag}(S)\, V^\top = \sum_i \sigma_i u_i v_i^\top
 
     `k` triplets, the largest first; all by default. Columns of U and rows of Vh are orthonormal, signs are arbitrary
     (in pairs). Raises TypeError unless J is real floating point of 32 or 64 bits; ValueError for k out of range, fewer
@@ -179,7 +193,7 @@ def svd_of_products(
 
     Example:
         >>> J = torch.diag(torch.arange(1.0, 301.0))
-        >>> svd_of_products(lambda V: J @ V, lambda U: J.mT @ U, (300, 300), k=2).S
+        >>> tlc.spectra.svd_of_products(lambda V: J @ V, lambda U: J.mT @ U, (300, 300), k=2).S
         tensor([300., 299.])
     """
     check_k(k, min(shape))
@@ -218,7 +232,7 @@ def singular_values(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*ba
     """Singular values alone, largest first. Errors as in `svd`; cheaper.
 
     Example:
-        >>> singular_values(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+        >>> tlc.spectra.singular_values(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
         tensor([4., 3.])
     """
     check_matrices(J)

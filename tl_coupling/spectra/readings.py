@@ -15,7 +15,12 @@ from tl_coupling.border import Count, checked, warn_caller
 class InverseSingularValueFit:
     """For each k, a line `1/σ_k ≈ intercept + slope · layer`, in units of 1/σ and layers.
 
-    `r_squared` is the share of the variance of `1/σ_k` over layers that the line explains.
+    `r_squared` is the share of the variance of `1/σ_k` over layers that the line explains; in [0, 1].
+
+    Example:
+        >>> fit = tlc.spectra.inverse_singular_value_fit(torch.tensor([[1.0], [0.5]]))
+        >>> fit.slope, fit.r_squared
+        (tensor([1.]), tensor([1.]))
     """
 
     slope: Float[Tensor, " k"]
@@ -56,7 +61,7 @@ def inverse_singular_value_fit(
     and ValueError for fewer than 2 rows or layers that are not one for each row.
 
     Example:
-        >>> fit = inverse_singular_value_fit(torch.tensor([[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]]))
+        >>> fit = tlc.spectra.inverse_singular_value_fit(torch.tensor([[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]]))
         >>> fit.slope, fit.intercept
         (tensor([1.5000, 3.0000]), tensor([0.8333, 1.6667]))
         >>> fit.r_squared
@@ -86,7 +91,9 @@ def inverse_singular_value_fit(
 
 @checked
 def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
-    """Size of the commutator of J with its transpose, `‖JᵀJ − JJᵀ‖_F / ‖J‖_F²`.
+    r"""Size of the commutator of J with its transpose.
+
+    .. math:: \frac{\|J^\top J - J J^\top\|_F}{\|J\|_F^2}
 
     Dimensionless, in [0, √2]: 0 for normal matrices (symmetric, antisymmetric, orthogonal, …), whose left and right
     singular vectors are the same up to signs and rotations within a repeated singular value; √2 for `u vᵀ` with
@@ -99,7 +106,7 @@ def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     NaN, with a warning, where J is zero. J must be square, finite, and in 32 or 64 bits. Cost: two matrix products.
 
     Example:
-        >>> non_normality(torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]]))
+        >>> tlc.spectra.non_normality(torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]]))
         tensor([1.4142, 0.0000])
     """
     J = _unit_matrices(J, "non-normality")
@@ -108,14 +115,17 @@ def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
 
 @checked
 def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
-    """Share of J that is antisymmetric, `‖J − Jᵀ‖_F / (2 ‖J‖_F)`.
+    r"""Share of J that is antisymmetric.
+
+    .. math:: \frac{\|J - J^\top\|_F}{2\, \|J\|_F}
 
     Dimensionless, in [0, 1]: 0 for symmetric matrices, 1 for antisymmetric ones, about `1/√2` for independent Gaussian
     entries. Its square and that of the symmetric share add up to 1. Invariances, NaN and errors as in `non_normality`.
     The closed form of Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
 
     Example:
-        >>> asymmetry(torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]]))
+        >>> J = torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]])
+        >>> tlc.spectra.asymmetry(J)
         tensor([0.0000, 1.0000, 0.7071])
     """
     J = _unit_matrices(J, "asymmetry")
@@ -124,14 +134,16 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
 
 @checked
 def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """Participation ratio of the squared singular values, `(Σ σ_i²)² / Σ σ_i⁴`: how many directions carry the energy.
+    r"""Participation ratio of the squared singular values: how many directions carry the energy.
+
+    .. math:: \frac{\left(\sum_i \sigma_i^2\right)^2}{\sum_i \sigma_i^4}
 
     Dimensionless, in [1, k]: n for n equal singular values and otherwise zeros. Of all singular values it is
     `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k alone it ignores the others. NaN, with a warning, where all of S is zero. Raises
     TypeError or ValueError unless S is floating point of 32 or 64 bits, finite and at least 0.
 
     Example:
-        >>> participation_ratio(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
+        >>> tlc.spectra.participation_ratio(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
         tensor([3., 1.])
     """
     energy = _shares(S, "participation ratio").square()
@@ -140,12 +152,14 @@ def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]
 
 @checked
 def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """Effective rank `exp(−Σ p_i ln p_i)` with `p_i = σ_i / Σ_j σ_j` (Roy and Vetterli 2007).
+    r"""Effective rank: the exponential of the entropy of the singular values (Roy and Vetterli 2007).
+
+    .. math:: \exp\Big(-\sum_i p_i \ln p_i\Big), \qquad p_i = \frac{\sigma_i}{\sum_j \sigma_j}
 
     Range, NaN and errors as in `participation_ratio`. (Others take shares of the squares, which gives a smaller rank.)
 
     Example:
-        >>> effective_rank(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).round(decimals=4)
+        >>> tlc.spectra.effective_rank(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).round(decimals=4)
         tensor([3., 1.])
     """
     p = _shares(S, "effective rank")
@@ -154,7 +168,9 @@ def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 @checked
 def tail_energy(S: Float[Tensor, "*batch n_singular"], rank: Count) -> Float[Tensor, "*batch"]:
-    """Share of the energy beyond the first `rank` singular values, `Σ_{i>rank} σ_i² / Σ_i σ_i²`.
+    r"""Share of the energy beyond the first r = `rank` singular values.
+
+    .. math:: \frac{\sum_{i > r} \sigma_i^2}{\sum_i \sigma_i^2}
 
     The part of `‖J‖_F²` that the nearest matrix of that rank leaves out: 0 for a J of that rank or less, at most
     `1 − rank/n_singular`, which is that of equal singular values. Li and Papyan (2023) find a rank of at most C in
@@ -164,7 +180,7 @@ def tail_energy(S: Float[Tensor, "*batch n_singular"], rank: Count) -> Float[Ten
     S must hold all singular values. 0 where there are no more than `rank`. NaN and errors as in `participation_ratio`.
 
     Example:
-        >>> tail_energy(torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 1.0]]), rank=1).round(decimals=4)
+        >>> tlc.spectra.tail_energy(torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 1.0]]), rank=1).round(decimals=4)
         tensor([0.1000, 0.6667])
     """
     energy = _shares(S, "tail energy").square()

@@ -8,3 +8,21 @@ from tl_coupling.surveys.precision import MOVING, PRECISIONS, movements, precisi
 from tl_coupling.surveys.readings import measure_table, one_orientation, with_diagonal
 from tl_coupling.surveys.results import open_survey
 from tl_coupling.surveys.survey import Survey, checkpoint_sweep, run
+
+__all__ = [
+    "Settings",
+    "Survey",
+    "checkpoint_sweep",
+    "local_checkpoints",
+    "measure_prompts",
+    "measure_table",
+    "movements",
+    "one_orientation",
+    "open_survey",
+    "precision_sweep",
+    "process_pool",
+    "pythia_steps",
+    "run",
+    "slurm_executor",
+    "with_diagonal",
+]

@@ -43,6 +43,10 @@ def local_checkpoints(folder: AnyPath) -> dict[int, Path]:
 
     Their names end in the step: `step1000`, `checkpoint-1000`, `step_0001000`. ValueError where there are none, or two
     of the same step.
+
+    Example:
+        >>> list(tlc.surveys.local_checkpoints("models/width16"))
+        [0, 2]
     """
     found: dict[int, Path] = {}
     for path in sorted(file.parent for file in Path(folder).glob("*/config.json")):

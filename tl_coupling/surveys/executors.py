@@ -99,6 +99,12 @@ def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
     `array_parallelism=16` (jobs at a time), `account=…`. ValueError where submitit or SLURM is missing, or does not
     know a parameter. On clusters without accounting (`sacct` fails) a killed job looks like a waiting one, and the run
     does not end: interrupt it and start it again.
+
+    Example:
+        >>> try:
+        ...     executor = tlc.surveys.slurm_executor("logs", partition="gpu", gpus_per_node=1, timeout_min=120)
+        ... except ValueError:
+        ...     executor = None  # no SLURM here: `tlc.run(survey, folder, executor)` measures in this process
     """
     try:
         import submitit
@@ -141,6 +147,12 @@ class ProcessPool(concurrent.futures.Executor):
     it. A call whose process is killed is made once more, in a new one; other calls do not notice. The processes ignore
     Ctrl-C and end with this one, even if it is killed. When `with` is left by an error or `run` by an interrupt, they
     are killed, and the next call starts new ones.
+
+    Example:
+        >>> settings = tlc.Settings(k=(2, 4), window=1)
+        >>> with tlc.surveys.process_pool(2) as pool:
+        ...     how = {"settings": settings, "executor": pool, "progress": False}
+        ...     sweep = tlc.checkpoint_sweep("models/width16", prompts=prompts, folder="sweep", **how)
     """
 
     def __init__(self, workers: Count) -> None:

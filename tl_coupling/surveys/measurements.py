@@ -57,6 +57,12 @@ class Settings:
         diagonal: whether means (and their nulls) are over all pairs of layers, as in the paper's section 5.4; by
             default they are over pairs of different layers. A layer is coupled with itself exactly, which adds
             `(1 − c) / n_layers` to a mean coupling c: more in a shallow model. `with_diagonal` changes it afterwards.
+
+    Example:
+        >>> settings = tlc.Settings(k=(2, 4), orientation=("ujv", "vju"), window=1)
+        >>> data = tlc.surveys.measure_prompts(model, "w1 w2 w3", settings)
+        >>> dict(data.mean_coupling.sizes)
+        {'prompt': 1, 'orientation': 2, 'k': 2}
     """
 
     k: tuple[Count, ...] = (10, 30, 50)
@@ -111,7 +117,7 @@ def measure_prompts(
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode.
-        prompts: texts, which get the ids "0", "1", …, or `Prompt`s.
+        prompts: texts, which get the ids "0", "1", …, or `Prompt` objects.
         settings, progress: how; and what wraps the loop, by default a bar in a terminal or notebook, False for none.
 
     Raises:
@@ -132,6 +138,13 @@ def measure_prompts(
           `line_shape_score_by_depth`, `[prompt layer]`;
         - `n_pos`, `[prompt]`: number of tokens; `remarks`: anything unusual about the trace, a line each;
         - `loss`: mean negative log-likelihood of the prompt's tokens given those before, in nats; NaN for one token.
+
+    Cost: for each prompt, a trace, `depth_coupling`, and an unembedding at every depth.
+
+    Example:
+        >>> data = tlc.surveys.measure_prompts(model, ["w1 w2 w3", "w4 w5"], tlc.Settings(k=(2, 4)))
+        >>> dict(data.coupling.sizes)
+        {'prompt': 2, 'k': 2, 'layer': 2, 'other_layer': 2}
     """
     chosen, settings = as_prompts(prompts), settings or Settings()
 

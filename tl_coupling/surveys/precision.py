@@ -112,9 +112,11 @@ def precision_sweep(
         ModelError: the first precision could not be measured, or bitsandbytes is missing.
 
     Example:
-        >>> data = tlc.surveys.precision_sweep("smollm2-135m", ["float32", "bfloat16"])  # doctest: +SKIP
-        >>> float(data.pair_change.sel(precision="bfloat16", k=50).mean())  # doctest: +SKIP
-        0.002
+        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded", "progress": False}
+        >>> data = tlc.surveys.precision_sweep("models/width16/step2", ["float32", "bfloat16"], prompts, **how)
+        >>> change = data.pair_change.sel(k=4).mean("prompt").values.tolist()
+        >>> 0 == change[0] < change[1] < 0.1
+        True
     """
     import xarray
 
@@ -169,8 +171,19 @@ def precision_sweep(
     return data.assign_attrs(said)
 
 
+@checked
 def movements(data: "xarray.Dataset") -> list[Moved]:
-    """How far each measure of a `precision_sweep` moves, one row for each measure, k and precision."""
+    """How far each measure of a `precision_sweep` moves, one row for each measure, k and precision.
+
+    Rows have the fields `measure`, `k`, `precision`, `mean` over prompts, and `change` from the first precision with
+    its `spread` over prompts.
+
+    Example:
+        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded", "progress": False}
+        >>> data = tlc.surveys.precision_sweep("models/width16/step2", ["float32", "bfloat16"], prompts, **how)
+        >>> tlc.surveys.movements(data)[0][:3]
+        ('mean_coupling', 2, 'float32')
+    """
     rows = []
     for measure in MOVING:
         values = data[measure].mean("layer") if "layer" in data[measure].dims else data[measure]

@@ -41,7 +41,7 @@ def with_diagonal(data: "xarray.Dataset", diagonal: bool = True) -> "xarray.Data
 
     Example:
         >>> data = tlc.surveys.measure_prompts(model, "w1 w2 w3", tlc.Settings(k=(4,)))
-        >>> data["mean_coupling"].item() < with_diagonal(data)["mean_coupling"].item()
+        >>> data["mean_coupling"].item() < tlc.surveys.with_diagonal(data)["mean_coupling"].item()
         True
     """
     if bool(data.attrs.get("diagonal", 0)) == diagonal:
@@ -72,7 +72,13 @@ def joined(runs: "Mapping[str, Sequence[xarray.Dataset]]") -> "xarray.Dataset":
 
 @checked
 def one_orientation(data: "xarray.Dataset", orientation: Orientation | None = None) -> "xarray.Dataset":
-    """Data of one orientation, by default the first that was measured; ValueError for one that was not."""
+    """Data of one orientation, by default the first that was measured; ValueError for one that was not.
+
+    Example:
+        >>> both = tlc.surveys.measure_prompts(model, "w1 w2 w3", tlc.Settings(k=(4,), orientation=("ujv", "vju")))
+        >>> tlc.surveys.one_orientation(both, "vju").mean_coupling.dims
+        ('prompt', 'k')
+    """
     there = orientations_of(data)
     chosen = there[0] if orientation is None else orientation
     if chosen not in there:

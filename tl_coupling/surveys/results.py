@@ -38,6 +38,11 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
 
     ValueError where it is no folder of a survey, or one of an older version, or nothing in it is finished, or dask is
     missing and the results are larger than memory. Cost: the checksums of all files.
+
+    Example:
+        >>> data = tlc.open_survey("survey")  # of `tlc.run(survey, "survey")`
+        >>> data.d_model.sel(model="width12").item(), data.attrs["failed"]
+        (12, '{}')
     """
     places = Path(folder), Path(folder, UNITS)
     results = Folder(next((place for place in places if (place / PLAN).exists()), places[0]))

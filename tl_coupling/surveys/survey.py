@@ -180,8 +180,11 @@ def run(
     fail with it. Without a network, only cached models are tried after the first that is not.
 
     Example:
-        >>> with tlc.surveys.process_pool(4) as pool:  # doctest: +SKIP
-        ...     data = tlc.run(tlc.Survey(["gpt2"], tlc.load_prompts("gsm8k", n=20)), "out/gpt2", executor=pool)
+        >>> models = {f"width{width}": f"models/width{width}/step2" for width in (8, 12, 16, 20, 24, 28)}
+        >>> survey = tlc.Survey(models, prompts, settings=tlc.Settings(k=(2, 4), window=1))
+        >>> data = tlc.run(survey, "survey", progress=False)
+        >>> data.mean_coupling.dims, data.mean_coupling.shape
+        (('model', 'checkpoint', 'prompt', 'k'), (6, 1, 4, 2))
     """
     return _run(survey, folder, executor, progress)
 
@@ -216,6 +219,12 @@ def checkpoint_sweep(
         for. Checkpoints that failed are left out, with a warning; their errors are in `attrs["failed"]`.
 
     Errors are those of `run`, and ValueError for checkpoints of different depths. One model is in memory at a time.
+
+    Example:
+        >>> how = {"settings": tlc.Settings(k=(2, 4), window=1), "progress": False}
+        >>> sweep = tlc.checkpoint_sweep("models/width16", prompts=prompts, folder="sweep", **how)
+        >>> sweep.checkpoint.values.tolist(), sweep.mean_coupling.dims
+        ([0, 2], ('checkpoint', 'prompt', 'k'))
     """
     label = Path(name).resolve().name if Path(name).is_dir() else os.fspath(name)
     wanted = list(checkpoint_sources(name, None)) if checkpoints is None else checkpoints

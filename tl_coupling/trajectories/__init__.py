@@ -1,6 +1,5 @@
 """Trajectories of tokens through the residual stream: their shape, their projections, and how far they are linear."""
 
-# ruff: noqa: F401
 from tl_coupling.trajectories.alignment import ResidualAlignment, residual_alignment
 from tl_coupling.trajectories.gradients import GradientPrediction, coupled_gradient, gradient_prediction
 from tl_coupling.trajectories.predictions import Linearisation, Perturbation, linearisation, perturbation
@@ -17,3 +16,28 @@ from tl_coupling.trajectories.shapes import (
     step_lengths,
     trajectory_pca,
 )
+
+__all__ = [
+    "GradientPrediction",
+    "Linearisation",
+    "Perturbation",
+    "ResidualAlignment",
+    "TrajectoryPCA",
+    "TrajectoryResult",
+    "attention_sinks",
+    "coupled_gradient",
+    "entropy_by_depth",
+    "equidistance",
+    "expodistance",
+    "gradient_prediction",
+    "line_shape_score",
+    "line_shape_score_by_depth",
+    "linearisation",
+    "logit_lens_entropy",
+    "measure_trajectory",
+    "norms",
+    "perturbation",
+    "residual_alignment",
+    "step_lengths",
+    "trajectory_pca",
+]

@@ -43,6 +43,11 @@ class ResidualAlignment(Saved):
         n_classes: C, the rank that RA3 allows.
         position: the token.
         provenance: how it was made; JSON-able.
+
+    Example:
+        >>> result = tlc.trajectories.residual_alignment(trace, n_classes=4)
+        >>> result.across_blocks("subspace_overlap").shape, result.tail_energy.shape
+        (torch.Size([2, 2]), torch.Size([2]))
     """
 
     line_shape_score: float
@@ -144,7 +149,7 @@ def residual_alignment(
     its full SVD for each layer; memory for all of them, and for `3 n_layers² k²` cosines.
 
     Example:
-        >>> result = residual_alignment(trace, n_classes=4)
+        >>> result = tlc.trajectories.residual_alignment(trace, n_classes=4)
         >>> result.uv.shape, result.within_blocks().shape, result.null()
         (torch.Size([2, 2, 4, 4]), torch.Size([2]), 0.03125)
     """

@@ -19,7 +19,9 @@ from tl_coupling.trajectories.shapes import direction_cosine
 def coupled_gradient(
     U: Float[Tensor, "d_model k"], S: Float[Tensor, "n_layers k"], error: Float[Tensor, " d_model"]
 ) -> Float[Tensor, "n_layers_plus_1 d_model"]:
-    """What carries an error back through fully coupled blocks: `−∂ℒ/∂x^l = e + U (Π_{j>l} (I + S_j) − I) Uᵀ e`.
+    r"""How an error after the last block is carried back to every depth if the blocks are fully coupled.
+
+    .. math:: -\frac{\partial \mathcal{L}}{\partial x^l} = e + U \Big(\prod_{j > l} (I + S_j) - I\Big) U^\top e
 
     Of `ℒ = ½ ‖x^L − y‖²` with `e = y − x^L`, where every block is `J_j = U S_j Uᵀ` with one U. Entry `l` belongs to
     depth l: the last is e, the first is the paper's `Σ_j u_j (1 + s_j)^L u_jᵀ (y − x^L)`, which it prints as `∂ℒ/∂x^0`:
@@ -27,7 +29,8 @@ def coupled_gradient(
     columns; the rest of e then passes unchanged. Same units as e.
 
     Example:
-        >>> coupled_gradient(torch.eye(2), torch.tensor([[1.0, 0.5], [1.0, 0.5]]), torch.tensor([1.0, 1.0]))
+        >>> S = torch.tensor([[1.0, 0.5], [1.0, 0.5]])
+        >>> tlc.trajectories.coupled_gradient(torch.eye(2), S, error=torch.ones(2))
         tensor([[4.0000, 2.2500],
                 [2.0000, 1.5000],
                 [1.0000, 1.0000]])
@@ -43,7 +46,12 @@ class GradientPrediction:
     """Minus the gradient at a token's depths 0 to L: by the chain rule, and as `coupled_gradient` has it.
 
     `exact` is that along the token's own path, `Π_{j>l} (I + J^j_{tt})ᵀ e`: of the last token of a causal model all
-    there is. In float64.
+    there is. In float64, in units of the error.
+
+    Example:
+        >>> prediction = tlc.trajectories.gradient_prediction(trace, torch.ones(trace.d_model), k=8)
+        >>> prediction.exact.shape, prediction.cosine_similarity.shape
+        (torch.Size([3, 32]), torch.Size([3]))
     """
 
     exact: Float[Tensor, "n_layers_plus_1 d_model"]
@@ -76,7 +84,7 @@ def gradient_prediction(
     k: int | None = None,
     progress: Progress | None = None,
 ) -> GradientPrediction:
-    """How far the gradient at one token is what full coupling would make of it.
+    """How close the gradient at one token is to what full coupling would make of it.
 
     Args:
         error: `y − x^L`, or minus the gradient of any loss at the token after the last block.
@@ -90,7 +98,7 @@ def gradient_prediction(
     singular values per layer.
 
     Example:
-        >>> prediction = gradient_prediction(trace, -trace.residual[-1, -1])
+        >>> prediction = tlc.trajectories.gradient_prediction(trace, -trace.residual[-1, -1])
         >>> prediction.exact.shape, bool(prediction.cosine_similarity[-1] > 0.999)
         (torch.Size([3, 32]), True)
     """

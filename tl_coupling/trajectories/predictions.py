@@ -34,6 +34,11 @@ class Linearisation:
         singular_values: `S_j`, largest first. Like `reference_layer`, `None` without the closed form.
 
     In float64, in units of the residual stream, which products outgrow by many orders of magnitude.
+
+    Example:
+        >>> linear = tlc.trajectories.linearisation(trace, k=8)
+        >>> linear.k, linear.relative_error("one_step").shape, linear.cosine_similarity("previous").shape
+        (8, torch.Size([2]), torch.Size([2]))
     """
 
     trajectory: Float[Tensor, "n_layers_plus_1 d_model"]
@@ -90,10 +95,13 @@ def linearisation(
     k: int | None = None,
     progress: Progress | None = None,
 ) -> Linearisation:
-    """Predict one token's trajectory by its linearised blocks (section 6.1): step by step, compounded, fully coupled.
+    r"""Predict one token's trajectory by its linearised blocks: step by step, compounded, and fully coupled.
 
-    A block is not linear: its first-order expansion at `x` is `f(x) + J (y − x)`. The linear model of the paper drops
-    the constant `f(x) − J x`; this measures how much that matters. J is `J^l_{tt}`: other tokens are held fixed.
+    .. math:: \hat x^l = (I + J^l)\, x^{l-1}, \qquad \hat x^l = (I + J^l) \cdots (I + J^1)\, x^0
+
+    and the closed form of `Linearisation`. Source: Aubry et al. 2025, section 6.1. A block is not linear: its
+    first-order expansion at `x` is `f(x) + J (y − x)`. The linear model of the paper drops the constant `f(x) − J x`;
+    this measures how much that matters. J is `J^l_{tt}`: other tokens are held fixed.
 
     Expect little: a block that normalises first hardly depends on the length of its token. Where attention and MLP run
     in parallel (GPT-NeoX, GPT-J), `f(c x) = f(x)` except for the norm's ε, so `J x = 0` (Euler's theorem) and the
@@ -112,7 +120,7 @@ def linearisation(
     per layer a Jacobian and its singular values; without the closed form two Jacobian–vector products.
 
     Example:
-        >>> result = linearisation(trace)
+        >>> result = tlc.trajectories.linearisation(trace)
         >>> bool(result.relative_error("one_step")[0] == result.relative_error("product")[0])
         True
     """
@@ -155,6 +163,11 @@ class Perturbation:
 
     `scales` are lengths of the noise divided by that of the clean embedding, or if not `relative` the standard
     deviation of its entries; `position` is the token.
+
+    Example:
+        >>> noisy = tlc.trajectories.perturbation(trace, (0.1, 1.0), n_samples=2)
+        >>> noisy.mean.shape, noisy.scales
+        (torch.Size([2, 3]), (0.1, 1.0))
     """
 
     cosine_similarity: Float[Tensor, "n_scales n_samples n_layers_plus_1"]
@@ -190,19 +203,19 @@ def perturbation(
 ) -> Perturbation:
     """Add Gaussian noise to one token's embedding and follow how its direction changes through the blocks.
 
-    `x̃^0_t = x^0_t + scale · ‖x^0_t‖ / √d_model · ε` with standard normal `ε`: noise of scale 1 is about as long as the
-    embedding, so that models can be compared. With `relative=False` it is `x^0_t + scale · ε`, the paper's levels: the
-    same noise is then more to a model with a shorter embedding. Before the first layer the expected similarity is close
-    to `1 / √(1 + r²)`, with r the length of the noise over that of the embedding; deeper it says whether the blocks
-    damp the noise or amplify it. The samples of ε, float64 from a CPU generator with the seed, are the same for every
-    scale.
+    The noisy embedding is `x^0_t + scale · ‖x^0_t‖ / √d_model · ε` with standard normal `ε`: noise of scale 1 is about
+    as long as the embedding, so that models can be compared. With `relative=False` it is `x^0_t + scale · ε`, the
+    paper's levels: the same noise is then more to a model with a shorter embedding. Before the first layer the expected
+    similarity is close to `1 / √(1 + r²)`, with r the length of the noise over that of the embedding; deeper it says
+    whether the blocks damp the noise or amplify it. The samples of ε, float64 from a CPU generator with the seed, are
+    the same for every scale.
 
     With `final_norm=True` the trace's last depth is compared after the final norm. Raises ValueError for no scales, a
     negative or infinite one, a position out of range, or an embedding that is zero and has no relative noise. Cost:
     `n_scales · n_samples` forward passes of the prompt.
 
     Example:
-        >>> perturbation(trace, (0.1, 1.0), n_samples=2).cosine_similarity.shape
+        >>> tlc.trajectories.perturbation(trace, (0.1, 1.0), n_samples=2).cosine_similarity.shape
         torch.Size([2, 2, 3])
     """
     t = trace.position_index(position)

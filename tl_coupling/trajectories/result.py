@@ -46,6 +46,13 @@ class TrajectoryResult(Saved):
     What is `[… n_pos]` is of every token, by the function of its name. `line_shape_score_windowed` is of every `window`
     consecutive steps, centred on layer `i + window // 2`; `norm` and `step_length` are in units of the residual stream.
     `logit_lens_entropy` is `None` for a model without logits; `linearisation` and `perturbation`, if left out.
+
+    Example:
+        >>> result = tlc.trajectories.measure_trajectory(trace, noise=False)
+        >>> result.norm.shape, result.perturbation is None
+        (torch.Size([3, 8]), True)
+        >>> result.save("trajectory.nc").name
+        'trajectory.nc'
     """
 
     line_shape_score: Float[Tensor, " n_pos"]
@@ -145,7 +152,7 @@ def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
     without unembedding. Cost: `n_layers + 1` unembeddings of the prompt.
 
     Example:
-        >>> entropy_by_depth(trace).shape
+        >>> tlc.trajectories.entropy_by_depth(trace).shape
         torch.Size([3, 8])
     """
     before = shapes.logit_lens_entropy(trace.residual[:-1], trace.logits)
@@ -188,7 +195,7 @@ def measure_trajectory(
     48 forward passes.
 
     Example:
-        >>> measure_trajectory(trace, linear=False, noise=False).line_shape_score.shape
+        >>> tlc.trajectories.measure_trajectory(trace, linear=False, noise=False).line_shape_score.shape
         torch.Size([8])
     """
     t, x, n = trace.position_index(position), trace.residual, trace.n_layers

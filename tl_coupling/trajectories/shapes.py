@@ -34,10 +34,10 @@ Window = Annotated[int, _odd]
 
 @checked
 def norms(x: Trajectories) -> Float[Tensor, "n_layers_plus_1 *batch"]:
-    """Euclidean norm `‖x^l‖₂` at every depth, in units of x.
+    """Euclidean norm `‖x^l‖₂` of each token at every depth, in units of x.
 
     Example:
-        >>> norms(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
+        >>> tlc.trajectories.norms(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
         tensor([ 5., 10.])
     """
     return _narrowed(_finite(x, at_least=1).norm(dim=-1), x)
@@ -48,7 +48,7 @@ def attention_sinks(x: Float[Tensor, "n_layers_plus_1 n_pos d_model"]) -> list[i
     """Positions of tokens whose norm at some depth exceeds ten times that of the median token (median of the maxima).
 
     Example:
-        >>> attention_sinks(torch.tensor([[[1.0], [1.0], [1.0]], [[500.0], [2.0], [3.0]]]))
+        >>> tlc.trajectories.attention_sinks(torch.tensor([[[1.0], [1.0], [1.0]], [[500.0], [2.0], [3.0]]]))
         [0]
     """
     largest = norms(x).amax(0)
@@ -57,10 +57,12 @@ def attention_sinks(x: Float[Tensor, "n_layers_plus_1 n_pos d_model"]) -> list[i
 
 @checked
 def step_lengths(x: Trajectories) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
-    """Length of every step, `‖x^l − x^{l−1}‖₂`, in units of x; entry `l` is the step that block `l` makes.
+    r"""Length of every step along the depth, in units of x; entry `l` is the step that block `l` makes.
+
+    .. math:: \|x^{l+1} - x^l\|_2
 
     Example:
-        >>> step_lengths(torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]))
+        >>> tlc.step_lengths(torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]))
         tensor([5., 1.])
     """
     return _narrowed(_finite(x).diff(dim=0).norm(dim=-1), x)
@@ -70,7 +72,10 @@ def step_lengths(x: Trajectories) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
 def line_shape_score(
     x: Trajectories, window: Window | None = None
 ) -> Float[Tensor, "*batch"] | Float[Tensor, "n_windows *batch"]:
-    """Line-shape score `LSS = L / ‖Σ_l e^l‖₂` with unit steps `e^l = (x^l − x^{l−1}) / ‖x^l − x^{l−1}‖₂` (eq. 15, 16).
+    r"""Line-shape score: how straight a token's path through the depth is.
+
+    .. math:: \mathrm{LSS} = \frac{L}{\big\|\sum_l e^l\big\|_2}, \qquad
+        e^l = \frac{x^l - x^{l-1}}{\|x^l - x^{l-1}\|_2}
 
     Dimensionless and at least 1; 1 for a straight line that never turns back, whatever its spacing. (The paper says
     "co-linear"; a line walked back and forth is co-linear too, and scores higher.) Steps in random directions score
@@ -80,13 +85,13 @@ def line_shape_score(
     `window`, an odd number of steps up to L, scores every run of that many consecutive steps instead of the whole (the
     paper's figure has 11, which it calls "layers"; we count steps): `[n_windows *batch]` with `n_windows = L − window +
     1`, where entry `i` covers steps `i` to `i + window − 1`, centred on step `i + window // 2`. Cost: O(L d) per token,
-    O(L · window · d) with a window; memory for three float64 copies of x.
+    O(L · window · d) with a window; memory for three float64 copies of x. Source: Aubry et al. 2025, eq. 15 and 16.
 
     Example:
         >>> corner = torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]])
-        >>> line_shape_score(corner)
+        >>> tlc.line_shape_score(corner)
         tensor(1.4142)
-        >>> line_shape_score(corner, window=1)
+        >>> tlc.line_shape_score(corner, window=1)
         tensor([1., 1.])
     """
     units = _unit_steps(x)
@@ -100,13 +105,13 @@ def line_shape_score(
 
 @checked
 def line_shape_score_by_depth(x: Trajectories) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
-    """Line-shape score of the first 1, 2, …, L steps: `LSS_l = l / ‖Σ_{j≤l} e^j‖₂` (eq. 15, 16).
+    """Line-shape score of the first 1, 2, …, L steps; see `line_shape_score`.
 
     Entry `l` scores `x[0]` to `x[l + 1]`: the first is 1, the last is `line_shape_score(x)`. From a zero step on, all
     are NaN, with a warning.
 
     Example:
-        >>> line_shape_score_by_depth(torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]]))
+        >>> tlc.trajectories.line_shape_score_by_depth(torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]]))
         tensor([1.0000, 1.4142])
     """
     units = _unit_steps(x)
@@ -116,7 +121,10 @@ def line_shape_score_by_depth(x: Trajectories) -> Float[Tensor, "n_layers_plus_1
 
 @checked
 def expodistance(x: Trajectories) -> Float[Tensor, "*batch"]:
-    """Expodistance `ED = Var_l(α) / (Avg_l α)²` of the growth rates `α^l = ln(‖x^l‖ / ‖x^{l−1}‖)` (eq. 17, 18).
+    r"""Expodistance: how far the norm is from growing by the same factor at every layer.
+
+    .. math:: \mathrm{ED} = \frac{\operatorname{Var}_l(\alpha^l)}{(\operatorname{Avg}_l \alpha^l)^2}, \qquad
+        \alpha^l = \ln \frac{\|x^l\|_2}{\|x^{l-1}\|_2}
 
     Dimensionless; 0 for exact exponential growth (or decay) of the norm. The variance is the population's, over the L
     steps. Invariant under rotation and scale, not under translation.
@@ -126,10 +134,10 @@ def expodistance(x: Trajectories) -> Float[Tensor, "*batch"]:
     ill-conditioned: a relative error δ in `‖x^L‖` changes ED by a fraction of about `2 δ / ln(‖x^L‖ / ‖x^0‖)`.
 
     ED is undefined (NaN, with a warning) where a norm is 0, and where it would consist of rounding: for
-    `|ln(‖x^L‖ / ‖x^0‖)| ≤ 8 ε`, with ε the machine epsilon of x's dtype.
+    `|ln(‖x^L‖ / ‖x^0‖)| ≤ 8 ε`, with ε the machine epsilon of x's dtype. Source: Aubry et al. 2025, eq. 17 and 18.
 
     Example:
-        >>> expodistance(torch.tensor([[1.0], [2.0], [8.0]]))  # rates ln 2 and 2 ln 2: (1/2)² / (3/2)²
+        >>> tlc.expodistance(torch.tensor([[1.0], [2.0], [8.0]]))  # rates ln 2 and 2 ln 2: (1/2)² / (3/2)²
         tensor(0.1111)
     """
     lengths = _finite(x).norm(dim=-1)
@@ -143,13 +151,16 @@ def expodistance(x: Trajectories) -> Float[Tensor, "*batch"]:
 
 @checked
 def equidistance(x: Trajectories) -> Float[Tensor, "*batch"]:
-    """Coefficient of variation over depth of the step lengths: their population standard deviation over their mean.
+    r"""Equidistance: how unequal the step lengths are, by their coefficient of variation over depth.
 
-    Dimensionless, in [0, √(L − 1)]; 0 for equally long steps, whatever their directions. Invariant under rotation,
-    translation and scale. Undefined (NaN, with a warning) for a trajectory that never moves.
+    .. math:: \frac{\operatorname{Std}_l \|x^l - x^{l-1}\|_2}{\operatorname{Avg}_l \|x^l - x^{l-1}\|_2}
+
+    The standard deviation is the population's, over the L steps. Dimensionless, in [0, √(L − 1)]; 0 for equally long
+    steps, whatever their directions. Invariant under rotation, translation and scale. Undefined (NaN, with a warning)
+    for a trajectory that never moves.
 
     Example:
-        >>> equidistance(torch.tensor([[0.0], [1.0], [4.0]]))  # steps 1 and 3: 1 / 2
+        >>> tlc.equidistance(torch.tensor([[0.0], [1.0], [4.0]]))  # steps 1 and 3: 1 / 2
         tensor(0.5000)
     """
     lengths = _finite(x).diff(dim=0).norm(dim=-1)
@@ -160,7 +171,9 @@ def equidistance(x: Trajectories) -> Float[Tensor, "*batch"]:
 
 @checked
 def logit_lens_entropy(x: Trajectories, unembed: Callable[[Tensor], Tensor]) -> Float[Tensor, "n_layers_plus_1 *batch"]:
-    """Entropy `H = −Σ_v p_v ln p_v` of `p = softmax(unembed(x^l))` at every depth, in nats: 0 to `ln d_vocab`.
+    r"""Entropy of the logit lens at every depth, in nats: 0 to `ln d_vocab`.
+
+    .. math:: H^l = -\sum_v p_v \ln p_v, \qquad p = \operatorname{softmax}(\mathrm{unembed}(x^l))
 
     `unembed`, usually final norm and unembedding, maps `[*batch d_model]` to logits `[*batch d_vocab]`. It is called at
     each depth, with `x[l]` in x's own dtype, without gradients. A last entry that is normalised already
@@ -168,7 +181,7 @@ def logit_lens_entropy(x: Trajectories, unembed: Callable[[Tensor], Tensor]) -> 
     `unembed` returns another shape, NaN or +inf (−inf, a token ruled out, is fine).
 
     Example:
-        >>> logit_lens_entropy(torch.eye(2), lambda stream: 0 * stream)
+        >>> tlc.trajectories.logit_lens_entropy(torch.eye(2), lambda stream: 0 * stream)
         tensor([0.6931, 0.6931])
     """
     _finite(x, at_least=1)
@@ -191,6 +204,11 @@ class TrajectoryPCA:
     """Trajectories in the principal components of the last depth's embeddings; see `trajectory_pca`.
 
     `explained_variance_ratio` is each component's share of the variance at the last depth (not at other depths).
+
+    Example:
+        >>> pca = tlc.trajectories.trajectory_pca(trace.residual, n_components=2)
+        >>> pca.components.shape, pca.projected.shape
+        (torch.Size([2, 32]), torch.Size([3, 8, 2]))
     """
 
     components: Float[Tensor, "n_components d_model"]
@@ -216,7 +234,7 @@ def trajectory_pca(x: Trajectories, n_components: Count = 2) -> TrajectoryPCA:
 
     Example:
         >>> x = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[3.0, 0.0], [1.0, 0.0]]])
-        >>> pca = trajectory_pca(x, n_components=1)
+        >>> pca = tlc.trajectories.trajectory_pca(x, n_components=1)
         >>> pca.components, pca.projected[..., 0]
         (tensor([[1., 0.]]), tensor([[-1., -2.],
                 [ 1., -1.]]))
