@@ -69,4 +69,7 @@ html_extra_path = ["_made/site"]
 html_show_sourcelink = False
 html_css_files = ["site.css"]
 templates_path = ["_templates"]
-html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
+html_show_copyright = False
+html_theme_options = {
+    "footer_icons": [{"name": "Repository", "url": REPOSITORY, "class": "repository", "html": "Repository"}]
+}

@@ -90,10 +90,21 @@ def test_the_house_is_drawn_as_it_is_built():
     svg = house.drawing()
     assert re.findall(r'id="room-(\w+)"', svg) == list(place)
     assert len(re.findall(r'class="import"', svg)) == len(drawn.edges)
-    for room, other in drawn.edges:
-        assert place[room][1] <= place[other][1]
+    for (room, other), (_, y, _, to_y) in house.arrows().items():
+        assert y <= to_y
         assert f"<title>{room} imports {other}</title>" in svg
     # Rooms of one floor stand apart, and inside the picture.
     spans = sorted((y, x - width / 2, x + width / 2) for x, y, width in place.values())
     assert all(left >= 0 and right <= house.WIDTH for _, left, right in spans)
     assert all(a[0] != b[0] or a[2] < b[1] for a, b in pairwise(spans))
+    # No arrow runs through a room.
+    for (room, other), (x, y, to_x, to_y) in house.arrows().items():
+        for step in range(201):
+            at_x, at_y = x + (to_x - x) * step / 200, y + (to_y - y) * step / 200
+            for name in place.keys() - {room, other}:
+                middle, top, width = place[name]
+                assert not (abs(at_x - middle) < width / 2 + 2 and top <= at_y <= top + house.HEIGHT), (
+                    room,
+                    other,
+                    name,
+                )
