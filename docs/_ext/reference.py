@@ -116,6 +116,9 @@ def spelled(kind: Any) -> str:
         return "None"
     if kind is Ellipsis:
         return "..."
+    if isinstance(kind, typing.TypeVar):
+        # Bound to a class where it is what a class method of it returns.
+        return "Self" if kind.__bound__ else kind.__name__.strip("_")
     if isinstance(kind, list):
         return f"[{', '.join(map(spelled, kind))}]"
     if inspect.isclass(kind) and issubclass(kind, AbstractArray):
@@ -194,8 +197,8 @@ def several_names(app: Sphinx, what: str, name: str, thing: Any, options: Any, l
 
 def part_names(app: Sphinx, doctree: nodes.document) -> None:
     for text in list(doctree.findall(nodes.Text)):
-        if JOINED in text:
-            text.parent.replace(text, nodes.Text(text.replace(JOINED, ", ")))
+        if JOINED[1] in text:
+            text.parent.replace(text, nodes.Text(text.replace(JOINED[1], " ")))
 
 
 # Links.
@@ -233,14 +236,26 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, con
     """What Sphinx did not find: a public name as it is spoken of, else code. Only explicit roles are left to warn."""
     if node.get("refdomain") != "py":
         return None
-    if full := target_of(node["reftarget"]):
-        python = env.domains.python_domain
-        found = python.resolve_xref(env, node["refdoc"], app.builder, "obj", full, node, contnode)
-        if found is not None:
-            return found
+    if (found := _link(app, env, node, node["reftarget"], contnode)) is not None:
+        return found
     in_signature = any(isinstance(above, addnodes.desc_signature | nodes.field) for above in _above(node))
     is_code = node["reftype"] == "obj" and not node["reftarget"].startswith("tl_coupling.")
     return contnode if is_code or in_signature else None
+
+
+def _link(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, spoken: str, content: nodes.Element) -> Any:
+    full = target_of(spoken)
+    python = env.domains.python_domain
+    return full and python.resolve_xref(env, node["refdoc"], app.builder, "obj", full, node, content)
+
+
+def link_code(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Code in prose that begins with `tlc.` links, too."""
+    for code in list(doctree.findall(nodes.literal)):
+        if code.astext().startswith("tlc.") and not any(isinstance(above, nodes.reference) for above in _above(code)):
+            node = addnodes.pending_xref("", refdoc=page)
+            if link := _link(app, app.env, node, code.astext().partition("(")[0], code.deepcopy()):
+                code.replace_self(link)
 
 
 def _above(node: nodes.Node) -> Iterator[nodes.Node]:
@@ -268,4 +283,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("doctree-read", part_names)
     app.connect("doctree-read", unlink_arguments)
     app.connect("missing-reference", resolve)
+    app.connect("doctree-resolved", link_code)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
