@@ -7,6 +7,8 @@ import hashlib
 import importlib.metadata
 import io
 import json
+import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +62,11 @@ def notebooks(app: Sphinx) -> None:
                 cell |= {"outputs": [], "execution_count": None}
                 cell["metadata"].pop("execution", None)
         write(Path(app.srcdir, "gallery", path.name), json.dumps(notebook, indent=1))
+    # Kernels run nobody's start-up files, and do not speak of how they are connected.
+    quiet = Path(app.srcdir, "_made/ipython/profile_default/ipython_kernel_config.py")
+    write(quiet, "c = get_config()\nc.Application.log_level = 40\n")
+    os.environ["IPYTHONDIR"] = str(quiet.parents[1])
+    logging.getLogger("traitlets").setLevel(logging.WARNING)
     for stale in Path(app.srcdir, "gallery").glob("*.ipynb"):
         if stale.name not in {path.name for path in sources}:
             stale.unlink()

@@ -57,7 +57,7 @@ def visit(browser, address):
         resize(browser, width)
         browser.get(address + page)
         wait(browser, "return document.readyState == 'complete'")
-        wait(browser, "return !window.MathJax?.startup?.promise || MathJax.startup.document?.state() >= 200")
+        browser.execute_script("return window.MathJax?.startup.promise.then(() => true)")
         settle(browser)
         return browser
 
@@ -147,11 +147,17 @@ def test_navigation(visit, width):
         wait(driver, "return document.querySelector('.sidebar-drawer').getBoundingClientRect().left >= 0")
     (link,) = [a for a in driver.find_elements("css selector", ".sidebar-tree a") if a.text == "API reference"]
     assert on_screen(driver, link)
-    link.click()
+    click(driver, link)
     wait(driver, "return location.pathname == '/api/index.html'")
-    driver.find_element("css selector", "article a[href$='depth_coupling.html#tl_coupling.depth_coupling']").click()
+    click(driver, driver.find_element("css selector", "article a[href$='#tl_coupling.depth_coupling']"))
     wait(driver, "return location.pathname == '/api/comparisons/depth_coupling.html'")
     assert driver.find_element("css selector", "article h1").text.startswith("depth_coupling")
+
+
+def click(driver: Any, element: Any) -> None:
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+    settle(driver)
+    element.click()
 
 
 def on_screen(driver: Any, element: Any) -> bool:
