@@ -5,7 +5,6 @@ Signatures spell types out as a reader thinks of them, and single backticks link
 
 import collections.abc
 import functools
-import importlib
 import inspect
 import re
 import types
@@ -21,7 +20,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 import tl_coupling
-from names import HOMES, ROOMS, at_the_top, documented, is_documented_alone, page_of, public_names
+from names import HOMES, ROOMS, at_the_top, documented, in_the_room, page_of
 
 # What base classes from elsewhere bring is documented there.
 FOREIGN = "object, tuple, RuntimeError, ValueError, Exception, BaseException, Executor"
@@ -74,8 +73,7 @@ def _index() -> str:
     text += "Names of the top level have a page of their own; the rest of a room stands on the page of the room.\n\n"
     text += ".. code-block:: python\n\n   import tl_coupling as tlc\n\n"
     text += ".. py:module:: tl_coupling\n\n"
-    for room in ROOMS:
-        module = importlib.import_module(f"tl_coupling.{room}")
+    for room, module in ROOMS.items():
         text += _heading(room, "-") + f"{_first_line(module)} `tl_coupling.{room}`\n\n"
         if top := at_the_top(room):
             text += _table(top, tl_coupling)
@@ -83,23 +81,14 @@ def _index() -> str:
 
 
 def _room(room: str) -> str:
-    module, top = importlib.import_module(f"tl_coupling.{room}"), at_the_top(room)
-    rest = [name for name in public_names(room) if name not in top]
-    own = [name for name in rest if is_documented_alone(getattr(module, name))]
+    module, top, own = ROOMS[room], at_the_top(room), in_the_room(room)
     text = _heading(room) + f".. automodule:: {module.__name__}\n\n.. currentmodule:: {module.__name__}\n\n"
     if top:
         text += f".. rubric:: At the top level\n\n{_table(top, tl_coupling)}"
         text += ".. toctree::\n   :hidden:\n\n" + "".join(f"   /{page_of(name)}\n" for name in top) + "\n"
     if own:
         text += f".. rubric:: In `tl_coupling.{room}`\n\n{_table(own, module)}"
-    if values := [name for name in rest if name not in own]:
-        text += ".. rubric:: Types and constants\n\n"
-        text += "".join(f".. py:data:: {name}\n   :value: {_value(getattr(module, name))}\n\n" for name in values)
     return text + "".join(_directive(f"{module.__name__}.{name}", getattr(module, name)) for name in own)
-
-
-def _value(thing: Any) -> str:
-    return repr(thing) if isinstance(thing, str | int | float | tuple) else spelled(thing)
 
 
 # Types.
