@@ -18,7 +18,7 @@ from made import digest  # noqa: E402
 
 metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The one place of the public address.
-REPOSITORY = metadata.get("urls", {}).get("Repository", "https://github.com/tl-coupling/tl-coupling").removesuffix("/")
+REPOSITORY = metadata["urls"]["Repository"].removesuffix("/")
 
 project = metadata["name"]
 release = version = tl_coupling.__version__
