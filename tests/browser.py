@@ -14,8 +14,8 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
-    """A headless Chromium that reaches no host; skips the test where there is none."""
+def chromium(served: bool = False) -> Iterator[Any]:
+    """A headless Chromium that reaches no host, or this machine alone (`served`); skips where there is no Chromium."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     binary = next(filter(None, map(shutil.which, _NAMES)), None)
     chromedriver = shutil.which("chromedriver")
@@ -30,16 +30,17 @@ def chromium() -> Iterator[Any]:
         "--disable-dev-shm-usage",
         "--disable-gpu",
         "--hide-scrollbars",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--host-resolver-rules=MAP * ~NOTFOUND" + ", EXCLUDE 127.0.0.1" * served,
     ):
         options.add_argument(argument)
     driver = webdriver.Chrome(options, webdriver.ChromeService(executable_path=chromedriver))
     try:
         driver.execute_cdp_cmd("Network.enable", {})
-        driver.execute_cdp_cmd(
-            "Network.emulateNetworkConditions",
-            {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0},
-        )
+        if not served:
+            driver.execute_cdp_cmd(
+                "Network.emulateNetworkConditions",
+                {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0},
+            )
         yield driver
     finally:
         driver.quit()

@@ -1,0 +1,40 @@
+"""The page that each public name stands on. Needs no Sphinx."""
+
+import inspect
+
+from public_api import ROOMS, public_names
+
+import tl_coupling
+
+HOMES: dict[str, str] = tl_coupling._HOMES
+
+
+def at_the_top(room: str) -> list[str]:
+    """Names of a room that `tl_coupling` itself hands out, each with a page of its own."""
+    return [name for name, home in HOMES.items() if home == f"tl_coupling.{room}"]
+
+
+def in_the_room(room: str) -> list[str]:
+    """The other public names of a room, which stand on its page."""
+    start = f"tl_coupling.{room}."
+    names = [name.removeprefix(start) for name in public_names() if name.startswith(start)]
+    return sorted(names, key=lambda name: (name.lower(), name))
+
+
+def page_of(name: str) -> str:
+    """The page that documents `tl_coupling.name` or `tl_coupling.room.name`, without its ending.
+
+    >>> page_of("tl_coupling.depth_coupling"), page_of("tl_coupling.Trace"), page_of("tl_coupling.spectra.asymmetry")
+    ('api/comparisons/depth_coupling', 'api/blocks/class-Trace', 'api/spectra/index')
+    """
+    first, *rest = name.removeprefix("tl_coupling.").split(".")
+    if rest or first in ROOMS:
+        return f"api/{first}/index"
+    # Not every file system tells `trace` from `Trace`.
+    kind = "class-" if inspect.isclass(getattr(tl_coupling, first)) else ""
+    return f"api/{HOMES[first].rpartition('.')[2]}/{kind}{first}"
+
+
+def documented() -> dict[str, str]:
+    """Every public name and its page."""
+    return {name: page_of(name) for name in public_names()}

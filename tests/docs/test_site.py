@@ -1,0 +1,267 @@
+"""The site as a reader sees it: Chromium without a network, at the widths of a laptop and of a telephone.
+
+`make check-docs` builds the site and runs this; SITE is the folder.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
+
+import pytest
+
+from browser import chromium, complaints, requested, resize, scrolls_sideways, settle, wait
+
+SITE = Path(os.environ.get("SITE", "")).resolve()
+pytestmark = pytest.mark.skipif("SITE" not in os.environ, reason="the site is not built: use `make check-docs`")
+
+WIDE, NARROW = 1280, 390
+PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html")) if "SITE" in os.environ else []
+FORMULAS = [page for page in PAGES if re.search(r'class="math[ "]', (SITE / page).read_text())]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=SITE)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium(served=True) as driver:
+        yield driver
+
+
+@pytest.fixture
+def visit(browser, address):
+    """Opens a page at a width, and says what the browser asked for and complained of meanwhile."""
+
+    def go(page: str, width: int = WIDE) -> Any:
+        for kind in ("browser", "performance"):
+            browser.get_log(kind)
+        resize(browser, width)
+        browser.get(address + page)
+        wait(browser, "return document.readyState == 'complete'")
+        browser.execute_script("return window.MathJax?.startup.promise.then(() => true)")
+        settle(browser)
+        return browser
+
+    return go
+
+
+def seen(driver: Any, css: str) -> Any:
+    """The first element that can be seen."""
+    return next(one for one in driver.find_elements("css selector", css) if one.is_displayed())
+
+
+def color(driver: Any, css: str, what: str) -> tuple[float, ...]:
+    script = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    return tuple(map(float, re.findall(r"[\d.]+", driver.execute_script(script, css, what))[:3]))
+
+
+def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Of WCAG 2: 1 to 21."""
+
+    def luminance(rgb: tuple[float, ...]) -> float:
+        parts = [c / 255 / 12.92 if c / 255 <= 0.03928 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_pages_are_quiet_local_and_fit_the_screen(visit, address, width):
+    assert len(PAGES) > 80
+    wrong = {}
+    for page in PAGES:
+        driver = visit(page, width)
+        hosts = {url for url in requested(driver) if not url.startswith((address, "data:", "blob:"))}
+        if found := [*complaints(driver), *hosts, *["scrolls sideways"] * scrolls_sideways(driver)]:
+            wrong[page] = found
+    assert not wrong
+
+
+class Links(HTMLParser):
+    """Where a page points to, and what in it can be pointed to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.targets: set[str] = set()
+        self.anchors: set[str] = {""}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id" or (name == "name" and tag == "a"):
+                self.anchors.add(value or "")
+            elif name in ("href", "src") and value:
+                self.targets.add(value)
+
+
+def test_no_link_is_broken():
+    pages = {page: Links((SITE / page).read_text()) for page in PAGES}
+    broken, followed = [], 0
+    for page, links in pages.items():
+        for target in links.targets:
+            url, anchor = urldefrag(urljoin(f"http://site/{page}", target))
+            if urlsplit(url).netloc != "site" or urlsplit(url).scheme != "http":
+                continue
+            followed += 1
+            path = unquote(urlsplit(url).path).lstrip("/") or "index.html"
+            known = pages[path].anchors if path in pages else {""}
+            if not (SITE / path).is_file() or unquote(anchor) not in known:
+                broken.append(f"{page}: {target}")
+    assert followed > 1000
+    assert not broken
+
+
+def test_every_public_name_is_where_the_rule_says():
+    from test_sources import module
+
+    for name, page in module("names").documented().items():
+        assert f'id="{name}"' in (SITE / f"{page}.html").read_text()
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_navigation(visit, width):
+    driver = visit("index.html", width)
+    if width == NARROW:
+        assert not [one for one in driver.find_elements("css selector", ".sidebar-tree a") if on_screen(driver, one)]
+        seen(driver, "label[for='__navigation']").click()
+        wait(driver, "return document.querySelector('.sidebar-drawer').getBoundingClientRect().left >= 0")
+    (link,) = [a for a in driver.find_elements("css selector", ".sidebar-tree a") if a.text == "API reference"]
+    assert on_screen(driver, link)
+    click(driver, link)
+    wait(driver, "return location.pathname == '/api/index.html'")
+    click(driver, driver.find_element("css selector", "article a[href$='#tl_coupling.depth_coupling']"))
+    wait(driver, "return location.pathname == '/api/comparisons/depth_coupling.html'")
+    assert driver.find_element("css selector", "article h1").text.startswith("depth_coupling")
+
+
+def click(driver: Any, element: Any) -> None:
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+    settle(driver)
+    element.click()
+
+
+def on_screen(driver: Any, element: Any) -> bool:
+    box = driver.execute_script("return arguments[0].getBoundingClientRect().toJSON()", element)
+    return box["width"] > 0 and 0 <= box["left"] < driver.execute_script("return innerWidth")
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("depth_coupling", "api/comparisons/depth_coupling.html"),
+        ("effective_rank", "api/spectra/index.html"),
+        ("CouplingMap", "api/comparisons/class-CouplingMap.html"),
+    ],
+)
+def test_search_finds_a_name(visit, words, page):
+    driver = visit("index.html")
+    box = seen(driver, "input[name='q']")
+    box.send_keys(words)
+    box.submit()
+    wait(driver, "return /search.html/.test(location.href) && document.querySelectorAll('#search-results li').length")
+    first = driver.find_element("css selector", "#search-results li a")
+    assert urlsplit(first.get_attribute("href")).path == f"/{page}"
+
+
+def test_formulas_are_drawn(visit):
+    assert len(FORMULAS) > 10
+    for page in FORMULAS:
+        driver = visit(page)
+        wait(driver, "return document.querySelectorAll('mjx-container').length")
+        drawn, wanted, empty, errors = driver.execute_script(
+            "const drawn = [...document.querySelectorAll('mjx-container')];"
+            "return [drawn.length, document.querySelectorAll('.math').length,"
+            "  drawn.filter(one => one.getBoundingClientRect().width < 2).length,"
+            "  [...document.querySelectorAll('mjx-merror, [data-mjx-error]')].map(one => one.textContent)]"
+        )
+        assert drawn >= wanted > 0, page
+        assert not empty, page
+        assert not errors, page
+    assert driver.execute_script(
+        "return document.fonts.check('12px MJXZERO') && [...document.fonts].some(f => f.status == 'loaded')"
+    )
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_the_report_is_alive(visit, width):
+    driver = visit("report.html", width)
+    driver.switch_to.frame(driver.find_element("css selector", "iframe.report"))
+    try:
+        wait(driver, "return [...document.querySelectorAll('[data-circuitsvis]')].every(div => div.children.length)")
+        widgets = driver.find_elements("css selector", "[data-circuitsvis]")
+        assert len(widgets) > 3
+        assert driver.find_elements(
+            "css selector", "[data-circuitsvis] canvas, [data-circuitsvis] svg, [data-circuitsvis] span"
+        )
+        assert not scrolls_sideways(driver)
+    finally:
+        driver.switch_to.default_content()
+
+
+def test_dark_mode(visit):
+    driver = visit("house.html")
+    shown = []
+    for theme in ("light", "dark"):
+        for _ in range(3):
+            if driver.find_element("css selector", "body").get_attribute("data-theme") == theme:
+                break
+            seen(driver, "button.theme-toggle").click()
+        assert driver.find_element("css selector", "body").get_attribute("data-theme") == theme
+        page = color(driver, "body", "backgroundColor")
+        assert contrast(color(driver, "article p", "color"), page) > 7
+        room = color(driver, "svg.house rect", "fill")
+        assert contrast(color(driver, "svg.house text", "fill"), room) > 7
+        assert contrast(color(driver, "svg.house path.import", "stroke"), page) > 3
+        shown.append(page)
+    light, dark = shown
+    assert sum(light) > 3 * 200 > 3 * 60 > sum(dark)
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_the_house_can_be_read(visit, width):
+    driver = visit("house.html", width)
+    heights = driver.execute_script(
+        "return [...document.querySelectorAll('svg.house text')].map(one => one.getBoundingClientRect().height)"
+    )
+    assert min(heights) >= 12
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("gallery/")])
+def test_notebooks_have_their_outputs(visit, page):
+    driver = visit(page)
+    sizes = driver.execute_script(
+        "return [...document.querySelectorAll('.cell_output img')].map(one => one.naturalWidth)"
+    )
+    assert len(sizes) >= 4
+    assert min(sizes) > 100
+    badge = driver.find_element("css selector", "a[href^='https://colab.research.google.com/github/']")
+    assert badge.get_attribute("href").endswith(f"/blob/main/demos/{Path(page).stem}.ipynb")
+    assert badge.find_element("css selector", "img").size["width"] > 50
+
+
+def test_cards_have_pictures(visit):
+    sizes = visit("gallery.html").execute_script(
+        "return [...document.querySelectorAll('.sd-card-img-top')].map(one => [one.naturalWidth, one.naturalHeight])"
+    )
+    assert len(sizes) == len([page for page in PAGES if page.startswith("gallery/")]) + 1
+    assert all(size == [640, 400] for size in sizes)

@@ -1,0 +1,108 @@
+"""What the site is built from, without building it: pages, notebooks, names and the picture of the house."""
+
+import importlib.util
+import json
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import networkx
+import pytest
+from public_api import ROOMS, public_names
+
+import test_house
+import tl_coupling as tlc
+
+pytestmark = pytest.mark.on_4_only
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+NOTEBOOKS = sorted((ROOT / "demos").glob("*.ipynb"))
+# Written by the build.
+MADE = ("api/", "gallery/")
+
+
+def module(name: str):
+    """One of `docs/_ext`."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"_ext/{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[name] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+def listed(page: Path) -> list[str]:
+    """The pages in the tables of contents of a page."""
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+
+
+def test_every_page_is_listed_once_and_is_there():
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
+    pages -= {page for page in pages if page.startswith(("_", *MADE))}
+    entries = [
+        entry for path in DOCS.rglob("*.md") if path.name in ("index.md", "gallery.md") for entry in listed(path)
+    ]
+    assert len(set(entries)) == len(entries)
+    assert {entry for entry in entries if not entry.startswith(MADE)} == pages - {"index"}
+
+
+def test_every_notebook_has_a_card_with_its_picture():
+    text = (DOCS / "gallery.md").read_text()
+    links = set(re.findall(r":link: gallery/(\w+)", text))
+    assert links == set(re.findall(r"^gallery/(\w+)$", text, re.MULTILINE)) == {path.stem for path in NOTEBOOKS}
+    for path in NOTEBOOKS:
+        assert f":img-top: _made/{path.stem}.png" in text
+        cells = json.loads(path.read_text())["cells"]
+        (tagged,) = [cell for cell in cells if "thumbnail" in cell["metadata"].get("tags", [])]
+        assert any("image/png" in output.get("data", {}) for output in tagged["outputs"])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_open_on_colab_and_install_there_only(path):
+    title, install, *others = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
+    repository = re.search(r'^Repository = "https://github\.com/(.+?)/?"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert f'href="https://colab.research.google.com/github/{repository[1]}/blob/main/demos/{path.name}"' in title
+    assert '"google.colab" in sys.modules' in install
+    assert not [source for source in others if "pip install" in source]
+
+
+def test_every_public_name_has_a_page():
+    pages = module("names").documented()
+    assert pages.keys() == public_names().keys()
+    of_their_own = [pages[f"tl_coupling.{name}"] for name in tlc.__all__]
+    # Also where file systems do not tell capitals.
+    assert len({page.lower() for page in of_their_own}) == len(of_their_own)
+    rooms = {f"api/{room}/index" for room in ROOMS}
+    assert {page for page in pages.values() if page not in of_their_own} <= rooms
+    assert {page.rpartition("/")[0] + "/index" for page in of_their_own} <= rooms
+
+
+def test_the_house_is_drawn_as_it_is_built():
+    house = module("house")
+    drawn, place = house.imports(), house.places()
+    built = networkx.DiGraph((room, other) for room, other, _ in test_house.imports_between_rooms() if other)
+    assert networkx.transitive_closure(drawn).edges == networkx.transitive_closure(built).edges
+    assert place.keys() == test_house.LEVEL.keys()
+    svg = house.drawing()
+    assert re.findall(r'id="room-(\w+)"', svg) == list(place)
+    assert len(re.findall(r'class="import"', svg)) == len(drawn.edges)
+    for (room, other), (_, y, _, to_y) in house.arrows().items():
+        assert y <= to_y
+        assert f"<title>{room} imports {other}</title>" in svg
+    # Rooms of one floor stand apart, and inside the picture.
+    spans = sorted((y, x - width / 2, x + width / 2) for x, y, width in place.values())
+    assert all(left >= 0 and right <= house.WIDTH for _, left, right in spans)
+    assert all(a[0] != b[0] or a[2] < b[1] for a, b in pairwise(spans))
+    # No arrow runs through a room.
+    for (room, other), (x, y, to_x, to_y) in house.arrows().items():
+        for step in range(201):
+            at_x, at_y = x + (to_x - x) * step / 200, y + (to_y - y) * step / 200
+            for name in place.keys() - {room, other}:
+                middle, top, width = place[name]
+                assert not (abs(at_x - middle) < width / 2 + 2 and top <= at_y <= top + house.HEIGHT), (
+                    room,
+                    other,
+                    name,
+                )
