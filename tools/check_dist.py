@@ -82,7 +82,7 @@ class Environment:
         self.bin, self.folder = folder / "env/bin", folder
         subprocess.run([python, "-m", "venv", folder / "env"], check=True)
         keep = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        self.variables = keep | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+        self.variables = keep | {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "cache")}
 
     def run(self, *command: str | Path, status: int = 0) -> str:
         """What it prints; exits where it ends otherwise."""

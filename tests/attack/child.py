@@ -7,6 +7,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ class Child:
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._output.close)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -150,6 +151,7 @@ class Shelf:
             self._held = like.new_empty(n, *like.shape) if in_memory else None
         if self._held is None:
             self._file = tempfile.TemporaryFile(prefix="tl_coupling_")  # noqa: SIM115 (it lives as long as the shelf)
+            weakref.finalize(self, self._file.close)
 
     def put(self, start: int, matrices: Float[Tensor, "n d d"]) -> None:
         """Put matrices down from an index on."""

@@ -81,7 +81,8 @@ def _pixels(model: Any, image: Any) -> tuple[Float[Tensor, "1 channels height wi
         )
     if not isinstance(image, Image.Image):
         try:
-            image = Image.open(image)
+            with Image.open(image) as file:
+                image = file.copy()
         except (OSError, UnidentifiedImageError) as error:
             raise ValueError(f"this model reads images, and {os.fspath(image)!r} is no image file ({error})") from None
     config = config_of(model)

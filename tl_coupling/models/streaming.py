@@ -9,7 +9,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeGuard
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -149,12 +149,12 @@ def hollow_model(auto: Any, source: str, device: torch.device, **options: Any) -
     from accelerate.hooks import remove_hook_from_submodules
 
     _return_what_is_freed()
-    room = tempfile.TemporaryDirectory(prefix="tl_coupling_")
-    with _unread():
+    with ExitStack() as stack, _unread():
+        room = stack.enter_context(tempfile.TemporaryDirectory(prefix="tl_coupling_"))
         model = auto.from_pretrained(
-            source, device_map={"": "disk"}, offload_folder=room.name, use_safetensors=True, **options
+            source, device_map={"": "disk"}, offload_folder=room, use_safetensors=True, **options
         )
-    weakref.finalize(model, room.cleanup)
+        weakref.finalize(model, stack.pop_all().close)
     weakref.finalize(model, _kept.clear)
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     maps = (getattr(hook, "weights_map", None) for hook in hooks)
