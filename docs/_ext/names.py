@@ -2,9 +2,8 @@
 
 import inspect
 
-from public_api import ROOMS, public_names
-
 import tl_coupling
+from public_api import ROOMS, public_names
 
 HOMES: dict[str, str] = tl_coupling._HOMES
 

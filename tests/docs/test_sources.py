@@ -9,10 +9,10 @@ from pathlib import Path
 
 import networkx
 import pytest
-from public_api import ROOMS, public_names
 
 import test_house
 import tl_coupling as tlc
+from public_api import ROOMS, public_names
 
 pytestmark = pytest.mark.on_4_only
 
