@@ -22,7 +22,6 @@ PAGES = [
         *("concepts/trajectories", "how-to/models", "how-to/checkpoints", "how-to/surveys", "how-to/cluster"),
         *("how-to/large-models", "how-to/vision", "how-to/statistics", "findings", "house"),
     )
-    if (ROOT / "docs" / f"{name}.md").exists()
 ]
 _FENCE = re.compile(
     r"(?:<!-- needs (?P<needs>.+?) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```(?:\n\n```text\n(?P<prints>.*?)```)?",
