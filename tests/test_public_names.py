@@ -106,12 +106,6 @@ def test_a_public_name_has_an_example_that_runs_as_it_stands(name: str) -> None:
         assert any(f"{name.replace('tl_coupling', 'tlc', 1)}(" in one.source for one in examples(thing))
 
 
-def test_every_public_name_has_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs/_ext")
-    names = pytest.importorskip("names", reason="the documentation is not here")
-    assert names.documented().keys() == public_names().keys()
-
-
 def test_an_example_that_is_missing_or_leans_on_its_module_is_found() -> None:
     def without() -> None:
         """Nothing.

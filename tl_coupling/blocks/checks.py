@@ -23,8 +23,8 @@ class StepError(ValueError):
     """A block, called again, is not the function that was traced: its weights or hooks changed, or it draws at random.
 
     Example:
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4))
-        >>> changed = tlc.trace_modules(net, lambda: net(torch.ones(1, 3, 4)))
+        >>> net = torch.nn.Sequential(torch.nn.PReLU(init=0.9))
+        >>> changed = tlc.trace_modules(net, lambda: net(-torch.ones(1, 3, 4)))
         >>> _ = torch.nn.init.zeros_(net[0].weight)
         >>> try:
         ...     J = tlc.block_jacobian(changed, 0)
