@@ -11,6 +11,7 @@ ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE / "_ext"), str(ROOT / "tests")]
 # Notebooks ask no hub, show no bars, and import what stands beside them in `demos`.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
 os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "demos", ROOT / "demos/studies")))
 
 import tl_coupling  # noqa: E402

@@ -36,9 +36,10 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def digest() -> str:
-    """Changes with the code that notebooks and reports run, not with its comments and docstrings."""
+    """Changes with the code that notebooks and reports run and how, not with its comments and docstrings."""
     found = hashlib.sha256()
-    for path in sorted([*ROOT.glob("tl_coupling/**/*.py"), *ROOT.glob("demos/**/*.py")]):
+    patterns = ("tl_coupling/**/*.py", "demos/**/*.py", "docs/conf.py")
+    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:

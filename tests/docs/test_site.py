@@ -254,6 +254,7 @@ def test_notebooks_have_their_outputs(visit, page):
     )
     assert len(sizes) >= 4
     assert min(sizes) > 100
+    assert "Warning" not in "".join(one.text for one in driver.find_elements("css selector", ".cell_output"))
     badge = driver.find_element("css selector", "a[href^='https://colab.research.google.com/github/']")
     assert badge.get_attribute("href").endswith(f"/blob/main/demos/{Path(page).stem}.ipynb")
     assert badge.find_element("css selector", "img").size["width"] > 50
