@@ -66,6 +66,8 @@ copybutton_prompt_is_regexp = True
 html_theme = "furo"
 html_static_path = ["_static"]
 html_favicon = "_static/favicon.svg"
+# Filled when the build begins; Sphinx looks for it before.
+(HERE / "_made/site").mkdir(parents=True, exist_ok=True)
 html_extra_path = ["_made/site", "../llms.txt"]
 html_copy_source = False
 html_css_files = ["site.css"]
