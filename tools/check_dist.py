@@ -49,8 +49,9 @@ def check_files(what: str, held: set[str], wanted: set[str]) -> None:
 def check_sdist(path: Path) -> None:
     with tarfile.open(path) as archive:
         held = {name.split("/", 1)[1] for name in archive.getnames()}
-    notebooks = {name for name in tracked() if name.endswith(".ipynb")} | {"tests/demos/test_notebooks.py"}
-    check_files(path.name, held - {"PKG-INFO"}, tracked() - notebooks)
+    need_notebooks = "tests/demos/test_notebooks.py", "tests/docs/"
+    left_out = {name for name in tracked() if name.endswith(".ipynb") or name.startswith(need_notebooks)}
+    check_files(path.name, held - {"PKG-INFO"}, tracked() - left_out)
 
 
 def check_wheel(path: Path) -> Message:
