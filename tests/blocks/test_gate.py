@@ -256,6 +256,7 @@ def test_a_derivative_that_is_not_the_functions_is_seen_by_its_slope(model: nn.M
     assert refused >= 7
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("part", ["mlp", "self_attn"])
 def test_integer_layers_have_no_derivative(tokenizer_folder: Path, part: str) -> None:
     from torch.ao.quantization import quantize_dynamic
