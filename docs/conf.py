@@ -37,7 +37,7 @@ extensions = [
 exclude_patterns = ["_build", "_made", "_ext"]
 nitpicky = True
 default_role = "py:obj"
-myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "attrs_inline", "deflist"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
 # Files of the repository, and its notebooks on Colab: `[…](repo:CITATION.cff)`, `[…](colab:demos/quickstart.ipynb)`.
 myst_url_schemes = {
@@ -45,7 +45,7 @@ myst_url_schemes = {
     "repo": f"{REPOSITORY}/blob/main/{{{{path}}}}",
     "colab": REPOSITORY.replace("github.com", "colab.research.google.com/github") + "/blob/main/{{path}}",
 }
-nb_execution_mode = os.environ.get("NOTEBOOKS", "cache")
+nb_execution_mode = "cache"
 # What the same code printed before is not run again.
 nb_execution_cache_path = str(HERE / "_build/notebooks" / digest())
 nb_execution_timeout = 600
@@ -71,7 +71,6 @@ html_favicon = "_static/favicon.svg"
 html_extra_path = ["_made/site", "../llms.txt"]
 html_copy_source = False
 html_css_files = ["site.css"]
-templates_path = ["_templates"]
 html_show_copyright = False
 html_theme_options = {
     "footer_icons": [{"name": "Repository", "url": REPOSITORY, "class": "repository", "html": "Repository"}]

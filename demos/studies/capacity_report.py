@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import permutations, product
+from typing import Any
 
 import numpy as np
 import pandas
@@ -158,8 +159,7 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
             line = one[one["mark"].isin(marks)].groupby("mark", sort=False)[["loss_held_out", "value"]].mean()
             look = {"color": colors[width], "linestyle": "-" if is_first else "--"}
             left.plot(*line.to_numpy().T, **look, label=f"width {width}, {n_layers} blocks")
-            points = {"color": colors[width], "markerfacecolor": colors[width] if is_first else "none", "markersize": 4}
-            left.plot(one["loss_held_out"], one["value"], "o", **points)
+            left.plot(one["loss_held_out"], one["value"], "o", **points(colors[width], is_first))
         for name in ("unigram", "bigram"):
             left.axvline(marks[name], color="grey", linewidth=0.8)
             left.annotate(name, (marks[name], 1), xycoords=("data", "axes fraction"), ha="center", va="bottom")
@@ -178,8 +178,7 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
                 linestyle = "-" if n_layers == depths[0] else "--"
                 right.plot(*line.to_numpy().T, color=shade, linestyle=linestyle, label=f"{name}, {n_layers} blocks")
             for n_layers, models in at.groupby("n_layers"):
-                filling = shade if n_layers == depths[0] else "none"
-                look = {"color": shade, "markerfacecolor": filling, "markersize": 4}
+                look = points(shade, n_layers == depths[0])
                 right.plot(models["n_parameters"], models["above_chance"], "o", **look)
         right.axhline(0, color="grey", linestyle="--", linewidth=0.8)
         right.set(xscale="log", xlim=(here["n_parameters"].min() / 1.5, 1.5 * here["n_parameters"].max()))
@@ -188,3 +187,8 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
         ax.legend(frameon=False, fontsize="x-small", **place)
     labels.entitle(figure, "Coupling where models have the same held-out loss; lines through means over seeds")
     return figure
+
+
+def points(color: Any, is_filled: bool) -> dict[str, Any]:
+    """How models are drawn; those of few blocks are filled."""
+    return {"color": color, "markerfacecolor": color if is_filled else "none", "markersize": 4}

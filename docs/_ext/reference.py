@@ -20,6 +20,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 import tl_coupling
+from made import write
 from names import HOMES, ROOMS, at_the_top, documented, in_the_room, page_of
 
 # What base classes from elsewhere bring is documented there.
@@ -28,7 +29,7 @@ JOINED = ",\N{ZERO WIDTH SPACE}"
 
 
 def write_pages(app: Sphinx) -> None:
-    """Sources of `docs/api`; a page that says the same as before is left alone, so that it is not read again."""
+    """Sources of `docs/api`."""
     pages = {"api/index": _index()}
     for room in ROOMS:
         pages[f"api/{room}/index"] = _room(room)
@@ -39,10 +40,7 @@ def write_pages(app: Sphinx) -> None:
         if str(path.relative_to(app.srcdir).with_suffix("")) not in pages:
             path.unlink()
     for page, text in pages.items():
-        path = Path(app.srcdir, f"{page}.rst")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+        write(Path(app.srcdir, f"{page}.rst"), text)
 
 
 def _heading(title: str, line: str = "=") -> str:
