@@ -26,6 +26,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
+from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -49,14 +50,10 @@ from tl_coupling.blocks.evaluation import (
     vjp,
 )
 from tl_coupling.blocks.linearisation import Linearisation
+from tl_coupling.blocks.slopes import converges
 
 GATE_TOLERANCE = 1e-4
 _MOST_REFERENCES = 32
-# Moves along the random direction, relative to the root mean square of each row. Where the first disagrees (curvature,
-# a kink, a token sent to another expert on the way, an MLP that mixes rows), several decide: those to one side of a
-# kink, or the slopes from side to side, which curvature leaves alone. One of the four may disagree.
-_FIRST_MOVE, _MOVES = 0.01, (0.01, 0.005, 0.0025, 0.001)
-_SLOPE_TOLERANCE = 0.1
 _CAUSES = (
     "Likely causes: weights or hooks changed after `trace`, the block draws random numbers, or it keeps a state from "
     "call to call"
@@ -317,32 +314,26 @@ class BlockFunction:
         references: dict[int, Reference],
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Raise unless f changes along one random direction as its derivative predicts."""
+        """Raise unless f changes along one random direction as its derivative predicts (`slopes`)."""
         size = self.X.norm(dim=1, keepdim=True) / math.sqrt(self.X.shape[1])
         generator = torch.Generator().manual_seed(self.layer)
         V = size * torch.randn(self.X.shape, generator=generator, dtype=torch.float64).to(self.X)
-        u, rows = (torch.stack([getattr(r, name) for r in references.values()]) for name in ("u", "rows"))
-        at = list(references)
-        expected, scale = (rows * V).sum((1, 2)), (rows * size).flatten(1).norm(dim=1)
-        # HuggingFace's norms and softmaxes compute in float32, whatever the model is in.
-        rounding = 32 * torch.finfo(torch.float32).eps * (self.X[at].norm(dim=1) + Y[at].norm(dim=1))
+        positions = list(references)
+        u = torch.stack([reference.u for reference in references.values()])
+        uJ = torch.stack([reference.rows for reference in references.values()])
 
-        def slopes(move: float) -> Tensor:
+        def deviation(move: float) -> Tensor:
+            X = self.X + move * V
             with around():
-                moved = self._of_all_rows(self.X + move * V)[at]
-            return ((moved - Y[at]) * u).sum(1) / move
+                change = self._of_all_rows(X)[positions] - Y[positions]
+            predicted = einsum(uJ, X - self.X, "output n_pos d_model, n_pos d_model -> output")
+            return einsum(change, u, "output d_model, output d_model -> output") - predicted
 
-        def disagree(found: Tensor, move: float | Tensor) -> Tensor:
-            return ~((found - expected).abs() <= _SLOPE_TOLERANCE * scale + rounding / move)
-
-        if not bool(disagree(slopes(_FIRST_MOVE), _FIRST_MOVE).any()):
-            return
-        up, down = (torch.stack([slopes(side * move) for move in _MOVES]) for side in (1, -1))
-        moves = up.new_tensor(_MOVES)[:, None]
-        wrong = torch.stack([disagree(found, moves).sum(0) > 1 for found in (up, down, (up + down) / 2)]).all(0)
-        if bool(wrong.any()):
+        scale = (uJ * size).flatten(1).norm(dim=1)
+        converged = converges(deviation, scale, (self.X.norm(dim=1) + Y.norm(dim=1))[positions])
+        if not bool(converged.all()):
             tokens = torch.zeros(len(self.X), dtype=torch.bool)
-            tokens[at] = wrong.cpu()
+            tokens[positions] = ~converged.cpu()
             raise self._no_derivative(f"at {in_words(tokens)} its slope is not the one that autograd gives")
 
     def _no_derivative(self, found: str) -> DerivativeError:
