@@ -147,13 +147,24 @@ def _one_stream(model: nn.Module) -> None:
         )
     if kind := describe_kind(model):
         raise ValueError(f"is {kind}")
-    _draws_nothing(model)
+    _computes_the_same(model)
 
 
-def _draws_nothing(model: nn.Module) -> None:
+def _computes_the_same(model: nn.Module) -> None:
+    """Raise unless a call of the model changes nothing and draws nothing, and its code can be followed."""
     for name, module in model.named_modules():
-        if module.training and (what := _drawn_at_random(module)):
-            raise ValueError(f"must draw no random numbers, {name or 'it'} is in train mode with {what}: call .eval()")
+        part = name or "it"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"must be modules in Python, {part} is compiled by torch.jit: give what it was made from")
+        if not module.training:
+            continue
+        if drawn := _drawn_at_random(module):
+            raise ValueError(f"must draw no random numbers, {part} is in train mode with {drawn}: call .eval()")
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise ValueError(
+                f"must be the same in every call, {part} is a {type(module).__name__} in train mode, which changes its "
+                "running statistics: call .eval()"
+            )
 
 
 def _drawn_at_random(module: nn.Module) -> str | None:
@@ -240,6 +251,7 @@ def trace_modules(
     Args:
         blocks: modules that take the residual stream first, `[1 n_pos d_model]` (or `[n_pos 1 d_model]`, `[n_pos
             d_model]`), and return it with what they add, alone or first in a tuple. In the order in which they run.
+            They may add in place: what is stored is never changed.
         run: runs the model once, on one input: `lambda: model(x)`. It must call every block, each on what the one
             before gave.
         name: what results call the network; by default the blocks' class.
@@ -248,8 +260,8 @@ def trace_modules(
 
     Raises:
         ValueError: blocks that are not called in this order, or that do not get the stream that the one before gave
-            (the layer is named); more than one input; dropout in train mode; a stream that is not finite; not as many
-            `str_tokens` as tokens.
+            (the layer is named); more than one input; dropout or BatchNorm in train mode; modules that torch.jit
+            compiled; a stream that is not finite; not as many `str_tokens` as tokens.
 
     Cost: one call of `run` and one forward pass of the blocks.
 
@@ -264,7 +276,7 @@ def trace_modules(
         raise ValueError("`blocks` is empty: wanted at least one module")
     model = nn.ModuleList(blocks)
     try:
-        _draws_nothing(model)
+        _computes_the_same(model)
     except ValueError as error:
         raise ValueError(f"`blocks` {error}") from None
     with own_arithmetic(model):
