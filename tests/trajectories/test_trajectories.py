@@ -384,3 +384,36 @@ def test_the_lens_at_the_last_layer_is_the_model(smollm2: nn.Module, normed: tlc
     with torch.no_grad():
         p = smollm2(normed.tokens[None])[0].double().softmax(-1)
     close(got[0], -(p * p.log()).sum(-1), 1e-4)
+
+
+OF_TRAJECTORIES = (
+    "norms",
+    "step_lengths",
+    "line_shape_score",
+    "line_shape_score_by_depth",
+    "expodistance",
+    "equidistance",
+)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (3, 4, 0), (3, 0, 8)])
+@pytest.mark.parametrize("measure", [*OF_TRAJECTORIES, "attention_sinks", "trajectory_pca"])
+def test_trajectories_of_nothing_are_refused(measure: str, shape: tuple[int, ...]) -> None:
+    if measure == "attention_sinks" and len(shape) < 3:
+        shape = (3, 1, 0)
+    with pytest.raises(ValueError, match="`x` must have at least one token, of at least one entry, got shape"):
+        getattr(tlc.trajectories, measure)(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (3, 0, 8)])
+def test_entropy_of_nothing_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="`x` must have at least one token"):
+        tlc.trajectories.logit_lens_entropy(torch.zeros(shape), lambda stream: stream)
+
+
+@pytest.mark.parametrize(("measure", "always"), [("line_shape_score", 1), ("expodistance", 0), ("equidistance", 0)])
+def test_one_step_says_nothing_and_is_said(measure: str, always: int) -> None:
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match=f"these trajectories have one step: .* is {always} whatever it is"):
+        values = getattr(tlc.trajectories, measure)(x)
+    torch.testing.assert_close(values, torch.full((3,), float(always)))
