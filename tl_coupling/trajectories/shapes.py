@@ -6,7 +6,7 @@ are a batch whose tokens are measured one by one. *Step* `l`, from `x[l]` to `x[
 
 Everything is computed in float64, since norms and their logarithms are subtracted from each other, and returned in x's
 dtype, or float32 if that is narrower. numpy arrays are taken as well. Every function raises TypeError or ValueError
-unless x is floating-point and finite, has tokens with at least one entry, and at least two depths (`norms`, entropy and
+unless x is floating-point and finite, has a width of at least one, and at least two depths (`norms`, entropy and
 components: one). What compares steps says nothing of a single one, and warns.
 """
 
@@ -278,8 +278,8 @@ def _finite(x: Tensor, at_least: int = 2) -> Tensor:
     if len(x) < at_least:
         got = f"with at least {at_least} depths, got shape {list(x.shape)}"
         raise ValueError(f"`x` must be [n_layers+1 *batch d_model] {got}: give the whole residual stream, depth first")
-    if 0 in x.shape[1:]:
-        raise ValueError(f"`x` must have at least one token, of at least one entry, got shape {list(x.shape)}")
+    if x.shape[-1] == 0:
+        raise ValueError(f"`x` must have tokens of at least one entry, got shape {list(x.shape)}")
     broken = ~x.isfinite().flatten(1).all(1)
     if broken.any():
         at = f"at depth {_listed(broken)}"
