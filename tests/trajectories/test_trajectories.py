@@ -386,29 +386,27 @@ def test_the_lens_at_the_last_layer_is_the_model(smollm2: nn.Module, normed: tlc
     close(got[0], -(p * p.log()).sum(-1), 1e-4)
 
 
-OF_TRAJECTORIES = (
+READINGS = [
     "norms",
+    "attention_sinks",
     "step_lengths",
     "line_shape_score",
     "line_shape_score_by_depth",
     "expodistance",
     "equidistance",
-)
+    "trajectory_pca",
+]
 
 
-@pytest.mark.parametrize("shape", [(3, 0), (3, 4, 0), (3, 0, 8)])
-@pytest.mark.parametrize("measure", [*OF_TRAJECTORIES, "attention_sinks", "trajectory_pca"])
-def test_trajectories_of_nothing_are_refused(measure: str, shape: tuple[int, ...]) -> None:
-    if measure == "attention_sinks" and len(shape) < 3:
-        shape = (3, 1, 0)
-    with pytest.raises(ValueError, match="`x` must have at least one token, of at least one entry, got shape"):
-        getattr(tlc.trajectories, measure)(torch.zeros(shape))
+@pytest.mark.parametrize("reading", READINGS)
+def test_trajectories_without_width_are_refused(reading: str) -> None:
+    with pytest.raises(ValueError, match=r"`x` must have tokens of at least one entry, got shape \[3, 4, 0\]"):
+        getattr(tlc.trajectories, reading)(torch.zeros(3, 4, 0))
 
 
-@pytest.mark.parametrize("shape", [(3, 0), (3, 0, 8)])
-def test_entropy_of_nothing_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="`x` must have at least one token"):
-        tlc.trajectories.logit_lens_entropy(torch.zeros(shape), lambda stream: stream)
+def test_entropy_of_a_stream_without_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="`x` must have tokens of at least one entry"):
+        tlc.trajectories.logit_lens_entropy(torch.zeros(3, 0), lambda stream: stream)
 
 
 @pytest.mark.parametrize(("measure", "always"), [("line_shape_score", 1), ("expodistance", 0), ("equidistance", 0)])

@@ -82,7 +82,7 @@ def _in_mode(mode: str, image: Image.Image, name: str) -> Picture:
     try:
         if upright.has_transparency_data:
             upright = upright.convert("RGBA")
-            if upright.getchannel("A").getextrema()[0] < 255:
+            if int(np.asarray(upright.getchannel("A")).min()) < 255:
                 remarks.append("the image is transparent in places: that is ignored, the colours beneath are measured")
         converted = upright.convert(mode)
     except ValueError as error:
