@@ -325,3 +325,10 @@ def test_bad_arguments_have_one_clear_error():
         tlc.random_subspace_null(3, "captured_energy", d_model=8)
     with pytest.raises(ValueError, match=r"`k` must lie in \[1, 2\].*got 3"):
         tlc.random_subspace_null(3, "miscoupling", d_model=8, S_1=torch.ones(2), frobenius_norm=torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (3, 0, 0)])
+@pytest.mark.parametrize("measure", ["miscoupling", "normalized_miscoupling", "vector_alignment", "subspace_overlap"])
+def test_matrices_without_entries_have_no_measure(measure: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"`A` must have at least one row and one column, got shape \["):
+        getattr(tlc.coupling, measure)(torch.zeros(shape))

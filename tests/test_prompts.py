@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import tl_coupling as tlc
 
@@ -67,3 +68,34 @@ def test_prompts_per_task_of_what_can_be_walked_through_once(as_a_user):
     drawn = tlc.prompts.prompts_per_task(prompts, 1)
     assert tlc.prompts.prompts_per_task(iter(prompts), 1) == drawn
     assert sorted(prompt.task for prompt in drawn) == ["x", "y"]
+
+
+HALF = "w3 \ud83d w14"
+
+
+@pytest.mark.parametrize("given", [{"id": HALF, "prompt": "w3"}, {"id": "a", "prompt": HALF}])
+def test_half_a_character_is_refused_in_one_line(given: dict[str, str]) -> None:
+    with pytest.raises(
+        ValueError, match=r"must be text in Unicode, got 'w3 \\ud83d w14': character 3 is half"
+    ) as caught:
+        tlc.Prompt(**given)
+    str(caught.value).encode()
+    with pytest.raises(ValueError, match="`task` must be text in Unicode"):
+        tlc.Prompt("a", "w3", task=HALF)
+    assert tlc.Prompt("a", "w3 😀").text == "w3 😀"
+
+
+def test_a_line_with_half_a_character_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w3"}\n{"prompt": "w3 \\ud83d"}\n')
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: `prompt` must be text in Unicode"):
+        tlc.load_prompts(tmp_path / "prompts.jsonl")
+
+
+def test_half_a_character_cannot_be_traced_nor_be_a_name(tiny_trace: tlc.Trace) -> None:
+    with pytest.raises(ValueError, match="`prompt` must be text in Unicode"):
+        tlc.trace(tiny_trace.model, HALF)
+    net = torch.nn.Sequential(torch.nn.PReLU(init=0.9))
+    with pytest.raises(ValueError, match="`name` must be text in Unicode"):
+        tlc.trace_modules(net, lambda: net(torch.ones(1, 3, 4)), name=HALF)
+    with pytest.raises(ValueError, match="`label` must be text in Unicode"):
+        tlc.load_model("no such model", label=HALF)

@@ -290,3 +290,20 @@ def test_a_triplet_just_above_the_cut_is_not_lost():
     spectrum = tlc.svd(torch.from_numpy(J).float(), k)
     outside = V[:, k:].T @ spectrum.Vh.mT.double().numpy()
     assert np.linalg.norm(outside, 2) < 0.3
+
+
+EMPTY = [(0, 0), (3, 0, 0), (2, 0), (0, 2)]
+
+
+@pytest.mark.parametrize("shape", EMPTY)
+@pytest.mark.parametrize("reading", ["svd", "singular_values", "non_normality", "asymmetry"])
+def test_matrices_without_entries_are_refused(reading: str, shape: tuple[int, ...]) -> None:
+    if reading in ("non_normality", "asymmetry") and shape[-2] != shape[-1]:
+        shape = (0, 0)
+    with pytest.raises(ValueError, match=r"`J` must have at least one row and one column, got shape \["):
+        getattr(tlc.spectra, reading)(torch.zeros(shape))
+
+
+def test_a_batch_may_be_empty() -> None:
+    assert tlc.svd(torch.zeros(0, 3, 2)).S.shape == (0, 2)
+    assert tlc.spectra.asymmetry(torch.zeros(0, 3, 3)).shape == (0,)

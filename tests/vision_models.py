@@ -1,6 +1,8 @@
 """Tiny random networks that see, or read both ways, each with the way that its own library runs it."""
 
+import struct
 import sys
+import zlib
 from collections.abc import Callable
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
@@ -55,6 +57,16 @@ def save_vit(folder: Path, name: str = "ViTForImageClassification") -> Path:
     colors = torch.randint(256, (16, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     Image.fromarray(colors.numpy()).save(folder / "image.png")
     return folder
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG of that size by its header, with the first bytes of its picture alone."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(64)))
 
 
 class _Hollow(type):

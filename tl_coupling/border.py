@@ -71,6 +71,16 @@ def _device(device: str | torch.device) -> None:
         raise ValueError(f'must be a device such as "cpu" or "cuda:0", got {device!r}') from None
 
 
+def _of_whole_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"character {error.start} is half of one (a lone surrogate), which no file can hold"
+        raise ValueError(f"must be text in Unicode, got {ascii(text)[:80]}: {half}") from None
+
+
+# Not of paths: a file may have a name that is not UTF-8.
+Text = Annotated[str, _of_whole_characters]
 AnyPath = Annotated[str | os.PathLike[str], _rule(lambda path: bool(os.fspath(path)), "not be empty")]
 Count = Annotated[int, at_least(1)]
 Seed = Annotated[int, at_least(0)]
@@ -114,6 +124,11 @@ def checked(public: _Public) -> _Public:
         return public(*given.args, **given.kwargs)
 
     return typing.cast(_Public, with_checks)
+
+
+def check_text(text: str, name: str) -> None:
+    """Raise ValueError, naming the argument, unless the text has whole characters alone."""
+    _taken(Text, text, name, {})
 
 
 def _signature(public: Callable[..., Any]) -> inspect.Signature:

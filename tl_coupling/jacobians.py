@@ -127,7 +127,7 @@ def block_vjp(
     """Vector–Jacobian product `(J^l_{t1 t2})ᵀ v` by one backward pass, without forming J.
 
     What moving token t1 along each axis does to the output at t2 in the direction v. Arguments and errors as in
-    `block_jacobian`; v is `vector`.
+    `block_jacobian`; v is `vector`, which must be finite.
 
     Example:
         >>> v = torch.ones(trace.d_model)
@@ -152,7 +152,8 @@ def block_jvp(
     """Jacobian–vector product `J^l_{t1 t2} v`, without forming J.
 
     What the output at t2 does when token t1 moves in the direction v. By forward mode, or by differentiating the
-    backward pass where a block does not support it. Arguments and errors as in `block_jacobian`; v is `vector`.
+    backward pass where a block does not support it. Arguments and errors as in `block_jacobian`; v is `vector`, which
+    must be finite.
 
     Example:
         >>> v = torch.ones(trace.d_model)
@@ -263,6 +264,9 @@ def _differentiated(trace: Trace, layer: int, vector: Tensor, *positions: Any) -
     block, t1, t2 = _connection(trace, layer, *positions)
     if vector.shape != block.X.shape[1:]:
         raise ValueError(f"`vector` must have shape {list(block.X.shape[1:])}, got {list(vector.shape)}")
+    v = vector.to(block.X)
+    if not bool(v.isfinite().all()):
+        raise ValueError(f"`vector` must be finite in {v.dtype}, got NaN or infinite entries")
     u = block.reference(t2).u
 
     def compute(make: Callable[[], RowFunction]) -> tuple[Any, ...]:
@@ -272,7 +276,7 @@ def _differentiated(trace: Trace, layer: int, vector: Tensor, *positions: Any) -
     ways: list[tuple[Path, Callable[[], RowFunction]]] = [("token_local", partial(block.token_local, t1, t2))]
     ways.append(("full_sequence", partial(block.full_sequence, t1, t2)))
     (function, pull_back), _ = _cheapest(block, ways, [t1], t2, compute)
-    return block, block.X[t1], vector.to(block.X), function, pull_back
+    return block, block.X[t1], v, function, pull_back
 
 
 def _connection(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tl_coupling.border import AnyPath, Count, Finite, Seed, checked
+from tl_coupling.border import AnyPath, Count, Finite, Seed, Text, checked
 
 __all__ = ["Prompt", "load_prompts", "prompts_per_task"]
 
@@ -21,16 +21,16 @@ class Prompt:
     """A prompt with an id that is the same in every run; the task it comes from, and how difficult it is, if known.
 
     It is a text, `prompt`, or for a vision model the file of an image, `image`, which must stay where it is. ValueError
-    for an empty id or text, both a text and an image, and an image that is not there.
+    for an empty id or text, both a text and an image, an image that is not there, and lone surrogates.
 
     Example:
         >>> tlc.Prompt("france", "The capital of France is", task="capitals").text
         'The capital of France is'
     """
 
-    id: str
-    prompt: str = ""
-    task: str | None = None
+    id: Text
+    prompt: Text = ""
+    task: Text | None = None
     image: AnyPath | None = None
     difficulty: Finite | None = None
 

@@ -252,3 +252,17 @@ def test_several_parallel_streams_are_refused(streams: Callable[[torch.Tensor], 
     model.embed.forward = lambda tokens: streams(embed(tokens))
     with pytest.raises(ValueError, match="wanted one residual stream .* block 0 takes " + shape.replace(" ", ", ")):
         tlc.trace(model, tiny.TOKENS)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
+def test_products_want_a_finite_vector(tiny_trace: tlc.Trace, value: float) -> None:
+    vector = torch.ones(32, dtype=torch.float64)
+    vector[3] = value
+    for product in (tlc.block_jvp, tlc.block_vjp):
+        with pytest.raises(ValueError, match=r"`vector` must be finite in torch\.float32, got NaN or infinite"):
+            product(tiny_trace, 0, vector)
+
+
+def test_logits_want_a_finite_stream(tiny_trace: tlc.Trace) -> None:
+    with pytest.raises(ValueError, match="`x` must be finite, got NaN or infinite entries"):
+        tiny_trace.logits(torch.full((32,), torch.nan))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import tl_coupling as tlc
+from vision_models import png_header
 
 pytestmark = pytest.mark.on_3_only
 
@@ -84,6 +85,13 @@ def test_bad_input_is_one_line(
 ) -> None:
     options = {"--model": folder_vit, "--image": folder_vit / "image.png", "--k": 4, "--out": tmp_path / "out.html"}
     assert message in refused(command, options, [part.replace("{text}", str(folder_model)) for part in arguments])
+
+
+def test_an_image_of_too_many_pixels(refused, options: list[object], tmp_path: Path) -> None:
+    (tmp_path / "bomb.png").write_bytes(png_header(30_000, 30_000))
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    message = "bomb.png' has too many pixels"
+    assert message in refused("depth", given, ["--image", str(tmp_path / "bomb.png")])
 
 
 def test_an_image_and_a_file_of_prompts(refused, options: list[object]) -> None:

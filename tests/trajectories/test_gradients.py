@@ -88,3 +88,13 @@ def test_bad_input_is_one_line(tiny_trace: tlc.Trace):
     ):
         with pytest.raises(ValueError, match=message):
             gradient_prediction(tiny_trace, **arguments)
+
+
+def test_errors_that_are_not_finite_are_refused(tiny_trace: tlc.Trace) -> None:
+    with pytest.raises(ValueError, match=r"`error` must be finite in torch\.float64"):
+        tlc.trajectories.gradient_prediction(tiny_trace, torch.full((32,), torch.nan))
+    given = {"U": torch.eye(2), "S": torch.ones(3, 2), "error": torch.ones(2)}
+    for name, values in given.items():
+        broken = given | {name: torch.full_like(values, torch.inf)}
+        with pytest.raises(ValueError, match=rf"`{name}` must be finite in torch\.float32"):
+            tlc.trajectories.coupled_gradient(**broken)

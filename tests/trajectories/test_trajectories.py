@@ -384,3 +384,34 @@ def test_the_lens_at_the_last_layer_is_the_model(smollm2: nn.Module, normed: tlc
     with torch.no_grad():
         p = smollm2(normed.tokens[None])[0].double().softmax(-1)
     close(got[0], -(p * p.log()).sum(-1), 1e-4)
+
+
+READINGS = [
+    "norms",
+    "attention_sinks",
+    "step_lengths",
+    "line_shape_score",
+    "line_shape_score_by_depth",
+    "expodistance",
+    "equidistance",
+    "trajectory_pca",
+]
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_trajectories_without_width_are_refused(reading: str) -> None:
+    with pytest.raises(ValueError, match=r"`x` must have tokens of at least one entry, got shape \[3, 4, 0\]"):
+        getattr(tlc.trajectories, reading)(torch.zeros(3, 4, 0))
+
+
+def test_entropy_of_a_stream_without_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="`x` must have tokens of at least one entry"):
+        tlc.trajectories.logit_lens_entropy(torch.zeros(3, 0), lambda stream: stream)
+
+
+@pytest.mark.parametrize(("measure", "always"), [("line_shape_score", 1), ("expodistance", 0), ("equidistance", 0)])
+def test_one_step_says_nothing_and_is_said(measure: str, always: int) -> None:
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match=f"these trajectories have one step: .* is {always} whatever it is"):
+        values = getattr(tlc.trajectories, measure)(x)
+    torch.testing.assert_close(values, torch.full((3,), float(always)))

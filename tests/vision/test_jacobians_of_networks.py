@@ -164,6 +164,48 @@ def test_dropout_in_train_mode_is_refused() -> None:
         tlc.trace_modules(network.blocks, network.run)
 
 
+class NormalisesABatch(nn.Module):
+    """A block with BatchNorm, whose channels are the tokens."""
+
+    def __init__(self, keeps_statistics: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5, track_running_stats=keeps_statistics)
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.f(self.norm(x))
+
+
+def test_batch_norm_in_train_mode_is_refused_and_keeps_its_statistics() -> None:
+    blocks, x = [NormalisesABatch() for _ in range(2)], torch.randn(1, 5, 8)
+    net = nn.Sequential(*blocks)
+    before = blocks[0].norm.running_mean.clone()
+    with pytest.raises(ValueError, match=r"`blocks` must be the same .* 0\.norm is a BatchNorm1d .* call \.eval\(\)"):
+        tlc.trace_modules(blocks, lambda: net(x))
+    assert torch.equal(blocks[0].norm.running_mean, before)
+    net.eval()
+    J = tlc.block_jacobian(tlc.trace_modules(blocks, lambda: net(x)), 0)
+    torch.testing.assert_close(J, blocks[0].f.weight / (1 + 1e-5) ** 0.5)
+
+
+def test_batch_norm_without_statistics_is_measured_in_train_mode() -> None:
+    blocks, x = [NormalisesABatch(keeps_statistics=False) for _ in range(2)], torch.randn(1, 5, 8)
+    J = tlc.block_jacobian(tlc.trace_modules(blocks, lambda: nn.Sequential(*blocks)(x)), 0)
+    expected = torch.func.jacrev(blocks[0])(x)[0, -1, :, 0, -1] - torch.eye(8)
+    torch.testing.assert_close(J, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_torch_jit_compiled_is_refused(whole: bool) -> None:
+    block = NormalisesABatch().eval()
+    if whole:
+        block, compiled = torch.jit.script(block), "0"
+    else:
+        block.f, compiled = torch.jit.script(block.f), r"0\.f"
+    with pytest.raises(ValueError, match=rf"must be modules in Python, {compiled} is compiled by torch\.jit: give"):
+        tlc.trace_modules([block], lambda: block(torch.randn(1, 5, 8)))
+
+
 class NormalisesTheStream(nn.Module):
     """What several small ViT repositories do: `x = norm(x); x = x + f(x)`."""
 

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.blocks.contexts import BlockError, Context, KeysAndValues, ReadOnlyCache
+from tl_coupling.blocks.evaluation import map_tensors
 
 # The layouts of a residual stream of one sequence: the last with positions first, as in torch's own encoder.
 _LAYOUTS: dict[str, Callable[[torch.Size], bool]] = {
@@ -76,6 +78,9 @@ class BlockCall:
         residual = arguments.pop(next(iter(parameters)), None)
         if not isinstance(residual, Tensor) or len(args) > len(parameters):
             raise ValueError(f"wanted blocks that take the residual stream first, {type(module).__name__} does not")
+        # The first embedding, as an argument of every block, is the stream itself, to which blocks may add in place.
+        apart = partial(_copied_from, residual)
+        arguments = {name: map_tensors(value, apart) for name, value in arguments.items()}
         arguments |= dict.fromkeys(arguments.keys() & set(_CACHE_ARGUMENTS))
         if "use_cache" in arguments:
             arguments["use_cache"] = False
@@ -97,8 +102,8 @@ class BlockCall:
         return rearrange(hidden_states(output), f"{self.layout} -> n d")
 
     def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
-        """The block's output for the whole sequence."""
-        return self.rows(self.module(self._laid_out(X), **self.arguments))
+        """The block's output for the whole sequence; X stays as it is, also where the block adds to it in place."""
+        return self.rows(self.module(self._laid_out(X.clone()), **self.arguments))
 
     def _laid_out(self, X: Float[Tensor, "n_rows d_model"]) -> Tensor:
         return rearrange(X, f"n d -> {self.layout}")
@@ -106,7 +111,7 @@ class BlockCall:
     def keys_and_values(self, X: Float[Tensor, "n_rows d_model"], position: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows X: the whole sequence, or the one row at `position`."""
         try:
-            self._in_context(Context(None, self.position_dim, 0), X, position, 1)
+            self._in_context(Context(None, self.position_dim, 0), X.clone(), position, 1)
         except KeysAndValues as found:
             return found.args
         raise _no_context()
@@ -117,7 +122,7 @@ class BlockCall:
         """The block's output at `position`, from the row there and the keys and values of other rows."""
         around = self.context(position, context)
         # Not [0, 0]: the derivative of a selection is a matrix of zeros with one row filled in, for every seed.
-        output = self.at(x[None], around).reshape(-1)
+        output = self.at(x[None].clone(), around).reshape(-1)
         if len(around.seen) < 2:
             raise _no_context()
         return output
@@ -127,7 +132,10 @@ class BlockCall:
         return Context(rows, self.position_dim, position)
 
     def at(self, X: Float[Tensor, "n_rows d_model"], context: Context) -> Float[Tensor, "n_rows d_model"]:
-        """The block on rows that all stand at the context's place: one of activations, or any number of tangents."""
+        """The block on rows that all stand at the context's place: one of activations, or any number of tangents.
+
+        A block that adds to the stream in place changes X: rows that are wanted later are given as a copy.
+        """
         assert context.rows is not None
         n_keys = context.rows[0].shape[self.position_dim] + 1
         return self._in_context(context, X, context.before, n_keys).reshape(X.shape)
@@ -144,6 +152,12 @@ class BlockCall:
             arguments |= {"use_cache": True} if self.takes_use_cache else {}
         with context.entered(len(X)):
             return hidden_states(self.module(self._laid_out(X), **arguments))
+
+
+def _copied_from(stream: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it has the memory of the stream."""
+    shared = tensor.untyped_storage().data_ptr() == stream.untyped_storage().data_ptr()
+    return tensor.clone() if shared else tensor
 
 
 def _no_context() -> BlockError:

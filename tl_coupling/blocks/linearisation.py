@@ -55,7 +55,8 @@ class Linearisation:
         with ExitStack() as hooks:
             for module in dict.fromkeys(modules):
                 hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
-            y = run(x[None])[0]
+            # A copy: the block may add to it in place.
+            y = run(x[None].clone())[0]
         return cls(run, parts, context, chunk_size), y
 
     @property

@@ -38,6 +38,8 @@ def logits(
         if x.shape[-1] != d_model or x.numel() == 0:
             wanted = f"[*batch {d_model}], one row or more"
             raise ValueError(f"`x` must be a residual stream {wanted}, got {list(x.shape)}")
+        if not bool(x.isfinite().all()):
+            raise ValueError("`x` must be finite, got NaN or infinite entries: it has no logits")
         skipped = [final_norm(model, batch)] if normalised else []
         parts = x.reshape(-1, d_model).split(_MOST_CLASSIFIED if batch.is_floating_point() else batch.shape[1])
         rows = torch.cat([_tail(model, batch, part, outputs, skipped) for part in parts])

@@ -20,7 +20,7 @@ from tl_coupling.blocks.evaluation import is_out_of_memory, own_arithmetic
 from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.blocks.passages import Passage
 from tl_coupling.blocks.sweeps import Sweep, without_blocks
-from tl_coupling.border import FloatDtype, checked
+from tl_coupling.border import FloatDtype, Text, checked
 from tl_coupling.models import (
     ModelInput,
     describe_kind,
@@ -101,7 +101,8 @@ class Trace:
 
         Raises:
             ValueError: the model has no logits for every token, or they do not follow from what leaves its last block;
-                `normalised`, but the model has no final norm; no rows, or rows of another width than the model's.
+                `normalised`, but the model has no final norm; no rows, rows of another width than the model's, or
+                entries that are not finite.
 
         Cost: embedding and unembedding of the rows; one run of the model at the first call, two if `normalised`.
         """
@@ -147,13 +148,24 @@ def _one_stream(model: nn.Module) -> None:
         )
     if kind := describe_kind(model):
         raise ValueError(f"is {kind}")
-    _draws_nothing(model)
+    _computes_the_same(model)
 
 
-def _draws_nothing(model: nn.Module) -> None:
+def _computes_the_same(model: nn.Module) -> None:
+    """Raise unless a call of the model changes nothing and draws nothing, and its code can be followed."""
     for name, module in model.named_modules():
-        if module.training and (what := _drawn_at_random(module)):
-            raise ValueError(f"must draw no random numbers, {name or 'it'} is in train mode with {what}: call .eval()")
+        part = name or "it"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"must be modules in Python, {part} is compiled by torch.jit: give what it was made from")
+        if not module.training:
+            continue
+        if drawn := _drawn_at_random(module):
+            raise ValueError(f"must draw no random numbers, {part} is in train mode with {drawn}: call .eval()")
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise ValueError(
+                f"must be the same in every call, {part} is a {type(module).__name__} in train mode, which changes its "
+                "running statistics: call .eval()"
+            )
 
 
 def _drawn_at_random(module: nn.Module) -> str | None:
@@ -190,7 +202,9 @@ def trace(
             (`center_writing_weights`) raise a warning, because they change the residual stream.
         prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`), taken as they are. One prompt, unpadded. For
             a vision model an image: pixels (`[1 channels height width]`, taken as they are), a PIL image or a file,
-            which the processor saved with the model prepares. Its patches are the tokens, after the class token.
+            which the processor saved with the model prepares. Its patches are the tokens, after the class token. An
+            image of at most 2²⁶ pixels (8,192 × 8,192) is turned upright, as its EXIF orientation says. Greys of 16
+            bits are scaled to 8; of frames one is read, CMYK becomes RGB, transparency is ignored: with a remark.
         prepend_bos: whether text gets a BOS token; `None` follows the tokenizer, not TransformerLens. Tokens that the
             tokenizer appends are left off, except for bidirectional models (BERT).
         final_norm: include the model's final norm in the last block, as the paper's code does by reading HuggingFace's
@@ -198,8 +212,9 @@ def trace(
         dtype: the precision in which blocks are linearised; float32 by default, float64 for a float64 model.
 
     Raises:
-        ValueError: an empty prompt, one longer than the context, unknown token ids, a model in train mode with dropout,
-            a model without a single residual stream, weights or activations that are not finite.
+        ValueError: an empty prompt, one longer than the context, unknown token ids, a model in train mode with dropout
+            or BatchNorm, a model without a single residual stream, weights or activations that are not finite; an image
+            without pixels or with too many, or one that cannot be decoded.
 
     Cost: one forward pass, to the last block; memory for `n_layers + 1` copies of the residual stream.
 
@@ -224,7 +239,7 @@ def trace_modules(
     blocks: Sequence[nn.Module] | nn.ModuleList | nn.Sequential,
     run: Callable[[], Any],
     *,
-    name: str | None = None,
+    name: Text | None = None,
     str_tokens: Sequence[str] | None = None,
     dtype: FloatDtype | None = None,
 ) -> Trace:
@@ -240,6 +255,7 @@ def trace_modules(
     Args:
         blocks: modules that take the residual stream first, `[1 n_pos d_model]` (or `[n_pos 1 d_model]`, `[n_pos
             d_model]`), and return it with what they add, alone or first in a tuple. In the order in which they run.
+            They may add in place: what is stored is never changed.
         run: runs the model once, on one input: `lambda: model(x)`. It must call every block, each on what the one
             before gave.
         name: what results call the network; by default the blocks' class.
@@ -248,8 +264,8 @@ def trace_modules(
 
     Raises:
         ValueError: blocks that are not called in this order, or that do not get the stream that the one before gave
-            (the layer is named); more than one input; dropout in train mode; a stream that is not finite; not as many
-            `str_tokens` as tokens.
+            (the layer is named); more than one input; dropout or BatchNorm in train mode; modules that torch.jit
+            compiled; a stream that is not finite; not as many `str_tokens` as tokens.
 
     Cost: one call of `run` and one forward pass of the blocks.
 
@@ -264,7 +280,7 @@ def trace_modules(
         raise ValueError("`blocks` is empty: wanted at least one module")
     model = nn.ModuleList(blocks)
     try:
-        _draws_nothing(model)
+        _computes_the_same(model)
     except ValueError as error:
         raise ValueError(f"`blocks` {error}") from None
     with own_arithmetic(model):
@@ -305,6 +321,8 @@ def _traced(
 ) -> Trace:
     """What was recorded, as block functions in `dtype`; the last one with the norm, if there is one."""
     remarks, last = Remarks(), len(passage.calls) - 1
+    for remark in given.remarks if given else ():
+        remarks.add(remark, remark)
     make: type[Trace] = Trace
     blocks: Sequence[BlockFunction]
     streams: dict[str, Any] = {}

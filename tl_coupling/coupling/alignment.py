@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.border import Count, checked
-from tl_coupling.spectra import Spectrum
+from tl_coupling.spectra import Spectrum, check_entries
 
 Sides = Literal["uv", "uu", "vv"]
 
@@ -79,6 +79,7 @@ def subspace_overlap(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
 
 
 def _cosines(A: Tensor) -> Tensor:
+    check_entries(A, "A")
     if not (A.abs() <= 1 + 1e-3).all():
         raise ValueError("`A` must hold cosines, as `alignment_matrices` gives; got entries beyond 1, or NaN")
     return A

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.border import at_least, checked, warn_caller
-from tl_coupling.spectra import Spectrum, check_k
+from tl_coupling.spectra import Spectrum, check_entries, check_k
 
 Norm = Annotated[int | float, at_least(1)]
 Orientation = Literal["ujv", "vju"]
@@ -85,12 +85,13 @@ def miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
     .. math:: m(A) = \|A - \operatorname{Diag}(A)\|_F
 
     0 for a diagonal A, in units of J's gain. `A[..., :k, :k]` is measured for a smaller k. Raises ValueError where A
-    has NaN or infinite entries. Source: Aubry et al. 2025, eq. 13.
+    has no entries, NaN or infinite ones. Source: Aubry et al. 2025, eq. 13.
 
     Example:
         >>> tlc.miscoupling(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
         tensor(1.4142)
     """
+    check_entries(A, "A")
     return finite(off_diagonal(A).norm(dim=(-2, -1)), "A")
 
 
@@ -103,13 +104,15 @@ def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*ba
     Dimensionless, in [0, 1]. Coupling is `1 − m̃`. 0 for a diagonal A, and so for any 1×1 matrix: k = 1 says nothing.
     Random subspaces give about `√(1 − 1/k)`, see `random_subspace_null`.
 
-    Raises ValueError where A has NaN or infinite entries. Undefined for `A = 0`: NaN, with a warning. Source: Aubry et
-    al. 2025, eq. 14.
+    Raises ValueError where A has no entries, NaN or infinite ones. Undefined for `A = 0`: NaN, with a warning.
+
+    Source: Aubry et al. 2025, eq. 14.
 
     Example:
         >>> tlc.normalized_miscoupling(torch.tensor([[[2.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]))
         tensor([0., 1.])
     """
+    check_entries(A, "A")
     return off_diagonal(A).norm(dim=(-2, -1)) / nan_where_zero(finite(A.norm(dim=(-2, -1)), "A"), "‖A‖_F")
 
 

@@ -9,21 +9,27 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor, nn
 
+from tl_coupling.border import check_text
 from tl_coupling.models.loaded import LOADED_AS, config_of, context_length, is_bridge, reads_pixels
+from tl_coupling.models.pictures import picture_in
 
 _GIVE_IDS = "give the prompt as token ids"
 
 
 @dataclass(frozen=True, eq=False)
 class ModelInput:
-    """One input of a model: `batch` is token ids `[1 n_pos]` or pixels `[1 channels height width]`."""
+    """One input of a model: `batch` is token ids `[1 n_pos]` or pixels `[1 channels height width]`.
+
+    `remarks` say what a user would not expect of how it was made.
+    """
 
     model: nn.Module
     batch: Tensor
     provenance: dict[str, Any]
+    remarks: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> Int[Tensor, " n_pos"] | None:
@@ -51,11 +57,11 @@ def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput
     than the context.
     """
     if reads_pixels(model):
-        pixels, preprocessing = _pixels(model, prompt)
+        pixels, preparation, remarks = _pixels(model, prompt)
         digest = hashlib.sha256(pixels.float().contiguous().numpy().tobytes()).hexdigest()
         name = {"name": os.path.basename(prompt)} if isinstance(prompt, str | os.PathLike) else {}
-        facts = name | {"pixels_sha256": digest, "pixels_shape": list(pixels.shape[1:]), "preprocessing": preprocessing}
-        return ModelInput(model, pixels, {"image": facts, "patch_grid": _patch_grid(model, pixels)})
+        facts = name | {"pixels_sha256": digest, "pixels_shape": list(pixels.shape[1:])} | preparation
+        return ModelInput(model, pixels, {"image": facts, "patch_grid": _patch_grid(model, pixels)}, remarks)
     if isinstance(prompt, Image.Image | os.PathLike) or (isinstance(prompt, Tensor) and prompt.is_floating_point()):
         raise TypeError(f"this model reads text: wanted text or token ids, whole numbers; got {_kind(prompt)}")
     tokens, tokenization = tokenize(model, prompt, prepend_bos)
@@ -64,8 +70,8 @@ def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput
     return ModelInput(model, tokens[None], tokenization | said)
 
 
-def _pixels(model: Any, image: Any) -> tuple[Float[Tensor, "1 channels height width"], dict[str, Any] | str]:
-    """An image as the model reads it, and how it became so: by the processor that was saved with the model."""
+def _pixels(model: Any, image: Any) -> tuple[Float[Tensor, "1 channels height width"], dict[str, Any], tuple[str, ...]]:
+    """An image as the model reads it, by the processor that was saved with the model; how it became so, and remarks."""
     if isinstance(image, Tensor) and image.is_floating_point():
         pixels = image.detach().cpu()
         pixels = pixels[None] if pixels.ndim == 3 else pixels
@@ -73,25 +79,22 @@ def _pixels(model: Any, image: Any) -> tuple[Float[Tensor, "1 channels height wi
             raise ValueError(f"`prompt` must be one image, [1 channels height width], got shape {list(image.shape)}")
         if not bool(pixels.isfinite().all()):
             raise ValueError("`prompt` must be an image of finite numbers, got NaN or infinite ones among its pixels")
-        return pixels, "none: pixels were given"
+        return pixels, {"preprocessing": "none: pixels were given"}, ()
     if not isinstance(image, str | os.PathLike | Image.Image):
         raise TypeError(
             "this model reads images: wanted pixels [1 channels height width] in floating point, a PIL image or an "
             f"image file; got {_kind(image)}"
         )
-    if not isinstance(image, Image.Image):
-        try:
-            with Image.open(image) as file:
-                image = file.copy()
-        except (OSError, UnidentifiedImageError) as error:
-            raise ValueError(f"this model reads images, and {os.fspath(image)!r} is no image file ({error})") from None
     config = config_of(model)
+    mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
+    picture = picture_in(mode, image)
     loaded = LOADED_AS.get(model, {})
     checkpoint, trusted = loaded.get("checkpoint"), loaded.get("trust_remote_code", False)
     processor = _image_processor(config._name_or_path, checkpoint, trusted)
-    mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
-    pixels = processor(image.convert(mode), return_tensors="pt")["pixel_values"]
-    return pixels, {"mode": mode} | {name: value for name, value in processor.to_dict().items() if value is not None}
+    pixels = processor(picture.image, return_tensors="pt")["pixel_values"]
+    settings = {name: value for name, value in processor.to_dict().items() if value is not None}
+    preparation = {"preprocessing": {"mode": mode} | settings, "exif_orientation": picture.exif_orientation}
+    return pixels, preparation, picture.remarks
 
 
 def _kind(given: Any) -> str:
@@ -143,7 +146,8 @@ def tokenize(
     text. Models that read both ways (BERT) keep it: their other tokens see the `[SEP]`, and were trained to.
 
     Raises:
-        ValueError: an empty prompt, ids of more than one prompt, text without a tokenizer, no BOS token.
+        ValueError: an empty prompt, ids of more than one prompt, text without a tokenizer or with lone surrogates, no
+            BOS token.
 
     Example:
         >>> tokens, provenance = tlc.models.tokenize(model, "w3 w14 w15", prepend_bos=True)
@@ -161,6 +165,7 @@ def tokenize(
         raise ValueError(f"this model has no tokenizer: {_GIVE_IDS}")
     if not prompt:
         raise ValueError("the prompt is empty: wanted at least one token")
+    check_text(prompt, "prompt")
     own = tokenizer
     if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
         # TransformerLens may have replaced it by one that always prepends.

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tl_coupling.border import FloatDtype, checked, warn_caller
+from tl_coupling.border import FloatDtype, Text, checked, warn_caller
 from tl_coupling.models import quantized, streaming
 from tl_coupling.models.loaded import LOADED_AS, ModelError, describe_kind, kind_of_config, version
 
@@ -67,7 +67,7 @@ def load_model(
     memory: Memory = "resident",
     quantization: quantized.Quantization | None = None,
     trust_remote_code: bool = False,
-    label: str | None = None,
+    label: Text | None = None,
 ) -> nn.Module:
     """A TransformerLens model with raw weights, in eval mode.
 

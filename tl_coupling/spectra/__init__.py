@@ -6,6 +6,7 @@ from tl_coupling.spectra.readings import (
     InverseSingularValueFit,
     asymmetry,
     check_cut,
+    check_entries,
     check_k,
     effective_rank,
     inverse_singular_value_fit,

@@ -119,7 +119,7 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
 
     `k` triplets, the largest first; all by default. Columns of U and rows of Vh are orthonormal, signs are arbitrary
     (in pairs). Raises TypeError unless J is real floating point of 32 or 64 bits; ValueError for k out of range, fewer
-    than two axes, or entries that are not finite.
+    than two axes, no rows or columns, or entries that are not finite.
 
     For all triplets, or a k that is not much smaller than J, a full SVD (LAPACK's gesdd). Else the top of the spectrum,
     from products with a block of vectors, until both residuals, `‖J v − σ u‖` and `‖Jᵀu − σ v‖`, of all k triplets are

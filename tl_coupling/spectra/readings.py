@@ -209,10 +209,17 @@ def _or_nan(size: Tensor, measure: str, name: str) -> Tensor:
 
 
 def check_matrices(J: Tensor) -> None:
-    """Raise unless J is finite and of 32 or 64 bits."""
+    """Raise unless J is finite, of 32 or 64 bits, and its matrices have entries."""
     _check_dtype(J, "J")
+    check_entries(J, "J")
     if not J.isfinite().all():
         raise ValueError("`J` has NaN or infinite entries")
+
+
+def check_entries(matrices: Tensor, name: str) -> None:
+    """Raise where matrices have no rows or no columns. A batch may be empty."""
+    if 0 in matrices.shape[-2:]:
+        raise ValueError(f"`{name}` must have at least one row and one column, got shape {list(matrices.shape)}")
 
 
 def _check_singular_values(S: Tensor) -> None:

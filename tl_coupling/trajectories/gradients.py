@@ -26,7 +26,7 @@ def coupled_gradient(
     Of `ℒ = ½ ‖x^L − y‖²` with `e = y − x^L`, where every block is `J_j = U S_j Uᵀ` with one U. Entry `l` belongs to
     depth l: the last is e, the first is the paper's `Σ_j u_j (1 + s_j)^L u_jᵀ (y − x^L)`, which it prints as `∂ℒ/∂x^0`:
     it is the negative gradient, the direction of descent. Ours lets S differ between layers, and U have k < d_model
-    columns; the rest of e then passes unchanged. Same units as e.
+    columns; the rest of e then passes unchanged. Same units as e. Raises ValueError for entries that are not finite.
 
     Example:
         >>> S = torch.tensor([[1.0, 0.5], [1.0, 0.5]])
@@ -37,6 +37,8 @@ def coupled_gradient(
 
     Source: Aubry et al. 2025, section 6.2.
     """
+    for name, given in (("U", U), ("S", S), ("error", error)):
+        _check_finite(given, name)
     gains = torch.cat([(1 + S).flip(0).cumprod(0).flip(0), torch.ones_like(S[:1])]) - 1
     return error + (gains * (error @ U)) @ U.mT
 
@@ -94,7 +96,8 @@ def gradient_prediction(
         k: how many singular vectors U has, all by default.
         progress: wraps the loop over layers; `None`: a bar in a terminal or notebook, `False`: none.
 
-    Raises ValueError for a layer, position or k out of range, and an error of another width. Cost: a Jacobian and its
+    Raises ValueError for a layer, position or k out of range, an error of another width or with entries that are not
+    finite. Cost: a Jacobian and its
     singular values per layer.
 
     Example:
@@ -109,6 +112,7 @@ def gradient_prediction(
     if len(error) != trace.d_model:
         raise ValueError(f"`error` must have shape [{trace.d_model}], the width of the stream, got [{len(error)}]")
     exact = [error.to(trace.residual).double()]
+    _check_finite(exact[0], "error")
     S, U = exact[0].new_empty(trace.n_layers, k), exact[0].new_empty(trace.d_model, k)
     for layer in with_progress(range(trace.n_layers - 1, -1, -1), progress, "gradient"):
         J = block_jacobian(trace, layer, position=t).double()
@@ -118,3 +122,8 @@ def gradient_prediction(
         exact.append(exact[-1] + J.mT @ exact[-1])
     coupled = coupled_gradient(U, S, exact[0])
     return GradientPrediction(torch.stack(exact[::-1]), coupled, reference, t, trace.provenance | {"position": t})
+
+
+def _check_finite(values: Tensor, name: str) -> None:
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"`{name}` must be finite in {values.dtype}, got NaN or infinite entries")

@@ -6,7 +6,8 @@ are a batch whose tokens are measured one by one. *Step* `l`, from `x[l]` to `x[
 
 Everything is computed in float64, since norms and their logarithms are subtracted from each other, and returned in x's
 dtype, or float32 if that is narrower. numpy arrays are taken as well. Every function raises TypeError or ValueError
-unless x is floating-point and finite and has at least two depths (`norms`, entropy and components: one).
+unless x is floating-point and finite, has a width of at least one, and at least two depths (`norms`, entropy and
+components: one). What compares steps says nothing of a single one, and warns.
 """
 
 import math
@@ -97,6 +98,7 @@ def line_shape_score(
     units = _unit_steps(x)
     n = len(units)
     if window is None:
+        _warn_of_one_step(x, "the line-shape score", 1)
         return _score(n, units.sum(0), x)
     if window > n:
         raise ValueError(f"`window` must be at most {n} for these trajectories of {n} steps, got {window}")
@@ -141,6 +143,7 @@ def expodistance(x: Trajectories) -> Float[Tensor, "*batch"]:
         tensor(0.1111)
     """
     lengths = _finite(x).norm(dim=-1)
+    _warn_of_one_step(x, "expodistance", 0)
     alpha = lengths.masked_fill(lengths == 0, math.nan).log().diff(dim=0)
     growth = alpha.mean(0)
     # ‖x^L‖ and ‖x^0‖ each carry up to half an ε from the rounding of x alone: a growth of a few ε may be none.
@@ -164,6 +167,7 @@ def equidistance(x: Trajectories) -> Float[Tensor, "*batch"]:
         tensor(0.5000)
     """
     lengths = _finite(x).diff(dim=0).norm(dim=-1)
+    _warn_of_one_step(x, "equidistance", 0)
     mean = lengths.mean(0)
     _warn_undefined("equidistance", {"that never move": mean == 0})
     return _narrowed((lengths - mean).square().mean(0).sqrt() / mean.masked_fill(mean == 0, math.nan), x)
@@ -274,6 +278,8 @@ def _finite(x: Tensor, at_least: int = 2) -> Tensor:
     if len(x) < at_least:
         got = f"with at least {at_least} depths, got shape {list(x.shape)}"
         raise ValueError(f"`x` must be [n_layers+1 *batch d_model] {got}: give the whole residual stream, depth first")
+    if x.shape[-1] == 0:
+        raise ValueError(f"`x` must have tokens of at least one entry, got shape {list(x.shape)}")
     broken = ~x.isfinite().flatten(1).all(1)
     if broken.any():
         at = f"at depth {_listed(broken)}"
@@ -309,6 +315,11 @@ def _warn_undefined(measure: str, causes: dict[str, Tensor]) -> None:
     if counts:
         n_tokens = next(iter(causes.values())).numel()
         warn_caller(f"{measure} is undefined (NaN) for some of {n_tokens} tokens: {counts}")
+
+
+def _warn_of_one_step(x: Tensor, measure: str, always: int) -> None:
+    if len(x) == 2:
+        warn_caller(f"these trajectories have one step: {measure} is {always} whatever it is, and says nothing")
 
 
 def _listed(true: Tensor, most: int = 5) -> str:

@@ -1,0 +1,206 @@
+"""Blocks that change the residual stream in place are those that do not, and change nothing that is stored."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.jacobians import jacobian_and_path
+
+pytestmark = pytest.mark.on_4_only
+
+D_MODEL, N_POS, N_LAYERS = 8, 5, 2
+Change = Callable[["Block", Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """A causal block: what it adds to a token depends on the tokens before; `change` says how it is added."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.change = change
+        self.line = nn.Linear(D_MODEL, D_MODEL)
+        self.relu, self.relu_in_place = nn.ReLU(), nn.ReLU(inplace=True)
+
+    def added(self, x: Tensor) -> Tensor:
+        weights = torch.tril(torch.ones(N_POS, N_POS, dtype=x.dtype)) / N_POS
+        return torch.tanh(self.line(weights @ x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self, x)
+
+
+def add(block: Block, x: Tensor) -> Tensor:
+    return x + block.added(x)
+
+
+def add_in_place(block: Block, x: Tensor) -> Tensor:
+    x += block.added(x)
+    return x
+
+
+def add_to_a_view(block: Block, x: Tensor) -> Tensor:
+    x.view(N_POS, D_MODEL).add_(block.added(x)[0])
+    return x
+
+
+def add_to_half(block: Block, x: Tensor) -> Tensor:
+    half = torch.cat([block.added(x)[..., :4], torch.zeros_like(x[..., 4:])], -1)
+    return x + half
+
+
+def add_to_half_in_place(block: Block, x: Tensor) -> Tensor:
+    x[..., :4] += block.added(x)[..., :4]
+    return x
+
+
+def rectify(block: Block, x: Tensor) -> Tensor:
+    x = block.relu(x)
+    return x + block.added(x)
+
+
+def rectify_in_place(block: Block, x: Tensor) -> Tensor:
+    x = block.relu_in_place(x)
+    return x + block.added(x)
+
+
+def network(change: Change, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block(change) for _ in range(N_LAYERS))).to(dtype).eval()
+
+
+def traced(change: Change, dtype: torch.dtype = torch.float32) -> tlc.Trace:
+    net = network(change, dtype)
+    x = torch.randn(1, N_POS, D_MODEL, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return tlc.trace_modules(net, lambda: net(x))
+
+
+PAIRS = {
+    "add": (add_in_place, add),
+    "a view": (add_to_a_view, add),
+    "half": (add_to_half_in_place, add_to_half),
+    "ReLU": (rectify_in_place, rectify),
+}
+
+
+@pytest.fixture(params=PAIRS)
+def traces(request: pytest.FixtureRequest) -> tuple[tlc.Trace, tlc.Trace]:
+    in_place, expected = PAIRS[request.param]
+    return traced(in_place), traced(expected)
+
+
+def test_the_stream_and_what_each_block_adds(traces: tuple[tlc.Trace, tlc.Trace]) -> None:
+    trace, expected = traces
+    assert torch.equal(trace.residual, expected.residual)
+    for f, g in zip(trace.blocks, expected.blocks, strict=True):
+        assert torch.equal(f(f.X), g(g.X))
+        assert float(f(f.X).norm()) > 0.1
+        torch.testing.assert_close(f(2 * f.X), g(2 * g.X))
+
+
+def test_nothing_that_is_stored_changes(traces: tuple[tlc.Trace, tlc.Trace]) -> None:
+    trace, _ = traces
+    kept = [trace.residual.clone(), *(f.X.clone() for f in trace.blocks)]
+    X = trace.residual[0].clone()
+    for layer, f in enumerate(trace.blocks):
+        f(trace.residual[layer])
+        f(f.X)
+        f(X)
+        f.call(f.X)
+        tlc.block_jacobian(trace, layer)
+        tlc.block_jvp(trace, layer, torch.ones(D_MODEL))
+    now = [trace.residual, *(f.X for f in trace.blocks)]
+    assert all(map(torch.equal, kept, now))
+    assert torch.equal(X, trace.residual[0])
+
+
+def test_causality(traces: tuple[tlc.Trace, tlc.Trace]) -> None:
+    trace, expected = traces
+    assert trace.is_causal
+    assert expected.is_causal
+
+
+@pytest.mark.parametrize(("t1", "t2"), [(-1, -1), (1, 3), (3, 1)])
+def test_jacobians_and_products(traces: tuple[tlc.Trace, tlc.Trace], t1: int, t2: int) -> None:
+    trace, expected = traces
+    v = torch.randn(D_MODEL, generator=torch.Generator().manual_seed(2))
+    for layer in range(N_LAYERS):
+        positions = {"input_position": t1, "output_position": t2}
+        J = tlc.block_jacobian(expected, layer, **positions)
+        torch.testing.assert_close(tlc.block_jacobian(trace, layer, **positions), J)
+        torch.testing.assert_close(tlc.block_jvp(trace, layer, v, **positions), J @ v)
+        torch.testing.assert_close(tlc.block_vjp(trace, layer, v, **positions), J.mT @ v)
+
+
+def test_weights_in_half_precision_which_are_called_again_as_they_are() -> None:
+    trace, expected = (traced(change, torch.bfloat16) for change in (add_in_place, add))
+    torch.testing.assert_close(tlc.block_jacobian(trace, 1), tlc.block_jacobian(expected, 1))
+
+
+class FromTheFirst(nn.Module):
+    """Takes the embedding beside the stream, and adds to the stream in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(D_MODEL, D_MODEL)
+
+    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
+        added = torch.tanh(self.line(embedded))
+        x += added
+        return x
+
+
+def test_an_argument_that_is_the_stream_itself_is_kept_as_it_was() -> None:
+    blocks = [FromTheFirst().eval() for _ in range(N_LAYERS)]
+    x = torch.randn(1, N_POS, D_MODEL)
+
+    def run() -> Tensor:
+        stream = x.clone()
+        embedded = stream
+        for block in blocks:
+            stream = block(stream, embedded)
+        return stream
+
+    trace = tlc.trace_modules(blocks, run)
+    for layer, f in enumerate(trace.blocks):
+        torch.testing.assert_close(f(f.X), trace.residual[layer + 1] - trace.residual[layer])
+
+
+def in_place(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's forward that leaves its output in the stream that it was given."""
+
+    @functools.wraps(forward)
+    def changes_its_input(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = forward(hidden_states.clone(), *args, **kwargs)
+        stream, *more = output if isinstance(output, tuple) else (output,)
+        hidden_states.copy_(stream)
+        return (hidden_states, *more) if isinstance(output, tuple) else hidden_states
+
+    return changes_its_input
+
+
+def test_blocks_of_a_bridge(tokenizer_folder: Path) -> None:
+    hf_model = tiny.huggingface_model("gpt2")
+    expected = tlc.trace(tiny.bridge(tiny.huggingface_model("gpt2"), tokenizer_folder), tiny.TOKENS)
+    for layer in tiny.layers_of(hf_model):
+        layer.forward = in_place(layer.forward)
+    trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
+    kept = trace.residual.clone()
+    torch.testing.assert_close(kept, expected.residual)
+    for layer in range(tiny.N_LAYERS):
+        f = trace.blocks[layer]
+        step = expected.residual[layer + 1] - expected.residual[layer]
+        torch.testing.assert_close(f(trace.residual[layer]), step, rtol=1e-4, atol=1e-5)
+        for t1, t2 in [(-1, -1), (2, 5)]:
+            J, _ = jacobian_and_path(f, trace.position_index(t1), trace.position_index(t2))
+            wanted = tlc.block_jacobian(expected, layer, input_position=t1, output_position=t2)
+            torch.testing.assert_close(J, wanted, rtol=1e-4, atol=1e-5)
+    assert torch.equal(trace.residual, kept)
+    assert trace.is_causal
