@@ -335,7 +335,9 @@ def _scores(scores: str, column: str, data: "xarray.Dataset") -> "pandas.DataFra
         return scores
     if scores != "table1":
         return tlc.generalization.read_scores(scores, score=column)
-    table = tlc.generalization.paper_table1()
+    # Depth and width are the survey's own.
+    own = ["n_layers", "d_model"]
+    table = tlc.generalization.paper_table1().drop(columns=[name for name in own if name in data])
     # Most of its models are in no survey, which is not worth a warning.
     return table[table["model"].isin(data["model"].values)] if "model" in data.dims else table
 
