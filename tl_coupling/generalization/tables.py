@@ -12,6 +12,7 @@ import pandas
 import xarray
 
 from tl_coupling.border import AnyPath, checked, warn_caller
+from tl_coupling.files import of_cell
 from tl_coupling.generalization.fits import family_codes
 from tl_coupling.statistics import check_size
 from tl_coupling.surveys.checkpoints import step_order
@@ -72,7 +73,9 @@ def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
         raise ValueError(f"{os.fspath(path)}: not a CSV file with a header line: {error}") from None
     if heads.duplicated().any():
         raise ValueError(f"{os.fspath(path)}: more than one column {heads[heads.duplicated()].iloc[0]!r}")
-    read.columns = read.columns.str.strip()
+    # Tables that the package wrote mark what spreadsheets would take for a formula.
+    read = read.map(of_cell)
+    read.columns = read.columns.str.strip().map(of_cell)
     for name in read.columns.difference(["model", "checkpoint"]):
         with contextlib.suppress(ValueError):
             read[name] = pandas.to_numeric(read[name].str.strip().replace("", np.nan))
