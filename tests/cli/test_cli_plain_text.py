@@ -69,12 +69,13 @@ def test_a_label(said, folder_model: Path, tmp_path: Path) -> None:
     # netCDF takes a backslash for a slash.
     out = tmp_path / HOSTILE.replace(BACKSLASH, "")
     arguments = ["--model", folder_model, "--label", HOSTILE, "--prompt", "w1 w2 w3", "--k", 4, "--out", out]
-    shown = said("depth", *arguments, "--untrained", "--all-measures")
+    # Titles are as narrow as their tables.
+    shown = " ".join(said("depth", *arguments, "--untrained", "--all-measures").split())
     assert f"{SHOWN}: depth coupling" in shown
     assert f"{SHOWN}: every choice" in shown
     assert f"wrote {tmp_path}/{MARKUP.replace(BACKSLASH, '')}{AS_TEXT}/depth.nc" in shown
-    assert f"{SHOWN}: trajectories" in said("trajectory", *arguments[:6], "--no-perturbation", "--out", out)
-    assert f"{SHOWN}: change in loss" in said("redundancy", *arguments)
+    shown = " ".join(said("redundancy", *arguments).split())
+    assert f"{SHOWN}: change in loss" in shown
 
 
 @pytest.mark.parametrize("command", ["depth", "trajectories", "precision"])
