@@ -13,7 +13,7 @@ class PlainConsole(Console):
     def __init__(self, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
-    def render_str(self, text: str, **options: object) -> Text:  # type: ignore[override]
+    def render_str(self, text: str, **options: object) -> Text:
         """All strings come here: those that are printed; titles, cells and captions of tables."""
         return super().render_str(plain(text), **options)  # type: ignore[arg-type]
 
