@@ -110,6 +110,37 @@ def test_what_readme_shows_is_run_on_a_page() -> None:
     assert all(command in COMMANDS for command in shown)
 
 
+def test_readme_begins_with_the_two_commands_of_a_clone(tmp_path: Path) -> None:
+    """In a folder with nothing made, each sets up what it needs, before it uses it."""
+    text = TEXTS[pages.README]
+    first = next(block for block in OF_README if block.language == "sh")
+    assert [line.partition("#")[0].split() for line in first.text.splitlines()] == [["make", "demo"], ["make", "test"]]
+    assert first.text in text.partition("\n## Install\n")[2].partition("\n## ")[0]
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text((pages.ROOT / name).read_text())
+    uses = {
+        "demo": {".venv": ".venv/bin/tl-coupling depth --model smollm2-135m "},
+        "test": {name: f"{name}/bin/python -m pytest " for name in (".venv", ".venv-tl3")},
+    }
+    for target, of_environments in uses.items():
+        command = ["make", "--dry-run", "--always-make", target]
+        # Not what the make that runs the tests was given.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        for name, use in of_environments.items():
+            steps = [f"-m venv {name}\n", f"{name}/bin/pip install ", f"touch {name}/ready", use]
+            places = [done.stdout.index(step) for step in steps]
+            assert places == sorted(places), (target, done.stdout)
+
+
+def test_readme_shows_the_means_of_docs_start() -> None:
+    """That code is run, and what it prints compared; the tests of the command compare all that the demo prints."""
+    first = next(block for block in OF_README if block.language == "sh")
+    rows = re.findall(r"(\d+) │ +(0\.\d+) │ +0\.\d+ │ (0\.\d+) │", first.prints or "")
+    means = next(block.prints for block in PYTHON if block.page == "docs/start.md" and block.prints)
+    assert rows == re.findall(r"k = (\d+): mean coupling (\S+), random subspaces (\S+)", means)
+
+
 def test_nothing_is_run_twice() -> None:
     assert len({block.text for block in PYTHON}) == len(PYTHON)
     assert len({tuple(command) for command in COMMANDS}) == len(COMMANDS)

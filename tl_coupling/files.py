@@ -1,22 +1,32 @@
-"""Files are written completely or not at all."""
+"""Files are written completely or not at all, and text that others wrote is only text, here and in a terminal."""
 
+import csv
 import hashlib
+import math
 import os
 import platform
 import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from tl_coupling.interrupts import interrupts_held
 
+if TYPE_CHECKING:
+    import pandas
+
 # How long an interrupt waits for a file.
 WRITING_SECONDS = 2.0
+# What spreadsheets take for a formula at the start of a cell (OWASP, CSV injection), behind any number of marks.
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
+# Spreadsheets show no mark in front of a text.
+_MARK = "'"
 
 
 def file_name(text: str) -> str:
@@ -109,3 +119,59 @@ def output_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         for p in made:
             with suppress(OSError):
                 p.rmdir()
+
+
+def plain(text: object) -> str:
+    r"""The text, lines kept, with escapes for what a terminal would act on or could not show.
+
+    These are control characters, which move the cursor or clear the screen, marks that turn the text after them around,
+    and halves of characters.
+
+    Example:
+        >>> from tl_coupling.files import plain
+        >>> print(plain("\x1b[2Jgpt2"))
+        \x1b[2Jgpt2
+    """
+    return "".join(
+        character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
+        for character in str(text)
+    )
+
+
+def as_cell(value: Any) -> Any:
+    """A value for a CSV file; text that a spreadsheet would take for a formula gets a mark, numbers stay.
+
+    Example:
+        >>> from tl_coupling.files import as_cell, of_cell
+        >>> as_cell("=1+1"), as_cell("-0.3"), of_cell(as_cell("=1+1"))
+        ("'=1+1", '-0.3', '=1+1')
+    """
+    is_formula = isinstance(value, str) and _FORMULA.match(value) and not _is_number(value)
+    return f"{_MARK}{value}" if is_formula else value
+
+
+def of_cell(value: Any) -> Any:
+    """What `as_cell` was given."""
+    is_marked = isinstance(value, str) and value.startswith(_MARK) and _FORMULA.match(value)
+    return value.removeprefix(_MARK) if is_marked else value
+
+
+def _is_number(text: str) -> bool:
+    with suppress(ValueError):
+        return math.isfinite(float(text))
+    return False
+
+
+def write_rows(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Write a CSV file in UTF-8; no cell of it is a formula."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        # Lines end as RFC 4180 says; then carriage returns in cells are quoted too.
+        writer = csv.writer(file, lineterminator="\r\n")
+        writer.writerow(map(as_cell, header))
+        writer.writerows(map(as_cell, row) for row in rows)
+
+
+def write_table(table: "pandas.DataFrame", path: Path) -> None:
+    """Write a table as a CSV file without its index; no cell of it is a formula."""
+    texts = table.rename(columns=as_cell).map(as_cell)
+    texts.to_csv(path, index=False, lineterminator="\r\n")

@@ -17,6 +17,8 @@ _UPPER = (1 + LEVEL) / 2
 _MOST_ENUMERATED = 9
 # Equal up to rounding.
 _SAME = 1e-9
+# Fourth powers of what is fitted must neither overflow nor vanish: influence takes determinants of squares.
+_LARGEST = 1e50
 
 
 def crossed_mean(x: Float[np.ndarray, "rows cols ..."]) -> tuple[Float[np.ndarray, "..."], Float[np.ndarray, "..."]]:
@@ -207,6 +209,15 @@ def resamples(n: int, n_resamples: int, rng: np.random.Generator) -> Iterator[In
     """Indices of bootstrap samples, n of n with replacement, some hundred samples at a time to bound the memory."""
     for start in range(0, n_resamples, 500):
         yield rng.integers(n, size=(min(500, n_resamples - start), n))
+
+
+def check_size(values: Float[np.ndarray, "..."], name: str) -> None:
+    """Raise ValueError where the squares of values, NaN aside, would overflow, or all of them vanish."""
+    largest = np.abs(values[np.isfinite(values)]).max(initial=0.0)
+    if largest > _LARGEST:
+        raise ValueError(f"{name} has a value of {largest:.3g} in size, and fits overflow; give it in another unit")
+    if 0 < largest < 1 / _LARGEST:
+        raise ValueError(f"{name} has no value above {largest:.3g} in size, and fits vanish; give it in another unit")
 
 
 def is_constant(values: Float[np.ndarray, "... n"]) -> Bool[np.ndarray, "..."] | np.bool_:

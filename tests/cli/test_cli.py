@@ -136,11 +136,21 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_model_is_loaded(call
 
 
 def test_the_embedded_model_beats_null_and_twin(call, smollm2: nn.Module, tmp_path: Path) -> None:
-    call("depth", "--untrained", "--k", "10", "--out", tmp_path)
+    said = call("depth", "--untrained", "--out", tmp_path).out
     summary = json.loads((tmp_path / "summary.json").read_text())
     trained, untrained = (summary["mean"][run]["prompt"]["10"] for run in ("trained", "untrained"))
     assert trained > 3 * summary["null"]["10"]
     assert trained > 3 * untrained
+    # It is what `make demo` runs: README shows what that prints, and names what it writes.
+    readme = (Path(__file__).parents[2] / "README.md").read_text().partition("make demo")[2].partition("pip install")[0]
+    shown = re.search(r"```text\n(.+?)```", readme, re.DOTALL)
+    assert shown
+    wanted, got = (re.findall(r"│ +(\d+) │ +(\S+) │ +(\S+) │ +(\S+) │", text) for text in (shown[1], said))
+    assert len(wanted) == 3
+    for numbers, others in zip(wanted, got, strict=True):
+        assert [*map(float, numbers)] == pytest.approx([*map(float, others)], abs=0.0015)
+    short = readme.replace("`-k30`", "`coupling-k30.png`").replace("`-k50`", "`coupling-k50.png`")
+    assert set(re.findall(r"`([\w-]+\.\w+)`", short)) == {path.name for path in tmp_path.iterdir()}
 
 
 def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> None:

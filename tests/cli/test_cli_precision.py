@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import MistralConfig, MistralForCausalLM
 
 import tiny
 import tl_coupling as tlc
@@ -132,6 +134,20 @@ def test_a_gguf_file_against_the_same_weights(tmp_path: Path) -> None:
     assert max(abs(row.change) for row in movements(data)) < 1e-6
 
 
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
+def test_a_gguf_file_of_a_mistral_is_called_a_llama(tmp_path: Path) -> None:
+    plain = save_gguf(tmp_path / "tiny.gguf")
+    config = {name: x for name, x in plain.config.to_dict().items() if name not in ("model_type", "architectures")}
+    mistral = MistralForCausalLM(MistralConfig(**config | {"sliding_window": None}))
+    mistral.load_state_dict({name: x for name, x in plain.state_dict().items() if name != "lm_head.bias"})
+    mistral.save_pretrained(tmp_path / "same")
+    tlc.load_model(str(tmp_path / "tiny.gguf")).tokenizer.save_pretrained(tmp_path / "same")
+    given = ["float32", f"file={tmp_path / 'tiny.gguf'}"]
+    data = precision_sweep(tmp_path / "same", given, "w3w4", settings=Settings(k=(4,)), progress=False)
+    assert data["precision"].values.tolist() == ["float32", "file"]
+    assert max(abs(row.change) for row in movements(data)) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -165,6 +181,41 @@ def test_another_model_is_not_compared(call, folder_model: Path, tmp_path: Path)
     options = ["--precision", "float32", "--precision", f"deeper={tmp_path / 'deeper'}", "--prompt", "w3 w4", "--k", 4]
     done = call("precision", "--model", folder_model, *options, "--out", tmp_path / "out", status=1)
     assert "deeper is not the model it is compared with: they have 3 blocks of width 32 and 2 blocks of" in done.err
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("mistral", {}, "they are MistralForCausalLM and LlamaForCausalLM"),
+        ("llama", {"num_attention_heads": 2, "head_dim": 16}, "attention heads 2 and 4"),
+        ("llama", {"num_key_value_heads": 4}, "key-value heads 4 and 2"),
+        ("llama", {"intermediate_size": 48}, "width of the MLP 48 and 64"),
+        ("llama", {"vocab_size": 120}, "vocabulary 120 and 100"),
+    ],
+)
+def test_another_architecture_of_the_same_width_is_not_compared(
+    call, tmp_path: Path, architecture: str, changes: dict[str, int], message: str
+) -> None:
+    """Its blocks would be compared, and all of the change put down to rounding."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    for name, of, given in (("a", "llama", {}), ("b", architecture, changes)):
+        tiny.huggingface_model(of, **(sizes | given)).save_pretrained(tmp_path / name)
+        tiny.save_tokenizer(tmp_path / name)
+    options = ["--model", tmp_path / "a", "--precision", "float32", "--precision", f"b={tmp_path / 'b'}", "--k", 4]
+    done = call("precision", *options, "--prompt", "w3 w4", "--out", tmp_path / "out", status=1)
+    said = [line for line in done.err.splitlines() if "b is not the model it is compared with" in line]
+    assert len(said) == 1
+    assert said[0].endswith(f"b: ValueError: b is not the model it is compared with: {message}")
+    assert not list((tmp_path / "out" / "precisions").glob("b*.nc"))
+
+
+def test_another_tokenizer_is_not_compared(call, folder_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder_model, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"w3":', '"w3?":').replace('"w4":', '"w3":').replace('"w3?":', '"w4":'))
+    options = ["--precision", "float32", "--precision", f"other={tmp_path / 'other'}", "--prompt", "w3 w5", "--k", 4]
+    done = call("precision", "--model", folder_model, *options, "--out", tmp_path / "out", status=1)
+    assert "other is not the model it is compared with: it splits the prompts into other tokens" in done.err
 
 
 @needs_bitsandbytes

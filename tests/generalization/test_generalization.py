@@ -94,6 +94,8 @@ def test_rows_that_lack_a_value_are_left_out_and_expressions_are_columns():
         ({"x": [1, 2, 3], "y": [1, 2, 3]}, "@table", "no column or expression"),
         ({"x": ["a", "b", "c"], "y": [1, 2, 3]}, "x", "'x' does not hold numbers"),
         ({"x": [1, np.inf, 3, 4], "y": [1, 2, 3, 4]}, "x", "infinite values"),
+        ({"x": [1, 2, 3, 4], "y": [1, 2e300, 3, 4]}, "x", r"'y' has a value of 2e\+300 in size"),
+        ({"x": [1e-200, 0, 3e-200, 4e-200], "y": [1, 2, 3, 4]}, "x", "'x' has no value above 4e-200 in size"),
     ],
 )
 @pytest.mark.parametrize("fit", [linear_fit, exponential_fit])

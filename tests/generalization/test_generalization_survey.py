@@ -11,7 +11,13 @@ from scipy import stats
 import tiny
 import tl_coupling as tlc
 from fake_survey import KS, survey
-from tl_coupling.generalization import bootstrap, generalization_study, prompt_correlations, read_scores
+from tl_coupling.generalization import (
+    bootstrap,
+    generalization_study,
+    prompt_correlations,
+    read_scores,
+    task_means,
+)
 from tl_coupling.generalization.associations import fits_across_tasks
 from tl_coupling.generalization.tables import coupling_table, per_prompt
 
@@ -60,6 +66,8 @@ def test_scores_are_read(tmp_path):
         ("model,score\na,1\nb,2\nc,3\na,4\n", "more than one row for a"),
         ("model,checkpoint,score\na,1,1\na,1,2\nc,3,4\n", "more than one row for a at 1"),
         ("model,score\na,1\nb,2\nc,\n", "scores of at least three models are needed, got 2"),
+        ("model,score\na,1\nb,1e300\nc,3\n", "'score' has a value of 1e\\+300 in size, .*; give it in another unit"),
+        ("model,score\na,1e-200\nb,0\nc,3e-200\n", "'score' has no value above 3e-200 in size, .* another unit"),
         ("model,score\na,1,2,3\nb,2,3,4\nc,3,4,5\n", "lines are longer than the header"),
         ("model,score\na,1\nb,2,7\nc,3\n", "not a CSV file .* Expected 2 fields in line 3, saw 3"),
     ],
@@ -94,14 +102,42 @@ def test_a_table_has_a_row_for_every_model_and_checkpoint_measured():
 
 def test_scores_go_to_their_models_whatever_their_order():
     data = survey(n_models=4, checkpoints=(0, 1000))
-    given = scores_of(data, family=[*"wxyz"], n_layers=99, training_tokens=[1.0, 2, 3, 4])
+    given = scores_of(data, family=[*"wxyz"], training_tokens=[1.0, 2, 3, 4])
     table = table_of(data, 5, scores=given[::-1])
     expected = dict(zip(given["model"], given["score"], strict=True))
     assert table["score"].tolist() == [expected[model] for model in table["model"]]
-    # What was measured stays.
-    assert 99 not in table["n_layers"].tolist()
     assert list(table)[:5] == ["model", "checkpoint", "coupling", "null", "score"]
     assert set(table["training_tokens"]) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("name", ["coupling", "null", "n_layers", "d_model", "n_parameters"])
+def test_columns_of_the_surveys_own_are_refused(name):
+    data = survey()
+    given = scores_of(data, **{name: 99.0})
+    wanted = f"the survey has a column {name!r} of its own, and the scores another one .*org/m0.*; rename that"
+    with pytest.raises(ValueError, match=wanted):
+        generalization_study(data, given, n_resamples=50)
+    with pytest.raises(ValueError, match=f"column {name!r} of its own: rename that of the scores"):
+        generalization_study(data, given.assign(**{name: range(8)}), score=name, n_resamples=50)
+
+
+def test_a_score_is_not_called_as_the_surveys_loss_is():
+    """It would be taken for the loss on the survey's prompts, in nats per token."""
+    data = survey()
+    given = scores_of(data).rename(columns={"score": "loss"})
+    with pytest.raises(ValueError, match="column 'loss' of its own: rename that of the scores"):
+        generalization_study(data, given, score="loss", n_resamples=50)
+    found = generalization_study(data.drop_vars("loss"), given, score="loss", n_resamples=50)
+    assert found.table["loss"].tolist() == given["loss"].tolist()
+
+
+def test_what_scores_say_as_the_survey_does_is_taken():
+    """Sizes that were measured, and those of the models for which there are none."""
+    data = survey()
+    sizes = {name: data[name].values[:, 0].copy() for name in ("n_layers", "n_parameters")}
+    data["n_parameters"][0] = np.nan
+    found = generalization_study(data, scores_of(data, **sizes), n_resamples=50)
+    assert found.table["n_parameters"].tolist() == sizes["n_parameters"].tolist()
 
 
 def test_scores_of_checkpoints():
@@ -151,6 +187,28 @@ def test_scores_of_models_that_were_not_measured_are_named_and_left_out():
 def test_tables_that_cannot_be_made(arguments, message):
     with pytest.raises(ValueError, match=message):
         table_of(survey(), **arguments)
+
+
+@pytest.mark.parametrize("dim", ["prompt", "model", "checkpoint"])
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_survey_that_holds_nothing(dim, is_empty):
+    """Neither prompts, models nor checkpoints; or of all of them no value."""
+    data = survey()
+    scores = scores_of(data)
+    data = data.isel({dim: slice(0)}) if is_empty else data.where(data[dim] == "none of these")
+    for ask in (
+        lambda: generalization_study(data, scores),
+        lambda: task_means(data),
+        lambda: prompt_correlations(data),
+    ):
+        with pytest.raises(ValueError, match="the survey holds no coupling of any model on any prompt"):
+            ask()
+
+
+def test_a_survey_without_k():
+    data = survey().isel(k=slice(0))
+    with pytest.raises(ValueError, match="the survey holds no k"):
+        generalization_study(data, scores_of(survey()))
 
 
 def test_only_what_is_needed_is_read_from_a_lazy_survey():
@@ -279,6 +337,8 @@ def test_prompts_that_a_model_lacks_are_left_out_of_its_mean():
     [
         (np.zeros((2, 4)), np.zeros(2), {}, "at least three .* got 2"),
         (np.zeros((5, 4)), np.arange(5.0), {}, "all 2000 draws are degenerate"),
+        (np.ones((5, 4)), 1e300 * np.arange(5.0), {}, r"`y` has a value of 4e\+300 in size"),
+        (1e-200 * np.ones((5, 4)), np.arange(5.0), {}, "`x` has no value above 1e-200 in size"),
         (np.ones((5, 4)), np.arange(5.0), {"n_resamples": 0}, "`n_resamples` must be at least 1"),
     ],
 )

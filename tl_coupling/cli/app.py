@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tl_coupling.files import plain
+
 app = typer.Typer(
     help="Transformer block coupling and residual-stream trajectories for TransformerLens models.",
     rich_markup_mode=None,
@@ -93,8 +95,8 @@ def main() -> None:
             please = "please report what `tl-coupling --debug …` prints as an issue of the project"
             said, status = f"{type(error).__name__}: {error}. This should not happen: {please}", 1
         if asked.get("debug"):
-            traceback.print_exc()
-        typer.echo(f"tl-coupling: {' '.join(said.split())}", err=True)
+            typer.echo(plain(traceback.format_exc()), err=True, nl=False)
+        typer.echo(plain(f"tl-coupling: {' '.join(said.split())}"), err=True)
         sys.exit(status)
 
 

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.blocks import Trace
 from tl_coupling.cli.options import OneModel
+from tl_coupling.cli.plain_console import PlainConsole
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.files import output_folder, write_atomically
+from tl_coupling.files import output_folder, plain, write_atomically
 from tl_coupling.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -32,12 +31,12 @@ Measured = TypeVar("Measured")
 class Run:
     """A loaded model in its role ("trained" or "untrained"), with bars, and the seconds that each step took."""
 
-    def __init__(self, setup: OneModel, role: str, console: Console) -> None:
+    def __init__(self, setup: OneModel, role: str, console: PlainConsole) -> None:
         self.setup, self.role, self.seconds = setup, role, dict[str, float]()
         self.name = setup.model if role == "trained" else f"untrained {setup.model}"
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
         self.bars = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-        with console.status(f"loading {escape(self.name)} …"), self.timed("loading"):
+        with console.status(f"loading {self.name} …"), self.timed("loading"):
             self.model = setup.load(role == "untrained")
 
     def trace(self, prompt: Prompt) -> Trace:
@@ -47,7 +46,7 @@ class Run:
 
     def bar(self, what: str, items: Iterable[Item]) -> Iterator[Item]:
         """The items, with a bar that goes away with them."""
-        task = self.bars.add_task(f"{self.name}: {what}", total=None)
+        task = self.bars.add_task(plain(f"{self.name}: {what}"), total=None)
         yield from self.bars.track(list(items), task_id=task)
         self.bars.remove_task(task)
 
@@ -69,7 +68,7 @@ class Work:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.console = folder, Console(stderr=True)
+        self.folder, self.console = folder, PlainConsole(stderr=True)
         self.written: list[Path] = []
         self.shown: list[str | Table] = []
         self.seconds: dict[str, dict[str, float]] = {}
@@ -128,7 +127,7 @@ def at_work(out: Path) -> Iterator[Work]:
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if issubclass(category, UserWarning):
-            work.console.print(f"warning: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+            work.console.print(f"warning: {message}", style="yellow", soft_wrap=True)
 
     try:
         with output_folder(out), warnings.catch_warnings():
@@ -136,11 +135,11 @@ def at_work(out: Path) -> Iterator[Work]:
             yield work
     except KeyboardInterrupt as error:
         said = str(error) or f"interrupted: {_written_since(start, out)}; the same command does all of it"
-        typer.echo(f"tl-coupling: {said}", err=True)
+        typer.echo(plain(f"tl-coupling: {said}"), err=True)
         raise typer.Exit(getattr(error, "status", 130)) from None
     for one in work.shown:
-        typer.echo(one) if isinstance(one, str) else Console().print(one)
-    typer.echo(f"wrote {', '.join(map(str, work.written))}")
+        typer.echo(plain(one)) if isinstance(one, str) else PlainConsole().print(one)
+    typer.echo(plain(f"wrote {', '.join(map(str, work.written))}"))
 
 
 def _written_since(start: float, folder: Path) -> str:
@@ -195,11 +194,11 @@ def table_of(
     title: str, names: Iterable[str], numbers: Iterable[str], rows: Iterable[Iterable[Any]], caption: str
 ) -> Table:
     """A table with columns of names, on the left, and of numbers."""
-    table = Table(title=escape(title), caption=caption)
+    table = Table(title=title, caption=caption)
     for name in names:
         table.add_column(name, overflow="fold")
     for number in numbers:
         table.add_column(number, justify="right", overflow="fold")
     for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
+        table.add_row(*map(str, row))
     return table

@@ -29,7 +29,7 @@ from tl_coupling.cli.options import (
     own_position,
 )
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
-from tl_coupling.files import file_name
+from tl_coupling.files import file_name, write_table
 from tl_coupling.influence import INFLUENCE_MEASURES
 from tl_coupling.portraits import Portrait, TokenPortrait, token_portrait
 from tl_coupling.prompts import Prompt
@@ -137,7 +137,7 @@ def depth(
         work.shown.append(coupling_table(title, caption, maps, ks, choosing.diagonal, spreads))
         if every:
             rows = tlc.surveys.measure_table(joined(every))
-            work.write("measures.csv", partial(rows.to_csv, index=False))
+            work.write("measures.csv", partial(write_table, rows))
             work.shown.append(every_choice(f"{trained.provenance['model']}: every choice", rows))
 
 

@@ -1,12 +1,10 @@
 """The command that measures one model with its weights at several precisions: precision."""
 
-import csv
 import json
 import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +15,7 @@ from tl_coupling.cli.app import command
 from tl_coupling.cli.console import at_work, table_of
 from tl_coupling.cli.options import OUT, Measuring, Out, Prompts, training_step
 from tl_coupling.cli.surveys import stop_if_any_failed
+from tl_coupling.files import write_rows
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.surveys import MOVING, PRECISIONS, movements, precision_sweep
 from tl_coupling.surveys.precision import Moved
@@ -63,7 +62,7 @@ def precision(
         data = precision_sweep(model, wanted, chosen, settings=settings, folder=out / "precisions", **where)
         work.write("precision.nc", partial(data.to_netcdf, engine="netcdf4"))
         rows = movements(data)
-        work.write("table.csv", partial(_write_csv, rows))
+        work.write("table.csv", lambda path: write_rows(path, Moved._fields, rows))
         summary = {
             "compared": "weights; activations, Jacobians and SVDs are in float32",
             "first": data["precision"].values.tolist()[0],
@@ -77,13 +76,6 @@ def precision(
         work.finish(summary, {"precision.png": picture, "precision.svg": picture})
         work.shown.append(_table(rows, model, data.sizes["prompt"]))
     stop_if_any_failed(data)
-
-
-def _write_csv(rows: Sequence[Moved], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(Moved._fields)
-        writer.writerows(rows)
 
 
 def _table(rows: Sequence[Moved], model: str, n_prompts: int) -> Table:

@@ -58,7 +58,7 @@ def trajectories(
         traces: dict[str, tlc.Trace] = {}
         results: dict[str, Any] = {}
         for name, source in _sources(model, checkpoint):
-            with work.console.status(f"measuring {name} …", spinner="dots"):
+            with work.console.status(f"measuring {name} …"):
                 traced = tlc.trace(
                     tlc.load_model(**source, **setup.loading),
                     chosen,

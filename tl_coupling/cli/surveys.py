@@ -17,6 +17,7 @@ from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Work, at_work, every_choice, table_of
 from tl_coupling.cli.options import OUT, Out, Prompts, Sweep, Untrained
 from tl_coupling.coupling import Measure, Orientation
+from tl_coupling.files import write_table
 from tl_coupling.prompts import Prompt, load_prompts, prompts_per_task
 from tl_coupling.surveys import process_pool, slurm_executor
 from tl_coupling.surveys.executors import Executor
@@ -174,7 +175,7 @@ def _first_choice(work: Work, data: "xarray.Dataset", every: bool) -> "xarray.Da
     """The data in the orientation that was asked for; before, if wanted, tables of every choice there is."""
     if every:
         rows = tlc.surveys.measure_table(data)
-        work.write("measures.csv", partial(rows.to_csv, index=False))
+        work.write("measures.csv", partial(write_table, rows))
         by_model = rows.groupby("model", sort=False) if "model" in rows else [(data.attrs["model"], rows)]
         tables = {
             name: of_model for name, of_model in by_model if of_model["checkpoint"].nunique() <= _MOST_CHECKPOINTS
@@ -317,7 +318,7 @@ def generalization(
                 n_resamples=resamples,
                 seed=seed,
             )
-        work.write("table.csv", partial(result.table.to_csv, index=False))
+        work.write("table.csv", partial(write_table, result.table))
         pictures: dict[str, Any] = {
             "generalization.png": partial(tlc.plots.plot_generalization, result),
             "forest.png": partial(tlc.plots.plot_forest, result),
@@ -335,7 +336,9 @@ def _scores(scores: str, column: str, data: "xarray.Dataset") -> "pandas.DataFra
         return scores
     if scores != "table1":
         return tlc.generalization.read_scores(scores, score=column)
-    table = tlc.generalization.paper_table1()
+    # Depth and width are the survey's own.
+    own = ["n_layers", "d_model"]
+    table = tlc.generalization.paper_table1().drop(columns=[name for name in own if name in data])
     # Most of its models are in no survey, which is not worth a warning.
     return table[table["model"].isin(data["model"].values)] if "model" in data.dims else table
 

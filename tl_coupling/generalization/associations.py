@@ -18,7 +18,7 @@ from tl_coupling.border import Count, Seed, checked, warn_caller
 from tl_coupling.coupling import Measure
 from tl_coupling.generalization.fits import LinearFit, family_codes, linear_fit
 from tl_coupling.generalization.tables import at_one_checkpoint, coupling_table, per_prompt
-from tl_coupling.statistics import LEVEL, Interval, RankCorrelation, is_constant, percentile_interval
+from tl_coupling.statistics import LEVEL, Interval, RankCorrelation, check_size, is_constant, percentile_interval
 from tl_coupling.surveys.readings import pairs_of_layers
 
 # Of four models intervals of the slope cover .66, of three families .69, and from six on .93 to .98 (make
@@ -118,7 +118,8 @@ def bootstrap(
         n_resamples, seed: draws; seed of `numpy.random.default_rng`.
 
     Raises:
-        ValueError: fewer than three models with both; no draws, or all of them degenerate.
+        ValueError: fewer than three models with both; no draws, or all of them degenerate; values above 1e50 in size,
+            or all below 1e-50.
 
     Cost: `n_resamples · n_models · n_prompts` operations; memory hardly grows with the draws.
 
@@ -152,6 +153,8 @@ def resampled(
     if known.sum() < 3:
         raise ValueError(f"resampling models needs at least three that have both values, got {known.sum()}")
     x, y = x[known], y[known]
+    for name, values in (("`x`", x), ("`y`", y)):
+        check_size(values, name)
     n_models, n_prompts = x.shape
     groups = np.arange(n_models) if families is None else np.unique(families[known], return_inverse=True)[1]
     n_families = int(groups.max()) + 1 if 0 < groups.max() < n_models - 1 else None

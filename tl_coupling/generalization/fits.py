@@ -14,7 +14,7 @@ from scipy import stats
 
 from tl_coupling.border import checked
 from tl_coupling.generalization.expressions import evaluate
-from tl_coupling.statistics import LEVEL, Interval, cluster_robust, is_constant, t_interval
+from tl_coupling.statistics import LEVEL, Interval, check_size, cluster_robust, is_constant, t_interval
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,9 @@ def linear_fit(
             families of one model are left out.
 
     Raises:
-        ValueError: no such column, one that is not numbers, constant or given twice; too few rows for the columns;
-            columns that determine each other; statsmodels is not installed.
+        ValueError: no such column, one that is not numbers, constant or given twice, or whose values are above 1e50 in
+            size, or all below 1e-50; too few rows for the columns; columns that determine each other; statsmodels is
+            not installed.
 
     Example:
         >>> import pandas
@@ -255,6 +256,8 @@ def complete_rows(table: pandas.DataFrame, names: Sequence[str]) -> pandas.DataF
     rows = pandas.DataFrame(columns).dropna()
     if infinite := [name for name in names if not np.isfinite(rows[name]).all()]:
         raise ValueError(f"column {infinite[0]!r} has infinite values")
+    for name in names:
+        check_size(rows[name].to_numpy(), repr(name))
     return rows
 
 

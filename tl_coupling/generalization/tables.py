@@ -12,7 +12,9 @@ import pandas
 import xarray
 
 from tl_coupling.border import AnyPath, checked, warn_caller
+from tl_coupling.files import of_cell
 from tl_coupling.generalization.fits import family_codes
+from tl_coupling.statistics import check_size
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.readings import one_orientation
 from tl_coupling.surveys.survey import UNTRAINED
@@ -45,12 +47,12 @@ def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
     Args:
         path: a file with the column `model` and the one named by `score`, empty where it is unknown; `checkpoint` where
             models have several; `family` where models are related; any others, such as `training_tokens` or a score for
-            each task.
+            each task. Names of the survey's own columns are refused when the two are put together.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: not a CSV file; a column missing; a score that is not a finite number; a model twice; fewer than
-            three scores.
+        ValueError: not a CSV file; a column missing; a score that is not a finite number, or above 1e50 in size, or all
+            of them below 1e-50; a model twice; fewer than three scores.
 
     Example:
         >>> scores = tlc.generalization.read_scores("scores.csv")
@@ -71,7 +73,9 @@ def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
         raise ValueError(f"{os.fspath(path)}: not a CSV file with a header line: {error}") from None
     if heads.duplicated().any():
         raise ValueError(f"{os.fspath(path)}: more than one column {heads[heads.duplicated()].iloc[0]!r}")
-    read.columns = read.columns.str.strip()
+    # Tables that the package wrote mark what spreadsheets would take for a formula.
+    read = read.map(of_cell)
+    read.columns = read.columns.str.strip().map(of_cell)
     for name in read.columns.difference(["model", "checkpoint"]):
         with contextlib.suppress(ValueError):
             read[name] = pandas.to_numeric(read[name].str.strip().replace("", np.nan))
@@ -91,6 +95,7 @@ def checked_scores(scores: pandas.DataFrame, score: str, models: Sequence[str] |
     if wrong.any():
         row = scores[wrong].iloc[0]
         raise ValueError(f"{score!r} of model {row['model']!r} must be a finite number, got {row[score]!r}")
+    check_size(numbers.to_numpy(float), repr(score))
     texts = {key: scores[key].astype(str).str.strip() for key in keys}
     scores = scores.assign(**texts, **{score: numbers.astype(float)})
     if (twice := scores.duplicated(keys)).any():
@@ -182,6 +187,8 @@ def needed(data: xarray.Dataset, measure: str, also: Sequence[str] = ()) -> xarr
     if variable not in data or not {"k", "prompt"} <= set(data[variable].dims):
         held = ", ".join(map(str, data.data_vars))
         raise ValueError(f"no {variable!r} along `k` and `prompt` in the survey; it holds {held}")
+    if not data.sizes["k"]:
+        raise ValueError("the survey holds no k: measure some first")
     wanted = dict.fromkeys((variable, f"null_{measure}", "loss", *_KNOWN_OF_MODELS, *also))
     names = [name for name in wanted if name in data.variables and name not in data.dims]
     return data.reset_coords([name for name in names if name in data.coords])[names].load()
@@ -198,7 +205,10 @@ def per_prompt(data: xarray.Dataset, k: int | None, measure: str, also: Sequence
         raise ValueError(f"`k` = {k} was not measured; there are {sorted(data['k'].values.tolist())}")
     names = {f"mean_{measure}": "x", f"null_{measure}": "null"}
     held = held.sel(k=k).rename({name: new for name, new in names.items() if name in held})
-    return in_rows(held.dropna("prompt", how="all", subset=["x"]), data)
+    held = held.dropna("prompt", how="all", subset=["x"])
+    if not held["x"].size:
+        raise ValueError(f"the survey holds no {measure} of any model on any prompt: measure some first")
+    return in_rows(held, data)
 
 
 def in_rows(held: xarray.Dataset, data: xarray.Dataset) -> xarray.Dataset:
@@ -215,7 +225,8 @@ def coupling_table(
     """One row for each model and checkpoint of `per_prompt` that was measured; the index is the place along `row`.
 
     Columns `model`, `checkpoint`, one named after the measure (mean over prompts), `null` (what random subspaces would
-    give), the score or `loss`, what is known of models, and any other column of `scores`. Errors as in `read_scores`.
+    give), the score or `loss`, what is known of models, and any other column of `scores`. Errors as in `read_scores`,
+    and ValueError for scores with a column that the survey has too, unless both say the same of the models.
     """
     if isinstance(scores, str):
         if scores != "loss":
@@ -227,12 +238,28 @@ def coupling_table(
     frame = frame.dropna(subset=[measure]).astype({"model": str})
     if scores is None or isinstance(scores, str):
         return frame
-    if score in frame:
+    if score in frame or (score == "loss" and "loss" in held):
         raise ValueError(f"the survey has a column {score!r} of its own: rename that of the scores")
     scores = checked_scores(scores, score, list(dict.fromkeys(held["model"].values.astype(str).tolist())))
     keys = ["model", "checkpoint"] if "checkpoint" in scores else ["model"]
     given = frame[keys].astype(str).merge(scores, on=keys, how="left").set_index(frame.index)
+    _check_columns(frame, given)
     for name in given.columns.drop(keys):
         frame[name] = frame[name].fillna(given[name]) if name in frame else given[name]
     # What was measured first, then the score.
     return frame.filter(dict.fromkeys(["model", "checkpoint", measure, "null", score, *frame]))
+
+
+def _check_columns(frame: pandas.DataFrame, given: pandas.DataFrame) -> None:
+    """Raise where scores, in the rows of the survey's table, have a column of its own; facts may agree, or fill it."""
+    for name in given.columns.intersection(frame.columns).drop(["model", "checkpoint"], errors="ignore"):
+        both = frame[name].notna() & given[name].notna()
+        differs = both & (frame[name] != given[name])
+        if name in _KNOWN_OF_MODELS and not differs.any():
+            continue
+        row = (differs if differs.any() else both).idxmax()
+        values = f"{frame.loc[row, name]} and {given.loc[row, name]} of {frame.loc[row, 'model']}"
+        raise ValueError(
+            f"the survey has a column {name!r} of its own, and the scores another one ({values}); rename that of the "
+            "scores, or leave it out"
+        )

@@ -95,7 +95,8 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
         rows.append(f"{fit.Index}\n{said}")
     ax.set_yticks(places, rows, fontsize="small", parse_math=False)
     ax.invert_yaxis()
-    ax.set_xlabel(f"slope, {result.score} per unit of {labels.measure_label(result.measure, result.k)}")
+    per_unit = f"per unit of {labels.measure_label(result.measure, result.k)}"
+    ax.set_xlabel(f"slope, {labels.beside_formulas(result.score)} {per_unit}")
     # The names of rows leave half of the figure to the Axes.
     what, over = _heading(result).split(" · ", 1)
     labels.entitle(ax, f"{what}\n{over}\nslope and {result.association.linear.level:.0%} interval")

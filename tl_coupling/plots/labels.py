@@ -16,6 +16,7 @@ from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.comparisons import CouplingMap
+from tl_coupling.files import plain
 from tl_coupling.spectra import check_k
 
 # One look per meaning; `in_colors` has those of trained and untrained models.
@@ -135,7 +136,7 @@ def name_ticks(axis: Axis, names: Sequence[Any], most: int, at: np.ndarray | Non
     every = slice(None, None, math.ceil(len(names) / most))
     at = np.arange(len(names)) if at is None else at
     # parse_math: a token may hold a dollar sign.
-    axis.set_ticks(at[every], [str(name) for name in names[every]], parse_math=False, **options)
+    axis.set_ticks(at[every], [plain(name) for name in names[every]], parse_math=False, **options)
 
 
 def token_name(provenance: Mapping[str, Any], position: int) -> str:
@@ -189,13 +190,19 @@ def short_path(model: str) -> str:
 
 def entitle(of: Axes | Figure, text: str) -> None:
     """A title that is not read as mathematics."""
-    (of.set_title if isinstance(of, Axes) else of.suptitle)(text, fontsize="medium", parse_math=False)
+    (of.set_title if isinstance(of, Axes) else of.suptitle)(plain(text), fontsize="medium", parse_math=False)
+
+
+def beside_formulas(name: str) -> str:
+    """A name within a label whose other parts are mathematics: dollars are dollars."""
+    return plain(name).replace("$", r"\$")
 
 
 def plain_legend(of: Axes | Figure, *handles_and_labels: Any, **options: Any) -> Legend:
     """A legend without a frame; what its names hold is not read as mathematics."""
     drawn = of.legend(*handles_and_labels, frameon=False, **options)
     for text in drawn.get_texts():
+        text.set_text(plain(text.get_text()))
         text.set_parse_math(False)
     return drawn
 

@@ -263,7 +263,11 @@ def plot_covariates(
     grid = fig.subplots(-(-len(x) // 4), min(len(x), 4), sharey=True, squeeze=False)
     for ax, name in zip(grid.flat, x, strict=False):
         fit = linear_fit(table, name, y)
-        across, up = (np.asarray(evaluate(table, one), float) for one in (name, y))
+        across, up = (
+            # A column's own name need not be an expression.
+            np.asarray(table[one] if one in table else evaluate(table, one), float)
+            for one in (name, y)
+        )
         ends = np.array([np.nanmin(across[np.isfinite(up)]), np.nanmax(across[np.isfinite(up)])])
         ax.plot(across, up, "o", markersize=4, color="C0", markeredgecolor="white", label="_models")
         ax.plot(ends, fit.predict(ends), color="C0")

@@ -22,7 +22,7 @@ from tl_coupling.comparisons.pairs import fill_pairs
 from tl_coupling.coupling import subspace_overlap
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.jacobians import block_jacobians
-from tl_coupling.models import Backend, ModelError, load_model, needs_package
+from tl_coupling.models import Backend, ModelError, is_gguf, load_model, needs_package
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import svd
 from tl_coupling.surveys.checkpoints import Checkpoint, Source, is_local
@@ -50,6 +50,16 @@ MOVING = {
     "loss": "loss (nats per token)",
 }
 _VECTORS = ("left", "right")
+# What weights of one model have in common beside its class, as TransformerLens' configuration names it, and in words.
+_SIZES = {
+    "n_heads": "attention heads",
+    "n_key_value_heads": "key-value heads",
+    "d_head": "width of a head",
+    "d_mlp": "width of the MLP",
+    "d_vocab": "vocabulary",
+}
+# llama.cpp calls both of them llama.
+_ALIKE_IN_GGUF = ["LlamaForCausalLM", "MistralForCausalLM"]
 
 
 class Moved(NamedTuple):
@@ -88,7 +98,8 @@ def precision_sweep(
     Args:
         name, checkpoint, backend, device: as in `load_model`.
         precisions: "float32", "bfloat16", "int8", "nf4"; or `NAME=MODEL`, other weights of the same model under that
-            name: a GGUF file, a folder, a hub name. Changes are from the first.
+            name: a GGUF file, a folder, a hub name. Changes are from the first. One of another class or of other sizes
+            fails, and so does one that splits the prompts into other tokens.
         prompts, settings: as in `measure_prompts`.
         folder: where the result of each precision is written when it is done; a run there does what is missing. It
             holds `2 n_layers d_model k` numbers for each prompt, the singular vectors of the first precision.
@@ -145,9 +156,14 @@ def precision_sweep(
             precision = unit.what["precision"]
             reference = None if precision == first else load_unit(path, units[0])
             model = load_model(**unit.what["source"], **loading)
+            architecture = _architecture(model, is_gguf(unit.what["source"]["name"]))
+            # Older results do not hold it.
+            if reference is not None and "architecture" in reference.attrs:
+                _check_architecture(architecture, json.loads(reference.attrs["architecture"]), precision)
             if precision == "bfloat16":
                 _round_to_bfloat16(model)
             found = of_each_prompt(model, chosen, settings, partial(_measures, settings=settings), progress)
+            found = found.assign_attrs(architecture=json.dumps(architecture))
             return found if reference is None else _compared(found, reference, precision)
 
         # What is compared needs what it is compared with.
@@ -225,6 +241,26 @@ def _round_to_bfloat16(model: Any) -> None:
             parameter.data = parameter.data.bfloat16().to(parameter.dtype)
 
 
+def _architecture(model: Any, in_gguf: bool) -> dict[str, Any]:
+    """Which class the model may be of, and its sizes as far as they are known."""
+    original = getattr(model, "original_model", None)
+    name = getattr(model.cfg, "original_architecture", None) if original is None else type(original).__name__
+    sizes = {size: getattr(model.cfg, size, None) for size in _SIZES}
+    # Some configurations leave it out where there are no fewer.
+    sizes["n_key_value_heads"] = sizes["n_key_value_heads"] or sizes["n_heads"]
+    return {"classes": _ALIKE_IN_GGUF if in_gguf and name in _ALIKE_IN_GGUF else [name], **sizes}
+
+
+def _check_architecture(found: dict[str, Any], reference: dict[str, Any], precision: str) -> None:
+    """Raise before anything is measured where class or sizes, as far as both are known, are not the reference's."""
+    another = f"{precision} is not the model it is compared with"
+    if set(found["classes"]).isdisjoint(reference["classes"]):
+        raise ValueError(f"{another}: they are {found['classes'][0]} and {reference['classes'][0]}")
+    for size, words in _SIZES.items():
+        if None not in (found[size], reference[size]) and found[size] != reference[size]:
+            raise ValueError(f"{another}: {words} {found[size]} and {reference[size]}")
+
+
 def _measures(traced: Trace, settings: Settings) -> "xarray.Dataset":
     """Every measure of one prompt, its tokens, and the top singular vectors, `[layer width vector]`."""
     k, t = settings.largest(traced.d_model), traced.position_index(settings.position)
@@ -262,4 +298,6 @@ def _compared(found: "xarray.Dataset", reference: "xarray.Dataset", precision: s
     relative = abs(found["singular_values"] / reference["singular_values"] - 1)
     found["largest_singular_value_change"] = relative.isel(singular_value=0, drop=True)
     found["singular_values_change"] = relative.mean("singular_value")
+    # Needed of the reference alone, while others are compared with it.
+    found.attrs.pop("architecture", None)
     return found.drop_vars([*_VECTORS, "tokens"])
