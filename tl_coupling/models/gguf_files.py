@@ -210,7 +210,7 @@ def _quick_reader() -> Any:
         def data(self, mapped: np.ndarray) -> None:
             self._bytes = np.asarray(mapped)
 
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        def _get_field_parts(self, orig_offs: int, raw_type: Any) -> tuple[int, list[Any], list[int], list[Any]]:
             is_array_here = raw_type == _ARRAY and self.byte_order == "I" and sys.byteorder == "little"
             if not is_array_here or int(self._get(orig_offs, np.uint32)[0]) != _STRING:
                 return super()._get_field_parts(orig_offs, raw_type)

@@ -91,12 +91,13 @@ def load_model(
 
     Raises:
         ModelError: an unknown name, no network and nothing cached, a missing package or device, a damaged file, weights
-            that cannot be dequantised, weights that the checkpoint lacks, a model that needs `trust_remote_code`, or one without a single residual stream
-            over tokens.
+            that cannot be dequantised, weights that the checkpoint lacks (those of its head apart), a model that needs
+            `trust_remote_code`, or one without a single residual stream over tokens.
         MemoryError, torch.OutOfMemoryError: the model is too large for this machine.
 
     Warns:
-        UserWarning: the copy of a GGUF file cannot be written; a multimodal model's processor needs torchvision, which is not installed. Its text stack is loaded.
+        UserWarning: a multimodal model's processor needs torchvision, which is not installed, and its text stack is
+            loaded; or the copy of a GGUF file cannot be written.
 
     Cost: reading the weights, and memory for them; with `memory="stream"`, memory for one block. A GGUF file is
     converted the first time, in a minute for 270 million weights, into a copy in float32 in the user's cache.
