@@ -248,3 +248,9 @@ def test_two_threads_see_whole_blocks(streamed: nn.Module, llama_folder: Path) -
 def test_a_model_in_memory_is_not_hollow(llama_folder: Path, streamed: nn.Module) -> None:
     assert is_hollow(streamed)
     assert not is_hollow(tlc.load_model(str(llama_folder)))
+
+
+def test_a_streamed_vision_model_in_half_precision_is_refused_in_words(folder_vit: Path) -> None:
+    with pytest.raises(tlc.ModelError, match=r'^`dtype` with `memory="stream"` must be float32 or float64: a vision'):
+        tlc.load_model(str(folder_vit), memory="stream", dtype=torch.bfloat16)
+    assert tlc.load_model(str(folder_vit), memory="stream").cfg.n_layers > 0

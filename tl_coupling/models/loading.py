@@ -22,7 +22,7 @@ from tl_coupling.border import FloatDtype, checked, warn_caller
 from tl_coupling.models import completeness, quantized, streaming
 from tl_coupling.models.cache import cache_root, is_whole, write_copy
 from tl_coupling.models.gguf_files import GgufModel, is_gguf
-from tl_coupling.models.loaded import LOADED_AS, ModelError, describe_kind, kind_of_config, version
+from tl_coupling.models.loaded import LOADED_AS, ModelError, describe_kind, kind_of_config, reads_pixels, version
 
 Backend = Literal["auto", "bridge", "hooked"]
 Memory = Literal["resident", "stream"]
@@ -271,6 +271,9 @@ def _bridge(
         bridge = TransformerBridge.boot_transformers(source, **given)
     LOADED_AS[bridge] = was | facts
     if memory == "stream":
+        if reads_pixels(bridge) and given["dtype"] not in (torch.float32, torch.float64):
+            said = f"a vision model rounds its image to the dtype of weights, {given['dtype']}, that are not in memory"
+            raise ModelError(f'`dtype` with `memory="stream"` must be float32 or float64: {said}')
         streaming.hollow_cuts(bridge)
     return bridge
 
