@@ -203,12 +203,12 @@ def _quick_reader() -> Any:
 
     class QuickReader(GGUFReader):
         @property
-        def data(self) -> np.ndarray:
+        def data(self) -> Any:
             return self._bytes
 
         @data.setter
-        def data(self, mapped: np.ndarray) -> None:
-            self._bytes = np.asarray(mapped)
+        def data(self, mapped: Any) -> None:
+            self._bytes: Any = np.asarray(mapped)
 
         def _get_field_parts(self, orig_offs: int, raw_type: Any) -> tuple[int, list[Any], list[int], list[Any]]:
             is_array_here = raw_type == _ARRAY and self.byte_order == "I" and sys.byteorder == "little"
