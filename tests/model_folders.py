@@ -151,8 +151,13 @@ def poison_chat_template(folder: Path, witness: Path) -> None:
     (folder / "chat_template.jinja").write_text(attack)
 
 
-def save_gguf(path: Path, architecture: str = "llama") -> nn.Module:
-    """A Llama as llama.cpp keeps it, in Q8_0 (blocks of 32, a scale each); the same with its dequantised weights."""
+def save_gguf(
+    path: Path, architecture: str = "llama", block_count: int | None = None, renamed: tuple[str, str] = ("", "")
+) -> nn.Module:
+    """A Llama as llama.cpp keeps it, in Q8_0 (blocks of 32, a scale each); the same with its dequantised weights.
+
+    The file may say that it has another number of layers, and tensors have a part of their name replaced.
+    """
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
     plain: Any = tiny.huggingface_model("llama", intermediate_size=64)
@@ -160,7 +165,7 @@ def save_gguf(path: Path, architecture: str = "llama") -> nn.Module:
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers if block_count is None else block_count)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -190,6 +195,7 @@ def save_gguf(path: Path, architecture: str = "llama") -> nn.Module:
             weight = weight.reshape(n_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
         for theirs, ours in names.items():
             name = name.replace(theirs, ours)
+        name = name.replace(*renamed) if renamed[0] else name
         if weight.ndim == 2:
             writer.add_tensor(name, quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
         else:

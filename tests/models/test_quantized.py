@@ -300,7 +300,11 @@ def test_what_transformers_does_not_dequantise(method: str, folder_model: Path, 
 def test_what_does_not_go_with_quantisation(folder_model: Path) -> None:
     streamed = refused(str(folder_model), quantization="nf4", memory="stream")
     assert streamed.endswith("are to be quantised or are so (nf4): leave one of the two out")
-    assert "(gguf)" in refused("some.gguf", memory="stream")
+    assert (
+        refused("some.gguf", quantization="nf4") == "'some.gguf' is quantised already (gguf): leave `quantization` out"
+    )
+    said = refused(str(folder_model), quantization="nf4", dtype=torch.float64)
+    assert said.startswith('`dtype` with `quantization="nf4"` must be float32, bfloat16 or float16')
     assert "exclude each other" in refused(str(folder_model), quantization="nf4", untrained=True)
     assert 'leave `backend="hooked"` out' in refused("gpt2", quantization="nf4", backend="hooked")
 

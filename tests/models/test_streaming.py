@@ -144,7 +144,7 @@ def test_provenance_says_so(streamed: nn.Module) -> None:
     provenance = tlc.trace(streamed, tiny.TOKENS).provenance
     assert provenance["memory"] == "stream"
     assert provenance["device"] == "cpu"
-    assert provenance["n_params"] == sum(p.numel() for p in streamed.parameters())
+    assert provenance["n_params"] == sum(p.numel() for p in tiny.huggingface_model("llama").parameters())
 
 
 def test_hooks_are_part_of_what_is_measured(streamed: nn.Module) -> None:
@@ -248,3 +248,9 @@ def test_two_threads_see_whole_blocks(streamed: nn.Module, llama_folder: Path) -
 def test_a_model_in_memory_is_not_hollow(llama_folder: Path, streamed: nn.Module) -> None:
     assert is_hollow(streamed)
     assert not is_hollow(tlc.load_model(str(llama_folder)))
+
+
+def test_a_streamed_vision_model_in_half_precision_is_refused_in_words(folder_vit: Path) -> None:
+    with pytest.raises(tlc.ModelError, match=r'^`dtype` with `memory="stream"` must be float32 or float64: a vision'):
+        tlc.load_model(str(folder_vit), memory="stream", dtype=torch.bfloat16)
+    assert tlc.load_model(str(folder_vit), memory="stream").cfg.n_layers > 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tl_coupling.blocks.calls import hidden_states
 from tl_coupling.blocks.evaluation import forwards_replaced, own_arithmetic
-from tl_coupling.models import is_bridge
+from tl_coupling.models import is_bridge, missing_head
 
 # Token ids [1 n_pos], or pixels [1 channels height width].
 Batch = Int[Tensor, "1 n_pos"] | Float[Tensor, "1 channels height width"]
@@ -32,6 +32,8 @@ def logits(
     model: nn.Module, batch: Batch, x: Float[Tensor, "*batch d_model"], normalised: bool = False
 ) -> Float[Tensor, "*batch d_vocab"]:
     """As `Trace.logits`. Of token ids, any that the model takes, their number is that of rows computed at a time."""
+    if why := missing_head(model):
+        raise ValueError(f"this model's head is random, because its weights are {why}: it has no logits and no losses")
     with own_arithmetic(model):
         outputs = _outputs(model, batch)
         d_model = outputs[-1].shape[-1]

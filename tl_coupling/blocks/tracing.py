@@ -28,6 +28,7 @@ from tl_coupling.models import (
     describe_modules,
     is_bridge,
     is_hollow,
+    missing_head,
     model_input,
 )
 from tl_coupling.prompts import Prompt
@@ -323,6 +324,8 @@ def _traced(
     remarks, last = Remarks(), len(passage.calls) - 1
     for remark in given.remarks if given else ():
         remarks.add(remark, remark)
+    if why := missing_head(model):
+        remarks.add("head", f"the model's head is {why}: there are no logits, entropies and losses")
     make: type[Trace] = Trace
     blocks: Sequence[BlockFunction]
     streams: dict[str, Any] = {}

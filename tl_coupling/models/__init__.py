@@ -1,6 +1,7 @@
 """Models: loading them, what they are run on, and describing a loaded one."""
 # ruff: noqa: F401
 
+from tl_coupling.models.gguf_files import is_gguf
 from tl_coupling.models.inputs import ModelInput, model_input, tokenize
 from tl_coupling.models.loaded import (
     Change,
@@ -11,10 +12,11 @@ from tl_coupling.models.loaded import (
     describe_modules,
     is_bridge,
     is_packed,
+    missing_head,
     reads_pixels,
 )
 from tl_coupling.models.loading import EMBEDDED_MODEL, Backend, Memory, empty_model, load_model, named_device
-from tl_coupling.models.quantized import Quantization, dequantising, is_gguf, needs_package
+from tl_coupling.models.quantized import Quantization, dequantising, needs_package
 from tl_coupling.models.streaming import filled, is_hollow, looked_up, looks_up
 
 __all__ = ["ModelError", "load_model"]

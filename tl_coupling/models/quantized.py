@@ -9,8 +9,7 @@ import copy
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -167,40 +166,3 @@ def without_quantization(config: Any) -> Any:
     config = copy.deepcopy(config)
     vars(config).pop("quantization_config", None)
     return config
-
-
-def is_gguf(name: str) -> bool:
-    """Whether a model's name is that of a GGUF file."""
-    return name.lower().endswith(".gguf")
-
-
-def read_gguf(name: str, dtype: torch.dtype, fresh: Callable[[Any, Any], nn.Module] | None) -> tuple[nn.Module, Any]:
-    """The HuggingFace model in a GGUF file, dequantised, or what `fresh` makes of its configuration; and its tokenizer.
-
-    ModelError for a file that is not there, damaged, or of an architecture that transformers does not know.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    if not (path := Path(name)).is_file():
-        raise ModelError(f"there is no file {name!r}: wanted a GGUF file, or another model's name or folder")
-    needs_package(repr(name), "gguf")
-    file: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    model: Any
-    try:
-        if fresh is None:
-            model = AutoModelForCausalLM.from_pretrained(**file, dtype=dtype, attn_implementation="eager")
-        else:
-            model = fresh(AutoModelForCausalLM, AutoConfig.from_pretrained(**file))
-        tokenizer = AutoTokenizer.from_pretrained(**file)
-    except Exception as error:
-        said = " ".join(str(error).split())[:200]
-        if isinstance(error, MemoryError) or "can't allocate memory" in said:
-            raise
-        if "not supported" in said:
-            advice = "load the same model from a folder or hub name in HuggingFace format"
-        else:
-            advice = "the file is damaged, or not a GGUF file; load it down again and compare its checksum"
-        raise ModelError(f"could not load {name!r}: {advice} ({type(error).__name__}: {said})") from error
-    model.config = without_quantization(model.config)
-    model.config.architectures = [type(model).__name__]
-    return model, tokenizer

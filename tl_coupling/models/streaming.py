@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from tl_coupling.models.completeness import LoadedWeights, load_whole
 from tl_coupling.models.loaded import Change
 
 # Components of a bridge that cut their original component's joint weight into those of other components.
@@ -139,8 +140,8 @@ def _cuts(part: Any) -> Iterator[tuple[Callable[..., Iterable[nn.Module]], list[
             yield function, [getattr(part, name).original_component for name in names]
 
 
-def hollow_model(auto: Any, source: str, device: torch.device, **options: Any) -> nn.Module:
-    """A HuggingFace model with hollow parameters; ValueError where one cannot be.
+def hollow_model(name: str, auto: Any, source: str, device: torch.device, **options: Any) -> LoadedWeights:
+    """A HuggingFace model with hollow parameters; ValueError where one cannot be, ModelError as `load_whole`.
 
     transformers does what it does to any checkpoint (renames, ties, merges experts: those are saved again, in a
     temporary folder that lives as long as the model); only accelerate's hooks, which would read a weight at every use,
@@ -151,14 +152,18 @@ def hollow_model(auto: Any, source: str, device: torch.device, **options: Any) -
     _return_what_is_freed()
     with ExitStack() as stack, _unread():
         room = stack.enter_context(tempfile.TemporaryDirectory(prefix="tl_coupling_"))
-        model = auto.from_pretrained(
-            source, device_map={"": "disk"}, offload_folder=room, use_safetensors=True, **options
-        )
+        options |= {"device_map": {"": "disk"}, "offload_folder": room, "use_safetensors": True}
+        loaded = load_whole(name, auto.from_pretrained, source, **options)
+        model: Any = loaded.model
         weakref.finalize(model, stack.pop_all().close)
     weakref.finalize(model, _kept.clear)
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     maps = (getattr(hook, "weights_map", None) for hook in hooks)
     index = next(one.dataset.index for one in maps if one is not None)
+    for path in loaded.missing_of_head:
+        owner, _, name = path.rpartition(".")
+        # Accelerate would look for its weights, to put them back where they were drawn.
+        getattr(model.get_submodule(owner), "_hf_hook").original_devices.pop(name, None)  # noqa: B009
     remove_hook_from_submodules(model)
     del model.hf_device_map
     replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -180,9 +185,13 @@ def hollow_model(auto: Any, source: str, device: torch.device, **options: Any) -
             if parameter not in replaced:
                 replaced[parameter] = _hollow(parameter, device)
             module._parameters[name] = replaced[parameter]
-            entry = index[f"{path}.{name}" if path else name]
-            _stored.setdefault(module, {})[name] = Stored(entry["safetensors_file"], entry["weight_name"])
-    return model
+            entry = index.get(key := f"{path}.{name}" if path else name)
+            if entry is None and key not in loaded.missing_of_head:
+                raise ValueError(f"its parameter {key} is in none of its files")
+            # Without a place it stays hollow: NaN.
+            place = Stored(entry["safetensors_file"], entry["weight_name"]) if entry else None
+            _stored.setdefault(module, {})[name] = place
+    return loaded
 
 
 @contextmanager
@@ -213,9 +222,11 @@ def hollow_cuts(model: Any) -> None:
             if parameter is not None:
                 piece._parameters[name] = _hollow(parameter, parameter.device)
                 _stored.setdefault(piece, {})[name] = None
+    # A bridge's containers hold parameters of the modules inside them.
+    hollow = {id(_parameter(part, name)) for part in parts for name in _stored.get(part, {})}
     for part in parts:
         for name, tensor in {**part._parameters, **part._buffers}.items():
-            known = tensor is None or name in _stored.get(part, {})
+            known = tensor is None or id(tensor) in hollow
             if not known and tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(f"{name!r} of a {type(part).__name__} is made from other weights when it is loaded")
 

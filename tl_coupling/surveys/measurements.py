@@ -14,7 +14,7 @@ from tl_coupling.blocks import Trace, trace
 from tl_coupling.border import Count, checked
 from tl_coupling.comparisons import CouplingMap, depth_couplings
 from tl_coupling.coupling import MEASURES, Measure, Norm, Orientation
-from tl_coupling.models import context_length, reads_pixels, tokenize
+from tl_coupling.models import context_length, missing_head, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.trajectories import (
@@ -209,6 +209,11 @@ def loss(traced: Trace) -> float:
     return float(torch.nn.functional.cross_entropy(logits, traced.tokens[1:].to(logits.device)))
 
 
+def _loss_where_known(traced: Trace) -> float:
+    """`loss`; NaN for a model whose checkpoint has no head, which is among the trace's remarks."""
+    return float("nan") if missing_head(traced.model) else loss(traced)
+
+
 def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.Dataset":
     """Every measure of one prompt, from its coupling maps, one for each orientation."""
     result, coupled = maps[0], of_maps(maps, settings)
@@ -219,7 +224,8 @@ def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.D
         variables |= {shape.__name__: float(of_tokens[t]), f"{shape.__name__}_all_tokens": float(of_tokens.nanmean())}
     window = min(settings.window, traced.n_layers - 1 + traced.n_layers % 2)
     windowed = line_shape_score(traced.residual, window).nanmean(1).cpu().numpy()
-    variables |= {"windowed_line_shape_score": ("window", windowed), "loss": loss(traced), "n_pos": traced.n_pos}
+    variables |= {"windowed_line_shape_score": ("window", windowed)}
+    variables |= {"loss": _loss_where_known(traced), "n_pos": traced.n_pos}
     variables |= _by_depth(traced)
     variables["remarks"] = "\n".join(traced.provenance["remarks"])
     # The layer in the middle of each window.

@@ -1,0 +1,227 @@
+"""GGUF files: converted once into a copy in the user's cache, by transformers, and read from that copy later.
+
+Reading the file of a model of 270 million weights takes half a minute or more, most of it for its tokenizer; reading
+the copy takes two seconds, and its weights may stay on disk. The copy holds the dequantised weights in float32.
+"""
+
+import copy
+import hashlib
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+
+from tl_coupling.border import warn_caller
+from tl_coupling.models.cache import cache_root, is_whole, write_copy
+from tl_coupling.models.completeness import LoadedWeights, check_depth, load_whole
+from tl_coupling.models.loaded import ModelError, version
+from tl_coupling.models.quantized import needs_package, without_quantization
+from tl_coupling.progress import with_progress
+
+# Types of values in a GGUF file that are counted out in arrays.
+_STRING, _ARRAY = 8, 9
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model's name is that of a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
+class GgufModel:
+    """The model in a GGUF file: `folder`, the copy in HuggingFace format, or `loaded` where none could be written."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.path = name, Path(name)
+        if not self.path.is_file():
+            raise ModelError(f"there is no file {name!r}: wanted a GGUF file, or another model's name or folder")
+        needs_package(repr(name), "gguf")
+        made_by = f"transformers-{version('transformers')}"
+        self.folder: Path | None = cache_root() / f"gguf-{_checksum(self.path)}-{made_by}-float32"
+        self.loaded: LoadedWeights | None = None
+        self.config: Any = None
+        self.tokenizer: Any = None
+
+    def convert(self, needs_folder: bool) -> None:
+        """Write the copy unless it is there. Where the cache cannot be written, keep the model itself, with a warning.
+
+        Raises:
+            ModelError: a file that is damaged, lacks weights or has others than its configuration says, or is of an
+                architecture that transformers does not know; the cache cannot be written, and `needs_folder`.
+        """
+        folder = self.folder
+        assert folder is not None
+        if is_whole(folder):
+            return
+        steps = (self._check_header, self._read_config, self._read_tokenizer, self._read_weights)
+        with self._errors_named(), _parsed_once():
+            for step in with_progress(steps, None, f"converting {self.path.name}, once"):
+                step()
+        try:
+            write_copy(folder, self._save)
+        except Exception as error:
+            if isinstance(error, MemoryError):
+                raise
+            # The writer of safetensors has errors of its own for a full disk.
+            said = f"the converted copy of {self.name!r} cannot be kept in {folder.parent} ({error})"
+            if needs_folder:
+                raise ModelError(f'{said}, and `memory="stream"` reads from it: set XDG_CACHE_HOME') from error
+            warn_caller(f"{said}: the file is converted anew each time; XDG_CACHE_HOME says where caches are")
+            self.folder = None
+            return
+        self.loaded = None
+
+    def untrained(self, fresh: Callable[[Any, Any], nn.Module]) -> nn.Module:
+        """What `fresh` makes of the configuration; weights are not read, from the copy or from the file."""
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        assert self.folder is not None
+        with self._errors_named(), _parsed_once():
+            if is_whole(self.folder):
+                self.config = AutoConfig.from_pretrained(self.folder)
+                self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            else:
+                self._check_header()
+                self._read_config()
+                self._read_tokenizer()
+            return _plain(fresh(AutoModelForCausalLM, self.config))
+
+    @property
+    def _file(self) -> dict[str, Any]:
+        return {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
+
+    def _check_header(self) -> None:
+        """Raise ModelError on a depth that nobody builds, and on layers beyond it, which transformers leaves out."""
+        import gguf
+
+        reader: Any = gguf.GGUFReader(self.path)
+        field = reader.fields["general.architecture"]
+        architecture = bytes(field.parts[field.data[0]]).decode()
+        if (field := reader.fields.get(f"{architecture}.block_count")) is None:
+            return
+        n_layers = int(field.parts[field.data[0]][0])
+        check_depth(self.name, {"block_count": n_layers})
+        named = (re.match(r"blk\.(\d+)\.", tensor.name) for tensor in reader.tensors)
+        deepest = max((int(layer[1]) for layer in named if layer), default=-1)
+        if deepest >= n_layers:
+            said = f"{self.name!r} holds weights of layer {deepest}, counted from 0, and says that it has {n_layers}"
+            raise ModelError(f"{said} layers: its configuration is another model's; convert the model again")
+
+    def _read_config(self) -> None:
+        from transformers import AutoConfig
+
+        self.config = AutoConfig.from_pretrained(**self._file)
+
+    def _read_tokenizer(self) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(**self._file)
+
+    def _read_weights(self) -> None:
+        from transformers import AutoModelForCausalLM
+
+        options = {"dtype": torch.float32, "attn_implementation": "eager", "config": self.config}
+        load = AutoModelForCausalLM.from_pretrained
+        self.loaded = load_whole(self.name, load, **self._file, **options)
+        _plain(self.loaded.model)
+
+    def _save(self, folder: Path) -> None:
+        assert self.loaded is not None
+        model: Any = self.loaded.model
+        missing = set(self.loaded.missing_of_head)
+        state = {key: tensor for key, tensor in model.state_dict().items() if key not in missing}
+        model.save_pretrained(folder, state_dict=state)
+        self.tokenizer.save_pretrained(folder)
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Errors of transformers and gguf as a ModelError that says what to do."""
+        try:
+            yield
+        except ModelError:
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split())[:200]
+            if isinstance(error, MemoryError) or "can't allocate memory" in said:
+                raise
+            if "not supported" in said:
+                advice = "load the same model from a folder or hub name in HuggingFace format"
+            else:
+                advice = "the file is damaged, or not a GGUF file; load it down again and compare its checksum"
+            raise ModelError(f"could not load {self.name!r}: {advice} ({type(error).__name__}: {said})") from error
+
+
+def _plain(model: Any) -> nn.Module:
+    """A model that came from a GGUF file refuses to be saved, although its weights are plain float32 by now."""
+    model.config = without_quantization(model.config)
+    model.config.architectures = [type(model).__name__]
+    vars(model).pop("hf_quantizer", None)
+    return model
+
+
+def _checksum(path: Path) -> str:
+    """The first half of the file's SHA-256."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        chunks = iter(lambda: file.read(2**24), b"")
+        for chunk in with_progress(chunks, None, f"checksum of {path.name}, in pieces of 16 MiB"):
+            digest.update(chunk)
+    return digest.hexdigest()[:32]
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Context in which transformers parses a GGUF file once, not for each of configuration, tokenizer and weights."""
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as legacy
+
+    reader = cache(_quick_reader())
+    load = legacy.load_gguf_checkpoint
+    parse = cache(load)
+
+    def load_once(path: Any, return_tensors: bool = False, **options: Any) -> Any:
+        return load(path, return_tensors=True, **options) if return_tensors else copy.deepcopy(parse(str(path)))
+
+    with (
+        patch.object(gguf, "GGUFReader", lambda path: reader(str(path))),
+        patch.object(legacy, "load_gguf_checkpoint", load_once),
+    ):
+        yield
+
+
+def _quick_reader() -> Any:
+    """gguf's reader, without what it does for each token: two arrays, each a map of the file."""
+    from gguf import GGUFReader, GGUFValueType
+
+    class QuickReader(GGUFReader):
+        @property
+        def data(self) -> Any:
+            return self._bytes
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._bytes: Any = np.asarray(mapped)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: Any) -> tuple[int, list[Any], list[int], list[Any]]:
+            is_array_here = raw_type == _ARRAY and self.byte_order == "I" and sys.byteorder == "little"
+            if not is_array_here or int(self._get(orig_offs, np.uint32)[0]) != _STRING:
+                return super()._get_field_parts(orig_offs, raw_type)
+            start = orig_offs + 12
+            n_strings = int(self._get(orig_offs + 4, np.uint64)[0])
+            strings: list[np.ndarray] = []
+            for _ in range(n_strings):
+                (length,) = struct.unpack_from("<Q", self._bytes, start)
+                strings.append(self._bytes[start + 8 : start + 8 + length])
+                start += 8 + length
+            types = [GGUFValueType.ARRAY, GGUFValueType.STRING]
+            return start - orig_offs, strings, list(range(n_strings)), types
+
+    return QuickReader
