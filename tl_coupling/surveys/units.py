@@ -38,11 +38,19 @@ _netcdf = threading.Lock()
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of work: the name of its files, what is measured (JSON-able, recorded), and what else that needs."""
+    """One piece of work.
+
+    Attributes:
+        key: the name of its files.
+        what: what is measured, JSON-able; it is recorded, and a result of something else does not count.
+        given: what else the measurement needs.
+        facts: what its record is to say beside `what`, JSON-able; a result does not depend on it.
+    """
 
     key: str
     what: dict[str, Any] = field(hash=False)
     given: Any = field(default=None, compare=False, repr=False)
+    facts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -319,7 +327,7 @@ def _digest_of_plan(folder: Path, *state: int) -> str | None:
 
 
 def _record(folder: Path, unit: Unit, content: dict[str, Any]) -> None:
-    _write_json(folder / f"{unit.key}.json", {"what": unit.what} | content)
+    _write_json(folder / f"{unit.key}.json", {"what": unit.what} | unit.facts | content)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
