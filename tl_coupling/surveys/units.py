@@ -88,7 +88,7 @@ class Folder:
         implied: Mapping[str, Any] | None = None,
     ) -> None:
         self.path, self.temporary = Path(path), temporary
-        self._implied = implied or {}
+        self._implied = dict(implied or {})
         self._wanted = None if plan is None else json.loads(json.dumps({"version": VERSION, **plan}))
         self._is_held = False
         if self._has_to_write_its_plan():
@@ -107,7 +107,7 @@ class Folder:
             self._is_held = True
             try:
                 # Another run may have come first.
-                if self._has_to_write_its_plan():
+                if self._has_to_write_its_plan() and self._wanted is not None:
                     remove_left_overs(self.path, Path(PLAN).stem)
                     _write_json(self.path / PLAN, self._wanted)
                 yield
@@ -227,7 +227,7 @@ def run_unit(folder: Path, unit: Unit, measure: Measure, plan: str | None = None
         return _after_error(folder, unit, error, "kept", plan)
     if plan_digest(folder) != plan:
         return Outcome(unit, "failed", _OTHER_PLAN)
-    with _netcdf:
+    with _writes_alone():
         path = write_atomically(
             folder / f"{unit.key}.nc", lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4")
         )
@@ -243,6 +243,20 @@ def run_unit(folder: Path, unit: Unit, measure: Measure, plan: str | None = None
     while checksum != (checksum := sha256(path.read_bytes()).hexdigest()):
         _record(folder, unit, {"plan": plan, "status": "finished", "sha256": checksum} | effort)
     return Outcome(unit, "computed")
+
+
+@contextmanager
+def _writes_alone() -> Iterator[None]:
+    """Context in which no other thread of this process writes netCDF."""
+    with ExitStack() as at_end:
+        at_end.enter_context(_netcdf)
+        # Where a client of dask was made in this process, xarray asks its scheduler for a lock on every file, though it
+        # may have died long ago.
+        if "dask" in sys.modules:
+            import dask
+
+            at_end.enter_context(dask.config.set(scheduler="threads"))
+        yield
 
 
 def _run_elsewhere(*of_unit: Any) -> tuple[Status, str | None]:
