@@ -179,8 +179,8 @@ def run(
 
     Args:
         folder: where each unit's result is written when it is done. A run there keeps what is finished and measures
-            what is missing, failed or damaged; models may be added. A local model changed in place is not noticed. By
-            default the results are in memory only.
+            what is missing, failed or damaged; models may be added. A local model whose files change between units
+            or runs is an error, which says how to go on. By default the results are in memory only.
         executor: by default units run one after the other in this process. Otherwise anything with `submit`: a pool of
             concurrent.futures, a Client of dask.distributed, submitit on a SLURM cluster (one job array; preempted jobs
             are queued again). It gets names and paths, never models; its workers must see the folder.
@@ -191,12 +191,14 @@ def run(
         as `open_survey`. Units that failed are missing (NaN), with a warning; their errors are in `attrs["failed"]`.
 
     Raises:
-        ValueError: the folder has results of another survey, or another run is using it.
+        ValueError: the folder has results of another survey, of another model under the same name, or of a local model
+            whose files are others now; or another run is using it.
         ModelError: not one unit could be measured.
         OSError: the folder cannot be written to; what is finished is kept.
 
     The values do not depend on the executor, on interruptions or on `prompts_per_unit`, as long as torch runs with the
-    same number of threads. A unit that kills its worker fails; with executors other than `process_pool`, others may
+    same number of threads. Cost beside the measurements: the files of local models are read once for their checksums.
+    A unit that kills its worker fails; with executors other than `process_pool`, others may
     fail with it. Without a network, only cached models are tried after the first that is not.
 
     Example:
