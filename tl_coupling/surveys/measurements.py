@@ -37,6 +37,8 @@ PAPER_PROMPT = "What is the capital of France? The capital is"
 _OF_THE_PAPERS: tuple[Measure, ...] = MEASURES[:5]
 IMPLIED = {"measures": list(_OF_THE_PAPERS), "p": 2, "absolute": False, "diagonal": False}
 _OF_ONE_PROMPT = {"prompt", "image", "tokens", "str_tokens", "paths", "position", "remarks", "svd"}
+# What records say of the whole files of a model.
+_OF_ITS_FILES = {"weights_digest"}
 
 
 @checked
@@ -248,7 +250,7 @@ def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.D
     # The layer in the middle of each window.
     coords = {"singular_value": range(1, result.k + 1), "window": np.arange(len(windowed)) + window // 2}
     coords["depth"] = range(traced.n_layers + 1)
-    provenance = {key: value for key, value in result.provenance.items() if key not in _OF_ONE_PROMPT}
+    provenance = {key: value for key, value in result.provenance.items() if key not in _OF_ONE_PROMPT | _OF_ITS_FILES}
     if image := result.provenance.get("image"):
         provenance["preprocessing"] = image["preprocessing"]
     attrs = {"window": window, "provenance": json.dumps(provenance)}
