@@ -18,7 +18,7 @@ pytestmark = [
 
 def test_a_small_share_of_every_attack_finds_nothing(tmp_path: Path) -> None:
     # Those of workers and commands take half a minute each; test_executors and test_interrupts have their like.
-    kinds = ["runs", "measurements", "folders", "disks", "inputs"]
+    kinds = ["runs", "measurements", "folders", "plan", "changes", "disks", "inputs"]
     command = [sys.executable, "-m", "attack", "--share", "0.02", "--only", *kinds]
     ended = subprocess.run(
         [*command, "--save", tmp_path / "found.json"], cwd=Path(__file__).parent, capture_output=True, text=True
@@ -27,6 +27,8 @@ def test_a_small_share_of_every_attack_finds_nothing(tmp_path: Path) -> None:
     counts = json.loads((tmp_path / "found.json").read_text())["attacks"]
     assert {name: row["attacks"] for name, row in counts.items()} == {
         **{"kills of runs": 3, "interrupts of measurements": 8, "interrupts of runs": 2},
+        **{"racing plans": 1, "orphans of an earlier plan": 1},
+        **{"changes under streamed models": 1, "changes under resident models": 1},
         **{"damaged folders": 1, "full disks": 1, "hostile inputs": 2},
     }
 

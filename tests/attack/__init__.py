@@ -1,1 +1,1 @@
-"""Attacks on runs: killed, interrupted, on full disks, with damaged files and hostile input; see `python -m attack`."""
+"""Attacks on runs: killed, interrupted, on full disks, damaged, hostile, rival, changing; see `python -m attack`."""

@@ -39,11 +39,13 @@ def main() -> int:
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0
     disable_progress_bar()
+    from attack.changes import changes_under_resident_models, changes_under_streamed_models
     from attack.damage import damaged_folders
     from attack.disks import full_disks
     from attack.hostile import hostile_inputs
     from attack.interrupts import interrupts_of_commands, interrupts_of_measurements, interrupts_of_runs
     from attack.kills import kills, kills_of_workers
+    from attack.plans import orphans_of_an_earlier_plan, racing_plans
     from attack.subject import Subject
 
     attacks: dict[str, tuple[Callable[..., Iterator[list[str]]], int]] = {
@@ -53,6 +55,10 @@ def main() -> int:
         "interrupts of runs": (interrupts_of_runs, 90),
         "interrupts of commands": (interrupts_of_commands, 10),
         "damaged folders": (damaged_folders, 60),
+        "racing plans": (racing_plans, 20),
+        "orphans of an earlier plan": (orphans_of_an_earlier_plan, 20),
+        "changes under streamed models": (changes_under_streamed_models, 20),
+        "changes under resident models": (changes_under_resident_models, 20),
         "full disks": (full_disks, 40),
         "hostile inputs": (hostile_inputs, 100),
     }

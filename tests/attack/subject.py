@@ -34,7 +34,7 @@ class Subject:
         # The first run pays for imports.
         tlc.run(self.survey, progress=False)
         start = time.perf_counter()
-        self.whole = _without_costs(tlc.run(self.survey, self.calm, progress=False))
+        self.whole = without_costs(tlc.run(self.survey, self.calm, progress=False))
         self.seconds = time.perf_counter() - start
         self._values = {path.name: xarray.load_dataset(path) for path in self.calm.glob("*.nc")}
         self.n_units, self._n_folders = len(self._values), 0
@@ -67,7 +67,7 @@ class Subject:
 
     def check_opened(self, folder: Path) -> None:
         """Open the folder: what is there must be right, however much is missing."""
-        data = _without_costs(tlc.open_survey(folder))
+        data = without_costs(tlc.open_survey(folder))
         wanted = self.whole.reindex_like(data)
         for name, values in data.data_vars.items():
             if not bool((values.isnull() | (values == wanted[name])).all()):
@@ -76,13 +76,15 @@ class Subject:
     def completed(self, folder: Path, what: str, expected: tuple[int, ...] = (0,)) -> list[str]:
         """The faults of a run that does the rest, whose results must be those of the undisturbed one."""
 
-        def check() -> None:
-            data = tlc.run(self.survey, folder, progress=False)
-            for one in (data, tlc.open_survey(folder)):
-                if not _without_costs(one).equals(self.whole):
-                    raise AssertionError("wrong value")
+        return done(lambda: check_run(self.survey, folder, self.whole), f"run again after {what}", expected)
 
-        return done(check, f"run again after {what}", expected)
+
+def check_run(survey: tlc.Survey, folder: Path, whole: xarray.Dataset) -> None:
+    """Run a survey, start or end: the results must be those of the undisturbed one, `without_costs`."""
+    data = tlc.run(survey, folder, progress=False)
+    for one in (data, tlc.open_survey(folder)):
+        if not without_costs(one).equals(whole):
+            raise AssertionError("wrong value")
 
 
 def finished(folder: Path) -> Finished:
@@ -100,5 +102,6 @@ def finished(folder: Path) -> Finished:
     return found
 
 
-def _without_costs(data: xarray.Dataset) -> xarray.Dataset:
+def without_costs(data: xarray.Dataset) -> xarray.Dataset:
+    """What must be the same however a survey came about."""
     return data.drop_vars(_COSTS).load()

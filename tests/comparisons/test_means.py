@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -59,6 +60,24 @@ def test_means_and_spreads_are_numpys(maps, mean, measure):
     n = tiny.N_LAYERS
     null = ((n - 1) * mean.null(3, measure) + own) / n
     assert mean.null(3, measure, off_diagonal=False) == pytest.approx(null, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("quantity", ["map", "trace"])
+def test_two_models_under_one_label_are_not_averaged(model, maps, tokenizer_folder, quantity):
+    other = tiny.bridge(tiny.huggingface_model("llama", 1), tokenizer_folder)
+    trace = tlc.trace(other, PROMPTS[1])
+    said = r"must be of one model, got two of different weights, both called '.*': take the mean of each alone"
+    of_maps = partial(MeanCouplingMap.over, [maps[0], tlc.depth_coupling(trace, K)])
+    of_traces = partial(tlc.depth_coupling, [tlc.trace(model, PROMPTS[0]), trace], K)
+    with pytest.raises(ValueError, match=said):
+        (of_maps if quantity == "map" else of_traces)()
+
+
+def test_a_model_is_itself_in_another_dtype(maps, tokenizer_folder):
+    """Its weights are the same numbers there."""
+    model = tiny.bridge(tiny.huggingface_model("llama").double(), tokenizer_folder)
+    one = tlc.depth_coupling(tlc.trace(model, PROMPTS[1]), K)
+    assert one.provenance["weights_digest"] == maps[0].provenance["weights_digest"]
 
 
 def test_what_lies_behind_the_values(maps, mean):

@@ -1,7 +1,9 @@
 """Models whose weights stay on disk give the numbers of those in memory, and read every weight once."""
 
+import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -254,3 +256,60 @@ def test_a_streamed_vision_model_in_half_precision_is_refused_in_words(folder_vi
     with pytest.raises(tlc.ModelError, match=r'^`dtype` with `memory="stream"` must be float32 or float64: a vision'):
         tlc.load_model(str(folder_vit), memory="stream", dtype=torch.bfloat16)
     assert tlc.load_model(str(folder_vit), memory="stream").cfg.n_layers > 0
+
+
+def in_place(shard: Path, content: bytes) -> None:
+    """As a program does that opens the file for writing; of the same size."""
+    shard.write_bytes(content)
+
+
+def replaced(shard: Path, content: bytes) -> None:
+    """As `save_pretrained` and downloads do."""
+    other = shard.with_suffix(".new")
+    other.write_bytes(content)
+    os.replace(other, shard)
+
+
+def removed(shard: Path, content: bytes) -> None:
+    shard.unlink()
+
+
+@pytest.mark.parametrize("change", [in_place, replaced, removed])
+def test_files_that_change_under_a_streamed_model_are_an_error(
+    tmp_path: Path, change: Callable[[Path, bytes], None]
+) -> None:
+    """The blocks read before are of one model, those read afterwards of another."""
+    saved(tmp_path / "one")
+    tiny.huggingface_model("llama", 1).save_pretrained(tmp_path / "other")
+    tiny.save_tokenizer(tmp_path / "other")
+    shard, content = tmp_path / "one" / "model.safetensors", (tmp_path / "other" / "model.safetensors").read_bytes()
+    model = tlc.load_model(str(tmp_path / "one"), memory="stream")
+    trace = tlc.trace(model, tiny.TOKENS)
+    first = tlc.block_jacobian(trace, 0)
+    change(shard, content)
+    said = r"model\.safetensors was changed, replaced or removed after the model was loaded, .*: load the model again"
+    for measure in (tlc.block_jacobians, lambda trace: trace.residual, lambda trace: tlc.trace(model, tiny.TOKENS)):
+        with pytest.raises(tlc.ModelError, match=said) as caught:
+            measure(trace)
+        assert "\n" not in str(caught.value)
+    if change is not removed:
+        again = tlc.trace(tlc.load_model(str(tmp_path / "one"), memory="stream"), tiny.TOKENS)
+        resident = tlc.trace(tlc.load_model(str(tmp_path / "other")), tiny.TOKENS)
+        assert torch.equal(tlc.block_jacobians(again), tlc.block_jacobians(resident))
+        assert not torch.equal(tlc.block_jacobian(again, 0), first)
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    shard = tmp_path / "model.safetensors"
+    trace = tlc.trace(tlc.load_model(str(tmp_path), memory="stream"), tiny.TOKENS)
+    read = streaming.Stored.read
+
+    def reading(self: streaming.Stored) -> torch.Tensor:
+        weight = read(self)
+        replaced(shard, shard.read_bytes())
+        return weight
+
+    monkeypatch.setattr(streaming.Stored, "read", reading)
+    with pytest.raises(tlc.ModelError, match="was changed, replaced or removed"):
+        tlc.block_jacobians(trace)

@@ -167,6 +167,47 @@ def test_a_worker_that_dies_amid_its_answer_has_died(monkeypatch: pytest.MonkeyP
         pool.submit(max, 1, 2).result(timeout=300)
 
 
+def test_more_workers_than_a_machine_can_bear_are_refused() -> None:
+    n_cores = os.cpu_count() or 1
+    said = rf"`workers` must be at most (32|{4 * n_cores}) on this machine of {n_cores} cores: .*; got 1000000000"
+    with pytest.raises(ValueError, match=said):
+        process_pool(10**9)
+    with process_pool(32) as pool:
+        assert pool.workers == 32
+
+
+def test_a_run_works_after_the_scheduler_of_dask_died(folder: Path, alone: Path) -> None:
+    """xarray asked it for a lock on every file."""
+    distributed = pytest.importorskip("distributed")
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
+    place = folder.parent / "scheduler.json"
+    options = ["--no-dashboard", "--scheduler-file", str(place)]
+    scheduler = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not place.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        # It has no workers: units wait until it dies.
+        client = distributed.Client(scheduler_file=str(place), timeout=2)
+
+        def progress(units):
+            scheduler.kill()
+            yield from units
+
+        outcomes = Folder(folder, {}).run(UNITS, measure, progress, client)
+        assert [outcome.status for outcome in outcomes] == ["failed"] * 4
+        # As long as the client is this process' default.
+        with client.as_current():
+            outcomes = Folder(folder, {}).run(UNITS, measure)
+        assert [outcome.status for outcome in outcomes] == ["computed"] * 4
+        assert bytes_of(folder) == bytes_of(alone)
+    finally:
+        scheduler.kill()
+        scheduler.wait()
+        client.close(timeout=1)
+
+
 _DRIVER = """
 import sys, time
 from pathlib import Path

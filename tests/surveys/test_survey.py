@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -287,6 +289,152 @@ def test_results_of_another_survey_are_not_overwritten(survey: Survey, models: d
     more = run(replace(survey, models={"four": models["two"]}), tmp_path)
     assert more["model"].values.tolist() == ["four", "three", "two"]
     assert {name: content for name, content in state(tmp_path).items() if name in before} == before
+
+
+def test_two_models_are_not_taken_together_under_one_name(models: dict[str, str], tmp_path: Path) -> None:
+    """Neither as two checkpoints of one, nor of two training runs whose folders have one name."""
+    given = {"prompts": PROMPTS[:1], "settings": SETTINGS}
+    run(Survey({"name": models["run"]}, checkpoints=[100], **given), tmp_path / "results")
+    before = state(tmp_path / "results")
+    said = "holds results of '.*run' as 'name', asked for is '.*two': give it another name"
+    with pytest.raises(ValueError, match=said):
+        run(Survey({"name": models["two"]}, **given), tmp_path / "results")
+    other = tmp_path / "run"
+    shutil.copytree(Path(models["run"]) / "step0", other / "step0")
+    tlc.checkpoint_sweep(models["run"], [100], **given, folder=tmp_path / "sweep")
+    with pytest.raises(ValueError, match=r"as 'run', asked for is '.*run': give it another name"):
+        tlc.checkpoint_sweep(other, [0], **given, folder=tmp_path / "sweep")
+    assert state(tmp_path / "results") == before
+    # More checkpoints of the same model are welcome, and a name under which nothing was measured is free.
+    more = tlc.checkpoint_sweep(models["run"], [0, 100], **given, folder=tmp_path / "sweep")
+    assert more["checkpoint"].values.tolist() == [0, 100]
+    with pytest.warns(UserWarning, match="1 of 2 units failed"):
+        run(Survey({"two": models["two"], "three": "no/three"}, **given), tmp_path / "free")
+    free = run(Survey({"three": models["three"]}, **given), tmp_path / "free")
+    assert free["model"].values.tolist() == ["three", "two"]
+
+
+@pytest.fixture
+def own_model(models: dict[str, str], tmp_path: Path) -> Path:
+    """A copy that may be changed."""
+    return Path(shutil.copytree(models["two"], tmp_path / "own"))
+
+
+def train(folder: Path) -> None:
+    """Other weights in place of those that are there."""
+    tiny.huggingface_model("llama", 7).save_pretrained(folder)
+
+
+def remove(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def change_tokens(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w5"', '"w5000"'))
+
+
+CHANGED = r"'{}' in .*own was changed, replaced or removed after this run began: restore it and run again, or measure"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(train, "model.safetensors"), (remove, "model.safetensors"), (change_tokens, "tokenizer.json")],
+)
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+def test_a_local_model_that_changes_between_units_is_an_error(
+    own_model: Path, tmp_path: Path, change: Callable[[Path], None], name: str, memory: str
+) -> None:
+    """Half of the units would be of one model, and half of another."""
+    survey = Survey({"own": own_model}, PROMPTS, settings=SETTINGS, prompts_per_unit=1, memory=memory)
+    original = shutil.copytree(own_model, tmp_path / "original")
+
+    def progress(units):
+        for i, unit in enumerate(units):
+            if i == 1:
+                change(own_model)
+            yield unit
+
+    with pytest.warns(UserWarning, match=f"2 of 3 units failed .*{CHANGED.format(name)}"):
+        data = run(survey, tmp_path / "results", progress=progress)
+    first = measure_prompts(tlc.load_model(str(original)), PROMPTS[:1], SETTINGS)
+    assert data.loss.isnull().squeeze().values.tolist() == [False, True, True]
+    np.testing.assert_array_equal(data.loss.sel(prompt="sums-0").squeeze(), first.loss.squeeze())
+    # A later run notices as well, and goes on when the model is again what it was.
+    before = state(tmp_path / "results")
+    said = rf"holds results of .*own, where '{name}' is another file now: restore it, or measure the new model in"
+    with pytest.raises(ValueError, match=said):
+        run(survey, tmp_path / "results")
+    assert state(tmp_path / "results") == before
+    shutil.copytree(original, own_model, dirs_exist_ok=True)
+    whole = run(survey, tmp_path / "results")
+    expected = run(replace(survey, models={"own": original}))
+    np.testing.assert_array_equal(whole.coupling, expected.coupling)
+
+
+def test_a_local_model_that_changes_while_it_is_loaded_is_an_error(
+    own_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_model = tlc.load_model
+
+    def loaded(*arguments: object, **options: object) -> object:
+        train(own_model)
+        return load_model(*arguments, **options)
+
+    monkeypatch.setattr("tl_coupling.surveys.survey.load_model", loaded)
+    with pytest.raises(ModelError, match=CHANGED.format("model.safetensors")):
+        run(Survey({"own": own_model}, PROMPTS[:1], settings=SETTINGS))
+
+
+def touch(folder: Path) -> None:
+    for path in folder.iterdir():
+        os.utime(path)
+
+
+def copy(folder: Path) -> None:
+    shutil.copytree(folder, folder.with_name("copy"))
+    shutil.rmtree(folder)
+    folder.with_name("copy").rename(folder)
+
+
+def add_what_is_not_read(folder: Path) -> None:
+    (folder / "README.md").write_text("about")
+    (folder / "optimizer.pt").write_bytes(b"state")
+
+
+@pytest.mark.parametrize("change", [touch, copy, add_what_is_not_read])
+def test_a_model_that_is_the_same_is_not_refused(
+    own_model: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    survey = Survey({"own": own_model}, PROMPTS, settings=SETTINGS, prompts_per_unit=1)
+    expected = run(survey)
+
+    def progress(units):
+        for i, unit in enumerate(units):
+            if i == 1:
+                change(own_model)
+            yield unit
+
+    data = run(survey, tmp_path / "results", progress=progress)
+    xarray.testing.assert_identical(values_of(data), values_of(expected))
+    before = state(tmp_path / "results")
+    run(survey, tmp_path / "results")
+    assert state(tmp_path / "results") == before
+
+
+def test_results_that_do_not_say_which_files_they_are_of_are_kept(own_model: Path, tmp_path: Path) -> None:
+    """Those of earlier versions."""
+    survey = Survey({"own": own_model}, PROMPTS[:1], settings=SETTINGS)
+    run(survey, tmp_path / "results")
+    path = tmp_path / "results" / "own@main.json"
+    content = json.loads(path.read_text())
+    assert set(content["files"]) >= {"config.json", "model.safetensors", "tokenizer.json"}
+    del content["files"], content["plan"], content["digest"]
+    path.write_text(json.dumps(content))
+    touch(own_model)
+    before = state(tmp_path / "results")
+    run(survey, tmp_path / "results")
+    assert state(tmp_path / "results") == before
 
 
 def test_a_folder_of_something_else_is_said(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ import pytest
 import xarray
 
 from tl_coupling.files import file_name
-from tl_coupling.surveys.units import VERSION, Folder, Unit, load_unit, record
+from tl_coupling.surveys.units import VERSION, Folder, Unit, load_unit, plan_digest, record
 
 pytestmark = pytest.mark.on_4_only
 
@@ -149,6 +152,7 @@ def test_a_failure_is_recorded_the_others_go_on_and_a_rerun_tries_again(tmp_path
     ]
     assert record(tmp_path, UNITS[1]) == {
         "what": {"number": 1},
+        "plan": plan_digest(tmp_path),
         "status": "failed",
         "error": "RuntimeError: no luck with 1",
     }
@@ -261,6 +265,117 @@ def test_folders_of_other_versions_are_refused_with_what_to_do(finished: Path, v
     for plan in (None, PLAN):
         with pytest.raises(ValueError, match=f"was written by {said} of tl_coupling .*choose another folder"):
             Folder(finished, plan)
+    assert snapshot(finished) == before
+
+
+def one_only(unit: Unit) -> xarray.Dataset:
+    return xarray.Dataset({"x": ("i", np.full(5, -1.0))})
+
+
+def test_a_run_that_is_refused_leaves_the_plan_of_the_other(tmp_path: Path) -> None:
+    """Its rerun would return the other's values under its own plan."""
+    pytest.importorskip("fcntl")
+    other_plan = {"of": "other prompts"}
+
+    def inside(units):
+        before = (tmp_path / "plan.json").read_bytes()
+        with pytest.raises(ValueError, match="another run, or one of its workers, is using"):
+            Folder(tmp_path, other_plan).run(UNITS, one_only)
+        assert (tmp_path / "plan.json").read_bytes() == before
+        yield from units
+
+    Folder(tmp_path, PLAN).run(UNITS, Measurement(), inside)
+    with pytest.raises(ValueError, match=r"another plan \(of\)"):
+        Folder(tmp_path, other_plan).run(UNITS, one_only)
+    assert Folder(tmp_path).plan == {"version": VERSION, **PLAN}
+
+
+def test_the_plan_is_checked_again_when_a_run_begins(tmp_path: Path) -> None:
+    """Both looked while the folder was empty."""
+    first, second = Folder(tmp_path, {"of": "first"}), Folder(tmp_path, {"of": "second"})
+    first.run(UNITS, Measurement())
+    with pytest.raises(ValueError, match=r"another plan \(of\)"):
+        second.run(UNITS, one_only)
+    assert Folder(tmp_path).plan["of"] == "first"
+    np.testing.assert_array_equal(load_unit(tmp_path, UNITS[0])["x"], np.arange(5))
+
+
+class Queue:
+    """Keeps what it is given, as a cluster does whose driver was killed."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], object]] = []
+
+    def submit(self, fn, /, *arguments):
+        self.jobs.append(partial(fn, *arguments))
+        future: Future = Future()
+        future.set_exception(RuntimeError("gone"))
+        return future
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_jobs_that_an_earlier_plan_left_write_nothing(tmp_path: Path, fails: bool) -> None:
+    queue = Queue()
+    Folder(tmp_path, {"position": 0}).run(UNITS, Measurement((0, 1, 2)) if fails else one_only, None, queue)
+    Folder(tmp_path, {"position": -1}).run(UNITS, Measurement())
+    before = snapshot(tmp_path)
+    for job in queue.jobs:
+        status, error = job()
+        assert status == "failed"
+        assert "the folder is now of another plan" in error
+    assert snapshot(tmp_path) == before
+
+
+def test_a_job_of_an_earlier_plan_that_is_measuring_writes_nothing_either(tmp_path: Path) -> None:
+    def while_another_run_begins_and_ends(unit: Unit) -> xarray.Dataset:
+        Folder(tmp_path, {"position": -1}).run(UNITS, Measurement())
+        return one_only(unit)
+
+    queue = Queue()
+    Folder(tmp_path, {"position": 0}).run(UNITS[:1], while_another_run_begins_and_ends, None, queue)
+    assert queue.jobs[0]()[0] == "failed"
+    np.testing.assert_array_equal(load_unit(tmp_path, UNITS[0])["x"], np.arange(5))
+    assert [o.status for o in Folder(tmp_path, {"position": -1}).run(UNITS, Measurement())] == ["kept"] * 3
+
+
+def result_of_another_plan(folder: Path) -> None:
+    """What came too late to be stopped."""
+    other = folder.parent / f"{folder.name}-other"
+    other.mkdir()
+    Folder(other, {"of": "another plan"}).run(UNITS[1:2], one_only)
+    for ending in ("nc", "json"):
+        shutil.copy(other / f"unit-1.{ending}", folder)
+
+
+def test_results_of_another_plan_are_done_again(finished: Path) -> None:
+    result_of_another_plan(finished)
+    again = Measurement()
+    assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == ["kept", "computed", "kept"]
+    assert again.asked == [1]
+    np.testing.assert_array_equal(load_unit(finished, UNITS[1])["x"], np.arange(5) + 100)
+
+
+def test_a_unit_that_another_plan_replaced_during_the_run_has_failed(tmp_path: Path) -> None:
+    def progress(units):
+        for unit in units:
+            if unit is UNITS[2]:
+                result_of_another_plan(tmp_path)
+            yield unit
+
+    outcomes = Folder(tmp_path, PLAN).run(UNITS, Measurement(), progress)
+    assert [outcome.status for outcome in outcomes] == ["computed", "failed", "computed"]
+    said = "its result was replaced by a job of another plan: end that job, and run again"
+    assert outcomes[1].error == said
+
+
+def test_records_of_earlier_versions_are_of_the_plan_beside_them(finished: Path) -> None:
+    for unit in UNITS:
+        path = finished / f"{unit.key}.json"
+        content = json.loads(path.read_text())
+        del content["plan"], content["digest"]
+        path.write_text(json.dumps(content))
+    before = snapshot(finished)
+    assert [o.status for o in Folder(finished, PLAN).run(UNITS, one_only)] == ["kept"] * 3
     assert snapshot(finished) == before
 
 

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+import tiny
 import tl_coupling as tlc
 from tl_coupling.trajectories import measure_trajectory
 from vision_models import N_LAYERS, pixels, save_vit, vit
@@ -189,6 +190,42 @@ def test_a_survey_of_images_is_that_of_each_and_resumes(folder: Path, picture: P
     Image.new("RGB", (8, 16), "black").save(tmp_path / "grey.png")
     with pytest.raises(ValueError, match="another"):
         tlc.run(tlc.Survey({"vit": folder}, tlc.load_prompts(file), settings=settings), tmp_path / "results")
+
+
+def test_a_text_that_names_an_image_is_no_prompt_of_a_survey(folder: Path, picture: Path, tmp_path: Path) -> None:
+    """It was opened, and the plan held its name and no checksum: results stayed when the image changed."""
+    settings = tlc.Settings(k=(4,), position=0)
+    said = r"prompt '0' is a text, '.*image\.png', and this model reads images: give Prompt\(id, image=FILE\)"
+    with pytest.raises(ValueError, match=said):
+        tlc.surveys.measure_prompts(tlc.load_model(str(folder)), str(picture), settings)
+    with pytest.raises(tlc.ModelError, match=f"none of the 1 units could be measured; vit@main: ValueError: {said}"):
+        tlc.run(tlc.Survey({"vit": folder}, str(picture), settings=settings), tmp_path, progress=False)
+
+
+def test_an_image_for_a_model_of_text_is_said(picture: Path, tmp_path: Path) -> None:
+    tiny.save_tokenizer(tmp_path)
+    model = tiny.bridge(tiny.huggingface_model("gpt2"), tmp_path)
+    prompts = [tlc.Prompt("a", "w1 w2 w3"), tlc.Prompt("b", image=picture)]
+    with pytest.raises(ValueError, match=r"^prompt 'b' is an image, and this model reads text: give Prompt"):
+        tlc.surveys.measure_prompts(model, prompts, tlc.Settings(k=(4,)))
+
+
+def test_an_image_that_changes_during_a_run_is_an_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan holds its checksum, and its unit would hold the values of another."""
+    image = tmp_path / "grey.png"
+    Image.new("RGB", (8, 16), "grey").save(image)
+    survey = tlc.Survey({"vit": folder}, [tlc.Prompt("a", image=image)], settings=tlc.Settings(k=(4,), position=0))
+    load_model = tlc.load_model
+
+    def loaded(*arguments: object, **options: object) -> nn.Module:
+        Image.new("RGB", (8, 16), "black").save(image)
+        return load_model(*arguments, **options)
+
+    monkeypatch.setattr("tl_coupling.surveys.survey.load_model", loaded)
+    with pytest.raises(tlc.ModelError, match=r"prompt 'a': the image .*grey.png was changed after this run began"):
+        tlc.run(survey, tmp_path / "results", progress=False)
 
 
 @pytest.mark.parametrize(

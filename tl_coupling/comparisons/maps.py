@@ -313,6 +313,13 @@ class MeanCouplingMap(CouplingMap):
             for what in (*_OF_TRACE, *_OF_MAP):
                 if (one := common.get(what)) != (other := this.get(what)):
                     raise ValueError(f"the maps must have the same {what}, got {one!r} and {other!r}")
+            digests = {common.get("weights_digest"), this.get("weights_digest")} - {None}
+            # Maps of earlier versions, and of streamed models, do not say.
+            if len(digests) > 1:
+                raise ValueError(
+                    f"the maps must be of one model, got two of different weights, both called {this.get('model')!r}: "
+                    "take the mean of each alone, and give each a `label` of its own"
+                )
             common = {key: value for key, value in common.items() if key in this and this[key] == value}
             prompts.append(result.provenance.get("prompt"))
             remarks |= dict.fromkeys(result.provenance.get("remarks", ()))

@@ -1,5 +1,6 @@
 """A loaded model: its kind, where it came from, how it was processed, its context."""
 
+import hashlib
 import importlib.metadata
 import weakref
 from functools import cache
@@ -20,6 +21,8 @@ _CONTEXT_FIELDS = ("n_positions", "max_position_embeddings", "max_context_length
 _WANTED = "wanted a decoder (GPT-2, Llama, …), an encoder of text (BERT, …) or a vision transformer (ViT, …)"
 
 
+# Of each dimension of a weight, about how many places go into the checksum.
+_SAMPLED = 4
 # An object, one of its attributes, and the value that this is to have.
 Change = tuple[Any, str, Any]
 
@@ -141,9 +144,28 @@ def _sizes(model: nn.Module, residual: Tensor) -> dict[str, Any]:
         "n_params": LOADED_AS.get(model, {}).get("n_params") or sum(map(_n_weights, model.parameters())),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": str(weight.device),
+        "weights_digest": _weights_digest(model),
         **_quantization(model),
         "versions": {package: version(package) for package in _PACKAGES},
     }
+
+
+def _weights_digest(model: nn.Module) -> str | None:
+    """What tells models of one name apart: a checksum of a few weights of every parameter; None where it has none.
+
+    The same on every device, and in every dtype that holds the weights exactly. A change of single weights may escape
+    it. None for a streamed model, whose weights are in its files.
+    """
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            return None
+        steps = (slice(None, None, max(1, size // _SAMPLED)) for size in parameter.shape)
+        sample = parameter.detach()[tuple(steps)].float().cpu()
+        if bool(sample.isnan().any()):
+            return None
+        digest.update(sample.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _n_weights(parameter: Tensor) -> int:

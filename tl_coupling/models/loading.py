@@ -80,7 +80,8 @@ def load_model(
         device: CUDA if there is one, else the CPU, unless given.
         dtype: of the weights. Jacobians are computed in float32 or float64 in any case.
         memory: `"stream"` leaves the weights in their safetensors files. Of a model loaded so only one block at a time
-            is in memory, in float32 or float64, in which the model is then also run.
+            is in memory, in float32 or float64, in which the model is then also run. The files must stay as they are:
+            one that has changed is a ModelError when the next weight is read.
         quantization: quantise the linear layers of a float checkpoint on loading, with bitsandbytes: `"nf4"` (4 bits)
             or `"int8"`. Embeddings, norms and the unembedding stay in `dtype`. What is measured are the dequantised
             weights; they stay packed in memory, unless a bridge takes fused ones apart (GPT-2). Checkpoints that were

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tl_coupling.models.completeness import LoadedWeights, load_whole
-from tl_coupling.models.loaded import Change
+from tl_coupling.models.loaded import Change, ModelError
+from tl_coupling.models.model_files import FileState
 
 # Components of a bridge that cut their original component's joint weight into those of other components.
 _CUTS = {"split_qkv_matrix": ("q", "k", "v"), "split_gate_up_matrix": ("gate", "in")}
@@ -27,10 +28,32 @@ _M_MMAP_THRESHOLD, _LARGE = -3, 2**16
 
 
 class Stored(NamedTuple):
-    """Where a weight is kept: a safetensors file, and the tensor's name in it."""
+    """Where a weight is kept: a safetensors file, the tensor's name in it, and the file's state when it was loaded.
+
+    ModelError where the file is no longer in that state: what was read before it changed is of another model.
+    """
 
     file: str
     name: str
+    state: FileState
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Context in which the weight is read and copied; ModelError if its file changes before the end."""
+        self._check()
+        yield
+        self._check()
+
+    def _check(self) -> None:
+        try:
+            has_changed = FileState.of(self.file) != self.state
+        except FileNotFoundError:
+            has_changed = True
+        if has_changed:
+            raise ModelError(
+                f"{self.file} was changed, replaced or removed after the model was loaded, whose weights are read "
+                "from it as they are needed: load the model again, and measure again"
+            )
 
     def read(self) -> Tensor:
         """The tensor, as a map of the file: it takes memory once it is used, and until it is let go."""
@@ -43,7 +66,7 @@ class Stored(NamedTuple):
         """Some rows of the tensor; the others are not read."""
         from safetensors import safe_open
 
-        with safe_open(self.file, "pt") as file:
+        with self.unchanged(), safe_open(self.file, "pt") as file:
             whole = file.get_slice(self.name)
             return torch.cat([whole[i : i + 1] for i in indices])
 
@@ -113,12 +136,13 @@ def looked_up(table: nn.Embedding, ids: Tensor, dtype: torch.dtype) -> tuple[lis
 
 
 def _read(source: Stored, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    weight = source.read()
-    if weight.shape != parameter.shape:
-        raise ValueError(f"{source.name!r} in {source.file} was {list(parameter.shape)}, is {list(weight.shape)}")
-    # A copy, so that no page of the file stays mapped. Weights are rounded to the dtype that the model has.
-    rounded = weight if weight.dtype == parameter.dtype else weight.to(parameter.dtype)
-    return rounded.to(parameter.device, dtype, copy=True)
+    with source.unchanged():
+        weight = source.read()
+        if weight.shape != parameter.shape:
+            raise ValueError(f"{source.name!r} in {source.file} was {list(parameter.shape)}, is {list(weight.shape)}")
+        # A copy, so that no page of the file stays mapped. Weights are rounded to the dtype that the model has.
+        rounded = weight if weight.dtype == parameter.dtype else weight.to(parameter.dtype)
+        return rounded.to(parameter.device, dtype, copy=True)
 
 
 def _parameter(part: nn.Module, name: str) -> nn.Parameter:
@@ -164,8 +188,14 @@ def hollow_model(name: str, auto: Any, source: str, device: torch.device, **opti
         owner, _, name = path.rpartition(".")
         # Accelerate would look for its weights, to put them back where they were drawn.
         getattr(model.get_submodule(owner), "_hf_hook").original_devices.pop(name, None)  # noqa: B009
+    states = {entry["safetensors_file"]: FileState.of(entry["safetensors_file"]) for entry in index.values()}
     remove_hook_from_submodules(model)
     del model.hf_device_map
+
+    def stored(weight: str) -> Stored:
+        file, name = index[weight]["safetensors_file"], index[weight]["weight_name"]
+        return Stored(file, name, states[file])
+
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         # What accelerate puts back is the class's own.
@@ -173,8 +203,7 @@ def hollow_model(name: str, auto: Any, source: str, device: torch.device, **opti
             del vars(module)["forward"]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                entry = index[f"{path}.{name}" if path else name]
-                buffer = Stored(entry["safetensors_file"], entry["weight_name"]).read().to(buffer.dtype)
+                buffer = stored(f"{path}.{name}" if path else name).read().to(buffer.dtype)
             module._buffers[name] = None if buffer is None else buffer.to(device)
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -185,12 +214,11 @@ def hollow_model(name: str, auto: Any, source: str, device: torch.device, **opti
             if parameter not in replaced:
                 replaced[parameter] = _hollow(parameter, device)
             module._parameters[name] = replaced[parameter]
-            entry = index.get(key := f"{path}.{name}" if path else name)
-            if entry is None and key not in loaded.missing_of_head:
+            key = f"{path}.{name}" if path else name
+            if key not in index and key not in loaded.missing_of_head:
                 raise ValueError(f"its parameter {key} is in none of its files")
             # Without a place it stays hollow: NaN.
-            place = Stored(entry["safetensors_file"], entry["weight_name"]) if entry else None
-            _stored.setdefault(module, {})[name] = place
+            _stored.setdefault(module, {})[name] = stored(key) if key in index else None
     return loaded
 
 

@@ -19,6 +19,8 @@ from tl_coupling.border import AnyPath, Count, checked
 
 # Often at first, then rarely: on a network drive every look costs.
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.05, 1.0
+# On small machines, where workers may wait for a disk or a network more than they compute.
+_ALWAYS_TAKEN = 32
 
 
 @runtime_checkable
@@ -146,7 +148,7 @@ class ProcessPool(concurrent.futures.Executor):
     A script that uses one must put its top-level code under `if __name__ == "__main__":`, because each process imports
     it. A call whose process is killed is made once more, in a new one; other calls do not notice. The processes ignore
     Ctrl-C and end with this one, even if it is killed. When `with` is left by an error or `run` by an interrupt, they
-    are killed, and the next call starts new ones.
+    are killed, and the next call starts new ones. ValueError for more than 4 workers a core, where that is over 32.
 
     Example:
         >>> settings = tlc.Settings(k=(2, 4), window=1)
@@ -156,6 +158,13 @@ class ProcessPool(concurrent.futures.Executor):
     """
 
     def __init__(self, workers: Count) -> None:
+        n_cores = os.cpu_count() or 1
+        most = max(_ALWAYS_TAKEN, 4 * n_cores)
+        if workers > most:
+            raise ValueError(
+                f"`workers` must be at most {most} on this machine of {n_cores} cores: each is a process with a model "
+                f"of its own; got {workers}"
+            )
         self.workers = workers
         # Forked processes inherit locks of torch's threads, but not the threads.
         self._context = multiprocessing.get_context("spawn")

@@ -37,6 +37,8 @@ PAPER_PROMPT = "What is the capital of France? The capital is"
 _OF_THE_PAPERS: tuple[Measure, ...] = MEASURES[:5]
 IMPLIED = {"measures": list(_OF_THE_PAPERS), "p": 2, "absolute": False, "diagonal": False}
 _OF_ONE_PROMPT = {"prompt", "image", "tokens", "str_tokens", "paths", "position", "remarks", "svd"}
+# What records say of the whole files of a model.
+_OF_ITS_FILES = {"weights_digest"}
 
 
 @checked
@@ -121,8 +123,9 @@ def measure_prompts(
         settings, progress: how; and what wraps the loop, by default a bar in a terminal or notebook, False for none.
 
     Raises:
-        ValueError: no prompts, an id twice, or prompts longer than the model's context, before anything is measured;
-            otherwise as `trace` and `depth_coupling`, with the prompt's id.
+        ValueError: no prompts, an id twice, texts for a model that reads images, images for one that reads text, or
+            prompts longer than the model's context, before anything is measured; otherwise as `trace` and
+            `depth_coupling`, with the prompt's id.
 
     Returns:
         a Dataset, where `layer` is that of J_1 and `other_layer` that of the singular vectors:
@@ -166,6 +169,7 @@ def of_each_prompt(
     """What `measure` finds in each traced prompt, along the dimension `prompt`; errors name the prompt."""
     import xarray
 
+    _check_kinds(model, chosen)
     _check_lengths(model, chosen, settings)
     measured = []
     for prompt in with_progress(chosen, progress, "prompts"):
@@ -183,6 +187,27 @@ def _errors_of(prompt: Prompt) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"prompt {prompt.id!r}: {error}") from error
+
+
+def _check_kinds(model: Any, prompts: Sequence[Prompt]) -> None:
+    """Raise on texts for a model that reads images, and on images for one that reads text.
+
+    A text that names a file would be opened, and results hold the checksum of an image only where it is one.
+    """
+    # If it is not a model, `trace` says so.
+    if not hasattr(model, "cfg"):
+        return
+    wants_images = reads_pixels(model)
+    for prompt in prompts:
+        if wants_images and prompt.image is None:
+            raise ValueError(
+                f"prompt {prompt.id!r} is a text, {prompt.prompt[:80]!r}, and this model reads images: give "
+                "Prompt(id, image=FILE)"
+            )
+        if prompt.image is not None and not wants_images:
+            raise ValueError(
+                f"prompt {prompt.id!r} is an image, and this model reads text: give Prompt(id, text), or a vision model"
+            )
 
 
 def _check_lengths(model: Any, prompts: Sequence[Prompt], settings: Settings) -> None:
@@ -231,7 +256,7 @@ def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.D
     # The layer in the middle of each window.
     coords = {"singular_value": range(1, result.k + 1), "window": np.arange(len(windowed)) + window // 2}
     coords["depth"] = range(traced.n_layers + 1)
-    provenance = {key: value for key, value in result.provenance.items() if key not in _OF_ONE_PROMPT}
+    provenance = {key: value for key, value in result.provenance.items() if key not in _OF_ONE_PROMPT | _OF_ITS_FILES}
     if image := result.provenance.get("image"):
         provenance["preprocessing"] = image["preprocessing"]
     attrs = {"window": window, "provenance": json.dumps(provenance)}

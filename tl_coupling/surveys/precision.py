@@ -26,6 +26,7 @@ from tl_coupling.models import Backend, ModelError, is_gguf, load_model, needs_p
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import svd
 from tl_coupling.surveys.checkpoints import Checkpoint, Source, is_local
+from tl_coupling.surveys.local_models import check_files, with_files
 from tl_coupling.surveys.measurements import PAPER_PROMPT, Prompts, Settings, as_prompts, measures, of_each_prompt
 from tl_coupling.surveys.units import Folder, Unit, load_unit, one_line
 
@@ -153,6 +154,7 @@ def precision_sweep(
         def measure(unit: Unit) -> "xarray.Dataset":
             # A bridge and its hook points refer to each other.
             gc.collect()
+            check_files(unit)
             precision = unit.what["precision"]
             reference = None if precision == first else load_unit(path, units[0])
             model = load_model(**unit.what["source"], **loading)
@@ -164,13 +166,17 @@ def precision_sweep(
                 _round_to_bfloat16(model)
             found = of_each_prompt(model, chosen, settings, partial(_measures, settings=settings), progress)
             found = found.assign_attrs(architecture=json.dumps(architecture))
+            # They may have changed amid the loading.
+            check_files(unit)
             return found if reference is None else _compared(found, reference, precision)
 
-        # What is compared needs what it is compared with.
-        outcomes = results.run(units[:1], measure, progress=False)
-        if error := outcomes[0].error:
-            raise ModelError(f"{first} could not be measured, with which the others are compared: {error}")
-        outcomes += results.run(units[1:], measure, progress)
+        with results.held():
+            units = with_files(results, units)
+            # What is compared needs what it is compared with.
+            outcomes = results.run(units[:1], measure, progress=False)
+            if error := outcomes[0].error:
+                raise ModelError(f"{first} could not be measured, with which the others are compared: {error}")
+            outcomes += results.run(units[1:], measure, progress)
         failed = {one: o.error for one, o in zip(sources, outcomes, strict=True) if o.status == "failed"}
         if failed:
             warn_caller(f"{len(failed)} of {len(sources)} precisions failed: {one_line(failed)}")

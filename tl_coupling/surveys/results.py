@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tl_coupling.border import AnyPath, checked, warn_caller
 from tl_coupling.surveys.checkpoints import Checkpoint, step_order
-from tl_coupling.surveys.units import PLAN, Folder, Unit, is_finished, load_unit, record
+from tl_coupling.surveys.units import PLAN, Folder, Unit, is_finished, is_of_its_plan, load_unit, record, why_unfinished
 
 if TYPE_CHECKING:
     import xarray
@@ -53,16 +53,25 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
     known, keys = records_of(results), {unit.key for unit in finished}
     failed = {key: one.get("error") for key, one in known.items() if key not in keys}
     failed |= dict.fromkeys(path.stem for path in results.path.glob("[!.]*.nc") if path.stem not in known)
-    failed = {key: error or "its result is missing or damaged: run again" for key, error in sorted(failed.items())}
+    failed = {key: error or why_unfinished(results.path, Unit(key, {})) for key, error in sorted(failed.items())}
     return joined_units(results, finished).assign_attrs(failed=json.dumps(failed))
 
 
 def records_of(folder: Folder) -> dict[str, dict[str, Any]]:
-    """What is known of every unit, by key; records that cannot be read or are not of a survey's unit are left out."""
+    """What is known of every unit, by key.
+
+    Records that cannot be read, are of another plan, or are not of a survey's unit are left out.
+    """
     keys = sorted(path.stem for path in folder.path.glob("[!.]*.json") if path.name != PLAN)
     found = {key: record(folder.path, Unit(key, {})) or {} for key in keys}
     wanted = {"model", "checkpoint", "source", "prompts"}
-    return {key: one for key, one in found.items() if isinstance(w := one.get("what"), dict) and w.keys() >= wanted}
+    return {
+        key: content
+        for key, content in found.items()
+        if isinstance(unit := content.get("what"), dict)
+        and unit.keys() >= wanted
+        and is_of_its_plan(folder.path, content)
+    }
 
 
 def finished_units(folder: Folder) -> list[Unit]:

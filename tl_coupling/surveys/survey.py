@@ -18,6 +18,7 @@ from tl_coupling.models import Backend, Memory, ModelError, Quantization, load_m
 from tl_coupling.progress import Progress
 from tl_coupling.surveys.checkpoints import Checkpoint, Source, checkpoint_sources, is_cached, is_local
 from tl_coupling.surveys.executors import Executor
+from tl_coupling.surveys.local_models import check_files, with_files
 from tl_coupling.surveys.measurements import IMPLIED, PAPER_PROMPT, Prompts, Settings, as_prompts, measure_prompts
 from tl_coupling.surveys.results import COSTS, FACTS, finished_units, joined_units, records_of
 from tl_coupling.surveys.units import Folder, Unit, one_line
@@ -130,11 +131,15 @@ class Survey:
 
 @dataclass
 class MeasureModel:
-    """Measures a unit. After the first model that is not there without a network, only cached ones are tried."""
+    """Measures a unit. After the first model that is not there without a network, only cached ones are tried.
+
+    `texts` are those of the prompts in the plan, by id.
+    """
 
     survey: Survey
     progress: Progress | None = None
     no_network: str | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, unit: Unit) -> "xarray.Dataset":
         """Load its model and measure its prompts."""
@@ -143,12 +148,27 @@ class MeasureModel:
         (source, prompts), asked = unit.given, self.survey
         if self.no_network and not is_cached(source):
             raise ModelError(f"not tried: {self.no_network}")
+        self._check_inputs(unit)
         try:
             model = load_model(**source, **{name: getattr(asked, name) for name in _LOADING})
         except ModelError as error:
             self.no_network = self.no_network or (str(error) if "no network" in str(error) else None)
             raise
-        return measure_prompts(model, prompts, asked.settings, self.progress)
+        data = measure_prompts(model, prompts, asked.settings, self.progress)
+        # They may have changed amid the loading.
+        self._check_inputs(unit)
+        return data
+
+    def _check_inputs(self, unit: Unit) -> None:
+        """Raise where the model or an image is no longer what it was when the run began."""
+        check_files(unit)
+        _, prompts = unit.given
+        for prompt in prompts:
+            if prompt.image is not None and prompt.text != self.texts.get(prompt.id, prompt.text):
+                raise ValueError(
+                    f"prompt {prompt.id!r}: the image {prompt.image} was changed after this run began: restore it and "
+                    "run again, or choose another folder of results"
+                )
 
 
 @checked
@@ -159,8 +179,8 @@ def run(
 
     Args:
         folder: where each unit's result is written when it is done. A run there keeps what is finished and measures
-            what is missing, failed or damaged; models may be added. A local model changed in place is not noticed. By
-            default the results are in memory only.
+            what is missing, failed or damaged; models may be added. A local model whose files change between units
+            or runs is an error, which says how to go on. By default the results are in memory only.
         executor: by default units run one after the other in this process. Otherwise anything with `submit`: a pool of
             concurrent.futures, a Client of dask.distributed, submitit on a SLURM cluster (one job array; preempted jobs
             are queued again). It gets names and paths, never models; its workers must see the folder.
@@ -171,12 +191,14 @@ def run(
         as `open_survey`. Units that failed are missing (NaN), with a warning; their errors are in `attrs["failed"]`.
 
     Raises:
-        ValueError: the folder has results of another survey, or another run is using it.
+        ValueError: the folder has results of another survey, of another model under the same name, or of a local model
+            whose files are others now; or another run is using it.
         ModelError: not one unit could be measured.
         OSError: the folder cannot be written to; what is finished is kept.
 
     The values do not depend on the executor, on interruptions or on `prompts_per_unit`, as long as torch runs with the
-    same number of threads. A unit that kills its worker fails; with executors other than `process_pool`, others may
+    same number of threads. Cost beside the measurements: the files of local models are read once for their checksums.
+    A unit that kills its worker fails; with executors other than `process_pool`, others may
     fail with it. Without a network, only cached models are tried after the first that is not.
 
     Example:
@@ -249,25 +271,15 @@ def _run(
     place = tempfile.TemporaryDirectory() if folder is None else nullcontext(os.fspath(folder))
     with place as where, output_folder(where) as path:
         results = Folder(path, survey.plan(), folder is None, IMPLIED)
-        there = {key: one["what"] for key, one in records_of(results).items()}
-        same = (what for what in there.values() if what["source"].get("quantization") == survey.quantization)
-        names = {what["source"]["name"]: what["model"] for what in same}
-        for unit in units:
-            model, now = unit.what["model"], unit.what["source"]["name"]
-            # Its results would be overwritten.
-            if unit.key in there and (before := there[unit.key]["source"]["name"]) != now:
-                raise ValueError(
-                    f"{path} holds results of {before!r} as {model!r}, asked for is {now!r}: give it another name, or "
-                    "choose another folder"
-                )
-            # Two spellings of one path would be two models.
-            if (other := names.get(now, model)) != model and str(Path(model).resolve()) == now:
-                raise ValueError(
-                    f"{path} holds results of {now!r} as {other!r}: ask for it by that name, got {model!r}"
-                )
         # Bars of several workers would overwrite each other.
         within: Progress | None = None if executor is None and progress is None else False
-        outcomes = results.run(units, MeasureModel(survey, within), progress, executor)
+        # What is there is still there when the units are run.
+        with results.held():
+            _check_names(results, units)
+            units = with_files(results, units)
+            texts = {prompt_id: text for prompt_id, _, text in results.plan["prompts"]}
+            measure = MeasureModel(survey, within, texts=texts)
+            outcomes = results.run(units, measure, progress, executor)
         gc.collect()
         what = f"checkpoints of {sweep_of}" if sweep_of else "units"
         labels = [str(unit.what["checkpoint"]) if sweep_of else unit.key for unit in units]
@@ -281,3 +293,42 @@ def _run(
         # Of this run: other models may have failed in earlier ones.
         data = joined_units(results, finished).assign_attrs(failed=json.dumps(failed))
         return data.load() if folder is None else data
+
+
+def _check_names(results: Folder, units: Sequence[Unit]) -> None:
+    """Raise ValueError where a name would stand for two models of the folder, or one of them would have two names."""
+    measured_units = [
+        content["what"] for content in records_of(results).values() if content.get("status") == "finished"
+    ]
+    models = {unit["model"]: _model_of(unit) for unit in measured_units}
+    names = {_model_of(unit): unit["model"] for unit in measured_units}
+    for unit in units:
+        name = unit.what["model"]
+        model = _model_of(unit.what)
+        # Results of two models under one name would be overwritten, or be taken together in means.
+        if (before := models.get(name, model)) != model:
+            raise ValueError(
+                f"{results.path} holds results of {_in_words(before)} as {name!r}, asked for is {_in_words(model)}: "
+                "give it another name, or choose another folder"
+            )
+        # Two spellings of one path would be two models.
+        if (other := names.get(model, name)) != name and str(Path(name).resolve()) == model[0]:
+            raise ValueError(
+                f"{results.path} holds results of {model[0]!r} as {other!r}: ask for it by that name, got {name!r}"
+            )
+
+
+def _model_of(unit: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The model whose checkpoint a unit measures (a hub name, a folder, a file), and how it is quantised."""
+    source = unit["source"]
+    name = source["name"]
+    # A folder of checkpoints has one model in it, in a folder for each step.
+    is_local_checkpoint = "checkpoint" not in source and unit["checkpoint"] not in (MAIN, UNTRAINED)
+    if is_local_checkpoint:
+        name = str(Path(name).parent)
+    return name, source.get("quantization")
+
+
+def _in_words(model: tuple[str, str | None]) -> str:
+    name, quantization = model
+    return repr(name) if quantization is None else f"{name!r} in {quantization}"
