@@ -280,10 +280,7 @@ def trace_modules(
 
     traced = _traced(model, passage, dtype, names, describe)
     for f in traced.blocks:
-        X, Y = f.X, f.X + f.step
-        if bool((f(2 * X) + 2 * X - Y).norm() < 0.5 * X.norm()):
-            said = "the block normalises the stream itself: twice the stream gives nearly the same output"
-            f.remarks.add("normalises", f"layer {f.layer}: {said}, so that block(X) − X is not what it adds to X alone")
+        f.remark_on_norms()
     return traced
 
 
@@ -329,6 +326,7 @@ def _traced(
         "hooks": _user_hooks(model),
         "rounded_arguments": sorted(passage.rounded),
         "remarks": remarks.texts,
+        "post_norm": remarks.post_norm,
     }
     tokens = given.tokens if given else None
     pixels = given.batch if given and tokens is None else None
