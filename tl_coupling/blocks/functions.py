@@ -122,8 +122,8 @@ class BlockFunction:
         if self._normalises:
             self.remarks.add(
                 "normalises",
-                f"layer {self.layer}: the block normalises the stream itself (post-norm), so block(X) − X holds −I; "
-                "coupling compares what its residual branches add before their norms",
+                f"layer {self.layer}: the block normalises the stream itself (as post-norm does), so block(X) − X "
+                "holds −I; coupling compares what its residual branches add before their norms",
             )
         return self._normalises
 
@@ -132,7 +132,7 @@ class BlockFunction:
         if self.norm is not None or self.stream_norms is not None:
             return False
         with self.evaluation():
-            return normalises(self.call, self.X, self.X + self.step)
+            return normalises(self.call, self.X)
 
     def branches(self) -> "BlockFunction":
         """What the block's residual branches add to the stream, the function whose Jacobians are compared.
@@ -155,8 +155,8 @@ class BlockFunction:
                 "what its branches add before that is not known, and block(X) − X, which holds −I, has no coupling; "
                 "write the norm as a module, or take the Jacobian of block(X) − X from `block_jacobian`"
             )
-        if self.layer not in self.remarks.post_norm:
-            self.remarks.post_norm.append(self.layer)
+        if self.layer not in self.remarks.normalising_layers:
+            self.remarks.normalising_layers.append(self.layer)
         of_branches = replace(self, stream_norms=norms)
         return replace(of_branches, step=self.step + of_branches(self.X) - self(self.X))
 

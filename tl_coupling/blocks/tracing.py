@@ -326,7 +326,7 @@ def _traced(
         "hooks": _user_hooks(model),
         "rounded_arguments": sorted(passage.rounded),
         "remarks": remarks.texts,
-        "post_norm": remarks.post_norm,
+        "normalising_layers": remarks.normalising_layers,
     }
     tokens = given.tokens if given else None
     pixels = given.batch if given and tokens is None else None

@@ -29,7 +29,7 @@ _OF_TRACE = (
     "weight_processing",
     "final_norm",
     "fixed",
-    "post_norm",
+    "normalising_layers",
 )
 _OF_MAP = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
 
@@ -319,7 +319,7 @@ class MeanCouplingMap(CouplingMap):
             if n == 1:
                 common, means = this, {name: torch.zeros_like(x) for name, x in values.items()}
                 squares = {name: torch.zeros_like(values[name]) for name in ("means", "of_mean")}
-            for what in (*_OF_TRACE, "post_norm", *_OF_MAP):
+            for what in (*_OF_TRACE, "normalising_layers", *_OF_MAP):
                 if (one := common.get(what)) != (other := this.get(what)):
                     raise ValueError(f"the maps must have the same {what}, got {one!r} and {other!r}")
             common = {key: value for key, value in common.items() if key in this and this[key] == value}
@@ -387,7 +387,7 @@ def _facts(result: CouplingMap) -> dict[str, Any]:
     own = {what: getattr(result, what) for what in _OF_MAP}
     # Maps of earlier versions do not say: they compared block(X) − X.
     layers = {*result.row_layers, *result.col_layers}
-    own["post_norm"] = sorted(layers & set(result.provenance.get("post_norm", ())))
+    own["normalising_layers"] = sorted(layers & set(result.provenance.get("normalising_layers", ())))
     return result.provenance | own | {"positions": positions, "positions from the end": from_the_end}
 
 
