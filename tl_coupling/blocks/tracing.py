@@ -233,9 +233,9 @@ def trace_modules(
     What can be measured of a `Trace` can be measured of this one, but for logits. The Jacobians pass the same checks;
     they are computed on the full sequence where nothing cheaper agrees with it.
 
-    A block is measured as `f(X) = block(X) − X`, whatever it does. One that normalises the stream itself (`x = norm(x);
-    x = x + f(x)`, or the post-norm of BERT) is not `X + f(X)` of a pre-norm network: its f holds what the
-    normalisation takes away as well. That is noted in `provenance["remarks"]`, with a warning.
+    `trace.blocks` are `f(X) = block(X) − X`, whatever a block does. Of one that normalises the stream itself (`x =
+    norm(x); x = x + f(x)`, or the post-norm of BERT) f holds `−I`: that is noted in `provenance["remarks"]`, with a
+    warning, and coupling compares what its residual branches add before their norms (`normalising_layers`).
 
     Args:
         blocks: modules that take the residual stream first, `[1 n_pos d_model]` (or `[n_pos 1 d_model]`, `[n_pos
