@@ -30,10 +30,10 @@ _SAME = 1e-5
 
 
 class NormCall(NamedTuple):
-    """The `index`-th call of a module in one pass of its block."""
+    """The `nth` call, from 0, of a module in one pass of its block."""
 
     module: nn.Module
-    index: int
+    nth: int
 
 
 class _Observed(NamedTuple):
