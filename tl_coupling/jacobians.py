@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby, islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,10 @@ __all__ = ["block_jacobian", "block_jacobians", "block_jvp", "block_vjp"]
 # Entries in a batch of Jacobians (float32: 256 MiB), and the largest number of Jacobians that share work.
 BATCH_BUDGET = 2**26
 _MOST_SHARING = 32
+
+
+# Of a block that normalises the stream: block(X) − X, or what its residual branches add before the norms.
+Function = Literal["block", "branches"]
 
 
 class Connection(NamedTuple):
@@ -46,6 +50,7 @@ def block_jacobian(
     input_position: int | None = None,
     output_position: int | None = None,
     chunk_size: Count | None = None,
+    function: Function = "block",
 ) -> Float[Tensor, "d_model d_model"]:
     r"""Jacobian of what one block adds to the residual stream, without the skip connection.
 
@@ -61,8 +66,12 @@ def block_jacobian(
         input_position: `t1`, the token that is moved.
         output_position: `t2`, the token that is read.
         chunk_size: rows of J to compute at a time. By default as many as keep the widest activation below about 64 MiB.
+        function: of a block that normalises the stream itself (post-norm: BERT), "block" is `f(X) = block(X) − X`,
+            whose J holds `−I`: `I + J` is the block's derivative. "branches" is what its residual branches add before
+            their norms, which `depth_coupling` and all other comparisons take. Of any other block both are the same.
 
-    Raises ValueError for a layer or position out of range, or `chunk_size < 1`.
+    Raises ValueError for a layer or position out of range, `chunk_size < 1`, or "branches" of a block that normalises
+    the stream by something else than a module that is called on it.
 
     Cost: `d_model` backward passes of one block on one token, or on the whole prompt where the block does not allow
     token-local evaluation (decided by a comparison with the full sequence).
@@ -74,7 +83,7 @@ def block_jacobian(
         tensor(False)
     """
     block, t1, t2 = _connection(trace, layer, position, input_position, output_position)
-    return jacobian_and_path(block, t1, t2, chunk_size)[0]
+    return jacobian_and_path(_measured(block, function), t1, t2, chunk_size)[0]
 
 
 @checked
@@ -84,6 +93,7 @@ def block_jacobians(
     *,
     position: int = -1,
     chunk_size: Count | None = None,
+    function: Function = "block",
     progress: Progress | None = None,
 ) -> Float[Tensor, "n_chosen d_model d_model"]:
     """Jacobians `J^l_{tt}` of several layers at one token, stacked; see `block_jacobian`.
@@ -91,7 +101,7 @@ def block_jacobians(
     Args:
         trace: a traced prompt.
         layers: which layers, in this order; all by default.
-        position, chunk_size: as in `block_jacobian`, with the same errors.
+        position, chunk_size, function: as in `block_jacobian`, with the same errors.
         progress: wraps the loop over layers, such as `tqdm.tqdm`; by default a bar in a terminal or notebook, `False`
             for none.
 
@@ -109,7 +119,8 @@ def block_jacobians(
     J = trace.blocks[0].X.new_empty(len(chosen), trace.d_model, trace.d_model)
     t = trace.position_index(position)
     connections = [Connection(trace.layer_index(layer), t, t, t) for layer in chosen]
-    for row, J_1 in zip(J, jacobians_of(trace, connections, chunk_size, progress, {}), strict=True):
+    computed = jacobians_of(trace, connections, chunk_size, progress, {}, function=function)
+    for row, J_1 in zip(J, computed, strict=True):
         row[:] = J_1
     return J
 
@@ -175,9 +186,11 @@ def jacobians_of(
     progress: Progress | None,
     paths: dict[str, str],
     at_once: int = _MOST_SHARING,
+    function: Function = "branches",
 ) -> Iterator[Float[Tensor, "d_model d_model"]]:
     """`J` of each connection, in order, and in `paths` the way in which it was evaluated.
 
+    Of a block that normalises the stream, J of its residual branches: block(X) − X cannot be compared with others.
     Neighbours with a layer or an output in common share work, up to `at_once`. Computed when they are asked for.
     """
 
@@ -185,7 +198,7 @@ def jacobians_of(
 
     def in_order() -> Iterator[Tensor]:
         for layer, same_layer in groupby(wanted, lambda one: one.layer):
-            block = trace.blocks[layer]
+            block = _measured(trace.blocks[layer], function)
             while sharing := list(islice(same_layer, most)):
                 if len(sharing) > 1:
                     block.refer_to([one.output_position for one in sharing])
@@ -277,6 +290,10 @@ def _differentiated(trace: Trace, layer: int, vector: Tensor, *positions: Any) -
     ways.append(("full_sequence", partial(block.full_sequence, t1, t2)))
     (function, pull_back), _ = _cheapest(block, ways, [t1], t2, compute)
     return block, block.X[t1], v, function, pull_back
+
+
+def _measured(block: BlockFunction, function: Function) -> BlockFunction:
+    return block.branches() if function == "branches" else block
 
 
 def _connection(

@@ -194,7 +194,8 @@ def _of_prompt(traced: Trace, settings: Settings) -> tuple[xarray.Dataset, dict[
     result = depth_coupling(traced, max(settings.k), settings.position, settings.orientations[0], progress=False)
     coupling = np.stack([result.coupling(k).cpu().numpy() for k in settings.k])
     coupling = (coupling + coupling.swapaxes(1, 2)) / 2
-    Js = (block_jacobian(traced, layer, position=settings.position) for layer in range(n_layers))
+    t = settings.position
+    Js = (block_jacobian(traced, layer, position=t, function="branches") for layer in range(n_layers))
     U = torch.stack([svd(J, max(settings.k)).U for J in Js])
     directions = {k: shared_directions(U[..., :k]).to(traced.residual) for k in settings.k}
     stream, changed, reasons = _changed_streams(traced, directions)

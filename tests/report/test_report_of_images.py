@@ -106,6 +106,8 @@ def test_a_text_that_is_read_both_ways_is_no_image() -> None:
     text = text_of(html_report({"trained": measured}))
     assert "What the other tokens do to 5 5" in text
     assert "The image" not in text
+    # Its blocks normalise after adding: said on top, not only among how it was made.
+    assert "Remarks: layer 0: the block normalises the stream itself" in text.partition("Across depth")[0]
 
 
 @pytest.mark.parametrize("width", [1280, 390])

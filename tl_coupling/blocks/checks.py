@@ -53,9 +53,13 @@ class DerivativeError(ValueError):
 
 @dataclass(eq=False)
 class Remarks:
-    """What a user would not expect of a measured trace, for its provenance; the first of each kind is a warning too."""
+    """What a user would not expect of a measured trace, for its provenance; the first of each kind is a warning too.
+
+    `normalising_layers` are the layers whose residual branches were compared before their norms.
+    """
 
     texts: list[str] = field(default_factory=list)
+    normalising_layers: list[int] = field(default_factory=list)
     warned_of: set[str] = field(default_factory=set)
 
     def add(self, kind: str, text: str) -> None:

@@ -21,7 +21,7 @@ Three checks, all from one forward and one backward pass of the block and one mo
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -51,6 +51,7 @@ from tl_coupling.blocks.evaluation import (
 )
 from tl_coupling.blocks.linearisation import Linearisation
 from tl_coupling.blocks.slopes import converges
+from tl_coupling.blocks.stream_norms import StreamNorms, normalises, stream_norms
 
 GATE_TOLERANCE = 1e-4
 _MOST_REFERENCES = 32
@@ -71,6 +72,8 @@ class BlockFunction:
     """What the block at `layer` adds to the residual stream `X` that entered it, `f(X) = block(X) − X`.
 
     With `norm`, `f(X) = norm(block(X)) − X` (the last block of a trace with `final_norm=True`).
+    With `stream_norms`, through which the stream passes in a post-norm block, `f(X)` is what the block's residual
+    branches add before them (see `branches`), and so is `step`.
     `step` is what the block added when it was traced; `recorded` is that call where the model's dtype is not X's.
 
     Example:
@@ -86,6 +89,7 @@ class BlockFunction:
     norm: nn.Module | None = None
     recorded: RecordedCall | None = field(default=None, repr=False)
     remarks: Remarks = field(default_factory=Remarks, repr=False)
+    stream_norms: StreamNorms | None = field(default=None, repr=False)
     _references: dict[int, Reference] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
@@ -99,10 +103,59 @@ class BlockFunction:
         return exact_arithmetic(self.X.device, modules, self.X.dtype)
 
     def _of_all_rows(self, X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
-        return self._after_norm(self.call(X)) - X
+        return self._after_norm(self._before_stream_norms(lambda: self.call(X))) - X
+
+    def _before_stream_norms(self, run: Callable[[], Tensor]) -> Tensor:
+        return run() if self.stream_norms is None else self.stream_norms.before(run)
 
     def _after_norm(self, Y: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
         return Y if self.norm is None else self.norm(Y.reshape(1, -1, Y.shape[-1])).reshape(Y.shape)
+
+    def remark_on_norms(self) -> bool:
+        """Whether the block normalises the stream itself, which is remarked on: `block(X) − X` then holds `−I`.
+
+        Not asked of a function that includes the model's final norm. Cost: one forward pass of the block, once.
+        """
+        if self._normalises:
+            self.remarks.add(
+                "normalises",
+                f"layer {self.layer}: the block normalises the stream itself (as post-norm does), so block(X) − X "
+                "holds −I; coupling compares what its residual branches add before their norms",
+            )
+        return self._normalises
+
+    @cached_property
+    def _normalises(self) -> bool:
+        if self.norm is not None or self.stream_norms is not None:
+            return False
+        with self.evaluation():
+            return normalises(self.call, self.X)
+
+    def branches(self) -> "BlockFunction":
+        """What the block's residual branches add to the stream, the function whose Jacobians are compared.
+
+        It is this function, but for a block that normalises the stream: of `H = norm(X + attn(X))`, `Y = norm(H +
+        mlp(H))` it is `attn(X) + mlp(H)`, the analogue of `attn(norm(X)) + mlp(norm(X + …))` in a pre-norm block.
+
+        Raises ValueError where the block normalises the stream by something else than a module that is called on it.
+        Cost: one forward pass of the block, once; a few more if it normalises.
+        """
+        return self._branches if self.remark_on_norms() else self
+
+    @cached_property
+    def _branches(self) -> "BlockFunction":
+        with self.evaluation():
+            norms = stream_norms(self.call, self.X)
+        if not norms.calls:
+            raise ValueError(
+                f"layer {self.layer}: the block normalises the stream itself, not by modules that are called on it: "
+                "what its branches add before that is not known, and block(X) − X, which holds −I, has no coupling; "
+                "write the norm as a module, or take the Jacobian of block(X) − X from `block_jacobian`"
+            )
+        if self.layer not in self.remarks.normalising_layers:
+            self.remarks.normalising_layers.append(self.layer)
+        of_branches = replace(self, stream_norms=norms)
+        return replace(of_branches, step=self.step + of_branches(self.X) - self(self.X))
 
     def ways(self, input_positions: Sequence[int], output_position: int) -> Iterator[tuple[Path, Evaluation]]:
         """Every way to evaluate `J_{t1 t2}` of these t1 and one t2, cheapest first."""
@@ -151,7 +204,7 @@ class BlockFunction:
         known, block = self._context(t2), self.call.module
         context = self.call.context(t2, known)
         parts = (getattr(block, "original_component", None) or block).children()
-        run = lambda X: self._after_norm(self.call.at(X, context))  # noqa: E731
+        run = lambda X: self._after_norm(self._before_stream_norms(lambda: self.call.at(X, context)))  # noqa: E731
         linearised, y = Linearisation.at(self.X[t2], run, [*parts, *filter(None, [self.norm])], context, chunk_size)
         J = {}
         if t2 in input_positions:
@@ -210,7 +263,7 @@ class BlockFunction:
             return self.call.keys_and_values(self.X)
 
     def _at(self, x: Float[Tensor, " d_model"], t2: int, context: tuple[Tensor, ...]) -> Float[Tensor, " d_model"]:
-        return self._after_norm(self.call.row(x, t2, context)) - x
+        return self._after_norm(self._before_stream_norms(lambda: self.call.row(x, t2, context))) - x
 
     def reference(self, output_position: int) -> Reference:
         """The reference of one position; kept. The first call is subject to what `refer_to` says."""
@@ -230,6 +283,7 @@ class BlockFunction:
         if len(self._references) + len(missing) > _MOST_REFERENCES:
             self._references.clear()
             missing = wanted
+        self.remark_on_norms()
         if self.recorded is not None:  # The model's own call gives the same again, to the last bit but one.
             call, X, Y, _ = self.recorded
             with own_arithmetic(call.module):
@@ -237,6 +291,7 @@ class BlockFunction:
             tolerance = torch.finfo(self._own_dtype).eps * Y.float().norm(dim=1)
             self._refuse(difference, ~(difference <= tolerance))
         at = sorted(missing)
+        Y = None
         with self.evaluation():
             # Most of the work is the MLP's. Where it treats each row by itself, the step is the same with it on these
             # rows alone; else all are computed.
@@ -245,6 +300,8 @@ class BlockFunction:
                     Y, pull_back = vjp(self._of_all_rows, self.X)
                     if not bool(self._is_other_step(Y)[at].any()):
                         break
+            if Y is None:
+                raise self.changed()
             self._check_step(Y, at)
             if stairs.found:
                 raise self._no_derivative(f"it calls `{stairs.found}`")

@@ -249,9 +249,9 @@ def trace_modules(
     What can be measured of a `Trace` can be measured of this one, but for logits. The Jacobians pass the same checks;
     they are computed on the full sequence where nothing cheaper agrees with it.
 
-    A block is measured as `f(X) = block(X) − X`, whatever it does. One that normalises the stream itself (`x = norm(x);
-    x = x + f(x)`, or the post-norm of BERT) is not `X + f(X)` of a pre-norm network: its f holds what the
-    normalisation takes away as well. That is noted in `provenance["remarks"]`, with a warning.
+    `trace.blocks` are `f(X) = block(X) − X`, whatever a block does. Of one that normalises the stream itself (`x =
+    norm(x); x = x + f(x)`, or the post-norm of BERT) f holds `−I`: that is noted in `provenance["remarks"]`, with a
+    warning, and coupling compares what its residual branches add before their norms (`normalising_layers`).
 
     Args:
         blocks: modules that take the residual stream first, `[1 n_pos d_model]` (or `[n_pos 1 d_model]`, `[n_pos
@@ -297,10 +297,7 @@ def trace_modules(
 
     traced = _traced(model, passage, dtype, names, describe)
     for f in traced.blocks:
-        X, Y = f.X, f.X + f.step
-        if bool((f(2 * X) + 2 * X - Y).norm() < 0.5 * X.norm()):
-            said = "the block normalises the stream itself: twice the stream gives nearly the same output"
-            f.remarks.add("normalises", f"layer {f.layer}: {said}, so that block(X) − X is not what it adds to X alone")
+        f.remark_on_norms()
     return traced
 
 
@@ -350,6 +347,7 @@ def _traced(
         "hooks": _user_hooks(model),
         "rounded_arguments": sorted(passage.rounded),
         "remarks": remarks.texts,
+        "normalising_layers": remarks.normalising_layers,
     }
     tokens = given.tokens if given else None
     pixels = given.batch if given and tokens is None else None

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
 PerPair = Float[Tensor, "n_rows n_cols"]
 # What all maps must have in common for a mean; of the provenance, and of the map.
-_OF_TRACE = ("model", "checkpoint", "untrained", "architecture", "weight_processing", "final_norm", "fixed")
+_OF_TRACE = (
+    "model",
+    "checkpoint",
+    "untrained",
+    "architecture",
+    "weight_processing",
+    "final_norm",
+    "fixed",
+    "normalising_layers",
+)
 _OF_MAP = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
 
 
@@ -310,7 +319,7 @@ class MeanCouplingMap(CouplingMap):
             if n == 1:
                 common, means = this, {name: torch.zeros_like(x) for name, x in values.items()}
                 squares = {name: torch.zeros_like(values[name]) for name in ("means", "of_mean")}
-            for what in (*_OF_TRACE, *_OF_MAP):
+            for what in (*_OF_TRACE, "normalising_layers", *_OF_MAP):
                 if (one := common.get(what)) != (other := this.get(what)):
                     raise ValueError(f"the maps must have the same {what}, got {one!r} and {other!r}")
             digests = {common.get("weights_digest"), this.get("weights_digest")} - {None}
@@ -383,6 +392,9 @@ def _facts(result: CouplingMap) -> dict[str, Any]:
     positions = result.row_positions, result.col_positions
     from_the_end = tuple(tuple(t - n_tokens for t in side) for side in positions)
     own = {what: getattr(result, what) for what in _OF_MAP}
+    # Maps of earlier versions do not say: they compared block(X) − X.
+    layers = {*result.row_layers, *result.col_layers}
+    own["normalising_layers"] = sorted(layers & set(result.provenance.get("normalising_layers", ())))
     return result.provenance | own | {"positions": positions, "positions from the end": from_the_end}
 
 

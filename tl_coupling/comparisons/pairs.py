@@ -40,6 +40,8 @@ def depth_coupling(
     .. math:: A_{l l'} = U_{l',k}^\top J^l_{tt} V_{l',k}
 
     Depth-wise coupling of Aubry et al. 2025, section 3.1. The measures of each A are methods of the result.
+    J of a block that normalises the stream itself (post-norm: BERT) is that of its residual branches before their
+    norms, because `block(X) − X` holds `−I`: `block_jacobian` with `function="branches"`.
 
     Args:
         trace: a traced prompt; or many, from a list or a generator, for the mean over prompts and its spread.
@@ -60,7 +62,8 @@ def depth_coupling(
         `MeanCouplingMap`, which has `spread` and `spread_of_mean` as well.
 
     Raises:
-        ValueError: k outside `[1, d_model]`, a layer or position out of range, less `max_memory` than is needed.
+        ValueError: k outside `[1, d_model]`, a layer or position out of range, less `max_memory` than is needed, a
+            block that normalises the stream by something else than a module.
 
     Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary); where the model is narrower than
     the default k = 50.

@@ -100,6 +100,7 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
         "str_tokens": _names(first),
         "measured": named_token(first, first.position),
         "means": table(["", *runs, "null"], means),
+        "remarks": _remarks(maps),
         "depth": grid(part for k in ends for part in _heat_maps(maps, k, "layers")),
         "matrices": grid(
             figure(
@@ -120,6 +121,13 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
         **_trajectories(runs, first),
         "provenance": "".join(map(_provenance, maps, maps.values())),
     }
+
+
+def _remarks(maps: Mapping[str, CouplingMap]) -> str:
+    """What is unusual about the runs, such as blocks that normalise the stream; nothing where nothing is."""
+    remarks = dict.fromkeys(remark for run in maps.values() for remark in run.provenance.get("remarks", ()))
+    items = "".join(f"<li>{html.escape(remark)}</li>" for remark in remarks)
+    return f"<p>Remarks:</p><ul>{items}</ul>" if items else ""
 
 
 def _names(first: Portrait) -> str:

@@ -271,7 +271,7 @@ def _measures(traced: Trace, settings: Settings) -> "xarray.Dataset":
     """Every measure of one prompt, its tokens, and the top singular vectors, `[layer width vector]`."""
     k, t = settings.largest(traced.d_model), traced.position_index(settings.position)
     orientation = settings.orientations[0]
-    J = block_jacobians(traced, position=t, progress=False)
+    J = block_jacobians(traced, position=t, function="branches", progress=False)
     spectrum = svd(J, k)
     A, layers, at = J.new_empty(len(J), len(J), k, k), tuple(range(len(J))), (t,) * len(J)
     fill_pairs(A, J, spectrum, orientation)
