@@ -2,21 +2,16 @@
 
 import argparse
 import json
-import logging
-import multiprocessing
 import os
 import sys
-import warnings
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
 from pathlib import Path
 
 # Read when transformers is imported: nothing is looked up on the hub.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 from real.page import failed, lines, with_section
-from real.registry import MODELS, RealModel
+from real.registry import MODELS
+from real.run import in_own_process
 
 
 def main() -> int:
@@ -44,39 +39,6 @@ def main() -> int:
     if options.out:
         options.out.write_text(with_section(options.out.read_text(), outcomes))
     return int(failed(outcomes))
-
-
-def in_own_process(model: RealModel, cache: Path) -> dict:
-    """The outcome of one model, as JSON has it; the peak of memory is that of a fresh process."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, initializer=_quiet) as pool:
-        try:
-            return pool.submit(outcome_of, model, cache).result()
-        except BrokenProcessPool:
-            return _not_measured(model, "the process that measured it was killed; is there memory for it?")
-
-
-def outcome_of(model: RealModel, cache: Path) -> dict:
-    """The outcome of one model; weights that cannot be had or loaded are one that is refused."""
-    from real.measure import measure
-    from real.weights import WeightsError
-    from tl_coupling.models import ModelError
-
-    try:
-        return asdict(measure(model, cache, figures=cache))
-    except (WeightsError, ModelError, OSError) as error:
-        return _not_measured(model, " ".join(str(error).split()))
-
-
-def _not_measured(model: RealModel, reason: str) -> dict:
-    from real.measure import Outcome
-
-    return asdict(Outcome(model.name, model.licence, model.source, refused=[reason]))
-
-
-def _quiet() -> None:
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
 
 
 if __name__ == "__main__":
