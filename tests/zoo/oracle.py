@@ -1,6 +1,6 @@
 """`J_{t1 t2}` by plain autograd over the whole original model: neither a bridge nor tl_coupling has a part in it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ class Oracle:
 
     def jacobians(self, layer: int, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
         """`J_{t1 t2}` of one block for each `(t1, t2)`, one output entry at a time, the skip left out."""
-        X, Y = self._run(layer)
+        [(X, Y)] = self.steps([layer])
         found = {}
         for t2 in {t2 for _, t2 in pairs}:
             rows = [torch.autograd.grad(y, X, retain_graph=True)[0][0] for y in Y[0, t2]]
@@ -40,22 +40,20 @@ class Oracle:
                 found[t1, t2] = J - torch.eye(len(J), dtype=J.dtype) if t1 == t2 else J
         return found
 
-    def _run(self, layer: int) -> tuple[Tensor, Tensor]:
-        kept: dict[str, Tensor] = {}
-
-        def keep(_: nn.Module, __: Any, output: Any) -> None:
-            kept["Y"] = output[0] if isinstance(output, tuple | list) else output
-
+    def steps(self, layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """`(X, Y)` of each of these blocks from one run of the model; X is a leaf, so Y depends on no other block."""
+        steps: list[dict[str, Tensor]] = [{} for _ in self.blocks]
         with ExitStack() as stack:
             for index, block in enumerate(self.blocks):
-                if index == layer or self.residual is not None:
-                    stack.enter_context(self._patched(block, index, kept if index == layer else {}))
-            handle = self.blocks[layer].register_forward_hook(keep)
-            stack.callback(handle.remove)
+                if index in layers or self.residual is not None:
+                    stack.enter_context(self._patched(block, index, steps[index]))
+                    stack.enter_context(_output_kept(block, steps[index]))
             self.model(**self.inputs)
-        if kept["X"].ndim != 3:
-            raise OracleError(f"what enters its blocks has the shape {list(kept['X'].shape)}, not [1 n_pos d_model]")
-        return kept["X"], kept["Y"]
+        chosen = [(steps[layer]["X"], steps[layer]["Y"]) for layer in layers]
+        for X, _ in chosen:
+            if X.ndim != 3:
+                raise OracleError(f"what enters its blocks has the shape {list(X.shape)}, not [1 n_pos d_model]")
+        return chosen
 
     @contextmanager
     def _patched(self, block: nn.Module, index: int, kept: dict[str, Tensor]) -> Iterator[None]:
@@ -73,6 +71,20 @@ class Oracle:
             yield
         finally:
             handle.remove()
+
+
+@contextmanager
+def _output_kept(block: nn.Module, kept: dict[str, Tensor]) -> Iterator[None]:
+    """What leaves the block is put into `kept`."""
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        kept["Y"] = output[0] if isinstance(output, tuple | list) else output
+
+    handle = block.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def to_float32(model: Any) -> Any:

