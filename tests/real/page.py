@@ -21,8 +21,8 @@ _COUPLING = """\
 Mean coupling of all pairs of layers at the last token: the mean over the texts, and in brackets the lowest and the
 highest. Untrained is the same architecture at its own initialisation; null is what random subspaces would give."""
 _POST_NORM = """\
-The blocks of MiniLM normalise after adding. Here X + f(X) is LN(X + g(X)), so f holds −I, and its coupling is high in
-the untrained model too: it measures no learning."""
+The blocks of MiniLM normalise after adding: block(X) − X, which the checks and the released algorithm take, holds −I.
+The coupling is that of what their residual branches add before the norms."""
 
 
 def failed(outcomes: Iterable[dict[str, Any]]) -> bool:

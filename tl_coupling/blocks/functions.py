@@ -10,11 +10,13 @@ For one `J_{t1 t2}`, cheapest first:
 For many t1 and one t2, **query_local_linearised** and **query_local** cost little more than one token: the output row
 is pulled back once, to its own input and to every row's keys and values, and each row of those to its input.
 
-Three checks, all from one forward and one backward pass of the block and one more forward pass:
+Three checks, from one forward and one backward pass of the block and one or two forward passes more (at most 22, where
+a block is stiff):
 
 * **the step**: called again, the block adds to the stream what it added when it was traced;
 * **the slope**: moved along a random direction, its output changes as its derivative predicts. A function without a
-  derivative (rounding, integer layers) has zero or none for every kind of AD, so only the function itself can tell;
+  derivative (rounding, integer layers) has zero or none for every kind of AD, so only the function itself can tell
+  (`slopes`);
 * **the full sequence**: a cheaper way gives its forward value and one random vector–Jacobian product.
 """
 

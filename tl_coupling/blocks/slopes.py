@@ -1,16 +1,19 @@
 """The slope check: whether difference quotients of a block converge to the derivative that autograd gives.
 
-A function without a derivative (rounding, integer layers) has zero or none for every kind of automatic differentiation,
-and a custom backward pass may be wrong, so that only the function's own values can tell. Along one direction `V`,
+A function without a derivative (rounding, integer layers) has zero or none for every kind of
+automatic differentiation, and a custom backward pass may be wrong, so that only the function's own
+values can tell. Along one direction `V`,
 
     error(h) = uᵀ [f(X + hV) − f(X)] / h − uᵀ J V
 
-tends to zero with the move h if, and only if, the derivative exists and is right: from one side like h, for the mean of
-both sides like h². How small h must be is the function's own affair. In trained models with massive activations the
-error is still 60 % at h = 0.01 and 0.1 % at h = 0.0003, so that h is halved until the error is settled.
+tends to zero with the move h if, and only if, the derivative exists and is right: from one side
+like h, for the mean of both sides like h². How small h must be depends on the function. In
+trained models with massive activations the error is still 60 % at h = 0.01 and 0.1 % at h = 0.0003,
+so that h is halved until the error is settled.
 
-A staircase whose steps are wider than the move also has slope zero there, and looks right to the smallest moves. It is
-told from a smooth function by the way its error vanishes: at once, instead of by the power of h.
+A staircase whose steps are wider than the move also has slope zero there, and looks right to the
+smallest moves. It is told from a smooth function by the way its error vanishes: at once, instead of
+by the power of h.
 """
 
 from collections.abc import Callable
@@ -28,8 +31,8 @@ _SETTLED = 0.01
 _FAR = 0.1
 # An error that vanishes at once has an extrapolated one that is as far on the other side.
 _ABRUPT = 0.05
-# An error's rounding, in units of the least bit, and the share of the typical slope up to which it lets moves shrink.
-# Trained models in float32 were seen to have about 1 such unit.
+# An error's rounding, in units of the least bit; trained models in float32 have about 1. And the
+# share of the typical slope up to which it lets moves shrink.
 _ROUNDING = 2
 _MOST_ROUNDING = 0.01
 
@@ -44,17 +47,18 @@ def converges(
 ) -> Bool[Tensor, " n_outputs"]:
     """Say for each output whether its difference quotients converge to its derivative.
 
-    From one side, from the other, or in the mean of both: a kink or a jump close by (ReLU, a token that is sent to
-    another expert) is on one side. An error is settled if it is small, or if the extrapolated error of two moves is
-    (Richardson): zero where half the move leaves the part of the error that it should. One that was far from right must
-    not vanish faster than that, and must be settled twice in a row. The first move may be far off all the same.
+    From one side, from the other, or in the mean of both: a kink or a jump close by (ReLU, a token
+    that is sent to another expert) is on one side. An error is settled if it is small, or if the
+    extrapolated error of two moves is (Richardson): zero where half the move leaves the part of the
+    error that it should. One that was far from right must not vanish faster than that, and must be
+    settled twice in a row. The first move may be far off all the same.
 
     Args:
         deviation: what a move changes in each output, less what its derivative predicts.
         scale: the typical slope of each output: its standard deviation over random directions V.
         size: how large the numbers are whose rounding enters each output.
 
-    Cost: one call of `deviation` where the first error is settled, as in most blocks; at most 22.
+    Cost: one or two calls of `deviation` in most blocks; at most 22.
     """
     # HuggingFace's norms and softmaxes compute in float32, whatever the model is in.
     rounding = _ROUNDING * torch.finfo(torch.float32).eps * (size + scale)
