@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import einops
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -72,6 +73,8 @@ class Outcome:
     coupling: dict[str, list[float]] = field(default_factory=dict)
     untrained: dict[str, list[float]] = field(default_factory=dict)
     null: dict[str, float] = field(default_factory=dict)
+    # Where blocks normalise after adding: by function and by whether it was trained, the mean coupling by k.
+    by_function: dict[str, dict[str, float]] = field(default_factory=dict)
     # Smallest and largest norm of a row of the stream that enters a block.
     stream: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -100,13 +103,18 @@ def measure(model: RealModel, cache: Path, figures: Path | None = None) -> Outco
     clock.stop("jacobians")
     trained = _coupling_of(traces, "trained", outcome)
     ours = _released_by_us(bridge, prompts[0], model, outcome)
+    if model.post_norm:
+        outcome.by_function |= _coupling_by_function(traces[0], "trained")
     clock.stop("coupling")
     residuals = [trace.residual[:-1].clone() for trace in traces]
     tokens = [trace.tokens.tolist() for trace in traces]
     del bridge, traces
     twin = tlc.load_model(source, device="cpu", untrained=True)
-    untrained = _coupling_of([tlc.trace(twin, prompt) for prompt in prompts], "untrained", outcome)
-    del twin
+    twin_traces = [tlc.trace(twin, prompt) for prompt in prompts]
+    untrained = _coupling_of(twin_traces, "untrained", outcome)
+    if model.post_norm:
+        outcome.by_function |= _coupling_by_function(twin_traces[0], "untrained")
+    del twin, twin_traces
     clock.stop("untrained twin")
     # What a user needs; what follows is the comparison.
     outcome.peak_gib = resident(peak=True) / 2**10
@@ -173,9 +181,14 @@ def compare_with_exact(measured: Sequence[Measured], oracle: ExactOracle, prompt
 
 def judge(J: Measured, exact: Exact, oracle: ExactOracle, prompt: str, outcome: Outcome) -> None:
     """One measured J against what float64 says of it."""
+    _, v = probes(J.layer, J.position, len(J.image))
+    # E‖uJ‖² = ‖J‖², and E‖Jv‖² = ‖J‖² ‖v‖² / d: of a J of nearly one direction, as at a massive token, one image alone
+    # may be far smaller than that.
+    norm = float(exact.products.norm()) / math.sqrt(len(exact.products))
+    typical_image = norm * float(v.norm()) / math.sqrt(len(v))
     errors = {
         "autograd": relative_error(J.products, exact.products),
-        "a finite difference": relative_error(J.image, exact.image),
+        "a finite difference": relative_error(J.image, exact.image, typical_image),
     }
     outcome.autograd_error = max(outcome.autograd_error, errors["autograd"])
     outcome.difference_error = max(outcome.difference_error, errors["a finite difference"])
@@ -194,9 +207,11 @@ def judge(J: Measured, exact: Exact, oracle: ExactOracle, prompt: str, outcome: 
             outcome.wrong.append(f"{where}: off by {error:.1e} from {name} in float64 ({remark})")
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """`‖got − expected‖ / ‖expected‖`; infinite if that is no number."""
-    error = float((got - expected).norm() / expected.norm())
+def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """`‖got − expected‖ / ‖expected‖`, or over `least` if that is more; infinite if that is no number."""
+    difference = float((got - expected).norm())
+    size = max(float(expected.norm()), least)
+    error = difference / size if size > 0 else math.inf
     return error if math.isfinite(error) else math.inf
 
 
@@ -251,6 +266,25 @@ def _coupling_of(traces: Sequence[tlc.Trace], which: str, outcome: Outcome) -> l
         except ValueError as error:
             outcome.refused.append(f"depth map, {which}, {trace.n_pos} tokens: {error}")
     return maps
+
+
+def _coupling_by_function(trace: tlc.Trace, which: str) -> dict[str, dict[str, float]]:
+    """What coupling would be of other functions of a block that normalises after adding, at the last token."""
+    of_block = tlc.block_jacobians(trace, progress=False)
+    of_branches = tlc.block_jacobians(trace, progress=False, function="branches")
+    multiples = einops.einsum(of_branches, "layer d d -> layer") / trace.d_model
+    identity = torch.eye(trace.d_model)
+    functions = {
+        "block(X) − X": of_block,
+        "the whole block": of_block + identity,
+        "its branches": of_branches,
+        "its branches, less the best multiple of I": of_branches - multiples[:, None, None] * identity,
+    }
+    couplings = {}
+    for name, J in functions.items():
+        result = tlc.comparisons.jacobian_coupling(J, max(released.KS))
+        couplings[f"{name}, {which}"] = {str(k): result.mean(k) for k in released.KS}
+    return couplings
 
 
 def _summary(maps: Sequence[tlc.CouplingMap]) -> dict[str, list[float]]:

@@ -22,7 +22,8 @@ Mean coupling of all pairs of layers at the last token: the mean over the texts,
 highest. Untrained is the same architecture at its own initialisation; null is what random subspaces would give."""
 _POST_NORM = """\
 The blocks of MiniLM normalise after adding: block(X) − X, which the checks and the released algorithm take, holds −I.
-The coupling is that of what their residual branches add before the norms."""
+The coupling above is that of what their residual branches add before the norms. Here is that of other functions of the
+block, on the shortest text:"""
 
 
 def failed(outcomes: Iterable[dict[str, Any]]) -> bool:
@@ -36,6 +37,8 @@ def lines(outcomes: Iterable[dict[str, Any]]) -> Iterator[str]:
         yield outcome["name"]
         for name, cell in {**_checks(outcome), **_couplings(outcome)}.items():
             yield f"  {name:<22} {cell}"
+        for row in _functions(outcome):
+            yield "  " + ", ".join(f"{name} {cell}" for name, cell in row.items())
         for stage, seconds in outcome["seconds"].items():
             yield f"    {stage:<20} {seconds:.1f} s"
         yield from (f"  REFUSED {sentence}" for sentence in outcome["refused"])
@@ -47,7 +50,9 @@ def section(outcomes: list[dict[str, Any]]) -> str:
     sources = ({"model": o["name"], "weights of": o["source"], "licence": o["licence"]} for o in outcomes)
     checks = ({"model": outcome["name"], **_checks(outcome)} for outcome in outcomes)
     couplings = ({"model": outcome["name"], **_couplings(outcome)} for outcome in outcomes)
-    parts = [HEADING, _INTRODUCTION, _table(sources), _table(checks), _COUPLING, _table(couplings), _POST_NORM]
+    parts = [HEADING, _INTRODUCTION, _table(sources), _table(checks), _COUPLING, _table(couplings)]
+    if functions := [row for outcome in outcomes for row in _functions(outcome)]:
+        parts += [_POST_NORM, _table(functions)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -92,6 +97,11 @@ def _couplings(outcome: dict[str, Any]) -> dict[str, str]:
             cells[f"k = {k}, {name}"] = f"{mean:.3f} ({low:.3f} to {high:.3f})"
         cells[f"k = {k}, null"] = f"{null:.3f}"
     return cells
+
+
+def _functions(outcome: dict[str, Any]) -> Iterator[dict[str, str]]:
+    for function, by_k in outcome["by_function"].items():
+        yield {"model": outcome["name"], "Jacobian of": function} | {f"k = {k}": f"{v:.3f}" for k, v in by_k.items()}
 
 
 def _table(rows: Iterable[dict[str, str]]) -> str:
