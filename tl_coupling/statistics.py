@@ -213,7 +213,8 @@ def resamples(n: int, n_resamples: int, rng: np.random.Generator) -> Iterator[In
 
 def check_size(values: Float[np.ndarray, "..."], name: str) -> None:
     """Raise ValueError where the squares of values, NaN aside, would overflow, or all of them vanish."""
-    largest = np.abs(values[np.isfinite(values)]).max(initial=0.0)
+    # In float32 the limit itself would overflow.
+    largest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
     if largest > _LARGEST:
         raise ValueError(f"{name} has a value of {largest:.3g} in size, and fits overflow; give it in another unit")
     if 0 < largest < 1 / _LARGEST:

@@ -17,7 +17,7 @@ import xarray
 from tl_coupling.files import write_atomically
 from tl_coupling.surveys.executors import process_pool
 from tl_coupling.surveys.survey import Survey, run
-from tl_coupling.surveys.units import Folder, Unit, record
+from tl_coupling.surveys.units import Folder, Unit, plan_digest, record
 
 pytestmark = [
     pytest.mark.on_4_only,
@@ -226,7 +226,8 @@ def test_a_unit_that_kills_its_worker_is_named_and_the_others_are_done(tmp_path:
     assert [o.status == "failed" for o in outcomes] == [False, True, False, False, False, False]
     assert sorted(seen) == [unit.key for unit in UNITS]
     error = "WorkerDied: its worker died, twice: out of memory?"
-    assert record(tmp_path, UNITS[1]) == {"what": {"number": 1}, "status": "failed", "error": error}
+    recorded = {"what": {"number": 1}, "plan": plan_digest(tmp_path), "status": "failed", "error": error}
+    assert record(tmp_path, UNITS[1]) == recorded
 
 
 def die(pipe: object, threads: int) -> None:

@@ -98,10 +98,10 @@ def plan(
         ModelError: an unknown name.
 
     Flops count an addition and a multiplication as two, of products of matrices alone. "gate" is what a Jacobian is
-    checked with: two forward passes and a backward one, with the MLP on one row. "jacobians" are those of a block of
-    attention and an MLP, at one token; of any other block (a mixture of experts) an upper bound, `d_model` rows through
-    all its weights. "svd" has as many steps as the spectra of SmolLM2 take. The estimate of memory is of one process on
-    a CPU or of one GPU.
+    checked with: three forward passes and a backward one, with the MLP on one row; a stiff block takes more.
+    "jacobians" are those of a block of attention and an MLP, at one token; of any other block (a mixture of experts) an
+    upper bound, `d_model` rows through all its weights. "svd" has as many steps as the spectra of SmolLM2 take. The
+    estimate of memory is of one process on a CPU or of one GPU.
 
     Example:
         >>> tlc.plan(trace, k=8).flops["pairs"]
@@ -192,7 +192,7 @@ def _flops(block: nn.Module, cfg: Any, d: int, n_pos: int) -> dict[str, float]:
     """Those of one block, for one prompt and one token of it."""
     if (sizes := _Standard.of(block, cfg, d)) is None:
         row, meet = 2.0 * sum(p.numel() for p in block.parameters() if p.ndim > 1), 4.0 * n_pos**2 * d
-        return {"trace": n_pos * row + meet, "gate": 3 * n_pos * row + 4 * meet, "jacobians": d * row}
+        return {"trace": n_pos * row + meet, "gate": 4 * n_pos * row + 5 * meet, "jacobians": d * row}
     d_head, d_z, group, d_mlp, n_mlp = sizes
     qkv, mlp = 2.0 * d * (d_z + 2 * d_z // group), 2.0 * n_mlp * d * d_mlp
     attention, meet = qkv + 2.0 * d * d_z, 4.0 * n_pos**2 * d_z
@@ -202,7 +202,7 @@ def _flops(block: nn.Module, cfg: Any, d: int, n_pos: int) -> dict[str, float]:
     return {
         "trace": n_pos * (attention + mlp) + meet,
         # The backward pass of q Kᵀ and P V is two products for each.
-        "gate": 3 * (n_pos * attention + mlp) + 4 * meet,
+        "gate": 4 * (n_pos * attention + mlp) + 5 * meet,
         # Keys and values of the prompt, and the block on the token, its MLP once more.
         "jacobians": products + heads + n_pos * qkv + attention + 2 * mlp,
     }
