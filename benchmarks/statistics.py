@@ -27,9 +27,9 @@ from benchmarks import related_models
 from benchmarks.timing import console, environment, write
 from tl_coupling.generalization import linear_fit
 from tl_coupling.generalization.associations import resampled
-from tl_coupling.generalization.attenuation import attenuation
-from tl_coupling.generalization.familywise import ALL_PROMPTS, familywise
 from tl_coupling.statistics import cluster_robust, percentile_interval, resamples, t_interval
+from tl_coupling.statistics.attenuation import attenuation
+from tl_coupling.statistics.familywise import ALL_PROMPTS, familywise
 
 WILD = "wild cluster bootstrap"
 WANTED, MOST_FALSE = (0.92, 0.97), 0.06

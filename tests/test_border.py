@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import tl_coupling as tlc
 from public_api import public_names
-from tl_coupling import border, comparisons, trajectories
-from tl_coupling.border import checked
+from tl_coupling import arguments, comparisons, trajectories
+from tl_coupling.arguments import checked
 
 pytestmark = pytest.mark.on_4_only
 
@@ -126,7 +126,7 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
             assert "\n" not in message
 
 
-@pytest.mark.parametrize("maker", border._MAKERS.values())
+@pytest.mark.parametrize("maker", arguments._MAKERS.values())
 def test_what_an_error_says_makes_one_is_there(maker: str) -> None:
     function = operator.attrgetter(maker.partition("(")[0])(tlc)
     given = re.findall(r"\w+", maker.partition("(")[2].replace("…", ""))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tl_coupling as tlc
-from tl_coupling.coupling import MEASURES as MEASURES_IN_ORDER
-from tl_coupling.coupling import measures_at_every_k
+from tl_coupling.measures import MEASURES as MEASURES_IN_ORDER
+from tl_coupling.measures import measures_at_every_k
 from tl_coupling.spectra import Spectrum
 
 pytestmark = pytest.mark.on_4_only
@@ -331,4 +331,4 @@ def test_bad_arguments_have_one_clear_error():
 @pytest.mark.parametrize("measure", ["miscoupling", "normalized_miscoupling", "vector_alignment", "subspace_overlap"])
 def test_matrices_without_entries_have_no_measure(measure: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"`A` must have at least one row and one column, got shape \["):
-        getattr(tlc.coupling, measure)(torch.zeros(shape))
+        getattr(tlc.measures, measure)(torch.zeros(shape))

@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.blocks import functions
-from tl_coupling.comparisons import memory, pairs
-from tl_coupling.comparisons.memory import Shelf, in_words, n_bytes, sharing_a_sweep
+from tl_coupling.comparisons import pairs
+from tl_coupling.gradients import function
+from tl_coupling.jacobians import memory
+from tl_coupling.jacobians.memory import Shelf, in_words, n_bytes, sharing_a_sweep
 
 pytestmark = pytest.mark.on_3_only
 
@@ -201,7 +202,7 @@ def one_move(monkeypatch: pytest.MonkeyPatch) -> None:
         deviation(0.01)
         return torch.ones_like(scale, dtype=torch.bool)
 
-    monkeypatch.setattr(functions, "converges", converges)
+    monkeypatch.setattr(function, "converges", converges)
 
 
 WIDE = {"hidden_size": 128, "num_attention_heads": 8}

@@ -10,7 +10,7 @@ from scipy.special import gammaln
 
 import tl_coupling as tlc
 from test_coupling import haar
-from tl_coupling.coupling import (
+from tl_coupling.measures import (
     MEASURES,
     draws_of_random_subspaces,
     measure_of,

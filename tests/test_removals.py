@@ -8,7 +8,7 @@ import torch
 
 from test_coupling import haar
 from tl_coupling.comparisons import jacobian_coupling
-from tl_coupling.coupling import without_shared, without_top
+from tl_coupling.measures import without_shared, without_top
 
 pytestmark = pytest.mark.on_4_only
 

@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import Trace
-from tl_coupling.border import checked
+from tl_coupling.arguments import checked
 from tl_coupling.comparisons.choices import chosen_layers, free_end
-from tl_coupling.comparisons.saved import Saved
 from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress
+from tl_coupling.saved import Saved
 from tl_coupling.spectra import effective_rank, participation_ratio, singular_values
+from tl_coupling.traces import Trace
 
 __all__ = ["Influence", "cross_token_influence"]
 

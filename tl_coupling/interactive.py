@@ -21,9 +21,9 @@ from circuitsvis.utils.render import RenderedHTML
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import Positive, checked
+from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.coupling import Measure
+from tl_coupling.measures import Measure
 from tl_coupling.plots.maps import color_scale
 
 __all__ = ["View", "circuitsvis_script", "show_layers_by_token", "show_token_coupling", "show_tokens"]

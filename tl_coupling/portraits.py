@@ -7,13 +7,14 @@ from typing import Any, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import Trace
-from tl_coupling.border import checked
+from tl_coupling.arguments import checked
 from tl_coupling.comparisons import CouplingMap, context_coupling, depth_coupling, neighbours, self_coupling
-from tl_coupling.comparisons.choices import DEFAULT_K, fitting_k, free_end
-from tl_coupling.coupling import Orientation
+from tl_coupling.comparisons.choices import free_end
 from tl_coupling.influence import Influence, cross_token_influence
+from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress
+from tl_coupling.spectra.readings import DEFAULT_K, fitting_k
+from tl_coupling.traces import Trace
 from tl_coupling.trajectories.result import entropy_where_known
 
 __all__ = ["Portrait", "TokenPortrait", "portrait", "token_portrait"]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tl_coupling.border import AnyPath, Count, Finite, Seed, Text, checked
+from tl_coupling.arguments import AnyPath, Count, Finite, Seed, Text, checked
 
 __all__ = ["Prompt", "load_prompts", "prompts_per_task"]
 

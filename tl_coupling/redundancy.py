@@ -12,18 +12,18 @@ import xarray
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks import Trace, trace
+from tl_coupling.arguments import Count, Seed, checked, warn_caller
+from tl_coupling.blocks.arithmetic import mean_weights
 from tl_coupling.blocks.calls import differ_in
-from tl_coupling.blocks.evaluation import mean_weights
-from tl_coupling.border import Count, Seed, checked, warn_caller
 from tl_coupling.comparisons import depth_coupling
-from tl_coupling.coupling import Orientation, random_subspace_null
 from tl_coupling.jacobians import block_jacobian
+from tl_coupling.measures import Orientation, random_subspace_null
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.spectra import svd
 from tl_coupling.statistics import LEVEL, percentile_interval, rank_correlation_of_rows
 from tl_coupling.surveys.measurements import Settings, as_prompts, loss
+from tl_coupling.traces import Trace, trace
 from tl_coupling.trajectories.shapes import direction_cosine
 
 __all__ = ["layer_redundancy", "redundancy_correlations"]

@@ -21,8 +21,8 @@ from transformers.utils.logging import disable_progress_bar
 import small_models as small
 import tl_coupling as tlc
 from loss_marks import LossMarks
-from tl_coupling.coupling import Measure
 from tl_coupling.files import file_name, write_atomically
+from tl_coupling.measures import Measure
 
 UNTRAINED, END = "untrained", "end"
 # Both are 1 for blocks that share their singular vectors, so that both can be counted from chance.

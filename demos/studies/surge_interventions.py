@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import tl_coupling as tlc
 from small_models import Corpus, TrainingConfig, batches, learn, new_model
 from surge_probes import dataset, mean_cosine, mean_coupling
-from tl_coupling.coupling import random_rotations
+from tl_coupling.measures import random_rotations
 from tl_coupling.surveys.measurements import loss
 
 if TYPE_CHECKING:

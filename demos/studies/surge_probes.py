@@ -54,7 +54,7 @@ def coupling_without_shared_map(J: Float[Tensor, "n_layers d d"], k: int) -> flo
 
 def with_random_vectors(J: Float[Tensor, "n_layers d d"], generator: torch.Generator) -> Float[Tensor, "n_layers d d"]:
     """`Q_l diag(S_l) R_lᵀ`: the singular values of each layer between independent Haar-random bases."""
-    Q, R = tlc.coupling.random_rotations(2, len(J), J.shape[-1], generator=generator).to(J.dtype)
+    Q, R = tlc.measures.random_rotations(2, len(J), J.shape[-1], generator=generator).to(J.dtype)
     return Q @ torch.diag_embed(tlc.spectra.singular_values(J)) @ R.mT
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import tiny
 import tl_coupling as tlc
 from attack.interrupts import state_of
-from tl_coupling.blocks.evaluation import attributes_set, exact_arithmetic, hear_interrupts
+from tl_coupling.blocks.arithmetic import attributes_set, exact_arithmetic, hear_interrupts
 
 LAST = 7
 CPU = torch.device("cpu")

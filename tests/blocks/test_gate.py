@@ -11,8 +11,10 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.blocks import BlockError, DerivativeError, StepError
-from tl_coupling.blocks.evaluation import is_out_of_memory, over_seeds
+from tl_coupling.blocks import BlockError
+from tl_coupling.blocks.arithmetic import is_out_of_memory
+from tl_coupling.gradients import DerivativeError, StepError
+from tl_coupling.gradients.evaluation import over_seeds
 from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
 
 LAST = 7

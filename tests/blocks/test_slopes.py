@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_coupling.blocks.slopes import converges
+from tl_coupling.gradients.slopes import converges
 
 pytestmark = pytest.mark.on_4_only
 

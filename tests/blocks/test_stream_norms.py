@@ -269,7 +269,7 @@ def test_weights_that_change_after_the_trace_are_noticed() -> None:
     network = bert()
     trace = traced(network)
     network.blocks[1].intermediate.dense.weight.data.mul_(2)
-    with pytest.raises(tlc.blocks.StepError, match="block 1 is not the function that was traced"):
+    with pytest.raises(tlc.gradients.StepError, match="block 1 is not the function that was traced"):
         tlc.depth_coupling(trace, k=4)
 
 
@@ -278,5 +278,5 @@ def test_a_norm_that_is_replaced_after_the_first_measurement_is_noticed() -> Non
     trace = traced(network)
     tlc.depth_coupling(trace, k=4, position=1)
     network.blocks[1].norm1 = nn.LayerNorm(network.blocks[1].norm1.weight.numel())
-    with pytest.raises(tlc.blocks.StepError, match="block 1"):
+    with pytest.raises(tlc.gradients.StepError, match="block 1"):
         tlc.depth_coupling(trace, k=4, position=2)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import tl_coupling as tlc
-from tl_coupling.coupling import MEASURES
+from tl_coupling.measures import MEASURES
 
 pytestmark = pytest.mark.on_4_only
 

@@ -14,8 +14,9 @@ import torch
 import tiny
 import tl_coupling as tlc
 from test_coupling import haar
-from tl_coupling import coupling, jacobians
+from tl_coupling import measures
 from tl_coupling.comparisons import CouplingMap
+from tl_coupling.jacobians import jacobians
 
 N_LAYERS, K = 4, 6
 MIDDLE, LAST = 3, len(tiny.TOKENS) - 1
@@ -262,7 +263,7 @@ def test_absolute_null_is_what_random_frames_give(deep, result):
 
 
 def test_values_by_name(result):
-    assert {*MEASURES, *coupling.RELEASED} == set(get_args(coupling.Measure))
+    assert {*MEASURES, *measures.RELEASED} == set(get_args(measures.Measure))
     assert torch.equal(result.values(3, "released_norm"), result.spectral_miscoupling(3, 2, True))
     assert torch.equal(result.values(3, "released_trace"), result.spectral_miscoupling(3, 1, True))
     for measure in ("coupling", "released_trace"):
@@ -278,7 +279,7 @@ def test_values_by_name(result):
         result.values(3, "spectral_miscoupling", absolut=True)
 
 
-@pytest.mark.parametrize("measure", get_args(coupling.Measure))
+@pytest.mark.parametrize("measure", get_args(measures.Measure))
 def test_null_follows_the_choice_of_the_diagonal(result, measure):
     """Of all 16 pairs, 12 are left to chance; a layer with itself keeps its value."""
     own = float(result.values(4, measure).diagonal().sum())

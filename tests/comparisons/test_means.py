@@ -13,7 +13,7 @@ import xarray
 import tiny
 import tl_coupling as tlc
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
-from tl_coupling.coupling import MEASURES
+from tl_coupling.measures import MEASURES
 
 pytestmark = pytest.mark.on_3_only
 

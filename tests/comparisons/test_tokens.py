@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling import jacobians
-from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
+from tl_coupling.jacobians import jacobian_and_path, jacobians, jacobians_of_output
 from tl_coupling.models.loading import embedded_folder
 
 N, K = len(tiny.TOKENS), 6
@@ -152,7 +151,7 @@ def test_small_batches_and_chunks_change_nothing(llama, monkeypatch):
         tlc.context_coupling(trace, 0, 1, fixed="input", k=K),
     ]
     monkeypatch.setattr(jacobians, "BATCH_BUDGET", 3 * tiny.D_MODEL**2)
-    monkeypatch.setattr("tl_coupling.comparisons.memory._SVD_BUDGET", 3 * tiny.D_MODEL**2)
+    monkeypatch.setattr("tl_coupling.jacobians.memory._SVD_BUDGET", 3 * tiny.D_MODEL**2)
     other = [
         tlc.self_coupling(trace, 0, 1, k=K, chunk_size=7),
         tlc.context_coupling(trace, 0, 1, fixed="output", k=K, chunk_size=7),

@@ -17,7 +17,7 @@ import surge_interventions
 import surge_probes as probes
 import surge_report
 import tl_coupling as tlc
-from tl_coupling.coupling import random_rotations, without_shared, without_top
+from tl_coupling.measures import random_rotations, without_shared, without_top
 
 pytestmark = pytest.mark.on_3_only
 

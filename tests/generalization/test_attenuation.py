@@ -5,7 +5,7 @@ import pandas
 import pytest
 
 from tl_coupling.generalization import linear_fit
-from tl_coupling.generalization.attenuation import Attenuation, attenuation
+from tl_coupling.statistics.attenuation import Attenuation, attenuation
 
 pytestmark = pytest.mark.on_3_only
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tl_coupling.generalization import linear_fit
-from tl_coupling.generalization.expressions import evaluate
-from tl_coupling.generalization.fits import subset_fits
+from tl_coupling.statistics.expressions import evaluate
+from tl_coupling.statistics.fits import subset_fits
 
 pytestmark = pytest.mark.on_3_only
 

@@ -9,9 +9,9 @@ from scipy import stats
 
 from fake_survey import survey
 from tl_coupling.generalization import bootstrap, generalization_study, linear_fit
-from tl_coupling.generalization.fits import covariate_fits, exponential_fit, fits_within, subset_fits
 from tl_coupling.generalization.leaving_out import leave_one_family_out, leave_one_out
 from tl_coupling.plots.generalization import plot_forest, plot_generalization, plot_k_sweep
+from tl_coupling.statistics.fits import covariate_fits, exponential_fit, fits_within, subset_fits
 
 pytestmark = pytest.mark.on_3_only
 

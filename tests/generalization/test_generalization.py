@@ -7,9 +7,9 @@ from scipy import stats
 from statsmodels.datasets import longley, stackloss
 
 from tl_coupling.generalization import linear_fit, paper_table1
-from tl_coupling.generalization.fits import covariate_fits, exponential_fit, subset_fits
 from tl_coupling.generalization.leaving_out import leave_one_out
 from tl_coupling.statistics import rank_correlation
+from tl_coupling.statistics.fits import covariate_fits, exponential_fit, subset_fits
 
 pytestmark = pytest.mark.on_3_only
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.blocks.sweeps import without_blocks
+from tl_coupling.blocks.streamed import without_blocks
 from tl_coupling.models import is_hollow, streaming
 
 # Plain; joint QKV; joint QKV and gate; merged experts; blocks that return tuples.

@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_plots import colour_bar, tick_labels
 
-from tl_coupling.coupling import alignment_matrices
+from tl_coupling.measures import alignment_matrices
 from tl_coupling.plots import plot_alignment_matrices
 from tl_coupling.spectra import svd
 from tl_coupling.trajectories import ResidualAlignment

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from test_plots import random_map
 
 import tl_coupling as tlc
-from tl_coupling.blocks import BlockCall, BlockFunction, Trace
+from tl_coupling.blocks import BlockCall
+from tl_coupling.gradients import BlockFunction
 from tl_coupling.plots.trajectories import (
     plot_inverse_singular_values,
     plot_linearisation,
@@ -20,6 +21,7 @@ from tl_coupling.plots.trajectories import (
     plot_trajectories,
     plot_trajectory_metrics,
 )
+from tl_coupling.traces import Trace
 from tl_coupling.trajectories import (
     TrajectoryResult,
     line_shape_score,

@@ -12,7 +12,7 @@ import xarray
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.coupling import MEASURES
+from tl_coupling.measures import MEASURES
 from tl_coupling.surveys import measure_prompts, measure_table, one_orientation, with_diagonal
 
 pytestmark = pytest.mark.on_4_only

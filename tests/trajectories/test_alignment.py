@@ -11,9 +11,9 @@ from test_linearisation import D, L, affine_trace, gaussian
 from torch import Tensor
 
 import tl_coupling as tlc
-from tl_coupling.blocks import Trace
-from tl_coupling.coupling import alignment_matrices, subspace_overlap, vector_alignment
+from tl_coupling.measures import alignment_matrices, subspace_overlap, vector_alignment
 from tl_coupling.spectra import Spectrum, tail_energy
+from tl_coupling.traces import Trace
 from tl_coupling.trajectories import ResidualAlignment, residual_alignment
 
 pytestmark = pytest.mark.on_3_only

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.blocks import BlockCall, BlockFunction, Trace
+from tl_coupling.blocks import BlockCall
+from tl_coupling.gradients import BlockFunction
+from tl_coupling.traces import Trace
 from tl_coupling.trajectories import linearisation, perturbation
 
 pytestmark = pytest.mark.on_3_only

@@ -255,5 +255,5 @@ def test_weights_that_change_after_the_trace_are_noticed() -> None:
     network = torch_encoder()
     trace = tlc.trace_modules(network.blocks, network.run)
     network.blocks[1].linear1.weight.data.mul_(2)
-    with pytest.raises(tlc.blocks.StepError, match="block 1 is not the function that was traced"):
+    with pytest.raises(tlc.gradients.StepError, match="block 1 is not the function that was traced"):
         tlc.block_jacobian(trace, 1)

@@ -12,8 +12,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.blocks.arithmetic import map_tensors
 from tl_coupling.blocks.contexts import BlockError, Context, KeysAndValues, ReadOnlyCache
-from tl_coupling.blocks.evaluation import map_tensors
 
 # The layouts of a residual stream of one sequence: the last with positions first, as in torch's own encoder.
 _LAYOUTS: dict[str, Callable[[torch.Size], bool]] = {

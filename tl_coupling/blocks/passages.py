@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tl_coupling.blocks.arithmetic import exact_arithmetic, hear_interrupts, map_tensors
 from tl_coupling.blocks.calls import BlockCall, RecordedCall, hidden_states
-from tl_coupling.blocks.checks import Remarks
-from tl_coupling.blocks.evaluation import exact_arithmetic, hear_interrupts, map_tensors
-from tl_coupling.blocks.functions import BlockFunction
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +75,6 @@ class Passage:
         """The residual stream `[n_pos d_model]` before every call and after the last, where the first block lives."""
         home = self.calls[0].X.device
         return [*(call.X.to(home, dtype) for call in self.calls), self.calls[-1].Y.to(home, dtype)]
-
-    def block_function(self, layer: int, dtype: torch.dtype, remarks: Remarks, norm: nn.Module | None) -> BlockFunction:
-        """The block function of one call, in `dtype`."""
-        recorded = self.calls[layer]
-        X, Y = recorded.X.to(dtype), recorded.Y.to(dtype)
-        if norm is not None:
-            with exact_arithmetic(X.device, [norm], dtype):
-                Y = norm(Y[None]).reshape(Y.shape)
-        other = recorded if recorded.dtypes - {dtype} else None
-        return BlockFunction(layer, self.call(layer, dtype), X, Y - X, norm, other, remarks)
 
     def call(self, layer: int, dtype: torch.dtype) -> BlockCall:
         """One call, with its arguments in `dtype`."""

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tl_coupling.blocks.arithmetic import forwards_replaced, own_arithmetic
 from tl_coupling.blocks.calls import hidden_states
-from tl_coupling.blocks.evaluation import forwards_replaced, own_arithmetic
 from tl_coupling.models import is_bridge, missing_head
 
 # Token ids [1 n_pos], or pixels [1 channels height width].

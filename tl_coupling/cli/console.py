@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import tl_coupling as tlc
-from tl_coupling.blocks import Trace
 from tl_coupling.cli.options import OneModel
 from tl_coupling.cli.plain_console import PlainConsole
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import output_folder, plain, write_atomically
 from tl_coupling.prompts import Prompt
+from tl_coupling.traces import Trace
 
 if TYPE_CHECKING:
     import pandas

@@ -8,12 +8,12 @@ import torch
 import typer
 from torch import nn
 
-from tl_coupling.blocks import Trace, trace
-from tl_coupling.coupling import MEASURES, Orientation
+from tl_coupling.measures import MEASURES, Orientation
 from tl_coupling.models import EMBEDDED_MODEL, load_model, named_device, reads_pixels
 from tl_coupling.prompts import Prompt, load_prompts
 from tl_coupling.surveys import Settings
 from tl_coupling.surveys.measurements import PAPER_PROMPT
+from tl_coupling.traces import Trace, trace
 
 Untrained = Annotated[bool, typer.Option(help="Measure untrained twins as well.")]
 Position = Annotated[int, typer.Option(help="Token position; negative counts from the end.")]

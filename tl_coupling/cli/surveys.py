@@ -16,8 +16,8 @@ import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Work, at_work, every_choice, table_of
 from tl_coupling.cli.options import OUT, Out, Prompts, Sweep, Untrained
-from tl_coupling.coupling import Measure, Orientation
 from tl_coupling.files import write_table
+from tl_coupling.measures import Measure, Orientation
 from tl_coupling.prompts import Prompt, load_prompts, prompts_per_task
 from tl_coupling.surveys import process_pool, slurm_executor
 from tl_coupling.surveys.executors import Executor

@@ -4,17 +4,14 @@ from tl_coupling.comparisons.choices import neighbours
 from tl_coupling.comparisons.maps import CouplingMap, MeanCouplingMap
 from tl_coupling.comparisons.matrices import jacobian_coupling
 from tl_coupling.comparisons.pairs import context_coupling, depth_coupling, depth_couplings, self_coupling
-from tl_coupling.comparisons.plans import Plan, plan
 
 __all__ = [
     "CouplingMap",
     "MeanCouplingMap",
-    "Plan",
     "context_coupling",
     "depth_coupling",
     "depth_couplings",
     "jacobian_coupling",
     "neighbours",
-    "plan",
     "self_coupling",
 ]

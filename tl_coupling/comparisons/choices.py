@@ -3,12 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from tl_coupling.blocks import Trace
-from tl_coupling.border import checked, warn_caller
+from tl_coupling.arguments import checked
 from tl_coupling.jacobians import Connection
-from tl_coupling.spectra import check_k
-
-DEFAULT_K = 50
+from tl_coupling.traces import Trace
 
 
 def free_end(trace: Trace, fixed: Literal["input", "output"], position: int) -> range:
@@ -30,16 +27,6 @@ def neighbours(trace: Trace, layer: int | None = None, other_layer: int | None =
     second = trace.n_layers // 2 if other is None else other
     first = max(0, second - 1) if layer is None else trace.layer_index(layer)
     return first, min(first + 1, trace.n_layers - 1) if other is None else other
-
-
-def fitting_k(k: int | None, d_model: int) -> int:
-    """`k`; without one 50, or all that a narrower model has, with a warning."""
-    if k is not None:
-        check_k(k, d_model)
-        return k
-    if d_model < DEFAULT_K:
-        warn_caller(f"the model has width {d_model}: k = {d_model} is used in place of the default, {DEFAULT_K}")
-    return min(DEFAULT_K, d_model)
 
 
 def chosen_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:

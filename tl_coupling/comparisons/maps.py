@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_coupling import coupling as measures
-from tl_coupling.border import Count, Seed, checked, warn_caller
-from tl_coupling.comparisons.draws import drawn_means
-from tl_coupling.comparisons.saved import Saved
-from tl_coupling.coupling import MEASURES, RELEASED, Measure, Norm, Null, Orientation
+from tl_coupling import measures
+from tl_coupling.arguments import Count, Seed, checked, warn_caller
+from tl_coupling.comparisons.nulls import drawn_means
+from tl_coupling.measures import MEASURES, RELEASED, Measure, Norm, Null, Orientation
+from tl_coupling.saved import Saved
 from tl_coupling.spectra import check_k
 from tl_coupling.statistics import LEVEL, Interval
 

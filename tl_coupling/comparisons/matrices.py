@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import checked
-from tl_coupling.comparisons.choices import fitting_k
+from tl_coupling.arguments import checked
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.pairs import fill_pairs
-from tl_coupling.coupling import Orientation
+from tl_coupling.measures import Orientation
 from tl_coupling.spectra import check_cut, svd
+from tl_coupling.spectra.readings import fitting_k
 
 
 @checked
@@ -41,7 +41,7 @@ def jacobian_coupling(
 
     Example:
         >>> J = tlc.block_jacobians(trace)
-        >>> rest = tlc.comparisons.jacobian_coupling(tlc.coupling.without_top(J, 1), k=4, provenance=trace.provenance)
+        >>> rest = tlc.comparisons.jacobian_coupling(tlc.measures.without_top(J, 1), k=4, provenance=trace.provenance)
         >>> rest.matrices.shape
         torch.Size([2, 2, 4, 4])
     """

@@ -11,16 +11,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import Trace
-from tl_coupling.blocks.evaluation import is_out_of_memory
-from tl_coupling.border import Count, checked
-from tl_coupling.comparisons.choices import at_both_layers, chosen_layers, chosen_positions, fitting_k, free_end
+from tl_coupling.arguments import Count, checked
+from tl_coupling.blocks.arithmetic import is_out_of_memory
+from tl_coupling.comparisons.choices import at_both_layers, chosen_layers, chosen_positions, free_end
 from tl_coupling.comparisons.maps import CouplingMap, MeanCouplingMap
-from tl_coupling.comparisons.memory import MemoryLimit, Needs, Shelf, n_bytes, sharing_a_sweep
-from tl_coupling.coupling import Orientation
 from tl_coupling.jacobians import Connection, jacobians_of
+from tl_coupling.jacobians.memory import MemoryLimit, Needs, Shelf, n_bytes, sharing_a_sweep
+from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.spectra import Spectrum, check_cut, singular_values, svd
+from tl_coupling.spectra.readings import fitting_k
+from tl_coupling.traces import Trace
 
 
 @checked

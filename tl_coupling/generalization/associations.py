@@ -14,11 +14,11 @@ import xarray
 from jaxtyping import Float, Int
 
 from tl_coupling import statistics
-from tl_coupling.border import Count, Seed, checked, warn_caller
-from tl_coupling.coupling import Measure
-from tl_coupling.generalization.fits import LinearFit, family_codes, linear_fit
+from tl_coupling.arguments import Count, Seed, checked, warn_caller
 from tl_coupling.generalization.tables import at_one_checkpoint, coupling_table, per_prompt
+from tl_coupling.measures import Measure
 from tl_coupling.statistics import LEVEL, Interval, RankCorrelation, check_size, is_constant, percentile_interval
+from tl_coupling.statistics.fits import LinearFit, family_codes, linear_fit
 from tl_coupling.surveys.readings import pairs_of_layers
 
 # Of four models intervals of the slope cover .66, of three families .69, and from six on .93 to .98 (make

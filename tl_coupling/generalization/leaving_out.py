@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas
 
-from tl_coupling.generalization.fits import LinearFit, family_codes, least_squares, linear_fit, rows_to_fit
 from tl_coupling.statistics import LEVEL, Interval
+from tl_coupling.statistics.fits import LinearFit, family_codes, least_squares, linear_fit, rows_to_fit
 
 # Above it p is not significant.
 ALPHA = round(1 - LEVEL, 4)

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 import pandas
 
-from tl_coupling.generalization.attenuation import LEAST, WANTED
-from tl_coupling.generalization.expressions import columns_of
-from tl_coupling.generalization.fits import LinearFit, subset_mask
 from tl_coupling.generalization.leaving_out import ALPHA
+from tl_coupling.statistics.attenuation import LEAST, WANTED
+from tl_coupling.statistics.expressions import columns_of
+from tl_coupling.statistics.fits import LinearFit, subset_mask
 
 if TYPE_CHECKING:
-    from tl_coupling.generalization.summary import Generalization
+    from tl_coupling.generalization.study import Generalization
 
 
 def of(result: "Generalization") -> list[str]:

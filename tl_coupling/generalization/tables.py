@@ -11,10 +11,10 @@ import numpy as np
 import pandas
 import xarray
 
-from tl_coupling.border import AnyPath, checked, warn_caller
+from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.files import of_cell
-from tl_coupling.generalization.fits import family_codes
 from tl_coupling.statistics import check_size
+from tl_coupling.statistics.fits import family_codes
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.readings import one_orientation
 from tl_coupling.surveys.survey import UNTRAINED

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tl_coupling.border import warn_caller
+from tl_coupling.arguments import warn_caller
 from tl_coupling.models.cache import cache_root, is_whole, write_copy
 from tl_coupling.models.completeness import LoadedWeights, check_depth, load_whole
 from tl_coupling.models.loaded import ModelError, version

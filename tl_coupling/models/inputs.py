@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
 
-from tl_coupling.border import check_text
+from tl_coupling.arguments import check_text
 from tl_coupling.models.loaded import LOADED_AS, config_of, context_length, is_bridge, reads_pixels
 from tl_coupling.models.pictures import picture_in
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.border import warn_caller
+from tl_coupling.arguments import warn_caller
 
 # How models were loaded, as long as they live.
 LOADED_AS: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tl_coupling.border import FloatDtype, Text, checked, warn_caller
+from tl_coupling.arguments import FloatDtype, Text, checked, warn_caller
 from tl_coupling.models import completeness, quantized, streaming
 from tl_coupling.models.cache import cache_root, is_whole, write_copy
 from tl_coupling.models.gguf_files import GgufModel, is_gguf

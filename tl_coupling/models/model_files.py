@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tl_coupling.border import AnyPath
+from tl_coupling.arguments import AnyPath
 
 # What transformers reads of a folder beside the weights: configurations, tokenizers, code.
 _READ = (

@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from tl_coupling.border import checked
+from tl_coupling.arguments import checked
 from tl_coupling.generalization import Generalization
 from tl_coupling.plots import labels
 

@@ -11,7 +11,7 @@ from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tl_coupling.border import checked
+from tl_coupling.arguments import checked
 from tl_coupling.plots import labels
 from tl_coupling.plots.sweeps import (
     SAMPLES,

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from tl_coupling.border import Count, Finite, checked
+from tl_coupling.arguments import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.coupling import BOUNDED_BY_1, Measure, random_subspace_null
+from tl_coupling.measures import BOUNDED_BY_1, Measure, random_subspace_null
 from tl_coupling.plots import labels
 from tl_coupling.redundancy import CHANGES, change_and_predictors, check_redundancy, redundancy_correlations
 from tl_coupling.statistics import crossed_mean

@@ -11,10 +11,10 @@ from matplotlib.colors import Colormap, LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from tl_coupling.border import Finite, Positive, checked
+from tl_coupling.arguments import Finite, Positive, checked
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
-from tl_coupling.coupling import Measure, Sides
 from tl_coupling.influence import Influence, InfluenceMeasure
+from tl_coupling.measures import Measure, Sides
 from tl_coupling.plots import labels
 from tl_coupling.trajectories import ResidualAlignment
 

@@ -11,9 +11,9 @@ from matplotlib.colors import Colormap
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from tl_coupling.blocks import Trace
-from tl_coupling.border import Finite, checked
+from tl_coupling.arguments import Finite, checked
 from tl_coupling.plots import labels
+from tl_coupling.traces import Trace
 
 # Of the values' colours, and what is left of the picture's contrast below them: both must be seen.
 _ALPHA, _DARKEST = 0.6, 0.4

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tl_coupling.border import checked
+from tl_coupling.arguments import checked
 from tl_coupling.plots import labels
 
 if TYPE_CHECKING:

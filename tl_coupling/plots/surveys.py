@@ -7,13 +7,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from tl_coupling.border import checked
-from tl_coupling.coupling import Measure
+from tl_coupling.arguments import checked
 from tl_coupling.generalization import linear_fit
 from tl_coupling.generalization.associations import by_task
-from tl_coupling.generalization.expressions import evaluate
+from tl_coupling.measures import Measure
 from tl_coupling.plots import labels
 from tl_coupling.statistics import is_constant, rank_correlation
+from tl_coupling.statistics.expressions import evaluate
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.readings import pairs_of_layers
 from tl_coupling.surveys.survey import UNTRAINED

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from tl_coupling.border import Count, checked
-from tl_coupling.coupling import Measure
+from tl_coupling.arguments import Count, checked
+from tl_coupling.measures import Measure
 from tl_coupling.plots import labels
 from tl_coupling.plots.layers import draw_graph, edge_scale, weighted_edges
 from tl_coupling.statistics import LEVEL, crossed_mean

@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from tl_coupling.blocks import Trace
-from tl_coupling.border import Count, checked
+from tl_coupling.arguments import Count, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.plots import labels
 from tl_coupling.spectra import inverse_singular_value_fit
+from tl_coupling.traces import Trace
 from tl_coupling.trajectories import Linearisation, Perturbation, TrajectoryResult, attention_sinks, trajectory_pca
 from tl_coupling.trajectories.result import measure_trajectory
 

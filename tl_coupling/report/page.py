@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tl_coupling import plots
-from tl_coupling.border import AnyPath, checked
+from tl_coupling.arguments import AnyPath, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import write_atomically
 from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script, show_layers_by_token, visible_token

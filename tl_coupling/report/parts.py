@@ -10,9 +10,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from PIL import Image
 
-from tl_coupling.blocks import Trace
 from tl_coupling.interactive import visible_token
 from tl_coupling.portraits import Portrait
+from tl_coupling.traces import Trace
 
 _CSS_PIXELS_PER_INCH, _PNG_DPI, _PNG_COLORS, _MARGIN = 96, 120, 256, 0.1
 # Figures of one Axes are made smaller and their text is not: it must be legible on a telephone.

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_coupling.border import Count, checked
+from tl_coupling.arguments import Count, checked
 from tl_coupling.spectra.iteration import TOLERANCE, Products, block_width, krylov_width, top_triplets
 from tl_coupling.spectra.readings import check_k, check_matrices
 

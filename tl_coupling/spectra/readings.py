@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import Count, checked, warn_caller
+from tl_coupling.arguments import Count, checked, warn_caller
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,3 +233,16 @@ def _check_singular_values(S: Tensor) -> None:
 def _check_dtype(x: Tensor, name: str) -> None:
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"`{name}` must be float32 or float64, got {x.dtype}: use `.float()` or `.double()`")
+
+
+DEFAULT_K = 50
+
+
+def fitting_k(k: int | None, d_model: int) -> int:
+    """`k`; without one 50, or all that a narrower model has, with a warning."""
+    if k is not None:
+        check_k(k, d_model)
+        return k
+    if d_model < DEFAULT_K:
+        warn_caller(f"the model has width {d_model}: k = {d_model} is used in place of the default, {DEFAULT_K}")
+    return min(DEFAULT_K, d_model)

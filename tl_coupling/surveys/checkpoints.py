@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tl_coupling.border import AnyPath, checked
+from tl_coupling.arguments import AnyPath, checked
 from tl_coupling.models import is_gguf
 
 Checkpoint = int | str

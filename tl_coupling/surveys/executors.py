@@ -15,7 +15,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
-from tl_coupling.border import AnyPath, Count, checked
+from tl_coupling.arguments import AnyPath, Count, checked
 
 # Often at first, then rarely: on a network drive every look costs.
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.05, 1.0

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from tl_coupling.blocks import Trace, trace
-from tl_coupling.border import Count, checked
+from tl_coupling.arguments import Count, checked
 from tl_coupling.comparisons import CouplingMap, depth_couplings
-from tl_coupling.coupling import MEASURES, Measure, Norm, Orientation
+from tl_coupling.measures import MEASURES, Measure, Norm, Orientation
 from tl_coupling.models import context_length, missing_head, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
+from tl_coupling.traces import Trace, trace
 from tl_coupling.trajectories import (
     entropy_by_depth,
     equidistance,

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tl_coupling.blocks import Trace
-from tl_coupling.border import AnyPath, Device, checked, warn_caller
+from tl_coupling.arguments import AnyPath, Device, checked, warn_caller
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.comparisons.pairs import fill_pairs
-from tl_coupling.coupling import subspace_overlap
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.jacobians import block_jacobians
+from tl_coupling.measures import subspace_overlap
 from tl_coupling.models import Backend, ModelError, is_gguf, load_model, needs_package
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import svd
@@ -29,6 +28,7 @@ from tl_coupling.surveys.checkpoints import Checkpoint, Source, is_local
 from tl_coupling.surveys.local_models import check_files, with_files
 from tl_coupling.surveys.measurements import PAPER_PROMPT, Prompts, Settings, as_prompts, measures, of_each_prompt
 from tl_coupling.surveys.units import Folder, Unit, load_unit, one_line
+from tl_coupling.traces import Trace
 
 if TYPE_CHECKING:
     import xarray

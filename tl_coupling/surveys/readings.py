@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tl_coupling.border import checked
-from tl_coupling.coupling import Orientation
+from tl_coupling.arguments import checked
+from tl_coupling.measures import Orientation
 
 if TYPE_CHECKING:
     import pandas

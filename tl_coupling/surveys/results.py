@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tl_coupling.border import AnyPath, checked, warn_caller
+from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.surveys.checkpoints import Checkpoint, step_order
 from tl_coupling.surveys.units import PLAN, Folder, Unit, is_finished, is_of_its_plan, load_unit, record, why_unfinished
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tl_coupling.border import AnyPath, Count, Device, FloatDtype, checked, warn_caller
+from tl_coupling.arguments import AnyPath, Count, Device, FloatDtype, checked, warn_caller
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.models import Backend, Memory, ModelError, Quantization, load_model
 from tl_coupling.progress import Progress

@@ -16,7 +16,7 @@ from textwrap import shorten
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from tl_coupling.border import AnyPath
+from tl_coupling.arguments import AnyPath
 from tl_coupling.files import WRITING_SECONDS, remove_left_overs, write_atomically
 from tl_coupling.interrupts import interrupts_held
 from tl_coupling.progress import Progress, with_progress

@@ -2,7 +2,7 @@
 
 * RA1, one input's representations lie equally spaced on a line: `line_shape_score` is 1 and `equidistance` 0.
 * RA2, the top left and right singular vectors of the blocks' Jacobians align with each other, within a block and
-  across blocks: `vector_alignment` and `subspace_overlap` (in `tlc.coupling`) are 1.
+  across blocks: `vector_alignment` and `subspace_overlap` (in `tlc.measures`) are 1.
 * RA3, the Jacobians have rank at most the number of classes: `tail_energy` (in `tlc.spectra`) is 0.
 * RA4, the top singular values fall as one over depth: the lines of `inverse_singular_value_fit` fit, and rise.
 
@@ -18,14 +18,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling import coupling, spectra
-from tl_coupling.blocks import Trace
-from tl_coupling.border import Count, checked
-from tl_coupling.comparisons.choices import DEFAULT_K
-from tl_coupling.comparisons.saved import Saved
+from tl_coupling import measures, spectra
+from tl_coupling.arguments import Count, checked
 from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress
+from tl_coupling.saved import Saved
 from tl_coupling.spectra import InverseSingularValueFit, check_cut, check_k, inverse_singular_value_fit, svd
+from tl_coupling.spectra.readings import DEFAULT_K
+from tl_coupling.traces import Trace
 from tl_coupling.trajectories import shapes
 
 AlignmentMeasure = Literal["vector_alignment", "subspace_overlap"]
@@ -166,9 +166,9 @@ def residual_alignment(
     return ResidualAlignment(
         line_shape_score=float(shapes.line_shape_score(x)),
         equidistance=float(shapes.equidistance(x)),
-        uv=coupling.alignment_matrices(of_layers, k, "uv"),
-        uu=coupling.alignment_matrices(of_layers, k, "uu"),
-        vv=coupling.alignment_matrices(of_layers, k, "vv"),
+        uv=measures.alignment_matrices(of_layers, k, "uv"),
+        uu=measures.alignment_matrices(of_layers, k, "uu"),
+        vv=measures.alignment_matrices(of_layers, k, "vv"),
         singular_values=of_layers.S,
         n_classes=n_classes,
         position=t,

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import Trace
-from tl_coupling.border import checked
+from tl_coupling.arguments import checked
 from tl_coupling.jacobians import block_jacobian
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.spectra import check_k, singular_values, svd
+from tl_coupling.traces import Trace
 from tl_coupling.trajectories.shapes import direction_cosine
 
 

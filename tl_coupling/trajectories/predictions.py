@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import Trace
-from tl_coupling.border import Count, Seed, checked, warn_caller
+from tl_coupling.arguments import Count, Seed, checked, warn_caller
 from tl_coupling.jacobians import block_jacobian, block_jvp
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.spectra import check_k, singular_values, svd
+from tl_coupling.traces import Trace
 from tl_coupling.trajectories.shapes import direction_cosine
 
 Prediction = Literal["one_step", "product", "closed_form", "previous", "input"]

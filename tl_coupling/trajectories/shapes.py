@@ -20,7 +20,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import Count, checked, warn_caller
+from tl_coupling.arguments import Count, checked, warn_caller
 
 Trajectories = Float[Tensor, "n_layers_plus_1 *batch d_model"]
 

@@ -14,13 +14,13 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
 
+from tl_coupling.arguments import FloatDtype, Text, checked
 from tl_coupling.blocks import tails
-from tl_coupling.blocks.checks import Remarks
-from tl_coupling.blocks.evaluation import is_out_of_memory, own_arithmetic
-from tl_coupling.blocks.functions import BlockFunction
+from tl_coupling.blocks.arithmetic import exact_arithmetic, is_out_of_memory, own_arithmetic
 from tl_coupling.blocks.passages import Passage
-from tl_coupling.blocks.sweeps import Sweep, without_blocks
-from tl_coupling.border import FloatDtype, Text, checked
+from tl_coupling.blocks.streamed import without_blocks
+from tl_coupling.gradients.function import BlockFunction
+from tl_coupling.gradients.remarks import Remarks
 from tl_coupling.models import (
     ModelInput,
     describe_kind,
@@ -32,6 +32,7 @@ from tl_coupling.models import (
     model_input,
 )
 from tl_coupling.prompts import Prompt
+from tl_coupling.traces.sweeps import Sweep
 
 _ONE_INPUT = "trace prompts one at a time; token ids are whole numbers"
 _Input = str | os.PathLike[str] | Prompt | Image.Image | Sequence[int]
@@ -331,7 +332,8 @@ def _traced(
         entering = sweep.embedded[None]
     else:
         stream = passage.stream(dtype)
-        blocks = tuple(passage.block_function(i, dtype, remarks, norm if i == last else None) for i in range(last + 1))
+        norms = [None] * last + [norm]
+        blocks = tuple(_block_function(passage, i, dtype, remarks, one) for i, one in enumerate(norms))
         if norm is not None:
             stream[-1] = stream[-2] + blocks[-1].step.to(stream[-2].device)
         streams["residual"] = torch.stack(stream)
@@ -353,6 +355,19 @@ def _traced(
     pixels = given.batch if given and tokens is None else None
     of_all: dict[str, Any] = {"blocks": blocks, "final_norm": norm is not None, "provenance": provenance}
     return make(model=model, tokens=tokens, str_tokens=text, pixels=pixels, **streams, **of_all)
+
+
+def _block_function(
+    passage: Passage, layer: int, dtype: torch.dtype, remarks: Remarks, norm: nn.Module | None
+) -> BlockFunction:
+    """The block function of one call, in `dtype`."""
+    recorded = passage.calls[layer]
+    X, Y = recorded.X.to(dtype), recorded.Y.to(dtype)
+    if norm is not None:
+        with exact_arithmetic(X.device, [norm], dtype):
+            Y = norm(Y[None]).reshape(Y.shape)
+    other = recorded if recorded.dtypes - {dtype} else None
+    return BlockFunction(layer, passage.call(layer, dtype), X, Y - X, norm, other, remarks)
 
 
 def _index(value: int, size: int, name: str, what: str) -> int:

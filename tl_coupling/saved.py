@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from tl_coupling.border import AnyPath, checked
-from tl_coupling.coupling import MEASURES
+from tl_coupling.arguments import AnyPath, checked
 from tl_coupling.files import write_atomically
+from tl_coupling.measures import MEASURES
 
 if TYPE_CHECKING:
     import xarray

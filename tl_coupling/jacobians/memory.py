@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks import Trace
-from tl_coupling.blocks.evaluation import chunk_that_fits
+from tl_coupling.gradients.evaluation import chunk_that_fits
 from tl_coupling.models import is_hollow
+from tl_coupling.traces import Trace
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

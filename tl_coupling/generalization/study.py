@@ -10,12 +10,9 @@ import numpy as np
 import pandas
 import xarray
 
-from tl_coupling.border import Count, Seed, checked
-from tl_coupling.coupling import Measure
-from tl_coupling.generalization import associations, fits, leaving_out, remarks
+from tl_coupling.arguments import Count, Seed, checked
+from tl_coupling.generalization import associations, leaving_out, remarks
 from tl_coupling.generalization.associations import Association, PromptCorrelation
-from tl_coupling.generalization.attenuation import Attenuation, attenuation
-from tl_coupling.generalization.familywise import ALL_PROMPTS, Familywise, familywise
 from tl_coupling.generalization.tables import (
     LAST,
     checked_scores,
@@ -25,7 +22,10 @@ from tl_coupling.generalization.tables import (
     per_prompt,
     with_families,
 )
-from tl_coupling.statistics import rank_correlation
+from tl_coupling.measures import Measure
+from tl_coupling.statistics import fits, rank_correlation
+from tl_coupling.statistics.attenuation import Attenuation, attenuation
+from tl_coupling.statistics.familywise import ALL_PROMPTS, Familywise, familywise
 from tl_coupling.surveys.readings import with_diagonal
 
 # Parameters and tokens span decades: untransformed, the largest model would decide.

@@ -8,8 +8,8 @@ from math import ceil, comb
 import numpy as np
 from jaxtyping import Bool, Float
 
-from tl_coupling.generalization.fits import LinearFit
-from tl_coupling.statistics import Interval
+from tl_coupling.statistics.fits import LinearFit
+from tl_coupling.statistics.intervals import Interval
 
 # Below it prompts are said to be too few; below the second the slope would more than double, and is not corrected.
 WANTED, LEAST = 0.9, 0.5

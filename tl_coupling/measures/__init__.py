@@ -1,8 +1,8 @@
 """Coupling and alignment matrices, their measures, and what random subspaces would give. Pure tensors."""
 # ruff: noqa: F401
 
-from tl_coupling.coupling.alignment import Sides, alignment_matrices, subspace_overlap, vector_alignment
-from tl_coupling.coupling.measures import (
+from tl_coupling.measures.alignment import Sides, alignment_matrices, subspace_overlap, vector_alignment
+from tl_coupling.measures.measures import (
     BOUNDED_BY_1,
     MEASURES,
     RELEASED,
@@ -17,7 +17,7 @@ from tl_coupling.coupling.measures import (
     normalized_miscoupling,
     spectral_miscoupling,
 )
-from tl_coupling.coupling.nulls import (
+from tl_coupling.measures.nulls import (
     Null,
     draws_of_random_subspaces,
     nulls_at_every_k,
@@ -25,7 +25,7 @@ from tl_coupling.coupling.nulls import (
     random_subspace_null,
     rotation_null,
 )
-from tl_coupling.coupling.removals import without_shared, without_top
+from tl_coupling.measures.removals import without_shared, without_top
 
 __all__ = [
     "alignment_matrices",

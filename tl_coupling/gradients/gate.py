@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from tl_coupling.blocks.contexts import BlockError
-from tl_coupling.border import warn_caller
 
 # Functions without a slope, and casts: where their steps are wider than the moves, only their names reveal them.
 _STAIRS = {"round", "floor", "ceil", "trunc", "fix", "quantize_per_tensor", "quantize_per_channel"}
@@ -28,7 +26,7 @@ class StepError(ValueError):
         >>> _ = torch.nn.init.zeros_(net[0].weight)
         >>> try:
         ...     J = tlc.block_jacobian(changed, 0)
-        ... except tlc.blocks.StepError:
+        ... except tlc.gradients.StepError:
         ...     print("trace it again")
         trace it again
     """
@@ -45,30 +43,10 @@ class DerivativeError(ValueError):
         >>> rounded = tlc.trace_modules(net, lambda: net(torch.rand(1, 3, 4)))
         >>> try:
         ...     J = tlc.block_jacobian(rounded, 0)
-        ... except tlc.blocks.DerivativeError:
+        ... except tlc.gradients.DerivativeError:
         ...     print("a step function has no Jacobian")
         a step function has no Jacobian
     """
-
-
-@dataclass(eq=False)
-class Remarks:
-    """What a user would not expect of a measured trace, for its provenance; the first of each kind is a warning too.
-
-    `normalising_layers` are the layers whose residual branches were compared before their norms.
-    """
-
-    texts: list[str] = field(default_factory=list)
-    normalising_layers: list[int] = field(default_factory=list)
-    warned_of: set[str] = field(default_factory=set)
-
-    def add(self, kind: str, text: str) -> None:
-        """Note it, if it is new; warn if it is the first of its kind."""
-        if text not in self.texts:
-            self.texts.append(text)
-            if kind not in self.warned_of:
-                self.warned_of.add(kind)
-                warn_caller(f"{text} (others like it: `provenance['remarks']`)")
 
 
 class Reference(NamedTuple):

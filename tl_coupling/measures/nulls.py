@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import Count, checked
-from tl_coupling.coupling.measures import MEASURES, Measure, Norm, finite, nan_where_zero, top_values, with_options
+from tl_coupling.arguments import Count, checked
+from tl_coupling.measures.measures import MEASURES, Measure, Norm, finite, nan_where_zero, top_values, with_options
 from tl_coupling.spectra import check_k
 
 Null = Literal["space", "spans", "pairs"]
@@ -149,7 +149,7 @@ def rotation_null(
 
     Example:
         >>> A, S_1 = torch.diag(torch.tensor([2.0, 1.0])), torch.tensor([2.0, 1.0])
-        >>> 1 - tlc.coupling.rotation_null(A, S_1, "normalized_miscoupling") ** 2, 1 - 1 / 20
+        >>> 1 - tlc.measures.rotation_null(A, S_1, "normalized_miscoupling") ** 2, 1 - 1 / 20
         (tensor(0.9500, dtype=torch.float64), 0.95)
     """
     name, options = with_options(measure, p, absolute)
@@ -193,7 +193,7 @@ def random_rotations(*shape: int, columns: int | None = None, generator: torch.G
         generator: of the random numbers.
 
     Example:
-        >>> Q = tlc.coupling.random_rotations(2, 5, generator=torch.Generator().manual_seed(0))
+        >>> Q = tlc.measures.random_rotations(2, 5, generator=torch.Generator().manual_seed(0))
         >>> torch.allclose(Q.mT @ Q, torch.eye(5, dtype=torch.float64).expand(2, 5, 5))
         True
     """
@@ -221,7 +221,7 @@ def draws_of_random_subspaces(
     Example:
         >>> S_1, generator = torch.ones(40), torch.Generator().manual_seed(0)
         >>> J_1 = {"d_model": 40, "S_1": S_1, "frobenius_norm": S_1.norm()}
-        >>> A = tlc.coupling.draws_of_random_subspaces(2, 4000, **J_1, generator=generator)
+        >>> A = tlc.measures.draws_of_random_subspaces(2, 4000, **J_1, generator=generator)
         >>> m = tlc.normalized_miscoupling(A)
         >>> round(float(m.square().mean().sqrt()), 2), round(float(m.mean()), 2)
         (0.71, 0.67)

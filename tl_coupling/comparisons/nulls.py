@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_coupling.coupling import Measure, Null, draws_of_random_subspaces, measure_of, random_rotations
+from tl_coupling.measures import Measure, Null, draws_of_random_subspaces, measure_of, random_rotations
 
 if TYPE_CHECKING:
     from tl_coupling.comparisons.maps import CouplingMap

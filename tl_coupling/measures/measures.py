@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import at_least, checked, warn_caller
+from tl_coupling.arguments import at_least, checked, warn_caller
 from tl_coupling.spectra import Spectrum, check_entries, check_k
 
 Norm = Annotated[int | float, at_least(1)]
@@ -182,7 +182,7 @@ def measure_of(
     `p` and `absolute` are options of `"spectral_miscoupling"`; ValueError with other measures.
 
     Example:
-        >>> tlc.coupling.measure_of(torch.tensor([[-2.0, 0.0], [0.0, 1.0]]), torch.tensor([2.0, 1.0]), "released_norm")
+        >>> tlc.measures.measure_of(torch.tensor([[-2.0, 0.0], [0.0, 1.0]]), torch.tensor([2.0, 1.0]), "released_norm")
         tensor(0.)
     """
     if measure != "spectral_miscoupling" and (p != 2 or absolute):

@@ -10,9 +10,9 @@ import xarray
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 
-from tl_coupling.generalization.expressions import columns_of
-from tl_coupling.generalization.fits import subset_mask
-from tl_coupling.statistics import block_permutations
+from tl_coupling.statistics.expressions import columns_of
+from tl_coupling.statistics.fits import subset_mask
+from tl_coupling.statistics.intervals import block_permutations
 
 ALL_PROMPTS, ALL_MODELS = "all prompts", "all models"
 _LOOK = ["k", "measure", "task", "subset"]

@@ -12,9 +12,9 @@ import pandas
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 
-from tl_coupling.border import checked
-from tl_coupling.generalization.expressions import evaluate
-from tl_coupling.statistics import LEVEL, Interval, check_size, cluster_robust, is_constant, t_interval
+from tl_coupling.arguments import checked
+from tl_coupling.statistics.expressions import evaluate
+from tl_coupling.statistics.intervals import LEVEL, Interval, check_size, cluster_robust, is_constant, t_interval
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tl_coupling.blocks import Trace
-from tl_coupling.border import Count, checked
-from tl_coupling.comparisons.choices import fitting_k
-from tl_coupling.comparisons.memory import MemoryLimit, Needs, in_words, n_bytes
+from tl_coupling.arguments import Count, checked
+from tl_coupling.jacobians.memory import MemoryLimit, Needs, in_words, n_bytes
 from tl_coupling.models import Memory, empty_model, is_hollow
 from tl_coupling.models.loaded import LOADED_AS
 from tl_coupling.spectra.decompositions import flops_of_svd
+from tl_coupling.spectra.readings import fitting_k
+from tl_coupling.traces import Trace
 
 
 @dataclass(frozen=True)

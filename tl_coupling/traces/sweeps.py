@@ -1,22 +1,15 @@
 """The blocks of a model that does not fit into memory: the model runs without them, and they one after the other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial, update_wrapper
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from tl_coupling.blocks.calls import argument_that_differs
-from tl_coupling.blocks.checks import Remarks
-from tl_coupling.blocks.evaluation import forwards_replaced
-from tl_coupling.blocks.functions import BlockFunction
 from tl_coupling.blocks.passages import Passage
-
-# How long the tuples are that a model's blocks return, 0 for a tensor, where that is known.
-_lengths: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+from tl_coupling.gradients.function import BlockFunction
+from tl_coupling.gradients.remarks import Remarks
 
 
 class Sweep(Sequence[BlockFunction]):
@@ -71,46 +64,3 @@ class Sweep(Sequence[BlockFunction]):
             self._functions[layer - 1 :] = map(replace, self._functions[layer - 1 :])
             self._stream.append(Y)
             self._functions.append(BlockFunction(layer, f.call, X, step, norm, None, self._remarks))
-
-
-def without_blocks(model: Any, run: Callable[[], Any], n_pos: int | None) -> Passage:
-    """What a model does while `run` runs it, but for its blocks: each is given what the one before is said to return.
-
-    It runs twice, with other values in place of what the blocks return: what else they are given must be the same.
-
-    Raises ValueError as `Passage.of`, or where a block's arguments depend on what earlier blocks computed.
-    """
-    blocks, errors = list(model.blocks), []
-
-    def passage(length: int, output: Callable[[Tensor], Tensor]) -> Passage:
-        # Wrapped, so that they name their arguments as the blocks do.
-        stand_ins = {block: update_wrapper(partial(_returned, length, output), block.forward) for block in blocks}
-        with forwards_replaced(stand_ins):
-            return Passage.of(model, blocks, run, n_pos)
-
-    # Whether blocks return a tensor or a tuple shows in whether the next one gets the stream.
-    for length in [_lengths[model]] if model in _lengths else range(4):
-        try:
-            found, other = passage(length, torch.clone), passage(length, _noise)
-        # A model that expects a tuple may fail in many ways on a tensor.
-        except (ValueError, TypeError, LookupError) as error:
-            errors.append(error)
-            continue
-        _lengths[model] = length
-        for i, (one, another) in enumerate(zip(found.calls, other.calls, strict=True)):
-            if name := argument_that_differs(one.call, another.call):
-                depends = f"{name} of block {i} depends on what earlier blocks computed"
-                raise ValueError(f"{depends}: such a model must be loaded as a whole, in floating point")
-        return found
-    raise errors[0]
-
-
-def _returned(
-    length: int, output: Callable[[Tensor], Tensor], first: Tensor | None = None, *_: Any, **named: Any
-) -> Any:
-    stream = output(named["hidden_states"] if first is None else first)
-    return (stream, *[None] * (length - 1)) if length else stream
-
-
-def _noise(X: Tensor) -> Tensor:
-    return torch.randn(X.shape, generator=torch.Generator().manual_seed(0)).to(X)

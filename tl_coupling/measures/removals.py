@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import Count, checked
-from tl_coupling.coupling.measures import finite
+from tl_coupling.arguments import Count, checked
+from tl_coupling.measures.measures import finite
 from tl_coupling.spectra import svd
 
 
@@ -23,7 +23,7 @@ def without_top(J: Float[Tensor, "*batch d_model d_model"], r: Count) -> Float[T
     each.
 
     Example:
-        >>> tlc.svd(tlc.coupling.without_top(torch.diag(torch.tensor([3.0, 2.0, 1.0])), 1)).S
+        >>> tlc.svd(tlc.measures.without_top(torch.diag(torch.tensor([3.0, 2.0, 1.0])), 1)).S
         tensor([2., 1., 0.])
     """
     _check_r(J, r)
@@ -43,7 +43,7 @@ def without_shared(J: Float[Tensor, "n_layers d_model d_model"], r: Count) -> Fl
 
     Example:
         >>> J = tlc.block_jacobians(trace)
-        >>> rest = tlc.coupling.without_shared(J, 2)
+        >>> rest = tlc.measures.without_shared(J, 2)
         >>> torch.linalg.matrix_norm(rest) < torch.linalg.matrix_norm(J)
         tensor([True, True])
     """

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.blocks.arithmetic import forwards_replaced
 from tl_coupling.blocks.contexts import BlockError, Context
-from tl_coupling.blocks.evaluation import forwards_replaced
-from tl_coupling.blocks.parts import Attention, Jacobian, Norm, Part, jacobian_of_part
+from tl_coupling.gradients.parts import Attention, Jacobian, Norm, Part, jacobian_of_part
 
 
 class Linearisation:

@@ -40,7 +40,7 @@ def evaluate(table: pandas.DataFrame, expression: str) -> Any:
 
     Example:
         >>> import pandas
-        >>> from tl_coupling.generalization.expressions import evaluate
+        >>> from tl_coupling.statistics.expressions import evaluate
         >>> evaluate(pandas.DataFrame({"n_layers": [6, 12, 24]}), "6 < n_layers <= 24").tolist()
         [False, True, True]
     """

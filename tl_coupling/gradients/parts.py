@@ -19,9 +19,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.calls import hidden_states
 from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
-from tl_coupling.blocks.evaluation import for_seeds, is_out_of_memory, reverse_mode, vjp
+from tl_coupling.gradients.evaluation import for_seeds, reverse_mode, vjp
 
 # How well a norm is reproduced where it is recognised, and each head's Jacobians where heads are taken one by one.
 _NORM_TOLERANCE, _HEADS_TOLERANCE = 1e-5, 1e-4

@@ -32,28 +32,15 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from tl_coupling.blocks.arithmetic import exact_arithmetic, own_arithmetic
 from tl_coupling.blocks.calls import BlockCall, RecordedCall
-from tl_coupling.blocks.checks import (
-    DerivativeError,
-    Reference,
-    Remarks,
-    Stairs,
-    StepError,
-    in_percent,
-    in_words,
-    mlp_on_rows,
-)
 from tl_coupling.blocks.contexts import BlockError
-from tl_coupling.blocks.evaluation import (
-    exact_arithmetic,
-    for_seeds,
-    own_arithmetic,
-    reverse_mode,
-    vjp,
-)
-from tl_coupling.blocks.linearisation import Linearisation
-from tl_coupling.blocks.slopes import converges
-from tl_coupling.blocks.stream_norms import StreamNorms, normalises, stream_norms
+from tl_coupling.gradients.evaluation import for_seeds, reverse_mode, vjp
+from tl_coupling.gradients.gate import DerivativeError, Reference, Stairs, StepError, in_percent, in_words, mlp_on_rows
+from tl_coupling.gradients.linearisation import Linearisation
+from tl_coupling.gradients.remarks import Remarks
+from tl_coupling.gradients.slopes import converges
+from tl_coupling.gradients.stream_norms import StreamNorms, normalises, stream_norms
 
 GATE_TOLERANCE = 1e-4
 _MOST_REFERENCES = 32

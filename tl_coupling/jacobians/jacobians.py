@@ -2,43 +2,24 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import groupby, islice
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import BlockError, BlockFunction, Path, Trace
-from tl_coupling.blocks.evaluation import is_out_of_memory, vjp
-from tl_coupling.blocks.functions import Evaluation, RowFunction
-from tl_coupling.border import Count, checked
+from tl_coupling.arguments import Count, checked
+from tl_coupling.blocks import BlockError
+from tl_coupling.blocks.arithmetic import is_out_of_memory
+from tl_coupling.gradients import BlockFunction, Path
+from tl_coupling.gradients.function import Evaluation
+from tl_coupling.jacobians.connections import Connection, Function, connected
 from tl_coupling.progress import Progress, with_progress
-
-__all__ = ["block_jacobian", "block_jacobians", "block_jvp", "block_vjp"]
+from tl_coupling.traces import Trace
 
 # Entries in a batch of Jacobians (float32: 256 MiB), and the largest number of Jacobians that share work.
 BATCH_BUDGET = 2**26
 _MOST_SHARING = 32
-
-
-# Of a block that normalises the stream: block(X) − X, or what its residual branches add before the norms.
-Function = Literal["block", "branches"]
-
-
-class Connection(NamedTuple):
-    """Names one `J^l_{t1 t2}`: a block, from one token to another; `position` is the token that labels a result."""
-
-    layer: int
-    input_position: int
-    output_position: int
-    position: int
-
-    def __str__(self) -> str:
-        if self.input_position == self.output_position:
-            return f"layer {self.layer}, token {self.position}"
-        return f"layer {self.layer}, tokens {self.input_position}→{self.output_position}"
 
 
 @checked
@@ -82,7 +63,7 @@ def block_jacobian(
         >>> tlc.block_jacobian(trace, layer=1, input_position=5, output_position=2).any()
         tensor(False)
     """
-    block, t1, t2 = _connection(trace, layer, position, input_position, output_position)
+    block, t1, t2 = connected(trace, layer, position, input_position, output_position)
     return jacobian_and_path(_measured(block, function), t1, t2, chunk_size)[0]
 
 
@@ -123,60 +104,6 @@ def block_jacobians(
     for row, J_1 in zip(J, computed, strict=True):
         row[:] = J_1
     return J
-
-
-@checked
-def block_vjp(
-    trace: Trace,
-    layer: int,
-    vector: Float[Tensor, " d_model"],
-    *,
-    position: int = -1,
-    input_position: int | None = None,
-    output_position: int | None = None,
-) -> Float[Tensor, " d_model"]:
-    """Vector–Jacobian product `(J^l_{t1 t2})ᵀ v` by one backward pass, without forming J.
-
-    What moving token t1 along each axis does to the output at t2 in the direction v. Arguments and errors as in
-    `block_jacobian`; v is `vector`, which must be finite.
-
-    Example:
-        >>> v = torch.ones(trace.d_model)
-        >>> torch.allclose(tlc.block_vjp(trace, 1, v), tlc.block_jacobian(trace, 1).mT @ v, atol=1e-4)
-        True
-    """
-    block, _, v, _, pull_back = _differentiated(trace, layer, vector, position, input_position, output_position)
-    with block.evaluation():
-        return pull_back(v)[0]
-
-
-@checked
-def block_jvp(
-    trace: Trace,
-    layer: int,
-    vector: Float[Tensor, " d_model"],
-    *,
-    position: int = -1,
-    input_position: int | None = None,
-    output_position: int | None = None,
-) -> Float[Tensor, " d_model"]:
-    """Jacobian–vector product `J^l_{t1 t2} v`, without forming J.
-
-    What the output at t2 does when token t1 moves in the direction v. By forward mode, or by differentiating the
-    backward pass where a block does not support it. Arguments and errors as in `block_jacobian`; v is `vector`, which
-    must be finite.
-
-    Example:
-        >>> v = torch.ones(trace.d_model)
-        >>> torch.allclose(tlc.block_jvp(trace, 1, v), tlc.block_jacobian(trace, 1) @ v, atol=1e-4)
-        True
-    """
-    block, x, v, function, _ = _differentiated(trace, layer, vector, position, input_position, output_position)
-    with block.evaluation():
-        try:
-            return torch.func.jvp(function, (x,), (v,))[1]
-        except (RuntimeError, NotImplementedError):
-            return torch.autograd.functional.jvp(function, x, v)[1]
 
 
 def jacobians_of(
@@ -238,10 +165,10 @@ def jacobians_of_output(
         if min(input_positions) > output_position and not bool(expected.rows[list(input_positions)].any()):
             return [expected.u.new_zeros(len(expected.u), len(expected.u)) for _ in input_positions], "full_sequence"
         ways = block.ways(input_positions, output_position)
-        return _cheapest(block, ways, input_positions, output_position, compute)
+        return cheapest(block, ways, input_positions, output_position, compute)
 
 
-def _cheapest(
+def cheapest(
     block: BlockFunction,
     ways: Iterable[tuple[Path, Callable[..., Any]]],
     t1: Sequence[int],
@@ -272,33 +199,5 @@ def _cheapest(
     raise block.changed()
 
 
-def _differentiated(trace: Trace, layer: int, vector: Tensor, *positions: Any) -> tuple[Any, ...]:
-    """The block, its input row, the vector in its dtype; the token-local or else full function, and its pull-back."""
-    block, t1, t2 = _connection(trace, layer, *positions)
-    if vector.shape != block.X.shape[1:]:
-        raise ValueError(f"`vector` must have shape {list(block.X.shape[1:])}, got {list(vector.shape)}")
-    v = vector.to(block.X)
-    if not bool(v.isfinite().all()):
-        raise ValueError(f"`vector` must be finite in {v.dtype}, got NaN or infinite entries")
-    u = block.reference(t2).u
-
-    def compute(make: Callable[[], RowFunction]) -> tuple[Any, ...]:
-        y, pull_back = vjp(function := make(), block.X[t1])
-        return y, [pull_back(u)[0]], (function, pull_back)
-
-    ways: list[tuple[Path, Callable[[], RowFunction]]] = [("token_local", partial(block.token_local, t1, t2))]
-    ways.append(("full_sequence", partial(block.full_sequence, t1, t2)))
-    (function, pull_back), _ = _cheapest(block, ways, [t1], t2, compute)
-    return block, block.X[t1], v, function, pull_back
-
-
 def _measured(block: BlockFunction, function: Function) -> BlockFunction:
     return block.branches() if function == "branches" else block
-
-
-def _connection(
-    trace: Trace, layer: int, position: int, input_position: int | None, output_position: int | None
-) -> tuple[BlockFunction, int, int]:
-    t1 = trace.position_index(position if input_position is None else input_position, "input_position")
-    t2 = trace.position_index(position if output_position is None else output_position, "output_position")
-    return trace.blocks[trace.layer_index(layer)], t1, t2

@@ -6,7 +6,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.border import Count, checked
+from tl_coupling.arguments import Count, checked
 from tl_coupling.spectra import Spectrum, check_entries
 
 Sides = Literal["uv", "uu", "vv"]
@@ -31,7 +31,7 @@ def alignment_matrices(
 
     Example:
         >>> J = torch.tensor([[[2.0, 0.0], [0.0, -1.0]], [[0.0, 1.0], [2.0, 0.0]]])
-        >>> A = tlc.coupling.alignment_matrices(tlc.svd(J))
+        >>> A = tlc.measures.alignment_matrices(tlc.svd(J))
         >>> A[0, 0].abs(), A[1, 1].abs()
         (tensor([[1., 0.],
                 [0., 1.]]), tensor([[0., 1.],
@@ -55,7 +55,7 @@ def vector_alignment(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
     vectors. It changes under rotations inside a (nearly) repeated singular value, to which `subspace_overlap` is blind.
 
     Example:
-        >>> tlc.coupling.vector_alignment(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        >>> tlc.measures.vector_alignment(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
         tensor(0.)
     """
     return _cosines(A).diagonal(dim1=-2, dim2=-1).square().mean(-1)
@@ -72,7 +72,7 @@ def subspace_overlap(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
     as `vector_alignment`.
 
     Example:
-        >>> tlc.coupling.subspace_overlap(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        >>> tlc.measures.subspace_overlap(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
         tensor(1.)
     """
     return _cosines(A).square().sum((-2, -1)) / A.shape[-1]

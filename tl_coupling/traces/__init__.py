@@ -1,0 +1,5 @@
+"""One forward pass of a model: its residual stream, and its blocks as functions of it."""
+
+from tl_coupling.traces.trace import Trace, trace, trace_modules
+
+__all__ = ["Trace", "trace", "trace_modules"]
