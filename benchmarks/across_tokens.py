@@ -1,11 +1,14 @@
-"""Time of token-by-token maps against the Jacobians that they are made of, one at a time.
+"""Time of token-by-token maps against the Jacobians that they are made of, one at a
+time.
 
     python -m benchmarks.across_tokens --tokens 64 --out benchmarks/results
 
-Two baselines. For a self-coupling map: n calls of `block_jacobian`, one token each. For a map of contexts with a fixed
-output: n Jacobians `J_{t1 t2}` through the whole block on all rows, which is how they are taken without a key/value
-cache. Every map starts from a fresh trace and includes SVDs and the matrices A. All in one process, one after the
-other, so that a ratio compares like with like; the largest difference of the Jacobians is part of the result.
+Two baselines. For a self-coupling map: n calls of `block_jacobian`, one token each. For
+a map of contexts with a fixed output: n Jacobians `J_{t1 t2}` through the whole block
+on all rows, which is how they are taken without a key/value cache. Every map starts
+from a fresh trace and includes SVDs and the matrices A. All in one process, one after
+the other, so that a ratio compares like with like; the largest difference of the
+Jacobians is part of the result.
 """
 
 import argparse
@@ -18,7 +21,16 @@ import torch
 from rich.table import Table
 
 import tl_coupling as tlc
-from benchmarks.timing import BenchmarkError, Memory, chosen_device, console, environment, timed, token_ids, write
+from benchmarks.timing import (
+    BenchmarkError,
+    Memory,
+    chosen_device,
+    console,
+    environment,
+    timed,
+    token_ids,
+    write,
+)
 from tl_coupling.jacobians import jacobians_of_output
 from tl_coupling.models import EMBEDDED_MODEL, ModelError
 
@@ -59,20 +71,35 @@ def measure(name: str, n_tokens: int, device: torch.device, k: int) -> dict[str,
     seconds = {}
     for stage, work in {
         "n single-token Jacobians": single_tokens,
-        "self-coupling, two layers": lambda: tlc.self_coupling(tlc.trace(model, ids), *LAYERS, k=k),
-        "self-coupling, one layer": lambda: tlc.self_coupling(tlc.trace(model, ids), LAYERS[0], k=k),
-        "context, input fixed": lambda: tlc.context_coupling(tlc.trace(model, ids), *LAYERS, fixed="input", k=k),
-        "context, output fixed": lambda: tlc.context_coupling(tlc.trace(model, ids), *LAYERS, fixed="output", k=k),
+        "self-coupling, two layers": lambda: tlc.self_coupling(
+            tlc.trace(model, ids), *LAYERS, k=k
+        ),
+        "self-coupling, one layer": lambda: tlc.self_coupling(
+            tlc.trace(model, ids), LAYERS[0], k=k
+        ),
+        "context, input fixed": lambda: tlc.context_coupling(
+            tlc.trace(model, ids), *LAYERS, fixed="input", k=k
+        ),
+        "context, output fixed": lambda: tlc.context_coupling(
+            tlc.trace(model, ids), *LAYERS, fixed="output", k=k
+        ),
         "n full-sequence Jacobians": full_sequences,
     }.items():
         _, seconds[stage] = timed(device, work)
     return {
         "tokens": ids,
-        "shapes": {"n_pos": n_tokens, "d_model": warm_up.d_model, "k": k, "layers": list(LAYERS)},
+        "shapes": {
+            "n_pos": n_tokens,
+            "d_model": warm_up.d_model,
+            "k": k,
+            "layers": list(LAYERS),
+        },
         "seconds": seconds,
         "largest_relative_difference_of_jacobians": largest,
-        "self_coupling_over_single_tokens": seconds["self-coupling, two layers"] / seconds["n single-token Jacobians"],
-        "full_sequences_over_context": seconds["n full-sequence Jacobians"] / seconds["context, output fixed"],
+        "self_coupling_over_single_tokens": seconds["self-coupling, two layers"]
+        / seconds["n single-token Jacobians"],
+        "full_sequences_over_context": seconds["n full-sequence Jacobians"]
+        / seconds["context, output fixed"],
     }
 
 
@@ -92,15 +119,26 @@ def tables(results: dict[str, Any]) -> list[Table]:
     run, long = results["run"], results["long"]
     where = f"{results['model']} on {results['environment']['device_name']}"
     drawn = Table(
-        "", f"T = {run['shapes']['n_pos']}", title=f"{where}, {results['environment']['cpu_threads']} threads"
+        "",
+        f"T = {run['shapes']['n_pos']}",
+        title=f"{where}, {results['environment']['cpu_threads']} threads",
     )
     drawn.columns[1].justify = "right"
     for stage, seconds in run["seconds"].items():
         drawn.add_row(stage, f"{seconds:.2f} s")
     drawn.add_section()
-    drawn.add_row("self-coupling / single-token Jacobians", f"{run['self_coupling_over_single_tokens']:.2f} ×")
-    drawn.add_row("full-sequence Jacobians / context map", f"{run['full_sequences_over_context']:.1f} ×")
-    drawn.add_row("largest relative difference of J", f"{run['largest_relative_difference_of_jacobians']:.1e}")
+    drawn.add_row(
+        "self-coupling / single-token Jacobians",
+        f"{run['self_coupling_over_single_tokens']:.2f} ×",
+    )
+    drawn.add_row(
+        "full-sequence Jacobians / context map",
+        f"{run['full_sequences_over_context']:.1f} ×",
+    )
+    drawn.add_row(
+        "largest relative difference of J",
+        f"{run['largest_relative_difference_of_jacobians']:.1e}",
+    )
     what, memory = f"self-coupling of {long['n_pos']} tokens", long["memory_mib"]
     drawn.add_row(f"{what}: memory at its peak", f"{memory['peak']:.0f} MiB")
     drawn.add_row(f"{what}: memory before", f"{memory['after_warm_up']:.0f} MiB")
@@ -108,11 +146,29 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.across_tokens", description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=64, help="length of the prompt (default: %(default)s)")
-    parser.add_argument("--k", type=int, default=50, help="singular vectors (default: %(default)s)")
-    parser.add_argument("--model", default=EMBEDDED_MODEL, help="as tl_coupling loads it (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.across_tokens", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=64,
+        help="length of the prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--k", type=int, default=50, help="singular vectors (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model",
+        default=EMBEDDED_MODEL,
+        help="as tl_coupling loads it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results"),
+        help="folder for the JSON",
+    )
     options = parser.parse_args(arguments)
     device = chosen_device("auto")
     results = {"model": options.model, "environment": environment(device)}

@@ -1,9 +1,11 @@
-"""Time and memory of one prompt's depth coupling: the paper's released algorithm against tl_coupling.
+"""Time and memory of one prompt's depth coupling: the paper's released algorithm
+against tl_coupling.
 
     python -m benchmarks.depth_coupling --tokens 10 64 --out benchmarks/results
 
-Both get the same token ids and the same float32 weights, each in a process of its own, so that a peak of memory belongs
-to one of them. Loading and one small warm-up are not timed.
+Both get the same token ids and the same float32 weights, each in a process of its own,
+so that a peak of memory belongs to one of them. Loading and one small warm-up are not
+timed.
 """
 
 import argparse
@@ -40,12 +42,16 @@ Maps = dict[int, dict[str, Tensor]]
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_released(name: str, n_tokens: int, device: torch.device, repeats: int) -> dict[str, Any]:
+def run_released(
+    name: str, n_tokens: int, device: torch.device, repeats: int
+) -> dict[str, Any]:
     """Times, memory and values of the transcription."""
     from transformers import AutoModelForCausalLM
 
     ids = token_ids(name, n_tokens)
-    model = AutoModelForCausalLM.from_pretrained(source_of(name), dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        source_of(name), dtype=torch.float32, attn_implementation="eager"
+    )
     model.to(device).eval().requires_grad_(False)
     memory = Memory(device)
 
@@ -53,7 +59,9 @@ def run_released(name: str, n_tokens: int, device: torch.device, repeats: int) -
         seconds = {}
         Js, seconds["jacobians"] = timed(device, lambda: released.jacobians(states))
         svds, seconds["svd"] = timed(device, lambda: released.decompositions(Js))
-        maps, seconds["matrices and measures"] = timed(device, lambda: released.couplings(Js, svds))
+        maps, seconds["matrices and measures"] = timed(
+            device, lambda: released.couplings(Js, svds)
+        )
         return maps, seconds
 
     staged(released.hidden_states(model, ids[:3])[:2])
@@ -65,19 +73,28 @@ def run_released(name: str, n_tokens: int, device: torch.device, repeats: int) -
         runs.append({"forward": forward, **seconds})
     for run in runs:
         run["end to end"] = sum(run.values())
-    shapes = {"n_pos": n_tokens, "n_layers": len(states) - 1, "d_model": states[0].shape[-1], "k": list(released.KS)}
+    shapes = {
+        "n_pos": n_tokens,
+        "n_layers": len(states) - 1,
+        "d_model": states[0].shape[-1],
+        "k": list(released.KS),
+    }
     return report(ids, shapes, runs, memory.stop(), maps)
 
 
 def ours_end_to_end(model: Any, ids: Sequence[int]) -> Maps:
     """Token ids to every measure of both orientations, by public calls."""
     trace = tlc.trace(model, ids, final_norm=True)
-    both = tlc.comparisons.depth_couplings(trace, k=max(released.KS), orientations=("ujv", "vju"))
+    both = tlc.comparisons.depth_couplings(
+        trace, k=max(released.KS), orientations=("ujv", "vju")
+    )
     return released_measures(both["ujv"], both["vju"])
 
 
 def released_measures(ujv: tlc.CouplingMap, vju: tlc.CouplingMap) -> Maps:
-    """The released algorithm's measures of two maps, by the names that it gives them."""
+    """The released algorithm's measures of two maps, by the names that it gives
+    them.
+    """
     return {
         K: {
             "ujv_norm": ujv.spectral_miscoupling(K, p=2, absolute=True),
@@ -91,8 +108,12 @@ def released_measures(ujv: tlc.CouplingMap, vju: tlc.CouplingMap) -> Maps:
     }
 
 
-def ours_by_stage(model: Any, ids: Sequence[int], device: torch.device) -> dict[str, float]:
-    """Seconds of what `ours_end_to_end` is made of; "jacobians" includes the gate, as the released ones have none."""
+def ours_by_stage(
+    model: Any, ids: Sequence[int], device: torch.device
+) -> dict[str, float]:
+    """Seconds of what `ours_end_to_end` is made of; "jacobians" includes the gate, as
+    the released ones have none.
+    """
     seconds, (A, B, S) = by_stage(model, ids, device, max(released.KS), final_norm=True)
 
     def measures() -> None:
@@ -109,8 +130,12 @@ def ours_by_stage(model: Any, ids: Sequence[int], device: torch.device) -> dict[
     return seconds
 
 
-def run_ours(name: str, n_tokens: int, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Times, memory and values of tl_coupling. Memory is that of the end-to-end calls, which come first."""
+def run_ours(
+    name: str, n_tokens: int, device: torch.device, repeats: int
+) -> dict[str, Any]:
+    """Times, memory and values of tl_coupling. Memory is that of the end-to-end calls,
+    which come first.
+    """
     ids = token_ids(name, n_tokens)
     model = tlc.load_model(name, device=device)
     memory = Memory(device)
@@ -123,38 +148,74 @@ def run_ours(name: str, n_tokens: int, device: torch.device, repeats: int) -> di
         ends.append(seconds)
     peaks = memory.stop()
     runs = [ours_by_stage(model, ids, device) | {"end to end": end} for end in ends]
-    shapes = {"n_pos": n_tokens, "n_layers": warm_up.n_layers, "d_model": warm_up.d_model, "k": list(released.KS)}
+    shapes = {
+        "n_pos": n_tokens,
+        "n_layers": warm_up.n_layers,
+        "d_model": warm_up.d_model,
+        "k": list(released.KS),
+    }
     return report(ids, shapes, runs, peaks, maps)
 
 
 def report(
-    ids: list[int], shapes: dict[str, Any], runs: list[dict[str, float]], memory: dict[str, Any], maps: Maps
+    ids: list[int],
+    shapes: dict[str, Any],
+    runs: list[dict[str, float]],
+    memory: dict[str, Any],
+    maps: Maps,
 ) -> dict[str, Any]:
-    """What a worker hands back; the seconds of each stage are the fewest that it took in any run."""
+    """What a worker hands back; the seconds of each stage are the fewest that it took
+    in any run.
+    """
     return {
         "tokens": ids,
         "shapes": shapes,
         "seconds": {stage: min(run[stage] for run in runs) for stage in runs[0]},
         "seconds_of_all_runs": runs,
         "memory_mib": memory,
-        "maps": {str(K): {name: values.tolist() for name, values in of_k.items()} for K, of_k in maps.items()},
+        "maps": {
+            str(K): {name: values.tolist() for name, values in of_k.items()}
+            for K, of_k in maps.items()
+        },
     }
 
 
 WORKERS = {"released": run_released, "ours": run_ours}
 
 
-def in_own_process(worker: str, options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
+def in_own_process(
+    worker: str, options: argparse.Namespace, n_tokens: int
+) -> dict[str, Any]:
     """Run a worker in a fresh interpreter and return its report."""
-    # More than a fraction here means that others were using the cores: the seconds are then too many.
+    # More than a fraction here means that others were using the cores: the seconds are
+    # then too many.
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "benchmarks.depth_coupling", "--worker", worker, "--tokens", n_tokens]
-        command += ["--repeats", options.repeats, "--device", options.device, "--model", options.model, "--out", path]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.depth_coupling",
+            "--worker",
+            worker,
+            "--tokens",
+            n_tokens,
+        ]
+        command += [
+            "--repeats",
+            options.repeats,
+            "--device",
+            options.device,
+            "--model",
+            options.model,
+            "--out",
+            path,
+        ]
         done = subprocess.run([str(part) for part in command], cwd=ROOT, check=False)
         if done.returncode < 0:
-            raise BenchmarkError(f"the process that measured {worker!r} was killed by signal {-done.returncode}")
+            raise BenchmarkError(
+                f"the process that measured {worker!r} was killed by signal {-done.returncode}"
+            )
         if done.returncode:
             # The worker has said what was wrong.
             raise SystemExit(done.returncode)
@@ -165,9 +226,13 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, float
     """Largest absolute difference of each measure, over K and all pairs."""
     largest = {}
     for name in released.MEASURES:
-        pairs = [(torch.tensor(theirs[K][name]), torch.tensor(ours[K][name])) for K in theirs]
+        pairs = [
+            (torch.tensor(theirs[K][name]), torch.tensor(ours[K][name])) for K in theirs
+        ]
         # Not max() of floats, which can lose a NaN.
-        largest[name] = float(torch.stack([(a - b).abs().amax() for a, b in pairs]).amax())
+        largest[name] = float(
+            torch.stack([(a - b).abs().amax() for a, b in pairs]).amax()
+        )
     return largest
 
 
@@ -187,7 +252,9 @@ def compare(options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
     return shared | {
         "released": theirs,
         "ours": {key: value for key, value in ours.items() if key not in shared},
-        "ratio": {stage: theirs["seconds"][stage] / ours["seconds"][stage] for stage in stages},
+        "ratio": {
+            stage: theirs["seconds"][stage] / ours["seconds"][stage] for stage in stages
+        },
         "memory_of_ours_over_released": {
             name: ours["memory_mib"][name] / theirs["memory_mib"][name]
             for name in ("peak", "above_warm_up")
@@ -203,13 +270,27 @@ def tables(results: dict[str, Any]) -> list[Table]:
     where = f"{results['model']} on {results['environment']['device_name']}"
     where = f"{where}, {results['environment']['cpu_threads']} threads"
     summary = Table(title=f"{where}: seconds end to end, and MiB at the peak")
-    for header in ("T", "released", "tl_coupling", "ratio", "× first", "released MiB", "tl_coupling MiB", "share"):
+    for header in (
+        "T",
+        "released",
+        "tl_coupling",
+        "ratio",
+        "× first",
+        "released MiB",
+        "tl_coupling MiB",
+        "share",
+    ):
         summary.add_column(header, justify="right")
     first = results["runs"][0]["ours"]["seconds"]["end to end"]
     for run in results["runs"]:
-        cells = {side: [f"{run[side]['seconds']['end to end']:.2f}"] if side in run else [""] for side in WORKERS}
+        cells = {
+            side: [f"{run[side]['seconds']['end to end']:.2f}"] if side in run else [""]
+            for side in WORKERS
+        }
         for side in cells:
-            cells[side].append(f"{run[side]['memory_mib']['peak']:.0f}" if side in run else "")
+            cells[side].append(
+                f"{run[side]['memory_mib']['peak']:.0f}" if side in run else ""
+            )
         summary.add_row(
             str(run["shapes"]["n_pos"]),
             cells["released"][0],
@@ -218,7 +299,9 @@ def tables(results: dict[str, Any]) -> list[Table]:
             f"{run['ours']['seconds']['end to end'] / first:.2f}",
             cells["released"][1],
             cells["ours"][1],
-            f"{run['memory_of_ours_over_released']['peak']:.0%}" if "ratio" in run else "",
+            f"{run['memory_of_ours_over_released']['peak']:.0%}"
+            if "ratio" in run
+            else "",
         )
     return [summary, *(_table(run, where) for run in results["runs"])]
 
@@ -229,20 +312,45 @@ def _table(run: dict[str, Any], title: str) -> Table:
     drawn = Table(
         "",
         title=f"{title}\nT = {shapes['n_pos']}, L = {shapes['n_layers']}, d = {shapes['d_model']}, K = {shapes['k']}",
-        caption=None if alone else f"largest difference in any measure: {run['largest_difference']:.1e}",
+        caption=None
+        if alone
+        else f"largest difference in any measure: {run['largest_difference']:.1e}",
     )
     for header in ("tl_coupling",) if alone else ("released", "tl_coupling", "ratio"):
         drawn.add_column(header, justify="right")
-    for stage in ("forward", "jacobians", "gate", "svd", "pairs", "measures", "matrices and measures", "end to end"):
-        cells = [f"{side['seconds'][stage]:.3f} s" if stage in side["seconds"] else "" for side in sides]
-        ratio = [] if alone else [f"{run['ratio'][stage]:.1f} ×" if stage in run["ratio"] else ""]
+    for stage in (
+        "forward",
+        "jacobians",
+        "gate",
+        "svd",
+        "pairs",
+        "measures",
+        "matrices and measures",
+        "end to end",
+    ):
+        cells = [
+            f"{side['seconds'][stage]:.3f} s" if stage in side["seconds"] else ""
+            for side in sides
+        ]
+        ratio = (
+            []
+            if alone
+            else [f"{run['ratio'][stage]:.1f} ×" if stage in run["ratio"] else ""]
+        )
         name = {"gate": "of these gate", "pairs": "matrices"}.get(stage, stage)
-        drawn.add_row(name, *cells, *ratio, end_section=stage in ("matrices and measures", "end to end"))
+        drawn.add_row(
+            name,
+            *cells,
+            *ratio,
+            end_section=stage in ("matrices and measures", "end to end"),
+        )
     for name in ("after_loading", "after_warm_up", "peak", "above_warm_up"):
         cells = [f"{side['memory_mib'][name]:.0f} MiB" for side in sides]
         shares = {} if alone else run["memory_of_ours_over_released"]
         of_released = [f"{shares[name]:.0%}" if name in shares else ""]
-        drawn.add_row(f"memory {name.replace('_', ' ')}", *cells, *([] if alone else of_released))
+        drawn.add_row(
+            f"memory {name.replace('_', ' ')}", *cells, *([] if alone else of_released)
+        )
     return drawn
 
 
@@ -278,10 +386,16 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="lengths of --tokens at which the transcription, which takes minutes there, is left out (default: 256)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results"),
+        help="folder for the JSON (default: %(default)s)",
     )
     parser.add_argument(
-        "--repeats", type=positive, default=1, help="runs of each; the fewest seconds count (default: %(default)s)"
+        "--repeats",
+        type=positive,
+        default=1,
+        help="runs of each; the fewest seconds count (default: %(default)s)",
     )
     parser.add_argument(
         "--device",
@@ -303,7 +417,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         device = chosen_device(options.device)
         if options.worker:
-            found = WORKERS[options.worker](options.model, options.tokens[0], device, options.repeats)
+            found = WORKERS[options.worker](
+                options.model, options.tokens[0], device, options.repeats
+            )
             options.out.write_text(json.dumps(found))
             return
         out = console()

@@ -1,11 +1,13 @@
 """One survey by every engine: whether the values are the same, and how long each takes.
 
-    python -m benchmarks.engines --prompts prompts.jsonl --per-task 2 --out benchmarks/results
-    python tests/slurm_cluster.py .venv/bin/python -m benchmarks.engines --engines here slurm
+    python -m benchmarks.engines --prompts prompts.jsonl --per-task 2 --out
+    benchmarks/results python tests/slurm_cluster.py .venv/bin/python -m
+    benchmarks.engines --engines here slurm
 
-The second starts a SLURM of one node on this machine for the while. torch has one thread everywhere: values depend on
-the number of threads, and engines that share the cores evenly can be compared. Seconds include starting the engine and,
-in each unit, loading the model; the baseline is one unit after the other in this process.
+The second starts a SLURM of one node on this machine for the while. torch has one
+thread everywhere: values depend on the number of threads, and engines that share the
+cores evenly can be compared. Seconds include starting the engine and, in each unit,
+loading the model; the baseline is one unit after the other in this process.
 """
 
 import argparse
@@ -36,12 +38,19 @@ def dask_client(workers: int) -> Iterator[Any]:
     """A cluster of this machine's processes, on loopback."""
     from distributed import Client, LocalCluster
 
-    options = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "host": "127.0.0.1"}
+    options = {
+        "n_workers": workers,
+        "threads_per_worker": 1,
+        "dashboard_address": None,
+        "host": "127.0.0.1",
+    }
     with LocalCluster(**options) as cluster, Client(cluster) as client:
         yield client
 
 
-def engine(name: str, workers: int, jobs: Path) -> AbstractContextManager[Executor | None]:
+def engine(
+    name: str, workers: int, jobs: Path
+) -> AbstractContextManager[Executor | None]:
     """What `run` takes as its executor."""
     if name == "here":
         return nullcontext()
@@ -49,11 +58,15 @@ def engine(name: str, workers: int, jobs: Path) -> AbstractContextManager[Execut
         return tlc.surveys.process_pool(workers)
     if name == "dask":
         return dask_client(workers)
-    return nullcontext(tlc.surveys.slurm_executor(jobs, cpus_per_task=1, array_parallelism=workers))
+    return nullcontext(
+        tlc.surveys.slurm_executor(jobs, cpus_per_task=1, array_parallelism=workers)
+    )
 
 
 def measure(survey: tlc.Survey, engines: list[str], workers: int) -> dict[str, Any]:
-    """Seconds of each engine, and whether its values are the first one's, bit for bit."""
+    """Seconds of each engine, and whether its values are the first one's, bit for
+    bit.
+    """
     found: dict[str, Any] = {}
     first: xarray.Dataset | None = None
     for name in engines:
@@ -61,7 +74,10 @@ def measure(survey: tlc.Survey, engines: list[str], workers: int) -> dict[str, A
             start = perf_counter()
             with engine(name, workers, Path(folder, "jobs")) as executor:
                 data = tlc.run(survey, Path(folder, "units"), executor).load()
-            found[name] = {"seconds": perf_counter() - start, "seconds_in_units": float(data["seconds"].sum())}
+            found[name] = {
+                "seconds": perf_counter() - start,
+                "seconds_in_units": float(data["seconds"].sum()),
+            }
             values = data.drop_vars(COSTS)
             data.close()
         first = values if first is None else first
@@ -74,25 +90,56 @@ def tables(results: dict[str, Any]) -> list[Table]:
     found = results["engines"]
     first = next(iter(found))
     title = f"{results['units']} units, {results['prompts']} prompts, one thread each"
-    table = Table("engine", "seconds", f"× {first}", "seconds in units", "identical", title=title)
+    table = Table(
+        "engine", "seconds", f"× {first}", "seconds in units", "identical", title=title
+    )
     for name, one in found.items():
         ratio = f"{found[first]['seconds'] / one['seconds']:.2f}"
-        table.add_row(name, f"{one['seconds']:.1f}", ratio, f"{one['seconds_in_units']:.1f}", str(one["identical"]))
+        table.add_row(
+            name,
+            f"{one['seconds']:.1f}",
+            ratio,
+            f"{one['seconds_in_units']:.1f}",
+            str(one["identical"]),
+        )
     return [table]
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=EMBEDDED_MODEL, help=f"(default {EMBEDDED_MODEL})")
-    parser.add_argument("--prompts", help="JSONL file; sentences of a fixed text by default")
-    parser.add_argument("--per-task", type=int, default=2, help="prompts of each task of the file (default 2)")
-    parser.add_argument("--prompts-per-unit", type=int, default=3, help="(default 3)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="(default: all cores)")
-    parser.add_argument(
-        "--engines", nargs="+", choices=ENGINES, default=list(ENGINES[:3]), help="the first is the base"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--k", type=int, nargs="+", default=[10, 30, 50], help="singular vectors (default 10 30 50)")
+    parser.add_argument(
+        "--model", default=EMBEDDED_MODEL, help=f"(default {EMBEDDED_MODEL})"
+    )
+    parser.add_argument(
+        "--prompts", help="JSONL file; sentences of a fixed text by default"
+    )
+    parser.add_argument(
+        "--per-task",
+        type=int,
+        default=2,
+        help="prompts of each task of the file (default 2)",
+    )
+    parser.add_argument("--prompts-per-unit", type=int, default=3, help="(default 3)")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="(default: all cores)"
+    )
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=ENGINES,
+        default=list(ENGINES[:3]),
+        help="the first is the base",
+    )
+    parser.add_argument(
+        "--k",
+        type=int,
+        nargs="+",
+        default=[10, 30, 50],
+        help="singular vectors (default 10 30 50)",
+    )
     parser.add_argument("--out", type=Path, help="folder for engines.json")
     arguments = parser.parse_args(given)
     if arguments.workers < 1:
@@ -105,14 +152,29 @@ def main(given: Sequence[str] | None = None) -> int:
         if arguments.prompts is None:
             prompts: list[Any] = [f"{sentence}." for sentence in TEXT.split(". ")]
         else:
-            prompts = tlc.prompts.prompts_per_task(tlc.load_prompts(arguments.prompts), arguments.per_task)
-        how: dict[str, Any] = {"prompts_per_unit": arguments.prompts_per_unit, "device": "cpu"}
-        survey = tlc.Survey([arguments.model], prompts, settings=tlc.Settings(k=tuple(arguments.k)), **how)
+            prompts = tlc.prompts.prompts_per_task(
+                tlc.load_prompts(arguments.prompts), arguments.per_task
+            )
+        how: dict[str, Any] = {
+            "prompts_per_unit": arguments.prompts_per_unit,
+            "device": "cpu",
+        }
+        survey = tlc.Survey(
+            [arguments.model],
+            prompts,
+            settings=tlc.Settings(k=tuple(arguments.k)),
+            **how,
+        )
         found = measure(survey, arguments.engines, arguments.workers)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    results = {"environment": where, "units": len(survey.units()), "prompts": len(prompts), "engines": found}
+    results = {
+        "environment": where,
+        "units": len(survey.units()),
+        "prompts": len(prompts),
+        "engines": found,
+    }
     console().print(*tables(results))
     if arguments.out is not None:
         write(arguments.out, "engines", results)

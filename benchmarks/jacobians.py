@@ -1,14 +1,17 @@
-"""Jacobians of all blocks against the bare matrix products that any way to them must do, in the same run.
+"""Jacobians of all blocks against the bare matrix products that any way to them must
+do, in the same run.
 
-    python -m benchmarks.jacobians --tokens 10 64 256 --widths 576 1024 2048 4096 --out benchmarks/results
+    python -m benchmarks.jacobians --tokens 10 64 256 --widths 576 1024 2048 4096 --out
+    benchmarks/results
 
-The bare products are one MLP product, attention's output projection, two small products for each head and the product
-of both halves, of contiguous float32 matrices in the shapes of the model's weights, repeated for each block. They and
-the stages of a depth coupling are measured in turns, and the fewest seconds of each count. "jacobians" includes the
-comparison with the reference, "gate" is the making of that reference.
+The bare products are one MLP product, attention's output projection, two small products
+for each head and the product of both halves, of contiguous float32 matrices in the
+shapes of the model's weights, repeated for each block. They and the stages of a depth
+coupling are measured in turns, and the fewest seconds of each count. "jacobians"
+includes the comparison with the reference, "gate" is the making of that reference.
 
-Measured are an embedded model at several prompt lengths and cut off at several depths, and random models in Llama's
-proportions of several widths.
+Measured are an embedded model at several prompt lengths and cut off at several depths,
+and random models in Llama's proportions of several widths.
 """
 
 import argparse
@@ -22,35 +25,71 @@ from rich.table import Table
 from torch import nn
 
 import tl_coupling as tlc
-from benchmarks.stages import STAGES, bare_products, by_stage, random_ids, random_llama, seconds_of
-from benchmarks.timing import BenchmarkError, chosen_device, console, environment, token_ids, write
+from benchmarks.stages import (
+    STAGES,
+    bare_products,
+    by_stage,
+    random_ids,
+    random_llama,
+    seconds_of,
+)
+from benchmarks.timing import (
+    BenchmarkError,
+    chosen_device,
+    console,
+    environment,
+    token_ids,
+    write,
+)
 from tl_coupling.models import EMBEDDED_MODEL, ModelError
 
 
-def measure(model: nn.Module, ids: Sequence[int], device: torch.device, k: int, repeats: int) -> dict[str, Any]:
+def measure(
+    model: nn.Module, ids: Sequence[int], device: torch.device, k: int, repeats: int
+) -> dict[str, Any]:
     """Seconds of the stages and of the bare products, in turns, and their ratio."""
     cfg: Any = model.cfg
     products, n_layers = bare_products(cfg, len(ids)), int(cfg.n_layers)
     by_stage(model, ids[:3], device, min(k, 2))
-    rounds = [(seconds_of(products, device, n_layers), by_stage(model, ids, device, k)[0]) for _ in range(repeats)]
-    bare, stages = ({name: min(one[name] for one in found) for name in found[0]} for found in zip(*rounds, strict=True))
+    rounds = [
+        (seconds_of(products, device, n_layers), by_stage(model, ids, device, k)[0])
+        for _ in range(repeats)
+    ]
+    bare, stages = (
+        {name: min(one[name] for one in found) for name in found[0]}
+        for found in zip(*rounds, strict=True)
+    )
     products_alone = sum(bare.values())
     return {
-        "shapes": {"n_pos": len(ids), "n_layers": n_layers, "d_model": cfg.d_model, "d_mlp": cfg.d_mlp, "k": k},
+        "shapes": {
+            "n_pos": len(ids),
+            "n_layers": n_layers,
+            "d_model": cfg.d_model,
+            "d_mlp": cfg.d_mlp,
+            "k": k,
+        },
         "seconds": stages,
         "bare_products": bare,
-        "gflop": {name: n_layers * product.flops / 1e9 for name, product in products.items()},
+        "gflop": {
+            name: n_layers * product.flops / 1e9 for name, product in products.items()
+        },
         "jacobians_over_bare": stages["jacobians"] / products_alone,
-        "jacobians_and_gate_over_bare": (stages["jacobians"] + stages["gate"]) / products_alone,
+        "jacobians_and_gate_over_bare": (stages["jacobians"] + stages["gate"])
+        / products_alone,
     }
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """The figures for reading."""
     where = f"{results['environment']['device_name']}, {results['environment']['cpu_threads']} threads"
-    drawn = Table("", title=f"Seconds of all blocks' Jacobians, and of their bare matrix products\n{where}")
+    drawn = Table(
+        "",
+        title=f"Seconds of all blocks' Jacobians, and of their bare matrix products\n{where}",
+    )
     for header in ("L", "d", "T", *STAGES, "bare", "J / bare", "with gate"):
-        drawn.add_column({"jacobians": "J"}.get(header, header), justify="right", no_wrap=True)
+        drawn.add_column(
+            {"jacobians": "J"}.get(header, header), justify="right", no_wrap=True
+        )
     for run in results["runs"]:
         shapes = run["shapes"]
         drawn.add_row(
@@ -73,38 +112,85 @@ def cut_off(model: Any, n_layers: int) -> nn.Module:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.jacobians", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=EMBEDDED_MODEL, help="as tl_coupling loads it (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[10, 64, 256], metavar="T", help="prompt lengths")
-    parser.add_argument(
-        "--depths", type=int, nargs="*", default=[7, 15], metavar="L", help="first blocks alone, at the middle length"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.jacobians", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--widths", type=int, nargs="*", default=[576, 1024, 2048, 4096], metavar="D")
-    parser.add_argument("--blocks", type=int, default=1, help="of the random models (default: %(default)s)")
-    parser.add_argument("--k", type=int, default=50, help="singular vectors (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="the fewest seconds count (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        default=EMBEDDED_MODEL,
+        help="as tl_coupling loads it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="*",
+        default=[10, 64, 256],
+        metavar="T",
+        help="prompt lengths",
+    )
+    parser.add_argument(
+        "--depths",
+        type=int,
+        nargs="*",
+        default=[7, 15],
+        metavar="L",
+        help="first blocks alone, at the middle length",
+    )
+    parser.add_argument(
+        "--widths", type=int, nargs="*", default=[576, 1024, 2048, 4096], metavar="D"
+    )
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=1,
+        help="of the random models (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--k", type=int, default=50, help="singular vectors (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="the fewest seconds count (default: %(default)s)",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results"),
+        help="folder for the JSON",
+    )
     options = parser.parse_args(arguments)
     out = console()
     try:
         device = chosen_device(options.device)
-        results: dict[str, Any] = {"environment": environment(device), "repeats": options.repeats, "runs": []}
+        results: dict[str, Any] = {
+            "environment": environment(device),
+            "repeats": options.repeats,
+            "runs": [],
+        }
 
         def add(name: str, model: nn.Module, ids: Sequence[int]) -> None:
             out.print(f"{name}: {model.cfg.n_layers} blocks, {len(ids)} tokens …")
             run = measure(model, ids, device, options.k, options.repeats)
             results["runs"].append({"model": name} | run)
-            out.print(f"  {run['seconds']['jacobians']:.2f} s, {run['jacobians_over_bare']:.2f} × bare products")
+            out.print(
+                f"  {run['seconds']['jacobians']:.2f} s, {run['jacobians_over_bare']:.2f} × bare products"
+            )
 
-        usual = sorted(options.tokens)[len(options.tokens) // 2] if options.tokens else 64
+        usual = (
+            sorted(options.tokens)[len(options.tokens) // 2] if options.tokens else 64
+        )
         model = tlc.load_model(options.model, device=device) if options.tokens else None
         for n_tokens in options.tokens:
             add(options.model, model, token_ids(options.model, n_tokens))
         for depth in sorted(options.depths if options.tokens else (), reverse=True):
             add(options.model, cut_off(model, depth), token_ids(options.model, usual))
         for width in options.widths:
-            add("random", random_llama(width, options.blocks, device), random_ids(usual))
+            add(
+                "random", random_llama(width, options.blocks, device), random_ids(usual)
+            )
     except (BenchmarkError, ModelError, ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,6 +1,8 @@
-"""What other standard methods cover for models in families, beside the one that is used: why it is that one.
+"""What other standard methods cover for models in families, beside the one that is
+used: why it is that one.
 
-Each takes the slope of the pooled line, but the means of families theirs, and gives half the width of its interval.
+Each takes the slope of the pooled line, but the means of families theirs, and gives
+half the width of its interval.
 """
 
 import numpy as np
@@ -11,7 +13,9 @@ WEBB = np.sqrt([0.5, 1.0, 1.5])
 N_WILD = 399
 
 
-def half_widths(x: np.ndarray, y: np.ndarray, families: np.ndarray) -> dict[str, tuple[float, float]]:
+def half_widths(
+    x: np.ndarray, y: np.ndarray, families: np.ndarray
+) -> dict[str, tuple[float, float]]:
     """Estimate and half width of the interval, by the name of the method."""
     n, n_families = len(x), families.max() + 1
     design = np.column_stack([np.ones(n), x])
@@ -30,13 +34,20 @@ def half_widths(x: np.ndarray, y: np.ndarray, families: np.ndarray) -> dict[str,
             found[f"{name}, Satterthwaite"] = slope, stats.t.ppf(0.975, freedom) * error
     if n_families > 2:
         sizes = np.bincount(families)
-        line = stats.linregress(*(np.bincount(families, values) / sizes for values in (x, y)))
-        found["family means, t(G − 2)"] = line.slope, stats.t.ppf(0.975, n_families - 2) * line.stderr
+        line = stats.linregress(
+            *(np.bincount(families, values) / sizes for values in (x, y))
+        )
+        found["family means, t(G − 2)"] = (
+            line.slope,
+            stats.t.ppf(0.975, n_families - 2) * line.stderr,
+        )
     return found
 
 
 def sandwich(design: np.ndarray, families: np.ndarray, power: float) -> np.ndarray:
-    """What each family's part of the slope's error is of y: `B X_gᵀ (I − H_gg)^(−power) (I − H)_g`, one row each."""
+    """What each family's part of the slope's error is of y: `B X_gᵀ (I − H_gg)^(−power)
+    (I − H)_g`, one row each.
+    """
     bread = np.linalg.inv(design.T @ design)
     rest = np.eye(len(design)) - design @ bread @ design.T
     parts = []
@@ -44,15 +55,25 @@ def sandwich(design: np.ndarray, families: np.ndarray, power: float) -> np.ndarr
         own = families == family
         values, vectors = np.linalg.eigh(rest[np.ix_(own, own)])
         powers = np.where(values > 1e-9, np.maximum(values, 1e-9) ** -power, 0.0)
-        parts.append((bread @ design[own].T)[1] @ (vectors * powers) @ vectors.T @ rest[own])
+        parts.append(
+            (bread @ design[own].T)[1] @ (vectors * powers) @ vectors.T @ rest[own]
+        )
     return np.array(parts)
 
 
-def wild_holds(x: np.ndarray, y: np.ndarray, families: np.ndarray, slope: float, rng: np.random.Generator) -> bool:
-    """Whether the wild cluster bootstrap's interval holds a slope: its p of that slope, null imposed, exceeds .05.
+def wild_holds(
+    x: np.ndarray,
+    y: np.ndarray,
+    families: np.ndarray,
+    slope: float,
+    rng: np.random.Generator,
+) -> bool:
+    """Whether the wild cluster bootstrap's interval holds a slope: its p of that slope,
+    null imposed, exceeds .05.
 
-    CR1 t statistics of `y − slope · x`, residuals of each family times one of Webb's points. Source: Cameron, Gelbach
-    and Miller 2008, *Bootstrap-based improvements for inference with clustered errors*; Webb 2023.
+    CR1 t statistics of `y − slope · x`, residuals of each family times one of Webb's
+    points. Source: Cameron, Gelbach and Miller 2008, *Bootstrap-based improvements for
+    inference with clustered errors*; Webb 2023.
     """
     centred, n_families = x - x.mean(), families.max() + 1
     y = y - slope * x

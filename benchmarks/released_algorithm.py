@@ -1,17 +1,20 @@
-"""Depth coupling of one prompt's last token the way the paper's released code computes it, for comparison.
+"""Depth coupling of one prompt's last token the way the paper's released code computes
+it, for comparison.
 
-A transcription in our own words of the algorithm in github.com/sugolov/coupling (Aubry et al. 2025). It shares no code
-with tl_coupling. What it keeps of the original:
+A transcription in our own words of the algorithm in github.com/sugolov/coupling (Aubry
+et al. 2025). It shares no code with tl_coupling. What it keeps of the original:
 
-* one forward pass of a HuggingFace model with its graph kept, and Jacobians of neighbouring `hidden_states`: the last
-  block therefore includes the final norm;
-* `J^l = ∂ hidden_states[l+1][t] / ∂ hidden_states[l][t] − I`, reverse mode through the whole sequence, batched over
-  rows in `2 (T // 20) + 5` chunks;
+* one forward pass of a HuggingFace model with its graph kept, and Jacobians of
+  neighbouring `hidden_states`: the last block therefore includes the final norm;
+* `J^l = ∂ hidden_states[l+1][t] / ∂ hidden_states[l][t] − I`, reverse mode through the
+  whole sequence, batched over rows in `2 (T // 20) + 5` chunks;
 * a full SVD of each block, one after the other;
-* a Python loop over all pairs of layers for each K, both orientations, on the CPU whatever device the model is on.
+* a Python loop over all pairs of layers for each K, both orientations, on the CPU
+  whatever device the model is on.
 
-The original reports "norm" and "trace" for both orientations. `m` and `m_normalized` are the paper's eq. 13 and 14,
-read off the same A at the cost of two small norms. Gradients are asked for with respect to activations alone.
+The original reports "norm" and "trace" for both orientations. `m` and `m_normalized`
+are the paper's eq. 13 and 14, read off the same A at the cost of two small norms.
+Gradients are asked for with respect to activations alone.
 """
 
 from collections.abc import Sequence
@@ -34,19 +37,29 @@ def n_chunks(n_tokens: int) -> int:
 
 
 def hidden_states(model: Any, token_ids: Sequence[int]) -> tuple[Tensor, ...]:
-    """HuggingFace `hidden_states` of one prompt, n_layers + 1 of [1 n_pos d_model], with the graph between them."""
+    """HuggingFace `hidden_states` of one prompt, n_layers + 1 of [1 n_pos d_model],
+    with the graph between them.
+    """
     embed = model.get_input_embeddings()
     embedded = embed(torch.tensor([list(token_ids)], device=embed.weight.device))
-    output = model(inputs_embeds=embedded.detach().requires_grad_(), output_hidden_states=True, use_cache=False)
+    output = model(
+        inputs_embeds=embedded.detach().requires_grad_(),
+        output_hidden_states=True,
+        use_cache=False,
+    )
     return output.hidden_states
 
 
 def jacobian(before: Tensor, after: Tensor) -> Tensor:
-    """Last token's Jacobian of one block without its skip, [d_model d_model], rows are outputs."""
+    """Last token's Jacobian of one block without its skip, [d_model d_model], rows are
+    outputs.
+    """
     y = after[0, -1]
     identity = torch.eye(len(y), dtype=y.dtype, device=y.device)
     rows = [
-        torch.autograd.grad(y, before, seeds, retain_graph=True, is_grads_batched=True)[0][:, 0, -1]
+        torch.autograd.grad(y, before, seeds, retain_graph=True, is_grads_batched=True)[
+            0
+        ][:, 0, -1]
         for seeds in identity.tensor_split(n_chunks(before.shape[1]))
     ]
     return torch.cat(rows) - identity
@@ -62,8 +75,12 @@ def decompositions(Js: Sequence[Tensor]) -> list[Decomposition]:
     return [tuple(torch.linalg.svd(J)) for J in Js]
 
 
-def couplings(Js: Sequence[Tensor], svds: Sequence[Decomposition]) -> dict[int, dict[str, Tensor]]:
-    """K → measure → [n_layers n_layers]; row: J_1 (and its S), column: the block that gave the singular vectors."""
+def couplings(
+    Js: Sequence[Tensor], svds: Sequence[Decomposition]
+) -> dict[int, dict[str, Tensor]]:
+    """K → measure → [n_layers n_layers]; row: J_1 (and its S), column: the block that
+    gave the singular vectors.
+    """
     Js = [J.cpu() for J in Js]
     svds = [(U.cpu(), S.cpu(), Vh.cpu()) for U, S, Vh in svds]
     n_layers = len(Js)
@@ -91,12 +108,17 @@ def depth_coupling(model: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     """All of it for one prompt.
 
     Args:
-        model: a HuggingFace causal language model in eval mode, e.g. a `LlamaForCausalLM`.
+        model: a HuggingFace causal language model in eval mode, e.g. a
+            `LlamaForCausalLM`.
         token_ids: one prompt.
 
     Returns:
-        `"coupling"`: K → measure → [n_layers n_layers] (see `couplings`); `"sigma"`: [n_layers d_model].
+        `"coupling"`: K → measure → [n_layers n_layers] (see `couplings`); `"sigma"`:
+        [n_layers d_model].
     """
     Js = jacobians(hidden_states(model, token_ids))
     svds = decompositions(Js)
-    return {"coupling": couplings(Js, svds), "sigma": torch.stack([S for _, S, _ in svds])}
+    return {
+        "coupling": couplings(Js, svds),
+        "sigma": torch.stack([S for _, S, _ in svds]),
+    }

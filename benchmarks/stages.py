@@ -1,4 +1,6 @@
-"""A depth coupling stage by stage, and the matrix products that no way to its Jacobians can do without."""
+"""A depth coupling stage by stage, and the matrix products that no way to its Jacobians
+can do without.
+"""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,18 +20,31 @@ STAGES = ("forward", "gate", "jacobians", "svd", "pairs")
 
 
 def by_stage(
-    model: nn.Module, ids: Sequence[int], device: torch.device, k: int, final_norm: bool = False
+    model: nn.Module,
+    ids: Sequence[int],
+    device: torch.device,
+    k: int,
+    final_norm: bool = False,
 ) -> tuple[dict[str, float], tuple[Tensor, Tensor, Tensor]]:
-    """Seconds of each stage, with nothing done twice; and A in both orientations, and the singular values.
+    """Seconds of each stage, with nothing done twice; and A in both orientations, and
+    the singular values.
 
-    The gate, one forward and one backward pass of each block and one more forward pass, comes before the Jacobians that
-    it judges.
+    The gate, one forward and one backward pass of each block and one more forward pass,
+    comes before the Jacobians that it judges.
     """
     seconds = {}
-    trace, seconds["forward"] = timed(device, lambda: tlc.trace(model, ids, final_norm=final_norm))
-    _, seconds["gate"] = timed(device, lambda: [block.reference(len(ids) - 1) for block in trace.blocks])
-    J, seconds["jacobians"] = timed(device, lambda: tlc.block_jacobians(trace, progress=False))
-    spectrum, seconds["svd"] = timed(device, lambda: tlc.svd(J, min(k + 1, trace.d_model)))
+    trace, seconds["forward"] = timed(
+        device, lambda: tlc.trace(model, ids, final_norm=final_norm)
+    )
+    _, seconds["gate"] = timed(
+        device, lambda: [block.reference(len(ids) - 1) for block in trace.blocks]
+    )
+    J, seconds["jacobians"] = timed(
+        device, lambda: tlc.block_jacobians(trace, progress=False)
+    )
+    spectrum, seconds["svd"] = timed(
+        device, lambda: tlc.svd(J, min(k + 1, trace.d_model))
+    )
     (A, B), seconds["pairs"] = timed(device, lambda: fill_both(J, spectrum.top(k)))
     return seconds, (A, B, spectrum.S)
 
@@ -55,18 +70,24 @@ class Product:
         return 2 * prod(self.left) * self.right[-1]
 
     def ready(self, device: torch.device) -> Callable[[], Tensor]:
-        """The product as a function, its operands and room for the result laid out beforehand."""
-        left, right = (torch.randn(shape, device=device) for shape in (self.left, self.right))
+        """The product as a function, its operands and room for the result laid out
+        beforehand.
+        """
+        left, right = (
+            torch.randn(shape, device=device) for shape in (self.left, self.right)
+        )
         out = torch.empty(*self.left[:-1], self.right[-1], device=device)
         return lambda: torch.matmul(left, right, out=out)
 
 
 def bare_products(cfg: Any, n_pos: int) -> dict[str, Product]:
-    """The products of one standard block's Jacobian at one token: those that remain once each is done in closed form.
+    """The products of one standard block's Jacobian at one token: those that remain
+    once each is done in closed form.
 
-    `W_out · inner`, with the MLP's branches combined and the norm applied to `inner`; `W_O · ∂z/∂x`; for every head
-    `Cᵀ K`, which is d_head × d_head, and that times `∂q/∂x`; and `J_mlp · J_attention`. Norms are diagonal plus rank
-    one, softmax and rotation act on a head at a time: none of them is a product of this size.
+    `W_out · inner`, with the MLP's branches combined and the norm applied to `inner`;
+    `W_O · ∂z/∂x`; for every head `Cᵀ K`, which is d_head × d_head, and that times
+    `∂q/∂x`; and `J_mlp · J_attention`. Norms are diagonal plus rank one, softmax and
+    rotation act on a head at a time: none of them is a product of this size.
     """
     d, d_mlp, n_heads, d_head = cfg.d_model, cfg.d_mlp, cfg.n_heads, cfg.d_head
     return {
@@ -78,18 +99,26 @@ def bare_products(cfg: Any, n_pos: int) -> dict[str, Product]:
     }
 
 
-def seconds_of(products: dict[str, Product], device: torch.device, n_layers: int) -> dict[str, float]:
+def seconds_of(
+    products: dict[str, Product], device: torch.device, n_layers: int
+) -> dict[str, float]:
     """Seconds of each product, in float32, done once for each layer."""
     found = {}
     for name, product in products.items():
         work = product.ready(device)
         work()
-        _, found[name] = timed(device, lambda work=work: [work() for _ in range(n_layers)])
+        _, found[name] = timed(
+            device, lambda work=work: [work() for _ in range(n_layers)]
+        )
     return found
 
 
-def best_flops_per_second(device: torch.device, size: int | None = None, repeats: int = 5) -> float:
-    """What one large float32 product reaches: the machine's peak, as far as a program sees it."""
+def best_flops_per_second(
+    device: torch.device, size: int | None = None, repeats: int = 5
+) -> float:
+    """What one large float32 product reaches: the machine's peak, as far as a program
+    sees it.
+    """
     n = size or (8192 if device.type == "cuda" else 2048)
     product = Product((n, n), (n, n))
     work = product.ready(device)
@@ -105,7 +134,8 @@ def random_llama(
     n_ctx: int = 512,
     seed: int = 0,
 ) -> nn.Module:
-    """A Llama of random weights in the proportions of Llama-3-8B: `d_mlp = 3.5 d`, four query heads to one of keys.
+    """A Llama of random weights in the proportions of Llama-3-8B: `d_mlp = 3.5 d`, four
+    query heads to one of keys.
 
     Heads are 128 wide from `d = 2048` on, as there, and 64 below.
     """
@@ -121,32 +151,52 @@ def random_llama(
         intermediate_size=width * 7 // 2,
         num_hidden_layers=n_layers,
         num_attention_heads=n_heads,
-        num_key_value_heads=n_heads // 4 if n_heads % 4 == 0 else n_heads // 3 if n_heads % 3 == 0 else n_heads,
+        num_key_value_heads=n_heads // 4
+        if n_heads % 4 == 0
+        else n_heads // 3
+        if n_heads % 3 == 0
+        else n_heads,
         head_dim=d_head,
         max_position_embeddings=n_ctx,
     )
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        hf_model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="eager").eval()
+        hf_model = LlamaForCausalLM._from_config(
+            config, dtype=dtype, attn_implementation="eager"
+        ).eval()
     hf_model.config.architectures = ["LlamaForCausalLM"]
     hf_model.requires_grad_(False)
-    given: dict[str, Any] = {"hf_model": hf_model, "device": str(device), "dtype": dtype}
+    given: dict[str, Any] = {
+        "hf_model": hf_model,
+        "device": str(device),
+        "dtype": dtype,
+    }
     with tempfile.TemporaryDirectory() as folder:
         name = f"random/llama-{width}"
-        return TransformerBridge.boot_transformers(name, tokenizer=_tokenizer(folder), **given).eval()
+        return TransformerBridge.boot_transformers(
+            name, tokenizer=_tokenizer(folder), **given
+        ).eval()
 
 
 def _tokenizer(folder: str) -> Any:
-    """Without one TransformerLens would ask the hub; it reads the one that it is given once more, from the folder."""
+    """Without one TransformerLens would ask the hub; it reads the one that it is given
+    once more, from the folder.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(_VOCABULARY)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w0").save_pretrained(folder)
+    words = Tokenizer(
+        WordLevel({f"w{i}": i for i in range(_VOCABULARY)}, unk_token="w0")
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="w0", eos_token="w0"
+    ).save_pretrained(folder)
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def random_ids(n_tokens: int, seed: int = 0) -> list[int]:
     """Token ids for `random_llama`."""
-    return torch.randint(_VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        _VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()

@@ -1,11 +1,14 @@
-"""What the intervals and p across models hold on synthetic studies whose truth is known.
+"""What the intervals and p across models hold on synthetic studies whose truth is
+known.
 
     python -m benchmarks.statistics            # or: make bench-statistics
 
-Coverage: of the slope 1 of y = x + e over normal models, alone or in families: a part of x and of e, with the
-intra-class correlation as its variance, is the same for all models of a family. Wanted of the interval that a study
-gives: .92 to .97 wherever it is marked. Familywise error: scores that have nothing to do with coupling, looked at with
-every k, measure, task and subset. Nothing here is tuned: each design is in the table, and seeds are numbers of studies.
+Coverage: of the slope 1 of y = x + e over normal models, alone or in families: a part
+of x and of e, with the intra-class correlation as its variance, is the same for all
+models of a family. Wanted of the interval that a study gives: .92 to .97 wherever it is
+marked. Familywise error: scores that have nothing to do with coupling, looked at with
+every k, measure, task and subset. Nothing here is tuned: each design is in the table,
+and seeds are numbers of studies.
 
 Exits with status 1 if what is wanted is missed.
 """
@@ -27,7 +30,12 @@ from benchmarks import related_models
 from benchmarks.timing import console, environment, write
 from tl_coupling.generalization import linear_fit
 from tl_coupling.generalization.associations import resampled
-from tl_coupling.statistics import cluster_robust, percentile_interval, resamples, t_interval
+from tl_coupling.statistics import (
+    cluster_robust,
+    percentile_interval,
+    resamples,
+    t_interval,
+)
 from tl_coupling.statistics.attenuation import attenuation
 from tl_coupling.statistics.familywise import ALL_PROMPTS, familywise
 
@@ -51,7 +59,10 @@ class Design(NamedTuple):
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     def __str__(self) -> str:
-        n, sizes = sum(self.sizes), " to ".join(map(str, sorted({min(self.sizes), max(self.sizes)})))
+        n, sizes = (
+            sum(self.sizes),
+            " to ".join(map(str, sorted({min(self.sizes), max(self.sizes)}))),
+        )
         if not self.is_of_families:
             return f"{n} models"
         return f"{n} models in {len(self.sizes)} families of {sizes}"
@@ -63,7 +74,11 @@ COVERED = (
     Design((8, 4, 4, 3, 2, 1, 1, 1)),
 )
 LOOKED_AT = (Design((1,) * 12, True), Design((4,) * 3, True), Design((4,) * 6, True))
-KS, MEASURES, TASKS = (5, 10, 20, 30, 50), ("coupling", "miscoupling", "captured_energy"), ("arc", "gsm8k", "mmlu")
+KS, MEASURES, TASKS = (
+    (5, 10, 20, 30, 50),
+    ("coupling", "miscoupling", "captured_energy"),
+    ("arc", "gsm8k", "mmlu"),
+)
 SUBSETS = {"best": "score > 0", "deep": "n_layers > 0"}
 
 
@@ -71,11 +86,17 @@ def related(design: Design, rng: np.random.Generator, *more: int) -> np.ndarray:
     """Standard normal values of models, `[n …]`, correlated within families."""
     share = ICC if design.is_of_families else 0.0
     of_families = rng.standard_normal((len(design.sizes), *more))[design.families]
-    return np.sqrt(share) * of_families + np.sqrt(1 - share) * rng.standard_normal((len(design.families), *more))
+    return np.sqrt(share) * of_families + np.sqrt(1 - share) * rng.standard_normal(
+        (len(design.families), *more)
+    )
 
 
-def coverage(design: Design, n_studies: int, n_resampled: int, n_resamples: int) -> dict[str, Any]:
-    """Share of the studies in which the interval of each method holds the slope; the bootstrap's of the first ones."""
+def coverage(
+    design: Design, n_studies: int, n_resampled: int, n_resamples: int
+) -> dict[str, Any]:
+    """Share of the studies in which the interval of each method holds the slope; the
+    bootstrap's of the first ones.
+    """
     families, covered = design.families, {}
 
     def count(method: str, interval: Sequence[float]) -> None:
@@ -90,7 +111,11 @@ def coverage(design: Design, n_studies: int, n_resampled: int, n_resamples: int)
         if seed < n_resampled:
             # Prompts that all models find as hard: they change no slope.
             drawn = resampled(
-                x[:, None] + rng.standard_normal(N_PROMPTS), y, families, n_resamples=n_resamples, seed=seed
+                x[:, None] + rng.standard_normal(N_PROMPTS),
+                y,
+                families,
+                n_resamples=n_resamples,
+                seed=seed,
             )
             count("bootstrap", drawn.slope)
             count("percentiles", plain_percentiles(x, y, families, n_resamples, rng))
@@ -98,31 +123,55 @@ def coverage(design: Design, n_studies: int, n_resampled: int, n_resamples: int)
     return {"design": str(design), "is_wanted": design.is_wanted, "coverage": shares}
 
 
-def t_intervals(x: np.ndarray, y: np.ndarray, families: np.ndarray) -> dict[str, tuple[float, float]]:
-    """Of the slope: as a study has it, as if models were independent, and within families."""
-    found = {"as if independent": one_t_interval(np.column_stack([np.ones(len(x)), x]), y, None)}
+def t_intervals(
+    x: np.ndarray, y: np.ndarray, families: np.ndarray
+) -> dict[str, tuple[float, float]]:
+    """Of the slope: as a study has it, as if models were independent, and within
+    families.
+    """
+    found = {
+        "as if independent": one_t_interval(
+            np.column_stack([np.ones(len(x)), x]), y, None
+        )
+    }
     n_families = families.max() + 1
     if n_families == len(x):
         return found | {"of the study": found["as if independent"]}
     several = np.bincount(families)[families] > 1
     own = np.flatnonzero(np.bincount(families) > 1)
-    fixed = np.column_stack([np.ones(several.sum()), x[several], families[several, None] == own[1:]])
-    found["of the study"] = one_t_interval(np.column_stack([np.ones(len(x)), x]), y, families)
-    return found | {"within families": one_t_interval(fixed, y[several], families[several])}
+    fixed = np.column_stack(
+        [np.ones(several.sum()), x[several], families[several, None] == own[1:]]
+    )
+    found["of the study"] = one_t_interval(
+        np.column_stack([np.ones(len(x)), x]), y, families
+    )
+    return found | {
+        "within families": one_t_interval(fixed, y[several], families[several])
+    }
 
 
-def one_t_interval(design: np.ndarray, y: np.ndarray, families: np.ndarray | None) -> tuple[float, float]:
+def one_t_interval(
+    design: np.ndarray, y: np.ndarray, families: np.ndarray | None
+) -> tuple[float, float]:
     bread = np.linalg.inv(design.T @ design)
     coefficients = bread @ design.T @ y
     rest, freedom = y - design @ coefficients, len(y) - design.shape[1]
     if families is None:
-        return t_interval(coefficients[1], np.sqrt(rest @ rest / freedom * bread[1, 1]), float(freedom))
+        return t_interval(
+            coefficients[1],
+            np.sqrt(rest @ rest / freedom * bread[1, 1]),
+            float(freedom),
+        )
     errors, freedoms = cluster_robust(design, rest, families)
     return t_interval(coefficients[1], errors[1], freedoms[1])
 
 
 def plain_percentiles(
-    x: np.ndarray, y: np.ndarray, families: np.ndarray, n_resamples: int, rng: np.random.Generator
+    x: np.ndarray,
+    y: np.ndarray,
+    families: np.ndarray,
+    n_resamples: int,
+    rng: np.random.Generator,
 ) -> np.ndarray:
     """The usual bootstrap of models, whatever family they are of."""
     slopes = []
@@ -135,45 +184,84 @@ def plain_percentiles(
 
 
 def others(design: Design, n_studies: int) -> dict[str, Any]:
-    """Coverage of other methods on the same studies, and the median width of their intervals over the study's."""
+    """Coverage of other methods on the same studies, and the median width of their
+    intervals over the study's.
+    """
     covered, widths = {}, {}
     for seed in range(n_studies):
         rng = np.random.default_rng((seed, *design.sizes))
         x = related(design, rng)
         y = SLOPE * x + related(design, rng)
-        low, high = one_t_interval(np.column_stack([np.ones(len(x)), x]), y, design.families)
-        for method, (slope, half) in related_models.half_widths(x, y, design.families).items():
+        low, high = one_t_interval(
+            np.column_stack([np.ones(len(x)), x]), y, design.families
+        )
+        for method, (slope, half) in related_models.half_widths(
+            x, y, design.families
+        ).items():
             covered.setdefault(method, []).append(abs(slope - SLOPE) <= half)
             widths.setdefault(method, []).append(2 * half / (high - low))
-        covered.setdefault(WILD, []).append(related_models.wild_holds(x, y, design.families, SLOPE, rng))
+        covered.setdefault(WILD, []).append(
+            related_models.wild_holds(x, y, design.families, SLOPE, rng)
+        )
     shares = {method: float(np.mean(held)) for method, held in covered.items()}
     found = {"design": str(design), "is_wanted": False, "coverage": shares}
-    return found | {"width": {method: float(np.median(one)) for method, one in widths.items()}}
+    return found | {
+        "width": {method: float(np.median(one)) for method, one in widths.items()}
+    }
 
 
-def false_positives(design: Design, n_studies: int, n_permutations: int) -> dict[str, Any]:
-    """Share of the studies that find something where there is nothing: by one p for all looks, and by each its own."""
+def false_positives(
+    design: Design, n_studies: int, n_permutations: int
+) -> dict[str, Any]:
+    """Share of the studies that find something where there is nothing: by one p for all
+    looks, and by each its own.
+    """
     found = []
     for seed in range(n_studies):
         rng = np.random.default_rng((seed, *design.sizes))
         n = len(design.families)
         # Half of the variance of coupling is the same at every k, measure and prompt.
-        means = {f"mean_{measure}": (("row", "prompt", "k"), unrelated(design, rng)) for measure in MEASURES}
+        means = {
+            f"mean_{measure}": (("row", "prompt", "k"), unrelated(design, rng))
+            for measure in MEASURES
+        }
         rows = xarray.Dataset(means, {"k": list(KS)})
         scores = related(design, rng, 1 + len(TASKS)) + related(design, rng, 1)
-        table = pandas.DataFrame(scores, columns=["score", *TASKS]).assign(n_layers=rng.standard_normal(n))
+        table = pandas.DataFrame(scores, columns=["score", *TASKS]).assign(
+            n_layers=rng.standard_normal(n)
+        )
         prompts = {ALL_PROMPTS: np.ones(2 * len(TASKS), bool)}
-        prompts |= {task: np.arange(2 * len(TASKS)) // 2 == i for i, task in enumerate(TASKS)}
+        prompts |= {
+            task: np.arange(2 * len(TASKS)) // 2 == i for i, task in enumerate(TASKS)
+        }
         names = {ALL_PROMPTS: "score"} | {task: task for task in TASKS}
         families = design.families if design.is_of_families else None
-        look = {"look": (KS[-1], MEASURES[0]), "n_permutations": n_permutations, "seed": seed}
+        look = {
+            "look": (KS[-1], MEASURES[0]),
+            "n_permutations": n_permutations,
+            "seed": seed,
+        }
         result = familywise(rows, table, prompts, names, SUBSETS, families, **look)
-        whole = result.table.query("task == 'all prompts' and subset == 'all models' and measure == 'coupling'")
-        found.append((result.smallest_p, result.p, result.table["p"].min(), whole["p"].min()))
-    names = ("max-statistic, any look", "max-statistic, first look", "own p, any look", "own p, any of five k")
+        whole = result.table.query(
+            "task == 'all prompts' and subset == 'all models' and measure == 'coupling'"
+        )
+        found.append(
+            (result.smallest_p, result.p, result.table["p"].min(), whole["p"].min())
+        )
+    names = (
+        "max-statistic, any look",
+        "max-statistic, first look",
+        "own p, any look",
+        "own p, any of five k",
+    )
     shares = dict(zip(names, (np.array(found) <= 0.05).mean(0).tolist(), strict=True))
     n_looks = (1 + len(TASKS)) * (1 + len(SUBSETS)) * len(MEASURES) * len(KS)
-    return {"design": str(design), "is_wanted": design.is_wanted, "n_looks": n_looks, "false_positives": shares}
+    return {
+        "design": str(design),
+        "is_wanted": design.is_wanted,
+        "n_looks": n_looks,
+        "false_positives": shares,
+    }
 
 
 def unrelated(design: Design, rng: np.random.Generator) -> np.ndarray:
@@ -188,13 +276,20 @@ def attenuations(n_studies: int) -> Iterator[dict[str, Any]]:
         for seed in range(n_studies):
             rng = np.random.default_rng(seed)
             truth = rng.standard_normal(36)
-            noise = np.sqrt((1 - reliability) / reliability * N_PROMPTS) * rng.standard_normal((36, N_PROMPTS))
+            noise = np.sqrt(
+                (1 - reliability) / reliability * N_PROMPTS
+            ) * rng.standard_normal((36, N_PROMPTS))
             x, y = truth[:, None] + noise, SLOPE * truth + 0.3 * rng.standard_normal(36)
             line = linear_fit(pandas.DataFrame({"x": x.mean(1), "y": y}), "x", "y")
             one = attenuation(x, y, line, seed=seed)
             found.append((one.reliability, line.slope, one.slope))
         said, raw, corrected = np.nanmedian(found, 0).tolist()
-        yield {"reliability": reliability, "said": said, "raw": raw, "corrected": corrected}
+        yield {
+            "reliability": reliability,
+            "said": said,
+            "raw": raw,
+            "corrected": corrected,
+        }
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
@@ -204,7 +299,13 @@ def tables(results: dict[str, Any]) -> list[Table]:
         f"coverage of the 95 % interval of the slope, intra-class correlation {ICC}",
         results["coverage"],
         "coverage",
-        ("of the study", "bootstrap", "as if independent", "percentiles", "within families"),
+        (
+            "of the study",
+            "bootstrap",
+            "as if independent",
+            "percentiles",
+            "within families",
+        ),
         f"of the study: t, in families cluster-robust; * wanted {low} to {high} · bootstrap: of families if any, "
         f"expanded percentiles; given from six models or families on · {results['n_studies']} studies, bootstraps of "
         f"the first {results['n_resampled']}",
@@ -216,30 +317,60 @@ def tables(results: dict[str, Any]) -> list[Table]:
         list(results["familywise"][0]["false_positives"]),
         f"* wanted at most {MOST_FALSE} · {results['n_looked_at']} studies, {results['n_permutations']} permutations",
     )
-    corrected = Table("true reliability", *(3 * ("",)), title=f"medians of 36 models on {N_PROMPTS} prompts, slope 1")
-    for column, name in zip(corrected.columns[1:], ("reliability said", "raw slope", "corrected slope"), strict=True):
+    corrected = Table(
+        "true reliability",
+        *(3 * ("",)),
+        title=f"medians of 36 models on {N_PROMPTS} prompts, slope 1",
+    )
+    for column, name in zip(
+        corrected.columns[1:],
+        ("reliability said", "raw slope", "corrected slope"),
+        strict=True,
+    ):
         column.header, column.justify = name, "right"
     for row in results["attenuation"]:
-        corrected.add_row(*(f"{row[name]:.2f}" for name in ("reliability", "said", "raw", "corrected")))
-    other = Table("", title="other methods for families: coverage, and width over that of the study's interval")
+        corrected.add_row(
+            *(
+                f"{row[name]:.2f}"
+                for name in ("reliability", "said", "raw", "corrected")
+            )
+        )
+    other = Table(
+        "",
+        title="other methods for families: coverage, and width over that of the study's interval",
+    )
     rows = results["others"]
     for row in rows:
         other.add_column(row["design"], justify="right")
     for method in max((row["coverage"] for row in rows), key=len):
         cells = (row["coverage"].get(method) for row in rows)
-        widths = (f" × {row['width'][method]:.2f}" if method in row["width"] else "" for row in rows)
+        widths = (
+            f" × {row['width'][method]:.2f}" if method in row["width"] else ""
+            for row in rows
+        )
         pairs = zip(cells, widths, strict=True)
-        other.add_row(method, *("" if share is None else f"{share:.3f}{width}" for share, width in pairs))
+        other.add_row(
+            method,
+            *("" if share is None else f"{share:.3f}{width}" for share, width in pairs),
+        )
     return [covered, other, false, corrected]
 
 
-def _table(title: str, rows: list[dict[str, Any]], key: str, columns: Sequence[str], caption: str) -> Table:
+def _table(
+    title: str,
+    rows: list[dict[str, Any]],
+    key: str,
+    columns: Sequence[str],
+    caption: str,
+) -> Table:
     table = Table("", title=title, caption=caption)
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
         mark = " *" if row["is_wanted"] else ""
-        cells = [f"{row[key][name]:.3f}" if name in row[key] else "" for name in columns]
+        cells = [
+            f"{row[key][name]:.3f}" if name in row[key] else "" for name in columns
+        ]
         table.add_row(row["design"], cells[0] + mark, *cells[1:])
     return table
 
@@ -247,23 +378,46 @@ def _table(title: str, rows: list[dict[str, Any]], key: str, columns: Sequence[s
 def missed(results: dict[str, Any]) -> list[str]:
     """What is wanted and was not found."""
     low, high = WANTED
-    held = ((row["design"], row["coverage"]["of the study"]) for row in results["coverage"] if row["is_wanted"])
+    held = (
+        (row["design"], row["coverage"]["of the study"])
+        for row in results["coverage"]
+        if row["is_wanted"]
+    )
     lines = [
-        f"{name}: coverage {share:.3f}, wanted {low} to {high}" for name, share in held if not low <= share <= high
+        f"{name}: coverage {share:.3f}, wanted {low} to {high}"
+        for name, share in held
+        if not low <= share <= high
     ]
     name = "max-statistic, any look"
-    false = ((row["design"], row["false_positives"][name]) for row in results["familywise"] if row["is_wanted"])
+    false = (
+        (row["design"], row["false_positives"][name])
+        for row in results["familywise"]
+        if row["is_wanted"]
+    )
     return lines + [
-        f"{of}: {share:.3f} false positives, at most {MOST_FALSE}" for of, share in false if share > MOST_FALSE
+        f"{of}: {share:.3f} false positives, at most {MOST_FALSE}"
+        for of, share in false
+        if share > MOST_FALSE
     ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--studies", type=int, default=4000, help="of each design, for t intervals")
-    parser.add_argument("--resampled", type=int, default=500, help="of these, how many are resampled")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--studies", type=int, default=4000, help="of each design, for t intervals"
+    )
+    parser.add_argument(
+        "--resampled", type=int, default=500, help="of these, how many are resampled"
+    )
     parser.add_argument("--resamples", type=int, default=400)
-    parser.add_argument("--looked-at", type=int, default=2000, help="studies of each design, for familywise error")
+    parser.add_argument(
+        "--looked-at",
+        type=int,
+        default=2000,
+        help="studies of each design, for familywise error",
+    )
     parser.add_argument("--permutations", type=int, default=99)
     parser.add_argument("--out", type=Path, help="folder for statistics.json")
     given = parser.parse_args(arguments)
@@ -280,7 +434,11 @@ def main(arguments: list[str] | None = None) -> int:
         ],
         "others": [
             others(design, max(1, given.studies // 2))
-            for design in track([one for one in COVERED if one.is_of_families], "other methods", console=shown)
+            for design in track(
+                [one for one in COVERED if one.is_of_families],
+                "other methods",
+                console=shown,
+            )
         ],
         "familywise": [
             false_positives(design, given.looked_at, given.permutations)

@@ -1,11 +1,13 @@
-"""Depth coupling of a model that is read from disk block by block: time, what bounds it, and peak memory.
+"""Depth coupling of a model that is read from disk block by block: time, what bounds
+it, and peak memory.
 
     python -m benchmarks.streaming --shape small --compare
     python -m benchmarks.streaming --shape 1b
 
-A random Llama is written to a folder block by block, and measured in a process of its own. With --compare it is
-measured in memory as well, and the two results must be the same bit for bit. Memory is counted above what the
-interpreter has taken with all its libraries loaded and the code warm on a tiny model.
+A random Llama is written to a folder block by block, and measured in a process of its
+own. With --compare it is measured in memory as well, and the two results must be the
+same bit for bit. Memory is counted above what the interpreter has taken with all its
+libraries loaded and the code warm on a tiny model.
 """
 
 import argparse
@@ -30,7 +32,15 @@ from tl_coupling.comparisons import pairs
 from tl_coupling.models import streaming
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = ("n_layers", "d_model", "d_mlp", "n_heads", "n_key_value_heads", "d_vocab", "dtype")
+SIZES = (
+    "n_layers",
+    "d_model",
+    "d_mlp",
+    "n_heads",
+    "n_key_value_heads",
+    "d_vocab",
+    "dtype",
+)
 SHAPES: dict[str, tuple[int, int, int, int, int, int, str]] = {
     "tiny": (2, 64, 128, 4, 2, 100, "float32"),
     "small": (24, 768, 2048, 12, 12, 1000, "float32"),
@@ -40,7 +50,9 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, str]] = {
 
 
 def write_model(folder: Path, shape: str) -> int:
-    """A random Llama of this shape in HuggingFace format, each block in its own file; returns its weights' bytes."""
+    """A random Llama of this shape in HuggingFace format, each block in its own file;
+    returns its weights' bytes.
+    """
     from safetensors.torch import save_file
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -62,9 +74,13 @@ def write_model(folder: Path, shape: str) -> int:
     )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
-    tokenizer = Tokenizer(WordLevel({"<s>": 0} | {f"w{i}": i for i in range(1, 100)}, unk_token="<s>"))
+    tokenizer = Tokenizer(
+        WordLevel({"<s>": 0} | {f"w{i}": i for i in range(1, 100)}, unk_token="<s>")
+    )
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>", unk_token="<s>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>", unk_token="<s>"
+    )
     fast.save_pretrained(folder)
     sizes = {
         "self_attn.q_proj": (d, d),
@@ -79,14 +95,21 @@ def write_model(folder: Path, shape: str) -> int:
     for part in range(-1, n_layers):
         if part < 0:
             embedding = torch.randn(vocabulary, d, generator=generator)
-            weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": torch.ones(d)}
+            weights = {
+                "model.embed_tokens.weight": embedding,
+                "model.norm.weight": torch.ones(d),
+            }
         else:
             at = f"model.layers.{part}"
             weights = {
-                f"{at}.{name}.weight": torch.randn(size, generator=generator) * size[1] ** -0.5
+                f"{at}.{name}.weight": torch.randn(size, generator=generator)
+                * size[1] ** -0.5
                 for name, size in sizes.items()
             }
-            weights |= {f"{at}.{name}_layernorm.weight": torch.ones(d) for name in ("input", "post_attention")}
+            weights |= {
+                f"{at}.{name}_layernorm.weight": torch.ones(d)
+                for name in ("input", "post_attention")
+            }
         weights = {name: weight.to(dtype) for name, weight in weights.items()}
         file = f"model-{part + 2:05}-of-{n_layers + 1:05}.safetensors"
         save_file(weights, folder / file, {"format": "pt"})
@@ -99,7 +122,9 @@ def write_model(folder: Path, shape: str) -> int:
 
 @contextmanager
 def stages() -> Iterator[dict[str, float]]:
-    """Seconds that are spent in each stage within the context; what is read is part of no other stage."""
+    """Seconds that are spent in each stage within the context; what is read is part of
+    no other stage.
+    """
     seconds = dict.fromkeys(("reading", "svd", "pairs"), 0.0)
 
     def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +143,9 @@ def stages() -> Iterator[dict[str, float]]:
             ("svd", pairs, "svd"),
             ("pairs", pairs, "fill_pairs"),
         ):
-            stack.enter_context(patch.object(owner, name, timed(stage, getattr(owner, name))))
+            stack.enter_context(
+                patch.object(owner, name, timed(stage, getattr(owner, name)))
+            )
         yield seconds
 
 
@@ -138,10 +165,15 @@ def measured(folder: str, memory: str, options: argparse.Namespace) -> dict[str,
     loaded = time.perf_counter()
     with stages() as seconds:
         trace = tlc.trace(model, ids)
-        result = tlc.depth_coupling(trace, k=options.k, max_memory=options.max_memory, progress=False)
+        result = tlc.depth_coupling(
+            trace, k=options.k, max_memory=options.max_memory, progress=False
+        )
         end = time.perf_counter()
     mib = taken.stop()
-    content = result.matrices.cpu().contiguous().numpy().tobytes() + trace.residual.cpu().numpy().tobytes()
+    content = (
+        result.matrices.cpu().contiguous().numpy().tobytes()
+        + trace.residual.cpu().numpy().tobytes()
+    )
     seconds["trace and jacobians"] = end - loaded - sum(seconds.values())
     return {
         "memory": memory,
@@ -154,30 +186,74 @@ def measured(folder: str, memory: str, options: argparse.Namespace) -> dict[str,
     }
 
 
-def in_own_process(folder: str, memory: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.streaming", "--worker", memory, "--folder", folder]
+def in_own_process(
+    folder: str, memory: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.streaming",
+        "--worker",
+        memory,
+        "--folder",
+        folder,
+    ]
     for name in ("tokens", "k", "device", "max_memory"):
         if (value := getattr(options, name)) is not None:
             command += [f"--{name.replace('_', '-')}", str(value)]
     load = os.getloadavg()[0]
-    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
-        raise BenchmarkError(f"measuring with memory={memory!r} failed with status {done.returncode}")
+        raise BenchmarkError(
+            f"measuring with memory={memory!r} failed with status {done.returncode}"
+        )
     return {"load_average_before": load} | json.loads(done.stdout.splitlines()[-1])
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.streaming", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.streaming",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--shape", choices=SHAPES, default="small", help="of the model (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="of the prompt (default: %(default)s)")
-    parser.add_argument("--k", type=int, default=50, help="singular vectors (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="where blocks are computed (default: %(default)s)")
-    parser.add_argument("--max-memory", help='of the coupling, such as "1GiB" (default: half of what is free)')
-    parser.add_argument("--compare", action="store_true", help="measure in memory too; the numbers must be the same")
-    parser.add_argument("--folder", help="where the model is, or is to be written (default: a temporary folder)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON")
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        default="small",
+        help="of the model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=64, help="of the prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--k", type=int, default=50, help="singular vectors (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="where blocks are computed (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-memory",
+        help='of the coupling, such as "1GiB" (default: half of what is free)',
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="measure in memory too; the numbers must be the same",
+    )
+    parser.add_argument(
+        "--folder",
+        help="where the model is, or is to be written (default: a temporary folder)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results"),
+        help="folder for the JSON",
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -192,15 +268,24 @@ def main(arguments: list[str] | None = None) -> None:
         if not Path(folder, "config.json").exists():
             Path(folder).mkdir(exist_ok=True)
             write_model(Path(folder), options.shape)
-        weights = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-        runs = [in_own_process(folder, memory, options) for memory in ["stream", *["resident"] * options.compare]]
+        weights = sum(
+            path.stat().st_size for path in Path(folder).glob("*.safetensors")
+        )
+        runs = [
+            in_own_process(folder, memory, options)
+            for memory in ["stream", *["resident"] * options.compare]
+        ]
     for run in runs:
         share = 100 * run["peak_above_interpreter_mib"] * 2**20 / weights
-        times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in run["seconds"].items())
+        times = ", ".join(
+            f"{stage} {seconds:.1f} s" for stage, seconds in run["seconds"].items()
+        )
         print(
             f"{run['memory']}: {times}; peak {run['peak_above_interpreter_mib']:.0f} MiB above the interpreter's own,"
         )
-        print(f"  {share:.0f} % of {weights / 2**20:.0f} MiB of weights; in all {run['memory_mib']['peak']:.0f} MiB")
+        print(
+            f"  {share:.0f} % of {weights / 2**20:.0f} MiB of weights; in all {run['memory_mib']['peak']:.0f} MiB"
+        )
     if options.compare:
         same = runs[0]["sha256"] == runs[1]["sha256"]
         print("the same numbers, bit for bit" if same else "THE NUMBERS DIFFER")

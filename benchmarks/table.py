@@ -3,8 +3,9 @@
     python -m benchmarks.table                       # reads benchmarks/results/*.json
     python -m benchmarks.table --results out/bench   # … or another folder
 
-Writes `table.md` and `benchmarks.png` beside the files. A benchmark draws its own tables (`tables` in its module, or
-`table` for each of its runs); of one that draws none the single numbers are listed.
+Writes `table.md` and `benchmarks.png` beside the files. A benchmark draws its own
+tables (`tables` in its module, or `table` for each of its runs); of one that draws none
+the single numbers are listed.
 """
 
 import argparse
@@ -29,7 +30,10 @@ COLORS = {"gate": "C1", "jacobians": "C0", "svd": "C2"}
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """Results by the name of their file."""
-    contents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    contents = {
+        path.stem: json.loads(path.read_text())
+        for path in sorted(folder.glob("*.json"))
+    }
     return {name: one for name, one in contents.items() if "benchmark" in one}
 
 
@@ -51,7 +55,9 @@ def _module(results: dict[str, Any]) -> Any:
 
 
 def _numbers(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Every number and word in nested results, with where it stands; not the environment, which is written apart."""
+    """Every number and word in nested results, with where it stands; not the
+    environment, which is written apart.
+    """
     if isinstance(value, dict):
         for name, one in value.items():
             if name not in ("benchmark", "environment"):
@@ -67,11 +73,17 @@ def markdown(table: Table) -> str:
     """A rich table in Markdown."""
     columns = [list(column.cells) for column in table.columns]
     rows = [[str(column.header) for column in table.columns]]
-    rows.append([":--" if column.justify == "left" else "--:" for column in table.columns])
+    rows.append(
+        [":--" if column.justify == "left" else "--:" for column in table.columns]
+    )
     rows += [list(map(str, cells)) for cells in zip(*columns, strict=True)]
     title = " ".join(str(table.title).split())
     caption = f"\n\n{table.caption}" if table.caption else ""
-    return f"**{title}**\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + caption
+    return (
+        f"**{title}**\n\n"
+        + "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        + caption
+    )
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
@@ -83,11 +95,16 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     ]
     for name, one in results.items():
         where, purpose = one["environment"], str(_module(one).__doc__).splitlines()[0]
-        versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
-        ran = (
-            f"{where['date']}, {where['device_name']}, {where['cpu_threads']} threads, load {where['load_average']:.2f}"
+        versions = ", ".join(
+            f"{package} {version}" for package, version in where["versions"].items()
         )
-        parts += [f"## {name}", purpose, f"{ran}; {versions}", *map(markdown, tables_of(one))]
+        ran = f"{where['date']}, {where['device_name']}, {where['cpu_threads']} threads, load {where['load_average']:.2f}"
+        parts += [
+            f"## {name}",
+            purpose,
+            f"{ran}; {versions}",
+            *map(markdown, tables_of(one)),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -99,35 +116,72 @@ def picture(results: dict[str, dict[str, Any]]) -> Figure:
         _against_the_transcription: results.get("depth_coupling"),
         _over_bare: runs.get("jacobians"),
         _by_width: of_widths,
-        _top_of_spectra: [run for run in runs.get("truncated_svd", []) if len(run["shape"]) == 2],
+        _top_of_spectra: [
+            run for run in runs.get("truncated_svd", []) if len(run["shape"]) == 2
+        ],
     }
     drawn = {draw: data for draw, data in panels.items() if data}
-    figure = Figure(figsize=(7 * min(2, len(drawn)), 4.8 * ((len(drawn) + 1) // 2)), layout="constrained")
+    figure = Figure(
+        figsize=(7 * min(2, len(drawn)), 4.8 * ((len(drawn) + 1) // 2)),
+        layout="constrained",
+    )
     for place, (draw, data) in enumerate(drawn.items(), 1):
         draw(figure.add_subplot((len(drawn) + 1) // 2, min(2, len(drawn)), place), data)
     return figure
 
 
 def _against_the_transcription(ax: Axes, results: dict[str, Any]) -> None:
-    for side, color, name in (("released", "C3", "the released algorithm"), ("ours", "C0", "tl_coupling")):
+    for side, color, name in (
+        ("released", "C3", "the released algorithm"),
+        ("ours", "C0", "tl_coupling"),
+    ):
         runs = [run for run in results["runs"] if side in run]
         seconds = [run[side]["seconds"]["end to end"] for run in runs]
-        ax.loglog([run["shapes"]["n_pos"] for run in runs], seconds, "o-", color=color, label=name)
+        ax.loglog(
+            [run["shapes"]["n_pos"] for run in runs],
+            seconds,
+            "o-",
+            color=color,
+            label=name,
+        )
     for run in results["runs"]:
         if "released" in run:
-            n_pos, theirs, ours = run["shapes"]["n_pos"], *(run[side]["seconds"]["end to end"] for side in SIDES)
+            n_pos, theirs, ours = (
+                run["shapes"]["n_pos"],
+                *(run[side]["seconds"]["end to end"] for side in SIDES),
+            )
             ax.plot([n_pos, n_pos], [ours, theirs], ":", color="0.6", zorder=0)
-            ax.annotate(f"{theirs / ours:.1f} ×", (n_pos, (theirs * ours) ** 0.5), (5, 0), textcoords="offset points")
+            ax.annotate(
+                f"{theirs / ours:.1f} ×",
+                (n_pos, (theirs * ours) ** 0.5),
+                (5, 0),
+                textcoords="offset points",
+            )
     _ticks(ax, [run["shapes"]["n_pos"] for run in results["runs"]])
-    ax.set(xlabel="tokens", ylabel="seconds", title=f"{results['model']}: depth coupling, end to end")
+    ax.set(
+        xlabel="tokens",
+        ylabel="seconds",
+        title=f"{results['model']}: depth coupling, end to end",
+    )
     ax.legend()
 
 
 def _by_width(ax: Axes, runs: list[dict[str, Any]]) -> None:
     widths, shapes = [run["shapes"]["d_model"] for run in runs], runs[0]["shapes"]
-    ax.loglog(widths, [sum(run["bare_products"].values()) for run in runs], "k--", label="bare products")
+    ax.loglog(
+        widths,
+        [sum(run["bare_products"].values()) for run in runs],
+        "k--",
+        label="bare products",
+    )
     for stage in ("jacobians", "svd", "gate"):
-        ax.loglog(widths, [run["seconds"][stage] for run in runs], "o-", color=COLORS[stage], label=stage)
+        ax.loglog(
+            widths,
+            [run["seconds"][stage] for run in runs],
+            "o-",
+            color=COLORS[stage],
+            label=stage,
+        )
     _ticks(ax, widths)
     what = f"{shapes['n_layers']} random Llama block, {shapes['n_pos']} tokens, k = {shapes['k']}"
     ax.set(xlabel="d_model", ylabel="seconds", title=what)
@@ -135,10 +189,15 @@ def _by_width(ax: Axes, runs: list[dict[str, Any]]) -> None:
 
 
 def _over_bare(ax: Axes, runs: list[dict[str, Any]]) -> None:
-    names = ["{n_layers} × {d_model}, T = {n_pos}".format(**run["shapes"]) for run in runs]
+    names = [
+        "{n_layers} × {d_model}, T = {n_pos}".format(**run["shapes"]) for run in runs
+    ]
     names = [f"{run['model']} {name}" for run, name in zip(runs, names, strict=True)]
     jacobians = [run["jacobians_over_bare"] for run in runs]
-    gates = [run["jacobians_and_gate_over_bare"] - ratio for run, ratio in zip(runs, jacobians, strict=True)]
+    gates = [
+        run["jacobians_and_gate_over_bare"] - ratio
+        for run, ratio in zip(runs, jacobians, strict=True)
+    ]
     places = range(len(runs))
     ax.barh(places, jacobians, color=COLORS["jacobians"], label="jacobians")
     ax.barh(places, gates, left=jacobians, color=COLORS["gate"], label="gate")
@@ -155,19 +214,42 @@ def _top_of_spectra(ax: Axes, runs: list[dict[str, Any]]) -> None:
     ways = list(dict.fromkeys(way for run in runs for way in run["ways"]))
     for color, way in enumerate(ways):
         for style, name in enumerate(dict.fromkeys(run["matrices"] for run in runs)):
-            some = [run for run in runs if run["matrices"] == name and way in run["ways"]]
+            some = [
+                run for run in runs if run["matrices"] == name and way in run["ways"]
+            ]
             seconds = [run["ways"][way]["seconds"] for run in some]
-            look = {"color": f"C{color}", "linestyle": ("-", "--", ":")[style % 3], "marker": "o"}
-            ax.loglog([run["shape"][-1] for run in some], seconds, label=None if style else way, **look)
+            look = {
+                "color": f"C{color}",
+                "linestyle": ("-", "--", ":")[style % 3],
+                "marker": "o",
+            }
+            ax.loglog(
+                [run["shape"][-1] for run in some],
+                seconds,
+                label=None if style else way,
+                **look,
+            )
     for style, name in enumerate(dict.fromkeys(run["matrices"] for run in runs)):
-        ax.plot([], [], color="0.4", linestyle=("-", "--", ":")[style % 3], label=name.removeprefix("its "))
+        ax.plot(
+            [],
+            [],
+            color="0.4",
+            linestyle=("-", "--", ":")[style % 3],
+            label=name.removeprefix("its "),
+        )
     _ticks(ax, sorted({run["shape"][-1] for run in runs}))
-    ax.set(xlabel="width of one matrix", ylabel="seconds", title=f"Top {runs[0]['k']} singular triplets")
+    ax.set(
+        xlabel="width of one matrix",
+        ylabel="seconds",
+        title=f"Top {runs[0]['k']} singular triplets",
+    )
     ax.legend()
 
 
 def _ticks(ax: Axes, places: Sequence[int]) -> None:
-    """Plain numbers on logarithmic axes: these below, and 1, 2 and 5 of each decade at the side."""
+    """Plain numbers on logarithmic axes: these below, and 1, 2 and 5 of each decade at
+    the side.
+    """
     ax.set_xticks(places, map(str, places))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -176,18 +258,30 @@ def _ticks(ax: Axes, places: Sequence[int]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the JSON files")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.table", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=HERE / "results",
+        help="folder of the JSON files",
+    )
     options = parser.parse_args(arguments)
     if not (results := read(options.results)):
-        print(f"{options.results} holds no results: run `make bench`, or give --results", file=sys.stderr)
+        print(
+            f"{options.results} holds no results: run `make bench`, or give --results",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     out = console()
     for one in results.values():
         out.print(*tables_of(one), sep="\n")
     (options.results / "table.md").write_text(page(results))
     picture(results).savefig(options.results / "benchmarks.png", dpi=120)
-    out.print(f"wrote {options.results / 'table.md'} and {options.results / 'benchmarks.png'}")
+    out.print(
+        f"wrote {options.results / 'table.md'} and {options.results / 'benchmarks.png'}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What benchmarks have in common: the tokens they measure, seconds, memory, and where it all ran."""
+"""What benchmarks have in common: the tokens they measure, seconds, memory, and where
+it all ran.
+"""
 
 import contextlib
 import importlib.metadata
@@ -52,7 +54,9 @@ def source_of(name: str) -> str:
 
 
 def token_ids(name: str, n_tokens: int) -> list[int]:
-    """The paper's prompt where it has this many tokens, else the beginning of a fixed text."""
+    """The paper's prompt where it has this many tokens, else the beginning of a fixed
+    text.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source_of(name))
@@ -81,15 +85,19 @@ def timed(device: torch.device, function: Callable[[], Any]) -> tuple[Any, float
 
 
 class Memory:
-    """Memory of this process, in MiB: after loading (at creation), after the warm-up, and at its peak since then.
+    """Memory of this process, in MiB: after loading (at creation), after the warm-up,
+    and at its peak since then.
 
-    The weights are mapped from their file and count as resident only once they have been read: it is `after_warm_up`
-    that a peak compares with.
+    The weights are mapped from their file and count as resident only once they have
+    been read: it is `after_warm_up` that a peak compares with.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.mib: dict[str, float | bool] = {"after_loading": resident(), **self._on_gpu("after_loading")}
+        self.mib: dict[str, float | bool] = {
+            "after_loading": resident(),
+            **self._on_gpu("after_loading"),
+        }
 
     def start(self) -> None:
         """From here on the peak is taken."""
@@ -105,17 +113,27 @@ class Memory:
     def stop(self) -> dict[str, float | bool]:
         """All that was recorded."""
         peak = resident(peak=True)
-        return self.mib | {"peak": peak, "above_warm_up": peak - self.mib["after_warm_up"]} | self._on_gpu("peak")
+        return (
+            self.mib
+            | {"peak": peak, "above_warm_up": peak - self.mib["after_warm_up"]}
+            | self._on_gpu("peak")
+        )
 
     def _on_gpu(self, when: str) -> dict[str, float]:
         if self.device.type != "cuda":
             return {}
-        read = torch.cuda.max_memory_allocated if when == "peak" else torch.cuda.memory_allocated
+        read = (
+            torch.cuda.max_memory_allocated
+            if when == "peak"
+            else torch.cuda.memory_allocated
+        )
         return {f"gpu_{when}": read(self.device) / 2**20}
 
 
 def resident(peak: bool = False) -> float:
-    """Resident memory of this process in MiB, now or at its peak (without /proc only the latter is known)."""
+    """Resident memory of this process in MiB, now or at its peak (without /proc only
+    the latter is known).
+    """
     try:
         # Not ru_maxrss: it starts from the peak of the process that started this one.
         status = Path("/proc/self/status").read_text()
@@ -126,7 +144,9 @@ def resident(peak: bool = False) -> float:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """When, versions and machine. A load average above a fraction means that others were using the cores."""
+    """When, versions and machine. A load average above a fraction means that others
+    were using the cores.
+    """
     packages = ("torch", "transformers", "transformer-lens", "tl-coupling")
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -134,9 +154,13 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {package: importlib.metadata.version(package) for package in packages},
+        "versions": {
+            package: importlib.metadata.version(package) for package in packages
+        },
         "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device_name": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else cpu_name(),
         "cpu_threads": torch.get_num_threads(),
         "platform": platform.platform(),
     }
@@ -152,7 +176,9 @@ def chosen_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise BenchmarkError("--device cuda, but torch sees no GPU: use cpu, or install torch with CUDA")
+        raise BenchmarkError(
+            "--device cuda, but torch sees no GPU: use cpu, or install torch with CUDA"
+        )
     return torch.device(name)
 
 

@@ -1,7 +1,9 @@
-"""Small Pythias (GPT-NeoX) trained from scratch on the CPU, on text that every Python has.
+"""Small Pythias (GPT-NeoX) trained from scratch on the CPU, on text that every Python
+has.
 
-By default they learn the standard library's own source, with byte-level BPE; checkpoints are in HuggingFace format at
-log-spaced steps. Shared by the studies and notebooks that train their own models.
+By default they learn the standard library's own source, with byte-level BPE;
+checkpoints are in HuggingFace format at log-spaced steps. Shared by the studies and
+notebooks that train their own models.
 """
 
 import argparse
@@ -45,7 +47,8 @@ SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings"}
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """A model and how it is trained: AdamW, a linear warm-up, then a cosine or a constant rate, random windows.
+    """A model and how it is trained: AdamW, a linear warm-up, then a cosine or a
+    constant rate, random windows.
 
     Attributes:
         width: of the residual stream, d_model; the MLP is four times as wide.
@@ -55,9 +58,11 @@ class TrainingConfig:
         batch: windows in a step.
         steps: how many; checkpoints lie at `checkpoint_steps(steps)`.
         learning_rate, warmup, weight_decay: warm-up in steps.
-        final_rate: where the cosine ends, as a share of `learning_rate`; 1 for a constant rate.
+        final_rate: where the cosine ends, as a share of `learning_rate`; 1 for a
+            constant rate.
         stochastic_depth: rate of the last block, see `drop_rates`.
-        seed: of the initial weights, of the order of the data, and of what stochastic depth drops.
+        seed: of the initial weights, of the order of the data, and of what stochastic
+            depth drops.
     """
 
     width: int = 128
@@ -77,7 +82,9 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as training wants it: tokens to learn from, passages held out, and the tokenizer of both."""
+    """A text as training wants it: tokens to learn from, passages held out, and the
+    tokenizer of both.
+    """
 
     tokenizer: "PreTrainedTokenizerFast"
     tokens: Int[Tensor, " n_tokens"]
@@ -87,56 +94,101 @@ class Corpus:
     @property
     def held_out_tokens(self) -> Int[Tensor, " n_held_out"]:
         """All held-out documents, one after the other."""
-        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in self.held_out]
+        ids = [
+            self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in self.held_out
+        ]
         return torch.tensor([i for document in ids for i in document])
 
     def subset(self, n_tokens: int) -> "Corpus":
-        """The same with less to learn from: pieces of `PIECE` tokens from all over; smaller subsets lie in larger.
+        """The same with less to learn from: pieces of `PIECE` tokens from all over;
+        smaller subsets lie in larger.
 
         Raises:
             ValueError: there are not so many tokens, or not one piece is wanted.
         """
         n_pieces, n_there = n_tokens // PIECE, len(self.tokens) // PIECE
         if not 1 <= n_pieces <= n_there:
-            raise ValueError(f"wanted {n_tokens} tokens to learn from, in pieces of {PIECE}, of {len(self.tokens)}")
+            raise ValueError(
+                f"wanted {n_tokens} tokens to learn from, in pieces of {PIECE}, of {len(self.tokens)}"
+            )
         order = torch.randperm(n_there, generator=torch.Generator().manual_seed(0))
-        tokens = self.tokens[: n_there * PIECE].view(n_there, PIECE)[order[:n_pieces]].flatten()
+        tokens = (
+            self.tokens[: n_there * PIECE]
+            .view(n_there, PIECE)[order[:n_pieces]]
+            .flatten()
+        )
         return replace(self, tokens=tokens, digest=f"{self.digest}-{n_tokens}")
 
 
-def parser_of(description: str, options: Iterable[tuple[str, Any, str]]) -> argparse.ArgumentParser:
-    """A command line with options `(name, default, what it is)`, whose types are those of the defaults."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(
+    description: str, options: Iterable[tuple[str, Any, str]]
+) -> argparse.ArgumentParser:
+    """A command line with options `(name, default, what it is)`, whose types are those
+    of the defaults.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default, text in options:
         several = isinstance(default, list)
-        shown = f"{text} (default {' '.join(map(str, default)) if several else default})"
+        shown = (
+            f"{text} (default {' '.join(map(str, default)) if several else default})"
+        )
         kind = type(default[0]) if several else type(default)
-        parser.add_argument(f"--{name}", type=kind, default=default, nargs="+" if several else None, help=shown)
+        parser.add_argument(
+            f"--{name}",
+            type=kind,
+            default=default,
+            nargs="+" if several else None,
+            help=shown,
+        )
     return parser
 
 
 def parsed(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, of_small: Mapping[str, Any]
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    of_small: Mapping[str, Any],
 ) -> argparse.Namespace:
     """With `--text`, and with `--small`, which changes these defaults."""
-    parser.add_argument("--text", type=Path, help="text to learn (default: the standard library's source)")
-    parser.add_argument("--small", action="store_true", help="fewer and smaller models: minutes, to see that it works")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="text to learn (default: the standard library's source)",
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="fewer and smaller models: minutes, to see that it works",
+    )
     if parser.parse_known_args(argv)[0].small:
         parser.set_defaults(**of_small)
     return parser.parse_args(argv)
 
 
-def training_parser(description: str, out: str, *, seeds: int, prompts: int) -> argparse.ArgumentParser:
-    """The options that studies share: every field of `TrainingConfig`, text, seeds, passages, and where to write."""
+def training_parser(
+    description: str, out: str, *, seeds: int, prompts: int
+) -> argparse.ArgumentParser:
+    """The options that studies share: every field of `TrainingConfig`, text, seeds,
+    passages, and where to write.
+    """
     options: list[tuple[str, Any, str]] = [
         ("out", Path(out), "folder for all results"),
         ("seeds", seeds, "runs, from --seed on"),
         ("jobs", os.cpu_count() or 1, "runs at a time"),
         ("prompts", prompts, "held-out passages"),
     ]
-    training = [(field.name.replace("_", "-"), field.default, "of training") for field in fields(TrainingConfig)]
+    training = [
+        (field.name.replace("_", "-"), field.default, "of training")
+        for field in fields(TrainingConfig)
+    ]
     parser = parser_of(description, [*options, *training])
-    parser.add_argument("--text", type=Path, help="text to learn (default: the standard library's source)")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="text to learn (default: the standard library's source)",
+    )
     return parser
 
 
@@ -147,13 +199,22 @@ def config_of(arguments: argparse.Namespace) -> TrainingConfig:
         ValueError: fewer than one seed or job.
     """
     if min(arguments.seeds, arguments.jobs) < 1:
-        raise ValueError(f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and {arguments.jobs}")
-    return TrainingConfig(**{field.name: getattr(arguments, field.name) for field in fields(TrainingConfig)})
+        raise ValueError(
+            f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and {arguments.jobs}"
+        )
+    return TrainingConfig(
+        **{
+            field.name: getattr(arguments, field.name)
+            for field in fields(TrainingConfig)
+        }
+    )
 
 
 @contextmanager
 def parallel_map(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """`map` over that many processes of one thread each: threads that wait for each other are slower."""
+    """`map` over that many processes of one thread each: threads that wait for each
+    other are slower.
+    """
     if jobs == 1:
         yield map
     else:
@@ -179,7 +240,9 @@ def digest_of(*parts: Any) -> str:
 
 
 def kept(path: Path, compute: Callable[[], xarray.Dataset]) -> xarray.Dataset:
-    """What is in the file; if there is none, what is computed, which is then written at once."""
+    """What is in the file; if there is none, what is computed, which is then written at
+    once.
+    """
     if path.exists():
         return xarray.load_dataset(path)
     data = compute()
@@ -189,19 +252,28 @@ def kept(path: Path, compute: Callable[[], xarray.Dataset]) -> xarray.Dataset:
 
 
 def checkpoint_steps(steps: int) -> tuple[int, ...]:
-    """Log-spaced steps from 0 to `steps`: powers of two, from 16 on also halfway between them."""
+    """Log-spaced steps from 0 to `steps`: powers of two, from 16 on also halfway
+    between them.
+    """
     powers = [2**i for i in range(max(1, steps).bit_length())]
-    spaced = sorted({0, steps, *powers, *(power * 3 // 2 for power in powers if power >= 16)})
+    spaced = sorted(
+        {0, steps, *powers, *(power * 3 // 2 for power in powers if power >= 16)}
+    )
     return tuple(step for step in spaced if step <= steps)
 
 
 def read_documents(path: str | os.PathLike[str] | None = None) -> list[str]:
-    """The standard library's modules; or a file's paragraphs, as about so many documents."""
+    """The standard library's modules; or a file's paragraphs, as about so many
+    documents.
+    """
     if path is not None:
         text = Path(path).read_text(encoding="utf-8", errors="replace")[:MAX_CHARACTERS]
         lines = text.splitlines(keepends=True)
         per_document = max(1, len(lines) // 400)
-        return ["".join(lines[i : i + per_document]) for i in range(0, len(lines), per_document)]
+        return [
+            "".join(lines[i : i + per_document])
+            for i in range(0, len(lines), per_document)
+        ]
     library = Path(sysconfig.get_path("stdlib"))
     documents, size = [], 0
     for file in sorted(library.rglob("*.py")):
@@ -224,11 +296,18 @@ def build_corpus(documents: Sequence[str], vocabulary: int) -> Corpus:
     held_out = tuple(documents[::HELD_OUT])
     learned = [text for i, text in enumerate(documents) if i % HELD_OUT]
     if not any(learned):
-        raise ValueError(f"wanted a text of at least two documents (files, or lines of one file), got {len(documents)}")
+        raise ValueError(
+            f"wanted a text of at least two documents (files, or lines of one file), got {len(documents)}"
+        )
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(learned, vocabulary, show_progress=False, special_tokens=[END_OF_TEXT])
+    bpe.train_from_iterator(
+        learned, vocabulary, show_progress=False, special_tokens=[END_OF_TEXT]
+    )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
+        tokenizer_object=bpe._tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT,
     )
     end = [tokenizer.eos_token_id]
     tokens = [i for one in bpe.encode_batch(learned) for i in one.ids + end]
@@ -236,23 +315,35 @@ def build_corpus(documents: Sequence[str], vocabulary: int) -> Corpus:
     return Corpus(tokenizer, torch.tensor(tokens), held_out, digest)
 
 
-def passages(documents: Sequence[str], tokenizer: Any, n: int, n_tokens: int) -> list[str]:
-    """`n` passages of about `n_tokens`, from the middle of documents that lie evenly spread.
+def passages(
+    documents: Sequence[str], tokenizer: Any, n: int, n_tokens: int
+) -> list[str]:
+    """`n` passages of about `n_tokens`, from the middle of documents that lie evenly
+    spread.
 
     Raises:
         ValueError: not so many are long enough.
     """
-    encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in documents]
+    encoded = [
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in documents
+    ]
     long_enough = [ids for ids in encoded if len(ids) >= n_tokens]
     if len(long_enough) < n:
-        raise ValueError(f"wanted {n} held-out passages of {n_tokens} tokens, the text has {len(long_enough)}")
+        raise ValueError(
+            f"wanted {n} held-out passages of {n_tokens} tokens, the text has {len(long_enough)}"
+        )
     spread = [long_enough[i * len(long_enough) // n] for i in range(n)]
     middles = [(len(ids) - n_tokens) // 2 for ids in spread]
-    return [tokenizer.decode(ids[m : m + n_tokens]) for ids, m in zip(spread, middles, strict=True)]
+    return [
+        tokenizer.decode(ids[m : m + n_tokens])
+        for ids, m in zip(spread, middles, strict=True)
+    ]
 
 
 def new_model(config: TrainingConfig) -> nn.Module:
-    """A Pythia of this size at its own initialisation, seeded; the caller's generator is left as it was."""
+    """A Pythia of this size at its own initialisation, seeded; the caller's generator
+    is left as it was.
+    """
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -272,23 +363,37 @@ def new_model(config: TrainingConfig) -> nn.Module:
                 use_cache=False,
             )
         )
-    for block, rate in zip(model.gpt_neox.layers, drop_rates(config.n_layers, config.stochastic_depth), strict=True):
-        # In the place of drop-out: it has no weights and does nothing in eval mode, so that a plain model is saved.
-        block.post_attention_dropout, block.post_mlp_dropout = DropPath(rate), DropPath(rate)
+    for block, rate in zip(
+        model.gpt_neox.layers,
+        drop_rates(config.n_layers, config.stochastic_depth),
+        strict=True,
+    ):
+        # In the place of drop-out: it has no weights and does nothing in eval mode, so
+        # that a plain model is saved.
+        block.post_attention_dropout, block.post_mlp_dropout = (
+            DropPath(rate),
+            DropPath(rate),
+        )
     return model
 
 
-def batches(config: TrainingConfig, tokens: Int[Tensor, " n_tokens"]) -> Iterator[Int[Tensor, "batch n_ctx"]]:
+def batches(
+    config: TrainingConfig, tokens: Int[Tensor, " n_tokens"]
+) -> Iterator[Int[Tensor, "batch n_ctx"]]:
     """Random windows of the text, `steps` times; their order is the seed's."""
     generator = torch.Generator().manual_seed(config.seed)
     window = torch.arange(config.n_ctx)
     for _ in range(config.steps):
-        start = torch.randint(len(tokens) - config.n_ctx + 1, (config.batch, 1), generator=generator)
+        start = torch.randint(
+            len(tokens) - config.n_ctx + 1, (config.batch, 1), generator=generator
+        )
         yield tokens[start + window]
 
 
 def rate_at(config: TrainingConfig, step: int) -> float:
-    """The learning rate of a step, counted from 1: a linear warm-up, then half a cosine to `final_rate`."""
+    """The learning rate of a step, counted from 1: a linear warm-up, then half a cosine
+    to `final_rate`.
+    """
     if step <= config.warmup:
         return config.learning_rate * step / config.warmup
     gone = (step - config.warmup) / max(1, config.steps - config.warmup)
@@ -296,18 +401,25 @@ def rate_at(config: TrainingConfig, step: int) -> float:
     return config.learning_rate * (config.final_rate + (1 - config.final_rate) * cosine)
 
 
-def learn(model: Any, config: TrainingConfig, data: Iterable[Tensor]) -> Iterator[tuple[int, float]]:
-    """Train in memory: after each step, which it was and its loss in nats; first of all step 0, without a loss (NaN).
+def learn(
+    model: Any, config: TrainingConfig, data: Iterable[Tensor]
+) -> Iterator[tuple[int, float]]:
+    """Train in memory: after each step, which it was and its loss in nats; first of all
+    step 0, without a loss (NaN).
 
     Parameters that ask for no gradient stay as they are.
     """
     learned = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=config.learning_rate, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(
+        learned, lr=config.learning_rate, weight_decay=config.weight_decay
+    )
     model.train()
     yield 0, float("nan")
     for step, batch in enumerate(data, 1):
         optimizer.param_groups[0]["lr"] = rate_at(config, step)
-        loss = nn.functional.cross_entropy(model(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            model(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(learned, 1.0)
@@ -323,20 +435,28 @@ def train(
     *,
     checkpoints: Iterable[int] | LossMarks | None = None,
 ) -> Path:
-    """Train one model; its checkpoints in HuggingFace format, `step0`, `step1`, … of a folder named after the run.
+    """Train one model; its checkpoints in HuggingFace format, `step0`, `step1`, … of a
+    folder named after the run.
 
-    By default at `checkpoint_steps(config.steps)`; with `LossMarks` the first, the last, and where each is reached,
-    which may end the training. A finished run is kept, with the checkpoints it has. The folder gets its name when
-    everything is in it, so an interrupted run leaves none; it also holds `training.json`: the config, and the loss of
-    every step in nats; with marks the losses that were taken, by step, and each mark with the step at which it was
-    `reached`, or null.
+    By default at `checkpoint_steps(config.steps)`; with `LossMarks` the first, the
+    last, and where each is reached, which may end the training. A finished run is kept,
+    with the checkpoints it has. The folder gets its name when everything is in it, so
+    an interrupted run leaves none; it also holds `training.json`: the config, and the
+    loss of every step in nats; with marks the losses that were taken, by step, and each
+    mark with the step at which it was `reached`, or null.
     """
     marks = checkpoints if isinstance(checkpoints, LossMarks) else None
     steps = checkpoint_steps(config.steps) if checkpoints is None else checkpoints
     wanted = {0, config.steps} if isinstance(steps, LossMarks) else set(steps)
-    described = asdict(config) | {"text": corpus.digest} | ({"marks": marks.digest} if marks else {})
+    described = (
+        asdict(config)
+        | {"text": corpus.digest}
+        | ({"marks": marks.digest} if marks else {})
+    )
     name = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:8]
-    done = folder / f"width{config.width}-layers{config.n_layers}-seed{config.seed}-{name}"
+    done = (
+        folder / f"width{config.width}-layers{config.n_layers}-seed{config.seed}-{name}"
+    )
     if done.is_dir():
         return done
     unfinished = folder / f".{done.name}"
@@ -356,7 +476,11 @@ def train(
             new: list[float] = []
             if marks and is_evaluated(step, config.steps):
                 evaluated[step] = marks.losses(model)
-                new = [value for value, at in reached.items() if at is None and evaluated[step][marks.of] <= value]
+                new = [
+                    value
+                    for value, at in reached.items()
+                    if at is None and evaluated[step][marks.of] <= value
+                ]
                 reached |= dict.fromkeys(new, step)
             is_over = bool(marks and marks.stops and None not in reached.values())
             if new or step in wanted:
@@ -364,7 +488,9 @@ def train(
                 corpus.tokenizer.save_pretrained(unfinished / f"step{step}")
             if is_over:
                 break
-    known = {"loss": losses} | ({"evaluated": evaluated, "reached": list(reached.items())} if marks else {})
+    known = {"loss": losses} | (
+        {"evaluated": evaluated, "reached": list(reached.items())} if marks else {}
+    )
     (unfinished / "training.json").write_text(json.dumps(described | known))
     unfinished.rename(done)
     return done

@@ -1,4 +1,6 @@
-"""Stochastic depth, for all small models that are trained here: branches of blocks are dropped at random."""
+"""Stochastic depth, for all small models that are trained here: branches of blocks are
+dropped at random.
+"""
 
 import torch
 from jaxtyping import Float
@@ -11,7 +13,9 @@ def drop_rates(n_layers: int, rate: float) -> list[float]:
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: while training, a sample's branch is dropped at this rate, and else scaled to keep the mean."""
+    """Stochastic depth: while training, a sample's branch is dropped at this rate, and
+    else scaled to keep the mean.
+    """
 
     def __init__(self, rate: float) -> None:
         super().__init__()

@@ -2,10 +2,11 @@
 
     python demos/train_and_trace.py --out out/training
 
-A small Pythia (GPT-NeoX) learns the standard library's own source from scratch, on the CPU, from several seeds;
-checkpoints are saved at log-spaced steps. Then every checkpoint is measured on the same held-out passages: coupling of
-layers next to its null, loss, shapes of trajectories. With a network, the same command traces a model whose checkpoints
-were published:
+A small Pythia (GPT-NeoX) learns the standard library's own source from scratch, on the
+CPU, from several seeds; checkpoints are saved at log-spaced steps. Then every
+checkpoint is measured on the same held-out passages: coupling of layers next to its
+null, loss, shapes of trajectories. With a network, the same command traces a model
+whose checkpoints were published:
 
     python demos/train_and_trace.py --model EleutherAI/pythia-160m --out out/pythia-160m
 
@@ -47,38 +48,65 @@ class Run:
 
 
 def one_run(
-    config: small.TrainingConfig, corpus: small.Corpus, prompts: list[str], settings: Settings, out: Path
+    config: small.TrainingConfig,
+    corpus: small.Corpus,
+    prompts: list[str],
+    settings: Settings,
+    out: Path,
 ) -> Run:
     """Train from one seed, then measure every checkpoint."""
     torch.set_num_threads(1)
     # Again, because this may be a process of its own.
     disable_progress_bar()
-    bar: dict[str, Any] = {"position": config.seed, "leave": False, "dynamic_ncols": True}
-    learning = partial(tqdm, desc=f"seed {config.seed}: train", total=config.steps, **bar)
+    bar: dict[str, Any] = {
+        "position": config.seed,
+        "leave": False,
+        "dynamic_ncols": True,
+    }
+    learning = partial(
+        tqdm, desc=f"seed {config.seed}: train", total=config.steps, **bar
+    )
     folder = small.train(config, corpus, out / "runs", learning)
     measuring = partial(tqdm, desc=f"seed {config.seed}: measure", **bar)
-    given: dict[str, Any] = {"settings": settings, "folder": out / "sweeps" / folder.name}
-    data = tlc.checkpoint_sweep(folder, prompts=prompts, **given, device="cpu", progress=measuring)
+    given: dict[str, Any] = {
+        "settings": settings,
+        "folder": out / "sweeps" / folder.name,
+    }
+    data = tlc.checkpoint_sweep(
+        folder, prompts=prompts, **given, device="cpu", progress=measuring
+    )
     return Run(str(folder), tuple(prompts), data)
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Short windows for the line-shape score, because a model of 6 blocks has few steps."""
+    """Short windows for the line-shape score, because a model of 6 blocks has few
+    steps.
+    """
     return Settings(k=tuple(arguments.k), window=3)
 
 
 def runs_here(config: small.TrainingConfig, arguments: argparse.Namespace) -> list[Run]:
     """A run for each seed, `jobs` at a time."""
     corpus = small.build_corpus(small.read_documents(arguments.text), config.vocabulary)
-    prompts = small.passages(corpus.held_out, corpus.tokenizer, arguments.prompts, config.n_ctx)
+    prompts = small.passages(
+        corpus.held_out, corpus.tokenizer, arguments.prompts, config.n_ctx
+    )
     configs = [replace(config, seed=config.seed + i) for i in range(arguments.seeds)]
-    work = partial(one_run, corpus=corpus, prompts=prompts, settings=settings_of(arguments), out=arguments.out)
+    work = partial(
+        one_run,
+        corpus=corpus,
+        prompts=prompts,
+        settings=settings_of(arguments),
+        out=arguments.out,
+    )
     with small.parallel_map(arguments.jobs) as mapped:
         return list(mapped(work, configs))
 
 
 def runs_published(arguments: argparse.Namespace) -> list[Run]:
-    """The checkpoints of a hub model or of a local folder, on the same kind of passages."""
+    """The checkpoints of a hub model or of a local folder, on the same kind of
+    passages.
+    """
     from transformers import AutoTokenizer
 
     name, is_local = arguments.model, Path(arguments.model).is_dir()
@@ -86,18 +114,36 @@ def runs_published(arguments: argparse.Namespace) -> list[Run]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelError(f"could not load the tokenizer of {name!r}: {' '.join(str(error).split())[:200]}") from error
+        raise ModelError(
+            f"could not load the tokenizer of {name!r}: {' '.join(str(error).split())[:200]}"
+        ) from error
     prompts = small.passages(
-        small.read_documents(arguments.text)[:: small.HELD_OUT], tokenizer, arguments.prompts, arguments.n_ctx
+        small.read_documents(arguments.text)[:: small.HELD_OUT],
+        tokenizer,
+        arguments.prompts,
+        arguments.n_ctx,
     )
     steps = None if is_local else (0, *pythia_steps())
-    given: dict[str, Any] = {"settings": settings_of(arguments), "folder": arguments.out / "sweep"}
-    return [Run(name, tuple(prompts), tlc.checkpoint_sweep(name, steps, prompts, **given, progress=tqdm))]
+    given: dict[str, Any] = {
+        "settings": settings_of(arguments),
+        "folder": arguments.out / "sweep",
+    }
+    return [
+        Run(
+            name,
+            tuple(prompts),
+            tlc.checkpoint_sweep(name, steps, prompts, **given, progress=tqdm),
+        )
+    ]
 
 
-def together(runs: Sequence[Run], config: small.TrainingConfig | None) -> xarray.Dataset:
+def together(
+    runs: Sequence[Run], config: small.TrainingConfig | None
+) -> xarray.Dataset:
     """The runs along `seed`; a checkpoint that failed in one run is left out of all."""
-    data = xarray.concat([run.data for run in runs], "seed", join="inner", combine_attrs="drop_conflicts")
+    data = xarray.concat(
+        [run.data for run in runs], "seed", join="inner", combine_attrs="drop_conflicts"
+    )
     data = data.assign_coords(text=("prompt", list(runs[0].prompts)))
     if config is None:
         return data.assign_attrs(model=runs[0].name)
@@ -107,55 +153,100 @@ def together(runs: Sequence[Run], config: small.TrainingConfig | None) -> xarray
 
 
 def rank_correlations(data: xarray.Dataset, k: int) -> dict[str, list[float]]:
-    """Spearman's ρ of coupling and loss over checkpoints, for each seed: over all, up to the peak, and from it on.
+    """Spearman's ρ of coupling and loss over checkpoints, for each seed: over all, up
+    to the peak, and from it on.
 
     NaN where fewer than three checkpoints are left.
     """
-    found: dict[str, list[float]] = {"all": [], "up to the peak": [], "from the peak on": []}
+    found: dict[str, list[float]] = {
+        "all": [],
+        "up to the peak": [],
+        "from the peak on": [],
+    }
     for seed in range(data.sizes["seed"]):
         means = data.isel(seed=seed).sel(k=k).mean("prompt").sortby("checkpoint")
         coupling, loss = means["mean_coupling"].values, means["loss"].values
         peak = int(coupling.argmax())
-        for name, part in zip(found, (slice(None), slice(peak + 1), slice(peak, None)), strict=True):
+        for name, part in zip(
+            found, (slice(None), slice(peak + 1), slice(peak, None)), strict=True
+        ):
             many = len(coupling[part]) > 2
-            found[name].append(float(spearmanr(coupling[part], loss[part])[0]) if many else float("nan"))
+            found[name].append(
+                float(spearmanr(coupling[part], loss[part])[0])
+                if many
+                else float("nan")
+            )
     return found
 
 
 def report(data: xarray.Dataset, k: int, console: Console) -> None:
-    """Coupling beside its null, loss and shape at every checkpoint; then the rank correlations."""
+    """Coupling beside its null, loss and shape at every checkpoint; then the rank
+    correlations.
+    """
     means = data.sel(k=k).mean("prompt")
     null = float(means["null_coupling"].mean())
     table = Table(title=f"{data.attrs['model']}, k = {k}")
-    for column in ("step", "loss", "coupling [range over seeds]", "null", "× null", "line-shape score"):
+    for column in (
+        "step",
+        "loss",
+        "coupling [range over seeds]",
+        "null",
+        "× null",
+        "line-shape score",
+    ):
         table.add_column(column, justify="right")
     for step in data["checkpoint"].values.tolist():
         here = means.sel(checkpoint=step)
         values = here["mean_coupling"].values
-        loss, shape = float(here["loss"].mean()), float(here["line_shape_score_all_tokens"].mean())
+        loss, shape = (
+            float(here["loss"].mean()),
+            float(here["line_shape_score_all_tokens"].mean()),
+        )
         coupling = f"{values.mean():.3f} [{values.min():.3f}, {values.max():.3f}]"
-        table.add_row(str(step), f"{loss:.3f}", coupling, f"{null:.3f}", f"{values.mean() / null:.1f}", f"{shape:.2f}")
+        table.add_row(
+            str(step),
+            f"{loss:.3f}",
+            coupling,
+            f"{null:.3f}",
+            f"{values.mean() / null:.1f}",
+            f"{shape:.2f}",
+        )
     console.print(table)
     for name, found in rank_correlations(data, k).items():
         numbers = ", ".join(f"{rho:+.2f}" for rho in found)
-        text = f"rank correlation of coupling with loss, {name}, for each seed: {numbers}"
+        text = (
+            f"rank correlation of coupling with loss, {name}, for each seed: {numbers}"
+        )
         console.print(text, highlight=False, soft_wrap=True)
 
 
 @tlc.plots.off_screen()
 def draw(data: xarray.Dataset, run: Run, k: int, out: Path) -> list[Path]:
-    """All figures; graphs of layers and trajectories are of the first run and passage, at four steps at most."""
-    figures = {"emergence": tlc.plots.plot_emergence(data, k=k), "strip": tlc.plots.plot_coupling_strip(data, k=k)}
+    """All figures; graphs of layers and trajectories are of the first run and passage,
+    at four steps at most.
+    """
+    figures = {
+        "emergence": tlc.plots.plot_emergence(data, k=k),
+        "strip": tlc.plots.plot_coupling_strip(data, k=k),
+    }
     figures["shapes"] = tlc.plots.plot_shapes(data)
     steps = data["checkpoint"].values.tolist()
     highest = data["mean_coupling"].sel(k=k).mean(["seed", "prompt"]).idxmax()
     chosen = sorted({steps[0], steps[len(steps) // 2], int(highest), steps[-1]})
     graphs = Figure(figsize=(5 * len(chosen), 5.8), layout="constrained")
-    for ax, step in zip(graphs.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
+    for ax, step in zip(
+        graphs.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True
+    ):
         local = Path(run.name).is_dir()
-        source = {"name": str(local_checkpoints(run.name)[step])} if local else {"name": run.name, "checkpoint": step}
+        source = (
+            {"name": str(local_checkpoints(run.name)[step])}
+            if local
+            else {"name": run.name, "checkpoint": step}
+        )
         traced = tlc.trace(tlc.load_model(**source, device="cpu"), run.prompts[0])
-        tlc.plot_adjacency(tlc.depth_coupling(traced, k), ax=ax).set_title(f"step {step}")
+        tlc.plot_adjacency(tlc.depth_coupling(traced, k), ax=ax).set_title(
+            f"step {step}"
+        )
         figures[f"trajectories-step{step}"] = tlc.plot_trajectories(traced)
     figures["adjacency"] = graphs
     paths = [out / f"{name}.png" for name in figures]
@@ -171,7 +262,9 @@ def study(arguments: argparse.Namespace) -> None:
     data = together(runs, config)
     console = Console()
     with output_folder(arguments.out) as out:
-        path = write_atomically(out / "training.nc", partial(data.to_netcdf, engine="netcdf4"))
+        path = write_atomically(
+            out / "training.nc", partial(data.to_netcdf, engine="netcdf4")
+        )
         report(data, arguments.k[0], console)
         written = [path, *draw(data, runs[0], arguments.k[0], out)]
     console.print("\n".join(map(str, written)), highlight=False, soft_wrap=True)
@@ -180,8 +273,17 @@ def study(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = small.training_parser(str(__doc__), "out/training", seeds=4, prompts=8)
-    parser.add_argument("--model", help="a hub name, or a folder of checkpoints, to trace instead of training")
-    parser.add_argument("--k", type=int, nargs="+", default=[5, 10, 20], help="singular vectors; figures: the first")
+    parser.add_argument(
+        "--model",
+        help="a hub name, or a folder of checkpoints, to trace instead of training",
+    )
+    parser.add_argument(
+        "--k",
+        type=int,
+        nargs="+",
+        default=[5, 10, 20],
+        help="singular vectors; figures: the first",
+    )
     arguments = parser.parse_args(argv)
     return small.status_of(lambda: study(arguments))
 

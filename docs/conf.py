@@ -10,9 +10,16 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE / "_ext"), str(ROOT / "tests")]
 # Notebooks ask no hub, show no bars, and import what stands beside them in `demos`.
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
-os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "demos", ROOT / "demos/studies")))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    map(str, (ROOT, ROOT / "demos", ROOT / "demos/studies"))
+)
 
 import tl_coupling  # noqa: E402
 from made import digest  # noqa: E402
@@ -39,11 +46,13 @@ nitpicky = True
 default_role = "py:obj"
 myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
-# Files of the repository, and its notebooks on Colab: `[…](repo:CITATION.cff)`, `[…](colab:demos/quickstart.ipynb)`.
+# Files of the repository, and its notebooks on Colab: `[…](repo:CITATION.cff)`,
+# `[…](colab:demos/quickstart.ipynb)`.
 myst_url_schemes = {
     **dict.fromkeys(("http", "https", "mailto")),
     "repo": f"{REPOSITORY}/blob/main/{{{{path}}}}",
-    "colab": REPOSITORY.replace("github.com", "colab.research.google.com/github") + "/blob/main/{{path}}",
+    "colab": REPOSITORY.replace("github.com", "colab.research.google.com/github")
+    + "/blob/main/{{path}}",
 }
 nb_execution_mode = "cache"
 # What the same code printed before is not run again.
@@ -73,5 +82,12 @@ html_copy_source = False
 html_css_files = ["site.css"]
 html_show_copyright = False
 html_theme_options = {
-    "footer_icons": [{"name": "Repository", "url": REPOSITORY, "class": "repository", "html": "Repository"}]
+    "footer_icons": [
+        {
+            "name": "Repository",
+            "url": REPOSITORY,
+            "class": "repository",
+            "html": "Repository",
+        }
+    ]
 }

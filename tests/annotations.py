@@ -1,4 +1,6 @@
-"""The annotations of tl_coupling checked at every call: types by beartype, shapes by jaxtyping."""
+"""The annotations of tl_coupling checked at every call: types by beartype, shapes by
+jaxtyping.
+"""
 
 import dataclasses
 import functools
@@ -19,15 +21,18 @@ _compiled: dict[CodeType, Any] = {}
 def install() -> None:
     """Put the checks on every function of tl_coupling that is imported from here on.
 
-    jaxtyping's own decorator binds the arguments of each call anew, and compiles the checks of a function within
-    another whenever that is called: most of the time of most tests.
+    jaxtyping's own decorator binds the arguments of each call anew, and compiles the
+    checks of a function within another whenever that is called: most of the time of
+    most tests.
     """
     jaxtyping.jaxtyped = checked
     jaxtyping.install_import_hook("tl_coupling", "beartype.beartype")
 
 
 def checked(fn: Any = None, **given: Any) -> Any:
-    """In place of `jaxtyping.jaxtyped`, to which the rarer kinds of functions are left."""
+    """In place of `jaxtyping.jaxtyped`, to which the rarer kinds of functions are
+    left.
+    """
     if fn is None:
         return functools.partial(checked, **given)
     if inspect.isclass(fn):
@@ -36,7 +41,9 @@ def checked(fn: Any = None, **given: Any) -> Any:
         return fn
     hints = fn.__annotations__.values()
     has_shapes = any(map(_has_shape, hints))
-    if any(isinstance(hint, str) for hint in hints) or (has_shapes and inspect.isgeneratorfunction(fn)):
+    if any(isinstance(hint, str) for hint in hints) or (
+        has_shapes and inspect.isgeneratorfunction(fn)
+    ):
         return _jaxtyped(fn, **given)
     with_checks = _again(fn) if "<locals>" in fn.__qualname__ else beartype(fn)
 
@@ -59,7 +66,9 @@ def _has_shape(hint: Any) -> bool:
 
 
 def _again(fn: Any) -> Any:
-    """`beartype(fn)` of a function within another, compiled once; what is kept of it holds no variable of that."""
+    """`beartype(fn)` of a function within another, compiled once; what is kept of it
+    holds no variable of that.
+    """
     code = fn.__code__
     if code not in _compiled:
         cells = tuple(CellType() for _ in code.co_freevars)

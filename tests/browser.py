@@ -15,15 +15,23 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 
 @contextmanager
 def chromium(served: bool = False) -> Iterator[Any]:
-    """A headless Chromium that reaches no host, or this machine alone (`served`); skips where there is no Chromium."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    """A headless Chromium that reaches no host, or this machine alone (`served`); skips
+    where there is no Chromium.
+    """
+    webdriver = pytest.importorskip(
+        "selenium.webdriver", reason="selenium is not installed"
+    )
     binary = next(filter(None, map(shutil.which, _NAMES)), None)
     chromedriver = shutil.which("chromedriver")
     if binary is None or chromedriver is None:
-        pytest.skip("Chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)")
+        pytest.skip(
+            "Chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)"
+        )
     options = webdriver.ChromeOptions()
     options.binary_location = binary
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability(
+        "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
+    )
     for argument in (
         "--headless=new",
         "--no-sandbox",
@@ -33,13 +41,20 @@ def chromium(served: bool = False) -> Iterator[Any]:
         "--host-resolver-rules=MAP * ~NOTFOUND" + ", EXCLUDE 127.0.0.1" * served,
     ):
         options.add_argument(argument)
-    driver = webdriver.Chrome(options, webdriver.ChromeService(executable_path=chromedriver))
+    driver = webdriver.Chrome(
+        options, webdriver.ChromeService(executable_path=chromedriver)
+    )
     try:
         driver.execute_cdp_cmd("Network.enable", {})
         if not served:
             driver.execute_cdp_cmd(
                 "Network.emulateNetworkConditions",
-                {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0},
+                {
+                    "offline": True,
+                    "latency": 0,
+                    "downloadThroughput": 0,
+                    "uploadThroughput": 0,
+                },
             )
         yield driver
     finally:
@@ -47,48 +62,77 @@ def chromium(served: bool = False) -> Iterator[Any]:
 
 
 def open_page(driver: Any, path: Path, width: int) -> None:
-    """Load a file from disk at a screen of that width, and wait until every widget has drawn."""
+    """Load a file from disk at a screen of that width, and wait until every widget has
+    drawn.
+    """
     for kind in ("browser", "performance"):
         driver.get_log(kind)
     resize(driver, width)
     driver.get(path.as_uri())
-    wait(driver, "return [...document.querySelectorAll('[data-circuitsvis]')].every(div => div.children.length)")
+    wait(
+        driver,
+        "return [...document.querySelectorAll('[data-circuitsvis]')].every(div => div.children.length)",
+    )
     settle(driver)
 
 
 def resize(driver: Any, width: int, height: int = 900) -> None:
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
+        {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": 1,
+            "mobile": width < 600,
+        },
     )
 
 
 def wait(driver: Any, script: str, seconds: float = 20) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
-    WebDriverWait(driver, seconds, poll_frequency=0.05).until(lambda d: d.execute_script(script), script)
+    WebDriverWait(driver, seconds, poll_frequency=0.05).until(
+        lambda d: d.execute_script(script), script
+    )
 
 
 def settle(driver: Any) -> None:
-    """Two frames: layout, then what was observed of it (charts take their size then)."""
-    driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))")
+    """Two frames: layout, then what was observed of it (charts take their size
+    then).
+    """
+    driver.execute_async_script(
+        "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))"
+    )
 
 
 def requested(driver: Any) -> list[str]:
     """Every address asked for since the page was opened."""
-    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    messages = [
+        json.loads(entry["message"])["message"]
+        for entry in driver.get_log("performance")
+    ]
+    return [
+        m["params"]["request"]["url"]
+        for m in messages
+        if m["method"] == "Network.requestWillBeSent"
+    ]
 
 
 def complaints(driver: Any) -> list[str]:
     """Errors and warnings on the console since the page was opened."""
-    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    return [
+        entry["message"]
+        for entry in driver.get_log("browser")
+        if entry["level"] in ("SEVERE", "WARNING")
+    ]
 
 
 def move_to(driver: Any, x: float, y: float) -> None:
     """The pointer to a place on the screen."""
     for at in ((x - 2, y - 1), (x, y)):
-        driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": at[0], "y": at[1]})
+        driver.execute_cdp_cmd(
+            "Input.dispatchMouseEvent", {"type": "mouseMoved", "x": at[0], "y": at[1]}
+        )
     settle(driver)
 
 
@@ -111,6 +155,14 @@ def spilling(driver: Any) -> list[str]:
 def screenshot(driver: Any, path: Path) -> None:
     """The page from top to bottom, as PNG."""
     size = driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
-    clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-    png = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})["data"]
+    clip = {
+        "x": 0,
+        "y": 0,
+        "width": size["width"],
+        "height": size["height"],
+        "scale": 1,
+    }
+    png = driver.execute_cdp_cmd(
+        "Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip}
+    )["data"]
     path.write_bytes(base64.b64decode(png))

@@ -1,4 +1,5 @@
-"""What all tests share: type checks, a hub that is a folder, tiny models, the embedded model, reference values.
+"""What all tests share: type checks, a hub that is a folder, tiny models, the embedded
+model, reference values.
 
 Annotations are checked, of every function and of what it returns.
 """
@@ -17,7 +18,8 @@ import annotations
 
 annotations.install()
 
-# Read when transformers is imported: from here on the hub is this folder, and nothing else.
+# Read when transformers is imported: from here on the hub is this folder, and nothing
+# else.
 _HUB = tempfile.TemporaryDirectory(prefix="tl_coupling_hub_")
 os.environ |= {"HF_HOME": _HUB.name, "HF_HUB_OFFLINE": "1"}
 
@@ -29,7 +31,8 @@ import small_models  # noqa: E402
 import tiny  # noqa: E402
 import tl_coupling as tlc  # noqa: E402
 
-# Threads that wait for each other in operations of a microsecond cost far more than they save.
+# Threads that wait for each other in operations of a microsecond cost far more than
+# they save.
 torch.set_num_threads(1)
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -61,11 +64,16 @@ def folder_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hub() -> Path:
-    """A hub cache as huggingface_hub writes it, with a tiny GPT-2 and a tiny Pythia with two checkpoints."""
+    """A hub cache as huggingface_hub writes it, with a tiny GPT-2 and a tiny Pythia
+    with two checkpoints.
+    """
     folder = Path(_HUB.name) / "hub"
     if not folder.exists():
         tiny.add_to_hub_cache(folder, "gpt2", {"main": tiny.huggingface_model("gpt2")})
-        pythia = {r: tiny.huggingface_model("gpt_neox", seed) for seed, r in enumerate(("main", "step0", "step1000"))}
+        pythia = {
+            r: tiny.huggingface_model("gpt_neox", seed)
+            for seed, r in enumerate(("main", "step0", "step1000"))
+        }
         tiny.add_to_hub_cache(folder, "EleutherAI/pythia-14m", pythia)
     return folder
 
@@ -79,7 +87,9 @@ def smollm2() -> nn.Module:
 
 @pytest.fixture(scope="session")
 def reference() -> dict[str, Any]:
-    """The values that the authors' algorithm gives for the embedded model and the paper's prompt."""
+    """The values that the authors' algorithm gives for the embedded model and the
+    paper's prompt.
+    """
     path = DATA / "reference_smollm2_france.json"
     if not path.exists():
         pytest.skip(f"no reference values: {path.name} is not beside the project")
@@ -88,7 +98,10 @@ def reference() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def small_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    functions = "".join(f"def f{i}(x):\n    return {i % 7} * x + {i % 5}  # the number {i}\n\n" for i in range(800))
+    functions = "".join(
+        f"def f{i}(x):\n    return {i % 7} * x + {i % 5}  # the number {i}\n\n"
+        for i in range(800)
+    )
     path = tmp_path_factory.mktemp("text") / "text.py"
     path.write_text(functions)
     return path
@@ -101,23 +114,31 @@ def small_corpus(small_text: Path) -> small_models.Corpus:
 
 @pytest.fixture(scope="session")
 def small_config() -> small_models.TrainingConfig:
-    return small_models.TrainingConfig(width=32, n_layers=2, n_heads=2, vocabulary=300, n_ctx=16, batch=4, steps=6)
+    return small_models.TrainingConfig(
+        width=32, n_layers=2, n_heads=2, vocabulary=300, n_ctx=16, batch=4, steps=6
+    )
 
 
 @pytest.fixture(scope="session")
 def tiny_trace(tokenizer_folder: Path) -> tlc.Trace:
-    return tlc.trace(tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder), tiny.TOKENS)
+    return tlc.trace(
+        tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder), tiny.TOKENS
+    )
 
 
 @pytest.fixture
 def as_a_user(monkeypatch):
-    """Without the tests' type checks, before which an unknown name never reaches the function."""
+    """Without the tests' type checks, before which an unknown name never reaches the
+    function.
+    """
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture
 def pyplot_untouched():
-    """A picture changes no setting of pyplot; the figures are closed when the test ends."""
+    """A picture changes no setting of pyplot; the figures are closed when the test
+    ends.
+    """
     import matplotlib.pyplot as plt
 
     before = dict(plt.rcParams)
@@ -127,7 +148,9 @@ def pyplot_untouched():
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_a_user: None):
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_a_user: None
+):
     """The `tl-coupling` command in this process: what it says as `.out` and `.err`."""
     from tl_coupling.cli import main
 
@@ -151,8 +174,14 @@ def refused(call, tmp_path: Path):
     def run(command: str, options: dict[str, object], arguments: list[str]) -> str:
         before = sorted(tmp_path.rglob("*"))
         given = options | dict(zip(arguments[::2], arguments[1::2], strict=True))
-        said = call(command, *(part for pair in given.items() for part in pair), status=2).err
-        lines = [line for line in said.splitlines() if line.startswith(("tl-coupling: ", "Traceback"))]
+        said = call(
+            command, *(part for pair in given.items() for part in pair), status=2
+        ).err
+        lines = [
+            line
+            for line in said.splitlines()
+            if line.startswith(("tl-coupling: ", "Traceback"))
+        ]
         assert len(lines) == 1, said
         assert sorted(tmp_path.rglob("*")) == before
         return lines[0]

@@ -1,4 +1,6 @@
-"""Folders in HuggingFace format with tiny random models of many kinds, and with what nobody should run."""
+"""Folders in HuggingFace format with tiny random models of many kinds, and with what
+nobody should run.
+"""
 
 import json
 import os
@@ -22,7 +24,10 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 48,
 }
 _SHORT = {**SMALL, "max_position_embeddings": 32}
-_TOWER = {key: size for key, size in SMALL.items() if key != "vocab_size"} | {"image_size": 8, "patch_size": 4}
+_TOWER = {key: size for key, size in SMALL.items() if key != "vocab_size"} | {
+    "image_size": 8,
+    "patch_size": 4,
+}
 _TWO_STACKS = {
     "vocab_size": 100,
     "d_model": 32,
@@ -33,7 +38,14 @@ _TWO_STACKS = {
     "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
 }
-_T5 = {"vocab_size": 100, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8}
+_T5 = {
+    "vocab_size": 100,
+    "d_model": 32,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_kv": 8,
+}
 
 # The class, and its configuration.
 KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -41,15 +53,21 @@ KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
     # Two more rows of its table are not positions.
     "roberta": (
         "RobertaForMaskedLM",
-        lambda: transformers.RobertaConfig(**SMALL, max_position_embeddings=34, pad_token_id=1),
+        lambda: transformers.RobertaConfig(
+            **SMALL, max_position_embeddings=34, pad_token_id=1
+        ),
     ),
     "mamba": (
         "MambaForCausalLM",
-        lambda: transformers.MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4),
+        lambda: transformers.MambaConfig(
+            vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4
+        ),
     ),
     "rwkv": (
         "RwkvForCausalLM",
-        lambda: transformers.RwkvConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, context_length=16),
+        lambda: transformers.RwkvConfig(
+            vocab_size=100, hidden_size=32, num_hidden_layers=2, context_length=16
+        ),
     ),
     "llava": (
         "LlavaForConditionalGeneration",
@@ -62,18 +80,30 @@ KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "gemma3": (
         "Gemma3ForConditionalGeneration",
         lambda: transformers.Gemma3Config(
-            text_config=transformers.Gemma3TextConfig(**_SHORT, num_key_value_heads=2, head_dim=8),
+            text_config=transformers.Gemma3TextConfig(
+                **_SHORT, num_key_value_heads=2, head_dim=8
+            ),
             vision_config=transformers.SiglipVisionConfig(**_TOWER),
             mm_tokens_per_image=4,
             image_token_id=99,
         ),
     ),
-    "t5": ("T5ForConditionalGeneration", lambda: transformers.T5Config(**_T5, decoder_start_token_id=0)),
-    "bart": ("BartForConditionalGeneration", lambda: transformers.BartConfig(**_TWO_STACKS)),
+    "t5": (
+        "T5ForConditionalGeneration",
+        lambda: transformers.T5Config(**_T5, decoder_start_token_id=0),
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        lambda: transformers.BartConfig(**_TWO_STACKS),
+    ),
     "hubert": (
         "HubertModel",
         lambda: transformers.HubertConfig(
-            **SMALL, conv_dim=(32,), conv_kernel=(3,), conv_stride=(2,), num_conv_pos_embedding_groups=2
+            **SMALL,
+            conv_dim=(32,),
+            conv_kernel=(3,),
+            conv_stride=(2,),
+            num_conv_pos_embedding_groups=2,
         ),
     ),
     "vit": ("ViTModel", lambda: transformers.ViTConfig(**_TOWER)),
@@ -81,7 +111,9 @@ KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def save(kind: str, folder: Path) -> nn.Module:
-    """A random model of one kind with a tokenizer, saved; as HuggingFace builds it under another seed than ours."""
+    """A random model of one kind with a tokenizer, saved; as HuggingFace builds it
+    under another seed than ours.
+    """
     class_name, config = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -102,7 +134,9 @@ class Evil:
 
 
 def bring_own_code(folder: Path, witness: Path) -> None:
-    """Let a saved Llama name a Python file of its own, which writes `witness` when it is run."""
+    """Let a saved Llama name a Python file of its own, which writes `witness` when it
+    is run.
+    """
     (folder / "modeling_own.py").write_text(
         "from pathlib import Path\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -111,12 +145,19 @@ def bring_own_code(folder: Path, witness: Path) -> None:
         "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
     config = json.loads((folder / "config.json").read_text())
-    named = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": named}))
+    named = {
+        "AutoConfig": "modeling_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "own", "auto_map": named})
+    )
 
 
 def bring_own_tokenizer(folder: Path, witness: Path) -> None:
-    """Let the tokenizer of a saved model name a Python file of its own, which writes `witness` when it is run."""
+    """Let the tokenizer of a saved model name a Python file of its own, which writes
+    `witness` when it is run.
+    """
     (folder / "tokenization_own.py").write_text(
         "from pathlib import Path\n"
         "from transformers import PreTrainedTokenizerFast\n"
@@ -138,25 +179,38 @@ def poison_weights(folder: Path, witness: Path) -> None:
 
 
 def poison_adapter(folder: Path, witness: Path) -> None:
-    """Put a PEFT adapter beside a model, whose weights are a pickle that writes `witness`."""
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "gpt2"}))
+    """Put a PEFT adapter beside a model, whose weights are a pickle that writes
+    `witness`.
+    """
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "gpt2"})
+    )
     (folder / "adapter_model.bin").write_bytes(pickle.dumps(Evil(witness)))
 
 
 def poison_chat_template(folder: Path, witness: Path) -> None:
-    """Give a tokenizer a template that would write `witness` if it were rendered without a sandbox."""
+    """Give a tokenizer a template that would write `witness` if it were rendered
+    without a sandbox.
+    """
     attack = "{{ cycler.__init__.__globals__.os.system('touch " + str(witness) + "') }}"
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": attack}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"chat_template": attack})
+    )
     (folder / "chat_template.jinja").write_text(attack)
 
 
 def save_gguf(
-    path: Path, architecture: str = "llama", block_count: int | None = None, renamed: tuple[str, str] = ("", "")
+    path: Path,
+    architecture: str = "llama",
+    block_count: int | None = None,
+    renamed: tuple[str, str] = ("", ""),
 ) -> nn.Module:
-    """A Llama as llama.cpp keeps it, in Q8_0 (blocks of 32, a scale each); the same with its dequantised weights.
+    """A Llama as llama.cpp keeps it, in Q8_0 (blocks of 32, a scale each); the same
+    with its dequantised weights.
 
-    The file may say that it has another number of layers, and tensors have a part of their name replaced.
+    The file may say that it has another number of layers, and tensors have a part of
+    their name replaced.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
@@ -165,7 +219,9 @@ def save_gguf(
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers if block_count is None else block_count)
+    writer.add_block_count(
+        config.num_hidden_layers if block_count is None else block_count
+    )
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -174,7 +230,9 @@ def save_gguf(
     writer.add_vocab_size(config.vocab_size)
     words = ["<s>", "w", *"0123456789", *(f"w{i}" for i in range(10))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(words + [f"unused{i}" for i in range(config.vocab_size - len(words))])
+    writer.add_token_list(
+        words + [f"unused{i}" for i in range(config.vocab_size - len(words))]
+    )
     writer.add_token_types([3] + [1] * (config.vocab_size - 1))
     writer.add_token_merges([f"w {i}" for i in range(10)])
     writer.add_bos_token_id(0)
@@ -192,12 +250,20 @@ def save_gguf(
             parameter.data = torch.from_numpy(weight)
         # llama.cpp rotates neighbouring entries of a head, HuggingFace the two halves.
         if n_heads := next((n for part, n in heads.items() if part in name), None):
-            weight = weight.reshape(n_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+            weight = (
+                weight.reshape(n_heads, 2, -1, weight.shape[1])
+                .swapaxes(1, 2)
+                .reshape(weight.shape)
+            )
         for theirs, ours in names.items():
             name = name.replace(theirs, ours)
         name = name.replace(*renamed) if renamed[0] else name
         if weight.ndim == 2:
-            writer.add_tensor(name, quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
+            writer.add_tensor(
+                name,
+                quants.quantize(np.ascontiguousarray(weight), kind),
+                raw_dtype=kind,
+            )
         else:
             writer.add_tensor(name, weight)
     writer.write_header_to_file()

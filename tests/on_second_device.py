@@ -1,7 +1,9 @@
-"""The main path on a device other than the CPU; `test_devices` runs this file in a process of its own.
+"""The main path on a device other than the CPU; `test_devices` runs this file in a
+process of its own.
 
-Every number is compared with the one that the CPU gives, and so are the ways in which Jacobians were evaluated: a cheap
-way that fails for mixing devices would otherwise be passed over for a dearer one, and nobody would notice.
+Every number is compared with the one that the CPU gives, and so are the ways in which
+Jacobians were evaluated: a cheap way that fails for mixing devices would otherwise be
+passed over for a dearer one, and nobody would notice.
 """
 
 from collections.abc import Callable
@@ -35,13 +37,18 @@ from zoo.models import hooked_transformer
 
 SECOND = second_device.install()
 K, TOKENS = 4, tiny.TOKENS[:6]
-# A standard block with shared keys; a custom autograd Function, which rules out torch.func; experts; a cheap way that
-# is wrong; recurrence; attention that reads both ways and takes no key/value cache.
+# A standard block with shared keys; a custom autograd Function, which rules out
+# torch.func; experts; a cheap way that is wrong; recurrence; attention that reads both
+# ways and takes no key/value cache.
 ARCHITECTURES = ("llama", "bloom", "mixtral", "gemma4", "mamba", "bert")
 
 
-def agree(compute: Callable[..., dict[str, Any]], make: Callable[[], nn.Module], *given: Any) -> None:
-    """A model on the CPU, and another of the same weights on the second device, give the same; tensors stay there."""
+def agree(
+    compute: Callable[..., dict[str, Any]], make: Callable[[], nn.Module], *given: Any
+) -> None:
+    """A model on the CPU, and another of the same weights on the second device, give
+    the same; tensors stay there.
+    """
     on_cpu, there = compute(make(), *given), compute(make().to(SECOND), *given)
     assert on_cpu.keys() == there.keys()
     for name, expected in on_cpu.items():
@@ -63,24 +70,34 @@ def agree(compute: Callable[..., dict[str, Any]], make: Callable[[], nn.Module],
             assert got == expected, name
 
 
-def of_jacobians(model: nn.Module, given: Any, dtype: torch.dtype | None = None) -> dict[str, Any]:
+def of_jacobians(
+    model: nn.Module, given: Any, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
     """Trace, and Jacobians in every way that the architecture allows."""
     trace = tlc.trace(model, given, dtype=dtype)
-    last, v = trace.n_pos - 1, torch.linspace(-1, 1, trace.d_model, dtype=trace.residual.dtype)
+    last, v = (
+        trace.n_pos - 1,
+        torch.linspace(-1, 1, trace.d_model, dtype=trace.residual.dtype),
+    )
     v = v.to(trace.residual)
     influence = tlc.cross_token_influence(trace)
     return {
         "residual": trace.residual,
         "f(X)": trace.blocks[0](trace.residual[0]),
         "J": tlc.block_jacobians(trace),
-        "J across tokens": tlc.block_jacobian(trace, 1, input_position=1, output_position=last - 1),
-        "J from a later token": tlc.block_jacobian(trace, 1, input_position=last, output_position=1),
+        "J across tokens": tlc.block_jacobian(
+            trace, 1, input_position=1, output_position=last - 1
+        ),
+        "J from a later token": tlc.block_jacobian(
+            trace, 1, input_position=last, output_position=1
+        ),
         "J in chunks": tlc.block_jacobian(trace, 0, chunk_size=7),
         "vjp": tlc.block_vjp(trace, 1, v, input_position=1),
         "jvp": tlc.block_jvp(trace, 1, v, input_position=1),
         "influence": influence.frobenius_norm,
         "effective rank": influence.effective_rank,
-        "paths": influence.provenance["paths"] | tlc.depth_coupling(trace, K).provenance["paths"],
+        "paths": influence.provenance["paths"]
+        | tlc.depth_coupling(trace, K).provenance["paths"],
         "remarks": trace.provenance["remarks"],
         "causal": trace.is_causal,
     }
@@ -91,13 +108,19 @@ def of_comparisons(model: nn.Module, given: Any) -> dict[str, Any]:
     trace = tlc.trace(model, given)
     J = tlc.block_jacobians(trace)
     spectrum, full = tlc.svd(J, K), tlc.svd(J)
-    of_J_1: dict[str, Any] = {"d_model": trace.d_model, "S_1": full.S, "frobenius_norm": full.S.norm(dim=-1)}
+    of_J_1: dict[str, Any] = {
+        "d_model": trace.d_model,
+        "S_1": full.S,
+        "frobenius_norm": full.S.norm(dim=-1),
+    }
     found: dict[str, Any] = {
         "S": spectrum.S,
         "A": tlc.coupling_matrix(J, spectrum, K).abs(),
         "reconstructed": full.U @ full.S.diag_embed() @ full.Vh,
         "null": tlc.random_subspace_null(K, "spectral_miscoupling", **of_J_1).float(),
-        "absolute null": tlc.random_subspace_null(K, "spectral_miscoupling", absolute=True, **of_J_1).float(),
+        "absolute null": tlc.random_subspace_null(
+            K, "spectral_miscoupling", absolute=True, **of_J_1
+        ).float(),
         "non-normality": tlc.spectra.non_normality(J),
         "asymmetry": tlc.spectra.asymmetry(J),
         "rank": tlc.spectra.effective_rank(full.S),
@@ -114,17 +137,37 @@ def of_comparisons(model: nn.Module, given: Any) -> dict[str, Any]:
         for measure in MEASURES:
             found[f"{name} {measure}"] = result.values(3, measure)
             found[f"{name} {measure} mean"] = result.mean(3, measure)
-        found |= {f"{name} null": result.null(3, "spectral_miscoupling", absolute=name == "depth")}
-        found |= {f"{name} locality": result.locality_profile(), f"{name} repr": bool(repr(result))}
-    return found | {"spread": maps["mean"].spread(), "spread of mean": maps["mean"].spread_of_mean()}
+        found |= {
+            f"{name} null": result.null(
+                3, "spectral_miscoupling", absolute=name == "depth"
+            )
+        }
+        found |= {
+            f"{name} locality": result.locality_profile(),
+            f"{name} repr": bool(repr(result)),
+        }
+    return found | {
+        "spread": maps["mean"].spread(),
+        "spread of mean": maps["mean"].spread_of_mean(),
+    }
 
 
 def of_trajectories(model: nn.Module, given: Any) -> dict[str, Any]:
     """Every measure of the stream itself, logits among them."""
     trace = tlc.trace(model, given)
     result = measure_trajectory(trace, position=2)
-    aligned, pca = residual_alignment(trace, n_classes=3), trajectory_pca(trace.residual)
-    names = ("line_shape_score", "expodistance", "equidistance", "norm", "step_length", "line_shape_score_by_depth")
+    aligned, pca = (
+        residual_alignment(trace, n_classes=3),
+        trajectory_pca(trace.residual),
+    )
+    names = (
+        "line_shape_score",
+        "expodistance",
+        "equidistance",
+        "norm",
+        "step_length",
+        "line_shape_score_by_depth",
+    )
     found = {name: getattr(result, name) for name in names}
     for name in ("one_step", "product", "closed_form", "singular_values"):
         found[name] = getattr(result.linearisation, name)
@@ -161,14 +204,25 @@ def test_jacobians_of_a_hooked_transformer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_weights_in_half_precision_and_jacobians_in_double(tokenizer_folder: Path) -> None:
+def test_weights_in_half_precision_and_jacobians_in_double(
+    tokenizer_folder: Path,
+) -> None:
     hf_model = tiny.huggingface_model("llama", dtype=torch.bfloat16)
-    agree(of_jacobians, lambda: tiny.bridge(hf_model, tokenizer_folder), TOKENS, torch.float64)
+    agree(
+        of_jacobians,
+        lambda: tiny.bridge(hf_model, tokenizer_folder),
+        TOKENS,
+        torch.float64,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_images() -> None:
-    agree(of_jacobians, lambda: vision_models.vit("ViTForImageClassification")[0], vision_models.pixels())
+    agree(
+        of_jacobians,
+        lambda: vision_models.vit("ViTForImageClassification")[0],
+        vision_models.pixels(),
+    )
 
 
 def test_comparisons(llama: Callable[[], nn.Module]) -> None:
@@ -180,7 +234,10 @@ def test_trajectories(llama: Callable[[], nn.Module]) -> None:
 
 
 def test_modules_without_a_model() -> None:
-    layers = [nn.TransformerEncoderLayer(16, 2, 32, norm_first=True).eval().to(SECOND) for _ in range(2)]
+    layers = [
+        nn.TransformerEncoderLayer(16, 2, 32, norm_first=True).eval().to(SECOND)
+        for _ in range(2)
+    ]
     x = torch.randn(5, 1, 16, generator=torch.Generator().manual_seed(0)).to(SECOND)
     traced = tlc.trace_modules(layers, lambda: layers[1](layers[0](x)))
     assert tlc.depth_coupling(traced, k=4).coupling().device.type == SECOND.type
@@ -193,29 +250,48 @@ def test_a_model_that_is_loaded_there(folder_model: Path) -> None:
 
 
 def split(model: nn.Module) -> nn.Module:
-    """The model with its last block and norm on the second device, and accelerate's hooks, as by `device_map`."""
-    for part, device in ((model.blocks[-1], SECOND), (model.ln_final, SECOND), (model.unembed, "cpu")):
+    """The model with its last block and norm on the second device, and accelerate's
+    hooks, as by `device_map`.
+    """
+    for part, device in (
+        (model.blocks[-1], SECOND),
+        (model.ln_final, SECOND),
+        (model.unembed, "cpu"),
+    ):
         part.to(device)
         add_hook_to_module(part.original_component, AlignDevicesHook(device))
     return model
 
 
 @pytest.mark.parametrize("final_norm", [False, True])
-def test_a_model_on_two_devices(llama: Callable[[], nn.Module], final_norm: bool) -> None:
+def test_a_model_on_two_devices(
+    llama: Callable[[], nn.Module], final_norm: bool
+) -> None:
     on_cpu = tlc.trace(llama(), TOKENS, final_norm=final_norm)
     halves = tlc.trace(split(llama()), TOKENS, final_norm=final_norm)
     assert [block.X.device.type for block in halves.blocks] == ["cpu", SECOND.type]
     assert tlc.block_jacobian(halves, 1).device.type == SECOND.type
     torch.testing.assert_close(halves.residual, on_cpu.residual, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(tlc.block_jacobians(halves), tlc.block_jacobians(on_cpu), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        tlc.block_jacobians(halves), tlc.block_jacobians(on_cpu), rtol=1e-4, atol=1e-4
+    )
     there, expected = (tlc.depth_coupling(trace, K) for trace in (halves, on_cpu))
-    torch.testing.assert_close(there.coupling(), expected.coupling(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        there.coupling(), expected.coupling(), rtol=1e-3, atol=1e-4
+    )
     assert there.provenance["paths"] == expected.provenance["paths"]
     assert not halves.provenance["remarks"]
     x = on_cpu.residual[-1]
-    torch.testing.assert_close(halves.logits(x, final_norm), on_cpu.logits(x, final_norm), rtol=1e-4, atol=1e-4)
-    other_way = tlc.self_coupling(halves, 1, 0, k=K), tlc.self_coupling(on_cpu, 1, 0, k=K)
-    torch.testing.assert_close(*(one.coupling() for one in other_way), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        halves.logits(x, final_norm), on_cpu.logits(x, final_norm), rtol=1e-4, atol=1e-4
+    )
+    other_way = (
+        tlc.self_coupling(halves, 1, 0, k=K),
+        tlc.self_coupling(on_cpu, 1, 0, k=K),
+    )
+    torch.testing.assert_close(
+        *(one.coupling() for one in other_way), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_modules_on_two_devices() -> None:
@@ -229,11 +305,18 @@ def test_modules_on_two_devices() -> None:
 
     def measured(layers: list[nn.Module]) -> tlc.CouplingMap:
         x = torch.randn(5, 1, 16, generator=torch.Generator().manual_seed(0))
-        return tlc.depth_coupling(tlc.trace_modules(layers, lambda: nn.Sequential(*layers)(x)), k=K)
+        return tlc.depth_coupling(
+            tlc.trace_modules(layers, lambda: nn.Sequential(*layers)(x)), k=K
+        )
 
     halves = layers()
     halves[0].to(SECOND), halves[2].to(SECOND)
-    torch.testing.assert_close(measured(halves).coupling().cpu(), measured(layers()).coupling(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        measured(halves).coupling().cpu(),
+        measured(layers()).coupling(),
+        rtol=1e-3,
+        atol=1e-4,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -244,7 +327,9 @@ def test_a_model_whose_weights_stay_on_the_disk(folder_model: Path) -> None:
     on_cpu, there = (of_jacobians(load(device), TOKENS) for device in ("cpu", SECOND))
     for name in ("residual", "J", "J across tokens", "vjp"):
         assert there[name].device.type == SECOND.type
-        torch.testing.assert_close(there[name].cpu(), on_cpu[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            there[name].cpu(), on_cpu[name], rtol=1e-4, atol=1e-5
+        )
     assert there["paths"] == on_cpu["paths"]
 
 
@@ -267,9 +352,17 @@ def test_files_pictures_and_pages(
     trace = tlc.trace(llama().to(SECOND), "w3 w14 w15 w92")
     portrait = tlc.portrait(trace, k=(2, K))
     depth, trajectory = portrait.depth, measure_trajectory(trace)
-    for result, values in ((depth, "matrices"), (portrait.influence, "frobenius_norm"), (trajectory, "norm")):
-        loaded = type(result).load(result.save(tmp_path / f"{type(result).__name__}.nc"))
-        torch.testing.assert_close(getattr(loaded, values), getattr(result, values).cpu())
+    for result, values in (
+        (depth, "matrices"),
+        (portrait.influence, "frobenius_norm"),
+        (trajectory, "norm"),
+    ):
+        loaded = type(result).load(
+            result.save(tmp_path / f"{type(result).__name__}.nc")
+        )
+        torch.testing.assert_close(
+            getattr(loaded, values), getattr(result, values).cpu()
+        )
     mean = tlc.depth_coupling([trace, trace], K)
     aligned = residual_alignment(trace, n_classes=3)
     with plots.off_screen():
@@ -290,20 +383,32 @@ def test_files_pictures_and_pages(
 def test_measures_of_many_prompts(llama: Callable[[], nn.Module]) -> None:
     there, prompts = llama().to(SECOND), ["w3 w14 w15 w92"]
     for measure in (tlc.surveys.measure_prompts, tlc.redundancy.layer_redundancy):
-        given = (tlc.Settings(k=(K,)),) if measure is tlc.surveys.measure_prompts else ()
+        given = (
+            (tlc.Settings(k=(K,)),) if measure is tlc.surveys.measure_prompts else ()
+        )
         options = {} if given else {"k": (K,)}
-        expected, got = (measure(model, prompts, *given, **options, progress=False) for model in (llama(), there))
+        expected, got = (
+            measure(model, prompts, *given, **options, progress=False)
+            for model in (llama(), there)
+        )
         for name, values in expected.data_vars.items():
             if values.dtype.kind == "f" and name != "peak_memory":
-                np.testing.assert_allclose(got[name], values, rtol=1e-3, atol=1e-5, err_msg=str(name))
+                np.testing.assert_allclose(
+                    got[name], values, rtol=1e-3, atol=1e-5, err_msg=str(name)
+                )
 
 
 def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
     """The module with a mistake."""
     source = Path(str(module.__file__)).read_text()
-    assert right in source, f"{module.__name__} has no {right!r} any more: plant the mistake elsewhere"
+    assert right in source, (
+        f"{module.__name__} has no {right!r} any more: plant the mistake elsewhere"
+    )
     mistaken = ModuleType(module.__name__)
-    exec(compile(source.replace(right, wrong), str(module.__file__), "exec"), vars(mistaken))
+    exec(
+        compile(source.replace(right, wrong), str(module.__file__), "exec"),
+        vars(mistaken),
+    )
     return mistaken
 
 
@@ -321,7 +426,9 @@ def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
             maps,
             "torch.tensor(side, device=self.matrices.device).T",
             "torch.tensor(side).T",
-            lambda module, trace: module.CouplingMap(**vars(tlc.depth_coupling(trace, K))).mean(),
+            lambda module, trace: module.CouplingMap(
+                **vars(tlc.depth_coupling(trace, K))
+            ).mean(),
             id="a mask on the CPU",
         ),
         pytest.param(
@@ -341,9 +448,15 @@ def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
     ],
 )
 def test_mistakes_are_caught(
-    llama: Callable[[], nn.Module], module: ModuleType, right: str, wrong: str, use: Callable[..., Any]
+    llama: Callable[[], nn.Module],
+    module: ModuleType,
+    right: str,
+    wrong: str,
+    use: Callable[..., Any],
 ) -> None:
-    on_cpu, there = (tlc.trace(model, TOKENS) for model in (llama(), llama().to(SECOND)))
+    on_cpu, there = (
+        tlc.trace(model, TOKENS) for model in (llama(), llama().to(SECOND))
+    )
     mistaken = _planted(module, right, wrong)
     use(mistaken, on_cpu)
     use(module, there)

@@ -1,7 +1,9 @@
-"""The code of README and of the documentation's pages: `python -m pages` runs the Python of all pages in this folder.
+"""The code of README and of the documentation's pages: `python -m pages` runs the
+Python of all pages in this folder.
 
-Each page is a script of its own. Pages run in reading order, and a later one may read what an earlier one wrote. A
-comment above a block, `<!-- needs … -->`, says why it is not run here; `text` after a block is what it prints.
+Each page is a script of its own. Pages run in reading order, and a later one may read
+what an earlier one wrote. A comment above a block, `<!-- needs … -->`, says why it is
+not run here; `text` after a block is what it prints.
 """
 
 import contextlib
@@ -18,9 +20,28 @@ README = ROOT / "README.md"
 PAGES = [
     ROOT / "docs" / f"{name}.md"
     for name in (
-        *("index", "start", "concepts/jacobians", "concepts/coupling", "concepts/measures", "concepts/nulls"),
-        *("concepts/trajectories", "how-to/models", "how-to/checkpoints", "how-to/surveys", "how-to/cluster"),
-        *("how-to/large-models", "how-to/vision", "how-to/statistics", "findings", "house"),
+        *(
+            "index",
+            "start",
+            "concepts/jacobians",
+            "concepts/coupling",
+            "concepts/measures",
+            "concepts/nulls",
+        ),
+        *(
+            "concepts/trajectories",
+            "how-to/models",
+            "how-to/checkpoints",
+            "how-to/surveys",
+            "how-to/cluster",
+        ),
+        *(
+            "how-to/large-models",
+            "how-to/vision",
+            "how-to/statistics",
+            "findings",
+            "house",
+        ),
     )
 ]
 _FENCE = re.compile(
@@ -30,7 +51,9 @@ _FENCE = re.compile(
 
 
 class Block(NamedTuple):
-    """A block of code, what it needs that is not here, and what its page says that it prints."""
+    """A block of code, what it needs that is not here, and what its page says that it
+    prints.
+    """
 
     page: str
     line: int
@@ -41,21 +64,33 @@ class Block(NamedTuple):
 
     def commands(self) -> list[list[str]]:
         """What stands after `tl-coupling`, of shell blocks."""
-        lines = self.text.replace("\\\n", " ").splitlines() if self.language == "sh" else []
-        return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("tl-coupling ")]
+        lines = (
+            self.text.replace("\\\n", " ").splitlines() if self.language == "sh" else []
+        )
+        return [
+            shlex.split(line, comments=True)[1:]
+            for line in lines
+            if line.startswith("tl-coupling ")
+        ]
 
 
 def blocks(path: Path) -> list[Block]:
     """All blocks of a page, in order."""
     text = path.read_text()
     return [
-        Block(str(path.relative_to(ROOT)), text.count("\n", 0, found.start("text")) + 1, **found.groupdict())
+        Block(
+            str(path.relative_to(ROOT)),
+            text.count("\n", 0, found.start("text")) + 1,
+            **found.groupdict(),
+        )
         for found in _FENCE.finditer(text)
     ]
 
 
 def run() -> None:
-    """Run every page, and write what each block prints, by page and line, to `printed.json`."""
+    """Run every page, and write what each block prints, by page and line, to
+    `printed.json`.
+    """
     from matplotlib import pyplot as plt
 
     printed = {}
@@ -66,7 +101,12 @@ def run() -> None:
                 where, said = f"{block.page}:{block.line}", io.StringIO()
                 with contextlib.redirect_stdout(said):
                     # Tracebacks then count lines as the page does.
-                    exec(compile("\n" * (block.line - 1) + block.text, block.page, "exec"), names)
+                    exec(
+                        compile(
+                            "\n" * (block.line - 1) + block.text, block.page, "exec"
+                        ),
+                        names,
+                    )
                 printed[where] = said.getvalue()
         plt.close("all")
     Path("printed.json").write_text(json.dumps(printed))

@@ -1,6 +1,8 @@
-"""A SLURM of one node on this machine, all of it in one folder: munged, slurmctld, slurmd, and nothing under /etc.
+"""A SLURM of one node on this machine, all of it in one folder: munged, slurmctld,
+slurmd, and nothing under /etc.
 
-As a script it runs a command inside such a cluster: `python tests/slurm_cluster.py sinfo`.
+As a script it runs a command inside such a cluster: `python tests/slurm_cluster.py
+sinfo`.
 """
 
 import contextlib
@@ -17,9 +19,10 @@ from pathlib import Path
 
 PACKAGES = "slurmctld slurmd slurm-client munge"
 _COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
-# Any user can run it, and the jobs are this user's. CPUs: two jobs run at once, whatever the machine has.
-# KillWait: what outlives SIGTERM gets SIGKILL a second later, or at SLURM's next look round.
-# cred_expire: a requeued job waits this long before it runs again; less than 5 s is taken for 120 s.
+# Any user can run it, and the jobs are this user's. CPUs: two jobs run at once,
+# whatever the machine has. KillWait: what outlives SIGTERM gets SIGKILL a second later,
+# or at SLURM's next look round. cred_expire: a requeued job waits this long before it
+# runs again; less than 5 s is taken for 120 s.
 _CONFIGURATION = """\
 ClusterName=local
 SlurmctldHost={host}(127.0.0.1)
@@ -46,7 +49,8 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0
 NodeName=node NodeHostname={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=4000
 PartitionName=local Nodes=node Default=YES State=UP
 """
-# Accounting needs a database server: this answers in its place, from what the controller remembers (300 s).
+# Accounting needs a database server: this answers in its place, from what the
+# controller remembers (300 s).
 _SACCT = """\
 #!/bin/sh
 echo 'JobID|State|NodeList'
@@ -57,15 +61,21 @@ exec squeue --noheader --array --states=all --format='%i|%T|%N'
 def why_not() -> str | None:
     """Why there can be no SLURM here, in one line; None if there can be one."""
     absent = [name for name in _COMMANDS if shutil.which(name, path=_path()) is None]
-    return f"no SLURM here: wanted {', '.join(absent)}; Debian has them in {PACKAGES}" if absent else None
+    return (
+        f"no SLURM here: wanted {', '.join(absent)}; Debian has them in {PACKAGES}"
+        if absent
+        else None
+    )
 
 
 @contextlib.contextmanager
 def local_slurm(folder: Path, timeout: float = 20.0) -> Iterator[None]:
-    """Within the block SLURM's commands reach a partition "local" whose one node is this machine.
+    """Within the block SLURM's commands reach a partition "local" whose one node is
+    this machine.
 
     Raises:
-        OSError: SLURM cannot be had here (`why_not`), or its node is not idle after `timeout` seconds.
+        OSError: SLURM cannot be had here (`why_not`), or its node is not idle after
+            `timeout` seconds.
     """
     if reason := why_not():
         raise OSError(reason)
@@ -79,20 +89,34 @@ def local_slurm(folder: Path, timeout: float = 20.0) -> Iterator[None]:
     }
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment(SLURM_CONF=f"{folder}/slurm.conf", PATH=f"{folder}/bin:{_path()}"))
+        stack.enter_context(
+            _environment(
+                SLURM_CONF=f"{folder}/slurm.conf", PATH=f"{folder}/bin:{_path()}"
+            )
+        )
         # --force: it refuses a socket in a folder that others may not enter.
-        options = [f"--{option}={folder / name}" for option, name in munge_files.items()]
-        munged = stack.enter_context(_daemon(folder, "munged", "--foreground", "--force", *options))
+        options = [
+            f"--{option}={folder / name}" for option, name in munge_files.items()
+        ]
+        munged = stack.enter_context(
+            _daemon(folder, "munged", "--foreground", "--force", *options)
+        )
         _wait(munged, deadline, lambda: (folder / "munge.socket").exists())
         slurmctld = stack.enter_context(_daemon(folder, "slurmctld", "-D"))
         stack.enter_context(_daemon(folder, "slurmd", "-D", "-N", "node"))
-        _wait(slurmctld, deadline, lambda: _answer("sinfo", "--noheader", "--format=%T") == "idle")
+        _wait(
+            slurmctld,
+            deadline,
+            lambda: _answer("sinfo", "--noheader", "--format=%T") == "idle",
+        )
         stack.callback(_end_jobs)
         yield
 
 
 def _path() -> str:
-    """Daemons live in /usr/sbin, which users who are not root need not have in their PATH."""
+    """Daemons live in /usr/sbin, which users who are not root need not have in their
+    PATH.
+    """
     return f"{os.environ['PATH']}:/usr/sbin"
 
 
@@ -100,11 +124,16 @@ def _write_files(folder: Path) -> None:
     for name in ("state", "spool", "bin"):
         (folder / name).mkdir(parents=True)
     # Both at once, so that the ports differ.
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
         ports = [s.getsockname()[1] for s in (one, other)]
     host = socket.gethostname().split(".")[0]
     (folder / "slurm.conf").write_text(
-        _CONFIGURATION.format(folder=folder, host=host, ports=ports, user=getpass.getuser())
+        _CONFIGURATION.format(
+            folder=folder, host=host, ports=ports, user=getpass.getuser()
+        )
     )
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
@@ -127,11 +156,16 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _daemon(folder: Path, name: str, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+def _daemon(
+    folder: Path, name: str, *arguments: str
+) -> Iterator["subprocess.Popen[bytes]"]:
     with (folder / f"{name}.log").open("wb") as log:
-        # It ends with this process, however that ends, but not by Ctrl-C, which must end its jobs first.
+        # It ends with this process, however that ends, but not by Ctrl-C, which must
+        # end its jobs first.
         command = ["setpriv", "--pdeathsig", "TERM", name, *arguments]
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -143,10 +177,14 @@ def _daemon(folder: Path, name: str, *arguments: str) -> Iterator["subprocess.Po
             process.wait()
 
 
-def _wait(process: "subprocess.Popen[bytes]", deadline: float, ready: Callable[[], bool]) -> None:
+def _wait(
+    process: "subprocess.Popen[bytes]", deadline: float, ready: Callable[[], bool]
+) -> None:
     while not ready():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise OSError(f"no SLURM: wanted it up in time, got none; see the logs beside {os.environ['SLURM_CONF']}")
+            raise OSError(
+                f"no SLURM: wanted it up in time, got none; see the logs beside {os.environ['SLURM_CONF']}"
+            )
         time.sleep(0.05)
 
 
@@ -159,10 +197,15 @@ def _end_jobs() -> None:
 
 
 def _answer(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=30
+    ).stdout.strip()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(prefix="slurm_") as scratch, local_slurm(Path(scratch)):
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm_") as scratch,
+        local_slurm(Path(scratch)),
+    ):
         status = subprocess.run(sys.argv[1:]).returncode
     sys.exit(status)

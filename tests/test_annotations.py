@@ -20,12 +20,16 @@ pytestmark = pytest.mark.on_4_only
 
 
 @checked(typechecker=beartype)
-def product(X: Float[Tensor, "n m"], Y: Float[Tensor, "m p"], n_columns: int | None = None) -> Float[Tensor, "n p"]:
+def product(
+    X: Float[Tensor, "n m"], Y: Float[Tensor, "m p"], n_columns: int | None = None
+) -> Float[Tensor, "n p"]:
     return (X @ Y)[:, :n_columns]
 
 
 @checked(typechecker=beartype)
-def products(pairs: list[tuple[Float[Tensor, "n m"], Float[Tensor, "m p"]]]) -> Iterator[Tensor]:
+def products(
+    pairs: list[tuple[Float[Tensor, "n m"], Float[Tensor, "m p"]]],
+) -> Iterator[Tensor]:
     yield from (product(X, Y) for X, Y in pairs)
 
 
@@ -69,7 +73,9 @@ def test_what_does_not_fit_is_refused(call: Callable[[], Any]) -> None:
         call()
 
 
-def test_a_function_within_another_keeps_its_own_variables_and_no_longer_than_itself() -> None:
+def test_a_function_within_another_keeps_its_own_variables_and_no_longer_than_itself() -> (
+    None
+):
     class Added(float):
         """A number that can be watched."""
 

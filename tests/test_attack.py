@@ -12,21 +12,31 @@ from attack.subject import Subject, finished
 
 pytestmark = [
     pytest.mark.on_4_only,
-    pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks processes up as Linux does"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="forks, and looks processes up as Linux does"
+    ),
 ]
 
 
 def test_a_small_share_of_every_attack_finds_nothing(tmp_path: Path) -> None:
-    # Those of workers and commands take half a minute each; test_executors and test_interrupts have their like.
+    # Those of workers and commands take half a minute each; test_executors and
+    # test_interrupts have their like.
     kinds = ["runs", "measurements", "folders", "plan", "changes", "disks", "inputs"]
     command = [sys.executable, "-m", "attack", "--share", "0.02", "--only", *kinds]
     ended = subprocess.run(
-        [*command, "--save", tmp_path / "found.json"], cwd=Path(__file__).parent, capture_output=True, text=True
+        [*command, "--save", tmp_path / "found.json"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr[-1000:]
     counts = json.loads((tmp_path / "found.json").read_text())["attacks"]
     assert {name: row["attacks"] for name, row in counts.items()} == {
-        **{"kills of runs": 3, "interrupts of measurements": 8, "interrupts of runs": 2},
+        **{
+            "kills of runs": 3,
+            "interrupts of measurements": 8,
+            "interrupts of runs": 2,
+        },
         **{"racing plans": 1, "orphans of an earlier plan": 1},
         **{"changes under streamed models": 1, "changes under resident models": 1},
         **{"damaged folders": 1, "full disks": 1, "hostile inputs": 2},
@@ -52,8 +62,13 @@ def test_a_wrong_value_and_a_unit_computed_again_are_found(subject: Subject) -> 
     one.with_suffix(".json").write_text(json.dumps(record))
     one.with_suffix(".nc").write_bytes(other.with_suffix(".nc").read_bytes())
     found = subject.faults(folder, before, "a forgery")
-    assert [one.partition(":")[0] for one in found] == ["wrong value", "recomputed or lost"]
-    assert subject.completed(folder, "a forgery") == ["wrong value: run again after a forgery"]
+    assert [one.partition(":")[0] for one in found] == [
+        "wrong value",
+        "recomputed or lost",
+    ]
+    assert subject.completed(folder, "a forgery") == [
+        "wrong value: run again after a forgery"
+    ]
 
 
 def test_a_bug_is_told_from_a_refusal() -> None:

@@ -1,4 +1,6 @@
-"""That every benchmark runs, on models of a few thousand weights, and that what it counts is right."""
+"""That every benchmark runs, on models of a few thousand weights, and that what it
+counts is right.
+"""
 
 import argparse
 import json
@@ -28,14 +30,30 @@ def read(folder: Path, name: str) -> dict:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def test_depth_coupling_agrees_with_the_released_algorithm(folder_model, tmp_path, monkeypatch, capsys):
+def test_depth_coupling_agrees_with_the_released_algorithm(
+    folder_model, tmp_path, monkeypatch, capsys
+):
     def here(worker: str, options: argparse.Namespace, n_tokens: int) -> dict:
-        measured = depth_coupling.WORKERS[worker](options.model, n_tokens, torch.device("cpu"), options.repeats)
+        measured = depth_coupling.WORKERS[worker](
+            options.model, n_tokens, torch.device("cpu"), options.repeats
+        )
         return {"load_average_before": 0.0} | measured
 
     monkeypatch.setattr(released_algorithm, "KS", (2, 4))
     monkeypatch.setattr(depth_coupling, "in_own_process", here)
-    given = ["--model", folder_model, "--tokens", 4, 6, "--ours-alone", 6, "--device", "cpu", "--out", tmp_path]
+    given = [
+        "--model",
+        folder_model,
+        "--tokens",
+        4,
+        6,
+        "--ours-alone",
+        6,
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+    ]
     depth_coupling.main(list(map(str, given)))
     both, alone = read(tmp_path, "depth_coupling")["runs"]
     assert both["largest_difference"] < 1e-4
@@ -52,23 +70,34 @@ def test_jacobians_and_their_table_and_picture(folder_model, tmp_path, capsys):
     given += ["--k", 4, "--repeats", 1, "--device", "cpu", "--out", tmp_path]
     jacobians.main(list(map(str, given)))
     results = read(tmp_path, "jacobians")
-    sizes = [[run["shapes"][name] for name in ("n_layers", "d_model", "n_pos")] for run in results["runs"]]
+    sizes = [
+        [run["shapes"][name] for name in ("n_layers", "d_model", "n_pos")]
+        for run in results["runs"]
+    ]
     assert sizes == [[2, 32, 5], [1, 32, 5], [1, 64, 5], [1, 128, 5]]
     for run in results["runs"]:
         ratio = run["seconds"]["jacobians"] / sum(run["bare_products"].values())
         assert run["jacobians_over_bare"] == pytest.approx(ratio)
         assert run["jacobians_and_gate_over_bare"] > ratio
-    assert {"date", "load_average", "cpu", "cpu_threads", "versions"} <= results["environment"].keys()
+    assert {"date", "load_average", "cpu", "cpu_threads", "versions"} <= results[
+        "environment"
+    ].keys()
     capsys.readouterr()
     table.main(["--results", str(tmp_path)])
-    rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| random |")]
+    rows = [
+        line
+        for line in (tmp_path / "table.md").read_text().splitlines()
+        if line.startswith("| random |")
+    ]
     assert [row.split(" | ")[2] for row in rows] == ["64", "128"]
     assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_shows_every_run_and_its_ratio():
     def run(n_pos: int, **sides: float) -> dict:
-        seconds = {side: {"seconds": {"end to end": value}} for side, value in sides.items()}
+        seconds = {
+            side: {"seconds": {"end to end": value}} for side, value in sides.items()
+        }
         return {"shapes": {"n_pos": n_pos}} | seconds
 
     runs = [run(10, released=12.0, ours=2.0), run(256, ours=4.0)]
@@ -80,7 +109,11 @@ def test_a_picture_shows_every_run_and_its_ratio():
 
 def test_a_benchmark_without_tables_has_its_numbers_listed(monkeypatch):
     monkeypatch.setattr(table, "_module", lambda _: SimpleNamespace())
-    found = {"benchmark": "b", "environment": {"cpu": "c"}, "runs": [{"seconds": 1.23456, "tokens": [1, 2]}]}
+    found = {
+        "benchmark": "b",
+        "environment": {"cpu": "c"},
+        "runs": [{"seconds": 1.23456, "tokens": [1, 2]}],
+    }
     (listed,) = table.tables_of(found)
     assert "| runs, 0, seconds | 1.235 |" in table.markdown(listed)
     assert "tokens" not in table.markdown(listed)
@@ -95,7 +128,20 @@ def test_the_table_of_nothing_is_refused_in_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("more", [[], ["--one-at-a-time", "--dtype", "float32"]])
 def test_the_lines_for_a_gpu_run_on_a_cpu(more, tmp_path):
-    given = ["--device", "cpu", "--layers", 2, "--width", 64, "--tokens", 8, "--k", 4, "--peak-size", 64]
+    given = [
+        "--device",
+        "cpu",
+        "--layers",
+        2,
+        "--width",
+        64,
+        "--tokens",
+        8,
+        "--k",
+        4,
+        "--peak-size",
+        64,
+    ]
     gpu.main([*map(str, given), *more, "--out", str(tmp_path)])
     run = read(tmp_path, "gpu")["run"]
     assert run["shapes"] == {"n_pos": 8, "n_layers": 2, "d_model": 64, "k": 4}
@@ -106,7 +152,11 @@ def test_the_lines_for_a_gpu_run_on_a_cpu(more, tmp_path):
 def test_bare_products_count_what_they_do():
     cfg = SimpleNamespace(d_model=12, d_mlp=20, n_heads=3, d_head=4)
     products = stages.bare_products(cfg, n_pos=7)
-    expected = {"MLP": 2 * 12 * 20 * 12, "attention output": 2 * 12 * 12 * 12, "keys": 2 * 3 * 4 * 7 * 4}
+    expected = {
+        "MLP": 2 * 12 * 20 * 12,
+        "attention output": 2 * 12 * 12 * 12,
+        "keys": 2 * 3 * 4 * 7 * 4,
+    }
     expected |= {"queries": 2 * 3 * 4 * 4 * 12, "MLP after attention": 2 * 12**3}
     for name, product in products.items():
         with FlopCounterMode(display=False) as counted:
@@ -115,27 +165,64 @@ def test_bare_products_count_what_they_do():
 
 
 def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(statistics, "COVERED", tuple(one for one in statistics.COVERED if sum(one.sizes) == 12))
-    monkeypatch.setattr(statistics, "LOOKED_AT", (statistics.Design((2, 2, 1, 1, 1), True),))
-    given = ["--studies", 150, "--resampled", 4, "--resamples", 50, "--looked-at", 4, "--permutations", 19]
+    monkeypatch.setattr(
+        statistics,
+        "COVERED",
+        tuple(one for one in statistics.COVERED if sum(one.sizes) == 12),
+    )
+    monkeypatch.setattr(
+        statistics, "LOOKED_AT", (statistics.Design((2, 2, 1, 1, 1), True),)
+    )
+    given = [
+        "--studies",
+        150,
+        "--resampled",
+        4,
+        "--resamples",
+        50,
+        "--looked-at",
+        4,
+        "--permutations",
+        19,
+    ]
     # With so few studies what is wanted may be missed: it is said then.
     status = statistics.main([*map(str, given), "--out", str(tmp_path)])
     found = read(tmp_path, "statistics")
     assert status == bool(statistics.missed(found))
     alone, related = (row["coverage"] for row in found["coverage"])
-    assert [row["design"] for row in found["coverage"]] == ["12 models", "12 models in 3 families of 4"]
+    assert [row["design"] for row in found["coverage"]] == [
+        "12 models",
+        "12 models in 3 families of 4",
+    ]
     assert alone["of the study"] == alone["as if independent"]
     # At 95 % three standard errors of 150 are 5 %.
-    assert min(alone["of the study"], related["of the study"]) > 0.9 > related["as if independent"]
+    assert (
+        min(alone["of the study"], related["of the study"])
+        > 0.9
+        > related["as if independent"]
+    )
     (false,) = found["familywise"]
-    assert (false["design"], false["n_looks"]) == ("7 models in 5 families of 1 to 2", 180)
+    assert (false["design"], false["n_looks"]) == (
+        "7 models in 5 families of 1 to 2",
+        180,
+    )
     assert false["false_positives"]["own p, any look"] == 1
     assert [row["reliability"] for row in found["attenuation"]] == [0.9, 0.8, 0.7]
     reliable = next(statistics.attenuations(20))
     found_ones = reliable["said"], reliable["raw"], reliable["corrected"]
     assert found_ones == pytest.approx((0.9, 0.9, 1), abs=0.06)
-    wrong = {"coverage": [{"design": "d", "is_wanted": True, "coverage": {"of the study": 0.9}}]}
-    wrong["familywise"] = [{"design": "e", "is_wanted": True, "false_positives": {"max-statistic, any look": 0.07}}]
+    wrong = {
+        "coverage": [
+            {"design": "d", "is_wanted": True, "coverage": {"of the study": 0.9}}
+        ]
+    }
+    wrong["familywise"] = [
+        {
+            "design": "e",
+            "is_wanted": True,
+            "false_positives": {"max-statistic, any look": 0.07},
+        }
+    ]
     assert [one.split(":")[0] for one in statistics.missed(wrong)] == ["d", "e"]
     assert "coverage of the 95 %" in capsys.readouterr().out
 
@@ -143,14 +230,41 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
 def test_across_tokens(folder_model, tmp_path, monkeypatch):
     monkeypatch.setattr(across_tokens, "LAYERS", (0, 1))
     monkeypatch.setattr(across_tokens, "LONG", 3)
-    across_tokens.main(["--model", str(folder_model), "--tokens", "3", "--k", "4", "--out", str(tmp_path)])
-    assert read(tmp_path, "across_tokens")["run"]["largest_relative_difference_of_jacobians"] < 1e-4
+    across_tokens.main(
+        [
+            "--model",
+            str(folder_model),
+            "--tokens",
+            "3",
+            "--k",
+            "4",
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    assert (
+        read(tmp_path, "across_tokens")["run"][
+            "largest_relative_difference_of_jacobians"
+        ]
+        < 1e-4
+    )
 
 
 def test_engines(folder_model, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "prompt": "w1 w2 w3", "task": "t"}\n')
-    given = ["--model", folder_model, "--prompts", prompts, "--per-task", 1, "--k", 4, "--engines", "here"]
+    given = [
+        "--model",
+        folder_model,
+        "--prompts",
+        prompts,
+        "--per-task",
+        1,
+        "--k",
+        4,
+        "--engines",
+        "here",
+    ]
     # Set by the benchmark for good.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")

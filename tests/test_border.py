@@ -1,4 +1,6 @@
-"""What users call refuses whatever does not fit in one line, and takes what they mean all the same."""
+"""What users call refuses whatever does not fit in one line, and takes what they mean
+all the same.
+"""
 
 import inspect
 import operator
@@ -37,28 +39,89 @@ class Foreign:
 
 
 def public() -> Iterator[Callable[..., Any]]:
-    """Every public function, classes that users make, methods of what they are given."""
-    yield from (value for value in public_names().values() if isinstance(value, types.FunctionType))
+    """Every public function, classes that users make, methods of what they are
+    given.
+    """
+    yield from (
+        value
+        for value in public_names().values()
+        if isinstance(value, types.FunctionType)
+    )
     yield from (one.__init__ for one in MADE)
     for one in ASKED:
-        functions = (getattr(value, "__func__", value) for name, value in vars(one).items() if name[0] != "_")
+        functions = (
+            getattr(value, "__func__", value)
+            for name, value in vars(one).items()
+            if name[0] != "_"
+        )
         yield from filter(inspect.isfunction, functions)
 
 
-PUBLIC = {f.__qualname__: f for f in public() if f.__name__[0] != "_" or f.__name__ == "__init__"}
-PUBLIC = {name: f for name, f in PUBLIC.items() if set(inspect.signature(f).parameters) - {"self", "cls"}}
+PUBLIC = {
+    f.__qualname__: f
+    for f in public()
+    if f.__name__[0] != "_" or f.__name__ == "__init__"
+}
+PUBLIC = {
+    name: f
+    for name, f in PUBLIC.items()
+    if set(inspect.signature(f).parameters) - {"self", "cls"}
+}
 
 
 def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
-    """What a function cannot be called without, of the right kind and nothing more: it is never run."""
+    """What a function cannot be called without, of the right kind and nothing more: it
+    is never run.
+    """
     depth = tlc.depth_coupling(trace, k=2)
     by_name = {
-        **{"trace": trace, "traces": trace, "model": trace.model, "layer": 0, "k": 1, "n": 1, "prediction": "input"},
-        **{"J": SQUARE, "J_1": SQUARE, "A": SQUARE, "S": torch.ones(2), "S_1": torch.ones(2), "x": torch.ones(3, 4)},
-        **{"spectrum_2": tlc.svd(SQUARE), "U": SQUARE, "Vh": SQUARE, "result": depth, "results": {}, "runs": {}},
-        **{"data": xarray.Dataset(), "table": pandas.DataFrame(), "scores": "loss", "controls": ["z"], "subsets": {}},
-        **{"survey": tlc.Survey(["a"], ["b"]), "prompts": ["b"], "settings": tlc.Settings(), "models": ["a"]},
-        **{"folder": "f", "path": "f", "name": "f", "source": "f", "id": "a", "prompt": "b", "y": "score"},
+        **{
+            "trace": trace,
+            "traces": trace,
+            "model": trace.model,
+            "layer": 0,
+            "k": 1,
+            "n": 1,
+            "prediction": "input",
+        },
+        **{
+            "J": SQUARE,
+            "J_1": SQUARE,
+            "A": SQUARE,
+            "S": torch.ones(2),
+            "S_1": torch.ones(2),
+            "x": torch.ones(3, 4),
+        },
+        **{
+            "spectrum_2": tlc.svd(SQUARE),
+            "U": SQUARE,
+            "Vh": SQUARE,
+            "result": depth,
+            "results": {},
+            "runs": {},
+        },
+        **{
+            "data": xarray.Dataset(),
+            "table": pandas.DataFrame(),
+            "scores": "loss",
+            "controls": ["z"],
+            "subsets": {},
+        },
+        **{
+            "survey": tlc.Survey(["a"], ["b"]),
+            "prompts": ["b"],
+            "settings": tlc.Settings(),
+            "models": ["a"],
+        },
+        **{
+            "folder": "f",
+            "path": "f",
+            "name": "f",
+            "source": "f",
+            "id": "a",
+            "prompt": "b",
+            "y": "score",
+        },
         **{
             "blocks": [torch.nn.Identity()],
             "run": print,
@@ -72,10 +135,18 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
             "generator": torch.Generator(),
             "frobenius_norm": torch.ones(()),
         },
-        **{"vector": torch.ones(2), "workers": 1, "n_classes": 1, "rank": 1, "spectra": tlc.svd(SQUARE[None])},
+        **{
+            "vector": torch.ones(2),
+            "workers": 1,
+            "n_classes": 1,
+            "rank": 1,
+            "spectra": tlc.svd(SQUARE[None]),
+        },
         **{name: getattr(depth, name) for name in depth.__dataclass_fields__},
     }
-    owner = {one.__name__: one for one in ASKED + MADE}.get(function.__qualname__.partition(".")[0])
+    owner = {one.__name__: one for one in ASKED + MADE}.get(
+        function.__qualname__.partition(".")[0]
+    )
     by_name |= {"self": owner and object.__new__(owner), "cls": owner}
     by_name |= {"x": "coupling"} if function.__name__ in OF_COLUMNS else {}
     by_name |= {
@@ -88,15 +159,23 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         "inverse_singular_value_fit": {"S": torch.ones(2, 2)},
         "prompts_per_task": {"prompts": [tlc.Prompt("a", "b")]},
         "show_layers_by_token": {"values": torch.ones(1, 1)},
-        "plot_alignment_matrices": {"result": object.__new__(trajectories.ResidualAlignment)},
+        "plot_alignment_matrices": {
+            "result": object.__new__(trajectories.ResidualAlignment)
+        },
         "plot_spread": {"result": object.__new__(comparisons.MeanCouplingMap)},
         **{
-            f"plot_{name}": {"result": object.__new__(tlc.generalization.Generalization)}
+            f"plot_{name}": {
+                "result": object.__new__(tlc.generalization.Generalization)
+            }
             for name in ("generalization", "forest", "k_sweep")
         },
     }.get(function.__name__, {})
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: by_name[p.name] for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    return {
+        p.name: by_name[p.name]
+        for p in parameters
+        if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    }
 
 
 @pytest.mark.parametrize("function", PUBLIC.values(), ids=PUBLIC)
@@ -136,9 +215,14 @@ def test_what_an_error_says_makes_one_is_there(maker: str) -> None:
 def test_the_whole_api_is_there() -> None:
     # Fewer would mean that the test above looks at nothing.
     assert len(PUBLIC) > 90
-    assert {"svd", "plot_coupling", "html_report", "Settings.__init__", "CouplingMap.values", "bootstrap"} <= set(
-        PUBLIC
-    )
+    assert {
+        "svd",
+        "plot_coupling",
+        "html_report",
+        "Settings.__init__",
+        "CouplingMap.values",
+        "bootstrap",
+    } <= set(PUBLIC)
 
 
 WHOLE = {
@@ -156,13 +240,26 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize(("name", "parameter"), [(name, one) for name, many in WHOLE.items() for one in many])
+@pytest.mark.parametrize(
+    ("name", "parameter"), [(name, one) for name, many in WHOLE.items() for one in many]
+)
 def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
     name: str, parameter: str, tiny_trace: tlc.Trace
 ) -> None:
     function = PUBLIC[name]
-    for wrong in (2.5, 2.0, True, np.bool_(True), "2", float("nan"), torch.tensor(2), np.array([2])):
-        with pytest.raises(TypeError, match=rf"^`{parameter}` must be a whole number( or None)?, got "):
+    for wrong in (
+        2.5,
+        2.0,
+        True,
+        np.bool_(True),
+        "2",
+        float("nan"),
+        torch.tensor(2),
+        np.array([2]),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"^`{parameter}` must be a whole number( or None)?, got "
+        ):
             function(**fitting(function, tiny_trace) | {parameter: wrong})
 
 
@@ -179,9 +276,21 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
             TypeError,
             r"got a tensor of torch.int64 and shape \[2 2\]: con",
         ),
-        (lambda t: tlc.svd(torch.ones(3)), ValueError, r"`J` must have shape \[… d_out d_in\], got \[3\]"),
-        (lambda t: tlc.miscoupling(torch.ones(3, 4)), ValueError, r"`A` must have shape \[… k k\], got \[3 4\]"),
-        (lambda t: tlc.miscoupling(torch.full((2, 2), torch.nan)), ValueError, "`A` has NaN or infinite entries"),
+        (
+            lambda t: tlc.svd(torch.ones(3)),
+            ValueError,
+            r"`J` must have shape \[… d_out d_in\], got \[3\]",
+        ),
+        (
+            lambda t: tlc.miscoupling(torch.ones(3, 4)),
+            ValueError,
+            r"`A` must have shape \[… k k\], got \[3 4\]",
+        ),
+        (
+            lambda t: tlc.miscoupling(torch.full((2, 2), torch.nan)),
+            ValueError,
+            "`A` has NaN or infinite entries",
+        ),
         (
             lambda t: tlc.coupling_matrix(torch.eye(3), tlc.svd(SQUARE), 1),
             ValueError,
@@ -193,7 +302,9 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
             "one dtype, got torch.float64 and",
         ),
         (
-            lambda t: tlc.coupling_matrix(SQUARE.expand(3, 2, 2), tlc.svd(SQUARE.expand(5, 2, 2)), 1),
+            lambda t: tlc.coupling_matrix(
+                SQUARE.expand(3, 2, 2), tlc.svd(SQUARE.expand(5, 2, 2)), 1
+            ),
             ValueError,
             r"batch axes that fit, got \[3\] and \[5\]",
         ),
@@ -217,27 +328,75 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
             TypeError,
             r"`x` must be a floating-point torch tensor \[n_layers\+1 … d_model\], got a list",
         ),
-        (lambda t: tlc.random_subspace_null(1.5), TypeError, "`k` must be a whole number, got 1.5"),
-        (lambda t: tlc.random_subspace_null(True), TypeError, "`k` must be a whole number, got True"),
-        (lambda t: tlc.random_subspace_null(0), ValueError, "`k` must be at least 1, got 0"),
-        (lambda t: tlc.Settings(k=5), TypeError, "`k` must be a list of whole numbers, got 5"),
-        (lambda t: tlc.Settings(k=(2.5,)), TypeError, r"`k` must be a list of whole numbers, got \(2.5,\)"),
-        (lambda t: tlc.Settings(k=(True,)), TypeError, r"`k` must be a list of whole numbers, got \(True,\)"),
-        (lambda t: tlc.Settings(position="x"), TypeError, "`position` must be a whole number, got 'x'"),
-        (lambda t: tlc.Settings(n_singular_values=-5), ValueError, "`n_singular_values` must be at least 1, got -5"),
+        (
+            lambda t: tlc.random_subspace_null(1.5),
+            TypeError,
+            "`k` must be a whole number, got 1.5",
+        ),
+        (
+            lambda t: tlc.random_subspace_null(True),
+            TypeError,
+            "`k` must be a whole number, got True",
+        ),
+        (
+            lambda t: tlc.random_subspace_null(0),
+            ValueError,
+            "`k` must be at least 1, got 0",
+        ),
+        (
+            lambda t: tlc.Settings(k=5),
+            TypeError,
+            "`k` must be a list of whole numbers, got 5",
+        ),
+        (
+            lambda t: tlc.Settings(k=(2.5,)),
+            TypeError,
+            r"`k` must be a list of whole numbers, got \(2.5,\)",
+        ),
+        (
+            lambda t: tlc.Settings(k=(True,)),
+            TypeError,
+            r"`k` must be a list of whole numbers, got \(True,\)",
+        ),
+        (
+            lambda t: tlc.Settings(position="x"),
+            TypeError,
+            "`position` must be a whole number, got 'x'",
+        ),
+        (
+            lambda t: tlc.Settings(n_singular_values=-5),
+            ValueError,
+            "`n_singular_values` must be at least 1, got -5",
+        ),
         (lambda t: tlc.Survey("", ["b"]), ValueError, "`models` must not be empty"),
         (lambda t: tlc.Survey([""], ["b"]), ValueError, "`models` must not be empty"),
         (lambda t: tlc.Survey(5, ["b"]), TypeError, "`models` must be .*, got 5"),
-        (lambda t: tlc.Survey(["a"], 5), TypeError, "`prompts` must be .*, got 5: `tl_coupling.Prompt"),
+        (
+            lambda t: tlc.Survey(["a"], 5),
+            TypeError,
+            "`prompts` must be .*, got 5: `tl_coupling.Prompt",
+        ),
         (lambda t: tlc.Survey(["a"], [""]), ValueError, "the prompt is empty"),
         (
             lambda t: tlc.Survey(["a"], ["b"], dtype="float32"),
             TypeError,
             "`dtype` must be a torch.dtype, got 'float32'",
         ),
-        (lambda t: tlc.Survey(["a"], ["b"], dtype=torch.int32), ValueError, "`dtype` must be a floating-point dtype"),
-        (lambda t: tlc.Survey(["a"], ["b"], device="gpu"), ValueError, '`device` must be a device such as "cpu"'),
-        (lambda t: tlc.Survey(["a"], ["b"], [1, 1]), ValueError, "`checkpoints` must be all steps or all revisions"),
+        (
+            lambda t: tlc.Survey(["a"], ["b"], dtype=torch.int32),
+            ValueError,
+            "`dtype` must be a floating-point dtype",
+        ),
+        (
+            lambda t: tlc.Survey(["a"], ["b"], device="gpu"),
+            ValueError,
+            '`device` must be a device such as "cpu"',
+        ),
+        (
+            lambda t: tlc.Survey(["a"], ["b"], [1, 1]),
+            ValueError,
+            "`checkpoints` must be all steps or all revisions",
+        ),
         (
             lambda t: tlc.Survey(["a"], ["b"], settings={"k": 3}),
             TypeError,
@@ -248,10 +407,22 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
             TypeError,
             "`executor` must be an Executor or None, got 5",
         ),
-        (lambda t: tlc.run(tlc.Survey(["a"], ["b"]), folder=""), ValueError, "`folder` must not be empty"),
-        (lambda t: tlc.portrait(t, k=3), TypeError, "`k` must be a list of whole numbers or None, got 3"),
+        (
+            lambda t: tlc.run(tlc.Survey(["a"], ["b"]), folder=""),
+            ValueError,
+            "`folder` must not be empty",
+        ),
+        (
+            lambda t: tlc.portrait(t, k=3),
+            TypeError,
+            "`k` must be a list of whole numbers or None, got 3",
+        ),
         (lambda t: tlc.Prompt("a", ""), ValueError, "the prompt is empty"),
-        (lambda t: tlc.Prompt("", "a"), ValueError, "the id of a prompt is empty: wanted a name for 'a'"),
+        (
+            lambda t: tlc.Prompt("", "a"),
+            ValueError,
+            "the id of a prompt is empty: wanted a name for 'a'",
+        ),
         (
             lambda t: tlc.surveys.measure_prompts(nn.Linear(2, 2), "a", tlc.Settings()),
             TypeError,
@@ -267,14 +438,29 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
             TypeError,
             "`layers` must be a list of whole numbers or None, got '01'",
         ),
-        (lambda t: tlc.depth_coupling(t, layers={0, 1}), TypeError, r"`layers` must be a list of .*, got \{0, 1\}"),
-        (lambda t: tlc.plot_coupling(t), TypeError, r"`result` must be a CouplingMap, got Trace: .*depth_coupling"),
-        (lambda t: tlc.surveys.pythia_steps(first=None), TypeError, "`first` must be a whole number, got None"),
+        (
+            lambda t: tlc.depth_coupling(t, layers={0, 1}),
+            TypeError,
+            r"`layers` must be a list of .*, got \{0, 1\}",
+        ),
+        (
+            lambda t: tlc.plot_coupling(t),
+            TypeError,
+            r"`result` must be a CouplingMap, got Trace: .*depth_coupling",
+        ),
+        (
+            lambda t: tlc.surveys.pythia_steps(first=None),
+            TypeError,
+            "`first` must be a whole number, got None",
+        ),
         (lambda t: tlc.svd(), TypeError, "^svd: missing a required argument: 'J'"),
     ],
 )
 def test_what_was_raw_or_taken(
-    call: Callable[[tlc.Trace], Any], kind: type[Exception], message: str, tiny_trace: tlc.Trace
+    call: Callable[[tlc.Trace], Any],
+    kind: type[Exception],
+    message: str,
+    tiny_trace: tlc.Trace,
 ) -> None:
     with pytest.raises(kind, match=message) as error:
         call(tiny_trace)
@@ -296,29 +482,50 @@ def test_scales_of_colours_are_finite(value: float, tiny_trace: tlc.Trace) -> No
         lambda: tlc.plot_coupling_matrices(result, vmax=value),
         lambda: tlc.interactive.show_token_coupling(of_tokens, vmax=value),
     ):
-        with pytest.raises(ValueError, match=f"^`vmax` must be above 0 and finite, got {value}$"):
+        with pytest.raises(
+            ValueError, match=f"^`vmax` must be above 0 and finite, got {value}$"
+        ):
             draw()
-    with pytest.raises(ValueError, match=r"`vmin` must lie below `vmax`, got 1.0 and 0.5"):
+    with pytest.raises(
+        ValueError, match=r"`vmin` must lie below `vmax`, got 1.0 and 0.5"
+    ):
         tlc.plot_coupling(result, vmin=1, vmax=0.5)
-    with pytest.raises(ValueError, match="`cmap` must be a colour map that matplotlib knows, got 'nonsense'"):
+    with pytest.raises(
+        ValueError,
+        match="`cmap` must be a colour map that matplotlib knows, got 'nonsense'",
+    ):
         tlc.plot_coupling(result, cmap="nonsense")
 
 
 def test_controls_are_different() -> None:
     coupling = 0.1 * np.arange(1, 6)[:, None, None] + 0.01 * np.arange(4)[:, None]
-    data = xarray.Dataset({"mean_coupling": (("model", "prompt", "k"), coupling)}, {"model": list("abcde"), "k": [10]})
-    scores = pandas.DataFrame({"model": list("abcde"), "score": [30, 35, 41, 43, 52], "z": [3, 1, 4, 1, 5]})
-    with pytest.raises(ValueError, match=r"`controls` must be different columns, got \['z', 'z'\]"):
-        tlc.generalization.generalization_study(data, scores, controls=["z", "z"], n_resamples=10)
+    data = xarray.Dataset(
+        {"mean_coupling": (("model", "prompt", "k"), coupling)},
+        {"model": list("abcde"), "k": [10]},
+    )
+    scores = pandas.DataFrame(
+        {"model": list("abcde"), "score": [30, 35, 41, 43, 52], "z": [3, 1, 4, 1, 5]}
+    )
+    with pytest.raises(
+        ValueError, match=r"`controls` must be different columns, got \['z', 'z'\]"
+    ):
+        tlc.generalization.generalization_study(
+            data, scores, controls=["z", "z"], n_resamples=10
+        )
 
 
 # --- what is meant all the same
 
 
 def test_numpys_numbers_are_numbers() -> None:
-    settings = tlc.Settings(k=np.array([4, 2]), position=np.int64(-2), n_singular_values=np.int32(3))
+    settings = tlc.Settings(
+        k=np.array([4, 2]), position=np.int64(-2), n_singular_values=np.int32(3)
+    )
     assert settings == tlc.Settings(k=(4, 2), position=-2, n_singular_values=3)
-    assert {type(value) for value in (*settings.k, settings.position, settings.n_singular_values)} == {int}
+    assert {
+        type(value)
+        for value in (*settings.k, settings.position, settings.n_singular_values)
+    } == {int}
     assert tlc.svd(SQUARE, np.int64(1)).k == 1
     assert tlc.random_subspace_null(np.int64(4)) == tlc.random_subspace_null(4)
     assert tlc.Survey(["a"], ["b"], np.array([10, 20])).checkpoints == [10, 20]
@@ -327,7 +534,9 @@ def test_numpys_numbers_are_numbers() -> None:
 def test_numpy_arrays_are_tensors() -> None:
     x = np.random.default_rng(0).normal(size=(5, 3, 4))
     for view in (x, x[::-1], np.broadcast_to(x[:, :1], x.shape)):
-        assert torch.equal(tlc.line_shape_score(view), tlc.line_shape_score(torch.tensor(view.copy())))
+        assert torch.equal(
+            tlc.line_shape_score(view), tlc.line_shape_score(torch.tensor(view.copy()))
+        )
     A = np.array([[2.0, 1.0], [1.0, 2.0]], dtype=np.float32)
     assert tlc.miscoupling(A).item() == pytest.approx(np.sqrt(2))
     assert tlc.miscoupling(A).dtype == torch.float32
@@ -335,16 +544,23 @@ def test_numpy_arrays_are_tensors() -> None:
 
 def test_lists_of_numbers_are_arrays_where_arrays_are_wanted() -> None:
     x, y = [[1, 2], [3, 5], [4, 4], [7, 8]], [2, 3, 5, 9]
-    of_arrays = tlc.generalization.bootstrap(np.array(x, float), np.array(y, float), n_resamples=20)
+    of_arrays = tlc.generalization.bootstrap(
+        np.array(x, float), np.array(y, float), n_resamples=20
+    )
     for given in ((x, y), (torch.tensor(x), torch.tensor(y)), (x, pandas.Series(y))):
-        assert tlc.generalization.bootstrap(*given, n_resamples=20).slope == of_arrays.slope
+        assert (
+            tlc.generalization.bootstrap(*given, n_resamples=20).slope
+            == of_arrays.slope
+        )
 
 
 def test_one_text_and_many_are_prompts(tiny_trace: tlc.Trace) -> None:
     settings = tlc.Settings(k=(2,), window=1)
     data = tlc.surveys.measure_prompts(tiny_trace.model, ["w1 w2", "w3 w4"], settings)
     assert data["prompt"].values.tolist() == ["0", "1"]
-    named = tlc.surveys.measure_prompts(tiny_trace.model, [tlc.Prompt("one", "w3 w4")], settings)
+    named = tlc.surveys.measure_prompts(
+        tiny_trace.model, [tlc.Prompt("one", "w3 w4")], settings
+    )
     assert named["mean_coupling"].item() == data["mean_coupling"].sel(prompt="1").item()
 
 
@@ -352,7 +568,11 @@ def test_one_text_and_many_are_prompts(tiny_trace: tlc.Trace) -> None:
 
 
 @checked
-def product(a: Float[Tensor, "*batch n m"], b: Float[Tensor, "*#batch m"], by: int | float | None = None) -> Tensor:
+def product(
+    a: Float[Tensor, "*batch n m"],
+    b: Float[Tensor, "*#batch m"],
+    by: int | float | None = None,
+) -> Tensor:
     return (a * b[..., None, :]).sum(-1) * (by or 1)
 
 
@@ -370,7 +590,9 @@ def product(a: Float[Tensor, "*batch n m"], b: Float[Tensor, "*#batch m"], by: i
         ((3,), (3,), False),
     ],
 )
-def test_sizes_hold_across_arguments(a: tuple[int, ...], b: tuple[int, ...], fits: bool) -> None:
+def test_sizes_hold_across_arguments(
+    a: tuple[int, ...], b: tuple[int, ...], fits: bool
+) -> None:
     if fits:
         assert product(torch.ones(a), torch.ones(b)).shape == a[:-1]
     else:
@@ -386,14 +608,18 @@ def with_bar(progress: Callable[..., Any] | Literal[False] | None = None) -> Any
 def test_false_stands_beside_other_kinds() -> None:
     assert (with_bar(), with_bar(False), with_bar(list)) == (None, False, list)
     for wrong in (0, 5, "x", True):
-        with pytest.raises((TypeError, ValueError), match=r"^`progress` must be .*False.*, got "):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"^`progress` must be .*False.*, got "
+        ):
             with_bar(wrong)
 
 
 def test_a_call_leaves_nothing_behind() -> None:
     # Sizes are those of one call.
     assert product(torch.ones(2, 3), torch.ones(3)).shape == (2,)
-    assert product(torch.ones(4, 5), torch.ones(5), by=np.float32(2)).tolist() == [10] * 4
+    assert (
+        product(torch.ones(4, 5), torch.ones(5), by=np.float32(2)).tolist() == [10] * 4
+    )
 
 
 def test_names_and_documentation_stay() -> None:

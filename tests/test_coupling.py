@@ -23,7 +23,9 @@ MEASURES = {
     "spectral p=2": lambda A, S: tlc.spectral_miscoupling(A, S),
     "spectral p=1": lambda A, S: tlc.spectral_miscoupling(A, S, p=1.0),
     "spectral p=2 absolute": lambda A, S: tlc.spectral_miscoupling(A, S, absolute=True),
-    "spectral p=1 absolute": lambda A, S: tlc.spectral_miscoupling(A, S, p=1.0, absolute=True),
+    "spectral p=1 absolute": lambda A, S: tlc.spectral_miscoupling(
+        A, S, p=1.0, absolute=True
+    ),
     "captured_energy": lambda A, S: tlc.captured_energy(A, S),
 }
 
@@ -34,7 +36,9 @@ def numpy_measures(A: np.ndarray, s: np.ndarray) -> dict[str, float]:
     off = sum(A[i, j] ** 2 for i in range(k) for j in range(k) if i != j)
     total = sum(A[i, j] ** 2 for i in range(k) for j in range(k))
     distance = sum((A[i, j] - s[i] * (i == j)) ** 2 for i in range(k) for j in range(k))
-    distance_abs = sum((abs(A[i, j]) - s[i] * (i == j)) ** 2 for i in range(k) for j in range(k))
+    distance_abs = sum(
+        (abs(A[i, j]) - s[i] * (i == j)) ** 2 for i in range(k) for j in range(k)
+    )
     trace, length = sum(s[:k]), math.sqrt(sum(s[:k] ** 2))
     return {
         "miscoupling": math.sqrt(off),
@@ -64,14 +68,24 @@ def all_measures(A: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
 
 
 def test_every_measure_at_every_k_is_the_loop_over_corners():
-    A = torch.stack([torch.stack([random_pair(10 * i + j)[0] for j in range(3)]) for i in range(2)])
+    A = torch.stack(
+        [torch.stack([random_pair(10 * i + j)[0] for j in range(3)]) for i in range(2)]
+    )
     S = torch.linalg.svdvals(torch.stack([random_pair(i)[1] for i in range(2)]))
     values = measures_at_every_k(A, S[:, None])
     assert values.shape == (len(MEASURES_IN_ORDER), D, 2, 3)
     for k, i, j in np.ndindex(D, 2, 3):
-        expected = numpy_measures(A[i, j, : k + 1, : k + 1].numpy(), S[i, : k + 1].numpy())
+        expected = numpy_measures(
+            A[i, j, : k + 1, : k + 1].numpy(), S[i, : k + 1].numpy()
+        )
         m = expected["normalized_miscoupling"]
-        wanted = [1 - m, m, expected["miscoupling"], expected["spectral p=2"], expected["captured_energy"]]
+        wanted = [
+            1 - m,
+            m,
+            expected["miscoupling"],
+            expected["spectral p=2"],
+            expected["captured_energy"],
+        ]
         wanted += [expected["spectral p=2 absolute"], expected["spectral p=1 absolute"]]
         np.testing.assert_allclose(values[:, k, i, j], wanted, atol=1e-12)
 
@@ -81,19 +95,27 @@ def test_every_measure_at_every_k_is_the_loop_over_corners():
 def test_coupling_matrix_is_the_double_loop(orientation, k):
     J_1, J_2 = random_pair(0)
     U, _, Vh = np.linalg.svd(J_2.numpy())
-    spectrum = Spectrum(torch.from_numpy(U), torch.ones(D, dtype=torch.float64), torch.from_numpy(Vh))
+    spectrum = Spectrum(
+        torch.from_numpy(U), torch.ones(D, dtype=torch.float64), torch.from_numpy(Vh)
+    )
     A = tlc.coupling_matrix(J_1, spectrum, k, orientation)
     assert A.shape == (k, k)
     for i in range(k):
         for j in range(k):
             u_i, v_i, u_j, v_j = U[:, i], Vh[i], U[:, j], Vh[j]
-            expected = u_i @ J_1.numpy() @ v_j if orientation == "ujv" else v_i @ J_1.numpy() @ u_j
+            expected = (
+                u_i @ J_1.numpy() @ v_j
+                if orientation == "ujv"
+                else v_i @ J_1.numpy() @ u_j
+            )
             assert float(A[i, j]) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("orientation", ["ujv", "vju"])
 def test_batches_are_their_matrices_one_by_one(orientation):
-    J = torch.randn(2, 3, D, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    J = torch.randn(
+        2, 3, D, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     spectrum = tlc.svd(J.flip(1))
     A = tlc.coupling_matrix(J, spectrum, K, orientation)
     S = torch.linalg.svdvals(J)
@@ -101,7 +123,9 @@ def test_batches_are_their_matrices_one_by_one(orientation):
     values = all_measures(A, S)
     for i, j in np.ndindex(2, 3):
         one = Spectrum(spectrum.U[i, j], spectrum.S[i, j], spectrum.Vh[i, j])
-        torch.testing.assert_close(A[i, j], tlc.coupling_matrix(J[i, j], one, K, orientation))
+        torch.testing.assert_close(
+            A[i, j], tlc.coupling_matrix(J[i, j], one, K, orientation)
+        )
         torch.testing.assert_close(values[:, i, j], all_measures(A[i, j], S[i, j]))
 
 
@@ -114,14 +138,19 @@ def test_one_spectrum_of_singular_values_serves_a_row_of_pairs():
         torch.testing.assert_close(values[:, i, j], all_measures(A[i, j], S[i]))
 
 
-@pytest.mark.parametrize("sigma", [np.linspace(3, 1, D), np.geomspace(1, 1e-3, D), np.array([3.0, 2, 1, *[0] * 5])])
+@pytest.mark.parametrize(
+    "sigma",
+    [np.linspace(3, 1, D), np.geomspace(1, 1e-3, D), np.array([3.0, 2, 1, *[0] * 5])],
+)
 def test_a_jacobian_coupled_with_itself_is_its_singular_values(sigma):
     rng = np.random.default_rng(3)
     J = torch.from_numpy(haar(D, rng) * sigma @ haar(D, rng))
     spectrum = tlc.svd(J)
     for k in (1, 3, D):
         A = tlc.coupling_matrix(J, spectrum, k)
-        torch.testing.assert_close(A, torch.diag(torch.from_numpy(sigma[:k])), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            A, torch.diag(torch.from_numpy(sigma[:k])), rtol=0, atol=1e-12
+        )
         values = dict(zip(MEASURES, all_measures(A, spectrum.S).tolist(), strict=True))
         assert values.pop("captured_energy") == pytest.approx(1, abs=1e-12)
         assert all(abs(value) < 1e-11 for value in values.values())
@@ -130,12 +159,17 @@ def test_a_jacobian_coupled_with_itself_is_its_singular_values(sigma):
 def test_a_symmetric_positive_jacobian_is_the_same_in_both_orientations():
     Q = haar(D, np.random.default_rng(4))
     J = torch.from_numpy(Q * np.linspace(2, 1, D) @ Q.T)
-    ujv, vju = (tlc.coupling_matrix(J, tlc.svd(J), K, orientation) for orientation in ("ujv", "vju"))
+    ujv, vju = (
+        tlc.coupling_matrix(J, tlc.svd(J), K, orientation)
+        for orientation in ("ujv", "vju")
+    )
     torch.testing.assert_close(ujv, vju)
 
 
 def test_a_rotation_is_not_coupled_with_itself_in_the_swapped_orientation():
-    """`J = U S Vᵀ` has `VᵀJU = (VᵀU) S (VᵀU)`: vju of a Jacobian with itself is not its singular values."""
+    """`J = U S Vᵀ` has `VᵀJU = (VᵀU) S (VᵀU)`: vju of a Jacobian with itself is not its
+    singular values.
+    """
     J = random_pair(5)[0]
     U, S, Vh = np.linalg.svd(J.numpy())
     A = tlc.coupling_matrix(J, tlc.svd(J), D, "vju")
@@ -149,29 +183,42 @@ def test_a_smaller_k_is_a_corner(orientation):
     spectrum = tlc.svd(J_2)
     A = tlc.coupling_matrix(J_1, spectrum, D, orientation)
     for k in range(1, D + 1):
-        torch.testing.assert_close(tlc.coupling_matrix(J_1, spectrum, k, orientation), A[:k, :k])
-        torch.testing.assert_close(tlc.coupling_matrix(J_1, spectrum.top(k), k, orientation), A[:k, :k])
+        torch.testing.assert_close(
+            tlc.coupling_matrix(J_1, spectrum, k, orientation), A[:k, :k]
+        )
+        torch.testing.assert_close(
+            tlc.coupling_matrix(J_1, spectrum.top(k), k, orientation), A[:k, :k]
+        )
 
 
 def test_swapped_orientation_is_the_other_one_of_the_transposes():
     J_1, J_2 = random_pair(7)
     other = tlc.svd(J_2)
     transposed = Spectrum(other.Vh.mT, other.S, other.U.mT)
-    ujv, vju = (tlc.coupling_matrix(J_1, other, K, orientation) for orientation in ("ujv", "vju"))
+    ujv, vju = (
+        tlc.coupling_matrix(J_1, other, K, orientation)
+        for orientation in ("ujv", "vju")
+    )
     torch.testing.assert_close(tlc.coupling_matrix(J_1.mT, transposed, K), ujv.mT)
     torch.testing.assert_close(tlc.coupling_matrix(J_1, transposed, K), vju)
     S = torch.linalg.svdvals(J_1)
     torch.testing.assert_close(all_measures(ujv.mT, S), all_measures(ujv, S))
 
 
-@given(seed=st.integers(0, 2**16), k=st.integers(1, D), orientation=st.sampled_from(["ujv", "vju"]))
+@given(
+    seed=st.integers(0, 2**16),
+    k=st.integers(1, D),
+    orientation=st.sampled_from(["ujv", "vju"]),
+)
 @settings(max_examples=30, deadline=None)
 def test_measures_are_the_formulae_and_within_bounds(seed, k, orientation):
     J_1, J_2 = random_pair(seed)
     S = torch.linalg.svdvals(J_1)
     A = tlc.coupling_matrix(J_1, tlc.svd(J_2), k, orientation)
     values = dict(zip(MEASURES, all_measures(A, S).tolist(), strict=True))
-    assert values == pytest.approx(numpy_measures(A.numpy(), S.numpy()), rel=1e-10, abs=1e-12)
+    assert values == pytest.approx(
+        numpy_measures(A.numpy(), S.numpy()), rel=1e-10, abs=1e-12
+    )
     assert 0 <= values["normalized_miscoupling"] <= 1
     assert 0 <= values["captured_energy"] <= 1 + 1e-12
     assert values["spectral p=2 absolute"] <= values["spectral p=2"] + 1e-12
@@ -190,18 +237,26 @@ def test_joint_sign_flips_change_no_measure(seed, signs, orientation):
     spectrum, sign = tlc.svd(J_2), torch.tensor(signs, dtype=torch.float64)
     flipped = Spectrum(spectrum.U * sign, spectrum.S, sign[:, None] * spectrum.Vh)
     S = torch.linalg.svdvals(J_1)
-    values, values_flipped = (all_measures(tlc.coupling_matrix(J_1, s, K, orientation), S) for s in (spectrum, flipped))
+    values, values_flipped = (
+        all_measures(tlc.coupling_matrix(J_1, s, K, orientation), S)
+        for s in (spectrum, flipped)
+    )
     torch.testing.assert_close(values, values_flipped)
 
 
 @given(seed=st.integers(0, 2**16), orientation=st.sampled_from(["ujv", "vju"]))
 @settings(max_examples=20, deadline=None)
 def test_a_change_of_basis_of_the_residual_stream_changes_no_measure(seed, orientation):
-    (J_1, J_2), Q = random_pair(seed), torch.from_numpy(haar(D, np.random.default_rng(seed)))
+    (J_1, J_2), Q = (
+        random_pair(seed),
+        torch.from_numpy(haar(D, np.random.default_rng(seed))),
+    )
     turned_1, turned_2 = Q @ J_1 @ Q.mT, Q @ J_2 @ Q.mT
     S = torch.linalg.svdvals(J_1)
     values = all_measures(tlc.coupling_matrix(J_1, tlc.svd(J_2), K, orientation), S)
-    turned = all_measures(tlc.coupling_matrix(turned_1, tlc.svd(turned_2), K, orientation), S)
+    turned = all_measures(
+        tlc.coupling_matrix(turned_1, tlc.svd(turned_2), K, orientation), S
+    )
     torch.testing.assert_close(values, turned)
 
 
@@ -222,7 +277,13 @@ def test_rotations_within_the_subspaces_change_all_but_the_captured_energy():
     turned = Spectrum(top.U @ Q, top.S, R @ top.Vh)
     S = torch.linalg.svdvals(J_1)
     values, others = (
-        dict(zip(MEASURES, all_measures(tlc.coupling_matrix(J_1, s, K), S).tolist(), strict=True))
+        dict(
+            zip(
+                MEASURES,
+                all_measures(tlc.coupling_matrix(J_1, s, K), S).tolist(),
+                strict=True,
+            )
+        )
         for s in (top, turned)
     )
     assert others.pop("captured_energy") == pytest.approx(values["captured_energy"])
@@ -232,15 +293,21 @@ def test_rotations_within_the_subspaces_change_all_but_the_captured_energy():
 @given(seed=st.integers(0, 2**16), c=st.floats(1e-3, 1e3))
 @settings(max_examples=20, deadline=None)
 def test_scale(seed, c):
-    """m is in J's units; the others are ratios: a gain common to A and S leaves them, and so does any gain of m̃."""
+    """m is in J's units; the others are ratios: a gain common to A and S leaves them,
+    and so does any gain of m̃.
+    """
     J_1, J_2 = random_pair(seed)
     A, S = tlc.coupling_matrix(J_1, tlc.svd(J_2), K), torch.linalg.svdvals(J_1)
     torch.testing.assert_close(tlc.miscoupling(-c * A), c * tlc.miscoupling(A))
-    torch.testing.assert_close(tlc.normalized_miscoupling(-c * A), tlc.normalized_miscoupling(A))
+    torch.testing.assert_close(
+        tlc.normalized_miscoupling(-c * A), tlc.normalized_miscoupling(A)
+    )
     torch.testing.assert_close(all_measures(c * A, c * S)[1:], all_measures(A, S)[1:])
     for p in (1.0, 2.0):
         absolute = tlc.spectral_miscoupling(A, S, p, absolute=True)
-        torch.testing.assert_close(tlc.spectral_miscoupling(-A, S, p, absolute=True), absolute)
+        torch.testing.assert_close(
+            tlc.spectral_miscoupling(-A, S, p, absolute=True), absolute
+        )
 
 
 def test_an_anticoupled_jacobian_is_far_from_its_singular_values_unless_absolute():
@@ -263,13 +330,19 @@ def test_one_by_one_says_nothing():
 def test_spectral_miscoupling_for_other_norms(p):
     A, S = torch.tensor([[2.0, 1.0], [0.0, -1.0]]), torch.tensor([3.0, 2.0, 1.0])
     norm = max(3.0, 2.0) if p == math.inf else (3**p + 2**p) ** (1 / p)
-    assert float(tlc.spectral_miscoupling(A, S, p)) == pytest.approx(math.sqrt(1 + 1 + 9) / norm)
-    assert float(tlc.spectral_miscoupling(A, S, p, absolute=True)) == pytest.approx(math.sqrt(1 + 1 + 1) / norm)
+    assert float(tlc.spectral_miscoupling(A, S, p)) == pytest.approx(
+        math.sqrt(1 + 1 + 9) / norm
+    )
+    assert float(tlc.spectral_miscoupling(A, S, p, absolute=True)) == pytest.approx(
+        math.sqrt(1 + 1 + 1) / norm
+    )
 
 
 def test_p_may_be_an_int():
     A, S = torch.tensor([[2.0, 1.0], [0.0, -1.0]]), torch.tensor([3.0, 2.0])
-    assert torch.equal(tlc.spectral_miscoupling(A, S, p=1), tlc.spectral_miscoupling(A, S, p=1.0))
+    assert torch.equal(
+        tlc.spectral_miscoupling(A, S, p=1), tlc.spectral_miscoupling(A, S, p=1.0)
+    )
 
 
 def caught(function) -> tuple[list[float], list[str]]:
@@ -295,7 +368,10 @@ def test_what_is_undefined_is_nan_with_a_warning_and_nothing_else_is_touched(nam
         (message,) = messages
         assert "is 0 for 1 matrices" in message
         assert "NaN" in message
-    assert caught(lambda: MEASURES[name](A[::2], S[::2])) == ([values[0], values[2]], [])
+    assert caught(lambda: MEASURES[name](A[::2], S[::2])) == (
+        [values[0], values[2]],
+        [],
+    )
 
 
 def test_energy_and_spectral_measures_of_a_zero_a_are_defined():
@@ -324,11 +400,24 @@ def test_bad_arguments_have_one_clear_error():
     with pytest.raises(ValueError, match="give d_model, S_1 and frobenius_norm"):
         tlc.random_subspace_null(3, "captured_energy", d_model=8)
     with pytest.raises(ValueError, match=r"`k` must lie in \[1, 2\].*got 3"):
-        tlc.random_subspace_null(3, "miscoupling", d_model=8, S_1=torch.ones(2), frobenius_norm=torch.tensor(2.0))
+        tlc.random_subspace_null(
+            3,
+            "miscoupling",
+            d_model=8,
+            S_1=torch.ones(2),
+            frobenius_norm=torch.tensor(2.0),
+        )
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (3, 0, 0)])
-@pytest.mark.parametrize("measure", ["miscoupling", "normalized_miscoupling", "vector_alignment", "subspace_overlap"])
-def test_matrices_without_entries_have_no_measure(measure: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"`A` must have at least one row and one column, got shape \["):
+@pytest.mark.parametrize(
+    "measure",
+    ["miscoupling", "normalized_miscoupling", "vector_alignment", "subspace_overlap"],
+)
+def test_matrices_without_entries_have_no_measure(
+    measure: str, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"`A` must have at least one row and one column, got shape \["
+    ):
         getattr(tlc.measures, measure)(torch.zeros(shape))

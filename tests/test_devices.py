@@ -1,4 +1,6 @@
-"""No computation leaves the device that the model is on; where there is no GPU, on a device that tests make up."""
+"""No computation leaves the device that the model is on; where there is no GPU, on a
+device that tests make up.
+"""
 
 import ast
 import subprocess
@@ -25,7 +27,15 @@ FACTORIES = {
     "rand",
     "randint",
 }
-FACTORIES |= {"randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
+FACTORIES |= {
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+}
 # Calls that name no device, for a reason.
 ON_THE_CPU = {
     # Random numbers are the same on every device.
@@ -47,7 +57,9 @@ ON_THE_CPU = {
 
 
 def without_a_device(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every call that makes a tensor or generator on torch's default device and leaves it there."""
+    """Line and text of every call that makes a tensor or generator on torch's default
+    device and leaves it there.
+    """
 
     def calls(node: ast.AST, moved: bool) -> Iterator[ast.Call]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -59,9 +71,15 @@ def without_a_device(source: str) -> Iterator[tuple[int, str]]:
         for child in ast.iter_child_nodes(node):
             if child is not getattr(node, "func", None):
                 # An index is not moved with what it picks from.
-                yield from calls(child, moved and not (isinstance(node, ast.Subscript) and child is node.slice))
+                yield from calls(
+                    child,
+                    moved
+                    and not (isinstance(node, ast.Subscript) and child is node.slice),
+                )
 
-    yield from ((node.lineno, ast.unparse(node)) for node in calls(ast.parse(source), False))
+    yield from (
+        (node.lineno, ast.unparse(node)) for node in calls(ast.parse(source), False)
+    )
 
 
 @pytest.mark.on_4_only
@@ -83,8 +101,22 @@ def test_a_call_without_a_device_is_found():
 
 
 def test_the_main_path_on_a_second_device():
-    """In a process of its own, because torch knows a device for good. What depends on the line twice, the rest once."""
-    chosen = ["-k", "jacobians and (llama or hooked)"] if tiny.HAS_HOOKED_TRANSFORMER else []
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / "on_second_device.py", *chosen]
-    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
+    """In a process of its own, because torch knows a device for good. What depends on
+    the line twice, the rest once.
+    """
+    chosen = (
+        ["-k", "jacobians and (llama or hooked)"] if tiny.HAS_HOOKED_TRANSFORMER else []
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        HERE / "on_second_device.py",
+        *chosen,
+    ]
+    done = subprocess.run(
+        command, cwd=HERE.parent, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""Files written whole: beside other writers, alive or killed, and for others to read."""
+"""Files written whole: beside other writers, alive or killed, and for others to
+read.
+"""
 
 import os
 import signal
@@ -61,7 +63,9 @@ print(run_unit(folder, UNIT, lambda unit: Slow()).status)
 @contextmanager
 def half_written(folder: Path) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-c", _WRITER, str(folder), str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as writer:
         try:
             wait_until(lambda: (folder / "half").exists() or writer.poll() is not None)
             yield writer
@@ -97,7 +101,9 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
         assert unfinished(tmp_path) == []
 
 
-def test_files_of_nobody_known_here_are_removed_when_they_are_old(tmp_path: Path) -> None:
+def test_files_of_nobody_known_here_are_removed_when_they_are_old(
+    tmp_path: Path,
+) -> None:
     endings = (
         f"{'0' * 12}-{os.getpid()}-ab12.nc",
         f"{'0' * 12}-1-ab12.json",
@@ -105,7 +111,15 @@ def test_files_of_nobody_known_here_are_removed_when_they_are_old(tmp_path: Path
         f"{'0' * 12}-99999999999-a.nc",
     )
     ours = [tmp_path / f".unit-1.{ending}" for ending in endings]
-    others = [tmp_path / name for name in (".unit-11.ab12.nc", ".unit-1.5.ab12.nc", ".unit-1.nc", "unit-1.ab12.nc")]
+    others = [
+        tmp_path / name
+        for name in (
+            ".unit-11.ab12.nc",
+            ".unit-1.5.ab12.nc",
+            ".unit-1.nc",
+            "unit-1.ab12.nc",
+        )
+    ]
     for path in (*ours, *others):
         path.write_bytes(b"half")
     remove_left_overs(tmp_path, "unit-1")
@@ -125,8 +139,12 @@ def test_a_plan_leaves_no_left_overs_either(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
-def test_the_record_is_of_the_result_that_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between our checksum and our record another process puts its own result and record in place."""
+def test_the_record_is_of_the_result_that_stands_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between our checksum and our record another process puts its own result and
+    record in place.
+    """
     write_record = units._record
 
     def after_another(folder: Path, unit: Unit, content: dict[str, object]) -> None:
@@ -153,20 +171,29 @@ def test_files_are_as_readable_as_any_new_file(tmp_path: Path) -> None:
     for mask in (0o022, 0o077, 0o000):
         before = os.umask(mask)
         try:
-            path = write_atomically(tmp_path / f"{mask}.txt", lambda unfinished: unfinished.write_text("text"))
+            path = write_atomically(
+                tmp_path / f"{mask}.txt",
+                lambda unfinished: unfinished.write_text("text"),
+            )
         finally:
             os.umask(before)
         assert path.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the whole process's: a file that another thread makes meanwhile would be anybody's to write."""
+def test_the_umask_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the whole process's: a file that another thread makes meanwhile would be
+    anybody's to write.
+    """
 
     def umask(mask: int) -> int:
         raise AssertionError(f"the umask was set to {mask:o}")
 
     monkeypatch.setattr(os, "umask", umask)
-    write_atomically(tmp_path / "one.txt", lambda unfinished: unfinished.write_text("text"))
+    write_atomically(
+        tmp_path / "one.txt", lambda unfinished: unfinished.write_text("text")
+    )
     assert (tmp_path / "one.txt").read_text() == "text"
 
 
@@ -183,7 +210,9 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("one.txt", "old")]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("NetCDF: HDF error"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("NetCDF: HDF error"), OSError(28, "No space left on device")]
+)
 def test_a_disk_that_fills_is_one_clear_error(tmp_path: Path, error: Exception) -> None:
     """netCDF's is no OSError."""
 
@@ -191,8 +220,14 @@ def test_a_disk_that_fills_is_one_clear_error(tmp_path: Path, error: Exception) 
         path.write_bytes(b"half")
         raise error
 
-    said = "NetCDF: HDF error" if isinstance(error, RuntimeError) else "No space left on device"
-    with pytest.raises(OSError, match=rf"^cannot write .*sweep\.nc: {said}; is the disk full"):
+    said = (
+        "NetCDF: HDF error"
+        if isinstance(error, RuntimeError)
+        else "No space left on device"
+    )
+    with pytest.raises(
+        OSError, match=rf"^cannot write .*sweep\.nc: {said}; is the disk full"
+    ):
         write_atomically(tmp_path / "sweep.nc", write)
     assert list(tmp_path.iterdir()) == []
 
@@ -209,7 +244,9 @@ def test_an_error_of_something_else_stays_what_it_is(tmp_path: Path) -> None:
 def test_an_interrupt_waits_for_a_file_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: signal.Signals
 ) -> None:
-    """Amid netCDF's calls it could leave a lock taken, and whoever closes the file waits for ever."""
+    """Amid netCDF's calls it could leave a lock taken, and whoever closes the file
+    waits for ever.
+    """
     monkeypatch.setattr("tl_coupling.files.WRITING_SECONDS", 0.3)
 
     def write(path: Path, seconds: float) -> None:

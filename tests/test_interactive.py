@@ -53,11 +53,17 @@ class Widgets(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         if "data-circuitsvis" in given:
-            self.found.append((str(given["data-circuitsvis"]), json.loads(str(given["data-props"]))))
+            self.found.append(
+                (str(given["data-circuitsvis"]), json.loads(str(given["data-props"])))
+            )
 
 
 def token_map(
-    matrices: Tensor, rows: list[int], cols: list[int], tokens: tuple[str, ...] | None, kind: str = "self"
+    matrices: Tensor,
+    rows: list[int],
+    cols: list[int],
+    tokens: tuple[str, ...] | None,
+    kind: str = "self",
 ) -> tlc.CouplingMap:
     k = matrices.shape[-1]
     return tlc.CouplingMap(
@@ -79,18 +85,24 @@ def token_map(
 def square() -> tlc.CouplingMap:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        matrices = torch.randn(3, 3, 4, 4, dtype=torch.float64) + 3 * torch.eye(4, dtype=torch.float64)
+        matrices = torch.randn(3, 3, 4, 4, dtype=torch.float64) + 3 * torch.eye(
+            4, dtype=torch.float64
+        )
     matrices[2, 0] = 0
     return token_map(matrices, [0, 1, 2], [0, 1, 2], HOSTILE)
 
 
 def naive_coupling(A: Tensor) -> float:
     total = sum(float(A[i, j]) ** 2 for i in range(len(A)) for j in range(len(A)))
-    off = sum(float(A[i, j]) ** 2 for i in range(len(A)) for j in range(len(A)) if i != j)
+    off = sum(
+        float(A[i, j]) ** 2 for i in range(len(A)) for j in range(len(A)) if i != j
+    )
     return 1 - math.sqrt(off / total)
 
 
-def test_a_view_is_circuitsvis_and_asks_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_is_circuitsvis_and_asks_no_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a view opened a socket")
 
@@ -98,7 +110,14 @@ def test_a_view_is_circuitsvis_and_asks_no_network(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     view = show_tokens(["a", "b"], torch.tensor([1.0, 2.0]))
     assert isinstance(view, RenderedHTML)
-    sources = {view._repr_html_(), view.__html__(), str(view), view.show_code(), view.local_src, view.cdn_src}
+    sources = {
+        view._repr_html_(),
+        view.__html__(),
+        str(view),
+        view.show_code(),
+        view.local_src,
+        view.cdn_src,
+    }
     assert len(sources) == 1
     source = sources.pop()
     assert "unpkg" not in source
@@ -108,7 +127,9 @@ def test_a_view_is_circuitsvis_and_asks_no_network(monkeypatch: pytest.MonkeyPat
 
 
 def test_bodies_are_the_same_for_the_same_data() -> None:
-    first, again = (show_tokens(["a", "b"], torch.tensor([1.0, 2.0])).body for _ in range(2))
+    first, again = (
+        show_tokens(["a", "b"], torch.tensor([1.0, 2.0])).body for _ in range(2)
+    )
     assert first == again
 
 
@@ -116,7 +137,9 @@ def test_bodies_are_the_same_for_the_same_data() -> None:
 def test_a_token_map_holds_the_coupling_of_every_pair(square: tlc.CouplingMap) -> None:
     view = show_token_coupling({"a": square, "b": square}, k=(2, 4))
     widgets = Widgets(view.body).found
-    assert 4 * (1 - math.sqrt(1 / 2)) > 1, "so the colours reach to 1, the bound, as they do for every small k"
+    assert 4 * (1 - math.sqrt(1 / 2)) > 1, (
+        "so the colours reach to 1, the bound, as they do for every small k"
+    )
     assert [name for name, _ in widgets] == ["AttentionPattern"] * 4
     for (_, props), k in zip(widgets, (2, 4, 2, 4), strict=True):
         assert props["maskUpperTri"] is False
@@ -135,20 +158,32 @@ def test_the_colours_reach_to_the_largest_value_or_to_four_times_the_null() -> N
         with torch.random.fork_rng():
             torch.manual_seed(1)
             A = noise * torch.randn(2, 2, 8, 8) + torch.eye(8)
-        coupling = torch.tensor([[naive_coupling(A[i, j]) for j in range(2)] for i in range(2)])
-        ((_, props),) = Widgets(show_token_coupling(token_map(A, [0, 1], [0, 1], None)).body).found
-        shades = torch.tensor([[cell["shade"] for cell in row] for row in props["attention"]])
-        torch.testing.assert_close(shades, coupling / (full or coupling.max()), atol=1e-4, rtol=0)
+        coupling = torch.tensor(
+            [[naive_coupling(A[i, j]) for j in range(2)] for i in range(2)]
+        )
+        ((_, props),) = Widgets(
+            show_token_coupling(token_map(A, [0, 1], [0, 1], None)).body
+        ).found
+        shades = torch.tensor(
+            [[cell["shade"] for cell in row] for row in props["attention"]]
+        )
+        torch.testing.assert_close(
+            shades, coupling / (full or coupling.max()), atol=1e-4, rtol=0
+        )
 
 
 def test_tokens_and_values_are_text_where_scripts_do_not_run() -> None:
-    text = re.sub(r"<[^>]*>", "", show_tokens(["It", " is"], torch.tensor([1.0, 2.5])).body)
+    text = re.sub(
+        r"<[^>]*>", "", show_tokens(["It", " is"], torch.tensor([1.0, 2.5])).body
+    )
     assert "It 1 · is 2.5" in text
 
 
 def test_a_selection_keeps_its_positions_and_leaves_the_other_pairs_out() -> None:
     A = torch.ones(2, 3, 2, 2) + torch.eye(2)
-    (_, props), *rest = Widgets(show_token_coupling(token_map(A, [5, 1], [1, 7, 3], HOSTILE)).body).found
+    (_, props), *rest = Widgets(
+        show_token_coupling(token_map(A, [5, 1], [1, 7, 3], HOSTILE)).body
+    ).found
     assert not rest
     assert [token.split(":")[0] for token in props["tokens"]] == ["5", "1", "7", "3"]
     texts = [[cell["text"] for cell in row] for row in props["attention"]]
@@ -158,16 +193,26 @@ def test_a_selection_keeps_its_positions_and_leaves_the_other_pairs_out() -> Non
 
 
 def test_tokens_without_text_go_by_their_position() -> None:
-    (_, props), *_ = Widgets(show_token_coupling(token_map(torch.ones(2, 2, 2, 2), [4, 6], [4, 6], None)).body).found
+    (_, props), *_ = Widgets(
+        show_token_coupling(
+            token_map(torch.ones(2, 2, 2, 2), [4, 6], [4, 6], None)
+        ).body
+    ).found
     assert props["tokens"] == ["4", "6"]
 
 
-def test_an_unbounded_measure_is_coloured_up_to_its_largest_value(square: tlc.CouplingMap) -> None:
-    (_, props), *_ = Widgets(show_token_coupling(square, measure="miscoupling").body).found
+def test_an_unbounded_measure_is_coloured_up_to_its_largest_value(
+    square: tlc.CouplingMap,
+) -> None:
+    (_, props), *_ = Widgets(
+        show_token_coupling(square, measure="miscoupling").body
+    ).found
     values = square.miscoupling()
     for row, col in itertools.product(range(3), repeat=2):
         expected = float(values[row, col] / values.max())
-        assert props["attention"][row][col]["shade"] == pytest.approx(expected, abs=1e-4)
+        assert props["attention"][row][col]["shade"] == pytest.approx(
+            expected, abs=1e-4
+        )
 
 
 @pytest.mark.parametrize(
@@ -184,30 +229,44 @@ def test_an_unbounded_measure_is_coloured_up_to_its_largest_value(square: tlc.Co
     ],
 )
 def test_shades_of_tokens(values: list[float], shades: list[float | None]) -> None:
-    ((name, props),) = Widgets(show_tokens(list("abc"), torch.tensor(values)).body).found
+    ((name, props),) = Widgets(
+        show_tokens(list("abc"), torch.tensor(values)).body
+    ).found
     assert name == "ColoredTokens"
     assert [cell["shade"] for cell in props["values"]] == shades
     texts = [cell["text"] for cell in props["values"]]
-    assert texts == ["undefined" if math.isnan(value) else f"{value:.4g}" for value in values]
+    assert texts == [
+        "undefined" if math.isnan(value) else f"{value:.4g}" for value in values
+    ]
 
 
 def test_layers_by_token_share_one_scale_and_begin_with_the_first() -> None:
     values = torch.arange(6.0).reshape(3, 2)
     body = show_layers_by_token(["a", "b"], values, layers=["x", "y", "z"]).body
     assert re.findall(r"<b>(\w)</b>", body) == ["x", "y", "z"]
-    shades = [[cell["shade"] for cell in props["values"]] for _, props in Widgets(body).found]
+    shades = [
+        [cell["shade"] for cell in props["values"]] for _, props in Widgets(body).found
+    ]
     assert shades == [[0.0, 0.2], [0.4, 0.6], [0.8, 1.0]]
 
 
 def test_named_values_by_layer_share_one_scale() -> None:
-    body = show_layers_by_token(["a"], {"x": torch.tensor([[0.0]]), "y": torch.tensor([[1.0], [4.0]])}).body
-    assert [props["values"][0]["shade"] for _, props in Widgets(body).found] == [0.0, 0.25, 1.0]
+    body = show_layers_by_token(
+        ["a"], {"x": torch.tensor([[0.0]]), "y": torch.tensor([[1.0], [4.0]])}
+    ).body
+    assert [props["values"][0]["shade"] for _, props in Widgets(body).found] == [
+        0.0,
+        0.25,
+        1.0,
+    ]
 
 
 def test_names_are_text_not_html(square: tlc.CouplingMap) -> None:
     for view in (
         show_tokens(["a"], {"<b id=x>": torch.tensor([1.0])}),
-        show_layers_by_token(["a"], {"<b id=x>": torch.ones(1, 1)}, layers=["<b id=x>"]),
+        show_layers_by_token(
+            ["a"], {"<b id=x>": torch.ones(1, 1)}, layers=["<b id=x>"]
+        ),
         show_token_coupling({"<b id=x>": square}, measure="miscoupling"),
     ):
         assert "&lt;b id=x&gt;" in view.body
@@ -216,7 +275,14 @@ def test_names_are_text_not_html(square: tlc.CouplingMap) -> None:
 
 @pytest.mark.parametrize(
     ("token", "shown"),
-    [("\n", "↵"), (" the", " the"), ("", "∅"), ("\x00", "\\x00"), ("‮x", "\\u202ex"), ("👩‍🚀é", "👩‍🚀é")],
+    [
+        ("\n", "↵"),
+        (" the", " the"),
+        ("", "∅"),
+        ("\x00", "\\x00"),
+        ("‮x", "\\u202ex"),
+        ("👩‍🚀é", "👩‍🚀é"),
+    ],
 )
 def test_visible_tokens(token: str, shown: str) -> None:
     assert visible_token(token) == shown
@@ -251,12 +317,21 @@ def test_bad_input_says_what_was_wanted(square: tlc.CouplingMap) -> None:
         (lambda: show_token_coupling({}), "at least one map"),
         (lambda: show_token_coupling(square, k=()), "one k"),
         (lambda: show_token_coupling(square, k=9), r"`k` must lie in \[1, 4\]"),
-        (lambda: show_tokens(["a", "b"], one), r"shape \[2\], the last axis for tokens, got \[1\]"),
+        (
+            lambda: show_tokens(["a", "b"], one),
+            r"shape \[2\], the last axis for tokens, got \[1\]",
+        ),
         (lambda: show_tokens(["a"], {}), "at least one tensor"),
-        (lambda: show_layers_by_token(["a", "b"], torch.ones(2, 1)), r"shape \[n_rows 2\], .* got \[2, 1\]"),
+        (
+            lambda: show_layers_by_token(["a", "b"], torch.ones(2, 1)),
+            r"shape \[n_rows 2\], .* got \[2, 1\]",
+        ),
         (lambda: show_layers_by_token(["a"], torch.ones(0, 1)), r"\[n_rows 1\]"),
         (lambda: show_layers_by_token(["a"], {}), "`values` is empty"),
-        (lambda: show_layers_by_token(["a"], torch.ones(2, 1), layers=[1]), r"shape \[1 1\]"),
+        (
+            lambda: show_layers_by_token(["a"], torch.ones(2, 1), layers=[1]),
+            r"shape \[1 1\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -293,7 +368,10 @@ def test_views_of_hostile_tokens_in_a_browser(
     assert not browser.scrolls_sideways(chromium)
     assert browser.spilling(chromium) == []
     assert chromium.execute_script("return window.hit ?? null") is None
-    assert chromium.execute_script("return document.querySelectorAll('canvas').length") == 2
+    assert (
+        chromium.execute_script("return document.querySelectorAll('canvas').length")
+        == 2
+    )
     rows = chromium.execute_script(
         "return [...document.querySelectorAll('.colored-tokens')]"
         ".map(row => [...row.children].filter(e => e.tagName == 'SPAN').map(e => e.textContent))"
@@ -311,13 +389,18 @@ def test_views_of_hostile_tokens_in_a_browser(
         browser.move_to(chromium, *token)
         expected = "undefined" if index == 3 else f"{float(values[index]):.4g}"
         tooltip = "return document.querySelector('.colored-tokens > div')?.textContent ?? null"
-        browser.wait(chromium, f"return ({tooltip.removeprefix('return ')})?.endsWith({json.dumps(expected)})")
+        browser.wait(
+            chromium,
+            f"return ({tooltip.removeprefix('return ')})?.endsWith({json.dumps(expected)})",
+        )
         browser.move_to(chromium, 1, 1)
         browser.wait(chromium, f"return ({tooltip.removeprefix('return ')}) === null")
 
 
 @pytest.mark.filterwarnings("ignore:.*is 0 for 1 matrices")
-def test_the_pointer_over_a_map_reads_every_pair(chromium: Any, tmp_path: Path, square: tlc.CouplingMap) -> None:
+def test_the_pointer_over_a_map_reads_every_pair(
+    chromium: Any, tmp_path: Path, square: tlc.CouplingMap
+) -> None:
     page = tmp_path / "map.html"
     page.write_text(PAGE + str(show_token_coupling(square)), encoding="utf-8")
     browser.open_page(chromium, page, 1280)
@@ -346,13 +429,19 @@ def test_the_pointer_over_a_map_reads_every_pair(chromium: Any, tmp_path: Path, 
         browser.move_to(chromium, *place)
         texts = "\n".join(chromium.execute_script("return texts.splice(0)"))
         # The last one: on its way the pointer may have crossed another cell.
-        if found := re.findall(r"\((\d), (\d)\)\nColumn: (.*)\nRow: (.*)\nValue: (.*)", texts):
+        if found := re.findall(
+            r"\((\d), (\d)\)\nColumn: (.*)\nRow: (.*)\nValue: (.*)", texts
+        ):
             dest, src, src_token, dest_token, value = found[-1]
             seen[int(dest), int(src)] = value
             shown_as[int(dest), int(src)] = color[:3]
-            assert (src_token, dest_token.strip()) == tuple(visible_token(HOSTILE[int(i)]) for i in (src, dest))
+            assert (src_token, dest_token.strip()) == tuple(
+                visible_token(HOSTILE[int(i)]) for i in (src, dest)
+            )
     expected = {
-        (row, col): "undefined" if (row, col) == (2, 0) else f"{naive_coupling(square.matrices[row, col]):.4g}"
+        (row, col): "undefined"
+        if (row, col) == (2, 0)
+        else f"{naive_coupling(square.matrices[row, col]):.4g}"
         for row, col in itertools.product(range(3), repeat=2)
     }
     assert seen == expected
@@ -365,14 +454,22 @@ def test_the_pointer_over_a_map_reads_every_pair(chromium: Any, tmp_path: Path, 
 def test_colours_of_tokens(chromium: Any, tmp_path: Path) -> None:
     page = tmp_path / "tokens.html"
     page.write_text(
-        PAGE + str(show_tokens(list("abcde"), torch.tensor([-4.0, 0.0, 2.0, 4.0, math.nan]))), encoding="utf-8"
+        PAGE
+        + str(
+            show_tokens(list("abcde"), torch.tensor([-4.0, 0.0, 2.0, 4.0, math.nan]))
+        ),
+        encoding="utf-8",
     )
     browser.open_page(chromium, page, 1280)
     red, white, pale, blue, undefined = chromium.execute_script(
         "return [...document.querySelectorAll('.colored-tokens > span > span')].map(e => getComputedStyle(e))"
         ".map(style => [style.backgroundColor, style.backgroundImage, style.color])"
     )
-    assert (red[0], white[0], blue[0]) == ("rgb(178, 24, 43)", "rgb(255, 255, 255)", "rgb(33, 102, 172)")
+    assert (red[0], white[0], blue[0]) == (
+        "rgb(178, 24, 43)",
+        "rgb(255, 255, 255)",
+        "rgb(33, 102, 172)",
+    )
     assert 33 < int(re.findall(r"\d+", pale[0])[0]) < 255
     assert "gradient" in undefined[1]
     assert undefined[2] == "rgb(17, 17, 17)"

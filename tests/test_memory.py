@@ -1,4 +1,6 @@
-"""Limits of memory are kept, what is spilled is the same, and plans say beforehand what is measured."""
+"""Limits of memory are kept, what is spilled is the same, and plans say beforehand what
+is measured.
+"""
 
 import json
 import subprocess
@@ -27,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [(7, 7), ("7", 7), ("3GiB", 3 * 2**30), ("1.5 MB", 1_500_000), (" 2KiB ", 2048)]
+    ("text", "size"),
+    [(7, 7), ("7", 7), ("3GiB", 3 * 2**30), ("1.5 MB", 1_500_000), (" 2KiB ", 2048)],
 )
 def test_sizes(text: int | str, size: int) -> None:
     assert n_bytes(text) == size
@@ -35,12 +38,19 @@ def test_sizes(text: int | str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "3 apples", "1.2.3MB", "-4", 0, "0.1B"])
 def test_what_is_no_size(tiny_trace: tlc.Trace, text: int | str) -> None:
-    with pytest.raises(ValueError, match="`max_memory` must be a number of bytes, or a text such as"):
+    with pytest.raises(
+        ValueError, match="`max_memory` must be a number of bytes, or a text such as"
+    ):
         tlc.depth_coupling(tiny_trace, k=4, max_memory=text)
 
 
 def test_sizes_in_words() -> None:
-    assert [in_words(size) for size in (5, 2048, 3 * 2**20, 2**40)] == ["5 B", "2 KiB", "3 MiB", "1 TiB"]
+    assert [in_words(size) for size in (5, 2048, 3 * 2**20, 2**40)] == [
+        "5 B",
+        "2 KiB",
+        "3 MiB",
+        "1 TiB",
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -57,7 +67,10 @@ def test_a_shelf_gives_back_what_was_put(dtype: torch.dtype, in_memory: bool) ->
 
 def least(trace: tlc.Trace, compare, **options) -> int:
     """The least memory that a comparison says it needs."""
-    with pytest.raises(ValueError, match=r"^`max_memory` must be at least .* for this comparison, got 1 B$") as caught:
+    with pytest.raises(
+        ValueError,
+        match=r"^`max_memory` must be at least .* for this comparison, got 1 B$",
+    ) as caught:
         compare(trace, max_memory=1, **options)
     return int(1.01 * n_bytes(str(caught.value).split("least ")[1].split(" for")[0]))
 
@@ -71,7 +84,9 @@ def least(trace: tlc.Trace, compare, **options) -> int:
         (tlc.context_coupling, {"k": 4, "layer": 0, "other_layer": 1}),
     ],
 )
-def test_with_the_least_memory_the_result_is_the_same(tiny_trace: tlc.Trace, monkeypatch, compare, options) -> None:
+def test_with_the_least_memory_the_result_is_the_same(
+    tiny_trace: tlc.Trace, monkeypatch, compare, options
+) -> None:
     expected = compare(tiny_trace, **options)
     kept: list[bool] = []
     make = Shelf.__init__
@@ -81,14 +96,20 @@ def test_with_the_least_memory_the_result_is_the_same(tiny_trace: tlc.Trace, mon
         make(self, n, like, in_memory)
 
     monkeypatch.setattr(Shelf, "__init__", noted)
-    found = compare(tiny_trace, max_memory=least(tiny_trace, compare, **options), **options)
+    found = compare(
+        tiny_trace, max_memory=least(tiny_trace, compare, **options), **options
+    )
     assert kept == [False] * (expected.row_layers == expected.col_layers)
     torch.testing.assert_close(found.coupling(), expected.coupling(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(found.singular_values, expected.singular_values, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found.singular_values, expected.singular_values, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"other_layer": 1}])
-def test_no_matrix_is_kept_while_the_next_is_computed(tiny_trace: tlc.Trace, monkeypatch, options) -> None:
+def test_no_matrix_is_kept_while_the_next_is_computed(
+    tiny_trace: tlc.Trace, monkeypatch, options
+) -> None:
     decomposed: list[weakref.ref[torch.Tensor]] = []
     compute = pairs.jacobians_of
 
@@ -111,7 +132,9 @@ def test_no_matrix_is_kept_while_the_next_is_computed(tiny_trace: tlc.Trace, mon
 
 
 @pytest.mark.parametrize("fitting", [3, 1, 0])
-def test_where_memory_runs_out_fewer_matrices_are_decomposed_at_once(tiny_trace, monkeypatch, fitting: int) -> None:
+def test_where_memory_runs_out_fewer_matrices_are_decomposed_at_once(
+    tiny_trace, monkeypatch, fitting: int
+) -> None:
     expected = tlc.self_coupling(tiny_trace, 0, 1, k=4)
     sizes: list[int] = []
 
@@ -134,7 +157,9 @@ def test_where_memory_runs_out_fewer_matrices_are_decomposed_at_once(tiny_trace,
     assert sum(size for size in sizes if size <= fitting) == 2 * tiny_trace.n_pos
 
 
-def test_a_shelf_without_room_in_memory_is_a_file(tiny_trace: tlc.Trace, monkeypatch) -> None:
+def test_a_shelf_without_room_in_memory_is_a_file(
+    tiny_trace: tlc.Trace, monkeypatch
+) -> None:
     expected = tlc.depth_coupling(tiny_trace, k=4)
     make = torch.Tensor.new_empty
 
@@ -152,7 +177,9 @@ def streamed(folder_model: Path) -> nn.Module:
     return tlc.load_model(str(folder_model), memory="stream")
 
 
-def test_prompts_share_a_sweep(streamed: nn.Module, folder_model: Path, monkeypatch) -> None:
+def test_prompts_share_a_sweep(
+    streamed: nn.Module, folder_model: Path, monkeypatch
+) -> None:
     from tl_coupling.models import streaming
 
     prompts = [tiny.TOKENS, tiny.TOKENS[:5], tiny.TOKENS[2:]]
@@ -160,22 +187,38 @@ def test_prompts_share_a_sweep(streamed: nn.Module, folder_model: Path, monkeypa
     expected = tlc.depth_coupling((tlc.trace(resident, one) for one in prompts), k=4)
     reads: list[str] = []
     read = streaming.Stored.read
-    monkeypatch.setattr(streaming.Stored, "read", lambda self: (reads.append(self.name), read(self))[1])
+    monkeypatch.setattr(
+        streaming.Stored, "read", lambda self: (reads.append(self.name), read(self))[1]
+    )
     found = tlc.depth_coupling([tlc.trace(streamed, one) for one in prompts], k=4)
     assert len(reads) == len(set(reads))
     assert torch.equal(found.coupling(), expected.coupling())
     assert torch.equal(found.spread(), expected.spread())
     monkeypatch.setattr(memory, "_MOST_PROMPTS", 2)
-    assert [len(group) for group in sharing_a_sweep(tlc.trace(streamed, one) for one in prompts)] == [2, 1]
-    assert [len(group) for group in sharing_a_sweep(tlc.trace(resident, one) for one in prompts)] == [1, 1, 1]
+    assert [
+        len(group)
+        for group in sharing_a_sweep(tlc.trace(streamed, one) for one in prompts)
+    ] == [2, 1]
+    assert [
+        len(group)
+        for group in sharing_a_sweep(tlc.trace(resident, one) for one in prompts)
+    ] == [1, 1, 1]
 
 
-def test_a_plan_of_a_name_a_model_and_a_trace(streamed: nn.Module, folder_model: Path) -> None:
+def test_a_plan_of_a_name_a_model_and_a_trace(
+    streamed: nn.Module, folder_model: Path
+) -> None:
     trace = tlc.trace(streamed, tiny.TOKENS)
     of_name = tlc.plan(str(folder_model), 4, len(tiny.TOKENS), memory="stream")
     of_trace = tlc.plan(trace, 4)
-    assert of_name.flops == of_trace.flops == tlc.plan(streamed, 4, len(tiny.TOKENS)).flops
-    assert of_name.block == of_trace.block == 4 * sum(p.numel() for p in streamed.blocks[0].parameters())
+    assert (
+        of_name.flops == of_trace.flops == tlc.plan(streamed, 4, len(tiny.TOKENS)).flops
+    )
+    assert (
+        of_name.block
+        == of_trace.block
+        == 4 * sum(p.numel() for p in streamed.blocks[0].parameters())
+    )
     assert of_trace.streamed
     assert not tlc.plan(str(folder_model), 4).streamed
     n, d, k = tiny.N_LAYERS, tiny.D_MODEL, 4
@@ -188,7 +231,9 @@ def test_a_plan_of_a_name_a_model_and_a_trace(streamed: nn.Module, folder_model:
 
 
 def counted(function, *given) -> tuple[object, int]:
-    """What a function returns, and the flops of its matrix products as torch counts them."""
+    """What a function returns, and the flops of its matrix products as torch counts
+    them.
+    """
     with FlopCounterMode(display=False) as counter:
         found = function(*given)
     return found, counter.get_total_flops()
@@ -196,7 +241,9 @@ def counted(function, *given) -> tuple[object, int]:
 
 @pytest.fixture
 def one_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many moves the slope check takes depends on how stiff a block is: here the first decides."""
+    """How many moves the slope check takes depends on how stiff a block is: here the
+    first decides.
+    """
 
     def converges(deviation, scale, size):
         deviation(0.01)
@@ -211,18 +258,37 @@ WIDE = {"hidden_size": 128, "num_attention_heads": 8}
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
-        pytest.param("llama", WIDE | {"head_dim": 16, "intermediate_size": 320}, id="gated, shared keys"),
+        pytest.param(
+            "llama",
+            WIDE | {"head_dim": 16, "intermediate_size": 320},
+            id="gated, shared keys",
+        ),
         pytest.param("gpt2", {"n_embd": 128, "n_head": 8}, id="joint"),
-        pytest.param("phi3", WIDE | {"num_key_value_heads": 4, "intermediate_size": 512}, id="joint and gated"),
+        pytest.param(
+            "phi3",
+            WIDE | {"num_key_value_heads": 4, "intermediate_size": 512},
+            id="joint and gated",
+        ),
         pytest.param("gpt_neox", WIDE | {"intermediate_size": 512}, id="parallel"),
-        pytest.param("llama", {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 16}, id="wide"),
+        pytest.param(
+            "llama",
+            {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 16},
+            id="wide",
+        ),
     ],
 )
 @pytest.mark.usefixtures("one_move")
-def test_a_plan_counts_the_products_that_are_taken(architecture: str, changes: dict, tokenizer_folder: Path) -> None:
-    model, k = tiny.bridge(tiny.huggingface_model(architecture, **changes), tokenizer_folder), 4
+def test_a_plan_counts_the_products_that_are_taken(
+    architecture: str, changes: dict, tokenizer_folder: Path
+) -> None:
+    model, k = (
+        tiny.bridge(tiny.huggingface_model(architecture, **changes), tokenizer_folder),
+        4,
+    )
     trace, of_trace = counted(tlc.trace, model, 2 * tiny.TOKENS)
-    _, of_gate = counted(lambda: [block.refer_to([trace.n_pos - 1]) for block in trace.blocks])
+    _, of_gate = counted(
+        lambda: [block.refer_to([trace.n_pos - 1]) for block in trace.blocks]
+    )
     J, of_jacobians = counted(tlc.block_jacobians, trace)
     spectra, of_svd = counted(tlc.svd, J, k + 1)
     A = J.new_empty(trace.n_layers, trace.n_layers, k, k)
@@ -236,23 +302,32 @@ def test_a_plan_counts_the_products_that_are_taken(architecture: str, changes: d
     assert planned["svd"] == pytest.approx(of_svd, rel=0.8)
 
 
-def test_a_plan_of_other_blocks_counts_all_their_weights(tokenizer_folder: Path) -> None:
+def test_a_plan_of_other_blocks_counts_all_their_weights(
+    tokenizer_folder: Path,
+) -> None:
     model = tiny.bridge(tiny.huggingface_model("mixtral"), tokenizer_folder)
-    weights = sum(p.numel() for block in model.blocks for p in block.parameters() if p.ndim > 1)
+    weights = sum(
+        p.numel() for block in model.blocks for p in block.parameters() if p.ndim > 1
+    )
     assert tlc.plan(model, 4).flops["jacobians"] == 2 * tiny.D_MODEL * weights
 
 
 @pytest.mark.usefixtures("one_move")
 def test_weights_in_half_precision_are_gated_twice(tokenizer_folder: Path) -> None:
-    model = tiny.bridge(tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder)
+    model = tiny.bridge(
+        tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder
+    )
     in_float32 = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
     trace = tlc.trace(model, tiny.TOKENS)
-    _, of_gate = counted(lambda: [block.refer_to([trace.n_pos - 1]) for block in trace.blocks])
+    _, of_gate = counted(
+        lambda: [block.refer_to([trace.n_pos - 1]) for block in trace.blocks]
+    )
     assert tlc.plan(trace, 4).flops["gate"] == pytest.approx(of_gate, rel=0.01)
     assert tlc.plan(in_float32, 4, trace.n_pos).flops["gate"] < 0.9 * of_gate
 
 
-# Two blocks' worth of code warms up on the tiny model; the peak is that of a model of 12 blocks, 256 wide.
+# Two blocks' worth of code warms up on the tiny model; the peak is that of a model of
+# 12 blocks, 256 wide.
 MEASURE = """
 import json, sys, torch
 from pathlib import Path
@@ -270,17 +345,40 @@ print(json.dumps([resident(peak=True) - before, tlc.plan(trace, k=10).peak / 2**
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure a peak of memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(),
+    reason="needs Linux to measure a peak of memory",
+)
 def test_the_peak_is_a_small_part_of_the_weights_and_as_planned(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 4}
-    for folder, more in ((tmp_path / "warm", {}), (tmp_path / "model", sizes | {"num_hidden_layers": 24})):
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 2048,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    for folder, more in (
+        (tmp_path / "warm", {}),
+        (tmp_path / "model", sizes | {"num_hidden_layers": 24}),
+    ):
         tiny.huggingface_model("llama", **more).save_pretrained(folder)
         tiny.save_tokenizer(folder)
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), str(tmp_path), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    command = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        str(tmp_path / "model"),
+        str(tmp_path),
+        str(ROOT),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     peak, planned = json.loads(done.stdout.splitlines()[-1])
-    weights = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")) / 2**20
+    weights = (
+        sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
+        / 2**20
+    )
     assert weights > 150
     assert peak < 0.3 * weights
     assert planned / 2.5 < peak < 2.5 * planned
@@ -304,11 +402,20 @@ print(*(one.status for one in Folder(sys.argv[2], {"what": "prompts"}).run(units
 """
 
 
-def test_a_survey_of_a_streamed_model_that_is_killed_resumes(folder_model: Path, tmp_path: Path) -> None:
+def test_a_survey_of_a_streamed_model_that_is_killed_resumes(
+    folder_model: Path, tmp_path: Path
+) -> None:
     from xarray import load_dataset
 
     def start(folder: Path, seconds: float) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", SURVEY, str(folder_model), str(folder), str(seconds)]
+        command = [
+            sys.executable,
+            "-c",
+            SURVEY,
+            str(folder_model),
+            str(folder),
+            str(seconds),
+        ]
         folder.mkdir(exist_ok=True)
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
@@ -319,8 +426,15 @@ def test_a_survey_of_a_streamed_model_that_is_killed_resumes(folder_model: Path,
     killed.communicate()
     assert killed.returncode < 0
     assert whole.communicate(timeout=120)[0].split() == ["computed"] * 3
-    assert start(tmp_path / "killed", 0).communicate(timeout=120)[0].split() == ["kept", "computed", "computed"]
+    assert start(tmp_path / "killed", 0).communicate(timeout=120)[0].split() == [
+        "kept",
+        "computed",
+        "computed",
+    ]
     for unit in ("u0", "u1", "u2"):
-        one, other = (load_dataset(tmp_path / folder / f"{unit}.nc") for folder in ("killed", "whole"))
+        one, other = (
+            load_dataset(tmp_path / folder / f"{unit}.nc")
+            for folder in ("killed", "whole")
+        )
         assert one.equals(other)
         assert '"memory": "stream"' in one.attrs["provenance"]

@@ -1,4 +1,6 @@
-"""What is read off singular values and square matrices: closed forms, and numpy and scipy beside them."""
+"""What is read off singular values and square matrices: closed forms, and numpy and
+scipy beside them.
+"""
 
 import numpy as np
 import pytest
@@ -22,7 +24,9 @@ DTYPES = [torch.float32, torch.float64]
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def test_the_line_through_inverse_singular_values_is_scipys():
@@ -39,7 +43,9 @@ def test_the_line_through_inverse_singular_values_is_scipys():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_singular_values_that_scale_inversely_with_depth_lie_on_a_line(dtype):
     depth = torch.arange(30, dtype=dtype)[:, None]
-    fit = inverse_singular_value_fit(1 / (torch.tensor([2.0, 5.0]) + torch.tensor([0.5, -0.1]) * depth).to(dtype))
+    fit = inverse_singular_value_fit(
+        1 / (torch.tensor([2.0, 5.0]) + torch.tensor([0.5, -0.1]) * depth).to(dtype)
+    )
     torch.testing.assert_close(fit.slope, torch.tensor([0.5, -0.1], dtype=dtype))
     torch.testing.assert_close(fit.intercept, torch.tensor([2.0, 5.0], dtype=dtype))
     torch.testing.assert_close(fit.r_squared, torch.ones(2, dtype=dtype))
@@ -48,10 +54,16 @@ def test_singular_values_that_scale_inversely_with_depth_lie_on_a_line(dtype):
 def test_inverse_singular_values_without_a_line_are_undefined_one_by_one():
     S = gaussian(6, 3).abs() + 0.1
     S[2, 0], S[:, 1] = 0.0, 0.3
-    with pytest.warns(UserWarning, match="of 3 lines .* 1 are undefined .* R² of 1 is undefined") as caught:
+    with pytest.warns(
+        UserWarning, match="of 3 lines .* 1 are undefined .* R² of 1 is undefined"
+    ) as caught:
         fit = inverse_singular_value_fit(S)
     assert len(caught) == 1
-    assert fit.slope.isnan().tolist() == fit.intercept.isnan().tolist() == [True, False, False]
+    assert (
+        fit.slope.isnan().tolist()
+        == fit.intercept.isnan().tolist()
+        == [True, False, False]
+    )
     assert fit.r_squared.isnan().tolist() == [True, True, False]
     assert float(fit.slope[1]) == pytest.approx(0, abs=1e-12)
     assert float(fit.intercept[1]) == pytest.approx(1 / 0.3)
@@ -95,7 +107,9 @@ def test_non_normality_is_the_formula_written_out_in_numpy(dtype):
     for index in np.ndindex(2, 3):
         M = J[index].double().numpy()
         wanted = np.sqrt(((M.T @ M - M @ M.T) ** 2).sum()) / (M**2).sum()
-        assert float(got[index]) == pytest.approx(wanted, rel=1e-5 if dtype == torch.float32 else 1e-12)
+        assert float(got[index]) == pytest.approx(
+            wanted, rel=1e-5 if dtype == torch.float32 else 1e-12
+        )
 
 
 def test_non_normality_reaches_its_bound_for_one_nilpotent_direction():
@@ -103,7 +117,9 @@ def test_non_normality_reaches_its_bound_for_one_nilpotent_direction():
     assert float(non_normality(torch.outer(u, v))) == pytest.approx(np.sqrt(2))
     # A shift of n directions: JᵀJ − JJᵀ is 1 and −1 at the two ends.
     for n in (2, 3, 6):
-        assert float(non_normality(torch.diag(torch.ones(n - 1), 1))) == pytest.approx(np.sqrt(2) / (n - 1))
+        assert float(non_normality(torch.diag(torch.ones(n - 1), 1))) == pytest.approx(
+            np.sqrt(2) / (n - 1)
+        )
 
 
 def test_non_normality_against_henricis_departure():
@@ -122,7 +138,12 @@ def test_non_normality_of_gaussian_matrices_is_near_root_2_over_d():
     assert got.mean() == pytest.approx(np.sqrt(2 / d), rel=0.02)
 
 
-@given(seed=st.integers(0, 2**32 - 1), d=st.integers(1, 6), rank=st.integers(1, 6), exponent=st.integers(-25, 25))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    d=st.integers(1, 6),
+    rank=st.integers(1, 6),
+    exponent=st.integers(-25, 25),
+)
 @settings(max_examples=40, deadline=None)
 def test_bounds_and_invariances_of_what_is_read_off_a_matrix(seed, d, rank, exponent):
     J = gaussian(d, min(rank, d), seed=seed) @ gaussian(min(rank, d), d, seed=seed + 1)
@@ -133,7 +154,9 @@ def test_bounds_and_invariances_of_what_is_read_off_a_matrix(seed, d, rank, expo
         for other in (Q @ J @ Q.mT, J.mT, -J, 10.0**exponent * J):
             assert float(measure(other)) == pytest.approx(value, abs=1e-10)
         # Squares of such entries are outside float32's range.
-        assert float(measure((10.0**exponent * J).float())) == pytest.approx(value, abs=1e-4)
+        assert float(measure((10.0**exponent * J).float())) == pytest.approx(
+            value, abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -141,9 +164,13 @@ def test_asymmetry_of_known_parts(dtype):
     symmetric, other = NORMAL["symmetric"], NORMAL["antisymmetric"]
     symmetric, other = symmetric / symmetric.norm(), other / other.norm()
     angle = torch.tensor([0.0, 0.3, 1.0, np.pi / 2])
-    J = (angle.cos()[:, None, None] * symmetric + angle.sin()[:, None, None] * other).to(dtype)
+    J = (
+        angle.cos()[:, None, None] * symmetric + angle.sin()[:, None, None] * other
+    ).to(dtype)
     assert asymmetry(J).dtype == dtype
-    torch.testing.assert_close(asymmetry(J).double(), angle.sin().double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        asymmetry(J).double(), angle.sin().double(), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("measure", [non_normality, asymmetry])
@@ -162,10 +189,21 @@ def test_what_matrices_are_refused(measure):
 
 
 def test_ranks_of_known_spectra():
-    S = torch.tensor([[2.0, 2.0, 2.0, 2.0], [5.0, 0.0, 0.0, 0.0], [3.0, 3.0, 0.0, 0.0], [3.0, 1.0, 0.0, 0.0]])
-    torch.testing.assert_close(participation_ratio(S), torch.tensor([4.0, 1.0, 2.0, 100 / 82]))
+    S = torch.tensor(
+        [
+            [2.0, 2.0, 2.0, 2.0],
+            [5.0, 0.0, 0.0, 0.0],
+            [3.0, 3.0, 0.0, 0.0],
+            [3.0, 1.0, 0.0, 0.0],
+        ]
+    )
+    torch.testing.assert_close(
+        participation_ratio(S), torch.tensor([4.0, 1.0, 2.0, 100 / 82])
+    )
     # Shares 3/4 and 1/4 of σ: exp of their entropy is 4 / 3^(3/4).
-    torch.testing.assert_close(effective_rank(S), torch.tensor([4.0, 1.0, 2.0, 4 / 3**0.75]))
+    torch.testing.assert_close(
+        effective_rank(S), torch.tensor([4.0, 1.0, 2.0, 4 / 3**0.75])
+    )
 
 
 def test_the_participation_ratio_is_that_of_the_matrix():
@@ -175,22 +213,31 @@ def test_the_participation_ratio_is_that_of_the_matrix():
 
 
 @given(
-    values=st.lists(st.floats(0, 1e3), min_size=1, max_size=6).filter(lambda values: max(values) > 1e-3),
+    values=st.lists(st.floats(0, 1e3), min_size=1, max_size=6).filter(
+        lambda values: max(values) > 1e-3
+    ),
     exponent=st.integers(-30, 30),
 )
 def test_bounds_and_invariances_of_ranks(values, exponent):
     S = torch.tensor(values, dtype=torch.float64)
     for rank in (participation_ratio, effective_rank):
         assert 1 <= float(rank(S)) <= len(values)
-        assert float(rank(10.0**exponent * S)) == pytest.approx(float(rank(S)), rel=1e-9)
-        assert float(rank(torch.cat([S, S]))) == pytest.approx(2 * float(rank(S)), rel=1e-9)
+        assert float(rank(10.0**exponent * S)) == pytest.approx(
+            float(rank(S)), rel=1e-9
+        )
+        assert float(rank(torch.cat([S, S]))) == pytest.approx(
+            2 * float(rank(S)), rel=1e-9
+        )
     assert float(participation_ratio(S)) <= float(effective_rank(S)) + 1e-9
 
 
 @pytest.mark.parametrize("rank", [participation_ratio, effective_rank])
 def test_no_singular_values_have_no_rank(rank):
     with pytest.warns(UserWarning, match=r"is undefined \(NaN\) for 1 of 2 zero `S`"):
-        assert rank(torch.tensor([[0.0, 0.0], [1.0, 0.0]])).isnan().tolist() == [True, False]
+        assert rank(torch.tensor([[0.0, 0.0], [1.0, 0.0]])).isnan().tolist() == [
+            True,
+            False,
+        ]
     with pytest.raises(ValueError, match="finite and at least 0"):
         rank(torch.tensor([1.0, -1.0]))
     with pytest.raises(ValueError, match="at least one singular value"):

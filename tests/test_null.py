@@ -36,9 +36,18 @@ SPECTRA = {
 
 @pytest.fixture(scope="module")
 def frames() -> tuple[torch.Tensor, torch.Tensor]:
-    """Independent Haar-random orthonormal frames `[n d k]`: QR of Gaussians, the signs of R's diagonal put right."""
+    """Independent Haar-random orthonormal frames `[n d k]`: QR of Gaussians, the signs
+    of R's diagonal put right.
+    """
     Q, R = torch.linalg.qr(
-        torch.randn(2, N_SAMPLES, NULL_D, NULL_K, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        torch.randn(
+            2,
+            N_SAMPLES,
+            NULL_D,
+            NULL_K,
+            generator=torch.Generator().manual_seed(0),
+            dtype=torch.float64,
+        )
     )
     U, V = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
     return U, V
@@ -53,20 +62,35 @@ def sampled(frames: tuple[torch.Tensor, torch.Tensor], sigma: np.ndarray) -> np.
 
 
 def assert_mean_of_squares(samples: np.ndarray, null: float) -> None:
-    """That null² is the mean of samples², to five standard errors and these within 2 % of it."""
+    """That null² is the mean of samples², to five standard errors and these within 2 %
+    of it.
+    """
     squares = samples**2
     error = squares.std() / math.sqrt(len(squares))
     assert error < 0.02 * max(squares.mean(), 1e-12)
     assert abs(squares.mean() - null**2) < 5 * error + 1e-12
 
 
-def null_of(sigma: np.ndarray, measure: str, given: int | None = None, k: int = NULL_K, **options) -> float:
+def null_of(
+    sigma: np.ndarray,
+    measure: str,
+    given: int | None = None,
+    k: int = NULL_K,
+    **options,
+) -> float:
     S = torch.from_numpy(sigma)[None]
     value = tlc.random_subspace_null(
-        k, measure, d_model=len(sigma), S_1=S[:, :given], frobenius_norm=S.norm(dim=-1), **options
+        k,
+        measure,
+        d_model=len(sigma),
+        S_1=S[:, :given],
+        frobenius_norm=S.norm(dim=-1),
+        **options,
     )
     # The null of m̃ is the same for every J_1: one number.
-    assert value.shape == (() if measure in ("coupling", "normalized_miscoupling") else (1,))
+    assert value.shape == (
+        () if measure in ("coupling", "normalized_miscoupling") else (1,)
+    )
     return float(value.mean())
 
 
@@ -75,26 +99,39 @@ def test_null_against_sampled_random_subspaces(name, frames):
     sigma = SPECTRA[name]
     A, s = sampled(frames, sigma), np.diag(sigma[:NULL_K])
     off = A * (1 - np.eye(NULL_K))
-    total, length, trace = (np.linalg.norm(A, axis=(1, 2)), np.linalg.norm(s), np.trace(s))
+    total, length, trace = (
+        np.linalg.norm(A, axis=(1, 2)),
+        np.linalg.norm(s),
+        np.trace(s),
+    )
     miscoupling = np.linalg.norm(off, axis=(1, 2))
     assert_mean_of_squares(miscoupling, null_of(sigma, "miscoupling"))
-    assert_mean_of_squares(miscoupling / total, null_of(sigma, "normalized_miscoupling"))
+    assert_mean_of_squares(
+        miscoupling / total, null_of(sigma, "normalized_miscoupling")
+    )
     assert_mean_of_squares(total / length, null_of(sigma, "captured_energy"))
-    assert null_of(sigma, "coupling") == pytest.approx(1 - null_of(sigma, "normalized_miscoupling"))
+    assert null_of(sigma, "coupling") == pytest.approx(
+        1 - null_of(sigma, "normalized_miscoupling")
+    )
     for absolute, values in ((False, A), (True, np.abs(A))):
         distance = np.linalg.norm(values - s, axis=(1, 2))
         for p, norm in ((2.0, length), (1.0, trace)):
             null = null_of(sigma, "spectral_miscoupling", p=p, absolute=absolute)
             assert_mean_of_squares(distance / norm, null)
-            # From what a result keeps: the top k and ‖J‖_F. Never above, and less than 0.4 % below.
-            approximate = null_of(sigma, "spectral_miscoupling", given=NULL_K, p=p, absolute=absolute)
+            # From what a result keeps: the top k and ‖J‖_F. Never above, and less than
+            # 0.4 % below.
+            approximate = null_of(
+                sigma, "spectral_miscoupling", given=NULL_K, p=p, absolute=absolute
+            )
             assert null * (1 - 4e-3) < approximate <= null * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("d", [2, 12, 576])
 @pytest.mark.parametrize("given", ["all", "top k"])
 def test_null_of_flat_and_of_rank_one_in_closed_form(d, given):
-    """`E|u_1| = Γ(d/2) / (√π Γ((d+1)/2))`: `E|uᵀJv|` c times it for an orthogonal cQ, σ times its square for σuvᵀ."""
+    """`E|u_1| = Γ(d/2) / (√π Γ((d+1)/2))`: `E|uᵀJv|` c times it for an orthogonal cQ, σ
+    times its square for σuvᵀ.
+    """
     k = min(3, d)
     mean_u = math.exp(gammaln(d / 2) - gammaln((d + 1) / 2)) / math.sqrt(math.pi)
     n = None if given == "all" else k
@@ -110,48 +147,85 @@ def test_null_of_flat_and_of_rank_one_in_closed_form(d, given):
 @pytest.mark.parametrize("d", [64, 576])
 @pytest.mark.parametrize("k", [2, 10, 50])
 def test_the_null_from_the_top_k_alone_is_close_at_the_sizes_of_real_models(d, k):
-    """Energy left over is taken as spread evenly, which is the most `E|a|` it can give; k + 1 equal gains are worst."""
+    """Energy left over is taken as spread evenly, which is the most `E|a|` it can give;
+    k + 1 equal gains are worst.
+    """
     index = np.arange(1, d + 1)
-    for sigma in (np.geomspace(1, 1e-6, d), 1 / index, index**-0.5, np.where(index <= k + 1, 1.0, 0.0)):
-        full, top = (null_of(sigma, "spectral_miscoupling", n, k, absolute=True) for n in (None, k))
+    for sigma in (
+        np.geomspace(1, 1e-6, d),
+        1 / index,
+        index**-0.5,
+        np.where(index <= k + 1, 1.0, 0.0),
+    ):
+        full, top = (
+            null_of(sigma, "spectral_miscoupling", n, k, absolute=True)
+            for n in (None, k)
+        )
         assert full * (1 - 1e-3) < top <= full * (1 + 1e-9)
 
 
 def test_null_depends_on_the_subspaces_being_random_and_not_on_k_alone(frames):
-    """What the page says: m̃ near √(1 − 1/k), coupling 0.051 at k = 10 and 0.010 at k = 50, m_K near 1."""
+    """What the page says: m̃ near √(1 − 1/k), coupling 0.051 at k = 10 and 0.010 at k =
+    50, m_K near 1.
+    """
     assert float(tlc.random_subspace_null(10)) == pytest.approx(0.051, abs=5e-4)
     assert float(tlc.random_subspace_null(50)) == pytest.approx(0.010, abs=5e-4)
     for k in (10, 50):
-        assert null_of(1 / np.arange(1, 577), "spectral_miscoupling", k=k, absolute=True) == pytest.approx(1, abs=0.02)
+        assert null_of(
+            1 / np.arange(1, 577), "spectral_miscoupling", k=k, absolute=True
+        ) == pytest.approx(1, abs=0.02)
 
 
 def test_null_in_full_dimension():
-    """k = d: the frames are whole bases and `‖A‖_F = ‖J‖_F`, not in the mean but always."""
+    """k = d: the frames are whole bases and `‖A‖_F = ‖J‖_F`, not in the mean but
+    always.
+    """
     sigma = np.linspace(2, 1, 5)
     assert null_of(sigma, "captured_energy", k=5) == pytest.approx(1)
-    assert null_of(sigma, "miscoupling", k=5) == pytest.approx(np.linalg.norm(sigma) * math.sqrt(1 - 1 / 5))
+    assert null_of(sigma, "miscoupling", k=5) == pytest.approx(
+        np.linalg.norm(sigma) * math.sqrt(1 - 1 / 5)
+    )
 
 
 def test_null_of_a_batch_is_its_rows_one_by_one():
-    S = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(5)).sort(descending=True).values
+    S = (
+        torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(5))
+        .sort(descending=True)
+        .values
+    )
     norm = 1.5 * S.norm(dim=-1)
     for measure in ("miscoupling", "captured_energy", "spectral_miscoupling"):
         for absolute in (False, True):
             options = {"d_model": 9, "absolute": absolute}
-            value = tlc.random_subspace_null(4, measure, S_1=S, frobenius_norm=norm, **options)
+            value = tlc.random_subspace_null(
+                4, measure, S_1=S, frobenius_norm=norm, **options
+            )
             assert value.shape == (2, 3)
             for i, j in np.ndindex(2, 3):
                 one = tlc.random_subspace_null(
-                    4, measure, S_1=S[i, j][None], frobenius_norm=norm[i, j][None], **options
+                    4,
+                    measure,
+                    S_1=S[i, j][None],
+                    frobenius_norm=norm[i, j][None],
+                    **options,
                 )
                 torch.testing.assert_close(value[i, j], one[0])
 
 
 def test_absolute_null_of_a_single_jacobian():
     S = torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64)
-    null = tlc.random_subspace_null(2, "spectral_miscoupling", d_model=3, S_1=S, frobenius_norm=S.norm(), absolute=True)
+    null = tlc.random_subspace_null(
+        2,
+        "spectral_miscoupling",
+        d_model=3,
+        S_1=S,
+        frobenius_norm=S.norm(),
+        absolute=True,
+    )
     assert null.shape == ()
-    assert float(null) == pytest.approx(null_of(S.numpy(), "spectral_miscoupling", k=2, absolute=True))
+    assert float(null) == pytest.approx(
+        null_of(S.numpy(), "spectral_miscoupling", k=2, absolute=True)
+    )
 
 
 @pytest.mark.parametrize("measure", ["captured_energy", "spectral_miscoupling"])
@@ -167,35 +241,58 @@ def test_every_null_at_every_k_is_that_null(frames):
     assert values.shape == (len(MEASURES), 5, 2)
     for i, measure in enumerate(MEASURES):
         for k in range(1, 6):
-            expected = tlc.random_subspace_null(k, measure, d_model=NULL_D, S_1=S, frobenius_norm=norms)
+            expected = tlc.random_subspace_null(
+                k, measure, d_model=NULL_D, S_1=S, frobenius_norm=norms
+            )
             torch.testing.assert_close(values[i, k - 1], expected.expand(2))
 
 
 @pytest.mark.parametrize("k", [2, 3, 10])
 def test_the_null_is_a_root_mean_square_and_lies_below_the_mean(k):
-    """Of a Gaussian A, `m̃²` is a Beta variable: scipy knows its moments and quantiles."""
+    """Of a Gaussian A, `m̃²` is a Beta variable: scipy knows its moments and
+    quantiles.
+    """
     d = 400
     S, of_A = torch.ones(1), stats.beta((k * k - k) / 2, k / 2)
     generator = torch.Generator().manual_seed(k)
-    A = draws_of_random_subspaces(k, 4000, d_model=d, S_1=S, frobenius_norm=torch.tensor(d**0.5), generator=generator)
+    A = draws_of_random_subspaces(
+        k,
+        4000,
+        d_model=d,
+        S_1=S,
+        frobenius_norm=torch.tensor(d**0.5),
+        generator=generator,
+    )
     drawn = 1 - tlc.normalized_miscoupling(A).numpy()
     mean = 1 - of_A.expect(np.sqrt)
     assert drawn.mean() == pytest.approx(mean, abs=4 * drawn.std() / 63)
     expected = {2: 1.138, 3: 1.061, 10: 1.005}[k]
-    assert mean / float(tlc.random_subspace_null(k)) == pytest.approx(expected, abs=5e-4)
+    assert mean / float(tlc.random_subspace_null(k)) == pytest.approx(
+        expected, abs=5e-4
+    )
     # The far ends of 4000 draws, and of d = 400 against infinity.
     np.testing.assert_allclose(
-        np.quantile(drawn, (0.025, 0.5, 0.975)), 1 - np.sqrt(of_A.ppf((0.975, 0.5, 0.025))), rtol=0.12, atol=0.002
+        np.quantile(drawn, (0.025, 0.5, 0.975)),
+        1 - np.sqrt(of_A.ppf((0.975, 0.5, 0.025))),
+        rtol=0.12,
+        atol=0.002,
     )
 
 
 @pytest.mark.parametrize("given", [NULL_K, NULL_D])
 def test_draws_are_random_frames_of_the_singular_vectors(given, frames):
-    """Entries of every order: means over 4000 draws against 40,000 of whole matrices."""
+    """Entries of every order: means over 4000 draws against 40,000 of whole
+    matrices.
+    """
     sigma = np.r_[3, 2, 1, np.full(NULL_D - 3, 0.4)]
     S = torch.from_numpy(sigma)
     generator = torch.Generator().manual_seed(0)
-    options = {"d_model": NULL_D, "S_1": S[:given], "frobenius_norm": S.norm(), "generator": generator}
+    options = {
+        "d_model": NULL_D,
+        "S_1": S[:given],
+        "frobenius_norm": S.norm(),
+        "generator": generator,
+    }
     A = draws_of_random_subspaces(NULL_K, 4000, **options)
     whole = torch.from_numpy(sampled(frames, sigma))
     for measure in MEASURES:
@@ -231,8 +328,12 @@ def test_rotation_null_against_rotations(paired, kind):
 
 
 def test_rotation_null_of_what_rotations_leave_alone():
-    """Independent bases: `√(1 − 1/k)` of any A. Paired ones leave the identity as it is."""
-    A = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    """Independent bases: `√(1 − 1/k)` of any A. Paired ones leave the identity as it
+    is.
+    """
+    A = torch.randn(
+        3, 5, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
     s = torch.ones(5, dtype=torch.float64)
     haar_null = tlc.random_subspace_null(5).expand(3)
     torch.testing.assert_close(rotation_null(A, s, paired=False), haar_null)
@@ -248,7 +349,9 @@ def test_random_rotations_are_uniform():
     traces = Q.diagonal(dim1=-2, dim2=-1).sum(-1)
     assert abs(traces.mean()) < 0.1
     assert float(traces.var()) == pytest.approx(1, abs=0.15)
-    assert random_rotations(2, 5, columns=3, generator=torch.Generator().manual_seed(0)).shape == (2, 5, 3)
+    assert random_rotations(
+        2, 5, columns=3, generator=torch.Generator().manual_seed(0)
+    ).shape == (2, 5, 3)
 
 
 @pytest.mark.parametrize("d", [4, 12, 64])

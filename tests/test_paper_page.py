@@ -1,4 +1,6 @@
-"""docs/PAPER.md: each row's command runs on a tiny model, or says what it needs; each figure of the paper has a row."""
+"""docs/PAPER.md: each row's command runs on a tiny model, or says what it needs; each
+figure of the paper has a row.
+"""
 
 import ast
 import json
@@ -17,7 +19,8 @@ pytestmark = pytest.mark.on_4_only
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "PAPER.md").read_text()
-# What the paper shows, by its own numbers or, where the text has lost them, its own names; ViT has an issue of its own.
+# What the paper shows, by its own numbers or, where the text has lost them, its own
+# names; ViT has an issue of its own.
 SHOWN = [
     "1a",
     "1b",
@@ -63,8 +66,16 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    lines = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
-    return [Row(*(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])) for line in lines if "`" in line]
+    lines = [
+        line
+        for line in PAGE.splitlines()
+        if line.startswith("| ") and not line.startswith("| ---")
+    ]
+    return [
+        Row(*(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]))
+        for line in lines
+        if "`" in line
+    ]
 
 
 def commands(needs_hub: bool) -> list[list[str]]:
@@ -82,41 +93,75 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     for seed, width in enumerate((16, 32, 48, 64)):
         for step in (1, 16, 256):
-            sizes = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4}
+            sizes = {
+                "hidden_size": width,
+                "intermediate_size": 2 * width,
+                "head_dim": width // 4,
+            }
             model = tiny.huggingface_model("llama", seed + step, **sizes)
             model.save_pretrained(folder / f"models/width{width}/step{step}")
             tiny.save_tokenizer(folder / f"models/width{width}/step{step}")
     lines = [
-        {"id": f"{task}-{i}", "task": task, "prompt": f"w{i} w{3 * i} w7 w{2 * i}" + i * " w5", "difficulty": i % 3}
+        {
+            "id": f"{task}-{i}",
+            "task": task,
+            "prompt": f"w{i} w{3 * i} w7 w{2 * i}" + i * " w5",
+            "difficulty": i % 3,
+        }
         for i, task in enumerate(("sums", "sums", "riddles", "odds"), 1)
     ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     return folder
 
 
-def test_every_command_runs_and_prints(folder: Path, call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_runs_and_prints(
+    folder: Path, call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the order of the page: later ones use what earlier ones wrote."""
     monkeypatch.chdir(folder)
-    # Pictures are drawn here; that they render is what tests/plots is for, and takes most of the time.
-    monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: Path(path).write_bytes(b"drawn"))
+    # Pictures are drawn here; that they render is what tests/plots is for, and takes
+    # most of the time.
+    monkeypatch.setattr(
+        Figure, "savefig", lambda _, path, **__: Path(path).write_bytes(b"drawn")
+    )
     assert len(commands(False)) > 7
     for command in commands(False):
         if command[0] in ("depth", "tokens", "trajectory"):
-            command = [*command, "--model", "models/width64/step256", "--prompt", "w1 w2 w3 w4"]
+            command = [
+                *command,
+                "--model",
+                "models/width64/step256",
+                "--prompt",
+                "w1 w2 w3 w4",
+            ]
         if command[0] == "trajectories":
             command[command.index("--prompt") + 1] = "w1 w2 w3 w4"
-        assert call(*(8 if part in ("30", "50") else part for part in command)).out.strip(), command
+        assert call(
+            *(8 if part in ("30", "50") else part for part in command)
+        ).out.strip(), command
         assert list(Path(command[command.index("--out") + 1]).glob("*.png")), command
     for row in rows():
         for script in re.findall(r'`python -c "(.+?)"`', row.command):
-            exec(script.replace("smollm2-135m", "models/width64/step256").replace("What is the", "w1 w2 w3"))
+            exec(
+                script.replace("smollm2-135m", "models/width64/step256").replace(
+                    "What is the", "w1 w2 w3"
+                )
+            )
     assert Path("sizes.png").exists()
 
 
 @pytest.mark.parametrize("command", commands(True), ids=lambda command: command[0])
-def test_what_needs_the_hub_knows_its_options_and_has_a_test(command: list[str], call) -> None:
+def test_what_needs_the_hub_knows_its_options_and_has_a_test(
+    command: list[str], call
+) -> None:
     said = call(command[0], "--help").out
-    assert all(re.search(rf"(?<!\S){option}\b", said) for option in command if option.startswith("--"))
+    assert all(
+        re.search(rf"(?<!\S){option}\b", said)
+        for option in command
+        if option.startswith("--")
+    )
 
 
 def test_what_needs_the_hub_names_a_test_against_the_loopback_hub() -> None:
@@ -124,7 +169,9 @@ def test_what_needs_the_hub_names_a_test_against_the_loopback_hub() -> None:
         if "needs the hub" in row.command:
             file, name = re.findall(r"`(tests/\S+\.py)::(\w+)`", row.command)[0]
             tree = ast.parse((ROOT / file).read_text())
-            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
+            assert name in {
+                node.name for node in tree.body if isinstance(node, ast.FunctionDef)
+            }, name
 
 
 def test_every_figure_has_a_row_with_a_command_and_what_was_seen() -> None:
@@ -137,20 +184,28 @@ def test_every_figure_has_a_row_with_a_command_and_what_was_seen() -> None:
 
 
 def test_pictures_that_are_named_are_drawn(folder: Path) -> None:
-    """Runs after the commands: each picture in the third column is in the folder of its command."""
+    """Runs after the commands: each picture in the third column is in the folder of its
+    command.
+    """
     for row in rows():
         command = re.findall(r"`tl-coupling (.+?)`", row.command)
         if command and "needs the hub" not in row.command:
             out = folder / command[0].split("--out ")[1].split()[0]
             for picture in re.findall(r"`([\w-]+\.png)`", row.command):
-                assert (out / picture).exists(), (picture, sorted(path.name for path in out.glob("*.png")))
+                assert (out / picture).exists(), (
+                    picture,
+                    sorted(path.name for path in out.glob("*.png")),
+                )
 
 
 def test_names_on_the_hub_are_in_transformer_lens_registry() -> None:
     """All models of Table 1, but MPT, which left its place."""
     import transformer_lens
 
-    file = Path(transformer_lens.__file__).parent / "tools/model_registry/data/supported_models.json"
+    file = (
+        Path(transformer_lens.__file__).parent
+        / "tools/model_registry/data/supported_models.json"
+    )
     known = {one["model_id"] for one in json.loads(file.read_text())["models"]}
     names = paper_table1()["model"]
     assert names.is_unique

@@ -13,9 +13,13 @@ pytestmark = pytest.mark.on_4_only
 
 
 @pytest.mark.parametrize("final_norm", [False, True])
-def test_the_lens_reads_the_models_own_prediction_at_the_end(tokenizer_folder: Path, final_norm: bool) -> None:
+def test_the_lens_reads_the_models_own_prediction_at_the_end(
+    tokenizer_folder: Path, final_norm: bool
+) -> None:
     hf_model = tiny.huggingface_model("llama")
-    trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS, final_norm=final_norm)
+    trace = tlc.trace(
+        tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS, final_norm=final_norm
+    )
     measured = tlc.portrait(trace, k=(4,))
     with torch.no_grad():
         logits = hf_model(torch.tensor([tiny.TOKENS])).logits[0].double()
@@ -28,19 +32,28 @@ def test_the_lens_reads_the_models_own_prediction_at_the_end(tokenizer_folder: P
 
 
 def test_soft_capped_logits(tokenizer_folder: Path) -> None:
-    trace = tlc.trace(tiny.bridge(tiny.huggingface_model("gemma2"), tokenizer_folder), tiny.TOKENS)
+    trace = tlc.trace(
+        tiny.bridge(tiny.huggingface_model("gemma2"), tokenizer_folder), tiny.TOKENS
+    )
     hf_model = tiny.huggingface_model("gemma2")
     assert hf_model.config.final_logit_softcapping
     with torch.no_grad():
         p = hf_model(torch.tensor([tiny.TOKENS])).logits[0].softmax(-1)
     expected = -(p * p.log()).sum(-1)
-    assert tlc.portrait(trace, k=(4,)).entropy[-1].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert tlc.portrait(trace, k=(4,)).entropy[-1].tolist() == pytest.approx(
+        expected.tolist(), abs=1e-4
+    )
 
 
 @tiny.needs_hooked_transformer
 def test_the_lens_of_a_hooked_transformer(hub: Path) -> None:
-    bridge, hooked = (tlc.load_model("gpt2", backend=backend) for backend in ("bridge", "hooked"))
-    first, again = (tlc.portrait(tlc.trace(model, tiny.TOKENS), k=(4,)).entropy for model in (bridge, hooked))
+    bridge, hooked = (
+        tlc.load_model("gpt2", backend=backend) for backend in ("bridge", "hooked")
+    )
+    first, again = (
+        tlc.portrait(tlc.trace(model, tiny.TOKENS), k=(4,)).entropy
+        for model in (bridge, hooked)
+    )
     torch.testing.assert_close(first, again, atol=1e-4, rtol=0)
 
 
@@ -55,10 +68,15 @@ def test_the_lens_of_a_hooked_transformer(hub: Path) -> None:
         ({"layer": -1, "other_layer": 0}, (1, 0)),
     ],
 )
-def test_the_pair_of_layers(tiny_trace: tlc.Trace, given: dict[str, int], pair: tuple[int, int]) -> None:
+def test_the_pair_of_layers(
+    tiny_trace: tlc.Trace, given: dict[str, int], pair: tuple[int, int]
+) -> None:
     measured = tlc.portrait(tiny_trace, k=(4,), **given)
     for result in measured.tokens.values():
-        assert (set(result.row_layers), set(result.col_layers)) == ({pair[0]}, {pair[1]})
+        assert (set(result.row_layers), set(result.col_layers)) == (
+            {pair[0]},
+            {pair[1]},
+        )
 
 
 def test_what_is_held_and_what_varies(tiny_trace: tlc.Trace) -> None:
@@ -74,23 +92,37 @@ def test_what_is_held_and_what_varies(tiny_trace: tlc.Trace) -> None:
 
 def test_across_tokens_it_is_the_token_portrait(tiny_trace: tlc.Trace) -> None:
     whole = tlc.portrait(tiny_trace, k=(4, 6), position=4, input_position=2, layer=0)
-    part = tlc.portraits.token_portrait(tiny_trace, 0, 1, k=4, position=4, input_position=2)
-    assert list(part.maps) == list(whole.tokens) == ["self", "fixed input", "fixed output"]
+    part = tlc.portraits.token_portrait(
+        tiny_trace, 0, 1, k=4, position=4, input_position=2
+    )
+    assert (
+        list(part.maps) == list(whole.tokens) == ["self", "fixed input", "fixed output"]
+    )
     expected = {
         "self": tlc.self_coupling(tiny_trace, 0, 1, k=4),
-        "fixed input": tlc.context_coupling(tiny_trace, 0, 1, k=4, fixed="input", position=2),
-        "fixed output": tlc.context_coupling(tiny_trace, 0, 1, k=4, fixed="output", position=4),
+        "fixed input": tlc.context_coupling(
+            tiny_trace, 0, 1, k=4, fixed="input", position=2
+        ),
+        "fixed output": tlc.context_coupling(
+            tiny_trace, 0, 1, k=4, fixed="output", position=4
+        ),
     }
     for name, result in expected.items():
         torch.testing.assert_close(part.maps[name].coupling(), result.coupling())
         torch.testing.assert_close(whole.tokens[name].coupling(), result.coupling())
-    torch.testing.assert_close(part.influence.frobenius_norm, whole.influence.frobenius_norm)
+    torch.testing.assert_close(
+        part.influence.frobenius_norm, whole.influence.frobenius_norm
+    )
     assert part.influence.output_position == 4
 
 
 def test_chosen_maps_of_chosen_tokens(tiny_trace: tlc.Trace) -> None:
     part = tlc.portraits.token_portrait(
-        tiny_trace, k=2, position=5, positions=[7, 4, 0, -2], maps=["fixed output", "self"]
+        tiny_trace,
+        k=2,
+        position=5,
+        positions=[7, 4, 0, -2],
+        maps=["fixed output", "self"],
     )
     assert {name: result.row_positions for name, result in part.maps.items()} == {
         "self": (7, 4, 0, 6),
@@ -120,8 +152,14 @@ def test_bad_input_says_what_was_wanted(tiny_trace: tlc.Trace) -> None:
         (lambda: tlc.portrait(tiny_trace, k=()), "`k` is empty"),
         (lambda: tlc.portrait(tiny_trace, k=(33,)), r"`k` must lie in \[1, 32\]"),
         (lambda: tlc.portrait(tiny_trace, k=(4,), layer=2), "`layer` must lie in"),
-        (lambda: tlc.portrait(tiny_trace, k=(4,), other_layer=-3), "`other_layer` must lie in"),
-        (lambda: tlc.portrait(tiny_trace, k=(4,), input_position=8), "`input_position` must lie in"),
+        (
+            lambda: tlc.portrait(tiny_trace, k=(4,), other_layer=-3),
+            "`other_layer` must lie in",
+        ),
+        (
+            lambda: tlc.portrait(tiny_trace, k=(4,), input_position=8),
+            "`input_position` must lie in",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()

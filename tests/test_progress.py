@@ -16,7 +16,9 @@ Wraps = Callable[[Any], Any]
 
 
 def counted(items: Any) -> Iterator[Any]:
-    """As bars do that first ask how many there are, and do not run to the loop's own end."""
+    """As bars do that first ask how many there are, and do not run to the loop's own
+    end.
+    """
     iterator = iter(items)
     for _ in range(len(items)):
         yield next(iterator)
@@ -30,10 +32,16 @@ RIGHT: dict[str, Wraps] = {
 }
 WRONG: dict[str, tuple[Wraps, str]] = {
     "less": (lambda items: list(items)[:1], "got 1 and no more"),
-    "less, lazily": (lambda items: (item for item, _ in zip(items, range(1), strict=False)), "got 1 and no more"),
+    "less, lazily": (
+        lambda items: (item for item, _ in zip(items, range(1), strict=False)),
+        "got 1 and no more",
+    ),
     "none": (lambda items: [], "got 0 and no more"),
     "more": (lambda items: [*items, 7], "got another after 3"),
-    "twice": (lambda items: [item for item in items for _ in range(2)], "got another after 1"),
+    "twice": (
+        lambda items: [item for item in items for _ in range(2)],
+        "got another after 1",
+    ),
     "backwards": (lambda items: list(items)[::-1], "got another after 0"),
     "numbers": (lambda items: (object() for _ in items), "got another after 0"),
 }
@@ -52,7 +60,9 @@ def test_a_bar_yields_the_items(progress: Wraps) -> None:
 
 def test_a_bar_may_count_first_and_look_twice() -> None:
     assert list(with_progress(range(3), counted, "items")) == [0, 1, 2]
-    assert list(with_progress([5, 6], lambda items: [list(items), list(items)][1], "items")) == [5, 6]
+    assert list(
+        with_progress([5, 6], lambda items: [list(items), list(items)][1], "items")
+    ) == [5, 6]
 
 
 @pytest.mark.parametrize(("progress", "message"), WRONG.values(), ids=WRONG)
@@ -76,10 +86,14 @@ def another(trace: tlc.Trace) -> tlc.Trace:
 MEASURES: dict[str, Callable[..., Any]] = {
     "block_jacobians": lambda trace, **bar: tlc.block_jacobians(trace, **bar),
     "depth_coupling": lambda trace, **bar: tlc.depth_coupling(trace, k=2, **bar),
-    "several prompts": lambda trace, **bar: tlc.depth_coupling([trace, another(trace)], k=2, **bar),
+    "several prompts": lambda trace, **bar: tlc.depth_coupling(
+        [trace, another(trace)], k=2, **bar
+    ),
     "self_coupling": lambda trace, **bar: tlc.self_coupling(trace, 0, 1, k=2, **bar),
     "linearisation": tlc.trajectories.linearisation,
-    "perturbation": lambda trace, **bar: tlc.trajectories.perturbation(trace, (1.0,), n_samples=2, **bar),
+    "perturbation": lambda trace, **bar: tlc.trajectories.perturbation(
+        trace, (1.0,), n_samples=2, **bar
+    ),
     "gradient_prediction": lambda trace, **bar: tlc.trajectories.gradient_prediction(
         trace, torch.ones(trace.d_model), **bar
     ),
@@ -89,7 +103,9 @@ MEASURES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
 @pytest.mark.parametrize("wrong", ["less", "more", "backwards"])
-def test_no_measure_is_of_a_part_of_its_loop(tiny_trace: tlc.Trace, measure: Callable[..., Any], wrong: str) -> None:
+def test_no_measure_is_of_a_part_of_its_loop(
+    tiny_trace: tlc.Trace, measure: Callable[..., Any], wrong: str
+) -> None:
     progress, _ = WRONG[wrong]
     with pytest.raises(ValueError, match="`progress` must yield each item of the loop"):
         measure(tiny_trace, progress=progress)

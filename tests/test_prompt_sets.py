@@ -1,6 +1,8 @@
-"""Prompt sets from the hub and from files: which texts, which ids, which sample, which errors.
+"""Prompt sets from the hub and from files: which texts, which ids, which sample, which
+errors.
 
-The datasets have the names, configurations, splits and columns that their cards on the hub give.
+The datasets have the names, configurations, splits and columns that their cards on the
+hub give.
 """
 
 import dataclasses
@@ -21,17 +23,19 @@ from tl_coupling.prompts import Prompt, load_prompts
 pytestmark = pytest.mark.on_3_only
 
 N_ROWS = 30
-PROSE = (
-    "The lobster lives in the eastern Atlantic , and it may weigh as much as six kilograms @-@ so they say , chapter"
-)
+PROSE = "The lobster lives in the eastern Atlantic , and it may weigh as much as six kilograms @-@ so they say , chapter"
 
-# name: (path, configuration, split to read, what a row has beside the question, the question's column)
+# name: (path, configuration, split to read, what a row has beside the question, the
+# question's column)
 CARDS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
     "arc_challenge": (
         "allenai/ai2_arc",
         "ARC-Challenge",
         "test",
-        {"choices": {"text": ["an option", "another"], "label": ["A", "B"]}, "answerKey": "A"},
+        {
+            "choices": {"text": ["an option", "another"], "label": ["A", "B"]},
+            "answerKey": "A",
+        },
         "question",
     ),
     "gsm8k": ("openai/gsm8k", "main", "test", {"answer": "#### 72"}, "question"),
@@ -39,7 +43,14 @@ CARDS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
         "Rowan/hellaswag",
         "default",
         "test",
-        {"activity_label": "Ice", "ctx_a": "", "ctx_b": "", "endings": ["an option"], "source_id": "", "label": ""},
+        {
+            "activity_label": "Ice",
+            "ctx_a": "",
+            "ctx_b": "",
+            "endings": ["an option"],
+            "source_id": "",
+            "label": "",
+        },
         "ctx",
     ),
     "mmlu": (
@@ -53,7 +64,12 @@ CARDS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
         "truthfulqa/truthful_qa",
         "generation",
         "validation",
-        {"type": "Adversarial", "category": "Law", "best_answer": "an answer", "correct_answers": ["an answer"]},
+        {
+            "type": "Adversarial",
+            "category": "Law",
+            "best_answer": "an answer",
+            "correct_answers": ["an answer"],
+        },
         "question",
     ),
     "winogrande": (
@@ -72,7 +88,12 @@ CARDS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
             {"rating_std": 0.2},
             column,
         )
-        for name, column in {"AMC": "problem", "ARC": "question", "GSM8K": "question", "Winogrande": "sentence"}.items()
+        for name, column in {
+            "AMC": "problem",
+            "ARC": "question",
+            "GSM8K": "question",
+            "Winogrande": "sentence",
+        }.items()
     },
 }
 EASY2HARD = [name for name in CARDS if name.startswith("easy2hard")]
@@ -81,13 +102,17 @@ LEADERBOARD = [name for name in CARDS if name != "wikitext" and name not in EASY
 
 def own_ids(name: str, n: int) -> list[dict[str, Any]]:
     """The columns of ids and ratings of those datasets that have one."""
-    columns = {"arc_challenge": ("id", "Mercury_{}"), "hellaswag": ("ind", 7)} | dict.fromkeys(
-        EASY2HARD, ("rating", -0.25)
-    )
+    columns = {
+        "arc_challenge": ("id", "Mercury_{}"),
+        "hellaswag": ("ind", 7),
+    } | dict.fromkeys(EASY2HARD, ("rating", -0.25))
     if name not in columns:
         return [{} for _ in range(n)]
     column, form = columns[name]
-    return [{column: form.format(7 * i) if isinstance(form, str) else form * i} for i in range(n)]
+    return [
+        {column: form.format(7 * i) if isinstance(form, str) else form * i}
+        for i in range(n)
+    ]
 
 
 def difficulty(name: str, i: int) -> float | None:
@@ -97,14 +122,23 @@ def difficulty(name: str, i: int) -> float | None:
 def write_set(folder: Path, name: str, texts: Sequence[str | None]) -> None:
     """A set with these texts, and other splits with others."""
     path, config, split, others, column = CARDS[name]
-    rows = [{**own, column: text, **others} for own, text in zip(own_ids(name, len(texts)), texts, strict=True)]
+    rows = [
+        {**own, column: text, **others}
+        for own, text in zip(own_ids(name, len(texts)), texts, strict=True)
+    ]
     elsewhere = [{**rows[0], column: f"{PROSE} of another split"}]
-    splits = {} if name == "truthfulqa" else {"train": elsewhere, "validation": elsewhere}
+    splits = (
+        {} if name == "truthfulqa" else {"train": elsewhere, "validation": elsewhere}
+    )
     write_dataset(folder / path, config, {**splits, split: rows})
 
 
 def a_text(name: str, i: int) -> str:
-    return f"{PROSE} {i} of {name} ." if name == "wikitext" else f"[header] What did _ do in {name} {i}?"
+    return (
+        f"{PROSE} {i} of {name} ."
+        if name == "wikitext"
+        else f"[header] What did _ do in {name} {i}?"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +150,8 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stand_in(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`datasets` takes a folder by a dataset's name for the dataset itself, and asks no hub.
+    """`datasets` takes a folder by a dataset's name for the dataset itself, and asks no
+    hub.
 
     It knows such a folder again by its relative name alone: hence a cache for each.
     """
@@ -136,21 +171,29 @@ def write_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def expected_id(name: str, i: int) -> str:
-    return {"arc_challenge": f"arc_challenge-Mercury_{7 * i}", "hellaswag": f"hellaswag-{7 * i}"}.get(
-        name, f"{name}-{i}"
-    )
+    return {
+        "arc_challenge": f"arc_challenge-Mercury_{7 * i}",
+        "hellaswag": f"hellaswag-{7 * i}",
+    }.get(name, f"{name}-{i}")
 
 
 @pytest.mark.parametrize("name", CARDS)
 def test_a_set_is_the_questions_of_its_split_alone(here: None, name: str) -> None:
-    wanted = [Prompt(expected_id(name, i), a_text(name, i), name, None, difficulty(name, i)) for i in range(N_ROWS)]
+    wanted = [
+        Prompt(expected_id(name, i), a_text(name, i), name, None, difficulty(name, i))
+        for i in range(N_ROWS)
+    ]
     assert load_prompts(name, n=None) == wanted
 
 
 def test_the_draw_is_random_repeatable_and_in_row_order(here: None) -> None:
     everything = load_prompts("gsm8k", n=None)
     drawn = load_prompts("gsm8k", n=10, seed=3)
-    assert drawn == load_prompts("gsm8k", n=10, seed=3) != load_prompts("gsm8k", n=10, seed=4)
+    assert (
+        drawn
+        == load_prompts("gsm8k", n=10, seed=3)
+        != load_prompts("gsm8k", n=10, seed=4)
+    )
     rows = [everything.index(prompt) for prompt in drawn]
     assert rows == sorted(set(rows))
     assert len(rows) == 10
@@ -161,54 +204,93 @@ def test_the_draw_is_random_repeatable_and_in_row_order(here: None) -> None:
 def test_every_row_is_drawn_equally_often(tmp_path: Path) -> None:
     """1000 draws of 3 of 30 rows: 100 each, with a standard deviation of 9.5."""
     file = tmp_path / "p.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(N_ROWS)))
-    ids = [prompt.id for seed in range(1000) for prompt in load_prompts(file, n=3, seed=seed)]
+    file.write_text(
+        "".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(N_ROWS))
+    )
+    ids = [
+        prompt.id
+        for seed in range(1000)
+        for prompt in load_prompts(file, n=3, seed=seed)
+    ]
     counts = np.unique(ids, return_counts=True)[1]
     assert len(counts) == N_ROWS
     assert abs(counts - 100).max() < 5 * 9.5
 
 
-def test_what_is_empty_or_stands_twice_is_left_out_and_rows_keep_their_numbers(write_here: Path) -> None:
+def test_what_is_empty_or_stands_twice_is_left_out_and_rows_keep_their_numbers(
+    write_here: Path,
+) -> None:
     write_set(write_here, "gsm8k", ["a?", "", " a?\n", None, "b?", "  ", "c?", "b?"])
     assert [(p.id, p.prompt) for p in load_prompts("gsm8k", n=None)] == [
         ("gsm8k-0", "a?"),
         ("gsm8k-4", "b?"),
         ("gsm8k-6", "c?"),
     ]
-    with pytest.raises(ValueError, match=r"`n` must be at most 3, all the prompts of gsm8k, got 4"):
+    with pytest.raises(
+        ValueError, match=r"`n` must be at most 3, all the prompts of gsm8k, got 4"
+    ):
         load_prompts("gsm8k", n=4)
 
 
 def test_an_id_names_one_prompt(write_here: Path) -> None:
-    rows = [{"ind": 4, "ctx": "first"}, {"ind": 4, "ctx": "second"}, {"ind": 5, "ctx": "third"}]
+    rows = [
+        {"ind": 4, "ctx": "first"},
+        {"ind": 4, "ctx": "second"},
+        {"ind": 5, "ctx": "third"},
+    ]
     write_dataset(write_here / "Rowan/hellaswag", "default", {"test": rows})
     assert [p.prompt for p in load_prompts("hellaswag", n=None)] == ["first", "third"]
 
 
 def test_wikitext_is_passages(write_here: Path) -> None:
     passage = "word " * 20
-    lines = ["", " = Lobster = \n", " = = " + passage + "= = \n", f" {passage}\n", " a list entry \n", "word " * 19]
+    lines = [
+        "",
+        " = Lobster = \n",
+        " = = " + passage + "= = \n",
+        f" {passage}\n",
+        " a list entry \n",
+        "word " * 19,
+    ]
     write_set(write_here, "wikitext", lines)
-    assert load_prompts("wikitext", n=None) == [Prompt("wikitext-3", passage.strip(), "wikitext")]
+    assert load_prompts("wikitext", n=None) == [
+        Prompt("wikitext-3", passage.strip(), "wikitext")
+    ]
 
 
 def test_the_leaderboard_is_six_equal_parts(here: None) -> None:
     prompts = load_prompts("open_llm_leaderboard", n=60, seed=5)
-    assert [prompt.task for prompt in prompts] == [name for name in LEADERBOARD for _ in range(10)]
+    assert [prompt.task for prompt in prompts] == [
+        name for name in LEADERBOARD for _ in range(10)
+    ]
     assert len({prompt.id for prompt in prompts}) == 60
     assert prompts[10:20] == load_prompts("gsm8k", n=10, seed=5)
-    assert load_prompts("open_llm_leaderboard") == [prompt for name in LEADERBOARD for prompt in load_prompts(name)]
+    assert load_prompts("open_llm_leaderboard") == [
+        prompt for name in LEADERBOARD for prompt in load_prompts(name)
+    ]
 
 
 def test_easy_to_hard_is_four_equal_parts_with_their_ratings(here: None) -> None:
     prompts = load_prompts("easy2hard", n=40, seed=5)
-    assert [prompt.task for prompt in prompts] == [name for name in EASY2HARD for _ in range(10)]
-    assert all(prompt.difficulty == -0.25 * int(prompt.id.rsplit("-", 1)[1]) for prompt in prompts)
+    assert [prompt.task for prompt in prompts] == [
+        name for name in EASY2HARD for _ in range(10)
+    ]
+    assert all(
+        prompt.difficulty == -0.25 * int(prompt.id.rsplit("-", 1)[1])
+        for prompt in prompts
+    )
 
 
-def test_a_prompt_without_a_rating_is_kept_and_ratings_stay_with_their_texts(write_here: Path) -> None:
-    rows = [{"question": text, "rating": rating} for text, rating in (("a?", 1.5), ("", 9.0), ("b?", None), ("c?", -2))]
-    write_dataset(write_here / "furonghuang-lab/Easy2Hard-Bench", "E2H-GSM8K", {"eval": rows})
+def test_a_prompt_without_a_rating_is_kept_and_ratings_stay_with_their_texts(
+    write_here: Path,
+) -> None:
+    rows = [
+        {"question": text, "rating": rating}
+        for text, rating in (("a?", 1.5), ("", 9.0), ("b?", None), ("c?", -2))
+    ]
+    write_dataset(
+        write_here / "furonghuang-lab/Easy2Hard-Bench", "E2H-GSM8K", {"eval": rows}
+    )
     assert [(p.prompt, p.difficulty) for p in load_prompts("easy2hard_gsm8k")] == [
         ("a?", 1.5),
         ("b?", None),
@@ -225,24 +307,35 @@ def test_a_prompt_without_a_rating_is_kept_and_ratings_stay_with_their_texts(wri
         ("easy2hard", 6, "a multiple of 4, .*"),
     ],
 )
-def test_a_group_in_unequal_parts_is_refused(here: None, name: str, n: int, wanted: str) -> None:
+def test_a_group_in_unequal_parts_is_refused(
+    here: None, name: str, n: int, wanted: str
+) -> None:
     with pytest.raises(ValueError, match=f"`n` must be {wanted} got {n}"):
         load_prompts(name, n=n)
 
 
 def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
-    file.write_text("".join(json.dumps({"id": f"x{i}", "prompt": f"p{i // 2}", "task": "t"}) + "\n" for i in range(12)))
+    file.write_text(
+        "".join(
+            json.dumps({"id": f"x{i}", "prompt": f"p{i // 2}", "task": "t"}) + "\n"
+            for i in range(12)
+        )
+    )
     everything = [Prompt(f"x{i}", f"p{i // 2}", "t") for i in range(12)]
     assert load_prompts(file, n=None) == load_prompts(str(file), n=12) == everything
     drawn = load_prompts(file, n=5, seed=1)
     assert len(drawn) == 5
     assert drawn == [prompt for prompt in everything if prompt in drawn]
-    with pytest.raises(ValueError, match=r"at most 12, all the prompts of .*p\.jsonl, got 13"):
+    with pytest.raises(
+        ValueError, match=r"at most 12, all the prompts of .*p\.jsonl, got 13"
+    ):
         load_prompts(file, n=13)
 
 
-def test_a_set_goes_before_a_file_of_its_name_and_a_path_is_a_file(write_here: Path) -> None:
+def test_a_set_goes_before_a_file_of_its_name_and_a_path_is_a_file(
+    write_here: Path,
+) -> None:
     (write_here / "gsm8k").write_text('{"prompt": "of the file"}\n')
     write_set(write_here, "gsm8k", ["of the set"])
     assert [p.prompt for p in load_prompts("gsm8k", n=1)] == ["of the set"]
@@ -252,7 +345,9 @@ def test_a_set_goes_before_a_file_of_its_name_and_a_path_is_a_file(write_here: P
 @pytest.mark.parametrize("name", ["arc", "nowhere.jsonl", "."])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
     known = ", ".join([*CARDS, "open_llm_leaderboard", "easy2hard"])
-    with pytest.raises(ValueError, match=f"^'{name}' is neither a file nor a prompt set: .*{known}$"):
+    with pytest.raises(
+        ValueError, match=f"^'{name}' is neither a file nor a prompt set: .*{known}$"
+    ):
         load_prompts(name)
 
 
@@ -269,13 +364,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_without_the_package_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r'pip install "tl-coupling\[survey\]"') as caught:
+    with pytest.raises(
+        ValueError, match=r'pip install "tl-coupling\[survey\]"'
+    ) as caught:
         load_prompts("mmlu")
     assert "\n" not in str(caught.value)
 
 
 def test_without_a_hub(write_here: Path) -> None:
-    with pytest.raises(OSError, match=r"^could not load 'gsm8k' \(openai/gsm8k, main, .*go online once") as caught:
+    with pytest.raises(
+        OSError, match=r"^could not load 'gsm8k' \(openai/gsm8k, main, .*go online once"
+    ) as caught:
         load_prompts("gsm8k")
     assert "\n" not in str(caught.value)
 
@@ -288,9 +387,14 @@ def test_without_a_hub(write_here: Path) -> None:
         ("main", "test", "new", "'question'"),
     ],
 )
-def test_a_dataset_that_has_changed(write_here: Path, config: str, split: str, column: str, gone: str) -> None:
+def test_a_dataset_that_has_changed(
+    write_here: Path, config: str, split: str, column: str, gone: str
+) -> None:
     write_dataset(write_here / "openai/gsm8k", config, {split: [{column: "x"}]})
-    with pytest.raises(OSError, match=rf"'gsm8k' \(openai/gsm8k, .*: it is not there as expected.*{gone}") as caught:
+    with pytest.raises(
+        OSError,
+        match=rf"'gsm8k' \(openai/gsm8k, .*: it is not there as expected.*{gone}",
+    ) as caught:
         load_prompts("gsm8k", n=1)
     assert "\n" not in str(caught.value)
 
@@ -308,9 +412,13 @@ for name in names:
 
 
 def test_the_genuine_call_downloads_once(sets: Path, tmp_path: Path) -> None:
-    """Over HTTP, from a hub on this machine that has one set and lacks another; then from the cache."""
+    """Over HTTP, from a hub on this machine that has one set and lacks another; then
+    from the cache.
+    """
     names = "arc_challenge", "easy2hard_gsm8k"
-    with FakeDatasetsHub({path: sets / path for path in (CARDS[name][0] for name in names)}) as hub:
+    with FakeDatasetsHub(
+        {path: sets / path for path in (CARDS[name][0] for name in names)}
+    ) as hub:
         *first, said = output_of(hub, tmp_path, _LOAD, "0", *names, "gsm8k")
         asked = list(hub.requests)
         again = output_of(hub, tmp_path, _LOAD, "1", *names)
@@ -321,14 +429,21 @@ def test_the_genuine_call_downloads_once(sets: Path, tmp_path: Path) -> None:
     assert hub.requests == asked
     assert "GET main/ARC-Challenge/test-00000-of-00001.parquet" in asked
     assert "GET main/E2H-GSM8K/eval-00000-of-00001.parquet" in asked
-    assert said.startswith("could not load 'gsm8k' (openai/gsm8k, main, split 'test', column 'question')")
+    assert said.startswith(
+        "could not load 'gsm8k' (openai/gsm8k, main, split 'test', column 'question')"
+    )
     assert "DatasetNotFoundError" in said
 
 
 def drawn_here(sets: Path, name: str) -> list[Prompt]:
     file = sets / f"{name}.jsonl"
     lines = [
-        {"id": expected_id(name, i), "prompt": a_text(name, i), "task": name, "difficulty": difficulty(name, i)}
+        {
+            "id": expected_id(name, i),
+            "prompt": a_text(name, i),
+            "task": name,
+            "difficulty": difficulty(name, i),
+        }
         for i in range(N_ROWS)
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

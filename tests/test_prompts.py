@@ -10,8 +10,14 @@ import tl_coupling as tlc
 
 def test_ids_tasks_and_blank_lines(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
-    file.write_text('{"id": 7, "task": "arc", "prompt": "é\\n?"}\n\n{"prompt": "b", "more": 1}\n', encoding="utf-8")
-    assert tlc.load_prompts(file) == [tlc.Prompt("7", "é\n?", "arc"), tlc.Prompt("3", "b", None)]
+    file.write_text(
+        '{"id": 7, "task": "arc", "prompt": "é\\n?"}\n\n{"prompt": "b", "more": 1}\n',
+        encoding="utf-8",
+    )
+    assert tlc.load_prompts(file) == [
+        tlc.Prompt("7", "é\n?", "arc"),
+        tlc.Prompt("3", "b", None),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +33,9 @@ def test_ids_tasks_and_blank_lines(tmp_path: Path) -> None:
         (b"\xff\xfe", "UTF-8"),
     ],
 )
-def test_a_line_that_is_not_a_prompt_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+def test_a_line_that_is_not_a_prompt_is_named(
+    tmp_path: Path, line: bytes, message: str
+) -> None:
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"id": "1", "prompt": "fine"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=message):
@@ -42,29 +50,45 @@ def test_a_file_without_prompts(tmp_path: Path) -> None:
 
 def test_lines_end_where_a_file_says_and_a_mark_at_its_beginning_is_no_text(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('\ufeff{"prompt": "one\u2028two\x85three"}\r\n{"prompt": "four"}\n', encoding="utf-8")
-    assert [prompt.prompt for prompt in tlc.load_prompts(path)] == ["one\u2028two\x85three", "four"]
+    path.write_text(
+        '\ufeff{"prompt": "one\u2028two\x85three"}\r\n{"prompt": "four"}\n',
+        encoding="utf-8",
+    )
+    assert [prompt.prompt for prompt in tlc.load_prompts(path)] == [
+        "one\u2028two\x85three",
+        "four",
+    ]
 
 
 def test_a_difficulty_is_a_number(tmp_path):
     file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "a", "difficulty": 3}\n{"prompt": "b", "difficulty": null}\n{"prompt": "c"}\n')
+    file.write_text(
+        '{"prompt": "a", "difficulty": 3}\n{"prompt": "b", "difficulty": null}\n{"prompt": "c"}\n'
+    )
     assert [prompt.difficulty for prompt in tlc.load_prompts(file)] == [3.0, None, None]
     for wrong in ('"hard"', "NaN", "true"):
         file.write_text(f'{{"prompt": "a", "difficulty": {wrong}}}')
-        with pytest.raises(ValueError, match=r"p\.jsonl, line 1: `difficulty` must be .*, got"):
+        with pytest.raises(
+            ValueError, match=r"p\.jsonl, line 1: `difficulty` must be .*, got"
+        ):
             tlc.load_prompts(file)
 
 
 def test_a_task_is_a_string(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one", "task": ["sums"]}')
-    with pytest.raises(ValueError, match=r"line 1: \"task\" must be a string or null, got \['sums'\]"):
+    with pytest.raises(
+        ValueError, match=r"line 1: \"task\" must be a string or null, got \['sums'\]"
+    ):
         tlc.load_prompts(path)
 
 
 def test_prompts_per_task_of_what_can_be_walked_through_once(as_a_user):
-    prompts = [tlc.Prompt("0", "a", "x"), tlc.Prompt("0", "b", "y"), tlc.Prompt("1", "c", "x")]
+    prompts = [
+        tlc.Prompt("0", "a", "x"),
+        tlc.Prompt("0", "b", "y"),
+        tlc.Prompt("1", "c", "x"),
+    ]
     drawn = tlc.prompts.prompts_per_task(prompts, 1)
     assert tlc.prompts.prompts_per_task(iter(prompts), 1) == drawn
     assert sorted(prompt.task for prompt in drawn) == ["x", "y"]
@@ -73,10 +97,13 @@ def test_prompts_per_task_of_what_can_be_walked_through_once(as_a_user):
 HALF = "w3 \ud83d w14"
 
 
-@pytest.mark.parametrize("given", [{"id": HALF, "prompt": "w3"}, {"id": "a", "prompt": HALF}])
+@pytest.mark.parametrize(
+    "given", [{"id": HALF, "prompt": "w3"}, {"id": "a", "prompt": HALF}]
+)
 def test_half_a_character_is_refused_in_one_line(given: dict[str, str]) -> None:
     with pytest.raises(
-        ValueError, match=r"must be text in Unicode, got 'w3 \\ud83d w14': character 3 is half"
+        ValueError,
+        match=r"must be text in Unicode, got 'w3 \\ud83d w14': character 3 is half",
     ) as caught:
         tlc.Prompt(**given)
     str(caught.value).encode()
@@ -86,8 +113,12 @@ def test_half_a_character_is_refused_in_one_line(given: dict[str, str]) -> None:
 
 
 def test_a_line_with_half_a_character_names_the_line(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w3"}\n{"prompt": "w3 \\ud83d"}\n')
-    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: `prompt` must be text in Unicode"):
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "w3"}\n{"prompt": "w3 \\ud83d"}\n'
+    )
+    with pytest.raises(
+        ValueError, match=r"prompts\.jsonl, line 2: `prompt` must be text in Unicode"
+    ):
         tlc.load_prompts(tmp_path / "prompts.jsonl")
 
 

@@ -23,7 +23,11 @@ equidistance step_lengths plot_coupling plot_coupling_matrices plot_adjacency pl
 def loaded_by(code: str) -> set[str]:
     """What a fresh Python has loaded after this."""
     code = f"import sys; {code}; print(*sys.modules)"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
 
 
 def test_every_name_that_is_listed_is_there() -> None:
@@ -57,7 +61,9 @@ def test_nothing_is_loaded_before_it_is_used() -> None:
 
 
 def test_rooms_are_there_on_a_fresh_import() -> None:
-    assert "tl_coupling.plots.maps" in loaded_by("import tl_coupling; tl_coupling.plots.plot_coupling")
+    assert "tl_coupling.plots.maps" in loaded_by(
+        "import tl_coupling; tl_coupling.plots.plot_coupling"
+    )
 
 
 # --- the reference
@@ -76,9 +82,15 @@ def taken_from_elsewhere(thing: Any) -> set[str]:
     """Names that its example neither makes nor imports."""
     nodes = list(ast.walk(ast.parse("".join(one.source for one in examples(thing)))))
     names = [node for node in nodes if isinstance(node, ast.Name)]
-    made = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(dir(builtins))
+    made = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(
+        dir(builtins)
+    )
     made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    made |= {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.ExceptHandler)}
+    made |= {
+        node.name
+        for node in nodes
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.ExceptHandler)
+    }
     made |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
     return {node.id for node in names} - made
 
@@ -103,7 +115,10 @@ def test_a_public_name_has_an_example_that_runs_as_it_stands(name: str) -> None:
     assert examples(thing), f"{name} has no example in its docstring"
     assert taken_from_elsewhere(thing) <= SHARED
     if inspect.isfunction(thing):
-        assert any(f"{name.replace('tl_coupling', 'tlc', 1)}(" in one.source for one in examples(thing))
+        assert any(
+            f"{name.replace('tl_coupling', 'tlc', 1)}(" in one.source
+            for one in examples(thing)
+        )
 
 
 def test_an_example_that_is_missing_or_leans_on_its_module_is_found() -> None:
@@ -124,14 +139,28 @@ def test_an_example_that_is_missing_or_leans_on_its_module_is_found() -> None:
 
 
 def test_what_examples_share_is_said_in_the_package() -> None:
-    assert SHARED - {"tlc"} == {word.split()[0] for word in tlc.__doc__.splitlines() if " = tlc." in word} | {"torch"}
+    assert SHARED - {"tlc"} == {
+        word.split()[0] for word in tlc.__doc__.splitlines() if " = tlc." in word
+    } | {"torch"}
 
 
 @pytest.mark.parametrize("name", public_names())
 def test_methods_and_properties_are_documented(name: str) -> None:
     """Of classes, whatever is the package's own and has no underscore."""
     thing = public_names()[name]
-    own = vars(thing) if inspect.isclass(thing) and not issubclass(thing, Exception) else {}
+    own = (
+        vars(thing)
+        if inspect.isclass(thing) and not issubclass(thing, Exception)
+        else {}
+    )
     kinds = (property, classmethod, staticmethod)
-    members = {n: v for n, v in own.items() if n[0] != "_" and (inspect.isroutine(v) or isinstance(v, kinds))}
-    assert not [n for n, v in members.items() if not (getattr(v, "__func__", v).__doc__ or "").strip()]
+    members = {
+        n: v
+        for n, v in own.items()
+        if n[0] != "_" and (inspect.isroutine(v) or isinstance(v, kinds))
+    }
+    assert not [
+        n
+        for n, v in members.items()
+        if not (getattr(v, "__func__", v).__doc__ or "").strip()
+    ]

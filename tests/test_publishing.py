@@ -1,4 +1,6 @@
-"""What is said of the project in several places agrees: its address, its authors and version, its make targets."""
+"""What is said of the project in several places agrees: its address, its authors and
+version, its make targets.
+"""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +20,10 @@ pytestmark = pytest.mark.on_3_only
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-WORKFLOWS = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+WORKFLOWS = {
+    path.name: yaml.safe_load(path.read_text())
+    for path in (ROOT / ".github/workflows").glob("*.yml")
+}
 MAKEFILE = (ROOT / "Makefile").read_text()
 # Made when the site is built.
 MADE = ("_build/", "_made/", "api/", "gallery/")
@@ -37,7 +42,9 @@ def targets(job: dict[str, Any]) -> set[str]:
     """What `make` is called with, for every value of the job's matrix."""
     said = "\n".join(step.get("run", "") for step in job["steps"])
     for name, values in matrix(job).items():
-        said = "\n".join(said.replace(f"${{{{ matrix.{name} }}}}", value) for value in values)
+        said = "\n".join(
+            said.replace(f"${{{{ matrix.{name} }}}}", value) for value in values
+        )
     return set(re.findall(r"\bmake ([\w-]+)", said))
 
 
@@ -59,11 +66,15 @@ def test_no_file_has_another_address() -> None:
 def test_a_project_that_moves_takes_its_address_along(said: str) -> None:
     first, second = ("some-lab", "coupling"), ("another-lab", "block-coupling.js")
     for misspelt in ("tl-coupling", "tl_coupling"):
-        assert address.rewritten(said.format("someone", misspelt), first, second) == said.format(*second)
+        assert address.rewritten(
+            said.format("someone", misspelt), first, second
+        ) == said.format(*second)
     assert address.rewritten(said.format(*first), first, second) == said.format(*second)
     assert address.rewritten(said.format(*second), second, first) == said.format(*first)
     for other in (("some-lab", "another"), ("sugolov", "coupling")):
-        assert address.rewritten(said.format(*other), first, second) == said.format(*other)
+        assert address.rewritten(said.format(*other), first, second) == said.format(
+            *other
+        )
 
 
 def test_pyproject_and_citation_agree() -> None:
@@ -79,46 +90,82 @@ def test_every_link_of_readme_leads_somewhere_on_a_package_index() -> None:
     relative = re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
     assert relative
     assert all((ROOT / name).exists() for name in relative)
-    for one in PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+    for one in PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"][
+        "substitutions"
+    ]:
         text = re.sub(one["pattern"], one["replacement"], text)
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", text)
     assert all(url.startswith(("https://", "#")) for _, url in links)
     pictures = {url for mark, url in links if mark}
-    own = PROJECT["urls"]["Repository"].replace("github.com", "raw.githubusercontent.com")
+    own = PROJECT["urls"]["Repository"].replace(
+        "github.com", "raw.githubusercontent.com"
+    )
     assert f"{own}/main/docs/coupling.png" in pictures
 
 
 def test_workflows_call_make_targets_that_are_there() -> None:
     called = set().union(*(targets(job) for _, _, job in jobs()))
-    assert called == {"check", "test-tl4", "test-tl3", "docs", "check-docs", "check-dist"}
-    assert not {target for target in called if not re.search(rf"^([\w-]+ )*{target}[ :]", MAKEFILE, re.MULTILINE)}
+    assert called == {
+        "check",
+        "test-tl4",
+        "test-tl3",
+        "docs",
+        "check-docs",
+        "check-dist",
+    }
+    assert not {
+        target
+        for target in called
+        if not re.search(rf"^([\w-]+ )*{target}[ :]", MAKEFILE, re.MULTILINE)
+    }
 
 
 def test_workflows_may_not_do_more_than_they_need() -> None:
-    assert all(workflow["permissions"] == {"contents": "read"} for workflow in WORKFLOWS.values())
-    privileged = {(file, name): job for file, name, job in jobs() if "permissions" in job}
+    assert all(
+        workflow["permissions"] == {"contents": "read"}
+        for workflow in WORKFLOWS.values()
+    )
+    privileged = {
+        (file, name): job for file, name, job in jobs() if "permissions" in job
+    }
     assert {where: job["permissions"] for where, job in privileged.items()} == {
         ("docs.yml", "deploy"): {"pages": "write", "id-token": "write"},
         ("release.yml", "publish"): {"id-token": "write"},
     }
     # Those run nothing of the checkout, and no job is given a secret.
     assert not [
-        step for job in privileged.values() for step in job["steps"] if "run" in step or "checkout" in str(step)
+        step
+        for job in privileged.values()
+        for step in job["steps"]
+        if "run" in step or "checkout" in str(step)
     ]
     assert "secrets." not in str(WORKFLOWS)
 
 
 def test_python_versions_are_those_that_are_tested() -> None:
-    classified = {name.split(" :: ")[-1] for name in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", name)}
+    classified = {
+        name.split(" :: ")[-1]
+        for name in PROJECT["classifiers"]
+        if re.search(r"Python :: 3\.\d+$", name)
+    }
     assert PROJECT["requires-python"].removeprefix(">=") in classified
-    assert set().union(*(matrix(job).get("python", []) for _, _, job in jobs())) == classified
+    assert (
+        set().union(*(matrix(job).get("python", []) for _, _, job in jobs()))
+        == classified
+    )
 
 
 def test_pages_for_language_models_are_those_of_the_site() -> None:
     text = (ROOT / "llms.txt").read_text()
     site = PROJECT["urls"]["Documentation"]
-    named = re.findall(rf"^- \[.+?\]\({re.escape(site)}(\S+)\.html\): .+$", text, re.MULTILINE)
+    named = re.findall(
+        rf"^- \[.+?\]\({re.escape(site)}(\S+)\.html\): .+$", text, re.MULTILINE
+    )
     assert len(named) == len(re.findall(r"^- ", text, re.MULTILINE))
     docs = ROOT / "docs"
-    written = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.rglob("*.md")}
-    assert set(named) - {"api/index"} == {name for name in written if not name.startswith(MADE)} - {"index"}
+    written = {
+        path.relative_to(docs).with_suffix("").as_posix() for path in docs.rglob("*.md")
+    }
+    assert set(named) - {"api/index"} == {
+        name for name in written if not name.startswith(MADE)
+    } - {"index"}

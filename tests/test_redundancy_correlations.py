@@ -1,4 +1,6 @@
-"""Rank correlations of what changes cost with coupling and block influence, against scipy's on hand-made data."""
+"""Rank correlations of what changes cost with coupling and block influence, against
+scipy's on hand-made data.
+"""
 
 from itertools import pairwise
 
@@ -26,14 +28,27 @@ def made(n_prompts: int = 6, n_layers: int = 9, seed: int = 0) -> xarray.Dataset
             "loss_swapped": (("prompt", "pair"), tied(n_prompts, n_layers - 1)),
             "loss_merged": (("prompt", "pair"), tied(n_prompts, n_layers - 1)),
             "block_influence": (("prompt", "layer"), tied(n_prompts, n_layers)),
-            "coupling_of_pair": (("prompt", "k", "pair"), tied(n_prompts, 2, n_layers - 1)),
-            "coupling_with_others": (("prompt", "k", "layer"), tied(n_prompts, 2, n_layers)),
+            "coupling_of_pair": (
+                ("prompt", "k", "pair"),
+                tied(n_prompts, 2, n_layers - 1),
+            ),
+            "coupling_with_others": (
+                ("prompt", "k", "layer"),
+                tied(n_prompts, 2, n_layers),
+            ),
         },
-        {"k": [5, 10], "layer": range(n_layers), "pair": range(n_layers - 1), "prompt": range(n_prompts)},
+        {
+            "k": [5, 10],
+            "layer": range(n_layers),
+            "pair": range(n_layers - 1),
+            "prompt": range(n_prompts),
+        },
     )
 
 
-def spearman_of(data: xarray.Dataset, change: str, inner: bool, k: int) -> tuple[float, float]:
+def spearman_of(
+    data: xarray.Dataset, change: str, inner: bool, k: int
+) -> tuple[float, float]:
     """ρ with coupling and with block influence, by scipy."""
     cut = slice(1, -1) if inner else slice(None)
     means = data.mean("prompt")
@@ -44,7 +59,9 @@ def spearman_of(data: xarray.Dataset, change: str, inner: bool, k: int) -> tuple
     else:
         coupling = means.coupling_of_pair.sel(k=k).values
         influence = np.array([(a + b) / 2 for a, b in pairwise(influence)])
-    return tuple(stats.spearmanr(loss_change, x[cut]).statistic for x in (coupling, influence))
+    return tuple(
+        stats.spearmanr(loss_change, x[cut]).statistic for x in (coupling, influence)
+    )
 
 
 def test_correlations_are_those_of_scipy_over_means_of_prompts() -> None:
@@ -56,17 +73,29 @@ def test_correlations_are_those_of_scipy_over_means_of_prompts() -> None:
             for k in (5, 10):
                 one = rho.sel(change=change, blocks=blocks, k=k)
                 coupling, influence = spearman_of(data, change, blocks == "inner", k)
-                np.testing.assert_allclose((one.coupling, one.block_influence), (coupling, influence), atol=1e-12)
-                np.testing.assert_allclose(one.advantage, abs(coupling) - abs(influence), atol=1e-12)
+                np.testing.assert_allclose(
+                    (one.coupling, one.block_influence),
+                    (coupling, influence),
+                    atol=1e-12,
+                )
+                np.testing.assert_allclose(
+                    one.advantage, abs(coupling) - abs(influence), atol=1e-12
+                )
     assert rho.n.values.tolist() == [[9, 7], [8, 6], [8, 6]]
 
 
-def test_monotone_relations_have_a_correlation_of_one_and_a_point_for_an_interval() -> None:
+def test_monotone_relations_have_a_correlation_of_one_and_a_point_for_an_interval() -> (
+    None
+):
     data = made()
     steps = np.arange(9.0)
     data["loss_dropped"] = data.loss + xarray.DataArray(steps**3, dims="layer")
-    data["block_influence"] = xarray.zeros_like(data.block_influence) + xarray.DataArray(np.exp(steps), dims="layer")
-    data["coupling_with_others"] = xarray.zeros_like(data.coupling_with_others) - xarray.DataArray(steps, dims="layer")
+    data["block_influence"] = xarray.zeros_like(
+        data.block_influence
+    ) + xarray.DataArray(np.exp(steps), dims="layer")
+    data["coupling_with_others"] = xarray.zeros_like(
+        data.coupling_with_others
+    ) - xarray.DataArray(steps, dims="layer")
     one = redundancy_correlations(data).sel(change="dropped", blocks="all", k=5)
     np.testing.assert_allclose(one.coupling_interval, [-1, -1])
     np.testing.assert_allclose(one.block_influence_interval, [1, 1])
@@ -74,22 +103,34 @@ def test_monotone_relations_have_a_correlation_of_one_and_a_point_for_an_interva
 
 
 def test_the_interval_resamples_prompts_and_all_measures_together() -> None:
-    """Two prompts have three resamples, a twice, b twice or both: the interval ends at the extremes of those."""
+    """Two prompts have three resamples, a twice, b twice or both: the interval ends at
+    the extremes of those.
+    """
     data = made(n_prompts=2)
     rho = redundancy_correlations(data, n_resamples=400)
     resamples = [data.isel(prompt=[i, j]) for i, j in ((0, 0), (0, 1), (1, 1))]
     for change in CHANGES:
         one = rho.sel(change=change, blocks="inner", k=10)
-        pairs = np.array([spearman_of(resample, change, True, 10) for resample in resamples])
+        pairs = np.array(
+            [spearman_of(resample, change, True, 10) for resample in resamples]
+        )
         coupling, influence = pairs.T
         advantage = abs(coupling) - abs(influence)
-        for name, values in (("coupling", coupling), ("block_influence", influence), ("advantage", advantage)):
-            np.testing.assert_allclose(one[f"{name}_interval"], (min(values), max(values)), atol=1e-12)
+        for name, values in (
+            ("coupling", coupling),
+            ("block_influence", influence),
+            ("advantage", advantage),
+        ):
+            np.testing.assert_allclose(
+                one[f"{name}_interval"], (min(values), max(values)), atol=1e-12
+            )
 
 
 def test_the_bootstrap_is_seeded() -> None:
     data = made()
-    first, second, other = (redundancy_correlations(data, n_resamples=50, seed=seed) for seed in (1, 1, 2))
+    first, second, other = (
+        redundancy_correlations(data, n_resamples=50, seed=seed) for seed in (1, 1, 2)
+    )
     xarray.testing.assert_identical(first, second)
     assert (first.coupling_interval != other.coupling_interval).any()
     np.testing.assert_array_equal(first.coupling, other.coupling)
@@ -98,11 +139,14 @@ def test_the_bootstrap_is_seeded() -> None:
 def test_pairs_that_were_not_merged_are_left_out() -> None:
     data = made()
     data["loss_merged"][:, [1, 3]] = np.nan
-    rho = redundancy_correlations(data, n_resamples=10).sel(change="merged", blocks="all", k=5)
+    rho = redundancy_correlations(data, n_resamples=10).sel(
+        change="merged", blocks="all", k=5
+    )
     assert rho.n == 6
     kept = data.isel(pair=[0, 2, 4, 5, 6, 7])
     expected = stats.spearmanr(
-        (kept.loss_merged - kept.loss).mean("prompt"), kept.coupling_of_pair.sel(k=5).mean("prompt")
+        (kept.loss_merged - kept.loss).mean("prompt"),
+        kept.coupling_of_pair.sel(k=5).mean("prompt"),
     ).statistic
     np.testing.assert_allclose(rho.coupling, expected)
 
@@ -119,7 +163,11 @@ def test_too_few_layers_or_prompts_are_nan() -> None:
 
 
 def test_correlations_want_redundancy_data() -> None:
-    with pytest.raises(ValueError, match="got data without block_influence, coupling_of_pair"):
-        redundancy_correlations(made().drop_vars(["block_influence", "coupling_of_pair"]))
+    with pytest.raises(
+        ValueError, match="got data without block_influence, coupling_of_pair"
+    ):
+        redundancy_correlations(
+            made().drop_vars(["block_influence", "coupling_of_pair"])
+        )
     with pytest.raises(ValueError, match="`n_resamples` must be at least 1, got 0"):
         redundancy_correlations(made(), n_resamples=0)

@@ -1,4 +1,6 @@
-"""Jacobians without their leading or their shared directions, on matrices whose answer is known."""
+"""Jacobians without their leading or their shared directions, on matrices whose answer
+is known.
+"""
 
 import math
 
@@ -25,14 +27,18 @@ def noise(rng: np.random.Generator) -> np.ndarray:
 def outlier() -> torch.Tensor:
     """Noise, and in every layer the same outlier direction."""
     rng = np.random.default_rng(0)
-    return torch.from_numpy(noise(rng) + 20 * np.outer(haar(D, rng)[0], haar(D, rng)[0]))
+    return torch.from_numpy(
+        noise(rng) + 20 * np.outer(haar(D, rng)[0], haar(D, rng)[0])
+    )
 
 
 @pytest.fixture(scope="module")
 def one_map() -> torch.Tensor:
     """Noise, and in every layer the same map with many gains."""
     rng = np.random.default_rng(1)
-    return torch.from_numpy(noise(rng) + haar(D, rng) * 40 * 0.8 ** np.arange(D) @ haar(D, rng))
+    return torch.from_numpy(
+        noise(rng) + haar(D, rng) * 40 * 0.8 ** np.arange(D) @ haar(D, rng)
+    )
 
 
 @pytest.mark.parametrize("r", [1, 3, D])
@@ -47,7 +53,9 @@ def test_without_shared_is_the_projection(one_map, r: int) -> None:
     left = sum(J @ J.T / (J**2).sum() for J in one_map.numpy())
     right = sum(J.T @ J / (J**2).sum() for J in one_map.numpy())
     P, Q = (np.linalg.svd(gram)[0][:, :r] for gram in (left, right))
-    expected = [(np.eye(D) - P @ P.T) @ J @ (np.eye(D) - Q @ Q.T) for J in one_map.numpy()]
+    expected = [
+        (np.eye(D) - P @ P.T) @ J @ (np.eye(D) - Q @ Q.T) for J in one_map.numpy()
+    ]
     np.testing.assert_allclose(without_shared(one_map, r), expected, atol=1e-11)
 
 
@@ -64,7 +72,9 @@ def test_a_shared_map_couples_all_the_same(one_map) -> None:
 
 
 def test_paired_rotations_tell_a_shared_map_from_shared_spans(one_map, outlier) -> None:
-    """A map whose gains are equal is coupled however its span is rotated: its axes mean nothing."""
+    """A map whose gains are equal is coupled however its span is rotated: its axes mean
+    nothing.
+    """
     result = jacobian_coupling(one_map, K)
     assert result.null(within="spans") == pytest.approx(NULL)
     assert NULL < result.null(within="pairs") < result.mean()
@@ -78,7 +88,10 @@ def test_paired_rotations_tell_a_shared_map_from_shared_spans(one_map, outlier) 
 
 def test_what_has_nothing_to_leave_out(one_map) -> None:
     for removed in (without_top, without_shared):
-        with pytest.raises(ValueError, match=rf"`r` must lie in \[1, {D}\] \(the number of directions\), got {D + 1}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"`r` must lie in \[1, {D}\] \(the number of directions\), got {D + 1}",
+        ):
             removed(one_map, D + 1)
     with pytest.raises(ValueError, match="a Jacobian in `J` is zero"):
         without_shared(0 * one_map, 1)

@@ -1,4 +1,6 @@
-"""Singular value decompositions of matrices whose singular values are known, beside numpy's in float64."""
+"""Singular value decompositions of matrices whose singular values are known, beside
+numpy's in float64.
+"""
 
 import warnings
 
@@ -24,10 +26,13 @@ SIGMA = {
     "rank 4": np.array([4.0, 3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]),
     "moderate tail": np.geomspace(1, 1e-4, N),
     "heavy tail": np.geomspace(1, 1e-8, N),
-    "one gain, then nothing to speak of": np.concatenate([[1.0], np.geomspace(1e-7, 1e-8, N - 1)]),
+    "one gain, then nothing to speak of": np.concatenate(
+        [[1.0], np.geomspace(1e-7, 1e-8, N - 1)]
+    ),
 }
 SHAPES = [(N, N), (N + 4, N), (N, N + 4)]
-# What the docstring promises of the cheap route: triplets to 1e-5 of σ_1, columns orthonormal to the same.
+# What the docstring promises of the cheap route: triplets to 1e-5 of σ_1, columns
+# orthonormal to the same.
 PROMISED = 1e-5
 DTYPES = [torch.float32, torch.float64]
 
@@ -37,18 +42,26 @@ def haar(n: int, rng: np.random.Generator) -> np.ndarray:
     return Q * np.sign(np.diag(R))
 
 
-def matrix(sigma: np.ndarray, shape: tuple[int, int] = (N, N), seed: int = 0) -> np.ndarray:
+def matrix(
+    sigma: np.ndarray, shape: tuple[int, int] = (N, N), seed: int = 0
+) -> np.ndarray:
     """A matrix with these singular values and random singular vectors."""
     rng = np.random.default_rng(seed)
-    return haar(shape[0], rng)[:, : len(sigma)] * sigma @ haar(shape[1], rng)[: len(sigma)]
+    return (
+        haar(shape[0], rng)[:, : len(sigma)] * sigma @ haar(shape[1], rng)[: len(sigma)]
+    )
 
 
 def as_numpy(spectrum: Spectrum) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return tuple(part.double().numpy() for part in (spectrum.U, spectrum.S, spectrum.Vh))
+    return tuple(
+        part.double().numpy() for part in (spectrum.U, spectrum.S, spectrum.Vh)
+    )
 
 
 def assert_svd(J: np.ndarray, spectrum: Spectrum, tolerance: float) -> None:
-    """That these are k largest triplets of J (in float64), whatever the freedom in choosing them."""
+    """That these are k largest triplets of J (in float64), whatever the freedom in
+    choosing them.
+    """
     U, S, Vh = as_numpy(spectrum)
     k = len(S)
     exact = np.linalg.svd(J, compute_uv=False)
@@ -62,9 +75,12 @@ def assert_svd(J: np.ndarray, spectrum: Spectrum, tolerance: float) -> None:
     np.testing.assert_allclose(S, exact[:k], rtol=0, atol=tolerance * scale)
     np.testing.assert_allclose(J @ Vh.T, U * S, rtol=0, atol=tolerance * scale)
     np.testing.assert_allclose(J.T @ U, Vh.T * S, rtol=0, atol=tolerance * scale)
-    # Eckart–Young: no matrix of rank k is nearer, and what is left over has norm σ_{k+1}.
+    # Eckart–Young: no matrix of rank k is nearer, and what is left over has norm
+    # σ_{k+1}.
     left_over = np.linalg.norm(J - U * S @ Vh, 2)
-    assert left_over == pytest.approx(exact[k] if k < len(exact) else 0.0, abs=tolerance * scale)
+    assert left_over == pytest.approx(
+        exact[k] if k < len(exact) else 0.0, abs=tolerance * scale
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,7 +92,12 @@ def test_full_svd(name, shape, dtype):
     assert spectrum.k == N
     assert {spectrum.U.dtype, spectrum.S.dtype, spectrum.Vh.dtype} == {dtype}
     assert_svd(J.double().numpy(), spectrum, 100 * torch.finfo(dtype).eps)
-    np.testing.assert_allclose(spectrum.S, SIGMA[name], rtol=0, atol=100 * torch.finfo(dtype).eps * SIGMA[name][0])
+    np.testing.assert_allclose(
+        spectrum.S,
+        SIGMA[name],
+        rtol=0,
+        atol=100 * torch.finfo(dtype).eps * SIGMA[name][0],
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,7 +129,8 @@ def test_distinct_singular_vectors_equal_numpys_up_to_a_sign_in_pairs(shape, dty
 
 
 @pytest.mark.parametrize(
-    ("name", "k"), [("heavy tail", N), ("heavy tail", 8), ("rank 0", 1), ("rank 1", 2), ("rank 4", 5)]
+    ("name", "k"),
+    [("heavy tail", N), ("heavy tail", 8), ("rank 0", 1), ("rank 1", 2), ("rank 4", 5)],
 )
 def test_small_singular_values_keep_their_digits(name, k):
     J = torch.from_numpy(matrix(SIGMA[name], seed=2))
@@ -131,12 +153,22 @@ def test_a_tiny_singular_value_beside_a_large_one_keeps_its_vectors():
 @pytest.mark.parametrize("k", [None, 2, 4])
 @pytest.mark.parametrize("batch", [(3,), (1,), (2, 3), (2, 1, 2), (0,), (2, 0)])
 def test_batches_are_their_matrices_one_by_one(batch, k):
-    J = torch.randn(*batch, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    J = torch.randn(
+        *batch, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     spectrum = tlc.svd(J, k)
     n = k or 4
-    assert (spectrum.U.shape, spectrum.S.shape, spectrum.Vh.shape) == ((*batch, 6, n), (*batch, n), (*batch, n, 4))
+    assert (spectrum.U.shape, spectrum.S.shape, spectrum.Vh.shape) == (
+        (*batch, 6, n),
+        (*batch, n),
+        (*batch, n, 4),
+    )
     for index in np.ndindex(batch):
-        assert_svd(J[index].numpy(), Spectrum(spectrum.U[index], spectrum.S[index], spectrum.Vh[index]), 1e-10)
+        assert_svd(
+            J[index].numpy(),
+            Spectrum(spectrum.U[index], spectrum.S[index], spectrum.Vh[index]),
+            1e-10,
+        )
 
 
 @pytest.mark.parametrize("k", [None, 3])
@@ -159,7 +191,10 @@ def test_the_matrix_is_left_as_it_was(k):
 def test_top_k_of_any_rank_shape_and_scale(d_out, d_in, rank, exponent, seed, data):
     rng = np.random.default_rng(seed)
     n = min(d_out, d_in)
-    sigma = np.where(np.arange(n) < rank, np.sort(rng.uniform(0.1, 1, n))[::-1], 0.0) * 10.0**exponent
+    sigma = (
+        np.where(np.arange(n) < rank, np.sort(rng.uniform(0.1, 1, n))[::-1], 0.0)
+        * 10.0**exponent
+    )
     J = torch.from_numpy(matrix(sigma, (d_out, d_in), seed)).float()
     spectrum = tlc.svd(J, data.draw(st.integers(1, n)))
     assert_svd(J.double().numpy(), spectrum, 2 * PROMISED)
@@ -182,7 +217,11 @@ def test_entries_that_are_not_finite(value, k):
 
 
 def test_top_is_a_slice():
-    spectrum = tlc.svd(torch.from_numpy(np.stack([matrix(SIGMA["distinct"], (N + 1, N), s) for s in range(2)])))
+    spectrum = tlc.svd(
+        torch.from_numpy(
+            np.stack([matrix(SIGMA["distinct"], (N + 1, N), s) for s in range(2)])
+        )
+    )
     top = spectrum.top(3)
     assert top.k == 3
     assert torch.equal(top.U, spectrum.U[:, :, :3])
@@ -208,19 +247,31 @@ def warnings_of(S: torch.Tensor, k: int, names: list[str]) -> list[str]:
 def test_a_cut_inside_a_near_repeated_singular_value_warns_and_names_it(dtype):
     eps = torch.finfo(dtype).eps
     S = torch.tensor(
-        [[3, 2, 2, 1], [3, 2, 1, 0], [3, 2, 2 - 4 * eps, 1], [3, 2, 2 - 100 * eps, 1], [0, 0, 0, 0]], dtype=dtype
+        [
+            [3, 2, 2, 1],
+            [3, 2, 1, 0],
+            [3, 2, 2 - 4 * eps, 1],
+            [3, 2, 2 - 100 * eps, 1],
+            [0, 0, 0, 0],
+        ],
+        dtype=dtype,
     )
     names = ["the repeated", "the clear", "the near", "the just distinct", "the zero"]
     (message,) = warnings_of(S, 2, names)
     assert "σ_2 and σ_3" in message
-    assert [name for name in names if name in message] == ["the repeated", "the near", "the zero"]
+    assert [name for name in names if name in message] == [
+        "the repeated",
+        "the near",
+        "the zero",
+    ]
 
 
 @pytest.mark.parametrize(
     ("sigma", "k"),
     [
         ([3, 2, 2, 1], 1),
-        # A repeated value on one side of the cut is rotated within it: the subspace is the same.
+        # A repeated value on one side of the cut is rotated within it: the subspace is
+        # the same.
         ([3, 2, 2, 1], 3),
         ([1, 1, 0.999, 0.5], 2),
         # All of the singular vectors: there is no cut.
@@ -235,7 +286,9 @@ def test_a_clear_cut_does_not_warn(sigma, k):
 
 
 def test_the_warning_tells_apart_subspaces_that_rounding_turns_from_those_that_it_does_not():
-    """Rounding J to float32 turns the top-2 subspace much where the warning is given, and hardly where not."""
+    """Rounding J to float32 turns the top-2 subspace much where the warning is given,
+    and hardly where not.
+    """
     turned = {}
     for gap in (1e-8, 1e-2):
         J = matrix(np.array([3, 2, 2 - gap, 1.0]), (4, 4), seed=3)
@@ -249,13 +302,20 @@ def test_the_warning_tells_apart_subspaces_that_rounding_turns_from_those_that_i
 
 
 LARGE = 240
-# Spectra, and whether their top 30 should be had for less than a full SVD; None for either.
+# Spectra, and whether their top 30 should be had for less than a full SVD; None for
+# either.
 LARGE_SIGMA = {
     "as block Jacobians have": (np.arange(1, LARGE + 1) ** -0.5, True),
     "flat": (np.full(LARGE, 0.7), True),
-    "two levels, the cut inside the lower": (np.where(np.arange(LARGE) < 20, 1.0, 0.3), True),
+    "two levels, the cut inside the lower": (
+        np.where(np.arange(LARGE) < 20, 1.0, 0.3),
+        True,
+    ),
     "an outlier": (np.concatenate([[10.0], np.linspace(1.0, 0.5, LARGE - 1)]), None),
-    "an outlier that hides the rest": (np.concatenate([[1e4], np.linspace(1.0, 0.5, LARGE - 1)]), False),
+    "an outlier that hides the rest": (
+        np.concatenate([[1e4], np.linspace(1.0, 0.5, LARGE - 1)]),
+        False,
+    ),
     "steep": (np.geomspace(1, 1e-8, LARGE), True),
     "heavy tail": (np.geomspace(1, 1e-12, LARGE), None),
     "rank 8": (np.where(np.arange(LARGE) < 8, 1.0, 0.0), False),
@@ -263,29 +323,44 @@ LARGE_SIGMA = {
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
-@pytest.mark.parametrize("shape", [(LARGE, LARGE), (LARGE + 40, LARGE), (LARGE, LARGE + 40)])
+@pytest.mark.parametrize(
+    "shape", [(LARGE, LARGE), (LARGE + 40, LARGE), (LARGE, LARGE + 40)]
+)
 @pytest.mark.parametrize("name", LARGE_SIGMA)
 def test_top_triplets_of_a_large_matrix(name, shape, scale, monkeypatch):
     sigma, cheaper = LARGE_SIGMA[name]
     J = torch.from_numpy(matrix(scale * sigma, shape)).float()
     decompose, full = torch.linalg.svd, []
-    monkeypatch.setattr(torch.linalg, "svd", lambda J, **options: full.append(1) or decompose(J, **options))
+    monkeypatch.setattr(
+        torch.linalg,
+        "svd",
+        lambda J, **options: full.append(1) or decompose(J, **options),
+    )
     spectrum = tlc.svd(J, k=30)
     assert cheaper is None or bool(full) != cheaper
     # LAPACK's own residuals in float32 reach 5e-6.
     tolerance = 4e-6 if cheaper else PROMISED
     assert_svd(J.double().numpy(), spectrum, tolerance)
-    residual = J.double() @ spectrum.Vh.mT.double() - spectrum.U.double() * spectrum.S.double()
+    residual = (
+        J.double() @ spectrum.Vh.mT.double() - spectrum.U.double() * spectrum.S.double()
+    )
     assert float(residual.norm(dim=0).max()) <= tolerance * float(spectrum.S[0])
 
 
 def test_a_triplet_just_above_the_cut_is_not_lost():
-    """Clusters on both sides of a cut a few ε wide, u_1 = v_1: residuals of 17 ε hid a lost triplet."""
+    """Clusters on both sides of a cut a few ε wide, u_1 = v_1: residuals of 17 ε hid a
+    lost triplet.
+    """
     n, k, eps = 300, 60, np.finfo(np.float32).eps
     rng = np.random.default_rng(0)
-    sigma = np.concatenate([[20.0], np.full(k - 1, 1.0), np.full(n - k, 1 - 30 * 20 * eps)])
+    sigma = np.concatenate(
+        [[20.0], np.full(k - 1, 1.0), np.full(n - k, 1 - 30 * 20 * eps)]
+    )
     first = np.full((n, 1), n**-0.5)
-    U, V = (np.linalg.qr(np.concatenate([first, rng.standard_normal((n, n - 1))], 1))[0] for _ in range(2))
+    U, V = (
+        np.linalg.qr(np.concatenate([first, rng.standard_normal((n, n - 1))], 1))[0]
+        for _ in range(2)
+    )
     J = U * sigma @ V.T
     spectrum = tlc.svd(torch.from_numpy(J).float(), k)
     outside = V[:, k:].T @ spectrum.Vh.mT.double().numpy()
@@ -296,11 +371,17 @@ EMPTY = [(0, 0), (3, 0, 0), (2, 0), (0, 2)]
 
 
 @pytest.mark.parametrize("shape", EMPTY)
-@pytest.mark.parametrize("reading", ["svd", "singular_values", "non_normality", "asymmetry"])
-def test_matrices_without_entries_are_refused(reading: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "reading", ["svd", "singular_values", "non_normality", "asymmetry"]
+)
+def test_matrices_without_entries_are_refused(
+    reading: str, shape: tuple[int, ...]
+) -> None:
     if reading in ("non_normality", "asymmetry") and shape[-2] != shape[-1]:
         shape = (0, 0)
-    with pytest.raises(ValueError, match=r"`J` must have at least one row and one column, got shape \["):
+    with pytest.raises(
+        ValueError, match=r"`J` must have at least one row and one column, got shape \["
+    ):
         getattr(tlc.spectra, reading)(torch.zeros(shape))
 
 

@@ -1,4 +1,6 @@
-"""The top of a spectrum by iteration, beside numpy's SVD in float64 of matrices whose spectra are known."""
+"""The top of a spectrum by iteration, beside numpy's SVD in float64 of matrices whose
+spectra are known.
+"""
 
 import numpy as np
 import pytest
@@ -8,21 +10,37 @@ from hypothesis import strategies as st
 
 import tl_coupling as tlc
 from test_spectra import as_numpy, matrix
-from tl_coupling.spectra import Spectrum, decompositions, iteration, svd_of_products, tail_energy
+from tl_coupling.spectra import (
+    Spectrum,
+    decompositions,
+    iteration,
+    svd_of_products,
+    tail_energy,
+)
 
 pytestmark = pytest.mark.on_4_only
 
 N, K = 320, 12
-# What the docstring promises of residuals in float32, with room for rounding U, S and Vh.
+# What the docstring promises of residuals in float32, with room for rounding U, S and
+# Vh.
 PROMISED = 2.5e-6
 SIGMA = {
     "as block Jacobians have": np.arange(1, N + 1) ** -0.5,
     "geometric": np.geomspace(1, 1e-6, N),
-    "clusters": np.concatenate([np.full(5, 1.0), np.full(5, 0.9), np.full(5, 0.8999), np.linspace(0.5, 0.1, N - 15)]),
+    "clusters": np.concatenate(
+        [
+            np.full(5, 1.0),
+            np.full(5, 0.9),
+            np.full(5, 0.8999),
+            np.linspace(0.5, 0.1, N - 15),
+        ]
+    ),
     "repeated across the cut": np.concatenate(
         [np.linspace(2, 1, K - 4), np.full(9, 0.8), np.linspace(0.5, 0, N - K - 5)]
     ),
-    "repeated more often than a block is wide": np.concatenate([np.full(60, 1.0), np.linspace(0.5, 0.1, N - 60)]),
+    "repeated more often than a block is wide": np.concatenate(
+        [np.full(60, 1.0), np.linspace(0.5, 0.1, N - 60)]
+    ),
     "flat": np.full(N, 0.7),
     "nearly flat": np.linspace(1, 0.99, N),
     "an outlier": np.concatenate([[300.0], np.linspace(1.0, 0.1, N - 1)]),
@@ -32,24 +50,38 @@ SIGMA = {
     "zero": np.zeros(N),
 }
 # For these no full SVD is wanted.
-CHEAP = ("as block Jacobians have", "geometric", "clusters", "repeated across the cut", "rank beyond the block")
+CHEAP = (
+    "as block Jacobians have",
+    "geometric",
+    "clusters",
+    "repeated across the cut",
+    "rank beyond the block",
+)
 WAYS = ("block Krylov space", "filtered subspace iteration")
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """Each of the two, at a size where `svd` would choose but one of them."""
-    monkeypatch.setattr(decompositions, "_FORM_SQUARE", 0 if request.param == WAYS[0] else 30)
+    monkeypatch.setattr(
+        decompositions, "_FORM_SQUARE", 0 if request.param == WAYS[0] else 30
+    )
     return request.param
 
 
-def planted(sigma: np.ndarray, shape: tuple[int, int] | None = None, seed: int = 1) -> torch.Tensor:
+def planted(
+    sigma: np.ndarray, shape: tuple[int, int] | None = None, seed: int = 1
+) -> torch.Tensor:
     """A float32 matrix with these singular values, square unless a shape is given."""
-    return torch.from_numpy(matrix(sigma, shape or (len(sigma), len(sigma)), seed)).float()
+    return torch.from_numpy(
+        matrix(sigma, shape or (len(sigma), len(sigma)), seed)
+    ).float()
 
 
 def assert_top(J: np.ndarray, spectrum: Spectrum, tolerance: float = PROMISED) -> None:
-    """That these are triplets of J (in float64), as many as there are the largest, and that none larger is missed."""
+    """That these are triplets of J (in float64), as many as there are the largest, and
+    that none larger is missed.
+    """
     scale = max(np.abs(J).max(), 1e-300)
     U, S, Vh = as_numpy(spectrum)
     J, S = J / scale, S / scale
@@ -83,11 +115,15 @@ def test_a_matrix_of_any_size_takes_the_same_steps(scale, way):
     spectrum, scaled = (tlc.svd(planted(factor * sigma), K) for factor in (1.0, scale))
     assert abs(int(spectrum.steps) - int(scaled.steps)) <= 3
     assert int(scaled.steps) > 0
-    np.testing.assert_allclose(scaled.S.double() / scale, spectrum.S.double(), rtol=2e-6)
+    np.testing.assert_allclose(
+        scaled.S.double() / scale, spectrum.S.double(), rtol=2e-6
+    )
     np.testing.assert_allclose(scaled.norm / scale, spectrum.norm, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["as block Jacobians have", "flat", "rank within the block"])
+@pytest.mark.parametrize(
+    "name", ["as block Jacobians have", "flat", "rank within the block"]
+)
 def test_float64_has_the_accuracy_of_float64(name, way):
     J = matrix(SIGMA[name], (N, N))
     assert_top(J, tlc.svd(torch.from_numpy(J), 5), 3e-12)
@@ -107,14 +143,18 @@ def test_float64_has_the_accuracy_of_float64(name, way):
 @settings(max_examples=40, deadline=None)
 def test_any_shape_and_decay(n, more, wide, k, decay, repeats, rank, krylov, seed):
     sigma = np.arange(1, n + 1).repeat(repeats)[:n] ** -decay * (np.arange(n) < rank)
-    J = torch.from_numpy(matrix(sigma, (n, n + more) if wide else (n + more, n), seed)).float()
+    J = torch.from_numpy(
+        matrix(sigma, (n, n + more) if wide else (n + more, n), seed)
+    ).float()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decompositions, "_FORM_SQUARE", 0 if krylov else 30)
         assert_top(J.double().numpy(), tlc.svd(J, k), 1e-5)
 
 
 def test_a_direction_that_a_start_of_ones_would_miss_is_found(way):
-    """The largest triplet is orthogonal to the sum of all columns, and to most of the others."""
+    """The largest triplet is orthogonal to the sum of all columns, and to most of the
+    others.
+    """
     sigma = np.concatenate([[2.0], np.arange(1, N) ** -0.5])
     J = torch.zeros(N, N)
     J[range(N), range(N)] = torch.from_numpy(sigma[::-1].copy()).float()
@@ -123,9 +163,13 @@ def test_a_direction_that_a_start_of_ones_would_miss_is_found(way):
 
 @pytest.mark.parametrize("width", [8, 15])
 def test_a_triplet_just_above_the_cut_is_not_lost(width, way):
-    """Clusters on both sides of a cut a few ε σ_1 wide: mixed or lost triplets have residuals below the tolerance."""
+    """Clusters on both sides of a cut a few ε σ_1 wide: mixed or lost triplets have
+    residuals below the tolerance.
+    """
     below = 1 - width * 20 * np.finfo(np.float32).eps
-    J = matrix(np.concatenate([[20.0], np.full(K - 1, 1.0), np.full(N - K, below)]), (N, N))
+    J = matrix(
+        np.concatenate([[20.0], np.full(K - 1, 1.0), np.full(N - K, below)]), (N, N)
+    )
     inside = np.linalg.svd(J)[2][:K]
     found = tlc.svd(torch.from_numpy(J).float(), K).Vh.double().numpy()
     assert np.linalg.norm(found - found @ inside.T @ inside, 2) < 0.3
@@ -135,19 +179,31 @@ def wrong_spaces(J: iteration.Products, k: int):
     """What an iteration that never converged would hand on, twice."""
     for seed in range(2):
         width = iteration.block_width(k)
-        yield 3, torch.randn(J.shape[1], width, generator=torch.Generator().manual_seed(seed), dtype=J.dtype)
+        yield (
+            3,
+            torch.randn(
+                J.shape[1],
+                width,
+                generator=torch.Generator().manual_seed(seed),
+                dtype=J.dtype,
+            ),
+        )
 
 
 def nearly_right_spaces(J: iteration.Products, k: int):
     """The right space, off by ten times the tolerance."""
-    noise = torch.randn(J.shape[1], k, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = torch.randn(
+        J.shape[1], k, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     V = torch.linalg.svd(J.times(torch.eye(J.shape[1], dtype=torch.float64))).Vh[:k].mT
     yield 3, V + 2e-5 * noise / N**0.5
 
 
 def replace_spaces(monkeypatch, spaces):
     monkeypatch.setattr(iteration, "_krylov_spaces", spaces)
-    monkeypatch.setattr(iteration, "_filtered_spaces", lambda J, square, k: spaces(J, k))
+    monkeypatch.setattr(
+        iteration, "_filtered_spaces", lambda J, square, k: spaces(J, k)
+    )
 
 
 @pytest.mark.parametrize("spaces", [wrong_spaces, nearly_right_spaces])
@@ -162,7 +218,12 @@ def test_a_wrong_iteration_is_caught_and_a_full_svd_taken(spaces, way, monkeypat
 
 def test_a_space_that_is_right_is_accepted(way, monkeypatch):
     def right(J, k):
-        yield 3, torch.linalg.svd(J.times(torch.eye(J.shape[1], dtype=torch.float64))).Vh[: iteration.block_width(k)].mT
+        yield (
+            3,
+            torch.linalg.svd(J.times(torch.eye(J.shape[1], dtype=torch.float64)))
+            .Vh[: iteration.block_width(k)]
+            .mT,
+        )
 
     replace_spaces(monkeypatch, right)
     J = planted(SIGMA["as block Jacobians have"])
@@ -199,7 +260,9 @@ def test_threads_matter_to_rounding_only(way):
 
 
 def test_what_a_spectrum_says_of_itself():
-    sigma = {name: SIGMA[name] for name in ("as block Jacobians have", "zero", "geometric")}
+    sigma = {
+        name: SIGMA[name] for name in ("as block Jacobians have", "zero", "geometric")
+    }
     J = torch.stack([planted(one) for one in sigma.values()])
     spectrum = tlc.svd(J, K)
     assert [int(steps) > 0 for steps in spectrum.steps] == [True, False, True]
@@ -209,14 +272,18 @@ def test_what_a_spectrum_says_of_itself():
     assert float(spectrum.residuals.max()) <= 2e-6
     exact = torch.tensor(np.stack(list(sigma.values())))
     np.testing.assert_allclose(spectrum.norm, exact.norm(dim=-1), rtol=1e-6)
-    np.testing.assert_allclose(spectrum.uncaptured[[0, 2]], tail_energy(exact[[0, 2]], K), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        spectrum.uncaptured[[0, 2]], tail_energy(exact[[0, 2]], K), rtol=0, atol=1e-6
+    )
     assert float(spectrum.uncaptured[1]) == 0
     # What is left out bounds every other singular value.
     assert (spectrum.norm * spectrum.uncaptured.sqrt() >= exact[:, K] - 1e-5).all()
     top = spectrum.top(3)
     assert torch.equal(top.residuals, spectrum.residuals[:, :3])
     assert torch.equal(top.steps, spectrum.steps)
-    np.testing.assert_allclose(top.uncaptured[[0, 2]], tail_energy(exact[[0, 2]], 3), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        top.uncaptured[[0, 2]], tail_energy(exact[[0, 2]], 3), rtol=0, atol=1e-6
+    )
 
 
 def test_residuals_of_a_full_svd_are_told_too():
@@ -235,7 +302,12 @@ def test_spectra_made_by_hand_know_nothing_of_how():
     assert by_hand.top(1).residuals is None
     with pytest.raises(ValueError, match="the energy of J is not known"):
         _ = by_hand.uncaptured
-    both = Spectrum.cat([tlc.svd(torch.eye(3)[None]), Spectrum(full.U[None], full.S[None], full.Vh[None])])
+    both = Spectrum.cat(
+        [
+            tlc.svd(torch.eye(3)[None]),
+            Spectrum(full.U[None], full.S[None], full.Vh[None]),
+        ]
+    )
     assert (both.S.shape, both.steps, both.norm) == ((2, 3), None, None)
 
 
@@ -263,10 +335,15 @@ def test_products_alone_give_the_same_for_fewer_than_the_matrix(shape):
     assert int(spectrum.steps) > 0
     assert max(map(sum, columns.values())) < 300
     assert_top(J.double().numpy(), spectrum)
-    np.testing.assert_allclose(spectrum.uncaptured, tlc.svd(J, 4).uncaptured, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        spectrum.uncaptured, tlc.svd(J, 4).uncaptured, rtol=0, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize(("sigma", "k"), [(SIGMA["nearly flat"], 3), (SIGMA["zero"], 3), (SIGMA["geometric"], 200)])
+@pytest.mark.parametrize(
+    ("sigma", "k"),
+    [(SIGMA["nearly flat"], 3), (SIGMA["zero"], 3), (SIGMA["geometric"], 200)],
+)
 def test_a_matrix_is_formed_where_products_do_not_suffice(sigma, k):
     J = planted(sigma, (N, N + 3))
     times, transposed, columns = counted(J)
@@ -282,27 +359,44 @@ def test_products_that_are_not_those_of_a_matrix():
         svd_of_products(lambda V: J @ V, lambda U: J @ U, (60, 60), 2)
     with pytest.raises(ValueError, match="NaN or infinite"):
         svd_of_products(lambda V: J @ V * torch.nan, lambda U: J.mT @ U, (60, 60), 2)
-    with pytest.raises(TypeError, match=r"float32 or torch\.float64, got torch\.float16"):
-        svd_of_products(lambda V: J @ V, lambda U: J.mT @ U, (60, 60), 2, dtype=torch.float16)
+    with pytest.raises(
+        TypeError, match=r"float32 or torch\.float64, got torch\.float16"
+    ):
+        svd_of_products(
+            lambda V: J @ V, lambda U: J.mT @ U, (60, 60), 2, dtype=torch.float16
+        )
     with pytest.raises(ValueError, match=r"`k` must lie in \[1, 60\]"):
         svd_of_products(lambda V: J @ V, lambda U: J.mT @ U, (60, 60), 61)
 
 
 def test_measures_of_a_real_model_are_those_of_float64(smollm2):
     """Also where the cut falls between two close singular values."""
-    J = tlc.block_jacobians(tlc.trace(smollm2, "What is the capital of France? The capital is"), layers=[0, 12, 22, 29])
+    J = tlc.block_jacobians(
+        tlc.trace(smollm2, "What is the capital of France? The capital is"),
+        layers=[0, 12, 22, 29],
+    )
     U, S, Vh = torch.linalg.svd(J.double())
     gaps = ((S[:, 4:60] - S[:, 5:61]) / S[:, :1]).amin(0)
     for k in (10, 50, 5 + int(gaps.argmin())):
         top = tlc.svd(J, k)
         A, exact = (
             torch.stack(
-                [torch.stack([u.mT @ one @ vh.mT for u, vh in zip(left, right, strict=True)]) for one in J.double()]
+                [
+                    torch.stack(
+                        [u.mT @ one @ vh.mT for u, vh in zip(left, right, strict=True)]
+                    )
+                    for one in J.double()
+                ]
             )
-            for left, right in ((top.U.double(), top.Vh.double()), (U[..., :k], Vh[:, :k]))
+            for left, right in (
+                (top.U.double(), top.Vh.double()),
+                (U[..., :k], Vh[:, :k]),
+            )
         )
         for measure in (tlc.miscoupling, tlc.normalized_miscoupling):
             torch.testing.assert_close(measure(A), measure(exact), rtol=2e-5, atol=1e-5)
         of_J_1 = S[:, None, :k]
-        found, wanted = (tlc.spectral_miscoupling(one, of_J_1, absolute=True) for one in (A, exact))
+        found, wanted = (
+            tlc.spectral_miscoupling(one, of_J_1, absolute=True) for one in (A, exact)
+        )
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)

@@ -1,4 +1,6 @@
-"""Intervals, permutations and rank correlations against statsmodels, scipy, closed forms and loops."""
+"""Intervals, permutations and rank correlations against statsmodels, scipy, closed
+forms and loops.
+"""
 
 from itertools import permutations
 
@@ -22,7 +24,9 @@ FAMILIES = np.array([0, 0, 0, 1, 1, 2, 3, 3])
 
 def random_design(seed: int = 0, n_columns: int = 3) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return np.column_stack([np.ones(len(FAMILIES)), rng.standard_normal((len(FAMILIES), n_columns - 1))])
+    return np.column_stack(
+        [np.ones(len(FAMILIES)), rng.standard_normal((len(FAMILIES), n_columns - 1))]
+    )
 
 
 def residuals(design: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -44,16 +48,25 @@ def test_errors_of_families_are_as_written_down():
     meat = np.zeros((3, 3))
     for family in range(4):
         own = family == FAMILIES
-        values, vectors = np.linalg.eig(np.eye(own.sum()) - design[own] @ bread @ design[own].T)
-        score = design[own].T @ vectors @ np.diag(values**-0.5) @ np.linalg.inv(vectors) @ e[own]
+        values, vectors = np.linalg.eig(
+            np.eye(own.sum()) - design[own] @ bread @ design[own].T
+        )
+        score = (
+            design[own].T
+            @ vectors
+            @ np.diag(values**-0.5)
+            @ np.linalg.inv(vectors)
+            @ e[own]
+        )
         meat += np.outer(score, score)
     found, _ = cluster_robust(design, e, FAMILIES)
     np.testing.assert_allclose(found, np.sqrt(np.diag(bread @ meat @ bread)))
 
 
 def test_variances_are_unbiased_and_have_their_degrees_of_freedom():
-    # An element of V is a quadratic form eᵀQe of the errors, read off by polarisation: its mean for independent errors
-    # is tr Q, and χ² of tr(Q)² / tr(Q²) degrees of freedom, scaled, has its mean and variance.
+    # An element of V is a quadratic form eᵀQe of the errors, read off by polarisation:
+    # its mean for independent errors is tr Q, and χ² of tr(Q)² / tr(Q²) degrees of
+    # freedom, scaled, has its mean and variance.
     design = random_design()
     _, freedom = cluster_robust(design, np.ones(8), FAMILIES)
 
@@ -62,11 +75,15 @@ def test_variances_are_unbiased_and_have_their_degrees_of_freedom():
 
     units = np.eye(8)
     alone = [variance(unit) for unit in units]
-    Q = np.array([[(variance(a + b) - variance(a - b)) / 4 for b in units] for a in units])
+    Q = np.array(
+        [[(variance(a + b) - variance(a - b)) / 4 for b in units] for a in units]
+    )
     np.testing.assert_allclose(sum(alone), np.diag(np.linalg.inv(design.T @ design)))
     for column in range(3):
         form = Q[:, :, column]
-        assert freedom[column] == pytest.approx(np.trace(form) ** 2 / np.trace(form @ form))
+        assert freedom[column] == pytest.approx(
+            np.trace(form) ** 2 / np.trace(form @ form)
+        )
 
 
 def test_a_mean_of_equal_families_has_the_error_of_their_means():
@@ -85,7 +102,9 @@ def test_a_mean_of_equal_families_has_the_error_of_their_means():
 def test_perfect_order_has_the_p_of_its_two_orders(n):
     found = rank_correlation(np.arange(n) ** 3.0, np.arange(n) * 1.0)
     assert (found.rho, found.tau) == pytest.approx((1, 1))
-    assert (found.p, found.tau_p) == pytest.approx((2 / len(list(permutations(range(n)))),) * 2)
+    assert (found.p, found.tau_p) == pytest.approx(
+        (2 / len(list(permutations(range(n)))),) * 2
+    )
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -96,7 +115,10 @@ def test_exact_p_is_that_of_a_loop_over_all_orders(ties):
         x, y = np.round(x), np.round(2 * y)
     orders = [y[list(order)] for order in permutations(range(6))]
     found = rank_correlation(x, y)
-    for statistic, p, of in ((found.rho, found.p, stats.spearmanr), (found.tau, found.tau_p, stats.kendalltau)):
+    for statistic, p, of in (
+        (found.rho, found.p, stats.spearmanr),
+        (found.tau, found.tau_p, stats.kendalltau),
+    ):
         assert statistic == pytest.approx(of(x, y).statistic)
         all_of_them = np.abs([of(x, one).statistic for one in orders])
         assert p == pytest.approx(np.mean(all_of_them >= abs(statistic) - 1e-12))
@@ -106,7 +128,9 @@ def test_kendall_is_exact_as_scipys():
     x, y = np.random.default_rng(5).standard_normal((2, 8))
     expected = stats.kendalltau(x, y, method="exact")
     found = rank_correlation(x, y)
-    assert (found.tau, found.tau_p) == pytest.approx((expected.statistic, expected.pvalue))
+    assert (found.tau, found.tau_p) == pytest.approx(
+        (expected.statistic, expected.pvalue)
+    )
 
 
 def test_nothing_to_rank():
@@ -120,7 +144,9 @@ def test_rows_that_end_earlier():
     a, b = rng.integers(0, 4, (2, 3, 9)).astype(float)
     a[1, 6:] = b[1, 6:] = np.nan
     found = rank_correlation_of_rows(a, b)
-    expected = [stats.spearmanr(a[i, :n], b[i, :n]).statistic for i, n in enumerate((9, 6, 9))]
+    expected = [
+        stats.spearmanr(a[i, :n], b[i, :n]).statistic for i, n in enumerate((9, 6, 9))
+    ]
     np.testing.assert_allclose(found, expected)
 
 
@@ -128,13 +154,18 @@ def test_rows_that_end_earlier():
 
 
 def test_families_stay_together_and_every_order_of_them_is_as_likely():
-    drawn = block_permutations(np.array([0, 0, 1, 2, 1]), 16_000, np.random.default_rng(0))
+    drawn = block_permutations(
+        np.array([0, 0, 1, 2, 1]), 16_000, np.random.default_rng(0)
+    )
     orders, counts = np.unique(drawn, axis=0, return_counts=True)
-    # Families {0, 1} and {2, 4} change places, and members inside each: 2 · 2 · 2; model 3 is alone of its size.
+    # Families {0, 1} and {2, 4} change places, and members inside each: 2 · 2 · 2;
+    # model 3 is alone of its size.
     expected = {
         tuple(np.array([*pair[0], pair[1][0], 3, pair[1][1]]))
         for families in (((0, 1), (2, 4)), ((2, 4), (0, 1)))
-        for pair in ((f, s) for f in permutations(families[0]) for s in permutations(families[1]))
+        for pair in (
+            (f, s) for f in permutations(families[0]) for s in permutations(families[1])
+        )
     }
     assert set(map(tuple, orders.tolist())) == expected
     assert stats.chisquare(counts).pvalue > 1e-3
@@ -142,7 +173,9 @@ def test_families_stay_together_and_every_order_of_them_is_as_likely():
 
 def test_without_families_all_orders_are_drawn():
     orders, counts = np.unique(
-        block_permutations(np.arange(4), 24_000, np.random.default_rng(1)), axis=0, return_counts=True
+        block_permutations(np.arange(4), 24_000, np.random.default_rng(1)),
+        axis=0,
+        return_counts=True,
     )
     assert len(orders) == 24
     assert stats.chisquare(counts).pvalue > 1e-3
@@ -153,8 +186,13 @@ def test_families_with_correlated_members_do_not_make_rank_correlations_signific
     found, as_if_independent = [], []
     for seed in range(200):
         x, y = np.random.default_rng(seed).standard_normal((2, 6))[:, families]
-        x, y = (values + 0.3 * np.random.default_rng((seed, i)).standard_normal(24) for i, values in enumerate((x, y)))
-        found.append(rank_correlation(x, y, families=families, n_permutations=100, seed=seed))
+        x, y = (
+            values + 0.3 * np.random.default_rng((seed, i)).standard_normal(24)
+            for i, values in enumerate((x, y))
+        )
+        found.append(
+            rank_correlation(x, y, families=families, n_permutations=100, seed=seed)
+        )
         as_if_independent.append(rank_correlation(x, y).p)
     rejected = np.array([[one.p, one.tau_p] for one in found]) <= 0.05
     # Three standard errors of 200 draws at .05.
@@ -168,8 +206,13 @@ def test_families_with_correlated_members_do_not_make_rank_correlations_signific
 @pytest.mark.parametrize("n", [4, 12])
 def test_the_interval_of_a_mean_is_the_t_interval(n):
     y = np.random.default_rng(n).standard_normal(n)
-    # What a bootstrap of a mean tends to: normal, with the variance over n and not n − 1.
-    draws = y.mean() + y.std() / np.sqrt(n) * stats.norm.ppf((np.arange(400_000) + 0.5) / 400_000)
+    # What a bootstrap of a mean tends to: normal, with the variance over n and not n −
+    # 1.
+    draws = y.mean() + y.std() / np.sqrt(n) * stats.norm.ppf(
+        (np.arange(400_000) + 0.5) / 400_000
+    )
     expected = stats.t.interval(0.95, n - 1, y.mean(), stats.sem(y))
     np.testing.assert_allclose(percentile_interval(draws, n), expected, rtol=1e-3)
-    np.testing.assert_allclose(percentile_interval(draws), np.quantile(draws, [0.025, 0.975]))
+    np.testing.assert_allclose(
+        percentile_interval(draws), np.quantile(draws, [0.025, 0.975])
+    )

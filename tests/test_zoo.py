@@ -1,11 +1,15 @@
-"""The zoo's own judgement: what it calls wrong, unclear or refused, and that it forgets no architecture."""
+"""The zoo's own judgement: what it calls wrong, unclear or refused, and that it forgets
+no architecture.
+"""
 
 import os
 import time
 
 import pytest
 import torch
-from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+from transformer_lens.factories.architecture_adapter_factory import (
+    SUPPORTED_ARCHITECTURES,
+)
 
 import tl_coupling as tlc
 from tl_coupling.jacobians import jacobian_and_path
@@ -26,7 +30,9 @@ def test_every_architecture_of_the_registry_is_built_or_said_why_not() -> None:
     assert SUPPORTED_ARCHITECTURES.keys() <= buildable() | NOT_BUILT.keys()
 
 
-def test_a_jacobian_off_by_a_thousandth_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jacobian_off_by_a_thousandth_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     right = measure.measure("GPT2LMHeadModel", "float32")
     assert right.verdict == "correct"
     assert right.error < 2e-6
@@ -42,11 +48,18 @@ def test_a_jacobian_off_by_a_thousandth_is_wrong(monkeypatch: pytest.MonkeyPatch
     assert "layer 1, token 0 to 7" in wrong.sentence
 
 
-def test_only_a_sentence_of_the_library_that_names_the_model_is_a_refusal(tiny_trace: tlc.Trace, as_a_user) -> None:
+def test_only_a_sentence_of_the_library_that_names_the_model_is_a_refusal(
+    tiny_trace: tlc.Trace, as_a_user
+) -> None:
     ours = refusal(lambda: tlc.block_jacobian(tiny_trace, 9))
-    assert measure.judge("LlamaForCausalLM", ours) == Finding("refused", sentence=str(ours))
+    assert measure.judge("LlamaForCausalLM", ours) == Finding(
+        "refused", sentence=str(ours)
+    )
     of_another_kind = measure.judge("HubertModel", ours)
-    assert (of_another_kind.verdict, "what the model is" in of_another_kind.sentence) == ("unclear", True)
+    assert (
+        of_another_kind.verdict,
+        "what the model is" in of_another_kind.sentence,
+    ) == ("unclear", True)
     raw = refusal(lambda: torch.zeros(2).reshape(2, "x"))
     assert measure.judge("LlamaForCausalLM", raw).verdict == "unclear"
     for text in ("wanted a Bridge, got Bridge", "two\nlines", ""):
@@ -54,7 +67,9 @@ def test_only_a_sentence_of_the_library_that_names_the_model_is_a_refusal(tiny_t
         assert measure.judge("LlamaForCausalLM", ours).verdict == "unclear"
 
 
-def test_a_crash_and_a_hang_end_one_architecture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_and_a_hang_end_one_architecture_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fake(name: str, _: str) -> Finding:
         if name == "crashes":
             os._exit(3)
@@ -74,6 +89,8 @@ def test_a_crash_and_a_hang_end_one_architecture_alone(monkeypatch: pytest.Monke
     assert "1 s" in rows["hangs"]["bfloat16"]["sentence"]
     assert page.failed({"4": rows})
     assert not page.failed({"4": {"fine": rows["fine"]}})
-    assert [line for line in page.page({"4": rows}).splitlines() if line.startswith("| fine |")] == [
-        "| fine | correct |  | 0e+00 | 0e+00 | 0e+00 |  |"
-    ]
+    assert [
+        line
+        for line in page.page({"4": rows}).splitlines()
+        if line.startswith("| fine |")
+    ] == ["| fine | correct |  | 0e+00 | 0e+00 | 0e+00 |  |"]

@@ -1,4 +1,6 @@
-"""Tiny random models of every architecture that is tested, built from a config; no hub, no download."""
+"""Tiny random models of every architecture that is tested, built from a config; no hub,
+no download.
+"""
 
 import hashlib
 import importlib.metadata
@@ -24,7 +26,8 @@ needs_hooked_transformer = pytest.mark.skipif(
 N_LAYERS = 2
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79]
 
-# By what transformers calls the architecture: the class that TransformerLens' registry names.
+# By what transformers calls the architecture: the class that TransformerLens' registry
+# names.
 _COMMON = {
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
@@ -67,14 +70,19 @@ COMMON = tuple(_COMMON)
 
 def configs(n_layers: int) -> dict[str, dict[str, Any]]:
     """The config of every architecture, so many layers deep."""
-    return {architecture: at_depth(DECODERS[class_name], n_layers) for architecture, class_name in _CLASSES.items()}
+    return {
+        architecture: at_depth(DECODERS[class_name], n_layers)
+        for architecture, class_name in _CLASSES.items()
+    }
 
 
 CONFIGS = configs(N_LAYERS)
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A word-level tokenizer over `w0 … w99`, with a BOS token that it does not prepend by itself."""
+    """A word-level tokenizer over `w0 … w99`, with a BOS token that it does not prepend
+    by itself.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -90,8 +98,12 @@ def save_tokenizer(folder: Path) -> None:
 def huggingface_model(
     architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> nn.Module:
-    """A random HuggingFace model whose blocks are far from linear (its own initialisation is tiny)."""
-    return random_model(_CLASSES[architecture], CONFIGS[architecture] | changes, seed, dtype)
+    """A random HuggingFace model whose blocks are far from linear (its own
+    initialisation is tiny).
+    """
+    return random_model(
+        _CLASSES[architecture], CONFIGS[architecture] | changes, seed, dtype
+    )
 
 
 def layers_of(hf_model: nn.Module) -> nn.ModuleList:
@@ -101,18 +113,32 @@ def layers_of(hf_model: nn.Module) -> nn.ModuleList:
 
 def _path_of_layers(hf_model: nn.Module) -> str:
     modules = hf_model.named_modules()
-    return next(path for path, m in modules if isinstance(m, nn.ModuleList) and len(m) == N_LAYERS)
+    return next(
+        path
+        for path, m in modules
+        if isinstance(m, nn.ModuleList) and len(m) == N_LAYERS
+    )
 
 
 def bridge(hf_model: nn.Module, tokenizer_folder: Path) -> nn.Module:
-    """A TransformerBridge around a copy of the model, so that the original stays an independent witness."""
-    return models.bridge(hf_model, PreTrainedTokenizerFast.from_pretrained(tokenizer_folder))
+    """A TransformerBridge around a copy of the model, so that the original stays an
+    independent witness.
+    """
+    return models.bridge(
+        hf_model, PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+    )
 
 
 def oracle_jacobian(
-    hf_model: nn.Module, tokens: list[int], layer: int, input_position: int, output_position: int
+    hf_model: nn.Module,
+    tokens: list[int],
+    layer: int,
+    input_position: int,
+    output_position: int,
 ) -> torch.Tensor:
-    """`J_{t1 t2}` by a loop of `torch.autograd.grad` over the whole HuggingFace model, one output entry at a time."""
+    """`J_{t1 t2}` by a loop of `torch.autograd.grad` over the whole HuggingFace model,
+    one output entry at a time.
+    """
     pair = (input_position, output_position)
     return oracle_jacobians(hf_model, tokens, layer, [pair])[pair]
 
@@ -126,7 +152,9 @@ def oracle_jacobians(
 
 
 def add_to_hub_cache(cache: Path, name: str, revisions: dict[str, nn.Module]) -> None:
-    """Write models into `cache` as huggingface_hub does: `models--…/refs/REVISION` and `snapshots/<40 hex>/`."""
+    """Write models into `cache` as huggingface_hub does: `models--…/refs/REVISION` and
+    `snapshots/<40 hex>/`.
+    """
     folder = cache / ("models--" + name.replace("/", "--"))
     for revision, model in revisions.items():
         commit = hashlib.sha1(f"{name}@{revision}".encode()).hexdigest()

@@ -1,10 +1,12 @@
-"""Transformer block coupling and residual-stream trajectories for TransformerLens models.
+"""Transformer block coupling and residual-stream trajectories for TransformerLens
+models.
 
-The names that most analyses need are here; the rest is in the rooms, such as `tlc.plots` or `tlc.generalization`.
-Everything is imported when it is first used, from where `__init__.pyi` says, which type checkers read too.
+The names that most analyses need are here; the rest is in the rooms, such as
+`tlc.plots` or `tlc.generalization`. Everything is imported when it is first used, from
+where `__init__.pyi` says, which type checkers read too.
 
-The examples of the reference are run by `make check`, on tiny random models. They share these names, for which any
-model, prompts, survey and sweep will do::
+The examples of the reference are run by `make check`, on tiny random models. They share
+these names, for which any model, prompts, survey and sweep will do::
 
     import torch
     import tl_coupling as tlc
@@ -24,7 +26,12 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-_HOMES = {one.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for one in node.names}
+_HOMES = {
+    one.name: node.module
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom)
+    for one in node.names
+}
 __all__ = [name for name, home in _HOMES.items() if home != __name__]
 
 

@@ -1,4 +1,6 @@
-"""Files are written completely or not at all, and text that others wrote is only text, here and in a terminal."""
+"""Files are written completely or not at all, and text that others wrote is only text,
+here and in a terminal.
+"""
 
 import csv
 import hashlib
@@ -23,32 +25,46 @@ if TYPE_CHECKING:
 
 # How long an interrupt waits for a file.
 WRITING_SECONDS = 2.0
-# What spreadsheets take for a formula at the start of a cell (OWASP, CSV injection), behind any number of marks.
+# What spreadsheets take for a formula at the start of a cell (OWASP, CSV injection),
+# behind any number of marks.
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
 # Spreadsheets show no mark in front of a text.
 _MARK = "'"
 
 
 def file_name(text: str) -> str:
-    """Text as part of a file name: characters that could clash, hide the file or leave the folder are escaped."""
+    """Text as part of a file name: characters that could clash, hide the file or leave
+    the folder are escaped.
+    """
     name = quote(text, safe="")
     name = f"%2E{name[1:]}" if name.startswith(".") else name
     # File systems allow 255 bytes, and callers add to the name.
-    return name if len(name) <= 150 else f"{name[:150]}~{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return (
+        name
+        if len(name) <= 150
+        else f"{name[:150]}~{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    )
 
 
-def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], object]) -> Path:
-    """Let `write` fill a temporary file beside `path`, then rename it; on any failure `path` is unchanged.
+def write_atomically(
+    path: str | os.PathLike[str], write: Callable[[Path], object]
+) -> Path:
+    """Let `write` fill a temporary file beside `path`, then rename it; on any failure
+    `path` is unchanged.
 
     Raises:
-        OSError: it cannot be written, as on a full disk, where netCDF raises RuntimeError.
+        OSError: it cannot be written, as on a full disk, where netCDF raises
+            RuntimeError.
     """
     path = Path(path)
     # The suffix stays, because writers choose the format by it.
-    unfinished = path.with_name(f".{path.stem}.{_here()}-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
+    unfinished = path.with_name(
+        f".{path.stem}.{_here()}-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}"
+    )
     try:
         unfinished.touch(exist_ok=False)
-        # An interrupt amid netCDF's calls can leave xarray's lock taken, and closing the file then waits for ever.
+        # An interrupt amid netCDF's calls can leave xarray's lock taken, and closing
+        # the file then waits for ever.
         with interrupts_held(WRITING_SECONDS):
             write(unfinished)
             os.replace(unfinished, path)
@@ -66,10 +82,13 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
 def remove_left_overs(folder: Path, stem: str) -> None:
     """Remove the unfinished files of killed writers of `stem`, with any suffix.
 
-    The file of a living writer stays. Whether a writer on another machine, in another container or before a reboot
-    lives is unknown here: its file is removed a day after it was last written to.
+    The file of a living writer stays. Whether a writer on another machine, in another
+    container or before a reboot lives is unknown here: its file is removed a day after
+    it was last written to.
     """
-    name = re.compile(rf"\.{re.escape(stem)}\.(?:(?P<where>[0-9a-f]{{12}})-(?P<pid>[0-9]{{1,9}})-)?[^.]+\.[^.]+")
+    name = re.compile(
+        rf"\.{re.escape(stem)}\.(?:(?P<where>[0-9a-f]{{12}})-(?P<pid>[0-9]{{1,9}})-)?[^.]+\.[^.]+"
+    )
     for path in folder.glob(f".{stem}.*"):
         if found := name.fullmatch(path.name):
             with suppress(FileNotFoundError):
@@ -100,7 +119,8 @@ def _here() -> str:
 
 @contextmanager
 def output_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder for results, created if it does not exist, and removed again if it stays empty.
+    """A folder for results, created if it does not exist, and removed again if it stays
+    empty.
 
     Raises:
         OSError: it cannot be created or written to; raised before any work is done.
@@ -111,7 +131,9 @@ def output_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise OSError(f"cannot write to the output folder {folder}: {error.strerror or error}") from None
+        raise OSError(
+            f"cannot write to the output folder {folder}: {error.strerror or error}"
+        ) from None
     try:
         yield folder
     finally:
@@ -122,10 +144,11 @@ def output_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def plain(text: object) -> str:
-    r"""The text, lines kept, with escapes for what a terminal would act on or could not show.
+    r"""The text, lines kept, with escapes for what a terminal would act on or could not
+    show.
 
-    These are control characters, which move the cursor or clear the screen, marks that turn the text after them around,
-    and halves of characters.
+    These are control characters, which move the cursor or clear the screen, marks that
+    turn the text after them around, and halves of characters.
 
     Example:
         >>> from tl_coupling.files import plain
@@ -133,26 +156,33 @@ def plain(text: object) -> str:
         \x1b[2Jgpt2
     """
     return "".join(
-        character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode()
         for character in str(text)
     )
 
 
 def as_cell(value: Any) -> Any:
-    """A value for a CSV file; text that a spreadsheet would take for a formula gets a mark, numbers stay.
+    """A value for a CSV file; text that a spreadsheet would take for a formula gets a
+    mark, numbers stay.
 
     Example:
         >>> from tl_coupling.files import as_cell, of_cell
         >>> as_cell("=1+1"), as_cell("-0.3"), of_cell(as_cell("=1+1"))
         ("'=1+1", '-0.3', '=1+1')
     """
-    is_formula = isinstance(value, str) and _FORMULA.match(value) and not _is_number(value)
+    is_formula = (
+        isinstance(value, str) and _FORMULA.match(value) and not _is_number(value)
+    )
     return f"{_MARK}{value}" if is_formula else value
 
 
 def of_cell(value: Any) -> Any:
     """What `as_cell` was given."""
-    is_marked = isinstance(value, str) and value.startswith(_MARK) and _FORMULA.match(value)
+    is_marked = (
+        isinstance(value, str) and value.startswith(_MARK) and _FORMULA.match(value)
+    )
     return value.removeprefix(_MARK) if is_marked else value
 
 
@@ -162,7 +192,9 @@ def _is_number(text: str) -> bool:
     return False
 
 
-def write_rows(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+def write_rows(
+    path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]
+) -> None:
     """Write a CSV file in UTF-8; no cell of it is a formula."""
     with path.open("w", newline="", encoding="utf-8") as file:
         # Lines end as RFC 4180 says; then carriage returns in cells are quoted too.

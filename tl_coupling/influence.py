@@ -1,4 +1,6 @@
-"""How strongly, and through how many directions, each token moves what a block writes at one token."""
+"""How strongly, and through how many directions, each token moves what a block writes
+at one token.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,21 +20,26 @@ from tl_coupling.traces import Trace
 
 __all__ = ["Influence", "cross_token_influence"]
 
-InfluenceMeasure = Literal["frobenius_norm", "largest_singular_value", "participation_ratio", "effective_rank"]
+InfluenceMeasure = Literal[
+    "frobenius_norm", "largest_singular_value", "participation_ratio", "effective_rank"
+]
 INFLUENCE_MEASURES: tuple[InfluenceMeasure, ...] = get_args(InfluenceMeasure)
 
 
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
 class Influence(Saved):
-    """Sizes and ranks of `J^l_{t1 t2}` for one output token t2, every token t1 that acts on it, and every layer l.
+    """Sizes and ranks of `J^l_{t1 t2}` for one output token t2, every token t1 that
+    acts on it, and every layer l.
 
-    The skip connection is left out, for t1 = t2 as well. Rows are `layers`, columns `source_positions`.
+    The skip connection is left out, for t1 = t2 as well. Rows are `layers`, columns
+    `source_positions`.
 
     Attributes:
         frobenius_norm: `‖J‖_F = √Σσ²`, a gain over all input directions.
         largest_singular_value: σ₁, the largest gain of any direction.
-        participation_ratio, effective_rank: how many directions carry the gain; see the functions of these names.
+        participation_ratio, effective_rank: how many directions carry the gain; see the
+            functions of these names.
         layers, source_positions: what rows and columns are.
         output_position: t2.
         provenance: how it was made; JSON-able.
@@ -63,9 +70,14 @@ class Influence(Saved):
 
 @checked
 def cross_token_influence(
-    trace: Trace, output_position: int = -1, *, layers: Sequence[int] | None = None, progress: Progress | None = None
+    trace: Trace,
+    output_position: int = -1,
+    *,
+    layers: Sequence[int] | None = None,
+    progress: Progress | None = None,
 ) -> Influence:
-    """Size and rank of `J^l_{t1 t2}`, what moving token t1 does to block l's output at token t2, for every t1.
+    """Size and rank of `J^l_{t1 t2}`, what moving token t1 does to block l's output at
+    token t2, for every t1.
 
     In a causal model every t1 ≤ t2; the others are zero.
 
@@ -75,10 +87,11 @@ def cross_token_influence(
         layers: a selection of layers, in this order; all by default.
         progress: as in `depth_coupling`.
 
-    Raises ValueError for a layer or position out of range, or an empty selection. Warns where a Jacobian is exactly
-    zero: it has no rank (NaN).
+    Raises ValueError for a layer or position out of range, or an empty selection. Warns
+    where a Jacobian is exactly zero: it has no rank (NaN).
 
-    Cost: for each layer little more than one token's Jacobian, and each source's singular values.
+    Cost: for each layer little more than one token's Jacobian, and each source's
+    singular values.
 
     Example:
         >>> influence = tlc.cross_token_influence(trace, output_position=3)
@@ -90,6 +103,14 @@ def cross_token_influence(
     paths: dict[str, str] = {}
     connections = [Connection(layer, t1, t2, t1) for layer in chosen for t1 in sources]
     computed = jacobians_of(trace, connections, None, progress, paths)
-    S = torch.stack([singular_values(J) for J in computed]).reshape(len(chosen), len(sources), -1)
+    S = torch.stack([singular_values(J) for J in computed]).reshape(
+        len(chosen), len(sources), -1
+    )
     measures = S.norm(dim=-1), S[..., 0], participation_ratio(S), effective_rank(S)
-    return Influence(*measures, tuple(chosen), tuple(sources), t2, trace.provenance | {"paths": paths})
+    return Influence(
+        *measures,
+        tuple(chosen),
+        tuple(sources),
+        t2,
+        trace.provenance | {"paths": paths},
+    )

@@ -1,7 +1,9 @@
-"""Views to explore with the pointer, drawn by circuitsvis: couplings of tokens, values of tokens, of layers and tokens.
+"""Views to explore with the pointer, drawn by circuitsvis: couplings of tokens, values
+of tokens, of layers and tokens.
 
-Every function takes results and returns a `View`, which displays itself in Jupyter and Colab and loads nothing from a
-network. `str(view)` is its HTML; a page with several views takes `circuitsvis_script()` once and `view.body` of each.
+Every function takes results and returns a `View`, which displays itself in Jupyter and
+Colab and loads nothing from a network. `str(view)` is its HTML; a page with several
+views takes `circuitsvis_script()` once and `view.body` of each.
 
 >>> view = tlc.interactive.show_tokens(trace.str_tokens, tlc.line_shape_score(trace.residual))
 """
@@ -26,16 +28,32 @@ from tl_coupling.comparisons import CouplingMap
 from tl_coupling.measures import Measure
 from tl_coupling.plots.maps import color_scale
 
-__all__ = ["View", "circuitsvis_script", "show_layers_by_token", "show_token_coupling", "show_tokens"]
+__all__ = [
+    "View",
+    "circuitsvis_script",
+    "show_layers_by_token",
+    "show_token_coupling",
+    "show_tokens",
+]
 
 _LONGEST_LABEL = 14
 _POSITIVE, _NEGATIVE, _UNDEFINED = "#2166ac", "#b2182b", "#bbbbbb"
-# Control characters, halves of characters, and what would turn the text after it around.
-_NOT_SHOWN = [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+# Control characters, halves of characters, and what would turn the text after it
+# around.
+_NOT_SHOWN = [
+    *range(0x20),
+    *range(0x7F, 0xA0),
+    *range(0xD800, 0xE000),
+    *range(0x2028, 0x202F),
+    *range(0x2066, 0x206A),
+]
 _NOT_SHOWN += [0x061C, 0x200E, 0x200F]
-# A word joiner keeps `<` and `&` from being read as HTML, as circuitsvis' token widgets would; it takes no room.
+# A word joiner keeps `<` and `&` from being read as HTML, as circuitsvis' token widgets
+# would; it takes no room.
 _SHOWN_AS = {code: chr(code).encode("unicode_escape").decode() for code in _NOT_SHOWN}
-_SHOWN_AS |= str.maketrans({"\n": "↵", "\r": "␍", "\t": "⇥", "<": "<\u2060", "&": "&\u2060"})
+_SHOWN_AS |= str.maketrans(
+    {"\n": "↵", "\r": "␍", "\t": "⇥", "<": "<\u2060", "&": "&\u2060"}
+)
 # What circuitsvis, made for attention, writes on its maps, and what we mean.
 _WORDS = {
     "Destination Token": "token of J₁",
@@ -50,11 +68,13 @@ VIEW_STYLE = _HERE.with_suffix(".css").read_text(encoding="utf-8")
 
 
 class View(RenderedHTML):
-    """Widgets of circuitsvis that bring their data and their script along: nothing is ever loaded from a network.
+    """Widgets of circuitsvis that bring their data and their script along: nothing is
+    ever loaded from a network.
 
     Attributes:
-        body: the HTML of the widgets, without the script that draws them; the same for the same data. Where scripts do
-            not run, tokens are followed by their values as text.
+        body: the HTML of the widgets, without the script that draws them; the same for
+            the same data. Where scripts do not run, tokens are followed by their values
+            as text.
 
     Example:
         >>> from pathlib import Path
@@ -66,8 +86,11 @@ class View(RenderedHTML):
         self.body = f'<div class="tlc-view">{body}</div>'
 
     def _repr_html_(self) -> str:
-        """HTML that draws the widgets on its own, 0.5 MB of it circuitsvis' script, compressed."""
-        # A module runs once the cell's output is on the page, which a plain script may not wait for.
+        """HTML that draws the widgets on its own, 0.5 MB of it circuitsvis' script,
+        compressed.
+        """
+        # A module runs once the cell's output is on the page, which a plain script may
+        # not wait for.
         return (
             f'<style>{VIEW_STYLE}</style>{self.body}<script type="module">'
             f"const packed = Uint8Array.from(atob({json.dumps(_packed_script())}), c => c.charCodeAt(0));"
@@ -91,16 +114,19 @@ def show_token_coupling(
     vmax: Positive | None = None,
     **options: Any,
 ) -> View:
-    """Token-by-token maps of a measure, one for each result and each k; the pointer shows a pair and its value.
+    """Token-by-token maps of a measure, one for each result and each k; the pointer
+    shows a pair and its value.
 
-    Rows are the tokens of J_1, columns those of the singular vectors. White is 0. Grey pairs were not compared, or
-    their value is undefined.
+    Rows are the tokens of J_1, columns those of the singular vectors. White is 0. Grey
+    pairs were not compared, or their value is undefined.
 
     Args:
         results: maps of kind "self" or "context", by name; or one.
-        k: how many top singular vectors, or several such numbers; as many as each map holds by default.
+        k: how many top singular vectors, or several such numbers; as many as each map
+            holds by default.
         measure, options: as in `CouplingMap.values`.
-        vmax: the value in full colour, for all maps; what `tl_coupling.plots.maps.color_scale` gives by default.
+        vmax: the value in full colour, for all maps; what
+            `tl_coupling.plots.maps.color_scale` gives by default.
 
     Raises:
         ValueError: no map, a map of layers, k or measure not among those of a map.
@@ -114,30 +140,56 @@ def show_token_coupling(
     named = {"": results} if isinstance(results, CouplingMap) else results
     ks = k if isinstance(k, Sequence) else (k,)
     if not named or not ks:
-        raise ValueError(f"wanted at least one map and one k, got {len(named)} and {len(ks)}")
-    if of_layers := [repr(name) if name else "this" for name, result in named.items() if result.kind == "depth"]:
+        raise ValueError(
+            f"wanted at least one map and one k, got {len(named)} and {len(ks)}"
+        )
+    if of_layers := [
+        repr(name) if name else "this"
+        for name, result in named.items()
+        if result.kind == "depth"
+    ]:
         wanted = "wanted maps of tokens (`self_coupling`, `context_coupling`)"
-        raise ValueError(f"{wanted}, {of_layers[0]} is of kind 'depth': use `plot_coupling`")
-    maps = [(name, result, result.k if n is None else n) for name, result in named.items() for n in ks]
-    vmax = vmax or max(color_scale([result], n, measure, **options)[1] for _, result, n in maps)
+        raise ValueError(
+            f"{wanted}, {of_layers[0]} is of kind 'depth': use `plot_coupling`"
+        )
+    maps = [
+        (name, result, result.k if n is None else n)
+        for name, result in named.items()
+        for n in ks
+    ]
+    vmax = vmax or max(
+        color_scale([result], n, measure, **options)[1] for _, result, n in maps
+    )
     parts = []
     for name, result, n in maps:
         layers = f"layers {result.row_layers[0]}, {result.col_layers[0]}"
-        words = (name or result.kind, layers, f"k = {n}", f"null {result.null(n, measure, **options):.3g}")
+        words = (
+            name or result.kind,
+            layers,
+            f"k = {n}",
+            f"null {result.null(n, measure, **options):.3g}",
+        )
         values = result.values(n, measure, **options).tolist()
-        parts.append(f"<div><h4>{html.escape(' · '.join(words))}</h4>{_map_widget(result, values, vmax)}</div>")
+        parts.append(
+            f"<div><h4>{html.escape(' · '.join(words))}</h4>{_map_widget(result, values, vmax)}</div>"
+        )
     scale = f"{measure}: white 0, blue {vmax:.3g}; grey: not compared, or undefined; null: random subspaces"
-    return View(f'<p class="scale">{scale}</p><div class="tlc-maps">{"".join(parts)}</div>')
+    return View(
+        f'<p class="scale">{scale}</p><div class="tlc-maps">{"".join(parts)}</div>'
+    )
 
 
 @checked
 def show_tokens(
-    str_tokens: Sequence[str], values: Float[Tensor, " n_pos"] | Mapping[str, Float[Tensor, " n_pos"]]
+    str_tokens: Sequence[str],
+    values: Float[Tensor, " n_pos"] | Mapping[str, Float[Tensor, " n_pos"]],
 ) -> View:
-    """The prompt with every token coloured by a value, once for each named value; the pointer shows the value.
+    """The prompt with every token coloured by a value, once for each named value; the
+    pointer shows the value.
 
-    White is the smallest value and full blue the largest; where some are negative white is 0, red is negative, and both
-    ends are equally far from 0. Undefined values (NaN) are hatched.
+    White is the smallest value and full blue the largest; where some are negative white
+    is 0, red is negative, and both ends are equally far from 0. Undefined values (NaN)
+    are hatched.
 
     Args:
         str_tokens: the tokens as text, `trace.str_tokens`.
@@ -150,7 +202,10 @@ def show_tokens(
         <View with 2 circuitsvis widgets>
     """
     named = _by_name(values, [len(str_tokens)])
-    parts = (_title(name, row) + _tokens_widget(str_tokens, row, _scale(row)) for name, row in named.items())
+    parts = (
+        _title(name, row) + _tokens_widget(str_tokens, row, _scale(row))
+        for name, row in named.items()
+    )
     return View("".join(f'<div class="tlc-tokens">{part}</div>' for part in parts))
 
 
@@ -161,37 +216,46 @@ def show_layers_by_token(
     *,
     layers: Sequence[int | str] | None = None,
 ) -> View:
-    """A value for every layer and token: the prompt once for each layer, coloured by it; the first layer on top.
+    """A value for every layer and token: the prompt once for each layer, coloured by
+    it; the first layer on top.
 
-    Colours as in `show_tokens`, with one scale for everything shown. Read along a row how tokens differ, and down a
-    column how a token changes with depth.
+    Colours as in `show_tokens`, with one scale for everything shown. Read along a row
+    how tokens differ, and down a column how a token changes with depth.
 
     Args:
         str_tokens: the tokens as text, `trace.str_tokens`.
-        values: `[n_rows n_pos]`, else ValueError, first row first layer; or several such, by name, side by side.
+        values: `[n_rows n_pos]`, else ValueError, first row first layer; or several
+            such, by name, side by side.
         layers: the rows' names, one for each; 0, 1, … by default.
 
     Example:
         >>> tlc.interactive.show_layers_by_token(trace.str_tokens, {"step length": tlc.step_lengths(trace.residual)})
         <View with 2 circuitsvis widgets>
     """
-    named = _by_name(values, ["n_rows" if layers is None else len(layers), len(str_tokens)])
+    named = _by_name(
+        values, ["n_rows" if layers is None else len(layers), len(str_tokens)]
+    )
     everything = [value for rows in named.values() for row in rows for value in row]
     scale, parts = _scale(everything), []
     for name, rows in named.items():
-        labels = [str(label) for label in (range(len(rows)) if layers is None else layers)]
+        labels = [
+            str(label) for label in (range(len(rows)) if layers is None else layers)
+        ]
         lines = (
             f"<div><b>{html.escape(label)}</b>{_tokens_widget(str_tokens, row, scale)}</div>"
             for label, row in zip(labels, rows, strict=True)
         )
         opening = f'<div class="tlc-layers" tabindex="0" style="--label: {max(map(len, labels)) + 2}ch">'
-        parts.append(f"<div>{_title(name, everything)}{opening}{''.join(lines)}</div></div>")
+        parts.append(
+            f"<div>{_title(name, everything)}{opening}{''.join(lines)}</div></div>"
+        )
     return View(f'<div class="tlc-columns">{"".join(parts)}</div>')
 
 
 @lru_cache(maxsize=1)
 def circuitsvis_script() -> str:
-    """circuitsvis' own JavaScript, and the lines that draw every view on the page; goes into one `<script>`.
+    """circuitsvis' own JavaScript, and the lines that draw every view on the page; goes
+    into one `<script>`.
 
     Example:
         >>> views = [tlc.interactive.show_tokens(trace.str_tokens, x.norm(dim=-1)) for x in trace.residual]
@@ -199,34 +263,51 @@ def circuitsvis_script() -> str:
         >>> page = f"{body}<script>{tlc.interactive.circuitsvis_script()}</script>"
     """
     file = Path(circuitsvis.__file__).parent / "dist" / "cdn" / "iife.js"
-    # The bundle holds "</script>" in a string, which would end the element; its map is not there to be loaded.
+    # The bundle holds "</script>" in a string, which would end the element; its map is
+    # not there to be loaded.
     bundle = file.read_text(encoding="utf-8").replace("</script", "<\\/script")
-    bundle = "\n".join(line for line in bundle.splitlines() if not line.startswith("//# sourceMappingURL="))
+    bundle = "\n".join(
+        line
+        for line in bundle.splitlines()
+        if not line.startswith("//# sourceMappingURL=")
+    )
     for theirs, ours in _WORDS.items():
         bundle = bundle.replace(theirs, ours)
     boot = _HERE.with_suffix(".js").read_text(encoding="utf-8")
     # Once on a page: its parts complain when they are registered again.
-    return f"window.CircuitsVis ??= (() => {{ {bundle}\nreturn CircuitsVis; }})();\n{boot}"
+    return (
+        f"window.CircuitsVis ??= (() => {{ {bundle}\nreturn CircuitsVis; }})();\n{boot}"
+    )
 
 
 @lru_cache(maxsize=1)
 def _packed_script() -> str:
-    return base64.b64encode(gzip.compress(circuitsvis_script().encode(), mtime=0)).decode()
+    return base64.b64encode(
+        gzip.compress(circuitsvis_script().encode(), mtime=0)
+    ).decode()
 
 
 def visible_token(token: str) -> str:
-    """A token as text to look at: control characters are shown by signs, and nothing in it is read as HTML."""
+    """A token as text to look at: control characters are shown by signs, and nothing in
+    it is read as HTML.
+    """
     return token.translate(_SHOWN_AS) or "∅"
 
 
-def _by_name(values: Tensor | Mapping[str, Tensor], wanted: list[Any]) -> dict[str, Any]:
-    """The values as lists of numbers, by name; a size that is a name may be any but 0."""
+def _by_name(
+    values: Tensor | Mapping[str, Tensor], wanted: list[Any]
+) -> dict[str, Any]:
+    """The values as lists of numbers, by name; a size that is a name may be any but
+    0.
+    """
     named = values if isinstance(values, Mapping) else {"": values}
     if not named:
         raise ValueError("`values` is empty: wanted at least one tensor of values")
     for name, given in named.items():
         sizes = list(given.shape)
-        if 0 in sizes or any(w not in (n, "n_rows") for n, w in zip(sizes, wanted, strict=True)):
+        if 0 in sizes or any(
+            w not in (n, "n_rows") for n, w in zip(sizes, wanted, strict=True)
+        ):
             raise ValueError(
                 f"wanted values of shape [{' '.join(map(str, wanted))}], the last axis for tokens, got {sizes}"
                 + (f" for {name!r}" if name else "")
@@ -235,7 +316,9 @@ def _by_name(values: Tensor | Mapping[str, Tensor], wanted: list[Any]) -> dict[s
 
 
 def _map_widget(result: CouplingMap, values: list[list[float]], vmax: float) -> str:
-    """circuitsvis wants square maps: rows and columns are all positions that occur; pairs that do not are grey."""
+    """circuitsvis wants square maps: rows and columns are all positions that occur;
+    pairs that do not are grey.
+    """
     places = list(dict.fromkeys((*result.row_positions, *result.col_positions)))
     known = {
         (row, col): _cell(value, value / vmax, undefined=-1.0)
@@ -246,27 +329,49 @@ def _map_widget(result: CouplingMap, values: list[list[float]], vmax: float) -> 
     tokens = [str(place) for place in places]
     if str_tokens := result.provenance.get("str_tokens"):
         short = [visible_token(str_tokens[place]).strip() or "␣" for place in places]
-        short = [t if len(t) <= _LONGEST_LABEL else t[: _LONGEST_LABEL - 1] + "…" for t in short]
-        # The widget counts what it shows from 0; where that is not the position, the position is named as well.
+        short = [
+            t if len(t) <= _LONGEST_LABEL else t[: _LONGEST_LABEL - 1] + "…"
+            for t in short
+        ]
+        # The widget counts what it shows from 0; where that is not the position, the
+        # position is named as well.
         counted = places == list(range(len(places)))
-        tokens = short if counted else [f"{place}:{token}" for place, token in zip(places, short, strict=True)]
+        tokens = (
+            short
+            if counted
+            else [
+                f"{place}:{token}" for place, token in zip(places, short, strict=True)
+            ]
+        )
     return _widget(
         "AttentionPattern",
         "An interactive map of all pairs, drawn where scripts run.",
-        attention=[[known.get((row, col), missing) for col in places] for row in places],
+        attention=[
+            [known.get((row, col), missing) for col in places] for row in places
+        ],
         tokens=tokens,
         maskUpperTri=False,
         negativeColor=_UNDEFINED,
     )
 
 
-def _tokens_widget(str_tokens: Sequence[str], values: Sequence[float], scale: tuple[float, float]) -> str:
+def _tokens_widget(
+    str_tokens: Sequence[str], values: Sequence[float], scale: tuple[float, float]
+) -> str:
     # Red down to −high where low is −high; else white at low.
     start, high = max(scale[0], 0.0), scale[1]
-    cells = [_cell(value, (value - start) / ((high - start) or 1.0), undefined=None) for value in values]
+    cells = [
+        _cell(value, (value - start) / ((high - start) or 1.0), undefined=None)
+        for value in values
+    ]
     tokens = [visible_token(token) for token in str_tokens]
-    as_text = " · ".join(f"{token.strip()} {cell['text']}" for token, cell in zip(tokens, cells, strict=True))
-    return _widget("ColoredTokens", as_text, tokens=tokens, values=cells, negativeColor=_NEGATIVE)
+    as_text = " · ".join(
+        f"{token.strip()} {cell['text']}"
+        for token, cell in zip(tokens, cells, strict=True)
+    )
+    return _widget(
+        "ColoredTokens", as_text, tokens=tokens, values=cells, negativeColor=_NEGATIVE
+    )
 
 
 def _scale(values: Sequence[float]) -> tuple[float, float]:
@@ -279,7 +384,11 @@ def _title(name: str, values: Sequence[float]) -> str:
     low, high = _scale(values)
     # 1e-22 beside 10 is 0 to the eye.
     low = 0.0 if abs(low) < 1e-6 * high else low
-    scale = f"red {low:.3g}, white 0, blue {high:.3g}" if low < 0 else f"white {low:.3g}, blue {high:.3g}"
+    scale = (
+        f"red {low:.3g}, white 0, blue {high:.3g}"
+        if low < 0
+        else f"white {low:.3g}, blue {high:.3g}"
+    )
     scale += ", hatched: undefined" if any(map(math.isnan, values)) else ""
     return f'<h4>{html.escape(name)} <span class="scale">{scale}</span></h4>'
 

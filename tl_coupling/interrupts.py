@@ -9,20 +9,24 @@ from types import SimpleNamespace
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Signals that came while they were held back, and the handlers that were there before; none while they are not.
+# Signals that came while they were held back, and the handlers that were there before;
+# none while they are not.
 _held = SimpleNamespace(came=[], handlers={})
 
 
 @contextmanager
 def interrupts_held(seconds: float | None = None) -> Iterator[None]:
-    """Context in which Ctrl-C and SIGTERM wait for `hear_interrupts`, or for the end; at most so many seconds.
+    """Context in which Ctrl-C and SIGTERM wait for `hear_interrupts`, or for the end;
+    at most so many seconds.
 
     A second one takes effect at once.
     """
     if _held.handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers: dict[int, Any] = {n: handler for n in _SIGNALS if callable(handler := signal.getsignal(n))}
+    handlers: dict[int, Any] = {
+        n: handler for n in _SIGNALS if callable(handler := signal.getsignal(n))
+    }
     came: list[int] = []
     timers: list[threading.Timer] = []
 

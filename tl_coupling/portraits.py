@@ -1,4 +1,6 @@
-"""All comparisons of one traced prompt at once: what a report is made from, and the part across tokens."""
+"""All comparisons of one traced prompt at once: what a report is made from, and the
+part across tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
-from tl_coupling.comparisons import CouplingMap, context_coupling, depth_coupling, neighbours, self_coupling
+from tl_coupling.comparisons import (
+    CouplingMap,
+    context_coupling,
+    depth_coupling,
+    neighbours,
+    self_coupling,
+)
 from tl_coupling.comparisons.choices import free_end
 from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.measures import Orientation
@@ -25,7 +33,8 @@ TOKEN_MAPS: tuple[TokenMap, ...] = get_args(TokenMap)
 
 @dataclass(frozen=True, eq=False)
 class TokenPortrait:
-    """What a traced prompt shows across its tokens: coupling at one pair of layers, influence on one token at each.
+    """What a traced prompt shows across its tokens: coupling at one pair of layers,
+    influence on one token at each.
 
     `maps` are named "self", "fixed input" and "fixed output".
 
@@ -48,8 +57,10 @@ class Portrait:
     """What a traced prompt shows: coupling across depth and tokens, influence, entropy.
 
     Attributes:
-        ks: numbers of top singular vectors, smallest first; `depth` holds the largest, `tokens` the smallest.
-        position: the token measured across depth, the output of the influences, and the fixed output.
+        ks: numbers of top singular vectors, smallest first; `depth` holds the largest,
+            `tokens` the smallest.
+        position: the token measured across depth, the output of the influences, and the
+            fixed output.
         input_position: the fixed input.
         tokens: as `TokenPortrait.maps`, without those where fewer than two tokens vary.
         entropy: of the logit lens in nats; `None` for a model without logits.
@@ -70,7 +81,10 @@ class Portrait:
     entropy: Float[Tensor, "n_layers_plus_1 n_pos"] | None
 
     def __repr__(self) -> str:
-        of, maps = f"{self.trace.provenance['model']!r}, {self.trace.n_pos} tokens", ", ".join(["depth", *self.tokens])
+        of, maps = (
+            f"{self.trace.provenance['model']!r}, {self.trace.n_pos} tokens",
+            ", ".join(["depth", *self.tokens]),
+        )
         where = f"position={self.position}, input_position={self.input_position}"
         return f"Portrait({of}, k={list(self.ks)}, {where}, maps: {maps})"
 
@@ -89,30 +103,46 @@ def token_portrait(
     orientation: Orientation = "ujv",
     progress: Progress | None = None,
 ) -> TokenPortrait:
-    """Coupling across the tokens of a prompt at one pair of layers, and their influence on one token at every layer.
+    """Coupling across the tokens of a prompt at one pair of layers, and their influence
+    on one token at every layer.
 
     Args:
-        layer, other_layer: of J_1 and of the singular vectors. Neighbours by default: the one given and the next, or
-            the two in the middle.
+        layer, other_layer: of J_1 and of the singular vectors. Neighbours by default:
+            the one given and the next, or the two in the middle.
         position: the fixed output, and the token whose influences are measured.
         input_position: the fixed input.
-        positions: which tokens, in this order, all by default; context maps compare those that causality allows.
+        positions: which tokens, in this order, all by default; context maps compare
+            those that causality allows.
         maps: which maps to make.
         k, orientation, progress: as in `depth_coupling`.
 
-    Raises as `self_coupling` and `context_coupling`. Cost: with all maps about `6 n + L n` Jacobians for n tokens and L
-    layers.
+    Raises as `self_coupling` and `context_coupling`. Cost: with all maps about `6 n + L
+    n` Jacobians for n tokens and L layers.
 
     Example:
         >>> measured = tlc.portraits.token_portrait(trace, k=4, position=3)
         >>> {name: len(result.row_positions) for name, result in measured.maps.items()}
         {'self': 8, 'fixed input': 8, 'fixed output': 4}
     """
-    ends = {"input": trace.position_index(input_position, "input_position"), "output": trace.position_index(position)}
-    allowed = {"input": free_end(trace, "input", ends["input"]), "output": free_end(trace, "output", ends["output"])}
+    ends = {
+        "input": trace.position_index(input_position, "input_position"),
+        "output": trace.position_index(position),
+    }
+    allowed = {
+        "input": free_end(trace, "input", ends["input"]),
+        "output": free_end(trace, "output", ends["output"]),
+    }
     pair = neighbours(trace, layer, other_layer)
-    chosen = None if positions is None else [trace.position_index(t, "positions") for t in positions]
-    given: dict[str, Any] = {"k": fitting_k(k, trace.d_model), "orientation": orientation, "progress": progress}
+    chosen = (
+        None
+        if positions is None
+        else [trace.position_index(t, "positions") for t in positions]
+    )
+    given: dict[str, Any] = {
+        "k": fitting_k(k, trace.d_model),
+        "orientation": orientation,
+        "progress": progress,
+    }
     found: dict[TokenMap, CouplingMap] = {}
     # The cheap ones first, so that wrong arguments are reported before the long work.
     for name in sorted(set(maps), key=TOKEN_MAPS.index, reverse=True):
@@ -121,7 +151,9 @@ def token_portrait(
             found[name] = self_coupling(trace, *pair, positions=chosen, **given)
         else:
             free = None if chosen is None else [t for t in chosen if t in allowed[end]]
-            found[name] = context_coupling(trace, *pair, fixed=end, position=ends[end], positions=free, **given)
+            found[name] = context_coupling(
+                trace, *pair, fixed=end, position=ends[end], positions=free, **given
+            )
     influence = cross_token_influence(trace, position, progress=progress)
     return TokenPortrait(dict(reversed(found.items())), influence)
 
@@ -138,17 +170,21 @@ def portrait(
     orientation: Orientation = "ujv",
     progress: Progress | None = None,
 ) -> Portrait:
-    """What `write_report` draws of a prompt: coupling across depth and tokens, influence and logit-lens entropy.
+    """What `write_report` draws of a prompt: coupling across depth and tokens,
+    influence and logit-lens entropy.
 
     Args:
-        k: how many top singular vectors: 10, 30 and 50 by default, or what fits a narrower model. Token maps are made
-            at the smallest, where coupling stands out most and the pairs of a long prompt fit into memory.
-        position: the token whose coupling across depth and whose influences are measured, and the fixed output.
-        layer, other_layer, input_position, orientation, progress: as in `token_portrait`.
+        k: how many top singular vectors: 10, 30 and 50 by default, or what fits a
+            narrower model. Token maps are made at the smallest, where coupling stands
+            out most and the pairs of a long prompt fit into memory.
+        position: the token whose coupling across depth and whose influences are
+            measured, and the fixed output.
+        layer, other_layer, input_position, orientation, progress: as in
+            `token_portrait`.
 
-    Raises ValueError for no k, k outside `[1, d_model]`, a layer or position out of range. Warns where the model
-    has no logits.
-    Cost: `depth_coupling` and `token_portrait`.
+    Raises ValueError for no k, k outside `[1, d_model]`, a layer or position out of
+    range. Warns where the model has no logits. Cost: `depth_coupling` and
+    `token_portrait`.
 
     Example:
         >>> measured = tlc.portrait(trace, k=(4, 8))
@@ -160,14 +196,32 @@ def portrait(
         k = [min(one, largest) for one in (10, 30, DEFAULT_K)]
     if not (ks := tuple(sorted(set(k)))):
         raise ValueError("`k` is empty: wanted at least one number of singular vectors")
-    output, fixed = trace.position_index(position), trace.position_index(input_position, "input_position")
+    output, fixed = (
+        trace.position_index(position),
+        trace.position_index(input_position, "input_position"),
+    )
     n_varying = {
         "fixed input": len(free_end(trace, "input", fixed)),
         "fixed output": len(free_end(trace, "output", output)),
     }
     maps = [name for name in TOKEN_MAPS if n_varying.get(name, trace.n_pos) > 1]
-    given: dict[str, Any] = {"position": position, "orientation": orientation, "progress": progress}
+    given: dict[str, Any] = {
+        "position": position,
+        "orientation": orientation,
+        "progress": progress,
+    }
     pair = neighbours(trace, layer, other_layer)
     depth = depth_coupling(trace, ks[-1], **given)
-    tokens = token_portrait(trace, *pair, k=ks[0], input_position=input_position, maps=maps, **given)
-    return Portrait(trace, ks, output, fixed, depth, tokens.maps, tokens.influence, entropy_where_known(trace))
+    tokens = token_portrait(
+        trace, *pair, k=ks[0], input_position=input_position, maps=maps, **given
+    )
+    return Portrait(
+        trace,
+        ks,
+        output,
+        fixed,
+        depth,
+        tokens.maps,
+        tokens.influence,
+        entropy_where_known(trace),
+    )

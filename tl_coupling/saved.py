@@ -20,12 +20,16 @@ _Result = TypeVar("_Result", bound="Saved")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Saved:
-    """A result that can be saved as netCDF and loaded again. `DIMS` names the dimensions of its tensors and tuples."""
+    """A result that can be saved as netCDF and loaded again. `DIMS` names the
+    dimensions of its tensors and tuples.
+    """
 
     DIMS: ClassVar[Mapping[str, str]] = {}
 
     def to_dataset(self) -> "xarray.Dataset":
-        """The result as an `xarray.Dataset`; whatever is not an array is an attribute (the provenance as JSON)."""
+        """The result as an `xarray.Dataset`; whatever is not an array is an attribute
+        (the provenance as JSON).
+        """
         import xarray
 
         arrays: dict[str, Any] = {}
@@ -38,13 +42,20 @@ class Saved:
             elif dims:
                 coords[one.name.removesuffix("s")] = (dims, list(value))
             else:
-                attrs[one.name] = json.dumps(value) if isinstance(value, dict) else value
+                attrs[one.name] = (
+                    json.dumps(value) if isinstance(value, dict) else value
+                )
         return xarray.Dataset(arrays, coords, attrs)
 
     @checked
     def save(self, path: AnyPath) -> Path:
         """Write the result as netCDF, whole or not at all."""
-        return write_atomically(path, lambda unfinished: self.to_dataset().to_netcdf(unfinished, engine="netcdf4"))
+        return write_atomically(
+            path,
+            lambda unfinished: self.to_dataset().to_netcdf(
+                unfinished, engine="netcdf4"
+            ),
+        )
 
     @classmethod
     def load(cls: type[_Result], path: AnyPath) -> _Result:
@@ -66,13 +77,25 @@ def _load(path: AnyPath, wanted: Any) -> Any:
         kinds = {kind.__name__: kind for kind in (wanted, *wanted.__subclasses__())}
         kind = kinds[data.attrs.get("result", wanted.__name__)]
         # Files of earlier versions hold the first of them.
-        if "measure" in data.coords and tuple(held := data["measure"].values) != MEASURES[: len(held)]:
+        if (
+            "measure" in data.coords
+            and tuple(held := data["measure"].values) != MEASURES[: len(held)]
+        ):
             raise ValueError("the measures are not those that were saved")
-        stored = data.attrs | {name: array.values for name, array in data.variables.items()}
+        stored = data.attrs | {
+            name: array.values for name, array in data.variables.items()
+        }
         stored["provenance"] = json.loads(stored["provenance"])
         names = [one.name for one in fields(kind)]
-        return kind(**{name: stored[name if name in stored else name.removesuffix("s")] for name in names})
+        return kind(
+            **{
+                name: stored[name if name in stored else name.removesuffix("s")]
+                for name in names
+            }
+        )
     except FileNotFoundError:
         raise
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not a file that `{wanted.__name__}.save` wrote, or is damaged") from error
+        raise ValueError(
+            f"{path} is not a file that `{wanted.__name__}.save` wrote, or is damaged"
+        ) from error

@@ -22,59 +22,113 @@ WIDTH, DEPTH = "log2(width)", "log2(n_layers)"
 LEFT = "left of the peak"
 
 
-def tables_of(table: pandas.DataFrame, marks: Mapping[str, float]) -> dict[str, pandas.DataFrame]:
+def tables_of(
+    table: pandas.DataFrame, marks: Mapping[str, float]
+) -> dict[str, pandas.DataFrame]:
     """What is printed and written, by name; `table` is of `matched_losses.table_of`."""
-    return {"levels": levels(table), "peaks": peaks(table, marks), "trends": trends(table, marks)}
+    return {
+        "levels": levels(table),
+        "peaks": peaks(table, marks),
+        "trends": trends(table, marks),
+    }
 
 
 def levels(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Each shape's mean over its seeds, and their range, at each mark: one row per look and shape."""
+    """Each shape's mean over its seeds, and their range, at each mark: one row per look
+    and shape.
+    """
     groups = table.groupby([*LOOK, *SHAPE], sort=False)
-    kept = groups[["k", "null", "step", "loss_held_out", "value", "above_chance"]].mean()
+    kept = groups[
+        ["k", "null", "step", "loss_held_out", "value", "above_chance"]
+    ].mean()
     spread = groups["value"].agg(value_low="min", value_high="max", reached="count")
     return kept.join(spread).reset_index()
 
 
 def peaks(table: pandas.DataFrame, marks: Mapping[str, float]) -> pandas.DataFrame:
-    """Where each model's coupling is highest among the marks; what is left of it, above chance, at the last mark."""
+    """Where each model's coupling is highest among the marks; what is left of it, above
+    chance, at the last mark.
+    """
     rows = []
-    on_the_way = table[(table["measure"] == "coupling") & table["mark"].isin(marks)].dropna(subset=["value"])
-    for (size, width, n_layers, seed), one in on_the_way.groupby(["size", *SHAPE, "seed"], sort=False):
+    on_the_way = table[
+        (table["measure"] == "coupling") & table["mark"].isin(marks)
+    ].dropna(subset=["value"])
+    for (size, width, n_layers, seed), one in on_the_way.groupby(
+        ["size", *SHAPE, "seed"], sort=False
+    ):
         top = one.loc[one["above_chance"].idxmax()]
         last = one[one["mark"] == list(marks)[-1]]["above_chance"].to_numpy()
-        row = {"size": size, "width": width, "n_layers": n_layers, "seed": seed, "n_parameters": top["n_parameters"]}
-        row |= {"peak at": top["mark"], "step": int(top["step"]), "loss": top["loss_held_out"], "peak": top["value"]}
-        rows.append(row | {"left": float(last[0]) / top["above_chance"] if len(last) else np.nan})
+        row = {
+            "size": size,
+            "width": width,
+            "n_layers": n_layers,
+            "seed": seed,
+            "n_parameters": top["n_parameters"],
+        }
+        row |= {
+            "peak at": top["mark"],
+            "step": int(top["step"]),
+            "loss": top["loss_held_out"],
+            "peak": top["value"],
+        }
+        rows.append(
+            row
+            | {"left": float(last[0]) / top["above_chance"] if len(last) else np.nan}
+        )
     return pandas.DataFrame(rows)
 
 
 def trends(table: pandas.DataFrame, marks: Mapping[str, float]) -> pandas.DataFrame:
-    """Coupling above chance on width and depth over shapes, each the mean over its seeds, for every look.
+    """Coupling above chance on width and depth over shapes, each the mean over its
+    seeds, for every look.
 
-    Columns: `n` shapes that got there; `width`, the slope per doubling at equal depth, and `depth`, the reverse, with t
-    intervals over shapes; `rho` and `rho_p`, Spearman's with the number of parameters; `p`, of a permutation of widths
-    among the shapes of each depth, exact; `p_of_all`, the same for the largest correlation of all looks (max-T), which
-    takes account of how many there are. Both p only where every shape got there: for others NaN.
+    Columns: `n` shapes that got there; `width`, the slope per doubling at equal depth,
+    and `depth`, the reverse, with t intervals over shapes; `rho` and `rho_p`,
+    Spearman's with the number of parameters; `p`, of a permutation of widths among the
+    shapes of each depth, exact; `p_of_all`, the same for the largest correlation of all
+    looks (max-T), which takes account of how many there are. Both p only where every
+    shape got there: for others NaN.
     """
-    left = peaks(table, marks).assign(measure="coupling", mark=LEFT).rename(columns={"left": "above_chance"})
+    left = (
+        peaks(table, marks)
+        .assign(measure="coupling", mark=LEFT)
+        .rename(columns={"left": "above_chance"})
+    )
     columns = [*LOOK, *SHAPE, "above_chance", "n_parameters"]
     looks = pandas.concat([table[columns], left[columns]])
     # As they come, but one size after the other.
-    looks = looks.sort_values(LOOK[:2], kind="stable", key=lambda names: pandas.factorize(names)[0])
-    shapes = looks.groupby([*LOOK, *SHAPE], sort=False)[["above_chance", "n_parameters"]].mean().reset_index()
+    looks = looks.sort_values(
+        LOOK[:2], kind="stable", key=lambda names: pandas.factorize(names)[0]
+    )
+    shapes = (
+        looks.groupby([*LOOK, *SHAPE], sort=False)[["above_chance", "n_parameters"]]
+        .mean()
+        .reset_index()
+    )
     rows, complete = [], []
     for look, one in shapes.groupby(LOOK, sort=False):
         there = one.dropna(subset=["above_chance"])
         row = dict(zip(LOOK, look, strict=True)) | {"n": len(there)}
         for name, x, control in (("width", WIDTH, DEPTH), ("depth", DEPTH, WIDTH)):
             try:
-                fit = linear_fit(there, x, "above_chance", controls=[control] if one["n_layers"].nunique() > 1 else [])
+                fit = linear_fit(
+                    there,
+                    x,
+                    "above_chance",
+                    controls=[control] if one["n_layers"].nunique() > 1 else [],
+                )
             except ValueError:
                 # Too few shapes got there.
                 continue
-            row |= {name: fit.slope, f"{name}_low": fit.slope_interval[0], f"{name}_high": fit.slope_interval[1]}
+            row |= {
+                name: fit.slope,
+                f"{name}_low": fit.slope_interval[0],
+                f"{name}_high": fit.slope_interval[1],
+            }
         if len(there) > 2:
-            rank = rank_correlation(*there[["n_parameters", "above_chance"]].to_numpy(float).T)
+            rank = rank_correlation(
+                *there[["n_parameters", "above_chance"]].to_numpy(float).T
+            )
             row |= {"rho": rank.rho, "rho_p": rank.p}
         rows.append(row)
         # Before training there is nothing to find, and the end is at no one loss.
@@ -82,18 +136,24 @@ def trends(table: pandas.DataFrame, marks: Mapping[str, float]) -> pandas.DataFr
     found = pandas.DataFrame(rows).assign(p=np.nan, p_of_all=np.nan)
     if any(complete):
         grids = [
-            one.sort_values(SHAPE[::-1])["above_chance"].to_numpy().reshape(one["n_layers"].nunique(), -1)
+            one.sort_values(SHAPE[::-1])["above_chance"]
+            .to_numpy()
+            .reshape(one["n_layers"].nunique(), -1)
             for _, one in shapes.groupby(LOOK, sort=False)
         ]
         widths = np.log2(np.sort(shapes["width"].unique()))
-        found.loc[complete, ["p", "p_of_all"]] = permuted(np.stack(grids)[complete], widths)
+        found.loc[complete, ["p", "p_of_all"]] = permuted(
+            np.stack(grids)[complete], widths
+        )
     return found
 
 
 def permuted(
-    values: Float[np.ndarray, "n_looks n_depths n_widths"], x: Float[np.ndarray, " n_widths"]
+    values: Float[np.ndarray, "n_looks n_depths n_widths"],
+    x: Float[np.ndarray, " n_widths"],
 ) -> Float[np.ndarray, "n_looks 2"]:
-    """Two-sided p of the correlation with x at equal depth, for each look alone, and for the largest of all looks.
+    """Two-sided p of the correlation with x at equal depth, for each look alone, and
+    for the largest of all looks.
 
     Over all orders of x within each depth, independently: exact.
     """
@@ -109,32 +169,53 @@ def permuted(
     return np.stack([(r >= own).mean(0), (r.max(1, keepdims=True) >= own).mean(0)], 1)
 
 
-def print_report(tables: Mapping[str, pandas.DataFrame], marks: Mapping[str, float]) -> None:
+def print_report(
+    tables: Mapping[str, pandas.DataFrame], marks: Mapping[str, float]
+) -> None:
     """The tables, one after the other."""
-    print("held-out losses, in nats:", ", ".join(f"{name} {loss:.3f}" for name, loss in marks.items()))
+    print(
+        "held-out losses, in nats:",
+        ", ".join(f"{name} {loss:.3f}" for name, loss in marks.items()),
+    )
     coupling = tables["levels"][tables["levels"]["measure"] == "coupling"]
     first = coupling[coupling["size"] == coupling["size"].iloc[0]]
-    print("\nSteps to each mark, means over seeds; the end: after how many, and the loss there")
+    print(
+        "\nSteps to each mark, means over seeds; the end: after how many, and the loss there"
+    )
     print(
         spread_out(
             first,
             SHAPE,
             [*marks, END],
-            lambda row: f"{row['step']:.0f}" + (f", {row['loss_held_out']:.3f}" if row["mark"] == END else ""),
+            lambda row: (
+                f"{row['step']:.0f}"
+                + (f", {row['loss_held_out']:.3f}" if row["mark"] == END else "")
+            ),
         )
     )
     # Not known of marks that were not reached, and the same at all.
-    coupling = coupling.assign(null=coupling.groupby(["size", *SHAPE])["null"].transform("max"))
+    coupling = coupling.assign(
+        null=coupling.groupby(["size", *SHAPE])["null"].transform("max")
+    )
     for size, rows in coupling.groupby("size", sort=False):
-        print(f"\nCoupling of different layers, {size}: means over seeds [their range]; null: random subspaces")
+        print(
+            f"\nCoupling of different layers, {size}: means over seeds [their range]; null: random subspaces"
+        )
         cell = "{value:.3f} [{value_low:.3f}, {value_high:.3f}]".format_map
         print(spread_out(rows, [*SHAPE, "null"], [UNTRAINED, *marks, END], cell))
-    print("\nPeak of coupling among the marks, and what is left of it, above chance, at the last")
+    print(
+        "\nPeak of coupling among the marks, and what is left of it, above chance, at the last"
+    )
     print(readable(tables["peaks"]))
     for size, rows in tables["peaks"].groupby("size", sort=False):
         losses, steps = rows["loss"], rows["step"]
-        middle, half = (losses.max() + losses.min()) / 2, (losses.max() - losses.min()) / 2
-        print(f"{size}: peaks at losses of {middle:.2f} ± {half / middle:.0%}, at steps {steps.min()} to {steps.max()}")
+        middle, half = (
+            (losses.max() + losses.min()) / 2,
+            (losses.max() - losses.min()) / 2,
+        )
+        print(
+            f"{size}: peaks at losses of {middle:.2f} ± {half / middle:.0%}, at steps {steps.min()} to {steps.max()}"
+        )
     print(
         "\nCoupling above chance, (c − null) / (1 − null), per doubling of width and of depth: slopes with 95 % t "
         "intervals\nover shapes; p: permutations of widths within depths; p of all: of the largest of all looks"
@@ -143,52 +224,110 @@ def print_report(tables: Mapping[str, pandas.DataFrame], marks: Mapping[str, flo
 
 
 def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
-    """For every size: coupling against the loss, and coupling above chance after the landmark against parameters.
+    """For every size: coupling against the loss, and coupling above chance after the
+    landmark against parameters.
 
-    Colours are widths, lines and filled points the fewest blocks; points are models, lines join means over seeds.
+    Colours are widths, lines and filled points the fewest blocks; points are models,
+    lines join means over seeds.
     """
     coupling = table[table["measure"] == "coupling"]
-    sizes, widths = list(dict.fromkeys(coupling["size"])), sorted(coupling["width"].unique())
+    sizes, widths = (
+        list(dict.fromkeys(coupling["size"])),
+        sorted(coupling["width"].unique()),
+    )
     depths = sorted(coupling["n_layers"].unique())
-    colors = dict(zip(widths, colormaps["viridis"](np.linspace(0, 0.85, len(widths))), strict=True))
+    colors = dict(
+        zip(
+            widths, colormaps["viridis"](np.linspace(0, 0.85, len(widths))), strict=True
+        )
+    )
     figure = labels.new_figure(11.0, 4.2 * len(sizes))
-    for (left, right), size in zip(figure.subplots(len(sizes), 2, squeeze=False), sizes, strict=True):
+    for (left, right), size in zip(
+        figure.subplots(len(sizes), 2, squeeze=False), sizes, strict=True
+    ):
         here = coupling[coupling["size"] == size]
         for (width, n_layers), one in here.groupby(SHAPE, sort=False):
             is_first = n_layers == depths[0]
-            line = one[one["mark"].isin(marks)].groupby("mark", sort=False)[["loss_held_out", "value"]].mean()
+            line = (
+                one[one["mark"].isin(marks)]
+                .groupby("mark", sort=False)[["loss_held_out", "value"]]
+                .mean()
+            )
             look = {"color": colors[width], "linestyle": "-" if is_first else "--"}
-            left.plot(*line.to_numpy().T, **look, label=f"width {width}, {n_layers} blocks")
-            left.plot(one["loss_held_out"], one["value"], "o", **points(colors[width], is_first))
+            left.plot(
+                *line.to_numpy().T, **look, label=f"width {width}, {n_layers} blocks"
+            )
+            left.plot(
+                one["loss_held_out"],
+                one["value"],
+                "o",
+                **points(colors[width], is_first),
+            )
         for name in ("unigram", "bigram"):
             left.axvline(marks[name], color="grey", linewidth=0.8)
-            left.annotate(name, (marks[name], 1), xycoords=("data", "axes fraction"), ha="center", va="bottom")
+            left.annotate(
+                name,
+                (marks[name], 1),
+                xycoords=("data", "axes fraction"),
+                ha="center",
+                va="bottom",
+            )
         for null, widths_of in here.groupby("null")["width"]:
             color = "grey" if here["null"].nunique() == 1 else colors[widths_of.iloc[0]]
             left.axhline(null, color=color, linestyle=":", linewidth=1)
         # Untrained models lie far to the left, at the logarithm of the vocabulary.
-        left.set_xlim(marks["unigram"] + 0.25, min(here["loss_held_out"].min(), *marks.values()) - 0.1)
-        left.set(xlabel="held-out loss, nats; dotted: random subspaces", ylabel=f"coupling, {size}", ylim=(0, None))
+        left.set_xlim(
+            marks["unigram"] + 0.25,
+            min(here["loss_held_out"].min(), *marks.values()) - 0.1,
+        )
+        left.set(
+            xlabel="held-out loss, nats; dotted: random subspaces",
+            ylabel=f"coupling, {size}",
+            ylim=(0, None),
+        )
         after = list(marks)[list(marks).index("bigram") :]
         shades = colormaps["plasma"](np.linspace(0, 0.8, len(after)))
         for name, shade in zip(after, shades, strict=True):
             at = here[here["mark"] == name]
-            means = at.groupby(SHAPE, sort=False)[["n_parameters", "above_chance"]].mean()
+            means = at.groupby(SHAPE, sort=False)[
+                ["n_parameters", "above_chance"]
+            ].mean()
             for n_layers, line in means.groupby("n_layers"):
                 linestyle = "-" if n_layers == depths[0] else "--"
-                right.plot(*line.to_numpy().T, color=shade, linestyle=linestyle, label=f"{name}, {n_layers} blocks")
+                right.plot(
+                    *line.to_numpy().T,
+                    color=shade,
+                    linestyle=linestyle,
+                    label=f"{name}, {n_layers} blocks",
+                )
             for n_layers, models in at.groupby("n_layers"):
                 look = points(shade, n_layers == depths[0])
                 right.plot(models["n_parameters"], models["above_chance"], "o", **look)
         right.axhline(0, color="grey", linestyle="--", linewidth=0.8)
-        right.set(xscale="log", xlim=(here["n_parameters"].min() / 1.5, 1.5 * here["n_parameters"].max()))
-        right.set(xlabel="parameters of the blocks", ylabel=f"coupling above chance, {size}")
-    for ax, place in zip(figure.axes, ({"loc": "upper right"}, {"loc": "upper left", "ncols": 2}), strict=False):
+        right.set(
+            xscale="log",
+            xlim=(here["n_parameters"].min() / 1.5, 1.5 * here["n_parameters"].max()),
+        )
+        right.set(
+            xlabel="parameters of the blocks", ylabel=f"coupling above chance, {size}"
+        )
+    for ax, place in zip(
+        figure.axes,
+        ({"loc": "upper right"}, {"loc": "upper left", "ncols": 2}),
+        strict=False,
+    ):
         ax.legend(frameon=False, fontsize="x-small", **place)
-    labels.entitle(figure, "Coupling where models have the same held-out loss; lines through means over seeds")
+    labels.entitle(
+        figure,
+        "Coupling where models have the same held-out loss; lines through means over seeds",
+    )
     return figure
 
 
 def points(color: Any, is_filled: bool) -> dict[str, Any]:
     """How models are drawn; those of few blocks are filled."""
-    return {"color": color, "markerfacecolor": color if is_filled else "none", "markersize": 4}
+    return {
+        "color": color,
+        "markerfacecolor": color if is_filled else "none",
+        "markersize": 4,
+    }

@@ -1,20 +1,25 @@
-"""Does coupling go with the loss? A ladder of small models trained here, and a real model on real prompts.
+"""Does coupling go with the loss? A ladder of small models trained here, and a real
+model on real prompts.
 
-    python demos/studies/ladder.py --out out/ladder
-    python demos/studies/ladder.py --out out/ladder --prompts prompts.jsonl --per-task 20
+    python demos/studies/ladder.py --out out/ladder python demos/studies/ladder.py --out
+    out/ladder --prompts prompts.jsonl --per-task 20
 
-Small Pythias of several widths, depths, amounts of text and seeds learn the standard library's own source; each is
-scored by its loss on text it has not seen, and a survey measures the coupling of its layers on held-out passages. Then
-coupling is compared with the loss, and blocks are dropped, swapped and merged to see whether coupled ones are
-redundant. The paper's Table 1 is regressed on its own columns: what size alone says about the score there. Last,
-SmolLM2 is surveyed on benchmark prompts: those of `--prompts`, whose blocks are then changed as well, or six test sets
-from the hub where it can be reached.
+Small Pythias of several widths, depths, amounts of text and seeds learn the standard
+library's own source; each is scored by its loss on text it has not seen, and a survey
+measures the coupling of its layers on held-out passages. Then coupling is compared with
+the loss, and blocks are dropped, swapped and merged to see whether coupled ones are
+redundant. The paper's Table 1 is regressed on its own columns: what size alone says
+about the score there. Last, SmolLM2 is surveyed on benchmark prompts: those of
+`--prompts`, whose blocks are then changed as well, or six test sets from the hub where
+it can be reached.
 
-This is no test of the paper's claim: all models are past the early surge of coupling, the longest training sees half of
-one batch of Pythia's, and models differ in their loss because they differ in size and amount of text. `capacity.py` and
-`gap.py` compare models where their losses are equal.
+This is no test of the paper's claim: all models are past the early surge of coupling,
+the longest training sees half of one batch of Pythia's, and models differ in their loss
+because they differ in size and amount of text. `capacity.py` and `gap.py` compare
+models where their losses are equal.
 
-Models and surveys that are finished are kept: a second run does what is missing of them, and the comparisons anew.
+Models and surveys that are finished are kept: a second run does what is missing of
+them, and the comparisons anew.
 """
 
 import argparse
@@ -39,13 +44,26 @@ from transformers.utils.logging import disable_progress_bar
 
 import tl_coupling as tlc
 from tl_coupling.files import output_folder, write_atomically
-from tl_coupling.generalization import generalization_study, linear_fit, paper_table1, task_means
+from tl_coupling.generalization import (
+    generalization_study,
+    linear_fit,
+    paper_table1,
+    task_means,
+)
 from tl_coupling.models import EMBEDDED_MODEL
 
 # What demos share lies above.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from loss_marks import mean_loss, windows_of
-from small_models import Corpus, TrainingConfig, build_corpus, parser_of, passages, read_documents, train
+from small_models import (
+    Corpus,
+    TrainingConfig,
+    build_corpus,
+    parser_of,
+    passages,
+    read_documents,
+    train,
+)
 
 # Lower is better.
 SCORE = "held_out_loss"
@@ -83,38 +101,70 @@ class Rung:
 
 
 def ladder(arguments: argparse.Namespace) -> list[TrainingConfig]:
-    """All widths by depths by numbers of steps by seeds; a seed of its own for each, so that none share their text."""
-    shape = product(arguments.widths, arguments.depths, arguments.steps, range(arguments.seeds))
+    """All widths by depths by numbers of steps by seeds; a seed of its own for each, so
+    that none share their text.
+    """
+    shape = product(
+        arguments.widths, arguments.depths, arguments.steps, range(arguments.seeds)
+    )
     base = TrainingConfig(vocabulary=arguments.vocabulary, n_ctx=arguments.n_ctx)
     return [
-        replace(base, width=width, n_heads=max(1, width // 32), n_layers=depth, steps=steps, seed=seed)
+        replace(
+            base,
+            width=width,
+            n_heads=max(1, width // 32),
+            n_layers=depth,
+            steps=steps,
+            seed=seed,
+        )
         for seed, (width, depth, steps, _) in enumerate(shape)
     ]
 
 
 def climb(config: TrainingConfig, corpus: Corpus, out: Path) -> Rung:
-    """Train one model and score it, on one thread: other models have the other cores."""
+    """Train one model and score it, on one thread: other models have the other
+    cores.
+    """
     torch.set_num_threads(1)
     # Again: this may be a process of its own.
     disable_progress_bar()
-    path = train(config, corpus, out / "models", checkpoints=[config.steps]) / f"step{config.steps}"
+    path = (
+        train(config, corpus, out / "models", checkpoints=[config.steps])
+        / f"step{config.steps}"
+    )
     name = f"w{config.width}-d{config.n_layers}-s{config.steps}-{config.seed}"
-    return Rung(name, str(path), config, held_out_loss(AutoModelForCausalLM.from_pretrained(path), corpus, config))
+    return Rung(
+        name,
+        str(path),
+        config,
+        held_out_loss(AutoModelForCausalLM.from_pretrained(path), corpus, config),
+    )
 
 
 def held_out_loss(model: nn.Module, corpus: Corpus, config: TrainingConfig) -> float:
-    """Mean negative log-likelihood of held-out tokens given those before, in nats; the same windows for all models."""
-    return mean_loss(model.eval(), windows_of(corpus.held_out_tokens, config.n_ctx, EVALUATED))
+    """Mean negative log-likelihood of held-out tokens given those before, in nats; the
+    same windows for all models.
+    """
+    return mean_loss(
+        model.eval(), windows_of(corpus.held_out_tokens, config.n_ctx, EVALUATED)
+    )
 
 
 def climbed(arguments: argparse.Namespace, corpus: Corpus) -> list[Rung]:
     """The whole ladder, `jobs` models at a time, the longest first."""
     configs = sorted(ladder(arguments), key=lambda c: -c.steps * c.n_layers * c.width)
-    with tlc.surveys.process_pool(arguments.jobs) as pool, tqdm(total=len(configs), desc="ladder") as bar:
-        futures = [pool.submit(climb, config, corpus, arguments.out) for config in configs]
+    with (
+        tlc.surveys.process_pool(arguments.jobs) as pool,
+        tqdm(total=len(configs), desc="ladder") as bar,
+    ):
+        futures = [
+            pool.submit(climb, config, corpus, arguments.out) for config in configs
+        ]
         for future in futures:
             future.add_done_callback(lambda _: bar.update())
-        return sorted((future.result() for future in futures), key=lambda rung: rung.name)
+        return sorted(
+            (future.result() for future in futures), key=lambda rung: rung.name
+        )
 
 
 def survey(asked: tlc.Survey, folder: Path, jobs: int) -> xarray.Dataset:
@@ -124,35 +174,70 @@ def survey(asked: tlc.Survey, folder: Path, jobs: int) -> xarray.Dataset:
 
 
 @tlc.plots.off_screen()
-def compare(data: xarray.Dataset, rungs: Sequence[Rung], arguments: argparse.Namespace) -> None:
-    """Coupling against the held-out loss, with subsets of equal width, depth and amount of text."""
-    tokens = {rung.config.steps: rung.config.steps * rung.config.batch * rung.config.n_ctx for rung in rungs}
+def compare(
+    data: xarray.Dataset, rungs: Sequence[Rung], arguments: argparse.Namespace
+) -> None:
+    """Coupling against the held-out loss, with subsets of equal width, depth and amount
+    of text.
+    """
+    tokens = {
+        rung.config.steps: rung.config.steps * rung.config.batch * rung.config.n_ctx
+        for rung in rungs
+    }
     rows = [(rung.name, rung.loss, tokens[rung.config.steps]) for rung in rungs]
     scores = pandas.DataFrame(rows, columns=["model", SCORE, "training_tokens"])
-    write_atomically(arguments.out / "scores.csv", lambda path: scores.to_csv(path, index=False))
+    write_atomically(
+        arguments.out / "scores.csv", lambda path: scores.to_csv(path, index=False)
+    )
     subsets = {f"width {width}": f"d_model == {width}" for width in arguments.widths}
     subsets |= {f"{depth} blocks": f"n_layers == {depth}" for depth in arguments.depths}
-    subsets |= {f"{steps} steps": f"training_tokens == {n}" for steps, n in tokens.items()}
-    result = generalization_study(data, scores, k=arguments.k[0], score=SCORE, controls=CONTROLS, subsets=subsets)
-    print(result, result.slopes.to_string(float_format="{:.3g}".format, na_rep=""), sep="\n")
-    print(*(f"left out: {name}: {why}" for name, why in result.left_out.items()), sep="\n")
+    subsets |= {
+        f"{steps} steps": f"training_tokens == {n}" for steps, n in tokens.items()
+    }
+    result = generalization_study(
+        data, scores, k=arguments.k[0], score=SCORE, controls=CONTROLS, subsets=subsets
+    )
+    print(
+        result,
+        result.slopes.to_string(float_format="{:.3g}".format, na_rep=""),
+        sep="\n",
+    )
+    print(
+        *(f"left out: {name}: {why}" for name, why in result.left_out.items()), sep="\n"
+    )
     print(*result.remarks, sep="\n")
     text = json.dumps(result.to_dict(), indent=1)
-    write_atomically(arguments.out / "generalization.json", lambda path: path.write_text(text))
-    for plot in (tlc.plots.plot_generalization, tlc.plots.plot_forest, tlc.plots.plot_k_sweep):
+    write_atomically(
+        arguments.out / "generalization.json", lambda path: path.write_text(text)
+    )
+    for plot in (
+        tlc.plots.plot_generalization,
+        tlc.plots.plot_forest,
+        tlc.plots.plot_k_sweep,
+    ):
         keep(plot(result), arguments.out / f"{plot.__name__.removeprefix('plot_')}.png")
 
 
 @tlc.plots.off_screen()
-def redundancy(name: str, source: str, prompts: Sequence[Any], k: Sequence[int], out: Path) -> None:
-    """Drop, swap and merge the blocks of a model; print the rank correlations; keep the data and a figure."""
-    data = tlc.redundancy.layer_redundancy(tlc.load_model(source, device="cpu"), prompts, k=k)
+def redundancy(
+    name: str, source: str, prompts: Sequence[Any], k: Sequence[int], out: Path
+) -> None:
+    """Drop, swap and merge the blocks of a model; print the rank correlations; keep the
+    data and a figure.
+    """
+    data = tlc.redundancy.layer_redundancy(
+        tlc.load_model(source, device="cpu"), prompts, k=k
+    )
     write_atomically(out / f"redundancy-{name}.nc", data.to_netcdf)
     found = tlc.redundancy.redundancy_correlations(data)
     table = found[["n", "coupling", "block_influence"]].to_dataframe()
     for one in ("coupling", "block_influence"):
-        table = table.join(found[f"{one}_interval"].to_series().unstack("bound").add_prefix(f"{one} "))
-    print(f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over prompts")
+        table = table.join(
+            found[f"{one}_interval"].to_series().unstack("bound").add_prefix(f"{one} ")
+        )
+    print(
+        f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over prompts"
+    )
     print(table.to_string(float_format="{:+.2f}".format))
     keep(tlc.plots.plot_redundancy(data, k=k[0]), out / f"redundancy-{name}.png")
 
@@ -160,35 +245,64 @@ def redundancy(name: str, source: str, prompts: Sequence[Any], k: Sequence[int],
 def keep(drawn: Axes | Any, path: Path) -> None:
     """Save a figure, or the one that these Axes are in."""
     figure = getattr(drawn, "figure", drawn)
-    print("wrote", write_atomically(path, partial(figure.savefig, dpi=120, format="png")))
+    print(
+        "wrote", write_atomically(path, partial(figure.savefig, dpi=120, format="png"))
+    )
 
 
 def report_table1() -> None:
-    """What the columns of the paper's Table 1 say about its scores: coupling itself is not in it."""
+    """What the columns of the paper's Table 1 say about its scores: coupling itself is
+    not in it.
+    """
     paper = paper_table1()
     print("the paper's Table 1: score on one column at a time")
-    for column in ("params_billion", "log10(params_billion)", "n_layers", "d_model", "training_tokens"):
+    for column in (
+        "params_billion",
+        "log10(params_billion)",
+        "n_layers",
+        "d_model",
+        "training_tokens",
+    ):
         fit = linear_fit(paper, column, "score")
-        print(f"  {column}: slope {fit.slope:.3g}, R² = {fit.r_squared:.3f}, p = {fit.p:.2g}, n = {fit.n}")
-    held = linear_fit(paper, "log10(params_billion)", "score", controls=["n_layers", "d_model"])
-    numbers = f"partial R² = {held.r_squared:.3f}, p = {held.p:.2g}, VIF = {held.vif:.1f}"
+        print(
+            f"  {column}: slope {fit.slope:.3g}, R² = {fit.r_squared:.3f}, p = {fit.p:.2g}, n = {fit.n}"
+        )
+    held = linear_fit(
+        paper, "log10(params_billion)", "score", controls=["n_layers", "d_model"]
+    )
+    numbers = (
+        f"partial R² = {held.r_squared:.3f}, p = {held.p:.2g}, VIF = {held.vif:.1f}"
+    )
     print(f"  log10(params_billion) with depth and width held fixed: {numbers}")
 
 
 @tlc.plots.off_screen()
 def survey_smollm2(arguments: argparse.Namespace) -> None:
-    """Coupling of SmolLM2 on benchmark prompts by task; with a file of prompts, its blocks are changed as well."""
+    """Coupling of SmolLM2 on benchmark prompts by task; with a file of prompts, its
+    blocks are changed as well.
+    """
     if arguments.prompts is not None:
         of_file = tlc.load_prompts(arguments.prompts)
         prompts = tlc.prompts.prompts_per_task(of_file, arguments.per_task)
-        redundancy(EMBEDDED_MODEL, EMBEDDED_MODEL, tlc.prompts.prompts_per_task(of_file, 2), K_SMOLLM2, arguments.out)
+        redundancy(
+            EMBEDDED_MODEL,
+            EMBEDDED_MODEL,
+            tlc.prompts.prompts_per_task(of_file, 2),
+            K_SMOLLM2,
+            arguments.out,
+        )
     else:
         try:
             prompts = tlc.load_prompts("open_llm_leaderboard", 6 * arguments.per_task)
         except OSError as error:
             print(f"SmolLM2 is left out: {error}")
             return
-    asked = tlc.Survey([EMBEDDED_MODEL], prompts, settings=tlc.Settings(k=K_SMOLLM2), prompts_per_unit=30)
+    asked = tlc.Survey(
+        [EMBEDDED_MODEL],
+        prompts,
+        settings=tlc.Settings(k=K_SMOLLM2),
+        prompts_per_unit=30,
+    )
     means = task_means(survey(asked, arguments.out / "smollm2", arguments.jobs))
     print(means.to_string(float_format="{:.3f}".format))
     keep(tlc.plots.plot_task_means(means), arguments.out / "smollm2-tasks.png")
@@ -196,18 +310,33 @@ def survey_smollm2(arguments: argparse.Namespace) -> None:
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(str(__doc__), OPTIONS)
-    parser.add_argument("--text", type=Path, help="what to learn; the standard library's source by default")
-    parser.add_argument("--prompts", type=Path, help="JSONL file for SmolLM2; six test sets of the hub by default")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="what to learn; the standard library's source by default",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help="JSONL file for SmolLM2; six test sets of the hub by default",
+    )
     return parser.parse_args(argv)
 
 
 def study(arguments: argparse.Namespace) -> None:
     """Train, score, survey, compare."""
     corpus = build_corpus(read_documents(arguments.text), arguments.vocabulary)
-    prompts = passages(corpus.held_out, corpus.tokenizer, arguments.passages, arguments.n_ctx)
+    prompts = passages(
+        corpus.held_out, corpus.tokenizer, arguments.passages, arguments.n_ctx
+    )
     rungs = climbed(arguments, corpus)
     settings = tlc.Settings(k=tuple(arguments.k), window=3)
-    asked = tlc.Survey({rung.name: rung.path for rung in rungs}, prompts, settings=settings, device="cpu")
+    asked = tlc.Survey(
+        {rung.name: rung.path for rung in rungs},
+        prompts,
+        settings=settings,
+        device="cpu",
+    )
     compare(survey(asked, arguments.out / "survey", arguments.jobs), rungs, arguments)
     best = min(rungs, key=lambda rung: (-rung.config.n_layers, rung.loss))
     redundancy(best.name, best.path, prompts[:CHANGED], arguments.k, arguments.out)

@@ -1,9 +1,12 @@
-"""Training with one cause removed: what the blocks of a small Pythia learn when their feedback is changed.
+"""Training with one cause removed: what the blocks of a small Pythia learn when their
+feedback is changed.
 
-In a residual network every block receives nearly the same loss gradient, and reads nearly the same stream. Is that why
-their Jacobians become alike? Here the gradient is rotated by an orthogonal matrix before it enters a block, so that its
-size and spectrum stay and only its direction changes: by a different matrix for each block, or by the same one for all.
-And blocks learn alone, each in a run of its own, so that they cannot adapt to each other.
+In a residual network every block receives nearly the same loss gradient, and reads
+nearly the same stream. Is that why their Jacobians become alike? Here the gradient is
+rotated by an orthogonal matrix before it enters a block, so that its size and spectrum
+stay and only its direction changes: by a different matrix for each block, or by the
+same one for all. And blocks learn alone, each in a run of its own, so that they cannot
+adapt to each other.
 """
 
 import tempfile
@@ -48,21 +51,32 @@ class _TurnedFeedback(torch.autograd.Function):
 
 
 def turn_feedback(model: Any, rotations: Float[Tensor, "n_layers d d"]) -> None:
-    """From now on block l learns from `g Q_l` instead of the gradient g; what the model computes stays."""
+    """From now on block l learns from `g Q_l` instead of the gradient g; what the model
+    computes stays.
+    """
     for block, Q in zip(model.gpt_neox.layers, rotations, strict=True):
         block.register_forward_hook(
-            lambda _, args, output, Q=Q: args[0] + _TurnedFeedback.apply(output - args[0], Q), prepend=True
+            lambda _, args, output, Q=Q: (
+                args[0] + _TurnedFeedback.apply(output - args[0], Q)
+            ),
+            prepend=True,
         )
 
 
 def turn_output(model: Any, rotations: Float[Tensor, "n_layers d d"]) -> None:
-    """From now on block l writes `f_l(x) Q_l` instead of `f_l(x)`, and learns from its true gradient."""
+    """From now on block l writes `f_l(x) Q_l` instead of `f_l(x)`, and learns from its
+    true gradient.
+    """
     for block, Q in zip(model.gpt_neox.layers, rotations, strict=True):
-        block.register_forward_hook(lambda _, args, output, Q=Q: args[0] + (output - args[0]) @ Q, prepend=True)
+        block.register_forward_hook(
+            lambda _, args, output, Q=Q: args[0] + (output - args[0]) @ Q, prepend=True
+        )
 
 
 def fold_output(model: Any, rotations: Float[Tensor, "n_layers d d"]) -> nn.Module:
-    """A plain model with the weights that write turned: what a model with `turn_output` computes, without hooks."""
+    """A plain model with the weights that write turned: what a model with `turn_output`
+    computes, without hooks.
+    """
     from transformers import GPTNeoXForCausalLM
 
     plain = GPTNeoXForCausalLM(model.config)
@@ -76,15 +90,22 @@ def fold_output(model: Any, rotations: Float[Tensor, "n_layers d d"]) -> nn.Modu
 
 
 def freeze_all_but(model: Any, layers: Collection[int]) -> None:
-    """From now on only these blocks learn: not the others, the embeddings or the final norm."""
+    """From now on only these blocks learn: not the others, the embeddings or the final
+    norm.
+    """
     model.requires_grad_(False)
     for layer in layers:
         model.gpt_neox.layers[layer].requires_grad_(True)
 
 
-def measured(model: Any, corpus: Corpus, prompts: Sequence[str]) -> tuple[Tensor, list[float]]:
-    """Jacobians of every block at the last token of each prompt, `[n_prompts n_layers d d]` in float64; and losses."""
-    # Saved and loaded: the library measures TransformerLens models, which do not have this one's hooks.
+def measured(
+    model: Any, corpus: Corpus, prompts: Sequence[str]
+) -> tuple[Tensor, list[float]]:
+    """Jacobians of every block at the last token of each prompt, `[n_prompts n_layers d
+    d]` in float64; and losses.
+    """
+    # Saved and loaded: the library measures TransformerLens models, which do not have
+    # this one's hooks.
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         corpus.tokenizer.save_pretrained(folder)
@@ -95,31 +116,51 @@ def measured(model: Any, corpus: Corpus, prompts: Sequence[str]) -> tuple[Tensor
 
 
 def intervene(
-    name: str, config: TrainingConfig, corpus: Corpus, prompts: Sequence[str], steps: Sequence[int], k: int
+    name: str,
+    config: TrainingConfig,
+    corpus: Corpus,
+    prompts: Sequence[str],
+    steps: Sequence[int],
+    k: int,
 ) -> "xarray.Dataset":
-    """Coupling, cosine of J between layers, and loss under one of `INTERVENTIONS`, `[checkpoint prompt]`.
+    """Coupling, cosine of J between layers, and loss under one of `INTERVENTIONS`,
+    `[checkpoint prompt]`.
 
     Raises:
         ValueError: an unknown name.
     """
     if name not in INTERVENTIONS:
-        raise ValueError(f"`name` must be one of {', '.join(INTERVENTIONS)}, got {name!r}")
+        raise ValueError(
+            f"`name` must be one of {', '.join(INTERVENTIONS)}, got {name!r}"
+        )
 
     def stages(layers: Collection[int]) -> list[tuple[Tensor, list[float]]]:
-        return list(trained_stages(name, replace(config, steps=max(steps)), corpus, prompts, steps, layers))
+        return list(
+            trained_stages(
+                name, replace(config, steps=max(steps)), corpus, prompts, steps, layers
+            )
+        )
 
     every = range(config.n_layers)
     if name == "blocks alone":
-        # Each layer's Jacobians are from the run in which it learned; losses are means over these runs.
+        # Each layer's Jacobians are from the run in which it learned; losses are means
+        # over these runs.
         found = [
-            (torch.stack([J[:, layer] for layer, (J, _) in enumerate(runs)], 1), np.mean([one for _, one in runs], 0))
+            (
+                torch.stack([J[:, layer] for layer, (J, _) in enumerate(runs)], 1),
+                np.mean([one for _, one in runs], 0),
+            )
             for runs in zip(*(stages([layer]) for layer in every), strict=True)
         ]
     else:
         found = stages(every)
     rows = [
         [
-            {"coupling": mean_coupling(one, k), "cosine_of_jacobians": mean_cosine(one), "loss": float(of_prompt)}
+            {
+                "coupling": mean_coupling(one, k),
+                "cosine_of_jacobians": mean_cosine(one),
+                "loss": float(of_prompt),
+            }
             for one, of_prompt in zip(J, losses, strict=True)
         ]
         for J, losses in found
@@ -135,11 +176,17 @@ def trained_stages(
     steps: Collection[int],
     layers: Collection[int],
 ) -> Iterator[tuple[Tensor, list[float]]]:
-    """What `measured` gives at each step of one training run; `layers` may learn where blocks only do."""
+    """What `measured` gives at each step of one training run; `layers` may learn where
+    blocks only do.
+    """
     model: Any = new_model(config)
     generator = torch.Generator().manual_seed(config.seed)
     n = 1 if name == "one wrong feedback" else config.n_layers
-    rotations = random_rotations(n, config.width, generator=generator).float().expand(config.n_layers, -1, -1)
+    rotations = (
+        random_rotations(n, config.width, generator=generator)
+        .float()
+        .expand(config.n_layers, -1, -1)
+    )
     if name in ("own feedback", "one wrong feedback"):
         turn_feedback(model, rotations)
     if name == "own coordinates":
@@ -148,4 +195,8 @@ def trained_stages(
         freeze_all_but(model, layers)
     for step, _ in learn(model, config, batches(config, corpus.tokens)):
         if step in steps:
-            yield measured(fold_output(model, rotations) if name == "own coordinates" else model, corpus, prompts)
+            yield measured(
+                fold_output(model, rotations) if name == "own coordinates" else model,
+                corpus,
+                prompts,
+            )

@@ -13,11 +13,23 @@ from rich.table import Table
 # What is measured of the base: its label, and which of `chances` it is compared with.
 PROBES = {
     "coupling": ("coupling", "null"),
-    "coupling_of_random_vectors": ("… of random vectors with the same singular values", "null"),
+    "coupling_of_random_vectors": (
+        "… of random vectors with the same singular values",
+        "null",
+    ),
     "coupling_without_own_top": ("… without each layer's own first pair", "null"),
-    "coupling_without_shared_1": ("… without the shared first direction, left and right", "null"),
-    "coupling_without_shared_5": ("… without the five shared directions, left and right", "null"),
-    "coupling_without_shared_map": ("… without the map that the other layers share", "null"),
+    "coupling_without_shared_1": (
+        "… without the shared first direction, left and right",
+        "null",
+    ),
+    "coupling_without_shared_5": (
+        "… without the five shared directions, left and right",
+        "null",
+    ),
+    "coupling_without_shared_map": (
+        "… without the map that the other layers share",
+        "null",
+    ),
     "participation_ratio": ("participation ratio of J", "none"),
     "sigma_1_share": ("share of σ₁² in J", "none"),
     "cosine_of_jacobians": ("cosine of J between layers", "zero"),
@@ -32,7 +44,8 @@ PROBES = {
 def chances(data: xarray.Dataset) -> dict[str, float]:
     """What independent random matrices or directions would give.
 
-    `E|cos|` of two random directions is about `√(2 / πd)`, and m of d directions hold m/d of any other.
+    `E|cos|` of two random directions is about `√(2 / πd)`, and m of d directions hold
+    m/d of any other.
     """
     d = data.attrs["d_model"]
     return {
@@ -45,11 +58,18 @@ def chances(data: xarray.Dataset) -> dict[str, float]:
 
 
 def by_variant(data: xarray.Dataset, *kinds: str) -> dict[str, xarray.Dataset]:
-    """Runs of these kinds by variant, with dims `run` and `checkpoint`: means over prompts, at the steps measured."""
+    """Runs of these kinds by variant, with dims `run` and `checkpoint`: means over
+    prompts, at the steps measured.
+    """
     means = data.mean("prompt").isel(run=np.flatnonzero(np.isin(data["kind"], kinds)))
     names = dict.fromkeys(means["variant"].values.tolist())
-    groups = {name: means.isel(run=np.flatnonzero(means["variant"] == name)) for name in names}
-    return {name: one.isel(checkpoint=one["coupling"].notnull().all("run").values) for name, one in groups.items()}
+    groups = {
+        name: means.isel(run=np.flatnonzero(means["variant"] == name)) for name in names
+    }
+    return {
+        name: one.isel(checkpoint=one["coupling"].notnull().all("run").values)
+        for name, one in groups.items()
+    }
 
 
 def with_interventions(data: xarray.Dataset) -> dict[str, xarray.Dataset]:
@@ -66,78 +86,162 @@ def report(data: xarray.Dataset, console: Console) -> None:
 
 
 def how_far_it_holds(data: xarray.Dataset) -> Table:
-    """Coupling of every variant untrained, at its peak and at the end, each next to the null."""
+    """Coupling of every variant untrained, at its peak and at the end, each next to the
+    null.
+    """
     rows = []
     for name, group in by_variant(data, "base", "variant").items():
         c = group["coupling"]
         peak, last = c.max("checkpoint"), c.isel(checkpoint=-1)
-        steps = sorted({int(step) for step in c["checkpoint"].values[c.argmax("checkpoint").values]})
+        steps = sorted(
+            {
+                int(step)
+                for step in c["checkpoint"].values[c.argmax("checkpoint").values]
+            }
+        )
         at_peak = (mean_and_range(peak), ", ".join(map(str, steps)))
-        at_end = (mean_and_range(last), str(int(last["checkpoint"])), mean_and_range(peak / last, 2))
-        start = (str(c.sizes["run"]), f"{data.attrs['null']:.3f}", mean_and_range(c.isel(checkpoint=0)))
+        at_end = (
+            mean_and_range(last),
+            str(int(last["checkpoint"])),
+            mean_and_range(peak / last, 2),
+        )
+        start = (
+            str(c.sizes["run"]),
+            f"{data.attrs['null']:.3f}",
+            mean_and_range(c.isel(checkpoint=0)),
+        )
         rows.append([name, *start, *at_peak, *at_end])
-    columns = ["variant", "runs", "null", "step 0", "peak", "at step", "end", "at step ", "peak over end"]
-    return table(f"How far does the surge hold? Coupling, k = {data.attrs['k']}", columns, rows)
+    columns = [
+        "variant",
+        "runs",
+        "null",
+        "step 0",
+        "peak",
+        "at step",
+        "end",
+        "at step ",
+        "peak over end",
+    ]
+    return table(
+        f"How far does the surge hold? Coupling, k = {data.attrs['k']}", columns, rows
+    )
 
 
 def what_it_is(data: xarray.Dataset) -> Table:
-    """Every probe of the base at every step: mean over seeds, and below it half their range."""
+    """Every probe of the base at every step: mean over seeds, and below it half their
+    range.
+    """
     base, expected = by_variant(data, "base")["base"], chances(data)
     rows = []
     for name, (label, chance) in PROBES.items():
         digits = {"participation_ratio": 1, "loss": 2}.get(name, 3)
-        values = [mean_and_half_range(base[name].sel(checkpoint=step), digits) for step in base["checkpoint"].values]
-        rows.append([label, "–" if math.isnan(expected[chance]) else f"{expected[chance]:.3f}", *values])
+        values = [
+            mean_and_half_range(base[name].sel(checkpoint=step), digits)
+            for step in base["checkpoint"].values
+        ]
+        rows.append(
+            [
+                label,
+                "–" if math.isnan(expected[chance]) else f"{expected[chance]:.3f}",
+                *values,
+            ]
+        )
     title = f"What the surge is: {data.attrs['model']}, {base.sizes['run']} seeds, mean ± half the range"
-    return table(title, ["at step", "chance", *map(str, base["checkpoint"].values)], rows)
+    return table(
+        title, ["at step", "chance", *map(str, base["checkpoint"].values)], rows
+    )
 
 
 def what_removes_it(data: xarray.Dataset) -> Table:
-    """Coupling under each intervention at every step, after the base's; then how alike J is, and the loss."""
+    """Coupling under each intervention at every step, after the base's; then how alike
+    J is, and the loss.
+    """
     groups = with_interventions(data)
     steps = next(iter(groups.values()))["checkpoint"].values
     rows = []
     for name, group in groups.items():
         last = group.sel(checkpoint=steps[-1])
-        values = [mean_and_half_range(group["coupling"].sel(checkpoint=step)) for step in steps]
+        values = [
+            mean_and_half_range(group["coupling"].sel(checkpoint=step))
+            for step in steps
+        ]
         rows.append(
-            [name, *values, mean_and_half_range(last["cosine_of_jacobians"]), mean_and_half_range(last["loss"], 2)]
+            [
+                name,
+                *values,
+                mean_and_half_range(last["cosine_of_jacobians"]),
+                mean_and_half_range(last["loss"], 2),
+            ]
         )
     ends = [f"cosine of J, step {steps[-1]}", f"loss, step {steps[-1]}"]
     title = "What removes the surge: coupling under interventions, mean ± half the range over seeds"
-    return table(title, ["intervention", *(f"step {step}" for step in steps), *ends], rows)
+    return table(
+        title, ["intervention", *(f"step {step}" for step in steps), *ends], rows
+    )
 
 
 def draw(data: xarray.Dataset) -> Figure:
-    """Four panels against the step: variants, coupling with something removed, probes, interventions.
+    """Four panels against the step: variants, coupling with something removed, probes,
+    interventions.
 
-    Lines are means over seeds, bands the range over them. Dashed: what random subspaces would give.
+    Lines are means over seeds, bands the range over them. Dashed: what random subspaces
+    would give.
     """
     figure = Figure(figsize=(13, 11), layout="constrained")
     axes = figure.subplots(2, 2).ravel()
     base = by_variant(data, "base")["base"]
-    shares = [n for n, (_, chance) in PROBES.items() if chance in ("zero", "subspace", "direction")]
+    shares = [
+        n
+        for n, (_, chance) in PROBES.items()
+        if chance in ("zero", "subspace", "direction")
+    ]
     probes = {
         title: {PROBES[n][0]: base[n] for n in names}
         for title, names in (
-            ("Base, with something removed", [name for name in PROBES if name.startswith("coupling")]),
+            (
+                "Base, with something removed",
+                [name for name in PROBES if name.startswith("coupling")],
+            ),
             ("Base: cosines and shares", [*shares, "sigma_1_share"]),
         )
     }
     panels = {
-        "Variants": {name: group["coupling"] for name, group in by_variant(data, "base", "variant").items()},
+        "Variants": {
+            name: group["coupling"]
+            for name, group in by_variant(data, "base", "variant").items()
+        },
         **probes,
-        "Interventions": {name: group["coupling"] for name, group in with_interventions(data).items()},
+        "Interventions": {
+            name: group["coupling"] for name, group in with_interventions(data).items()
+        },
     }
     for ax, (title, lines) in zip(axes, panels.items(), strict=True):
         panel(ax, title, lines)
         of_shares = ax is axes[2]
-        chance, label = ("subspace", "random vectors in leading ones") if of_shares else ("null", "random subspaces")
-        ax.axhline(chances(data)[chance], color="grey", linestyle="--", linewidth=1, label=label)
-        ax.set_ylabel("cosine or share" if of_shares else f"coupling (k = {data.attrs['k']})")
+        chance, label = (
+            ("subspace", "random vectors in leading ones")
+            if of_shares
+            else ("null", "random subspaces")
+        )
+        ax.axhline(
+            chances(data)[chance],
+            color="grey",
+            linestyle="--",
+            linewidth=1,
+            label=label,
+        )
+        ax.set_ylabel(
+            "cosine or share" if of_shares else f"coupling (k = {data.attrs['k']})"
+        )
         if not of_shares:
             ax.set_ylim(bottom=0)
-        ax.legend(frameon=False, fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+        ax.legend(
+            frameon=False,
+            fontsize="x-small",
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.12),
+            ncols=2,
+        )
     figure.suptitle(data.attrs["model"], fontsize="medium")
     return figure
 
@@ -145,9 +249,13 @@ def draw(data: xarray.Dataset) -> Figure:
 def panel(ax: Axes, title: str, lines: dict[str, xarray.DataArray]) -> None:
     for name, values in lines.items():
         steps = values["checkpoint"].values
-        (line,) = ax.plot(steps, values.mean("run").values, marker="o", markersize=3, label=name)
+        (line,) = ax.plot(
+            steps, values.mean("run").values, marker="o", markersize=3, label=name
+        )
         low, high = values.min("run").values, values.max("run").values
-        ax.fill_between(steps, low, high, alpha=0.2, linewidth=0, color=line.get_color())
+        ax.fill_between(
+            steps, low, high, alpha=0.2, linewidth=0, color=line.get_color()
+        )
     # Linear below 1, for step 0.
     ax.set_xscale("symlog", linthresh=1, linscale=0.5)
     ax.set_xlim(left=-0.3)
@@ -166,10 +274,18 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 def mean_and_range(values: xarray.DataArray, digits: int = 3) -> str:
     mean = f"{float(values.mean()):.{digits}f}"
-    return mean if values.size == 1 else f"{mean} [{float(values.min()):.{digits}f}, {float(values.max()):.{digits}f}]"
+    return (
+        mean
+        if values.size == 1
+        else f"{mean} [{float(values.min()):.{digits}f}, {float(values.max()):.{digits}f}]"
+    )
 
 
 def mean_and_half_range(values: xarray.DataArray, digits: int = 3) -> str:
     """On two lines, if there are several."""
     mean = f"{float(values.mean()):.{digits}f}"
-    return mean if values.size == 1 else f"{mean}\n±{float(values.max() - values.min()) / 2:.{digits}f}"
+    return (
+        mean
+        if values.size == 1
+        else f"{mean}\n±{float(values.max() - values.min()) / 2:.{digits}f}"
+    )

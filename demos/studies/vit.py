@@ -1,14 +1,18 @@
-"""Does stochastic depth raise coupling, and does coupling go with accuracy? Small vision transformers trained here.
+"""Does stochastic depth raise coupling, and does coupling go with accuracy? Small
+vision transformers trained here.
 
-    python demos/studies/vit.py --out out/vit
-    python demos/studies/vit.py --data fashion-mnist --train-images 6000 --epochs 20 --out out/vit-fashion
+    python demos/studies/vit.py --out out/vit python demos/studies/vit.py --data
+    fashion-mnist --train-images 6000 --epochs 20 --out out/vit-fashion
 
-ViTs learn scikit-learn's handwritten digits (or Fashion-MNIST, or CIFAR-10) at every weight decay with every rate of
-stochastic depth, from several seeds. A survey measures the coupling of their blocks on test images, at the class token
-and at patches; the paper's released script reads the last patch, where one would expect the class token. Then two
-claims are put to the test: that coupling rises with the rate, and that at a fixed rate it goes with accuracy.
+ViTs learn scikit-learn's handwritten digits (or Fashion-MNIST, or CIFAR-10) at every
+weight decay with every rate of stochastic depth, from several seeds. A survey measures
+the coupling of their blocks on test images, at the class token and at patches; the
+paper's released script reads the last patch, where one would expect the class token.
+Then two claims are put to the test: that coupling rises with the rate, and that at a
+fixed rate it goes with accuracy.
 
-Models and measurements that are finished are kept: a second run does what is missing, and the statistics anew.
+Models and measurements that are finished are kept: a second run does what is missing,
+and the statistics anew.
 """
 
 import argparse
@@ -37,13 +41,25 @@ from tl_coupling.files import output_folder, write_atomically
 # What demos share lies above.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import small_models as small
-from vit_models import Images, TrainingConfig, check_config, left_of_idle_weights, load_images, save_images, train
+from vit_models import (
+    Images,
+    TrainingConfig,
+    check_config,
+    left_of_idle_weights,
+    load_images,
+    save_images,
+    train,
+)
 from vit_report import Study, claims, draw_accuracy, draw_rates, means, print_report
 
 GRID = ("weight_decay", "stochastic_depth")
 OPTIONS: list[tuple[str, Any, str]] = [
     ("out", Path("out/vit"), "folder for models, measurements, statistics, figures"),
-    ("data", "digits", "digits, fashion-mnist (Debian's package dataset-fashion-mnist), cifar10, or a folder like it"),
+    (
+        "data",
+        "digits",
+        "digits, fashion-mnist (Debian's package dataset-fashion-mnist), cifar10, or a folder like it",
+    ),
     ("weight-decay", [0.005, 0.02, 0.06, 0.2], "AdamW's"),
     ("stochastic-depth", [0.0, 0.1, 0.2, 0.3], "rates at the last block"),
     ("seeds", 2, "models of each kind"),
@@ -57,10 +73,22 @@ OPTIONS: list[tuple[str, Any, str]] = [
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options: those above, and every other field of `TrainingConfig`."""
     given = {name for name, _, _ in OPTIONS} | {"patch", "seed"}
-    training = [(field.name.replace("_", "-"), field.default, "of training") for field in fields(TrainingConfig)]
-    parser = small.parser_of(str(__doc__), [*OPTIONS, *(option for option in training if option[0] not in given)])
-    parser.add_argument("--patch", type=int, help="side of a patch in pixels (default: a quarter of the image's)")
-    parser.add_argument("--train-images", type=int, help="images to learn from (default: all)")
+    training = [
+        (field.name.replace("_", "-"), field.default, "of training")
+        for field in fields(TrainingConfig)
+    ]
+    parser = small.parser_of(
+        str(__doc__),
+        [*OPTIONS, *(option for option in training if option[0] not in given)],
+    )
+    parser.add_argument(
+        "--patch",
+        type=int,
+        help="side of a patch in pixels (default: a quarter of the image's)",
+    )
+    parser.add_argument(
+        "--train-images", type=int, help="images to learn from (default: all)"
+    )
     return parser.parse_args(argv)
 
 
@@ -72,11 +100,22 @@ def configs_of(arguments: argparse.Namespace, images: Images) -> list[TrainingCo
     """
     decays, rates = (sorted(set(getattr(arguments, name))) for name in GRID)
     if min(arguments.seeds, arguments.jobs) < 1:
-        raise ValueError(f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and {arguments.jobs}")
+        raise ValueError(
+            f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and {arguments.jobs}"
+        )
     if not 1 <= arguments.k <= arguments.width:
-        raise ValueError(f"`--k` must lie in [1, {arguments.width}], the width of the models, got {arguments.k}")
-    shared = {f.name: getattr(arguments, f.name) for f in fields(TrainingConfig) if f.name not in (*GRID, "seed")}
-    base = TrainingConfig(**shared | {"patch": images.side // 4 if arguments.patch is None else arguments.patch})
+        raise ValueError(
+            f"`--k` must lie in [1, {arguments.width}], the width of the models, got {arguments.k}"
+        )
+    shared = {
+        f.name: getattr(arguments, f.name)
+        for f in fields(TrainingConfig)
+        if f.name not in (*GRID, "seed")
+    }
+    base = TrainingConfig(
+        **shared
+        | {"patch": images.side // 4 if arguments.patch is None else arguments.patch}
+    )
     configs = [
         replace(base, weight_decay=decay, stochastic_depth=rate, seed=seed)
         for seed, decay, rate in product(range(arguments.seeds), decays, rates)
@@ -89,7 +128,9 @@ def configs_of(arguments: argparse.Namespace, images: Images) -> list[TrainingCo
 _images = lru_cache(maxsize=1)(load_images)
 
 
-def one_model(config: TrainingConfig, data: str, n_train: int | None, folder: Path) -> Path:
+def one_model(
+    config: TrainingConfig, data: str, n_train: int | None, folder: Path
+) -> Path:
     """Train a model on one thread: other models have the other cores."""
     # Again: this may be a process of its own.
     disable_progress_bar()
@@ -108,11 +149,15 @@ def prompts_of(images: Images, n: int, folder: Path) -> list[tlc.Prompt]:
     places = np.linspace(0, len(images.test) - 1, n).round().astype(int)
     paths = save_images(images.test[places], folder)
     labels = images.test_labels[places]
-    return [tlc.Prompt(path.stem, image=str(path), task=f"class {c}") for path, c in zip(paths, labels, strict=True)]
+    return [
+        tlc.Prompt(path.stem, image=str(path), task=f"class {c}")
+        for path, c in zip(paths, labels, strict=True)
+    ]
 
 
 def positions_of(n_patches: int, n: int) -> list[int]:
-    """The class token, 0, and `n` of the patches, 1 and on: the last, and others evenly spread.
+    """The class token, 0, and `n` of the patches, 1 and on: the last, and others evenly
+    spread.
 
     Raises:
         ValueError: there are not so many.
@@ -123,20 +168,33 @@ def positions_of(n_patches: int, n: int) -> list[int]:
 
 
 def coupling_at(
-    position: int, models: dict[str, Path], prompts: list[tlc.Prompt], k: int, folder: Path, pool: Any
+    position: int,
+    models: dict[str, Path],
+    prompts: list[tlc.Prompt],
+    k: int,
+    folder: Path,
+    pool: Any,
 ) -> xarray.DataArray:
     """Mean coupling of different blocks at a token, `[model prompt]`, and its `null`.
 
     Raises:
         ModelError: a model could not be measured.
     """
-    asked = tlc.Survey(models, prompts, settings=tlc.Settings(k=(k,), position=position), device="cpu")
-    data = tlc.run(asked, folder, pool, partial(tqdm, desc=f"coupling at token {position}"))
+    asked = tlc.Survey(
+        models, prompts, settings=tlc.Settings(k=(k,), position=position), device="cpu"
+    )
+    data = tlc.run(
+        asked, folder, pool, partial(tqdm, desc=f"coupling at token {position}")
+    )
     if failed := json.loads(data.attrs["failed"]):
         name, error = next(iter(failed.items()))
-        raise tlc.models.ModelError(f"{len(failed)} models could not be measured, run again; {name}: {error}")
+        raise tlc.models.ModelError(
+            f"{len(failed)} models could not be measured, run again; {name}: {error}"
+        )
     found = data.isel(checkpoint=0, k=0, drop=True).sel(model=list(models)).load()
-    return found["mean_coupling"].assign_attrs(null=float(found["null_coupling"].mean()))
+    return found["mean_coupling"].assign_attrs(
+        null=float(found["null_coupling"].mean())
+    )
 
 
 def study_here(arguments: argparse.Namespace) -> Study:
@@ -147,7 +205,12 @@ def study_here(arguments: argparse.Namespace) -> Study:
     what = f"{images.digest}, {arguments.images} images, patches of {configs[0].patch}, k = {arguments.k}"
     here = arguments.out / "measured" / hashlib.sha256(what.encode()).hexdigest()[:8]
     prompts = prompts_of(images, arguments.images, here / "images")
-    work = partial(one_model, data=arguments.data, n_train=arguments.train_images, folder=arguments.out / "models")
+    work = partial(
+        one_model,
+        data=arguments.data,
+        n_train=arguments.train_images,
+        folder=arguments.out / "models",
+    )
     with tlc.surveys.process_pool(arguments.jobs) as pool:
         # The bar ends before an error is printed.
         with tqdm(desc="models", total=len(configs)) as bar:
@@ -156,12 +219,23 @@ def study_here(arguments: argparse.Namespace) -> Study:
                 folders.append(folder)
                 bar.update()
         models = {folder.name: folder for folder in folders}
-        found = [coupling_at(p, models, prompts, arguments.k, here / f"token{p}", pool) for p in positions]
-    coupling = xarray.concat(found, pandas.Index(positions, name="position"), combine_attrs="drop_conflicts")
+        found = [
+            coupling_at(p, models, prompts, arguments.k, here / f"token{p}", pool)
+            for p in positions
+        ]
+    coupling = xarray.concat(
+        found, pandas.Index(positions, name="position"), combine_attrs="drop_conflicts"
+    )
     rows = [json.loads((folder / "training.json").read_text()) for folder in folders]
-    table = pandas.DataFrame(rows, pandas.Index(models, name="model")).drop(columns="loss")
-    table["idle_weights_left"] = [left_of_idle_weights(config, len(images.train)) for config in configs]
-    return Study(images.name, len(images.train), len(images.test), table, coupling, arguments.k)
+    table = pandas.DataFrame(rows, pandas.Index(models, name="model")).drop(
+        columns="loss"
+    )
+    table["idle_weights_left"] = [
+        left_of_idle_weights(config, len(images.train)) for config in configs
+    ]
+    return Study(
+        images.name, len(images.train), len(images.test), table, coupling, arguments.k
+    )
 
 
 @tlc.plots.off_screen()
@@ -171,17 +245,37 @@ def study(arguments: argparse.Namespace) -> None:
         found = study_here(arguments)
         of_claims, left_out = claims(found)
         tables = {"models": found.table.reset_index(), "claims": of_claims}
-        tables |= {f"means-{column.replace('_', '-')}": means(found, column) for column in GRID}
+        tables |= {
+            f"means-{column.replace('_', '-')}": means(found, column) for column in GRID
+        }
         print_report(found, tables, left_out)
         for name, table in tables.items():
             write_atomically(out / f"{name}.csv", partial(table.to_csv, index=False))
-        said = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
-        said |= {"left_out": left_out, "images": found.name, "n_train": found.n_train, "n_test": found.n_test}
+        said = {
+            name: json.loads(table.to_json(orient="records"))
+            for name, table in tables.items()
+        }
+        said |= {
+            "left_out": left_out,
+            "images": found.name,
+            "n_train": found.n_train,
+            "n_test": found.n_test,
+        }
         said |= {"k": found.k, "null": found.null, "n_measured": found.n_images}
         said["positions"] = found.coupling["position"].values.tolist()
-        said["versions"] = {one.__name__: one.__version__ for one in (tlc, torch, transformers)}
-        paths = [write_atomically(out / "study.json", lambda path: path.write_text(json.dumps(said, indent=1)))]
-        for name, drawn in (("rates", draw_rates(found)), ("accuracy", draw_accuracy(found))):
+        said["versions"] = {
+            one.__name__: one.__version__ for one in (tlc, torch, transformers)
+        }
+        paths = [
+            write_atomically(
+                out / "study.json",
+                lambda path: path.write_text(json.dumps(said, indent=1)),
+            )
+        ]
+        for name, drawn in (
+            ("rates", draw_rates(found)),
+            ("accuracy", draw_accuracy(found)),
+        ):
             save = partial(drawn.savefig, dpi=120, format="png")
             paths.append(write_atomically(out / f"coupling-{name}.png", save))
     print(*paths, sep="\n")

@@ -1,11 +1,14 @@
-"""The picture of the house: a floor for each level, an arrow for each import between rooms that no other implies."""
+"""The picture of the house: a floor for each level, an arrow for each import between
+rooms that no other implies.
+"""
 
 import networkx
 
 from test_house import LEVELS, imports_between_rooms
 
 WIDTH, HEIGHT, FLOOR, MARGIN = 440, 30, 60, 4
-# Where the middle of each room is, from left to right, so that no arrow runs through a room.
+# Where the middle of each room is, from left to right, so that no arrow runs through a
+# room.
 MIDDLES = {
     "cli": 375,
     "plots": 56,
@@ -34,7 +37,9 @@ MIDDLES = {
 
 def imports() -> networkx.DiGraph:
     """Which room imports which, less what follows from other imports."""
-    graph = networkx.DiGraph((room, other) for room, other, _ in imports_between_rooms() if other)
+    graph = networkx.DiGraph(
+        (room, other) for room, other, _ in imports_between_rooms() if other
+    )
     return networkx.transitive_reduction(graph)
 
 
@@ -49,13 +54,20 @@ def places() -> dict[str, tuple[float, float, float]]:
 
 
 def arrows() -> dict[tuple[str, str], tuple[float, float, float, float]]:
-    """From where to where each goes: from floor to ceiling, or from wall to wall on one floor."""
+    """From where to where each goes: from floor to ceiling, or from wall to wall on one
+    floor.
+    """
     place, found = places(), {}
     for room, other in sorted(imports().edges):
         (x, y, width), (to_x, to_y, to_width) = place[room], place[other]
         if y == to_y:
             side = 1 if to_x > x else -1
-            x, to_x, y, to_y = x + side * width / 2, to_x - side * to_width / 2, y + HEIGHT / 2, y + HEIGHT / 2
+            x, to_x, y, to_y = (
+                x + side * width / 2,
+                to_x - side * to_width / 2,
+                y + HEIGHT / 2,
+                y + HEIGHT / 2,
+            )
         else:
             y += HEIGHT
         found[room, other] = x, y, to_x, to_y
@@ -76,7 +88,9 @@ def drawing() -> str:
         )
     height = MARGIN + FLOOR * len(LEVELS)
     said = "Arrows are imports; those that others imply are left out."
-    parts.append(f'<text class="said" x="{WIDTH / 2:.0f}" y="{height - 8}">{said}</text>')
+    parts.append(
+        f'<text class="said" x="{WIDTH / 2:.0f}" y="{height - 8}">{said}</text>'
+    )
     head = (
         f'<svg class="house" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="The rooms of tl_coupling, from the '
         'command line at the top to what needs no other room at the bottom; arrows are imports and point down">'

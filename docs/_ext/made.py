@@ -1,4 +1,6 @@
-"""What pages include and the code makes before the build, in `docs/_made`: gallery, report, benchmarks, the house."""
+"""What pages include and the code makes before the build, in `docs/_made`: gallery,
+report, benchmarks, the house.
+"""
 
 import ast
 import base64
@@ -28,7 +30,9 @@ PROMPT = "What is the capital of France? The capital is"
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Leaves a file alone that says the same, so that the pages with it are not made again."""
+    """Leaves a file alone that says the same, so that the pages with it are not made
+    again.
+    """
     new = content.encode() if isinstance(content, str) else content
     if not path.exists() or path.read_bytes() != new:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,13 +40,18 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def digest() -> str:
-    """Changes with the code that notebooks and reports run and how, not with its comments and docstrings."""
+    """Changes with the code that notebooks and reports run and how, not with its
+    comments and docstrings.
+    """
     found = hashlib.sha256()
     patterns = ("tl_coupling/**/*.py", "demos/**/*.py", "docs/conf.py")
     for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            if (
+                isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+                and ast.get_docstring(node) is not None
+            ):
                 node.body = node.body[1:]
         found.update(ast.dump(tree).encode())
     for package in ("torch", "transformer-lens", "matplotlib"):
@@ -51,14 +60,21 @@ def digest() -> str:
 
 
 def notebooks(app: Sphinx) -> None:
-    """The notebooks of `demos` without outputs, which the build makes, and a picture of each for its card."""
+    """The notebooks of `demos` without outputs, which the build makes, and a picture of
+    each for its card.
+    """
     sources = sorted(ROOT.glob("demos/*.ipynb"))
     for path in sources:
         notebook = json.loads(path.read_text())
-        write(Path(app.srcdir, f"_made/{path.stem}.png"), card(tagged_picture(notebook, path.name)))
+        write(
+            Path(app.srcdir, f"_made/{path.stem}.png"),
+            card(tagged_picture(notebook, path.name)),
+        )
         first, install = notebook["cells"][:2]
         badge = f"[![Open in Colab](../_static/colab.svg){{.colab}}](colab:demos/{path.name})"
-        first["source"] = re.sub(r"<a [^>]*colab[^>]*>.*?</a>", badge, "".join(first["source"]))
+        first["source"] = re.sub(
+            r"<a [^>]*colab[^>]*>.*?</a>", badge, "".join(first["source"])
+        )
         install["metadata"]["tags"] = ["hide-input"]
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
@@ -82,7 +98,9 @@ def tagged_picture(notebook: dict[str, Any], name: str) -> bytes:
             for output in cell["outputs"]:
                 if picture := output.get("data", {}).get("image/png"):
                     return base64.b64decode(picture)
-    raise ExtensionError(f"demos/{name}: no cell with the tag `thumbnail` has a picture")
+    raise ExtensionError(
+        f"demos/{name}: no cell with the tag `thumbnail` has a picture"
+    )
 
 
 def card(picture: bytes) -> bytes:
@@ -95,12 +113,23 @@ def card(picture: bytes) -> bytes:
 
 
 def report(app: Sphinx) -> None:
-    """The report on one prompt, beside the same architecture with its initial weights."""
+    """The report on one prompt, beside the same architecture with its initial
+    weights.
+    """
     page = Path(app.srcdir, "_made/site/example-report.html")
     made_by = Path(app.srcdir, "_made/report.digest")
     if not page.exists() or not made_by.exists() or made_by.read_text() != digest():
         page.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "tl_coupling", "report", "--prompt", PROMPT, "--out", str(page)]
+        command = [
+            sys.executable,
+            "-m",
+            "tl_coupling",
+            "report",
+            "--prompt",
+            PROMPT,
+            "--out",
+            str(page),
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         made_by.write_text(digest())
     first = re.search(r'src="data:image/png;base64,([^"]+)"', page.read_text())
@@ -116,7 +145,10 @@ def benchmarks(app: Sphinx) -> None:
     results = table.read(ROOT / "benchmarks/results")
     with contextlib.redirect_stdout(io.StringIO()):
         text = table.page(results)
-    write(Path(app.srcdir, "_made/benchmarks.md"), text.partition("![](benchmarks.png)")[2])
+    write(
+        Path(app.srcdir, "_made/benchmarks.md"),
+        text.partition("![](benchmarks.png)")[2],
+    )
     drawn = io.BytesIO()
     table.picture(results).savefig(drawn, dpi=120, metadata={"Software": None})
     write(Path(app.srcdir, "_made/benchmarks.png"), drawn.getvalue())
@@ -128,7 +160,12 @@ def house(app: Sphinx) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    makers: tuple[Callable[[Sphinx], None], ...] = (notebooks, report, benchmarks, house)
+    makers: tuple[Callable[[Sphinx], None], ...] = (
+        notebooks,
+        report,
+        benchmarks,
+        house,
+    )
     for make in makers:
         app.connect("builder-inited", make)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

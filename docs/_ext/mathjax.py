@@ -1,4 +1,6 @@
-"""MathJax from this site itself: the part of the package sphinx-mathjax-offline that draws TeX, without its menus."""
+"""MathJax from this site itself: the part of the package sphinx-mathjax-offline that
+draws TeX, without its menus.
+"""
 
 import shutil
 from importlib.util import find_spec
@@ -15,7 +17,9 @@ def copy(app: Sphinx, error: Exception | None) -> None:
         return
     package = find_spec("sphinx-mathjax-offline")
     if package is None or package.origin is None:
-        raise ExtensionError("MathJax is not installed: pip install sphinx-mathjax-offline")
+        raise ExtensionError(
+            "MathJax is not installed: pip install sphinx-mathjax-offline"
+        )
     for part in PARTS:
         source = Path(package.origin).parent / "static/mathjax" / part
         target = Path(app.outdir, "_static/mathjax", part)

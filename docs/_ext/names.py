@@ -9,19 +9,24 @@ HOMES: dict[str, str] = tl_coupling._HOMES
 
 
 def at_the_top(room: str) -> list[str]:
-    """Names of a room that `tl_coupling` itself hands out, each with a page of its own."""
+    """Names of a room that `tl_coupling` itself hands out, each with a page of its
+    own.
+    """
     return [name for name, home in HOMES.items() if home == f"tl_coupling.{room}"]
 
 
 def in_the_room(room: str) -> list[str]:
     """The other public names of a room, which stand on its page."""
     start = f"tl_coupling.{room}."
-    names = [name.removeprefix(start) for name in public_names() if name.startswith(start)]
+    names = [
+        name.removeprefix(start) for name in public_names() if name.startswith(start)
+    ]
     return sorted(names, key=lambda name: (name.lower(), name))
 
 
 def page_of(name: str) -> str:
-    """The page that documents `tl_coupling.name` or `tl_coupling.room.name`, without its ending.
+    """The page that documents `tl_coupling.name` or `tl_coupling.room.name`, without
+    its ending.
 
     >>> page_of("tl_coupling.depth_coupling"), page_of("tl_coupling.Trace"), page_of("tl_coupling.spectra.asymmetry")
     ('api/comparisons/depth_coupling', 'api/blocks/class-Trace', 'api/spectra/index')

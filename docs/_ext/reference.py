@@ -1,6 +1,8 @@
-"""The API reference: a page for every name of the top level and every room, written from the code before the build.
+"""The API reference: a page for every name of the top level and every room, written
+from the code before the build.
 
-Signatures spell types out as a reader thinks of them, and single backticks link where they hold a public name.
+Signatures spell types out as a reader thinks of them, and single backticks link where
+they hold a public name.
 """
 
 import collections.abc
@@ -35,7 +37,9 @@ def write_pages(app: Sphinx) -> None:
         pages[f"api/{room}/index"] = _room(room)
         for name in at_the_top(room):
             thing = getattr(tl_coupling, name)
-            pages[page_of(name)] = _heading(name) + _directive(f"tl_coupling.{name}", thing)
+            pages[page_of(name)] = _heading(name) + _directive(
+                f"tl_coupling.{name}", thing
+            )
     for path in Path(app.srcdir, "api").rglob("*.rst"):
         if str(path.relative_to(app.srcdir).with_suffix("")) not in pages:
             path.unlink()
@@ -62,8 +66,15 @@ def _directive(name: str, thing: Any) -> str:
 
 def _table(names: list[str], module: Any) -> str:
     """Names with their first lines."""
-    rows = [f"   * - `~{module.__name__}.{name}`\n     - {_first_line(getattr(module, name))}\n" for name in names]
-    return ".. list-table::\n   :widths: 34 66\n   :class: names\n\n" + "".join(rows) + "\n"
+    rows = [
+        f"   * - `~{module.__name__}.{name}`\n     - {_first_line(getattr(module, name))}\n"
+        for name in names
+    ]
+    return (
+        ".. list-table::\n   :widths: 34 66\n   :class: names\n\n"
+        + "".join(rows)
+        + "\n"
+    )
 
 
 def _index() -> str:
@@ -74,25 +85,40 @@ def _index() -> str:
         text += _heading(room, "-") + f"{_first_line(module)} `tl_coupling.{room}`\n\n"
         if top := at_the_top(room):
             text += _table(top, tl_coupling)
-    return text + ".. toctree::\n   :hidden:\n\n" + "".join(f"   {room}/index\n" for room in ROOMS)
+    return (
+        text
+        + ".. toctree::\n   :hidden:\n\n"
+        + "".join(f"   {room}/index\n" for room in ROOMS)
+    )
 
 
 def _room(room: str) -> str:
     module, top, own = ROOMS[room], at_the_top(room), in_the_room(room)
-    text = _heading(room) + f".. automodule:: {module.__name__}\n\n.. currentmodule:: {module.__name__}\n\n"
+    text = (
+        _heading(room)
+        + f".. automodule:: {module.__name__}\n\n.. currentmodule:: {module.__name__}\n\n"
+    )
     if top:
         text += f".. rubric:: At the top level\n\n{_table(top, tl_coupling)}"
-        text += ".. toctree::\n   :hidden:\n\n" + "".join(f"   /{page_of(name)}\n" for name in top) + "\n"
+        text += (
+            ".. toctree::\n   :hidden:\n\n"
+            + "".join(f"   /{page_of(name)}\n" for name in top)
+            + "\n"
+        )
     if own:
         text += f".. rubric:: In `tl_coupling.{room}`\n\n{_table(own, module)}"
-    return text + "".join(_directive(f"{module.__name__}.{name}", getattr(module, name)) for name in own)
+    return text + "".join(
+        _directive(f"{module.__name__}.{name}", getattr(module, name)) for name in own
+    )
 
 
 # Types.
 
 
 def spelled(kind: Any) -> str:
-    """A type as a reader writes it: shapes kept, checks of values left out, names without their modules."""
+    """A type as a reader writes it: shapes kept, checks of values left out, names
+    without their modules.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, str):
         return kind
@@ -116,7 +142,11 @@ def spelled(kind: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join(map(spelled, arguments))
     if origin is collections.abc.Callable:
-        return "Callable" if arguments[0] is Ellipsis or "Any" in map(spelled, arguments[0]) else _generic(kind)
+        return (
+            "Callable"
+            if arguments[0] is Ellipsis or "Any" in map(spelled, arguments[0])
+            else _generic(kind)
+        )
     return _generic(kind) if arguments else getattr(kind, "__name__", str(kind))
 
 
@@ -150,13 +180,20 @@ def _spelled_parameter(one: inspect.Parameter) -> inspect.Parameter:
     return one.replace(**changes)
 
 
-def spell_signature(app: Sphinx, what: str, name: str, thing: Any, *_: Any) -> tuple[str, str | None] | None:
+def spell_signature(
+    app: Sphinx, what: str, name: str, thing: Any, *_: Any
+) -> tuple[str, str | None] | None:
     if what not in ("function", "method", "class"):
         return None
     owner = _lookup(name.rpartition(".")[0])
-    has_self = what == "method" and inspect.isfunction(inspect.getattr_static(owner, name.rpartition(".")[2]))
+    has_self = what == "method" and inspect.isfunction(
+        inspect.getattr_static(owner, name.rpartition(".")[2])
+    )
     signature = inspect.signature(thing)
-    parameters = [_spelled_parameter(one) for one in list(signature.parameters.values())[has_self:]]
+    parameters = [
+        _spelled_parameter(one)
+        for one in list(signature.parameters.values())[has_self:]
+    ]
     returned = None if what == "class" else signature.return_annotation
     shown = None if returned in (None, signature.empty) else spelled(returned)
     return str(inspect.Signature(parameters)), shown
@@ -167,7 +204,9 @@ def _lookup(name: str) -> Any:
     return functools.reduce(getattr, name.split(".")[1:], tl_coupling)
 
 
-def skip_fields(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+def skip_fields(
+    app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any
+) -> bool | None:
     """The fields of a named tuple, which are in its signature."""
     return True if type(thing).__name__ == "_tuplegetter" else None
 
@@ -175,10 +214,16 @@ def skip_fields(app: Sphinx, what: str, name: str, thing: Any, skip: bool, optio
 # Docstrings.
 
 
-def several_names(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Keeps `rows, columns: what they are` together, in which docutils takes "rows," for a type."""
+def several_names(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
+    """Keeps `rows, columns: what they are` together, in which docutils takes "rows,"
+    for a type.
+    """
     for i, line in enumerate(lines):
-        lines[i] = re.sub(r"^    \w+(, \w+)+(?=:)", lambda names: names[0].replace(", ", JOINED), line)
+        lines[i] = re.sub(
+            r"^    \w+(, \w+)+(?=:)", lambda names: names[0].replace(", ", JOINED), line
+        )
 
 
 def part_names(app: Sphinx, doctree: nodes.document) -> None:
@@ -192,7 +237,9 @@ def part_names(app: Sphinx, doctree: nodes.document) -> None:
 
 @functools.cache
 def _known() -> dict[str, str]:
-    """Documented names by each way in which one is spoken of: as at the top, in its room, by its module, or alone."""
+    """Documented names by each way in which one is spoken of: as at the top, in its
+    room, by its module, or alone.
+    """
     known: dict[str, str] = {}
     for full in documented():
         _, *rest = full.split(".")
@@ -200,14 +247,21 @@ def _known() -> dict[str, str]:
             known.setdefault(spoken, full)
         if len(rest) == 1:
             known.setdefault(f"{HOMES[rest[0]]}.{rest[0]}", full)
-            known.setdefault(f"{HOMES[rest[0]].removeprefix('tl_coupling.')}.{rest[0]}", full)
+            known.setdefault(
+                f"{HOMES[rest[0]].removeprefix('tl_coupling.')}.{rest[0]}", full
+            )
     for room in ROOMS:
-        known |= {f"tlc.{room}": f"tl_coupling.{room}", f"tl_coupling.{room}": f"tl_coupling.{room}"}
+        known |= {
+            f"tlc.{room}": f"tl_coupling.{room}",
+            f"tl_coupling.{room}": f"tl_coupling.{room}",
+        }
     return known
 
 
 def target_of(spoken: str) -> str | None:
-    """The documented name that is meant: itself, or the class of a member that has no entry of its own."""
+    """The documented name that is meant: itself, or the class of a member that has no
+    entry of its own.
+    """
     spoken = spoken.strip().removesuffix("()")
     if not re.fullmatch(r"[A-Za-z_][\w.]*", spoken):
         return None
@@ -215,32 +269,58 @@ def target_of(spoken: str) -> str | None:
     if parts[0] == "tl_coupling" and len(parts) > 3:
         parts = ["tl_coupling", parts[1], parts[-1]]
     known = _known()
-    return known.get(".".join(parts)) or (known.get(".".join(parts[:-1])) if len(parts) > 1 else None)
+    return known.get(".".join(parts)) or (
+        known.get(".".join(parts[:-1])) if len(parts) > 1 else None
+    )
 
 
-def resolve(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, contnode: nodes.Element) -> Any:
-    """What Sphinx did not find: a public name as it is spoken of, else code. Only explicit roles are left to warn."""
+def resolve(
+    app: Sphinx,
+    env: BuildEnvironment,
+    node: addnodes.pending_xref,
+    contnode: nodes.Element,
+) -> Any:
+    """What Sphinx did not find: a public name as it is spoken of, else code. Only
+    explicit roles are left to warn.
+    """
     if node.get("refdomain") != "py":
         return None
     if (found := _link(app, env, node, node["reftarget"], contnode)) is not None:
         return found
-    in_signature = any(isinstance(above, addnodes.desc_signature | nodes.field) for above in _above(node))
-    is_code = node["reftype"] == "obj" and not node["reftarget"].startswith("tl_coupling.")
+    in_signature = any(
+        isinstance(above, addnodes.desc_signature | nodes.field)
+        for above in _above(node)
+    )
+    is_code = node["reftype"] == "obj" and not node["reftarget"].startswith(
+        "tl_coupling."
+    )
     return contnode if is_code or in_signature else None
 
 
-def _link(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, spoken: str, content: nodes.Element) -> Any:
+def _link(
+    app: Sphinx,
+    env: BuildEnvironment,
+    node: addnodes.pending_xref,
+    spoken: str,
+    content: nodes.Element,
+) -> Any:
     full = target_of(spoken)
     python = env.domains.python_domain
-    return full and python.resolve_xref(env, node["refdoc"], app.builder, "obj", full, node, content)
+    return full and python.resolve_xref(
+        env, node["refdoc"], app.builder, "obj", full, node, content
+    )
 
 
 def link_code(app: Sphinx, doctree: nodes.document, page: str) -> None:
     """Code in prose that begins with `tlc.` links, too."""
     for code in list(doctree.findall(nodes.literal)):
-        if code.astext().startswith("tlc.") and not any(isinstance(above, nodes.reference) for above in _above(code)):
+        if code.astext().startswith("tlc.") and not any(
+            isinstance(above, nodes.reference) for above in _above(code)
+        ):
             node = addnodes.pending_xref("", refdoc=page)
-            if link := _link(app, app.env, node, code.astext().partition("(")[0], code.deepcopy()):
+            if link := _link(
+                app, app.env, node, code.astext().partition("(")[0], code.deepcopy()
+            ):
                 code.replace_self(link)
 
 
@@ -250,10 +330,16 @@ def _above(node: nodes.Node) -> Iterator[nodes.Node]:
 
 
 def unlink_arguments(app: Sphinx, doctree: nodes.document) -> None:
-    """An argument that is called like a public name, such as `trace`, is no link to it."""
+    """An argument that is called like a public name, such as `trace`, is no link to
+    it.
+    """
     for described in doctree.findall(addnodes.desc):
         parameters = list(described.findall(addnodes.desc_parameter))
-        names = {name.astext() for one in parameters for name in one.findall(addnodes.desc_sig_name)}
+        names = {
+            name.astext()
+            for one in parameters
+            for name in one.findall(addnodes.desc_sig_name)
+        }
         for content in described.findall(addnodes.desc_content):
             for reference in list(content.findall(addnodes.pending_xref)):
                 if reference["reftype"] == "obj" and reference["reftarget"] in names:

@@ -1,1 +1,3 @@
-"""Attacks on runs: killed, interrupted, on full disks, damaged, hostile, rival, changing; see `python -m attack`."""
+"""Attacks on runs: killed, interrupted, on full disks, damaged, hostile, rival,
+changing; see `python -m attack`.
+"""

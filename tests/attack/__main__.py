@@ -1,4 +1,6 @@
-"""`python -m attack`: kill, interrupt, starve and damage surveys, and say what came of it."""
+"""`python -m attack`: kill, interrupt, starve and damage surveys, and say what came of
+it.
+"""
 
 import argparse
 import json
@@ -14,7 +16,12 @@ from pathlib import Path
 
 # Read when transformers is imported: nothing is looked up on the hub.
 _HUB = tempfile.TemporaryDirectory(prefix="tl_coupling_attack_")
-os.environ |= {"HF_HOME": _HUB.name, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+os.environ |= {
+    "HF_HOME": _HUB.name,
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "OMP_NUM_THREADS": "1",
+}
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
@@ -23,12 +30,31 @@ FAULTS = ("wrong value", "recomputed or lost", "hang", "traceback", "left behind
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m attack", description=__doc__, epilog="exit status 1: something was found"
+        prog="python -m attack",
+        description=__doc__,
+        epilog="exit status 1: something was found",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of all that is random but the machine's own timing")
-    parser.add_argument("--share", type=float, default=1.0, help="of the usual number of attacks, at least one of each")
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only attacks whose name contains one of these")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="keep counts and findings as JSON")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of all that is random but the machine's own timing",
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=1.0,
+        help="of the usual number of attacks, at least one of each",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        help="only attacks whose name contains one of these",
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="keep counts and findings as JSON"
+    )
     options = parser.parse_args()
 
     import torch
@@ -39,11 +65,18 @@ def main() -> int:
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0
     disable_progress_bar()
-    from attack.changes import changes_under_resident_models, changes_under_streamed_models
+    from attack.changes import (
+        changes_under_resident_models,
+        changes_under_streamed_models,
+    )
     from attack.damage import damaged_folders
     from attack.disks import full_disks
     from attack.hostile import hostile_inputs
-    from attack.interrupts import interrupts_of_commands, interrupts_of_measurements, interrupts_of_runs
+    from attack.interrupts import (
+        interrupts_of_commands,
+        interrupts_of_measurements,
+        interrupts_of_runs,
+    )
     from attack.kills import kills, kills_of_workers
     from attack.plans import orphans_of_an_earlier_plan, racing_plans
     from attack.subject import Subject
@@ -70,27 +103,50 @@ def main() -> int:
                 continue
             n, start = max(1, round(usual * options.share)), time.perf_counter()
             rng = random.Random(f"{options.seed} {name}")
-            found = [one for trial in tqdm(attack(subject, rng, n), name, n, disable=None) for one in trial]
-            counts = {fault: sum(one.startswith(fault) for one in found) for fault in FAULTS}
+            found = [
+                one
+                for trial in tqdm(attack(subject, rng, n), name, n, disable=None)
+                for one in trial
+            ]
+            counts = {
+                fault: sum(one.startswith(fault) for one in found) for fault in FAULTS
+            }
             counts["other"] = len(found) - sum(counts.values())
-            rows[name] = {"attacks": n, **counts, "seconds": round(time.perf_counter() - start)}
+            rows[name] = {
+                "attacks": n,
+                **counts,
+                "seconds": round(time.perf_counter() - start),
+            }
             # At once: a run of all takes a quarter of an hour.
-            print("\n".join([f"{name}: {n} attacks, {len(found)} findings", *found]), flush=True)
+            print(
+                "\n".join([f"{name}: {n} attacks, {len(found)} findings", *found]),
+                flush=True,
+            )
             findings += found
     print(table(rows))
     if options.save:
         options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text(json.dumps({"seed": options.seed, "attacks": rows, "findings": findings}, indent=1))
+        options.save.write_text(
+            json.dumps(
+                {"seed": options.seed, "attacks": rows, "findings": findings}, indent=1
+            )
+        )
     return int(bool(findings))
 
 
 def table(rows: dict[str, dict[str, int]]) -> str:
     """A line for every attack, with how often each fault was found."""
     heads = list(next(iter(rows.values())))
-    lines = [["", *heads], *([name, *(str(row[head]) for head in heads)] for name, row in rows.items())]
+    lines = [
+        ["", *heads],
+        *([name, *(str(row[head]) for head in heads)] for name, row in rows.items()),
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     first, *others = widths
-    return "\n".join("  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in lines)
+    return "\n".join(
+        "  ".join([name.ljust(first), *map(str.rjust, cells, others)])
+        for name, *cells in lines
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Files of a model that change while it is measured: in place, by another file, or for good."""
+"""Files of a model that change while it is measured: in place, by another file, or for
+good.
+"""
 
 import os
 import random
@@ -15,18 +17,26 @@ from attack.subject import PROMPTS, Subject, check_run, finished, without_costs
 _WEIGHTS = "model.safetensors"
 
 
-def changes_under_streamed_models(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
+def changes_under_streamed_models(
+    subject: Subject, rng: random.Random, n: int
+) -> Iterator[list[str]]:
     """Of a model whose weights are read as they are needed."""
     yield from _changes(subject, rng, n, "stream")
 
 
-def changes_under_resident_models(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
+def changes_under_resident_models(
+    subject: Subject, rng: random.Random, n: int
+) -> Iterator[list[str]]:
     """Of a model that every unit loads anew."""
     yield from _changes(subject, rng, n, "resident")
 
 
-def _changes(subject: Subject, rng: random.Random, n: int, memory: str) -> Iterator[list[str]]:
-    """Every result must be of one model; with its files back the run goes on, and with others it is refused."""
+def _changes(
+    subject: Subject, rng: random.Random, n: int, memory: str
+) -> Iterator[list[str]]:
+    """Every result must be of one model; with its files back the run goes on, and with
+    others it is refused.
+    """
     folders = [subject.root / f"{name}-{memory}" for name in ("before", "after")]
     for seed, folder in enumerate(folders):
         tiny.huggingface_model("llama", seed).save_pretrained(folder)
@@ -46,13 +56,21 @@ def _changes(subject: Subject, rng: random.Random, n: int, memory: str) -> Itera
         found = child.faults(what, (DONE, REFUSED))
         values = {name: _values(results / name) for name in finished(results)}
         # The run may not have begun when the files changed.
-        sources = [i for i in (0, 1) if values and all(calm[i][1][name] == values[name] for name in values)]
+        sources = [
+            i
+            for i in (0, 1)
+            if values and all(calm[i][1][name] == values[name] for name in values)
+        ]
         if values and not sources:
-            found.append(f"wrong value: {', '.join(values)} are not of one model after {what}")
+            found.append(
+                f"wrong value: {', '.join(values)} are not of one model after {what}"
+            )
         for i in sources[:1]:
             shutil.copy(folders[1 - i] / _WEIGHTS, model)
             refused = Child(partial(check_run, survey, results, calm[1 - i][0]))
-            found += refused.faults(f"run again with other weights after {what}", (REFUSED,))
+            found += refused.faults(
+                f"run again with other weights after {what}", (REFUSED,)
+            )
             shutil.copy(folders[i] / _WEIGHTS, model)
             again = Child(partial(check_run, survey, results, calm[i][0]))
             found += again.faults(f"run again with its own weights after {what}")
@@ -61,7 +79,9 @@ def _changes(subject: Subject, rng: random.Random, n: int, memory: str) -> Itera
 
 def _survey(folder: Path, memory: str) -> tlc.Survey:
     settings = tlc.Settings(k=(2, 4), n_singular_values=4)
-    return tlc.Survey({"model": folder}, PROMPTS, settings=settings, prompts_per_unit=1, memory=memory)
+    return tlc.Survey(
+        {"model": folder}, PROMPTS, settings=settings, prompts_per_unit=1, memory=memory
+    )
 
 
 def _calm(survey: tlc.Survey, folder: Path) -> tuple[object, dict[str, bytes]]:
@@ -75,7 +95,11 @@ def _values(path: Path) -> bytes:
     import xarray
 
     data = xarray.load_dataset(path)
-    return b"".join(data[name].values.tobytes() for name in sorted(data.data_vars) if data[name].dtype.kind == "f")
+    return b"".join(
+        data[name].values.tobytes()
+        for name in sorted(data.data_vars)
+        if data[name].dtype.kind == "f"
+    )
 
 
 def _in_place(shard: Path, content: bytes) -> None:

@@ -19,9 +19,11 @@ DONE, BUG, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 class Child:
-    """A fork of this process at work: no import again, so that an attack costs as much as the work alone.
+    """A fork of this process at work: no import again, so that an attack costs as much
+    as the work alone.
 
-    Its exit status is 0, 2 with one line (what users are told), 130 with one line (an interrupt), or 1: a bug.
+    Its exit status is 0, 2 with one line (what users are told), 130 with one line (an
+    interrupt), or 1: a bug.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -39,7 +41,9 @@ class Child:
         for stream in (1, 2):
             os.dup2(self._output.fileno(), stream)
         # pytest's would keep what is printed.
-        sys.stdout, sys.stderr = (os.fdopen(n, "w", errors="backslashreplace", closefd=False) for n in (1, 2))
+        sys.stdout, sys.stderr = (
+            os.fdopen(n, "w", errors="backslashreplace", closefd=False) for n in (1, 2)
+        )
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # What users would read beside the error.
         warnings.simplefilter("ignore")
@@ -52,14 +56,25 @@ class Child:
         except (ValueError, TypeError, OSError) as error:
             os.write(2, f"{error}\n".encode(errors="backslashreplace"))
             # Python's own have no argument in backquotes.
-            status = BUG if isinstance(error, TypeError) and "`" not in str(error) else REFUSED
+            status = (
+                BUG
+                if isinstance(error, TypeError) and "`" not in str(error)
+                else REFUSED
+            )
         except SystemExit as error:
-            status = DONE if error.code is None else error.code if isinstance(error.code, int) else BUG
+            status = (
+                DONE
+                if error.code is None
+                else error.code
+                if isinstance(error.code, int)
+                else BUG
+            )
         except BaseException:
             traceback.print_exc()
             status = BUG
         finally:
-            # On a full disk; what follows would be the parent's work, and its cleaning up.
+            # On a full disk; what follows would be the parent's work, and its cleaning
+            # up.
             with suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -88,13 +103,17 @@ class Child:
         found = [self.pid]
         for pid in found:
             try:
-                found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+                found += map(
+                    int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                )
             except OSError:
                 continue
         return found
 
     def faults(self, what: str, expected: tuple[int, ...] = (DONE,)) -> list[str]:
-        """What is wrong with how it ended: a hang, a traceback, another status, more than a line of error."""
+        """What is wrong with how it ended: a hang, a traceback, another status, more
+        than a line of error.
+        """
         if not self.wait(LIMIT):
             self.signal(signal.SIGKILL)
             self.wait(LIMIT)
@@ -116,6 +135,8 @@ class Child:
         return self._output.read().decode(errors="replace")
 
 
-def done(work: Callable[[], Any], what: str, expected: tuple[int, ...] = (DONE,)) -> list[str]:
+def done(
+    work: Callable[[], Any], what: str, expected: tuple[int, ...] = (DONE,)
+) -> list[str]:
     """The faults of a piece of work that nobody disturbs."""
     return Child(work).faults(what, expected)

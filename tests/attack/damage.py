@@ -14,20 +14,36 @@ from attack.subject import Subject, finished
 _VALUES = (None, [], {}, "text", 7, -1.5, True, [[None]], {"a": {"b": []}}, "\udcff")
 
 
-def damaged_folders(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
-    """Finished folders with one to three damages: opened and resumed, or refused in one line."""
+def damaged_folders(
+    subject: Subject, rng: random.Random, n: int
+) -> Iterator[list[str]]:
+    """Finished folders with one to three damages: opened and resumed, or refused in one
+    line.
+    """
     for _ in range(n):
         folder = subject.new_folder()
         shutil.copytree(subject.calm, folder)
         done = [rng.choice(_DAMAGES)(folder, rng) for _ in range(rng.randint(1, 3))]
         what = f"{', '.join(done)} in {folder.name}"
         # What says what the results are of may be refused; a damaged result never is.
-        expected = (DONE, REFUSED) if any("json" in one or "folder" in one for one in done) else (DONE,)
+        expected = (
+            (DONE, REFUSED)
+            if any("json" in one or "folder" in one for one in done)
+            else (DONE,)
+        )
         # A record that was changed counts for nothing, whatever it says.
-        same = [path.name for path in subject.calm.iterdir() if _content(folder / path.name) == path.read_bytes()]
+        same = [
+            path.name
+            for path in subject.calm.iterdir()
+            if _content(folder / path.name) == path.read_bytes()
+        ]
         there = finished(folder).items()
-        before = {name: one for name, one in there if {name, f"{name[:-3]}.json"} <= {*same}}
-        found = Child(lambda folder=folder: subject.check_opened(folder)).faults(f"opening after {what}", expected)
+        before = {
+            name: one for name, one in there if {name, f"{name[:-3]}.json"} <= {*same}
+        }
+        found = Child(lambda folder=folder: subject.check_opened(folder)).faults(
+            f"opening after {what}", expected
+        )
         found += subject.completed(folder, what, expected)
         yield found + subject.faults(folder, before, what)
 
@@ -68,7 +84,9 @@ def _a_folder_of_its_name(folder: Path, rng: random.Random) -> str:
 
 
 def _swapped(folder: Path, rng: random.Random) -> str:
-    one, other = rng.sample(sorted(path for path in folder.iterdir() if path.is_file()), 2)
+    one, other = rng.sample(
+        sorted(path for path in folder.iterdir() if path.is_file()), 2
+    )
     shutil.copy(one, spare := folder / ".spare")
     shutil.copy(other, one)
     os.replace(spare, other)
@@ -77,7 +95,19 @@ def _swapped(folder: Path, rng: random.Random) -> str:
 
 def _other_content(folder: Path, rng: random.Random) -> str:
     path = _any_file(folder, rng)
-    path.write_bytes(rng.choice([b"", b"[" * 100_000, b"\xff\xfe{", b"null", b"1e999", b'{"version": 2}', b"NaN"]))
+    path.write_bytes(
+        rng.choice(
+            [
+                b"",
+                b"[" * 100_000,
+                b"\xff\xfe{",
+                b"null",
+                b"1e999",
+                b'{"version": 2}',
+                b"NaN",
+            ]
+        )
+    )
     return f"{path.name} overwritten"
 
 
@@ -93,7 +123,9 @@ def _another_value(folder: Path, rng: random.Random) -> str:
         return "nothing"
     place, keys = content, []
     while isinstance(place, dict | list) and place:
-        keys.append(rng.choice(sorted(place) if isinstance(place, dict) else range(len(place))))
+        keys.append(
+            rng.choice(sorted(place) if isinstance(place, dict) else range(len(place)))
+        )
         if not isinstance(place[keys[-1]], dict | list) or rng.random() < 0.3:
             place[keys[-1]] = rng.choice(_VALUES)
             break

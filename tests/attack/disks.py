@@ -1,4 +1,6 @@
-"""Disks that fill: a run may write so many bytes and no more, and goes on when there is room again."""
+"""Disks that fill: a run may write so many bytes and no more, and goes on when there is
+room again.
+"""
 
 import random
 import resource
@@ -14,7 +16,9 @@ from attack.subject import Finished, Subject, finished
 
 
 def full_disks(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
-    """Of a survey and of commands; a small disk of its own where one can be made, else a limit on every file."""
+    """Of a survey and of commands; a small disk of its own where one can be made, else
+    a limit on every file.
+    """
     sizes = sorted(path.stat().st_size for path in subject.calm.iterdir())
     options = ["--model", str(subject.root / "a"), "--prompt", "w3 w14 w15", "--k", "2"]
     for i in range(n):
@@ -23,15 +27,29 @@ def full_disks(subject: Subject, rng: random.Random, n: int) -> Iterator[list[st
         if i % 4 == 3:
             name = rng.choice(["depth", "trajectory", "report"])
             out = str(folder / ("page.html" if name == "report" else "out"))
-            limit, arguments = int(10 ** rng.uniform(1, 6)), [name, *options, "--out", out]
-            child = Child(lambda limit=limit, arguments=arguments: _limited(limit, lambda: command(arguments)))
-            yield child.faults(f"a full disk under `{name}`", (DONE, REFUSED)) + _halves(folder)
+            limit, arguments = (
+                int(10 ** rng.uniform(1, 6)),
+                [name, *options, "--out", out],
+            )
+            child = Child(
+                lambda limit=limit, arguments=arguments: _limited(
+                    limit, lambda: command(arguments)
+                )
+            )
+            yield child.faults(
+                f"a full disk under `{name}`", (DONE, REFUSED)
+            ) + _halves(folder)
             continue
         what = f"a full disk under {folder.name}"
         with _small_disk(folder, rng.randrange(4_000, sum(sizes))) as is_small:
-            # The limit is on one file: nothing fits, or records do, or all but the largest result.
+            # The limit is on one file: nothing fits, or records do, or all but the
+            # largest result.
             limit = None if is_small else rng.randrange(10, sizes[-1])
-            child = Child(lambda limit=limit, folder=folder: _limited(limit, lambda: subject.run(folder)))
+            child = Child(
+                lambda limit=limit, folder=folder: _limited(
+                    limit, lambda: subject.run(folder)
+                )
+            )
             found = child.faults(what, (DONE, REFUSED))
             if child.status == REFUSED and "is the disk full" not in child.said():
                 found.append(f"said {child.said()!r}: {what}")
@@ -39,7 +57,9 @@ def full_disks(subject: Subject, rng: random.Random, n: int) -> Iterator[list[st
             found += subject.faults(folder, Finished(), what) + _halves(folder)
             if is_small:
                 subprocess.run(["mount", "-o", "remount,size=64m", folder], check=True)
-            found += subject.completed(folder, what) + subject.faults(folder, before, what)
+            found += subject.completed(folder, what) + subject.faults(
+                folder, before, what
+            )
         yield found
 
 
@@ -53,7 +73,10 @@ def _limited(limit: int | None, work: Callable[[], object]) -> None:
 @contextmanager
 def _small_disk(folder: Path, n_bytes: int) -> Iterator[bool]:
     """A file system of that size in the folder, if this user may make one."""
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "tmpfs", folder], capture_output=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "tmpfs", folder],
+        capture_output=True,
+    )
     try:
         yield made.returncode == 0
     finally:

@@ -1,4 +1,6 @@
-"""Ctrl-C at any moment: of a run, of a command, and inside a measurement, which must leave the model as it was."""
+"""Ctrl-C at any moment: of a run, of a command, and inside a measurement, which must
+leave the model as it was.
+"""
 
 import json
 import os
@@ -19,9 +21,17 @@ from attack.kills import left_over
 from attack.subject import PROMPTS, Finished, Subject, finished
 
 
-def interrupts_of_measurements(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
-    """Of traces and couplings in this process; the next result must be the same to the bit."""
-    models = [_model(architecture, dtype, subject) for architecture in ("gpt2", "llama") for dtype in _DTYPES]
+def interrupts_of_measurements(
+    subject: Subject, rng: random.Random, n: int
+) -> Iterator[list[str]]:
+    """Of traces and couplings in this process; the next result must be the same to the
+    bit.
+    """
+    models = [
+        _model(architecture, dtype, subject)
+        for architecture in ("gpt2", "llama")
+        for dtype in _DTYPES
+    ]
     expected = [_measured(model) for model in models]
     _measured(models[0])
     seconds = max(_seconds_of(model) for model in models)
@@ -34,13 +44,19 @@ def interrupts_of_measurements(subject: Subject, rng: random.Random, n: int) -> 
             continue
         n_done += 1
         what = f"an interrupt after {after:.4f} s in a measurement"
-        found = [f"left behind: {key} by {what}" for key, one in state_of(models[i]).items() if one != before[key]]
+        found = [
+            f"left behind: {key} by {what}"
+            for key, one in state_of(models[i]).items()
+            if one != before[key]
+        ]
         if not torch.equal(_measured(models[i]), expected[i]):
             found.append(f"wrong value: after {what}")
         yield found
 
 
-def interrupts_of_runs(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
+def interrupts_of_runs(
+    subject: Subject, rng: random.Random, n: int
+) -> Iterator[list[str]]:
     """Of a run in one process, which says in one line what it keeps."""
     folder, before, n_done = subject.new_folder(), Finished(), 0
     while n_done < n:
@@ -52,28 +68,58 @@ def interrupts_of_runs(subject: Subject, rng: random.Random, n: int) -> Iterator
         if child.status == INTERRUPTED:
             n_done += 1
             n_finished = len(finished(folder))
-            said = (
-                f"interrupted: {folder} keeps {n_finished} of {subject.n_units} finished; the same again does the rest"
-            )
+            said = f"interrupted: {folder} keeps {n_finished} of {subject.n_units} finished; the same again does the rest"
             # Before it has begun there is nothing to say.
-            found += [f"said {child.said()!r}: {what}"] if child.said().strip() not in (said, "") else []
+            found += (
+                [f"said {child.said()!r}: {what}"]
+                if child.said().strip() not in (said, "")
+                else []
+            )
             found += subject.faults(folder, before, what)
             before = finished(folder)
         if child.status != INTERRUPTED or rng.random() < 0.3:
-            found += subject.completed(folder, what) + subject.faults(folder, before, what)
+            found += subject.completed(folder, what) + subject.faults(
+                folder, before, what
+            )
             folder, before = subject.new_folder(), Finished()
         if found or child.status == INTERRUPTED:
             yield found
 
 
-def interrupts_of_commands(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
-    """Of `tl-coupling survey --workers 2`, by SIGINT or SIGTERM, once or more; no process may be left."""
+def interrupts_of_commands(
+    subject: Subject, rng: random.Random, n: int
+) -> Iterator[list[str]]:
+    """Of `tl-coupling survey --workers 2`, by SIGINT or SIGTERM, once or more; no
+    process may be left.
+    """
     prompts = subject.root / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": str(i), "prompt": p}) + "\n" for i, p in enumerate(PROMPTS)))
+    prompts.write_text(
+        "".join(
+            json.dumps({"id": str(i), "prompt": p}) + "\n"
+            for i, p in enumerate(PROMPTS)
+        )
+    )
     for _ in range(n):
         out = subject.new_folder()
-        options = ["survey", "--model", f"a={subject.root / 'a'}", "--model", f"b={subject.root / 'b'}", "--k", "2"]
-        options += ["--prompts", str(prompts), "--prompts-per-unit", "1", "--workers", "2", "--out", str(out)]
+        options = [
+            "survey",
+            "--model",
+            f"a={subject.root / 'a'}",
+            "--model",
+            f"b={subject.root / 'b'}",
+            "--k",
+            "2",
+        ]
+        options += [
+            "--prompts",
+            str(prompts),
+            "--prompts-per-unit",
+            "1",
+            "--workers",
+            "2",
+            "--out",
+            str(out),
+        ]
         child = Child(lambda options=options: command(options))
         child.wait(rng.uniform(0.5, 10))
         family, number = child.family(), rng.choice([signal.SIGINT, signal.SIGTERM])
@@ -89,7 +135,11 @@ def interrupts_of_commands(subject: Subject, rng: random.Random, n: int) -> Iter
         again = Child(lambda options=options: command(options))
         found += again.faults(f"the command again after {what}")
         now = finished(units)
-        found += [f"recomputed or lost: {name} after {what}" for name in before if now.get(name) != before[name]]
+        found += [
+            f"recomputed or lost: {name} after {what}"
+            for name in before
+            if now.get(name) != before[name]
+        ]
         yield found
 
 
@@ -105,7 +155,9 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _model(architecture: str, dtype: torch.dtype, subject: Subject) -> nn.Module:
-    return tiny.bridge(tiny.huggingface_model(architecture, dtype=dtype), subject.root / "a")
+    return tiny.bridge(
+        tiny.huggingface_model(architecture, dtype=dtype), subject.root / "a"
+    )
 
 
 def _measured(model: nn.Module) -> torch.Tensor:
@@ -120,7 +172,9 @@ def _seconds_of(model: nn.Module) -> float:
 
 def _interrupted(model: nn.Module, after: float) -> bool:
     """Whether a measurement was cut off by Ctrl-C that long after its start."""
-    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(
+        signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT)
+    )
     try:
         signal.setitimer(signal.ITIMER_REAL, after)
         _measured(model)
@@ -134,7 +188,9 @@ def _interrupted(model: nn.Module, after: float) -> bool:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Everything that a measurement touches: weights, dtypes, hooks, forwards, switches of the process."""
+    """Everything that a measurement touches: weights, dtypes, hooks, forwards, switches
+    of the process.
+    """
     modules = list(model.modules())
     return {
         "weights": [(p.data_ptr(), p.dtype) for p in model.parameters()],
@@ -142,7 +198,10 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "forwards": ["forward" in vars(m) for m in modules],
         "matmul": torch.get_float32_matmul_precision(),
         "cudnn": torch.backends.cudnn.allow_tf32,
-        "sdpa": (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()),
+        "sdpa": (
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+        ),
         "grad": torch.is_grad_enabled(),
         "random": torch.get_rng_state().tolist(),
         "handler": signal.getsignal(signal.SIGINT),

@@ -1,4 +1,6 @@
-"""SIGKILL at any moment: of a run in one process, of a run in several, of their workers."""
+"""SIGKILL at any moment: of a run in one process, of a run in several, of their
+workers.
+"""
 
 import os
 import random
@@ -31,13 +33,19 @@ def kills(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
         found = subject.faults(folder, before, what)
         before = finished(folder)
         if rng.random() < 0.3:
-            found += subject.completed(folder, what) + subject.faults(folder, before, what)
+            found += subject.completed(folder, what) + subject.faults(
+                folder, before, what
+            )
             folder, before = subject.new_folder(), Finished()
         yield found
 
 
-def kills_of_workers(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
-    """A run in two processes: either it or one of these is killed, and none may be left."""
+def kills_of_workers(
+    subject: Subject, rng: random.Random, n: int
+) -> Iterator[list[str]]:
+    """A run in two processes: either it or one of these is killed, and none may be
+    left.
+    """
     for _ in range(n):
         folder = subject.new_folder()
         child = Child(lambda folder=folder: _run_in_processes(subject, folder))
@@ -47,17 +55,25 @@ def kills_of_workers(subject: Subject, rng: random.Random, n: int) -> Iterator[l
         what = f"a kill of {'a run with workers' if victim == child.pid else 'a worker'} in {folder.name}"
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        found = child.faults(what, (DONE, -signal.SIGKILL) if victim == child.pid else (DONE,))
+        found = child.faults(
+            what, (DONE, -signal.SIGKILL) if victim == child.pid else (DONE,)
+        )
         found += left_over(family, what)
         before = finished(folder)
         found += subject.faults(folder, before, what)
-        yield found + subject.completed(folder, what) + subject.faults(folder, before, what)
+        yield (
+            found
+            + subject.completed(folder, what)
+            + subject.faults(folder, before, what)
+        )
 
 
 def left_over(pids: list[int], what: str) -> list[str]:
     """The processes that do not end within seconds."""
     deadline = time.monotonic() + 30
-    while (there := [pid for pid in pids if _is_running(pid)]) and time.monotonic() < deadline:
+    while (
+        there := [pid for pid in pids if _is_running(pid)]
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in there:
         with suppress(ProcessLookupError):

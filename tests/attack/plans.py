@@ -1,4 +1,6 @@
-"""Two plans for one folder: runs that race for it, and jobs that the run of an earlier plan has left."""
+"""Two plans for one folder: runs that race for it, and jobs that the run of an earlier
+plan has left.
+"""
 
 import random
 import signal
@@ -18,9 +20,11 @@ _KILLED = -signal.SIGKILL
 
 
 def racing_plans(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
-    """Two surveys whose units have the same names, started at nearly the same time; one may be killed.
+    """Two surveys whose units have the same names, started at nearly the same time; one
+    may be killed.
 
-    Whichever comes second is refused, then and later, and the results are those of one plan.
+    Whichever comes second is refused, then and later, and the results are those of one
+    plan.
     """
     surveys = [subject.survey, _other_survey(subject)]
     wholes = [without_costs(tlc.run(survey, progress=False)) for survey in surveys]
@@ -33,7 +37,11 @@ def racing_plans(subject: Subject, rng: random.Random, n: int) -> Iterator[list[
             children[-1].wait(rng.uniform(0, 0.5) * subject.seconds)
         if rng.random() < 0.3:
             rng.choice(children).signal(signal.SIGKILL)
-        found = [fault for child in children for fault in child.faults(what, (DONE, REFUSED, _KILLED))]
+        found = [
+            fault
+            for child in children
+            for fault in child.faults(what, (DONE, REFUSED, _KILLED))
+        ]
         statuses = []
         for survey, whole in zip(surveys, wholes, strict=True):
             again = Child(partial(check_run, survey, folder, whole))
@@ -44,8 +52,12 @@ def racing_plans(subject: Subject, rng: random.Random, n: int) -> Iterator[list[
         yield found
 
 
-def orphans_of_an_earlier_plan(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
-    """Jobs of a run that is gone go on, or begin, while another survey is run in its folder."""
+def orphans_of_an_earlier_plan(
+    subject: Subject, rng: random.Random, n: int
+) -> Iterator[list[str]]:
+    """Jobs of a run that is gone go on, or begin, while another survey is run in its
+    folder.
+    """
     for _ in range(n):
         folder = subject.new_folder()
         what = f"orphans in {folder.name}"
@@ -63,11 +75,16 @@ def orphans_of_an_earlier_plan(subject: Subject, rng: random.Random, n: int) -> 
         if rng.random() < 0.3:
             orphans.wait(rng.uniform(0, 1) * subject.seconds)
             orphans.signal(signal.SIGKILL)
-        found = child.faults(what, (DONE, REFUSED)) + orphans.faults(what, (DONE, _KILLED))
-        # Where the orphans finished a unit before the run began, the folder is of their plan.
+        found = child.faults(what, (DONE, REFUSED)) + orphans.faults(
+            what, (DONE, _KILLED)
+        )
+        # Where the orphans finished a unit before the run began, the folder is of their
+        # plan.
         if child.status == DONE:
             found += subject.faults(folder, Finished(), what)
-            found += subject.completed(folder, what) + subject.faults(folder, Finished(), what)
+            found += subject.completed(folder, what) + subject.faults(
+                folder, Finished(), what
+            )
         yield found
 
 

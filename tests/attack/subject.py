@@ -1,4 +1,6 @@
-"""The survey that is attacked, and what must hold of its folder whatever happened to it."""
+"""The survey that is attacked, and what must hold of its folder whatever happened to
+it.
+"""
 
 import hashlib
 import json
@@ -20,7 +22,9 @@ Finished = dict[str, tuple[bytes, int]]
 
 
 class Subject:
-    """Two tiny models on three prompts, a unit each; the same survey undisturbed is what every other must equal."""
+    """Two tiny models on three prompts, a unit each; the same survey undisturbed is
+    what every other must equal.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -36,7 +40,9 @@ class Subject:
         start = time.perf_counter()
         self.whole = without_costs(tlc.run(self.survey, self.calm, progress=False))
         self.seconds = time.perf_counter() - start
-        self._values = {path.name: xarray.load_dataset(path) for path in self.calm.glob("*.nc")}
+        self._values = {
+            path.name: xarray.load_dataset(path) for path in self.calm.glob("*.nc")
+        }
         self.n_units, self._n_folders = len(self._values), 0
 
     def new_folder(self) -> Path:
@@ -53,9 +59,15 @@ class Subject:
         return Child(lambda: self.run(folder, **options))
 
     def faults(self, folder: Path, before: Finished, what: str) -> list[str]:
-        """What is wrong in the folder: a value, a finished unit that is gone or was computed again."""
+        """What is wrong in the folder: a value, a finished unit that is gone or was
+        computed again.
+        """
         now = finished(folder)
-        wrong = [name for name, (content, _) in now.items() if not self._is_right(name, content)]
+        wrong = [
+            name
+            for name, (content, _) in now.items()
+            if not self._is_right(name, content)
+        ]
         again = [name for name, one in before.items() if now.get(name) != one]
         found = [f"wrong value: {name} after {what}" for name in wrong]
         return found + [f"recomputed or lost: {name} after {what}" for name in again]
@@ -63,7 +75,9 @@ class Subject:
     def _is_right(self, name: str, content: bytes) -> bool:
         copy = self.root / "copy.nc"
         copy.write_bytes(content)
-        return name in self._values and xarray.load_dataset(copy).equals(self._values[name])
+        return name in self._values and xarray.load_dataset(copy).equals(
+            self._values[name]
+        )
 
     def check_opened(self, folder: Path) -> None:
         """Open the folder: what is there must be right, however much is missing."""
@@ -73,14 +87,24 @@ class Subject:
             if not bool((values.isnull() | (values == wanted[name])).all()):
                 raise AssertionError(f"wrong value: {name}")
 
-    def completed(self, folder: Path, what: str, expected: tuple[int, ...] = (0,)) -> list[str]:
-        """The faults of a run that does the rest, whose results must be those of the undisturbed one."""
+    def completed(
+        self, folder: Path, what: str, expected: tuple[int, ...] = (0,)
+    ) -> list[str]:
+        """The faults of a run that does the rest, whose results must be those of the
+        undisturbed one.
+        """
 
-        return done(lambda: check_run(self.survey, folder, self.whole), f"run again after {what}", expected)
+        return done(
+            lambda: check_run(self.survey, folder, self.whole),
+            f"run again after {what}",
+            expected,
+        )
 
 
 def check_run(survey: tlc.Survey, folder: Path, whole: xarray.Dataset) -> None:
-    """Run a survey, start or end: the results must be those of the undisturbed one, `without_costs`."""
+    """Run a survey, start or end: the results must be those of the undisturbed one,
+    `without_costs`.
+    """
     data = tlc.run(survey, folder, progress=False)
     for one in (data, tlc.open_survey(folder)):
         if not without_costs(one).equals(whole):
@@ -88,7 +112,9 @@ def check_run(survey: tlc.Survey, folder: Path, whole: xarray.Dataset) -> None:
 
 
 def finished(folder: Path) -> Finished:
-    """The finished units, read without the library: a record that says so, and a result with its checksum."""
+    """The finished units, read without the library: a record that says so, and a result
+    with its checksum.
+    """
     found: Finished = {}
     for path in sorted(folder.glob("[!.]*.json")) if folder.is_dir() else []:
         result = path.with_suffix(".nc")
@@ -96,7 +122,10 @@ def finished(folder: Path) -> Finished:
             record, content = json.loads(path.read_text()), result.read_bytes()
         except (OSError, ValueError, RecursionError):
             continue
-        same = isinstance(record, dict) and record.get("sha256") == hashlib.sha256(content).hexdigest()
+        same = (
+            isinstance(record, dict)
+            and record.get("sha256") == hashlib.sha256(content).hexdigest()
+        )
         if same and record.get("status") == "finished":
             found[result.name] = (content, result.stat().st_mtime_ns)
     return found

@@ -1,4 +1,6 @@
-"""Block Jacobians of every architecture against plain autograd over the whole HuggingFace model."""
+"""Block Jacobians of every architecture against plain autograd over the whole
+HuggingFace model.
+"""
 
 from pathlib import Path
 
@@ -10,8 +12,16 @@ import tl_coupling as tlc
 from tl_coupling.jacobians import jacobian_and_path
 
 FIRST, MIDDLE, LAST = 0, 4, 7
-# A window of 4 hides position 2 from position 6: there the sliding-window models' Jacobian is exactly zero.
-PAIRS = [(FIRST, FIRST), (MIDDLE, MIDDLE), (LAST, LAST), (MIDDLE, LAST), (FIRST, LAST), (2, 6)]
+# A window of 4 hides position 2 from position 6: there the sliding-window models'
+# Jacobian is exactly zero.
+PAIRS = [
+    (FIRST, FIRST),
+    (MIDDLE, MIDDLE),
+    (LAST, LAST),
+    (MIDDLE, LAST),
+    (FIRST, LAST),
+    (2, 6),
+]
 # Attention that holds a norm (BERT), or rows that meet in a state.
 NOT_LINEARISED = {"bert", "mamba", "rwkv"}
 # Every token sees every other.
@@ -23,18 +33,30 @@ def assert_close(J: torch.Tensor, expected: torch.Tensor, rel: float = 2e-6) -> 
 
 
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
-def test_jacobians_and_products_equal_autograd_over_the_whole_model(architecture: str, tokenizer_folder: Path) -> None:
+def test_jacobians_and_products_equal_autograd_over_the_whole_model(
+    architecture: str, tokenizer_folder: Path
+) -> None:
     hf_model = tiny.huggingface_model(architecture)
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
     paths = set()
     for layer in range(tiny.N_LAYERS):
-        for (t1, t2), expected in tiny.oracle_jacobians(hf_model, tiny.TOKENS, layer, PAIRS).items():
+        for (t1, t2), expected in tiny.oracle_jacobians(
+            hf_model, tiny.TOKENS, layer, PAIRS
+        ).items():
             J, path = jacobian_and_path(trace.blocks[layer], t1, t2)
             paths.add(path)
             assert_close(J, expected)
             v = torch.randn(tiny.D_MODEL, generator=torch.Generator().manual_seed(t2))
-            assert_close(tlc.block_jvp(trace, layer, v, input_position=t1, output_position=t2), expected @ v, 1e-5)
-            assert_close(tlc.block_vjp(trace, layer, v, input_position=t1, output_position=t2), v @ expected, 1e-5)
+            assert_close(
+                tlc.block_jvp(trace, layer, v, input_position=t1, output_position=t2),
+                expected @ v,
+                1e-5,
+            )
+            assert_close(
+                tlc.block_vjp(trace, layer, v, input_position=t1, output_position=t2),
+                v @ expected,
+                1e-5,
+            )
         assert_close(
             trace.blocks[layer].full_sequence(3, 3)(trace.blocks[layer].X[3]),
             trace.residual[layer + 1, 3] - trace.residual[layer, 3],
@@ -44,7 +66,9 @@ def test_jacobians_and_products_equal_autograd_over_the_whole_model(architecture
 
 
 @pytest.mark.parametrize("architecture", sorted(tiny.CONFIGS.keys() - NOT_CAUSAL))
-def test_a_later_token_reaches_no_earlier_one(architecture: str, tokenizer_folder: Path) -> None:
+def test_a_later_token_reaches_no_earlier_one(
+    architecture: str, tokenizer_folder: Path
+) -> None:
     hf_model = tiny.huggingface_model(architecture)
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
     J = tlc.block_jacobian(trace, 1, input_position=5, output_position=3)
@@ -53,8 +77,12 @@ def test_a_later_token_reaches_no_earlier_one(architecture: str, tokenizer_folde
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
-def test_finite_differences_in_float64(architecture: str, tokenizer_folder: Path) -> None:
-    """For two architectures whose every operation really is in float64 (HuggingFace's RMSNorm, for one, is not)."""
+def test_finite_differences_in_float64(
+    architecture: str, tokenizer_folder: Path
+) -> None:
+    """For two architectures whose every operation really is in float64 (HuggingFace's
+    RMSNorm, for one, is not).
+    """
     hf_model = tiny.huggingface_model(architecture, dtype=torch.float64)
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
     assert trace.residual.dtype == torch.float64
@@ -72,24 +100,41 @@ def test_finite_differences_in_float64(architecture: str, tokenizer_folder: Path
 
 
 @tiny.needs_hooked_transformer
-@pytest.mark.parametrize(("architecture", "name"), [("gpt2", "gpt2"), ("gpt_neox", "EleutherAI/pythia-14m")])
-def test_both_backends_give_the_same_jacobians(architecture: str, name: str, hub: Path) -> None:
-    models = {backend: tlc.load_model(name, backend=backend) for backend in ("bridge", "hooked")}
-    traces = {backend: tlc.trace(model, tiny.TOKENS) for backend, model in models.items()}
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("gpt2", "gpt2"), ("gpt_neox", "EleutherAI/pythia-14m")]
+)
+def test_both_backends_give_the_same_jacobians(
+    architecture: str, name: str, hub: Path
+) -> None:
+    models = {
+        backend: tlc.load_model(name, backend=backend)
+        for backend in ("bridge", "hooked")
+    }
+    traces = {
+        backend: tlc.trace(model, tiny.TOKENS) for backend, model in models.items()
+    }
     hf_model = tiny.huggingface_model(architecture)
     for layer in range(tiny.N_LAYERS):
         for t1, t2 in PAIRS:
             expected = tiny.oracle_jacobian(hf_model, tiny.TOKENS, layer, t1, t2)
-            J = {b: jacobian_and_path(t.blocks[layer], t1, t2) for b, t in traces.items()}
+            J = {
+                b: jacobian_and_path(t.blocks[layer], t1, t2) for b, t in traces.items()
+            }
             assert_close(J["bridge"][0], J["hooked"][0], 1e-5)
             assert_close(J["hooked"][0], expected, 1e-5)
             assert J["hooked"][1] != "full_sequence"
     coupling = {b: tlc.depth_coupling(t, k=8).coupling() for b, t in traces.items()}
-    torch.testing.assert_close(coupling["bridge"], coupling["hooked"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        coupling["bridge"], coupling["hooked"], rtol=0, atol=1e-5
+    )
 
 
-def test_a_bfloat16_model_is_linearised_in_float32_and_left_as_it_was(tokenizer_folder: Path) -> None:
-    """At the residual stream that the bfloat16 model has, with its weights in float32."""
+def test_a_bfloat16_model_is_linearised_in_float32_and_left_as_it_was(
+    tokenizer_folder: Path,
+) -> None:
+    """At the residual stream that the bfloat16 model has, with its weights in
+    float32.
+    """
     hf_model = tiny.huggingface_model("gpt2", dtype=torch.bfloat16)
     model = tiny.bridge(hf_model, tokenizer_folder)
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -97,7 +142,10 @@ def test_a_bfloat16_model_is_linearised_in_float32_and_left_as_it_was(tokenizer_
     J, path = jacobian_and_path(trace.blocks[1], LAST, LAST)
     assert (J.dtype, path) == (torch.float32, "token_local_linearised")
     after = dict(model.named_parameters())
-    assert all(p.dtype == torch.bfloat16 and torch.equal(p, before[name]) for name, p in after.items())
+    assert all(
+        p.dtype == torch.bfloat16 and torch.equal(p, before[name])
+        for name, p in after.items()
+    )
 
     X = trace.residual[1][None]
     stream = tiny.layers_of(upcast := hf_model.float())[1].register_forward_pre_hook(
@@ -117,10 +165,16 @@ def test_float64_on_request_agrees_with_float32(tokenizer_folder: Path) -> None:
     assert not torch.equal(J32.double(), J64)
 
 
-def test_a_block_that_is_wrong_when_called_on_one_row_falls_back_to_the_full_sequence(tokenizer_folder: Path) -> None:
-    """A block that scales its output by the number of rows it is given: token-local values and products are wrong."""
+def test_a_block_that_is_wrong_when_called_on_one_row_falls_back_to_the_full_sequence(
+    tokenizer_folder: Path,
+) -> None:
+    """A block that scales its output by the number of rows it is given: token-local
+    values and products are wrong.
+    """
     model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
-    model.blocks[1].mlp.register_forward_hook(lambda _, args, out: out * args[0].shape[1])
+    model.blocks[1].mlp.register_forward_hook(
+        lambda _, args, out: out * args[0].shape[1]
+    )
     trace = tlc.trace(model, tiny.TOKENS)
     J, path = jacobian_and_path(trace.blocks[1], LAST, LAST)
     assert path == "full_sequence"

@@ -1,4 +1,6 @@
-"""A block that is not the function that was traced, or has no derivative, is refused; failures are told apart."""
+"""A block that is not the function that was traced, or has no derivative, is refused;
+failures are told apart.
+"""
 
 import dataclasses
 import re
@@ -50,7 +52,9 @@ def doubled(z, hook=None):
 
 def assert_all_refuse(trace: tlc.Trace) -> None:
     for measure in measurements(trace):
-        with pytest.raises(StepError, match=r"block 1 .*differs by \d+ %.*hooks changed") as refused:
+        with pytest.raises(
+            StepError, match=r"block 1 .*differs by \d+ %.*hooks changed"
+        ) as refused:
             measure()
         assert "\n" not in str(refused.value)
 
@@ -59,8 +63,12 @@ def test_traced_inside_hooks_and_measured_outside(model: nn.Module) -> None:
     with model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", doubled)]):
         trace = tlc.trace(model, tiny.TOKENS)
         inside = tlc.block_jacobian(trace, 1)
-    assert_all_refuse(tlc.Trace(**{**vars(trace), "blocks": tuple(_anew(f) for f in trace.blocks)}))
-    assert not torch.allclose(inside, tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1), rtol=0.1)
+    assert_all_refuse(
+        tlc.Trace(**{**vars(trace), "blocks": tuple(_anew(f) for f in trace.blocks)})
+    )
+    assert not torch.allclose(
+        inside, tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1), rtol=0.1
+    )
 
 
 def _anew(f):
@@ -84,15 +92,21 @@ def test_traced_outside_hooks_and_measured_inside(model: nn.Module) -> None:
     tlc.block_jacobian(trace, 1)
 
 
-def test_hooks_that_stay_are_part_of_the_function_and_of_the_provenance(model: nn.Module) -> None:
+def test_hooks_that_stay_are_part_of_the_function_and_of_the_provenance(
+    model: nn.Module,
+) -> None:
     hf_model = tiny.huggingface_model("llama")
     tiny.layers_of(hf_model)[1].mlp.register_forward_hook(lambda _, __, out: 2 * out)
     expected = tiny.oracle_jacobian(hf_model, tiny.TOKENS, 1, LAST, LAST)
     model.add_hook("blocks.1.hook_mlp_out", doubled)
     trace = tlc.trace(model, tiny.TOKENS)
-    torch.testing.assert_close(tlc.block_jacobian(trace, 1), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        tlc.block_jacobian(trace, 1), expected, rtol=1e-5, atol=1e-5
+    )
     assert [name for name in trace.provenance["hooks"] if name.startswith("blocks.1.")]
-    assert not [name for name in trace.provenance["hooks"] if name.startswith("blocks.0.")]
+    assert not [
+        name for name in trace.provenance["hooks"] if name.startswith("blocks.0.")
+    ]
     model.reset_hooks()
     assert tlc.trace(model, tiny.TOKENS).provenance["hooks"] == []
 
@@ -131,7 +145,9 @@ def test_weights_of_the_final_norm_that_changed(model: nn.Module) -> None:
 
 
 def test_a_block_that_draws_random_numbers(model: nn.Module) -> None:
-    model.add_hook("blocks.1.hook_mlp_out", lambda z, hook: z + 0.1 * torch.randn_like(z))
+    model.add_hook(
+        "blocks.1.hook_mlp_out", lambda z, hook: z + 0.1 * torch.randn_like(z)
+    )
     with pytest.raises(StepError, match="random numbers"):
         tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
 
@@ -162,7 +178,9 @@ def test_autocast_does_not_take_part(model: nn.Module, around: str) -> None:
 
 
 def test_a_bfloat16_model_whose_weights_changed(tokenizer_folder: Path) -> None:
-    model = tiny.bridge(tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder)
+    model = tiny.bridge(
+        tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder
+    )
     trace = tlc.trace(model, tiny.TOKENS)
     with torch.no_grad():
         for p in model.blocks[1].mlp.parameters():
@@ -171,26 +189,42 @@ def test_a_bfloat16_model_whose_weights_changed(tokenizer_folder: Path) -> None:
         tlc.block_jacobian(trace, 1)
 
 
-def test_a_mixture_whose_tokens_go_to_other_experts_in_float32_is_remarked_on(tokenizer_folder: Path) -> None:
-    """Many experts and long prompts: some token lies where bfloat16 and float32 disagree about its experts."""
+def test_a_mixture_whose_tokens_go_to_other_experts_in_float32_is_remarked_on(
+    tokenizer_folder: Path,
+) -> None:
+    """Many experts and long prompts: some token lies where bfloat16 and float32
+    disagree about its experts.
+    """
     hf_model = tiny.huggingface_model(
-        "mixtral", dtype=torch.bfloat16, num_local_experts=32, max_position_embeddings=256
+        "mixtral",
+        dtype=torch.bfloat16,
+        num_local_experts=32,
+        max_position_embeddings=256,
     )
     model = tiny.bridge(hf_model, tokenizer_folder)
-    tokens = torch.randint(1, tiny.VOCAB, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(
+        1, tiny.VOCAB, (200,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     trace = tlc.trace(model, tokens)
     with pytest.warns(
-        UserWarning, match=r"layer 0: the block's step in float32 differs from that in bfloat16 at token"
+        UserWarning,
+        match=r"layer 0: the block's step in float32 differs from that in bfloat16 at token",
     ):
         tlc.block_jacobian(trace, 0)
 
     (remark,) = trace.provenance["remarks"]
     rounded = trace.residual[1] - trace.residual[0]
-    differs = ((trace.blocks[0](trace.residual[0]) - rounded).norm(dim=1) / rounded.norm(dim=1)).argmax()
+    differs = (
+        (trace.blocks[0](trace.residual[0]) - rounded).norm(dim=1) / rounded.norm(dim=1)
+    ).argmax()
     named = re.search(r"at tokens? ([\d, ]+)", remark)
     assert named is not None
-    assert int(differs) in [int(number) for number in re.findall(r"\d+", named.group(1))]
-    dense = tiny.bridge(tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder)
+    assert int(differs) in [
+        int(number) for number in re.findall(r"\d+", named.group(1))
+    ]
+    dense = tiny.bridge(
+        tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder
+    )
     dense_trace = tlc.trace(dense, tiny.TOKENS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -200,14 +234,21 @@ def test_a_mixture_whose_tokens_go_to_other_experts_in_float32_is_remarked_on(to
 
 def test_weights_in_another_dtype_than_the_stream(tokenizer_folder: Path) -> None:
     """A bfloat16 Mamba adds to a float32 stream."""
-    model = tiny.bridge(tiny.huggingface_model("mamba", dtype=torch.bfloat16), tokenizer_folder)
+    model = tiny.bridge(
+        tiny.huggingface_model("mamba", dtype=torch.bfloat16), tokenizer_folder
+    )
     trace = tlc.trace(model, tiny.TOKENS)
     assert tlc.block_jacobian(trace, 1).isfinite().all()
     with torch.no_grad():
         for p in model.blocks[1].parameters():
             p.mul_(1.1)
     with pytest.raises(StepError, match="block 1 is not the function that was traced"):
-        tlc.block_jacobian(tlc.Trace(**{**vars(trace), "blocks": tuple(_anew(f) for f in trace.blocks)}), 1)
+        tlc.block_jacobian(
+            tlc.Trace(
+                **{**vars(trace), "blocks": tuple(_anew(f) for f in trace.blocks)}
+            ),
+            1,
+        )
 
 
 # The slope
@@ -225,7 +266,10 @@ def test_rounding_has_no_derivative(model: nn.Module, step: float, point: str) -
 
 @pytest.mark.parametrize("step", [1.0, 0.25, 0.05])
 def test_rounding_by_way_of_whole_numbers(model: nn.Module, step: float) -> None:
-    model.add_hook("blocks.1.hook_mlp_out", lambda z, hook: (z / step + 100.5).long() * step - 100 * step)
+    model.add_hook(
+        "blocks.1.hook_mlp_out",
+        lambda z, hook: (z / step + 100.5).long() * step - 100 * step,
+    )
     with pytest.raises(DerivativeError, match="it calls `long`"):
         tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
 
@@ -246,7 +290,9 @@ class HalfASlope(torch.autograd.Function):
         return grad
 
 
-def test_a_derivative_that_is_not_the_functions_is_seen_by_its_slope(model: nn.Module) -> None:
+def test_a_derivative_that_is_not_the_functions_is_seen_by_its_slope(
+    model: nn.Module,
+) -> None:
     model.add_hook("blocks.1.hook_mlp_out", lambda z, hook: HalfASlope.apply(z))
     trace = tlc.trace(model, tiny.TOKENS)
     refused = 0
@@ -254,30 +300,49 @@ def test_a_derivative_that_is_not_the_functions_is_seen_by_its_slope(model: nn.M
         try:
             tlc.block_jacobian(trace, 1, position=position)
         except DerivativeError as error:
-            refused += f"at token {position} its slope is not the one that autograd gives" in str(error)
+            refused += (
+                f"at token {position} its slope is not the one that autograd gives"
+                in str(error)
+            )
     assert refused >= 7
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization is deprecated:DeprecationWarning"
+)
 @pytest.mark.parametrize("part", ["mlp", "self_attn"])
 def test_integer_layers_have_no_derivative(tokenizer_folder: Path, part: str) -> None:
     from torch.ao.quantization import quantize_dynamic
 
     hf_model = tiny.huggingface_model("llama")
-    quantize_dynamic(getattr(tiny.layers_of(hf_model)[1], part), {nn.Linear}, dtype=torch.qint8, inplace=True)
+    quantize_dynamic(
+        getattr(tiny.layers_of(hf_model)[1], part),
+        {nn.Linear},
+        dtype=torch.qint8,
+        inplace=True,
+    )
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
     for position in range(8):
-        with pytest.raises(DerivativeError, match=r"quantized\.linear_dynamic.*load the model without quantization"):
+        with pytest.raises(
+            DerivativeError,
+            match=r"quantized\.linear_dynamic.*load the model without quantization",
+        ):
             tlc.block_jacobian(trace, 1, position=position)
     assert tlc.block_jacobian(trace, 0).isfinite().all()
 
 
 @pytest.mark.parametrize("architecture", tiny.COMMON)
-def test_no_derivative_that_exists_is_refused(architecture: str, tokenizer_folder: Path) -> None:
-    """ReLUs with their kinks, experts with their jumps, sharp attention: many points of each."""
+def test_no_derivative_that_exists_is_refused(
+    architecture: str, tokenizer_folder: Path
+) -> None:
+    """ReLUs with their kinks, experts with their jumps, sharp attention: many points of
+    each.
+    """
     model = tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder)
     for seed in range(6):
-        tokens = torch.randint(1, tiny.VOCAB, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
+        tokens = torch.randint(
+            1, tiny.VOCAB, (8,), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
         for block in tlc.trace(model, tokens).blocks:
             block.refer_to(range(8))
 
@@ -291,7 +356,9 @@ def test_memory_that_runs_out_halves_the_chunk() -> None:
     def pull(rows: slice, seeds: torch.Tensor) -> None:
         asked.append(len(seeds))
         if len(seeds) > 3:
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+            raise RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+            )
         J[rows] = 2 * seeds
 
     J = torch.full((10, 10), torch.nan)
@@ -300,7 +367,9 @@ def test_memory_that_runs_out_halves_the_chunk() -> None:
     assert asked == [10, 5, 2, 2, 2, 2, 2]
 
 
-def test_memory_that_runs_out_for_one_row_is_an_error_and_no_more_expensive_way_is_tried(model: nn.Module) -> None:
+def test_memory_that_runs_out_for_one_row_is_an_error_and_no_more_expensive_way_is_tried(
+    model: nn.Module,
+) -> None:
     trace = tlc.trace(model, tiny.TOKENS)
     trace.blocks[1].refer_to([LAST])
 
@@ -333,7 +402,9 @@ def test_what_is_out_of_memory(error: BaseException) -> None:
     assert not is_out_of_memory(BlockError("can't allocate"))
 
 
-def test_an_unexpected_failure_is_a_remark_and_a_warning_and_the_result_right(model: nn.Module) -> None:
+def test_an_unexpected_failure_is_a_remark_and_a_warning_and_the_result_right(
+    model: nn.Module,
+) -> None:
     expected = tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
     trace = tlc.trace(model, tiny.TOKENS)
     trace.blocks[1].refer_to([LAST])
@@ -342,18 +413,30 @@ def test_an_unexpected_failure_is_a_remark_and_a_warning_and_the_result_right(mo
         return z if z.shape[1] > 1 else {}["no such key"]
 
     model.add_hook("blocks.1.hook_mlp_out", of_rows)
-    with pytest.warns(UserWarning, match=r"layer 1: token_local_linearised failed \(KeyError.*more expensive way"):
+    with pytest.warns(
+        UserWarning,
+        match=r"layer 1: token_local_linearised failed \(KeyError.*more expensive way",
+    ):
         J, path = jacobian_and_path(trace.blocks[1], LAST, LAST)
     assert path == "full_sequence"
     torch.testing.assert_close(J, expected, rtol=1e-5, atol=1e-6)
     assert len(trace.provenance["remarks"]) == 2
-    assert all("layer 1" in remark and "KeyError" in remark for remark in trace.provenance["remarks"])
-    assert tlc.depth_coupling(trace, k=4).provenance["remarks"] == trace.provenance["remarks"]
+    assert all(
+        "layer 1" in remark and "KeyError" in remark
+        for remark in trace.provenance["remarks"]
+    )
+    assert (
+        tlc.depth_coupling(trace, k=4).provenance["remarks"]
+        == trace.provenance["remarks"]
+    )
 
 
 def test_an_expected_refusal_is_no_remark(tokenizer_folder: Path) -> None:
     for architecture in ("bloom", "mixtral", "mpt", "opt"):
-        trace = tlc.trace(tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder), tiny.TOKENS)
+        trace = tlc.trace(
+            tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder),
+            tiny.TOKENS,
+        )
         tlc.block_jacobians(trace)
         assert trace.provenance["remarks"] == []
 
@@ -362,7 +445,9 @@ def test_every_way_has_a_name_of_its_own(model: nn.Module) -> None:
     trace = tlc.trace(model, tiny.TOKENS)
     block = trace.blocks[1]
     with block.evaluation():
-        names, of_output = ([path for path, _ in block.ways(inputs, 5)] for inputs in ([2], [2, 5]))
+        names, of_output = (
+            [path for path, _ in block.ways(inputs, 5)] for inputs in ([2], [2, 5])
+        )
     assert len(set(names)) == len(names) == 3
     assert len(set(of_output)) == len(of_output) == 3
     assert set(names) & set(of_output) == {"full_sequence"}

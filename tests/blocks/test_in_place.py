@@ -1,4 +1,6 @@
-"""Blocks that change the residual stream in place are those that do not, and change nothing that is stored."""
+"""Blocks that change the residual stream in place are those that do not, and change
+nothing that is stored.
+"""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +22,9 @@ Change = Callable[["Block", Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """A causal block: what it adds to a token depends on the tokens before; `change` says how it is added."""
+    """A causal block: what it adds to a token depends on the tokens before; `change`
+    says how it is added.
+    """
 
     def __init__(self, change: Change) -> None:
         super().__init__()
@@ -78,7 +82,9 @@ def network(change: Change, dtype: torch.dtype = torch.float32) -> nn.Sequential
 
 def traced(change: Change, dtype: torch.dtype = torch.float32) -> tlc.Trace:
     net = network(change, dtype)
-    x = torch.randn(1, N_POS, D_MODEL, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(1, N_POS, D_MODEL, generator=torch.Generator().manual_seed(1)).to(
+        dtype
+    )
     return tlc.trace_modules(net, lambda: net(x))
 
 
@@ -96,7 +102,9 @@ def traces(request: pytest.FixtureRequest) -> tuple[tlc.Trace, tlc.Trace]:
     return traced(in_place), traced(expected)
 
 
-def test_the_stream_and_what_each_block_adds(traces: tuple[tlc.Trace, tlc.Trace]) -> None:
+def test_the_stream_and_what_each_block_adds(
+    traces: tuple[tlc.Trace, tlc.Trace],
+) -> None:
     trace, expected = traces
     assert torch.equal(trace.residual, expected.residual)
     for f, g in zip(trace.blocks, expected.blocks, strict=True):
@@ -128,7 +136,9 @@ def test_causality(traces: tuple[tlc.Trace, tlc.Trace]) -> None:
 
 
 @pytest.mark.parametrize(("t1", "t2"), [(-1, -1), (1, 3), (3, 1)])
-def test_jacobians_and_products(traces: tuple[tlc.Trace, tlc.Trace], t1: int, t2: int) -> None:
+def test_jacobians_and_products(
+    traces: tuple[tlc.Trace, tlc.Trace], t1: int, t2: int
+) -> None:
     trace, expected = traces
     v = torch.randn(D_MODEL, generator=torch.Generator().manual_seed(2))
     for layer in range(N_LAYERS):
@@ -136,12 +146,16 @@ def test_jacobians_and_products(traces: tuple[tlc.Trace, tlc.Trace], t1: int, t2
         J = tlc.block_jacobian(expected, layer, **positions)
         torch.testing.assert_close(tlc.block_jacobian(trace, layer, **positions), J)
         torch.testing.assert_close(tlc.block_jvp(trace, layer, v, **positions), J @ v)
-        torch.testing.assert_close(tlc.block_vjp(trace, layer, v, **positions), J.mT @ v)
+        torch.testing.assert_close(
+            tlc.block_vjp(trace, layer, v, **positions), J.mT @ v
+        )
 
 
 def test_weights_in_half_precision_which_are_called_again_as_they_are() -> None:
     trace, expected = (traced(change, torch.bfloat16) for change in (add_in_place, add))
-    torch.testing.assert_close(tlc.block_jacobian(trace, 1), tlc.block_jacobian(expected, 1))
+    torch.testing.assert_close(
+        tlc.block_jacobian(trace, 1), tlc.block_jacobian(expected, 1)
+    )
 
 
 class FromTheFirst(nn.Module):
@@ -170,7 +184,9 @@ def test_an_argument_that_is_the_stream_itself_is_kept_as_it_was() -> None:
 
     trace = tlc.trace_modules(blocks, run)
     for layer, f in enumerate(trace.blocks):
-        torch.testing.assert_close(f(f.X), trace.residual[layer + 1] - trace.residual[layer])
+        torch.testing.assert_close(
+            f(f.X), trace.residual[layer + 1] - trace.residual[layer]
+        )
 
 
 def in_place(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,7 +204,9 @@ def in_place(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_blocks_of_a_bridge(tokenizer_folder: Path) -> None:
     hf_model = tiny.huggingface_model("gpt2")
-    expected = tlc.trace(tiny.bridge(tiny.huggingface_model("gpt2"), tokenizer_folder), tiny.TOKENS)
+    expected = tlc.trace(
+        tiny.bridge(tiny.huggingface_model("gpt2"), tokenizer_folder), tiny.TOKENS
+    )
     for layer in tiny.layers_of(hf_model):
         layer.forward = in_place(layer.forward)
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
@@ -199,8 +217,12 @@ def test_blocks_of_a_bridge(tokenizer_folder: Path) -> None:
         step = expected.residual[layer + 1] - expected.residual[layer]
         torch.testing.assert_close(f(trace.residual[layer]), step, rtol=1e-4, atol=1e-5)
         for t1, t2 in [(-1, -1), (2, 5)]:
-            J, _ = jacobian_and_path(f, trace.position_index(t1), trace.position_index(t2))
-            wanted = tlc.block_jacobian(expected, layer, input_position=t1, output_position=t2)
+            J, _ = jacobian_and_path(
+                f, trace.position_index(t1), trace.position_index(t2)
+            )
+            wanted = tlc.block_jacobian(
+                expected, layer, input_position=t1, output_position=t2
+            )
             torch.testing.assert_close(J, wanted, rtol=1e-4, atol=1e-5)
     assert torch.equal(trace.residual, kept)
     assert trace.is_causal

@@ -1,4 +1,6 @@
-"""The slope check on functions whose derivative is known: what converges is taken, and nothing else."""
+"""The slope check on functions whose derivative is known: what converges is taken, and
+nothing else.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,8 +27,12 @@ def stairs(x: Tensor, width: float) -> Tensor:
     return torch.round(x / width) * width
 
 
-def judged(function: Callable[[Tensor], Tensor], slope: float, size: float = 0.0) -> Tensor:
-    """Which of N weighted sums over coordinates are found to have this slope in each coordinate."""
+def judged(
+    function: Callable[[Tensor], Tensor], slope: float, size: float = 0.0
+) -> Tensor:
+    """Which of N weighted sums over coordinates are found to have this slope in each
+    coordinate.
+    """
     x, v, u = drawn()
 
     def deviation(move: float) -> Tensor:
@@ -38,14 +44,18 @@ def judged(function: Callable[[Tensor], Tensor], slope: float, size: float = 0.0
 
 
 def along(error: Callable[[float], float]) -> bool:
-    """Whether a slope of typical size 1 is taken whose difference quotient at h is off by `error(h)`."""
+    """Whether a slope of typical size 1 is taken whose difference quotient at h is off
+    by `error(h)`.
+    """
     one = torch.ones(1, dtype=torch.float64)
     return bool(converges(lambda move: one * move * error(move), one, 0 * one))
 
 
 @pytest.mark.parametrize("stiffness", [1.0, 10.0, 100.0, 300.0, 1000.0])
 def test_a_smooth_function_is_taken_however_stiff(stiffness: float) -> None:
-    """At a stiffness of 1,000 a move of 0.01 is ten times as long as the function is straight."""
+    """At a stiffness of 1,000 a move of 0.01 is ten times as long as the function is
+    straight.
+    """
     x = torch.linspace(-2, 2, N, dtype=torch.float64)
 
     def deviation(move: float) -> Tensor:
@@ -59,14 +69,19 @@ def test_a_smooth_function_is_taken_however_stiff(stiffness: float) -> None:
 @pytest.mark.parametrize(
     ("above", "below"),
     [
-        # Percent, at moves of 0.01, 0.005, 0.0025, 0.001, 0.0003, 0.0001: measured in Gemma 3's blocks.
+        # Percent, at moves of 0.01, 0.005, 0.0025, 0.001, 0.0003, 0.0001: measured in
+        # Gemma 3's blocks.
         ([-610, -119, -50.2, -20.7, -6.43, -2.16], [467, 201, 69.6, 23.7, 6.69, 2.26]),
         ([-471, -201, -65.5, -21.5, -5.97, -1.99], [216, 93.6, 42, 17.9, 5.66, 1.94]),
         ([92.1, 33.1, 15, 6.03, 1.84, 0.61], [-215, -55.2, -19.5, -6.69, -1.91, -0.62]),
     ],
 )
-def test_curvature_of_a_trained_model_is_taken(above: list[float], below: list[float]) -> None:
-    moves = torch.tensor([0.01, 0.005, 0.0025, 0.001, 0.0003, 0.0001], dtype=torch.float64)
+def test_curvature_of_a_trained_model_is_taken(
+    above: list[float], below: list[float]
+) -> None:
+    moves = torch.tensor(
+        [0.01, 0.005, 0.0025, 0.001, 0.0003, 0.0001], dtype=torch.float64
+    )
     powers = torch.stack([moves**p for p in (1, 2, 3, 4, 5)], 1)
 
     def fit(percent: list[float]) -> Tensor:
@@ -78,7 +93,9 @@ def test_curvature_of_a_trained_model_is_taken(above: list[float], below: list[f
 
     def error(move: float) -> float:
         side = 1 if move > 0 else -1
-        terms = torch.tensor([abs(move) ** p for p in (1, 2, 3, 4, 5)], dtype=torch.float64)
+        terms = torch.tensor(
+            [abs(move) ** p for p in (1, 2, 3, 4, 5)], dtype=torch.float64
+        )
         return float(terms @ of_side[side])
 
     assert abs(error(0.01)) > 0.5
@@ -115,11 +132,18 @@ def test_a_slope_that_is_off_by_half_a_percent_is_taken() -> None:
 BY_CHANCE = 0.05
 
 
-@pytest.mark.parametrize("width", [0.2, 0.1, 0.05, 0.02, 0.01, 0.003, 0.001, 3e-4, 1e-4, 1e-5])
+@pytest.mark.parametrize(
+    "width", [0.2, 0.1, 0.05, 0.02, 0.01, 0.003, 0.001, 3e-4, 1e-4, 1e-5]
+)
 def test_stairs_without_a_slope_are_refused(width: float) -> None:
-    """Wherever some entry crosses a step, up and down: wider steps have no slope that a move could show."""
+    """Wherever some entry crosses a step, up and down: wider steps have no slope that a
+    move could show.
+    """
     x, v, _ = drawn()
-    crosses = [(stairs(x + move * v, width) != stairs(x, width)).any(1) for move in (0.005, -0.005)]
+    crosses = [
+        (stairs(x + move * v, width) != stairs(x, width)).any(1)
+        for move in (0.005, -0.005)
+    ]
     taken = judged(partial(stairs, width=width), slope=0)[crosses[0] & crosses[1]]
     assert len(taken) >= 50
     assert float(taken.double().mean()) <= BY_CHANCE
@@ -127,7 +151,9 @@ def test_stairs_without_a_slope_are_refused(width: float) -> None:
 
 @pytest.mark.parametrize("width", [10.0, 1.0, 0.2, 0.05, 0.02, 0.01])
 def test_stairs_that_pass_gradients_through_are_refused(width: float) -> None:
-    """The straight-through estimator: autograd says 1, and the function is flat between its steps."""
+    """The straight-through estimator: autograd says 1, and the function is flat between
+    its steps.
+    """
     taken = judged(partial(stairs, width=width), slope=1)
     assert float(taken.double().mean()) <= BY_CHANCE
 

@@ -1,6 +1,8 @@
-"""Tiny models with what only trained ones have: streams that grow to 1e5, massive activations, σ₁ ≫ σ₂.
+"""Tiny models with what only trained ones have: streams that grow to 1e5, massive
+activations, σ₁ ≫ σ₂.
 
-Each has a derivative that autograd over the original model gives, so each is to be measured, and right.
+Each has a derivative that autograd over the original model gives, so each is to be
+measured, and right.
 """
 
 import itertools
@@ -28,8 +30,18 @@ ARCHITECTURES = (
     "qwen3",
 )
 POSITIONS = (0, 4, 7)
-# Modules of these names write to the residual stream; in Gemma and OLMo 2 a norm follows them.
-WRITERS = ("o_proj", "out_proj", "c_proj", "dense", "down_proj", "fc2", "dense_4h_to_h", "w2")
+# Modules of these names write to the residual stream; in Gemma and OLMo 2 a norm
+# follows them.
+WRITERS = (
+    "o_proj",
+    "out_proj",
+    "c_proj",
+    "dense",
+    "down_proj",
+    "fc2",
+    "dense_4h_to_h",
+    "w2",
+)
 PRE_NORMS = (
     "final_layer_norm",
     "input_layernorm",
@@ -42,12 +54,18 @@ POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 def writers(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and matrices of what writes to the stream, attention first; the norms' weights where they follow."""
+    """Names and matrices of what writes to the stream, attention first; the norms'
+    weights where they follow.
+    """
     named = dict(layer.named_parameters())
     if hasattr(layer, "post_feedforward_layernorm"):
         chosen = [name for name in named if name.split(".")[0] in POST_NORMS]
     else:
-        matrices = [name for name in named if name.endswith("weight") and name.split(".")[-2] in WRITERS]
+        matrices = [
+            name
+            for name in named
+            if name.endswith("weight") and name.split(".")[-2] in WRITERS
+        ]
         experts = [name for name in named if name.endswith("experts.down_proj")]
         chosen = matrices + experts
     return [(name, named[name]) for name in chosen]
@@ -75,9 +93,15 @@ def huge_embeddings(hf_model: nn.Module) -> None:
 
 @torch.no_grad()
 def dominant_direction(hf_model: nn.Module) -> None:
-    """What the MLP writes lies along one direction, σ₁/σ₂ = 1e4; a norm that follows makes it as small as before."""
+    """What the MLP writes lies along one direction, σ₁/σ₂ = 1e4; a norm that follows
+    makes it as small as before.
+    """
     for layer in tiny.layers_of(hf_model):
-        matrices = [p for name, p in layer.named_parameters() if p.ndim > 1 and _is_of_mlp_output(name)]
+        matrices = [
+            p
+            for name, p in layer.named_parameters()
+            if p.ndim > 1 and _is_of_mlp_output(name)
+        ]
         for weight in matrices:
             U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
             S[..., 0] = 1e4 * S[..., 1]
@@ -91,9 +115,11 @@ def _is_of_mlp_output(name: str) -> bool:
 
 @torch.no_grad()
 def stiff(hf_model: nn.Module) -> None:
-    """Two coordinates are massive in every token, and norms give them no weight, as in Gemma 3.
+    """Two coordinates are massive in every token, and norms give them no weight, as in
+    Gemma 3.
 
-    A move of 1 % of the stream is then larger than all other coordinates, which are what the block reads.
+    A move of 1 % of the stream is then larger than all other coordinates, which are
+    what the block reads.
     """
     massive = torch.tensor([3, 7])
     # Of both signs: their mean, which LayerNorm takes off, is zero.
@@ -110,9 +136,13 @@ STRESSES = (growing, stiff, massive_first_token, huge_embeddings, dominant_direc
 
 
 def stressed() -> list[tuple[str, Callable[[nn.Module], None]]]:
-    """BLOOM normalises its embeddings, so that what is planted there is massive in none of its blocks."""
+    """BLOOM normalises its embeddings, so that what is planted there is massive in none
+    of its blocks.
+    """
     pairs = itertools.product(ARCHITECTURES, STRESSES)
-    return [(name, stress) for name, stress in pairs if (name, stress) != ("bloom", stiff)]
+    return [
+        (name, stress) for name, stress in pairs if (name, stress) != ("bloom", stiff)
+    ]
 
 
 @pytest.mark.parametrize(("architecture", "stress"), stressed())
@@ -132,11 +162,17 @@ def test_stressed_blocks_are_measured_and_right(
             J = tlc.block_jacobian(trace, layer, position=position)
             wanted = expected[position, position]
             # J comes with the rounding of the identity that is taken from it.
-            assert float((J - wanted).norm()) <= relative * float(wanted.norm()) + 1e-5, (layer, position)
+            assert (
+                float((J - wanted).norm()) <= relative * float(wanted.norm()) + 1e-5
+            ), (layer, position)
 
 
-def test_streams_and_spectra_are_as_extreme_as_they_are_said_to_be(tokenizer_folder: Path) -> None:
-    def traced(stress: Callable[[nn.Module], None], architecture: str = "llama") -> tlc.Trace:
+def test_streams_and_spectra_are_as_extreme_as_they_are_said_to_be(
+    tokenizer_folder: Path,
+) -> None:
+    def traced(
+        stress: Callable[[nn.Module], None], architecture: str = "llama"
+    ) -> tlc.Trace:
         hf_model = tiny.huggingface_model(architecture)
         stress(hf_model)
         return tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)

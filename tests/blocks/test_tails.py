@@ -1,4 +1,6 @@
-"""Logits, losses and final norms of all kinds of endings, against the HuggingFace model that was not wrapped."""
+"""Logits, losses and final norms of all kinds of endings, against the HuggingFace model
+that was not wrapped.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +19,13 @@ from tl_coupling.surveys.measurements import loss
 from zoo import configs
 from zoo.configs import at_depth
 
-UNGROUPED, BASE = at_depth(configs.BASE, tiny.N_LAYERS), at_depth(configs.GROUPED, tiny.N_LAYERS)
+UNGROUPED, BASE = (
+    at_depth(configs.BASE, tiny.N_LAYERS),
+    at_depth(configs.GROUPED, tiny.N_LAYERS),
+)
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# Endings that are not just a norm and a matrix; scales far from one, so that leaving them out shows.
+# Endings that are not just a norm and a matrix; scales far from one, so that leaving
+# them out shows.
 CONFIGS: dict[str, dict[str, Any]] = {
     "cohere": {**BASE, "logit_scale": 0.3},
     "cohere2": {**BASE, "logit_scale": 0.3, "head_dim": 8, "sliding_window": 4},
@@ -50,24 +56,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opt": tiny.CONFIGS["opt"],
     "opt-post-norm": {**tiny.CONFIGS["opt"], "do_layer_norm_before": False},
     # As opt-350m: post-norm, and projections between the stream and the embedding.
-    "opt-projected": {**tiny.CONFIGS["opt"], "do_layer_norm_before": False, "word_embed_proj_dim": 16},
+    "opt-projected": {
+        **tiny.CONFIGS["opt"],
+        "do_layer_norm_before": False,
+        "word_embed_proj_dim": 16,
+    },
     "gemma2": {**tiny.CONFIGS["gemma2"], "final_logit_softcapping": 0.5},
     **{name: tiny.CONFIGS[name] for name in ("gpt2", "llama", "bloom", "mixtral")},
 }
 WITHOUT_FINAL_NORM = {"bert", "roberta", "openai-gpt", "opt-post-norm", "opt-projected"}
-# The bridge of TransformerLens 3.9 computes other blocks than HuggingFace for Cohere, and has none for RoBERTa.
+# The bridge of TransformerLens 3.9 computes other blocks than HuggingFace for Cohere,
+# and has none for RoBERTa.
 ONLY_ON_4 = {"cohere", "cohere2", "roberta"} if tiny.HAS_HOOKED_TRANSFORMER else set()
 ARCHITECTURES = sorted(CONFIGS.keys() - ONLY_ON_4)
 IDS = torch.tensor([tiny.TOKENS])
 
 
-def huggingface_model(architecture: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def huggingface_model(
+    architecture: str, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     given = configs.IDS | CONFIGS[architecture]
-    kind = AutoModelForMaskedLM if architecture in ("bert", "roberta") else AutoModelForCausalLM
+    kind = (
+        AutoModelForMaskedLM
+        if architecture in ("bert", "roberta")
+        else AutoModelForCausalLM
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = AutoConfig.for_model("opt" if architecture.startswith("opt") else architecture, **given)
-        model = kind.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+        config = AutoConfig.for_model(
+            "opt" if architecture.startswith("opt") else architecture, **given
+        )
+        model = kind.from_config(
+            config, dtype=dtype, attn_implementation="eager"
+        ).eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.data.normal_(0, 0.15)
@@ -78,7 +99,9 @@ def huggingface_model(architecture: str, dtype: torch.dtype = torch.float32) -> 
 
 
 def logits_after(hf_model: nn.Module, X: torch.Tensor) -> torch.Tensor:
-    """Logits of the HuggingFace model where its last layer returns X, `[n_pos d_model]`."""
+    """Logits of the HuggingFace model where its last layer returns X, `[n_pos
+    d_model]`.
+    """
 
     def put(_: nn.Module, __: Any, output: Any) -> Any:
         return (X[None], *output[1:]) if isinstance(output, tuple) else X[None]
@@ -91,45 +114,63 @@ def logits_after(hf_model: nn.Module, X: torch.Tensor) -> torch.Tensor:
 
 
 def cross_entropy(logits: torch.Tensor) -> float:
-    return float(-logits.log_softmax(-1)[range(len(tiny.TOKENS) - 1), tiny.TOKENS[1:]].mean())
+    return float(
+        -logits.log_softmax(-1)[range(len(tiny.TOKENS) - 1), tiny.TOKENS[1:]].mean()
+    )
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, rel: float = 1e-5) -> None:
     assert got.shape == expected.shape
-    assert float((got - expected).detach().norm()) <= rel * float(expected.detach().norm())
+    assert float((got - expected).detach().norm()) <= rel * float(
+        expected.detach().norm()
+    )
 
 
 @contextmanager
 def forward_passes(model: nn.Module) -> Iterator[list[str]]:
     """Every time that a block really runs, its attention does."""
     calls: list[str] = []
-    handle = model.blocks[0].ln1.register_forward_hook(lambda *_: calls.append("block 0"))
+    handle = model.blocks[0].ln1.register_forward_hook(
+        lambda *_: calls.append("block 0")
+    )
     yield calls
     handle.remove()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_at_every_depth_are_huggingfaces(architecture: str, tokenizer_folder: Path) -> None:
+def test_logits_at_every_depth_are_huggingfaces(
+    architecture: str, tokenizer_folder: Path
+) -> None:
     hf_model = huggingface_model(architecture)
     model = tiny.bridge(hf_model, tokenizer_folder)
     trace = tlc.trace(model, tiny.TOKENS)
     expected = hf_model(IDS).logits[0]
     close(trace.logits(trace.residual[-1]), expected)
-    close(trace.logits(trace.residual), torch.stack([logits_after(hf_model, X) for X in trace.residual]))
+    close(
+        trace.logits(trace.residual),
+        torch.stack([logits_after(hf_model, X) for X in trace.residual]),
+    )
     assert loss(trace) == pytest.approx(cross_entropy(expected), abs=1e-5)
     if architecture != "opt-post-norm":  # TransformerLens itself cannot run this one.
         close(model(IDS)[0], expected)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_final_norm_is_huggingfaces_or_refused(architecture: str, tokenizer_folder: Path) -> None:
+def test_the_final_norm_is_huggingfaces_or_refused(
+    architecture: str, tokenizer_folder: Path
+) -> None:
     hf_model = huggingface_model(architecture)
     model = tiny.bridge(hf_model, tokenizer_folder)
     if architecture in WITHOUT_FINAL_NORM:
-        with pytest.raises(ValueError, match=r"norm behind the last block, this model has none: leave it off$"):
+        with pytest.raises(
+            ValueError,
+            match=r"norm behind the last block, this model has none: leave it off$",
+        ):
             tlc.trace(model, tiny.TOKENS, final_norm=True)
         with pytest.raises(ValueError, match="norm behind the last block"):
-            tlc.trace(model, tiny.TOKENS).logits(torch.ones(tiny.D_MODEL), normalised=True)
+            tlc.trace(model, tiny.TOKENS).logits(
+                torch.ones(tiny.D_MODEL), normalised=True
+            )
         return
     trace = tlc.trace(model, tiny.TOKENS, final_norm=True)
     output = hf_model(IDS, output_hidden_states=True)
@@ -142,9 +183,13 @@ def test_another_norm_under_that_name_is_refused(tokenizer_folder: Path) -> None
     """Hidden states that are the stream after some other norm than `ln_final`."""
     model = tiny.bridge(huggingface_model("llama"), tokenizer_folder)
     model.original_model.model.register_forward_hook(
-        lambda _, __, output: output.__class__(**{**output, "hidden_states": (2 * output.last_hidden_state,)})
+        lambda _, __, output: output.__class__(
+            **{**output, "hidden_states": (2 * output.last_hidden_state,)}
+        )
     )
-    with pytest.raises(ValueError, match="which `ln_final` of this model is not: leave it off"):
+    with pytest.raises(
+        ValueError, match="which `ln_final` of this model is not: leave it off"
+    ):
         tlc.trace(model, tiny.TOKENS, final_norm=True)
 
 
@@ -157,7 +202,10 @@ def test_rows_in_any_number_and_order(tokenizer_folder: Path) -> None:
     order = torch.tensor([[7, 7, 0], [3, 1, 2], [4, 4, 5], [0, 0, 6]])
     close(trace.logits(last[order]), expected[order])
     for x in (last[:, 1:], last[:0]):
-        with pytest.raises(ValueError, match=r"residual stream \[\*batch 32\], one row or more, got \[\d, \d+\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"residual stream \[\*batch 32\], one row or more, got \[\d, \d+\]",
+        ):
             trace.logits(x)
 
 
@@ -212,7 +260,9 @@ def test_the_model_is_as_before_even_after_an_exception(tokenizer_folder: Path) 
 
 
 def test_hooks_act_once(tokenizer_folder: Path) -> None:
-    """What a hook does to the last block's output is in the stream; what one does behind it is done to the logits."""
+    """What a hook does to the last block's output is in the stream; what one does
+    behind it is done to the logits.
+    """
     hf_model = huggingface_model("granite")
     model = tiny.bridge(hf_model, tokenizer_folder)
     plain = tlc.trace(model, tiny.TOKENS).logits(torch.ones(3, tiny.D_MODEL))
@@ -220,8 +270,12 @@ def test_hooks_act_once(tokenizer_folder: Path) -> None:
     def shifted(value: torch.Tensor, hook: object) -> torch.Tensor:
         return value + torch.arange(tiny.D_MODEL)
 
-    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_post", shifted), ("ln_final.hook_in", shifted)]):
-        handle = model.blocks[1].register_forward_hook(lambda _, __, output: output * torch.arange(tiny.D_MODEL))
+    with model.hooks(
+        fwd_hooks=[("blocks.1.hook_resid_post", shifted), ("ln_final.hook_in", shifted)]
+    ):
+        handle = model.blocks[1].register_forward_hook(
+            lambda _, __, output: output * torch.arange(tiny.D_MODEL)
+        )
         trace = tlc.trace(model, tiny.TOKENS)
         close(trace.logits(trace.residual[-1]), model(IDS)[0])
         handle.remove()
@@ -230,7 +284,9 @@ def test_hooks_act_once(tokenizer_folder: Path) -> None:
     close(trace.logits(torch.ones(3, tiny.D_MODEL)), plain)
 
 
-def test_an_ending_that_works_in_place_leaves_the_trace_alone(tokenizer_folder: Path) -> None:
+def test_an_ending_that_works_in_place_leaves_the_trace_alone(
+    tokenizer_folder: Path,
+) -> None:
     model = tiny.bridge(huggingface_model("llama"), tokenizer_folder)
     trace = tlc.trace(model, tiny.TOKENS)
     model.ln_final.register_forward_pre_hook(lambda _, args: (args[0].add_(1),))
@@ -251,15 +307,23 @@ def test_processed_weights(tokenizer_folder: Path) -> None:
     ("output", "given"),
     [
         (lambda logits: BaseModelOutput(last_hidden_state=logits), "none"),
-        (lambda logits: CausalLMOutput(logits=logits[:, 0]), r"logits of shape \[1, 100\]"),
+        (
+            lambda logits: CausalLMOutput(logits=logits[:, 0]),
+            r"logits of shape \[1, 100\]",
+        ),
     ],
     ids=["no head", "one answer for the prompt"],
 )
-def test_models_without_logits_for_every_token_are_refused(output: Any, given: str, tokenizer_folder: Path) -> None:
+def test_models_without_logits_for_every_token_are_refused(
+    output: Any, given: str, tokenizer_folder: Path
+) -> None:
     model = tiny.bridge(huggingface_model("llama"), tokenizer_folder)
     model.original_model.register_forward_hook(lambda _, __, own: output(own.logits))
     trace = tlc.trace(model, tiny.TOKENS)
-    with pytest.raises(ValueError, match=f"LlamaForCausalLM gives {given}: load it with a language-model head$"):
+    with pytest.raises(
+        ValueError,
+        match=f"LlamaForCausalLM gives {given}: load it with a language-model head$",
+    ):
         trace.logits(trace.residual[-1])
 
 
@@ -292,11 +356,16 @@ def test_hooked_transformers(normalization_type: str | None) -> None:
     )
     model = HookedTransformer(config).eval().requires_grad_(False)
     for parameter in model.parameters():
-        parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        parameter.data.add_(
+            0.1
+            * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        )
     trace = tlc.trace(model, tiny.TOKENS)
     assert loss(trace) == pytest.approx(float(model(IDS, return_type="loss")), abs=1e-5)
     for X in trace.residual:
-        expected = model.run_with_hooks(IDS, fwd_hooks=[("blocks.1.hook_resid_post", lambda *_, hook, X=X: X[None])])
+        expected = model.run_with_hooks(
+            IDS, fwd_hooks=[("blocks.1.hook_resid_post", lambda *_, hook, X=X: X[None])]
+        )
         close(trace.logits(X), expected[0])
     if normalization_type is None:
         with pytest.raises(ValueError, match="this model has none: leave it off"):

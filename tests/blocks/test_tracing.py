@@ -22,32 +22,56 @@ def model(tokenizer_folder: Path) -> nn.Module:
 def test_the_stream_is_the_sum_of_what_the_blocks_add(tiny_trace: tlc.Trace) -> None:
     for layer, f in enumerate(tiny_trace.blocks):
         step = tiny_trace.residual[layer + 1] - tiny_trace.residual[layer]
-        torch.testing.assert_close(f(tiny_trace.residual[layer]), step, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            f(tiny_trace.residual[layer]), step, rtol=0, atol=1e-5
+        )
 
 
 def test_final_norm_is_huggingfaces_last_hidden_state(model: nn.Module) -> None:
-    hidden = tiny.huggingface_model("gpt2")(torch.tensor([tiny.TOKENS]), output_hidden_states=True).hidden_states
-    raw, normed = tlc.trace(model, tiny.TOKENS), tlc.trace(model, tiny.TOKENS, final_norm=True)
-    torch.testing.assert_close(normed.residual, torch.cat(hidden).detach(), rtol=1e-5, atol=1e-5)
+    hidden = tiny.huggingface_model("gpt2")(
+        torch.tensor([tiny.TOKENS]), output_hidden_states=True
+    ).hidden_states
+    raw, normed = (
+        tlc.trace(model, tiny.TOKENS),
+        tlc.trace(model, tiny.TOKENS, final_norm=True),
+    )
+    torch.testing.assert_close(
+        normed.residual, torch.cat(hidden).detach(), rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(raw.residual[:-1], normed.residual[:-1])
     assert not torch.allclose(raw.residual[-1], normed.residual[-1], atol=0.1)
 
 
-def test_final_norm_changes_the_last_jacobian_only_by_the_chain_rule(model: nn.Module) -> None:
-    raw, normed = tlc.trace(model, tiny.TOKENS), tlc.trace(model, tiny.TOKENS, final_norm=True)
+def test_final_norm_changes_the_last_jacobian_only_by_the_chain_rule(
+    model: nn.Module,
+) -> None:
+    raw, normed = (
+        tlc.trace(model, tiny.TOKENS),
+        tlc.trace(model, tiny.TOKENS, final_norm=True),
+    )
     J_raw, J_normed = tlc.block_jacobians(raw), tlc.block_jacobians(normed)
     assert torch.equal(J_raw[0], J_normed[0])
     norm = nn.LayerNorm(tiny.D_MODEL)
     norm.load_state_dict(tiny.huggingface_model("gpt2").transformer.ln_f.state_dict())
     norm_jacobian = torch.autograd.functional.jacobian(norm, raw.residual[-1, -1])
     identity = torch.eye(tiny.D_MODEL)
-    torch.testing.assert_close(J_normed[1], norm_jacobian @ (J_raw[1] + identity) - identity, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        J_normed[1], norm_jacobian @ (J_raw[1] + identity) - identity, rtol=0, atol=1e-4
+    )
 
 
 def test_ids_text_and_batches_of_one_give_the_same_trace(model: nn.Module) -> None:
     text = " ".join(f"w{i}" for i in tiny.TOKENS)
-    ids = [tiny.TOKENS, torch.tensor(tiny.TOKENS), torch.tensor([tiny.TOKENS]), np.array(tiny.TOKENS)]
-    traces = [tlc.trace(model, p) for p in (text, tlc.Prompt("an id", text), *ids, np.array([tiny.TOKENS]))]
+    ids = [
+        tiny.TOKENS,
+        torch.tensor(tiny.TOKENS),
+        torch.tensor([tiny.TOKENS]),
+        np.array(tiny.TOKENS),
+    ]
+    traces = [
+        tlc.trace(model, p)
+        for p in (text, tlc.Prompt("an id", text), *ids, np.array([tiny.TOKENS]))
+    ]
     assert all(torch.equal(t.residual, traces[0].residual) for t in traces)
     assert traces[0].str_tokens == tuple(text.split())
 
@@ -58,7 +82,14 @@ def test_provenance_is_json_and_says_how_it_was_made(model: nn.Module) -> None:
     assert provenance["prompt"] == "w3 w4"
     assert provenance["n_layers"] == tiny.N_LAYERS
     assert provenance["versions"]["torch"] == torch.__version__
-    assert {"model", "dtype", "device", "weight_processing", "final_norm", "linearised_in"} <= set(provenance)
+    assert {
+        "model",
+        "dtype",
+        "device",
+        "weight_processing",
+        "final_norm",
+        "linearised_in",
+    } <= set(provenance)
 
 
 def test_centred_writing_weights_are_noticed(model: nn.Module) -> None:
@@ -70,7 +101,9 @@ def test_centred_writing_weights_are_noticed(model: nn.Module) -> None:
 
 def test_hooks_are_gone_after_a_trace_even_one_that_failed(model: nn.Module) -> None:
     def n_hooks() -> int:
-        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        return sum(
+            len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()
+        )
 
     tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
     before = n_hooks()
@@ -100,7 +133,9 @@ def test_the_model_still_predicts_after_a_trace(model: nn.Module) -> None:
         (torch.zeros(2, 3, dtype=torch.long), "one prompt"),
     ],
 )
-def test_prompts_that_cannot_be_traced(model: nn.Module, prompt: object, message: str) -> None:
+def test_prompts_that_cannot_be_traced(
+    model: nn.Module, prompt: object, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         tlc.trace(model, prompt)
 
@@ -115,15 +150,23 @@ def test_prompts_that_cannot_be_traced(model: nn.Module, prompt: object, message
         (7, "7"),
     ],
 )
-def test_what_is_not_one_prompt_is_refused(model: nn.Module, prompt: object, got: str) -> None:
+def test_what_is_not_one_prompt_is_refused(
+    model: nn.Module, prompt: object, got: str
+) -> None:
     wanted = "a string, a path, a Prompt, a PIL.Image, a list of whole numbers, an integer torch tensor"
-    with pytest.raises(TypeError, match=rf"`prompt` must be {wanted} .*, got {got}: trace prompts one at a time"):
+    with pytest.raises(
+        TypeError,
+        match=rf"`prompt` must be {wanted} .*, got {got}: trace prompts one at a time",
+    ):
         tlc.trace(model, prompt)
 
 
 def test_pixels_are_not_text(model: nn.Module) -> None:
     for pixels in (torch.zeros(2), torch.zeros(1, 3, 8, 8)):
-        with pytest.raises(TypeError, match=r"this model reads text.*token ids.*a tensor of torch\.float32"):
+        with pytest.raises(
+            TypeError,
+            match=r"this model reads text.*token ids.*a tensor of torch\.float32",
+        ):
             tlc.trace(model, pixels)
 
 
@@ -145,7 +188,8 @@ def test_weights_that_are_not_finite_are_named(tokenizer_folder: Path) -> None:
     hf_model = tiny.huggingface_model("llama")
     hf_model.model.layers[0].mlp.down_proj.weight.data[3, 4] = float("nan")
     with pytest.raises(
-        ValueError, match=r"layer 1 has NaN or infinite entries; parameter '.*down_proj.*' is not finite"
+        ValueError,
+        match=r"layer 1 has NaN or infinite entries; parameter '.*down_proj.*' is not finite",
     ):
         tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
     hf_model = tiny.huggingface_model("llama")
@@ -159,13 +203,18 @@ def test_weights_that_are_not_finite_are_named(tokenizer_folder: Path) -> None:
     [
         ({"layer": 2}, r"`layer` must lie in \[-2, 1\] for this 2-block model, got 2"),
         ({"layer": -3}, "got -3"),
-        ({"layer": 0, "position": 8}, r"must lie in \[-8, 7\] for this 8-token prompt, got 8"),
+        (
+            {"layer": 0, "position": 8},
+            r"must lie in \[-8, 7\] for this 8-token prompt, got 8",
+        ),
         ({"layer": 0, "input_position": -9}, "`input_position`"),
         ({"layer": 0, "output_position": 99}, "`output_position`"),
         ({"layer": 0, "chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
     ],
 )
-def test_connections_out_of_range(tiny_trace: tlc.Trace, arguments: dict, message: str) -> None:
+def test_connections_out_of_range(
+    tiny_trace: tlc.Trace, arguments: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         tlc.block_jacobian(tiny_trace, **arguments)
 
@@ -176,21 +225,39 @@ def test_products_want_a_vector_of_the_streams_width(tiny_trace: tlc.Trace) -> N
             product(tiny_trace, 0, torch.ones(31))
 
 
-def test_negative_layers_and_positions_count_from_the_end(tiny_trace: tlc.Trace) -> None:
-    assert torch.equal(tlc.block_jacobian(tiny_trace, -1, position=-2), tlc.block_jacobian(tiny_trace, 1, position=6))
-    assert torch.equal(tlc.block_jacobians(tiny_trace, [-1])[0], tlc.block_jacobian(tiny_trace, 1))
+def test_negative_layers_and_positions_count_from_the_end(
+    tiny_trace: tlc.Trace,
+) -> None:
+    assert torch.equal(
+        tlc.block_jacobian(tiny_trace, -1, position=-2),
+        tlc.block_jacobian(tiny_trace, 1, position=6),
+    )
+    assert torch.equal(
+        tlc.block_jacobians(tiny_trace, [-1])[0], tlc.block_jacobian(tiny_trace, 1)
+    )
 
 
 def test_chunks_change_memory_and_nothing_else(tiny_trace: tlc.Trace) -> None:
     whole = tlc.block_jacobian(tiny_trace, 1)
     for chunk_size in (1, 5, 32, 1000):
-        torch.testing.assert_close(tlc.block_jacobian(tiny_trace, 1, chunk_size=chunk_size), whole, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            tlc.block_jacobian(tiny_trace, 1, chunk_size=chunk_size),
+            whole,
+            rtol=0,
+            atol=1e-6,
+        )
 
 
 class Streams(nn.Module):
-    """A model as TransformerLens' look from outside: embedding, `blocks` called as `order` says, unembedding."""
+    """A model as TransformerLens' look from outside: embedding, `blocks` called as
+    `order` says, unembedding.
+    """
 
-    def __init__(self, order: list[int], between: Callable[[torch.Tensor], torch.Tensor] = lambda X: X) -> None:
+    def __init__(
+        self,
+        order: list[int],
+        between: Callable[[torch.Tensor], torch.Tensor] = lambda X: X,
+    ) -> None:
         super().__init__()
         self.cfg = SimpleNamespace(n_ctx=32, d_vocab=tiny.VOCAB, model_name="streams")
         self.order, self.between = order, between
@@ -198,7 +265,9 @@ class Streams(nn.Module):
         self.blocks = nn.ModuleList(AddsALine() for _ in range(2))
         self.unembed = nn.Linear(tiny.D_MODEL, tiny.VOCAB)
 
-    def forward(self, tokens: torch.Tensor, return_type: str | None = "logits") -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, return_type: str | None = "logits"
+    ) -> torch.Tensor:
         X = self.embed(tokens)
         for i, block in enumerate(self.order):
             X = self.blocks[block](X if i == 0 or block else self.between(X))
@@ -222,35 +291,52 @@ def test_a_model_that_runs_its_blocks_again_has_a_layer_for_each_call() -> None:
     for layer in range(6):
         line = model.blocks[layer % 2].line
         slope = 1 - torch.tanh(line(X[-1])) ** 2
-        torch.testing.assert_close(tlc.block_jacobian(trace, layer), slope[:, None] * line.weight, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            tlc.block_jacobian(trace, layer),
+            slope[:, None] * line.weight,
+            rtol=1e-4,
+            atol=1e-6,
+        )
         X = X + torch.tanh(line(X))
     torch.testing.assert_close(trace.residual[-1], X.detach())
 
 
 def test_a_stream_that_is_changed_before_the_blocks_run_again_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"output of block 1 is changed before the next block, where the model runs its blocks again"
+        ValueError,
+        match=r"output of block 1 is changed before the next block, where the model runs its blocks again",
     ):
-        tlc.trace(Streams([0, 1, 0, 1], between=lambda X: X / X.norm()).eval(), tiny.TOKENS)
+        tlc.trace(
+            Streams([0, 1, 0, 1], between=lambda X: X / X.norm()).eval(), tiny.TOKENS
+        )
 
 
 @pytest.mark.parametrize("order", [[0], [1, 0], [0, 1, 0], [0, 0, 1, 1], []])
 def test_blocks_out_of_order_are_refused(order: list[int]) -> None:
     with pytest.raises(
-        ValueError, match=r"calls its 2 blocks one after the other, this one called them in the order \["
+        ValueError,
+        match=r"calls its 2 blocks one after the other, this one called them in the order \[",
     ):
         tlc.trace(Streams(order).eval(), tiny.TOKENS)
 
 
 @pytest.mark.parametrize(
     ("streams", "shape"),
-    [(lambda X: X[:, :, None].repeat(1, 1, 2, 1), r"\[1 8 2 32\]"), (lambda X: X.repeat(2, 1, 1), r"\[2 8 32\]")],
+    [
+        (lambda X: X[:, :, None].repeat(1, 1, 2, 1), r"\[1 8 2 32\]"),
+        (lambda X: X.repeat(2, 1, 1), r"\[2 8 32\]"),
+    ],
 )
-def test_several_parallel_streams_are_refused(streams: Callable[[torch.Tensor], torch.Tensor], shape: str) -> None:
+def test_several_parallel_streams_are_refused(
+    streams: Callable[[torch.Tensor], torch.Tensor], shape: str
+) -> None:
     model = Streams([0, 1], between=lambda X: X).eval()
     embed = model.embed.forward
     model.embed.forward = lambda tokens: streams(embed(tokens))
-    with pytest.raises(ValueError, match="wanted one residual stream .* block 0 takes " + shape.replace(" ", ", ")):
+    with pytest.raises(
+        ValueError,
+        match="wanted one residual stream .* block 0 takes " + shape.replace(" ", ", "),
+    ):
         tlc.trace(model, tiny.TOKENS)
 
 
@@ -259,10 +345,15 @@ def test_products_want_a_finite_vector(tiny_trace: tlc.Trace, value: float) -> N
     vector = torch.ones(32, dtype=torch.float64)
     vector[3] = value
     for product in (tlc.block_jvp, tlc.block_vjp):
-        with pytest.raises(ValueError, match=r"`vector` must be finite in torch\.float32, got NaN or infinite"):
+        with pytest.raises(
+            ValueError,
+            match=r"`vector` must be finite in torch\.float32, got NaN or infinite",
+        ):
             product(tiny_trace, 0, vector)
 
 
 def test_logits_want_a_finite_stream(tiny_trace: tlc.Trace) -> None:
-    with pytest.raises(ValueError, match="`x` must be finite, got NaN or infinite entries"):
+    with pytest.raises(
+        ValueError, match="`x` must be finite, got NaN or infinite entries"
+    ):
         tiny_trace.logits(torch.full((32,), torch.nan))

@@ -1,4 +1,6 @@
-"""The command as a user meets it: files, exit status, one line when something is wrong."""
+"""The command as a user meets it: files, exit status, one line when something is
+wrong.
+"""
 
 import itertools
 import json
@@ -20,19 +22,42 @@ from tl_coupling.measures import MEASURES
 pytestmark = pytest.mark.on_4_only
 
 
-def test_depth_writes_results_and_pictures_and_prints_a_table(folder_model: Path, tmp_path: Path) -> None:
+def test_depth_writes_results_and_pictures_and_prints_a_table(
+    folder_model: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "new" / "out"
-    options = ["--model", folder_model, "--prompt", "w3 w14 w15", "--k", 4, "--k", 8, "--untrained", "--out", out]
-    # In a process of its own, as the other commands are not: the entry point is tried as well.
+    options = [
+        "--model",
+        folder_model,
+        "--prompt",
+        "w3 w14 w15",
+        "--k",
+        4,
+        "--k",
+        8,
+        "--untrained",
+        "--out",
+        out,
+    ]
+    # In a process of its own, as the other commands are not: the entry point is tried
+    # as well.
     command = [sys.executable, "-m", "tl_coupling", "depth", *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"}, check=True)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "120"},
+        check=True,
+    )
     expected = {
         "depth.nc", "depth-untrained.nc", "summary.json", "coupling-k4.png", "coupling-k8.png",
         "matrices.png", "adjacency.png", "locality.png", "singular_values.png",
     }  # fmt: skip
     assert {path.name for path in out.iterdir()} == expected
     result = tlc.CouplingMap.load(out / "depth.nc")
-    again = tlc.depth_coupling(tlc.trace(tlc.load_model(str(folder_model)), "w3 w14 w15"), k=8)
+    again = tlc.depth_coupling(
+        tlc.trace(tlc.load_model(str(folder_model)), "w3 w14 w15"), k=8
+    )
     assert abs(result.mean(4) - again.mean(4)) < 1e-5
     summary = json.loads((out / "summary.json").read_text())
     assert summary["mean"]["trained"]["prompt"]["4"] == pytest.approx(result.mean(4))
@@ -53,23 +78,43 @@ def test_many_prompts(call, folder_model: Path, tmp_path: Path) -> None:
     }
     mean = tlc.CouplingMap.load(tmp_path / "out" / "depth.nc")
     model = tlc.load_model(str(folder_model))
-    maps = [tlc.depth_coupling(tlc.trace(model, text), 4) for text in ("w3 w4", "w5 w6 w7")]
-    torch.testing.assert_close(mean.coupling(2), (maps[0].coupling(2) + maps[1].coupling(2)) / 2)
+    maps = [
+        tlc.depth_coupling(tlc.trace(model, text), 4) for text in ("w3 w4", "w5 w6 w7")
+    ]
+    torch.testing.assert_close(
+        mean.coupling(2), (maps[0].coupling(2) + maps[1].coupling(2)) / 2
+    )
     spread = abs(maps[0].mean(2) - maps[1].mean(2)) / 2**0.5
     assert f"{mean.mean(2):.3f} ± {spread:.3f}" in done.out
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["mean"]["trained"]["a/1"]["2"] == pytest.approx(maps[0].mean(2), abs=1e-5)
+    assert summary["mean"]["trained"]["a/1"]["2"] == pytest.approx(
+        maps[0].mean(2), abs=1e-5
+    )
     assert summary["mean_over_prompts"]["trained"]["2"] == pytest.approx(mean.mean(2))
-    assert summary["standard_deviation_over_prompts"]["trained"]["2"] == pytest.approx(spread, abs=1e-5)
+    assert summary["standard_deviation_over_prompts"]["trained"]["2"] == pytest.approx(
+        spread, abs=1e-5
+    )
     call("depth", *options, "--out", tmp_path / "maps", "--save-maps")
-    saved = {path.name: tlc.CouplingMap.load(path) for path in (tmp_path / "maps" / "maps" / "trained").iterdir()}
-    assert {name: m.provenance["tokens"] for name, m in saved.items()} == {"a%2F1.nc": [3, 4], "3.nc": [5, 6, 7]}
+    saved = {
+        path.name: tlc.CouplingMap.load(path)
+        for path in (tmp_path / "maps" / "maps" / "trained").iterdir()
+    }
+    assert {name: m.provenance["tokens"] for name, m in saved.items()} == {
+        "a%2F1.nc": [3, 4],
+        "3.nc": [5, 6, 7],
+    }
 
 
-def test_a_narrow_model_takes_what_fits(call, folder_model: Path, tmp_path: Path) -> None:
-    done = call("depth", "--model", folder_model, "--prompt", "w3 w4", "--out", tmp_path)
+def test_a_narrow_model_takes_what_fits(
+    call, folder_model: Path, tmp_path: Path
+) -> None:
+    done = call(
+        "depth", "--model", folder_model, "--prompt", "w3 w4", "--out", tmp_path
+    )
     assert "warning: the model has width 32: k = 32 is used" in done.err
-    assert {path.name for path in tmp_path.glob("coupling-*.png")} == {f"coupling-k{k}.png" for k in (10, 30, 32)}
+    assert {path.name for path in tmp_path.glob("coupling-*.png")} == {
+        f"coupling-k{k}.png" for k in (10, 30, 32)
+    }
 
 
 def test_help_has_examples(call) -> None:
@@ -98,7 +143,12 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w1"}\n{"promt": "w2"}\n')
-    options = {"--model": folder_model, "--prompt": "w1 w2", "--k": 4, "--out": tmp_path / "out"}
+    options = {
+        "--model": folder_model,
+        "--prompt": "w1 w2",
+        "--k": 4,
+        "--out": tmp_path / "out",
+    }
     if "--prompts" in arguments:
         del options["--prompt"]
     given = [part.replace("{file}", str(file)) for part in arguments]
@@ -114,7 +164,9 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
         ["depth", "--model", "no-such/model", "--out", "{tmp}"],
     ],
 )
-def test_debug_shows_a_traceback_of_bad_usage_and_bad_files(call, tmp_path: Path, arguments: list[str]) -> None:
+def test_debug_shows_a_traceback_of_bad_usage_and_bad_files(
+    call, tmp_path: Path, arguments: list[str]
+) -> None:
     given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
     said = call("--debug", *given, status=2).err
     assert said.startswith("Traceback")
@@ -123,60 +175,124 @@ def test_debug_shows_a_traceback_of_bad_usage_and_bad_files(call, tmp_path: Path
 
 
 def test_debug_as_the_value_of_an_option_is_not_the_flag(call, tmp_path: Path) -> None:
-    said = call("depth", "--prompt", "--debug", "--k", "0", "--out", tmp_path, status=2).err
+    said = call(
+        "depth", "--prompt", "--debug", "--k", "0", "--out", tmp_path, status=2
+    ).err
     assert "`--k` must be at least 1, got 0" in said
     assert "Traceback" not in said
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/version").exists(), reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_said_before_the_model_is_loaded(call) -> None:
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not Path("/proc/version").exists(),
+    reason="root may write anywhere",
+)
+def test_a_folder_that_cannot_be_written_is_said_before_the_model_is_loaded(
+    call,
+) -> None:
     # /proc refuses even root.
-    said = call("depth", "--model", "no-such/model", "--out", "/proc/tl_coupling", status=2).err
+    said = call(
+        "depth", "--model", "no-such/model", "--out", "/proc/tl_coupling", status=2
+    ).err
     assert "cannot write to the output folder" in said
 
 
-def test_the_embedded_model_beats_null_and_twin(call, smollm2: nn.Module, tmp_path: Path) -> None:
+def test_the_embedded_model_beats_null_and_twin(
+    call, smollm2: nn.Module, tmp_path: Path
+) -> None:
     said = call("depth", "--untrained", "--out", tmp_path).out
     summary = json.loads((tmp_path / "summary.json").read_text())
-    trained, untrained = (summary["mean"][run]["prompt"]["10"] for run in ("trained", "untrained"))
+    trained, untrained = (
+        summary["mean"][run]["prompt"]["10"] for run in ("trained", "untrained")
+    )
     assert trained > 3 * summary["null"]["10"]
     assert trained > 3 * untrained
-    # It is what `make demo` runs: README shows what that prints, and names what it writes.
-    readme = (Path(__file__).parents[2] / "README.md").read_text().partition("make demo")[2].partition("pip install")[0]
+    # It is what `make demo` runs: README shows what that prints, and names what it
+    # writes.
+    readme = (
+        (Path(__file__).parents[2] / "README.md")
+        .read_text()
+        .partition("make demo")[2]
+        .partition("pip install")[0]
+    )
     shown = re.search(r"```text\n(.+?)```", readme, re.DOTALL)
     assert shown
-    wanted, got = (re.findall(r"│ +(\d+) │ +(\S+) │ +(\S+) │ +(\S+) │", text) for text in (shown[1], said))
+    wanted, got = (
+        re.findall(r"│ +(\d+) │ +(\S+) │ +(\S+) │ +(\S+) │", text)
+        for text in (shown[1], said)
+    )
     assert len(wanted) == 3
     for numbers, others in zip(wanted, got, strict=True):
-        assert [*map(float, numbers)] == pytest.approx([*map(float, others)], abs=0.0015)
-    short = readme.replace("`-k30`", "`coupling-k30.png`").replace("`-k50`", "`coupling-k50.png`")
-    assert set(re.findall(r"`([\w-]+\.\w+)`", short)) == {path.name for path in tmp_path.iterdir()}
+        assert [*map(float, numbers)] == pytest.approx(
+            [*map(float, others)], abs=0.0015
+        )
+    short = readme.replace("`-k30`", "`coupling-k30.png`").replace(
+        "`-k50`", "`coupling-k50.png`"
+    )
+    assert set(re.findall(r"`([\w-]+\.\w+)`", short)) == {
+        path.name for path in tmp_path.iterdir()
+    }
 
 
 def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> None:
-    """With the twin, over two prompts; the orientation that was asked for is that of the maps."""
+    """With the twin, over two prompts; the orientation that was asked for is that of
+    the maps.
+    """
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w3 w4"}\n{"prompt": "w5 w6 w7"}\n')
-    options = ["--model", folder_model, "--prompts", file, "--k", 2, "--k", 4, "--orientation", "vju"]
-    done = call("depth", *options, "--out", tmp_path / "out", "--untrained", "--all-measures", "--diagonal")
+    options = [
+        "--model",
+        folder_model,
+        "--prompts",
+        file,
+        "--k",
+        2,
+        "--k",
+        4,
+        "--orientation",
+        "vju",
+    ]
+    done = call(
+        "depth",
+        *options,
+        "--out",
+        tmp_path / "out",
+        "--untrained",
+        "--all-measures",
+        "--diagonal",
+    )
     rows = pandas.read_csv(tmp_path / "out" / "measures.csv")
     assert len(rows) == len(MEASURES) * 2 * 2 * 2 * 2
     model = tlc.load_model(str(folder_model))
     traces = [tlc.trace(model, text) for text in ("w3 w4", "w5 w6 w7")]
-    for orientation, measure, off in itertools.product(("ujv", "vju"), MEASURES, (True, False)):
+    for orientation, measure, off in itertools.product(
+        ("ujv", "vju"), MEASURES, (True, False)
+    ):
         maps = [tlc.depth_coupling(one, 4, orientation=orientation) for one in traces]
         query = f"measure == '{measure}' and orientation == '{orientation}' and k == 2 and checkpoint == 'trained'"
-        row = rows.query(f"{query} and pairs == '{'different' if off else 'all'}'").squeeze()
+        row = rows.query(
+            f"{query} and pairs == '{'different' if off else 'all'}'"
+        ).squeeze()
         means = [one.mean(2, measure, off_diagonal=off) for one in maps]
         assert row["mean"] == pytest.approx(sum(means) / 2, rel=1e-4)
-        assert row["spread"] == pytest.approx(statistics.stdev(means), rel=1e-2, abs=1e-6)
-        assert row["null"] == pytest.approx(sum(one.null(2, measure, off_diagonal=off) for one in maps) / 2, rel=1e-4)
-        assert re.search(rf"{measure} .*{orientation} .*{'different' if off else 'all'} .*{row['mean']:.3f}", done.out)
+        assert row["spread"] == pytest.approx(
+            statistics.stdev(means), rel=1e-2, abs=1e-6
+        )
+        assert row["null"] == pytest.approx(
+            sum(one.null(2, measure, off_diagonal=off) for one in maps) / 2, rel=1e-4
+        )
+        assert re.search(
+            rf"{measure} .*{orientation} .*{'different' if off else 'all'} .*{row['mean']:.3f}",
+            done.out,
+        )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     result = tlc.CouplingMap.load(tmp_path / "out" / "depth.nc")
     assert result.orientation == "vju"
-    assert summary["mean_over_prompts"]["trained"]["2"] == pytest.approx(result.mean(2, off_diagonal=False))
+    assert summary["mean_over_prompts"]["trained"]["2"] == pytest.approx(
+        result.mean(2, off_diagonal=False)
+    )
     assert summary["null"]["2"] == pytest.approx(result.null(2, off_diagonal=False))
     low, high = summary["null_interval"]["2"]
     assert low < summary["null"]["2"] < high
-    assert "mean over all pairs of layers, l = l' among them" in " ".join(done.out.split())
+    assert "mean over all pairs of layers, l = l' among them" in " ".join(
+        done.out.split()
+    )

@@ -18,13 +18,27 @@ STEPS = (0, 16, 256)
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     for step in STEPS:
-        tiny.huggingface_model("gpt_neox", seed=step).save_pretrained(folder / f"step{step}")
+        tiny.huggingface_model("gpt_neox", seed=step).save_pretrained(
+            folder / f"step{step}"
+        )
         tiny.save_tokenizer(folder / f"step{step}")
     return folder
 
 
 def options(model: Path, out: Path) -> list[object]:
-    return ["checkpoints", "--model", model, "--prompt", "w1 w2 w3 w4", "--k", 3, "--k", 8, "--out", out]
+    return [
+        "checkpoints",
+        "--model",
+        model,
+        "--prompt",
+        "w1 w2 w3 w4",
+        "--k",
+        3,
+        "--k",
+        8,
+        "--out",
+        out,
+    ]
 
 
 def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
@@ -37,7 +51,10 @@ def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
     assert summary["coupling"]["3"] == pytest.approx(coupling.tolist())
     assert summary["null"]["8"] == pytest.approx([1 - (1 - 1 / 8) ** 0.5] * 3)
     assert all(f"{value:.3f}" in said for value in coupling)
-    results = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").glob("*.nc")}
+    results = {
+        path: path.stat().st_mtime_ns
+        for path in (tmp_path / "checkpoints").glob("*.nc")
+    }
     assert len(results) == 3
     call(*options(run_folder, tmp_path))
     assert {path: path.stat().st_mtime_ns for path in results} == results
@@ -48,18 +65,29 @@ def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
 def test_means_over_all_pairs_say_so(call, run_folder: Path, tmp_path: Path) -> None:
     said = call(*options(run_folder, tmp_path), "--diagonal", "--checkpoint", 16).out
     with xarray.open_dataset(tmp_path / "sweep.nc") as data:
-        assert data["mean_coupling"].sel(k=3).item() == pytest.approx(data["coupling"].sel(k=3).mean().item())
-    assert "mean over all pairs of layers, l = l' among them and 1 prompt" in " ".join(said.split())
-    assert "mean over all pairs" in json.loads((tmp_path / "summary.json").read_text())["measure"]
+        assert data["mean_coupling"].sel(k=3).item() == pytest.approx(
+            data["coupling"].sel(k=3).mean().item()
+        )
+    assert "mean over all pairs of layers, l = l' among them and 1 prompt" in " ".join(
+        said.split()
+    )
+    assert (
+        "mean over all pairs"
+        in json.loads((tmp_path / "summary.json").read_text())["measure"]
+    )
 
 
-def test_a_checkpoint_that_fails_is_said_and_the_status_is_1(call, run_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_fails_is_said_and_the_status_is_1(
+    call, run_folder: Path, tmp_path: Path
+) -> None:
     model = tmp_path / "run"
     shutil.copytree(run_folder, model)
     (model / "step16" / "model.safetensors").write_bytes(b"not weights")
     out = tmp_path / "out"
     said = call(*options(model, out), status=1).err
-    assert f"1 of 3 checkpoints of {model} failed and are left out: 16: " in " ".join(said.split())
+    assert f"1 of 3 checkpoints of {model} failed and are left out: 16: " in " ".join(
+        said.split()
+    )
     assert list(json.loads((out / "summary.json").read_text())["failed"]) == ["16"]
     shutil.copytree(run_folder / "step16", model / "step16", dirs_exist_ok=True)
     call(*options(model, out))
@@ -74,7 +102,9 @@ def test_a_checkpoint_that_fails_is_said_and_the_status_is_1(call, run_folder: P
         (["--model", "{tmp}"], "no checkpoints in it"),
     ],
 )
-def test_bad_input(call, run_folder: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_bad_input(
+    call, run_folder: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
     out = tmp_path / "out"
     given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
     said = call(*options(run_folder, out), *given, status=2).err
@@ -82,7 +112,9 @@ def test_bad_input(call, run_folder: Path, tmp_path: Path, arguments: list[str],
     assert not (out / "sweep.nc").exists()
 
 
-def test_results_of_other_settings_are_left_alone(call, run_folder: Path, tmp_path: Path) -> None:
+def test_results_of_other_settings_are_left_alone(
+    call, run_folder: Path, tmp_path: Path
+) -> None:
     call(*options(run_folder, tmp_path))
     before = (tmp_path / "sweep.nc").read_bytes()
     said = call(*options(run_folder, tmp_path), "--k", 5, status=2).err

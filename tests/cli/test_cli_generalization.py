@@ -16,20 +16,34 @@ from tl_coupling.generalization import paper_table1
 
 pytestmark = pytest.mark.on_3_only
 
-PICTURES = {"generalization.png", "forest.png", "k_sweep.png", "covariates.png", "quartiles.png"}
+PICTURES = {
+    "generalization.png",
+    "forest.png",
+    "k_sweep.png",
+    "covariates.png",
+    "quartiles.png",
+}
 
 
 @pytest.fixture
 def call(monkeypatch, capsys, as_a_user):
-    """The command in this process: exit status, standard output, standard error, both as one line."""
+    """The command in this process: exit status, standard output, standard error, both
+    as one line.
+    """
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tl-coupling", "generalization", *map(str, arguments)])
+        monkeypatch.setattr(
+            sys, "argv", ["tl-coupling", "generalization", *map(str, arguments)]
+        )
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as stopped:
             main()
         said = capsys.readouterr()
-        return stopped.value.code or 0, " ".join(said.out.split()), " ".join(said.err.split())
+        return (
+            stopped.value.code or 0,
+            " ".join(said.out.split()),
+            " ".join(said.err.split()),
+        )
 
     return run
 
@@ -40,7 +54,11 @@ def given(tmp_path):
     data = survey(n_models=10)
     x = data["mean_coupling"].values[:, 0, :, 0].mean(1)
     scores = pandas.DataFrame(
-        {"model": data["model"].values, "score": 20 + 60 * x, "arc": np.random.default_rng(0).random(10)}
+        {
+            "model": data["model"].values,
+            "score": 20 + 60 * x,
+            "arc": np.random.default_rng(0).random(10),
+        }
     )
     data.to_netcdf(tmp_path / "sweep.nc")
     scores.to_csv(tmp_path / "scores.csv", index=False)
@@ -48,12 +66,23 @@ def given(tmp_path):
 
 
 def test_scores_of_the_papers_table(call, given, tmp_path):
-    """Joined by the names on the hub, without a word on the models of the table that were not measured."""
+    """Joined by the names on the hub, without a word on the models of the table that
+    were not measured.
+    """
     _, _, data, _ = given
     table = paper_table1().dropna(subset=["score"]).head(10)
     data.assign_coords(model=table["model"].tolist()).to_netcdf(tmp_path / "hub.nc")
     out = tmp_path / "out"
-    status, _, said = call("--survey", tmp_path / "hub.nc", "--scores", "table1", "--resamples", 20, "--out", out)
+    status, _, said = call(
+        "--survey",
+        tmp_path / "hub.nc",
+        "--scores",
+        "table1",
+        "--resamples",
+        20,
+        "--out",
+        out,
+    )
     assert status == 0
     assert "were not measured" not in said
     written = pandas.read_csv(out / "table.csv")
@@ -64,8 +93,21 @@ def test_scores_of_the_papers_table(call, given, tmp_path):
 
 def test_scores_of_a_file(call, given, tmp_path):
     file, scores, _, table = given
-    arguments = ["--survey", file, "--scores", scores, "--k", 5, "--subset", "high=score > 45", "--resamples", 100]
-    status, said, _ = call(*arguments, "--control", "log10(n_parameters)", "--out", tmp_path / "out")
+    arguments = [
+        "--survey",
+        file,
+        "--scores",
+        scores,
+        "--k",
+        5,
+        "--subset",
+        "high=score > 45",
+        "--resamples",
+        100,
+    ]
+    status, said, _ = call(
+        *arguments, "--control", "log10(n_parameters)", "--out", tmp_path / "out"
+    )
     assert status == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["association"]["linear"]["r_squared"] == pytest.approx(1)
@@ -83,20 +125,46 @@ def test_scores_of_a_file(call, given, tmp_path):
 
 def test_another_column_is_the_score(call, given, tmp_path):
     file, scores, data, table = given
-    call("--survey", file, "--scores", scores, "--score-column", "arc", "--k", 5, "--resamples", 100, "--out", tmp_path)
+    call(
+        "--survey",
+        file,
+        "--scores",
+        scores,
+        "--score-column",
+        "arc",
+        "--k",
+        5,
+        "--resamples",
+        100,
+        "--out",
+        tmp_path,
+    )
     fit = json.loads((tmp_path / "summary.json").read_text())["association"]["linear"]
-    expected = stats.linregress(data["mean_coupling"].values[:, 0, :, 0].mean(1), table["arc"])
-    assert (fit["y"], fit["slope"], fit["p"]) == ("arc", pytest.approx(expected.slope), pytest.approx(expected.pvalue))
+    expected = stats.linregress(
+        data["mean_coupling"].values[:, 0, :, 0].mean(1), table["arc"]
+    )
+    assert (fit["y"], fit["slope"], fit["p"]) == (
+        "arc",
+        pytest.approx(expected.slope),
+        pytest.approx(expected.pvalue),
+    )
 
 
 @pytest.mark.parametrize("scores", [[], ["--scores", "loss"]])
 def test_without_scores_the_loss_stands_in(call, given, tmp_path, scores):
     file, _, data, _ = given
-    status, said, _ = call("--survey", file, *scores, "--resamples", 100, "--out", tmp_path / "out")
+    status, said, _ = call(
+        "--survey", file, *scores, "--resamples", 100, "--out", tmp_path / "out"
+    )
     assert status == 0
     assert "loss against coupling (k = 10)" in said
-    fit = json.loads((tmp_path / "out" / "summary.json").read_text())["association"]["linear"]
-    x, y = data["mean_coupling"].values[:, 0, :, 1].mean(1), data["loss"].values[:, 0].mean(1)
+    fit = json.loads((tmp_path / "out" / "summary.json").read_text())["association"][
+        "linear"
+    ]
+    x, y = (
+        data["mean_coupling"].values[:, 0, :, 1].mean(1),
+        data["loss"].values[:, 0].mean(1),
+    )
     assert fit["slope"] == pytest.approx(stats.linregress(x, y).slope)
 
 
@@ -104,36 +172,71 @@ def test_families_by_patterns(call, given, tmp_path):
     file, scores, _, table = given
     table.assign(score=range(10)).to_csv(scores, index=False)
     patterns = ("a=org/m[0-3]", "b=org/m[4-7]", "c=org/m[89]")
-    arguments = ["--survey", file, "--scores", scores, "--subset", "high=score > 4", "--resamples", 50]
+    arguments = [
+        "--survey",
+        file,
+        "--scores",
+        scores,
+        "--subset",
+        "high=score > 4",
+        "--resamples",
+        50,
+    ]
     out = tmp_path / "out"
-    status, said, _ = call(*arguments, *(part for one in patterns for part in ("--family", one)), "--out", out)
+    status, said, _ = call(
+        *arguments,
+        *(part for one in patterns for part in ("--family", one)),
+        "--out",
+        out,
+    )
     assert status == 0
     summary = json.loads((out / "summary.json").read_text())
     assert summary["association"]["linear"]["n_families"] == 3
     assert "10 models in 3 families, cluster-robust, 6 prompts" in said
     assert "given family" in said
     assert "all models, bootstrap" not in said
-    assert "left out: bootstrap: 3 families are too few to resample (wanted 6): the t interval holds" in said
+    assert (
+        "left out: bootstrap: 3 families are too few to resample (wanted 6): the t interval holds"
+        in said
+    )
     assert "chosen by the score: high" in said
-    assert f"p = {summary['familywise']['p']:.3g} by permutation of the scores, over 12 looks" in said
+    assert (
+        f"p = {summary['familywise']['p']:.3g} by permutation of the scores, over 12 looks"
+        in said
+    )
     assert pandas.read_csv(out / "table.csv")["family"].tolist() == [*"aaaabbbbcc"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--family", "pythia"], '`--family` must be NAME=PATTERN, like "Pythia=*pythia*"'),
-        (["--family", "GPT=*gpt*"], "`--family` GPT: no model is like '*gpt*'; there are org/m0, org/m1"),
-        (["--family", "a=org/m1", "--family", "b=*"], "`--family` b: org/m1 is of the family a already"),
+        (
+            ["--family", "pythia"],
+            '`--family` must be NAME=PATTERN, like "Pythia=*pythia*"',
+        ),
+        (
+            ["--family", "GPT=*gpt*"],
+            "`--family` GPT: no model is like '*gpt*'; there are org/m0, org/m1",
+        ),
+        (
+            ["--family", "a=org/m1", "--family", "b=*"],
+            "`--family` b: org/m1 is of the family a already",
+        ),
         (["--survey", "{tmp}"], "{tmp}"),
         (["--survey", "{tmp}/none.nc"], "no survey at"),
         (["--survey", "{tmp}/scores.csv"], "is not a netCDF file that can be read"),
         (["--scores", "{tmp}/none.csv"], "none.csv"),
-        (["--score-column", "points"], "no column 'points'; the columns are model, score, arc"),
+        (
+            ["--score-column", "points"],
+            "no column 'points'; the columns are model, score, arc",
+        ),
         (["--k", "7"], "`k` = 7 was not measured; there are [5, 10]"),
         (["--measure", "beauty"], "'beauty' is not one of 'coupling', "),
         (["--subset", "high"], "`--subset` must be NAME=QUERY"),
-        (["--subset", "high=points > 3"], "subset 'high': no column or expression 'points > 3'"),
+        (
+            ["--subset", "high=points > 3"],
+            "subset 'high': no column or expression 'points > 3'",
+        ),
         (["--control", "colour"], "no column or expression 'colour'"),
         (["--checkpoint", "9"], "checkpoint '9' was not measured; there are main"),
         (["--resamples", "0"], "--resamples"),
@@ -155,9 +258,21 @@ def test_bad_input_overwrites_nothing(call, given, tmp_path, arguments, message)
 def test_scores_of_models_that_were_not_measured(call, given, tmp_path):
     file, scores, _, table = given
     table.assign(model=[*table["model"][:-1], "gpt-5"]).to_csv(scores, index=False)
-    status, _, said = call("--survey", file, "--scores", scores, "--resamples", 50, "--out", tmp_path / "out")
+    status, _, said = call(
+        "--survey",
+        file,
+        "--scores",
+        scores,
+        "--resamples",
+        50,
+        "--out",
+        tmp_path / "out",
+    )
     assert status == 0
-    assert said.count("models that were not measured: gpt-5; measured: org/m0, org/m1") == 1
+    assert (
+        said.count("models that were not measured: gpt-5; measured: org/m0, org/m1")
+        == 1
+    )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["association"]["linear"]["n"] == 9
     assert summary["left_out"]["org/m9"] == "no score"
@@ -173,25 +288,38 @@ def test_the_folder_of_a_survey(call, tmp_path):
         tiny.save_tokenizer(tmp_path / family)
     prompts = ["w1 w2 w3 w4", "w5 w6 w7 w8 w9"]
     asked = Survey(
-        models, prompts, untrained=True, settings=Settings(k=(4, 8), n_singular_values=4), prompts_per_unit=1
+        models,
+        prompts,
+        untrained=True,
+        settings=Settings(k=(4, 8), n_singular_values=4),
+        prompts_per_unit=1,
     )
     data = run(asked, tmp_path / "survey").load()
-    status, said, _ = call("--survey", tmp_path / "survey", "--resamples", 100, "--out", tmp_path / "out")
+    status, said, _ = call(
+        "--survey", tmp_path / "survey", "--resamples", 100, "--out", tmp_path / "out"
+    )
     assert status == 0
     table = pandas.read_csv(tmp_path / "out" / "table.csv").set_index("model")
     assert set(table["checkpoint"]) == {"main"}
     for model in models:
         measured = data.sel(model=model, checkpoint="main")
-        assert table.loc[model, "coupling"] == pytest.approx(measured["mean_coupling"].sel(k=8).mean().item())
+        assert table.loc[model, "coupling"] == pytest.approx(
+            measured["mean_coupling"].sel(k=8).mean().item()
+        )
         assert table.loc[model, "n_parameters"] == measured["n_parameters"].item()
-    assert "left out: influence: leaving one model out needs at least four, got 3" in said
+    assert (
+        "left out: influence: leaving one model out needs at least four, got 3" in said
+    )
 
 
 def test_choices_that_the_survey_does_not_hold(call, given, tmp_path):
     file = given[0]
     for arguments, message in (
         (("--diagonal",), "there is no map 'coupling' in the data"),
-        (("--orientation", "vju"), "`orientation` 'vju' was not measured; there is ujv"),
+        (
+            ("--orientation", "vju"),
+            "`orientation` 'vju' was not measured; there is ujv",
+        ),
     ):
         status, _, error = call("--survey", file, "--out", tmp_path / "out", *arguments)
         assert (status, message in error) == (2, True), error

@@ -13,42 +13,75 @@ pytestmark = pytest.mark.on_3_only
 
 @pytest.fixture
 def options(folder_vit: Path, tmp_path: Path) -> list[object]:
-    return ["--model", folder_vit, "--image", folder_vit / "image.png", "--out", tmp_path / "out"]
+    return [
+        "--model",
+        folder_vit,
+        "--image",
+        folder_vit / "image.png",
+        "--out",
+        tmp_path / "out",
+    ]
 
 
 def summary(tmp_path: Path) -> dict:
     return json.loads((tmp_path / "out" / "summary.json").read_text())
 
 
-def test_depth_measures_the_class_token(call, options: list[object], folder_vit: Path, tmp_path: Path) -> None:
+def test_depth_measures_the_class_token(
+    call, options: list[object], folder_vit: Path, tmp_path: Path
+) -> None:
     done = call("depth", *options, "--k", 4, "--untrained")
     trace = tlc.trace(tlc.load_model(str(folder_vit)), folder_vit / "image.png")
     expected = tlc.depth_coupling(trace, 4, position=0).mean()
-    assert tlc.CouplingMap.load(tmp_path / "out" / "depth.nc").mean() == pytest.approx(expected, abs=1e-5)
+    assert tlc.CouplingMap.load(tmp_path / "out" / "depth.nc").mean() == pytest.approx(
+        expected, abs=1e-5
+    )
     assert f"{expected:.3f}" in done.out
     facts = summary(tmp_path)
     assert facts["provenance"]["untrained"]["image"]["name"] == "image.png"
-    assert facts["mean"]["trained"] == {"image.png": {"4": pytest.approx(expected, abs=1e-5)}}
+    assert facts["mean"]["trained"] == {
+        "image.png": {"4": pytest.approx(expected, abs=1e-5)}
+    }
     call("depth", *options, "--k", 4, "--position", -1)
     last = tlc.depth_coupling(trace, 4, position=-1).mean()
     assert abs(last - expected) > 1e-3
-    assert summary(tmp_path)["mean"]["trained"]["image.png"]["4"] == pytest.approx(last, abs=1e-5)
+    assert summary(tmp_path)["mean"]["trained"]["image.png"]["4"] == pytest.approx(
+        last, abs=1e-5
+    )
 
 
 def test_depth_of_many_images(call, folder_vit: Path, tmp_path: Path) -> None:
     file = folder_vit / "images.jsonl"
-    file.write_text('{"id": "a", "image": "image.png"}\n{"id": "b", "image": "image.png"}\n')
-    call("depth", "--model", folder_vit, "--prompts", file, "--k", 4, "--out", tmp_path / "out")
+    file.write_text(
+        '{"id": "a", "image": "image.png"}\n{"id": "b", "image": "image.png"}\n'
+    )
+    call(
+        "depth",
+        "--model",
+        folder_vit,
+        "--prompts",
+        file,
+        "--k",
+        4,
+        "--out",
+        tmp_path / "out",
+    )
     trace = tlc.trace(tlc.load_model(str(folder_vit)), folder_vit / "image.png")
     expected = pytest.approx(tlc.depth_coupling(trace, 4, position=0).mean(), abs=1e-5)
-    assert summary(tmp_path)["mean"]["trained"] == {"a": {"4": expected}, "b": {"4": expected}}
+    assert summary(tmp_path)["mean"]["trained"] == {
+        "a": {"4": expected},
+        "b": {"4": expected},
+    }
 
 
 def test_tokens_and_trajectory(call, options: list[object], tmp_path: Path) -> None:
     call("tokens", *options, "--k", 4)
     influence = summary(tmp_path)["influence"]
     # Patches come after the class token, and act on it.
-    assert (influence["output_position"], influence["source_positions"]) == (0, list(range(9)))
+    assert (influence["output_position"], influence["source_positions"]) == (
+        0,
+        list(range(9)),
+    )
     assert all(value > 0 for value in influence["trained"]["frobenius_norm"])
     call("trajectory", *options, "--no-perturbation")
     assert summary(tmp_path)["position"] == 0
@@ -81,13 +114,30 @@ def test_help_says_which_token_is_measured(call, command: str) -> None:
 )
 @pytest.mark.parametrize("command", ["depth", "report"])
 def test_bad_input_is_one_line(
-    refused, folder_vit: Path, folder_model: Path, tmp_path: Path, command: str, arguments: list[str], message: str
+    refused,
+    folder_vit: Path,
+    folder_model: Path,
+    tmp_path: Path,
+    command: str,
+    arguments: list[str],
+    message: str,
 ) -> None:
-    options = {"--model": folder_vit, "--image": folder_vit / "image.png", "--k": 4, "--out": tmp_path / "out.html"}
-    assert message in refused(command, options, [part.replace("{text}", str(folder_model)) for part in arguments])
+    options = {
+        "--model": folder_vit,
+        "--image": folder_vit / "image.png",
+        "--k": 4,
+        "--out": tmp_path / "out.html",
+    }
+    assert message in refused(
+        command,
+        options,
+        [part.replace("{text}", str(folder_model)) for part in arguments],
+    )
 
 
-def test_an_image_of_too_many_pixels(refused, options: list[object], tmp_path: Path) -> None:
+def test_an_image_of_too_many_pixels(
+    refused, options: list[object], tmp_path: Path
+) -> None:
     (tmp_path / "bomb.png").write_bytes(png_header(30_000, 30_000))
     given = dict(zip(options[::2], options[1::2], strict=True))
     message = "bomb.png' has too many pixels"
@@ -96,15 +146,23 @@ def test_an_image_of_too_many_pixels(refused, options: list[object], tmp_path: P
 
 def test_an_image_and_a_file_of_prompts(refused, options: list[object]) -> None:
     given = dict(zip(options[::2], options[1::2], strict=True))
-    assert "give --image or --prompts, not both" in refused("depth", given, ["--prompts", "prompts.jsonl"])
+    assert "give --image or --prompts, not both" in refused(
+        "depth", given, ["--prompts", "prompts.jsonl"]
+    )
 
 
-def test_a_vision_model_without_an_image(refused, folder_vit: Path, tmp_path: Path) -> None:
+def test_a_vision_model_without_an_image(
+    refused, folder_vit: Path, tmp_path: Path
+) -> None:
     options = {"--model": folder_vit, "--out": tmp_path / "out"}
-    assert f"'{folder_vit}' reads images: give one, with --image" in refused("tokens", options, [])
+    assert f"'{folder_vit}' reads images: give one, with --image" in refused(
+        "tokens", options, []
+    )
 
 
-def test_a_text_model_does_not_read_the_path_of_an_image(folder_model: Path, folder_vit: Path) -> None:
+def test_a_text_model_does_not_read_the_path_of_an_image(
+    folder_model: Path, folder_vit: Path
+) -> None:
     prompt = tlc.Prompt("a", image=folder_vit / "image.png")
     with pytest.raises(TypeError, match="this model reads text"):
         tlc.trace(tlc.load_model(str(folder_model)), prompt)

@@ -1,4 +1,6 @@
-"""Names, labels, paths and score files as text: terminals, markup, pictures and spreadsheets do not act on them."""
+"""Names, labels, paths and score files as text: terminals, markup, pictures and
+spreadsheets do not act on them.
+"""
 
 import csv
 import json
@@ -19,7 +21,8 @@ from tl_coupling.generalization import read_scores
 
 pytestmark = pytest.mark.on_4_only
 
-# Clears the screen, names the window, turns text around; markup and emoji of rich; mathematics that does not parse.
+# Clears the screen, names the window, turns text around; markup and emoji of rich;
+# mathematics that does not parse.
 ESCAPES = "\x1b[2J\x1b]0;x\x07\x9b2J\u202e"
 AS_TEXT = r"\x1b[2J\x1b]0;x\x07\x9b2J\u202e"
 MARKUP = "[red]x[-red] :bomb: $\\frac$ <b>"
@@ -58,7 +61,10 @@ def hostile_folder(folder_model: Path, tmp_path: Path) -> Path:
         (HOSTILE, SHOWN),
         ("a\x00\x08\x7f\r", r"a\x00\x08\x7f\r"),
         ("half a \ud800", r"half a \ud800"),
-        ("Straße, 東京, ρ = 0.5 ± 1 −\ntwo lines", "Straße, 東京, ρ = 0.5 ± 1 −\ntwo lines"),
+        (
+            "Straße, 東京, ρ = 0.5 ± 1 −\ntwo lines",
+            "Straße, 東京, ρ = 0.5 ± 1 −\ntwo lines",
+        ),
     ],
 )
 def test_what_terminals_act_on_is_shown_as_an_escape(text: str, shown: str) -> None:
@@ -68,12 +74,25 @@ def test_what_terminals_act_on_is_shown_as_an_escape(text: str, shown: str) -> N
 def test_a_label(said, folder_model: Path, tmp_path: Path) -> None:
     # netCDF takes a backslash for a slash.
     out = tmp_path / HOSTILE.replace(BACKSLASH, "")
-    arguments = ["--model", folder_model, "--label", HOSTILE, "--prompt", "w1 w2 w3", "--k", 4, "--out", out]
+    arguments = [
+        "--model",
+        folder_model,
+        "--label",
+        HOSTILE,
+        "--prompt",
+        "w1 w2 w3",
+        "--k",
+        4,
+        "--out",
+        out,
+    ]
     # Titles are as narrow as their tables.
     shown = " ".join(said("depth", *arguments, "--untrained", "--all-measures").split())
     assert f"{SHOWN}: depth coupling" in shown
     assert f"{SHOWN}: every choice" in shown
-    assert f"wrote {tmp_path}/{MARKUP.replace(BACKSLASH, '')}{AS_TEXT}/depth.nc" in shown
+    assert (
+        f"wrote {tmp_path}/{MARKUP.replace(BACKSLASH, '')}{AS_TEXT}/depth.nc" in shown
+    )
     shown = " ".join(said("redundancy", *arguments).split())
     assert f"{SHOWN}: change in loss" in shown
 
@@ -81,15 +100,36 @@ def test_a_label(said, folder_model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["depth", "trajectories", "precision"])
 def test_an_error_is_one_line_of_text(said, tmp_path: Path, command: str) -> None:
     name = f"./{HOSTILE}"
-    shown = said(command, "--model", name, "--prompt", "w1", "--out", tmp_path / "out", status=2)
+    shown = said(
+        command, "--model", name, "--prompt", "w1", "--out", tmp_path / "out", status=2
+    )
     assert SHOWN in shown.splitlines()[-1]
-    shown = said("--debug", command, "--model", name, "--prompt", "w1", "--out", tmp_path / "out", status=2)
+    shown = said(
+        "--debug",
+        command,
+        "--model",
+        name,
+        "--prompt",
+        "w1",
+        "--out",
+        tmp_path / "out",
+        status=2,
+    )
     assert "Traceback" in shown
     assert SHOWN in shown.splitlines()[-1]
 
 
-def test_bars_and_columns_of_several_models(said, hostile_folder: Path, folder_model: Path, tmp_path: Path) -> None:
-    arguments = ["--model", hostile_folder, "--model", folder_model, "--prompt", "w1 w2 w3"]
+def test_bars_and_columns_of_several_models(
+    said, hostile_folder: Path, folder_model: Path, tmp_path: Path
+) -> None:
+    arguments = [
+        "--model",
+        hostile_folder,
+        "--model",
+        folder_model,
+        "--prompt",
+        "w1 w2 w3",
+    ]
     shown = said("trajectories", *arguments, "--out", tmp_path / "paths")
     assert f"measuring {tmp_path}/{SHOWN} …" in shown
     # In the table.
@@ -99,7 +139,17 @@ def test_bars_and_columns_of_several_models(said, hostile_folder: Path, folder_m
 
 def test_names_of_precisions(said, folder_model: Path, tmp_path: Path) -> None:
     chosen = ["--precision", f"{HOSTILE}={folder_model}", "--precision", "bfloat16"]
-    arguments = ["--model", folder_model, *chosen, "--prompt", "w1 w2 w3", "--k", 4, "--out", tmp_path]
+    arguments = [
+        "--model",
+        folder_model,
+        *chosen,
+        "--prompt",
+        "w1 w2 w3",
+        "--k",
+        4,
+        "--out",
+        tmp_path,
+    ]
     shown = said("precision", *arguments)
     assert f"┃ {SHOWN} ┃" in shown
     assert f"{SHOWN}: mean over 1 prompt" in shown
@@ -108,12 +158,30 @@ def test_names_of_precisions(said, folder_model: Path, tmp_path: Path) -> None:
 
 def test_names_in_a_survey(said, folder_model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    lines = [{"id": f"{i}{HOSTILE}", "prompt": f"w1 w2 w{i}", "task": HOSTILE} for i in range(3)]
+    lines = [
+        {"id": f"{i}{HOSTILE}", "prompt": f"w1 w2 w{i}", "task": HOSTILE}
+        for i in range(3)
+    ]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    models = ["--model", f"{HOSTILE}={folder_model}", "--model", f"none{HOSTILE}={tmp_path / 'missing'}"]
+    models = [
+        "--model",
+        f"{HOSTILE}={folder_model}",
+        "--model",
+        f"none{HOSTILE}={tmp_path / 'missing'}",
+    ]
     (tmp_path / "missing").mkdir()
-    (tmp_path / "missing" / "config.json").write_text(json.dumps({"model_type": HOSTILE}))
-    arguments = ["--prompts", prompts, "--k", 4, "--all-measures", "--out", tmp_path / "out"]
+    (tmp_path / "missing" / "config.json").write_text(
+        json.dumps({"model_type": HOSTILE})
+    )
+    arguments = [
+        "--prompts",
+        prompts,
+        "--k",
+        4,
+        "--all-measures",
+        "--out",
+        tmp_path / "out",
+    ]
     shown = said("survey", *models, *arguments, status=1)
     assert f"warning: 1 of 2 units failed and are left out: none{SHOWN}@main" in shown
     assert f"│ {SHOWN} │" in shown
@@ -128,27 +196,58 @@ def study(tmp_path: Path) -> tuple[Path, Path]:
     data = data.assign_coords(model=[f"{HOSTILE}{i}" for i in range(8)])
     data.to_netcdf(tmp_path / "survey.nc")
     x = data["mean_coupling"].values[:, 0, :, 0].mean(1)
-    scores = pandas.DataFrame({"model": data["model"].values, HOSTILE: 20 + 60 * x, "family": [HOSTILE, "b"] * 4})
+    scores = pandas.DataFrame(
+        {
+            "model": data["model"].values,
+            HOSTILE: 20 + 60 * x,
+            "family": [HOSTILE, "b"] * 4,
+        }
+    )
     scores.to_csv(tmp_path / "scores.csv", index=False)
     return tmp_path / "survey.nc", tmp_path / "scores.csv"
 
 
 def test_names_in_a_study(said, study: tuple[Path, Path], tmp_path: Path) -> None:
     file, scores = study
-    arguments = ["--survey", file, "--scores", scores, "--score-column", HOSTILE, "--resamples", 20]
+    arguments = [
+        "--survey",
+        file,
+        "--scores",
+        scores,
+        "--score-column",
+        HOSTILE,
+        "--resamples",
+        20,
+    ]
     arguments += ["--subset", f"{HOSTILE}=n_layers > 5", "--out", tmp_path / "out"]
     shown = said("generalization", *arguments)
     assert f"{SHOWN} against coupling (k = 10)" in shown
-    assert re.search(rf"without one family R² is .*; {re.escape(SHOWN)} changes it most", shown)
+    assert re.search(
+        rf"without one family R² is .*; {re.escape(SHOWN)} changes it most", shown
+    )
     assert len(list((tmp_path / "out").glob("*.png"))) == 5
     arguments[5] = f"no{HOSTILE}"
-    assert f"no column 'no{MARKUP}" in said("generalization", *arguments, status=2).replace("\\\\", "\\")
+    assert f"no column 'no{MARKUP}" in said(
+        "generalization", *arguments, status=2
+    ).replace("\\\\", "\\")
 
 
 # spreadsheets
 
 FORMULAS = [
-    *("=HYPERLINK(1)", "+1+cmd", "-x", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "-", "=", "'=1", "''@a"),
+    *(
+        "=HYPERLINK(1)",
+        "+1+cmd",
+        "-x",
+        "@SUM(A1)",
+        "\t=1",
+        "\r=1",
+        "\n=1",
+        "-",
+        "=",
+        "'=1",
+        "''@a",
+    ),
     *('="a",b', "=1\r\n=2"),
 ]
 HARMLESS = ["gpt2", "-0.3", "+1e-5", "a=b", "it's", "'quoted'", "", "§", "1-2"]
@@ -168,7 +267,9 @@ def test_numbers_and_names_are_written_as_they_are(value: Any) -> None:
 
 def test_a_table_of_formulas_is_read_again(tmp_path: Path) -> None:
     names = [name for name in FORMULAS if name == name.strip()]
-    table = pandas.DataFrame({"model": names, "=score": [-0.3 * i for i in range(len(names))], "-note": "@x"})
+    table = pandas.DataFrame(
+        {"model": names, "=score": [-0.3 * i for i in range(len(names))], "-note": "@x"}
+    )
     write_table(table, tmp_path / "table.csv")
     with (tmp_path / "table.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
@@ -183,23 +284,70 @@ def test_no_command_writes_a_formula(call, folder_model: Path, tmp_path: Path) -
     """Labels, names of precisions, and of columns, models and families in scores."""
     prompt = ["--prompt", "w1 w2 w3", "--k", 4]
     chosen = ["--precision", f"@x={folder_model}", "--precision", "bfloat16"]
-    call("precision", "--model", folder_model, *chosen, *prompt, "--out", tmp_path / "precision")
+    call(
+        "precision",
+        "--model",
+        folder_model,
+        *chosen,
+        *prompt,
+        "--out",
+        tmp_path / "precision",
+    )
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n{"prompt": "w6 w7"}\n')
-    models = [part for i in range(3) for part in ("--model", f"@m{i}={folder_model if i == 0 else tmp_path / f'm{i}'}")]
+    prompts.write_text(
+        '{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n{"prompt": "w6 w7"}\n'
+    )
+    models = [
+        part
+        for i in range(3)
+        for part in (
+            "--model",
+            f"@m{i}={folder_model if i == 0 else tmp_path / f'm{i}'}",
+        )
+    ]
     for i in (1, 2):
         tiny.huggingface_model("llama", seed=i).save_pretrained(tmp_path / f"m{i}")
         tiny.save_tokenizer(tmp_path / f"m{i}")
-    call("survey", *models, "--prompts", prompts, "--k", 4, "--all-measures", "--out", tmp_path / "survey")
-    (tmp_path / "scores.csv").write_text("model,+score,family,-note\n'@m0,1,=a,+\n@m1,2,=a,x\n@m2,4,=b,-1\n")
-    scores = ["--scores", tmp_path / "scores.csv", "--score-column", "+score", "--resamples", 20]
-    call("generalization", "--survey", tmp_path / "survey", *scores, "--out", tmp_path / "study")
+    call(
+        "survey",
+        *models,
+        "--prompts",
+        prompts,
+        "--k",
+        4,
+        "--all-measures",
+        "--out",
+        tmp_path / "survey",
+    )
+    (tmp_path / "scores.csv").write_text(
+        "model,+score,family,-note\n'@m0,1,=a,+\n@m1,2,=a,x\n@m2,4,=b,-1\n"
+    )
+    scores = [
+        "--scores",
+        tmp_path / "scores.csv",
+        "--score-column",
+        "+score",
+        "--resamples",
+        20,
+    ]
+    call(
+        "generalization",
+        "--survey",
+        tmp_path / "survey",
+        *scores,
+        "--out",
+        tmp_path / "study",
+    )
     written = sorted(tmp_path.glob("*/*.csv"))
     assert [path.name for path in written] == ["table.csv", "table.csv", "measures.csv"]
     for path in written:
         with path.open(newline="") as file:
             cells = [cell for row in csv.reader(file) for cell in row]
-        assert not [cell for cell in cells if cell[:1] in tuple("=+@\t\r") or re.match("-[^0-9]", cell)]
+        assert not [
+            cell
+            for cell in cells
+            if cell[:1] in tuple("=+@\t\r") or re.match("-[^0-9]", cell)
+        ]
     again = read_scores(tmp_path / "study" / "table.csv", score="+score")
     assert again["model"].tolist() == ["@m0", "@m1", "@m2"]
     assert again["family"].tolist() == ["=a", "=a", "=b"]

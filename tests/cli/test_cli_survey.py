@@ -26,7 +26,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    rows = [{"id": f"{t}-{i}", "task": t, "prompt": f"w{i} w{i + 3} w7 w{2 * i}"} for t in TASKS for i in range(4)]
+    rows = [
+        {"id": f"{t}-{i}", "task": t, "prompt": f"w{i} w{i + 3} w7 w{2 * i}"}
+        for t in TASKS
+        for i in range(4)
+    ]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return path
 
@@ -34,10 +38,23 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(models: Path, prompts: Path, tmp_path: Path) -> list[object]:
     named = ("--model", models / "one", "--model", f"second={models / 'other'}")
-    return ["survey", *named, "--prompts", prompts, "--k", 3, "--k", 8, "--out", tmp_path / "out"]
+    return [
+        "survey",
+        *named,
+        "--prompts",
+        prompts,
+        "--k",
+        3,
+        "--k",
+        8,
+        "--out",
+        tmp_path / "out",
+    ]
 
 
-def test_a_survey_by_task_and_its_rerun(call, options, models: Path, tmp_path: Path) -> None:
+def test_a_survey_by_task_and_its_rerun(
+    call, options, models: Path, tmp_path: Path
+) -> None:
     said = call(*options, "--per-task", 3, "--prompts-per-unit", 4).out
     data = open_survey(tmp_path / "out" / "units").load()
     assert data["model"].values.tolist() == [str(models / "one"), "second"]
@@ -48,15 +65,33 @@ def test_a_survey_by_task_and_its_rerun(call, options, models: Path, tmp_path: P
     coupling = data["mean_coupling"].sel(model="second", checkpoint="main", k=3)
     sums = coupling.values[:3]
     assert rows["second", "sums"]["mean"] == pytest.approx(float(sums.mean()))
-    assert sums.min() <= rows["second", "sums"]["low"] < rows["second", "sums"]["high"] <= sums.max()
-    assert rows["second", "all prompts"]["mean"] == pytest.approx(float(coupling.mean()))
+    assert (
+        sums.min()
+        <= rows["second", "sums"]["low"]
+        < rows["second", "sums"]["high"]
+        <= sums.max()
+    )
+    assert rows["second", "all prompts"]["mean"] == pytest.approx(
+        float(coupling.mean())
+    )
     assert f"{float(coupling.mean()):.3f}" in said
     assert "seconds per prompt" in said
-    pictures = {"tasks-k3.png", "tasks-k8.png", "quartiles.png", "profiles.png", "length.png"}
+    pictures = {
+        "tasks-k3.png",
+        "tasks-k8.png",
+        "quartiles.png",
+        "profiles.png",
+        "length.png",
+    }
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == pictures
     assert len(summary["cost"]) == 2
-    assert all(row["seconds"] > 0 and row["peak_memory"] > 10 for row in summary["cost"])
-    results = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "units").glob("*.nc")}
+    assert all(
+        row["seconds"] > 0 and row["peak_memory"] > 10 for row in summary["cost"]
+    )
+    results = {
+        path: path.stat().st_mtime_ns
+        for path in (tmp_path / "out" / "units").glob("*.nc")
+    }
     assert len(results) == 4
     call(*options, "--per-task", 3, "--prompts-per-unit", 4)
     assert {path: path.stat().st_mtime_ns for path in results} == results
@@ -70,20 +105,38 @@ def test_every_choice_of_one_run(call, options, models: Path, tmp_path: Path) ->
     rows = pandas.read_csv(tmp_path / "out" / "measures.csv")
     # Models, checkpoints, measures, orientations, pairs, k.
     assert len(rows) == 2 * 2 * 7 * 2 * 2 * 2
-    own = {"model": "second", "checkpoint": "untrained", "measure": "released_trace", "orientation": "vju", "k": 8}
-    maps = data["released_trace"].sel({key: value for key, value in own.items() if key in data.dims}).values
+    own = {
+        "model": "second",
+        "checkpoint": "untrained",
+        "measure": "released_trace",
+        "orientation": "vju",
+        "k": 8,
+    }
+    maps = (
+        data["released_trace"]
+        .sel({key: value for key, value in own.items() if key in data.dims})
+        .values
+    )
     for pairs, values in (("all", maps), ("different", maps[:, [0, 1], [1, 0]])):
-        row = rows.query(" and ".join(f"{key} == {value!r}" for key, value in own.items()) + f" and pairs == '{pairs}'")
+        row = rows.query(
+            " and ".join(f"{key} == {value!r}" for key, value in own.items())
+            + f" and pairs == '{pairs}'"
+        )
         assert float(row["mean"].item()) == pytest.approx(values.mean(), rel=1e-5)
     assert "second: every choice" in said
     assert "mean over all pairs of layers, l = l' among them" in " ".join(said.split())
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    mean = data["mean_coupling"].sel(model="second", checkpoint="main", k=3, orientation="ujv").mean()
+    mean = (
+        data["mean_coupling"]
+        .sel(model="second", checkpoint="main", k=3, orientation="ujv")
+        .mean()
+    )
     assert float(mean) == pytest.approx(
         next(
             row["mean"]
             for row in summary["by_task"]["3"]
-            if (row["model"], row["task"], row["checkpoint"]) == ("second", "all prompts", "main")
+            if (row["model"], row["task"], row["checkpoint"])
+            == ("second", "all prompts", "main")
         )
     )
 
@@ -93,13 +146,21 @@ def test_workers_give_the_same_values(call, options, tmp_path: Path) -> None:
     one = open_survey(tmp_path / "out" / "units").load()
     call(*options[:-1], tmp_path / "again", "--n", 2, "--workers", 1)
     other = open_survey(tmp_path / "again" / "units").load()
-    assert one.drop_vars(["seconds", "peak_memory"]).equals(other.drop_vars(["seconds", "peak_memory"]))
+    assert one.drop_vars(["seconds", "peak_memory"]).equals(
+        other.drop_vars(["seconds", "peak_memory"])
+    )
 
 
-def test_a_model_that_fails_is_said_and_the_status_is_1(call, options, tmp_path: Path) -> None:
+def test_a_model_that_fails_is_said_and_the_status_is_1(
+    call, options, tmp_path: Path
+) -> None:
     said = call(*options, "--model", "no/such-model", "--n", 2, status=1).err
-    assert "1 of 3 units failed and are left out: no/such-model@main" in " ".join(said.split())
-    assert list(json.loads((tmp_path / "out" / "summary.json").read_text())["failed"]) == ["no%2Fsuch-model@main"]
+    assert "1 of 3 units failed and are left out: no/such-model@main" in " ".join(
+        said.split()
+    )
+    assert list(
+        json.loads((tmp_path / "out" / "summary.json").read_text())["failed"]
+    ) == ["no%2Fsuch-model@main"]
 
 
 @pytest.mark.parametrize(
@@ -110,17 +171,32 @@ def test_a_model_that_fails_is_said_and_the_status_is_1(call, options, tmp_path:
             "'no_such_set' is neither a file nor a prompt set: give a JSONL file or one of arc_c",
         ),
         (["--n", "9"], "`n` must be at most 8, all the prompts of"),
-        (["--per-task", "5"], "`n` must lie in [1, 4], the prompts of the smallest task, got 5"),
+        (
+            ["--per-task", "5"],
+            "`n` must lie in [1, 4], the prompts of the smallest task, got 5",
+        ),
         (["--n", "3", "--per-task", "2"], "give --n or --per-task, not both"),
-        (["--workers", "2", "--slurm", "partition=x"], "give --workers or --slurm, not both"),
-        (["--slurm", "partition"], "`--slurm` must be like partition=gpu,gpus_per_node=1,timeout_min=240, got 'part"),
+        (
+            ["--workers", "2", "--slurm", "partition=x"],
+            "give --workers or --slurm, not both",
+        ),
+        (
+            ["--slurm", "partition"],
+            "`--slurm` must be like partition=gpu,gpus_per_node=1,timeout_min=240, got 'part",
+        ),
         (["--k", "0"], "`--k` must be at least 1, got 0"),
         (["--prompts-per-unit", "0"], "`prompts_per_unit` must be at least 1, got 0"),
         (["--orientation", "uvj"], "'ujv', 'vju'"),
     ],
 )
-def test_bad_input_is_one_line(refused, models: Path, prompts: Path, tmp_path: Path, arguments, message) -> None:
-    options = {"--model": models / "one", "--prompts": prompts, "--out": tmp_path / "out"}
+def test_bad_input_is_one_line(
+    refused, models: Path, prompts: Path, tmp_path: Path, arguments, message
+) -> None:
+    options = {
+        "--model": models / "one",
+        "--prompts": prompts,
+        "--out": tmp_path / "out",
+    }
     assert message in refused("survey", options, arguments)
 
 
@@ -136,4 +212,6 @@ def test_results_of_another_survey_are_kept(call, options, tmp_path: Path) -> No
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")}
     said = call(*options, "--n", 3, status=2).err
     assert "holds results of another plan (prompts)" in " ".join(said.split())
-    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")} == before
+    assert {
+        path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")
+    } == before

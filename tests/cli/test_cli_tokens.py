@@ -26,15 +26,38 @@ def coupling(J_1: torch.Tensor, J_2: torch.Tensor, k: int) -> float:
 
 def jacobian(layer: int, t1: int, t2: int) -> torch.Tensor:
     """By autograd through the HuggingFace model."""
-    return tiny.oracle_jacobian(tiny.huggingface_model("llama"), [3, 14, 15, 92], layer, t1, t2)
+    return tiny.oracle_jacobian(
+        tiny.huggingface_model("llama"), [3, 14, 15, 92], layer, t1, t2
+    )
 
 
 def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    done = call("tokens", "--model", folder_model, "--prompt", PROMPT, "--k", 4, "--k", 8, "--untrained", "--out", out)
-    pictures = {f"{name}-{what}.png" for name in MAPS for what in ("k4", "k8", "matrices")} | {"influence.png"}
-    results = {f"{name}{suffix}.nc" for name in MAPS | {"influence"} for suffix in ("", "-untrained")}
-    assert {path.name for path in out.iterdir()} == pictures | results | {"summary.json"}
+    done = call(
+        "tokens",
+        "--model",
+        folder_model,
+        "--prompt",
+        PROMPT,
+        "--k",
+        4,
+        "--k",
+        8,
+        "--untrained",
+        "--out",
+        out,
+    )
+    pictures = {
+        f"{name}-{what}.png" for name in MAPS for what in ("k4", "k8", "matrices")
+    } | {"influence.png"}
+    results = {
+        f"{name}{suffix}.nc"
+        for name in MAPS | {"influence"}
+        for suffix in ("", "-untrained")
+    }
+    assert {path.name for path in out.iterdir()} == pictures | results | {
+        "summary.json"
+    }
     assert "warning" not in done.err
 
     summary = json.loads((out / "summary.json").read_text())
@@ -46,9 +69,14 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
         "fixed-output": [((t, 3), (s, 3)) for t in range(4) for s in range(4)],
     }
     for name, result in maps.items():
-        J_1, J_2 = ({ends: jacobian(layer, *ends) for ends, _ in pairs[name]} for layer in (0, 1))
+        J_1, J_2 = (
+            {ends: jacobian(layer, *ends) for ends, _ in pairs[name]}
+            for layer in (0, 1)
+        )
         expected = [coupling(J_1[row], J_2[col], 4) for row, col in pairs[name]]
-        assert result.coupling(4).flatten().tolist() == pytest.approx(expected, abs=1e-4)
+        assert result.coupling(4).flatten().tolist() == pytest.approx(
+            expected, abs=1e-4
+        )
         mean = sum(expected) / len(expected)
         assert summary["mean"]["trained"][name]["4"] == pytest.approx(mean, abs=1e-4)
         assert f"{result.mean(4):.3f}" in done.out
@@ -72,7 +100,19 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
 def test_chosen_layers_and_tokens(call, folder_model: Path, tmp_path: Path) -> None:
     chosen = ["--layer", 1, "--other-layer", 0, "--position", 2, "--input-position", 1]
     positions = [part for t in (3, 0, -2, 1) for part in ("--positions", t)]
-    call("tokens", "--model", folder_model, "--prompt", PROMPT, "--k", 4, *chosen, *positions, "--out", tmp_path)
+    call(
+        "tokens",
+        "--model",
+        folder_model,
+        "--prompt",
+        PROMPT,
+        "--k",
+        4,
+        *chosen,
+        *positions,
+        "--out",
+        tmp_path,
+    )
     maps = {name: tlc.CouplingMap.load(tmp_path / f"{name}.nc") for name in MAPS}
     assert {(m.row_layers[0], m.col_layers[0]) for m in maps.values()} == {(1, 0)}
     # In the order asked for; in context maps without those that causality forbids.
@@ -115,15 +155,35 @@ def test_help_has_examples(call) -> None:
 def test_bad_input_is_one_line_status_2_and_nothing_written(
     refused, folder_model: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    options = {"--model": folder_model, "--prompt": "w1 w2 w3", "--k": 4, "--out": tmp_path / "out"}
+    options = {
+        "--model": folder_model,
+        "--prompt": "w1 w2 w3",
+        "--k": 4,
+        "--out": tmp_path / "out",
+    }
     assert message in refused("tokens", options, arguments)
 
 
-def test_the_embedded_model_beats_null_and_twin(call, smollm2: nn.Module, tmp_path: Path) -> None:
+def test_the_embedded_model_beats_null_and_twin(
+    call, smollm2: nn.Module, tmp_path: Path
+) -> None:
     positions = [part for t in (0, 4, 7, 9) for part in ("--positions", t)]
-    call("tokens", "--untrained", "--k", 10, *positions, "--position", 4, "--out", tmp_path)
+    call(
+        "tokens",
+        "--untrained",
+        "--k",
+        10,
+        *positions,
+        "--position",
+        4,
+        "--out",
+        tmp_path,
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["layers"] == {"J_1": 14, "singular_vectors": 15}
     null = summary["null"]["self"]["10"]
     assert summary["mean"]["trained"]["self"]["10"] > 2 * null
-    assert summary["mean"]["trained"]["self"]["10"] > 3 * summary["mean"]["untrained"]["self"]["10"]
+    assert (
+        summary["mean"]["trained"]["self"]["10"]
+        > 3 * summary["mean"]["untrained"]["self"]["10"]
+    )

@@ -34,31 +34,47 @@ def still_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stream_and_entropy() -> tuple[list[torch.Tensor], list[float]]:
-    """The residual stream of the HuggingFace model, and the entropy of its own prediction at every token."""
+    """The residual stream of the HuggingFace model, and the entropy of its own
+    prediction at every token.
+    """
     hf_model: Any = tiny.huggingface_model("llama")
     kept: list[torch.Tensor] = []
     layers = tiny.layers_of(hf_model)
-    handles = [layers[0].register_forward_pre_hook(lambda _, args, kwargs: kept.append(args[0][0]), with_kwargs=True)]
+    handles = [
+        layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: kept.append(args[0][0]), with_kwargs=True
+        )
+    ]
     for layer in layers:
         handles.append(
-            layer.register_forward_hook(lambda _, __, out: kept.append((out[0] if isinstance(out, tuple) else out)[0]))
+            layer.register_forward_hook(
+                lambda _, __, out: kept.append(
+                    (out[0] if isinstance(out, tuple) else out)[0]
+                )
+            )
         )
     with torch.no_grad():
         logits = hf_model(torch.tensor([TOKENS]), use_cache=False).logits[0].double()
     for handle in handles:
         handle.remove()
     p = logits.softmax(-1)
-    return [x.reshape(len(TOKENS), -1).double() for x in kept], (-(p * p.log()).sum(-1)).tolist()
+    return [x.reshape(len(TOKENS), -1).double() for x in kept], (
+        -(p * p.log()).sum(-1)
+    ).tolist()
 
 
 def shapes(x: list[torch.Tensor], token: int) -> dict[str, float]:
     """The paper's formulas, written down again."""
     path = [state[token] for state in x]
     steps = [after - before for before, after in pairwise(path)]
-    alpha = [math.log(float(after.norm() / before.norm())) for before, after in pairwise(path)]
+    alpha = [
+        math.log(float(after.norm() / before.norm()))
+        for before, after in pairwise(path)
+    ]
     lengths = [float(step.norm()) for step in steps]
     return {
-        "line_shape_score": len(steps) / float(sum((step / step.norm() for step in steps), 0 * steps[0]).norm()),
+        "line_shape_score": len(steps)
+        / float(sum((step / step.norm() for step in steps), 0 * steps[0]).norm()),
         "expodistance": statistics.pvariance(alpha) / statistics.fmean(alpha) ** 2,
         "equidistance": statistics.pstdev(lengths) / statistics.fmean(lengths),
     }
@@ -66,13 +82,24 @@ def shapes(x: list[torch.Tensor], token: int) -> dict[str, float]:
 
 def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    done = call("trajectory", "--model", folder_model, "--prompt", PROMPT, "--untrained", "--out", out)
+    done = call(
+        "trajectory",
+        "--model",
+        folder_model,
+        "--prompt",
+        PROMPT,
+        "--untrained",
+        "--out",
+        out,
+    )
     assert {path.name for path in out.iterdir()} == {
         "trajectory.nc", "trajectory-untrained.nc", "summary.json", "trajectories.png", "trajectories-untrained.png",
         "metrics.png", "linearisation.png", "inverse_singular_values.png", "perturbation.png",
     }  # fmt: skip
     assert "warning" not in done.err
-    trained, untrained = (xarray.load_dataset(out / f"trajectory{run}.nc") for run in ("", "-untrained"))
+    trained, untrained = (
+        xarray.load_dataset(out / f"trajectory{run}.nc") for run in ("", "-untrained")
+    )
     assert trained["token_text"].values.tolist() == ["w3", "w14", "w15", "w92"]
     assert json.loads(untrained.attrs["provenance"])["untrained"] is True
     assert TrajectoryResult.load(out / "trajectory.nc").linearisation.position == 3
@@ -84,24 +111,36 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
         values = [of_token[name] for of_token in expected]
         assert trained[name].values.tolist() == pytest.approx(values, rel=1e-3)
         assert summary["tokens"]["trained"][name] == pytest.approx(values, rel=1e-3)
-        assert summary["mean"]["trained"][name] == pytest.approx(statistics.fmean(values), rel=1e-3)
+        assert summary["mean"]["trained"][name] == pytest.approx(
+            statistics.fmean(values), rel=1e-3
+        )
         for run_data in (trained, untrained):
             assert f"{run_data[name].mean().item():.3f}" in done.out
     assert summary["window"] == 1
     assert summary["seconds"]["untrained"]["measures"] > 0
 
-    assert trained["norm"].sel(depth=2, token=1).item() == pytest.approx(float(x[2][1].norm()), rel=1e-4)
+    assert trained["norm"].sel(depth=2, token=1).item() == pytest.approx(
+        float(x[2][1].norm()), rel=1e-4
+    )
     assert trained["step_length"].sel(layer=1, token=3).item() == pytest.approx(
         float((x[2] - x[1])[3].norm()), rel=1e-4
     )
     # A single step is straight; all steps together are the score itself.
     assert trained["line_shape_score_windowed"].values == pytest.approx(1)
-    assert trained["line_shape_score_by_depth"].sel(layer=1).values == pytest.approx(trained["line_shape_score"].values)
-    assert trained["logit_lens_entropy"].sel(depth=2).values.tolist() == pytest.approx(entropy, abs=1e-4)
+    assert trained["line_shape_score_by_depth"].sel(layer=1).values == pytest.approx(
+        trained["line_shape_score"].values
+    )
+    assert trained["logit_lens_entropy"].sel(depth=2).values.tolist() == pytest.approx(
+        entropy, abs=1e-4
+    )
 
     J = tiny.oracle_jacobian(tiny.huggingface_model("llama"), TOKENS, 1, 3, 3).double()
     error = float((x[1][3] + J @ x[1][3] - x[2][3]).norm() / x[2][3].norm())
-    found = trained["linearisation_relative_error"].sel(prediction="one_step", layer=1).item()
+    found = (
+        trained["linearisation_relative_error"]
+        .sel(prediction="one_step", layer=1)
+        .item()
+    )
     assert found == pytest.approx(error, rel=1e-3)
     sigma = trained["singular_values"].sel(layer=1)[:3].values
     assert sigma == pytest.approx(torch.linalg.svdvals(J)[:3].numpy(), rel=1e-3)
@@ -110,8 +149,19 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
     assert (noisy.diff("scale") < 0).all()
 
 
-def test_final_norm_is_not_applied_twice(call, folder_model: Path, tmp_path: Path) -> None:
-    options = ["--model", folder_model, "--prompt", PROMPT, "--final-norm", "--no-perturbation", "--window", 1]
+def test_final_norm_is_not_applied_twice(
+    call, folder_model: Path, tmp_path: Path
+) -> None:
+    options = [
+        "--model",
+        folder_model,
+        "--prompt",
+        PROMPT,
+        "--final-norm",
+        "--no-perturbation",
+        "--window",
+        1,
+    ]
     call("trajectory", *options, "--position", 1, "--out", tmp_path)
     assert not (tmp_path / "perturbation.png").exists()
     data = xarray.load_dataset(tmp_path / "trajectory.nc")
@@ -120,18 +170,37 @@ def test_final_norm_is_not_applied_twice(call, folder_model: Path, tmp_path: Pat
     assert json.loads(data.attrs["linearisation"])["position"] == 1
     x, entropy = stream_and_entropy()
     hf_model: Any = tiny.huggingface_model("llama")
-    assert data["logit_lens_entropy"].sel(depth=2).values.tolist() == pytest.approx(entropy, abs=1e-4)
+    assert data["logit_lens_entropy"].sel(depth=2).values.tolist() == pytest.approx(
+        entropy, abs=1e-4
+    )
     with torch.no_grad():
         last = hf_model.model.norm(x[2].float())
         first = hf_model.lm_head(hf_model.model.norm(x[0].float())).double().softmax(-1)
-    assert data["norm"].sel(depth=2).values == pytest.approx(last.norm(dim=-1).numpy(), rel=1e-4)
+    assert data["norm"].sel(depth=2).values == pytest.approx(
+        last.norm(dim=-1).numpy(), rel=1e-4
+    )
     lens = -(first * first.log()).sum(-1)
-    assert data["logit_lens_entropy"].sel(depth=0).values == pytest.approx(lens.numpy(), abs=1e-4)
+    assert data["logit_lens_entropy"].sel(depth=0).values == pytest.approx(
+        lens.numpy(), abs=1e-4
+    )
 
 
 def test_undefined_values_are_said(call, still_model: Path, tmp_path: Path) -> None:
-    done = call("trajectory", "--model", still_model, "--prompt", PROMPT, "--no-perturbation", "--out", tmp_path)
-    row = next(line for line in done.out.splitlines() if "line-shape score" in line and "undefined" in line)
+    done = call(
+        "trajectory",
+        "--model",
+        still_model,
+        "--prompt",
+        PROMPT,
+        "--no-perturbation",
+        "--out",
+        tmp_path,
+    )
+    row = next(
+        line
+        for line in done.out.splitlines()
+        if "line-shape score" in line and "undefined" in line
+    )
     assert "nan" not in row
     assert "length 0" in done.err
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -143,8 +212,19 @@ def test_undefined_values_are_said(call, still_model: Path, tmp_path: Path) -> N
     assert summary["mean"]["trained"]["equidistance"] == pytest.approx(1)
 
 
-def test_one_token_has_a_trajectory_and_no_components(call, folder_model: Path, tmp_path: Path) -> None:
-    done = call("trajectory", "--model", folder_model, "--prompt", "w3", "--no-perturbation", "--out", tmp_path)
+def test_one_token_has_a_trajectory_and_no_components(
+    call, folder_model: Path, tmp_path: Path
+) -> None:
+    done = call(
+        "trajectory",
+        "--model",
+        folder_model,
+        "--prompt",
+        "w3",
+        "--no-perturbation",
+        "--out",
+        tmp_path,
+    )
     assert "trajectories.png is left out" in done.err
     names = {path.name for path in tmp_path.iterdir()}
     assert "trajectories.png" not in names
@@ -161,7 +241,10 @@ def test_help_has_examples(call) -> None:
     ("arguments", "message"),
     [
         (["--window", "4"], "`window` must be an odd number of steps, got 4"),
-        (["--window", "3"], "`window` must be at most 2 for these trajectories of 2 steps, got 3"),
+        (
+            ["--window", "3"],
+            "`window` must be at most 2 for these trajectories of 2 steps, got 3",
+        ),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "w1 " * 40], "context holds 32"),
         (["--position", "3"], "`position` must lie in [-3, 2]"),
@@ -172,11 +255,17 @@ def test_help_has_examples(call) -> None:
 def test_bad_input_is_one_line_status_2_and_nothing_written(
     refused, folder_model: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    options = {"--model": folder_model, "--prompt": "w1 w2 w3", "--out": tmp_path / "out"}
+    options = {
+        "--model": folder_model,
+        "--prompt": "w1 w2 w3",
+        "--out": tmp_path / "out",
+    }
     assert message in refused("trajectory", options, arguments)
 
 
-def test_the_embedded_model_is_straighter_than_its_twin(call, smollm2: nn.Module, tmp_path: Path) -> None:
+def test_the_embedded_model_is_straighter_than_its_twin(
+    call, smollm2: nn.Module, tmp_path: Path
+) -> None:
     done = call("trajectory", "--untrained", "--no-perturbation", "--out", tmp_path)
     mean = json.loads((tmp_path / "summary.json").read_text())["mean"]
     assert mean["trained"]["line_shape_score"] < mean["untrained"]["line_shape_score"]

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM, as terminals and batch systems send them: to real processes, while they are at something."""
+"""Ctrl-C and SIGTERM, as terminals and batch systems send them: to real processes,
+while they are at something.
+"""
 
 import json
 import os
@@ -39,7 +41,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-# The command, with units that take their time at one thing. Workers import this file as well.
+# The command, with units that take their time at one thing. Workers import this file as
+# well.
 _COMMAND = """
 import os, sys, time
 from pathlib import Path
@@ -86,20 +89,39 @@ def test_a_command_ends_within_seconds_in_one_line(
     tmp_path: Path, stage: str, workers: int | None, signals: list[signal.Signals]
 ) -> None:
     (tmp_path / "command.py").write_text(_COMMAND)
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"w{i}"}) for i in range(1, 9)))
-    options = ["--model", "some/model", "--prompts", tmp_path / "prompts.jsonl", "--prompts-per-unit", 1]
+    (tmp_path / "prompts.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"w{i}"}) for i in range(1, 9))
+    )
+    options = [
+        "--model",
+        "some/model",
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+        "--prompts-per-unit",
+        1,
+    ]
     options += ["--out", tmp_path / "out", *(("--workers", workers) if workers else ())]
-    command = list(map(str, [sys.executable, tmp_path / "command.py", "survey", *options]))
-    variables = os.environ | {"TL_COUPLING_TEST_MARK": str(tmp_path), "TL_COUPLING_TEST_STAGE": stage}
+    command = list(
+        map(str, [sys.executable, tmp_path / "command.py", "survey", *options])
+    )
+    variables = os.environ | {
+        "TL_COUPLING_TEST_MARK": str(tmp_path),
+        "TL_COUPLING_TEST_STAGE": stage,
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=variables, start_new_session=True, **pipes) as driver:
+    with subprocess.Popen(
+        command, env=variables, start_new_session=True, **pipes
+    ) as driver:
         try:
             units = tmp_path / "out" / "units"
 
             def is_at_it() -> bool:
                 if stage == "loading":
                     return (units / "plan.json").exists()
-                return any(tmp_path.glob("pid-*")) and (units / "some%2Fmodel@main+0.json").exists()
+                return (
+                    any(tmp_path.glob("pid-*"))
+                    and (units / "some%2Fmodel@main+0.json").exists()
+                )
 
             wait_until(lambda: is_at_it() or driver.poll() is not None)
             # Somewhere in the start of the workers.
@@ -117,7 +139,12 @@ def test_a_command_ends_within_seconds_in_one_line(
     expected = f"tl-coupling: interrupted: {units} keeps {n} of 8 finished; the same again does the rest"
     assert (said, errors.strip()) == ("", expected)
     assert driver.returncode == 128 + signals[0]
-    wait_until(lambda: not any(is_running(int(path.name[4:])) for path in tmp_path.glob("pid-*")), 10)
+    wait_until(
+        lambda: (
+            not any(is_running(int(path.name[4:])) for path in tmp_path.glob("pid-*"))
+        ),
+        10,
+    )
     if workers is None:
         assert not list(units.glob(".*"))
 
@@ -138,13 +165,27 @@ def test_a_command_without_units_says_what_it_has_written(
     monkeypatch.setattr(console, "write_atomically", interrupted)
     before = signal.getsignal(signal.SIGINT)
     try:
-        said = call("depth", "--model", folder_model, "--prompt", "w3 w4", "--k", 4, "--out", tmp_path, status=130).err
+        said = call(
+            "depth",
+            "--model",
+            folder_model,
+            "--prompt",
+            "w3 w4",
+            "--k",
+            4,
+            "--out",
+            tmp_path,
+            status=130,
+        ).err
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     names = ", ".join(sorted(["depth.nc", *(path.name for path in written)]))
-    assert f"tl-coupling: interrupted: {tmp_path} has {names} of this run; the same command does all of it" in said
+    assert (
+        f"tl-coupling: interrupted: {tmp_path} has {names} of this run; the same command does all of it"
+        in said
+    )
     assert len(written) == 1
 
 
@@ -161,14 +202,21 @@ def measure_or_hang(unit: Unit) -> xarray.Dataset:
     return xarray.Dataset({"x": ("i", np.arange(5.0) + unit.what["number"])})
 
 
-def test_an_interrupted_pool_ends_its_workers_and_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_pool_ends_its_workers_and_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TL_COUPLING_TEST_MARK", str(tmp_path))
     folder = tmp_path / "results"
     folder.mkdir()
 
     def interrupt() -> None:
         try:
-            wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2 and record(folder, UNITS[0]) is not None)
+            wait_until(
+                lambda: (
+                    len(list(tmp_path.glob("pid-*"))) == 2
+                    and record(folder, UNITS[0]) is not None
+                )
+            )
             # A worker that is stopped, as Ctrl-Z does it, hears of nothing but SIGKILL.
             os.kill(int(next(tmp_path.glob("pid-*")).name[4:]), signal.SIGSTOP)
         finally:
@@ -177,7 +225,10 @@ def test_an_interrupted_pool_ends_its_workers_and_can_go_on(tmp_path: Path, monk
 
     with process_pool(2) as pool:
         threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt, match=r"results keeps 1 of 6 finished; the same again does the rest"):
+        with pytest.raises(
+            KeyboardInterrupt,
+            match=r"results keeps 1 of 6 finished; the same again does the rest",
+        ):
             Folder(folder, {}).run(UNITS, measure_or_hang, executor=pool)
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
         workers = list(tmp_path.glob("pid-*"))
@@ -193,13 +244,17 @@ def test_an_interrupted_pool_ends_its_workers_and_can_go_on(tmp_path: Path, monk
         pool.submit(max, 1, 2)
 
 
-def test_a_survey_says_so_where_it_has_a_folder_and_keeps_still_where_not(tmp_path: Path) -> None:
+def test_a_survey_says_so_where_it_has_a_folder_and_keeps_still_where_not(
+    tmp_path: Path,
+) -> None:
     survey = Survey({"some": "some/model"}, ["w1", "w2"], prompts_per_unit=1)
 
     def interrupted(units: object) -> object:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match=r"interrupted: .*results keeps 0 of 2 finished"):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"interrupted: .*results keeps 0 of 2 finished"
+    ):
         run(survey, tmp_path / "results", progress=interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         run(survey, progress=interrupted)
@@ -212,7 +267,9 @@ def poison(unit: Unit) -> xarray.Dataset:
     return xarray.Dataset({"x": ("i", np.arange(5.0))})
 
 
-def test_a_unit_that_kills_its_worker_is_named_and_the_others_are_done(tmp_path: Path) -> None:
+def test_a_unit_that_kills_its_worker_is_named_and_the_others_are_done(
+    tmp_path: Path,
+) -> None:
     seen = []
 
     def progress(units):
@@ -223,10 +280,22 @@ def test_a_unit_that_kills_its_worker_is_named_and_the_others_are_done(tmp_path:
 
     with process_pool(2) as pool:
         outcomes = Folder(tmp_path, {}).run(UNITS, poison, progress, pool)
-    assert [o.status == "failed" for o in outcomes] == [False, True, False, False, False, False]
+    assert [o.status == "failed" for o in outcomes] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert sorted(seen) == [unit.key for unit in UNITS]
     error = "WorkerDied: its worker died, twice: out of memory?"
-    recorded = {"what": {"number": 1}, "plan": plan_digest(tmp_path), "status": "failed", "error": error}
+    recorded = {
+        "what": {"number": 1},
+        "plan": plan_digest(tmp_path),
+        "status": "failed",
+        "error": error,
+    }
     assert record(tmp_path, UNITS[1]) == recorded
 
 
@@ -234,7 +303,9 @@ def die(pipe: object, threads: int) -> None:
     os._exit(3)
 
 
-def test_workers_that_cannot_begin_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_cannot_begin_are_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tl_coupling.surveys import executors
 
     monkeypatch.setattr(executors, "_serve", die)

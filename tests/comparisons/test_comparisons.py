@@ -1,4 +1,6 @@
-"""Depth coupling of a four-layer model against a naive transcription of the paper, and what its result can do."""
+"""Depth coupling of a four-layer model against a naive transcription of the paper, and
+what its result can do.
+"""
 
 import dataclasses
 import itertools
@@ -20,12 +22,20 @@ from tl_coupling.jacobians import jacobians
 
 N_LAYERS, K = 4, 6
 MIDDLE, LAST = 3, len(tiny.TOKENS) - 1
-MEASURES = ["coupling", "normalized_miscoupling", "miscoupling", "spectral_miscoupling", "captured_energy"]
+MEASURES = [
+    "coupling",
+    "normalized_miscoupling",
+    "miscoupling",
+    "spectral_miscoupling",
+    "captured_energy",
+]
 
 
 @pytest.fixture(scope="module")
 def deep(tokenizer_folder) -> tuple[tlc.Trace, dict[int, np.ndarray]]:
-    """A four-layer model's trace, and by position its Jacobians by plain autograd, `[n_layers d d]` in float64."""
+    """A four-layer model's trace, and by position its Jacobians by plain autograd,
+    `[n_layers d d]` in float64.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "N_LAYERS", N_LAYERS)
         patch.setitem(tiny.CONFIGS["llama"], "num_hidden_layers", N_LAYERS)
@@ -33,7 +43,12 @@ def deep(tokenizer_folder) -> tuple[tlc.Trace, dict[int, np.ndarray]]:
         trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
         J = {
             t: np.stack(
-                [tiny.oracle_jacobian(hf_model, tiny.TOKENS, layer, t, t).double().numpy() for layer in range(N_LAYERS)]
+                [
+                    tiny.oracle_jacobian(hf_model, tiny.TOKENS, layer, t, t)
+                    .double()
+                    .numpy()
+                    for layer in range(N_LAYERS)
+                ]
             )
             for t in (MIDDLE, LAST)
         }
@@ -45,8 +60,12 @@ def result(deep) -> CouplingMap:
     return tlc.depth_coupling(deep[0], k=K)
 
 
-def naive(J_1: np.ndarray, J_2: np.ndarray, k: int, orientation: str) -> dict[str, np.ndarray | float]:
-    """The paper's formulae for one pair, nothing shared between pairs and no k cut from another."""
+def naive(
+    J_1: np.ndarray, J_2: np.ndarray, k: int, orientation: str
+) -> dict[str, np.ndarray | float]:
+    """The paper's formulae for one pair, nothing shared between pairs and no k cut from
+    another.
+    """
     U, _, Vh = np.linalg.svd(J_2)
     s = np.linalg.svd(J_1)[1][:k]
     U, V = U[:, :k], Vh[:k].T
@@ -64,21 +83,35 @@ def naive(J_1: np.ndarray, J_2: np.ndarray, k: int, orientation: str) -> dict[st
     }
 
 
-def naive_map(J: np.ndarray, layers: list[int], k: int, orientation: str = "ujv") -> dict[str, np.ndarray]:
-    pairs = [[naive(J[row], J[col], k, orientation) for col in layers] for row in layers]
-    return {name: np.array([[pair[name] for pair in row] for row in pairs]) for name in pairs[0][0]}
+def naive_map(
+    J: np.ndarray, layers: list[int], k: int, orientation: str = "ujv"
+) -> dict[str, np.ndarray]:
+    pairs = [
+        [naive(J[row], J[col], k, orientation) for col in layers] for row in layers
+    ]
+    return {
+        name: np.array([[pair[name] for pair in row] for row in pairs])
+        for name in pairs[0][0]
+    }
 
 
-def assert_map(result: CouplingMap, J: np.ndarray, layers: list[int], k: int, orientation: str) -> None:
+def assert_map(
+    result: CouplingMap, J: np.ndarray, layers: list[int], k: int, orientation: str
+) -> None:
     expected = naive_map(J, layers, k, orientation)
     A = result.at(k).numpy()
-    # Singular vectors have their signs in pairs: |A| and its diagonal do not depend on them.
+    # Singular vectors have their signs in pairs: |A| and its diagonal do not depend on
+    # them.
     np.testing.assert_allclose(np.abs(A), np.abs(expected["A"]), atol=3e-5)
     np.testing.assert_allclose(
-        np.diagonal(A, axis1=2, axis2=3), np.diagonal(expected["A"], axis1=2, axis2=3), atol=3e-5
+        np.diagonal(A, axis1=2, axis2=3),
+        np.diagonal(expected["A"], axis1=2, axis2=3),
+        atol=3e-5,
     )
     for measure in MEASURES:
-        np.testing.assert_allclose(result.values(k, measure), expected[measure], atol=3e-5)
+        np.testing.assert_allclose(
+            result.values(k, measure), expected[measure], atol=3e-5
+        )
     values = result.values(k, "spectral_miscoupling", p=1.0, absolute=True)
     np.testing.assert_allclose(values, expected["trace, absolute"], atol=3e-5)
 
@@ -94,22 +127,33 @@ def assert_map(result: CouplingMap, J: np.ndarray, layers: list[int], k: int, or
         (LAST, LAST, (2,), [2]),
     ],
 )
-def test_depth_coupling_is_the_naive_transcription(deep, position, t, layers, chosen, orientation):
+def test_depth_coupling_is_the_naive_transcription(
+    deep, position, t, layers, chosen, orientation
+):
     trace, J = deep
     result = tlc.depth_coupling(trace, K, position, orientation, layers=layers)
     assert result.matrices.shape == (len(chosen), len(chosen), K, K)
     assert result.row_layers == result.col_layers == tuple(chosen)
     assert result.row_positions == result.col_positions == (t,) * len(chosen)
-    assert (result.kind, result.orientation, result.d_model, result.k) == ("depth", orientation, tiny.D_MODEL, K)
+    assert (result.kind, result.orientation, result.d_model, result.k) == (
+        "depth",
+        orientation,
+        tiny.D_MODEL,
+        K,
+    )
     sigma = np.linalg.svd(J[t][chosen], compute_uv=False)
     np.testing.assert_allclose(result.singular_values, sigma[:, :K], rtol=1e-5)
-    np.testing.assert_allclose(result.frobenius_norms, np.sqrt((sigma**2).sum(1)), rtol=1e-5)
+    np.testing.assert_allclose(
+        result.frobenius_norms, np.sqrt((sigma**2).sum(1)), rtol=1e-5
+    )
     for k in range(1, K + 1):
         assert_map(result, J[t], chosen, k, orientation)
 
 
 def test_rows_and_columns_are_not_interchanged(deep):
-    """Row: the Jacobian; column: whose singular vectors. The map is far from symmetric, so a transpose would show."""
+    """Row: the Jacobian; column: whose singular vectors. The map is far from symmetric,
+    so a transpose would show.
+    """
     J = deep[1][LAST]
     expected = naive_map(J, [0, 1, 2, 3], K)["spectral_miscoupling"]
     assert np.abs(expected - expected.T).max() > 1e-2
@@ -125,19 +169,29 @@ def test_the_whole_spectrum(deep):
 
 def test_a_layer_with_itself_is_coupled_fully(result):
     own = torch.diagonal(result.matrices, dim1=0, dim2=1).permute(2, 0, 1)
-    torch.testing.assert_close(own, torch.diag_embed(result.singular_values), rtol=0, atol=1e-5)
-    torch.testing.assert_close(torch.diagonal(result.coupling()), torch.ones(N_LAYERS), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        own, torch.diag_embed(result.singular_values), rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        torch.diagonal(result.coupling()), torch.ones(N_LAYERS), rtol=0, atol=1e-5
+    )
 
 
 def test_one_a_serves_every_smaller_k(deep, result):
     assert torch.equal(result.at(), result.matrices)
     for k in (1, 3, K):
         again = tlc.depth_coupling(deep[0], k)
-        torch.testing.assert_close(again.matrices.abs(), result.at(k).abs(), rtol=0, atol=1e-5)
-        torch.testing.assert_close(again.coupling(), result.coupling(k), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            again.matrices.abs(), result.at(k).abs(), rtol=0, atol=1e-5
+        )
+        torch.testing.assert_close(
+            again.coupling(), result.coupling(k), rtol=0, atol=1e-5
+        )
         assert again.mean() == pytest.approx(result.mean(k), abs=1e-5)
         for measure in MEASURES:
-            assert again.null(measure=measure) == pytest.approx(result.null(k, measure), abs=1e-5)
+            assert again.null(measure=measure) == pytest.approx(
+                result.null(k, measure), abs=1e-5
+            )
 
 
 def test_two_orientations_from_the_same_jacobians(deep, monkeypatch):
@@ -148,13 +202,19 @@ def test_two_orientations_from_the_same_jacobians(deep, monkeypatch):
         return original(block, *args)
 
     monkeypatch.setattr(jacobians, "jacobians_of_output", spy)
-    both = tlc.comparisons.depth_couplings(trace, K, MIDDLE, layers=[2, 0], chunk_size=7)
+    both = tlc.comparisons.depth_couplings(
+        trace, K, MIDDLE, layers=[2, 0], chunk_size=7
+    )
     assert calls == [2, 0]
     assert list(both) == ["ujv", "vju"]
     for orientation, one in both.items():
-        single = tlc.depth_coupling(trace, K, MIDDLE, orientation, layers=[2, 0], chunk_size=7)
+        single = tlc.depth_coupling(
+            trace, K, MIDDLE, orientation, layers=[2, 0], chunk_size=7
+        )
         assert_same(one, single)
-    assert list(tlc.comparisons.depth_couplings(trace, 2, orientations=["vju"])) == ["vju"]
+    assert list(tlc.comparisons.depth_couplings(trace, 2, orientations=["vju"])) == [
+        "vju"
+    ]
     assert tlc.depth_coupling(trace, 2).orientation == "ujv"
 
 
@@ -173,9 +233,13 @@ def test_chunk_size_changes_nothing(deep):
     trace = deep[0]
     whole = tlc.block_jacobians(trace)
     for chunk_size in (1, 5, tiny.D_MODEL, 10**6):
-        torch.testing.assert_close(tlc.block_jacobians(trace, chunk_size=chunk_size), whole, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            tlc.block_jacobians(trace, chunk_size=chunk_size), whole, rtol=0, atol=1e-6
+        )
         values = tlc.depth_coupling(trace, K, chunk_size=chunk_size).coupling()
-        torch.testing.assert_close(values, tlc.depth_coupling(trace, K).coupling(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            values, tlc.depth_coupling(trace, K).coupling(), rtol=0, atol=1e-5
+        )
 
 
 def test_progress_wraps_the_loop_over_jacobians(deep):
@@ -191,20 +255,39 @@ def test_progress_wraps_the_loop_over_jacobians(deep):
 
 
 def test_mean_with_and_without_the_diagonal(result):
-    for measure, options in [*((m, {}) for m in MEASURES), ("spectral_miscoupling", {"p": 1.0, "absolute": True})]:
+    for measure, options in [
+        *((m, {}) for m in MEASURES),
+        ("spectral_miscoupling", {"p": 1.0, "absolute": True}),
+    ]:
         values = result.values(4, measure, **options).double().numpy()
-        off = [values[i, j] for i, j in itertools.product(range(N_LAYERS), repeat=2) if i != j]
-        assert result.mean(4, measure, off_diagonal=False, **options) == pytest.approx(values.mean(), abs=1e-6)
-        assert result.mean(4, measure, **options) == pytest.approx(np.mean(off), abs=1e-6)
+        off = [
+            values[i, j]
+            for i, j in itertools.product(range(N_LAYERS), repeat=2)
+            if i != j
+        ]
+        assert result.mean(4, measure, off_diagonal=False, **options) == pytest.approx(
+            values.mean(), abs=1e-6
+        )
+        assert result.mean(4, measure, **options) == pytest.approx(
+            np.mean(off), abs=1e-6
+        )
     assert result.mean() == result.mean(K, "coupling", off_diagonal=True)
 
 
 def test_what_the_mean_leaves_out_is_named_by_layer_and_position(result):
-    """Also where the same connection stands in another place of the grid, or the same layer at another token."""
+    """Also where the same connection stands in another place of the grid, or the same
+    layer at another token.
+    """
     values = result.coupling()
     shifted = dataclasses.replace(result, col_layers=(1, 0, 2, 3))
-    keep = [(i, j) for i, j in itertools.product(range(4), repeat=2) if (0, 1, 2, 3)[i] != (1, 0, 2, 3)[j]]
-    assert shifted.mean() == pytest.approx(float(np.mean([values[pair] for pair in keep])), abs=1e-6)
+    keep = [
+        (i, j)
+        for i, j in itertools.product(range(4), repeat=2)
+        if (0, 1, 2, 3)[i] != (1, 0, 2, 3)[j]
+    ]
+    assert shifted.mean() == pytest.approx(
+        float(np.mean([values[pair] for pair in keep])), abs=1e-6
+    )
     elsewhere = dataclasses.replace(result, kind="self", col_positions=(0, 1, 2, 3))
     assert elsewhere.mean() == pytest.approx(float(values.mean()), abs=1e-6)
 
@@ -221,13 +304,18 @@ def test_a_single_layer_has_no_mean_off_the_diagonal(deep):
 def test_locality_profile_is_the_loop(deep, layers):
     result = tlc.depth_coupling(deep[0], K, layers=layers)
     chosen = result.row_layers
-    for measure, options in (("coupling", {}), ("spectral_miscoupling", {"absolute": True})):
+    for measure, options in (
+        ("coupling", {}),
+        ("spectral_miscoupling", {"absolute": True}),
+    ):
         values = result.values(3, measure, **options).double().numpy()
         by_distance = {}
         for i, j in itertools.product(range(len(chosen)), repeat=2):
             by_distance.setdefault(abs(chosen[i] - chosen[j]), []).append(values[i, j])
         profile = result.locality_profile(3, measure, **options)
-        expected = [np.mean(by_distance.get(d, [math.nan])) for d in range(max(by_distance) + 1)]
+        expected = [
+            np.mean(by_distance.get(d, [math.nan])) for d in range(max(by_distance) + 1)
+        ]
         np.testing.assert_allclose(profile, expected, atol=1e-6)
 
 
@@ -238,9 +326,15 @@ def test_null_is_the_mean_over_the_rows(deep, result):
         length, trace = np.sqrt((sigma[:, :k] ** 2).sum(1)), sigma[:, :k].sum(1)
         squared = (k * norm / d) ** 2 + length**2
         assert result.null(k) == pytest.approx(1 - math.sqrt(1 - 1 / k))
-        assert result.null(k, "normalized_miscoupling") == pytest.approx(math.sqrt(1 - 1 / k))
-        assert result.null(k, "miscoupling") == pytest.approx(np.mean(math.sqrt(k * k - k) * norm / d), rel=1e-5)
-        assert result.null(k, "captured_energy") == pytest.approx(np.mean(k * norm / d / length), rel=1e-5)
+        assert result.null(k, "normalized_miscoupling") == pytest.approx(
+            math.sqrt(1 - 1 / k)
+        )
+        assert result.null(k, "miscoupling") == pytest.approx(
+            np.mean(math.sqrt(k * k - k) * norm / d), rel=1e-5
+        )
+        assert result.null(k, "captured_energy") == pytest.approx(
+            np.mean(k * norm / d / length), rel=1e-5
+        )
         null = result.null(k, "spectral_miscoupling")
         assert null == pytest.approx(np.mean(np.sqrt(squared) / length), rel=1e-5)
         null = result.null(k, "spectral_miscoupling", p=1.0)
@@ -251,7 +345,14 @@ def test_null_is_the_mean_over_the_rows(deep, result):
 def test_absolute_null_is_what_random_frames_give(deep, result):
     J = torch.from_numpy(deep[1][LAST])
     Q, R = torch.linalg.qr(
-        torch.randn(2, 10_000, tiny.D_MODEL, K, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        torch.randn(
+            2,
+            10_000,
+            tiny.D_MODEL,
+            K,
+            generator=torch.Generator().manual_seed(0),
+            dtype=torch.float64,
+        )
     )
     U, V = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
     rows = []
@@ -259,15 +360,23 @@ def test_absolute_null_is_what_random_frames_give(deep, result):
         s = torch.linalg.svdvals(J_1)[:K]
         distance = ((U.mT @ J_1 @ V).abs() - torch.diag(s)).norm(dim=(1, 2))
         rows.append(float(distance.square().mean().sqrt() / s.norm()))
-    assert result.null(measure="spectral_miscoupling", absolute=True) == pytest.approx(np.mean(rows), rel=3e-3)
+    assert result.null(measure="spectral_miscoupling", absolute=True) == pytest.approx(
+        np.mean(rows), rel=3e-3
+    )
 
 
 def test_values_by_name(result):
     assert {*MEASURES, *measures.RELEASED} == set(get_args(measures.Measure))
-    assert torch.equal(result.values(3, "released_norm"), result.spectral_miscoupling(3, 2, True))
-    assert torch.equal(result.values(3, "released_trace"), result.spectral_miscoupling(3, 1, True))
+    assert torch.equal(
+        result.values(3, "released_norm"), result.spectral_miscoupling(3, 2, True)
+    )
+    assert torch.equal(
+        result.values(3, "released_trace"), result.spectral_miscoupling(3, 1, True)
+    )
     for measure in ("coupling", "released_trace"):
-        with pytest.raises(ValueError, match=f"options of 'spectral_miscoupling', not of '{measure}'"):
+        with pytest.raises(
+            ValueError, match=f"options of 'spectral_miscoupling', not of '{measure}'"
+        ):
             result.values(3, measure, p=1)
     for measure in MEASURES:
         assert torch.equal(result.values(3, measure), getattr(result, measure)(3))
@@ -284,19 +393,28 @@ def test_null_follows_the_choice_of_the_diagonal(result, measure):
     """Of all 16 pairs, 12 are left to chance; a layer with itself keeps its value."""
     own = float(result.values(4, measure).diagonal().sum())
     expected = (12 * result.null(4, measure) + own) / 16
-    assert result.null(4, measure, off_diagonal=False) == pytest.approx(expected, rel=1e-6)
+    assert result.null(4, measure, off_diagonal=False) == pytest.approx(
+        expected, rel=1e-6
+    )
     means = [result.mean(4, measure, off_diagonal=off) for off in (True, False)]
     assert means[1] == pytest.approx((12 * means[0] + own) / 16, rel=1e-6)
     low, high = result.null_interval(4, measure, n_draws=20)
     expected = [(12 * end + own) / 16 for end in (low, high)]
-    assert result.null_interval(4, measure, n_draws=20, off_diagonal=False) == pytest.approx(expected, rel=1e-6)
+    assert result.null_interval(
+        4, measure, n_draws=20, off_diagonal=False
+    ) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("within", ["spans", "pairs"])
 def test_nulls_within_the_spans_are_those_of_rotated_vectors(deep, within):
-    """The singular vectors themselves are turned, and A is made anew from the Jacobians: numpy alone."""
+    """The singular vectors themselves are turned, and A is made anew from the
+    Jacobians: numpy alone.
+    """
     k, J = 3, deep[1][LAST]
-    result, rng = tlc.comparisons.jacobian_coupling(torch.from_numpy(J), k), np.random.default_rng(0)
+    result, rng = (
+        tlc.comparisons.jacobian_coupling(torch.from_numpy(J), k),
+        np.random.default_rng(0),
+    )
     tops = [(U[:, :k], Vh[:k].T) for U, _, Vh in map(np.linalg.svd, J)]
     squares = []
     for _ in range(1500):
@@ -307,17 +425,25 @@ def test_nulls_within_the_spans_are_those_of_rotated_vectors(deep, within):
         off = np.linalg.norm(A * (1 - np.eye(k)), axis=(-2, -1)) ** 2
         squares.append([off, off / np.linalg.norm(A, axis=(-2, -1)) ** 2])
     others = ~np.eye(len(J), dtype=bool)
-    for measure, sampled in zip(("miscoupling", "normalized_miscoupling"), np.mean(squares, 0), strict=True):
-        assert result.null(k, measure, within=within) == pytest.approx(np.sqrt(sampled)[others].mean(), rel=0.01)
+    for measure, sampled in zip(
+        ("miscoupling", "normalized_miscoupling"), np.mean(squares, 0), strict=True
+    ):
+        assert result.null(k, measure, within=within) == pytest.approx(
+            np.sqrt(sampled)[others].mean(), rel=0.01
+        )
     low, high = result.null_interval(k, within=within)
     assert low < 1 - np.sqrt(squares)[:, 1][:, others].mean() < high
 
 
 def test_an_interval_of_the_null_holds_what_is_drawn(deep):
-    """Maps whose columns have random singular vectors, of layers that are one map and of unrelated ones."""
+    """Maps whose columns have random singular vectors, of layers that are one map and
+    of unrelated ones.
+    """
     rng, k, d = np.random.default_rng(1), 3, 24
     one = haar(d, rng) * np.geomspace(1, 0.05, d) @ haar(d, rng)
-    unrelated = np.stack([haar(d, rng) * np.geomspace(1, 0.05, d) @ haar(d, rng) for _ in range(5)])
+    unrelated = np.stack(
+        [haar(d, rng) * np.geomspace(1, 0.05, d) @ haar(d, rng) for _ in range(5)]
+    )
     others, widths = ~np.eye(5, dtype=bool), []
     for J in (np.stack([one] * 5), unrelated):
         result = tlc.comparisons.jacobian_coupling(torch.from_numpy(J), k)
@@ -326,7 +452,9 @@ def test_an_interval_of_the_null_holds_what_is_drawn(deep):
         for _ in range(400):
             frames = [(haar(d, rng)[:, :k], haar(d, rng)[:, :k]) for _ in range(5)]
             A = np.stack([U.T @ J @ V for U, V in frames], 1)
-            m = np.linalg.norm(A * (1 - np.eye(k)), axis=(-2, -1)) / np.linalg.norm(A, axis=(-2, -1))
+            m = np.linalg.norm(A * (1 - np.eye(k)), axis=(-2, -1)) / np.linalg.norm(
+                A, axis=(-2, -1)
+            )
             means.append(1 - m[others].mean())
         inside = np.mean([low < mean < high for mean in means])
         widths.append(np.diff(np.quantile(means, (0.025, 0.975)))[0] / (high - low))
@@ -341,25 +469,41 @@ def test_undefined_pairs_are_counted_and_left_out_of_the_mean(deep):
     J[1] = 0
     with pytest.warns(UserWarning, match="equal to rounding in layer 1"):
         result = tlc.comparisons.jacobian_coupling(J, 3)
-    with pytest.warns(UserWarning, match="coupling is undefined for 3 of 12 pairs, .* the mean is over the others"):
+    with pytest.warns(
+        UserWarning,
+        match="coupling is undefined for 3 of 12 pairs, .* the mean is over the others",
+    ):
         mean = result.mean()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         values = result.coupling().numpy()
     assert mean == pytest.approx(np.nanmean(values[~np.eye(N_LAYERS, dtype=bool)]))
     with pytest.warns(UserWarning, match="undefined for 12 of 12 pairs, .* is 0: NaN"):
-        assert math.isnan(dataclasses.replace(result, matrices=0 * result.matrices).mean())
+        assert math.isnan(
+            dataclasses.replace(result, matrices=0 * result.matrices).mean()
+        )
 
 
 def test_jacobians_at_hand_are_compared_as_those_of_a_trace(deep):
     J = tlc.block_jacobians(deep[0])
     for orientation in ("ujv", "vju"):
         expected = tlc.depth_coupling(deep[0], K, orientation=orientation)
-        got = tlc.comparisons.jacobian_coupling(J, K, orientation, provenance=deep[0].provenance)
-        torch.testing.assert_close(got.coupling(), expected.coupling(), atol=1e-5, rtol=1e-5)
-        assert (got.row_layers, got.kind, got.orientation) == (expected.row_layers, "depth", orientation)
+        got = tlc.comparisons.jacobian_coupling(
+            J, K, orientation, provenance=deep[0].provenance
+        )
+        torch.testing.assert_close(
+            got.coupling(), expected.coupling(), atol=1e-5, rtol=1e-5
+        )
+        assert (got.row_layers, got.kind, got.orientation) == (
+            expected.row_layers,
+            "depth",
+            orientation,
+        )
         assert got.provenance["model"] == expected.provenance["model"]
-    for bad, message in ((J[:0], "`J` is empty"), (J[:1, :5, :5], r"`k` must lie in \[1, 5\]")):
+    for bad, message in (
+        (J[:0], "`J` is empty"),
+        (J[:1, :5, :5], r"`k` must lie in \[1, 5\]"),
+    ):
         with pytest.raises(ValueError, match=message):
             tlc.comparisons.jacobian_coupling(bad, K)
     with pytest.raises(ValueError, match="must name the 4 rows"):
@@ -368,7 +512,13 @@ def test_jacobians_at_hand_are_compared_as_those_of_a_trace(deep):
 
 @pytest.mark.parametrize("k", [0, -1, K + 1])
 def test_k_that_the_result_does_not_hold(result, k):
-    for method in (result.at, result.coupling, result.values, result.mean, result.locality_profile):
+    for method in (
+        result.at,
+        result.coupling,
+        result.values,
+        result.mean,
+        result.locality_profile,
+    ):
         with pytest.raises(ValueError, match=rf"`k` must lie in \[1, {K}\].*got {k}"):
             method(k)
 
@@ -386,16 +536,28 @@ def test_null_for_a_k_that_the_result_does_not_hold(result):
         ({"k": 33}, r"`k` must lie in \[1, 32\].*got 33"),
         ({"k": 50}, r"`k` must lie in \[1, 32\].*got 50"),
         ({"k": 2, "layers": []}, "`layers` is empty"),
-        ({"k": 2, "layers": [0, 4]}, r"`layer` must lie in \[-4, 3\] for this 4-block model, got 4"),
+        (
+            {"k": 2, "layers": [0, 4]},
+            r"`layer` must lie in \[-4, 3\] for this 4-block model, got 4",
+        ),
         ({"k": 2, "layers": [-5]}, r"`layer` must lie in \[-4, 3\].*got -5"),
-        ({"k": 2, "position": 8}, r"`position` must lie in \[-8, 7\] for this 8-token prompt, got 8"),
+        (
+            {"k": 2, "position": 8},
+            r"`position` must lie in \[-8, 7\] for this 8-token prompt, got 8",
+        ),
         ({"k": 2, "position": -9}, r"`position` must lie in \[-8, 7\].*got -9"),
         ({"k": 2, "chunk_size": 0}, "`chunk_size` must be at least 1, got 0"),
     ],
 )
-def test_bad_arguments_have_one_clear_error_before_any_jacobian(deep, options, message, monkeypatch):
+def test_bad_arguments_have_one_clear_error_before_any_jacobian(
+    deep, options, message, monkeypatch
+):
     if "chunk_size" not in options:
-        monkeypatch.setattr(jacobians, "jacobians_of_output", lambda *_: pytest.fail("a Jacobian was computed"))
+        monkeypatch.setattr(
+            jacobians,
+            "jacobians_of_output",
+            lambda *_: pytest.fail("a Jacobian was computed"),
+        )
     for function in (tlc.depth_coupling, tlc.comparisons.depth_couplings):
         with pytest.raises(ValueError, match=message) as error:
             function(deep[0], **options)
@@ -407,21 +569,33 @@ def test_unknown_orientation(deep):
     for orientation in ("uvj", "UJV", "", None):
         for call in (
             lambda o=orientation: tlc.depth_coupling(deep[0], 2, orientation=o),
-            lambda o=orientation: tlc.comparisons.depth_couplings(deep[0], 2, orientations=["ujv", o]),
-            lambda o=orientation: tlc.coupling_matrix(torch.eye(2), tlc.svd(torch.eye(2)), 1, o),
+            lambda o=orientation: tlc.comparisons.depth_couplings(
+                deep[0], 2, orientations=["ujv", o]
+            ),
+            lambda o=orientation: tlc.coupling_matrix(
+                torch.eye(2), tlc.svd(torch.eye(2)), 1, o
+            ),
         ):
-            with pytest.raises(ValueError, match=f'`orientations?` must be "ujv" or "vju", got {orientation!r}'):
+            with pytest.raises(
+                ValueError,
+                match=f'`orientations?` must be "ujv" or "vju", got {orientation!r}',
+            ):
                 call()
 
 
 @pytest.mark.usefixtures("as_a_user")
 def test_unknown_measure(result):
     for call in (result.values, result.mean, result.null, result.locality_profile):
-        with pytest.raises(ValueError, match=r"`measure` must be one of coupling, .*captured_energy, .*, got 'at'"):
+        with pytest.raises(
+            ValueError,
+            match=r"`measure` must be one of coupling, .*captured_energy, .*, got 'at'",
+        ):
             call(2, "at")
 
 
-def test_a_cut_inside_a_repeated_singular_value_warns_and_names_the_layer(deep, monkeypatch):
+def test_a_cut_inside_a_repeated_singular_value_warns_and_names_the_layer(
+    deep, monkeypatch
+):
     repeated = torch.diag(torch.tensor([3.0, 2.0, 2.0, *[1.0] * (tiny.D_MODEL - 3)]))
     distinct = torch.diag(torch.linspace(3, 1, tiny.D_MODEL))
 
@@ -429,7 +603,9 @@ def test_a_cut_inside_a_repeated_singular_value_warns_and_names_the_layer(deep, 
         return (repeated if block.layer == 2 else distinct)[None], "full_sequence"
 
     monkeypatch.setattr(jacobians, "jacobians_of_output", stand_in)
-    with pytest.warns(UserWarning, match="σ_2 and σ_3 are equal to rounding in layer 2, token 7:"):
+    with pytest.warns(
+        UserWarning, match="σ_2 and σ_3 are equal to rounding in layer 2, token 7:"
+    ):
         tlc.depth_coupling(deep[0], 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -438,15 +614,24 @@ def test_a_cut_inside_a_repeated_singular_value_warns_and_names_the_layer(deep, 
 
 
 def test_a_zero_jacobian_is_nan_with_a_warning_and_only_where_it_is(deep, monkeypatch):
-    J = torch.randn(tiny.D_MODEL, tiny.D_MODEL, generator=torch.Generator().manual_seed(0))
+    J = torch.randn(
+        tiny.D_MODEL, tiny.D_MODEL, generator=torch.Generator().manual_seed(0)
+    )
 
     def stand_in(block, *_):
         return (J * (block.layer != 1))[None], "full_sequence"
 
     monkeypatch.setattr(jacobians, "jacobians_of_output", stand_in)
-    with pytest.warns(UserWarning, match="σ_6 and σ_7 are equal to rounding in layer 1, token 7:"):
+    with pytest.warns(
+        UserWarning, match="σ_6 and σ_7 are equal to rounding in layer 1, token 7:"
+    ):
         result = tlc.depth_coupling(deep[0], K)
-    for measure in ("coupling", "normalized_miscoupling", "spectral_miscoupling", "captured_energy"):
+    for measure in (
+        "coupling",
+        "normalized_miscoupling",
+        "spectral_miscoupling",
+        "captured_energy",
+    ):
         with pytest.warns(UserWarning, match="undefined there"):
             values = result.values(measure=measure)
         assert values.isnan().nonzero()[:, 0].unique().tolist() == [1]
@@ -458,7 +643,10 @@ def test_provenance_says_how(deep):
     trace = deep[0]
     result = tlc.depth_coupling(trace, 2, MIDDLE, layers=[-1, 1])
     assert result.provenance["position"] == MIDDLE
-    assert set(result.provenance["paths"]) == {f"layer 3, token {MIDDLE}", f"layer 1, token {MIDDLE}"}
+    assert set(result.provenance["paths"]) == {
+        f"layer 3, token {MIDDLE}",
+        f"layer 1, token {MIDDLE}",
+    }
     assert {key: result.provenance[key] for key in trace.provenance} == trace.provenance
     assert json.loads(json.dumps(result.provenance)) == result.provenance
     assert "position" not in trace.provenance
@@ -467,7 +655,15 @@ def test_provenance_says_how(deep):
 def test_repr_says_what_it_is(result):
     text = repr(result)
     assert "\n" not in text
-    for part in ("depth", "local/tiny", "4×4", f"k≤{K}", "ujv", f"{result.mean():.3f}", f"null {result.null():.3f}"):
+    for part in (
+        "depth",
+        "local/tiny",
+        "4×4",
+        f"k≤{K}",
+        "ujv",
+        f"{result.mean():.3f}",
+        f"null {result.null():.3f}",
+    ):
         assert part in text
 
 
@@ -480,7 +676,9 @@ def test_the_embedded_model_against_the_authors_algorithm(smollm2, reference):
     assert trace.tokens.tolist() == reference["token_ids"]
     both = tlc.comparisons.depth_couplings(trace, k=50)
     ujv, vju = both["ujv"], both["vju"]
-    np.testing.assert_allclose(ujv.singular_values[:, :10], reference["sigma"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        ujv.singular_values[:, :10], reference["sigma"], rtol=0, atol=1e-4
+    )
     assert set(reference["coupling"]) == {"10", "30", "50"}
     for k, expected in reference["coupling"].items():
         got = {
@@ -493,4 +691,6 @@ def test_the_embedded_model_against_the_authors_algorithm(smollm2, reference):
         assert set(got) == set(expected)
         for name, values in got.items():
             assert values.shape == (30, 30)
-            np.testing.assert_allclose(values, expected[name], rtol=0, atol=1e-4, err_msg=f"{name}, K = {k}")
+            np.testing.assert_allclose(
+                values, expected[name], rtol=0, atol=1e-4, err_msg=f"{name}, K = {k}"
+            )

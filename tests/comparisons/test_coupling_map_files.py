@@ -1,4 +1,6 @@
-"""Coupling maps in files: exact, whole or not at all, and one clear error for anything else."""
+"""Coupling maps in files: exact, whole or not at all, and one clear error for anything
+else.
+"""
 
 import dataclasses
 import json
@@ -25,7 +27,12 @@ def result(tiny_trace: tlc.Trace) -> CouplingMap:
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_save_and_load_are_exact(tiny_trace, tmp_path, dtype, as_path):
     result = tlc.comparisons.depth_couplings(tiny_trace, 6, 3, layers=[1, 0])["vju"]
-    odd = {"prompt": 'Ġ "quoted"\n☃', "nothing": None, "nested": {"a": [1, 2.5, True]}, "long": "x" * 100_000}
+    odd = {
+        "prompt": 'Ġ "quoted"\n☃',
+        "nothing": None,
+        "nested": {"a": [1, 2.5, True]},
+        "long": "x" * 100_000,
+    }
     result = dataclasses.replace(
         result,
         matrices=result.matrices.to(dtype),
@@ -47,7 +54,9 @@ def test_save_and_load_are_exact(tiny_trace, tmp_path, dtype, as_path):
 def test_what_is_not_finite_survives_the_file(result, tmp_path):
     matrices = result.matrices.clone()
     matrices[0, 1, 0, 0], matrices[0, 1, 0, 1] = float("nan"), float("inf")
-    loaded = CouplingMap.load(dataclasses.replace(result, matrices=matrices).save(tmp_path / "map.nc"))
+    loaded = CouplingMap.load(
+        dataclasses.replace(result, matrices=matrices).save(tmp_path / "map.nc")
+    )
     assert torch.equal(loaded.matrices.nan_to_num(7), matrices.nan_to_num(7))
     assert torch.equal(loaded.matrices.isnan(), matrices.isnan())
 
@@ -56,13 +65,20 @@ def test_the_file_opens_without_the_package(result, tmp_path):
     with xarray.open_dataset(result.save(tmp_path / "map.nc")) as file:
         assert file["matrices"].dims == ("row", "col", "i", "j")
         assert file["row_layer"].values.tolist() == [0, 1]
-        assert file["col_position"].values.tolist() == [len(tiny.TOKENS) - 1] * tiny.N_LAYERS
+        assert (
+            file["col_position"].values.tolist()
+            == [len(tiny.TOKENS) - 1] * tiny.N_LAYERS
+        )
         assert file.attrs["orientation"] == "ujv"
         assert json.loads(file.attrs["provenance"]) == result.provenance
 
 
-@pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
-def test_a_save_that_fails_leaves_nothing_or_what_was_there(result, tmp_path, monkeypatch, error):
+@pytest.mark.parametrize(
+    "error", [OSError("No space left on device"), KeyboardInterrupt()]
+)
+def test_a_save_that_fails_leaves_nothing_or_what_was_there(
+    result, tmp_path, monkeypatch, error
+):
     def interrupted(_, path, *args, **kwargs):
         Path(path).write_bytes(b"half a file")
         raise error
@@ -77,7 +93,9 @@ def test_a_save_that_fails_leaves_nothing_or_what_was_there(result, tmp_path, mo
     assert there.read_bytes() == before
 
 
-def test_save_replaces_an_older_file_and_a_failing_rename_cleans_up(tiny_trace, result, tmp_path):
+def test_save_replaces_an_older_file_and_a_failing_rename_cleans_up(
+    tiny_trace, result, tmp_path
+):
     path = result.save(tmp_path / "map.nc")
     other = tlc.depth_coupling(tiny_trace, 2)
     other.save(path)
@@ -98,20 +116,37 @@ def spoil(result: CouplingMap, path: Path, how: str) -> None:
         dataset.to_netcdf(path, engine="netcdf4")
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     elif how == "another netCDF":
-        xarray.Dataset({"temperature": ("x", [1.0, 2.0])}).to_netcdf(path, engine="netcdf4")
+        xarray.Dataset({"temperature": ("x", [1.0, 2.0])}).to_netcdf(
+            path, engine="netcdf4"
+        )
     elif how == "classic netCDF":
-        xarray.Dataset({"temperature": ("x", [1.0, 2.0])}).to_netcdf(path, engine="scipy")
+        xarray.Dataset({"temperature": ("x", [1.0, 2.0])}).to_netcdf(
+            path, engine="scipy"
+        )
     elif how.startswith("without "):
         name = how.removeprefix("without ")
         dataset.attrs.pop(name, None)
         dataset.drop_vars(name, errors="ignore").to_netcdf(path, engine="netcdf4")
     else:
         name, value = how.split("=")
-        dataset.assign_attrs({name: json.loads(value)}).to_netcdf(path, engine="netcdf4")
+        dataset.assign_attrs({name: json.loads(value)}).to_netcdf(
+            path, engine="netcdf4"
+        )
 
 
-DAMAGE = ["garbage", "empty", "cut short", "another netCDF", "classic netCDF", 'provenance="{"', 'd_model="wide"']
-DAMAGE += [f"without {name}" for name in ("matrices", "frobenius_norms", "row_layer", "kind", "provenance")]
+DAMAGE = [
+    "garbage",
+    "empty",
+    "cut short",
+    "another netCDF",
+    "classic netCDF",
+    'provenance="{"',
+    'd_model="wide"',
+]
+DAMAGE += [
+    f"without {name}"
+    for name in ("matrices", "frobenius_norms", "row_layer", "kind", "provenance")
+]
 UNNOTICED = ["d_model=[1, 2]", "provenance=3", 'orientation="uvj"', 'provenance="3"']
 
 
@@ -120,7 +155,9 @@ UNNOTICED = ["d_model=[1, 2]", "provenance=3", 'orientation="uvj"', 'provenance=
 def test_a_file_that_is_no_coupling_map_is_one_clear_error(result, tmp_path, how):
     path = tmp_path / "odd.nc"
     spoil(result, path, how)
-    with pytest.raises(ValueError, match=r"is not a file that `CouplingMap\.save` wrote") as error:
+    with pytest.raises(
+        ValueError, match=r"is not a file that `CouplingMap\.save` wrote"
+    ) as error:
         CouplingMap.load(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)

@@ -1,4 +1,6 @@
-"""Means over prompts against numpy over maps that were measured one by one, and their files."""
+"""Means over prompts against numpy over maps that were measured one by one, and their
+files.
+"""
 
 import dataclasses
 import gc
@@ -41,29 +43,53 @@ def test_means_and_spreads_are_numpys(maps, mean, measure):
     off = ~np.eye(tiny.N_LAYERS, dtype=bool)
     for k in range(1, K + 1):
         values = np.stack([one.values(k, measure).double().numpy() for one in maps])
-        np.testing.assert_allclose(mean.values(k, measure), values.mean(0), atol=2e-6, rtol=1e-5)
-        np.testing.assert_allclose(mean.spread(k, measure), values.std(0, ddof=1), atol=2e-6, rtol=1e-3)
+        np.testing.assert_allclose(
+            mean.values(k, measure), values.mean(0), atol=2e-6, rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            mean.spread(k, measure), values.std(0, ddof=1), atol=2e-6, rtol=1e-3
+        )
         of_each = values[:, off].mean(1)
-        assert mean.mean(k, measure) == pytest.approx(of_each.mean(), abs=2e-6, rel=1e-5)
-        assert mean.spread_of_mean(k, measure) == pytest.approx(of_each.std(ddof=1), abs=2e-6, rel=1e-3)
-        assert mean.mean(k, measure, off_diagonal=False) == pytest.approx(values.mean(), abs=2e-6, rel=1e-5)
+        assert mean.mean(k, measure) == pytest.approx(
+            of_each.mean(), abs=2e-6, rel=1e-5
+        )
+        assert mean.spread_of_mean(k, measure) == pytest.approx(
+            of_each.std(ddof=1), abs=2e-6, rel=1e-3
+        )
+        assert mean.mean(k, measure, off_diagonal=False) == pytest.approx(
+            values.mean(), abs=2e-6, rel=1e-5
+        )
         nulls = [one.null(k, measure) for one in maps]
         assert mean.null(k, measure) == pytest.approx(np.mean(nulls), rel=1e-5)
         profiles = np.stack([one.locality_profile(k, measure).numpy() for one in maps])
-        np.testing.assert_allclose(mean.locality_profile(k, measure), profiles.mean(0), atol=2e-6, rtol=1e-5)
-    released = {"released_norm": {"p": 2, "absolute": True}, "released_trace": {"p": 1, "absolute": True}}
+        np.testing.assert_allclose(
+            mean.locality_profile(k, measure), profiles.mean(0), atol=2e-6, rtol=1e-5
+        )
+    released = {
+        "released_norm": {"p": 2, "absolute": True},
+        "released_trace": {"p": 1, "absolute": True},
+    }
     if measure in released:
-        assert torch.equal(mean.values(measure=measure), mean.spectral_miscoupling(K, **released[measure]))
+        assert torch.equal(
+            mean.values(measure=measure),
+            mean.spectral_miscoupling(K, **released[measure]),
+        )
     else:
         assert torch.equal(mean.values(measure=measure), getattr(mean, measure)(K))
-    own = np.mean([one.values(3, measure).double().numpy().diagonal().mean() for one in maps])
+    own = np.mean(
+        [one.values(3, measure).double().numpy().diagonal().mean() for one in maps]
+    )
     n = tiny.N_LAYERS
     null = ((n - 1) * mean.null(3, measure) + own) / n
-    assert mean.null(3, measure, off_diagonal=False) == pytest.approx(null, rel=1e-5, abs=1e-6)
+    assert mean.null(3, measure, off_diagonal=False) == pytest.approx(
+        null, rel=1e-5, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("quantity", ["map", "trace"])
-def test_two_models_under_one_label_are_not_averaged(model, maps, tokenizer_folder, quantity):
+def test_two_models_under_one_label_are_not_averaged(
+    model, maps, tokenizer_folder, quantity
+):
     other = tiny.bridge(tiny.huggingface_model("llama", 1), tokenizer_folder)
     trace = tlc.trace(other, PROMPTS[1])
     said = r"must be of one model, got two of different weights, both called '.*': take the mean of each alone"
@@ -84,15 +110,29 @@ def test_what_lies_behind_the_values(maps, mean):
     for name in ("singular_values", "frobenius_norms"):
         expected = np.mean([getattr(one, name).numpy() for one in maps], axis=0)
         np.testing.assert_allclose(getattr(mean, name), expected, rtol=1e-5)
-    np.testing.assert_allclose(mean.at(3), np.mean([one.at(3).abs().numpy() for one in maps], axis=0), atol=1e-6)
-    assert (mean.k, mean.n_prompts, mean.kind, mean.orientation) == (K, len(PROMPTS), "depth", "ujv")
+    np.testing.assert_allclose(
+        mean.at(3),
+        np.mean([one.at(3).abs().numpy() for one in maps], axis=0),
+        atol=1e-6,
+    )
+    assert (mean.k, mean.n_prompts, mean.kind, mean.orientation) == (
+        K,
+        len(PROMPTS),
+        "depth",
+        "ujv",
+    )
     assert mean.row_layers == mean.col_layers == (0, 1)
     # The last token, of prompts of different lengths.
     assert mean.row_positions == mean.col_positions == (-1, -1)
     assert mean.provenance["prompts"] == PROMPTS
     assert mean.provenance["model"] == maps[0].provenance["model"]
     assert not {"prompt", "tokens", "str_tokens", "position"} & set(mean.provenance)
-    for part in ("MeanCouplingMap", f"k≤{K}", "n_prompts=4", f"at k={K}: mean coupling {mean.mean():.3f}"):
+    for part in (
+        "MeanCouplingMap",
+        f"k≤{K}",
+        "n_prompts=4",
+        f"at k={K}: mean coupling {mean.mean():.3f}",
+    ):
         assert part in repr(mean)
 
 
@@ -137,7 +177,9 @@ def test_tokens_of_prompts_of_one_length(model):
     np.testing.assert_allclose(result.coupling(), expected, atol=1e-6)
     assert result.row_positions == (0, 1, 2)
     # No pair of one connection with itself: every pair counts.
-    assert result.spread_of_mean() == pytest.approx(np.std([one.mean() for one in maps], ddof=1), rel=1e-3)
+    assert result.spread_of_mean() == pytest.approx(
+        np.std([one.mean() for one in maps], ddof=1), rel=1e-3
+    )
 
 
 def test_save_and_load(mean, tmp_path):
@@ -158,7 +200,9 @@ def test_a_mean_of_an_earlier_version_holds_fewer_measures(mean, tmp_path):
         data.isel(measure=slice(5)).to_netcdf(path)
     loaded = MeanCouplingMap.load(path)
     assert torch.equal(loaded.spectral_miscoupling(2), mean.spectral_miscoupling(2))
-    with pytest.raises(ValueError, match="an earlier version, without 'released_norm': measure again"):
+    with pytest.raises(
+        ValueError, match="an earlier version, without 'released_norm': measure again"
+    ):
         loaded.values(2, "released_norm")
 
 
@@ -170,7 +214,9 @@ def test_the_interval_of_a_mean_shrinks_with_the_prompts(maps, mean):
 
 def test_a_map_of_one_prompt_is_no_mean(maps, mean, tmp_path):
     path = maps[0].save(tmp_path / "map.nc")
-    with pytest.raises(ValueError, match=r"is not a file that `MeanCouplingMap\.save` wrote"):
+    with pytest.raises(
+        ValueError, match=r"is not a file that `MeanCouplingMap\.save` wrote"
+    ):
         MeanCouplingMap.load(path)
     with pytest.raises(ValueError, match=r"is not a file that `Influence\.save` wrote"):
         tlc.influence.Influence.load(mean.save(path))
@@ -178,7 +224,9 @@ def test_a_map_of_one_prompt_is_no_mean(maps, mean, tmp_path):
 
 def test_what_has_no_mean(maps, mean):
     vju = dataclasses.replace(maps[1], orientation="vju")
-    other = dataclasses.replace(maps[1], provenance=maps[1].provenance | {"model": "other"})
+    other = dataclasses.replace(
+        maps[1], provenance=maps[1].provenance | {"model": "other"}
+    )
     for given, message in (
         ([], "wanted at least one"),
         ([maps[0], vju], "same orientation, got 'ujv' and 'vju'"),
@@ -189,7 +237,9 @@ def test_what_has_no_mean(maps, mean):
             MeanCouplingMap.over(given)
     with pytest.raises(ValueError, match="holds p=2 and absolute=False"):
         mean.spectral_miscoupling(2, p=1)
-    with pytest.raises(ValueError, match="holds the null 'space' only, got within='pairs'"):
+    with pytest.raises(
+        ValueError, match="holds the null 'space' only, got within='pairs'"
+    ):
         mean.null(2, within="pairs")
     with pytest.raises(ValueError, match=rf"`k` must lie in \[1, {K}\]"):
         mean.spread(K + 1)
@@ -199,14 +249,17 @@ def test_what_has_no_mean(maps, mean):
 @pytest.mark.parametrize("wrong", [["one text", "another"], "a text", [3], {"a": 1}])
 def test_what_is_no_trace_is_one_line_that_says_what_to_do(wrong):
     with pytest.raises(
-        TypeError, match=r"`trace` must be a Trace or .*, got (str|int).*trace the prompts first"
+        TypeError,
+        match=r"`trace` must be a Trace or .*, got (str|int).*trace the prompts first",
     ) as error:
         tlc.depth_coupling(wrong, 2)
     assert "\n" not in str(error.value)
 
 
 def test_a_narrow_model_takes_what_fits_and_says_so(tiny_trace):
-    with pytest.warns(UserWarning, match="width 32: k = 32 is used in place of the default, 50") as warned:
+    with pytest.warns(
+        UserWarning, match="width 32: k = 32 is used in place of the default, 50"
+    ) as warned:
         assert tlc.depth_coupling(tiny_trace).k == tiny.D_MODEL
     assert warned[0].filename == __file__
     with pytest.warns(UserWarning, match="k = 32 is used"):
@@ -223,12 +276,18 @@ def test_bars(model, tiny_trace, capfd, monkeypatch):
             seen.append(type(item).__name__)
             yield item
 
-    tlc.depth_coupling((tlc.trace(model, prompt) for prompt in PROMPTS), 2, progress=progress)
+    tlc.depth_coupling(
+        (tlc.trace(model, prompt) for prompt in PROMPTS), 2, progress=progress
+    )
     assert seen == ["Trace"] * len(PROMPTS)
     shown = []
-    monkeypatch.setattr(tlc.progress, "tqdm", lambda items, desc, **_: shown.append(desc) or items)
+    monkeypatch.setattr(
+        tlc.progress, "tqdm", lambda items, desc, **_: shown.append(desc) or items
+    )
     for terminal, wanted in ((False, []), (True, ["Jacobians"])):
-        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False)
+        monkeypatch.setattr(
+            "sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False
+        )
         tlc.depth_coupling(tiny_trace, 2)
         assert shown == wanted
         shown.clear()

@@ -1,7 +1,9 @@
-"""Self and context coupling, and cross-token influence, against a transcription that differentiates whole sequences.
+"""Self and context coupling, and cross-token influence, against a transcription that
+differentiates whole sequences.
 
-The witness is one `torch.autograd.functional.jacobian` of a HuggingFace layer from all rows to all rows, cut into
-`J_{t1 t2}`, with numpy SVDs and a loop over pairs: no hook, no cache, no row on its own.
+The witness is one `torch.autograd.functional.jacobian` of a HuggingFace layer from all
+rows to all rows, cut into `J_{t1 t2}`, with numpy SVDs and a loop over pairs: no hook,
+no cache, no row on its own.
 """
 
 import warnings
@@ -22,7 +24,9 @@ N, K = len(tiny.TOKENS), 6
 ARCHITECTURES = sorted(tiny.COMMON)
 
 
-def all_jacobians(hf_model: nn.Module, layer: nn.Module, tokens: list[int]) -> np.ndarray:
+def all_jacobians(
+    hf_model: nn.Module, layer: nn.Module, tokens: list[int]
+) -> np.ndarray:
     """`J[t1, t2]` of one HuggingFace layer for every pair of tokens, `[n n d d]`."""
     call: dict[str, Any] = {}
 
@@ -40,7 +44,12 @@ def all_jacobians(hf_model: nn.Module, layer: nn.Module, tokens: list[int]) -> n
         return (output[0] if isinstance(output, tuple) else output)[0] - X
 
     X = first[0].detach()
-    J = [torch.autograd.functional.jacobian(lambda X, t=t: block(X)[t], X, vectorize=True) for t in range(len(X))]
+    J = [
+        torch.autograd.functional.jacobian(
+            lambda X, t=t: block(X)[t], X, vectorize=True
+        )
+        for t in range(len(X))
+    ]
     return torch.stack(J).permute(2, 0, 1, 3).double().numpy()
 
 
@@ -55,33 +64,54 @@ def naive_map(J_rows: list[np.ndarray], J_cols: list[np.ndarray], k: int) -> np.
 
 def naive_measures(A: np.ndarray, S_1: np.ndarray) -> dict[str, np.ndarray]:
     n_rows, n_cols = A.shape[:2]
-    values = {name: np.empty((n_rows, n_cols)) for name in ("coupling", "miscoupling", "spectral_miscoupling")}
+    values = {
+        name: np.empty((n_rows, n_cols))
+        for name in ("coupling", "miscoupling", "spectral_miscoupling")
+    }
     for i in range(n_rows):
         for j in range(n_cols):
             off = A[i, j] - np.diag(np.diag(A[i, j]))
             values["miscoupling"][i, j] = np.linalg.norm(off)
             values["coupling"][i, j] = 1 - np.linalg.norm(off) / np.linalg.norm(A[i, j])
-            values["spectral_miscoupling"][i, j] = np.linalg.norm(A[i, j] - np.diag(S_1[i])) / np.linalg.norm(S_1[i])
+            values["spectral_miscoupling"][i, j] = np.linalg.norm(
+                A[i, j] - np.diag(S_1[i])
+            ) / np.linalg.norm(S_1[i])
     return values
 
 
-def assert_is_naive(result: tlc.CouplingMap, J_rows: list[np.ndarray], J_cols: list[np.ndarray], atol: float) -> None:
+def assert_is_naive(
+    result: tlc.CouplingMap,
+    J_rows: list[np.ndarray],
+    J_cols: list[np.ndarray],
+    atol: float,
+) -> None:
     """Values, not matrices: the signs of singular vectors are arbitrary."""
     A = naive_map(J_rows, J_cols, result.k)
     S_1 = np.stack([np.linalg.svd(J, compute_uv=False)[: result.k] for J in J_rows])
-    np.testing.assert_allclose(result.singular_values, S_1, rtol=0, atol=atol * S_1.max())
-    np.testing.assert_allclose(result.frobenius_norms, [np.linalg.norm(J) for J in J_rows], rtol=1e-5)
-    np.testing.assert_allclose(result.matrices.abs(), np.abs(A), rtol=0, atol=10 * atol * S_1.max())
+    np.testing.assert_allclose(
+        result.singular_values, S_1, rtol=0, atol=atol * S_1.max()
+    )
+    np.testing.assert_allclose(
+        result.frobenius_norms, [np.linalg.norm(J) for J in J_rows], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        result.matrices.abs(), np.abs(A), rtol=0, atol=10 * atol * S_1.max()
+    )
     for name, values in naive_measures(A, S_1).items():
         scale = max(1.0, float(np.abs(values).max()))
-        np.testing.assert_allclose(result.values(measure=name), values, rtol=0, atol=atol * scale, err_msg=name)
+        np.testing.assert_allclose(
+            result.values(measure=name), values, rtol=0, atol=atol * scale, err_msg=name
+        )
 
 
 @pytest.fixture(scope="module")
 def llama(tokenizer_folder):
     hf_model = tiny.huggingface_model("llama", dtype=torch.float64)
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
-    return trace, [all_jacobians(hf_model, layer, tiny.TOKENS) for layer in tiny.layers_of(hf_model)]
+    return trace, [
+        all_jacobians(hf_model, layer, tiny.TOKENS)
+        for layer in tiny.layers_of(hf_model)
+    ]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -104,7 +134,11 @@ def test_self_coupling(llama, layers):
     result = tlc.self_coupling(trace, *layers, k=K)
     rows, cols = ([J[layer][t, t] for t in range(N)] for layer in layers)
     assert_is_naive(result, rows, cols, 1e-6)
-    assert (result.kind, result.row_layers, result.col_layers) == ("self", (layers[0],) * N, (layers[1],) * N)
+    assert (result.kind, result.row_layers, result.col_layers) == (
+        "self",
+        (layers[0],) * N,
+        (layers[1],) * N,
+    )
     assert result.row_positions == result.col_positions == tuple(range(N))
 
 
@@ -114,14 +148,22 @@ def test_context_coupling(llama, fixed, position):
     trace, J = llama
     allowed = range(position, N) if fixed == "input" else range(position + 1)
     if len(allowed) < 2:
-        with pytest.raises(ValueError, match="compares at least two tokens, here there is 1"):
+        with pytest.raises(
+            ValueError, match="compares at least two tokens, here there is 1"
+        ):
             tlc.context_coupling(trace, 0, 1, fixed=fixed, position=position, k=K)
         return
     result = tlc.context_coupling(trace, 0, 1, fixed=fixed, position=position, k=K)
     pairs = [(position, t) if fixed == "input" else (t, position) for t in allowed]
-    assert_is_naive(result, [J[0][pair] for pair in pairs], [J[1][pair] for pair in pairs], 1e-6)
+    assert_is_naive(
+        result, [J[0][pair] for pair in pairs], [J[1][pair] for pair in pairs], 1e-6
+    )
     assert result.row_positions == result.col_positions == tuple(allowed)
-    assert (result.kind, result.provenance["fixed"], result.provenance["position"]) == ("context", fixed, position)
+    assert (result.kind, result.provenance["fixed"], result.provenance["position"]) == (
+        "context",
+        fixed,
+        position,
+    )
 
 
 def test_a_selection_is_a_part_of_the_whole(llama):
@@ -129,16 +171,22 @@ def test_a_selection_is_a_part_of_the_whole(llama):
     whole = tlc.self_coupling(trace, 0, 1, k=K)
     part = tlc.self_coupling(trace, 0, 1, positions=[5, -1, 2], k=K)
     assert part.row_positions == (5, N - 1, 2)
-    torch.testing.assert_close(part.coupling(), whole.coupling()[[5, N - 1, 2]][:, [5, N - 1, 2]])
+    torch.testing.assert_close(
+        part.coupling(), whole.coupling()[[5, N - 1, 2]][:, [5, N - 1, 2]]
+    )
     whole = tlc.context_coupling(trace, 1, 1, fixed="output", position=6, k=K)
-    part = tlc.context_coupling(trace, 1, 1, fixed="output", position=6, positions=[6, 0], k=K)
+    part = tlc.context_coupling(
+        trace, 1, 1, fixed="output", position=6, positions=[6, 0], k=K
+    )
     torch.testing.assert_close(part.coupling(), whole.coupling()[[6, 0]][:, [6, 0]])
 
 
 def test_defaults(llama):
     trace, _ = llama
     assert tlc.context_coupling(trace, 0, k=2).row_positions == tuple(range(N))
-    assert tlc.context_coupling(trace, 0, fixed="input", k=2).row_positions == tuple(range(N))
+    assert tlc.context_coupling(trace, 0, fixed="input", k=2).row_positions == tuple(
+        range(N)
+    )
     assert set(tlc.self_coupling(trace, -1, k=2).col_layers) == {1}
     assert tlc.self_coupling(trace, 1, k=2, orientation="vju").orientation == "vju"
 
@@ -158,13 +206,19 @@ def test_small_batches_and_chunks_change_nothing(llama, monkeypatch):
         tlc.context_coupling(trace, 0, 1, fixed="input", k=K, chunk_size=7),
     ]
     for a, b in zip(one, other, strict=True):
-        torch.testing.assert_close(a.matrices.abs(), b.matrices.abs(), rtol=0, atol=1e-10)
-        torch.testing.assert_close(a.singular_values, b.singular_values, rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            a.matrices.abs(), b.matrices.abs(), rtol=0, atol=1e-10
+        )
+        torch.testing.assert_close(
+            a.singular_values, b.singular_values, rtol=0, atol=1e-10
+        )
 
 
 def test_a_block_whose_rows_meet_elsewhere_takes_the_full_sequence(tokenizer_folder):
     model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
-    model.blocks[1].mlp.register_forward_hook(lambda _, args, out: out + args[0].mean(1, keepdim=True))
+    model.blocks[1].mlp.register_forward_hook(
+        lambda _, args, out: out + args[0].mean(1, keepdim=True)
+    )
     trace = tlc.trace(model, tiny.TOKENS)
     J, path = jacobians_of_output(trace.blocks[1], [0, 4, 5], 5)
     assert path == "full_sequence"
@@ -177,12 +231,21 @@ def test_a_block_whose_rows_meet_elsewhere_takes_the_full_sequence(tokenizer_fol
 def test_influence(llama):
     trace, J = llama
     result = tlc.cross_token_influence(trace, 5, layers=[1, 0])
-    assert (result.layers, result.source_positions, result.output_position) == ((1, 0), tuple(range(6)), 5)
+    assert (result.layers, result.source_positions, result.output_position) == (
+        (1, 0),
+        tuple(range(6)),
+        5,
+    )
     for row, layer in enumerate(result.layers):
         for t1 in result.source_positions:
             s = np.linalg.svd(J[layer][t1, 5], compute_uv=False)
             p = s[s > 1e-12 * s[0]] / s.sum()
-            expected = [np.sqrt((s**2).sum()), s[0], (s**2).sum() ** 2 / (s**4).sum(), np.exp(-(p * np.log(p)).sum())]
+            expected = [
+                np.sqrt((s**2).sum()),
+                s[0],
+                (s**2).sum() ** 2 / (s**4).sum(),
+                np.exp(-(p * np.log(p)).sum()),
+            ]
             values = [
                 result.frobenius_norm,
                 result.largest_singular_value,
@@ -190,7 +253,9 @@ def test_influence(llama):
                 result.effective_rank,
             ]
             # HuggingFace normalises in float32, whatever the model is in.
-            assert [float(value[row, t1]) for value in values] == pytest.approx(expected, rel=1e-7)
+            assert [float(value[row, t1]) for value in values] == pytest.approx(
+                expected, rel=1e-7
+            )
 
 
 def test_influence_as_a_dataset(llama, tmp_path):
@@ -206,7 +271,11 @@ def test_influence_as_a_dataset(llama, tmp_path):
     assert repr(loaded) == repr(result)
     for name in tlc.influence.INFLUENCE_MEASURES:
         assert torch.equal(getattr(loaded, name), getattr(result, name))
-    assert (loaded.layers, loaded.source_positions, loaded.output_position) == ((1,), tuple(range(N)), N - 1)
+    assert (loaded.layers, loaded.source_positions, loaded.output_position) == (
+        (1,),
+        tuple(range(N)),
+        N - 1,
+    )
     assert loaded.provenance == result.provenance
 
 
@@ -229,12 +298,22 @@ def test_bad_input(llama, tokenizer_folder):
     trace, _ = llama
     model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
     one = tlc.trace(model, [5])
-    for call in (lambda: tlc.self_coupling(one, 0), lambda: tlc.context_coupling(one, 0, fixed="input")):
-        with pytest.raises(ValueError, match="compares at least two tokens, here there is 1: use a longer prompt"):
+    for call in (
+        lambda: tlc.self_coupling(one, 0),
+        lambda: tlc.context_coupling(one, 0, fixed="input"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match="compares at least two tokens, here there is 1: use a longer prompt",
+        ):
             call()
-    with pytest.raises(ValueError, match=r"must lie in \[0, 3\], where causality .* got \[4\]"):
+    with pytest.raises(
+        ValueError, match=r"must lie in \[0, 3\], where causality .* got \[4\]"
+    ):
         tlc.context_coupling(trace, 0, fixed="output", position=3, positions=[0, 4])
-    with pytest.raises(ValueError, match=r"must lie in \[3, 7\], where causality .* got \[0\]"):
+    with pytest.raises(
+        ValueError, match=r"must lie in \[3, 7\], where causality .* got \[0\]"
+    ):
         tlc.context_coupling(trace, 0, fixed="input", position=3, positions=[0, 4])
     with pytest.raises(ValueError, match=r"must name at least two tokens, got \[3\]"):
         tlc.self_coupling(trace, 0, positions=[3])
@@ -251,14 +330,18 @@ def test_bad_input(llama, tokenizer_folder):
         tlc.self_coupling(trace, 0, k=33)
     with pytest.raises(ValueError, match="`layers` is empty"):
         tlc.cross_token_influence(trace, layers=[])
-    with pytest.raises(ValueError, match="the prompt has 40 tokens, this model's context holds 32"):
+    with pytest.raises(
+        ValueError, match="the prompt has 40 tokens, this model's context holds 32"
+    ):
         tlc.self_coupling(tlc.trace(model, [5] * 40), 0)
 
 
 @pytest.mark.usefixtures("as_a_user")
 def test_unknown_end(llama):
     for fixed in ("both", "", None):
-        with pytest.raises(ValueError, match=f'`fixed` must be "input" or "output", got {fixed!r}'):
+        with pytest.raises(
+            ValueError, match=f'`fixed` must be "input" or "output", got {fixed!r}'
+        ):
             tlc.context_coupling(llama[0], 0, fixed=fixed)
 
 
@@ -272,17 +355,30 @@ def test_what_is_no_whole_number(llama):
         lambda: tlc.self_coupling(llama[0], 0, k=2, chunk_size=1.5),
         lambda: tlc.context_coupling(llama[0], 0, k=2, chunk_size=1.5),
     ):
-        with pytest.raises(TypeError, match=r"must be a (list of )?whole numbers?( or None)?, got"):
+        with pytest.raises(
+            TypeError, match=r"must be a (list of )?whole numbers?( or None)?, got"
+        ):
             call()
 
 
 @pytest.fixture(scope="module")
 def paris(smollm2):
-    """The paper's prompt on the embedded model, and every J of two layers by the transcription."""
+    """The paper's prompt on the embedded model, and every J of two layers by the
+    transcription.
+    """
     trace = tlc.trace(smollm2, "What is the capital of France? The capital is")
-    hf_model = AutoModelForCausalLM.from_pretrained(embedded_folder(), attn_implementation="eager").eval()
+    hf_model = AutoModelForCausalLM.from_pretrained(
+        embedded_folder(), attn_implementation="eager"
+    ).eval()
     layers = 8, 9
-    return trace, layers, [all_jacobians(hf_model, hf_model.model.layers[i], trace.tokens.tolist()) for i in layers]
+    return (
+        trace,
+        layers,
+        [
+            all_jacobians(hf_model, hf_model.model.layers[i], trace.tokens.tolist())
+            for i in layers
+        ],
+    )
 
 
 @pytest.mark.on_4_only
@@ -294,8 +390,12 @@ def test_smollm2_maps_equal_the_transcription(paris, case):
         result = tlc.self_coupling(trace, *layers, k=50)
         pairs = [(t, t) for t in range(n)]
     else:
-        result = tlc.context_coupling(trace, *layers, fixed=case, position=0 if case == "input" else n - 1, k=50)
+        result = tlc.context_coupling(
+            trace, *layers, fixed=case, position=0 if case == "input" else n - 1, k=50
+        )
         pairs = [(0, t) if case == "input" else (t, n - 1) for t in range(n)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_is_naive(result, [J[0][pair] for pair in pairs], [J[1][pair] for pair in pairs], 1e-4)
+        assert_is_naive(
+            result, [J[0][pair] for pair in pairs], [J[1][pair] for pair in pairs], 1e-4
+        )

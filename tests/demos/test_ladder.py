@@ -14,9 +14,7 @@ import tl_coupling as tlc
 
 pytestmark = pytest.mark.on_3_only
 
-SMALL = (
-    "--widths 16 32 --depths 2 3 --steps 4 12 --seeds 1 --vocabulary 300 --n-ctx 16 --passages 3 --k 4 8 --per-task 0"
-)
+SMALL = "--widths 16 32 --depths 2 3 --steps 4 12 --seeds 1 --vocabulary 300 --n-ctx 16 --passages 3 --k 4 8 --per-task 0"
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +35,12 @@ def test_a_ladder_is_all_sizes_and_no_seed_twice(options):
     assert len(ladder.ladder(ladder.arguments_of([]))) == 24
 
 
-def test_held_out_loss_is_that_of_the_unigram_model_for_constant_logits(small_config, small_corpus):
-    """Logits that do not depend on the input give the cross-entropy of one fixed distribution."""
+def test_held_out_loss_is_that_of_the_unigram_model_for_constant_logits(
+    small_config, small_corpus
+):
+    """Logits that do not depend on the input give the cross-entropy of one fixed
+    distribution.
+    """
 
     class Constant(torch.nn.Module):
         def forward(self, ids):
@@ -52,9 +54,15 @@ def test_held_out_loss_is_that_of_the_unigram_model_for_constant_logits(small_co
     # The mean of two numbers, by how often token 7 comes.
     low, high = np.log(total) - 3, np.log(total)
     assert low <= found <= high
-    ids = [i for text in small_corpus.held_out for i in small_corpus.tokenizer(text)["input_ids"]]
+    ids = [
+        i
+        for text in small_corpus.held_out
+        for i in small_corpus.tokenizer(text)["input_ids"]
+    ]
     n = len(ids) // 16
-    windows = np.array(ids[: n * 16]).reshape(n, 16)[np.linspace(0, n - 1, min(ladder.EVALUATED, n)).astype(int), 1:]
+    windows = np.array(ids[: n * 16]).reshape(n, 16)[
+        np.linspace(0, n - 1, min(ladder.EVALUATED, n)).astype(int), 1:
+    ]
     assert found == pytest.approx(high - 3 * (windows == 7).mean(), rel=1e-5)
 
 
@@ -68,22 +76,40 @@ def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
     summary = json.loads((out / "generalization.json").read_text())
     assert len(summary["table"]) == 8
     for row in summary["table"]:
-        assert row["held_out_loss"] == pytest.approx(scores.set_index("model").loc[row["model"], "held_out_loss"])
+        assert row["held_out_loss"] == pytest.approx(
+            scores.set_index("model").loc[row["model"], "held_out_loss"]
+        )
     assert {"width 16", "2 blocks", "4 steps"} <= set(summary["subsets"])
-    # Size and text explain the loss of models this small better than anything: what matters is that it is all there.
+    # Size and text explain the loss of models this small better than anything: what
+    # matters is that it is all there.
     assert summary["association"]["linear"]["n"] == 8
-    assert {path.name for path in out.glob("*.png")} >= {"generalization.png", "forest.png", "k_sweep.png"}
+    assert {path.name for path in out.glob("*.png")} >= {
+        "generalization.png",
+        "forest.png",
+        "k_sweep.png",
+    }
     (path,) = out.glob("redundancy-w*-d3-*.nc")
     changed = xarray.load_dataset(path)
-    assert dict(changed.loss_dropped.sizes) == {"prompt": 3, "layer": changed.sizes["layer"]}
+    assert dict(changed.loss_dropped.sizes) == {
+        "prompt": 3,
+        "layer": changed.sizes["layer"],
+    }
     assert path.with_suffix(".png").stat().st_size > 10_000
-    rho = float(tlc.redundancy.redundancy_correlations(changed).coupling.sel(change="dropped", blocks="all", k=4))
+    rho = float(
+        tlc.redundancy.redundancy_correlations(changed).coupling.sel(
+            change="dropped", blocks="all", k=4
+        )
+    )
     assert f"{rho:+.2f}" in said
     assert "the paper's Table 1" in said
     assert "log10(params_billion) with depth and width held fixed: partial R²" in said
     line = summary["association"]["linear"]
     assert f"slope {line['slope']:.4g} ({line['slope_interval'][0]:.4g} to" in said
-    assert "given log10(n_parameters) + n_layers + d_model + log10(training_tokens)" in said or summary["left_out"]
+    assert (
+        "given log10(n_parameters) + n_layers + d_model + log10(training_tokens)"
+        in said
+        or summary["left_out"]
+    )
     assert "smollm2" not in said
 
 
@@ -91,7 +117,10 @@ def test_what_is_finished_is_kept(options, out):
     """Models, and units of the survey, by the time they were written."""
 
     def written() -> dict[str, int]:
-        files = [*(out / "models").rglob("*.safetensors"), *(out / "survey").glob("*.nc")]
+        files = [
+            *(out / "models").rglob("*.safetensors"),
+            *(out / "survey").glob("*.nc"),
+        ]
         return {str(path): path.stat().st_mtime_ns for path in files}
 
     before = written()
@@ -115,18 +144,39 @@ def test_bad_input_is_one_line(options, given, message, capsys):
     assert len([line for line in error.splitlines() if line.startswith("error:")]) == 1
 
 
-def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(monkeypatch, tmp_path, folder_model, capsys):
+def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(
+    monkeypatch, tmp_path, folder_model, capsys
+):
     """A tiny model in place of SmolLM2."""
     monkeypatch.setattr(ladder, "EMBEDDED_MODEL", str(folder_model))
     monkeypatch.setattr(ladder, "K_SMOLLM2", (4, 8))
     changed = []
     monkeypatch.setattr(ladder, "redundancy", lambda *given: changed.append(given))
-    lines = [{"id": f"{task}{i}", "prompt": f"w{i} w2 w3", "task": task} for task in "ab" for i in range(5)]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = ["--out", str(tmp_path), "--prompts", str(tmp_path / "p.jsonl"), "--per-task", "3", "--jobs", "1"]
+    lines = [
+        {"id": f"{task}{i}", "prompt": f"w{i} w2 w3", "task": task}
+        for task in "ab"
+        for i in range(5)
+    ]
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
+    given = [
+        "--out",
+        str(tmp_path),
+        "--prompts",
+        str(tmp_path / "p.jsonl"),
+        "--per-task",
+        "3",
+        "--jobs",
+        "1",
+    ]
     ladder.survey_smollm2(ladder.arguments_of(given))
     assert (tmp_path / "smollm2-tasks.png").stat().st_size > 10_000
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if folder_model.name in line]
+    rows = [
+        line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if folder_model.name in line
+    ]
     assert [(row[3], row[4]) for row in rows[:2]] == [("a", "3"), ("b", "3")]
     assert sorted(prompt.task for prompt in changed[0][2]) == [*"aabb"]
 

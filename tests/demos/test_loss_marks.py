@@ -1,4 +1,6 @@
-"""Checkpoints chosen by loss, what counting reaches, a cosine, stochastic depth: what matched studies train with."""
+"""Checkpoints chosen by loss, what counting reaches, a cosine, stochastic depth: what
+matched studies train with.
+"""
 
 import itertools
 import json
@@ -31,13 +33,21 @@ def test_counting_is_witten_and_bells():
     def bigram(s, t):
         followers = {b for a, b in pairs if a == s}
         seen = sum(n for (a, _), n in pairs.items() if a == s)
-        return (pairs[s, t] + len(followers) * unigram(t)) / (seen + len(followers)) if seen else unigram(t)
+        return (
+            (pairs[s, t] + len(followers) * unigram(t)) / (seen + len(followers))
+            if seen
+            else unigram(t)
+        )
 
     after = [pair for window in windows for pair in itertools.pairwise(window)]
     found = counting_losses(torch.tensor(text), torch.tensor(windows), 8)
-    assert found["unigram"] == pytest.approx(-np.mean([math.log(unigram(t)) for _, t in after]))
+    assert found["unigram"] == pytest.approx(
+        -np.mean([math.log(unigram(t)) for _, t in after])
+    )
     # Token 7 never came: what follows it is what comes at all.
-    assert found["bigram"] == pytest.approx(-np.mean([math.log(bigram(s, t)) for s, t in after]))
+    assert found["bigram"] == pytest.approx(
+        -np.mean([math.log(bigram(s, t)) for s, t in after])
+    )
 
 
 def test_what_counting_gives_are_distributions():
@@ -65,50 +75,83 @@ def test_losses_are_taken_densely_enough():
 
 
 def test_the_rate_rises_and_falls_along_a_cosine(small_config):
-    config = replace(small_config, steps=30, warmup=10, learning_rate=0.4, final_rate=0.25)
+    config = replace(
+        small_config, steps=30, warmup=10, learning_rate=0.4, final_rate=0.25
+    )
     rates = [small_models.rate_at(config, step) for step in (1, 5, 10, 20, 30)]
     assert rates == pytest.approx([0.04, 0.2, 0.4, 0.25, 0.1])
-    assert {small_models.rate_at(small_config, step) for step in range(1, 7)} == {small_config.learning_rate}
+    assert {small_models.rate_at(small_config, step) for step in range(1, 7)} == {
+        small_config.learning_rate
+    }
 
 
 @pytest.fixture(scope="module")
 def marks(small_corpus) -> LossMarks:
-    windows = {"held_out": windows_of(small_corpus.held_out_tokens, 16, 8), "training": small_corpus.tokens[None, :32]}
+    windows = {
+        "held_out": windows_of(small_corpus.held_out_tokens, 16, 8),
+        "training": small_corpus.tokens[None, :32],
+    }
     return LossMarks((5.5, 4.9, 1.0), windows, "held_out")
 
 
-def test_checkpoints_are_where_the_loss_first_falls_to_a_mark(small_config, small_corpus, marks, tmp_path):
+def test_checkpoints_are_where_the_loss_first_falls_to_a_mark(
+    small_config, small_corpus, marks, tmp_path
+):
     config = replace(small_config, steps=40)
     folder = small_models.train(config, small_corpus, tmp_path, checkpoints=marks)
     known = json.loads((folder / "training.json").read_text())
     reached = dict(known["reached"])
     assert reached[1.0] is None
     assert 0 < reached[5.5] < reached[4.9] < 40
-    assert {path.name for path in folder.glob("step*")} == {f"step{s}" for s in (0, reached[5.5], reached[4.9], 40)}
+    assert {path.name for path in folder.glob("step*")} == {
+        f"step{s}" for s in (0, reached[5.5], reached[4.9], 40)
+    }
     for mark in (5.5, 4.9):
-        before = max(int(step) for step in known["evaluated"] if int(step) < reached[mark])
-        assert known["evaluated"][str(before)]["held_out"] > mark >= known["evaluated"][str(reached[mark])]["held_out"]
+        before = max(
+            int(step) for step in known["evaluated"] if int(step) < reached[mark]
+        )
+        assert (
+            known["evaluated"][str(before)]["held_out"]
+            > mark
+            >= known["evaluated"][str(reached[mark])]["held_out"]
+        )
         model = AutoModelForCausalLM.from_pretrained(folder / f"step{reached[mark]}")
         for name, windows in marks.windows.items():
-            assert mean_loss(model, windows) == pytest.approx(known["evaluated"][str(reached[mark])][name], rel=1e-5)
+            assert mean_loss(model, windows) == pytest.approx(
+                known["evaluated"][str(reached[mark])][name], rel=1e-5
+            )
 
 
-def test_training_is_over_where_the_last_mark_is_reached(small_config, small_corpus, marks, tmp_path):
+def test_training_is_over_where_the_last_mark_is_reached(
+    small_config, small_corpus, marks, tmp_path
+):
     config = replace(small_config, steps=40)
     short = replace(marks, values=(5.5,), stops=True)
     folder = small_models.train(config, small_corpus, tmp_path, checkpoints=short)
     known = json.loads((folder / "training.json").read_text())
-    assert len(known["loss"]) == max(map(int, known["evaluated"])) == dict(known["reached"])[5.5]
+    assert (
+        len(known["loss"])
+        == max(map(int, known["evaluated"]))
+        == dict(known["reached"])[5.5]
+    )
     # Another choice of checkpoints is another run.
-    assert small_models.train(config, small_corpus, tmp_path, checkpoints=marks) != folder
+    assert (
+        small_models.train(config, small_corpus, tmp_path, checkpoints=marks) != folder
+    )
 
 
-def trained(config: small_models.TrainingConfig, corpus: small_models.Corpus, folder: Path) -> dict[str, torch.Tensor]:
+def trained(
+    config: small_models.TrainingConfig, corpus: small_models.Corpus, folder: Path
+) -> dict[str, torch.Tensor]:
     done = small_models.train(config, corpus, folder, checkpoints=[config.steps])
-    return AutoModelForCausalLM.from_pretrained(done / f"step{config.steps}").state_dict()
+    return AutoModelForCausalLM.from_pretrained(
+        done / f"step{config.steps}"
+    ).state_dict()
 
 
-def test_stochastic_depth_is_the_seeds_and_leaves_a_plain_model(small_config, small_corpus, tmp_path):
+def test_stochastic_depth_is_the_seeds_and_leaves_a_plain_model(
+    small_config, small_corpus, tmp_path
+):
     config = replace(small_config, stochastic_depth=0.5)
     before = torch.get_rng_state()
     one, again = (trained(config, small_corpus, tmp_path / name) for name in "ab")
@@ -119,9 +162,16 @@ def test_stochastic_depth_is_the_seeds_and_leaves_a_plain_model(small_config, sm
     assert not all(torch.equal(one[name], without[name]) for name in one)
 
 
-def test_branches_are_dropped_while_training_at_the_rate_of_their_block(small_config, small_corpus):
-    model = small_models.new_model(replace(small_config, n_layers=3, stochastic_depth=0.4))
-    rates = [(b.post_attention_dropout.rate, b.post_mlp_dropout.rate) for b in model.gpt_neox.layers]
+def test_branches_are_dropped_while_training_at_the_rate_of_their_block(
+    small_config, small_corpus
+):
+    model = small_models.new_model(
+        replace(small_config, n_layers=3, stochastic_depth=0.4)
+    )
+    rates = [
+        (b.post_attention_dropout.rate, b.post_mlp_dropout.rate)
+        for b in model.gpt_neox.layers
+    ]
     assert rates == [(0, 0), (0.2, 0.2), (0.4, 0.4)]
     branch = torch.ones(4000, 2, 3)
     with torch.random.fork_rng():
@@ -130,14 +180,23 @@ def test_branches_are_dropped_while_training_at_the_rate_of_their_block(small_co
     assert kept.unique().tolist() == pytest.approx([0, 1 / 0.6])
     # A sample is dropped as a whole; four standard errors.
     assert (kept.flatten(1).amin(1) == kept.flatten(1).amax(1)).all()
-    assert (kept[:, 0, 0] == 0).double().mean() == pytest.approx(0.4, abs=4 * (0.24 / 4000) ** 0.5)
-    plain, tokens = small_models.new_model(replace(small_config, n_layers=3)), small_corpus.tokens[None, :16]
+    assert (kept[:, 0, 0] == 0).double().mean() == pytest.approx(
+        0.4, abs=4 * (0.24 / 4000) ** 0.5
+    )
+    plain, tokens = (
+        small_models.new_model(replace(small_config, n_layers=3)),
+        small_corpus.tokens[None, :16],
+    )
     torch.testing.assert_close(model.eval()(tokens).logits, plain.eval()(tokens).logits)
 
 
-def test_a_subset_is_different_pieces_of_the_text_and_part_of_a_larger_one(small_corpus):
+def test_a_subset_is_different_pieces_of_the_text_and_part_of_a_larger_one(
+    small_corpus,
+):
     part, larger = (small_corpus.subset(n * small_models.PIECE + 3) for n in (4, 9))
-    whole = small_corpus.tokens[: len(small_corpus.tokens) // small_models.PIECE * small_models.PIECE]
+    whole = small_corpus.tokens[
+        : len(small_corpus.tokens) // small_models.PIECE * small_models.PIECE
+    ]
     of_text = [tuple(piece) for piece in whole.view(-1, small_models.PIECE).tolist()]
     pieces = [tuple(piece) for piece in larger.tokens.view(9, -1).tolist()]
     assert len(set(pieces)) == 9
@@ -146,5 +205,8 @@ def test_a_subset_is_different_pieces_of_the_text_and_part_of_a_larger_one(small
     assert part.held_out == small_corpus.held_out
     assert part.digest != small_corpus.digest
     for wanted in (100, 10**7):
-        with pytest.raises(ValueError, match=f"wanted {wanted} tokens to learn from, in pieces of 512, of "):
+        with pytest.raises(
+            ValueError,
+            match=f"wanted {wanted} tokens to learn from, in pieces of 512, of ",
+        ):
             small_corpus.subset(wanted)

@@ -1,4 +1,6 @@
-"""The notebooks in demos/, as they are committed and as they run now: what they print is what their text says."""
+"""The notebooks in demos/, as they are committed and as they run now: what they print
+is what their text says.
+"""
 
 import json
 import math
@@ -22,12 +24,20 @@ class Printed:
     """What a notebook printed."""
 
     def __init__(self, notebook: Any) -> None:
-        outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
-        self.text = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+        outputs = [
+            output for cell in notebook["cells"] for output in cell.get("outputs", [])
+        ]
+        self.text = "".join(
+            "".join(output["text"])
+            for output in outputs
+            if output["output_type"] == "stream"
+        )
 
     def numbers(self, pattern: str) -> list[float]:
         """The numbers in place of every `#`, where this is printed first."""
-        printed = re.search(re.escape(pattern).replace(r"\#", r"([-+]?\d[\d.e+-]*)%?"), self.text)
+        printed = re.search(
+            re.escape(pattern).replace(r"\#", r"([-+]?\d[\d.e+-]*)%?"), self.text
+        )
         assert printed, f"{pattern!r} is not in\n{self.text}"
         return [float(number) for number in printed.groups()]
 
@@ -42,34 +52,54 @@ def quickstart(printed: Printed) -> None:
 def tokens_and_trajectories(printed: Printed) -> None:
     means = {}
     for name in ("self", "fixed input", "fixed output"):
-        means[name], untrained, null = printed.numbers(f"{name}, k = 10: trained #, untrained #, null #")
+        means[name], untrained, null = printed.numbers(
+            f"{name}, k = 10: trained #, untrained #, null #"
+        )
         assert means[name] > 1.5 * null > untrained
     assert means["self"] == max(means.values()) > 3 * null
     with_itself, with_another = printed.numbers("a token with itself #, with another #")
     assert with_itself > with_another > 3 * null
-    row, column = printed.numbers("first token: its J_1 with the others' vectors #, the others' J_1 with its vectors #")
+    row, column = printed.numbers(
+        "first token: its J_1 with the others' vectors #, the others' J_1 with its vectors #"
+    )
     assert column > 2 * row
-    ((trained,), (untrained,)) = (printed.numbers(f"\n{run}: the strongest other source is # times") for run in RUNS)
+    ((trained,), (untrained,)) = (
+        printed.numbers(f"\n{run}: the strongest other source is # times")
+        for run in RUNS
+    )
     assert trained > 2 * untrained
-    lss, ed, equidistance = (printed.numbers(f"{m}: trained #, untrained #") for m in ("LSS", "ED", "equidistance"))
+    lss, ed, equidistance = (
+        printed.numbers(f"{m}: trained #, untrained #")
+        for m in ("LSS", "ED", "equidistance")
+    )
     assert lss[0] < lss[1]
     assert ed[0] > ed[1]
     assert equidistance[0] > equidistance[1]
     assert printed.numbers("first token # times the median token")[0] > 10
     sink, others = printed.numbers("first token #, the others #")
     assert sink > 50 > others
-    trained, untrained = printed.numbers("entropy at the end: trained # nats, untrained # nats")
+    trained, untrained = printed.numbers(
+        "entropy at the end: trained # nats, untrained # nats"
+    )
     assert trained < untrained / 2
     for run in RUNS:
-        one_step, previous = printed.numbers(f"relative error, {run}, mean: one_step #, previous #")
+        one_step, previous = printed.numbers(
+            f"relative error, {run}, mean: one_step #, previous #"
+        )
         assert one_step > previous
-    one_step, previous = printed.numbers("relative error, trained, first layer: one_step #, previous #")
+    one_step, previous = printed.numbers(
+        "relative error, trained, first layer: one_step #, previous #"
+    )
     assert one_step < previous
     line = "{}, scale 1: cosine similarity # before the first layer, # after the last"
-    (before, after), (_, after_untrained) = (printed.numbers(line.format(run)) for run in RUNS)
+    (before, after), (_, after_untrained) = (
+        printed.numbers(line.format(run)) for run in RUNS
+    )
     assert before == pytest.approx(1 / math.sqrt(2), abs=0.05)
     assert after_untrained > after > before + 0.1
-    assert all(printed.numbers(f"{run}: the last token leaves # times")[0] > 20 for run in RUNS)
+    assert all(
+        printed.numbers(f"{run}: the last token leaves # times")[0] > 20 for run in RUNS
+    )
 
 
 def emergence(printed: Printed) -> None:
@@ -86,9 +116,13 @@ def generalization(printed: Printed) -> None:
     assert n == 8
     low, high = printed.numbers("without one model R² is # to #;")
     assert low <= r_squared <= high
-    *_, drawn_low, drawn_high = printed.numbers("slope #; t interval # to #, bootstrap # to #")
+    *_, drawn_low, drawn_high = printed.numbers(
+        "slope #; t interval # to #, bootstrap # to #"
+    )
     assert drawn_low < drawn_high
-    with_score, rows, of_size, _ = printed.numbers("# of # rows have a score; log size alone: R² = #, p = #")
+    with_score, rows, of_size, _ = printed.numbers(
+        "# of # rows have a score; log size alone: R² = #, p = #"
+    )
     assert (with_score, rows) == (36, 42)
     assert 0.25 < of_size < 0.35
     assert re.search(r"dropped\s+all\s", printed.text)
@@ -96,10 +130,14 @@ def generalization(printed: Printed) -> None:
 
 def vision(printed: Printed) -> None:
     for where in ("class token", "last patch"):
-        (trained, null), (untrained, _) = (printed.numbers(f"\n{run}, {where}: #, null #") for run in RUNS)
+        (trained, null), (untrained, _) = (
+            printed.numbers(f"\n{run}, {where}: #, null #") for run in RUNS
+        )
         assert trained > 3 * null > 2 * untrained
     line = "\n{}: coupling of what each token does to the class token #, null #"
-    (trained, null), (untrained, _) = (printed.numbers(line.format(run)) for run in RUNS)
+    (trained, null), (untrained, _) = (
+        printed.numbers(line.format(run)) for run in RUNS
+    )
     assert trained > 3 * null > 2 * untrained
     line = "\n{}: line_shape_score #, equidistance #, vector_alignment_across_blocks #, tail_energy #"
     trained, untrained = (printed.numbers(line.format(run)) for run in RUNS)
@@ -112,17 +150,28 @@ def vision(printed: Printed) -> None:
 
 RUNS = ("trained", "untrained")
 CHECKS: dict[str, Callable[[Printed], None]] = {
-    check.__name__: check for check in (quickstart, tokens_and_trajectories, emergence, generalization, vision)
+    check.__name__: check
+    for check in (
+        quickstart,
+        tokens_and_trajectories,
+        emergence,
+        generalization,
+        vision,
+    )
 }
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_says_what_its_text_says(path: Path, smollm2: nn.Module, monkeypatch) -> None:
+def test_notebook_runs_and_says_what_its_text_says(
+    path: Path, smollm2: nn.Module, monkeypatch
+) -> None:
     for variable in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE", "OMP_NUM_THREADS"):
         monkeypatch.setenv(variable, "1")
     notebook = nbformat.read(path, as_version=4)
     # Also the cells whose outputs are not kept.
-    NotebookClient(notebook, skip_cells_with_tag="", resources={"metadata": {"path": path.parent}}).execute()
+    NotebookClient(
+        notebook, skip_cells_with_tag="", resources={"metadata": {"path": path.parent}}
+    ).execute()
     CHECKS[path.stem](Printed(notebook))
 
 
@@ -131,19 +180,35 @@ def test_outputs_are_committed(path: Path) -> None:
     notebook = json.loads(path.read_text())
     assert path.stat().st_size < 1_500_000
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    run = [cell for cell in code if "skip-execution" not in cell["metadata"].get("tags", [])]
-    assert [cell["execution_count"] for cell in run] == list(range(1, len(run) + 1)), "run `make notebooks`"
+    run = [
+        cell
+        for cell in code
+        if "skip-execution" not in cell["metadata"].get("tags", [])
+    ]
+    assert [cell["execution_count"] for cell in run] == list(range(1, len(run) + 1)), (
+        "run `make notebooks`"
+    )
     outputs = [output for cell in code for output in cell["outputs"]]
-    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert not [
+        output
+        for output in outputs
+        if output["output_type"] == "error" or output.get("name") == "stderr"
+    ]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 4
     CHECKS[path.stem](Printed(notebook))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_are_for_readers(path: Path) -> None:
-    sources = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    sources = [
+        "".join(cell["source"])
+        for cell in json.loads(path.read_text())["cells"]
+        if cell["cell_type"] == "code"
+    ]
     assert sources[0].startswith("# On Colab this installs the package.")
-    assert not [source for source in sources if re.search(r"^\s*assert\b", source, re.MULTILINE)]
+    assert not [
+        source for source in sources if re.search(r"^\s*assert\b", source, re.MULTILINE)
+    ]
     assert not [source for source in sources[1:] if "find_spec" in source]
 
 

@@ -26,7 +26,24 @@ def same(a: Path, b: Path) -> bool:
 
 
 def test_checkpoints_resolve_the_early_steps():
-    assert small_models.checkpoint_steps(512) == (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+    assert small_models.checkpoint_steps(512) == (
+        0,
+        1,
+        2,
+        4,
+        8,
+        16,
+        24,
+        32,
+        48,
+        64,
+        96,
+        128,
+        192,
+        256,
+        384,
+        512,
+    )
     assert small_models.checkpoint_steps(20) == (0, 1, 2, 4, 8, 16, 20)
     assert small_models.checkpoint_steps(0) == (0,)
 
@@ -53,14 +70,22 @@ def test_the_standard_library_is_always_there(monkeypatch):
 def test_passages_come_from_documents_as_they_are(small_corpus):
     found = small_models.passages(small_corpus.held_out, small_corpus.tokenizer, 5, 12)
     assert len(set(found)) == 5
-    assert all(any(passage in document for document in small_corpus.held_out) for passage in found)
-    with pytest.raises(ValueError, match="wanted 5 held-out passages of 5000 tokens, the text has 0"):
+    assert all(
+        any(passage in document for document in small_corpus.held_out)
+        for passage in found
+    )
+    with pytest.raises(
+        ValueError, match="wanted 5 held-out passages of 5000 tokens, the text has 0"
+    ):
         small_models.passages(small_corpus.held_out, small_corpus.tokenizer, 5, 5000)
 
 
 def test_batches_are_windows_of_the_text_in_the_order_of_the_seed(small_config):
     tokens = torch.arange(100, 200)
-    first, again, other = (list(small_models.batches(replace(small_config, seed=seed), tokens)) for seed in (0, 0, 1))
+    first, again, other = (
+        list(small_models.batches(replace(small_config, seed=seed), tokens))
+        for seed in (0, 0, 1)
+    )
     assert len(first) == 6
     for batch in first:
         assert batch.shape == (4, 16)
@@ -78,8 +103,12 @@ def test_model_has_the_size_asked_for_and_leaves_the_generator_alone(small_confi
     assert model.gpt_neox.embed_in.weight.shape == (300, 32)
 
 
-def test_training_is_the_same_twice_and_another_from_another_seed(small_config, small_corpus, tmp_path):
-    a, b = (small_models.train(small_config, small_corpus, tmp_path / name) for name in "ab")
+def test_training_is_the_same_twice_and_another_from_another_seed(
+    small_config, small_corpus, tmp_path
+):
+    a, b = (
+        small_models.train(small_config, small_corpus, tmp_path / name) for name in "ab"
+    )
     c = small_models.train(replace(small_config, seed=1), small_corpus, tmp_path / "a")
     assert list(local_checkpoints(a)) == [0, 1, 2, 4, 6]
     assert same(a / "step6", b / "step6")
@@ -93,13 +122,21 @@ def test_training_is_the_same_twice_and_another_from_another_seed(small_config, 
 
 def test_first_step_of_a_warm_up_is_shorter(small_config, small_corpus, tmp_path):
     one_step = replace(small_config, steps=1)
-    folders = [small_models.train(replace(one_step, warmup=warmup), small_corpus, tmp_path) for warmup in (0, 10)]
+    folders = [
+        small_models.train(replace(one_step, warmup=warmup), small_corpus, tmp_path)
+        for warmup in (0, 10)
+    ]
     name = "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"
-    moved = [float((weights(f / "step1")[name] - weights(f / "step0")[name]).abs().max()) for f in folders]
+    moved = [
+        float((weights(f / "step1")[name] - weights(f / "step0")[name]).abs().max())
+        for f in folders
+    ]
     assert moved[1] == pytest.approx(moved[0] / 10, rel=0.05)
 
 
-def test_finished_training_is_kept_and_interrupted_training_leaves_none(small_config, small_corpus, tmp_path):
+def test_finished_training_is_kept_and_interrupted_training_leaves_none(
+    small_config, small_corpus, tmp_path
+):
     def interrupted(batches):
         for i, batch in enumerate(batches):
             if i == 3:

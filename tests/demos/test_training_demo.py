@@ -18,13 +18,17 @@ def test_rank_correlations_split_at_the_peak():
     coupling, loss = np.array([0.1, 0.3, 0.6, 0.5, 0.4]), np.array([8.0, 7, 6, 5, 4])
     data = xarray.Dataset(
         {
-            "mean_coupling": (("seed", "checkpoint", "prompt", "k"), coupling[None, :, None, None]),
+            "mean_coupling": (
+                ("seed", "checkpoint", "prompt", "k"),
+                coupling[None, :, None, None],
+            ),
             "loss": (("seed", "checkpoint", "prompt"), loss[None, :, None]),
         },
         {"checkpoint": [0, 1, 2, 4, 8], "k": [5]},
     )
     found = train_and_trace.rank_correlations(data, 5)
-    # Ranks of coupling 1 2 5 4 3, of loss 5 4 3 2 1: 1 − 6 Σd² / n(n² − 1) with Σd² = 16 + 4 + 4 + 4 + 4.
+    # Ranks of coupling 1 2 5 4 3, of loss 5 4 3 2 1: 1 − 6 Σd² / n(n² − 1) with Σd² =
+    # 16 + 4 + 4 + 4 + 4.
     assert found["all"] == [pytest.approx(1 - 6 * 32 / 120)]
     assert found["up to the peak"] == [pytest.approx(-1)]
     assert found["from the peak on"] == [pytest.approx(1)]
@@ -33,14 +37,25 @@ def test_rank_correlations_split_at_the_peak():
 @pytest.fixture(scope="module")
 def options(small_text, tmp_path_factory) -> list[str]:
     size = "--width 32 --n-layers 2 --n-heads 2 --vocabulary 300 --n-ctx 16 --batch 4 --steps 6 --prompts 2 --k 5"
-    return [*size.split(), "--text", str(small_text), "--out", str(tmp_path_factory.mktemp("out"))]
+    return [
+        *size.split(),
+        "--text",
+        str(small_text),
+        "--out",
+        str(tmp_path_factory.mktemp("out")),
+    ]
 
 
 def test_demo_trains_measures_reports_and_draws(options, capsys):
     assert train_and_trace.main([*options, "--seeds", "2", "--jobs", "1"]) == 0
     out = Path(options[-1])
     data = xarray.load_dataset(out / "training.nc")
-    assert dict(data.mean_coupling.sizes) == {"seed": 2, "checkpoint": 5, "prompt": 2, "k": 1}
+    assert dict(data.mean_coupling.sizes) == {
+        "seed": 2,
+        "checkpoint": 5,
+        "prompt": 2,
+        "k": 1,
+    }
     assert data.checkpoint.values.tolist() == [0, 1, 2, 4, 6]
     assert np.isfinite(data.mean_coupling).all()
     assert np.isfinite(data.loss).all()
@@ -48,7 +63,14 @@ def test_demo_trains_measures_reports_and_draws(options, capsys):
     assert json.loads(data.training)["width"] == 32
     assert len(data.text) == 2
     figures = {path.stem for path in out.glob("*.png")}
-    assert {"emergence", "strip", "shapes", "adjacency", "trajectories-step0", "trajectories-step6"} <= figures
+    assert {
+        "emergence",
+        "strip",
+        "shapes",
+        "adjacency",
+        "trajectories-step0",
+        "trajectories-step6",
+    } <= figures
     text = capsys.readouterr().out
     assert "0.106" in text
     assert text.count("rank correlation") == 3
@@ -64,10 +86,22 @@ def test_demo_keeps_what_is_finished(options, monkeypatch):
     assert train_and_trace.main([*options, "--seeds", "2", "--jobs", "1"]) == 0
 
 
-def test_demo_traces_checkpoints_that_are_there(options, small_corpus, small_config, small_text, tmp_path):
+def test_demo_traces_checkpoints_that_are_there(
+    options, small_corpus, small_config, small_text, tmp_path
+):
     folder = small_models.train(replace(small_config, steps=2), small_corpus, tmp_path)
-    given = ["--model", str(folder), "--text", str(small_text), "--out", str(tmp_path / "out")]
-    assert train_and_trace.main([*given, "--n-ctx", "16", "--prompts", "2", "--k", "4"]) == 0
+    given = [
+        "--model",
+        str(folder),
+        "--text",
+        str(small_text),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert (
+        train_and_trace.main([*given, "--n-ctx", "16", "--prompts", "2", "--k", "4"])
+        == 0
+    )
     data = xarray.load_dataset(tmp_path / "out" / "training.nc")
     assert data.checkpoint.values.tolist() == [0, 1, 2]
     assert data.attrs["model"] == str(folder)

@@ -1,4 +1,6 @@
-"""The small vision transformers of the study: their images, stochastic depth, mixup, training, and what is saved."""
+"""The small vision transformers of the study: their images, stochastic depth, mixup,
+training, and what is saved.
+"""
 
 import gzip
 import json
@@ -18,7 +20,9 @@ from vit_models import DropPath, Images, TrainingConfig
 
 pytestmark = pytest.mark.on_3_only
 
-CONFIG = TrainingConfig(width=16, n_layers=3, n_heads=2, epochs=2, warmup=1, batch=64, stochastic_depth=0.3)
+CONFIG = TrainingConfig(
+    width=16, n_layers=3, n_heads=2, epochs=2, warmup=1, batch=64, stochastic_depth=0.3
+)
 GREY = np.random.default_rng(0).integers(0, 256, (7, 12, 12))
 
 
@@ -34,9 +38,16 @@ def trained(digits: Images, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_digits_are_split_once_and_for_all():
     images = vit_models.load_images("digits")
-    assert (len(images.train), len(images.test), images.side, images.n_classes) == (1347, 450, 8, 10)
+    assert (len(images.train), len(images.test), images.side, images.n_classes) == (
+        1347,
+        450,
+        8,
+        10,
+    )
     # A quarter of each class.
-    of_classes = np.bincount(images.test_labels) / np.bincount(np.r_[images.train_labels, images.test_labels])
+    of_classes = np.bincount(images.test_labels) / np.bincount(
+        np.r_[images.train_labels, images.test_labels]
+    )
     np.testing.assert_allclose(of_classes, 0.25, atol=0.005)
     assert images.digest == vit_models.load_images("digits").digest
     fewer = vit_models.load_images("digits", 200)
@@ -49,19 +60,31 @@ def test_digits_are_split_once_and_for_all():
 
 
 def idx(values: np.ndarray) -> bytes:
-    return bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes() + values.astype(np.uint8).tobytes()
+    return (
+        bytes([0, 0, 8, values.ndim])
+        + np.array(values.shape, ">i4").tobytes()
+        + values.astype(np.uint8).tobytes()
+    )
 
 
 def test_idx_files_are_read_compressed_or_not(tmp_path):
-    parts = {"train": (GREY, np.arange(7)), "t10k": (GREY[:3] // 2, np.array([2, 0, 1]))}
+    parts = {
+        "train": (GREY, np.arange(7)),
+        "t10k": (GREY[:3] // 2, np.array([2, 0, 1])),
+    }
     for part, (images, labels) in parts.items():
-        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(
+            gzip.compress(idx(images))
+        )
         (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
     found = vit_models.load_images(str(tmp_path))
     for channel in range(3):
         np.testing.assert_array_equal(found.train[..., channel], parts["train"][0])
         np.testing.assert_array_equal(found.test[..., channel], parts["t10k"][0])
-    assert (found.train_labels.tolist(), found.test_labels.tolist()) == ([*range(7)], [2, 0, 1])
+    assert (found.train_labels.tolist(), found.test_labels.tolist()) == (
+        [*range(7)],
+        [2, 0, 1],
+    )
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.array([2, 0, 1]))[:-1])
     with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte is not an idx file"):
         vit_models.load_images(str(tmp_path))
@@ -69,32 +92,49 @@ def test_idx_files_are_read_compressed_or_not(tmp_path):
 
 def test_fashion_mnist_is_where_debian_puts_it(tmp_path, monkeypatch):
     monkeypatch.setattr(vit_models, "FASHION_MNIST", tmp_path / "fashion-mnist")
-    with pytest.raises(ValueError, match="fashion-mnist: install Debian's package dataset-fashion-mnist, or name a"):
+    with pytest.raises(
+        ValueError,
+        match="fashion-mnist: install Debian's package dataset-fashion-mnist, or name a",
+    ):
         vit_models.load_images("fashion-mnist")
     (tmp_path / "fashion-mnist").mkdir()
     for part, images in (("train", GREY), ("t10k", GREY[:2])):
-        (tmp_path / f"fashion-mnist/{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
-        (tmp_path / f"fashion-mnist/{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(images[:, 0, 0])))
+        (tmp_path / f"fashion-mnist/{part}-images-idx3-ubyte.gz").write_bytes(
+            gzip.compress(idx(images))
+        )
+        (tmp_path / f"fashion-mnist/{part}-labels-idx1-ubyte.gz").write_bytes(
+            gzip.compress(idx(images[:, 0, 0]))
+        )
     found = vit_models.load_images("fashion-mnist")
     np.testing.assert_array_equal(found.test[..., 1], GREY[:2])
     assert found.name == "fashion-mnist"
 
 
 def test_cifar10_is_read_as_datasets_gives_it(monkeypatch):
-    """From a data set of PNG files in memory with the columns of the one on the hub, which tests cannot reach."""
+    """From a data set of PNG files in memory with the columns of the one on the hub,
+    which tests cannot reach.
+    """
     colours = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
-    kinds = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(10)})
+    kinds = datasets.Features(
+        {"img": datasets.Image(), "label": datasets.ClassLabel(10)}
+    )
 
     def loaded(name):
         assert name == "uoft-cs/cifar10"
-        columns = {"img": [Image.fromarray(one) for one in colours], "label": [3, 0, 9, 1, 2]}
+        columns = {
+            "img": [Image.fromarray(one) for one in colours],
+            "label": [3, 0, 9, 1, 2],
+        }
         whole = datasets.Dataset.from_dict(columns, kinds)
         return {"train": whole.select(range(3)), "test": whole.select(range(3, 5))}
 
     monkeypatch.setattr(datasets, "load_dataset", loaded)
     found = vit_models.load_images("cifar10")
     np.testing.assert_array_equal(np.concatenate([found.train, found.test]), colours)
-    assert (found.train_labels.tolist(), found.test_labels.tolist()) == ([3, 0, 9], [1, 2])
+    assert (found.train_labels.tolist(), found.test_labels.tolist()) == (
+        [3, 0, 9],
+        [1, 2],
+    )
     assert (found.side, found.n_classes) == (32, 10)
 
 
@@ -102,8 +142,12 @@ def test_pixels_are_what_the_saved_processor_makes_of_png_files(trained, tmp_pat
     """Every value that a byte can have."""
     images = np.arange(4 * 8 * 8 * 3).reshape(4, 8, 8, 3).astype(np.uint8)
     assert len(np.unique(images)) == 256
-    read = [Image.open(path) for path in vit_models.save_images(images, tmp_path / "images")]
-    found = AutoImageProcessor.from_pretrained(trained)(read, return_tensors="pt")["pixel_values"]
+    read = [
+        Image.open(path) for path in vit_models.save_images(images, tmp_path / "images")
+    ]
+    found = AutoImageProcessor.from_pretrained(trained)(read, return_tensors="pt")[
+        "pixel_values"
+    ]
     assert torch.equal(found, vit_models.pixels(images))
     assert (float(found.min()), float(found.max())) == (-1, 1)
 
@@ -112,7 +156,9 @@ def test_rates_of_stochastic_depth_rise_linearly(digits):
     assert vit_models.drop_rates(4, 0.3) == pytest.approx([0, 0.1, 0.2, 0.3])
     assert vit_models.drop_rates(1, 0.3) == [0]
     model = vit_models.new_model(replace(CONFIG, n_layers=4), 8, 10)
-    assert [layer.dropout.rate for layer in model.vit.layers] == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert [layer.dropout.rate for layer in model.vit.layers] == pytest.approx(
+        [0, 0.1, 0.2, 0.3]
+    )
 
 
 def test_dropped_branches_keep_the_mean():
@@ -137,7 +183,9 @@ def test_both_branches_of_a_block_are_dropped_each_for_itself():
     assert len(torch.unique(found[:, 0].mul(1e4).round(), dim=0)) == 4
     n_untouched = int((found == x).all((1, 2)).sum())
     assert 0.3**2 * 200 - 15 < n_untouched < 0.3**2 * 200 + 15
-    assert len(torch.unique(layer.eval()(x).detach()[:, 0].mul(1e4).round(), dim=0)) == 1
+    assert (
+        len(torch.unique(layer.eval()(x).detach()[:, 0].mul(1e4).round(), dim=0)) == 1
+    )
 
 
 def test_mixup_mixes_images_and_labels_alike():
@@ -150,7 +198,9 @@ def test_mixup_mixes_images_and_labels_alike():
         torch.testing.assert_close(soft.sum(1), torch.ones(5))
         assert torch.equal(x, soft)
         shares.append(float(soft[0, 3]))
-        torch.testing.assert_close(soft[0], shares[-1] * one_hot[0] + (1 - shares[-1]) * one_hot[-1])
+        torch.testing.assert_close(
+            soft[0], shares[-1] * one_hot[0] + (1 - shares[-1]) * one_hot[-1]
+        )
     # Most of a Beta(0.8, 0.8) lies near 0 and 1, unlike a uniform one.
     assert stats.kstest(shares, stats.beta(0.8, 0.8).cdf).pvalue > 0.01
     assert np.var(shares) == pytest.approx(stats.beta(0.8, 0.8).var(), rel=0.15)
@@ -185,7 +235,8 @@ def test_what_weight_decay_leaves_of_an_idle_weight_is_what_adamw_leaves():
 def test_weight_decay_is_of_matrices_alone(digits):
     model = vit_models.new_model(CONFIG, 8, 10)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    # So strong that the first step, at the full rate, leaves nothing of what decays but Adam's own step.
+    # So strong that the first step, at the full rate, leaves nothing of what decays but
+    # Adam's own step.
     config = replace(CONFIG, batch=200, weight_decay=1000.0, learning_rate=1e-3)
     next(vit_models.learn(model, config, digits, np.random.default_rng(0)))
     for name, p in model.named_parameters():
@@ -196,7 +247,16 @@ def test_weight_decay_is_of_matrices_alone(digits):
 
 def test_a_model_learns(digits):
     torch.manual_seed(0)
-    config = replace(CONFIG, width=32, epochs=25, warmup=2, batch=16, learning_rate=2e-3, mixup=0, stochastic_depth=0)
+    config = replace(
+        CONFIG,
+        width=32,
+        epochs=25,
+        warmup=2,
+        batch=16,
+        learning_rate=2e-3,
+        mixup=0,
+        stochastic_depth=0,
+    )
     model = vit_models.new_model(config, 8, 10)
     losses = list(vit_models.learn(model, config, digits, np.random.default_rng(0)))
     assert not model.training
@@ -211,18 +271,35 @@ def test_a_saved_model_is_a_plain_one_with_the_recorded_accuracy(trained, digits
     said = json.loads((trained / "training.json").read_text())
     config = json.loads((trained / "config.json").read_text())
     assert config["architectures"] == ["ViTForImageClassification"]
-    model, notes = ViTForImageClassification.from_pretrained(trained, output_loading_info=True)
-    assert not any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert all(type(layer.dropout) is torch.nn.Dropout and layer.dropout.p == 0 for layer in model.vit.layers)
-    processed = AutoImageProcessor.from_pretrained(trained)(list(digits.test), return_tensors="pt")
+    model, notes = ViTForImageClassification.from_pretrained(
+        trained, output_loading_info=True
+    )
+    assert not any(
+        notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
+    assert all(
+        type(layer.dropout) is torch.nn.Dropout and layer.dropout.p == 0
+        for layer in model.vit.layers
+    )
+    processed = AutoImageProcessor.from_pretrained(trained)(
+        list(digits.test), return_tensors="pt"
+    )
     with torch.no_grad():
         predicted = model.eval()(**processed).logits.argmax(1).numpy()
-    assert said["test_accuracy"] == pytest.approx((predicted == digits.test_labels).mean())
+    assert said["test_accuracy"] == pytest.approx(
+        (predicted == digits.test_labels).mean()
+    )
     assert len(said["loss"]) == 2
-    assert (said["stochastic_depth"], said["seed"], said["images"]) == (0.3, 0, digits.digest)
+    assert (said["stochastic_depth"], said["seed"], said["images"]) == (
+        0.3,
+        0,
+        digits.digest,
+    )
 
 
-def test_a_finished_model_is_kept_and_an_interrupted_one_leaves_none(trained, digits, tmp_path):
+def test_a_finished_model_is_kept_and_an_interrupted_one_leaves_none(
+    trained, digits, tmp_path
+):
     before = {path: path.stat().st_mtime_ns for path in trained.iterdir()}
     assert vit_models.train(CONFIG, digits, trained.parent) == trained
     assert {path: path.stat().st_mtime_ns for path in trained.iterdir()} == before
@@ -234,12 +311,17 @@ def test_a_finished_model_is_kept_and_an_interrupted_one_leaves_none(trained, di
 
     with pytest.raises(KeyboardInterrupt):
         vit_models.train(CONFIG, digits, tmp_path, interrupted)
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
+    assert [
+        path.name for path in tmp_path.iterdir() if not path.name.startswith(".")
+    ] == []
     again = vit_models.train(CONFIG, digits, tmp_path)
     # The same random numbers; and others for another seed.
     weights, other = (
         ViTForImageClassification.from_pretrained(one).vit.layers[0].mlp.fc1.weight
         for one in (again, vit_models.train(replace(CONFIG, seed=1), digits, tmp_path))
     )
-    assert torch.equal(weights, ViTForImageClassification.from_pretrained(trained).vit.layers[0].mlp.fc1.weight)
+    assert torch.equal(
+        weights,
+        ViTForImageClassification.from_pretrained(trained).vit.layers[0].mlp.fc1.weight,
+    )
     assert not torch.allclose(weights, other, atol=1e-3)

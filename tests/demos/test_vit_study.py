@@ -1,4 +1,6 @@
-"""The study of vision transformers: its statistics against those by hand, and a grid of a minute."""
+"""The study of vision transformers: its statistics against those by hand, and a grid of
+a minute.
+"""
 
 import json
 import os
@@ -40,17 +42,37 @@ def test_measured_tokens_are_the_class_token_and_patches_with_the_last():
 
 @pytest.fixture(scope="module")
 def synthetic() -> vit_report.Study:
-    """Coupling 0.2 + 0.5 · rate at the class token, and accuracy that follows it at a fixed rate, both with noise."""
+    """Coupling 0.2 + 0.5 · rate at the class token, and accuracy that follows it at a
+    fixed rate, both with noise.
+    """
     rng = np.random.default_rng(0)
-    grid = [(decay, rate, seed) for seed in range(3) for decay in (0.01, 0.1) for rate in (0.0, 0.1, 0.3)]
-    models = pandas.DataFrame(grid, columns=["weight_decay", "stochastic_depth", "seed"])
+    grid = [
+        (decay, rate, seed)
+        for seed in range(3)
+        for decay in (0.01, 0.1)
+        for rate in (0.0, 0.1, 0.3)
+    ]
+    models = pandas.DataFrame(
+        grid, columns=["weight_decay", "stochastic_depth", "seed"]
+    )
     rate = models["stochastic_depth"].to_numpy()
-    of_models = np.stack([0.2 + 0.5 * rate, np.full(18, 0.3), 0.4 - rate]) + 0.02 * rng.standard_normal((3, 18))
-    models["test_accuracy"] = 0.9 + 0.4 * (of_models[0] - 0.5 * rate) - 0.3 * rate + 0.001 * rng.standard_normal(18)
+    of_models = np.stack(
+        [0.2 + 0.5 * rate, np.full(18, 0.3), 0.4 - rate]
+    ) + 0.02 * rng.standard_normal((3, 18))
+    models["test_accuracy"] = (
+        0.9
+        + 0.4 * (of_models[0] - 0.5 * rate)
+        - 0.3 * rate
+        + 0.001 * rng.standard_normal(18)
+    )
     models["train_accuracy"] = models["train_loss"] = models["idle_weights_left"] = 1.0
     values = of_models[..., None] + 0.005 * rng.standard_normal((3, 18, 5))
-    coupling = xarray.DataArray(values, dims=("position", "model", "prompt"), coords={"position": [0, 1, 4]})
-    return vit_report.Study("noise", 100, 50, models, coupling.assign_attrs(null=0.05), 10)
+    coupling = xarray.DataArray(
+        values, dims=("position", "model", "prompt"), coords={"position": [0, 1, 4]}
+    )
+    return vit_report.Study(
+        "noise", 100, 50, models, coupling.assign_attrs(null=0.05), 10
+    )
 
 
 def least_squares(y: np.ndarray, *columns: np.ndarray) -> tuple[float, float, float]:
@@ -60,18 +82,22 @@ def least_squares(y: np.ndarray, *columns: np.ndarray) -> tuple[float, float, fl
     coefficients = inverse @ X.T @ y
     residuals = y - X @ coefficients
     freedom = len(y) - X.shape[1]
-    half = stats.t.ppf(0.975, freedom) * np.sqrt(residuals @ residuals / freedom * inverse[0, 0])
+    half = stats.t.ppf(0.975, freedom) * np.sqrt(
+        residuals @ residuals / freedom * inverse[0, 0]
+    )
     return coefficients[0], coefficients[0] - half, coefficients[0] + half
 
 
 def test_claims_are_least_squares_by_hand(synthetic):
     found, left_out = vit_report.claims(synthetic)
     assert not left_out
-    # 2 weight decays and one over all; 3 rates and four over all; for each of three tokens.
+    # 2 weight decays and one over all; 3 rates and four over all; for each of three
+    # tokens.
     assert len(found) == 3 * (2 + 1 + 3 + 4)
     rows = found.set_index(["claim", "token", "among"]).sort_index()
     rate, decay, accuracy = (
-        synthetic.models[n].to_numpy() for n in ("stochastic_depth", "weight_decay", "test_accuracy")
+        synthetic.models[n].to_numpy()
+        for n in ("stochastic_depth", "weight_decay", "test_accuracy")
     )
     tokens = {
         "class token": synthetic.coupling.values[0].mean(1),
@@ -85,34 +111,68 @@ def test_claims_are_least_squares_by_hand(synthetic):
         assert tuple(row[["slope", "slope_low", "slope_high"]]) == pytest.approx(wanted)
 
     for token, x in tokens.items():
-        on_rate, on_coupling = rows.loc["coupling on rate", token], rows.loc["accuracy on coupling", token]
+        on_rate, on_coupling = (
+            rows.loc["coupling on rate", token],
+            rows.loc["accuracy on coupling", token],
+        )
         for one in (0.01, 0.1):
             mask = decay == one
-            check(on_rate.loc[f"weight decay {one:g}"], least_squares(x[mask], rate[mask]), 9)
-        check(on_rate.loc["weight decay held fixed"], least_squares(x, rate, decay == 0.1), 18)
+            check(
+                on_rate.loc[f"weight decay {one:g}"],
+                least_squares(x[mask], rate[mask]),
+                9,
+            )
+        check(
+            on_rate.loc["weight decay held fixed"],
+            least_squares(x, rate, decay == 0.1),
+            18,
+        )
         for one in (0.0, 0.1, 0.3):
             mask = rate == one
             row = on_coupling.loc[f"stochastic depth {one:g}"]
             check(row, least_squares(accuracy[mask], x[mask]), 6)
-            assert row["rho"] == pytest.approx(stats.spearmanr(x[mask], accuracy[mask]).statistic)
+            assert row["rho"] == pytest.approx(
+                stats.spearmanr(x[mask], accuracy[mask]).statistic
+            )
             assert row["rho_low"] <= row["rho"] <= row["rho_high"]
             assert row["boot_low"] < row["slope"] < row["boot_high"]
         check(on_coupling.loc["all models"], least_squares(accuracy, x), 18)
-        check(on_coupling.loc["stochastic depth held fixed"], least_squares(accuracy, x, *indicators), 18)
-        check(on_coupling.loc["stochastic depth held fixed, linearly"], least_squares(accuracy, x, rate), 18)
+        check(
+            on_coupling.loc["stochastic depth held fixed"],
+            least_squares(accuracy, x, *indicators),
+            18,
+        )
+        check(
+            on_coupling.loc["stochastic depth held fixed, linearly"],
+            least_squares(accuracy, x, rate),
+            18,
+        )
         both = on_coupling.loc["stochastic depth and weight decay held fixed"]
         check(both, least_squares(accuracy, x, *indicators, decay == 0.1), 18)
-    planted = rows.loc["accuracy on coupling", "class token"].loc["stochastic depth held fixed"]
+    planted = rows.loc["accuracy on coupling", "class token"].loc[
+        "stochastic depth held fixed"
+    ]
     assert planted["slope_low"] < 0.4 < planted["slope_high"]
-    assert rows.loc["coupling on rate", "class token"].loc["weight decay held fixed", "slope_low"] > 0
+    assert (
+        rows.loc["coupling on rate", "class token"].loc[
+            "weight decay held fixed", "slope_low"
+        ]
+        > 0
+    )
 
 
 def test_means_of_a_rate_are_over_its_models(synthetic):
-    found = vit_report.means(synthetic, "stochastic_depth").set_index("stochastic_depth")
-    values = synthetic.coupling.values[0][(synthetic.models["stochastic_depth"] == 0.1).to_numpy()]
+    found = vit_report.means(synthetic, "stochastic_depth").set_index(
+        "stochastic_depth"
+    )
+    values = synthetic.coupling.values[0][
+        (synthetic.models["stochastic_depth"] == 0.1).to_numpy()
+    ]
     assert found.loc[0.1, "n"] == 6
     assert found.loc[0.1, "class token"] == pytest.approx(values.mean())
-    of_models, of_images = (values.mean(axis).var(ddof=1) / values.shape[1 - axis] for axis in (1, 0))
+    of_models, of_images = (
+        values.mean(axis).var(ddof=1) / values.shape[1 - axis] for axis in (1, 0)
+    )
     freedom = (of_models + of_images) ** 2 / (of_models**2 / 5 + of_images**2 / 4)
     half = stats.t.ppf(0.975, freedom) * np.sqrt(of_models + of_images)
     assert found.loc[0.1, "class token_low"] == pytest.approx(values.mean() - half)
@@ -121,9 +181,18 @@ def test_means_of_a_rate_are_over_its_models(synthetic):
 
 def test_too_few_models_are_left_out_and_said(synthetic):
     first = synthetic.models["seed"] == 0
-    few = vit_report.Study("noise", 100, 50, synthetic.models[first], synthetic.coupling[:, first.to_numpy()], 10)
+    few = vit_report.Study(
+        "noise",
+        100,
+        50,
+        synthetic.models[first],
+        synthetic.coupling[:, first.to_numpy()],
+        10,
+    )
     found, left_out = vit_report.claims(few)
-    assert "accuracy on coupling, patches, stochastic depth 0.1: a fit" in "\n".join(left_out)
+    assert "accuracy on coupling, patches, stochastic depth 0.1: a fit" in "\n".join(
+        left_out
+    )
     assert not found["among"].isin(["stochastic depth 0.1"]).any()
     assert {"weight decay 0.1", "all models"} <= set(found["among"])
     # Three models at each weight decay, six in all.
@@ -134,7 +203,13 @@ def test_too_few_models_are_left_out_and_said(synthetic):
 
 def test_intervals_stand_behind_their_estimates():
     table = pandas.DataFrame(
-        {"among": ["a", "b"], "n": [8, 9], "slope": [0.5, -1.0], "slope_low": [0.25, -2], "slope_high": [0.75, 0]}
+        {
+            "among": ["a", "b"],
+            "n": [8, 9],
+            "slope": [0.5, -1.0],
+            "slope_low": [0.25, -2],
+            "slope_high": [0.75, 0],
+        }
         | {"p": [0.012345, 0.5], "boot_low": [0.1, np.nan], "boot_high": [0.2, np.nan]}
     )
     heading, *rows = vit_report.readable(table).splitlines()
@@ -144,21 +219,32 @@ def test_intervals_stand_behind_their_estimates():
 
 
 def test_figures_show_the_models(synthetic):
-    rates, accuracy = vit_report.draw_rates(synthetic), vit_report.draw_accuracy(synthetic)
+    rates, accuracy = (
+        vit_report.draw_rates(synthetic),
+        vit_report.draw_accuracy(synthetic),
+    )
     for figure, n_lines in ((rates, 2 * 2 + 1), (accuracy, 3 * 2)):
         assert [len(ax.lines) for ax in figure.axes] == [n_lines] * 3
-        assert [ax.get_title() for ax in figure.axes] == ["class token", "last patch", "mean over 2 patches"]
+        assert [ax.get_title() for ax in figure.axes] == [
+            "class token",
+            "last patch",
+            "mean over 2 patches",
+        ]
         assert "18 ViTs on noise, mean over 5 test images" in figure.get_suptitle()
     mean, points = rates.axes[0].lines[:2]
     assert mean.get_label() == "weight decay 0.01"
     chosen = synthetic.table[synthetic.table["weight_decay"] == 0.01]
-    np.testing.assert_allclose(mean.get_ydata(), chosen.groupby("stochastic_depth")["class token"].mean())
+    np.testing.assert_allclose(
+        mean.get_ydata(), chosen.groupby("stochastic_depth")["class token"].mean()
+    )
     np.testing.assert_allclose(points.get_ydata(), chosen["class token"])
     points, line = accuracy.axes[0].lines[:2]
     chosen = synthetic.table[synthetic.table["stochastic_depth"] == 0]
     np.testing.assert_allclose(points.get_ydata(), 100 * chosen["test_accuracy"])
     slope = np.diff(line.get_ydata()) / np.diff(line.get_xdata())
-    wanted = least_squares(100 * chosen["test_accuracy"].to_numpy(), chosen["class token"].to_numpy())[0]
+    wanted = least_squares(
+        100 * chosen["test_accuracy"].to_numpy(), chosen["class token"].to_numpy()
+    )[0]
     assert slope[0] == pytest.approx(wanted)
 
 
@@ -172,7 +258,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_study_measures_what_a_trace_gives(out):
     table = pandas.read_csv(out / "models.csv").set_index("model")
     assert len(table) == 4
-    grid = table[["weight_decay", "stochastic_depth"]].sort_values(["weight_decay", "stochastic_depth"])
+    grid = table[["weight_decay", "stochastic_depth"]].sort_values(
+        ["weight_decay", "stochastic_depth"]
+    )
     assert grid.to_numpy().tolist() == [[0.01, 0], [0.01, 0.3], [0.1, 0], [0.1, 0.3]]
     name = table.index[-1]
     model = tlc.load_model(str(out / "models" / name), device="cpu")
@@ -184,18 +272,32 @@ def test_the_study_measures_what_a_trace_gives(out):
             values.append(tlc.depth_coupling(tlc.trace(model, x), 4, position).mean(4))
     at = {position: np.mean(values) for position, values in found.items()}
     wanted = [at[0], at[16], (at[1] + at[16]) / 2]
-    assert table.loc[name, ["class token", "last patch", "patches"]].tolist() == pytest.approx(wanted, abs=1e-5)
+    assert table.loc[
+        name, ["class token", "last patch", "patches"]
+    ].tolist() == pytest.approx(wanted, abs=1e-5)
     assert len({round(value, 6) for value in wanted}) == 3
 
 
 def test_the_study_says_what_it_found_and_what_it_left_out(out):
     said = json.loads((out / "study.json").read_text())
-    assert (said["images"], said["n_measured"], said["positions"], said["k"]) == ("digits", 3, [0, 1, 16], 4)
+    assert (said["images"], said["n_measured"], said["positions"], said["k"]) == (
+        "digits",
+        3,
+        [0, 1, 16],
+        4,
+    )
     assert (said["n_train"], said["n_test"]) == (200, 450)
-    # Two models at each weight decay and each rate are too few for a line, and four for both factors.
+    # Two models at each weight decay and each rate are too few for a line, and four for
+    # both factors.
     assert len(said["left_out"]) == 3 * 5
-    assert {row["among"] for row in said["claims"]} == {"weight decay held fixed", "all models", *HELD_FIXED}
-    pandas.testing.assert_frame_equal(pandas.DataFrame(said["claims"]), pandas.read_csv(out / "claims.csv"))
+    assert {row["among"] for row in said["claims"]} == {
+        "weight decay held fixed",
+        "all models",
+        *HELD_FIXED,
+    }
+    pandas.testing.assert_frame_equal(
+        pandas.DataFrame(said["claims"]), pandas.read_csv(out / "claims.csv")
+    )
     for name in ("coupling-rates", "coupling-accuracy"):
         assert (out / f"{name}.png").stat().st_size > 20_000
 
@@ -206,7 +308,8 @@ def test_a_second_run_trains_and_measures_nothing(out, capsys):
         return {path: path.stat().st_mtime_ns for path in files if path.is_file()}
 
     before, text = written(), (out / "claims.csv").read_text()
-    # Of each model weights, two configs and what is known of its training; and what was measured at three tokens.
+    # Of each model weights, two configs and what is known of its training; and what was
+    # measured at three tokens.
     assert len(before) == 4 * 4 + 4 * 3
     assert vit.main([*SMALL.split(), "--jobs", "2", "--out", str(out)]) == 0
     assert written() == before
@@ -215,25 +318,37 @@ def test_a_second_run_trains_and_measures_nothing(out, capsys):
     assert "4 ViTs on digits, mean over 3 test images" in said
     mean = pandas.read_csv(out / "models.csv")["test_accuracy"].mean()
     assert f"on average {100 * mean:.1f} %" in said
-    assert f"over 450 images: {100 * np.sqrt(mean * (1 - mean) / 450):.2f} percentage points" in said
+    assert (
+        f"over 450 images: {100 * np.sqrt(mean * (1 - mean) / 450):.2f} percentage points"
+        in said
+    )
 
 
 def test_the_script_runs_by_itself_and_shows_an_example():
     """From another folder, without the paths of the tests."""
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     script = subprocess.run(
-        [sys.executable, vit.__file__, "--help"], capture_output=True, text=True, env=given, cwd="/"
+        [sys.executable, vit.__file__, "--help"],
+        capture_output=True,
+        text=True,
+        env=given,
+        cwd="/",
     )
     assert script.returncode == 0, script.stderr
     assert "python demos/studies/vit.py --out out/vit" in script.stdout
     for field in fields(TrainingConfig):
-        assert field.name == "seed" or f"--{field.name.replace('_', '-')}" in script.stdout
+        assert (
+            field.name == "seed" or f"--{field.name.replace('_', '-')}" in script.stdout
+        )
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--data nowhere", "there is no folder nowhere: wanted digits, fashion-mnist, cifar10"),
+        (
+            "--data nowhere",
+            "there is no folder nowhere: wanted digits, fashion-mnist, cifar10",
+        ),
         ("--data cifar10", "CIFAR-10 cannot be had from the hub"),
         ("--train-images 2000", "wanted 2000 training images, digits has 1347"),
         ("--seeds 0", "`--seeds` and `--jobs` must be at least 1, got 0"),
@@ -247,7 +362,9 @@ def test_the_script_runs_by_itself_and_shows_an_example():
     ],
 )
 def test_bad_input_is_one_line_before_any_work(given, message, tmp_path, capsys):
-    assert vit.main([*SMALL.split(), "--out", str(tmp_path / "out"), *given.split()]) == 2
+    assert (
+        vit.main([*SMALL.split(), "--out", str(tmp_path / "out"), *given.split()]) == 2
+    )
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -1,4 +1,5 @@
-"""The site as a reader sees it: Chromium without a network, at the widths of a laptop and of a telephone.
+"""The site as a reader sees it: Chromium without a network, at the widths of a laptop
+and of a telephone.
 
 `make check-docs` builds the site and runs this; SITE is the folder.
 """
@@ -16,14 +17,30 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import pytest
 
-from browser import chromium, complaints, requested, resize, scrolls_sideways, settle, wait
+from browser import (
+    chromium,
+    complaints,
+    requested,
+    resize,
+    scrolls_sideways,
+    settle,
+    wait,
+)
 
 SITE = Path(os.environ.get("SITE", "")).resolve()
-pytestmark = pytest.mark.skipif("SITE" not in os.environ, reason="the site is not built: use `make check-docs`")
+pytestmark = pytest.mark.skipif(
+    "SITE" not in os.environ, reason="the site is not built: use `make check-docs`"
+)
 
 WIDE, NARROW = 1280, 390
-PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html")) if "SITE" in os.environ else []
-FORMULAS = [page for page in PAGES if re.search(r'class="math[ "]', (SITE / page).read_text())]
+PAGES = (
+    sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
+    if "SITE" in os.environ
+    else []
+)
+FORMULAS = [
+    page for page in PAGES if re.search(r'class="math[ "]', (SITE / page).read_text())
+]
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -33,7 +50,9 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=SITE)) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=SITE)
+    ) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -49,7 +68,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser, address):
-    """Opens a page at a width, and says what the browser asked for and complained of meanwhile."""
+    """Opens a page at a width, and says what the browser asked for and complained of
+    meanwhile.
+    """
 
     def go(page: str, width: int = WIDE) -> Any:
         for kind in ("browser", "performance"):
@@ -57,7 +78,9 @@ def visit(browser, address):
         resize(browser, width)
         browser.get(address + page)
         wait(browser, "return document.readyState == 'complete'")
-        browser.execute_script("return window.MathJax?.startup.promise.then(() => true)")
+        browser.execute_script(
+            "return window.MathJax?.startup.promise.then(() => true)"
+        )
         settle(browser)
         return browser
 
@@ -66,20 +89,34 @@ def visit(browser, address):
 
 def seen(driver: Any, css: str) -> Any:
     """The first element that can be seen."""
-    return next(one for one in driver.find_elements("css selector", css) if one.is_displayed())
+    return next(
+        one for one in driver.find_elements("css selector", css) if one.is_displayed()
+    )
 
 
 def color(driver: Any, css: str, what: str) -> tuple[float, ...]:
-    script = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
-    return tuple(map(float, re.findall(r"[\d.]+", driver.execute_script(script, css, what))[:3]))
+    script = (
+        "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    )
+    return tuple(
+        map(float, re.findall(r"[\d.]+", driver.execute_script(script, css, what))[:3])
+    )
 
 
 def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
     """Of WCAG 2: 1 to 21."""
 
     def luminance(rgb: tuple[float, ...]) -> float:
-        parts = [c / 255 / 12.92 if c / 255 <= 0.03928 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
-        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+        parts = [
+            c / 255 / 12.92
+            if c / 255 <= 0.03928
+            else ((c / 255 + 0.055) / 1.055) ** 2.4
+            for c in rgb
+        ]
+        return sum(
+            weight * part
+            for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+        )
 
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
@@ -91,8 +128,16 @@ def test_pages_are_quiet_local_and_fit_the_screen(visit, address, width):
     wrong = {}
     for page in PAGES:
         driver = visit(page, width)
-        hosts = {url for url in requested(driver) if not url.startswith((address, "data:", "blob:"))}
-        if found := [*complaints(driver), *hosts, *["scrolls sideways"] * scrolls_sideways(driver)]:
+        hosts = {
+            url
+            for url in requested(driver)
+            if not url.startswith((address, "data:", "blob:"))
+        }
+        if found := [
+            *complaints(driver),
+            *hosts,
+            *["scrolls sideways"] * scrolls_sideways(driver),
+        ]:
             wrong[page] = found
     assert not wrong
 
@@ -142,27 +187,51 @@ def test_every_public_name_is_where_the_rule_says():
 def test_navigation(visit, width):
     driver = visit("index.html", width)
     if width == NARROW:
-        assert not [one for one in driver.find_elements("css selector", ".sidebar-tree a") if on_screen(driver, one)]
+        assert not [
+            one
+            for one in driver.find_elements("css selector", ".sidebar-tree a")
+            if on_screen(driver, one)
+        ]
         seen(driver, "label[for='__navigation']").click()
-        wait(driver, "return document.querySelector('.sidebar-drawer').getBoundingClientRect().left >= 0")
-    (link,) = [a for a in driver.find_elements("css selector", ".sidebar-tree a") if a.text == "API reference"]
+        wait(
+            driver,
+            "return document.querySelector('.sidebar-drawer').getBoundingClientRect().left >= 0",
+        )
+    (link,) = [
+        a
+        for a in driver.find_elements("css selector", ".sidebar-tree a")
+        if a.text == "API reference"
+    ]
     assert on_screen(driver, link)
     click(driver, link)
     wait(driver, "return location.pathname == '/api/index.html'")
-    click(driver, driver.find_element("css selector", "article a[href$='#tl_coupling.depth_coupling']"))
+    click(
+        driver,
+        driver.find_element(
+            "css selector", "article a[href$='#tl_coupling.depth_coupling']"
+        ),
+    )
     wait(driver, "return location.pathname == '/api/comparisons/depth_coupling.html'")
-    assert driver.find_element("css selector", "article h1").text.startswith("depth_coupling")
+    assert driver.find_element("css selector", "article h1").text.startswith(
+        "depth_coupling"
+    )
 
 
 def click(driver: Any, element: Any) -> None:
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+    driver.execute_script(
+        "arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element
+    )
     settle(driver)
     element.click()
 
 
 def on_screen(driver: Any, element: Any) -> bool:
-    box = driver.execute_script("return arguments[0].getBoundingClientRect().toJSON()", element)
-    return box["width"] > 0 and 0 <= box["left"] < driver.execute_script("return innerWidth")
+    box = driver.execute_script(
+        "return arguments[0].getBoundingClientRect().toJSON()", element
+    )
+    return box["width"] > 0 and 0 <= box["left"] < driver.execute_script(
+        "return innerWidth"
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +247,10 @@ def test_search_finds_a_name(visit, words, page):
     box = seen(driver, "input[name='q']")
     box.send_keys(words)
     box.submit()
-    wait(driver, "return /search.html/.test(location.href) && document.querySelectorAll('#search-results li').length")
+    wait(
+        driver,
+        "return /search.html/.test(location.href) && document.querySelectorAll('#search-results li').length",
+    )
     first = driver.find_element("css selector", "#search-results li a")
     assert urlsplit(first.get_attribute("href")).path == f"/{page}"
 
@@ -207,11 +279,15 @@ def test_the_report_is_alive(visit, width):
     driver = visit("report.html", width)
     driver.switch_to.frame(driver.find_element("css selector", "iframe.report"))
     try:
-        wait(driver, "return [...document.querySelectorAll('[data-circuitsvis]')].every(div => div.children.length)")
+        wait(
+            driver,
+            "return [...document.querySelectorAll('[data-circuitsvis]')].every(div => div.children.length)",
+        )
         widgets = driver.find_elements("css selector", "[data-circuitsvis]")
         assert len(widgets) > 3
         assert driver.find_elements(
-            "css selector", "[data-circuitsvis] canvas, [data-circuitsvis] svg, [data-circuitsvis] span"
+            "css selector",
+            "[data-circuitsvis] canvas, [data-circuitsvis] svg, [data-circuitsvis] span",
         )
         assert not scrolls_sideways(driver)
     finally:
@@ -223,10 +299,16 @@ def test_dark_mode(visit):
     shown = []
     for theme in ("light", "dark"):
         for _ in range(3):
-            if driver.find_element("css selector", "body").get_attribute("data-theme") == theme:
+            if (
+                driver.find_element("css selector", "body").get_attribute("data-theme")
+                == theme
+            ):
                 break
             seen(driver, "button.theme-toggle").click()
-        assert driver.find_element("css selector", "body").get_attribute("data-theme") == theme
+        assert (
+            driver.find_element("css selector", "body").get_attribute("data-theme")
+            == theme
+        )
         page = color(driver, "body", "backgroundColor")
         assert contrast(color(driver, "article p", "color"), page) > 7
         room = color(driver, "svg.house rect", "fill")
@@ -246,7 +328,9 @@ def test_the_house_can_be_read(visit, width):
     assert min(heights) >= 12
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("gallery/")])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.startswith("gallery/")]
+)
 def test_notebooks_have_their_outputs(visit, page):
     driver = visit(page)
     sizes = driver.execute_script(
@@ -254,9 +338,15 @@ def test_notebooks_have_their_outputs(visit, page):
     )
     assert len(sizes) >= 4
     assert min(sizes) > 100
-    assert "Warning" not in "".join(one.text for one in driver.find_elements("css selector", ".cell_output"))
-    badge = driver.find_element("css selector", "a[href^='https://colab.research.google.com/github/']")
-    assert badge.get_attribute("href").endswith(f"/blob/main/demos/{Path(page).stem}.ipynb")
+    assert "Warning" not in "".join(
+        one.text for one in driver.find_elements("css selector", ".cell_output")
+    )
+    badge = driver.find_element(
+        "css selector", "a[href^='https://colab.research.google.com/github/']"
+    )
+    assert badge.get_attribute("href").endswith(
+        f"/blob/main/demos/{Path(page).stem}.ipynb"
+    )
     assert badge.find_element("css selector", "img").size["width"] > 50
 
 
@@ -264,5 +354,7 @@ def test_cards_have_pictures(visit):
     sizes = visit("gallery.html").execute_script(
         "return [...document.querySelectorAll('.sd-card-img-top')].map(one => [one.naturalWidth, one.naturalHeight])"
     )
-    assert len(sizes) == len([page for page in PAGES if page.startswith("gallery/")]) + 1
+    assert (
+        len(sizes) == len([page for page in PAGES if page.startswith("gallery/")]) + 1
+    )
     assert all(size == [640, 400] for size in sizes)

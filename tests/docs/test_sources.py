@@ -1,4 +1,6 @@
-"""What the site is built from, without building it: pages, notebooks, names and the picture of the house."""
+"""What the site is built from, without building it: pages, notebooks, names and the
+picture of the house.
+"""
 
 import importlib.util
 import json
@@ -34,36 +36,65 @@ def module(name: str):
 
 def listed(page: Path) -> list[str]:
     """The pages in the tables of contents of a page."""
-    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    trees = re.findall(
+        r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return [
+        line
+        for tree in trees
+        for line in tree.splitlines()
+        if line and not line.startswith(":")
+    ]
 
 
 def test_every_page_is_listed_once_and_is_there():
     pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
     pages -= {page for page in pages if page.startswith(("_", *MADE))}
     entries = [
-        entry for path in DOCS.rglob("*.md") if path.name in ("index.md", "gallery.md") for entry in listed(path)
+        entry
+        for path in DOCS.rglob("*.md")
+        if path.name in ("index.md", "gallery.md")
+        for entry in listed(path)
     ]
     assert len(set(entries)) == len(entries)
-    assert {entry for entry in entries if not entry.startswith(MADE)} == pages - {"index"}
+    assert {entry for entry in entries if not entry.startswith(MADE)} == pages - {
+        "index"
+    }
 
 
 def test_every_notebook_has_a_card_with_its_picture():
     text = (DOCS / "gallery.md").read_text()
     links = set(re.findall(r":link: gallery/(\w+)", text))
-    assert links == set(re.findall(r"^gallery/(\w+)$", text, re.MULTILINE)) == {path.stem for path in NOTEBOOKS}
+    assert (
+        links
+        == set(re.findall(r"^gallery/(\w+)$", text, re.MULTILINE))
+        == {path.stem for path in NOTEBOOKS}
+    )
     for path in NOTEBOOKS:
         assert f":img-top: _made/{path.stem}.png" in text
         cells = json.loads(path.read_text())["cells"]
-        (tagged,) = [cell for cell in cells if "thumbnail" in cell["metadata"].get("tags", [])]
-        assert any("image/png" in output.get("data", {}) for output in tagged["outputs"])
+        (tagged,) = [
+            cell for cell in cells if "thumbnail" in cell["metadata"].get("tags", [])
+        ]
+        assert any(
+            "image/png" in output.get("data", {}) for output in tagged["outputs"]
+        )
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_open_on_colab_and_install_there_only(path):
-    title, install, *others = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
-    repository = re.search(r'^Repository = "https://github\.com/(.+?)/?"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert f'href="https://colab.research.google.com/github/{repository[1]}/blob/main/demos/{path.name}"' in title
+    title, install, *others = [
+        "".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]
+    ]
+    repository = re.search(
+        r'^Repository = "https://github\.com/(.+?)/?"$',
+        (ROOT / "pyproject.toml").read_text(),
+        re.M,
+    )
+    assert (
+        f'href="https://colab.research.google.com/github/{repository[1]}/blob/main/demos/{path.name}"'
+        in title
+    )
     assert '"google.colab" in sys.modules' in install
     assert not [source for source in others if "pip install" in source]
 
@@ -82,8 +113,13 @@ def test_every_public_name_has_a_page():
 def test_the_house_is_drawn_as_it_is_built():
     house = module("house")
     drawn, place = house.imports(), house.places()
-    built = networkx.DiGraph((room, other) for room, other, _ in test_house.imports_between_rooms() if other)
-    assert networkx.transitive_closure(drawn).edges == networkx.transitive_closure(built).edges
+    built = networkx.DiGraph(
+        (room, other) for room, other, _ in test_house.imports_between_rooms() if other
+    )
+    assert (
+        networkx.transitive_closure(drawn).edges
+        == networkx.transitive_closure(built).edges
+    )
     assert place.keys() == test_house.LEVEL.keys()
     svg = house.drawing()
     assert re.findall(r'id="room-(\w+)"', svg) == list(place)
@@ -101,7 +137,10 @@ def test_the_house_is_drawn_as_it_is_built():
             at_x, at_y = x + (to_x - x) * step / 200, y + (to_y - y) * step / 200
             for name in place.keys() - {room, other}:
                 middle, top, width = place[name]
-                assert not (abs(at_x - middle) < width / 2 + 2 and top <= at_y <= top + house.HEIGHT), (
+                assert not (
+                    abs(at_x - middle) < width / 2 + 2
+                    and top <= at_y <= top + house.HEIGHT
+                ), (
                     room,
                     other,
                     name,

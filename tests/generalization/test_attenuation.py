@@ -1,4 +1,6 @@
-"""Reliability against Cronbach's α and known noise; the corrected slope against the slope without noise."""
+"""Reliability against Cronbach's α and known noise; the corrected slope against the
+slope without noise.
+"""
 
 import numpy as np
 import pandas
@@ -11,16 +13,26 @@ pytestmark = pytest.mark.on_3_only
 
 
 def found(x: np.ndarray, y: np.ndarray) -> Attenuation:
-    table = pandas.DataFrame({"x": np.nanmean(x, 1), "y": y if y.ndim == 1 else np.nanmean(y, 1)})
+    table = pandas.DataFrame(
+        {"x": np.nanmean(x, 1), "y": y if y.ndim == 1 else np.nanmean(y, 1)}
+    )
     return attenuation(x, y, linear_fit(table, "x", "y"), seed=0)
 
 
 @pytest.mark.parametrize("n_prompts", [2, 5, 6])
 def test_reliability_over_all_halves_is_cronbachs_alpha(n_prompts):
     rng = np.random.default_rng(n_prompts)
-    x = 2 * rng.standard_normal((9, 1)) + rng.standard_normal((9, n_prompts)) + 5 * rng.standard_normal(n_prompts)
+    x = (
+        2 * rng.standard_normal((9, 1))
+        + rng.standard_normal((9, n_prompts))
+        + 5 * rng.standard_normal(n_prompts)
+    )
     y = rng.standard_normal(9)
-    alpha = n_prompts / (n_prompts - 1) * (1 - x.var(0, ddof=1).sum() / x.sum(1).var(ddof=1))
+    alpha = (
+        n_prompts
+        / (n_prompts - 1)
+        * (1 - x.var(0, ddof=1).sum() / x.sum(1).var(ddof=1))
+    )
     result = found(x, y)
     assert result.reliability == pytest.approx(alpha)
     raw = np.polyfit(x.mean(1), y, 1)[0]
@@ -28,7 +40,10 @@ def test_reliability_over_all_halves_is_cronbachs_alpha(n_prompts):
     assert sum(result.slope_interval) / 2 == pytest.approx(result.slope)
     # Spearman and Brown: what so many prompts give, and one less does not.
     one = alpha / (n_prompts - (n_prompts - 1) * alpha)
-    reached = [m * one / (1 + (m - 1) * one) >= 0.9 - 1e-12 for m in (result.n_wanted, result.n_wanted - 1)]
+    reached = [
+        m * one / (1 + (m - 1) * one) >= 0.9 - 1e-12
+        for m in (result.n_wanted, result.n_wanted - 1)
+    ]
     assert reached == [True, False]
 
 

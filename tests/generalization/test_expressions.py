@@ -1,4 +1,6 @@
-"""Expressions of columns: what is allowed means what pandas makes of it; nothing else is even begun."""
+"""Expressions of columns: what is allowed means what pandas makes of it; nothing else
+is even begun.
+"""
 
 import time
 from pathlib import Path
@@ -27,30 +29,49 @@ TABLE = pandas.DataFrame(
 )
 
 
-# Columns stand in every operation: pandas computes with constants alone as Python does, which raises on 1 / 0.
+# Columns stand in every operation: pandas computes with constants alone as Python does,
+# which raises on 1 / 0.
 columns = st.sampled_from(["coupling", "n_layers", "score", "`d model`"])
 constants = st.sampled_from(["0", "1", "2", "3.5", "0.4", "1e3", "64"])
 # Not -0: for pandas it is the integer 0.
-signed = st.tuples(st.sampled_from(["", "-", "+"]), constants).map("".join).filter(lambda text: text != "-0")
+signed = (
+    st.tuples(st.sampled_from(["", "-", "+"]), constants)
+    .map("".join)
+    .filter(lambda text: text != "-0")
+)
 
 
 def numeric(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return st.one_of(
-        st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), st.one_of(inner, signed)).map(" ".join),
-        st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), inner).map("({0[0]}{0[1]}{0[2]})".format),
-        st.tuples(columns, st.sampled_from(["2", "3", "0.5", "1"])).map("{0[0]} ** {0[1]}".format),
-        st.tuples(st.sampled_from(["log", "log10", "sqrt", "exp", "abs"]), columns).map("{0[0]}({0[1]})".format),
+        st.tuples(
+            inner, st.sampled_from(["+", "-", "*", "/"]), st.one_of(inner, signed)
+        ).map(" ".join),
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), inner).map(
+            "({0[0]}{0[1]}{0[2]})".format
+        ),
+        st.tuples(columns, st.sampled_from(["2", "3", "0.5", "1"])).map(
+            "{0[0]} ** {0[1]}".format
+        ),
+        st.tuples(st.sampled_from(["log", "log10", "sqrt", "exp", "abs"]), columns).map(
+            "{0[0]}({0[1]})".format
+        ),
         inner.map("-({})".format),
     )
 
 
 numbers = st.recursive(columns, numeric, max_leaves=6)
 comparisons = st.one_of(
-    st.tuples(numbers, st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), st.one_of(numbers, signed)).map(" ".join),
+    st.tuples(
+        numbers,
+        st.sampled_from(["<", "<=", ">", ">=", "==", "!="]),
+        st.one_of(numbers, signed),
+    ).map(" ".join),
     st.tuples(signed, numbers, numbers).map("{0[0]} < {0[1]} <= {0[2]}".format),
-    st.tuples(columns, st.sampled_from(["in", "not in"]), st.lists(constants, min_size=1, max_size=4)).map(
-        lambda t: f"{t[0]} {t[1]} [{', '.join(t[2])}]"
-    ),
+    st.tuples(
+        columns,
+        st.sampled_from(["in", "not in"]),
+        st.lists(constants, min_size=1, max_size=4),
+    ).map(lambda t: f"{t[0]} {t[1]} [{', '.join(t[2])}]"),
     st.sampled_from(
         [
             "family == 'llama'",
@@ -74,7 +95,8 @@ def joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
-# Columns count as floats: -0 is another divisor than 0, which integers do not tell apart.
+# Columns count as floats: -0 is another divisor than 0, which integers do not tell
+# apart.
 FLOATS = TABLE.astype({name: float for name in TABLE.select_dtypes("int")})
 
 
@@ -82,7 +104,9 @@ FLOATS = TABLE.astype({name: float for name in TABLE.select_dtypes("int")})
 @given(numbers)
 def test_numbers_are_what_pandas_makes_of_them(expression: str) -> None:
     expected = FLOATS.eval(expression, engine="python")
-    np.testing.assert_allclose(evaluate(TABLE, expression), expected.to_numpy(float), rtol=1e-12)
+    np.testing.assert_allclose(
+        evaluate(TABLE, expression), expected.to_numpy(float), rtol=1e-12
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -95,12 +119,18 @@ def test_queries_are_what_pandas_makes_of_them(expression: str) -> None:
 
 
 def test_what_pandas_does_not_know_or_gets_wrong() -> None:
-    np.testing.assert_allclose(evaluate(TABLE, "log2(n_layers)"), np.log2(TABLE["n_layers"]))
+    np.testing.assert_allclose(
+        evaluate(TABLE, "log2(n_layers)"), np.log2(TABLE["n_layers"])
+    )
     # 64-bit integers overflow in silence.
     assert evaluate(TABLE, "`d model` ** 12")[4] == pytest.approx(512.0**12)
-    assert evaluate(TABLE, "n_layers ** -1").tolist() == pytest.approx((1 / TABLE["n_layers"]).tolist())
+    assert evaluate(TABLE, "n_layers ** -1").tolist() == pytest.approx(
+        (1 / TABLE["n_layers"]).tolist()
+    )
     assert evaluate(TABLE, "chat * n_layers").tolist() == [6, 0, 0, 12, 32, 0]
-    assert evaluate(TABLE, "n_layers ** (1 / 3)").tolist() == pytest.approx(np.cbrt(TABLE["n_layers"]).tolist())
+    assert evaluate(TABLE, "n_layers ** (1 / 3)").tolist() == pytest.approx(
+        np.cbrt(TABLE["n_layers"]).tolist()
+    )
 
 
 def test_columns_of_every_kind() -> None:
@@ -115,7 +145,12 @@ def test_columns_of_every_kind() -> None:
         index=[7, 7, 8, 9],
     )
     assert evaluate(table, "checkpoint == 1000").tolist() == [True, False, True, False]
-    assert evaluate(table, "checkpoint in ['main', 1000]").tolist() == [True, True, True, False]
+    assert evaluate(table, "checkpoint in ['main', 1000]").tolist() == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert evaluate(table, "known > 2").tolist() == [False, False, True, True]
     assert evaluate(table, "kind == 'a'").tolist() == [True, False, False, True]
     assert evaluate(table, "maybe == True").tolist() == [True, False, False, True]
@@ -126,7 +161,10 @@ NOT_ALLOWED = "is not allowed; allowed are columns"
 ATTACKS = [
     ("score.__class__", NOT_ALLOWED),
     ("score.sum.__globals__['os'].system('touch {mark}')", NOT_ALLOWED),
-    ("family.__class__.sum.__globals__['__builtins__']['open']('{mark}', 'w')", NOT_ALLOWED),
+    (
+        "family.__class__.sum.__globals__['__builtins__']['open']('{mark}', 'w')",
+        NOT_ALLOWED,
+    ),
     ("score.to_csv('{mark}')", NOT_ALLOWED),
     ("__import__('os').system('touch {mark}')", NOT_ALLOWED),
     ("open('{mark}', 'w')", NOT_ALLOWED),
@@ -193,7 +231,10 @@ ATTACKS = [
     ("not score", "needs true or false on each side, got numbers"),
     ("score and chat", "needs true or false on each side, got numbers"),
     ("score > 1 and family", "needs true or false on each side, got text"),
-    ("score in n_layers", "`in` must be followed by a list of numbers or texts, got n_layers"),
+    (
+        "score in n_layers",
+        "`in` must be followed by a list of numbers or texts, got n_layers",
+    ),
     ("score in [n_layers]", "`in` must be followed by a list of numbers or texts"),
     ("score in 'abc'", "`in` must be followed by a list of numbers or texts"),
     ("score in [1] < 2", NOT_ALLOWED),
@@ -201,7 +242,9 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.parametrize(("expression", "message"), ATTACKS, ids=[text[:30] for text, _ in ATTACKS])
+@pytest.mark.parametrize(
+    ("expression", "message"), ATTACKS, ids=[text[:30] for text, _ in ATTACKS]
+)
 def test_everything_else_is_one_line_at_once_and_nothing_happens(
     tmp_path: Path, expression: str, message: str | None
 ) -> None:

@@ -1,4 +1,6 @@
-"""The p of everything that was looked at, against a loop over permutations and looks."""
+"""The p of everything that was looked at, against a loop over permutations and
+looks.
+"""
 
 import numpy as np
 import pandas
@@ -9,7 +11,10 @@ from fake_survey import KS, survey
 from tl_coupling.generalization import generalization_study
 from tl_coupling.statistics import block_permutations
 
-pytestmark = [pytest.mark.on_3_only, pytest.mark.filterwarnings("ignore:.*some prompts were not measured")]
+pytestmark = [
+    pytest.mark.on_3_only,
+    pytest.mark.filterwarnings("ignore:.*some prompts were not measured"),
+]
 
 SUBSETS = {"high": "score > 2 and n_layers > 5", "many": [True] * 8 + [False]}
 FAMILIES = {f"org/m{i}": family for i, family in enumerate("aaabbbccc")}
@@ -17,35 +22,64 @@ FAMILIES = {f"org/m{i}": family for i, family in enumerate("aaabbbccc")}
 
 def given() -> tuple:
     data = survey(n_models=9)
-    data["mean_miscoupling"] = 1 - data["mean_coupling"] + 0.1 * np.random.default_rng(1).random((9, 1, 6, 2))
+    data["mean_miscoupling"] = (
+        1 - data["mean_coupling"] + 0.1 * np.random.default_rng(1).random((9, 1, 6, 2))
+    )
     data["mean_miscoupling"][4, 0, :3] = np.nan
     rng = np.random.default_rng(2)
-    columns = {"model": data["model"].values, "score": rng.permutation(9) * 1.0, "arc": rng.standard_normal(9)}
+    columns = {
+        "model": data["model"].values,
+        "score": rng.permutation(9) * 1.0,
+        "arc": rng.standard_normal(9),
+    }
     return data, pandas.DataFrame(columns)
 
 
 @pytest.mark.parametrize("families", [None, FAMILIES])
 def test_it_is_that_of_a_loop(families):
     data, scores = given()
-    found = generalization_study(data, scores, k=5, subsets=SUBSETS, families=families, n_resamples=40).familywise
+    found = generalization_study(
+        data, scores, k=5, subsets=SUBSETS, families=families, n_resamples=40
+    ).familywise
     codes = np.arange(9) if families is None else np.repeat(np.arange(3), 3)
     orders = [np.arange(9), *block_permutations(codes, 40, np.random.default_rng(0))]
     layers = data["n_layers"].values[:, 0]
     smallest, own = [], {}
     for order in orders:
         score = scores["score"].to_numpy()[order]
-        ys = {"all prompts": score, "arc": scores["arc"].to_numpy()[order], "mmlu": score}
-        masks = {"all models": np.ones(9, bool), "high": (score > 2) & (layers > 5), "many": np.array(SUBSETS["many"])}
+        ys = {
+            "all prompts": score,
+            "arc": scores["arc"].to_numpy()[order],
+            "mmlu": score,
+        }
+        masks = {
+            "all models": np.ones(9, bool),
+            "high": (score > 2) & (layers > 5),
+            "many": np.array(SUBSETS["many"]),
+        }
         ps = {}
         for measure in ("coupling", "miscoupling"):
-            for task, prompts in (("all prompts", slice(None)), ("arc", slice(0, 3)), ("mmlu", slice(3, 6))):
+            for task, prompts in (
+                ("all prompts", slice(None)),
+                ("arc", slice(0, 3)),
+                ("mmlu", slice(3, 6)),
+            ):
                 for i, k in enumerate(KS):
                     values = data[f"mean_{measure}"].values[:, 0, prompts, i]
-                    x = np.array([row[np.isfinite(row)].mean() if np.isfinite(row).any() else np.nan for row in values])
+                    x = np.array(
+                        [
+                            row[np.isfinite(row)].mean()
+                            if np.isfinite(row).any()
+                            else np.nan
+                            for row in values
+                        ]
+                    )
                     for name, mask in masks.items():
                         kept = mask & np.isfinite(x)
                         if kept.sum() > 2:
-                            ps[k, measure, task, name] = stats.pearsonr(x[kept], ys[task][kept]).pvalue
+                            ps[k, measure, task, name] = stats.pearsonr(
+                                x[kept], ys[task][kept]
+                            ).pvalue
         smallest.append(min(ps.values()))
         own = own or ps
     table = found.table.set_index(["k", "measure", "task", "subset"])
@@ -53,15 +87,24 @@ def test_it_is_that_of_a_loop(families):
     assert len(table) == 2 * 2 * 3 * 3
     for look, p in own.items():
         assert table.loc[look, "p"] == pytest.approx(p)
-        assert table.loc[look, "familywise_p"] == pytest.approx(np.mean(np.array(smallest) <= p + 1e-12))
-    assert found.p == table.loc[(5, "coupling", "all prompts", "all models"), "familywise_p"]
-    assert found.smallest_p == pytest.approx(np.mean(np.array(smallest) <= smallest[0] + 1e-12))
+        assert table.loc[look, "familywise_p"] == pytest.approx(
+            np.mean(np.array(smallest) <= p + 1e-12)
+        )
+    assert (
+        found.p
+        == table.loc[(5, "coupling", "all prompts", "all models"), "familywise_p"]
+    )
+    assert found.smallest_p == pytest.approx(
+        np.mean(np.array(smallest) <= smallest[0] + 1e-12)
+    )
     assert table.loc[(5, "miscoupling", "arc", "all models"), "n"] == 8
 
 
 def test_a_loss_is_that_of_the_prompts_of_the_task():
     data = survey(n_models=7)
-    found = generalization_study(data, subsets={"high": "loss > 3.4"}, n_resamples=20).familywise
+    found = generalization_study(
+        data, subsets={"high": "loss > 3.4"}, n_resamples=20
+    ).familywise
     table = found.table.set_index(["k", "measure", "task", "subset"])
     x, y = (data[name].values[:, 0, 3:] for name in ("mean_coupling", "loss"))
     assert table.loc[(5, "coupling", "mmlu", "all models"), "p"] == pytest.approx(
@@ -75,7 +118,11 @@ def test_what_is_beyond_chance_stays_so_and_the_rest_does_not():
     rng = np.random.default_rng(0)
     x = rng.random((12, 1)) + 0.01 * rng.standard_normal((12, 6))
     data = survey(x)
-    scores = pandas.DataFrame({"model": data["model"].values, "score": 30 * x.mean(1), "none": rng.random(12)})
-    assert generalization_study(data, scores, n_resamples=200).familywise.p == pytest.approx(1 / 201)
+    scores = pandas.DataFrame(
+        {"model": data["model"].values, "score": 30 * x.mean(1), "none": rng.random(12)}
+    )
+    assert generalization_study(
+        data, scores, n_resamples=200
+    ).familywise.p == pytest.approx(1 / 201)
     found = generalization_study(data, scores, score="none", n_resamples=200).familywise
     assert found.p >= found.smallest_p > 0.05

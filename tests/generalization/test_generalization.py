@@ -1,4 +1,6 @@
-"""Fits and regressions against certified and published results, closed forms and numpy."""
+"""Fits and regressions against certified and published results, closed forms and
+numpy.
+"""
 
 import numpy as np
 import pandas
@@ -19,7 +21,10 @@ ANSCOMBE = {
     "I": (X, [8.04, 6.95, 7.58, 8.81, 8.33, 9.96, 7.24, 4.26, 10.84, 4.82, 5.68]),
     "II": (X, [9.14, 8.14, 8.74, 8.77, 9.26, 8.10, 6.13, 3.10, 9.13, 7.26, 4.74]),
     "III": (X, [7.46, 6.77, 12.74, 7.11, 7.81, 8.84, 6.08, 5.39, 8.15, 6.42, 5.73]),
-    "IV": ([8, 8, 8, 8, 8, 8, 8, 19, 8, 8, 8], [6.58, 5.76, 7.71, 8.84, 8.47, 7.04, 5.25, 12.50, 5.56, 7.91, 6.89]),
+    "IV": (
+        [8, 8, 8, 8, 8, 8, 8, 19, 8, 8, 8],
+        [6.58, 5.76, 7.71, 8.84, 8.47, 7.04, 5.25, 12.50, 5.56, 7.91, 6.89],
+    ),
 }
 # NIST StRD, Longley: certified coefficients and their standard deviations.
 LONGLEY = {
@@ -51,7 +56,9 @@ def random_table(n=12, seed=0) -> pandas.DataFrame:
     size = rng.standard_normal(n)
     coupling = 0.5 * size + rng.standard_normal(n)
     score = 40 + 3 * coupling + 2 * size + rng.standard_normal(n)
-    return pandas.DataFrame({"coupling": coupling, "size": 1e9 * (5 + size), "score": score})
+    return pandas.DataFrame(
+        {"coupling": coupling, "size": 1e9 * (5 + size), "score": score}
+    )
 
 
 # linear
@@ -64,15 +71,20 @@ def test_anscombes_quartet(which):
     assert fit.intercept == pytest.approx(3.00, abs=5e-3)
     assert fit.r_squared == pytest.approx(0.667, abs=1e-3)
     assert fit.p == pytest.approx(0.00217, abs=2e-5)
-    # The published standard error of the slope, 0.118, and the t table's 2.262 for 9 degrees of freedom.
-    assert fit.slope_interval == pytest.approx((0.5 - 2.262 * 0.118, 0.5 + 2.262 * 0.118), abs=2e-3)
-    assert fit.intercept_interval == pytest.approx((3.0 - 2.262 * 1.125, 3.0 + 2.262 * 1.125), abs=5e-3)
+    # The published standard error of the slope, 0.118, and the t table's 2.262 for 9
+    # degrees of freedom.
+    assert fit.slope_interval == pytest.approx(
+        (0.5 - 2.262 * 0.118, 0.5 + 2.262 * 0.118), abs=2e-3
+    )
+    assert fit.intercept_interval == pytest.approx(
+        (3.0 - 2.262 * 1.125, 3.0 + 2.262 * 1.125), abs=5e-3
+    )
     assert fit.n == 11
 
 
 def test_a_line_by_hand():
-    # x̄ = 2, ȳ = 3: Sxx = 2, Sxy = 3, Syy = 6; R² = 9/12; t = 1.5 / (√1.5 / √2) = √3 with one degree
-    # of freedom: p = 1/3.
+    # x̄ = 2, ȳ = 3: Sxx = 2, Sxy = 3, Syy = 6; R² = 9/12; t = 1.5 / (√1.5 / √2) = √3
+    # with one degree of freedom: p = 1/3.
     fit = linear_fit(pandas.DataFrame({"x": [1, 2, 3], "y": [1, 4, 4]}), "x", "y")
     assert (fit.slope, fit.intercept, fit.r_squared) == pytest.approx((1.5, 0, 0.75))
     assert fit.p == pytest.approx(1 / 3)
@@ -90,12 +102,24 @@ def test_rows_that_lack_a_value_are_left_out_and_expressions_are_columns():
         ({"x": [1, 2], "y": [1, 2]}, "x", "at least 3 models, got 2"),
         ({"x": [2, 2, 2], "y": [1, 2, 3]}, "x", "'x' is the same for all 3 models, 2"),
         ({"x": [1, 2, 3], "y": [5.0, 5, 5]}, "x", "'y' is the same"),
-        ({"x": [1, 2, 3], "y": [1, 2, 3]}, "z", "no column or expression 'z'; the columns are x, y"),
+        (
+            {"x": [1, 2, 3], "y": [1, 2, 3]},
+            "z",
+            "no column or expression 'z'; the columns are x, y",
+        ),
         ({"x": [1, 2, 3], "y": [1, 2, 3]}, "@table", "no column or expression"),
         ({"x": ["a", "b", "c"], "y": [1, 2, 3]}, "x", "'x' does not hold numbers"),
         ({"x": [1, np.inf, 3, 4], "y": [1, 2, 3, 4]}, "x", "infinite values"),
-        ({"x": [1, 2, 3, 4], "y": [1, 2e300, 3, 4]}, "x", r"'y' has a value of 2e\+300 in size"),
-        ({"x": [1e-200, 0, 3e-200, 4e-200], "y": [1, 2, 3, 4]}, "x", "'x' has no value above 4e-200 in size"),
+        (
+            {"x": [1, 2, 3, 4], "y": [1, 2e300, 3, 4]},
+            "x",
+            r"'y' has a value of 2e\+300 in size",
+        ),
+        (
+            {"x": [1e-200, 0, 3e-200, 4e-200], "y": [1, 2, 3, 4]},
+            "x",
+            "'x' has no value above 4e-200 in size",
+        ),
     ],
 )
 @pytest.mark.parametrize("fit", [linear_fit, exponential_fit])
@@ -129,11 +153,19 @@ def test_the_exponential_fit_is_least_squares_on_y():
     design = np.column_stack([np.exp(fit.b * x), fit.a * x * np.exp(fit.b * x)])
     residuals = y - fit.a * np.exp(fit.b * x)
     # Stationary: residuals are orthogonal to both derivatives.
-    np.testing.assert_allclose(design.T @ residuals, 0, atol=1e-4 * np.linalg.norm(design) * np.linalg.norm(residuals))
+    np.testing.assert_allclose(
+        design.T @ residuals,
+        0,
+        atol=1e-4 * np.linalg.norm(design) * np.linalg.norm(residuals),
+    )
     error = np.sqrt(np.linalg.inv(design.T @ design)[1, 1] * residuals @ residuals / 13)
     assert fit.p == pytest.approx(2 * stats.t.sf(fit.b / error, 13), rel=1e-3)
-    assert fit.b_interval == pytest.approx((fit.b - 2.1604 * error, fit.b + 2.1604 * error), rel=1e-3)
-    assert fit.r_squared == pytest.approx(1 - (residuals**2).sum() / ((y - y.mean()) ** 2).sum())
+    assert fit.b_interval == pytest.approx(
+        (fit.b - 2.1604 * error, fit.b + 2.1604 * error), rel=1e-3
+    )
+    assert fit.r_squared == pytest.approx(
+        1 - (residuals**2).sum() / ((y - y.mean()) ** 2).sum()
+    )
 
 
 # ranks
@@ -160,11 +192,19 @@ def test_subsets_by_query_and_by_mask():
         table,
         "coupling",
         "score",
-        subsets={"above": "score > 40", "mask": (table["score"] > 40).to_numpy(), "all": [True] * 12},
+        subsets={
+            "above": "score > 40",
+            "mask": (table["score"] > 40).to_numpy(),
+            "all": [True] * 12,
+        },
     )
-    by_hand = stats.linregress(table["coupling"][table["score"] > 40], table["score"][table["score"] > 40])
+    by_hand = stats.linregress(
+        table["coupling"][table["score"] > 40], table["score"][table["score"] > 40]
+    )
     assert fits["above"] == fits["mask"]
-    assert (fits["above"].slope, fits["above"].p) == pytest.approx((by_hand.slope, by_hand.pvalue))
+    assert (fits["above"].slope, fits["above"].p) == pytest.approx(
+        (by_hand.slope, by_hand.pvalue)
+    )
     assert fits["all"] == linear_fit(table, "coupling", "score")
 
 
@@ -190,11 +230,17 @@ def test_subsets_that_are_none(subset, message):
 def test_longley_as_certified(name):
     table = longley.load_pandas().data
     coefficient, deviation = LONGLEY[name]
-    fit = linear_fit(table, name, "TOTEMP", controls=[other for other in LONGLEY if other != name])
+    fit = linear_fit(
+        table, name, "TOTEMP", controls=[other for other in LONGLEY if other != name]
+    )
     t = coefficient / deviation
     assert fit.slope == pytest.approx(coefficient, rel=1e-8)
     assert fit.slope_interval == pytest.approx(
-        (coefficient - 2.2621571628 * deviation, coefficient + 2.2621571628 * deviation), rel=1e-7
+        (
+            coefficient - 2.2621571628 * deviation,
+            coefficient + 2.2621571628 * deviation,
+        ),
+        rel=1e-7,
     )
     assert fit.r_squared == pytest.approx(t**2 / (t**2 + 9), rel=1e-7)
     assert fit.p == pytest.approx(2 * stats.t.sf(abs(t), 9), rel=1e-6)
@@ -203,10 +249,19 @@ def test_longley_as_certified(name):
 
 def test_stackloss_as_published():
     # The printed summary of R's lm(stack.loss ~ .) with its standard errors.
-    published = {"AIRFLOW": (0.7156, 5.8e-05), "WATERTEMP": (1.2953, 0.00263), "ACIDCONC": (-0.1521, 0.34405)}
+    published = {
+        "AIRFLOW": (0.7156, 5.8e-05),
+        "WATERTEMP": (1.2953, 0.00263),
+        "ACIDCONC": (-0.1521, 0.34405),
+    }
     table = stackloss.load_pandas().data
     for name, (coefficient, p) in published.items():
-        fit = linear_fit(table, name, "STACKLOSS", controls=[other for other in published if other != name])
+        fit = linear_fit(
+            table,
+            name,
+            "STACKLOSS",
+            controls=[other for other in published if other != name],
+        )
         assert fit.slope == pytest.approx(coefficient, abs=5e-5)
         assert fit.p == pytest.approx(p, rel=5e-3)
 
@@ -237,9 +292,21 @@ def test_a_fit_with_controls_is_frisch_waugh_lovell():
             ["b"],
             "a fit of 'y' on a, b needs at least 4 models, got 3",
         ),
-        ({"a": [1, 2, 4, 7, 1], "b": [2, 4, 8, 14, 2], "y": [1, 2, 2, 5, 6]}, ["b"], "a, b determine each other"),
-        ({"a": [1, 2, 4, 7, 1], "b": [3] * 5, "y": [1, 2, 2, 5, 6]}, ["b"], "'b' is the same for all 5 models"),
-        ({"a": [1, 2, 4, 7, 1], "y": [1, 2, 2, 5, 6]}, ["a"], "must be different columns"),
+        (
+            {"a": [1, 2, 4, 7, 1], "b": [2, 4, 8, 14, 2], "y": [1, 2, 2, 5, 6]},
+            ["b"],
+            "a, b determine each other",
+        ),
+        (
+            {"a": [1, 2, 4, 7, 1], "b": [3] * 5, "y": [1, 2, 2, 5, 6]},
+            ["b"],
+            "'b' is the same for all 5 models",
+        ),
+        (
+            {"a": [1, 2, 4, 7, 1], "y": [1, 2, 2, 5, 6]},
+            ["a"],
+            "must be different columns",
+        ),
     ],
 )
 def test_controls_that_cannot_be_held_fixed(table, controls, message):
@@ -259,7 +326,9 @@ def test_covariates_are_compared_on_the_same_models():
     assert found.loc["tokens", "x_r_squared"] == pytest.approx(
         stats.linregress(kept["coupling"], kept["score"]).rvalue ** 2
     )
-    assert found.loc["size", "x_p"] == pytest.approx(stats.linregress(table["coupling"], table["score"]).pvalue)
+    assert found.loc["size", "x_p"] == pytest.approx(
+        stats.linregress(table["coupling"], table["score"]).pvalue
+    )
 
 
 # leave one out
@@ -284,7 +353,9 @@ def test_one_planted_model_carries_the_claim():
     rng = np.random.default_rng(3)
     x = np.append(rng.random(9), 6.0)
     y = np.append(-0.2 * x[:9] + 0.3 * rng.standard_normal(9), 6.0)
-    found = leave_one_out(pandas.DataFrame({"model": [*"abcdefghi", "planted"], "x": x, "y": y}), "x", "y")
+    found = leave_one_out(
+        pandas.DataFrame({"model": [*"abcdefghi", "planted"], "x": x, "y": y}), "x", "y"
+    )
     assert found.most_influential == "planted"
     assert found.sign_changes == ("planted",)
     assert found.not_significant == ("planted",)
@@ -299,12 +370,17 @@ def test_influence_by_hand():
     hat = design @ np.linalg.inv(design.T @ design) @ design.T
     leverage, residuals = np.diag(hat), y - hat @ y
     variance = residuals @ residuals / 10
-    np.testing.assert_allclose(found["cooks_distance"], residuals**2 * leverage / (2 * variance * (1 - leverage) ** 2))
+    np.testing.assert_allclose(
+        found["cooks_distance"],
+        residuals**2 * leverage / (2 * variance * (1 - leverage) ** 2),
+    )
     slope = stats.linregress(x, y).slope
     for i in range(12):
         rest = np.arange(12) != i
         fit = stats.linregress(x[rest], y[rest])
-        spread = fit.stderr * np.sqrt(((x[rest] - x[rest].mean()) ** 2).sum() / ((x - x.mean()) ** 2).sum())
+        spread = fit.stderr * np.sqrt(
+            ((x[rest] - x[rest].mean()) ** 2).sum() / ((x - x.mean()) ** 2).sum()
+        )
         assert found["dfbetas"].iloc[i] == pytest.approx((slope - fit.slope) / spread)
         assert found["r_squared"].iloc[i] == pytest.approx(fit.rvalue**2)
         assert found["p"].iloc[i] == pytest.approx(fit.pvalue)
@@ -333,7 +409,9 @@ def test_table_1():
     assert not table.duplicated(["family", "variant", "params_billion"]).any()
 
 
-@pytest.mark.parametrize("column", ["params_billion", "n_layers", "d_model", "training_tokens"])
+@pytest.mark.parametrize(
+    "column", ["params_billion", "n_layers", "d_model", "training_tokens"]
+)
 def test_sizes_of_table_1_against_its_scores(column):
     table = paper_table1()
     there = table[[column, "score"]].dropna()
@@ -345,7 +423,9 @@ def test_sizes_of_table_1_against_its_scores(column):
     assert fit.r_squared < 0.2
 
 
-@pytest.mark.parametrize(("r_squared", "p", "n"), [(0.75, 1.56e-6, 19), (0.55, 0.023, 9), (0.39, 0.023, 13)])
+@pytest.mark.parametrize(
+    ("r_squared", "p", "n"), [(0.75, 1.56e-6, 19), (0.55, 0.023, 9), (0.39, 0.023, 13)]
+)
 def test_the_papers_r_squared_and_p_agree_for_a_number_of_models(r_squared, p, n):
     rng = np.random.default_rng(n)
     x = rng.standard_normal(n)

@@ -61,15 +61,39 @@ def test_scores_are_read(tmp_path):
         ("name,score\na,1\n", "no column 'model'; the columns are name, score"),
         ("model,points\na,1\n", "no column 'score'"),
         ("model,score, score\na,1,2\nb,2,3\nc,3,4\n", "more than one column 'score'"),
-        ("model,score\na,1\nb,high\nc,3\n", "'score' of model 'b' must be a finite number, got 'high'"),
-        ("model,score\na,1\nb,inf\nc,3\n", "'score' of model 'b' must be a finite number"),
+        (
+            "model,score\na,1\nb,high\nc,3\n",
+            "'score' of model 'b' must be a finite number, got 'high'",
+        ),
+        (
+            "model,score\na,1\nb,inf\nc,3\n",
+            "'score' of model 'b' must be a finite number",
+        ),
         ("model,score\na,1\nb,2\nc,3\na,4\n", "more than one row for a"),
-        ("model,checkpoint,score\na,1,1\na,1,2\nc,3,4\n", "more than one row for a at 1"),
-        ("model,score\na,1\nb,2\nc,\n", "scores of at least three models are needed, got 2"),
-        ("model,score\na,1\nb,1e300\nc,3\n", "'score' has a value of 1e\\+300 in size, .*; give it in another unit"),
-        ("model,score\na,1e-200\nb,0\nc,3e-200\n", "'score' has no value above 3e-200 in size, .* another unit"),
-        ("model,score\na,1,2,3\nb,2,3,4\nc,3,4,5\n", "lines are longer than the header"),
-        ("model,score\na,1\nb,2,7\nc,3\n", "not a CSV file .* Expected 2 fields in line 3, saw 3"),
+        (
+            "model,checkpoint,score\na,1,1\na,1,2\nc,3,4\n",
+            "more than one row for a at 1",
+        ),
+        (
+            "model,score\na,1\nb,2\nc,\n",
+            "scores of at least three models are needed, got 2",
+        ),
+        (
+            "model,score\na,1\nb,1e300\nc,3\n",
+            "'score' has a value of 1e\\+300 in size, .*; give it in another unit",
+        ),
+        (
+            "model,score\na,1e-200\nb,0\nc,3e-200\n",
+            "'score' has no value above 3e-200 in size, .* another unit",
+        ),
+        (
+            "model,score\na,1,2,3\nb,2,3,4\nc,3,4,5\n",
+            "lines are longer than the header",
+        ),
+        (
+            "model,score\na,1\nb,2,7\nc,3\n",
+            "not a CSV file .* Expected 2 fields in line 3, saw 3",
+        ),
     ],
 )
 def test_scores_that_are_none(tmp_path, text, message):
@@ -91,10 +115,21 @@ def test_a_table_has_a_row_for_every_model_and_checkpoint_measured():
     data["mean_coupling"][1, 0] = np.nan
     data["mean_coupling"][2, 1, :2] = np.nan
     table = table_of(data, 5, scores="loss")
-    assert list(table) == ["model", "checkpoint", "coupling", "null", "loss", "n_layers", "d_model", "n_parameters"]
+    assert list(table) == [
+        "model",
+        "checkpoint",
+        "coupling",
+        "null",
+        "loss",
+        "n_layers",
+        "d_model",
+        "n_parameters",
+    ]
     assert len(table) == 7
     row = table[(table["model"] == "org/m2") & (table["checkpoint"] == 1000)].iloc[0]
-    assert row["coupling"] == pytest.approx(data["mean_coupling"].values[2, 1, 2:, 0].mean())
+    assert row["coupling"] == pytest.approx(
+        data["mean_coupling"].values[2, 1, 2:, 0].mean()
+    )
     assert row["null"] == pytest.approx(1 - np.sqrt(0.8))
     assert row["loss"] == pytest.approx(data["loss"].values[2, 1].mean())
     assert row["n_layers"] == data["n_layers"].values[2, 1]
@@ -110,31 +145,43 @@ def test_scores_go_to_their_models_whatever_their_order():
     assert set(table["training_tokens"]) == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("name", ["coupling", "null", "n_layers", "d_model", "n_parameters"])
+@pytest.mark.parametrize(
+    "name", ["coupling", "null", "n_layers", "d_model", "n_parameters"]
+)
 def test_columns_of_the_surveys_own_are_refused(name):
     data = survey()
     given = scores_of(data, **{name: 99.0})
     wanted = f"the survey has a column {name!r} of its own, and the scores another one .*org/m0.*; rename that"
     with pytest.raises(ValueError, match=wanted):
         generalization_study(data, given, n_resamples=50)
-    with pytest.raises(ValueError, match=f"column {name!r} of its own: rename that of the scores"):
-        generalization_study(data, given.assign(**{name: range(8)}), score=name, n_resamples=50)
+    with pytest.raises(
+        ValueError, match=f"column {name!r} of its own: rename that of the scores"
+    ):
+        generalization_study(
+            data, given.assign(**{name: range(8)}), score=name, n_resamples=50
+        )
 
 
 def test_a_score_is_not_called_as_the_surveys_loss_is():
     """It would be taken for the loss on the survey's prompts, in nats per token."""
     data = survey()
     given = scores_of(data).rename(columns={"score": "loss"})
-    with pytest.raises(ValueError, match="column 'loss' of its own: rename that of the scores"):
+    with pytest.raises(
+        ValueError, match="column 'loss' of its own: rename that of the scores"
+    ):
         generalization_study(data, given, score="loss", n_resamples=50)
-    found = generalization_study(data.drop_vars("loss"), given, score="loss", n_resamples=50)
+    found = generalization_study(
+        data.drop_vars("loss"), given, score="loss", n_resamples=50
+    )
     assert found.table["loss"].tolist() == given["loss"].tolist()
 
 
 def test_what_scores_say_as_the_survey_does_is_taken():
     """Sizes that were measured, and those of the models for which there are none."""
     data = survey()
-    sizes = {name: data[name].values[:, 0].copy() for name in ("n_layers", "n_parameters")}
+    sizes = {
+        name: data[name].values[:, 0].copy() for name in ("n_layers", "n_parameters")
+    }
     data["n_parameters"][0] = np.nan
     found = generalization_study(data, scores_of(data, **sizes), n_resamples=50)
     assert found.table["n_parameters"].tolist() == sizes["n_parameters"].tolist()
@@ -143,14 +190,22 @@ def test_what_scores_say_as_the_survey_does_is_taken():
 def test_scores_of_checkpoints():
     data = survey(n_models=3, checkpoints=(0, 1000))
     given = pandas.DataFrame(
-        {"model": data["model"].values.repeat(2), "checkpoint": [1000, 0] * 3, "score": [10.0, 1, 20, 2, 30, 3]}
+        {
+            "model": data["model"].values.repeat(2),
+            "checkpoint": [1000, 0] * 3,
+            "score": [10.0, 1, 20, 2, 30, 3],
+        }
     )
     table = table_of(data, 5, scores=given)
     assert table["score"].tolist() == [1, 10, 2, 20, 3, 30]
 
 
 def test_one_model_across_training_is_a_table_too():
-    data = survey(n_models=1, checkpoints=(0, 10, 100)).isel(model=0, drop=True).assign_attrs(model="pythia")
+    data = (
+        survey(n_models=1, checkpoints=(0, 10, 100))
+        .isel(model=0, drop=True)
+        .assign_attrs(model="pythia")
+    )
     table = table_of(data)
     assert table["model"].tolist() == ["pythia"] * 3
     assert table["checkpoint"].tolist() == [0, 10, 100]
@@ -159,10 +214,13 @@ def test_one_model_across_training_is_a_table_too():
 def test_scores_of_models_that_were_not_measured_are_named_and_left_out():
     data = survey(n_models=5)
     given = scores_of(data)
-    more = pandas.concat([given, pandas.DataFrame({"model": ["org/m9", "gpt-5"], "score": [1.0, 2.0]})])
+    more = pandas.concat(
+        [given, pandas.DataFrame({"model": ["org/m9", "gpt-5"], "score": [1.0, 2.0]})]
+    )
     expected = generalization_study(data, given, n_resamples=50)
     with pytest.warns(
-        UserWarning, match=r"that were not measured: gpt-5, org/m9; measured: org/m0, .*org/m4"
+        UserWarning,
+        match=r"that were not measured: gpt-5, org/m9; measured: org/m0, .*org/m4",
     ) as caught:
         found = generalization_study(data, more, n_resamples=50)
     assert len([one for one in caught if "not measured" in str(one.message)]) == 1
@@ -170,9 +228,16 @@ def test_scores_of_models_that_were_not_measured_are_named_and_left_out():
     assert found.to_dict() == expected.to_dict()
     with (
         pytest.warns(UserWarning, match="not measured: org/m9"),
-        pytest.raises(ValueError, match="scores of at least three measured models are needed, got 2"),
+        pytest.raises(
+            ValueError,
+            match="scores of at least three measured models are needed, got 2",
+        ),
     ):
-        generalization_study(data, given.assign(model=["org/m0", "org/m1", "org/m9", "x", "y"]), n_resamples=50)
+        generalization_study(
+            data,
+            given.assign(model=["org/m0", "org/m1", "org/m9", "x", "y"]),
+            n_resamples=50,
+        )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +246,10 @@ def test_scores_of_models_that_were_not_measured_are_named_and_left_out():
         ({"k": 7}, r"`k` = 7 was not measured; there are \[5, 10\]"),
         ({"measure": "captured_energy"}, "no 'mean_captured_energy'"),
         ({"scores": "accuracy"}, '`scores` must be a table or "loss"'),
-        ({"scores": pandas.DataFrame({"model": ["gpt5"] * 3, "score": 1.0})}, "more than one row for gpt5"),
+        (
+            {"scores": pandas.DataFrame({"model": ["gpt5"] * 3, "score": 1.0})},
+            "more than one row for gpt5",
+        ),
     ],
 )
 def test_tables_that_cannot_be_made(arguments, message):
@@ -195,13 +263,19 @@ def test_a_survey_that_holds_nothing(dim, is_empty):
     """Neither prompts, models nor checkpoints; or of all of them no value."""
     data = survey()
     scores = scores_of(data)
-    data = data.isel({dim: slice(0)}) if is_empty else data.where(data[dim] == "none of these")
+    data = (
+        data.isel({dim: slice(0)})
+        if is_empty
+        else data.where(data[dim] == "none of these")
+    )
     for ask in (
         lambda: generalization_study(data, scores),
         lambda: task_means(data),
         lambda: prompt_correlations(data),
     ):
-        with pytest.raises(ValueError, match="the survey holds no coupling of any model on any prompt"):
+        with pytest.raises(
+            ValueError, match="the survey holds no coupling of any model on any prompt"
+        ):
             ask()
 
 
@@ -230,7 +304,8 @@ def test_only_what_is_needed_is_read_from_a_lazy_survey():
 
 
 def test_the_mean_varies_by_models_and_by_prompts():
-    # x = a_m + b_p: the variance of the mean is var(a) / M + var(b) / P, and never that of layer pairs.
+    # x = a_m + b_p: the variance of the mean is var(a) / M + var(b) / P, and never that
+    # of layer pairs.
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal(40), 2 * rng.standard_normal(60)
     result = bootstrap(a[:, None] + b, a, n_resamples=4000)
@@ -243,7 +318,8 @@ def test_the_mean_varies_by_models_and_by_prompts():
 def test_all_models_of_a_draw_see_the_same_prompts():
     rng = np.random.default_rng(0)
     a = rng.standard_normal(10)
-    # Prompts that differ far more than models: drawn apart for each model, they would drown the slope.
+    # Prompts that differ far more than models: drawn apart for each model, they would
+    # drown the slope.
     result = bootstrap(a[:, None] + 100 * rng.standard_normal(12), a)
     assert result.slope == pytest.approx((1, 1))
     assert result.r_squared == pytest.approx((1, 1))
@@ -262,7 +338,8 @@ def test_few_models_or_prompts_make_wide_intervals(few, many):
     def width(shape):
         rng = np.random.default_rng(1)
         low, high = bootstrap(
-            rng.standard_normal((shape[0], 1)) + rng.standard_normal(shape[1]), np.arange(shape[0]) * 1.0
+            rng.standard_normal((shape[0], 1)) + rng.standard_normal(shape[1]),
+            np.arange(shape[0]) * 1.0,
         ).mean
         return high - low
 
@@ -285,9 +362,15 @@ def test_intervals_are_those_of_a_loop_over_draws():
         rhos.append(stats.spearmanr(drawn, y[models]).statistic)
         lines.append(fit.intercept + fit.slope * x.mean(1).max())
     result = bootstrap(x, y, n_resamples=6000)
-    found = [result.slope, result.r_squared, result.rho, (result.band_low[-1], result.band_high[-1])]
+    found = [
+        result.slope,
+        result.r_squared,
+        result.rho,
+        (result.band_low[-1], result.band_high[-1]),
+    ]
     for interval, draws in zip(found, (slopes, r_squared, rhos, lines), strict=True):
-        # Hesterberg's expanded percentiles: of nine models, t has eight degrees of freedom.
+        # Hesterberg's expanded percentiles: of nine models, t has eight degrees of
+        # freedom.
         tail = stats.norm.sf(stats.t.ppf(0.975, 8) * np.sqrt(9 / 8))
         expected = np.quantile(draws, [tail, 1 - tail])
         np.testing.assert_allclose(interval, expected, atol=0.12 * np.ptp(expected))
@@ -299,10 +382,19 @@ def test_intervals_cover_what_is_true():
         rng = np.random.default_rng(seed)
         models, prompts = rng.standard_normal(30), rng.standard_normal(40)
         result = bootstrap(
-            0.5 + models[:, None] + prompts, 2 * models + rng.standard_normal(30), n_resamples=200, seed=seed
+            0.5 + models[:, None] + prompts,
+            2 * models + rng.standard_normal(30),
+            n_resamples=200,
+            seed=seed,
         )
-        covered.append([low <= true <= high for true, (low, high) in ((2, result.slope), (0.5, result.mean))])
-    # Percentiles of 30 models are a little narrow; at 95 % three standard errors of 150 are 5 %.
+        covered.append(
+            [
+                low <= true <= high
+                for true, (low, high) in ((2, result.slope), (0.5, result.mean))
+            ]
+        )
+    # Percentiles of 30 models are a little narrow; at 95 % three standard errors of 150
+    # are 5 %.
     slope, mean = np.mean(covered, 0)
     assert 0.87 <= slope <= 0.995
     assert 0.87 <= mean <= 0.995
@@ -327,7 +419,9 @@ def test_seeds():
 def test_prompts_that_a_model_lacks_are_left_out_of_its_mean():
     x = np.arange(6.0)[:, None] + np.zeros(8)
     x[0, :3] = np.nan
-    result = bootstrap(np.vstack([x, np.full(8, np.nan)]), np.append(5 * np.arange(6.0), 99))
+    result = bootstrap(
+        np.vstack([x, np.full(8, np.nan)]), np.append(5 * np.arange(6.0), 99)
+    )
     assert result.n_models == 6
     assert result.slope == pytest.approx((5, 5))
 
@@ -337,9 +431,24 @@ def test_prompts_that_a_model_lacks_are_left_out_of_its_mean():
     [
         (np.zeros((2, 4)), np.zeros(2), {}, "at least three .* got 2"),
         (np.zeros((5, 4)), np.arange(5.0), {}, "all 2000 draws are degenerate"),
-        (np.ones((5, 4)), 1e300 * np.arange(5.0), {}, r"`y` has a value of 4e\+300 in size"),
-        (1e-200 * np.ones((5, 4)), np.arange(5.0), {}, "`x` has no value above 1e-200 in size"),
-        (np.ones((5, 4)), np.arange(5.0), {"n_resamples": 0}, "`n_resamples` must be at least 1"),
+        (
+            np.ones((5, 4)),
+            1e300 * np.arange(5.0),
+            {},
+            r"`y` has a value of 4e\+300 in size",
+        ),
+        (
+            1e-200 * np.ones((5, 4)),
+            np.arange(5.0),
+            {},
+            "`x` has no value above 1e-200 in size",
+        ),
+        (
+            np.ones((5, 4)),
+            np.arange(5.0),
+            {"n_resamples": 0},
+            "`n_resamples` must be at least 1",
+        ),
     ],
 )
 def test_nothing_to_resample(x, y, arguments, message):
@@ -359,7 +468,9 @@ def test_each_k_has_its_own_fit():
     assert list(found) == list(KS)
     assert found[5].linear.r_squared == pytest.approx(1)
     x = data["mean_coupling"].values[:, 0, :, 1].mean(1)
-    assert found[10].linear.r_squared == pytest.approx(np.corrcoef(x, given["score"])[0, 1] ** 2)
+    assert found[10].linear.r_squared == pytest.approx(
+        np.corrcoef(x, given["score"])[0, 1] ** 2
+    )
 
 
 def test_tasks_have_their_prompts_and_their_scores():
@@ -367,21 +478,36 @@ def test_tasks_have_their_prompts_and_their_scores():
     given = scores_of(data, arc=np.random.default_rng(3).random(8))
     found = generalization_study(data, given, k=5, n_resamples=50).by_task
     x = data["mean_coupling"].values[:, 0, :, 0]
-    for task, prompts, score in (("arc", x[:, :3], given["arc"]), ("mmlu", x[:, 3:], given["score"])):
-        assert found[task].linear.r_squared == pytest.approx(np.corrcoef(prompts.mean(1), score)[0, 1] ** 2)
+    for task, prompts, score in (
+        ("arc", x[:, :3], given["arc"]),
+        ("mmlu", x[:, 3:], given["score"]),
+    ):
+        assert found[task].linear.r_squared == pytest.approx(
+            np.corrcoef(prompts.mean(1), score)[0, 1] ** 2
+        )
         assert found[task].bootstrap.n_prompts == 3
 
 
 def test_within_a_model_across_tasks():
-    data = survey(n_models=4, n_prompts=6).assign_coords(task=("prompt", ["a", "a", "b", "b", "c", "c"]))
+    data = survey(n_models=4, n_prompts=6).assign_coords(
+        task=("prompt", ["a", "a", "b", "b", "c", "c"])
+    )
     rng = np.random.default_rng(0)
-    given = pandas.DataFrame({"model": data["model"].values} | {task: rng.random(4) for task in "abc"})
-    found = generalization_study(data, given, score="a", k=5, n_resamples=50).across_tasks
+    given = pandas.DataFrame(
+        {"model": data["model"].values} | {task: rng.random(4) for task in "abc"}
+    )
+    found = generalization_study(
+        data, given, score="a", k=5, n_resamples=50
+    ).across_tasks
     x = data["mean_coupling"].values[2, 0, :, 0].reshape(3, 2).mean(1)
-    assert found["org/m2"].r_squared == pytest.approx(np.corrcoef(x, given.loc[2, [*"abc"]].astype(float))[0, 1] ** 2)
+    assert found["org/m2"].r_squared == pytest.approx(
+        np.corrcoef(x, given.loc[2, [*"abc"]].astype(float))[0, 1] ** 2
+    )
     assert found["org/m2"].n == 3
     with pytest.raises(ValueError, match="at least three tasks"):
-        fits_across_tasks(data, given[["model", "a", "b"]], k=5, measure="coupling", checkpoint=None)
+        fits_across_tasks(
+            data, given[["model", "a", "b"]], k=5, measure="coupling", checkpoint=None
+        )
 
 
 def test_length_and_difficulty_of_prompts():
@@ -389,11 +515,15 @@ def test_length_and_difficulty_of_prompts():
     x, length = data["mean_coupling"].values[1, 0, :, 0], data["n_pos"].values[1, 0]
     by_length = prompt_correlations(data, k=5, n_resamples=500)["org/m1"]
     expected = stats.spearmanr(x, length)
-    assert (by_length.rho, by_length.p, by_length.n) == pytest.approx((expected.statistic, expected.pvalue, 30))
+    assert (by_length.rho, by_length.p, by_length.n) == pytest.approx(
+        (expected.statistic, expected.pvalue, 30)
+    )
     low, high = by_length.interval
     assert low < by_length.rho < high
     # Fisher's z has a standard error of about 1.06 / √(n − 3) on ranks.
-    assert np.arctanh(high) - np.arctanh(low) == pytest.approx(2 * 1.96 * 1.06 / np.sqrt(27), rel=0.25)
+    assert np.arctanh(high) - np.arctanh(low) == pytest.approx(
+        2 * 1.96 * 1.06 / np.sqrt(27), rel=0.25
+    )
     difficulty = {f"p{i}": float(-x[i]) for i in range(20)}
     by_difficulty = prompt_correlations(data, difficulty, k=5)["org/m1"]
     assert (by_difficulty.rho, by_difficulty.n) == pytest.approx((-1, 20))
@@ -450,14 +580,22 @@ def test_the_summary_holds_it_all_and_is_json():
     assert set(result.by_k) == set(KS)
     assert result.by_k[5] is result.association
     assert set(result.by_task) == {"arc", "mmlu"}
-    assert set(result.prompt_length) == set(result.prompt_difficulty) == set(data["model"].values)
+    assert (
+        set(result.prompt_length)
+        == set(result.prompt_difficulty)
+        == set(data["model"].values)
+    )
     read = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert read["association"]["linear"]["n"] == 11
     assert len(read["table"]) == len(read["influence"]["table"]) == 11
     assert read["influence"]["table"][0]["model"] == "org/m1"
     assert read["covariates"][1]["covariate"] == "n_layers"
-    assert read["association"]["bootstrap"]["resampled"].startswith("models, and prompts")
-    assert read["by_k"]["10"]["linear"]["r_squared"] == pytest.approx(result.by_k[10].linear.r_squared)
+    assert read["association"]["bootstrap"]["resampled"].startswith(
+        "models, and prompts"
+    )
+    assert read["by_k"]["10"]["linear"]["r_squared"] == pytest.approx(
+        result.by_k[10].linear.r_squared
+    )
     assert len(repr(result).splitlines()) <= 3
     assert "k = 5" in repr(result)
     slopes, fit = result.slopes, result.partial["n_layers"]
@@ -470,14 +608,22 @@ def test_the_summary_holds_it_all_and_is_json():
     ]
     expected = (fit.n, fit.slope, *fit.slope_interval, fit.r_squared, fit.p, fit.vif)
     assert tuple(slopes.loc["given n_layers"]) == pytest.approx(expected)
-    assert tuple(slopes.loc["all models, bootstrap"][["low", "high"]]) == result.association.bootstrap.slope
+    assert (
+        tuple(slopes.loc["all models, bootstrap"][["low", "high"]])
+        == result.association.bootstrap.slope
+    )
 
 
 def test_maps_of_layers_change_nothing():
     data = survey()
     maps = np.random.default_rng(0).random((8, 1, 6, 2, 3, 3))
-    with_maps = data.assign(coupling=(("model", "checkpoint", "prompt", "k", "layer", "other_layer"), maps))
-    plain, other = (generalization_study(d, scores_of(data), n_resamples=50).to_dict() for d in (data, with_maps))
+    with_maps = data.assign(
+        coupling=(("model", "checkpoint", "prompt", "k", "layer", "other_layer"), maps)
+    )
+    plain, other = (
+        generalization_study(d, scores_of(data), n_resamples=50).to_dict()
+        for d in (data, with_maps)
+    )
     assert plain == other
 
 
@@ -492,32 +638,47 @@ def test_a_model_that_lacks_the_last_checkpoint_is_named_and_left_out_unless_it_
     assert result.left_out["org/m2"] == why
     assert "org/m2" not in result.prompt_length
     assert result.score == "loss"
-    assert result.table["coupling"][0] == pytest.approx(data["mean_coupling"].values[0, 0, :, 1].mean())
+    assert result.table["coupling"][0] == pytest.approx(
+        data["mean_coupling"].values[0, 0, :, 1].mean()
+    )
     asked = generalization_study(data, "loss", checkpoint="last", n_resamples=50)
     assert asked.table["checkpoint"].tolist() == [1000, 1000, 20, 1000, 1000]
     assert "org/m2" not in asked.left_out
     assert asked.prompt_length["org/m2"].n == 6
     named = generalization_study(data, "loss", checkpoint="0", n_resamples=50).table
     assert named["checkpoint"].tolist() == [0] * 5
-    with pytest.raises(ValueError, match="checkpoint 7 was not measured; there are 0, 20, 1000"):
+    with pytest.raises(
+        ValueError, match="checkpoint 7 was not measured; there are 0, 20, 1000"
+    ):
         generalization_study(data, "loss", checkpoint=7)
 
 
 def test_a_model_scored_at_an_earlier_step_alone_is_not_without_a_score():
     data = survey(n_models=5, checkpoints=(0, 1000))
-    given = pandas.DataFrame({"model": data["model"].values, "checkpoint": [1000, 1000, 0, 1000, 1000]})
+    given = pandas.DataFrame(
+        {"model": data["model"].values, "checkpoint": [1000, 1000, 0, 1000, 1000]}
+    )
     given["score"] = [3.0, 1, 4, 1, 5]
     left_out = generalization_study(data, given, n_resamples=50).left_out
-    assert left_out["org/m2"] == "no score at checkpoint 1000, only at 0 (“last” takes each model's last)"
+    assert (
+        left_out["org/m2"]
+        == "no score at checkpoint 1000, only at 0 (“last” takes each model's last)"
+    )
     asked = generalization_study(data, given, checkpoint="last", n_resamples=50).table
     assert asked["checkpoint"].tolist() == [1000, 1000, 0, 1000, 1000]
     assert asked["score"].tolist() == [3, 1, 4, 1, 5]
     # Without a score at any step; with too few of them at the last.
-    asked = generalization_study(data, given.assign(score=[3, 1, np.nan, 1, 5]), checkpoint="last", n_resamples=50)
+    asked = generalization_study(
+        data,
+        given.assign(score=[3, 1, np.nan, 1, 5]),
+        checkpoint="last",
+        n_resamples=50,
+    )
     assert asked.left_out["org/m2"] == "no score"
     given["checkpoint"] = [1000, 0, 0, 0, 1000]
     with pytest.raises(
-        ValueError, match=r"got 2: org/m0, org/m4; org/m1: no score at checkpoint 1000, only at 0 \(“last”"
+        ValueError,
+        match=r"got 2: org/m0, org/m4; org/m1: no score at checkpoint 1000, only at 0 \(“last”",
     ):
         generalization_study(data, given, n_resamples=50)
 
@@ -525,7 +686,9 @@ def test_a_model_scored_at_an_earlier_step_alone_is_not_without_a_score():
 def test_numbered_checkpoints_are_in_order_as_text_too():
     data = survey(n_models=4, checkpoints=("main", "1000", "9"))
     assert table_of(data)["checkpoint"][:3].tolist() == ["9", "1000", "main"]
-    assert set(generalization_study(data, n_resamples=50).table["checkpoint"]) == {"main"}
+    assert set(generalization_study(data, n_resamples=50).table["checkpoint"]) == {
+        "main"
+    }
 
 
 def test_untrained_twins_are_a_baseline_and_nothing_else():
@@ -534,9 +697,14 @@ def test_untrained_twins_are_a_baseline_and_nothing_else():
     trained = generalization_study(data, n_resamples=50)
     assert set(trained.table["checkpoint"]) == {"main"}
     baseline = generalization_study(data, checkpoint="untrained", n_resamples=50)
-    np.testing.assert_allclose(baseline.table["coupling"], 0.1 * trained.table["coupling"])
+    np.testing.assert_allclose(
+        baseline.table["coupling"], 0.1 * trained.table["coupling"]
+    )
     data["mean_coupling"][2, 0] = np.nan
-    assert generalization_study(data, n_resamples=50).left_out["org/m2"] == "no coupling at k = 10"
+    assert (
+        generalization_study(data, n_resamples=50).left_out["org/m2"]
+        == "no coupling at k = 10"
+    )
 
 
 def test_prompts_that_only_some_models_know_are_said():
@@ -546,7 +714,9 @@ def test_prompts_that_only_some_models_know_are_said():
     data["mean_coupling"][3, :, 4] = np.nan
     with pytest.warns(UserWarning, match="org/m3: some prompts were not measured"):
         result = generalization_study(data, n_resamples=50)
-    assert result.table["coupling"][3] == pytest.approx(data["mean_coupling"].values[3, 0, :4, 1].mean())
+    assert result.table["coupling"][3] == pytest.approx(
+        data["mean_coupling"].values[3, 0, :4, 1].mean()
+    )
 
 
 def test_what_lacks_models_is_left_out_and_said():
@@ -577,19 +747,28 @@ def test_arguments_that_name_what_is_not_there(arguments, message):
 
 
 def test_fewer_than_three_models():
-    with pytest.raises(ValueError, match=r"needs at least three models that have both, got 2: org/m0, org/m1"):
+    with pytest.raises(
+        ValueError,
+        match=r"needs at least three models that have both, got 2: org/m0, org/m1",
+    ):
         generalization_study(survey(n_models=2), "loss")
 
 
 def test_on_real_measurements(tokenizer_folder):
-    models = {f"{family}": tiny.huggingface_model(family) for family in ("gpt2", "llama", "gpt_neox")}
-    settings, prompts = tlc.Settings(k=(4, 8), n_singular_values=4), ["w1 w2 w3 w4", "w5 w6 w7 w8 w9"]
+    models = {
+        f"{family}": tiny.huggingface_model(family)
+        for family in ("gpt2", "llama", "gpt_neox")
+    }
+    settings, prompts = (
+        tlc.Settings(k=(4, 8), n_singular_values=4),
+        ["w1 w2 w3 w4", "w5 w6 w7 w8 w9"],
+    )
     from tl_coupling.surveys.measurements import as_prompts
 
     measured = [
-        tlc.surveys.measure_prompts(tiny.bridge(model, tokenizer_folder), as_prompts(prompts), settings).expand_dims(
-            model=[name], checkpoint=["main"]
-        )
+        tlc.surveys.measure_prompts(
+            tiny.bridge(model, tokenizer_folder), as_prompts(prompts), settings
+        ).expand_dims(model=[name], checkpoint=["main"])
         for name, model in models.items()
     ]
     data = xarray.concat(measured, "model", combine_attrs="drop_conflicts")

@@ -13,14 +13,31 @@ pytestmark = pytest.mark.on_3_only
 
 def test_task_means_are_means_with_intervals_over_prompts():
     rng = np.random.default_rng(0)
-    x = np.concatenate([0.2 + 0.1 * rng.standard_normal((2, 200)), 0.6 + 0.1 * rng.standard_normal((2, 200))], 1)
+    x = np.concatenate(
+        [
+            0.2 + 0.1 * rng.standard_normal((2, 200)),
+            0.6 + 0.1 * rng.standard_normal((2, 200)),
+        ],
+        1,
+    )
     table = task_means(survey(x), k=5)
-    assert table.attrs == {"k": 5, "measure": "coupling", "pairs": "pairs of different layers"}
+    assert table.attrs == {
+        "k": 5,
+        "measure": "coupling",
+        "pairs": "pairs of different layers",
+    }
     assert table["task"].tolist() == ["arc", "mmlu", "all prompts"] * 2
     assert table["n_prompts"].tolist() == [200, 200, 400] * 2
-    np.testing.assert_allclose(table["mean"][:3], [x[0, :200].mean(), x[0, 200:].mean(), x[0].mean()])
-    # The bootstrap of a mean is the normal interval here, to a few per cent of its width.
-    half = stats.norm.ppf(0.975) * np.array([x[0, :200].std(), x[0, 200:].std(), x[0].std()]) / np.sqrt([200, 200, 400])
+    np.testing.assert_allclose(
+        table["mean"][:3], [x[0, :200].mean(), x[0, 200:].mean(), x[0].mean()]
+    )
+    # The bootstrap of a mean is the normal interval here, to a few per cent of its
+    # width.
+    half = (
+        stats.norm.ppf(0.975)
+        * np.array([x[0, :200].std(), x[0, 200:].std(), x[0].std()])
+        / np.sqrt([200, 200, 400])
+    )
     np.testing.assert_allclose(table["high"][:3] - table["mean"][:3], half, rtol=0.1)
     np.testing.assert_allclose(table["mean"][:3] - table["low"][:3], half, rtol=0.1)
 
@@ -48,12 +65,18 @@ def test_picture_of_task_means_has_a_row_for_each_task():
     ]
     drawn = [line for line in ax.lines if line.get_linestyle() == "None"]
     assert [line.get_label() for line in drawn] == ["org/m0", "org/m1"]
-    np.testing.assert_allclose(drawn[1].get_xdata(), table[table["model"] == "org/m1"]["mean"])
+    np.testing.assert_allclose(
+        drawn[1].get_xdata(), table[table["model"] == "org/m1"]["mean"]
+    )
     intervals = ax.collections[0].get_segments()
-    np.testing.assert_allclose([segment[:, 0] for segment in intervals], table[["low", "high"]][:3])
+    np.testing.assert_allclose(
+        [segment[:, 0] for segment in intervals], table[["low", "high"]][:3]
+    )
     assert "k = 5" in ax.get_xlabel()
     assert "pairs of different layers" in ax.get_title()
-    all_pairs = tlc.plots.plot_task_means(task_means(survey(n_models=2).assign_attrs(diagonal=1), k=5))
+    all_pairs = tlc.plots.plot_task_means(
+        task_means(survey(n_models=2).assign_attrs(diagonal=1), k=5)
+    )
     assert "all pairs of layers" in all_pairs.get_title()
 
 
@@ -61,10 +84,20 @@ def test_a_twin_has_the_colour_of_its_model_and_a_legend_of_many_stays_short():
     table = task_means(survey(n_models=10, checkpoints=("main", "untrained")), k=5)
     ax = tlc.plots.plot_task_means(table)
     drawn = [line for line in ax.lines if line.get_linestyle() == "None"]
-    assert [line.get_color() for line in drawn] == [f"C{i}" for i in range(10) for _ in range(2)]
-    assert [line.get_markerfacecolor() == "white" for line in drawn] == [False, True] * 10
+    assert [line.get_color() for line in drawn] == [
+        f"C{i}" for i in range(10) for _ in range(2)
+    ]
+    assert [line.get_markerfacecolor() == "white" for line in drawn] == [
+        False,
+        True,
+    ] * 10
     named = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert named == [*(f"org/m{i}" for i in range(10)), "random subspaces, 0.106", "main", "untrained"]
+    assert named == [
+        *(f"org/m{i}" for i in range(10)),
+        "random subspaces, 0.106",
+        "main",
+        "untrained",
+    ]
     ax = tlc.plots.plot_task_means(task_means(survey(n_models=24), k=5))
     named = [text.get_text() for text in ax.get_legend().get_texts()]
     assert named == ["each of 24 models", "random subspaces, 0.106"]

@@ -1,4 +1,6 @@
-"""A sweep that downloads: over connections that break, from a hub that is on this machine."""
+"""A sweep that downloads: over connections that break, from a hub that is on this
+machine.
+"""
 
 import json
 from collections.abc import Iterator
@@ -54,7 +56,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(saved: Path) -> xarray.Dataset:
     """The same models, from their folders."""
     prompts = ["w3 w14 w15 w92", "w5 w6 w7"]
-    return checkpoint_sweep(saved, prompts=prompts, settings=Settings(k=(2, 4)), backend="bridge")
+    return checkpoint_sweep(
+        saved, prompts=prompts, settings=Settings(k=(2, 4)), backend="bridge"
+    )
 
 
 @pytest.fixture
@@ -63,15 +67,21 @@ def server(saved: Path) -> Iterator[FakeHub]:
         yield hub
 
 
-def ask(hub: FakeHub, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+def ask(
+    hub: FakeHub, path: str, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], bytes]:
     try:
-        with urlopen(Request(hub.url + path, method=method, headers=headers), timeout=10) as answer:
+        with urlopen(
+            Request(hub.url + path, method=method, headers=headers), timeout=10
+        ) as answer:
             return answer.status, dict(answer.headers), answer.read()
     except HTTPError as error:
         return error.code, dict(error.headers), b""
 
 
-def sweep_twice(hub: FakeHub, tmp_path: Path, wanted: list[Any], backend: str) -> list[dict[str, Any]]:
+def sweep_twice(
+    hub: FakeHub, tmp_path: Path, wanted: list[Any], backend: str
+) -> list[dict[str, Any]]:
     """What two sweeps report, one after the other."""
     (tmp_path / "results").mkdir()
     arguments = json.dumps([PYTHIA, wanted, backend, str(tmp_path / "results")])
@@ -79,19 +89,30 @@ def sweep_twice(hub: FakeHub, tmp_path: Path, wanted: list[Any], backend: str) -
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def test_files_come_whole_with_the_headers_of_a_hub(server: FakeHub, saved: Path) -> None:
+def test_files_come_whole_with_the_headers_of_a_hub(
+    server: FakeHub, saved: Path
+) -> None:
     content = (saved / "step1" / WEIGHTS).read_bytes()
     for revision in ("step1", commit_of(PYTHIA, "step1")):
         status, headers, body = ask(server, f"/{PYTHIA}/resolve/{revision}/{WEIGHTS}")
         assert (status, body) == (200, content)
         assert headers["X-Repo-Commit"] == commit_of(PYTHIA, "step1")
         assert headers["X-Linked-Size"] == str(len(content))
-    status, headers, body = ask(server, f"/{PYTHIA}/resolve/step1/{WEIGHTS}", Range="bytes=100-")
+    status, headers, body = ask(
+        server, f"/{PYTHIA}/resolve/step1/{WEIGHTS}", Range="bytes=100-"
+    )
     assert (status, body) == (206, content[100:])
     assert headers["Content-Range"] == f"bytes 100-{len(content) - 1}/{len(content)}"
-    status, headers, body = ask(server, f"/{PYTHIA}/resolve/step1/{WEIGHTS}", method="HEAD")
+    status, headers, body = ask(
+        server, f"/{PYTHIA}/resolve/step1/{WEIGHTS}", method="HEAD"
+    )
     assert (status, headers["Content-Length"], body) == (200, str(len(content)), b"")
-    assert len({ask(server, f"/{PYTHIA}/resolve/step{s}/{WEIGHTS}", "HEAD")[1]["ETag"] for s in STEPS}) == len(STEPS)
+    assert len(
+        {
+            ask(server, f"/{PYTHIA}/resolve/step{s}/{WEIGHTS}", "HEAD")[1]["ETag"]
+            for s in STEPS
+        }
+    ) == len(STEPS)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +125,9 @@ def test_files_come_whole_with_the_headers_of_a_hub(server: FakeHub, saved: Path
         (f"/api/models/{PYTHIA}/revision/step3", "RevisionNotFound"),
     ],
 )
-def test_what_is_not_there_is_said_as_a_hub_says_it(server: FakeHub, path: str, code: str) -> None:
+def test_what_is_not_there_is_said_as_a_hub_says_it(
+    server: FakeHub, path: str, code: str
+) -> None:
     status, headers, _ = ask(server, path)
     assert (status, headers["X-Error-Code"]) == (404, code)
 
@@ -112,10 +135,17 @@ def test_what_is_not_there_is_said_as_a_hub_says_it(server: FakeHub, path: str, 
 def test_the_api_lists_what_is_there(server: FakeHub) -> None:
     info = json.loads(ask(server, f"/api/models/{PYTHIA}/revision/step2")[2])
     assert info["sha"] == commit_of(PYTHIA, "step2")
-    listed = json.loads(ask(server, f"/api/models/{PYTHIA}/tree/step2?recursive=true")[2])
-    assert WEIGHTS in {entry["rfilename"] for entry in info["siblings"]} & {entry["path"] for entry in listed}
+    listed = json.loads(
+        ask(server, f"/api/models/{PYTHIA}/tree/step2?recursive=true")[2]
+    )
+    assert WEIGHTS in {entry["rfilename"] for entry in info["siblings"]} & {
+        entry["path"] for entry in listed
+    }
     branches = json.loads(ask(server, f"/api/models/{PYTHIA}/refs")[2])["branches"]
-    assert {branch["name"] for branch in branches} == {"main", *(f"step{step}" for step in STEPS)}
+    assert {branch["name"] for branch in branches} == {
+        "main",
+        *(f"step{step}" for step in STEPS),
+    }
 
 
 _DOWNLOAD = """
@@ -125,26 +155,41 @@ print(hf_hub_download(sys.argv[1], sys.argv[2], revision="step1"))
 """
 
 
-def test_the_hubs_own_client_resumes_what_broke(server: FakeHub, saved: Path, tmp_path: Path) -> None:
+def test_the_hubs_own_client_resumes_what_broke(
+    server: FakeHub, saved: Path, tmp_path: Path
+) -> None:
     server.faults["step1", WEIGHTS] = ["drop"]
     (path,) = output_of(server, tmp_path, _DOWNLOAD, PYTHIA, WEIGHTS)
     assert Path(path).read_bytes() == (saved / "step1" / WEIGHTS).read_bytes()
     assert server.requests.count(f"GET step1/{WEIGHTS}") == 2
 
 
-def test_the_hubs_own_client_checks_sizes_and_nothing_else(server: FakeHub, saved: Path, tmp_path: Path) -> None:
-    """A limit of any sweep: wrong bytes in the right number are taken for the model, and stay in the cache."""
+def test_the_hubs_own_client_checks_sizes_and_nothing_else(
+    server: FakeHub, saved: Path, tmp_path: Path
+) -> None:
+    """A limit of any sweep: wrong bytes in the right number are taken for the model,
+    and stay in the cache.
+    """
     server.faults["step1", WEIGHTS] = ["wrong"]
-    sent = [Path(output_of(server, tmp_path, _DOWNLOAD, PYTHIA, WEIGHTS)[0]).read_bytes() for _ in range(2)]
+    sent = [
+        Path(output_of(server, tmp_path, _DOWNLOAD, PYTHIA, WEIGHTS)[0]).read_bytes()
+        for _ in range(2)
+    ]
     right = (saved / "step1" / WEIGHTS).read_bytes()
     half = len(right) // 2
-    assert sent[0] == sent[1] == right[:half] + bytes(255 - byte for byte in right[half:])
+    assert (
+        sent[0] == sent[1] == right[:half] + bytes(255 - byte for byte in right[half:])
+    )
 
 
 @pytest.mark.parametrize("named", ["steps", "revisions"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
-    server: FakeHub, undisturbed: xarray.Dataset, tmp_path: Path, backend: str, named: str
+    server: FakeHub,
+    undisturbed: xarray.Dataset,
+    tmp_path: Path,
+    backend: str,
+    named: str,
 ) -> None:
     wanted = list(STEPS) if named == "steps" else [f"step{step}" for step in STEPS]
     server.faults = {
@@ -160,7 +205,9 @@ def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
     assert "Consistency check failed" in short
     assert "500" in error
     assert all(
-        "the hub failed or broke off the download; finished files are kept, try again" in one for one in (short, error)
+        "the hub failed or broke off the download; finished files are kept, try again"
+        in one
+        for one in (short, error)
     )
     assert len(first["said"]) == 1
     assert first["said"][0].startswith(
@@ -169,15 +216,21 @@ def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
     assert second == {"said": [], "failed": {}}
 
     sweeps = [xarray.load_dataset(tmp_path / f"sweep{i}.nc") for i in range(2)]
-    assert [sweep["checkpoint"].values.tolist() for sweep in sweeps] == [wanted[:2], wanted]
+    assert [sweep["checkpoint"].values.tolist() for sweep in sweeps] == [
+        wanted[:2],
+        wanted,
+    ]
     for sweep, n in zip(sweeps, (2, 4), strict=True):
-        expected = undisturbed.isel(checkpoint=slice(n)).assign_coords(checkpoint=wanted[:n])
+        expected = undisturbed.isel(checkpoint=slice(n)).assign_coords(
+            checkpoint=wanted[:n]
+        )
         if backend == "bridge":
             xarray.testing.assert_equal(sweep, expected)
         else:
             # Another implementation of the same model: equal to rounding.
             xarray.testing.assert_allclose(sweep, expected, rtol=1e-4, atol=1e-5)
-    # Two broken connections were taken up where they broke, the others asked for once a sweep; nothing came twice.
+    # Two broken connections were taken up where they broke, the others asked for once a
+    # sweep; nothing came twice.
     asked = [server.requests.count(f"GET step{step}/{WEIGHTS}") for step in STEPS]
     assert asked == [1, 3, 2, 2]
 

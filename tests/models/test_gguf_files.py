@@ -1,4 +1,6 @@
-"""GGUF files are converted once, into a copy that is whole or made again; what they lack is refused."""
+"""GGUF files are converted once, into a copy that is whole or made again; what they
+lack is refused.
+"""
 
 import importlib.util
 import json
@@ -14,7 +16,9 @@ import tiny
 import tl_coupling as tlc
 from model_folders import save_gguf
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="gguf is not installed"
+)
 
 
 @pytest.fixture
@@ -60,7 +64,9 @@ def test_a_file_is_converted_once(file: Path, cache: Path, parses: list[str]) ->
     first = tlc.trace(tlc.load_model(str(file)), "w3w4")
     assert sorted(parses) == ["fields", "tensors"]
     parses.clear()
-    again = tlc.trace(tlc.load_model(str(file.rename(file.with_name("other.gguf")))), "w3w4")
+    again = tlc.trace(
+        tlc.load_model(str(file.rename(file.with_name("other.gguf")))), "w3w4"
+    )
     assert parses == []
     assert torch.equal(first.residual, again.residual)
     assert first.str_tokens == again.str_tokens
@@ -70,7 +76,9 @@ def test_a_file_is_converted_once(file: Path, cache: Path, parses: list[str]) ->
     assert [folder.name[:5] for folder in cache.iterdir()] == ["gguf-"]
 
 
-def test_another_file_of_the_same_name_is_another_model(file: Path, cache: Path) -> None:
+def test_another_file_of_the_same_name_is_another_model(
+    file: Path, cache: Path
+) -> None:
     before = stream(file)
     raw = bytearray(file.read_bytes())
     raw[-4] ^= 1
@@ -85,7 +93,9 @@ def test_the_numbers_are_those_of_the_file(dtype: torch.dtype, file: Path) -> No
     """Against HuggingFace's own reading, in each dtype."""
     from transformers import AutoModelForCausalLM
 
-    plain = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    plain = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=dtype
+    )
     for _ in ("from the file", "from the copy"):
         model = tlc.load_model(str(file), dtype=dtype)
         assert torch.equal(model.W_E, plain.get_input_embeddings().weight)
@@ -94,7 +104,9 @@ def test_the_numbers_are_those_of_the_file(dtype: torch.dtype, file: Path) -> No
 
 def test_weights_may_stay_on_disk(file: Path) -> None:
     assert torch.equal(stream(file, memory="stream"), stream(file))
-    provenance = tlc.trace(tlc.load_model(str(file), memory="stream"), tiny.TOKENS).provenance
+    provenance = tlc.trace(
+        tlc.load_model(str(file), memory="stream"), tiny.TOKENS
+    ).provenance
     assert (provenance["quantization"], provenance["memory"]) == ("gguf", "stream")
 
 
@@ -102,7 +114,9 @@ def test_weights_may_stay_on_disk(file: Path) -> None:
 def test_a_damaged_copy_is_made_again(damage: str, file: Path, cache: Path) -> None:
     expected = stream(file)
     (folder,) = cache.iterdir()
-    damaged = folder / ("tokenizer.json" if damage == "tokenizer" else "model.safetensors")
+    damaged = folder / (
+        "tokenizer.json" if damage == "tokenizer" else "model.safetensors"
+    )
     if damage == "no weights":
         damaged.unlink()
     else:
@@ -129,18 +143,26 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_is_taken_for_a_copy(
     assert stream(file).isfinite().all()
 
 
-def test_where_the_cache_cannot_be_written(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_cache_cannot_be_written(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = stream(file)
     (tmp_path / "no-folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-folder"))
-    with pytest.warns(UserWarning, match=r"the converted copy of '.*tiny.gguf' cannot be kept in"):
+    with pytest.warns(
+        UserWarning, match=r"the converted copy of '.*tiny.gguf' cannot be kept in"
+    ):
         model = tlc.load_model(str(file))
     trace = tlc.trace(model, tiny.TOKENS)
     assert torch.equal(trace.residual, expected)
     assert trace.provenance["quantization"] == "gguf"
     with pytest.warns(UserWarning, match="XDG_CACHE_HOME says where caches are"):
-        assert tlc.load_model(str(file), dtype=torch.bfloat16).W_E.dtype == torch.bfloat16
-    assert 'and `memory="stream"` reads from it: set XDG_CACHE_HOME' in refused(file, memory="stream")
+        assert (
+            tlc.load_model(str(file), dtype=torch.bfloat16).W_E.dtype == torch.bfloat16
+        )
+    assert 'and `memory="stream"` reads from it: set XDG_CACHE_HOME' in refused(
+        file, memory="stream"
+    )
 
 
 def _converted(file: str) -> float:
@@ -154,7 +176,9 @@ def test_processes_that_convert_at_once(file: Path, cache: Path) -> None:
     assert [folder.name[:5] for folder in cache.iterdir()] == ["gguf-"]
 
 
-def test_the_untrained_twin_reads_only_the_configuration(file: Path, cache: Path, parses: list[str]) -> None:
+def test_the_untrained_twin_reads_only_the_configuration(
+    file: Path, cache: Path, parses: list[str]
+) -> None:
     first = tlc.load_model(str(file), untrained=True)
     assert parses == ["fields"]
     assert not cache.exists()
@@ -169,21 +193,38 @@ def test_the_untrained_twin_reads_only_the_configuration(file: Path, cache: Path
 
 
 def test_what_a_file_lacks(tmp_path: Path, cache: Path) -> None:
-    save_gguf(renamed := tmp_path / "renamed.gguf", renamed=("blk.1.ffn_up", "blk.1.ffn_sideways"))
-    assert "lacks 1 of the 21 weights of a LlamaForCausalLM: model.layers.1.mlp.up_proj.weight" in refused(renamed)
+    save_gguf(
+        renamed := tmp_path / "renamed.gguf",
+        renamed=("blk.1.ffn_up", "blk.1.ffn_sideways"),
+    )
+    assert (
+        "lacks 1 of the 21 weights of a LlamaForCausalLM: model.layers.1.mlp.up_proj.weight"
+        in refused(renamed)
+    )
     save_gguf(strange := tmp_path / "strange.gguf", renamed=("blk.", "block."))
     assert "lacks 18 of the 21 weights of a LlamaForCausalLM" in refused(strange)
     save_gguf(shallow := tmp_path / "shallow.gguf", block_count=3)
-    assert "lacks 9 of the 30 weights of a LlamaForCausalLM: model.layers.2.input_layern" in refused(shallow)
+    assert (
+        "lacks 9 of the 30 weights of a LlamaForCausalLM: model.layers.2.input_layern"
+        in refused(shallow)
+    )
     save_gguf(deep := tmp_path / "deep.gguf", block_count=1)
-    assert "holds weights of layer 1, counted from 0, and says that it has 1 layers" in refused(deep)
+    assert (
+        "holds weights of layer 1, counted from 0, and says that it has 1 layers"
+        in refused(deep)
+    )
     assert not any(cache.glob("*"))
 
 
-def test_depths_that_nobody_builds(tmp_path: Path, cache: Path, folder_model: Path) -> None:
+def test_depths_that_nobody_builds(
+    tmp_path: Path, cache: Path, folder_model: Path
+) -> None:
     save_gguf(deep := tmp_path / "deep.gguf", block_count=10_000)
     for untrained in (False, True):
-        assert "says that it has 10,000 layers (`block_count`), wanted fewer" in refused(deep, untrained=untrained)
+        assert (
+            "says that it has 10,000 layers (`block_count`), wanted fewer"
+            in refused(deep, untrained=untrained)
+        )
     config = json.loads((folder_model / "config.json").read_text())
     folder = Path(shutil.copytree(folder_model, tmp_path / "folder"))
     for field, deeper in {
@@ -192,11 +233,15 @@ def test_depths_that_nobody_builds(tmp_path: Path, cache: Path, folder_model: Pa
     }.items():
         (folder / "config.json").write_text(json.dumps(deeper))
         for untrained in (False, True):
-            assert f"says that it has 1,000,000,000 layers (`{field}`)" in refused(folder, untrained=untrained)
+            assert f"says that it has 1,000,000,000 layers (`{field}`)" in refused(
+                folder, untrained=untrained
+            )
         with pytest.raises(tlc.ModelError, match="layers"):
             tlc.models.loading.empty_model(str(folder))
 
 
 def test_quantisation_of_a_file_that_is_quantised(file: Path) -> None:
     for kind in ("nf4", "int8"):
-        assert refused(file, quantization=kind).endswith("is quantised already (gguf): leave `quantization` out")
+        assert refused(file, quantization=kind).endswith(
+            "is quantised already (gguf): leave `quantization` out"
+        )

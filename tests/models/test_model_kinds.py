@@ -1,4 +1,6 @@
-"""Models of many kinds as they come: their twins, special tokens, contexts, processing; and what is none of ours."""
+"""Models of many kinds as they come: their twins, special tokens, contexts, processing;
+and what is none of ours.
+"""
 
 import subprocess
 import warnings
@@ -19,8 +21,12 @@ from tl_coupling import models
 from tl_coupling.prompts import Prompt
 from tl_coupling.surveys.measurements import Settings, measure_prompts
 
-needs_4 = pytest.mark.skipif(tiny.HAS_HOOKED_TRANSFORMER, reason="transformer-lens 3.9 has no adapter for it")
-quiet = pytest.mark.filterwarnings("ignore:.*without its image processor", "ignore:Hook alias")
+needs_4 = pytest.mark.skipif(
+    tiny.HAS_HOOKED_TRANSFORMER, reason="transformer-lens 3.9 has no adapter for it"
+)
+quiet = pytest.mark.filterwarnings(
+    "ignore:.*without its image processor", "ignore:Hook alias"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,16 +53,27 @@ def saved(tmp_path: Path) -> Callable[[str], Path]:
 
 @quiet
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["bert", pytest.param("roberta", marks=needs_4), "mamba", "llava", "gemma3"])
+@pytest.mark.parametrize(
+    "kind", ["bert", pytest.param("roberta", marks=needs_4), "mamba", "llava", "gemma3"]
+)
 def test_an_untrained_twin_is_of_the_trained_models_class(
     saved: Callable[[str], Path], kind: str, dtype: torch.dtype
 ) -> None:
     folder = saved(kind)
-    trained, twin = (tlc.load_model(str(folder), untrained=untrained, dtype=dtype) for untrained in (False, True))
+    trained, twin = (
+        tlc.load_model(str(folder), untrained=untrained, dtype=dtype)
+        for untrained in (False, True)
+    )
     class_name, _ = model_folders.KINDS[kind]
-    assert type(twin.original_model) is type(trained.original_model) is getattr(transformers, class_name)
+    assert (
+        type(twin.original_model)
+        is type(trained.original_model)
+        is getattr(transformers, class_name)
+    )
     torch.manual_seed(0)
-    fresh = getattr(transformers, class_name)._from_config(trained.original_model.config, dtype=dtype)
+    fresh = getattr(transformers, class_name)._from_config(
+        trained.original_model.config, dtype=dtype
+    )
     for (name, there), (_, here) in zip(
         sorted(trained.named_parameters()), sorted(twin.named_parameters()), strict=True
     ):
@@ -73,7 +90,9 @@ def test_nothing_is_installed_for_a_multimodal_model(
     saved: Callable[[str], Path], pip: list[Any], untrained: bool
 ) -> None:
     before = subprocess.check_call
-    with pytest.warns(UserWarning, match="without its image processor.*`pip install torchvision`"):
+    with pytest.warns(
+        UserWarning, match="without its image processor.*`pip install torchvision`"
+    ):
         model = tlc.load_model(str(saved("llava")), untrained=untrained)
     assert pip == []
     assert subprocess.check_call is before
@@ -127,7 +146,9 @@ def test_another_kind_is_named_before_its_weights_are_read(
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart", "hubert"])
-def test_a_bridge_that_somebody_else_booted_is_named_too(saved: Callable[[str], Path], kind: str) -> None:
+def test_a_bridge_that_somebody_else_booted_is_named_too(
+    saved: Callable[[str], Path], kind: str
+) -> None:
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources import transformers as _  # noqa: F401
 
@@ -143,23 +164,43 @@ def test_stacks_that_are_none_of_ours_are_named() -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom"])
 def test_a_decoder_is_of_our_kind(architecture: str, tokenizer_folder: Path) -> None:
-    assert models.describe_kind(tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder)) is None
+    assert (
+        models.describe_kind(
+            tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder)
+        )
+        is None
+    )
 
 
 def test_an_architecture_without_an_adapter_is_named(tmp_path: Path) -> None:
     transformers.CTRLLMHeadModel(
-        transformers.CTRLConfig(vocab_size=100, n_positions=32, n_embd=32, dff=48, n_layer=2, n_head=4)
+        transformers.CTRLConfig(
+            vocab_size=100, n_positions=32, n_embd=32, dff=48, n_layer=2, n_head=4
+        )
     ).save_pretrained(tmp_path)
     tiny.save_tokenizer(tmp_path)
-    with pytest.raises(tlc.ModelError, match=r"no adapter for its architecture, 'CTRLLMHeadModel'; .*trace_modules"):
+    with pytest.raises(
+        tlc.ModelError,
+        match=r"no adapter for its architecture, 'CTRLLMHeadModel'; .*trace_modules",
+    ):
         tlc.load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("architecture", "length"),
-    [("gpt2", 32), ("llama", 32), ("opt", 32), ("gpt_neox", 32), ("mpt", 32), ("bloom", None), ("falcon", 2048)],
+    [
+        ("gpt2", 32),
+        ("llama", 32),
+        ("opt", 32),
+        ("gpt_neox", 32),
+        ("mpt", 32),
+        ("bloom", None),
+        ("falcon", 2048),
+    ],
 )
-def test_context_of_attention(architecture: str, length: int | None, tokenizer_folder: Path) -> None:
+def test_context_of_attention(
+    architecture: str, length: int | None, tokenizer_folder: Path
+) -> None:
     model = tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder)
     assert models.context_length(model) == length
 
@@ -175,7 +216,9 @@ def test_context_of_attention(architecture: str, length: int | None, tokenizer_f
         pytest.param("rwkv", None, marks=needs_4),
     ],
 )
-def test_context_of_other_kinds(saved: Callable[[str], Path], kind: str, length: int | None) -> None:
+def test_context_of_other_kinds(
+    saved: Callable[[str], Path], kind: str, length: int | None
+) -> None:
     model = tlc.load_model(str(saved(kind)))
     assert models.context_length(model) == length
     longest = torch.full((1, (length or 40)), 7)
@@ -184,7 +227,9 @@ def test_context_of_other_kinds(saved: Callable[[str], Path], kind: str, length:
 
 
 @tiny.needs_hooked_transformer
-@pytest.mark.parametrize(("positions", "length"), [("standard", 6), ("rotary", 6), ("alibi", None)])
+@pytest.mark.parametrize(
+    ("positions", "length"), [("standard", 6), ("rotary", 6), ("alibi", None)]
+)
 def test_context_of_a_hooked_transformer(positions: str, length: int | None) -> None:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -194,7 +239,11 @@ def test_context_of_a_hooked_transformer(positions: str, length: int | None) -> 
     )  # fmt: skip
     model = HookedTransformer(cfg)
     assert models.context_length(model) == length
-    with pytest.raises((RuntimeError, AssertionError, IndexError)) if length else nullcontext():
+    with (
+        pytest.raises((RuntimeError, AssertionError, IndexError))
+        if length
+        else nullcontext()
+    ):
         model(torch.zeros(1, 7, dtype=torch.long))
 
 
@@ -213,7 +262,10 @@ def test_long_prompts_are_not_refused_where_there_is_no_limit(
     prompts = [Prompt("long", " ".join(["w7"] * 2100))]
     with pytest.raises(Reached):
         measure_prompts(tlc.load_model(str(saved("mamba"))), prompts, Settings(k=(2,)))
-    with pytest.raises(ValueError, match=r"1 of 1 prompts have more tokens than this model's context holds, 32"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 of 1 prompts have more tokens than this model's context holds, 32",
+    ):
         measure_prompts(tlc.load_model(str(saved("bert"))), prompts, Settings(k=(2,)))
 
 
@@ -222,16 +274,24 @@ def _closing_tokenizer(folder: Path, template: str) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("w99", 99)])
+    tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=[("<s>", 0), ("w99", 99)]
+    )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="w99", cls_token="<s>", sep_token="w99", unk_token="<s>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="w99",
+        cls_token="<s>",
+        sep_token="w99",
+        unk_token="<s>",
     ).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
     ("kind", "template", "prepend_bos", "expected"),
     [
-        # A decoder's last position is the text's last token, whatever its tokenizer appends.
+        # A decoder's last position is the text's last token, whatever its tokenizer
+        # appends.
         ("llama", "$A w99", None, [7, 8]),
         ("llama", "<s> $A w99", None, [0, 7, 8]),
         ("llama", "<s> $A w99", True, [0, 7, 8]),
@@ -244,7 +304,11 @@ def _closing_tokenizer(folder: Path, template: str) -> None:
     ],
 )
 def test_closing_tokens_are_left_off_decoders_and_kept_by_encoders(
-    tmp_path: Path, kind: str, template: str, prepend_bos: bool | None, expected: list[int]
+    tmp_path: Path,
+    kind: str,
+    template: str,
+    prepend_bos: bool | None,
+    expected: list[int],
 ) -> None:
     if kind == "bert":
         model_folders.save("bert", tmp_path)
@@ -252,9 +316,14 @@ def test_closing_tokens_are_left_off_decoders_and_kept_by_encoders(
         tiny.huggingface_model(kind).save_pretrained(tmp_path)
         tiny.save_tokenizer(tmp_path)
     _closing_tokenizer(tmp_path, template)
-    ids, provenance = models.tokenize(tlc.load_model(str(tmp_path)), "w7 w8", prepend_bos)
+    ids, provenance = models.tokenize(
+        tlc.load_model(str(tmp_path)), "w7 w8", prepend_bos
+    )
     assert ids.tolist() == expected
-    assert provenance == {"prepend_bos": expected[0] == 0, "append_eos": expected[-1] == 99}
+    assert provenance == {
+        "prepend_bos": expected[0] == 0,
+        "append_eos": expected[-1] == 99,
+    }
 
 
 def test_a_closing_token_that_the_text_itself_holds_stays(tmp_path: Path) -> None:
@@ -281,7 +350,9 @@ def test_layer_norms_within_the_stream_are_no_centred_weights(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_centred_weights_are_seen_in_any_precision(dtype: torch.dtype, tokenizer_folder: Path) -> None:
+def test_centred_weights_are_seen_in_any_precision(
+    dtype: torch.dtype, tokenizer_folder: Path
+) -> None:
     hf_model = tiny.huggingface_model("gpt2", dtype=dtype)
     state = hf_model.state_dict()
     writing = ("wte.weight", "wpe.weight", "c_proj.weight", "c_proj.bias")
@@ -289,4 +360,7 @@ def test_centred_weights_are_seen_in_any_precision(dtype: torch.dtype, tokenizer
         state[name] -= state[name].float().mean(-1, keepdim=True).to(dtype)
     model = tiny.bridge(hf_model, tokenizer_folder)
     with pytest.warns(UserWarning, match="centred"):
-        assert "center_writing_weights" in tlc.trace(model, tiny.TOKENS).provenance["weight_processing"]
+        assert (
+            "center_writing_weights"
+            in tlc.trace(model, tiny.TOKENS).provenance["weight_processing"]
+        )

@@ -1,4 +1,6 @@
-"""Nothing that a model brings is executed unasked, nobody is asked on the terminal; devices, memory, the cache."""
+"""Nothing that a model brings is executed unasked, nobody is asked on the terminal;
+devices, memory, the cache.
+"""
 
 import builtins
 import os
@@ -74,7 +76,9 @@ def _custom_code(name: str) -> str:
 
 
 @pytest.mark.parametrize("untrained", [False, True])
-@pytest.mark.parametrize("bring", [model_folders.bring_own_code, model_folders.bring_own_tokenizer])
+@pytest.mark.parametrize(
+    "bring", [model_folders.bring_own_code, model_folders.bring_own_tokenizer]
+)
 def test_code_that_a_folder_brings_is_refused_and_nobody_is_asked(
     folder: Path, witness: Path, asked: list[str], bring: Callable, untrained: bool
 ) -> None:
@@ -91,12 +95,23 @@ def test_code_that_a_folder_brings_is_refused_and_nobody_is_asked(
     ("bring", "backend"),
     [
         (model_folders.bring_own_code, "bridge"),
-        pytest.param(model_folders.bring_own_code, "hooked", marks=tiny.needs_hooked_transformer),
-        pytest.param(model_folders.bring_own_tokenizer, "hooked", marks=tiny.needs_hooked_transformer),
+        pytest.param(
+            model_folders.bring_own_code, "hooked", marks=tiny.needs_hooked_transformer
+        ),
+        pytest.param(
+            model_folders.bring_own_tokenizer,
+            "hooked",
+            marks=tiny.needs_hooked_transformer,
+        ),
     ],
 )
 def test_code_on_the_hub_is_refused_and_nobody_is_asked(
-    hub: Path, witness: Path, asked: list[str], bring: Callable, untrained: bool, backend: str
+    hub: Path,
+    witness: Path,
+    asked: list[str],
+    bring: Callable,
+    untrained: bool,
+    backend: str,
 ) -> None:
     # TransformerLens 3 runs code of this family unasked.
     name = "Qwen/Qwen3-0.6B"
@@ -114,13 +129,20 @@ def test_code_on_the_hub_is_refused_and_nobody_is_asked(
 
 @tiny.needs_hooked_transformer
 @pytest.mark.parametrize("untrained", [False, True])
-def test_what_hooked_transformer_does_not_list_is_said(folder: Path, untrained: bool) -> None:
-    with pytest.raises(tlc.ModelError, match=r"HookedTransformer takes hub models .*; use backend=\"bridge\"$"):
+def test_what_hooked_transformer_does_not_list_is_said(
+    folder: Path, untrained: bool
+) -> None:
+    with pytest.raises(
+        tlc.ModelError,
+        match=r"HookedTransformer takes hub models .*; use backend=\"bridge\"$",
+    ):
         tlc.load_model(str(folder), backend="hooked", untrained=untrained)
 
 
 @pytest.mark.parametrize("untrained", [False, True])
-def test_code_is_run_where_it_is_asked_for(folder: Path, witness: Path, asked: list[str], untrained: bool) -> None:
+def test_code_is_run_where_it_is_asked_for(
+    folder: Path, witness: Path, asked: list[str], untrained: bool
+) -> None:
     model_folders.bring_own_code(folder, witness)
     model = tlc.load_model(str(folder), untrained=untrained, trust_remote_code=True)
     assert type(model.original_model).__name__ == "OwnForCausalLM"
@@ -131,7 +153,9 @@ def test_code_is_run_where_it_is_asked_for(folder: Path, witness: Path, asked: l
 
 def test_pickled_weights_are_refused(folder: Path, witness: Path) -> None:
     model_folders.poison_weights(folder, witness)
-    with pytest.raises(tlc.ModelError, match=r"its weights are a pickle .*; wanted safetensors"):
+    with pytest.raises(
+        tlc.ModelError, match=r"its weights are a pickle .*; wanted safetensors"
+    ):
         tlc.load_model(str(folder))
     assert not witness.exists()
     # The attack is one.
@@ -143,11 +167,15 @@ def test_weights_in_a_pickle_of_nothing_but_tensors_are_read(folder: Path) -> No
     model = tiny.huggingface_model("llama")
     (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    assert torch.equal(tlc.load_model(str(folder)).W_E, model.get_input_embeddings().weight)
+    assert torch.equal(
+        tlc.load_model(str(folder)).W_E, model.get_input_embeddings().weight
+    )
 
 
 @pytest.mark.parametrize("untrained", [False, True])
-def test_adapters_and_chat_templates_do_no_harm(folder: Path, witness: Path, untrained: bool) -> None:
+def test_adapters_and_chat_templates_do_no_harm(
+    folder: Path, witness: Path, untrained: bool
+) -> None:
     model_folders.poison_adapter(folder, witness)
     model_folders.poison_chat_template(folder, witness)
     model = tlc.load_model(str(folder), untrained=untrained)
@@ -171,10 +199,16 @@ def test_adapters_and_chat_templates_do_no_harm(folder: Path, witness: Path, unt
     ],
 )
 def test_every_model_goes_to_its_device(
-    hub: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, untrained: bool, backend: str
+    hub: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    untrained: bool,
+    backend: str,
 ) -> None:
     monkeypatch.setattr(loading, "embedded_folder", lambda: folder)
-    # Where there is one device only, `meta` is another to go to, once it is let through.
+    # Where there is one device only, `meta` is another to go to, once it is let
+    # through.
     monkeypatch.setattr(loading, "_present_device", torch.device)
     name = str(folder) if name == "folder" else name
     model = tlc.load_model(name, untrained=untrained, backend=backend, device="meta")
@@ -185,22 +219,44 @@ def test_every_model_goes_to_its_device(
 @pytest.mark.parametrize("device", ["gpu", "toaster", "", "cuda:-1"])
 @pytest.mark.usefixtures("as_a_user")
 def test_a_device_that_nobody_knows(folder: Path, device: Any) -> None:
-    with pytest.raises(tlc.ModelError, match=re.escape(f'("cpu", "cuda", "cuda:1", "mps", …), got {device!r}')):
+    with pytest.raises(
+        tlc.ModelError,
+        match=re.escape(f'("cpu", "cuda", "cuda:1", "mps", …), got {device!r}'),
+    ):
         tlc.load_model(str(folder), device=device)
 
 
-@pytest.mark.parametrize("device", ["xpu", "mps", "hpu", "vulkan", "meta", torch.device("cuda", 99)])
+@pytest.mark.parametrize(
+    "device", ["xpu", "mps", "hpu", "vulkan", "meta", torch.device("cuda", 99)]
+)
 def test_a_device_that_this_machine_does_not_have(folder: Path, device: Any) -> None:
-    with pytest.raises(tlc.ModelError, match=r"^`device` must be one that .*, got '") as caught:
+    with pytest.raises(
+        tlc.ModelError, match=r"^`device` must be one that .*, got '"
+    ) as caught:
         tlc.load_model(str(folder), device=device)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_names_a_device_that_nobody_knows(call: Callable, tmp_path: Path, command: str) -> None:
+def test_every_command_names_a_device_that_nobody_knows(
+    call: Callable, tmp_path: Path, command: str
+) -> None:
     out = tmp_path / "out"
-    said = call(command, "--model", "no/model", *COMMANDS[command], "--device", "toaster", "--out", out, status=2).err
-    assert said == 'tl-coupling: `device` must be a torch device ("cpu", "cuda", "cuda:1", "mps", …), got \'toaster\'\n'
+    said = call(
+        command,
+        "--model",
+        "no/model",
+        *COMMANDS[command],
+        "--device",
+        "toaster",
+        "--out",
+        out,
+        status=2,
+    ).err
+    assert (
+        said
+        == 'tl-coupling: `device` must be a torch device ("cpu", "cuda", "cuda:1", "mps", …), got \'toaster\'\n'
+    )
     assert not out.exists()
 
 
@@ -209,10 +265,14 @@ def test_every_command_names_a_device_that_nobody_knows(call: Callable, tmp_path
     [
         MemoryError("no more"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        ),
     ],
 )
-def test_out_of_memory_stays_what_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_out_of_memory_stays_what_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     from transformers import AutoModelForCausalLM
 
     def full(*_: Any, **__: Any) -> None:
@@ -226,7 +286,10 @@ def test_out_of_memory_stays_what_it_is(folder: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("checkpoint", [0, "step1000"])
 def test_a_folder_has_no_checkpoints(folder: Path, checkpoint: int | str) -> None:
-    with pytest.raises(tlc.ModelError, match=r"has no checkpoints, it is a local folder; .* by its own folder$"):
+    with pytest.raises(
+        tlc.ModelError,
+        match=r"has no checkpoints, it is a local folder; .* by its own folder$",
+    ):
         tlc.load_model(str(folder), checkpoint=checkpoint)
 
 
@@ -246,12 +309,19 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def _loads(model: nn.Module) -> bool:
-    return torch.equal(model.W_E, tiny.huggingface_model("llama").get_input_embeddings().weight)
+    return torch.equal(
+        model.W_E, tiny.huggingface_model("llama").get_input_embeddings().weight
+    )
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"],
+)
 @pytest.mark.parametrize("damage", ["gone", "cut", "empty"])
-def test_a_damaged_cache_of_the_embedded_model_is_made_again(cache: Path, name: str, damage: str) -> None:
+def test_a_damaged_cache_of_the_embedded_model_is_made_again(
+    cache: Path, name: str, damage: str
+) -> None:
     assert _loads(tlc.load_model("smollm2-135m"))
     (file,) = cache.glob(f"*/{name}")
     whole = file.read_bytes()
@@ -264,7 +334,9 @@ def test_a_damaged_cache_of_the_embedded_model_is_made_again(cache: Path, name: 
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_whole_cache_is_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_cache_is_left_alone(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tlc.load_model("smollm2-135m")
     monkeypatch.setattr(embedded, "_convert", lambda *_: pytest.fail("converted again"))
     assert _loads(tlc.load_model("smollm2-135m"))

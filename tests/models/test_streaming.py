@@ -1,4 +1,6 @@
-"""Models whose weights stay on disk give the numbers of those in memory, and read every weight once."""
+"""Models whose weights stay on disk give the numbers of those in memory, and read every
+weight once.
+"""
 
 import os
 import threading
@@ -19,7 +21,12 @@ from tl_coupling.models import is_hollow, streaming
 ARCHITECTURES = ["llama", "gpt2", "phi3", "mixtral", "falcon"]
 
 
-def saved(folder: Path, architecture: str = "llama", dtype: torch.dtype = torch.float32, **options) -> nn.Module:
+def saved(
+    folder: Path,
+    architecture: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    **options,
+) -> nn.Module:
     """A tiny model in HuggingFace format; returned as HuggingFace's own."""
     model = tiny.huggingface_model(architecture, dtype=dtype)
     model.save_pretrained(folder, **options)
@@ -28,13 +35,21 @@ def saved(folder: Path, architecture: str = "llama", dtype: torch.dtype = torch.
 
 
 def both(folder: Path) -> tuple[tlc.Trace, tlc.Trace]:
-    streamed, resident = tlc.load_model(str(folder), memory="stream"), tlc.load_model(str(folder))
+    streamed, resident = (
+        tlc.load_model(str(folder), memory="stream"),
+        tlc.load_model(str(folder)),
+    )
     return tlc.trace(streamed, tiny.TOKENS), tlc.trace(resident, tiny.TOKENS)
 
 
 def is_empty(model: nn.Module) -> bool:
-    """Whether no weight of the model is in it: each is one number in memory, but for the zeros that 3.9 adds."""
-    return all(p.untyped_storage().nbytes() == p.element_size() or not p.any() for p in model.parameters())
+    """Whether no weight of the model is in it: each is one number in memory, but for
+    the zeros that 3.9 adds.
+    """
+    return all(
+        p.untyped_storage().nbytes() == p.element_size() or not p.any()
+        for p in model.parameters()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +78,18 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_numbers_are_those_in_memory_bit_for_bit(tmp_path: Path, architecture: str) -> None:
+def test_the_numbers_are_those_in_memory_bit_for_bit(
+    tmp_path: Path, architecture: str
+) -> None:
     saved(tmp_path, architecture)
     streamed, resident = both(tmp_path)
     assert torch.equal(tlc.block_jacobians(streamed), tlc.block_jacobians(resident))
     assert torch.equal(streamed.residual, resident.residual)
     x = resident.residual[-1]
     assert torch.equal(streamed.logits(x), resident.logits(x))
-    assert torch.equal(streamed.logits(x, normalised=True), resident.logits(x, normalised=True))
+    assert torch.equal(
+        streamed.logits(x, normalised=True), resident.logits(x, normalised=True)
+    )
     assert streamed.is_causal is resident.is_causal is True
     assert is_empty(streamed.model)
 
@@ -78,19 +97,30 @@ def test_the_numbers_are_those_in_memory_bit_for_bit(tmp_path: Path, architectur
 def test_the_numbers_are_those_of_huggingface_and_autograd(tmp_path: Path) -> None:
     hf_model = saved(tmp_path)
     streamed, _ = both(tmp_path)
-    hidden = hf_model(torch.tensor([tiny.TOKENS]), output_hidden_states=True).hidden_states
-    torch.testing.assert_close(streamed.residual[:-1], torch.cat(hidden[:-1]).detach(), rtol=1e-5, atol=1e-5)
+    hidden = hf_model(
+        torch.tensor([tiny.TOKENS]), output_hidden_states=True
+    ).hidden_states
+    torch.testing.assert_close(
+        streamed.residual[:-1], torch.cat(hidden[:-1]).detach(), rtol=1e-5, atol=1e-5
+    )
     J = tlc.block_jacobian(streamed, 1, input_position=2, output_position=5)
-    torch.testing.assert_close(J, tiny.oracle_jacobian(hf_model, tiny.TOKENS, 1, 2, 5), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        J, tiny.oracle_jacobian(hf_model, tiny.TOKENS, 1, 2, 5), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_with_the_final_norm(llama_folder: Path, streamed: nn.Module) -> None:
-    one, other = (tlc.trace(m, tiny.TOKENS, final_norm=True) for m in (streamed, tlc.load_model(str(llama_folder))))
+    one, other = (
+        tlc.trace(m, tiny.TOKENS, final_norm=True)
+        for m in (streamed, tlc.load_model(str(llama_folder)))
+    )
     assert torch.equal(tlc.block_jacobian(one, -1), tlc.block_jacobian(other, -1))
     assert torch.equal(one.residual, other.residual)
 
 
-def test_trace_and_jacobians_read_each_weight_of_the_blocks_once(streamed: nn.Module, reads: Counter[str]) -> None:
+def test_trace_and_jacobians_read_each_weight_of_the_blocks_once(
+    streamed: nn.Module, reads: Counter[str]
+) -> None:
     trace = tlc.trace(streamed, tiny.TOKENS)
     assert not [name for name in reads if "layers" in name]
     assert trace.n_pos == len(tiny.TOKENS)
@@ -104,7 +134,9 @@ def test_trace_and_jacobians_read_each_weight_of_the_blocks_once(streamed: nn.Mo
 
 def test_one_block_is_in_memory_and_it_is_freed(streamed: nn.Module) -> None:
     tlc.block_jacobians(tlc.trace(streamed, tiny.TOKENS))
-    largest = max(sum(p.numel() for p in block.parameters()) for block in streamed.blocks)
+    largest = max(
+        sum(p.numel() for p in block.parameters()) for block in streamed.blocks
+    )
     assert sum(weight.numel() for weight in streaming._kept.values()) == largest
     assert is_empty(streamed)
     del streamed
@@ -113,7 +145,10 @@ def test_one_block_is_in_memory_and_it_is_freed(streamed: nn.Module) -> None:
 def test_what_a_block_keeps_is_freed_with_its_weights(streamed: nn.Module) -> None:
     trace = tlc.trace(streamed, tiny.TOKENS)
     J = tlc.block_jacobians(trace)
-    assert ["_keys_and_values" in vars(block) for block in trace.blocks] == [False, True]
+    assert ["_keys_and_values" in vars(block) for block in trace.blocks] == [
+        False,
+        True,
+    ]
     assert [len(block._references) for block in trace.blocks] == [0, 1]
     assert torch.equal(tlc.block_jacobian(trace, 0), J[0])
 
@@ -122,15 +157,22 @@ def test_bfloat16_weights_are_computed_in_float32(tmp_path: Path) -> None:
     saved(tmp_path, dtype=torch.bfloat16)
     streamed, resident = both(tmp_path)
     assert torch.equal(streamed.residual, resident.residual)
-    rounded = tlc.trace(tlc.load_model(str(tmp_path), memory="stream", dtype=torch.bfloat16), tiny.TOKENS)
+    rounded = tlc.trace(
+        tlc.load_model(str(tmp_path), memory="stream", dtype=torch.bfloat16),
+        tiny.TOKENS,
+    )
     assert rounded.residual.dtype == torch.float32
     assert torch.equal(rounded.residual, resident.residual)
     assert torch.equal(tlc.block_jacobian(rounded, 1), tlc.block_jacobian(resident, 1))
 
 
-def test_in_float64_the_model_runs_in_float64(llama_folder: Path, streamed: nn.Module) -> None:
+def test_in_float64_the_model_runs_in_float64(
+    llama_folder: Path, streamed: nn.Module
+) -> None:
     trace = tlc.trace(streamed, tiny.TOKENS, dtype=torch.float64)
-    expected = tlc.trace(tlc.load_model(str(llama_folder), dtype=torch.float64), tiny.TOKENS)
+    expected = tlc.trace(
+        tlc.load_model(str(llama_folder), dtype=torch.float64), tiny.TOKENS
+    )
     assert torch.equal(trace.residual, expected.residual)
     assert torch.equal(tlc.block_jacobian(trace, 1), tlc.block_jacobian(expected, 1))
 
@@ -146,7 +188,9 @@ def test_provenance_says_so(streamed: nn.Module) -> None:
     provenance = tlc.trace(streamed, tiny.TOKENS).provenance
     assert provenance["memory"] == "stream"
     assert provenance["device"] == "cpu"
-    assert provenance["n_params"] == sum(p.numel() for p in tiny.huggingface_model("llama").parameters())
+    assert provenance["n_params"] == sum(
+        p.numel() for p in tiny.huggingface_model("llama").parameters()
+    )
 
 
 def test_hooks_are_part_of_what_is_measured(streamed: nn.Module) -> None:
@@ -166,7 +210,9 @@ def test_hooks_are_part_of_what_is_measured(streamed: nn.Module) -> None:
         ({"memory": "stream", "backend": "hooked"}, "leave one of the two out"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(llama_folder: Path, options: dict, message: str) -> None:
+def test_what_cannot_be_streamed_is_refused(
+    llama_folder: Path, options: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         tlc.load_model(str(llama_folder), **options)
 
@@ -195,7 +241,10 @@ def test_blocks_whose_arguments_depend_on_the_stream_are_refused() -> None:
         model.blocks[1](Y, Y.mean() if of_stream else X.mean())
 
     assert len(without_blocks(model, lambda: run(False), 3).calls) == 2
-    with pytest.raises(ValueError, match="argument 'scale' of block 1 depends on what earlier blocks computed"):
+    with pytest.raises(
+        ValueError,
+        match="argument 'scale' of block 1 depends on what earlier blocks computed",
+    ):
         without_blocks(model, lambda: run(True), 3)
 
 
@@ -207,12 +256,17 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     trace = tlc.trace(tlc.load_model(str(tmp_path), memory="stream"), tiny.TOKENS)
-    with pytest.raises(ValueError, match=r"at layer 2 has NaN or infinite entries; parameter '.*' of the block"):
+    with pytest.raises(
+        ValueError,
+        match=r"at layer 2 has NaN or infinite entries; parameter '.*' of the block",
+    ):
         _ = trace.residual
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
-def test_a_block_is_freed_on_every_way_out(streamed: nn.Module, error: type[BaseException]) -> None:
+def test_a_block_is_freed_on_every_way_out(
+    streamed: nn.Module, error: type[BaseException]
+) -> None:
     trace = tlc.trace(streamed, tiny.TOKENS)
     expected = tlc.trace(streamed, tiny.TOKENS).residual
 
@@ -230,7 +284,9 @@ def test_a_block_is_freed_on_every_way_out(streamed: nn.Module, error: type[Base
 
 
 def test_two_threads_see_whole_blocks(streamed: nn.Module, llama_folder: Path) -> None:
-    expected = tlc.block_jacobians(tlc.trace(tlc.load_model(str(llama_folder)), tiny.TOKENS))
+    expected = tlc.block_jacobians(
+        tlc.trace(tlc.load_model(str(llama_folder)), tiny.TOKENS)
+    )
     shared = tlc.trace(streamed, tiny.TOKENS)
     found: list[torch.Tensor] = []
 
@@ -247,13 +303,20 @@ def test_two_threads_see_whole_blocks(streamed: nn.Module, llama_folder: Path) -
     assert all(torch.equal(J, expected) for J in found)
 
 
-def test_a_model_in_memory_is_not_hollow(llama_folder: Path, streamed: nn.Module) -> None:
+def test_a_model_in_memory_is_not_hollow(
+    llama_folder: Path, streamed: nn.Module
+) -> None:
     assert is_hollow(streamed)
     assert not is_hollow(tlc.load_model(str(llama_folder)))
 
 
-def test_a_streamed_vision_model_in_half_precision_is_refused_in_words(folder_vit: Path) -> None:
-    with pytest.raises(tlc.ModelError, match=r'^`dtype` with `memory="stream"` must be float32 or float64: a vision'):
+def test_a_streamed_vision_model_in_half_precision_is_refused_in_words(
+    folder_vit: Path,
+) -> None:
+    with pytest.raises(
+        tlc.ModelError,
+        match=r'^`dtype` with `memory="stream"` must be float32 or float64: a vision',
+    ):
         tlc.load_model(str(folder_vit), memory="stream", dtype=torch.bfloat16)
     assert tlc.load_model(str(folder_vit), memory="stream").cfg.n_layers > 0
 
@@ -282,24 +345,35 @@ def test_files_that_change_under_a_streamed_model_are_an_error(
     saved(tmp_path / "one")
     tiny.huggingface_model("llama", 1).save_pretrained(tmp_path / "other")
     tiny.save_tokenizer(tmp_path / "other")
-    shard, content = tmp_path / "one" / "model.safetensors", (tmp_path / "other" / "model.safetensors").read_bytes()
+    shard, content = (
+        tmp_path / "one" / "model.safetensors",
+        (tmp_path / "other" / "model.safetensors").read_bytes(),
+    )
     model = tlc.load_model(str(tmp_path / "one"), memory="stream")
     trace = tlc.trace(model, tiny.TOKENS)
     first = tlc.block_jacobian(trace, 0)
     change(shard, content)
     said = r"model\.safetensors was changed, replaced or removed after the model was loaded, .*: load the model again"
-    for measure in (tlc.block_jacobians, lambda trace: trace.residual, lambda trace: tlc.trace(model, tiny.TOKENS)):
+    for measure in (
+        tlc.block_jacobians,
+        lambda trace: trace.residual,
+        lambda trace: tlc.trace(model, tiny.TOKENS),
+    ):
         with pytest.raises(tlc.ModelError, match=said) as caught:
             measure(trace)
         assert "\n" not in str(caught.value)
     if change is not removed:
-        again = tlc.trace(tlc.load_model(str(tmp_path / "one"), memory="stream"), tiny.TOKENS)
+        again = tlc.trace(
+            tlc.load_model(str(tmp_path / "one"), memory="stream"), tiny.TOKENS
+        )
         resident = tlc.trace(tlc.load_model(str(tmp_path / "other")), tiny.TOKENS)
         assert torch.equal(tlc.block_jacobians(again), tlc.block_jacobians(resident))
         assert not torch.equal(tlc.block_jacobian(again, 0), first)
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path)
     shard = tmp_path / "model.safetensors"
     trace = tlc.trace(tlc.load_model(str(tmp_path), memory="stream"), tiny.TOKENS)

@@ -1,4 +1,6 @@
-"""What the pictures hold: data, labels, limits, artists; and where their figures live."""
+"""What the pictures hold: data, labels, limits, artists; and where their figures
+live.
+"""
 
 import dataclasses
 
@@ -11,7 +13,13 @@ from matplotlib.figure import Figure
 
 import tl_coupling as tlc
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.plots import plot_adjacency, plot_coupling, plot_coupling_matrices, plot_locality, plot_singular_values
+from tl_coupling.plots import (
+    plot_adjacency,
+    plot_coupling,
+    plot_coupling_matrices,
+    plot_locality,
+    plot_singular_values,
+)
 from tl_coupling.plots.labels import off_screen
 from tl_coupling.plots.maps import color_scale
 
@@ -26,14 +34,25 @@ PROVENANCE = {
 }
 
 
-def random_map(layers=(0, 1, 2, 3), k=5, seed=0, kind="depth", **provenance) -> CouplingMap:
-    """A map of random 12×12 Jacobians, one for each layer (kind "depth") or for each token."""
+def random_map(
+    layers=(0, 1, 2, 3), k=5, seed=0, kind="depth", **provenance
+) -> CouplingMap:
+    """A map of random 12×12 Jacobians, one for each layer (kind "depth") or for each
+    token.
+    """
     n = len(layers)
-    J = torch.randn(n, 12, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    J = torch.randn(
+        n, 12, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     spectra = [tlc.svd(J[i], k) for i in range(n)]
     depth = kind == "depth"
     return CouplingMap(
-        matrices=torch.stack([torch.stack([tlc.coupling_matrix(J_1, s, k) for s in spectra]) for J_1 in J]),
+        matrices=torch.stack(
+            [
+                torch.stack([tlc.coupling_matrix(J_1, s, k) for s in spectra])
+                for J_1 in J
+            ]
+        ),
         singular_values=torch.stack([s.S for s in spectra]),
         frobenius_norms=torch.linalg.matrix_norm(J),
         d_model=12,
@@ -70,8 +89,13 @@ def test_coupling_image_is_the_measure():
     result = random_map()
     ax = plot_coupling(result, k=3)
     (image,) = ax.images
-    np.testing.assert_array_equal(image.get_array().filled(-1), off_diagonal(result.coupling(3), -1))
-    assert image.get_clim() == (0, max(4 * (1 - (2 / 3) ** 0.5), off_diagonal(result.coupling(3), 0).max()))
+    np.testing.assert_array_equal(
+        image.get_array().filled(-1), off_diagonal(result.coupling(3), -1)
+    )
+    assert image.get_clim() == (
+        0,
+        max(4 * (1 - (2 / 3) ** 0.5), off_diagonal(result.coupling(3), 0).max()),
+    )
     assert "k = 3" in ax.get_title()
     assert colour_bar(ax).get_ylabel().startswith("coupling")
     assert "k = 3" in colour_bar(ax).get_ylabel()
@@ -80,7 +104,9 @@ def test_coupling_image_is_the_measure():
 def test_coupling_of_all_singular_vectors_by_default():
     result = random_map(k=5)
     ax = plot_coupling(result)
-    np.testing.assert_array_equal(ax.images[0].get_array().filled(-1), off_diagonal(result.coupling(5), -1))
+    np.testing.assert_array_equal(
+        ax.images[0].get_array().filled(-1), off_diagonal(result.coupling(5), -1)
+    )
     assert "k = 5" in colour_bar(ax).get_ylabel()
 
 
@@ -98,10 +124,17 @@ def test_coupling_limits_and_label_of_each_measure(measure, name):
     options = {"p": 2.0} if measure == "spectral_miscoupling" else {}
     ax = plot_coupling(result, measure=measure, **options)
     values = result.values(measure=measure, **options)
-    np.testing.assert_array_equal(ax.images[0].get_array().filled(-1), off_diagonal(values, -1))
+    np.testing.assert_array_equal(
+        ax.images[0].get_array().filled(-1), off_diagonal(values, -1)
+    )
     null = result.null(measure=measure, **options)
-    smallest, largest = min(off_diagonal(values, 9).min(), null), max(off_diagonal(values, 0).max(), null)
-    assert ax.images[0].get_clim() == ((smallest, 1) if measure == "normalized_miscoupling" else (0, largest))
+    smallest, largest = (
+        min(off_diagonal(values, 9).min(), null),
+        max(off_diagonal(values, 0).max(), null),
+    )
+    assert ax.images[0].get_clim() == (
+        (smallest, 1) if measure == "normalized_miscoupling" else (0, largest)
+    )
     assert colour_bar(ax).get_ylabel().startswith(name)
 
 
@@ -109,7 +142,9 @@ def test_coupling_options_reach_the_measure_and_the_label():
     result = random_map()
     ax = plot_coupling(result, measure="spectral_miscoupling", p=1.0, absolute=True)
     values = result.spectral_miscoupling(p=1.0, absolute=True)
-    np.testing.assert_array_equal(ax.images[0].get_array().filled(-1), off_diagonal(values, -1))
+    np.testing.assert_array_equal(
+        ax.images[0].get_array().filled(-1), off_diagonal(values, -1)
+    )
     assert "p = 1, |A|" in colour_bar(ax).get_ylabel()
 
 
@@ -125,10 +160,17 @@ def test_coupling_takes_limits_colours_and_axes():
 
 def test_coupling_marks_undefined_values_without_touching_the_registered_colour_map():
     result = random_map()
-    dead = dataclasses.replace(result, matrices=result.matrices * (torch.arange(4) != 1)[:, None, None, None])
+    dead = dataclasses.replace(
+        result, matrices=result.matrices * (torch.arange(4) != 1)[:, None, None, None]
+    )
     with pytest.warns(UserWarning, match="undefined"):
         ax = plot_coupling(dead)
-    assert np.isnan(ax.images[0].get_array().filled(np.nan)).sum(axis=1).tolist() == [1, 4, 1, 1]
+    assert np.isnan(ax.images[0].get_array().filled(np.nan)).sum(axis=1).tolist() == [
+        1,
+        4,
+        1,
+        1,
+    ]
     assert ax.images[0].get_cmap()(np.nan) == pytest.approx((0.8, 0.8, 0.8, 1))
     assert matplotlib.colormaps[matplotlib.rcParams["image.cmap"]](np.nan)[3] == 0
 
@@ -167,7 +209,11 @@ def test_only_pairs_of_a_connection_with_itself_are_grey():
     """In a map of tokens at two layers the diagonal compares layers, and is shown."""
     tokens = plot_coupling(random_map(kind="self")).images[0].get_array()
     assert np.isfinite(tokens.filled(np.nan)).all()
-    moved = plot_coupling(dataclasses.replace(random_map(), col_layers=(3, 1, 7, 8))).images[0].get_array()
+    moved = (
+        plot_coupling(dataclasses.replace(random_map(), col_layers=(3, 1, 7, 8)))
+        .images[0]
+        .get_array()
+    )
     assert np.argwhere(np.isnan(moved.filled(np.nan))).tolist() == [[1, 1], [3, 0]]
     alone = plot_coupling(random_map(layers=[4])).images[0].get_array()
     np.testing.assert_allclose(alone, [[1]])
@@ -176,7 +222,9 @@ def test_only_pairs_of_a_connection_with_itself_are_grey():
 def test_the_null_is_marked_on_the_colour_bar():
     bar = colour_bar(plot_coupling(random_map(), k=4))
     null = 1 - (3 / 4) ** 0.5
-    assert any(list(line.get_ydata()) == pytest.approx([null] * 2) for line in bar.lines)
+    assert any(
+        list(line.get_ydata()) == pytest.approx([null] * 2) for line in bar.lines
+    )
     (mark,) = [text for text in bar.texts if "null" in text.get_text()]
     assert mark.get_position()[1] == pytest.approx(null)
     assert not colour_bar(plot_coupling(random_map(), k=4, vmax=0.1)).texts
@@ -184,7 +232,10 @@ def test_the_null_is_marked_on_the_colour_bar():
 
 def test_one_scale_holds_several_maps():
     maps = [random_map(), random_map(seed=3)]
-    assert color_scale(maps, 3) == (0, max(plot_coupling(one, k=3).images[0].get_clim()[1] for one in maps))
+    assert color_scale(maps, 3) == (
+        0,
+        max(plot_coupling(one, k=3).images[0].get_clim()[1] for one in maps),
+    )
 
 
 class MeanMap(CouplingMap):
@@ -198,12 +249,22 @@ class MeanMap(CouplingMap):
 
 def test_a_mean_over_prompts_is_drawn_and_says_of_how_many():
     result = random_map()
-    mean = MeanMap(**{field.name: getattr(result, field.name) for field in dataclasses.fields(result)})
+    mean = MeanMap(
+        **{
+            field.name: getattr(result, field.name)
+            for field in dataclasses.fields(result)
+        }
+    )
     ax = plot_coupling(mean, k=3)
-    np.testing.assert_allclose(ax.images[0].get_array().filled(-1), off_diagonal(result.coupling(3) / 2, -1))
+    np.testing.assert_allclose(
+        ax.images[0].get_array().filled(-1), off_diagonal(result.coupling(3) / 2, -1)
+    )
     assert ax.get_title() == "Depth coupling · ujv · k = 3 · mean over 3 prompts\ntiny"
     assert "mean over 3 prompts" in plot_adjacency(mean).get_title()
-    assert "mean over 3 prompts" in plot_locality({"trained": mean, "untrained": mean}).get_title()
+    assert (
+        "mean over 3 prompts"
+        in plot_locality({"trained": mean, "untrained": mean}).get_title()
+    )
 
 
 def test_coupling_title_tells_model_prompt_and_token():
@@ -250,7 +311,9 @@ def test_matrices_are_drawn_relative_to_the_largest_singular_value():
     ax, bar = fig.axes
     drawn = panels(ax, 2)
     for panel, (row, col) in zip(drawn, [(3, 3), (3, 1), (1, 3), (1, 1)], strict=True):
-        wanted = result.matrices[row, col, :4, :4].abs() / result.singular_values[row, 0]
+        wanted = (
+            result.matrices[row, col, :4, :4].abs() / result.singular_values[row, 0]
+        )
         np.testing.assert_allclose(panel, wanted, rtol=1e-12)
     assert ax.images[0].get_clim() == (0, 0.25)
     assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == ["3", "1"]
@@ -262,7 +325,11 @@ def test_matrices_are_drawn_relative_to_the_largest_singular_value():
 def test_matrices_find_layers_that_rows_and_columns_order_differently():
     result = dataclasses.replace(random_map(), col_layers=(1, 0, 3, 2))
     one_above_two = panels(plot_coupling_matrices(result, layers=[1, 2]).axes[0], 2)[1]
-    np.testing.assert_allclose(one_above_two, result.matrices[1, 3].abs() / result.singular_values[1, 0], rtol=1e-12)
+    np.testing.assert_allclose(
+        one_above_two,
+        result.matrices[1, 3].abs() / result.singular_values[1, 0],
+        rtol=1e-12,
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,14 +357,20 @@ def test_matrices_of_the_untrained_twin_lie_below_on_the_same_scale():
     assert "(untrained)" in below.get_title()
     for part, result in ((above, trained), (below, twin)):
         wanted = result.at(2).abs() / result.singular_values[:, :1, None, None]
-        np.testing.assert_allclose(np.stack(panels(part, 4)), wanted.flatten(0, 1), rtol=1e-12)
+        np.testing.assert_allclose(
+            np.stack(panels(part, 4)), wanted.flatten(0, 1), rtol=1e-12
+        )
         assert part.images[0].get_clim() == (0, 0.5)
 
 
 def test_matrices_of_a_dead_block_are_dark_and_finite():
     result = random_map()
-    dead = dataclasses.replace(result, matrices=result.matrices * 0, singular_values=result.singular_values * 0)
-    assert all((panel == 0).all() for panel in panels(plot_coupling_matrices(dead).axes[0], 4))
+    dead = dataclasses.replace(
+        result, matrices=result.matrices * 0, singular_values=result.singular_values * 0
+    )
+    assert all(
+        (panel == 0).all() for panel in panels(plot_coupling_matrices(dead).axes[0], 4)
+    )
 
 
 def test_matrices_count_negative_layers_from_the_models_end():
@@ -314,12 +387,21 @@ def test_matrices_are_drawn_on_the_figure_given():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": [1, 7]}, r"`layers` must be among those of 'result', \[0, 1, 2, 3\], got \[7\]"),
+        (
+            {"layers": [1, 7]},
+            r"`layers` must be among those of 'result', \[0, 1, 2, 3\], got \[7\]",
+        ),
         ({"layers": []}, "`layers` is empty"),
-        ({"untrained": random_map(layers=(0, 1))}, r"among those of 'untrained', \[0, 1\], got \[2, 3\]"),
+        (
+            {"untrained": random_map(layers=(0, 1))},
+            r"among those of 'untrained', \[0, 1\], got \[2, 3\]",
+        ),
         ({"untrained": random_map(k=3)}, r"`k` must be given .* here \[5, 3\]"),
         ({"untrained": random_map(k=3), "k": 4}, r"`k` must lie in \[1, 3\]"),
-        ({"untrained": random_map(kind="self")}, "`untrained` must be a map of kind 'depth' as well, got 'self'"),
+        (
+            {"untrained": random_map(kind="self")},
+            "`untrained` must be a map of kind 'depth' as well, got 'self'",
+        ),
     ],
 )
 def test_matrices_refuse_what_they_cannot_draw(options, message):
@@ -329,7 +411,10 @@ def test_matrices_refuse_what_they_cannot_draw(options, message):
 
 
 def test_pictures_render_without_warnings(tmp_path, recwarn):
-    trained, twin = random_map(layers=range(6)), random_map(layers=range(6), seed=1, untrained=True)
+    trained, twin = (
+        random_map(layers=range(6)),
+        random_map(layers=range(6), seed=1, untrained=True),
+    )
     both = {"trained": trained, "untrained": twin}
     figures = [
         plot_coupling(trained).figure,
@@ -362,7 +447,9 @@ def test_pyplot_shows_what_is_drawn_without_axes_and_nothing_else(tiny_trace):
 
 def test_a_notebook_shows_every_figure_once():
     """Also where a cell ends in one, whose value IPython displays as well."""
-    nbformat, nbclient = (pytest.importorskip(name) for name in ("nbformat", "nbclient"))
+    nbformat, nbclient = (
+        pytest.importorskip(name) for name in ("nbformat", "nbclient")
+    )
     setup = (
         "import torch\n"
         "from tl_coupling.comparisons import CouplingMap\n"
@@ -370,8 +457,18 @@ def test_a_notebook_shows_every_figure_once():
         "A, one = torch.randn(2, 2, 3, 3), torch.ones(2, 3)\n"
         "of = CouplingMap(A, one, one[:, 0], 8, (0, 1), (0, 1), (0, 0), (0, 0), 'depth', 'ujv', {})"
     )
-    cells = ("plot_coupling_matrices(of)", "fig = plot_coupling_matrices(of)", "fig", "ax = plot_coupling(of)")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (setup, *cells)])
+    cells = (
+        "plot_coupling_matrices(of)",
+        "fig = plot_coupling_matrices(of)",
+        "fig",
+        "ax = plot_coupling(of)",
+    )
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell) for cell in (setup, *cells)]
+    )
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
-    pictures = [["image/png" in part.get("data", ()) for part in cell.outputs].count(True) for cell in notebook.cells]
+    pictures = [
+        ["image/png" in part.get("data", ()) for part in cell.outputs].count(True)
+        for cell in notebook.cells
+    ]
     assert pictures == [0, 1, 1, 1, 1]

@@ -1,4 +1,6 @@
-"""What the pictures of coupling against score hold: points, lines, bands, names, labels; pyplot is left alone."""
+"""What the pictures of coupling against score hold: points, lines, bands, names,
+labels; pyplot is left alone.
+"""
 
 import itertools
 
@@ -10,7 +12,11 @@ from matplotlib.text import Text
 
 from fake_survey import KS, survey
 from tl_coupling.generalization import Generalization, generalization_study
-from tl_coupling.plots.generalization import plot_forest, plot_generalization, plot_k_sweep
+from tl_coupling.plots.generalization import (
+    plot_forest,
+    plot_generalization,
+    plot_k_sweep,
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +24,15 @@ def result() -> Generalization:
     data = survey(n_models=14)
     rng = np.random.default_rng(0)
     x = data["mean_coupling"].values[:, 0, :, 0].mean(1)
-    scores = pandas.DataFrame({"model": data["model"].values, "score": 20 + 60 * x + 3 * rng.standard_normal(14)})
-    return generalization_study(data, scores, k=5, subsets={"deep $x$": "n_layers > 12"}, n_resamples=200)
+    scores = pandas.DataFrame(
+        {
+            "model": data["model"].values,
+            "score": 20 + 60 * x + 3 * rng.standard_normal(14),
+        }
+    )
+    return generalization_study(
+        data, scores, k=5, subsets={"deep $x$": "n_layers > 12"}, n_resamples=200
+    )
 
 
 pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
@@ -32,9 +45,13 @@ def lines(ax) -> dict:
 def test_the_scatter_holds_models_line_band_and_null(result):
     ax = plot_generalization(result)
     found, line = lines(ax), result.association.linear
-    np.testing.assert_array_equal(found["_models"].get_xdata(), result.table["coupling"])
+    np.testing.assert_array_equal(
+        found["_models"].get_xdata(), result.table["coupling"]
+    )
     np.testing.assert_array_equal(found["_models"].get_ydata(), result.table["score"])
-    (x0, x1), (y0, y1) = (ends[[0, -1]] for ends in found["linear fit, bootstrap band"].get_data())
+    (x0, x1), (y0, y1) = (
+        ends[[0, -1]] for ends in found["linear fit, bootstrap band"].get_data()
+    )
     assert (y1 - y0) / (x1 - x0) == pytest.approx(line.slope)
     assert y0 - line.slope * x0 == pytest.approx(line.intercept)
     null = 1 - np.sqrt(1 - 1 / 5)
@@ -43,9 +60,13 @@ def test_the_scatter_holds_models_line_band_and_null(result):
     drawn = result.association.bootstrap
     assert band[:, 1].min() == pytest.approx(drawn.band_low.min())
     assert band[:, 1].max() == pytest.approx(drawn.band_high.max())
-    (exponential,) = [one for label, one in found.items() if label.startswith("exponential")]
+    (exponential,) = [
+        one for label, one in found.items() if label.startswith("exponential")
+    ]
     fit = result.exponential
-    np.testing.assert_allclose(exponential.get_ydata(), fit.a * np.exp(fit.b * exponential.get_xdata()))
+    np.testing.assert_allclose(
+        exponential.get_ydata(), fit.a * np.exp(fit.b * exponential.get_xdata())
+    )
     assert f"n = 14, R² = {line.r_squared:.2f}, p = {line.p:.2g}" in ax.get_title()
     assert "score against coupling · mean over 6 prompts" in ax.get_title()
     assert ax.get_xlabel() == r"mean coupling $1 - \tilde{m}$ (k = 5)"
@@ -65,9 +86,13 @@ def test_every_model_has_its_name_beside_it_and_none_covers_another(result):
         curve = ax.transData.transform(lines(ax)[label].get_xydata())
         dense = np.linspace(curve[0, 0], curve[-1, 0], 2000)
         heights = np.interp(dense, *curve.T)
-        assert not any(box.count_contains(np.column_stack([dense, heights])) for box in boxes)
+        assert not any(
+            box.count_contains(np.column_stack([dense, heights])) for box in boxes
+        )
     assert ax.get_legend().get_window_extent().y1 < ax.get_window_extent().y0
-    covering = [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+    covering = [
+        pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])
+    ]
     assert not covering
     inside = ax.get_window_extent()
     assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
@@ -81,7 +106,9 @@ def test_names_that_differ_in_the_organisation_alone_stay_whole(result):
 
 def test_a_null_that_differs_is_a_mark_for_each_model(result):
     nulls = np.linspace(0.2, 0.4, 14)
-    ax = plot_generalization(Generalization(**{**vars(result), "table": result.table.assign(null=nulls)}))
+    ax = plot_generalization(
+        Generalization(**{**vars(result), "table": result.table.assign(null=nulls)})
+    )
     np.testing.assert_array_equal(lines(ax)["random subspaces"].get_xdata(), nulls)
 
 
@@ -91,21 +118,35 @@ def test_the_forest_has_a_row_for_each_slope(result):
     first = ["all models", "all models, bootstrap", "all models, corrected", "deep $x$"]
     assert labels == first + [f"given {name}" for name in result.partial]
     ends = np.array([path.vertices[:, 0] for path in ax.collections[0].get_paths()])
-    expected = [result.association.linear.slope_interval, result.association.bootstrap.slope]
+    expected = [
+        result.association.linear.slope_interval,
+        result.association.bootstrap.slope,
+    ]
     expected.append(result.attenuation.slope_interval)
-    expected += [result.subsets["deep $x$"].slope_interval, *(one.slope_interval for one in result.partial.values())]
+    expected += [
+        result.subsets["deep $x$"].slope_interval,
+        *(one.slope_interval for one in result.partial.values()),
+    ]
     np.testing.assert_allclose(ends, expected)
     values = ax.lines[0].get_xdata()
     assert values[3] == result.subsets["deep $x$"].slope
     assert values[-1] == list(result.partial.values())[-1].slope
     assert ax.yaxis_inverted()
-    assert f"VIF = {result.partial['n_layers'].vif:.1f}" in ax.get_yticklabels()[5].get_text()
-    assert f"reliability {result.attenuation.reliability:.2f}" in ax.get_yticklabels()[2].get_text()
+    assert (
+        f"VIF = {result.partial['n_layers'].vif:.1f}"
+        in ax.get_yticklabels()[5].get_text()
+    )
+    assert (
+        f"reliability {result.attenuation.reliability:.2f}"
+        in ax.get_yticklabels()[2].get_text()
+    )
 
 
 def test_the_k_sweep_has_a_point_and_an_interval_for_each_k(result):
     ax = plot_k_sweep(result)
-    np.testing.assert_allclose(ax.lines[0].get_ydata(), [result.by_k[k].linear.r_squared for k in KS])
+    np.testing.assert_allclose(
+        ax.lines[0].get_ydata(), [result.by_k[k].linear.r_squared for k in KS]
+    )
     ends = np.array([path.vertices[:, 1] for path in ax.collections[0].get_paths()])
     np.testing.assert_allclose(ends, [result.by_k[k].bootstrap.r_squared for k in KS])
     labels = [text.get_text() for text in ax.get_xticklabels()]

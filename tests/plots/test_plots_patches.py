@@ -22,7 +22,9 @@ def trace(folder_vit: Path) -> tlc.Trace:
     return tlc.trace(tlc.load_model(str(folder_vit)), folder_vit / "image.png")
 
 
-def test_every_value_lies_on_its_patch_and_the_class_tokens_below(trace: tlc.Trace) -> None:
+def test_every_value_lies_on_its_patch_and_the_class_tokens_below(
+    trace: tlc.Trace,
+) -> None:
     values = torch.arange(9.0) / 10 + 3
     ax = plot_patches(trace, values, label="a measure", position=0)
     picture, over = ax.images
@@ -44,13 +46,17 @@ def test_every_value_lies_on_its_patch_and_the_class_tokens_below(trace: tlc.Tra
     assert ax.images[1].get_cmap().name == "magma"
 
 
-def test_the_picture_is_the_image_that_the_model_read(trace: tlc.Trace, folder_vit: Path) -> None:
+def test_the_picture_is_the_image_that_the_model_read(
+    trace: tlc.Trace, folder_vit: Path
+) -> None:
     with Image.open(folder_vit / "image.png") as image:
         expected = np.asarray(image) / 255
     np.testing.assert_allclose(picture_of(trace), expected, atol=1e-6)
     grey = plot_patches(trace, torch.ones(9)).images[0].get_array()
     # Paler, in the same order.
-    assert np.corrcoef(grey.ravel(), expected.mean(-1).ravel())[0, 1] == pytest.approx(1)
+    assert np.corrcoef(grey.ravel(), expected.mean(-1).ravel())[0, 1] == pytest.approx(
+        1
+    )
 
 
 def test_pixels_without_a_processor_go_from_black_to_white() -> None:
@@ -59,29 +65,48 @@ def test_pixels_without_a_processor_go_from_black_to_white() -> None:
     assert (picture.shape, picture.min(), picture.max()) == ((16, 8, 3), 0, 1)
     ax = plot_patches(given, torch.arange(given.n_pos).float())
     before = given.n_pos - 8
-    assert np.asarray(ax.images[1].get_array()).ravel().tolist() == list(range(before, given.n_pos))
+    assert np.asarray(ax.images[1].get_array()).ravel().tolist() == list(
+        range(before, given.n_pos)
+    )
 
 
 def test_undefined_values_are_not_drawn(trace: tlc.Trace) -> None:
     values = torch.arange(9.0)
     values[[0, 4]] = torch.nan
     ax = plot_patches(trace, values)
-    assert np.isnan(np.ma.filled(ax.images[1].get_array().astype(float), np.nan)).sum() == 1
+    assert (
+        np.isnan(np.ma.filled(ax.images[1].get_array().astype(float), np.nan)).sum()
+        == 1
+    )
     assert ax.images[1].get_clim() == (1, 8)
     assert ax.get_xlabel() == "column of patches"
     plot_patches(trace, torch.full((9,), torch.nan)).figure.canvas.draw()
 
 
-def test_bad_input_says_what_was_wanted(trace: tlc.Trace, tiny_trace: tlc.Trace) -> None:
+def test_bad_input_says_what_was_wanted(
+    trace: tlc.Trace, tiny_trace: tlc.Trace
+) -> None:
     text = torch.ones(tiny_trace.n_pos)
     unknown = replace(trace, provenance=trace.provenance | {"patch_grid": None})
     for call, message in (
         (lambda: plot_patches(tiny_trace, text), "wanted the trace of an image"),
         (lambda: plot_patches(unknown, torch.ones(9)), "wanted the trace of an image"),
-        (lambda: plot_patches(trace, torch.ones(8)), "one for each of the 9 tokens, got 8"),
-        (lambda: plot_patches(trace, torch.ones(9), position=9), r"`position` must lie in \[-9, 8\]"),
-        (lambda: plot_patches(trace, torch.ones(9), vmin=2, vmax=1), "`vmin` must lie below `vmax`"),
-        (lambda: plot_patches(trace, torch.ones(9), cmap="no"), "`cmap` must be a colour map"),
+        (
+            lambda: plot_patches(trace, torch.ones(8)),
+            "one for each of the 9 tokens, got 8",
+        ),
+        (
+            lambda: plot_patches(trace, torch.ones(9), position=9),
+            r"`position` must lie in \[-9, 8\]",
+        ),
+        (
+            lambda: plot_patches(trace, torch.ones(9), vmin=2, vmax=1),
+            "`vmin` must lie below `vmax`",
+        ),
+        (
+            lambda: plot_patches(trace, torch.ones(9), cmap="no"),
+            "`cmap` must be a colour map",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()

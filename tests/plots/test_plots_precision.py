@@ -12,29 +12,56 @@ pytestmark = pytest.mark.on_3_only
 @pytest.fixture
 def data() -> xarray.Dataset:
     rng = np.random.default_rng(0)
-    per_prompt = ("mean_coupling", "line_shape_score", "line_shape_score_all_tokens", "expodistance")
+    per_prompt = (
+        "mean_coupling",
+        "line_shape_score",
+        "line_shape_score_all_tokens",
+        "expodistance",
+    )
     sizes = {"precision": 3, "prompt": 2, "k": 2, "layer": 4}
-    dims = {name: ("precision", "prompt") for name in (*per_prompt, "expodistance_all_tokens")}
+    dims = {
+        name: ("precision", "prompt")
+        for name in (*per_prompt, "expodistance_all_tokens")
+    }
     dims |= {
         "mean_coupling": ("precision", "prompt", "k"),
         "largest_singular_value_change": ("precision", "prompt", "layer"),
     }
-    dims |= {f"{side}_overlap": ("precision", "prompt", "k", "layer") for side in ("left", "right")}
-    values = {name: (of, 0.1 + rng.random([sizes[dim] for dim in of])) for name, of in dims.items()}
-    coords = {"precision": ["float32", "int8", "nf4"], "prompt": ["a", "b"], "k": [4, 8], "layer": range(4)}
+    dims |= {
+        f"{side}_overlap": ("precision", "prompt", "k", "layer")
+        for side in ("left", "right")
+    }
+    values = {
+        name: (of, 0.1 + rng.random([sizes[dim] for dim in of]))
+        for name, of in dims.items()
+    }
+    coords = {
+        "precision": ["float32", "int8", "nf4"],
+        "prompt": ["a", "b"],
+        "k": [4, 8],
+        "layer": range(4),
+    }
     return xarray.Dataset(values, coords, {"model": "m", "d_model": 32})
 
 
-def test_changes_and_overlaps_are_drawn(data: xarray.Dataset, pyplot_untouched: None) -> None:
+def test_changes_and_overlaps_are_drawn(
+    data: xarray.Dataset, pyplot_untouched: None
+) -> None:
     coupling, shapes, overlap, gains = tlc.plots.plot_precision(data).axes
-    change = (data["mean_coupling"] - data["mean_coupling"].sel(precision="float32")).mean("prompt")
+    change = (
+        data["mean_coupling"] - data["mean_coupling"].sel(precision="float32")
+    ).mean("prompt")
     means = [line.get_ydata()[0] for line in coupling.lines if line.get_marker() == "o"]
-    np.testing.assert_allclose(means, change.sel(precision=["int8", "nf4"]).values.ravel())
+    np.testing.assert_allclose(
+        means, change.sel(precision=["int8", "nf4"]).values.ravel()
+    )
     assert [tick.get_text() for tick in coupling.get_xticklabels()] == ["4", "8"]
     of_layers = data["left_overlap"].sel(precision="nf4", k=8).mean("prompt")
     assert any(np.array_equal(line.get_ydata(), of_layers) for line in overlap.lines)
     assert "k = 8" in overlap.get_ylabel()
-    assert "random subspaces, 0.250" in [text.get_text() for text in overlap.get_legend().get_texts()]
+    assert "random subspaces, 0.250" in [
+        text.get_text() for text in overlap.get_legend().get_texts()
+    ]
     assert [line.get_label() for line in gains.lines] == ["int8", "nf4"]
     assert shapes.get_ylabel() == "change (%)"
     again = tlc.plots.plot_precision(data, k=4).axes[2]

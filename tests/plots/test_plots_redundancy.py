@@ -1,4 +1,6 @@
-"""What the picture of redundancy holds: changes in loss, bands, predictors, correlations, labels."""
+"""What the picture of redundancy holds: changes in loss, bands, predictors,
+correlations, labels.
+"""
 
 import json
 
@@ -20,15 +22,29 @@ def made(n_prompts: int = 5, n_layers: int = 8) -> xarray.Dataset:
     return xarray.Dataset(
         {
             "loss": ("prompt", 3 + rng.random(n_prompts)),
-            "loss_dropped": (("prompt", "layer"), 3 + rng.random((n_prompts, n_layers))),
+            "loss_dropped": (
+                ("prompt", "layer"),
+                3 + rng.random((n_prompts, n_layers)),
+            ),
             "loss_swapped": (("prompt", "pair"), 3 + rng.random((n_prompts, pairs))),
             "loss_merged": (("prompt", "pair"), 3 + rng.random((n_prompts, pairs))),
             "block_influence": (("prompt", "layer"), rng.random((n_prompts, n_layers))),
-            "coupling_of_pair": (("prompt", "k", "pair"), rng.random((n_prompts, 2, pairs))),
-            "coupling_with_others": (("prompt", "k", "layer"), rng.random((n_prompts, 2, n_layers))),
+            "coupling_of_pair": (
+                ("prompt", "k", "pair"),
+                rng.random((n_prompts, 2, pairs)),
+            ),
+            "coupling_with_others": (
+                ("prompt", "k", "layer"),
+                rng.random((n_prompts, 2, n_layers)),
+            ),
             "null_coupling": ("k", [0.1056, 0.0513]),
         },
-        {"k": list(KS), "layer": range(n_layers), "pair": range(pairs), "prompt": range(n_prompts)},
+        {
+            "k": list(KS),
+            "layer": range(n_layers),
+            "pair": range(pairs),
+            "prompt": range(n_prompts),
+        },
         {"provenance": json.dumps({"model": "tiny $x$"})},
     )
 
@@ -37,7 +53,11 @@ pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")
 
 
 def named_lines(ax) -> dict:
-    return {line.get_label().split(":")[0]: line for line in ax.lines if not line.get_label().startswith("_")}
+    return {
+        line.get_label().split(":")[0]: line
+        for line in ax.lines
+        if not line.get_label().startswith("_")
+    }
 
 
 def test_changes_stand_at_their_layer_or_between_two():
@@ -59,7 +79,9 @@ def test_bands_are_t_intervals_over_prompts():
     changes = data.loss_dropped.values - data.loss.values[:, None]
     path = plot_redundancy(data).axes[0].collections[0].get_paths()[0].vertices
     for layer in range(8):
-        low, high = stats.t.interval(0.95, 4, changes[:, layer].mean(), stats.sem(changes[:, layer]))
+        low, high = stats.t.interval(
+            0.95, 4, changes[:, layer].mean(), stats.sem(changes[:, layer])
+        )
         ends = path[path[:, 0] == layer, 1]
         np.testing.assert_allclose((ends.min(), ends.max()), (low, high))
 
@@ -68,16 +90,33 @@ def test_points_stand_at_coupling_and_influence():
     data = made()
     _, coupling, influence = plot_redundancy(data, k=5).axes
     means = data.mean("prompt")
-    np.testing.assert_allclose(named_lines(coupling)["dropped"].get_xdata(), means.coupling_with_others.sel(k=5).values)
-    np.testing.assert_allclose(named_lines(coupling)["merged"].get_xdata(), means.coupling_of_pair.sel(k=5).values)
-    np.testing.assert_allclose(named_lines(influence)["dropped"].get_xdata(), means.block_influence.values)
-    of_pairs = [(means.block_influence.values[i] + means.block_influence.values[i + 1]) / 2 for i in range(7)]
+    np.testing.assert_allclose(
+        named_lines(coupling)["dropped"].get_xdata(),
+        means.coupling_with_others.sel(k=5).values,
+    )
+    np.testing.assert_allclose(
+        named_lines(coupling)["merged"].get_xdata(),
+        means.coupling_of_pair.sel(k=5).values,
+    )
+    np.testing.assert_allclose(
+        named_lines(influence)["dropped"].get_xdata(), means.block_influence.values
+    )
+    of_pairs = [
+        (means.block_influence.values[i] + means.block_influence.values[i + 1]) / 2
+        for i in range(7)
+    ]
     np.testing.assert_allclose(named_lines(influence)["swapped"].get_xdata(), of_pairs)
     for ax in (coupling, influence):
         for change, line in named_lines(ax).items():
-            np.testing.assert_allclose(line.get_ydata(), (means[f"loss_{change}"] - means.loss).values)
-    hollow = next(line for line in coupling.lines if line.get_markerfacecolor() == "white")
-    np.testing.assert_allclose(hollow.get_xdata(), means.coupling_with_others.sel(k=5).values[[0, -1]])
+            np.testing.assert_allclose(
+                line.get_ydata(), (means[f"loss_{change}"] - means.loss).values
+            )
+    hollow = next(
+        line for line in coupling.lines if line.get_markerfacecolor() == "white"
+    )
+    np.testing.assert_allclose(
+        hollow.get_xdata(), means.coupling_with_others.sel(k=5).values[[0, -1]]
+    )
     assert r"coupling $1 - \tilde{m}$ (k = 5)" in coupling.get_xlabel()
     assert any(list(line.get_xdata()) == [0.1056, 0.1056] for line in coupling.lines)
 
@@ -88,7 +127,10 @@ def test_labels_say_the_correlations():
     label = plot_redundancy(data).axes[1].get_legend().get_texts()[1].get_text()
     for blocks in ("all", "inner"):
         one = rho.sel(blocks=blocks)
-        assert f"{float(one.coupling):+.2f} [{float(one.coupling_interval[0]):+.2f}, " in label
+        assert (
+            f"{float(one.coupling):+.2f} [{float(one.coupling_interval[0]):+.2f}, "
+            in label
+        )
     influence = plot_redundancy(data).axes[2].get_legend().get_texts()[1].get_text()
     assert f"{float(rho.block_influence.sel(blocks='all')):+.2f} [" in influence
 
@@ -102,10 +144,18 @@ def test_projections_and_exits_are_drawn_by_depth_alone():
     lines = named_lines(depth)
     assert list(lines)[3:] == ["projected onto 5 shared directions", "left after it"]
     means = data.sel(k=5).mean("prompt")
-    for line, name in zip(list(lines.values())[3:], ("projected", "exited"), strict=True):
+    for line, name in zip(
+        list(lines.values())[3:], ("projected", "exited"), strict=True
+    ):
         np.testing.assert_array_equal(line.get_xdata(), range(8))
-        np.testing.assert_allclose(line.get_ydata(), (means[f"loss_{name}"] - means.loss).values)
-    assert list(named_lines(coupling)) == list(named_lines(influence)) == ["dropped", "swapped", "merged"]
+        np.testing.assert_allclose(
+            line.get_ydata(), (means[f"loss_{name}"] - means.loss).values
+        )
+    assert (
+        list(named_lines(coupling))
+        == list(named_lines(influence))
+        == ["dropped", "swapped", "merged"]
+    )
 
 
 def test_heading_names_model_and_prompts():

@@ -1,4 +1,6 @@
-"""What the pictures of sweeps hold: means, bands, nulls, maps, labels; and that they leave pyplot alone."""
+"""What the pictures of sweeps hold: means, bands, nulls, maps, labels; and that they
+leave pyplot alone.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +10,11 @@ from scipy import stats
 
 from tl_coupling.plots.growth import plot_growth, plot_shapes
 from tl_coupling.plots.labels import off_screen
-from tl_coupling.plots.sweeps import plot_adjacency_strip, plot_coupling_strip, plot_emergence
+from tl_coupling.plots.sweeps import (
+    plot_adjacency_strip,
+    plot_coupling_strip,
+    plot_emergence,
+)
 
 STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 KS = (5, 10)
@@ -19,20 +25,38 @@ def sweep(steps=STEPS, n_prompts=4, seed=0, n_layers=6, **changed) -> xarray.Dat
     rng = np.random.default_rng(seed)
     n = len(steps), n_prompts
     variables = {
-        "coupling": (("checkpoint", "prompt", "k", "layer", "other_layer"), rng.random((*n, 2, n_layers, n_layers))),
+        "coupling": (
+            ("checkpoint", "prompt", "k", "layer", "other_layer"),
+            rng.random((*n, 2, n_layers, n_layers)),
+        ),
         "mean_coupling": (("checkpoint", "prompt", "k"), rng.random((*n, 2))),
-        "null_coupling": (("checkpoint", "prompt", "k"), np.broadcast_to([0.1056, 0.0513], (*n, 2))),
-        "mean_spectral_miscoupling": (("checkpoint", "prompt", "k"), rng.random((*n, 2))),
-        "null_spectral_miscoupling": (("checkpoint", "prompt", "k"), rng.random((*n, 2))),
+        "null_coupling": (
+            ("checkpoint", "prompt", "k"),
+            np.broadcast_to([0.1056, 0.0513], (*n, 2)),
+        ),
+        "mean_spectral_miscoupling": (
+            ("checkpoint", "prompt", "k"),
+            rng.random((*n, 2)),
+        ),
+        "null_spectral_miscoupling": (
+            ("checkpoint", "prompt", "k"),
+            rng.random((*n, 2)),
+        ),
         "spectral_miscoupling": (
             ("checkpoint", "prompt", "k", "layer", "other_layer"),
             3 * rng.random((*n, 2, n_layers, n_layers)),
         ),
         "loss": (("checkpoint", "prompt"), 8 - rng.random(n)),
         "line_shape_score_all_tokens": (("checkpoint", "prompt"), 1 + rng.random(n)),
-        "windowed_line_shape_score": (("checkpoint", "prompt", "window"), 1 + rng.random((*n, n_layers - 4))),
+        "windowed_line_shape_score": (
+            ("checkpoint", "prompt", "window"),
+            1 + rng.random((*n, n_layers - 4)),
+        ),
         "expodistance": (("checkpoint", "prompt"), rng.lognormal(size=n)),
-        "norm": (("checkpoint", "prompt", "depth"), rng.lognormal(size=(*n, n_layers + 1))),
+        "norm": (
+            ("checkpoint", "prompt", "depth"),
+            rng.lognormal(size=(*n, n_layers + 1)),
+        ),
     }
     coords = {
         "checkpoint": list(steps),
@@ -43,25 +67,37 @@ def sweep(steps=STEPS, n_prompts=4, seed=0, n_layers=6, **changed) -> xarray.Dat
         "depth": range(n_layers + 1),
         "window": range(2, n_layers - 2),
     }
-    return xarray.Dataset(variables | changed, coords, {"model": "tiny $x$", "window": 5})
+    return xarray.Dataset(
+        variables | changed, coords, {"model": "tiny $x$", "window": 5}
+    )
 
 
 def seeds(n=3, **changed) -> xarray.Dataset:
-    return xarray.concat([sweep(seed=seed, **changed) for seed in range(n)], "seed", combine_attrs="override")
+    return xarray.concat(
+        [sweep(seed=seed, **changed) for seed in range(n)],
+        "seed",
+        combine_attrs="override",
+    )
 
 
 pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
 
 
 def named_lines(ax) -> dict:
-    return {line.get_label(): line for line in ax.lines if not line.get_label().startswith("_")}
+    return {
+        line.get_label(): line
+        for line in ax.lines
+        if not line.get_label().startswith("_")
+    }
 
 
 def band(ax) -> tuple[np.ndarray, np.ndarray]:
     """Lower and upper end of the first band at each step."""
     path = ax.collections[0].get_paths()[0].vertices
     ends = {x: sorted(set(path[path[:, 0] == x, 1])) for x in path[:, 0]}
-    return np.array([ends[step][0] for step in STEPS]), np.array([ends[step][-1] for step in STEPS])
+    return np.array([ends[step][0] for step in STEPS]), np.array(
+        [ends[step][-1] for step in STEPS]
+    )
 
 
 # plot_emergence
@@ -72,9 +108,13 @@ def test_emergence_draws_mean_null_and_loss():
     coupling, loss = plot_emergence(data, k=5).axes
     line = named_lines(coupling)["tiny $x$"]
     np.testing.assert_array_equal(line.get_xdata(), STEPS)
-    np.testing.assert_allclose(line.get_ydata(), data.mean_coupling.values[:, :, 0].mean(1))
+    np.testing.assert_allclose(
+        line.get_ydata(), data.mean_coupling.values[:, :, 0].mean(1)
+    )
     np.testing.assert_allclose(loss.lines[0].get_ydata(), data.loss.values.mean(1))
-    np.testing.assert_allclose(named_lines(coupling)["random subspaces, 0.106"].get_ydata(), 0.1056)
+    np.testing.assert_allclose(
+        named_lines(coupling)["random subspaces, 0.106"].get_ydata(), 0.1056
+    )
     assert coupling.get_ylabel() == r"mean coupling $1 - \tilde{m}$ (k = 5)"
     assert loss.get_ylabel() == "loss (nats per token)"
     assert loss.get_xlabel() == "training step"
@@ -92,17 +132,25 @@ def test_step_0_has_a_place_on_the_logarithmic_axis_and_a_ring():
     assert ax.get_xlim()[0] < 0
     (ring,) = [line for line in ax.lines if line.get_label() == "_untrained"]
     assert ring.get_xdata()[0] == 0
-    assert "untrained, step 0" in [text.get_text() for text in ax.get_legend().get_texts()]
+    assert "untrained, step 0" in [
+        text.get_text() for text in ax.get_legend().get_texts()
+    ]
     (ax, _) = plot_emergence(sweep(steps=STEPS[1:])).axes
     assert ax.get_xscale() == "log"
-    assert "untrained, step 0" not in [text.get_text() for text in ax.get_legend().get_texts()]
+    assert "untrained, step 0" not in [
+        text.get_text() for text in ax.get_legend().get_texts()
+    ]
 
 
 def test_lines_go_in_the_order_of_the_steps():
     data = sweep()
     shuffled = data.isel(checkpoint=[3, 0, 2, 1, *range(4, 10)])
-    for ax, same in zip(plot_emergence(data).axes, plot_emergence(shuffled).axes, strict=True):
-        np.testing.assert_array_equal(same.lines[0].get_xydata(), ax.lines[0].get_xydata())
+    for ax, same in zip(
+        plot_emergence(data).axes, plot_emergence(shuffled).axes, strict=True
+    ):
+        np.testing.assert_array_equal(
+            same.lines[0].get_xydata(), ax.lines[0].get_xydata()
+        )
 
 
 def test_band_over_prompts_is_the_t_interval():
@@ -117,7 +165,9 @@ def test_band_over_seeds_alone_is_the_t_interval():
     data = seeds(n_prompts=1)
     low, high = band(plot_emergence(data, k=10).axes[0])
     for i, values in enumerate(data.mean_coupling.sel(k=10).values[:, :, 0].T):
-        np.testing.assert_allclose((low[i], high[i]), stats.ttest_1samp(values, 0).confidence_interval(0.95))
+        np.testing.assert_allclose(
+            (low[i], high[i]), stats.ttest_1samp(values, 0).confidence_interval(0.95)
+        )
 
 
 def test_band_over_prompts_and_seeds_adds_their_variances():
@@ -125,11 +175,16 @@ def test_band_over_prompts_and_seeds_adds_their_variances():
     low, high = band(plot_emergence(data, k=10).axes[0])
     for i in range(len(STEPS)):
         table = data.mean_coupling.sel(k=10).values[:, i]
-        parts = [(means.var(ddof=1) / len(means), len(means)) for means in (table.mean(0), table.mean(1))]
+        parts = [
+            (means.var(ddof=1) / len(means), len(means))
+            for means in (table.mean(0), table.mean(1))
+        ]
         square = sum(part for part, _ in parts)
         freedom = square**2 / sum(part**2 / (n - 1) for part, n in parts)
         half = stats.t.isf(0.025, freedom) * square**0.5
-        np.testing.assert_allclose((low[i], high[i]), (table.mean() - half, table.mean() + half))
+        np.testing.assert_allclose(
+            (low[i], high[i]), (table.mean() - half, table.mean() + half)
+        )
 
 
 def test_band_covers_the_true_mean_of_seeds_and_prompts():
@@ -137,10 +192,18 @@ def test_band_covers_the_true_mean_of_seeds_and_prompts():
     n, n_seeds, n_prompts = 10, 4, 8
     covered = []
     for _ in range(40):
-        of_seed, of_prompt = rng.normal(0, 0.03, (n_seeds, n, 1)), rng.normal(0, 0.05, (1, n, n_prompts))
-        values = 0.5 + of_seed + of_prompt + rng.normal(0, 0.01, (n_seeds, n, n_prompts))
+        of_seed, of_prompt = (
+            rng.normal(0, 0.03, (n_seeds, n, 1)),
+            rng.normal(0, 0.05, (1, n, n_prompts)),
+        )
+        values = (
+            0.5 + of_seed + of_prompt + rng.normal(0, 0.01, (n_seeds, n, n_prompts))
+        )
         data = seeds(n_seeds, n_prompts=n_prompts)
-        data["mean_coupling"] = (("seed", "checkpoint", "prompt", "k"), np.stack([values, values], -1))
+        data["mean_coupling"] = (
+            ("seed", "checkpoint", "prompt", "k"),
+            np.stack([values, values], -1),
+        )
         with off_screen():
             low, high = band(plot_emergence(data).axes[0])
         covered += list((low <= 0.5) & (high >= 0.5))
@@ -161,9 +224,21 @@ def test_equal_values_give_a_band_of_no_width():
 
 
 def test_title_says_over_what_the_interval_is():
-    assert plot_emergence(seeds()).get_suptitle().endswith("mean and 95% interval over 4 prompts and 3 seeds")
-    assert plot_coupling_strip(seeds()).get_suptitle().endswith("\nmean over 4 prompts and 3 seeds")
-    assert plot_emergence(sweep()).get_suptitle().endswith("\ntiny $x$\nmean and 95% interval over 4 prompts")
+    assert (
+        plot_emergence(seeds())
+        .get_suptitle()
+        .endswith("mean and 95% interval over 4 prompts and 3 seeds")
+    )
+    assert (
+        plot_coupling_strip(seeds())
+        .get_suptitle()
+        .endswith("\nmean over 4 prompts and 3 seeds")
+    )
+    assert (
+        plot_emergence(sweep())
+        .get_suptitle()
+        .endswith("\ntiny $x$\nmean and 95% interval over 4 prompts")
+    )
 
 
 def test_prompts_of_one_token_have_no_loss():
@@ -174,7 +249,9 @@ def test_prompts_of_one_token_have_no_loss():
     data = sweep()
     data["loss"][:, 1] = np.nan
     (_, loss) = plot_emergence(data).axes
-    np.testing.assert_allclose(loss.lines[0].get_ydata(), data.loss.values[:, [0, 2, 3]].mean(1))
+    np.testing.assert_allclose(
+        loss.lines[0].get_ydata(), data.loss.values[:, [0, 2, 3]].mean(1)
+    )
     assert np.isfinite(band(loss)).all()
 
 
@@ -184,7 +261,8 @@ def test_nulls_that_differ_are_drawn_for_each_sweep():
     lines = named_lines(ax)
     assert list(lines) == ["a", "b", "a: random subspaces", "b: random subspaces"]
     np.testing.assert_allclose(
-        lines["b: random subspaces"].get_ydata(), b.null_spectral_miscoupling.values[:, :, 0].mean(1)
+        lines["b: random subspaces"].get_ydata(),
+        b.null_spectral_miscoupling.values[:, :, 0].mean(1),
     )
     assert lines["b"].get_color() == lines["b: random subspaces"].get_color()
 
@@ -193,8 +271,16 @@ def test_nulls_that_differ_are_drawn_for_each_sweep():
     ("data", "given", "message"),
     [
         (sweep(), {"k": 7}, r"got 7; they hold \[5, 10\]"),
-        ({"a": sweep().sel(k=[5]), "b": sweep().sel(k=[10])}, {}, "have no k in common"),
-        (sweep().assign_coords(checkpoint=[f"step{i}" for i in STEPS]), {}, "training steps as whole numbers"),
+        (
+            {"a": sweep().sel(k=[5]), "b": sweep().sel(k=[10])},
+            {},
+            "have no k in common",
+        ),
+        (
+            sweep().assign_coords(checkpoint=[f"step{i}" for i in STEPS]),
+            {},
+            "training steps as whole numbers",
+        ),
         (sweep().drop_vars("mean_coupling"), {}, "holds no 'mean_coupling'"),
         ({}, {}, "empty"),
     ],
@@ -222,15 +308,25 @@ def test_strip_draws_a_map_for_each_checkpoint():
     tops = [ax.images[0].get_array().max() for ax in panels]
     assert [ax.images[0].get_clim() for ax in panels] == [(0, max(tops))] * 3
     assert [line.get_ydata()[0] for line in fig.axes[3].lines] == [0.1056] * 2
-    assert [ax.get_title() for ax in panels] == ["step 0, untrained", "step 64", "step 256"]
-    assert fig.axes[3].get_ylabel() == r"coupling $1 - \tilde{m}$ (k = 5)" + "\nline: random subspaces"
+    assert [ax.get_title() for ax in panels] == [
+        "step 0, untrained",
+        "step 64",
+        "step 256",
+    ]
+    assert (
+        fig.axes[3].get_ylabel()
+        == r"coupling $1 - \tilde{m}$ (k = 5)" + "\nline: random subspaces"
+    )
     assert fig.get_supylabel() == "layer of J₁"
 
 
 def test_strip_rows_are_the_layer_of_the_jacobian():
     data = sweep()
     transposed = data.transpose("other_layer", "layer", ...)
-    images = [plot_coupling_strip(one, checkpoints=[4]).axes[0].images[0] for one in (data, transposed)]
+    images = [
+        plot_coupling_strip(one, checkpoints=[4]).axes[0].images[0]
+        for one in (data, transposed)
+    ]
     np.testing.assert_allclose(images[0].get_array(), images[1].get_array())
 
 
@@ -242,10 +338,14 @@ def test_strip_takes_first_and_last_checkpoint_by_default():
 
 def test_strip_shares_a_scale_where_the_measure_has_no_bound():
     data = sweep()
-    fig = plot_coupling_strip(data, checkpoints=[1, 2], measure="spectral_miscoupling", k=5)
+    fig = plot_coupling_strip(
+        data, checkpoints=[1, 2], measure="spectral_miscoupling", k=5
+    )
     means = data.spectral_miscoupling.sel(checkpoint=[1, 2], k=5).mean("prompt").values
     top = means[:, ~np.eye(6, dtype=bool)].max()
-    assert [ax.images[0].get_clim() for ax in fig.axes[:2]] == [(0, pytest.approx(top))] * 2
+    assert [ax.images[0].get_clim() for ax in fig.axes[:2]] == [
+        (0, pytest.approx(top))
+    ] * 2
 
 
 @pytest.mark.parametrize("checkpoints", [[3], [], [0, 5000]])
@@ -264,9 +364,14 @@ def widths(ax) -> dict[tuple[int, int], float]:
     (edges,) = [one for one in ax.collections if isinstance(one, LineCollection)]
 
     def layer_at(point: np.ndarray) -> int:
-        return min(places, key=lambda layer: float(np.linalg.norm(places[layer] - point)))
+        return min(
+            places, key=lambda layer: float(np.linalg.norm(places[layer] - point))
+        )
 
-    ends = [tuple(sorted((layer_at(line[0]), layer_at(line[-1])))) for line in edges.get_segments()]
+    ends = [
+        tuple(sorted((layer_at(line[0]), layer_at(line[-1]))))
+        for line in edges.get_segments()
+    ]
     return dict(zip(ends, edges.get_linewidths(), strict=True))
 
 
@@ -274,8 +379,13 @@ def test_graphs_of_chosen_steps_are_on_one_scale():
     data = seeds()
     fig = plot_adjacency_strip(data, checkpoints=[0, 256], k=5, strongest=4)
     assert [ax.get_title() for ax in fig.axes] == ["step 0, untrained", "step 256"]
-    maps = data.coupling.sel(k=5).mean(("seed", "prompt")).sel(checkpoint=[0, 256]).values
-    weights = [{(i, j): (one[i, j] + one[j, i]) / 2 for i in range(6) for j in range(i + 1, 6)} for one in maps]
+    maps = (
+        data.coupling.sel(k=5).mean(("seed", "prompt")).sel(checkpoint=[0, 256]).values
+    )
+    weights = [
+        {(i, j): (one[i, j] + one[j, i]) / 2 for i in range(6) for j in range(i + 1, 6)}
+        for one in maps
+    ]
     full = max(max(one.values()) for one in weights)
     for ax, wanted in zip(fig.axes, weights, strict=True):
         drawn = widths(ax)
@@ -283,7 +393,10 @@ def test_graphs_of_chosen_steps_are_on_one_scale():
         for pair, width in drawn.items():
             assert width == pytest.approx(8 * wanted[pair] / full)
     (legend,) = fig.legends
-    assert "4 strongest of 15 edges in each; random subspaces: 0.11" in legend.get_title().get_text()
+    assert (
+        "4 strongest of 15 edges in each; random subspaces: 0.11"
+        in legend.get_title().get_text()
+    )
     assert legend.get_texts()[-1].get_text() == f"{full:.2g}"
 
 
@@ -293,7 +406,9 @@ def test_graphs_of_chosen_steps_are_on_one_scale():
 def test_growth_is_medians_against_step_and_depth():
     data = seeds()
     left, right, bar = plot_growth(data, checkpoints=[0, 256]).axes
-    np.testing.assert_allclose(left.lines[0].get_ydata(), np.median(data.expodistance.values, axis=(0, 2)))
+    np.testing.assert_allclose(
+        left.lines[0].get_ydata(), np.median(data.expodistance.values, axis=(0, 2))
+    )
     low, high = band(left)
     quartiles = np.quantile(data.expodistance.values, (0.25, 0.75), axis=(0, 2))
     np.testing.assert_allclose((low, high), quartiles)
@@ -326,12 +441,18 @@ def test_shapes_against_step_and_depth():
     data = seeds()
     fig = plot_shapes(data, checkpoints=[0, 16, 256])
     left, right, bar = fig.axes
-    np.testing.assert_allclose(left.lines[0].get_ydata(), data.line_shape_score_all_tokens.values.mean((0, 2)))
-    assert named_lines(left)["random steps, 2.45"].get_ydata()[0] == pytest.approx(6**0.5)
+    np.testing.assert_allclose(
+        left.lines[0].get_ydata(), data.line_shape_score_all_tokens.values.mean((0, 2))
+    )
+    assert named_lines(left)["random steps, 2.45"].get_ydata()[0] == pytest.approx(
+        6**0.5
+    )
     curves = right.lines[:3]
     for curve, step in zip(curves, (0, 16, 256), strict=True):
         np.testing.assert_array_equal(curve.get_xdata(), [2, 3])
-        expected = data.windowed_line_shape_score.sel(checkpoint=step).values.mean((0, 1))
+        expected = data.windowed_line_shape_score.sel(checkpoint=step).values.mean(
+            (0, 1)
+        )
         np.testing.assert_allclose(curve.get_ydata(), expected)
     assert len({curve.get_color() for curve in curves}) == 3
     assert right.get_xlabel() == "middle layer of 5 steps"
@@ -343,8 +464,17 @@ def test_shapes_against_step_and_depth():
 
 
 def test_ticks_are_steps_that_were_measured_and_have_room():
-    published = (0, *(2**i for i in range(10)), *(1000 * 2**i for i in range(8)), 143_000)
-    for steps, expected in (((100, 200, 300), "100 200 300"), (published, "0 4 32 256 2k 16k 143k"), ((7,), "7")):
+    published = (
+        0,
+        *(2**i for i in range(10)),
+        *(1000 * 2**i for i in range(8)),
+        143_000,
+    )
+    for steps, expected in (
+        ((100, 200, 300), "100 200 300"),
+        (published, "0 4 32 256 2k 16k 143k"),
+        ((7,), "7"),
+    ):
         (_, ax) = plot_emergence(sweep(steps=steps)).axes
         assert " ".join(text.get_text() for text in ax.get_xticklabels()) == expected
         assert not len(ax.xaxis.get_minorticklocs())
@@ -361,7 +491,13 @@ def test_a_model_of_one_window_is_drawn_over_all_its_layers():
 def test_pictures_render_and_take_a_figure():
     from matplotlib.figure import Figure
 
-    for plot in (plot_emergence, plot_coupling_strip, plot_adjacency_strip, plot_shapes, plot_growth):
+    for plot in (
+        plot_emergence,
+        plot_coupling_strip,
+        plot_adjacency_strip,
+        plot_shapes,
+        plot_growth,
+    ):
         fig = Figure()
         assert plot(seeds(), fig=fig) is fig
         fig.canvas.draw()

@@ -21,26 +21,46 @@ TOKENS = ["<s>", "It", "costs", "$5", "\n", "日本", "$6", "."]
 @pytest.fixture(scope="module")
 def token_map(tiny_trace) -> CouplingMap:
     result = tlc.context_coupling(tiny_trace, 0, 1, fixed="output", position=5, k=4)
-    return dataclasses.replace(result, provenance=result.provenance | {"str_tokens": TOKENS})
+    return dataclasses.replace(
+        result, provenance=result.provenance | {"str_tokens": TOKENS}
+    )
 
 
 def test_token_grid(token_map):
-    *grids, _ = plot_coupling_matrices(token_map, positions=[4, 0, -3], k=3, untrained=token_map).axes
+    *grids, _ = plot_coupling_matrices(
+        token_map, positions=[4, 0, -3], k=3, untrained=token_map
+    ).axes
     assert len(grids) == 2
     for ax in grids:
         pairs = [(i, j) for i in (4, 0, 5) for j in (4, 0, 5)]
         for panel, (row, col) in zip(panels(ax, 3), pairs, strict=True):
-            expected = token_map.at(3)[row, col].abs() / token_map.singular_values[row, 0]
+            expected = (
+                token_map.at(3)[row, col].abs() / token_map.singular_values[row, 0]
+            )
             np.testing.assert_allclose(panel, expected, rtol=1e-6)
-        assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == ["4 ‘\\n’", "0 ‘<s>’", "5 ‘日本’"]
+        assert (
+            tick_labels(ax.xaxis)
+            == tick_labels(ax.yaxis)
+            == ["4 ‘\\n’", "0 ‘<s>’", "5 ‘日本’"]
+        )
         assert ax.get_ylabel() == "input token of J₁, layer 0"
         assert ax.get_xlabel() == "input token of the singular vectors, layer 1"
-        assert "Context coupling · ujv · k = 3 · output fixed at 5 ‘日本’" in ax.get_title()
+        assert (
+            "Context coupling · ujv · k = 3 · output fixed at 5 ‘日本’"
+            in ax.get_title()
+        )
 
 
 def test_token_grid_shows_the_last_eight_by_default(token_map):
     ax, _ = plot_coupling_matrices(token_map).axes
-    assert [int(label.split()[0]) for label in tick_labels(ax.xaxis)] == [0, 1, 2, 3, 4, 5]
+    assert [int(label.split()[0]) for label in tick_labels(ax.xaxis)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 def test_the_title_says_what_is_fixed(token_map):
@@ -50,9 +70,15 @@ def test_the_title_says_what_is_fixed(token_map):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"positions": [7]}, r"`positions` must be among those of 'result', \[0, 1, 2, 3, 4, 5\], got \[7\]"),
+        (
+            {"positions": [7]},
+            r"`positions` must be among those of 'result', \[0, 1, 2, 3, 4, 5\], got \[7\]",
+        ),
         ({"positions": []}, "`positions` is empty"),
-        ({"layers": [0]}, "a map of kind 'context' is drawn for chosen `positions` only"),
+        (
+            {"layers": [0]},
+            "a map of kind 'context' is drawn for chosen `positions` only",
+        ),
     ],
 )
 def test_token_grid_refuses(token_map, options, message):
@@ -63,20 +89,35 @@ def test_token_grid_refuses(token_map, options, message):
 def influence(n_sources: int = 4, **provenance) -> Influence:
     generator = torch.Generator().manual_seed(n_sources)
     values = [torch.rand(3, n_sources, generator=generator) + 0.1 for _ in range(4)]
-    provenance = {"model": "tiny", "prompt": "It costs", "str_tokens": TOKENS} | provenance
-    return Influence(*values, (0, 1, 5), tuple(range(n_sources)), n_sources - 1, provenance)
+    provenance = {
+        "model": "tiny",
+        "prompt": "It costs",
+        "str_tokens": TOKENS,
+    } | provenance
+    return Influence(
+        *values, (0, 1, 5), tuple(range(n_sources)), n_sources - 1, provenance
+    )
 
 
-@pytest.mark.parametrize("measure", ["frobenius_norm", "largest_singular_value", "participation_ratio"])
+@pytest.mark.parametrize(
+    "measure", ["frobenius_norm", "largest_singular_value", "participation_ratio"]
+)
 def test_influence_shows_the_values(measure):
     result = influence()
     fig = plot_influence(result, measure=measure)
     ax, bar = fig.axes
     (image,) = ax.images
-    np.testing.assert_allclose(np.asarray(image.get_array()), getattr(result, measure), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(image.get_array()), getattr(result, measure), rtol=1e-6
+    )
     assert isinstance(image.norm, LogNorm) == (measure != "participation_ratio")
     assert image.norm.vmax == pytest.approx(float(getattr(result, measure).max()))
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["0 ‘<s>’", "1 ‘It’", "2 ‘costs’", "3 ‘$5’"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == [
+        "0 ‘<s>’",
+        "1 ‘It’",
+        "2 ‘costs’",
+        "3 ‘$5’",
+    ]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["0", "1", "5"]
     assert ax.get_ylim() == (2.5, -0.5), "the first layer is on top, as in every map"
     assert bar.get_ylabel().endswith("of J")
@@ -96,5 +137,7 @@ def test_two_influences_share_a_scale_and_zeros_are_masked():
 
 
 def test_unknown_measure():
-    with pytest.raises(ValueError, match=r"`measure` must be one of frobenius_norm, .*, got 'rank'"):
+    with pytest.raises(
+        ValueError, match=r"`measure` must be one of frobenius_norm, .*, got 'rank'"
+    ):
         plot_influence(influence(), measure="rank")

@@ -1,4 +1,6 @@
-"""What the pictures of trajectories hold: data, labels, limits; and that they leave pyplot alone."""
+"""What the pictures of trajectories hold: data, labels, limits; and that they leave
+pyplot alone.
+"""
 
 import dataclasses
 from unittest import mock
@@ -39,10 +41,16 @@ pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")
 TOKENS = ("It", " costs", " $5", "\n", " ", " $6")
 
 
-def walk(n_layers: int = 20, seed: int = 0, sink: int | None = None, **provenance) -> Trace:
-    """A trace without a model: tokens that walk at random from one point; a sink runs away in the middle."""
+def walk(
+    n_layers: int = 20, seed: int = 0, sink: int | None = None, **provenance
+) -> Trace:
+    """A trace without a model: tokens that walk at random from one point; a sink runs
+    away in the middle.
+    """
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n_layers + 1, len(TOKENS), 8, generator=generator, dtype=torch.float64).cumsum(0)
+    x = torch.randn(
+        n_layers + 1, len(TOKENS), 8, generator=generator, dtype=torch.float64
+    ).cumsum(0)
     if sink is not None:
         x[3:-2, sink] *= 300
     unused = BlockCall(torch.nn.Identity(), {}, None, False, -2)
@@ -51,15 +59,26 @@ def walk(n_layers: int = 20, seed: int = 0, sink: int | None = None, **provenanc
         tokens=torch.arange(len(TOKENS)),
         str_tokens=TOKENS,
         residual=x,
-        blocks=tuple(BlockFunction(layer, unused, X, 0 * X) for layer, X in enumerate(x[:-1])),
+        blocks=tuple(
+            BlockFunction(layer, unused, X, 0 * X) for layer, X in enumerate(x[:-1])
+        ),
         final_norm=False,
-        provenance={"model": "tiny", "prompt": "It costs $5 or $6", "str_tokens": list(TOKENS)} | provenance,
+        provenance={
+            "model": "tiny",
+            "prompt": "It costs $5 or $6",
+            "str_tokens": list(TOKENS),
+        }
+        | provenance,
     )
 
 
-def shapes(trace: Trace, entropy: torch.Tensor | None = None, **options) -> TrajectoryResult:
+def shapes(
+    trace: Trace, entropy: torch.Tensor | None = None, **options
+) -> TrajectoryResult:
     """The shapes of a walk, which has no model and so no entropy of its own."""
-    with mock.patch("tl_coupling.trajectories.result.entropy_by_depth", return_value=entropy):
+    with mock.patch(
+        "tl_coupling.trajectories.result.entropy_by_depth", return_value=entropy
+    ):
         return measure_trajectory(trace, linear=False, noise=False, **options)
 
 
@@ -80,21 +99,29 @@ def test_trajectories_are_the_principal_components_of_the_last_depth():
     wanted = trajectory_pca(trace.residual).projected.numpy()
     for ax, (first, last) in zip(fig.axes, [(0, 20), (0, 10), (10, 20)], strict=True):
         for t, line in enumerate(named_lines(ax)):
-            np.testing.assert_array_equal(line.get_xydata(), wanted[first : last + 1, t])
+            np.testing.assert_array_equal(
+                line.get_xydata(), wanted[first : last + 1, t]
+            )
         assert f"depth {first} to {last}" in ax.get_title()
         assert "PC 1" in ax.get_xlabel()
         assert "PC 2" in ax.get_ylabel()
 
 
 def test_the_last_token_is_black_and_no_other():
-    colors = [to_hex(line.get_color()) for line in named_lines(plot_trajectories(walk()).axes[0])]
+    colors = [
+        to_hex(line.get_color())
+        for line in named_lines(plot_trajectories(walk()).axes[0])
+    ]
     assert colors[-1] == "#000000"
     assert "#000000" not in colors[:-1]
     assert len(set(colors)) == len(TOKENS)
 
 
 def test_another_token_is_black_if_asked_for():
-    colors = [to_hex(line.get_color()) for line in named_lines(plot_trajectories(walk(), black=-5).axes[0])]
+    colors = [
+        to_hex(line.get_color())
+        for line in named_lines(plot_trajectories(walk(), black=-5).axes[0])
+    ]
     assert [i for i, color in enumerate(colors) if color == "#000000"] == [1]
 
 
@@ -112,14 +139,20 @@ def test_an_attention_sink_is_left_out_and_named():
     fig = plot_trajectories(trace)
     wanted = trajectory_pca(trace.residual[:, 1:]).projected.numpy()
     assert len(named_lines(fig.axes[0])) == len(TOKENS) - 1
-    np.testing.assert_array_equal(named_lines(fig.axes[0])[0].get_xydata(), wanted[:, 0])
+    np.testing.assert_array_equal(
+        named_lines(fig.axes[0])[0].get_xydata(), wanted[:, 0]
+    )
     assert "without attention sink: token 0 ‘It’" in fig.get_suptitle()
     assert "sink" not in plot_trajectories(walk()).get_suptitle()
 
 
 def test_positions_are_what_they_say_sink_or_not():
     fig = plot_trajectories(walk(sink=0), positions=[0, 2, -1])
-    assert [line.get_label() for line in named_lines(fig.axes[0])] == ["0 ‘It’", "2 ‘$5’", "5 ‘$6’"]
+    assert [line.get_label() for line in named_lines(fig.axes[0])] == [
+        "0 ‘It’",
+        "2 ‘$5’",
+        "5 ‘$6’",
+    ]
     assert "sink" not in fig.get_suptitle()
 
 
@@ -144,7 +177,10 @@ def test_dollars_in_tokens_are_no_formulas():
         ({"positions": [6]}, r"`positions` must lie in \[-6, 5\]"),
         ({"black": 6}, r"`black` must lie in \[-6, 5\], got 6"),
         ({"positions": [2]}, r"at least 2 tokens, got positions \[2\]"),
-        ({"views": ["whole"]}, "`views` must be one of all, shallow, deep, got 'whole'"),
+        (
+            {"views": ["whole"]},
+            "`views` must be one of all, shallow, deep, got 'whole'",
+        ),
     ],
 )
 def test_trajectories_refuse(options, message):
@@ -156,9 +192,19 @@ def test_a_residual_stream_is_drawn_like_its_trace():
     trace = walk(sink=0)
     for stream in (trace.residual, trace.residual.numpy()):
         fig = plot_trajectories(stream)
-        for ours, wanted in zip(named_lines(fig.axes[0]), named_lines(plot_trajectories(trace).axes[0]), strict=True):
+        for ours, wanted in zip(
+            named_lines(fig.axes[0]),
+            named_lines(plot_trajectories(trace).axes[0]),
+            strict=True,
+        ):
             np.testing.assert_array_equal(ours.get_xydata(), wanted.get_xydata())
-        assert [line.get_label() for line in named_lines(fig.axes[0])] == ["1", "2", "3", "4", "5"]
+        assert [line.get_label() for line in named_lines(fig.axes[0])] == [
+            "1",
+            "2",
+            "3",
+            "4",
+            "5",
+        ]
         assert "without attention sink: token 0" in fig.get_suptitle()
 
 
@@ -170,7 +216,10 @@ def test_a_residual_stream_is_drawn_like_its_trace():
             torch.ones(21, 6, 8, dtype=torch.int64),
             "must be a Trace, a floating-point torch tensor .* or a mapping from strings to",
         ),
-        (None, "must be a Trace, a floating-point torch tensor .* or a mapping from strings to"),
+        (
+            None,
+            "must be a Trace, a floating-point torch tensor .* or a mapping from strings to",
+        ),
         (torch.full((21, 6, 8), torch.nan), "`x` must be finite"),
     ],
 )
@@ -180,7 +229,9 @@ def test_other_streams_are_refused(stream, message):
 
 
 def test_many_tokens_have_a_colour_bar_in_place_of_a_legend():
-    fig = plot_trajectories(torch.randn(9, 30, 8, generator=torch.Generator().manual_seed(0)).cumsum(0))
+    fig = plot_trajectories(
+        torch.randn(9, 30, 8, generator=torch.Generator().manual_seed(0)).cumsum(0)
+    )
     assert not fig.legends
     assert "token position" in fig.axes[-1].get_ylabel()
     shown = [to_hex(line.get_color()) for line in named_lines(fig.axes[0])]
@@ -195,10 +246,17 @@ def test_metrics_are_the_measures_of_each_token_and_their_mean():
     trace = walk()
     fig = plot_trajectory_metrics(shapes(trace, window=5))
     x = trace.residual
-    measures = [norms(x), step_lengths(x), line_shape_score(x, window=5), line_shape_score_by_depth(x)]
+    measures = [
+        norms(x),
+        step_lengths(x),
+        line_shape_score(x, window=5),
+        line_shape_score_by_depth(x),
+    ]
     for ax, wanted, start in zip(fig.axes, measures, (0, 0, 2, 0), strict=True):
         faint = lines(ax, "_tokens")
-        np.testing.assert_array_equal(np.stack([line.get_ydata() for line in faint], axis=1), wanted)
+        np.testing.assert_array_equal(
+            np.stack([line.get_ydata() for line in faint], axis=1), wanted
+        )
         (mean,) = lines(ax, "tiny")
         np.testing.assert_allclose(mean.get_ydata(), wanted.mean(1))
         assert list(mean.get_xdata()) == list(range(start, start + len(wanted)))
@@ -218,21 +276,33 @@ def test_metrics_show_what_random_steps_score():
 
 
 def test_metrics_of_several_results_have_a_colour_each():
-    fig = plot_trajectory_metrics({"trained": shapes(walk()), "untrained": shapes(walk(seed=1, untrained=True))})
+    fig = plot_trajectory_metrics(
+        {"trained": shapes(walk()), "untrained": shapes(walk(seed=1, untrained=True))}
+    )
     for ax in fig.axes:
-        assert lines(ax, "trained")[0].get_color() != lines(ax, "untrained")[0].get_color()
+        assert (
+            lines(ax, "trained")[0].get_color() != lines(ax, "untrained")[0].get_color()
+        )
     (legend,) = fig.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["trained", "untrained", "random steps"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "trained",
+        "untrained",
+        "random steps",
+    ]
     assert "untrained" not in fig.get_suptitle()
 
 
 def test_metrics_leave_out_a_sink_of_any_result():
-    fig = plot_trajectory_metrics({"a": shapes(walk(sink=2)), "b": shapes(walk(seed=1))})
+    fig = plot_trajectory_metrics(
+        {"a": shapes(walk(sink=2)), "b": shapes(walk(seed=1))}
+    )
     assert len(lines(fig.axes[0], "_tokens")) == 2 * (len(TOKENS) - 1)
     assert "sink: token 2 ‘$5’" in fig.get_suptitle()
 
 
-@pytest.mark.parametrize(("n_layers", "width"), [(20, 11), (11, 11), (10, 9), (2, 1), (1, 1)])
+@pytest.mark.parametrize(
+    ("n_layers", "width"), [(20, 11), (11, 11), (10, 9), (2, 1), (1, 1)]
+)
 def test_a_shallow_model_takes_a_window_that_it_fills(n_layers, width):
     fig = plot_trajectory_metrics(shapes(walk(n_layers)))
     assert f"{width} steps" in fig.axes[2].get_title()
@@ -241,21 +311,34 @@ def test_a_shallow_model_takes_a_window_that_it_fills(n_layers, width):
 
 def test_entropies_are_a_fifth_panel():
     entropy = torch.rand(21, len(TOKENS))
-    fig = plot_trajectory_metrics({"a": shapes(walk(), entropy), "b": shapes(walk(seed=1))})
-    np.testing.assert_allclose(lines(fig.axes[4], "a")[0].get_ydata(), entropy.mean(1), rtol=1e-6)
+    fig = plot_trajectory_metrics(
+        {"a": shapes(walk(), entropy), "b": shapes(walk(seed=1))}
+    )
+    np.testing.assert_allclose(
+        lines(fig.axes[4], "a")[0].get_ydata(), entropy.mean(1), rtol=1e-6
+    )
     assert not lines(fig.axes[4], "b")
     assert fig.axes[4].get_ylabel() == "nats"
     assert len(plot_trajectory_metrics(shapes(walk())).axes) == 4
 
 
 def test_metrics_of_a_trace_are_measured(tiny_trace: Trace):
-    drawn, wanted = plot_trajectory_metrics(tiny_trace), measure_trajectory(tiny_trace, linear=False, noise=False)
+    drawn, wanted = (
+        plot_trajectory_metrics(tiny_trace),
+        measure_trajectory(tiny_trace, linear=False, noise=False),
+    )
     (mean,) = lines(drawn.axes[4], tiny_trace.provenance["model"])
-    np.testing.assert_allclose(mean.get_ydata(), wanted.logit_lens_entropy.mean(1), rtol=1e-5)
+    np.testing.assert_allclose(
+        mean.get_ydata(), wanted.logit_lens_entropy.mean(1), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    ("positions", "message"), [([], "`positions` is empty"), ([6], r"`positions` must lie in \[-6, 5\] .* got 6")]
+    ("positions", "message"),
+    [
+        ([], "`positions` is empty"),
+        ([6], r"`positions` must lie in \[-6, 5\] .* got 6"),
+    ],
 )
 def test_metrics_refuse(positions, message):
     with pytest.raises(ValueError, match=message):
@@ -273,16 +356,28 @@ def test_metrics_of_different_prompts_are_refused():
 
 def test_linearisation_lines_are_its_errors_and_cosines(tiny_trace: Trace):
     result = linearisation(tiny_trace, k=7)
-    error, compounded_error, cosine, compounded_cosine = plot_linearisation({"mine": result}).axes
-    wanted = {error: ("one_step", "previous"), compounded_error: ("product", "closed_form", "input")}
+    error, compounded_error, cosine, compounded_cosine = plot_linearisation(
+        {"mine": result}
+    ).axes
+    wanted = {
+        error: ("one_step", "previous"),
+        compounded_error: ("product", "closed_form", "input"),
+    }
     for ax, predictions in wanted.items():
         for line, prediction in zip(named_lines(ax), predictions, strict=True):
-            np.testing.assert_allclose(line.get_ydata(), result.relative_error(prediction))
+            np.testing.assert_allclose(
+                line.get_ydata(), result.relative_error(prediction)
+            )
         assert ax.get_yscale() == "log"
-    wanted = {cosine: ("one_step", "previous"), compounded_cosine: ("product", "closed_form", "input")}
+    wanted = {
+        cosine: ("one_step", "previous"),
+        compounded_cosine: ("product", "closed_form", "input"),
+    }
     for ax, predictions in wanted.items():
         for line, prediction in zip(named_lines(ax), predictions, strict=True):
-            np.testing.assert_allclose(line.get_ydata(), result.cosine_similarity(prediction))
+            np.testing.assert_allclose(
+                line.get_ydata(), result.cosine_similarity(prediction)
+            )
             assert str(line.get_label()).startswith("mine: ")
         assert ax.get_ylim()[1] == pytest.approx(1.03)
 
@@ -307,7 +402,9 @@ def test_an_exploding_prediction_is_clipped_and_said(tiny_trace: Trace):
     fig = plot_linearisation({"calm": calm, "wild": wild})
     assert "clipped" not in fig.axes[0].get_title()
     largest = wild.relative_error("closed_form").max()
-    assert f"errors above 100 clipped; largest: {largest:.0e}" in fig.axes[1].get_title()
+    assert (
+        f"errors above 100 clipped; largest: {largest:.0e}" in fig.axes[1].get_title()
+    )
     assert fig.axes[1].get_ylim()[1] == 100
     assert fig.axes[0].get_ylim()[1] == 100
 
@@ -317,14 +414,21 @@ def test_parts_of_results_are_drawn_like_themselves(tiny_trace: Trace):
     pairs = [
         (plot_linearisation(whole).axes, plot_linearisation(whole.linearisation).axes),
         ([plot_perturbation(whole)], [plot_perturbation(whole.perturbation)]),
-        ([plot_inverse_singular_values(whole)], [plot_inverse_singular_values(whole.linearisation)]),
+        (
+            [plot_inverse_singular_values(whole)],
+            [plot_inverse_singular_values(whole.linearisation)],
+        ),
     ]
     for ours, wanted in pairs:
         for ax, other in zip(ours, wanted, strict=True):
             for line, same in zip(ax.lines, other.lines, strict=True):
                 np.testing.assert_array_equal(line.get_xydata(), same.get_xydata())
-    of_map = plot_inverse_singular_values(tlc.depth_coupling(tiny_trace, k=3, position=2)).lines
-    for line, same in zip(plot_inverse_singular_values(whole).lines, of_map, strict=True):
+    of_map = plot_inverse_singular_values(
+        tlc.depth_coupling(tiny_trace, k=3, position=2)
+    ).lines
+    for line, same in zip(
+        plot_inverse_singular_values(whole).lines, of_map, strict=True
+    ):
         np.testing.assert_allclose(line.get_ydata(), same.get_ydata(), rtol=1e-4)
 
 
@@ -337,15 +441,21 @@ def test_parts_that_were_left_out_are_named(tiny_trace: Trace):
     ]:
         with pytest.raises(ValueError, match=f"'bare' was measured without its {part}"):
             plot({"bare": bare})
-    with pytest.raises(ValueError, match="'a' has no singular values: measure with `closed_form=True`"):
-        plot_inverse_singular_values({"a": linearisation(tiny_trace, closed_form=False)})
+    with pytest.raises(
+        ValueError, match="'a' has no singular values: measure with `closed_form=True`"
+    ):
+        plot_inverse_singular_values(
+            {"a": linearisation(tiny_trace, closed_form=False)}
+        )
 
 
 def test_linearisations_by_name_have_a_colour_each(tiny_trace: Trace):
     result = linearisation(tiny_trace, closed_form=False)
     figure = Figure()
     assert plot_linearisation({"a": result, "b": result}, fig=figure) is figure
-    first, same, second, again = (line.get_color() for line in named_lines(figure.axes[0]))
+    first, same, second, again = (
+        line.get_color() for line in named_lines(figure.axes[0])
+    )
     assert first == same != second == again
 
 
@@ -360,23 +470,38 @@ def test_perturbation_lines_are_the_first_and_the_last_depth(tiny_trace: Trace):
     assert "after the last layer" in last.get_label()
     for line, depth in ((first, 0), (last, -1)):
         np.testing.assert_array_equal(line.get_xdata(), [0.1, 1.0])
-        np.testing.assert_array_equal(line.get_ydata(), result.cosine_similarity[:, :, depth].mean(1).flip(0))
+        np.testing.assert_array_equal(
+            line.get_ydata(), result.cosine_similarity[:, :, depth].mean(1).flip(0)
+        )
     (samples,) = lines(ax, "_samples")
-    assert sorted(samples.get_ydata()) == sorted(result.cosine_similarity[..., -1].flatten().tolist())
+    assert sorted(samples.get_ydata()) == sorted(
+        result.cosine_similarity[..., -1].flatten().tolist()
+    )
     assert sorted(set(samples.get_xdata())) == [0.1, 1.0]
     assert ax.get_xscale() == "log"
     assert "token 7" in ax.get_title()
 
 
 def test_the_axis_says_what_the_noise_is_relative_to(tiny_trace: Trace):
-    relative, absolute = (perturbation(tiny_trace, (1.0,), n_samples=1, relative=one) for one in (True, False))
-    assert plot_perturbation(relative).get_xlabel() == "size of the noise / size of the embedding"
-    assert plot_perturbation(absolute).get_xlabel() == "standard deviation of noise entries"
+    relative, absolute = (
+        perturbation(tiny_trace, (1.0,), n_samples=1, relative=one)
+        for one in (True, False)
+    )
+    assert (
+        plot_perturbation(relative).get_xlabel()
+        == "size of the noise / size of the embedding"
+    )
+    assert (
+        plot_perturbation(absolute).get_xlabel()
+        == "standard deviation of noise entries"
+    )
     with pytest.raises(ValueError, match="relative, of others absolute"):
         plot_perturbation({"a": relative, "b": absolute})
 
 
-def test_perturbation_with_scale_zero_is_drawn_linearly_and_where_it_is_told(tiny_trace: Trace):
+def test_perturbation_with_scale_zero_is_drawn_linearly_and_where_it_is_told(
+    tiny_trace: Trace,
+):
     _, right = Figure().subplots(1, 2)
     result = perturbation(tiny_trace, (0.0, 1.0), n_samples=1)
     assert plot_perturbation({"a": result, "b": result}, ax=right) is right
@@ -394,10 +519,14 @@ def test_inverse_singular_values_with_their_line_and_r_squared():
     for i in range(2):
         points, fit = ax.lines[2 * i : 2 * i + 2]
         y = 1 / result.singular_values[:, i].numpy()
-        np.testing.assert_allclose(points.get_xydata(), np.stack([[5, 2, 11, 7], y], axis=1))
+        np.testing.assert_allclose(
+            points.get_xydata(), np.stack([[5, 2, 11, 7], y], axis=1)
+        )
         line = scipy.stats.linregress([5, 2, 11, 7], y)
         assert list(fit.get_xdata()) == [2, 11]
-        np.testing.assert_allclose(fit.get_ydata(), line.intercept + line.slope * np.array([2, 11]))
+        np.testing.assert_allclose(
+            fit.get_ydata(), line.intercept + line.slope * np.array([2, 11])
+        )
         assert points.get_label() == f"mine, σ_{i + 1}: R² = {line.rvalue**2:.2f}"
         assert fit.get_color() == points.get_color()
     assert len(ax.lines) == 4
@@ -407,7 +536,9 @@ def test_inverse_singular_values_with_their_line_and_r_squared():
 
 
 def test_inverse_singular_values_of_several_results_and_fewer_than_asked():
-    ax = plot_inverse_singular_values({"a": random_map(k=2), "b": random_map(seed=1, k=2)}, n=5)
+    ax = plot_inverse_singular_values(
+        {"a": random_map(k=2), "b": random_map(seed=1, k=2)}, n=5
+    )
     first, same, second, again = (line.get_color() for line in named_lines(ax))
     assert first == same != second == again
 
@@ -426,7 +557,12 @@ def test_inverse_singular_values_refuse(result, options, message):
 
 
 def test_nothing_to_draw_and_other_things_are_refused():
-    for plot in (plot_trajectory_metrics, plot_linearisation, plot_perturbation, plot_inverse_singular_values):
+    for plot in (
+        plot_trajectory_metrics,
+        plot_linearisation,
+        plot_perturbation,
+        plot_inverse_singular_values,
+    ):
         with pytest.raises(ValueError, match="`results` is empty: wanted at least one"):
             plot({})
 

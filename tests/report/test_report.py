@@ -25,26 +25,45 @@ from tl_coupling.report import html_report, write_report
 
 pytestmark = pytest.mark.on_3_only
 
-HOSTILE = ["<s>", "</script>", "\n", "$x$", "法国", "&amp;", "<img src=x onerror=window.hit=1>", "\udc80"]
+HOSTILE = [
+    "<s>",
+    "</script>",
+    "\n",
+    "$x$",
+    "法国",
+    "&amp;",
+    "<img src=x onerror=window.hit=1>",
+    "\udc80",
+]
 PROMPT = "<b>w3</b> </blockquote> & “w14”"
 
 
 def hostile(trace: tlc.Trace) -> tlc.Trace:
     words = {"str_tokens": HOSTILE, "prompt": PROMPT, "model": "a<b>/c"}
-    return replace(trace, str_tokens=tuple(HOSTILE), provenance=trace.provenance | words)
+    return replace(
+        trace, str_tokens=tuple(HOSTILE), provenance=trace.provenance | words
+    )
 
 
 @pytest.fixture(scope="module")
 def runs(tokenizer_folder: Path) -> dict[str, tlc.portraits.Portrait]:
-    models = {"trained": tiny.huggingface_model("llama", 0), "untrained": tiny.huggingface_model("llama", 1)}
+    models = {
+        "trained": tiny.huggingface_model("llama", 0),
+        "untrained": tiny.huggingface_model("llama", 1),
+    }
     return {
-        name: tlc.portrait(hostile(tlc.trace(tiny.bridge(model, tokenizer_folder), tiny.TOKENS)), k=(8, 4))
+        name: tlc.portrait(
+            hostile(tlc.trace(tiny.bridge(model, tokenizer_folder), tiny.TOKENS)),
+            k=(8, 4),
+        )
         for name, model in models.items()
     }
 
 
 @pytest.fixture(scope="module")
-def page(runs: dict[str, tlc.portraits.Portrait], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(
+    runs: dict[str, tlc.portraits.Portrait], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     return write_report(tmp_path_factory.mktemp("report") / "report.html", runs)
 
 
@@ -81,12 +100,23 @@ def read(page: Path) -> Reader:
     return Reader(page.read_text(encoding="utf-8"))
 
 
-def test_bad_input_says_what_was_wanted(tiny_trace: tlc.Trace, runs: dict[str, tlc.portraits.Portrait]) -> None:
+def test_bad_input_says_what_was_wanted(
+    tiny_trace: tlc.Trace, runs: dict[str, tlc.portraits.Portrait]
+) -> None:
     for call, message in (
         (lambda: html_report({}), "`runs` is empty"),
-        (lambda: html_report(runs | {"x": tlc.portrait(tiny_trace, k=(4, 8))}), "same tokens, 'x' has"),
-        (lambda: html_report(runs | {"x": replace(runs["trained"], ks=(4,))}), "same k"),
-        (lambda: html_report(runs | {"x": replace(runs["trained"], position=3)}), "same position"),
+        (
+            lambda: html_report(runs | {"x": tlc.portrait(tiny_trace, k=(4, 8))}),
+            "same tokens, 'x' has",
+        ),
+        (
+            lambda: html_report(runs | {"x": replace(runs["trained"], ks=(4,))}),
+            "same k",
+        ),
+        (
+            lambda: html_report(runs | {"x": replace(runs["trained"], position=3)}),
+            "same position",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -100,8 +130,12 @@ def test_the_page_is_well_formed_and_says_what_it_is(read: Reader) -> None:
     ids = [attrs["id"] for _, attrs in read.elements if "id" in attrs]
     assert len(ids) == len(set(ids))
     links = [attrs["href"] for attrs in read.all("a")]
-    assert [link for link in links if link.startswith("#")] == [f"#{name}" for name in ids]
-    assert {link for link in links if not link.startswith("#")} == {"https://arxiv.org/abs/2407.07810"}
+    assert [link for link in links if link.startswith("#")] == [
+        f"#{name}" for name in ids
+    ]
+    assert {link for link in links if not link.startswith("#")} == {
+        "https://arxiv.org/abs/2407.07810"
+    }
     for image in read.all("img"):
         assert len(str(image["alt"])) > 20
         assert float(str(image["width"])) > float(str(image["height"])) / 2 > 0
@@ -111,10 +145,19 @@ def test_the_page_is_well_formed_and_says_what_it_is(read: Reader) -> None:
 def test_the_page_loads_nothing_and_allows_nothing(page: Path, read: Reader) -> None:
     for _, attrs in read.elements:
         for name in ("src", "action", "srcset", "data"):
-            assert str(attrs.get(name, "#")).startswith(("#", "data:image/")), (name, attrs[name])
+            assert str(attrs.get(name, "#")).startswith(("#", "data:image/")), (
+                name,
+                attrs[name],
+            )
         assert not [name for name in attrs if name.startswith("on")]
-    assert "href" not in {name for tag, attrs in read.elements if tag != "a" for name in attrs}
-    (policy,) = [m["content"] for m in read.all("meta") if m.get("http-equiv") == "Content-Security-Policy"]
+    assert "href" not in {
+        name for tag, attrs in read.elements if tag != "a" for name in attrs
+    }
+    (policy,) = [
+        m["content"]
+        for m in read.all("meta")
+        if m.get("http-equiv") == "Content-Security-Policy"
+    ]
     source = page.read_bytes().decode()
     (script,) = re.findall(r"<script[^>]*>(.*?)</script", source, re.S)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -130,30 +173,48 @@ def test_the_page_loads_nothing_and_allows_nothing(page: Path, read: Reader) -> 
     assert not re.search(r"url\(|@import", source[: source.index("<body>")])
 
 
-def test_the_numbers_are_those_of_the_results(runs: dict[str, tlc.portraits.Portrait], read: Reader) -> None:
+def test_the_numbers_are_those_of_the_results(
+    runs: dict[str, tlc.portraits.Portrait], read: Reader
+) -> None:
     for run, k in itertools.product(runs.values(), (4, 8)):
         values = run.depth.coupling(k)
         mean = float((values.sum() - values.trace()) / 2)
         assert f"{mean:.3f}" in read.text
         assert f"{1 - math.sqrt(1 - 1 / k):.3f}" in read.text
-    for run, kind in itertools.product(runs.values(), ("self", "fixed input", "fixed output")):
+    for run, kind in itertools.product(
+        runs.values(), ("self", "fixed input", "fixed output")
+    ):
         assert f"{float(run.tokens[kind].coupling(4).mean()):.3f}" in read.text
     facts = runs["trained"].depth.provenance
-    for fact in (facts["architecture"], facts["versions"]["torch"], json.dumps(facts["tokens"])):
+    for fact in (
+        facts["architecture"],
+        facts["versions"]["torch"],
+        json.dumps(facts["tokens"]),
+    ):
         assert fact in read.text
 
 
-def test_the_widgets_hold_the_measurements(runs: dict[str, tlc.portraits.Portrait], read: Reader) -> None:
+def test_the_widgets_hold_the_measurements(
+    runs: dict[str, tlc.portraits.Portrait], read: Reader
+) -> None:
     found = [
         (str(attrs["data-circuitsvis"]), json.loads(str(attrs["data-props"])))
         for _, attrs in read.elements
         if "data-circuitsvis" in attrs
     ]
-    rows = [[cell["text"] for cell in props["values"]] for name, props in found if name == "ColoredTokens"]
+    rows = [
+        [cell["text"] for cell in props["values"]]
+        for name, props in found
+        if name == "ColoredTokens"
+    ]
     expected = [
         values
         for run in runs.values()
-        for values in (tlc.line_shape_score(run.trace.residual), run.entropy[0], run.entropy[-1])
+        for values in (
+            tlc.line_shape_score(run.trace.residual),
+            run.entropy[0],
+            run.entropy[-1],
+        )
     ]
     for values in expected:
         assert [f"{value:.4g}" for value in values.tolist()] in rows
@@ -180,10 +241,14 @@ def test_maps_of_trained_and_untrained_share_a_scale_and_no_figure_stays_open(
     assert set(drawn) == {("depth", None, 4), ("depth", None, 8), *kinds}
     assert [len(scales) for scales in drawn.values()] == [1] * 5
     largest = max(float(run.tokens["self"].coupling(4).max()) for run in runs.values())
-    assert drawn["self", None, 4].pop() == pytest.approx((0, max(largest, 4 * (1 - math.sqrt(3 / 4)))))
+    assert drawn["self", None, 4].pop() == pytest.approx(
+        (0, max(largest, 4 * (1 - math.sqrt(3 / 4))))
+    )
 
 
-def test_the_same_results_give_the_same_page(runs: dict[str, tlc.portraits.Portrait], page: Path) -> None:
+def test_the_same_results_give_the_same_page(
+    runs: dict[str, tlc.portraits.Portrait], page: Path
+) -> None:
     assert html_report(runs).encode("utf-8", "xmlcharrefreplace") == page.read_bytes()
 
 
@@ -206,7 +271,9 @@ def test_a_report_that_cannot_be_drawn_leaves_the_old_one(tmp_path: Path) -> Non
     path.write_text("old")
     with pytest.raises(ValueError, match="`runs` is empty"):
         write_report(path, {})
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("report.html", "old")]
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [
+        ("report.html", "old")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +284,12 @@ def chromium() -> Iterator[Any]:
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_in_a_browser_without_a_network(
-    chromium: Any, runs: dict[str, tlc.portraits.Portrait], page: Path, read: Reader, width: int, tmp_path: Path
+    chromium: Any,
+    runs: dict[str, tlc.portraits.Portrait],
+    page: Path,
+    read: Reader,
+    width: int,
+    tmp_path: Path,
 ) -> None:
     browser.open_page(chromium, page, width)
     requested = browser.requested(chromium)
@@ -227,8 +299,12 @@ def test_the_page_in_a_browser_without_a_network(
     assert not browser.scrolls_sideways(chromium)
     assert browser.spilling(chromium) == []
     assert chromium.execute_script("return window.hit ?? null") is None
-    assert chromium.execute_script("return [...document.images].every(i => i.complete && i.naturalWidth > 99)")
-    assert chromium.execute_script("return document.images.length") == len(read.all("img"))
+    assert chromium.execute_script(
+        "return [...document.images].every(i => i.complete && i.naturalWidth > 99)"
+    )
+    assert chromium.execute_script("return document.images.length") == len(
+        read.all("img")
+    )
     # Every picture fits whole.
     ends = chromium.execute_script(
         "return [...document.images].map(i => i.getBoundingClientRect()).map(box => [box.left, box.right])"
@@ -241,7 +317,9 @@ def test_the_page_in_a_browser_without_a_network(
     )
     n_sources = len(HOSTILE) - 1
     by_influence = 2 * len(runs) * tiny.N_LAYERS
-    assert sorted(counts) == [n_sources] * by_influence + [len(HOSTILE)] * (len(counts) - by_influence)
+    assert sorted(counts) == [n_sources] * by_influence + [len(HOSTILE)] * (
+        len(counts) - by_influence
+    )
     # What is cut off can be scrolled to.
     cut = chromium.execute_script(
         "return [...document.querySelectorAll('main *, header *, footer *')]"
@@ -258,7 +336,9 @@ def test_the_page_in_a_browser_without_a_network(
     assert (tmp_path / "page.png").stat().st_size > 100_000
 
 
-def test_the_embedded_model_on_a_page(smollm2: nn.Module, chromium: Any, tmp_path: Path) -> None:
+def test_the_embedded_model_on_a_page(
+    smollm2: nn.Module, chromium: Any, tmp_path: Path
+) -> None:
     trace = tlc.trace(smollm2, "What is the capital of France? The capital is")
     measured = tlc.portrait(trace, k=(10,))
     assert measured.tokens["self"].mean() > 3 * measured.tokens["self"].null()
@@ -266,10 +346,17 @@ def test_the_embedded_model_on_a_page(smollm2: nn.Module, chromium: Any, tmp_pat
     assert path.stat().st_size < 6e6
     for width in (1280, 390):
         browser.open_page(chromium, path, width)
-        assert all(url.startswith(("file:", "data:")) for url in browser.requested(chromium))
+        assert all(
+            url.startswith(("file:", "data:")) for url in browser.requested(chromium)
+        )
         assert browser.complaints(chromium) == []
         assert not browser.scrolls_sideways(chromium)
-        assert chromium.execute_script("return document.querySelectorAll('.colored-tokens').length") == 3 * 30 + 1 + 3
+        assert (
+            chromium.execute_script(
+                "return document.querySelectorAll('.colored-tokens').length"
+            )
+            == 3 * 30 + 1 + 3
+        )
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -278,7 +365,8 @@ def test_pointing_at_a_token_shows_its_value(
 ) -> None:
     browser.open_page(chromium, page, width)
     entropy = runs["trained"].entropy
-    # The first token of the lowest row of the entropies, where a box that scrolls might cut the tooltip off.
+    # The first token of the lowest row of the entropies, where a box that scrolls might
+    # cut the tooltip off.
     place = chromium.execute_script(
         "const row = [...document.querySelectorAll('h4')].find(e => e.textContent.startsWith('logit-lens entropy'))"
         ".parentElement.querySelector('.tlc-layers').lastChild.querySelector('.colored-tokens');"
@@ -288,8 +376,13 @@ def test_pointing_at_a_token_shows_its_value(
     )
     browser.move_to(chromium, *place)
     shown = f"{float(entropy[-1, 0]):.4g}"
-    browser.wait(chromium, f"return row.querySelector('div')?.textContent.endsWith({json.dumps(shown)})")
-    assert visible_token(HOSTILE[0]) in chromium.execute_script("return row.querySelector('div').textContent")
+    browser.wait(
+        chromium,
+        f"return row.querySelector('div')?.textContent.endsWith({json.dumps(shown)})",
+    )
+    assert visible_token(HOSTILE[0]) in chromium.execute_script(
+        "return row.querySelector('div').textContent"
+    )
     on_top = chromium.execute_script(
         "const tip = row.querySelector('div'), box = tip.getBoundingClientRect();"
         "const corners = [[box.left + 2, box.top + 2], [box.right - 2, box.bottom - 2]];"
@@ -309,13 +402,20 @@ def test_the_policy_stops_scripts_and_requests(chromium: Any, page: Path) -> Non
         "const image = new Image(); image.src = 'https://example.invalid/x.png'; document.body.append(image);"
     )
     browser.wait(chromium, "return refused.length >= 3")
-    assert set(chromium.execute_script("return refused")) == {"script-src-elem", "script-src-attr", "img-src"}
+    assert set(chromium.execute_script("return refused")) == {
+        "script-src-elem",
+        "script-src-attr",
+        "img-src",
+    }
     assert chromium.execute_script("return window.hit ?? null") is None
 
 
 def test_dark_pages_stay_legible(chromium: Any, page: Path) -> None:
     try:
-        dark = {"media": "screen", "features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+        dark = {
+            "media": "screen",
+            "features": [{"name": "prefers-color-scheme", "value": "dark"}],
+        }
         chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
         browser.open_page(chromium, page, 1280)
         contrasts = chromium.execute_script(
@@ -332,9 +432,16 @@ def test_dark_pages_stay_legible(chromium: Any, page: Path) -> None:
         )
         assert len(contrasts) > 50
         assert min(contrasts) > 4.5
-        assert chromium.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 28)"
+        assert (
+            chromium.execute_script(
+                "return getComputedStyle(document.body).backgroundColor"
+            )
+            == "rgb(22, 24, 28)"
+        )
     finally:
-        chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+        chromium.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"media": "", "features": []}
+        )
 
 
 def test_html_is_escaped_once(read: Reader) -> None:

@@ -1,4 +1,6 @@
-"""Units handed to other processes: the same results, and what becomes of them when a worker or the driver is killed."""
+"""Units handed to other processes: the same results, and what becomes of them when a
+worker or the driver is killed.
+"""
 
 import os
 import signal
@@ -16,7 +18,13 @@ import pytest
 import xarray
 
 from tl_coupling.surveys import executors
-from tl_coupling.surveys.executors import AsTheyFinish, Preemptible, WorkerDied, process_pool, submitted
+from tl_coupling.surveys.executors import (
+    AsTheyFinish,
+    Preemptible,
+    WorkerDied,
+    process_pool,
+    submitted,
+)
 from tl_coupling.surveys.units import Folder, Unit, load_unit, record
 
 pytestmark = pytest.mark.on_4_only
@@ -30,7 +38,10 @@ def measure(unit: Unit) -> xarray.Dataset:
 
 def measure_or_die(unit: Unit) -> xarray.Dataset:
     """Number 2 kills its process until its mark is there."""
-    if unit.what["number"] == 2 and not Path(os.environ["TL_COUPLING_TEST_MARK"]).exists():
+    if (
+        unit.what["number"] == 2
+        and not Path(os.environ["TL_COUPLING_TEST_MARK"]).exists()
+    ):
         os.kill(os.getpid(), signal.SIGKILL)
     return measure(unit)
 
@@ -58,12 +69,16 @@ def test_a_process_pool_gives_the_same_files(alone: Path, folder: Path) -> None:
     with process_pool(2) as executor:
         outcomes = Folder(folder, {}).run(UNITS, measure, executor=executor)
         again = Folder(folder, {}).run(UNITS, measure, executor=executor)
-    assert [(o.unit, o.status) for o in outcomes] == [(unit, "computed") for unit in UNITS]
+    assert [(o.unit, o.status) for o in outcomes] == [
+        (unit, "computed") for unit in UNITS
+    ]
     assert [o.status for o in again] == ["kept"] * 4
     assert bytes_of(folder) == bytes_of(alone)
 
 
-def test_progress_runs_over_what_came_back_and_knows_how_much_will(folder: Path) -> None:
+def test_progress_runs_over_what_came_back_and_knows_how_much_will(
+    folder: Path,
+) -> None:
     Folder(folder, {}).run(UNITS[:1], measure)
     lengths, seen = [], set()
 
@@ -87,11 +102,18 @@ def test_a_failure_elsewhere_is_recorded_like_one_here(folder: Path) -> None:
 
     with ThreadPoolExecutor(1) as executor:
         outcomes = Folder(folder, {}).run(UNITS, failing, executor=executor)
-    assert [o.status for o in outcomes] == ["computed", "failed", "computed", "computed"]
+    assert [o.status for o in outcomes] == [
+        "computed",
+        "failed",
+        "computed",
+        "computed",
+    ]
     assert outcomes[1].error == "RuntimeError: no luck"
 
 
-def test_a_disk_that_cannot_be_written_ends_the_run_and_cancels_the_rest(folder: Path) -> None:
+def test_a_disk_that_cannot_be_written_ends_the_run_and_cancels_the_rest(
+    folder: Path,
+) -> None:
     cancelled = []
 
     class Never(Future):
@@ -120,12 +142,19 @@ def test_a_killed_worker_loses_nothing_finished_and_a_rerun_completes(
     monkeypatch.setenv("TL_COUPLING_TEST_MARK", str(tmp_path / "mark"))
     with process_pool(1) as executor:
         outcomes = Folder(folder, {}).run(UNITS, measure_or_die, executor=executor)
-    assert [o.status for o in outcomes] == ["computed", "computed", "failed", "computed"]
+    assert [o.status for o in outcomes] == [
+        "computed",
+        "computed",
+        "failed",
+        "computed",
+    ]
     found = record(folder, UNITS[2])
     assert found is not None
     assert found["status"] == "failed"
     assert found["error"].startswith("WorkerDied: its worker died, twice")
-    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("unit-[013].*")}
+    before = {
+        path.name: path.stat().st_mtime_ns for path in folder.glob("unit-[013].*")
+    }
     (tmp_path / "mark").touch()
     with process_pool(1) as executor:
         outcomes = Folder(folder, {}).run(UNITS, measure_or_die, executor=executor)
@@ -141,7 +170,9 @@ def leave_a_child_and_die(mark: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
-def test_a_killed_worker_is_missed_though_a_child_of_it_holds_its_pipe_open(tmp_path: Path) -> None:
+def test_a_killed_worker_is_missed_though_a_child_of_it_holds_its_pipe_open(
+    tmp_path: Path,
+) -> None:
     with process_pool(1) as pool:
         future = pool.submit(leave_a_child_and_die, tmp_path / "child")
         try:
@@ -161,7 +192,9 @@ def half_an_answer(pipe: Connection, threads: int) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes have another protocol here")
-def test_a_worker_that_dies_amid_its_answer_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_amid_its_answer_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(executors, "_serve", half_an_answer)
     with process_pool(1) as pool, pytest.raises(WorkerDied, match="twice"):
         pool.submit(max, 1, 2).result(timeout=300)
@@ -176,10 +209,20 @@ def test_more_workers_than_a_machine_can_bear_are_refused() -> None:
         assert pool.workers == 32
 
 
-def test_a_run_works_after_the_scheduler_of_dask_died(folder: Path, alone: Path) -> None:
+def test_a_run_works_after_the_scheduler_of_dask_died(
+    folder: Path, alone: Path
+) -> None:
     """xarray asked it for a lock on every file."""
     distributed = pytest.importorskip("distributed")
-    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "distributed.cli.dask_scheduler",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+    ]
     place = folder.parent / "scheduler.json"
     options = ["--no-dashboard", "--scheduler-file", str(place)]
     scheduler = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
@@ -248,7 +291,9 @@ def test_a_killed_driver_loses_nothing_finished_and_a_rerun_completes(
     assert before.items() <= bytes_of(folder).items()
 
 
-def test_a_worker_that_died_after_its_last_write_has_done_its_work(folder: Path) -> None:
+def test_a_worker_that_died_after_its_last_write_has_done_its_work(
+    folder: Path,
+) -> None:
     class DiesAfterwards:
         def submit(self, fn, /, *arguments):
             fn(*arguments)
@@ -256,14 +301,20 @@ def test_a_worker_that_died_after_its_last_write_has_done_its_work(folder: Path)
             future.set_exception(RuntimeError("killed"))
             return future
 
-    assert [o.status for o in Folder(folder, {}).run(UNITS, measure, executor=DiesAfterwards())] == ["computed"] * 4
+    assert [
+        o.status
+        for o in Folder(folder, {}).run(UNITS, measure, executor=DiesAfterwards())
+    ] == ["computed"] * 4
 
 
 def test_two_runs_in_one_folder_are_one_too_many(folder: Path) -> None:
     pytest.importorskip("fcntl")
 
     def inside(units):
-        with pytest.raises(ValueError, match=r"another run, or one of its workers, is using .*results: wait for it"):
+        with pytest.raises(
+            ValueError,
+            match=r"another run, or one of its workers, is using .*results: wait for it",
+        ):
             Folder(folder, {}).run(UNITS, measure)
         yield from units
 
@@ -290,7 +341,10 @@ def test_what_is_submitted_together_is_one_batch() -> None:
     executor = Batching()
     with submitted(executor, max, {"a": (1, 2), "b": (5, 4)}) as finished:
         assert not executor.inside
-        assert {key: finished.futures[key].result() for key in finished} == {"a": 2, "b": 5}
+        assert {key: finished.futures[key].result() for key in finished} == {
+            "a": 2,
+            "b": 5,
+        }
 
 
 def test_keys_come_in_the_order_in_which_their_futures_end() -> None:

@@ -1,4 +1,6 @@
-"""One survey read under every choice, against numpy over its maps and against surveys that were measured that way."""
+"""One survey read under every choice, against numpy over its maps and against surveys
+that were measured that way.
+"""
 
 import itertools
 import json
@@ -13,7 +15,12 @@ import xarray
 import tiny
 import tl_coupling as tlc
 from tl_coupling.measures import MEASURES
-from tl_coupling.surveys import measure_prompts, measure_table, one_orientation, with_diagonal
+from tl_coupling.surveys import (
+    measure_prompts,
+    measure_table,
+    one_orientation,
+    with_diagonal,
+)
 
 pytestmark = pytest.mark.on_4_only
 
@@ -37,37 +44,61 @@ def measured(model) -> xarray.Dataset:
     return measure_prompts(model, PROMPTS, EVERY)
 
 
-def test_one_run_holds_what_the_released_code_reports_in_both_orientations(measured, hf_model) -> None:
+def test_one_run_holds_what_the_released_code_reports_in_both_orientations(
+    measured, hf_model
+) -> None:
     """Its own lines, on HuggingFace's Jacobians."""
     assert measured.attrs["orientation"] == "ujv, vju"
     for prompt, text in enumerate(PROMPTS):
         tokens = [int(word[1:]) for word in text.split()]
         t = len(tokens) - 1
-        J = [tiny.oracle_jacobian(hf_model, tokens, layer, t, t).double().numpy() for layer in range(2)]
+        J = [
+            tiny.oracle_jacobian(hf_model, tokens, layer, t, t).double().numpy()
+            for layer in range(2)
+        ]
         svds = [np.linalg.svd(one) for one in J]
         for orientation in ("ujv", "vju"):
             for row, col, k in np.ndindex(2, 2, 2):
                 K, (U, _, Vh), s = 2 * (k + 1), svds[col], svds[row][1][: 2 * (k + 1)]
-                left, right = (U[:, :K].T, Vh[:K].T) if orientation == "ujv" else (Vh[:K], U[:, :K])
+                left, right = (
+                    (U[:, :K].T, Vh[:K].T)
+                    if orientation == "ujv"
+                    else (Vh[:K], U[:, :K])
+                )
                 distance = np.linalg.norm(np.abs(left @ J[row] @ right) - np.diag(s))
                 for name, p in RELEASED.items():
-                    got = float(measured[name].sel(orientation=orientation)[prompt, k, row, col])
-                    assert got == pytest.approx(distance / np.linalg.norm(s, p), abs=1e-4)
+                    got = float(
+                        measured[name].sel(orientation=orientation)[prompt, k, row, col]
+                    )
+                    assert got == pytest.approx(
+                        distance / np.linalg.norm(s, p), abs=1e-4
+                    )
 
 
-def test_the_provenance_outlives_decompositions_that_took_other_ways(model, monkeypatch) -> None:
-    """How many steps an SVD took depends on the prompt; a survey without a provenance cannot be opened."""
+def test_the_provenance_outlives_decompositions_that_took_other_ways(
+    model, monkeypatch
+) -> None:
+    """How many steps an SVD took depends on the prompt; a survey without a provenance
+    cannot be opened.
+    """
     numbers = itertools.count()
-    monkeypatch.setattr(tlc.Spectrum, "method", property(lambda _: f"{next(numbers)} steps"))
+    monkeypatch.setattr(
+        tlc.Spectrum, "method", property(lambda _: f"{next(numbers)} steps")
+    )
     assert (
-        json.loads(measure_prompts(model, PROMPTS, tlc.Settings(k=(2,))).attrs["provenance"])["d_model"] == tiny.D_MODEL
+        json.loads(
+            measure_prompts(model, PROMPTS, tlc.Settings(k=(2,))).attrs["provenance"]
+        )["d_model"]
+        == tiny.D_MODEL
     )
 
 
 @pytest.mark.parametrize("p", [1, 3])
 def test_options_of_the_spectral_measure_reach_it(model, p: int) -> None:
     data = measure_prompts(
-        model, PROMPTS[:1], tlc.Settings(k=(3,), p=p, absolute=True, measures=("spectral_miscoupling",))
+        model,
+        PROMPTS[:1],
+        tlc.Settings(k=(3,), p=p, absolute=True, measures=("spectral_miscoupling",)),
     )
     result = tlc.depth_coupling(tlc.trace(model, PROMPTS[0]), 10)
     expected = result.spectral_miscoupling(3, p, True)
@@ -90,7 +121,11 @@ def test_the_diagonal_can_be_chosen_before_and_after(model, measured) -> None:
     c = without["mean_coupling"]
     np.testing.assert_allclose(with_it["mean_coupling"] - c, (1 - c) / 2, rtol=1e-4)
     null = 1 - np.sqrt(1 - 1 / np.array([2, 4]))
-    np.testing.assert_allclose(with_it["null_coupling"], np.broadcast_to(null + (1 - null) / 2, (2, 2)), rtol=1e-6)
+    np.testing.assert_allclose(
+        with_it["null_coupling"],
+        np.broadcast_to(null + (1 - null) / 2, (2, 2)),
+        rtol=1e-6,
+    )
 
 
 def test_the_table_is_the_means_of_the_maps(measured) -> None:
@@ -110,11 +145,20 @@ def test_the_table_is_the_means_of_the_maps(measured) -> None:
 
 def test_statistics_and_pictures_follow_the_choice(measured) -> None:
     models = list("abcd")
-    several = [measured.map(lambda x, i=i: x * (1 + 0.1 * i) if x.dtype.kind == "f" else x) for i in range(4)]
+    several = [
+        measured.map(lambda x, i=i: x * (1 + 0.1 * i) if x.dtype.kind == "f" else x)
+        for i in range(4)
+    ]
     data = xarray.concat(several, "model").assign_coords(model=models)
     scores = pandas.DataFrame({"model": models, "score": [1.0, 2, 4, 5]})
-    study = tlc.generalization.generalization_study(data, scores, k=4, diagonal=True, n_resamples=50)
-    means = data["coupling"].sel(k=4, orientation="ujv").mean(("prompt", "layer", "other_layer"))
+    study = tlc.generalization.generalization_study(
+        data, scores, k=4, diagonal=True, n_resamples=50
+    )
+    means = (
+        data["coupling"]
+        .sel(k=4, orientation="ujv")
+        .mean(("prompt", "layer", "other_layer"))
+    )
     np.testing.assert_allclose(study.table["coupling"], means, rtol=1e-6)
     sweep = with_diagonal(one_orientation(measured)).expand_dims(checkpoint=[1])
     with tlc.plots.off_screen():
@@ -130,10 +174,14 @@ def test_a_shallower_model_is_read_over_its_own_layers(model, measured) -> None:
     deep = measured.isel(orientation=0).reindex(layer=range(5), other_layer=range(5))
     joined = xarray.concat([deep, deep], "model").assign(n_layers=("model", [2, 2]))
     expected = with_diagonal(one_orientation(measured))["null_coupling"]
-    np.testing.assert_allclose(with_diagonal(joined)["null_coupling"][0], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        with_diagonal(joined)["null_coupling"][0], expected, rtol=1e-6
+    )
 
 
-def test_folders_of_before_these_could_be_chosen_can_go_on(folder_model: Path, tmp_path: Path) -> None:
+def test_folders_of_before_these_could_be_chosen_can_go_on(
+    folder_model: Path, tmp_path: Path
+) -> None:
     asked = tlc.Survey(folder_model, PROMPTS[:1], settings=tlc.Settings(k=(2,)))
     before = tlc.run(asked, tmp_path, progress=False)
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -143,10 +191,26 @@ def test_folders_of_before_these_could_be_chosen_can_go_on(folder_model: Path, t
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     for file in set(tmp_path.glob("*.json")) - {tmp_path / "plan.json"}:
         content = json.loads(file.read_text())
-        file.write_text(json.dumps({name: value for name, value in content.items() if name not in ("plan", "digest")}))
+        file.write_text(
+            json.dumps(
+                {
+                    name: value
+                    for name, value in content.items()
+                    if name not in ("plan", "digest")
+                }
+            )
+        )
     xarray.testing.assert_identical(tlc.run(asked, tmp_path, progress=False), before)
-    with pytest.raises(ValueError, match=r"holds results of another plan \(diagonal\): wanted .*true.* found .*false"):
-        tlc.run(tlc.Survey(folder_model, PROMPTS[:1], settings=tlc.Settings(k=(2,), diagonal=True)), tmp_path)
+    with pytest.raises(
+        ValueError,
+        match=r"holds results of another plan \(diagonal\): wanted .*true.* found .*false",
+    ):
+        tlc.run(
+            tlc.Survey(
+                folder_model, PROMPTS[:1], settings=tlc.Settings(k=(2,), diagonal=True)
+            ),
+            tmp_path,
+        )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ from tl_coupling.surveys.measurements import Settings
 pytestmark = pytest.mark.on_4_only
 
 submitit = pytest.importorskip("submitit")
-needs_slurm = pytest.mark.skipif(slurm_cluster.why_not() is not None, reason=str(slurm_cluster.why_not()))
+needs_slurm = pytest.mark.skipif(
+    slurm_cluster.why_not() is not None, reason=str(slurm_cluster.why_not())
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,9 @@ def wait_until(ready: Callable[[], bool], what: str, timeout: float = 60.0) -> N
 
 
 def processes_of(cluster: Path) -> list[int]:
-    """Daemons, jobs and commands alike: all that were started with its configuration."""
+    """Daemons, jobs and commands alike: all that were started with its
+    configuration.
+    """
     found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -54,9 +58,13 @@ def processes_of(cluster: Path) -> list[int]:
     return found
 
 
-def test_without_its_commands_the_error_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_commands_the_error_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slurm_cluster, "_path", lambda: str(tmp_path))
-    with pytest.raises(OSError, match=r"wanted munged, slurmctld, .*slurmd slurm-client munge$"):
+    with pytest.raises(
+        OSError, match=r"wanted munged, slurmctld, .*slurmd slurm-client munge$"
+    ):
         slurm_cluster.local_slurm(tmp_path / "cluster").__enter__()
     assert not (tmp_path / "cluster").exists()
 
@@ -68,7 +76,10 @@ def test_the_cluster_leaves_no_process_and_no_variable_behind(tmp_path: Path) ->
 
     def block_that_fails() -> None:
         with slurm_cluster.local_slurm(cluster):
-            subprocess.run(["sbatch", "--quiet", "--output=/dev/null", f"--wrap={stubborn}"], check=True)
+            subprocess.run(
+                ["sbatch", "--quiet", "--output=/dev/null", f"--wrap={stubborn}"],
+                check=True,
+            )
             wait_until((tmp_path / "runs").exists, "the job")
             assert len(processes_of(cluster)) > 4
             raise ZeroDivisionError
@@ -79,7 +90,8 @@ def test_the_cluster_leaves_no_process_and_no_variable_behind(tmp_path: Path) ->
     assert dict(os.environ) == before
 
 
-# How submitit hears of preemption, and how a cluster preempts that sends no such signal.
+# How submitit hears of preemption, and how a cluster preempts that sends no such
+# signal.
 PREEMPTIONS = (["scancel", "--signal=USR2"], ["scontrol", "requeue"])
 
 
@@ -87,7 +99,9 @@ PREEMPTIONS = (["scancel", "--signal=USR2"], ["scontrol", "requeue"])
 def test_preempted_jobs_go_on_where_they_were(slurm: None, tmp_path: Path) -> None:
     # Defined here, so that its code travels with the job.
     def work(folder: Path, n: int) -> int:
-        """Writes files one after another, pauses until it may go on, and leaves alone those that exist."""
+        """Writes files one after another, pauses until it may go on, and leaves alone
+        those that exist.
+        """
         with (folder / "starts").open("a") as starts:
             starts.write("start\n")
         for i in range(n):
@@ -103,11 +117,16 @@ def test_preempted_jobs_go_on_where_they_were(slurm: None, tmp_path: Path) -> No
         for folder in folders:
             folder.mkdir()
         jobs = [executor.submit(Preemptible(work), folder, 4) for folder in folders]
-    wait_until(lambda: all((folder / "1").exists() for folder in folders), "the first files")
+    wait_until(
+        lambda: all((folder / "1").exists() for folder in folders), "the first files"
+    )
     written = [modified(folder, "[01]") for folder in folders]
     for command, job in zip(PREEMPTIONS, jobs, strict=True):
         subprocess.run([*command, job.job_id], check=True)
-    wait_until(lambda: all((f / "starts").read_text() == "start\n" * 2 for f in folders), "the second starts")
+    wait_until(
+        lambda: all((f / "starts").read_text() == "start\n" * 2 for f in folders),
+        "the second starts",
+    )
     assert not any(job.done(force_check=True) for job in jobs)
     for folder in folders:
         (folder / "go on").touch()
@@ -121,7 +140,11 @@ def modified(folder: Path, files: str) -> dict[str, int]:
 
 def queue() -> list[str]:
     command = ["squeue", "--noheader", "--array", "--format=%i"]
-    return sorted(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    return sorted(
+        subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.split()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +163,8 @@ def survey(tmp_path_factory: pytest.TempPathFactory) -> Survey:
 def executor(slurm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     # Values depend on the number of threads; jobs inherit the variable.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # submitit asks for states every 2 s at first and every 10 min at last, and looks 15 s for the result of a job that
-    # died, in case the disk is slow.
+    # submitit asks for states every 2 s at first and every 10 min at last, and looks 15
+    # s for the result of a job that died, in case the disk is slow.
     monkeypatch.setattr(submitit.SlurmJob.watcher, "_delay_s", 1)
     monkeypatch.setattr(submitit.SlurmJob, "_results_timeout_s", 1)
     wait_until(lambda: not queue(), "the end of earlier jobs")
@@ -153,11 +176,15 @@ def test_a_rerun_of_a_survey_does_what_killed_and_cancelled_jobs_did_not(
     survey: Survey, executor: Any, tmp_path: Path
 ) -> None:
     here = run(survey)
-    # One after the other: while the second runs, the first is finished and the third waits.
+    # One after the other: while the second runs, the first is finished and the third
+    # waits.
     executor.update_parameters(slurm_array_parallelism=1)
     with ThreadPoolExecutor() as pool:
         first = pool.submit(run, survey, tmp_path / "results", executor)
-        wait_until(lambda: logs(tmp_path).count("Loading pickle") == 2, "the start of the second job")
+        wait_until(
+            lambda: logs(tmp_path).count("Loading pickle") == 2,
+            "the start of the second job",
+        )
         running, waiting = queue()
         subprocess.run(["scancel", waiting], check=True)
         subprocess.run(["scancel", "--signal=KILL", running], check=True)
@@ -167,7 +194,9 @@ def test_a_rerun_of_a_survey_does_what_killed_and_cancelled_jobs_did_not(
     assert list(partial["model"]) == names[:1]
     failed = json.loads(partial.attrs["failed"])
     assert sorted(failed) == sorted(f"{name}@main" for name in names[1:])
-    assert all(error.startswith("UncompletedJobError: Job ") for error in failed.values())
+    assert all(
+        error.startswith("UncompletedJobError: Job ") for error in failed.values()
+    )
     partial.close()
     finished = modified(tmp_path / "results", "*.nc")
     assert list(finished) == [f"{names[0]}@main.nc"]
@@ -185,7 +214,9 @@ def logs(folder: Path) -> str:
 
 
 @needs_slurm
-def test_an_interrupted_survey_leaves_no_job_behind(survey: Survey, executor: Any, tmp_path: Path) -> None:
+def test_an_interrupted_survey_leaves_no_job_behind(
+    survey: Survey, executor: Any, tmp_path: Path
+) -> None:
     seen = []
 
     def interrupt(units: Any) -> Any:
@@ -199,13 +230,35 @@ def test_an_interrupted_survey_leaves_no_job_behind(survey: Survey, executor: An
 
 
 @needs_slurm
-def test_the_command_hands_its_units_to_the_cluster(survey: Survey, executor: Any, call: Any, tmp_path: Path) -> None:
+def test_the_command_hands_its_units_to_the_cluster(
+    survey: Survey, executor: Any, call: Any, tmp_path: Path
+) -> None:
     here = run(replace(survey, models=dict(list(survey.models.items())[:1])))
-    ((name, path),) = [(model, path) for model, path in survey.models.items() if model in here["model"]]
+    ((name, path),) = [
+        (model, path) for model, path in survey.models.items() if model in here["model"]
+    ]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"id": p.id, "task": p.task, "prompt": p.prompt}) for p in survey.prompts))
-    options = ["--model", f"{name}={path}", "--prompts", prompts, "--k", 2, "--k", 4, "--out", tmp_path / "out"]
-    said = call("survey", *options, "--slurm", "partition=local,cpus_per_task=1,timeout_min=5").out
+    prompts.write_text(
+        "\n".join(
+            json.dumps({"id": p.id, "task": p.task, "prompt": p.prompt})
+            for p in survey.prompts
+        )
+    )
+    options = [
+        "--model",
+        f"{name}={path}",
+        "--prompts",
+        prompts,
+        "--k",
+        2,
+        "--k",
+        4,
+        "--out",
+        tmp_path / "out",
+    ]
+    said = call(
+        "survey", *options, "--slurm", "partition=local,cpus_per_task=1,timeout_min=5"
+    ).out
     data = open_survey(tmp_path / "out" / "units").load()
     xarray.testing.assert_equal(data.drop_vars(COSTS), here.drop_vars(COSTS))
     assert f"{float(here['mean_coupling'].sel(k=2).mean()):.3f}" in said
@@ -213,22 +266,34 @@ def test_the_command_hands_its_units_to_the_cluster(survey: Survey, executor: An
 
 
 @needs_slurm
-def test_parameters_that_slurm_does_not_take_are_said(slurm: None, tmp_path: Path) -> None:
+def test_parameters_that_slurm_does_not_take_are_said(
+    slurm: None, tmp_path: Path
+) -> None:
     for given in ({"prtition": "local"}, {"timeout_min": "12h"}):
-        with pytest.raises(ValueError, match=f"SLURM does not accept .*{next(iter(given))}.*: ") as caught:
+        with pytest.raises(
+            ValueError, match=f"SLURM does not accept .*{next(iter(given))}.*: "
+        ) as caught:
             slurm_executor(tmp_path, **given)
         assert "\n" not in str(caught.value)
 
 
 @needs_slurm
-def test_work_that_slurm_refuses_is_one_line(survey: Survey, executor: Any, tmp_path: Path) -> None:
+def test_work_that_slurm_refuses_is_one_line(
+    survey: Survey, executor: Any, tmp_path: Path
+) -> None:
     executor.update_parameters(slurm_partition="nowhere")
-    with pytest.raises(OSError, match=r"^the work could not be submitted \(FailedJobError: .*nowhere") as caught:
+    with pytest.raises(
+        OSError, match=r"^the work could not be submitted \(FailedJobError: .*nowhere"
+    ) as caught:
         run(survey, tmp_path / "results", executor)
     assert "\n" not in str(caught.value)
 
 
-def test_a_machine_without_slurm_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="there is no SLURM here: wanted its command `sbatch`"):
+    with pytest.raises(
+        ValueError, match="there is no SLURM here: wanted its command `sbatch`"
+    ):
         slurm_executor(tmp_path)

@@ -1,4 +1,6 @@
-"""Surveys: models by checkpoints by prompts, resumed, extended, refused; every executor gives the same values."""
+"""Surveys: models by checkpoints by prompts, resumed, extended, refused; every executor
+gives the same values.
+"""
 
 import hashlib
 import json
@@ -40,7 +42,9 @@ SETTINGS = Settings(k=(2, 4), n_singular_values=6)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Two architectures, one with three blocks; and a training run with two checkpoints."""
+    """Two architectures, one with three blocks; and a training run with two
+    checkpoints.
+    """
     folder = tmp_path_factory.mktemp("models")
     whole = {
         "two": tiny.huggingface_model("llama"),
@@ -50,18 +54,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         model.save_pretrained(folder / name)
         tiny.save_tokenizer(folder / name)
     for step in (0, 100):
-        tiny.huggingface_model("gpt_neox", step).save_pretrained(folder / "run" / f"step{step}")
+        tiny.huggingface_model("gpt_neox", step).save_pretrained(
+            folder / "run" / f"step{step}"
+        )
         tiny.save_tokenizer(folder / "run" / f"step{step}")
     return {name: str(folder / name) for name in ("two", "three", "run")}
 
 
 @pytest.fixture(scope="module")
 def survey(models: dict[str, str]) -> Survey:
-    return Survey({name: models[name] for name in ("two", "three")}, PROMPTS, settings=SETTINGS, prompts_per_unit=2)
+    return Survey(
+        {name: models[name] for name in ("two", "three")},
+        PROMPTS,
+        settings=SETTINGS,
+        prompts_per_unit=2,
+    )
 
 
 @pytest.fixture(scope="module")
-def undisturbed(survey: Survey, tmp_path_factory: pytest.TempPathFactory) -> xarray.Dataset:
+def undisturbed(
+    survey: Survey, tmp_path_factory: pytest.TempPathFactory
+) -> xarray.Dataset:
     return run(survey, tmp_path_factory.mktemp("undisturbed")).load()
 
 
@@ -71,17 +84,30 @@ def values_of(data: xarray.Dataset) -> xarray.Dataset:
 
 
 def state(folder: Path) -> dict[str, tuple[bytes, int]]:
-    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    return {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.iterdir()
+    }
 
 
 def test_a_unit_is_one_model_and_checkpoint_with_some_prompts(survey: Survey) -> None:
     units = {unit.key: unit.what["prompts"] for unit in survey.units()}
-    assert units == {"two@main+0": [0, 2], "two@main+2": [2, 3], "three@main+0": [0, 2], "three@main+2": [2, 3]}
+    assert units == {
+        "two@main+0": [0, 2],
+        "two@main+2": [2, 3],
+        "three@main+0": [0, 2],
+        "three@main+2": [2, 3],
+    }
     whole = replace(survey, prompts_per_unit=None).units()
-    assert {unit.key: unit.what["prompts"] for unit in whole} == {"two@main": [0, 3], "three@main": [0, 3]}
+    assert {unit.key: unit.what["prompts"] for unit in whole} == {
+        "two@main": [0, 3],
+        "three@main": [0, 3],
+    }
 
 
-def test_values_are_those_of_each_model_alone(models: dict[str, str], undisturbed: xarray.Dataset) -> None:
+def test_values_are_those_of_each_model_alone(
+    models: dict[str, str], undisturbed: xarray.Dataset
+) -> None:
     assert dict(undisturbed.coupling.sizes) == {
         "model": 2,
         "checkpoint": 1,
@@ -97,23 +123,34 @@ def test_values_are_those_of_each_model_alone(models: dict[str, str], undisturbe
         here = undisturbed.sel(model=name, checkpoint="main")
         assert int(here.n_layers) == n_layers
         assert int(here.d_model) == tiny.D_MODEL
-        assert int(here.n_parameters) == json.loads(alone.attrs["provenance"])["n_params"]
+        assert (
+            int(here.n_parameters) == json.loads(alone.attrs["provenance"])["n_params"]
+        )
         for variable in alone.data_vars:
-            kept = here[variable].reindex_like(alone[variable]).transpose(*alone[variable].dims)
+            kept = (
+                here[variable]
+                .reindex_like(alone[variable])
+                .transpose(*alone[variable].dims)
+            )
             np.testing.assert_array_equal(kept, alone[variable], err_msg=str(variable))
     assert undisturbed.coupling.sel(model="two").isel(layer=2).isnull().all()
     assert json.loads(undisturbed.attrs["failed"]) == {}
     assert "provenance_by_unit" not in undisturbed.attrs
 
 
-def test_prompts_and_units_can_be_shared_out_otherwise(survey: Survey, undisturbed: xarray.Dataset) -> None:
+def test_prompts_and_units_can_be_shared_out_otherwise(
+    survey: Survey, undisturbed: xarray.Dataset
+) -> None:
     """Without a folder the results are in memory, and nothing is left behind."""
     data = run(replace(survey, prompts_per_unit=None))
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
 def test_results_are_opened_lazily_only_if_they_are_larger_than_memory(
-    survey: Survey, tmp_path: Path, undisturbed: xarray.Dataset, monkeypatch: pytest.MonkeyPatch
+    survey: Survey,
+    tmp_path: Path,
+    undisturbed: xarray.Dataset,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = run(survey, tmp_path)
     variables = ("coupling", "loss", "singular_values")
@@ -125,7 +162,10 @@ def test_results_are_opened_lazily_only_if_they_are_larger_than_memory(
     assert all(lazily[name].chunks for name in variables)
     xarray.testing.assert_identical(values_of(lazily), values_of(undisturbed))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"take 0\.0 GiB, over half .*: pip install \"tl-coupling\[survey"):
+    with pytest.raises(
+        ValueError,
+        match=r"take 0\.0 GiB, over half .*: pip install \"tl-coupling\[survey",
+    ):
         open_survey(tmp_path)
     monkeypatch.undo()
     xarray.testing.assert_identical(open_survey(tmp_path), data)
@@ -139,22 +179,38 @@ print(tlc.open_survey(sys.argv[1]).sizes["model"])
 """
 
 
-def test_results_open_where_dask_is_not_installed(survey: Survey, tmp_path: Path) -> None:
+def test_results_open_where_dask_is_not_installed(
+    survey: Survey, tmp_path: Path
+) -> None:
     run(survey, tmp_path)
-    ended = subprocess.run([sys.executable, "-c", _WITHOUT_DASK, tmp_path], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_DASK, tmp_path], capture_output=True, text=True
+    )
     assert (ended.stdout.strip(), ended.returncode) == ("2", 0), ended.stderr[-500:]
 
 
-def test_a_process_pool_gives_the_same_bits(survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path) -> None:
+def test_a_process_pool_gives_the_same_bits(
+    survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path
+) -> None:
     with process_pool(2) as executor:
         data = run(survey, tmp_path, executor)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
-def test_dask_gives_the_same_bits(survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path) -> None:
+def test_dask_gives_the_same_bits(
+    survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path
+) -> None:
     distributed = pytest.importorskip("distributed")
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "host": "127.0.0.1"}
-    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+    options = {
+        "n_workers": 2,
+        "threads_per_worker": 1,
+        "dashboard_address": None,
+        "host": "127.0.0.1",
+    }
+    with (
+        distributed.LocalCluster(**options) as cluster,
+        distributed.Client(cluster) as client,
+    ):
         data = run(survey, tmp_path, client)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
@@ -184,7 +240,13 @@ def test_a_killed_process_loses_nothing_finished(
 ) -> None:
     script, folder = tmp_path / "driver.py", tmp_path / "results"
     script.write_text(_DRIVER)
-    command = [sys.executable, script, json.dumps(dict(survey.models)), folder, *map(str, PATHS)]
+    command = [
+        sys.executable,
+        script,
+        json.dumps(dict(survey.models)),
+        folder,
+        *map(str, PATHS),
+    ]
     driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not list(folder.glob("*+0.json")):
@@ -194,20 +256,31 @@ def test_a_killed_process_loses_nothing_finished(
     if victim == "driver":
         driver.kill()
     else:
-        children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
-        workers = [int(c) for c in children if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
+        children = (
+            Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
+        )
+        workers = [
+            int(c)
+            for c in children
+            if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()
+        ]
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
     _, said = driver.communicate()
     if victim == "worker":
         # Its units are done again by a new one.
         assert (driver.returncode, "units failed" in said) == (0, False)
-    before = {name: content for name, content in state(folder).items() if name.endswith(".nc") and name[0] != "."}
+    before = {
+        name: content
+        for name, content in state(folder).items()
+        if name.endswith(".nc") and name[0] != "."
+    }
     assert before
     data = run(survey, folder)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
     kept = {name: content for name, content in state(folder).items() if name in before}
-    # The worker of a driver that was killed may have finished one more, and written it again.
+    # The worker of a driver that was killed may have finished one more, and written it
+    # again.
     assert {name: content for name, content in kept.items() if content == before[name]}
     assert {name: content[0] for name, content in kept.items()} == {
         name: content[0] for name, content in before.items()
@@ -217,31 +290,62 @@ def test_a_killed_process_loses_nothing_finished(
     assert state(folder) == again
 
 
-def test_checkpoints_and_untrained_twins(models: dict[str, str], undisturbed: xarray.Dataset, tmp_path: Path) -> None:
+def test_checkpoints_and_untrained_twins(
+    models: dict[str, str], undisturbed: xarray.Dataset, tmp_path: Path
+) -> None:
     """Training steps alone are numbers; beside a model as it is they are text."""
-    steps = run(Survey({"run": models["run"]}, PROMPTS, settings=SETTINGS), tmp_path).load()
+    steps = run(
+        Survey({"run": models["run"]}, PROMPTS, settings=SETTINGS), tmp_path
+    ).load()
     assert steps["checkpoint"].values.tolist() == [0, 100]
     swept = tlc.checkpoint_sweep(models["run"], prompts=PROMPTS, settings=SETTINGS)
     for name in ("coupling", "loss", "line_shape_score"):
         np.testing.assert_array_equal(steps[name].sel(model="run"), swept[name])
-    both = Survey({"run": models["run"], "two": models["two"]}, PROMPTS, untrained=True, settings=SETTINGS)
+    both = Survey(
+        {"run": models["run"], "two": models["two"]},
+        PROMPTS,
+        untrained=True,
+        settings=SETTINGS,
+    )
     data = run(both, tmp_path).load()
     assert data["model"].values.tolist() == ["run", "two"]
     assert data["checkpoint"].values.tolist() == ["0", "100", "main", "untrained"]
-    np.testing.assert_array_equal(data.loss.sel(model="run", checkpoint=["0", "100"]), swept.loss)
-    np.testing.assert_array_equal(data.loss.sel(model="two", checkpoint="main"), undisturbed.loss.sel(model="two")[0])
+    np.testing.assert_array_equal(
+        data.loss.sel(model="run", checkpoint=["0", "100"]), swept.loss
+    )
+    np.testing.assert_array_equal(
+        data.loss.sel(model="two", checkpoint="main"),
+        undisturbed.loss.sel(model="two")[0],
+    )
     assert data.loss.sel(model="two", checkpoint=["0", "100"]).isnull().all()
-    twin = measure_prompts(tlc.load_model(models["two"], untrained=True), PROMPTS, SETTINGS)
-    np.testing.assert_array_equal(data.loss.sel(model="two", checkpoint="untrained"), twin.loss)
+    twin = measure_prompts(
+        tlc.load_model(models["two"], untrained=True), PROMPTS, SETTINGS
+    )
+    np.testing.assert_array_equal(
+        data.loss.sel(model="two", checkpoint="untrained"), twin.loss
+    )
 
 
 def test_some_checkpoints_of_some_models(models: dict[str, str]) -> None:
-    survey = Survey({"run": models["run"], "two": models["two"]}, PROMPTS, checkpoints={"run": [100]})
+    survey = Survey(
+        {"run": models["run"], "two": models["two"]},
+        PROMPTS,
+        checkpoints={"run": [100]},
+    )
     assert [unit.key for unit in survey.units()] == ["run@100", "two@main"]
     (alone,) = Survey([Path(models["two"])], PROMPTS).units()
-    assert alone.what["model"] == alone.what["source"]["name"] == str(Path(models["two"]).resolve())
+    assert (
+        alone.what["model"]
+        == alone.what["source"]["name"]
+        == str(Path(models["two"]).resolve())
+    )
     hub = Survey(["a/b", "c"], PROMPTS, checkpoints=[1, 1000])
-    assert [unit.key for unit in hub.units()] == ["a%2Fb@1", "a%2Fb@1000", "c@1", "c@1000"]
+    assert [unit.key for unit in hub.units()] == [
+        "a%2Fb@1",
+        "a%2Fb@1000",
+        "c@1",
+        "c@1000",
+    ]
 
 
 def test_a_model_that_fails_fails_alone_and_a_rerun_completes(
@@ -251,7 +355,10 @@ def test_a_model_that_fails_fails_alone_and_a_rerun_completes(
     link.mkdir()
     broken = replace(survey, models={"two": models["two"], "three": str(link)})
     (link / "config.json").write_text("{}")
-    with pytest.warns(UserWarning, match=r"2 of 4 units failed .*: three@main\+0, three@main\+2: ModelError"):
+    with pytest.warns(
+        UserWarning,
+        match=r"2 of 4 units failed .*: three@main\+0, three@main\+2: ModelError",
+    ):
         data = run(broken, tmp_path / "results")
     assert data["model"].values.tolist() == ["two"]
     assert set(json.loads(data.attrs["failed"])) == {"three@main+0", "three@main+2"}
@@ -265,51 +372,81 @@ def test_a_model_that_fails_fails_alone_and_a_rerun_completes(
 
 
 def test_nothing_measured_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="none of the 1 units could be measured; no%2Fmodel@main: ModelError"):
+    with pytest.raises(
+        ModelError,
+        match="none of the 1 units could be measured; no%2Fmodel@main: ModelError",
+    ):
         run(Survey(["no/model"], PROMPTS), tmp_path)
-    with pytest.raises(ValueError, match="holds no finished results: run the survey first"):
+    with pytest.raises(
+        ValueError, match="holds no finished results: run the survey first"
+    ):
         open_survey(tmp_path)
 
 
-def test_results_of_another_survey_are_not_overwritten(survey: Survey, models: dict[str, str], tmp_path: Path) -> None:
+def test_results_of_another_survey_are_not_overwritten(
+    survey: Survey, models: dict[str, str], tmp_path: Path
+) -> None:
     run(survey, tmp_path)
     before = state(tmp_path)
     others = {
         r"another plan \(prompts\)": replace(survey, prompts=PROMPTS[:2]),
         r"another plan \(k\)": replace(survey, settings=replace(SETTINGS, k=(3,))),
         r"another plan \(prompts_per_unit\)": replace(survey, prompts_per_unit=1),
-        "as 'two', asked for is .*three': give it another name": replace(survey, models={"two": models["three"]}),
+        "as 'two', asked for is .*three': give it another name": replace(
+            survey, models={"two": models["three"]}
+        ),
     }
     for message, other in others.items():
         with pytest.raises(ValueError, match=message):
             run(other, tmp_path)
     with pytest.raises(ValueError, match="another plan"):
-        tlc.checkpoint_sweep(models["run"], prompts=PROMPTS, settings=SETTINGS, folder=tmp_path)
+        tlc.checkpoint_sweep(
+            models["run"], prompts=PROMPTS, settings=SETTINGS, folder=tmp_path
+        )
     assert state(tmp_path) == before
     more = run(replace(survey, models={"four": models["two"]}), tmp_path)
     assert more["model"].values.tolist() == ["four", "three", "two"]
-    assert {name: content for name, content in state(tmp_path).items() if name in before} == before
+    assert {
+        name: content for name, content in state(tmp_path).items() if name in before
+    } == before
 
 
-def test_two_models_are_not_taken_together_under_one_name(models: dict[str, str], tmp_path: Path) -> None:
-    """Neither as two checkpoints of one, nor of two training runs whose folders have one name."""
+def test_two_models_are_not_taken_together_under_one_name(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    """Neither as two checkpoints of one, nor of two training runs whose folders have
+    one name.
+    """
     given = {"prompts": PROMPTS[:1], "settings": SETTINGS}
-    run(Survey({"name": models["run"]}, checkpoints=[100], **given), tmp_path / "results")
+    run(
+        Survey({"name": models["run"]}, checkpoints=[100], **given),
+        tmp_path / "results",
+    )
     before = state(tmp_path / "results")
-    said = "holds results of '.*run' as 'name', asked for is '.*two': give it another name"
+    said = (
+        "holds results of '.*run' as 'name', asked for is '.*two': give it another name"
+    )
     with pytest.raises(ValueError, match=said):
         run(Survey({"name": models["two"]}, **given), tmp_path / "results")
     other = tmp_path / "run"
     shutil.copytree(Path(models["run"]) / "step0", other / "step0")
     tlc.checkpoint_sweep(models["run"], [100], **given, folder=tmp_path / "sweep")
-    with pytest.raises(ValueError, match=r"as 'run', asked for is '.*run': give it another name"):
+    with pytest.raises(
+        ValueError, match=r"as 'run', asked for is '.*run': give it another name"
+    ):
         tlc.checkpoint_sweep(other, [0], **given, folder=tmp_path / "sweep")
     assert state(tmp_path / "results") == before
-    # More checkpoints of the same model are welcome, and a name under which nothing was measured is free.
-    more = tlc.checkpoint_sweep(models["run"], [0, 100], **given, folder=tmp_path / "sweep")
+    # More checkpoints of the same model are welcome, and a name under which nothing was
+    # measured is free.
+    more = tlc.checkpoint_sweep(
+        models["run"], [0, 100], **given, folder=tmp_path / "sweep"
+    )
     assert more["checkpoint"].values.tolist() == [0, 100]
     with pytest.warns(UserWarning, match="1 of 2 units failed"):
-        run(Survey({"two": models["two"], "three": "no/three"}, **given), tmp_path / "free")
+        run(
+            Survey({"two": models["two"], "three": "no/three"}, **given),
+            tmp_path / "free",
+        )
     free = run(Survey({"three": models["three"]}, **given), tmp_path / "free")
     assert free["model"].values.tolist() == ["three", "two"]
 
@@ -339,14 +476,28 @@ CHANGED = r"'{}' in .*own was changed, replaced or removed after this run began:
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(train, "model.safetensors"), (remove, "model.safetensors"), (change_tokens, "tokenizer.json")],
+    [
+        (train, "model.safetensors"),
+        (remove, "model.safetensors"),
+        (change_tokens, "tokenizer.json"),
+    ],
 )
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 def test_a_local_model_that_changes_between_units_is_an_error(
-    own_model: Path, tmp_path: Path, change: Callable[[Path], None], name: str, memory: str
+    own_model: Path,
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    name: str,
+    memory: str,
 ) -> None:
     """Half of the units would be of one model, and half of another."""
-    survey = Survey({"own": own_model}, PROMPTS, settings=SETTINGS, prompts_per_unit=1, memory=memory)
+    survey = Survey(
+        {"own": own_model},
+        PROMPTS,
+        settings=SETTINGS,
+        prompts_per_unit=1,
+        memory=memory,
+    )
     original = shutil.copytree(own_model, tmp_path / "original")
 
     def progress(units):
@@ -355,11 +506,15 @@ def test_a_local_model_that_changes_between_units_is_an_error(
                 change(own_model)
             yield unit
 
-    with pytest.warns(UserWarning, match=f"2 of 3 units failed .*{CHANGED.format(name)}"):
+    with pytest.warns(
+        UserWarning, match=f"2 of 3 units failed .*{CHANGED.format(name)}"
+    ):
         data = run(survey, tmp_path / "results", progress=progress)
     first = measure_prompts(tlc.load_model(str(original)), PROMPTS[:1], SETTINGS)
     assert data.loss.isnull().squeeze().values.tolist() == [False, True, True]
-    np.testing.assert_array_equal(data.loss.sel(prompt="sums-0").squeeze(), first.loss.squeeze())
+    np.testing.assert_array_equal(
+        data.loss.sel(prompt="sums-0").squeeze(), first.loss.squeeze()
+    )
     # A later run notices as well, and goes on when the model is again what it was.
     before = state(tmp_path / "results")
     said = rf"holds results of .*own, where '{name}' is another file now: restore it, or measure the new model in"
@@ -422,13 +577,19 @@ def test_a_model_that_is_the_same_is_not_refused(
     assert state(tmp_path / "results") == before
 
 
-def test_results_that_do_not_say_which_files_they_are_of_are_kept(own_model: Path, tmp_path: Path) -> None:
+def test_results_that_do_not_say_which_files_they_are_of_are_kept(
+    own_model: Path, tmp_path: Path
+) -> None:
     """Those of earlier versions."""
     survey = Survey({"own": own_model}, PROMPTS[:1], settings=SETTINGS)
     run(survey, tmp_path / "results")
     path = tmp_path / "results" / "own@main.json"
     content = json.loads(path.read_text())
-    assert set(content["files"]) >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert set(content["files"]) >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
     del content["files"], content["plan"], content["digest"]
     path.write_text(json.dumps(content))
     touch(own_model)
@@ -438,10 +599,14 @@ def test_results_that_do_not_say_which_files_they_are_of_are_kept(own_model: Pat
 
 
 def test_a_folder_of_something_else_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is not a folder of results: there is no plan\.json in it"):
+    with pytest.raises(
+        ValueError, match=r"is not a folder of results: there is no plan\.json in it"
+    ):
         open_survey(tmp_path)
     Folder(tmp_path, {"of": "something else"})
-    with pytest.raises(ValueError, match="holds results of something else than a survey"):
+    with pytest.raises(
+        ValueError, match="holds results of something else than a survey"
+    ):
         open_survey(tmp_path)
 
 
@@ -457,27 +622,41 @@ def test_two_spellings_of_a_path_are_not_two_models(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(models["two"]).parent)
-    with pytest.raises(ValueError, match=r"must be different folders, got \['two', './two'\]"):
+    with pytest.raises(
+        ValueError, match=r"must be different folders, got \['two', './two'\]"
+    ):
         Survey(["two", "./two"], PROMPTS)
     run(Survey(["two"], PROMPTS[:1], settings=SETTINGS), tmp_path)
     for spelling in ("./two", "../models0/two", models["two"]):
         spelling = spelling.replace("models0", Path.cwd().name)
-        with pytest.raises(ValueError, match=r"holds results of '.*two' as 'two': ask for it by that name, got "):
+        with pytest.raises(
+            ValueError,
+            match=r"holds results of '.*two' as 'two': ask for it by that name, got ",
+        ):
             run(Survey([spelling], PROMPTS[:1], settings=SETTINGS), tmp_path)
     # Names that somebody chose are meant.
     named = run(Survey({"another": "./two"}, PROMPTS[:1], settings=SETTINGS), tmp_path)
     assert sorted(named["model"].values.tolist()) == ["another", "two"]
 
 
-def test_threads_share_a_folder(survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path) -> None:
+def test_threads_share_a_folder(
+    survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path
+) -> None:
     with ThreadPoolExecutor(3) as executor:
         data = run(replace(survey, prompts_per_unit=1), tmp_path, executor)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
-def test_threads_get_the_untrained_twins_that_one_alone_gets(models: dict[str, str]) -> None:
+def test_threads_get_the_untrained_twins_that_one_alone_gets(
+    models: dict[str, str],
+) -> None:
     """Seeds are of the whole process."""
-    asked = Survey({"two": models["two"], "three": models["three"]}, PROMPTS, settings=SETTINGS, untrained=True)
+    asked = Survey(
+        {"two": models["two"], "three": models["three"]},
+        PROMPTS,
+        settings=SETTINGS,
+        untrained=True,
+    )
     asked = replace(asked, prompts_per_unit=1)
     with ThreadPoolExecutor(4) as executor:
         together = run(asked, executor=executor)
@@ -486,24 +665,45 @@ def test_threads_get_the_untrained_twins_that_one_alone_gets(models: dict[str, s
 
 def test_revisions_are_in_the_order_of_their_steps() -> None:
     names = ["main", "step64000", "step1000", "step143000", "v10", "v2", "100", "20"]
-    assert sorted(names, key=step_order) == ["20", "100", "main", "step1000", "step64000", "step143000", "v2", "v10"]
+    assert sorted(names, key=step_order) == [
+        "20",
+        "100",
+        "main",
+        "step1000",
+        "step64000",
+        "step143000",
+        "v2",
+        "v10",
+    ]
 
 
-def test_results_that_were_damaged_since_are_said(survey: Survey, tmp_path: Path) -> None:
+def test_results_that_were_damaged_since_are_said(
+    survey: Survey, tmp_path: Path
+) -> None:
     run(survey, tmp_path)
     path = tmp_path / "two@main+0.nc"
     path.write_bytes(path.read_bytes()[:-10])
     (tmp_path / "three@main+0.json").write_text('{"what": {}, "status": "finished"}')
     data = open_survey(tmp_path)
     said = "its result is missing or damaged: run again"
-    assert json.loads(data.attrs["failed"]) == {"three@main+0": said, "two@main+0": said}
-    assert data.loss.sel(model="two", checkpoint="main").isnull().values.tolist() == [True, True, False]
+    assert json.loads(data.attrs["failed"]) == {
+        "three@main+0": said,
+        "two@main+0": said,
+    }
+    assert data.loss.sel(model="two", checkpoint="main").isnull().values.tolist() == [
+        True,
+        True,
+        False,
+    ]
     assert not run(survey, tmp_path).loss.isnull().any()
 
 
 @pytest.mark.parametrize("prompts_per_unit", [2, None])
 def test_units_of_different_versions_open_and_are_named(
-    survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path, prompts_per_unit: int | None
+    survey: Survey,
+    undisturbed: xarray.Dataset,
+    tmp_path: Path,
+    prompts_per_unit: int | None,
 ) -> None:
     """As after an upgrade between two runs: within one model, or between two."""
     asked = replace(survey, prompts_per_unit=prompts_per_unit)
@@ -513,13 +713,16 @@ def test_units_of_different_versions_open_and_are_named(
     data = xarray.load_dataset(path)
     provenance = json.loads(data.attrs["provenance"])
     versions = provenance["versions"] | {"torch": "1.0"}
-    data.assign_attrs(provenance=json.dumps(provenance | {"versions": versions, "device": "cuda"})).to_netcdf(path)
+    data.assign_attrs(
+        provenance=json.dumps(provenance | {"versions": versions, "device": "cuda"})
+    ).to_netcdf(path)
     checksum = hashlib.sha256(path.read_bytes()).hexdigest()
     content = json.loads(record.read_text()) | {"sha256": checksum}
     del content["digest"]
     record.write_text(json.dumps(content))
     with pytest.warns(
-        UserWarning, match=r"were not all measured alike: device, versions differ, attrs\['provenance_by"
+        UserWarning,
+        match=r"were not all measured alike: device, versions differ, attrs\['provenance_by",
     ):
         opened = open_survey(tmp_path)
     by_unit = json.loads(opened.attrs["provenance_by_unit"])
@@ -532,26 +735,43 @@ def test_units_of_different_versions_open_and_are_named(
     assert not {"device", "versions", "model"} & common.keys()
     np.testing.assert_array_equal(opened.coupling, undisturbed.coupling)
     with pytest.warns(UserWarning, match="were not all measured alike"):
-        assert run(asked, tmp_path).attrs["provenance_by_unit"] == opened.attrs["provenance_by_unit"]
+        assert (
+            run(asked, tmp_path).attrs["provenance_by_unit"]
+            == opened.attrs["provenance_by_unit"]
+        )
 
 
-def test_failures_of_earlier_runs_are_not_those_of_this_one(models: dict[str, str], tmp_path: Path) -> None:
+def test_failures_of_earlier_runs_are_not_those_of_this_one(
+    models: dict[str, str], tmp_path: Path
+) -> None:
     given = {"prompts": PROMPTS[:1], "settings": SETTINGS}
     with pytest.warns(UserWarning, match="1 of 2 units failed"):
         run(Survey({"two": models["two"], "thre": "no/thre"}, **given), tmp_path)
-    data = run(Survey({"two": models["two"], "three": models["three"]}, **given), tmp_path)
+    data = run(
+        Survey({"two": models["two"], "three": models["three"]}, **given), tmp_path
+    )
     assert json.loads(data.attrs["failed"]) == {}
     assert set(json.loads(open_survey(tmp_path).attrs["failed"])) == {"thre@main"}
 
 
-def test_prompts_that_can_be_walked_through_once_are_kept(models: dict[str, str], as_a_user: None) -> None:
+def test_prompts_that_can_be_walked_through_once_are_kept(
+    models: dict[str, str], as_a_user: None
+) -> None:
     survey = Survey([models["two"]], (prompt for prompt in PROMPTS), settings=SETTINGS)
-    assert [len(unit.given[1]) for unit in survey.units()] == [len(unit.given[1]) for unit in survey.units()] == [3]
+    assert (
+        [len(unit.given[1]) for unit in survey.units()]
+        == [len(unit.given[1]) for unit in survey.units()]
+        == [3]
+    )
 
 
-def test_the_folder_of_the_command_opens_too(survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path) -> None:
+def test_the_folder_of_the_command_opens_too(
+    survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path
+) -> None:
     run(survey, tmp_path / "units")
-    xarray.testing.assert_identical(values_of(open_survey(tmp_path)), values_of(undisturbed))
+    xarray.testing.assert_identical(
+        values_of(open_survey(tmp_path)), values_of(undisturbed)
+    )
 
 
 @pytest.mark.parametrize(
@@ -561,27 +781,44 @@ def test_the_folder_of_the_command_opens_too(survey: Survey, undisturbed: xarray
         ({"models": ["a", "a"]}, "each once, got"),
         ({"prompts": []}, "`prompts` is empty"),
         ({"prompts_per_unit": 0}, "`prompts_per_unit` must be at least 1, got 0"),
-        ({"untrained": True, "checkpoints": [1]}, "`untrained` does not go with `checkpoints`"),
+        (
+            {"untrained": True, "checkpoints": [1]},
+            "`untrained` does not go with `checkpoints`",
+        ),
         ({"models": ["./nowhere"]}, "there is no such folder: ./nowhere"),
-        ({"checkpoints": {"b": [1]}}, r"names models that are not surveyed: \['b'\]; there are \['a'\]"),
+        (
+            {"checkpoints": {"b": [1]}},
+            r"names models that are not surveyed: \['b'\]; there are \['a'\]",
+        ),
     ],
 )
-def test_what_could_not_be_measured_is_refused(given: dict[str, object], message: str) -> None:
+def test_what_could_not_be_measured_is_refused(
+    given: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Survey(**({"models": ["a"], "prompts": PROMPTS} | given))
 
 
-def test_prompts_of_a_unit_have_a_bar_of_their_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_a_unit_have_a_bar_of_their_own_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = []
 
-    def measured(model: object, prompts: object, settings: object, progress: object) -> None:
+    def measured(
+        model: object, prompts: object, settings: object, progress: object
+    ) -> None:
         seen.append(progress)
         raise ValueError("enough")
 
     monkeypatch.setattr("tl_coupling.surveys.survey.load_model", lambda **_: None)
     monkeypatch.setattr("tl_coupling.surveys.survey.measure_prompts", measured)
     with ThreadPoolExecutor(1) as executor:
-        for given in ({}, {"progress": False}, {"progress": iter}, {"executor": executor}):
+        for given in (
+            {},
+            {"progress": False},
+            {"progress": iter},
+            {"executor": executor},
+        ):
             with pytest.raises(ModelError, match="enough"):
                 run(Survey(["a"], ["w1"]), **given)
     assert seen == [None, False, False, False]

@@ -15,7 +15,14 @@ import pytest
 import xarray
 
 from tl_coupling.files import file_name
-from tl_coupling.surveys.units import VERSION, Folder, Unit, load_unit, plan_digest, record
+from tl_coupling.surveys.units import (
+    VERSION,
+    Folder,
+    Unit,
+    load_unit,
+    plan_digest,
+    record,
+)
 
 pytestmark = pytest.mark.on_4_only
 
@@ -39,7 +46,10 @@ class Measurement:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
-    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    return {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.iterdir()
+    }
 
 
 @pytest.fixture
@@ -54,7 +64,9 @@ def test_each_unit_is_a_result_and_a_record(finished: Path) -> None:
         *(f"unit-{i}.{ending}" for i in range(3) for ending in ("nc", "json")),
     }
     for i, unit in enumerate(UNITS):
-        np.testing.assert_array_equal(load_unit(finished, unit)["x"], np.arange(5) + 100 * i)
+        np.testing.assert_array_equal(
+            load_unit(finished, unit)["x"], np.arange(5) + 100 * i
+        )
         found = record(finished, unit)
         assert found is not None
         assert (found["status"], found["what"]) == ("finished", {"number": i})
@@ -121,28 +133,42 @@ def both_of_another_unit(folder: Path) -> None:
         lambda folder: (folder / "unit-1.json").write_text('{"what": {"num'),
     ],
 )
-def test_what_is_missing_or_damaged_is_done_again_and_nothing_else(finished: Path, damage) -> None:
+def test_what_is_missing_or_damaged_is_done_again_and_nothing_else(
+    finished: Path, damage
+) -> None:
     before = snapshot(finished)
     damage(finished)
     again = Measurement()
-    assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == ["kept", "computed", "kept"]
+    assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == [
+        "kept",
+        "computed",
+        "kept",
+    ]
     assert again.asked == [1]
     after = snapshot(finished)
     assert after.keys() == before.keys()
-    assert {name for name in before if after[name] != before[name]} <= {"unit-1.nc", "unit-1.json"}
+    assert {name for name in before if after[name] != before[name]} <= {
+        "unit-1.nc",
+        "unit-1.json",
+    }
     assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == ["kept"] * 3
-    np.testing.assert_array_equal(load_unit(finished, UNITS[1])["x"], np.arange(5) + 100)
+    np.testing.assert_array_equal(
+        load_unit(finished, UNITS[1])["x"], np.arange(5) + 100
+    )
 
 
 def test_a_unit_that_is_now_something_else_is_done_again(finished: Path) -> None:
     again = Measurement()
     Folder(finished, PLAN).run(
-        [Unit("unit-0", {"number": 7}), Unit("unit-1", {"number": "1"})], lambda unit: again(UNITS[2])
+        [Unit("unit-0", {"number": 7}), Unit("unit-1", {"number": "1"})],
+        lambda unit: again(UNITS[2]),
     )
     assert again.asked == [2, 2]
 
 
-def test_a_failure_is_recorded_the_others_go_on_and_a_rerun_tries_again(tmp_path: Path) -> None:
+def test_a_failure_is_recorded_the_others_go_on_and_a_rerun_tries_again(
+    tmp_path: Path,
+) -> None:
     first = Measurement(failing=(1,))
     outcomes = Folder(tmp_path, PLAN).run(UNITS, first)
     assert [(o.status, o.error) for o in outcomes] == [
@@ -158,11 +184,17 @@ def test_a_failure_is_recorded_the_others_go_on_and_a_rerun_tries_again(tmp_path
     }
     assert not (tmp_path / "unit-1.nc").exists()
     second = Measurement()
-    assert [o.status for o in Folder(tmp_path, PLAN).run(UNITS, second)] == ["kept", "computed", "kept"]
+    assert [o.status for o in Folder(tmp_path, PLAN).run(UNITS, second)] == [
+        "kept",
+        "computed",
+        "kept",
+    ]
     assert second.asked == [1]
 
 
-def test_an_old_result_does_not_pass_for_that_of_a_unit_that_failed_since(finished: Path) -> None:
+def test_an_old_result_does_not_pass_for_that_of_a_unit_that_failed_since(
+    finished: Path,
+) -> None:
     truncated(finished)
     whole = (finished / "unit-2.nc").read_bytes()
     Folder(finished, PLAN).run(UNITS, Measurement(failing=(1,)))
@@ -173,7 +205,9 @@ def test_an_old_result_does_not_pass_for_that_of_a_unit_that_failed_since(finish
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_the_user_can_stop_it_and_go_on_later(tmp_path: Path, stop: type[BaseException]) -> None:
+def test_the_user_can_stop_it_and_go_on_later(
+    tmp_path: Path, stop: type[BaseException]
+) -> None:
     def stopped(unit: Unit) -> xarray.Dataset:
         if unit is UNITS[1]:
             raise stop
@@ -198,10 +232,15 @@ def test_progress_wraps_the_loop(tmp_path: Path) -> None:
     assert seen == ["unit-0", "unit-1", "unit-2"]
 
 
-def test_another_plan_is_refused_by_name_and_nothing_is_overwritten(finished: Path) -> None:
+def test_another_plan_is_refused_by_name_and_nothing_is_overwritten(
+    finished: Path,
+) -> None:
     before = snapshot(finished)
     Folder(finished, {"of": "units"})
-    with pytest.raises(ValueError, match=r'\(k, of\): wanted \{"k": 3, "of": "ünits"\}, found .*"units"') as caught:
+    with pytest.raises(
+        ValueError,
+        match=r'\(k, of\): wanted \{"k": 3, "of": "ünits"\}, found .*"units"',
+    ) as caught:
         Folder(finished, {"of": "ünits", "k": 3})
     assert str(finished) in str(caught.value)
     assert snapshot(finished) == before
@@ -221,11 +260,15 @@ def test_what_differs_is_named_however_long_it_is(finished: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'["of"]', b'"text"', b"7", b"null", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'["of"]', b'"text"', b"7", b"null", b"\xff\xfe"]
+)
 def test_a_damaged_plan_is_said(finished: Path, content: bytes) -> None:
     (finished / "plan.json").write_bytes(content)
     before = snapshot(finished)
-    with pytest.raises(ValueError, match=r"plan\.json is damaged: restore it, or choose"):
+    with pytest.raises(
+        ValueError, match=r"plan\.json is damaged: restore it, or choose"
+    ):
         Folder(finished, {"of": "units"})
     assert snapshot(finished) == before
 
@@ -238,10 +281,14 @@ def test_a_plan_that_was_changed_is_not_believed(finished: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["nc", "json"])
-def test_a_folder_in_place_of_a_file_is_one_clear_error(finished: Path, ending: str) -> None:
+def test_a_folder_in_place_of_a_file_is_one_clear_error(
+    finished: Path, ending: str
+) -> None:
     (finished / f"unit-1.{ending}").unlink()
     (finished / f"unit-1.{ending}").mkdir()
-    with pytest.raises(OSError, match=rf"^cannot write .*unit-1\.{ending}: Is a directory$"):
+    with pytest.raises(
+        OSError, match=rf"^cannot write .*unit-1\.{ending}: Is a directory$"
+    ):
         Folder(finished, PLAN).run(UNITS, Measurement())
 
 
@@ -256,14 +303,26 @@ def test_a_plan_binds_from_the_first_result_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "said"), [(None, "an older version"), (1, "an older version"), (VERSION + 1, "another version")]
+    ("version", "said"),
+    [
+        (None, "an older version"),
+        (1, "an older version"),
+        (VERSION + 1, "another version"),
+    ],
 )
-def test_folders_of_other_versions_are_refused_with_what_to_do(finished: Path, version: int | None, said: str) -> None:
+def test_folders_of_other_versions_are_refused_with_what_to_do(
+    finished: Path, version: int | None, said: str
+) -> None:
     """Until 0.1.0 plans had no version."""
-    (finished / "plan.json").write_text(json.dumps(PLAN if version is None else {"version": version} | PLAN))
+    (finished / "plan.json").write_text(
+        json.dumps(PLAN if version is None else {"version": version} | PLAN)
+    )
     before = snapshot(finished)
     for plan in (None, PLAN):
-        with pytest.raises(ValueError, match=f"was written by {said} of tl_coupling .*choose another folder"):
+        with pytest.raises(
+            ValueError,
+            match=f"was written by {said} of tl_coupling .*choose another folder",
+        ):
             Folder(finished, plan)
     assert snapshot(finished) == before
 
@@ -279,7 +338,9 @@ def test_a_run_that_is_refused_leaves_the_plan_of_the_other(tmp_path: Path) -> N
 
     def inside(units):
         before = (tmp_path / "plan.json").read_bytes()
-        with pytest.raises(ValueError, match="another run, or one of its workers, is using"):
+        with pytest.raises(
+            ValueError, match="another run, or one of its workers, is using"
+        ):
             Folder(tmp_path, other_plan).run(UNITS, one_only)
         assert (tmp_path / "plan.json").read_bytes() == before
         yield from units
@@ -292,7 +353,10 @@ def test_a_run_that_is_refused_leaves_the_plan_of_the_other(tmp_path: Path) -> N
 
 def test_the_plan_is_checked_again_when_a_run_begins(tmp_path: Path) -> None:
     """Both looked while the folder was empty."""
-    first, second = Folder(tmp_path, {"of": "first"}), Folder(tmp_path, {"of": "second"})
+    first, second = (
+        Folder(tmp_path, {"of": "first"}),
+        Folder(tmp_path, {"of": "second"}),
+    )
     first.run(UNITS, Measurement())
     with pytest.raises(ValueError, match=r"another plan \(of\)"):
         second.run(UNITS, one_only)
@@ -314,9 +378,13 @@ class Queue:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_jobs_that_an_earlier_plan_left_write_nothing(tmp_path: Path, fails: bool) -> None:
+def test_jobs_that_an_earlier_plan_left_write_nothing(
+    tmp_path: Path, fails: bool
+) -> None:
     queue = Queue()
-    Folder(tmp_path, {"position": 0}).run(UNITS, Measurement((0, 1, 2)) if fails else one_only, None, queue)
+    Folder(tmp_path, {"position": 0}).run(
+        UNITS, Measurement((0, 1, 2)) if fails else one_only, None, queue
+    )
     Folder(tmp_path, {"position": -1}).run(UNITS, Measurement())
     before = snapshot(tmp_path)
     for job in queue.jobs:
@@ -326,16 +394,22 @@ def test_jobs_that_an_earlier_plan_left_write_nothing(tmp_path: Path, fails: boo
     assert snapshot(tmp_path) == before
 
 
-def test_a_job_of_an_earlier_plan_that_is_measuring_writes_nothing_either(tmp_path: Path) -> None:
+def test_a_job_of_an_earlier_plan_that_is_measuring_writes_nothing_either(
+    tmp_path: Path,
+) -> None:
     def while_another_run_begins_and_ends(unit: Unit) -> xarray.Dataset:
         Folder(tmp_path, {"position": -1}).run(UNITS, Measurement())
         return one_only(unit)
 
     queue = Queue()
-    Folder(tmp_path, {"position": 0}).run(UNITS[:1], while_another_run_begins_and_ends, None, queue)
+    Folder(tmp_path, {"position": 0}).run(
+        UNITS[:1], while_another_run_begins_and_ends, None, queue
+    )
     assert queue.jobs[0]()[0] == "failed"
     np.testing.assert_array_equal(load_unit(tmp_path, UNITS[0])["x"], np.arange(5))
-    assert [o.status for o in Folder(tmp_path, {"position": -1}).run(UNITS, Measurement())] == ["kept"] * 3
+    assert [
+        o.status for o in Folder(tmp_path, {"position": -1}).run(UNITS, Measurement())
+    ] == ["kept"] * 3
 
 
 def result_of_another_plan(folder: Path) -> None:
@@ -350,12 +424,20 @@ def result_of_another_plan(folder: Path) -> None:
 def test_results_of_another_plan_are_done_again(finished: Path) -> None:
     result_of_another_plan(finished)
     again = Measurement()
-    assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == ["kept", "computed", "kept"]
+    assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == [
+        "kept",
+        "computed",
+        "kept",
+    ]
     assert again.asked == [1]
-    np.testing.assert_array_equal(load_unit(finished, UNITS[1])["x"], np.arange(5) + 100)
+    np.testing.assert_array_equal(
+        load_unit(finished, UNITS[1])["x"], np.arange(5) + 100
+    )
 
 
-def test_a_unit_that_another_plan_replaced_during_the_run_has_failed(tmp_path: Path) -> None:
+def test_a_unit_that_another_plan_replaced_during_the_run_has_failed(
+    tmp_path: Path,
+) -> None:
     def progress(units):
         for unit in units:
             if unit is UNITS[2]:
@@ -363,19 +445,29 @@ def test_a_unit_that_another_plan_replaced_during_the_run_has_failed(tmp_path: P
             yield unit
 
     outcomes = Folder(tmp_path, PLAN).run(UNITS, Measurement(), progress)
-    assert [outcome.status for outcome in outcomes] == ["computed", "failed", "computed"]
-    said = "its result was replaced by a job of another plan: end that job, and run again"
+    assert [outcome.status for outcome in outcomes] == [
+        "computed",
+        "failed",
+        "computed",
+    ]
+    said = (
+        "its result was replaced by a job of another plan: end that job, and run again"
+    )
     assert outcomes[1].error == said
 
 
-def test_records_of_earlier_versions_are_of_the_plan_beside_them(finished: Path) -> None:
+def test_records_of_earlier_versions_are_of_the_plan_beside_them(
+    finished: Path,
+) -> None:
     for unit in UNITS:
         path = finished / f"{unit.key}.json"
         content = json.loads(path.read_text())
         del content["plan"], content["digest"]
         path.write_text(json.dumps(content))
     before = snapshot(finished)
-    assert [o.status for o in Folder(finished, PLAN).run(UNITS, one_only)] == ["kept"] * 3
+    assert [o.status for o in Folder(finished, PLAN).run(UNITS, one_only)] == [
+        "kept"
+    ] * 3
     assert snapshot(finished) == before
 
 
@@ -387,7 +479,19 @@ def test_results_without_a_plan_are_not_ours(finished: Path) -> None:
 
 
 def test_names_of_files_are_safe_and_different() -> None:
-    names = ["step1", "STEP.1-a_b", "refs/pr/1", "../up", "a b", "a%20b", "ü", "\u02f1", "/1", "*[?]", "~"]
+    names = [
+        "step1",
+        "STEP.1-a_b",
+        "refs/pr/1",
+        "../up",
+        "a b",
+        "a%20b",
+        "ü",
+        "\u02f1",
+        "/1",
+        "*[?]",
+        "~",
+    ]
     files = [file_name(name) for name in names]
     assert files[:2] == names[:2]
     assert len(set(files)) == len(names)
@@ -425,30 +529,49 @@ except OSError as error:
 def write_under(limit: int, folder: Path) -> list[str]:
     """What the run prints where no file may grow beyond `limit` bytes (0: no limit)."""
     ended = subprocess.run(
-        [sys.executable, "-c", _ON_A_FULL_DISK, str(folder), str(limit)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", _ON_A_FULL_DISK, str(folder), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert ended.returncode == 0, ended.stderr[-500:]
     assert "Traceback" not in ended.stderr
     return ended.stdout.splitlines()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="limits the size of files as Linux does"
+)
 def test_a_full_disk_is_one_clear_error_and_a_rerun_completes(tmp_path: Path) -> None:
     printed = write_under(60_000, tmp_path)
     assert printed[:2] == ["asked small", "asked large"]
     assert len(printed) == 3
     assert printed[2].startswith(f"OSError: cannot write {tmp_path / 'large.nc'}: ")
     assert "is the disk full" in printed[2]
-    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "small.nc", "small.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "plan.json",
+        "small.nc",
+        "small.json",
+    }
     before = snapshot(tmp_path)
     assert write_under(0, tmp_path) == ["asked large", "asked last"]
-    assert {name: content for name, content in snapshot(tmp_path).items() if name in before} == before
-    np.testing.assert_array_equal(load_unit(tmp_path, Unit("large", {}))["x"], np.arange(9999))
+    assert {
+        name: content for name, content in snapshot(tmp_path).items() if name in before
+    } == before
+    np.testing.assert_array_equal(
+        load_unit(tmp_path, Unit("large", {}))["x"], np.arange(9999)
+    )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
-def test_a_disk_without_room_for_anything_is_said_of_the_file_that_was_wanted(tmp_path: Path) -> None:
-    """netCDF says "Permission denied" of a temporary file then, and a text file has no name in its error."""
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="limits the size of files as Linux does"
+)
+def test_a_disk_without_room_for_anything_is_said_of_the_file_that_was_wanted(
+    tmp_path: Path,
+) -> None:
+    """netCDF says "Permission denied" of a temporary file then, and a text file has no
+    name in its error.
+    """
     (printed,) = write_under(10, tmp_path)
     assert printed.startswith(f"OSError: cannot write {tmp_path / 'plan.json'}: ")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""The logit lens and principal components: formulas written out, known axes, refusals."""
+"""The logit lens and principal components: formulas written out, known axes,
+refusals.
+"""
 
 import math
 
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.on_3_only
 
 
 def test_entropy_closed_forms() -> None:
-    logits = torch.tensor([[0.0, 0.0, 0.0], [2.0, 0.0, -math.inf], [500.0, 0.0, 0.0]], dtype=torch.float64)
+    logits = torch.tensor(
+        [[0.0, 0.0, 0.0], [2.0, 0.0, -math.inf], [500.0, 0.0, 0.0]], dtype=torch.float64
+    )
     p = 1 / (1 + math.exp(-2))
     wanted = [[math.log(3)], [-p * math.log(p) - (1 - p) * math.log(1 - p)], [0.0]]
     x = torch.eye(3, dtype=torch.float64)[:, None]
@@ -27,11 +31,15 @@ def test_entropy_closed_forms() -> None:
 
 @few
 @given(seed=seeds, batch=batches, n_vocab=st.integers(1, 7))
-def test_entropy_is_the_sum_written_out(seed: int, batch: tuple[int, ...], n_vocab: int) -> None:
+def test_entropy_is_the_sum_written_out(
+    seed: int, batch: tuple[int, ...], n_vocab: int
+) -> None:
     x, W = gaussian(3, *batch, 4, seed=seed), 3 * gaussian(4, n_vocab, seed=seed + 1)
     got = logit_lens_entropy(x, lambda stream: stream @ W)
     assert got.shape == (3, *batch)
-    for entry, logits in zip(got.flatten().tolist(), (x @ W).reshape(-1, n_vocab).tolist(), strict=True):
+    for entry, logits in zip(
+        got.flatten().tolist(), (x @ W).reshape(-1, n_vocab).tolist(), strict=True
+    ):
         weights = [math.exp(a) for a in logits]
         p = [w / sum(weights) for w in weights]
         assert entry == pytest.approx(-sum(a * math.log(a) for a in p), abs=1e-12)
@@ -52,7 +60,9 @@ def test_the_lens_refuses_bad_logits(bad: float) -> None:
 
 
 def test_the_lens_refuses_other_shapes() -> None:
-    with pytest.raises(ValueError, match=r"`unembed` must map .*, got \[8\] for \[2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"`unembed` must map .*, got \[8\] for \[2, 4\]"
+    ):
         logit_lens_entropy(gaussian(3, 2, 4), torch.flatten)
 
 
@@ -75,11 +85,19 @@ def test_pca_is_numpys(shape: tuple[int, ...], n_components: int) -> None:
     close(pca.projected, (x.numpy() - mean) @ wanted.T, 1e-10)
     close(pca.explained_variance_ratio, (S**2 / (S**2).sum())[:n_components])
     variance = pca.projected[-1].reshape(-1, n_components).var(0, correction=0)
-    close(variance / torch.as_tensor(last).var(0, correction=0).sum(), pca.explained_variance_ratio)
+    close(
+        variance / torch.as_tensor(last).var(0, correction=0).sum(),
+        pca.explained_variance_ratio,
+    )
 
 
 def test_pca_of_known_axes() -> None:
-    last = torch.tensor([[0.0, 0.0, -3.0], [0.0, 0.0, 3.0], [0.0, 1.0, 0.0], [0.0, -1.0, 0.0]]) + 5
+    last = (
+        torch.tensor(
+            [[0.0, 0.0, -3.0], [0.0, 0.0, 3.0], [0.0, 1.0, 0.0], [0.0, -1.0, 0.0]]
+        )
+        + 5
+    )
     pca = trajectory_pca(torch.stack([torch.zeros(4, 3), last]))
     close(pca.components, [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]], 1e-6)
     close(pca.projected[0], [[-5.0, -5.0]] * 4, 1e-6)
@@ -101,7 +119,9 @@ def test_pca_has_one_sign(seed: int, order: list[int]) -> None:
 def test_two_tokens_have_one_component() -> None:
     x = gaussian(4, 2, 5)
     close(trajectory_pca(x, n_components=1).explained_variance_ratio, [1.0])
-    with pytest.warns(UserWarning, match="2 tokens .* span 1 of the 2 components") as caught:
+    with pytest.warns(
+        UserWarning, match="2 tokens .* span 1 of the 2 components"
+    ) as caught:
         pca = trajectory_pca(x)
     assert len(caught) == 1
     close(pca.explained_variance_ratio, [1.0, 0.0])
@@ -114,7 +134,11 @@ def test_two_tokens_have_one_component() -> None:
         (gaussian(4, 1, 5), 1, "at least 2 tokens, got 1"),
         (gaussian(4, 5), 1, "at least 2 tokens, got 1"),
         (torch.full((4, 3, 5), 0.1), 2, "tokens that differ, got 3 equal ones"),
-        (gaussian(4, 3, 5), 4, r"`n_components` must lie in \[1, 3\] for 3 tokens of width 5, got 4"),
+        (
+            gaussian(4, 3, 5),
+            4,
+            r"`n_components` must lie in \[1, 3\] for 3 tokens of width 5, got 4",
+        ),
         (gaussian(4, 3, 5), 0, r"`n_components` must be at least 1, got 0"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Shapes of trajectories: the paper's formulas written out, closed forms, and what must not matter."""
+"""Shapes of trajectories: the paper's formulas written out, closed forms, and what must
+not matter.
+"""
 
 import math
 import warnings
@@ -39,7 +41,9 @@ scales = st.floats(1e-3, 1e3)
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def rotation(d: int, seed: int) -> Tensor:
@@ -52,7 +56,9 @@ def from_steps(steps: Tensor) -> Tensor:
 
 def close(got: Tensor, wanted: object, tolerance: float = 1e-12) -> None:
     wanted = torch.as_tensor(wanted, dtype=got.dtype)
-    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(
+        got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
 
 
 # --- the paper's formulas, one token and one number at a time
@@ -63,7 +69,9 @@ def length(v: list[float]) -> float:
 
 
 def naive_steps(x: list[list[float]]) -> list[list[float]]:
-    return [[b - a for a, b in zip(x[i], x[i + 1], strict=True)] for i in range(len(x) - 1)]
+    return [
+        [b - a for a, b in zip(x[i], x[i + 1], strict=True)] for i in range(len(x) - 1)
+    ]
 
 
 def naive_lss(x: list[list[float]]) -> float:
@@ -94,7 +102,9 @@ def by_token(x: Tensor, measure: Callable[[list[list[float]]], float]) -> list[f
 def test_measures_are_the_formulas_written_out(seed: int, length: int, d: int) -> None:
     x = gaussian(length + 1, 3, d, seed=seed)
     lss, growth = line_shape_score(x), (norms(x)[-1] / norms(x)[0]).log().abs()
-    assume(bool((lss < 1e3).all() & (growth > 1e-2).all()))  # elsewhere rounding is all there is to compare
+    assume(
+        bool((lss < 1e3).all() & (growth > 1e-2).all())
+    )  # elsewhere rounding is all there is to compare
     close(lss, by_token(x, naive_lss), 1e-9)
     close(expodistance(x), by_token(x, naive_ed), 1e-8)
     close(equidistance(x), by_token(x, naive_equidistance), 1e-10)
@@ -102,7 +112,9 @@ def test_measures_are_the_formulas_written_out(seed: int, length: int, d: int) -
 
 @few
 @given(seed=seeds, length=n_steps, half=st.integers(0, 5))
-def test_windows_and_depths_are_scores_of_slices(seed: int, length: int, half: int) -> None:
+def test_windows_and_depths_are_scores_of_slices(
+    seed: int, length: int, half: int
+) -> None:
     window = 2 * half + 1
     assume(window <= length)
     x = gaussian(length + 1, 2, 4, seed=seed)
@@ -121,8 +133,13 @@ def test_windows_and_depths_are_scores_of_slices(seed: int, length: int, half: i
 
 @few
 @given(seed=seeds, length=n_steps, d=widths, scale=scales)
-def test_a_line_scores_one_whatever_its_spacing(seed: int, length: int, d: int, scale: float) -> None:
-    direction, spacing = gaussian(d, seed=seed), gaussian(length, 1, 1, seed=seed + 1).abs() + 0.1
+def test_a_line_scores_one_whatever_its_spacing(
+    seed: int, length: int, d: int, scale: float
+) -> None:
+    direction, spacing = (
+        gaussian(d, seed=seed),
+        gaussian(length, 1, 1, seed=seed + 1).abs() + 0.1,
+    )
     x = scale * (gaussian(d, seed=seed + 2) + from_steps(spacing * direction))
     close(line_shape_score(x), [1.0], 1e-9)
     close(line_shape_score_by_depth(x), torch.ones(length, 1), 1e-9)
@@ -131,14 +148,22 @@ def test_a_line_scores_one_whatever_its_spacing(seed: int, length: int, d: int, 
 
 @few
 @given(seed=seeds, length=n_steps, d=widths, batch=batches)
-def test_no_score_is_below_one(seed: int, length: int, d: int, batch: tuple[int, ...]) -> None:
+def test_no_score_is_below_one(
+    seed: int, length: int, d: int, batch: tuple[int, ...]
+) -> None:
     x = gaussian(length + 1, *batch, d, seed=seed)
-    for scores in (line_shape_score(x), line_shape_score(x.float()), line_shape_score_by_depth(x)):
+    for scores in (
+        line_shape_score(x),
+        line_shape_score(x.float()),
+        line_shape_score_by_depth(x),
+    ):
         assert bool((scores >= 1).all())
 
 
 def test_line_shape_score_of_known_shapes() -> None:
-    close(line_shape_score(from_steps(torch.eye(9).double())), 3.0)  # orthogonal steps: √L
+    close(
+        line_shape_score(from_steps(torch.eye(9).double())), 3.0
+    )  # orthogonal steps: √L
     angle = torch.arange(7, dtype=torch.float64) * 0.3
     arc = from_steps(torch.stack([angle.cos(), angle.sin()], dim=-1))
     close(line_shape_score(arc), 7 * math.sin(0.15) / math.sin(7 * 0.15))
@@ -157,8 +182,12 @@ def test_windows_are_centred() -> None:
 
 
 @few
-@given(seed=seeds, length=n_steps, d=widths, rate=st.floats(0.05, 1.5), decay=st.booleans())
-def test_exponential_growth_has_no_expodistance(seed: int, length: int, d: int, rate: float, decay: bool) -> None:
+@given(
+    seed=seeds, length=n_steps, d=widths, rate=st.floats(0.05, 1.5), decay=st.booleans()
+)
+def test_exponential_growth_has_no_expodistance(
+    seed: int, length: int, d: int, rate: float, decay: bool
+) -> None:
     directions = gaussian(length + 1, 2, d, seed=seed)
     directions = directions / directions.norm(dim=-1, keepdim=True)
     depth = torch.arange(length + 1, dtype=torch.float64).reshape(-1, 1, 1)
@@ -167,14 +196,24 @@ def test_exponential_growth_has_no_expodistance(seed: int, length: int, d: int, 
 
 
 def test_expodistance_of_two_alternating_rates() -> None:
-    x = torch.tensor([0.0, 0.2, 1.0, 1.2, 2.0], dtype=torch.float64).exp().reshape(-1, 1)
-    close(expodistance(x), (0.6 / 1.0) ** 2)  # rates 0.2 and 0.8; the population's variance
+    x = (
+        torch.tensor([0.0, 0.2, 1.0, 1.2, 2.0], dtype=torch.float64)
+        .exp()
+        .reshape(-1, 1)
+    )
+    close(
+        expodistance(x), (0.6 / 1.0) ** 2
+    )  # rates 0.2 and 0.8; the population's variance
 
 
 def test_equidistance_of_known_steps() -> None:
     close(equidistance(from_steps(3 * rotation(5, seed=0))), 0.0)
     close(equidistance(torch.tensor([[0.0], [1.0], [4.0], [3.0], [0.0]])), 0.5)
-    close(equidistance(torch.tensor([[0.0], [0.0], [0.0], [0.0], [7.0]])), math.sqrt(3), 1e-6)  # the largest there is
+    close(
+        equidistance(torch.tensor([[0.0], [0.0], [0.0], [0.0], [7.0]])),
+        math.sqrt(3),
+        1e-6,
+    )  # the largest there is
 
 
 def test_norms_and_steps() -> None:
@@ -188,7 +227,9 @@ def test_norms_and_steps() -> None:
 
 @few
 @given(seed=seeds, length=n_steps, d=widths, scale=scales, batch=batches)
-def test_rotation_and_scale_do_not_matter(seed: int, length: int, d: int, scale: float, batch: tuple[int, ...]) -> None:
+def test_rotation_and_scale_do_not_matter(
+    seed: int, length: int, d: int, scale: float, batch: tuple[int, ...]
+) -> None:
     x = gaussian(length + 1, *batch, d, seed=seed)
     assume(bool((line_shape_score(x) < 1e3).all()))
     assume(bool(((norms(x)[-1] / norms(x)[0]).log().abs() > 1e-2).all()))
@@ -216,7 +257,9 @@ def test_tokens_do_not_see_each_other(measure: Callable[[Tensor], Tensor]) -> No
     ],
 )
 @pytest.mark.parametrize("measure", MEASURES)
-def test_dtypes(measure: Callable[[Tensor], Tensor], given: torch.dtype, returned: torch.dtype) -> None:
+def test_dtypes(
+    measure: Callable[[Tensor], Tensor], given: torch.dtype, returned: torch.dtype
+) -> None:
     x = (gaussian(6, 3, 4) * torch.arange(1, 7).reshape(-1, 1, 1)).to(given)
     got = measure(x)
     assert got.dtype == returned
@@ -224,7 +267,9 @@ def test_dtypes(measure: Callable[[Tensor], Tensor], given: torch.dtype, returne
 
 
 @pytest.mark.parametrize("measure", [*MEASURES, lambda x: trajectory_pca(x).projected])
-def test_numpy_arrays_are_measured_like_tensors(measure: Callable[[Any], Tensor]) -> None:
+def test_numpy_arrays_are_measured_like_tensors(
+    measure: Callable[[Any], Tensor],
+) -> None:
     x = gaussian(6, 3, 4)
     for array, tensor in ((x.numpy(), x), (x.numpy().astype(np.float32), x.float())):
         torch.testing.assert_close(measure(array), measure(tensor), rtol=0, atol=0)
@@ -238,7 +283,8 @@ def test_attention_sinks_are_tokens_ten_times_as_long_as_the_median() -> None:
 
 
 def test_small_growth_survives_float32() -> None:
-    # Norms near 1e3 that grow by 1e-4 in all: in float32 their logarithms would keep three digits of it.
+    # Norms near 1e3 that grow by 1e-4 in all: in float32 their logarithms would keep
+    # three digits of it.
     x = torch.tensor([1000.0, 1000.25, 999.875, 1000.125]).reshape(-1, 1)
     close(expodistance(x), naive_ed(x.tolist()), 1e-6)
 
@@ -280,20 +326,38 @@ def standing_at_step_2() -> Tensor:
     ("scores", "undefined"),
     [
         (line_shape_score, [1]),
-        (line_shape_score_by_depth, [[0, 0], [0, 0], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1]]),
-        (lambda x: line_shape_score(x, window=3), [[0, 1], [0, 1], [0, 1], [0, 0], [0, 0]]),
+        (
+            line_shape_score_by_depth,
+            [[0, 0], [0, 0], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1]],
+        ),
+        (
+            lambda x: line_shape_score(x, window=3),
+            [[0, 1], [0, 1], [0, 1], [0, 0], [0, 0]],
+        ),
     ],
 )
-def test_a_zero_step_is_masked_and_named(scores: Callable[[Tensor], Tensor], undefined: list) -> None:
-    with pytest.warns(UserWarning, match=r"1 steps of 1 of 2 tokens have length 0, at layer 2: .* undefined") as caught:
+def test_a_zero_step_is_masked_and_named(
+    scores: Callable[[Tensor], Tensor], undefined: list
+) -> None:
+    with pytest.warns(
+        UserWarning,
+        match=r"1 steps of 1 of 2 tokens have length 0, at layer 2: .* undefined",
+    ) as caught:
         got = scores(standing_at_step_2())
     assert len(caught) == 1
-    mask = torch.tensor(undefined, dtype=torch.bool) if got.ndim > 1 else torch.tensor([False, True])
+    mask = (
+        torch.tensor(undefined, dtype=torch.bool)
+        if got.ndim > 1
+        else torch.tensor([False, True])
+    )
     assert (got.isnan() == mask).all()
 
 
 def test_a_long_list_of_zero_steps_is_cut() -> None:
-    with pytest.warns(UserWarning, match=r"24 steps of 3 of 3 tokens .* layer 0, 1, 2, 3, 4 and 3 more: ") as caught:
+    with pytest.warns(
+        UserWarning,
+        match=r"24 steps of 3 of 3 tokens .* layer 0, 1, 2, 3, 4 and 3 more: ",
+    ) as caught:
         assert bool(line_shape_score(torch.ones(9, 3, 2)).isnan().all())
     assert len(caught) == 1
 
@@ -302,7 +366,9 @@ def test_expodistance_without_growth_or_norm() -> None:
     x = gaussian(6, 4, 3)
     x[5, 0] = x[0, 0]
     x[2, 1] = 0
-    x[:, 2] = x[:, 2] / x[:, 2].norm(dim=-1, keepdim=True)  # a walk on a sphere: equal to rounding
+    x[:, 2] = x[:, 2] / x[:, 2].norm(
+        dim=-1, keepdim=True
+    )  # a walk on a sphere: equal to rounding
     pattern = r"expodistance is undefined \(NaN\) for some of 4 tokens: 1 with a norm of 0, 2 whose norm does not grow"
     with pytest.warns(UserWarning, match=pattern) as caught:
         got = expodistance(x)
@@ -314,7 +380,9 @@ def test_expodistance_without_growth_or_norm() -> None:
 def test_equidistance_without_movement() -> None:
     x = gaussian(6, 2, 3)
     x[:, 0] = 5
-    with pytest.warns(UserWarning, match=r"equidistance .* some of 2 tokens: 1 that never move") as caught:
+    with pytest.warns(
+        UserWarning, match=r"equidistance .* some of 2 tokens: 1 that never move"
+    ) as caught:
         got = equidistance(x)
     assert len(caught) == 1
     assert got.isnan().tolist() == [True, False]
@@ -325,33 +393,52 @@ def test_equidistance_without_movement() -> None:
 
 @pytest.mark.parametrize("window", [-1, 0, 2, 4])
 def test_windows_are_odd(window: int) -> None:
-    with pytest.raises(ValueError, match=f"`window` must be an odd number of steps, got {window}$"):
+    with pytest.raises(
+        ValueError, match=f"`window` must be an odd number of steps, got {window}$"
+    ):
         line_shape_score(gaussian(7, 2, 3), window=window)
 
 
 def test_a_window_of_more_steps_than_there_are() -> None:
-    with pytest.raises(ValueError, match="`window` must be at most 6 for these trajectories of 6 steps, got 7"):
+    with pytest.raises(
+        ValueError,
+        match="`window` must be at most 6 for these trajectories of 6 steps, got 7",
+    ):
         line_shape_score(gaussian(7, 2, 3), window=7)
 
 
-@pytest.mark.parametrize("measure", [*PER_TOKEN, line_shape_score_by_depth, step_lengths])
+@pytest.mark.parametrize(
+    "measure", [*PER_TOKEN, line_shape_score_by_depth, step_lengths]
+)
 def test_one_depth_is_no_trajectory(measure: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ValueError, match=r"at least 2 depths, got shape \[1, 3, 4\]"):
         measure(gaussian(1, 3, 4))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("measure", [*MEASURES, trajectory_pca, lambda x: logit_lens_entropy(x, torch.exp)])
-def test_entries_must_be_finite(measure: Callable[[Tensor], object], bad: float) -> None:
+@pytest.mark.parametrize(
+    "measure", [*MEASURES, trajectory_pca, lambda x: logit_lens_entropy(x, torch.exp)]
+)
+def test_entries_must_be_finite(
+    measure: Callable[[Tensor], object], bad: float
+) -> None:
     x = gaussian(6, 3, 4)
     x[2, 1, 0] = x[4, 0, 3] = bad
-    with pytest.raises(ValueError, match=r"`x` must be finite, got NaN or infinite entries at depth 2, 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"`x` must be finite, got NaN or infinite entries at depth 2, 4",
+    ):
         measure(x)
 
 
-@pytest.mark.parametrize("x", [torch.ones(4, 3, 2, dtype=torch.int64), np.ones((4, 3, 2), int), [[1.0]]])
+@pytest.mark.parametrize(
+    "x", [torch.ones(4, 3, 2, dtype=torch.int64), np.ones((4, 3, 2), int), [[1.0]]]
+)
 def test_x_must_be_a_floating_point_tensor(x: object) -> None:
-    with pytest.raises(TypeError, match=r"`x` must be a floating-point torch tensor \[n_layers\+1 … d_model\], got "):
+    with pytest.raises(
+        TypeError,
+        match=r"`x` must be a floating-point torch tensor \[n_layers\+1 … d_model\], got ",
+    ):
         line_shape_score(x)
 
 
@@ -360,27 +447,43 @@ def test_x_must_be_a_floating_point_tensor(x: object) -> None:
 
 @pytest.fixture(scope="module")
 def normed(smollm2: nn.Module, reference: dict[str, Any]) -> tlc.Trace:
-    """The reference reads HuggingFace's hidden states, whose last entry is normalised."""
+    """The reference reads HuggingFace's hidden states, whose last entry is
+    normalised.
+    """
     trace = tlc.trace(smollm2, reference["prompt"], final_norm=True)
     assert trace.tokens.tolist() == reference["token_ids"]
     return trace
 
 
-def test_line_shape_scores_of_the_reference(normed: tlc.Trace, reference: dict[str, Any]) -> None:
+def test_line_shape_scores_of_the_reference(
+    normed: tlc.Trace, reference: dict[str, Any]
+) -> None:
     wanted = torch.tensor(reference["lss_hidden_states"])
-    torch.testing.assert_close(line_shape_score(normed.residual), wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        line_shape_score(normed.residual), wanted, rtol=0, atol=1e-4
+    )
 
 
-def test_expodistances_of_the_reference(normed: tlc.Trace, reference: dict[str, Any]) -> None:
-    got, wanted = expodistance(normed.residual), torch.tensor(reference["expodistance_population_hidden_states"])
+def test_expodistances_of_the_reference(
+    normed: tlc.Trace, reference: dict[str, Any]
+) -> None:
+    got, wanted = (
+        expodistance(normed.residual),
+        torch.tensor(reference["expodistance_population_hidden_states"]),
+    )
     torch.testing.assert_close(got[1:], wanted[1:], rtol=0, atol=1e-4)
-    # Token 0 goes from norm 2 over 10,660 back to 39, and its ED of 262 follows the last norm's rounding in the model's
-    # own float32: the float64 model is 2.6e-4 below the reference, the float32 bridge 5e-4 above.
+    # Token 0 goes from norm 2 over 10,660 back to 39, and its ED of 262 follows the
+    # last norm's rounding in the model's own float32: the float64 model is 2.6e-4 below
+    # the reference, the float32 bridge 5e-4 above.
     torch.testing.assert_close(got[0], wanted[0], rtol=5e-6, atol=0)
 
 
-def test_the_lens_at_the_last_layer_is_the_model(smollm2: nn.Module, normed: tlc.Trace) -> None:
-    got = logit_lens_entropy(normed.residual[-1:], lambda stream: smollm2.unembed(stream[None])[0])
+def test_the_lens_at_the_last_layer_is_the_model(
+    smollm2: nn.Module, normed: tlc.Trace
+) -> None:
+    got = logit_lens_entropy(
+        normed.residual[-1:], lambda stream: smollm2.unembed(stream[None])[0]
+    )
     with torch.no_grad():
         p = smollm2(normed.tokens[None])[0].double().softmax(-1)
     close(got[0], -(p * p.log()).sum(-1), 1e-4)
@@ -400,7 +503,10 @@ READINGS = [
 
 @pytest.mark.parametrize("reading", READINGS)
 def test_trajectories_without_width_are_refused(reading: str) -> None:
-    with pytest.raises(ValueError, match=r"`x` must have tokens of at least one entry, got shape \[3, 4, 0\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"`x` must have tokens of at least one entry, got shape \[3, 4, 0\]",
+    ):
         getattr(tlc.trajectories, reading)(torch.zeros(3, 4, 0))
 
 
@@ -409,9 +515,15 @@ def test_entropy_of_a_stream_without_width_is_refused() -> None:
         tlc.trajectories.logit_lens_entropy(torch.zeros(3, 0), lambda stream: stream)
 
 
-@pytest.mark.parametrize(("measure", "always"), [("line_shape_score", 1), ("expodistance", 0), ("equidistance", 0)])
+@pytest.mark.parametrize(
+    ("measure", "always"),
+    [("line_shape_score", 1), ("expodistance", 0), ("equidistance", 0)],
+)
 def test_one_step_says_nothing_and_is_said(measure: str, always: int) -> None:
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
-    with pytest.warns(UserWarning, match=f"these trajectories have one step: .* is {always} whatever it is"):
+    with pytest.warns(
+        UserWarning,
+        match=f"these trajectories have one step: .* is {always} whatever it is",
+    ):
         values = getattr(tlc.trajectories, measure)(x)
     torch.testing.assert_close(values, torch.full((3,), float(always)))

@@ -1,4 +1,6 @@
-"""Jacobians of networks that see, or read both ways, against plain autograd over the whole original model."""
+"""Jacobians of networks that see, or read both ways, against plain autograd over the
+whole original model.
+"""
 
 import itertools
 
@@ -17,23 +19,31 @@ TOLERANCE = 1e-5
 
 
 def worst_error(trace: tlc.Trace, oracle: Oracle) -> tuple[float, set[str]]:
-    """Over all pairs of tokens at every layer, relative to the output's own Jacobian; and the ways that were taken."""
+    """Over all pairs of tokens at every layer, relative to the output's own Jacobian;
+    and the ways that were taken.
+    """
     pairs = list(itertools.product(range(trace.n_pos), repeat=2))
     worst, ways = 0.0, set()
     for layer in range(trace.n_layers):
         expected = oracle.jacobians(layer, pairs)
         for t1, t2 in pairs:
             J, way = jacobian_and_path(trace.blocks[layer], t1, t2)
-            worst = max(worst, float((J - expected[t1, t2]).norm() / expected[t2, t2].norm()))
+            worst = max(
+                worst, float((J - expected[t1, t2]).norm() / expected[t2, t2].norm())
+            )
             ways.add(way)
     return worst, ways
 
 
-@pytest.mark.parametrize("name", ["ViTForImageClassification", "DeiTForImageClassification"])
+@pytest.mark.parametrize(
+    "name", ["ViTForImageClassification", "DeiTForImageClassification"]
+)
 def test_every_pair_of_a_bridge_is_that_of_the_huggingface_model(name: str) -> None:
     model, original = vit(name)
     trace = tlc.trace(model, pixels())
-    path = next(path for path, m in original.named_modules() if isinstance(m, nn.ModuleList))
+    path = next(
+        path for path, m in original.named_modules() if isinstance(m, nn.ModuleList)
+    )
     error, ways = worst_error(trace, Oracle(original, path, {"pixel_values": pixels()}))
     assert error <= TOLERANCE
     # Each at the cost of one token, in both directions of time.
@@ -51,7 +61,9 @@ def test_every_pair_of_traced_modules_is_that_of_the_original_model(name: str) -
 
 
 @pytest.mark.parametrize("name", ["timm", "bert", *NO_ADAPTER])
-def test_modules_with_attention_of_two_products_are_measured_at_the_cost_of_one_token(name: str) -> None:
+def test_modules_with_attention_of_two_products_are_measured_at_the_cost_of_one_token(
+    name: str,
+) -> None:
     network = NETWORKS[name]()
     trace = tlc.trace_modules(network.blocks, network.run)
     _, way = jacobian_and_path(trace.blocks[1], 4, 2)
@@ -62,10 +74,16 @@ def test_a_bert_through_its_modules_is_the_bert_of_a_bridge(tokenizer_folder) ->
     original = original_model("BertForMaskedLM", N_LAYERS)
     ids = torch.tensor([[3, 14, 15, 92, 65, 35]])
     through_bridge = tlc.trace(tiny.bridge(original, tokenizer_folder), ids)
-    through_modules = tlc.trace_modules(list(original.bert.encoder.layer), lambda: original(ids))
-    torch.testing.assert_close(through_modules.residual, through_bridge.residual, atol=1e-5, rtol=1e-5)
+    through_modules = tlc.trace_modules(
+        list(original.bert.encoder.layer), lambda: original(ids)
+    )
+    torch.testing.assert_close(
+        through_modules.residual, through_bridge.residual, atol=1e-5, rtol=1e-5
+    )
     for layer in range(N_LAYERS):
-        ours, theirs = (tlc.block_jacobian(one, layer) for one in (through_modules, through_bridge))
+        ours, theirs = (
+            tlc.block_jacobian(one, layer) for one in (through_modules, through_bridge)
+        )
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
@@ -76,9 +94,13 @@ def test_the_stream_may_have_positions_first_or_no_batch() -> None:
         if layout == "no batch":
             network = network._replace(inputs={"src": network.inputs["src"][0]})
         trace = tlc.trace_modules(network.blocks, network.run)
-        torch.testing.assert_close(trace.residual, expected.residual, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            trace.residual, expected.residual, atol=1e-5, rtol=1e-5
+        )
         J = tlc.block_jacobian(trace, 1, input_position=2, output_position=5)
-        torch.testing.assert_close(J, tlc.block_jacobian(expected, 1, input_position=2, output_position=5))
+        torch.testing.assert_close(
+            J, tlc.block_jacobian(expected, 1, input_position=2, output_position=5)
+        )
 
 
 def shuffled(blocks: list[nn.Module]) -> list[nn.Module]:
@@ -88,10 +110,22 @@ def shuffled(blocks: list[nn.Module]) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("choose", "message"),
     [
-        (shuffled, r"one after the other, this one called them in the order \[1, 0, 2\]"),
-        (lambda blocks: blocks[::2], "the output of block 0 is changed before the next block: not one residual stream"),
-        (lambda blocks: [block.self_attn for block in blocks], "the output of block 0 is changed"),
-        (lambda blocks: [block.linear1 for block in blocks], r"takes \[1, 7, 32\] and gives \[1, 7, 64\]"),
+        (
+            shuffled,
+            r"one after the other, this one called them in the order \[1, 0, 2\]",
+        ),
+        (
+            lambda blocks: blocks[::2],
+            "the output of block 0 is changed before the next block: not one residual stream",
+        ),
+        (
+            lambda blocks: [block.self_attn for block in blocks],
+            "the output of block 0 is changed",
+        ),
+        (
+            lambda blocks: [block.linear1 for block in blocks],
+            r"takes \[1, 7, 32\] and gives \[1, 7, 64\]",
+        ),
         (lambda blocks: [*blocks, nn.Linear(32, 32)], r"in the order \[0, 1, 2\]"),
         (lambda blocks: [nn.Identity()], r"in the order \[\]"),
         (lambda blocks: [], "`blocks` is empty"),
@@ -101,7 +135,8 @@ def test_a_wrong_list_of_modules_is_refused(choose, message: str) -> None:
     network = torch_encoder()
 
     def run() -> None:
-        # With gradients, because without them torch's fused kernel calls no inner module.
+        # With gradients, because without them torch's fused kernel calls no inner
+        # module.
         with torch.enable_grad():
             network.model(network.inputs["src"].clone().requires_grad_())
 
@@ -116,8 +151,14 @@ def test_a_wrong_list_of_modules_is_refused(choose, message: str) -> None:
             lambda network: [network.run(), network.run()],
             "changed before the next block, where the model runs its blocks",
         ),
-        (lambda network: network.model(network.inputs["src"].repeat(2, 1, 1)), r"run it on one input.* \[2, 7, 32\]"),
-        (lambda network: network.model(torch.nan * network.inputs["src"]), "NaN or infinite entries"),
+        (
+            lambda network: network.model(network.inputs["src"].repeat(2, 1, 1)),
+            r"run it on one input.* \[2, 7, 32\]",
+        ),
+        (
+            lambda network: network.model(torch.nan * network.inputs["src"]),
+            "NaN or infinite entries",
+        ),
     ],
 )
 def test_a_run_that_is_not_of_one_input_is_refused(run, message: str) -> None:
@@ -139,12 +180,22 @@ class Convolution(nn.Module):
 @pytest.mark.parametrize(
     ("block", "shape", "message"),
     [
-        (GivesADict(), (1, 5, 8), "wanted blocks that return the residual stream, .* got a dict"),
-        (Convolution(), (1, 3, 4, 4), r"block 0 takes \[1, 3, 4, 4\] .* feature maps of convolutions are not measured"),
+        (
+            GivesADict(),
+            (1, 5, 8),
+            "wanted blocks that return the residual stream, .* got a dict",
+        ),
+        (
+            Convolution(),
+            (1, 3, 4, 4),
+            r"block 0 takes \[1, 3, 4, 4\] .* feature maps of convolutions are not measured",
+        ),
         (Convolution(), (8,), r"block 0 takes \[8\]"),
     ],
 )
-def test_what_is_no_stream_of_tokens_is_refused(block: nn.Module, shape: tuple[int, ...], message: str) -> None:
+def test_what_is_no_stream_of_tokens_is_refused(
+    block: nn.Module, shape: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         tlc.trace_modules([block], lambda: block(torch.randn(shape)))
 
@@ -152,15 +203,21 @@ def test_what_is_no_stream_of_tokens_is_refused(block: nn.Module, shape: tuple[i
 def test_a_run_in_inference_mode_is_measured() -> None:
     network = torch_encoder()
     plain, inferred = (
-        tlc.trace_modules(network.blocks, run) for run in (network.run, torch.inference_mode()(network.run))
+        tlc.trace_modules(network.blocks, run)
+        for run in (network.run, torch.inference_mode()(network.run))
     )
-    torch.testing.assert_close(tlc.block_jacobian(inferred, 1), tlc.block_jacobian(plain, 1))
+    torch.testing.assert_close(
+        tlc.block_jacobian(inferred, 1), tlc.block_jacobian(plain, 1)
+    )
 
 
 def test_dropout_in_train_mode_is_refused() -> None:
     network = torch_encoder()
     network.model.train()
-    with pytest.raises(ValueError, match=r"`blocks` must draw no random numbers, 0.* with .* = 0\.1: call \.eval\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"`blocks` must draw no random numbers, 0.* with .* = 0\.1: call \.eval\(\)",
+    ):
         tlc.trace_modules(network.blocks, network.run)
 
 
@@ -180,7 +237,10 @@ def test_batch_norm_in_train_mode_is_refused_and_keeps_its_statistics() -> None:
     blocks, x = [NormalisesABatch() for _ in range(2)], torch.randn(1, 5, 8)
     net = nn.Sequential(*blocks)
     before = blocks[0].norm.running_mean.clone()
-    with pytest.raises(ValueError, match=r"`blocks` must be the same .* 0\.norm is a BatchNorm1d .* call \.eval\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"`blocks` must be the same .* 0\.norm is a BatchNorm1d .* call \.eval\(\)",
+    ):
         tlc.trace_modules(blocks, lambda: net(x))
     assert torch.equal(blocks[0].norm.running_mean, before)
     net.eval()
@@ -189,8 +249,13 @@ def test_batch_norm_in_train_mode_is_refused_and_keeps_its_statistics() -> None:
 
 
 def test_batch_norm_without_statistics_is_measured_in_train_mode() -> None:
-    blocks, x = [NormalisesABatch(keeps_statistics=False) for _ in range(2)], torch.randn(1, 5, 8)
-    J = tlc.block_jacobian(tlc.trace_modules(blocks, lambda: nn.Sequential(*blocks)(x)), 0)
+    blocks, x = (
+        [NormalisesABatch(keeps_statistics=False) for _ in range(2)],
+        torch.randn(1, 5, 8),
+    )
+    J = tlc.block_jacobian(
+        tlc.trace_modules(blocks, lambda: nn.Sequential(*blocks)(x)), 0
+    )
     expected = torch.func.jacrev(blocks[0])(x)[0, -1, :, 0, -1] - torch.eye(8)
     torch.testing.assert_close(J, expected, atol=1e-5, rtol=1e-4)
 
@@ -202,7 +267,10 @@ def test_what_torch_jit_compiled_is_refused(whole: bool) -> None:
         block, compiled = torch.jit.script(block), "0"
     else:
         block.f, compiled = torch.jit.script(block.f), r"0\.f"
-    with pytest.raises(ValueError, match=rf"must be modules in Python, {compiled} is compiled by torch\.jit: give"):
+    with pytest.raises(
+        ValueError,
+        match=rf"must be modules in Python, {compiled} is compiled by torch\.jit: give",
+    ):
         tlc.trace_modules([block], lambda: block(torch.randn(1, 5, 8)))
 
 
@@ -220,13 +288,19 @@ class NormalisesTheStream(nn.Module):
 
 def test_a_block_that_normalises_the_stream_is_measured_and_remarked_on() -> None:
     blocks, x = [NormalisesTheStream() for _ in range(2)], torch.randn(1, 5, 8)
-    with pytest.warns(UserWarning, match="layer 0: the block normalises the stream itself"):
+    with pytest.warns(
+        UserWarning, match="layer 0: the block normalises the stream itself"
+    ):
         trace = tlc.trace_modules(blocks, lambda: nn.Sequential(*blocks)(x))
     assert len(trace.provenance["remarks"]) == 2
     # block(X) − X all the same: J of norm and f, less the identity.
     expected = torch.func.jacrev(blocks[0])(x[0, -1]) - torch.eye(8)
-    torch.testing.assert_close(tlc.block_jacobian(trace, 0), expected, atol=1e-5, rtol=1e-4)
-    assert not tlc.trace_modules((one := torch_encoder()).blocks, one.run).provenance["remarks"]
+    torch.testing.assert_close(
+        tlc.block_jacobian(trace, 0), expected, atol=1e-5, rtol=1e-4
+    )
+    assert not tlc.trace_modules((one := torch_encoder()).blocks, one.run).provenance[
+        "remarks"
+    ]
     with pytest.warns(UserWarning, match="normalises the stream itself"):
         tlc.trace_modules((post := torch_encoder(norm_first=False)).blocks, post.run)
 
@@ -234,20 +308,26 @@ def test_a_block_that_normalises_the_stream_is_measured_and_remarked_on() -> Non
 def test_what_is_said_of_modules() -> None:
     network = torch_encoder()
     names = [f"x{i}" for i in range(7)]
-    trace = tlc.trace_modules(network.blocks, network.run, name="encoder", str_tokens=names)
+    trace = tlc.trace_modules(
+        network.blocks, network.run, name="encoder", str_tokens=names
+    )
     facts = trace.provenance
     assert (facts["model"], facts["backend"], facts["architecture"]) == (
         "encoder",
         "modules",
         "TransformerEncoderLayer",
     )
-    assert facts["n_params"] == sum(p.numel() for p in network.model.layers.parameters())
+    assert facts["n_params"] == sum(
+        p.numel() for p in network.model.layers.parameters()
+    )
     assert trace.str_tokens == tuple(names)
     assert trace.tokens is None
     assert "encoder" in repr(trace)
     with pytest.raises(ValueError, match="modules were traced, not a model"):
         trace.logits(trace.residual[-1])
-    with pytest.raises(ValueError, match="`str_tokens` must name 7 tokens, got 1 names"):
+    with pytest.raises(
+        ValueError, match="`str_tokens` must name 7 tokens, got 1 names"
+    ):
         tlc.trace_modules(network.blocks, network.run, str_tokens=["x"])
 
 
@@ -255,5 +335,7 @@ def test_weights_that_change_after_the_trace_are_noticed() -> None:
     network = torch_encoder()
     trace = tlc.trace_modules(network.blocks, network.run)
     network.blocks[1].linear1.weight.data.mul_(2)
-    with pytest.raises(tlc.gradients.StepError, match="block 1 is not the function that was traced"):
+    with pytest.raises(
+        tlc.gradients.StepError, match="block 1 is not the function that was traced"
+    ):
         tlc.block_jacobian(trace, 1)

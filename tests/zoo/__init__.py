@@ -1,1 +1,3 @@
-"""`make zoo`: every architecture of TransformerLens' registry, built tiny and checked against plain autograd."""
+"""`make zoo`: every architecture of TransformerLens' registry, built tiny and checked
+against plain autograd.
+"""

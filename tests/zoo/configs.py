@@ -1,7 +1,9 @@
-"""One table of small configs for every architecture that TransformerLens' registry names; tests and zoo build from it.
+"""One table of small configs for every architecture that TransformerLens' registry
+names; tests and zoo build from it.
 
-Sizes are those of `tiny.py`. A window or chunk is shorter than the prompt, so that it really hides something; a model
-with several kinds of layers has each kind among its first two or three.
+Sizes are those of `tiny.py`. A window or chunk is shorter than the prompt, so that it
+really hides something; a model with several kinds of layers has each kind among its
+first two or three.
 """
 
 from collections.abc import Mapping
@@ -23,7 +25,9 @@ def at_depth(value: Any, n_layers: int) -> Any:
     if value is Depth:
         return n_layers
     if isinstance(value, Each):
-        return [at_depth(value[layer % len(value)], n_layers) for layer in range(n_layers)]
+        return [
+            at_depth(value[layer % len(value)], n_layers) for layer in range(n_layers)
+        ]
     if isinstance(value, Mapping):
         return {key: at_depth(entry, n_layers) for key, entry in value.items()}
     return value
@@ -40,8 +44,17 @@ BASE: dict[str, Any] = {
 }
 GROUPED: dict[str, Any] = {**BASE, "num_key_value_heads": 2}
 HEADS: dict[str, Any] = {**GROUPED, "head_dim": D_HEAD}
-GPT: dict[str, Any] = {**IDS, "n_embd": D_MODEL, "n_layer": Depth, "n_head": N_HEADS, "n_positions": N_CTX}
-SLIDING: dict[str, Any] = {"sliding_window": 4, "layer_types": Each(("sliding_attention", "full_attention"))}
+GPT: dict[str, Any] = {
+    **IDS,
+    "n_embd": D_MODEL,
+    "n_layer": Depth,
+    "n_head": N_HEADS,
+    "n_positions": N_CTX,
+}
+SLIDING: dict[str, Any] = {
+    "sliding_window": 4,
+    "layer_types": Each(("sliding_attention", "full_attention")),
+}
 GEMMA: dict[str, Any] = {**HEADS, **SLIDING, "query_pre_attn_scalar": D_HEAD}
 LINEAR: dict[str, Any] = {
     "layer_types": Each(("linear_attention", "full_attention")),
@@ -50,7 +63,11 @@ LINEAR: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SHARED_EXPERT: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 16}
 ROUTED: dict[str, Any] = {
@@ -86,7 +103,12 @@ DECODERS: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": BASE,
     "BertLMHeadModel": {**BASE, "is_decoder": True},
     "BitNetForCausalLM": GROUPED,
-    "BloomForCausalLM": {**IDS, "hidden_size": D_MODEL, "n_layer": Depth, "n_head": N_HEADS},
+    "BloomForCausalLM": {
+        **IDS,
+        "hidden_size": D_MODEL,
+        "n_layer": Depth,
+        "n_head": N_HEADS,
+    },
     "CodeGenForCausalLM": {**GPT, "n_ctx": N_CTX, "rotary_dim": 4, "n_inner": D_MLP},
     "Cohere2ForCausalLM": {**HEADS, **SLIDING},
     "CohereForCausalLM": GROUPED,
@@ -105,8 +127,17 @@ DECODERS: dict[str, dict[str, Any]] = {
         "index_topk": 4,
         "partial_rotary_factor": 0.5,
         "sliding_window": 4,
-        "layer_types": Each(("sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention")),
-        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "layer_types": Each(
+            (
+                "sliding_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            )
+        ),
+        "compress_rates": {
+            "compressed_sparse_attention": 2,
+            "heavily_compressed_attention": 4,
+        },
         "mlp_layer_types": Each(("moe",)),
     },
     "Ernie4_5ForCausalLM": HEADS,
@@ -146,11 +177,21 @@ DECODERS: dict[str, dict[str, Any]] = {
     "GPTNeoXForCausalLM": {**BASE, "rotary_pct": 0.5},
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,
-    "Gemma4ForCausalLM": {**HEADS, **SLIDING, "global_head_dim": 16, "hidden_size_per_layer_input": 0},
+    "Gemma4ForCausalLM": {
+        **HEADS,
+        **SLIDING,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+    },
     "GemmaForCausalLM": HEADS,
     "Glm4ForCausalLM": HEADS,
     "Glm4MoeForCausalLM": {**HEADS, **ROUTED, "first_k_dense_replace": 1},
-    "Glm4MoeLiteForCausalLM": {**BASE, **LATENT, **ROUTED, "mlp_layer_types": Each(("dense", "sparse"))},
+    "Glm4MoeLiteForCausalLM": {
+        **BASE,
+        **LATENT,
+        **ROUTED,
+        "mlp_layer_types": Each(("dense", "sparse")),
+    },
     "GlmForCausalLM": HEADS,
     "GlmMoeDsaForCausalLM": {
         **BASE,
@@ -162,7 +203,12 @@ DECODERS: dict[str, dict[str, Any]] = {
         "index_topk": 4,
     },
     "GptOssForCausalLM": {**HEADS, **LOCAL_EXPERTS, **SLIDING},
-    "GraniteForCausalLM": {**GROUPED, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 4.0},
+    "GraniteForCausalLM": {
+        **GROUPED,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 4.0,
+    },
     "GraniteMoeForCausalLM": {**GROUPED, **LOCAL_EXPERTS, "residual_multiplier": 0.5},
     "GraniteMoeHybridForCausalLM": {
         **GROUPED,
@@ -194,7 +240,11 @@ DECODERS: dict[str, dict[str, Any]] = {
         "num_attention_heads_per_layer": Each((N_HEADS,)),
         "mlp_layer_types": Each(("dense", "sparse")),
     },
-    "Lfm2ForCausalLM": {**GROUPED, "layer_types": Each(("conv", "full_attention")), "block_auto_adjust_ff_dim": False},
+    "Lfm2ForCausalLM": {
+        **GROUPED,
+        "layer_types": Each(("conv", "full_attention")),
+        "block_auto_adjust_ff_dim": False,
+    },
     "Lfm2MoeForCausalLM": {
         **GROUPED,
         **EXPERTS,
@@ -267,7 +317,12 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": {**GROUPED, "sliding_window": 4},
     "PhiForCausalLM": {**BASE, "partial_rotary_factor": 0.5},
     "PhiMoEForCausalLM": {**GROUPED, **LOCAL_EXPERTS},
-    "Qwen2ForCausalLM": {**GROUPED, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4},
+    "Qwen2ForCausalLM": {
+        **GROUPED,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "sliding_window": 4,
+    },
     "Qwen2MoeForCausalLM": {**GROUPED, **SHARED_EXPERT},
     "Qwen3ForCausalLM": HEADS,
     "Qwen3MoeForCausalLM": {**HEADS, **EXPERTS},
@@ -281,7 +336,12 @@ DECODERS: dict[str, dict[str, Any]] = {
         "block_types": ["recurrent", "attention"],
     },
     "RobertaForMaskedLM": {**BASE, "pad_token_id": 1},
-    "RwkvForCausalLM": {**IDS, "hidden_size": D_MODEL, "attention_hidden_size": D_MODEL, "num_hidden_layers": Depth},
+    "RwkvForCausalLM": {
+        **IDS,
+        "hidden_size": D_MODEL,
+        "attention_hidden_size": D_MODEL,
+        "num_hidden_layers": Depth,
+    },
     "SeedOssForCausalLM": HEADS,
     "SmolLM3ForCausalLM": {**GROUPED, "no_rope_layers": Each((1, 0))},
     "StableLmForCausalLM": GROUPED,

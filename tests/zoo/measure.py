@@ -1,4 +1,6 @@
-"""One architecture in one precision: built, traced, and every measured Jacobian checked against the oracle."""
+"""One architecture in one precision: built, traced, and every measured Jacobian checked
+against the oracle.
+"""
 
 import copy
 import math
@@ -17,7 +19,17 @@ from transformers import PreTrainedTokenizerFast
 import tiny
 import tl_coupling as tlc
 from tl_coupling.jacobians import jacobian_and_path
-from zoo.models import AUDIO, HOOKED, NATIVE, PRETRAIN, SEQ2SEQ, VISION, bridge, hooked_transformer, original_model
+from zoo.models import (
+    AUDIO,
+    HOOKED,
+    NATIVE,
+    PRETRAIN,
+    SEQ2SEQ,
+    VISION,
+    bridge,
+    hooked_transformer,
+    original_model,
+)
 from zoo.oracle import Oracle, OracleError, to_float32
 
 # TransformerLens reads a tokenizer once more from where it lies.
@@ -26,9 +38,21 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="tl_coupling_zoo_tokenizer_")
 N_LAYERS = 3
 FIRST, MIDDLE, LAST = 0, 4, 7
 # The last: a causal model's is zero, an encoder's is not.
-PAIRS = [(FIRST, FIRST), (MIDDLE, MIDDLE), (LAST, LAST), (FIRST, LAST), (MIDDLE, LAST), (LAST, MIDDLE)]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-# The library's own gate. HuggingFace's norms, softmax and rotation compute in float32 inside a float64 model.
+PAIRS = [
+    (FIRST, FIRST),
+    (MIDDLE, MIDDLE),
+    (LAST, LAST),
+    (FIRST, LAST),
+    (MIDDLE, LAST),
+    (LAST, MIDDLE),
+]
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+# The library's own gate. HuggingFace's norms, softmax and rotation compute in float32
+# inside a float64 model.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-4, "float64": 1e-5}
 
 # What a refusal of a model of another kind has to speak of.
@@ -55,8 +79,14 @@ def measure(name: str, precision: str) -> Finding:
         inputs = {"input": inputs["input_ids"]}
     else:
         original = original_model(name, N_LAYERS, dtype)
-        model = bridge(original, None if name in VISION or name in AUDIO else _tokenizer())
-        path = "blocks" if name == PRETRAIN else getattr(model.adapter.component_mapping.get("blocks"), "name", None)
+        model = bridge(
+            original, None if name in VISION or name in AUDIO else _tokenizer()
+        )
+        path = (
+            "blocks"
+            if name == PRETRAIN
+            else getattr(model.adapter.component_mapping.get("blocks"), "name", None)
+        )
     try:
         trace = tlc.trace(model, next(iter(inputs.values())))
         return _compare(trace, original, path, inputs, precision)
@@ -65,13 +95,17 @@ def measure(name: str, precision: str) -> Finding:
     except Exception as error:
         finding = judge(name, error)
         if finding.verdict == "unclear" and not _runs(model, inputs):
-            return Finding("does not run", sentence=f"the model itself raises {finding.sentence}")
+            return Finding(
+                "does not run", sentence=f"the model itself raises {finding.sentence}"
+            )
         return finding
 
 
 def _runs(model: Any, inputs: dict[str, Any]) -> bool:
     """Whether the model's own forward pass succeeds, tl_coupling aside."""
-    if hasattr(original := getattr(model, "original_model", None), "set_experts_implementation"):
+    if hasattr(
+        original := getattr(model, "original_model", None), "set_experts_implementation"
+    ):
         original.set_experts_implementation("eager")
     try:
         with torch.no_grad():
@@ -82,16 +116,25 @@ def _runs(model: Any, inputs: dict[str, Any]) -> bool:
 
 
 def judge(name: str, error: Exception) -> Finding:
-    """Whether an error is a clear refusal: the library's own, of one line, no riddle, and naming what the model is."""
+    """Whether an error is a clear refusal: the library's own, of one line, no riddle,
+    and naming what the model is.
+    """
     text = str(error)
     of_the_library = type(error).__module__.startswith("tl_coupling")
     raised_at = traceback.extract_tb(error.__traceback__)[-1]
     raised_here = of_the_library or "/tl_coupling/" in raised_at.filename
-    if not raised_here or not (of_the_library or isinstance(error, ValueError | TypeError)):
+    if not raised_here or not (
+        of_the_library or isinstance(error, ValueError | TypeError)
+    ):
         where = f"{Path(raised_at.filename).name}:{raised_at.lineno}"
-        return Finding("unclear", sentence=f"{type(error).__name__} at {where}: {' '.join(text.split())[:300]}")
+        return Finding(
+            "unclear",
+            sentence=f"{type(error).__name__} at {where}: {' '.join(text.split())[:300]}",
+        )
     if not text or "\n" in text:
-        return Finding("unclear", sentence=f"not one line: {' '.join(text.split())[:300]}")
+        return Finding(
+            "unclear", sentence=f"not one line: {' '.join(text.split())[:300]}"
+        )
     if re.search(r"wanted .*?\b(\w+)\b.*, got \1\b", text):
         return Finding("unclear", sentence=f"contradicts itself: {text}")
     kind = next((kind for names, kind in _KINDS if name in names), "")
@@ -100,8 +143,12 @@ def judge(name: str, error: Exception) -> Finding:
     return Finding("refused", sentence=text)
 
 
-def _compare(trace: tlc.Trace, original: Any, path: str, inputs: dict[str, Any], precision: str) -> Finding:
-    """The trace's Jacobians against the original model's; against the bridge's own where that is another function."""
+def _compare(
+    trace: tlc.Trace, original: Any, path: str, inputs: dict[str, Any], precision: str
+) -> Finding:
+    """The trace's Jacobians against the original model's; against the bridge's own
+    where that is another function.
+    """
     residual = None
     if precision == "bfloat16":
         residual, original = trace.residual, to_float32(copy.deepcopy(original))
@@ -117,7 +164,10 @@ def _compare(trace: tlc.Trace, original: Any, path: str, inputs: dict[str, Any],
         return finding
     finding = _against(trace, Oracle(model, "blocks", own_inputs, residual), precision)
     remark = f"TransformerLens' bridge is not the original model (its logits are off by {difference:.0e})"
-    return replace(finding, sentence=f"{remark}: compared with autograd over the bridge. {finding.sentence}".strip())
+    return replace(
+        finding,
+        sentence=f"{remark}: compared with autograd over the bridge. {finding.sentence}".strip(),
+    )
 
 
 def _against(trace: tlc.Trace, oracle: Oracle, precision: str) -> Finding:
@@ -132,11 +182,18 @@ def _against(trace: tlc.Trace, oracle: Oracle, precision: str) -> Finding:
             if error > worst:
                 worst, at = error, f"layer {layer}, token {pair[0]} to {pair[1]}, {way}"
     verdict = "correct" if worst <= TOLERANCE[precision] else "wrong"
-    return Finding(verdict, worst, sorted(ways), "" if verdict == "correct" else f"off by {worst:.1e} ({at})")
+    return Finding(
+        verdict,
+        worst,
+        sorted(ways),
+        "" if verdict == "correct" else f"off by {worst:.1e} ({at})",
+    )
 
 
 def relative_error(J: Tensor, expected: Tensor, own: Tensor) -> float:
-    """`‖J − E‖ / ‖E‖`; where E vanishes, relative to a hundredth of the output token's own Jacobian."""
+    """`‖J − E‖ / ‖E‖`; where E vanishes, relative to a hundredth of the output token's
+    own Jacobian.
+    """
     scale = max(float(expected.norm()), 1e-2 * float(own.norm()))
     error = float((J.double() - expected.double()).norm()) / scale
     return error if math.isfinite(error) else math.inf

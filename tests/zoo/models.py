@@ -1,4 +1,6 @@
-"""Tiny random models of the registry's architectures, and TransformerLens models around copies of them."""
+"""Tiny random models of the registry's architectures, and TransformerLens models around
+copies of them.
+"""
 
 import copy
 import subprocess
@@ -12,13 +14,23 @@ import torch
 import transformers
 from torch import nn
 
-from zoo.configs import D_HEAD, D_MLP, D_MODEL, DECODERS, N_CTX, N_HEADS, VOCAB, at_depth
+from zoo.configs import (
+    D_HEAD,
+    D_MLP,
+    D_MODEL,
+    DECODERS,
+    N_CTX,
+    N_HEADS,
+    VOCAB,
+    at_depth,
+)
 from zoo.pretrain import PretrainModel
 from zoo.towers import AUDIO, SEQ2SEQ, VISION, WITH_TOWERS
 
 CONFIGS = {**DECODERS, **WITH_TOWERS, **VISION, **AUDIO, **SEQ2SEQ}
 
-# Registry names that are no class of transformers: the class whose modules the adapter expects.
+# Registry names that are no class of transformers: the class whose modules the adapter
+# expects.
 _CLASSES = {
     "BloomModel": "BloomForCausalLM",
     "GPT2LMHeadCustomModel": "GPT2LMHeadModel",
@@ -32,11 +44,16 @@ _CLASSES = {
     "T5WithLMHeadModel": "T5ForConditionalGeneration",
     "Wav2Vec2ForPreTraining": "Wav2Vec2Model",
 }
-# TransformerLens' own implementation, which its loader of legacy checkpoints fills as well.
+# TransformerLens' own implementation, which its loader of legacy checkpoints fills as
+# well.
 NATIVE: dict[str, dict[str, Any]] = {
     "MinGPTForCausalLM": {"act_fn": "gelu"},
     "NeelSoluOldForCausalLM": {"act_fn": "solu_ln"},
-    "TransformerLensNative": {"act_fn": "gelu", "normalization_type": "RMS", "positional_embedding_type": "rotary"},
+    "TransformerLensNative": {
+        "act_fn": "gelu",
+        "normalization_type": "RMS",
+        "positional_embedding_type": "rotary",
+    },
 }
 
 
@@ -48,8 +65,12 @@ def buildable() -> set[str]:
     return CONFIGS.keys() | _CLASSES.keys() | NATIVE.keys() | {PRETRAIN}
 
 
-def original_model(name: str, n_layers: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model that a bridge is put around: HuggingFace's class, or TransformerLens' own."""
+def original_model(
+    name: str, n_layers: int, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The model that a bridge is put around: HuggingFace's class, or TransformerLens'
+    own.
+    """
     if name == PRETRAIN:
         return randomised(lambda: PretrainModel(n_layers).to(dtype).eval())
     if name not in NATIVE:
@@ -65,14 +86,22 @@ def original_model(name: str, n_layers: int, dtype: torch.dtype = torch.float32)
 
 
 def random_model(
-    class_name: str, config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
+    class_name: str,
+    config: Mapping[str, Any],
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """A random HuggingFace model of this class whose blocks are far from linear (its own initialisation is tiny)."""
+    """A random HuggingFace model of this class whose blocks are far from linear (its
+    own initialisation is tiny).
+    """
     model_class = getattr(transformers, class_name)
     filled = model_class.config_class(**config)
     with _without_timm():
         model = randomised(
-            lambda: model_class._from_config(filled, dtype=dtype, attn_implementation="eager").eval(), seed
+            lambda: model_class._from_config(
+                filled, dtype=dtype, attn_implementation="eager"
+            ).eval(),
+            seed,
         )
     model.config.architectures = [class_name]
     return model
@@ -92,19 +121,29 @@ def randomised(make: Any, seed: int = 0) -> nn.Module:
 
 
 def bridge(model: nn.Module, tokenizer: Any = None) -> nn.Module:
-    """A TransformerBridge around a copy of the model, so that the original stays an independent witness."""
+    """A TransformerBridge around a copy of the model, so that the original stays an
+    independent witness.
+    """
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources import transformers as _  # noqa: F401  (attaches boot_transformers)
-    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+    from transformer_lens.model_bridge.sources._bridge_builder import (
+        build_bridge_from_module,
+    )
 
     model = copy.deepcopy(model)
     dtype = next(model.parameters()).dtype
     if isinstance(model, PretrainModel):
-        from transformer_lens.model_bridge.supported_architectures.pretrain import build_pretrain_bridge
+        from transformer_lens.model_bridge.supported_architectures.pretrain import (
+            build_pretrain_bridge,
+        )
 
-        return build_pretrain_bridge(model, _bridge_config(len(model.blocks)), dtype=dtype).eval()
+        return build_pretrain_bridge(
+            model, _bridge_config(len(model.blocks)), dtype=dtype
+        ).eval()
     if not hasattr(model, "config"):
-        return build_bridge_from_module(model, "TransformerLensNative", tl_config=model.cfg, tokenizer=tokenizer).eval()
+        return build_bridge_from_module(
+            model, "TransformerLensNative", tl_config=model.cfg, tokenizer=tokenizer
+        ).eval()
     with _nothing_installed():
         return TransformerBridge.boot_transformers(
             "local/tiny", hf_model=model, tokenizer=tokenizer, device="cpu", dtype=dtype
@@ -119,7 +158,9 @@ def _bridge_config(n_layers: int, **others: Any) -> Any:
 
 @contextmanager
 def _nothing_installed() -> Iterator[None]:
-    """Keep TransformerLens from running `pip install torchvision`, and from asking for it: text alone is measured."""
+    """Keep TransformerLens from running `pip install torchvision`, and from asking for
+    it: text alone is measured.
+    """
     from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 
     def refuse(command: Any, *_: Any, **__: Any) -> NoReturn:
@@ -127,14 +168,18 @@ def _nothing_installed() -> Iterator[None]:
 
     with (
         mock.patch.object(subprocess, "check_call", refuse),
-        mock.patch.object(ArchitectureAdapter, "_check_required_libraries", create=True),
+        mock.patch.object(
+            ArchitectureAdapter, "_check_required_libraries", create=True
+        ),
     ):
         yield
 
 
 @contextmanager
 def _without_timm() -> Iterator[None]:
-    """Gemma3n's tower for images comes from the package timm: an empty one in its place."""
+    """Gemma3n's tower for images comes from the package timm: an empty one in its
+    place.
+    """
     from transformers.models.gemma3n import modeling_gemma3n
 
     def from_config(config: Any, **given: Any) -> nn.Module:
@@ -142,7 +187,9 @@ def _without_timm() -> Iterator[None]:
             return nn.Identity()
         return transformers.AutoModel.from_config(config, **given)
 
-    with mock.patch.object(modeling_gemma3n, "AutoModel", SimpleNamespace(from_config=from_config)):
+    with mock.patch.object(
+        modeling_gemma3n, "AutoModel", SimpleNamespace(from_config=from_config)
+    ):
         yield
 
 
@@ -156,7 +203,13 @@ _SIZES: dict[str, Any] = {
 }
 _NORMS = ("LN", "LNPre", "RMS", "RMSPre", None)
 HOOKED: dict[str, dict[str, Any]] = {
-    **{f"HookedTransformer, normalization {norm}": {"normalization_type": norm, "act_fn": "gelu"} for norm in _NORMS},
+    **{
+        f"HookedTransformer, normalization {norm}": {
+            "normalization_type": norm,
+            "act_fn": "gelu",
+        }
+        for norm in _NORMS
+    },
     "HookedTransformer, attention only": {"attn_only": True},
     "HookedTransformer, gated MLP, rotary, grouped": {
         "act_fn": "silu",
@@ -172,9 +225,18 @@ HOOKED: dict[str, dict[str, Any]] = {
         "window_size": 4,
         "attn_types": ["local", "global", "local"],
     },
-    "HookedTransformer, parallel attention and MLP": {"act_fn": "gelu", "parallel_attn_mlp": True},
-    "HookedTransformer, shortformer": {"act_fn": "gelu", "positional_embedding_type": "shortformer"},
-    "HookedTransformer, alibi": {"act_fn": "gelu", "positional_embedding_type": "alibi"},
+    "HookedTransformer, parallel attention and MLP": {
+        "act_fn": "gelu",
+        "parallel_attn_mlp": True,
+    },
+    "HookedTransformer, shortformer": {
+        "act_fn": "gelu",
+        "positional_embedding_type": "shortformer",
+    },
+    "HookedTransformer, alibi": {
+        "act_fn": "gelu",
+        "positional_embedding_type": "alibi",
+    },
 }
 
 
@@ -182,5 +244,7 @@ def hooked_transformer(name: str, n_layers: int, dtype: torch.dtype) -> nn.Modul
     """A HookedTransformer straight from its config, as its constructor leaves it."""
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-    config = HookedTransformerConfig(**_SIZES, n_layers=n_layers, dtype=dtype, device="cpu", **HOOKED[name])
+    config = HookedTransformerConfig(
+        **_SIZES, n_layers=n_layers, dtype=dtype, device="cpu", **HOOKED[name]
+    )
     return randomised(lambda: HookedTransformer(config))

@@ -1,4 +1,6 @@
-"""`J_{t1 t2}` by plain autograd over the whole original model: neither a bridge nor tl_coupling has a part in it."""
+"""`J_{t1 t2}` by plain autograd over the whole original model: neither a bridge nor
+tl_coupling has a part in it.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,32 +18,47 @@ class OracleError(Exception):
 
 
 class Oracle:
-    """The original model, run once for each layer; `J[t1, t2]` of any pair of positions from then on.
+    """The original model, run once for each layer; `J[t1, t2]` of any pair of positions
+    from then on.
 
-    With `residual`, what enters each of its blocks is replaced by that (a bfloat16 model's own stream, in a model with
-    the same weights in float32).
+    With `residual`, what enters each of its blocks is replaced by that (a bfloat16
+    model's own stream, in a model with the same weights in float32).
     """
 
-    def __init__(self, model: nn.Module, path: str, inputs: Mapping[str, Any], residual: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str,
+        inputs: Mapping[str, Any],
+        residual: Tensor | None = None,
+    ) -> None:
         self.model, self.inputs, self.residual = model, inputs, residual
         self.blocks: Any = model.get_submodule(path)
         # The other way to run a mixture is grouped, in float32 or less.
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
 
-    def jacobians(self, layer: int, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
-        """`J_{t1 t2}` of one block for each `(t1, t2)`, one output entry at a time, the skip left out."""
+    def jacobians(
+        self, layer: int, pairs: list[tuple[int, int]]
+    ) -> dict[tuple[int, int], Tensor]:
+        """`J_{t1 t2}` of one block for each `(t1, t2)`, one output entry at a time, the
+        skip left out.
+        """
         [(X, Y)] = self.steps([layer])
         found = {}
         for t2 in {t2 for _, t2 in pairs}:
-            rows = [torch.autograd.grad(y, X, retain_graph=True)[0][0] for y in Y[0, t2]]
+            rows = [
+                torch.autograd.grad(y, X, retain_graph=True)[0][0] for y in Y[0, t2]
+            ]
             for t1 in {t1 for t1, t2_ in pairs if t2_ == t2}:
                 J = torch.stack([row[t1] for row in rows])
                 found[t1, t2] = J - torch.eye(len(J), dtype=J.dtype) if t1 == t2 else J
         return found
 
     def steps(self, layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """`(X, Y)` of each of these blocks from one run of the model; X is a leaf, so Y depends on no other block."""
+        """`(X, Y)` of each of these blocks from one run of the model; X is a leaf, so Y
+        depends on no other block.
+        """
         steps: list[dict[str, Tensor]] = [{} for _ in self.blocks]
         with ExitStack() as stack:
             for index, block in enumerate(self.blocks):
@@ -52,11 +69,15 @@ class Oracle:
         chosen = [(steps[layer]["X"], steps[layer]["Y"]) for layer in layers]
         for X, _ in chosen:
             if X.ndim != 3:
-                raise OracleError(f"what enters its blocks has the shape {list(X.shape)}, not [1 n_pos d_model]")
+                raise OracleError(
+                    f"what enters its blocks has the shape {list(X.shape)}, not [1 n_pos d_model]"
+                )
         return chosen
 
     @contextmanager
-    def _patched(self, block: nn.Module, index: int, kept: dict[str, Tensor]) -> Iterator[None]:
+    def _patched(
+        self, block: nn.Module, index: int, kept: dict[str, Tensor]
+    ) -> Iterator[None]:
         """What enters the block is a leaf, put into `kept`."""
 
         def patch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,7 +85,11 @@ class Oracle:
             X = args[0] if name is None else kwargs[name]
             X = X if self.residual is None else self.residual[index][None]
             kept["X"] = X = X.detach().clone().requires_grad_()
-            return ((X, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: X})
+            return (
+                ((X, *args[1:]), kwargs)
+                if name is None
+                else (args, {**kwargs, name: X})
+            )
 
         handle = block.register_forward_pre_hook(patch, with_kwargs=True)
         try:

@@ -32,7 +32,9 @@ def verdict(row: Row) -> str:
 
 def failed(found: Found) -> bool:
     """Whether anything, on any line, is wrong or unclear."""
-    return any(verdict(row) in FAILURES for rows in found.values() for row in rows.values())
+    return any(
+        verdict(row) in FAILURES for rows in found.values() for row in rows.values()
+    )
 
 
 def lines(found: Found) -> Iterator[str]:
@@ -57,7 +59,9 @@ image or audio towers, the text stack is measured; vision models are given pixel
 
 
 def page(found: Found) -> str:
-    """docs/ARCHITECTURES.md: the newest TransformerLens line in full, and where the others differ."""
+    """docs/ARCHITECTURES.md: the newest TransformerLens line in full, and where the
+    others differ.
+    """
     newest = max(found)
     registry = {name: row for name, row in found[newest].items() if name not in HOOKED}
     text = [
@@ -66,22 +70,45 @@ def page(found: Found) -> str:
         "Written by `make zoo`, and its last section by `make real`; not edited by hand.",
         "",
     ]
-    text += [f"- TransformerLens {line}: {_counts(rows)}." for line, rows in sorted(found.items(), reverse=True)]
+    text += [
+        f"- TransformerLens {line}: {_counts(rows)}."
+        for line, rows in sorted(found.items(), reverse=True)
+    ]
     text += ["", _INTRODUCTION, *_table(["verdict", "meaning"], VERDICTS.items())]
     text += ["", f"## TransformerLens {newest}", ""]
-    text += _table(["architecture", *_COLUMNS], ([name, *_cells(name, row)] for name, row in registry.items()))
+    text += _table(
+        ["architecture", *_COLUMNS],
+        ([name, *_cells(name, row)] for name, row in registry.items()),
+    )
     for line, rows in found.items():
         if line == newest:
             continue
-        others = {n: row for n, row in rows.items() if n in registry and verdict(row) != verdict(registry[n])}
-        hooked = [[n.removeprefix("HookedTransformer, "), *_cells(n, rows[n])] for n in HOOKED if n in rows]
+        others = {
+            n: row
+            for n, row in rows.items()
+            if n in registry and verdict(row) != verdict(registry[n])
+        }
+        hooked = [
+            [n.removeprefix("HookedTransformer, "), *_cells(n, rows[n])]
+            for n in HOOKED
+            if n in rows
+        ]
         missing = [name for name in registry if name not in rows]
         text += ["", f"## Where TransformerLens {line} differs", ""]
-        text += _table(["architecture", *_COLUMNS], ([n, *_cells(n, row)] for n, row in others.items()))
+        text += _table(
+            ["architecture", *_COLUMNS],
+            ([n, *_cells(n, row)] for n, row in others.items()),
+        )
         if missing:
             text += ["", f"It does not list {', '.join(missing)}."]
         if hooked:
-            text += ["", f"## HookedTransformer {line}", "", "Straight from its constructor.", ""]
+            text += [
+                "",
+                f"## HookedTransformer {line}",
+                "",
+                "Straight from its constructor.",
+                "",
+            ]
             text += _table(["kind", *_COLUMNS], hooked)
     written = "\n".join(text) + "\n"
     outcomes = real_page.recorded()
@@ -92,13 +119,22 @@ _COLUMNS = ["verdict", "way", *DTYPES, "remark"]
 
 
 def _table(head: list[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    filled = [head, ["---"] * len(head), *([_escaped(cell) for cell in row] for row in rows)]
+    filled = [
+        head,
+        ["---"] * len(head),
+        *([_escaped(cell) for cell in row] for row in rows),
+    ]
     return [f"| {' | '.join(cells)} |" for cells in filled]
 
 
 def _cells(name: str, row: Row) -> list[str]:
     ways = dict.fromkeys(way for finding in row.values() for way in finding["ways"])
-    return [verdict(row), ", ".join(ways), *map(_cell, row.values()), _remark(name, row)]
+    return [
+        verdict(row),
+        ", ".join(ways),
+        *map(_cell, row.values()),
+        _remark(name, row),
+    ]
 
 
 def _counts(rows: dict[str, Row]) -> str:
@@ -111,18 +147,26 @@ def _counts(rows: dict[str, Row]) -> str:
 def _cell(finding: dict[str, Any]) -> str:
     if finding["error"] is None:
         return "–" if finding["verdict"] == "not built" else finding["verdict"]
-    return f"{'' if finding['verdict'] == 'correct' else 'wrong, '}{finding['error']:.0e}"
+    return (
+        f"{'' if finding['verdict'] == 'correct' else 'wrong, '}{finding['error']:.0e}"
+    )
 
 
 def _remark(name: str, row: Row) -> str:
-    """What is measured under this name, and what the precisions that are not correct said."""
+    """What is measured under this name, and what the precisions that are not correct
+    said.
+    """
     said: dict[str, list[str]] = {}
     for precision, finding in row.items():
         if finding["sentence"]:
             said.setdefault(finding["sentence"], []).append(precision)
     parts = [MEASURED_AS[name]] if name in MEASURED_AS else []
     for sentence, precisions in said.items():
-        parts.append(sentence if len(precisions) == len(row) else f"{', '.join(precisions)}: {sentence}")
+        parts.append(
+            sentence
+            if len(precisions) == len(row)
+            else f"{', '.join(precisions)}: {sentence}"
+        )
     return " ".join(parts)
 
 

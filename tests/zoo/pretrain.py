@@ -1,4 +1,6 @@
-"""The smallest module of the protocol that TransformerLens' pretraining adapter asks for."""
+"""The smallest module of the protocol that TransformerLens' pretraining adapter asks
+for.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,9 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, N_HEADS, D_HEAD)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(_rotated(q, cos, sin), _rotated(k, cos, sin), v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            _rotated(q, cos, sin), _rotated(k, cos, sin), v, is_causal=True
+        )
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -32,7 +36,10 @@ class _MLP(nn.Module):
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(D_MODEL, eps=1e-5), nn.RMSNorm(D_MODEL, eps=1e-5)
+        self.norm1, self.norm2 = (
+            nn.RMSNorm(D_MODEL, eps=1e-5),
+            nn.RMSNorm(D_MODEL, eps=1e-5),
+        )
         self.attn, self.mlp = _Attention(), _MLP()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -49,7 +56,9 @@ class PretrainModel(nn.Module):
         self.blocks = nn.ModuleList(_Block() for _ in range(n_layers))
         self.norm_f = nn.RMSNorm(D_MODEL, eps=1e-5)
         self.lm_head = nn.Linear(D_MODEL, VOCAB, bias=False)
-        angles = torch.outer(torch.arange(N_CTX), 100.0 ** -torch.linspace(0, 1, D_HEAD // 2))
+        angles = torch.outer(
+            torch.arange(N_CTX), 100.0 ** -torch.linspace(0, 1, D_HEAD // 2)
+        )
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
 

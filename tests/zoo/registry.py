@@ -1,4 +1,6 @@
-"""What TransformerLens' registry names, and why some of it cannot be built from a config."""
+"""What TransformerLens' registry names, and why some of it cannot be built from a
+config.
+"""
 
 from zoo.models import HOOKED
 
@@ -20,11 +22,20 @@ NOT_BUILT: dict[str, str] = {
         _HUB_CODE,
     ),
     **dict.fromkeys(
-        ("BD3LM", "DreamModel", "GiddForDiffusionLM", "LLaDA2MoeModelLM", "LLaDAModelLM"), _DIFFUSION + _HUB_CODE
+        (
+            "BD3LM",
+            "DreamModel",
+            "GiddForDiffusionLM",
+            "LLaDA2MoeModelLM",
+            "LLaDAModelLM",
+        ),
+        _DIFFUSION + _HUB_CODE,
     ),
     "HyenaDNAForCausalLM": "Long convolutions in place of attention. " + _HUB_CODE,
-    "OuroForCausalLM": "A looped model: its blocks run several times in one forward pass. " + _HUB_CODE,
-    "RWKV7ForCausalLM": "Recurrent; also needs the package flash-linear-attention. " + _HUB_CODE,
+    "OuroForCausalLM": "A looped model: its blocks run several times in one forward pass. "
+    + _HUB_CODE,
+    "RWKV7ForCausalLM": "Recurrent; also needs the package flash-linear-attention. "
+    + _HUB_CODE,
     "RavenForCausalLM": "A looped model that starts from random numbers. " + _HUB_CODE,
 }
 # What is measured under a name that is no class of transformers.
@@ -63,9 +74,16 @@ MEASURED_AS: dict[str, str] = {
 
 
 def names_of_this_line() -> list[str]:
-    """Every architecture of the installed TransformerLens, and HookedTransformer's kinds where it still has one."""
-    from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+    """Every architecture of the installed TransformerLens, and HookedTransformer's
+    kinds where it still has one.
+    """
+    from transformer_lens.factories.architecture_adapter_factory import (
+        SUPPORTED_ARCHITECTURES,
+    )
 
     from tiny import HAS_HOOKED_TRANSFORMER
 
-    return [*sorted(SUPPORTED_ARCHITECTURES, key=str.lower), *(HOOKED if HAS_HOOKED_TRANSFORMER else ())]
+    return [
+        *sorted(SUPPORTED_ARCHITECTURES, key=str.lower),
+        *(HOOKED if HAS_HOOKED_TRANSFORMER else ()),
+    ]

@@ -1,4 +1,6 @@
-"""Each architecture in a process of its own, forked after the imports: a crash or a hang ends that one alone."""
+"""Each architecture in a process of its own, forked after the imports: a crash or a
+hang ends that one alone.
+"""
 
 import multiprocessing
 import time
@@ -12,13 +14,16 @@ from typing import Any
 from zoo.measure import DTYPES, Finding, measure
 from zoo.registry import NOT_BUILT
 
-# Of one architecture, all precisions together; the slowest takes twenty seconds on a free core.
+# Of one architecture, all precisions together; the slowest takes twenty seconds on a
+# free core.
 TIME_LIMIT = 300.0
 Row = dict[str, dict[str, Any]]
 
 
 def measure_all(names: Iterable[str], jobs: int) -> Iterator[tuple[str, Row]]:
-    """`(name, {precision: finding})` of each architecture, in the order in which they finish."""
+    """`(name, {precision: finding})` of each architecture, in the order in which they
+    finish.
+    """
     # Forked: importing takes ten seconds, and an architecture two.
     context = multiprocessing.get_context("fork")
     waiting, running = list(names)[::-1], {}
@@ -27,7 +32,9 @@ def measure_all(names: Iterable[str], jobs: int) -> Iterator[tuple[str, Row]]:
             while waiting and len(running) < jobs:
                 name = waiting.pop()
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(name, sender), daemon=True)
+                process = context.Process(
+                    target=_child, args=(name, sender), daemon=True
+                )
                 process.start()
                 sender.close()
                 running[receiver] = (name, process, time.monotonic() + TIME_LIMIT, {})
@@ -39,7 +46,12 @@ def measure_all(names: Iterable[str], jobs: int) -> Iterator[tuple[str, Row]]:
                 except EOFError:
                     process.join()
                     del running[receiver]
-                    yield name, _filled(row, f"the process ended with status {process.exitcode}")
+                    yield (
+                        name,
+                        _filled(
+                            row, f"the process ended with status {process.exitcode}"
+                        ),
+                    )
             for receiver, (name, process, deadline, row) in list(running.items()):
                 if time.monotonic() > deadline:
                     process.kill()
@@ -54,7 +66,9 @@ def measure_all(names: Iterable[str], jobs: int) -> Iterator[tuple[str, Row]]:
 def _child(name: str, sender: Connection) -> None:
     for precision in DTYPES:
         if name in NOT_BUILT:
-            sender.send((precision, asdict(Finding("not built", sentence=NOT_BUILT[name]))))
+            sender.send(
+                (precision, asdict(Finding("not built", sentence=NOT_BUILT[name])))
+            )
             continue
         # HookedTransformer prints.
         with redirect_stdout(None):
@@ -69,8 +83,14 @@ def _guarded(call: Callable[[], Finding]) -> Finding:
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{at.filename.rpartition('/')[2]}:{at.lineno}"
-        return Finding("not built", sentence=f"{type(error).__name__} at {where}: {' '.join(str(error).split())[:300]}")
+        return Finding(
+            "not built",
+            sentence=f"{type(error).__name__} at {where}: {' '.join(str(error).split())[:300]}",
+        )
 
 
 def _filled(row: Row, reason: str) -> Row:
-    return {precision: row.get(precision) or asdict(Finding("unclear", sentence=reason)) for precision in DTYPES}
+    return {
+        precision: row.get(precision) or asdict(Finding("unclear", sentence=reason))
+        for precision in DTYPES
+    }

@@ -1,6 +1,8 @@
-"""Configs of what is more or other than a decoder of text: towers for images and sound, encoders, two stacks.
+"""Configs of what is more or other than a decoder of text: towers for images and sound,
+encoders, two stacks.
 
-Only the text stack of a model with towers is measured; the towers are as small as can be built.
+Only the text stack of a model with towers is measured; the towers are as small as can
+be built.
 """
 
 from typing import Any
@@ -25,7 +27,12 @@ from zoo.configs import (
     Each,
 )
 
-_MARKS = {"image_token_id": 98, "image_token_index": 98, "video_token_id": 97, "audio_token_id": 96}
+_MARKS = {
+    "image_token_id": 98,
+    "image_token_index": 98,
+    "video_token_id": 97,
+    "audio_token_id": 96,
+}
 _TOWER: dict[str, Any] = {
     "hidden_size": D_MODEL,
     "intermediate_size": D_MLP,
@@ -54,23 +61,40 @@ _AUDIO_TOWER: dict[str, Any] = {
 }
 
 
-def _tower(text: dict[str, Any], vision: dict[str, Any] | None = _TOWER, **others: Any) -> dict[str, Any]:
+def _tower(
+    text: dict[str, Any], vision: dict[str, Any] | None = _TOWER, **others: Any
+) -> dict[str, Any]:
     return _MARKS | {"text_config": text, "vision_config": vision} | others
 
 
 # Three coordinates of a position, one for each part of the rotated dimensions.
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [1, 1, 2],
+    }
+}
 _LLAMA = {"model_type": "llama", **GROUPED}
 _QWEN2 = {"model_type": "qwen2", **GROUPED}
 _GEMMA4 = {**DECODERS["Gemma4ForCausalLM"]}
-_HEARING: dict[str, Any] = {**_MARKS, "text_config": _QWEN2, "audio_config": _AUDIO_TOWER}
+_HEARING: dict[str, Any] = {
+    **_MARKS,
+    "text_config": _QWEN2,
+    "audio_config": _AUDIO_TOWER,
+}
 
 WITH_TOWERS: dict[str, dict[str, Any]] = {
     "AudioFlamingo3ForConditionalGeneration": _HEARING,
     "Emu3ForConditionalGeneration": {
         **_MARKS,
         "text_config": GROUPED,
-        "vq_config": {"codebook_size": 8, "base_channels": 32, "hidden_size": D_MODEL, "num_res_blocks": 1},
+        "vq_config": {
+            "codebook_size": 8,
+            "base_channels": 32,
+            "hidden_size": D_MODEL,
+            "num_res_blocks": 1,
+        },
         "vocabulary_map": {"<image>": 98},
     },
     "Gemma3ForConditionalGeneration": _tower(GEMMA, mm_tokens_per_image=4),
@@ -103,16 +127,29 @@ WITH_TOWERS: dict[str, dict[str, Any]] = {
     "Idefics3ForConditionalGeneration": _tower(_LLAMA),
     "Llama4ForConditionalGeneration": _tower(
         DECODERS["Llama4ForCausalLM"],
-        {**_TOWER, "vision_output_dim": D_MODEL, "projector_input_dim": D_MODEL, "projector_output_dim": D_MODEL},
+        {
+            **_TOWER,
+            "vision_output_dim": D_MODEL,
+            "projector_input_dim": D_MODEL,
+            "projector_output_dim": D_MODEL,
+        },
     ),
-    "LlavaForConditionalGeneration": _tower(_LLAMA, {"model_type": "clip_vision_model", **_TOWER}),
-    "LlavaNextForConditionalGeneration": _tower(_LLAMA, {"model_type": "clip_vision_model", **_TOWER}),
-    "LlavaOnevisionForConditionalGeneration": _tower(_QWEN2, {"model_type": "siglip_vision_model", **_TOWER}),
+    "LlavaForConditionalGeneration": _tower(
+        _LLAMA, {"model_type": "clip_vision_model", **_TOWER}
+    ),
+    "LlavaNextForConditionalGeneration": _tower(
+        _LLAMA, {"model_type": "clip_vision_model", **_TOWER}
+    ),
+    "LlavaOnevisionForConditionalGeneration": _tower(
+        _QWEN2, {"model_type": "siglip_vision_model", **_TOWER}
+    ),
     "Mistral3ForConditionalGeneration": _tower(
         {"model_type": "mistral", **HEADS, "sliding_window": None},
         {"model_type": "pixtral", **_TOWER, "head_dim": 8},
     ),
-    "MuseGlimmerForConditionalGeneration": _tower({**HEADS, **SLIDING}, projector_hidden_size=D_MODEL),
+    "MuseGlimmerForConditionalGeneration": _tower(
+        {**HEADS, **SLIDING}, projector_hidden_size=D_MODEL
+    ),
     "MusicFlamingoForConditionalGeneration": {
         **_HEARING,
         "audio_config": {"model_type": "audioflamingo3_encoder", **_AUDIO_TOWER},
@@ -129,21 +166,32 @@ WITH_TOWERS: dict[str, dict[str, Any]] = {
         },
     },
     "Qwen2_5_VLForConditionalGeneration": _tower(
-        {**GROUPED, **_MROPE}, {**_QWEN_TOWER, "window_size": 8, "fullatt_block_indexes": [0]}
+        {**GROUPED, **_MROPE},
+        {**_QWEN_TOWER, "window_size": 8, "fullatt_block_indexes": [0]},
     ),
-    "Qwen3VLForConditionalGeneration": _tower({**HEADS, **_MROPE}, {**_QWEN_TOWER, "deepstack_visual_indexes": [0]}),
+    "Qwen3VLForConditionalGeneration": _tower(
+        {**HEADS, **_MROPE}, {**_QWEN_TOWER, "deepstack_visual_indexes": [0]}
+    ),
     "Qwen3VLMoeForConditionalGeneration": _tower(
         {**HEADS, **LOCAL_EXPERTS, **_MROPE, "moe_intermediate_size": 16},
         {**_QWEN_TOWER, "deepstack_visual_indexes": [0]},
     ),
     "Qwen3_5ForConditionalGeneration": _tower({**HEADS, **LINEAR}, _QWEN_TOWER),
-    "Qwen3_5MoeForConditionalGeneration": _tower({**HEADS, **SHARED_EXPERT, **LINEAR}, _QWEN_TOWER),
+    "Qwen3_5MoeForConditionalGeneration": _tower(
+        {**HEADS, **SHARED_EXPERT, **LINEAR}, _QWEN_TOWER
+    ),
 }
 
 # Eight patches.
 _SEES = {**BASE, "image_size": [16, 8], "patch_size": 4}
 VISION: dict[str, dict[str, Any]] = dict.fromkeys(
-    ("DeiTForImageClassification", "DeiTModel", "ViTForImageClassification", "ViTModel"), _SEES
+    (
+        "DeiTForImageClassification",
+        "DeiTModel",
+        "ViTForImageClassification",
+        "ViTModel",
+    ),
+    _SEES,
 )
 
 _HEARS = {
@@ -158,9 +206,21 @@ _HEARS = {
     "proj_codevector_dim": 16,
 }
 AUDIO: dict[str, dict[str, Any]] = {
-    "ASTForAudioClassification": {**BASE, "patch_size": 4, "max_length": 16, "num_mel_bins": 16},
+    "ASTForAudioClassification": {
+        **BASE,
+        "patch_size": 4,
+        "max_length": 16,
+        "num_mel_bins": 16,
+    },
     **dict.fromkeys(
-        ("HubertForCTC", "HubertModel", "Wav2Vec2ForCTC", "Wav2Vec2ForPreTraining", "Wav2Vec2Model"), _HEARS
+        (
+            "HubertForCTC",
+            "HubertModel",
+            "Wav2Vec2ForCTC",
+            "Wav2Vec2ForPreTraining",
+            "Wav2Vec2Model",
+        ),
+        _HEARS,
     ),
 }
 
@@ -187,7 +247,10 @@ _T5: dict[str, Any] = {
     "num_heads": N_HEADS,
     "decoder_start_token_id": 0,
 }
-_GEMMA_STACKS: dict[str, Any] = {"encoder": GEMMA, "decoder": {**GEMMA, "cross_attention_hidden_size": D_MODEL}}
+_GEMMA_STACKS: dict[str, Any] = {
+    "encoder": GEMMA,
+    "decoder": {**GEMMA, "cross_attention_hidden_size": D_MODEL},
+}
 SEQ2SEQ: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -202,14 +265,33 @@ SEQ2SEQ: dict[str, dict[str, Any]] = {
     ),
     "Florence2ForConditionalGeneration": _tower(
         _BART,
-        {"embed_dim": [8], "depths": [1], "num_heads": [2], "num_groups": [2], "patch_size": [4], "patch_stride": [4]}
-        | {"patch_padding": [0], "patch_prenorm": [False], "window_size": 2, "projection_dim": D_MODEL},
+        {
+            "embed_dim": [8],
+            "depths": [1],
+            "num_heads": [2],
+            "num_groups": [2],
+            "patch_size": [4],
+            "patch_stride": [4],
+        }
+        | {
+            "patch_padding": [0],
+            "patch_prenorm": [False],
+            "window_size": 2,
+            "projection_dim": D_MODEL,
+        },
     ),
-    "LEDForConditionalGeneration": {**_BART, "attention_window": 4, "max_encoder_position_embeddings": N_CTX},
+    "LEDForConditionalGeneration": {
+        **_BART,
+        "attention_window": 4,
+        "max_encoder_position_embeddings": N_CTX,
+    },
     "LongT5ForConditionalGeneration": _T5,
     "MT5ForConditionalGeneration": _T5,
     "SwitchTransformersForConditionalGeneration": {**_T5, "num_experts": 4},
     "T5ForConditionalGeneration": _T5,
-    "T5Gemma2ForConditionalGeneration": {"encoder": {"text_config": GEMMA, "vision_config": _TOWER}, "decoder": GEMMA},
+    "T5Gemma2ForConditionalGeneration": {
+        "encoder": {"text_config": GEMMA, "vision_config": _TOWER},
+        "decoder": GEMMA,
+    },
     "T5GemmaForConditionalGeneration": _GEMMA_STACKS,
 }

@@ -1,7 +1,9 @@
-"""The state in which blocks are traced and evaluated, undone afterwards; and reverse mode in chunks that fit in memory.
+"""The state in which blocks are traced and evaluated, undone afterwards; and reverse
+mode in chunks that fit in memory.
 
-Matmul precision, attention kernels and hooks belong to the process, weights to the model: one measurement has them at a
-time, in whichever thread it runs. Ctrl-C takes effect between its steps, where every change is undone on the way out.
+Matmul precision, attention kernels and hooks belong to the process, weights to the
+model: one measurement has them at a time, in whichever thread it runs. Ctrl-C takes
+effect between its steps, where every change is undone on the way out.
 """
 
 import threading
@@ -16,17 +18,32 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
-from tl_coupling.models import Change, dequantising, filled, is_hollow, is_packed, looked_up, looks_up
+from tl_coupling.models import (
+    Change,
+    dequantising,
+    filled,
+    is_hollow,
+    is_packed,
+    looked_up,
+    looks_up,
+)
 
 _measuring = threading.RLock()
 # What the measuring thread has entered and not yet left: device, dtype and modules.
 _entered: list[tuple[Any, ...]] = []
 # Models whose parts have their weights while they are called.
 _filling: set[nn.Module] = set()
-# How HuggingFace's mixtures compute their experts; the public property beside it also sets that of every other part.
+# How HuggingFace's mixtures compute their experts; the public property beside it also
+# sets that of every other part.
 _EXPERTS = "_experts_implementation_internal"
-# torch's messages on the CPU, where it raises a plain RuntimeError; CUDA and MPS have a class of their own.
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+# torch's messages on the CPU, where it raises a plain RuntimeError; CUDA and MPS have a
+# class of their own.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+)
 
 
 @contextmanager
@@ -41,13 +58,24 @@ def attributes_set(changes: Iterable[Change]) -> Iterator[None]:
 
 
 @contextmanager
-def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context in which modules have other `forward`s, and no hooks: those of the blocks have acted on the stream."""
+def forwards_replaced(
+    forwards: Mapping[nn.Module, Callable[..., Any]],
+) -> Iterator[None]:
+    """Context in which modules have other `forward`s, and no hooks: those of the blocks
+    have acted on the stream.
+    """
     own = {"forward", "_forward_hooks", "_forward_pre_hooks"}
-    before = {module: {name: vars(module)[name] for name in own & vars(module).keys()} for module in forwards}
+    before = {
+        module: {name: vars(module)[name] for name in own & vars(module).keys()}
+        for module in forwards
+    }
     try:
         for module, forward in forwards.items():
-            vars(module).update(forward=forward, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
+            vars(module).update(
+                forward=forward,
+                _forward_hooks=OrderedDict(),
+                _forward_pre_hooks=OrderedDict(),
+            )
         yield
     finally:
         for module, attributes in before.items():
@@ -58,7 +86,9 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 @contextmanager
 def mean_weights(first: nn.Module, second: nn.Module) -> Iterator[None]:
-    """Context in which each parameter of `first` is the mean of its own and `second`'s. Costs a copy of the weights."""
+    """Context in which each parameter of `first` is the mean of its own and `second`'s.
+    Costs a copy of the weights.
+    """
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     with attributes_set((p, "data", (p.data + q.data) / 2) for p, q in pairs):
         yield
@@ -66,11 +96,15 @@ def mean_weights(first: nn.Module, second: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def exact_arithmetic(
-    device: torch.device, modules: Sequence[nn.Module] = (), dtype: torch.dtype | None = None
+    device: torch.device,
+    modules: Sequence[nn.Module] = (),
+    dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """No gradients for parameters, no autocast, no TF32, attention in plain operations; the modules compute in `dtype`.
+    """No gradients for parameters, no autocast, no TF32, attention in plain operations;
+    the modules compute in `dtype`.
 
-    One thread at a time; Ctrl-C takes effect on entering, on leaving, and in `hear_interrupts`.
+    One thread at a time; Ctrl-C takes effect on entering, on leaving, and in
+    `hear_interrupts`.
     """
     with _measuring:
         if (what := (device, dtype, *map(id, modules))) in _entered:
@@ -93,30 +127,41 @@ def exact_arithmetic(
 
 
 @contextmanager
-def own_arithmetic(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+def own_arithmetic(
+    module: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[None]:
     """Exact arithmetic in the precision of the module's weights: how models are traced.
 
-    A model whose weights are elsewhere, or packed, computes in `dtype` (by default float32, or float64 if that is its
-    own), one part after the other: each has its weights while it is called.
+    A model whose weights are elsewhere, or packed, computes in `dtype` (by default
+    float32, or float64 if that is its own), one part after the other: each has its
+    weights while it is called.
     """
     weight = next(module.parameters(), torch.empty(0))
     with exact_arithmetic(weight.device), ExitStack() as stack:
         # Within its own arithmetic a model has its weights already.
-        if module not in _filling and (is_hollow(module) or any(map(is_packed, module.modules()))):
+        if module not in _filling and (
+            is_hollow(module) or any(map(is_packed, module.modules()))
+        ):
             stack.callback(_filling.discard, module)
             _filling.add(module)
-            dtype = dtype or (torch.float64 if weight.dtype == torch.float64 else torch.float32)
+            dtype = dtype or (
+                torch.float64 if weight.dtype == torch.float64 else torch.float32
+            )
             stack.enter_context(_filled_when_called(module, dtype))
-        stack.enter_context(attributes_set(_eager_experts(module, dtype or weight.dtype)))
+        stack.enter_context(
+            attributes_set(_eager_experts(module, dtype or weight.dtype))
+        )
         yield
 
 
 @contextmanager
 def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Context in which each part of a model has its weights, in `dtype`, while it is called.
+    """Context in which each part of a model has its weights, in `dtype`, while it is
+    called.
 
-    Parts are the blocks, tables of embeddings, of which only the rows that are looked up are read, and the largest
-    modules that contain neither; where weights are elsewhere, those that lack some.
+    Parts are the blocks, tables of embeddings, of which only the rows that are looked
+    up are read, and the largest modules that contain neither; where weights are
+    elsewhere, those that lack some.
     """
     blocks, weight = set(getattr(model, "blocks", [model])), next(model.parameters())
     called: list[ExitStack] = []
@@ -141,11 +186,17 @@ def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
         unread, read = [model, getattr(model, "original_model", model)], set()
         while unread:
             part = unread.pop()
-            if part in blocks or looks_up(part) or not any(one in blocks or looks_up(one) for one in part.modules()):
+            if (
+                part in blocks
+                or looks_up(part)
+                or not any(one in blocks or looks_up(one) for one in part.modules())
+            ):
                 if part not in read and (is_hollow(part) or not is_hollow(model)):
                     read.add(part)
                     hooks.enter_context(part.register_forward_pre_hook(enter))
-                    hooks.enter_context(part.register_forward_hook(leave, always_call=True))
+                    hooks.enter_context(
+                        part.register_forward_hook(leave, always_call=True)
+                    )
                 continue
             unread += part.children()
         try:
@@ -160,21 +211,34 @@ def _full_precision() -> list[Change]:
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     if not hasattr(cuda.matmul, "fp32_precision"):  # torch before 2.9
         return [(cuda.matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
-    operations = (cudnn.conv, cudnn.rnn, mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul)
+    operations = (
+        cudnn.conv,
+        cudnn.rnn,
+        mkldnn.conv,
+        mkldnn.rnn,
+        mkldnn.matmul,
+        cuda.matmul,
+    )
     return [(operation, "fp32_precision", "ieee") for operation in operations]
 
 
 def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[Change]:
-    """Changes that make modules compute in `dtype`; HookedTransformer's norms cast to `cfg.dtype`.
+    """Changes that make modules compute in `dtype`; HookedTransformer's norms cast to
+    `cfg.dtype`.
 
-    Not by `torch.func.functional_call`: a bridge reaches one module under two names, and would keep foreign weights.
+    Not by `torch.func.functional_call`: a bridge reaches one module under two names,
+    and would keep foreign weights.
     """
     yield from filled(modules, dtype)
     for part in (part for module in modules for part in module.modules()):
         yield from dequantising(part, dtype)
         # `parameters()` and `buffers()` would search all parts of each part again.
         for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+            if (
+                tensor is not None
+                and tensor.is_floating_point()
+                and tensor.dtype != dtype
+            ):
                 yield tensor, "data", tensor.data.to(dtype)
         cfg = vars(part).get("cfg")
         if isinstance(was := getattr(cfg, "dtype", None), torch.dtype) and was != dtype:
@@ -192,16 +256,26 @@ def _eager_experts(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A value with its floating-point tensors changed, also those inside tuples, lists and dicts."""
+    """A value with its floating-point tensors changed, also those inside tuples, lists
+    and dicts.
+    """
     if isinstance(value, Tensor):
         return change(value) if value.is_floating_point() else value
     if isinstance(value, tuple | list):
         changed = [map_tensors(v, change) for v in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    return {k: map_tensors(v, change) for k, v in value.items()} if isinstance(value, dict) else value
+        return (
+            type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+        )
+    return (
+        {k: map_tensors(v, change) for k, v in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error means that memory ran out."""
     said = str(error).lower() if isinstance(error, RuntimeError) else ""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in said for text in _OUT_OF_MEMORY)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        text in said for text in _OUT_OF_MEMORY
+    )

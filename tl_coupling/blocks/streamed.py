@@ -1,4 +1,6 @@
-"""A model whose weights are elsewhere, run without its blocks: what each block is given beside the stream."""
+"""A model whose weights are elsewhere, run without its blocks: what each block is given
+beside the stream.
+"""
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
@@ -12,26 +14,34 @@ from tl_coupling.blocks.arithmetic import forwards_replaced
 from tl_coupling.blocks.calls import argument_that_differs
 from tl_coupling.blocks.passages import Passage
 
-# How long the tuples are that a model's blocks return, 0 for a tensor, where that is known.
+# How long the tuples are that a model's blocks return, 0 for a tensor, where that is
+# known.
 _lengths: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def without_blocks(model: Any, run: Callable[[], Any], n_pos: int | None) -> Passage:
-    """What a model does while `run` runs it, but for its blocks: each is given what the one before is said to return.
+    """What a model does while `run` runs it, but for its blocks: each is given what the
+    one before is said to return.
 
-    It runs twice, with other values in place of what the blocks return: what else they are given must be the same.
+    It runs twice, with other values in place of what the blocks return: what else they
+    are given must be the same.
 
-    Raises ValueError as `Passage.of`, or where a block's arguments depend on what earlier blocks computed.
+    Raises ValueError as `Passage.of`, or where a block's arguments depend on what
+    earlier blocks computed.
     """
     blocks, errors = list(model.blocks), []
 
     def passage(length: int, output: Callable[[Tensor], Tensor]) -> Passage:
         # Wrapped, so that they name their arguments as the blocks do.
-        stand_ins = {block: update_wrapper(partial(_returned, length, output), block.forward) for block in blocks}
+        stand_ins = {
+            block: update_wrapper(partial(_returned, length, output), block.forward)
+            for block in blocks
+        }
         with forwards_replaced(stand_ins):
             return Passage.of(model, blocks, run, n_pos)
 
-    # Whether blocks return a tensor or a tuple shows in whether the next one gets the stream.
+    # Whether blocks return a tensor or a tuple shows in whether the next one gets the
+    # stream.
     for length in [_lengths[model]] if model in _lengths else range(4):
         try:
             found, other = passage(length, torch.clone), passage(length, _noise)
@@ -43,13 +53,19 @@ def without_blocks(model: Any, run: Callable[[], Any], n_pos: int | None) -> Pas
         for i, (one, another) in enumerate(zip(found.calls, other.calls, strict=True)):
             if name := argument_that_differs(one.call, another.call):
                 depends = f"{name} of block {i} depends on what earlier blocks computed"
-                raise ValueError(f"{depends}: such a model must be loaded as a whole, in floating point")
+                raise ValueError(
+                    f"{depends}: such a model must be loaded as a whole, in floating point"
+                )
         return found
     raise errors[0]
 
 
 def _returned(
-    length: int, output: Callable[[Tensor], Tensor], first: Tensor | None = None, *_: Any, **named: Any
+    length: int,
+    output: Callable[[Tensor], Tensor],
+    first: Tensor | None = None,
+    *_: Any,
+    **named: Any,
 ) -> Any:
     stream = output(named["hidden_states"] if first is None else first)
     return (stream, *[None] * (length - 1)) if length else stream

@@ -1,4 +1,6 @@
-"""A command at work: which models it measures, what it shows meanwhile, and what it writes and prints at the end."""
+"""A command at work: which models it measures, what it shows meanwhile, and what it
+writes and prints at the end.
+"""
 
 import json
 import time
@@ -10,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 import tl_coupling as tlc
@@ -29,13 +37,21 @@ Measured = TypeVar("Measured")
 
 
 class Run:
-    """A loaded model in its role ("trained" or "untrained"), with bars, and the seconds that each step took."""
+    """A loaded model in its role ("trained" or "untrained"), with bars, and the seconds
+    that each step took.
+    """
 
     def __init__(self, setup: OneModel, role: str, console: PlainConsole) -> None:
         self.setup, self.role, self.seconds = setup, role, dict[str, float]()
         self.name = setup.model if role == "trained" else f"untrained {setup.model}"
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        self.bars = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+        )
+        self.bars = Progress(
+            *columns, TimeRemainingColumn(), console=console, transient=True
+        )
         with console.status(f"loading {self.name} …"), self.timed("loading"):
             self.model = setup.load(role == "untrained")
 
@@ -73,11 +89,19 @@ class Work:
         self.shown: list[str | Table] = []
         self.seconds: dict[str, dict[str, float]] = {}
 
-    def measured(self, setup: OneModel, untrained: bool, measure: Callable[[Run], Measured]) -> dict[str, Measured]:
-        """What `measure` finds in the trained model and, if wanted, in its untrained twin."""
+    def measured(
+        self, setup: OneModel, untrained: bool, measure: Callable[[Run], Measured]
+    ) -> dict[str, Measured]:
+        """What `measure` finds in the trained model and, if wanted, in its untrained
+        twin.
+        """
         if untrained and (setup.quantization is not None or setup.memory == "stream"):
-            option = "--memory stream" if setup.quantization is None else "--quantization"
-            raise ValueError(f"`{option}` is for weights in files, which an untrained twin has none of: --no-untrained")
+            option = (
+                "--memory stream" if setup.quantization is None else "--quantization"
+            )
+            raise ValueError(
+                f"`{option}` is for weights in files, which an untrained twin has none of: --no-untrained"
+            )
 
         # A function of its own, so that one model is freed before the next is loaded.
         def of(role: str) -> Measured:
@@ -92,19 +116,26 @@ class Work:
         """Results of runs, by run and name."""
         for run, named in results.items():
             for name, result in named.items():
-                self.written.append(result.save(self.folder / f"{with_suffix(name, run)}.nc"))
+                self.written.append(
+                    result.save(self.folder / f"{with_suffix(name, run)}.nc")
+                )
 
     def write(self, name: str, write: Callable[[Path], object]) -> None:
         """A file, whole or not at all."""
         self.written.append(write_atomically(self.folder / name, write))
 
-    def finish(self, summary: Mapping[str, Any], pictures: Mapping[str, Callable[[], Any]]) -> None:
-        """Write `summary.json` and the pictures; one that cannot be drawn is left out, with a warning.
+    def finish(
+        self, summary: Mapping[str, Any], pictures: Mapping[str, Callable[[], Any]]
+    ) -> None:
+        """Write `summary.json` and the pictures; one that cannot be drawn is left out,
+        with a warning.
 
         The results are there by now, and a picture must not cost them.
         """
         # JSON has no NaN: undefined values are null.
-        text = json.dumps(json.loads(json.dumps(summary), parse_constant=lambda _: None), indent=1)
+        text = json.dumps(
+            json.loads(json.dumps(summary), parse_constant=lambda _: None), indent=1
+        )
         self.write("summary.json", lambda path: path.write_text(text))
         with self.console.status("drawing …"):
             for name, draw in pictures.items():
@@ -114,18 +145,24 @@ class Work:
                 except ValueError as error:
                     warnings.warn(f"{name} is left out: {error}", stacklevel=2)
                 else:
-                    self.write(name, partial(getattr(drawn, "figure", drawn).savefig, dpi=150))
+                    self.write(
+                        name, partial(getattr(drawn, "figure", drawn).savefig, dpi=150)
+                    )
 
 
 @contextmanager
 def at_work(out: Path) -> Iterator[Work]:
-    """In the block warnings are one line each, and so is an interrupt; after it what was found is printed."""
+    """In the block warnings are one line each, and so is an interrupt; after it what
+    was found is printed.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     work, start = Work(out), time.time()
 
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    def show(
+        message: Warning | str, category: type[Warning], *_: Any, **__: Any
+    ) -> None:
         if issubclass(category, UserWarning):
             work.console.print(f"warning: {message}", style="yellow", soft_wrap=True)
 
@@ -134,7 +171,10 @@ def at_work(out: Path) -> Iterator[Work]:
             warnings.showwarning = show
             yield work
     except KeyboardInterrupt as error:
-        said = str(error) or f"interrupted: {_written_since(start, out)}; the same command does all of it"
+        said = (
+            str(error)
+            or f"interrupted: {_written_since(start, out)}; the same command does all of it"
+        )
         typer.echo(plain(f"tl-coupling: {said}"), err=True)
         raise typer.Exit(getattr(error, "status", 130)) from None
     for one in work.shown:
@@ -145,8 +185,16 @@ def at_work(out: Path) -> Iterator[Work]:
 def _written_since(start: float, folder: Path) -> str:
     """Which files in the folder are of this run; file systems may round times down."""
     paths = folder.glob("[!.]*") if folder.is_dir() else ()
-    names = sorted(path.name for path in paths if path.is_file() and path.stat().st_mtime >= start - 0.01)
-    return f"{folder} has {', '.join(names)} of this run" if names else "nothing was written"
+    names = sorted(
+        path.name
+        for path in paths
+        if path.is_file() and path.stat().st_mtime >= start - 0.01
+    )
+    return (
+        f"{folder} has {', '.join(names)} of this run"
+        if names
+        else "nothing was written"
+    )
 
 
 def with_suffix(name: str, run: str) -> str:
@@ -162,36 +210,61 @@ def coupling_table(
     diagonal: bool = False,
     spreads: Mapping[str, Mapping[int, float]] | None = None,
 ) -> Table:
-    """Mean coupling (and its spread over prompts) of every run's maps, which have the same names, beside the null."""
+    """Mean coupling (and its spread over prompts) of every run's maps, which have the
+    same names, beside the null.
+    """
     rows = []
     for name, result in runs["trained"].items():
         for k in ks:
             cells = []
             for run, maps in runs.items():
                 spread = f" ± {spreads[run][k]:.3f}" if spreads else ""
-                cells.append(f"{maps[name].mean(k, off_diagonal=not diagonal):.3f}{spread}")
+                cells.append(
+                    f"{maps[name].mean(k, off_diagonal=not diagonal):.3f}{spread}"
+                )
             null = result.null(k, off_diagonal=not diagonal)
             rows.append([name if k == ks[0] else "", k, *cells, f"{null:.3f}"])
     title = f"{result.provenance['model']}: {what}"
-    return table_of(title, ["map"], ["k", *runs, "null"], rows, f"{caption}\nnull: random subspaces")
+    return table_of(
+        title, ["map"], ["k", *runs, "null"], rows, f"{caption}\nnull: random subspaces"
+    )
 
 
 def every_choice(title: str, rows: "pandas.DataFrame") -> Table:
-    """Rows of `measure_table` for one model: a column for each checkpoint, or run, and its null."""
+    """Rows of `measure_table` for one model: a column for each checkpoint, or run, and
+    its null.
+    """
     keys = ["measure", "orientation", "pairs", "k"]
-    by_run = {name: table.set_index(keys) for name, table in rows.groupby("checkpoint", sort=False)}
+    by_run = {
+        name: table.set_index(keys)
+        for name, table in rows.groupby("checkpoint", sort=False)
+    }
     first, *_ = by_run.values()
     cells = []
     for key in first.index:
-        numbers = [f"{table.loc[key, what]:.3f}" for table in by_run.values() for what in ("mean", "null")]
-        cells.append([*(key[:3] if key[3] == first.index[0][3] else ("", "", "")), key[3], *numbers])
+        numbers = [
+            f"{table.loc[key, what]:.3f}"
+            for table in by_run.values()
+            for what in ("mean", "null")
+        ]
+        cells.append(
+            [
+                *(key[:3] if key[3] == first.index[0][3] else ("", "", "")),
+                key[3],
+                *numbers,
+            ]
+        )
     columns = [name for run in by_run for name in (run, "null")]
     caption = "means over pairs of layers, different ones or all, and over prompts\nnull: random subspaces"
     return table_of(title, keys[:3], ["k", *columns], cells, caption)
 
 
 def table_of(
-    title: str, names: Iterable[str], numbers: Iterable[str], rows: Iterable[Iterable[Any]], caption: str
+    title: str,
+    names: Iterable[str],
+    numbers: Iterable[str],
+    rows: Iterable[Iterable[Any]],
+    caption: str,
 ) -> Table:
     """A table with columns of names, on the left, and of numbers."""
     table = Table(title=title, caption=caption)

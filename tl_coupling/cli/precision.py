@@ -1,4 +1,6 @@
-"""The command that measures one model with its weights at several precisions: precision."""
+"""The command that measures one model with its weights at several precisions:
+precision.
+"""
 
 import json
 import math
@@ -25,8 +27,12 @@ from tl_coupling.surveys.precision import Moved
 def precision(
     measuring: Measuring,
     prompts: Prompts,
-    model: Annotated[str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")] = EMBEDDED_MODEL,
-    checkpoint: Annotated[str | None, typer.Option(help="Training step, or hub revision.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")
+    ] = EMBEDDED_MODEL,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Training step, or hub revision.")
+    ] = None,
     precision: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,30 +42,40 @@ def precision(
     ] = None,
     out: Out = OUT,
 ) -> None:
-    """How far each measure moves when weights are rounded: the same prompts at float32, bfloat16, int8 and nf4.
+    """How far each measure moves when weights are rounded: the same prompts at float32,
+    bfloat16, int8 and nf4.
 
-    Compared are weights: rounded to bfloat16, or as bitsandbytes quantises the linear layers to int8 or to 4 bits
-    (nf4), dequantised. Not compared are kernels: at every precision activations, Jacobians and SVDs are in float32, so
-    that what half precision or integers do to activations is left out.
+    Compared are weights: rounded to bfloat16, or as bitsandbytes quantises the linear
+    layers to int8 or to 4 bits (nf4), dequantised. Not compared are kernels: at every
+    precision activations, Jacobians and SVDs are in float32, so that what half
+    precision or integers do to activations is left out.
 
-    Prints the mean over prompts of each measure at the first precision, and of its change at the others, with the
-    standard deviation; writes these and the values of every prompt as netCDF, CSV and JSON, and a picture. Each
-    finished precision is written at once; run the same command again to do the rest, or to add precisions.
+    Prints the mean over prompts of each measure at the first precision, and of its
+    change at the others, with the standard deviation; writes these and the values of
+    every prompt as netCDF, CSV and JSON, and a picture. Each finished precision is
+    written at once; run the same command again to do the rest, or to add precisions.
 
     Examples:
 
       tl-coupling precision --prompts prompts.jsonl --k 10 --k 50 --out precision
 
-      tl-coupling precision --model gpt2 --precision float32 --precision nf4 --precision q4=gpt2.Q4_K_M.gguf --out gpt2
+      tl-coupling precision --model gpt2 --precision float32 --precision nf4 --precision
+      q4=gpt2.Q4_K_M.gguf --out gpt2
     """
-    chosen, settings, wanted = prompts.chosen(), measuring.settings, precision or list(PRECISIONS)
+    chosen, settings, wanted = (
+        prompts.chosen(),
+        measuring.settings,
+        precision or list(PRECISIONS),
+    )
     where: dict[str, Any] = {
         "checkpoint": training_step(checkpoint),
         "backend": measuring.backend,
         "device": measuring.device,
     }
     with at_work(out) as work:
-        data = precision_sweep(model, wanted, chosen, settings=settings, folder=out / "precisions", **where)
+        data = precision_sweep(
+            model, wanted, chosen, settings=settings, folder=out / "precisions", **where
+        )
         work.write("precision.nc", partial(data.to_netcdf, engine="netcdf4"))
         rows = movements(data)
         work.write("table.csv", lambda path: write_rows(path, Moved._fields, rows))
@@ -79,14 +95,26 @@ def precision(
 
 
 def _table(rows: Sequence[Moved], model: str, n_prompts: int) -> Table:
-    """A row for each measure and k: its value at the first precision, its change at the others."""
+    """A row for each measure and k: its value at the first precision, its change at the
+    others.
+    """
     lines, shown = [], ""
     for (measure, k), of_measure in groupby(rows, lambda row: (row.measure, row.k)):
         first, *others = of_measure
-        spreads = ("" if math.isnan(row.spread) else f" ± {row.spread:.2g}" for row in others)
-        changes = (f"{row.change:+.2g}{spread}" for row, spread in zip(others, spreads, strict=True))
+        spreads = (
+            "" if math.isnan(row.spread) else f" ± {row.spread:.2g}" for row in others
+        )
+        changes = (
+            f"{row.change:+.2g}{spread}"
+            for row, spread in zip(others, spreads, strict=True)
+        )
         lines.append(
-            [MOVING[measure] if measure != shown else "", "" if k is None else k, f"{first.value:.4g}", *changes]
+            [
+                MOVING[measure] if measure != shown else "",
+                "" if k is None else k,
+                f"{first.value:.4g}",
+                *changes,
+            ]
         )
         shown = measure
     precisions = list(dict.fromkeys(row.precision for row in rows))
@@ -94,4 +122,10 @@ def _table(rows: Sequence[Moved], model: str, n_prompts: int) -> Table:
         f"{precisions[0]}: mean over {n_prompts} prompt{'s' if n_prompts > 1 else ''}; others: change from it"
         f"{' ± standard deviation over prompts' if n_prompts > 1 else ''}\nweights are rounded, activations are not"
     )
-    return table_of(f"{model}: what rounding the weights changes", ["measure"], ["k", *precisions], lines, caption)
+    return table_of(
+        f"{model}: what rounding the weights changes",
+        ["measure"],
+        ["k", *precisions],
+        lines,
+        caption,
+    )

@@ -1,4 +1,6 @@
-"""The commands behind single figures of the paper: trajectories of several models, and redundancy."""
+"""The commands behind single figures of the paper: trajectories of several models, and
+redundancy.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +28,11 @@ from tl_coupling.redundancy import CHANGES, layer_redundancy, redundancy_correla
 from tl_coupling.surveys.checkpoints import checkpoint_sources
 from tl_coupling.trajectories import measure_trajectory
 
-_SHAPES = {"line_shape_score": "line-shape score", "expodistance": "expodistance", "equidistance": "equidistance"}
+_SHAPES = {
+    "line_shape_score": "line-shape score",
+    "expodistance": "expodistance",
+    "equidistance": "equidistance",
+}
 
 
 @command
@@ -34,24 +40,34 @@ def trajectories(
     setup: Setup,
     prompt: OnePrompt,
     model: Annotated[
-        list[str], typer.Option(help="Hub name, local folder, GGUF file or folder of checkpoints; may be repeated.")
+        list[str],
+        typer.Option(
+            help="Hub name, local folder, GGUF file or folder of checkpoints; may be repeated."
+        ),
     ],
     checkpoint: Annotated[
-        list[str] | None, typer.Option(help="Training step or hub revision, of every model; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Training step or hub revision, of every model; may be repeated."
+        ),
     ] = None,
     out: Out = OUT,
 ) -> None:
-    """Several models, or checkpoints of one, on one prompt: their tokens' paths side by side.
+    """Several models, or checkpoints of one, on one prompt: their tokens' paths side by
+    side.
 
-    Writes the paths in two principal components, a column for each model; norms, steps, line-shape scores and entropy
-    by depth in one picture, if all read the same tokens; and JSON. Prints the means over tokens of line-shape score (1
-    is a straight line), expodistance (0 is exact exponential growth) and equidistance (0 is equal steps).
+    Writes the paths in two principal components, a column for each model; norms, steps,
+    line-shape scores and entropy by depth in one picture, if all read the same tokens;
+    and JSON. Prints the means over tokens of line-shape score (1 is a straight line),
+    expodistance (0 is exact exponential growth) and equidistance (0 is equal steps).
 
     Examples:
 
-      tl-coupling trajectories --model runs/my-model --checkpoint 1 --checkpoint 4000 --checkpoint 143000 --out paths
+      tl-coupling trajectories --model runs/my-model --checkpoint 1 --checkpoint 4000
+      --checkpoint 143000 --out paths
 
-      tl-coupling trajectories --model gpt2 --model EleutherAI/pythia-160m --prompt "The capital of France is" --out two
+      tl-coupling trajectories --model gpt2 --model EleutherAI/pythia-160m --prompt "The
+      capital of France is" --out two
     """
     chosen = prompt.one()
     with at_work(out) as work:
@@ -70,23 +86,43 @@ def trajectories(
             traces[name] = replace(traced, model=nn.Identity(), blocks=())
             del traced
         black = own_position(chosen, None)
-        pictures = {"trajectories.png": partial(tlc.plot_trajectories, traces, black=black)}
+        pictures = {
+            "trajectories.png": partial(tlc.plot_trajectories, traces, black=black)
+        }
         if len({tuple(one.str_tokens) for one in traces.values()}) == 1:
-            pictures["metrics.png"] = partial(tlc.plots.plot_trajectory_metrics, results)
-        means = {name: {of: float(getattr(one, of).nanmean()) for of in _SHAPES} for name, one in results.items()}
+            pictures["metrics.png"] = partial(
+                tlc.plots.plot_trajectory_metrics, results
+            )
+        means = {
+            name: {of: float(getattr(one, of).nanmean()) for of in _SHAPES}
+            for name, one in results.items()
+        }
         depths = {name: one.n_layers for name, one in results.items()}
         provenance = {name: one.provenance for name, one in results.items()}
-        work.finish({"mean": means, "n_layers": depths, "provenance": provenance}, pictures)
+        work.finish(
+            {"mean": means, "n_layers": depths, "provenance": provenance}, pictures
+        )
         rows = [
-            [name, depths[name], *(f"{x:.3f}" for x in of.values()), f"{depths[name] ** 0.5:.3f}"]
+            [
+                name,
+                depths[name],
+                *(f"{x:.3f}" for x in of.values()),
+                f"{depths[name] ** 0.5:.3f}",
+            ]
             for name, of in means.items()
         ]
         numbers = ["layers", *_SHAPES.values(), "score of random steps"]
-        work.shown.append(table_of("trajectories", ["model"], numbers, rows, "mean over tokens"))
+        work.shown.append(
+            table_of("trajectories", ["model"], numbers, rows, "mean over tokens")
+        )
 
 
-def _sources(models: list[str], checkpoints: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and arguments of `load_model`; of checkpoints of one model, the step alone is the name."""
+def _sources(
+    models: list[str], checkpoints: list[str] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and arguments of `load_model`; of checkpoints of one model, the step alone
+    is the name.
+    """
     for model in models:
         if checkpoints is None:
             yield model, {"name": model}
@@ -97,19 +133,27 @@ def _sources(models: list[str], checkpoints: list[str] | None) -> Iterator[tuple
 
 
 @command
-def redundancy(setup: OneModel, comparing: Comparing, prompts: Prompts, out: Out = OUT) -> None:
-    """What the model can do without: blocks dropped, swapped, merged and projected, and an early exit.
+def redundancy(
+    setup: OneModel, comparing: Comparing, prompts: Prompts, out: Out = OUT
+) -> None:
+    """What the model can do without: blocks dropped, swapped, merged and projected, and
+    an early exit.
 
-    Prints the change in loss that each costs, layer by layer, beside the coupling of the block with all others; and
-    whether coupling or block influence predicts it (Spearman's ρ over layers). Prompts need two tokens.
+    Prints the change in loss that each costs, layer by layer, beside the coupling of
+    the block with all others; and whether coupling or block influence predicts it
+    (Spearman's ρ over layers). Prompts need two tokens.
 
     Examples:
 
-      tl-coupling redundancy --model gpt2 --prompts prompts.jsonl --k 10 --out redundancy
+      tl-coupling redundancy --model gpt2 --prompts prompts.jsonl --k 10 --out
+      redundancy
     """
     with at_work(out) as work:
         loaded: Any = setup.load(untrained=False)
-        how: dict[str, Any] = {"prepend_bos": setup.prepend_bos, "orientation": comparing.orientation}
+        how: dict[str, Any] = {
+            "prepend_bos": setup.prepend_bos,
+            "orientation": comparing.orientation,
+        }
         ks = comparing.ks if comparing.k else comparing.up_to(loaded.cfg.d_model)
         data = layer_redundancy(loaded, prompts.chosen(), k=ks, **how)
         correlations = redundancy_correlations(data)
@@ -118,25 +162,38 @@ def redundancy(setup: OneModel, comparing: Comparing, prompts: Prompts, out: Out
         k = ks[-1]
         mean, rho = data.sel(k=k).mean("prompt"), correlations.sel(k=k, blocks="all")
         costs = {
-            name: (mean[f"loss_{name}"] - mean["loss"]).values.tolist() for name in (*CHANGES, "projected", "exited")
+            name: (mean[f"loss_{name}"] - mean["loss"]).values.tolist()
+            for name in (*CHANGES, "projected", "exited")
         }
         predicted = {
-            of: dict(zip(CHANGES, rho[of].values.tolist(), strict=True)) for of in ("coupling", "block_influence")
+            of: dict(zip(CHANGES, rho[of].values.tolist(), strict=True))
+            for of in ("coupling", "block_influence")
         }
-        summary = {"k": k, "n_prompts": data.sizes["prompt"], "loss": float(mean["loss"]), "change_in_loss": costs}
-        pictures = {f"redundancy-k{one}.png": partial(tlc.plots.plot_redundancy, data, k=one) for one in ks}
+        summary = {
+            "k": k,
+            "n_prompts": data.sizes["prompt"],
+            "loss": float(mean["loss"]),
+            "change_in_loss": costs,
+        }
+        pictures = {
+            f"redundancy-k{one}.png": partial(tlc.plots.plot_redundancy, data, k=one)
+            for one in ks
+        }
         work.finish(summary | {"spearman": predicted, "attrs": data.attrs}, pictures)
         of_layers = [*costs.values(), mean["coupling_with_others"].values.tolist()]
         rows = [
-            [layer, *(f"{of[layer]:+.3f}" if layer < len(of) else "" for of in of_layers)]
+            [
+                layer,
+                *(f"{of[layer]:+.3f}" if layer < len(of) else "" for of in of_layers),
+            ]
             for layer in range(data.sizes["layer"])
         ]
         said = [
             f"{change} {predicted['coupling'][change]:+.2f} ({predicted['block_influence'][change]:+.2f})"
             for change in CHANGES
         ]
-        caption = (
-            f"mean over {data.sizes['prompt']} prompts, k = {k}\nρ with coupling (block influence): {', '.join(said)}"
-        )
+        caption = f"mean over {data.sizes['prompt']} prompts, k = {k}\nρ with coupling (block influence): {', '.join(said)}"
         title = f"{data.attrs['model']}: change in loss from {float(mean['loss']):.3f} nats per token"
-        work.shown.append(table_of(title, ["layer"], [*costs, "coupling"], rows, caption))
+        work.shown.append(
+            table_of(title, ["layer"], [*costs, "coupling"], rows, caption)
+        )

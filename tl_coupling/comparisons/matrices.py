@@ -25,19 +25,23 @@ def jacobian_coupling(
     position: int = -1,
     provenance: Mapping[str, Any] | None = None,
 ) -> CouplingMap:
-    """Coupling of every two of the Jacobians given, as `depth_coupling` measures it of every two layers.
+    """Coupling of every two of the Jacobians given, as `depth_coupling` measures it of
+    every two layers.
 
-    For Jacobians without something, such as `coupling.without_top` or `coupling.without_shared` gives, or of another
-    model's making.
+    For Jacobians without something, such as `coupling.without_top` or
+    `coupling.without_shared` gives, or of another model's making.
 
     Args:
         J: a stack of Jacobians, as `block_jacobians` gives.
         k, orientation: as in `depth_coupling`.
-        layers, position: what the rows and columns are called; layers from 0 on, the last token.
-        provenance: what the result should say of where they are from, such as `trace.provenance`.
+        layers, position: what the rows and columns are called; layers from 0 on, the
+            last token.
+        provenance: what the result should say of where they are from, such as
+            `trace.provenance`.
 
-    Returns a `CouplingMap` of kind "depth". ValueError for k outside `[1, d_model]` and for more or fewer layers than
-    matrices; warnings as in `depth_coupling`. Cost: an SVD of each, then `2 n_layers² k d_model²` flops.
+    Returns a `CouplingMap` of kind "depth". ValueError for k outside `[1, d_model]` and
+    for more or fewer layers than matrices; warnings as in `depth_coupling`. Cost: an
+    SVD of each, then `2 n_layers² k d_model²` flops.
 
     Example:
         >>> J = tlc.block_jacobians(trace)
@@ -54,5 +58,13 @@ def jacobian_coupling(
     top = spectrum.top(k)
     fill_pairs(A, J, top, orientation)
     at = (position,) * n
-    named = rows, rows, at, at, "depth", orientation, dict(provenance or {}) | {"svd": spectrum.method}
+    named = (
+        rows,
+        rows,
+        at,
+        at,
+        "depth",
+        orientation,
+        dict(provenance or {}) | {"svd": spectrum.method},
+    )
     return CouplingMap(A, top.S, torch.linalg.matrix_norm(J), d, *named)

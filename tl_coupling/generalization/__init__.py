@@ -1,4 +1,6 @@
-"""Coupling against generalization across models: tables, fits, bootstrap, and what else could explain the score."""
+"""Coupling against generalization across models: tables, fits, bootstrap, and what else
+could explain the score.
+"""
 
 from tl_coupling.generalization.associations import (
     Bootstrap,

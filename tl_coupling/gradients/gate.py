@@ -1,4 +1,6 @@
-"""What the checks of a block function are made of: what they find, how they look, and what they say."""
+"""What the checks of a block function are made of: what they find, how they look, and
+what they say.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +14,23 @@ from torch.overrides import TorchFunctionMode
 
 from tl_coupling.blocks.contexts import BlockError
 
-# Functions without a slope, and casts: where their steps are wider than the moves, only their names reveal them.
-_STAIRS = {"round", "floor", "ceil", "trunc", "fix", "quantize_per_tensor", "quantize_per_channel"}
+# Functions without a slope, and casts: where their steps are wider than the moves, only
+# their names reveal them.
+_STAIRS = {
+    "round",
+    "floor",
+    "ceil",
+    "trunc",
+    "fix",
+    "quantize_per_tensor",
+    "quantize_per_channel",
+}
 _CASTS = {"to", "type", "long", "int", "short", "char"}
 
 
 class StepError(ValueError):
-    """A block, called again, is not the function that was traced: its weights or hooks changed, or it draws at random.
+    """A block, called again, is not the function that was traced: its weights or hooks
+    changed, or it draws at random.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.PReLU(init=0.9))
@@ -33,7 +45,8 @@ class StepError(ValueError):
 
 
 class DerivativeError(ValueError):
-    """A block function has no derivative, or another one than automatic differentiation gives.
+    """A block function has no derivative, or another one than automatic differentiation
+    gives.
 
     Example:
         >>> class Rounds(torch.nn.Module):
@@ -50,7 +63,9 @@ class DerivativeError(ValueError):
 
 
 class Reference(NamedTuple):
-    """The full sequence's `f(X)[t]`, a seeded random u, and `uᵀ J_{· t}` of every input row, `[n_pos d_model]`."""
+    """The full sequence's `f(X)[t]`, a seeded random u, and `uᵀ J_{· t}` of every input
+    row, `[n_pos d_model]`.
+    """
 
     y: Float[Tensor, " d_model"]
     u: Float[Tensor, " d_model"]
@@ -59,7 +74,9 @@ class Reference(NamedTuple):
 
 @contextmanager
 def mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]:
-    """Context in which the block's MLP computes these rows only and gives zeros for the others."""
+    """Context in which the block's MLP computes these rows only and gives zeros for the
+    others.
+    """
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         match args:
@@ -88,12 +105,28 @@ class Stairs(TorchFunctionMode):
 
     found: str | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        quantized = isinstance(func, OpOverloadPacket) and str(func).startswith("quantized.")
-        to_integers = name in _CASTS and isinstance(output, Tensor) and not output.is_floating_point()
-        if (quantized or to_integers or name in _STAIRS) and isinstance(args[0], Tensor) and args[0].requires_grad:
+        quantized = isinstance(func, OpOverloadPacket) and str(func).startswith(
+            "quantized."
+        )
+        to_integers = (
+            name in _CASTS
+            and isinstance(output, Tensor)
+            and not output.is_floating_point()
+        )
+        if (
+            (quantized or to_integers or name in _STAIRS)
+            and isinstance(args[0], Tensor)
+            and args[0].requires_grad
+        ):
             self.found = str(func) if quantized else name
         return output
 

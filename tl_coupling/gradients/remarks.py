@@ -7,9 +7,11 @@ from tl_coupling.arguments import warn_caller
 
 @dataclass(eq=False)
 class Remarks:
-    """What a user would not expect of a measured trace, for its provenance; the first of each kind is a warning too.
+    """What a user would not expect of a measured trace, for its provenance; the first
+    of each kind is a warning too.
 
-    `normalising_layers` are the layers whose residual branches were compared before their norms.
+    `normalising_layers` are the layers whose residual branches were compared before
+    their norms.
     """
 
     texts: list[str] = field(default_factory=list)

@@ -1,4 +1,6 @@
-"""Jacobians of block functions, products with them that never build the matrix, and what they take."""
+"""Jacobians of block functions, products with them that never build the matrix, and
+what they take.
+"""
 
 # ruff: noqa: F401
 from tl_coupling.jacobians.connections import Connection, Function
@@ -12,4 +14,11 @@ from tl_coupling.jacobians.jacobians import (
 from tl_coupling.jacobians.plan import Plan, plan
 from tl_coupling.jacobians.products import block_jvp, block_vjp
 
-__all__ = ["Plan", "block_jacobian", "block_jacobians", "block_jvp", "block_vjp", "plan"]
+__all__ = [
+    "Plan",
+    "block_jacobian",
+    "block_jacobians",
+    "block_jvp",
+    "block_vjp",
+    "plan",
+]

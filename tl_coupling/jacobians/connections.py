@@ -5,12 +5,15 @@ from typing import Literal, NamedTuple
 from tl_coupling.gradients import BlockFunction
 from tl_coupling.traces import Trace
 
-# Of a block that normalises the stream: block(X) − X, or what its residual branches add before the norms.
+# Of a block that normalises the stream: block(X) − X, or what its residual branches add
+# before the norms.
 Function = Literal["block", "branches"]
 
 
 class Connection(NamedTuple):
-    """Names one `J^l_{t1 t2}`: a block, from one token to another; `position` is the token that labels a result."""
+    """Names one `J^l_{t1 t2}`: a block, from one token to another; `position` is the
+    token that labels a result.
+    """
 
     layer: int
     input_position: int
@@ -20,13 +23,25 @@ class Connection(NamedTuple):
     def __str__(self) -> str:
         if self.input_position == self.output_position:
             return f"layer {self.layer}, token {self.position}"
-        return f"layer {self.layer}, tokens {self.input_position}→{self.output_position}"
+        return (
+            f"layer {self.layer}, tokens {self.input_position}→{self.output_position}"
+        )
 
 
 def connected(
-    trace: Trace, layer: int, position: int, input_position: int | None, output_position: int | None
+    trace: Trace,
+    layer: int,
+    position: int,
+    input_position: int | None,
+    output_position: int | None,
 ) -> tuple[BlockFunction, int, int]:
-    """Return the block, t1 and t2 that a caller names by layer and positions, counted from 0."""
-    t1 = trace.position_index(position if input_position is None else input_position, "input_position")
-    t2 = trace.position_index(position if output_position is None else output_position, "output_position")
+    """Return the block, t1 and t2 that a caller names by layer and positions, counted
+    from 0.
+    """
+    t1 = trace.position_index(
+        position if input_position is None else input_position, "input_position"
+    )
+    t2 = trace.position_index(
+        position if output_position is None else output_position, "output_position"
+    )
     return trace.blocks[trace.layer_index(layer)], t1, t2

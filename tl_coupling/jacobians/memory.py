@@ -1,4 +1,6 @@
-"""What a comparison needs in memory, and where its Jacobians are kept: there, or in a file where they do not fit."""
+"""What a comparison needs in memory, and where its Jacobians are kept: there, or in a
+file where they do not fit.
+"""
 
 import re
 import tempfile
@@ -19,9 +21,11 @@ from tl_coupling.traces import Trace
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-# Copies of the widest activation of a chunk, and of a matrix in its SVD, that are in memory at once: measured.
+# Copies of the widest activation of a chunk, and of a matrix in its SVD, that are in
+# memory at once: measured.
 _ACTIVATIONS, _OF_SVD = 4, 12
-# Entries of the matrices whose SVDs are taken together (float32: 4 MiB), at least one for each thread.
+# Entries of the matrices whose SVDs are taken together (float32: 4 MiB), at least one
+# for each thread.
 _SVD_BUDGET = 2**20
 # Of the memory that is free, what Jacobians may take unless a limit is given.
 _SHARE = 0.5
@@ -31,8 +35,14 @@ _MOST_PROMPTS = 32
 def n_bytes(limit: int | str) -> int:
     """A number of bytes, from one or from a text such as "3GiB"."""
     found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]*)\s*", str(limit))
-    if not found or found[2] not in _UNITS or (size := int(float(found[1]) * _UNITS[found[2]])) < 1:
-        raise ValueError(f'must be a number of bytes, or a text such as "3GiB" or "500MB", got {limit!r}')
+    if (
+        not found
+        or found[2] not in _UNITS
+        or (size := int(float(found[1]) * _UNITS[found[2]])) < 1
+    ):
+        raise ValueError(
+            f'must be a number of bytes, or a text such as "3GiB" or "500MB", got {limit!r}'
+        )
     return size
 
 
@@ -46,7 +56,11 @@ MemoryLimit = Annotated[int | str, _is_size]
 
 def in_words(size: int | float) -> str:
     """A number of bytes for reading."""
-    unit = next(unit for unit in ("TiB", "GiB", "MiB", "KiB", "B") if size >= _UNITS[unit] or unit == "B")
+    unit = next(
+        unit
+        for unit in ("TiB", "GiB", "MiB", "KiB", "B")
+        if size >= _UNITS[unit] or unit == "B"
+    )
     return f"{size / _UNITS[unit]:.3g} {unit}"
 
 
@@ -56,7 +70,8 @@ class Needs:
 
     Attributes:
         result: the matrices A of one prompt.
-        spectra: the columns' singular vectors, twice, because they are laid out anew, and their images.
+        spectra: the columns' singular vectors, twice, because they are laid out anew,
+            and their images.
         jacobians: those that are needed twice, as rows and as columns.
         matrix: one Jacobian.
         of_seed: what computing one row of a Jacobian takes.
@@ -74,11 +89,24 @@ class Needs:
 
     @classmethod
     def of(
-        cls, block: nn.Module, d: int, itemsize: int, n_rows: int, n_cols: int, k: int, n_maps: int, same: bool
+        cls,
+        block: nn.Module,
+        d: int,
+        itemsize: int,
+        n_rows: int,
+        n_cols: int,
+        k: int,
+        n_maps: int,
+        same: bool,
     ) -> "Needs":
-        """Those of `n_maps` maps of a width; `same` if rows and columns are the same connections."""
-        # The longest row or column of the block's matrices is the widest activation; at least 4 d, as is usual.
-        longest = max((max(p.shape[-2:]) for p in block.parameters() if p.ndim > 1), default=0)
+        """Those of `n_maps` maps of a width; `same` if rows and columns are the same
+        connections.
+        """
+        # The longest row or column of the block's matrices is the widest activation; at
+        # least 4 d, as is usual.
+        longest = max(
+            (max(p.shape[-2:]) for p in block.parameters() if p.ndim > 1), default=0
+        )
         width, n_threads = max(4, -(-longest // d)), torch.get_num_threads()
         return cls(
             result=n_maps * n_rows * n_cols * k * k * itemsize,
@@ -92,7 +120,9 @@ class Needs:
 
     @property
     def working(self) -> int:
-        """What a Jacobian takes while it is computed, or SVDs while they are taken, each in a thread."""
+        """What a Jacobian takes while it is computed, or SVDs while they are taken,
+        each in a thread.
+        """
         jacobian = self.chunk_size * self.of_seed + self.matrix
         svds = min(self.at_once, torch.get_num_threads()) * _OF_SVD * self.matrix
         return max(jacobian, svds) + 2 * self.at_once * self.matrix
@@ -103,10 +133,18 @@ class Needs:
         return self.result + self.spectra + self.working
 
     def within(self, limit: int) -> "Needs":
-        """With fewer rows and matrices at a time, if need be. Raises ValueError where that is not enough."""
+        """With fewer rows and matrices at a time, if need be. Raises ValueError where
+        that is not enough.
+        """
         needs = self
-        while needs.beside_jacobians > limit and (needs.chunk_size > 1 or needs.at_once > 1):
-            needs = replace(needs, chunk_size=max(1, needs.chunk_size // 2), at_once=max(1, needs.at_once // 2))
+        while needs.beside_jacobians > limit and (
+            needs.chunk_size > 1 or needs.at_once > 1
+        ):
+            needs = replace(
+                needs,
+                chunk_size=max(1, needs.chunk_size // 2),
+                at_once=max(1, needs.at_once // 2),
+            )
         if (least := needs.beside_jacobians) > limit:
             wanted = f"at least {in_words(least)} for this comparison"
             raise ValueError(f"`max_memory` must be {wanted}, got {in_words(limit)}")
@@ -115,15 +153,17 @@ class Needs:
     def kept_in_memory(self, limit: int | None, block: nn.Module) -> bool:
         """Whether the Jacobians that are needed twice are kept in memory.
 
-        Without a limit, if they take no more than half of what is free; of a model that is read from disk, no more than
-        a block's weights.
+        Without a limit, if they take no more than half of what is free; of a model that
+        is read from disk, no more than a block's weights.
         """
         weights = list(block.parameters())
         if limit is not None:
             return self.jacobians <= limit - self.beside_jacobians
         if is_hollow(block):
             return self.jacobians <= 4 * sum(p.numel() for p in weights)
-        return self.jacobians <= _SHARE * _free_memory(weights[0].device if weights else torch.device("cpu"))
+        return self.jacobians <= _SHARE * _free_memory(
+            weights[0].device if weights else torch.device("cpu")
+        )
 
 
 def _free_memory(device: torch.device) -> float:
@@ -132,14 +172,23 @@ def _free_memory(device: torch.device) -> float:
         return float(torch.cuda.mem_get_info(device)[0])
     with suppress(OSError, IndexError, ValueError):
         if device.type == "cpu":
-            return float(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+            return (
+                float(
+                    Path("/proc/meminfo")
+                    .read_text()
+                    .split("MemAvailable:")[1]
+                    .split()[0]
+                )
+                * 1024
+            )
     return float("inf")
 
 
 class Shelf:
     """Matrices of one shape, put down in order: in memory, or in a temporary file.
 
-    The file has no name where the system allows that (not on Windows): nothing of it is left, however this ends.
+    The file has no name where the system allows that (not on Windows): nothing of it is
+    left, however this ends.
     """
 
     def __init__(self, n: int, like: Float[Tensor, "d d"], in_memory: bool) -> None:
@@ -174,7 +223,8 @@ class Shelf:
 
 
 def sharing_a_sweep(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
-    """Traces in groups: several of one model that is read from disk, where one reading serves all; else one by one.
+    """Traces in groups: several of one model that is read from disk, where one reading
+    serves all; else one by one.
 
     As many as have Jacobians no larger than the weights that are read.
     """
@@ -192,4 +242,6 @@ def _n_sharing(trace: Trace) -> int:
     if not is_hollow(trace.model):
         return 1
     weights = sum(p.numel() * p.element_size() for p in trace.model.parameters())
-    return max(1, min(_MOST_PROMPTS, weights // (4 * trace.n_layers * trace.d_model**2)))
+    return max(
+        1, min(_MOST_PROMPTS, weights // (4 * trace.n_layers * trace.d_model**2))
+    )

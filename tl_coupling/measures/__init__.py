@@ -1,7 +1,14 @@
-"""Coupling and alignment matrices, their measures, and what random subspaces would give. Pure tensors."""
+"""Coupling and alignment matrices, their measures, and what random subspaces would
+give. Pure tensors.
+"""
 # ruff: noqa: F401
 
-from tl_coupling.measures.alignment import Sides, alignment_matrices, subspace_overlap, vector_alignment
+from tl_coupling.measures.alignment import (
+    Sides,
+    alignment_matrices,
+    subspace_overlap,
+    vector_alignment,
+)
 from tl_coupling.measures.measures import (
     BOUNDED_BY_1,
     MEASURES,

@@ -1,7 +1,9 @@
-"""Jacobians without what may couple them for a simple reason: their own largest gains, or directions that all share.
+"""Jacobians without what may couple them for a simple reason: their own largest gains,
+or directions that all share.
 
-An outlier direction of the stream, or an attention sink, is the leading pair of singular directions of many blocks: one
-pair can couple all of them. `comparisons.jacobian_coupling` of what is left here says whether the rest is coupled.
+An outlier direction of the stream, or an attention sink, is the leading pair of
+singular directions of many blocks: one pair can couple all of them.
+`comparisons.jacobian_coupling` of what is left here says whether the rest is coupled.
 """
 
 import torch
@@ -14,13 +16,15 @@ from tl_coupling.spectra import svd
 
 
 @checked
-def without_top(J: Float[Tensor, "*batch d_model d_model"], r: Count) -> Float[Tensor, "*batch d_model d_model"]:
+def without_top(
+    J: Float[Tensor, "*batch d_model d_model"], r: Count
+) -> Float[Tensor, "*batch d_model d_model"]:
     r"""Jacobians without their own first r singular pairs.
 
     .. math:: J - \sum_{i \le r} \sigma_i u_i v_i^\top
 
-    Its leading singular values are then those from the (r+1)-th on. ValueError for r above `d_model`. Cost: an SVD of
-    each.
+    Its leading singular values are then those from the (r+1)-th on. ValueError for r
+    above `d_model`. Cost: an SVD of each.
 
     Example:
         >>> tlc.svd(tlc.measures.without_top(torch.diag(torch.tensor([3.0, 2.0, 1.0])), 1)).S
@@ -32,14 +36,18 @@ def without_top(J: Float[Tensor, "*batch d_model d_model"], r: Count) -> Float[T
 
 
 @checked
-def without_shared(J: Float[Tensor, "n_layers d_model d_model"], r: Count) -> Float[Tensor, "n_layers d_model d_model"]:
-    r"""Jacobians without the r left and the r right directions that all layers share most.
+def without_shared(
+    J: Float[Tensor, "n_layers d_model d_model"], r: Count
+) -> Float[Tensor, "n_layers d_model d_model"]:
+    r"""Jacobians without the r left and the r right directions that all layers share
+    most.
 
     .. math:: (1 - P P^\top)\, J_l\, (1 - Q Q^\top)
 
-    P holds the leading eigenvectors of `Σ_l J_l J_lᵀ / ‖J_l‖_F²`, Q those of `Σ_l J_lᵀ J_l / ‖J_l‖_F²`: every layer has
-    the same weight. ValueError for r above `d_model`, and for a Jacobian that is zero. Cost: two products and a share
-    of two symmetric eigenvalue problems for each layer.
+    P holds the leading eigenvectors of `Σ_l J_l J_lᵀ / ‖J_l‖_F²`, Q those of `Σ_l J_lᵀ
+    J_l / ‖J_l‖_F²`: every layer has the same weight. ValueError for r above `d_model`,
+    and for a Jacobian that is zero. Cost: two products and a share of two symmetric
+    eigenvalue problems for each layer.
 
     Example:
         >>> J = tlc.block_jacobians(trace)
@@ -50,14 +58,21 @@ def without_shared(J: Float[Tensor, "n_layers d_model d_model"], r: Count) -> Fl
     _check_r(J, r)
     norms = torch.linalg.matrix_norm(finite(J, "J"), keepdim=True)
     if not bool(norms.all()):
-        raise ValueError("a Jacobian in `J` is zero: it shares no directions, leave it out")
+        raise ValueError(
+            "a Jacobian in `J` is zero: it shares no directions, leave it out"
+        )
     unit = J / norms
     # eigh orders upwards.
-    P, Q = (torch.linalg.eigh(gram.sum(0)).eigenvectors[:, -r:] for gram in (unit @ unit.mT, unit.mT @ unit))
+    P, Q = (
+        torch.linalg.eigh(gram.sum(0)).eigenvectors[:, -r:]
+        for gram in (unit @ unit.mT, unit.mT @ unit)
+    )
     J = J - P @ (P.mT @ J)
     return J - (J @ Q) @ Q.mT
 
 
 def _check_r(J: Tensor, r: int) -> None:
     if r > (d := J.shape[-1]):
-        raise ValueError(f"`r` must lie in [1, {d}] (the number of directions), got {r}")
+        raise ValueError(
+            f"`r` must lie in [1, {d}] (the number of directions), got {r}"
+        )

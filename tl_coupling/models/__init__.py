@@ -15,7 +15,14 @@ from tl_coupling.models.loaded import (
     missing_head,
     reads_pixels,
 )
-from tl_coupling.models.loading import EMBEDDED_MODEL, Backend, Memory, empty_model, load_model, named_device
+from tl_coupling.models.loading import (
+    EMBEDDED_MODEL,
+    Backend,
+    Memory,
+    empty_model,
+    load_model,
+    named_device,
+)
 from tl_coupling.models.model_files import changed_file, described_files
 from tl_coupling.models.quantized import Quantization, dequantising, needs_package
 from tl_coupling.models.streaming import filled, is_hollow, looked_up, looks_up

@@ -1,4 +1,6 @@
-"""Copies of models in HuggingFace format, in the user's cache: whole or not there, whoever writes them at once."""
+"""Copies of models in HuggingFace format, in the user's cache: whole or not there,
+whoever writes them at once.
+"""
 
 import json
 import os
@@ -12,11 +14,14 @@ from pathlib import Path
 
 def cache_root() -> Path:
     """Where copies are kept; it may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tl_coupling"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tl_coupling"
+    )
 
 
 def write_copy(folder: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a folder beside `folder`, in the cache, then rename it; a damaged one is replaced.
+    """Let `write` fill a folder beside `folder`, in the cache, then rename it; a
+    damaged one is replaced.
 
     Raises:
         OSError: the cache cannot be written.
@@ -26,7 +31,10 @@ def write_copy(folder: Path, write: Callable[[Path], object]) -> None:
     # What a killed conversion left (half a gigabyte) and nobody touched for an hour.
     for left_over in root.glob("tmp*/"):
         with suppress(FileNotFoundError):
-            if max(path.stat().st_mtime for path in (left_over, *left_over.rglob("*"))) < time.time() - 3600:
+            if (
+                max(path.stat().st_mtime for path in (left_over, *left_over.rglob("*")))
+                < time.time() - 3600
+            ):
                 shutil.rmtree(left_over, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=root) as room:
         write(new := Path(room, "new"))
@@ -40,10 +48,16 @@ def write_copy(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether every file is complete. Opening the weights compares their length with their table of contents."""
+    """Whether every file is complete. Opening the weights compares their length with
+    their table of contents.
+    """
     from safetensors import SafetensorError, safe_open
 
-    keys = {"config.json": "model_type", "tokenizer.json": "model", "tokenizer_config.json": "tokenizer_class"}
+    keys = {
+        "config.json": "model_type",
+        "tokenizer.json": "model",
+        "tokenizer_config.json": "tokenizer_class",
+    }
     try:
         for file in _weights(folder):
             with safe_open(file, "pt") as weights:
@@ -64,12 +78,16 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _is_whole_object(file: Path, key: str) -> bool:
-    """Whether a file holds a JSON object to its end. Parsing it is slow: a tokenizer may have 33 MB."""
+    """Whether a file holds a JSON object to its end. Parsing it is slow: a tokenizer
+    may have 33 MB.
+    """
     text = file.read_text("utf-8").strip()
     return text.startswith("{") and text.endswith("}") and f'"{key}"' in text
 
 
 def _write_through(file: Path) -> None:
-    """Have the system write a file to the disk, so that after a crash it is not of the right length, and empty."""
+    """Have the system write a file to the disk, so that after a crash it is not of the
+    right length, and empty.
+    """
     with file.open("rb+") as written:
         os.fsync(written.fileno())

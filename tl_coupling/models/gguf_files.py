@@ -1,7 +1,9 @@
-"""GGUF files: converted once into a copy in the user's cache, by transformers, and read from that copy later.
+"""GGUF files: converted once into a copy in the user's cache, by transformers, and read
+from that copy later.
 
-Reading the file of a model of 270 million weights takes half a minute or more, most of it for its tokenizer; reading
-the copy takes two seconds, and its weights may stay on disk. The copy holds the dequantised weights in float32.
+Reading the file of a model of 270 million weights takes half a minute or more, most of
+it for its tokenizer; reading the copy takes two seconds, and its weights may stay on
+disk. The copy holds the dequantised weights in float32.
 """
 
 import copy
@@ -37,33 +39,48 @@ def is_gguf(name: str) -> bool:
 
 
 class GgufModel:
-    """The model in a GGUF file: `folder`, the copy in HuggingFace format, or `loaded` where none could be written."""
+    """The model in a GGUF file: `folder`, the copy in HuggingFace format, or `loaded`
+    where none could be written.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.path = name, Path(name)
         if not self.path.is_file():
-            raise ModelError(f"there is no file {name!r}: wanted a GGUF file, or another model's name or folder")
+            raise ModelError(
+                f"there is no file {name!r}: wanted a GGUF file, or another model's name or folder"
+            )
         needs_package(repr(name), "gguf")
         made_by = f"transformers-{version('transformers')}"
-        self.folder: Path | None = cache_root() / f"gguf-{_checksum(self.path)}-{made_by}-float32"
+        self.folder: Path | None = (
+            cache_root() / f"gguf-{_checksum(self.path)}-{made_by}-float32"
+        )
         self.loaded: LoadedWeights | None = None
         self.config: Any = None
         self.tokenizer: Any = None
 
     def convert(self, needs_folder: bool) -> None:
-        """Write the copy unless it is there. Where the cache cannot be written, keep the model itself, with a warning.
+        """Write the copy unless it is there. Where the cache cannot be written, keep
+        the model itself, with a warning.
 
         Raises:
-            ModelError: a file that is damaged, lacks weights or has others than its configuration says, or is of an
-                architecture that transformers does not know; the cache cannot be written, and `needs_folder`.
+            ModelError: a file that is damaged, lacks weights or has others than its
+                configuration says, or is of an architecture that transformers does not
+                know; the cache cannot be written, and `needs_folder`.
         """
         folder = self.folder
         assert folder is not None
         if is_whole(folder):
             return
-        steps = (self._check_header, self._read_config, self._read_tokenizer, self._read_weights)
+        steps = (
+            self._check_header,
+            self._read_config,
+            self._read_tokenizer,
+            self._read_weights,
+        )
         with self._errors_named(), _parsed_once():
-            for step in with_progress(steps, None, f"converting {self.path.name}, once"):
+            for step in with_progress(
+                steps, None, f"converting {self.path.name}, once"
+            ):
                 step()
         try:
             write_copy(folder, self._save)
@@ -73,14 +90,20 @@ class GgufModel:
             # The writer of safetensors has errors of its own for a full disk.
             said = f"the converted copy of {self.name!r} cannot be kept in {folder.parent} ({error})"
             if needs_folder:
-                raise ModelError(f'{said}, and `memory="stream"` reads from it: set XDG_CACHE_HOME') from error
-            warn_caller(f"{said}: the file is converted anew each time; XDG_CACHE_HOME says where caches are")
+                raise ModelError(
+                    f'{said}, and `memory="stream"` reads from it: set XDG_CACHE_HOME'
+                ) from error
+            warn_caller(
+                f"{said}: the file is converted anew each time; XDG_CACHE_HOME says where caches are"
+            )
             self.folder = None
             return
         self.loaded = None
 
     def untrained(self, fresh: Callable[[Any, Any], nn.Module]) -> nn.Module:
-        """What `fresh` makes of the configuration; weights are not read, from the copy or from the file."""
+        """What `fresh` makes of the configuration; weights are not read, from the copy
+        or from the file.
+        """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         assert self.folder is not None
@@ -96,10 +119,15 @@ class GgufModel:
 
     @property
     def _file(self) -> dict[str, Any]:
-        return {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
+        return {
+            "pretrained_model_name_or_path": self.path.parent,
+            "gguf_file": self.path.name,
+        }
 
     def _check_header(self) -> None:
-        """Raise ModelError on a depth that nobody builds, and on layers beyond it, which transformers leaves out."""
+        """Raise ModelError on a depth that nobody builds, and on layers beyond it,
+        which transformers leaves out.
+        """
         import gguf
 
         reader: Any = gguf.GGUFReader(self.path)
@@ -113,7 +141,9 @@ class GgufModel:
         deepest = max((int(layer[1]) for layer in named if layer), default=-1)
         if deepest >= n_layers:
             said = f"{self.name!r} holds weights of layer {deepest}, counted from 0, and says that it has {n_layers}"
-            raise ModelError(f"{said} layers: its configuration is another model's; convert the model again")
+            raise ModelError(
+                f"{said} layers: its configuration is another model's; convert the model again"
+            )
 
     def _read_config(self) -> None:
         from transformers import AutoConfig
@@ -128,7 +158,11 @@ class GgufModel:
     def _read_weights(self) -> None:
         from transformers import AutoModelForCausalLM
 
-        options = {"dtype": torch.float32, "attn_implementation": "eager", "config": self.config}
+        options = {
+            "dtype": torch.float32,
+            "attn_implementation": "eager",
+            "config": self.config,
+        }
         load = AutoModelForCausalLM.from_pretrained
         self.loaded = load_whole(self.name, load, **self._file, **options)
         _plain(self.loaded.model)
@@ -137,7 +171,11 @@ class GgufModel:
         assert self.loaded is not None
         model: Any = self.loaded.model
         missing = set(self.loaded.missing_of_head)
-        state = {key: tensor for key, tensor in model.state_dict().items() if key not in missing}
+        state = {
+            key: tensor
+            for key, tensor in model.state_dict().items()
+            if key not in missing
+        }
         model.save_pretrained(folder, state_dict=state)
         self.tokenizer.save_pretrained(folder)
 
@@ -156,11 +194,15 @@ class GgufModel:
                 advice = "load the same model from a folder or hub name in HuggingFace format"
             else:
                 advice = "the file is damaged, or not a GGUF file; load it down again and compare its checksum"
-            raise ModelError(f"could not load {self.name!r}: {advice} ({type(error).__name__}: {said})") from error
+            raise ModelError(
+                f"could not load {self.name!r}: {advice} ({type(error).__name__}: {said})"
+            ) from error
 
 
 def _plain(model: Any) -> nn.Module:
-    """A model that came from a GGUF file refuses to be saved, although its weights are plain float32 by now."""
+    """A model that came from a GGUF file refuses to be saved, although its weights are
+    plain float32 by now.
+    """
     model.config = without_quantization(model.config)
     model.config.architectures = [type(model).__name__]
     vars(model).pop("hf_quantizer", None)
@@ -172,14 +214,18 @@ def _checksum(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         chunks = iter(lambda: file.read(2**24), b"")
-        for chunk in with_progress(chunks, None, f"checksum of {path.name}, in pieces of 16 MiB"):
+        for chunk in with_progress(
+            chunks, None, f"checksum of {path.name}, in pieces of 16 MiB"
+        ):
             digest.update(chunk)
     return digest.hexdigest()[:32]
 
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Context in which transformers parses a GGUF file once, not for each of configuration, tokenizer and weights."""
+    """Context in which transformers parses a GGUF file once, not for each of
+    configuration, tokenizer and weights.
+    """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as legacy
 
@@ -188,7 +234,11 @@ def _parsed_once() -> Iterator[None]:
     parse = cache(load)
 
     def load_once(path: Any, return_tensors: bool = False, **options: Any) -> Any:
-        return load(path, return_tensors=True, **options) if return_tensors else copy.deepcopy(parse(str(path)))
+        return (
+            load(path, return_tensors=True, **options)
+            if return_tensors
+            else copy.deepcopy(parse(str(path)))
+        )
 
     with (
         patch.object(gguf, "GGUFReader", lambda path: reader(str(path))),
@@ -198,7 +248,9 @@ def _parsed_once() -> Iterator[None]:
 
 
 def _quick_reader() -> Any:
-    """gguf's reader, without what it does for each token: two arrays, each a map of the file."""
+    """gguf's reader, without what it does for each token: two arrays, each a map of the
+    file.
+    """
     from gguf import GGUFReader, GGUFValueType
 
     class QuickReader(GGUFReader):
@@ -210,8 +262,14 @@ def _quick_reader() -> Any:
         def data(self, mapped: Any) -> None:
             self._bytes: Any = np.asarray(mapped)
 
-        def _get_field_parts(self, orig_offs: int, raw_type: Any) -> tuple[int, list[Any], list[int], list[Any]]:
-            is_array_here = raw_type == _ARRAY and self.byte_order == "I" and sys.byteorder == "little"
+        def _get_field_parts(
+            self, orig_offs: int, raw_type: Any
+        ) -> tuple[int, list[Any], list[int], list[Any]]:
+            is_array_here = (
+                raw_type == _ARRAY
+                and self.byte_order == "I"
+                and sys.byteorder == "little"
+            )
             if not is_array_here or int(self._get(orig_offs, np.uint32)[0]) != _STRING:
                 return super()._get_field_parts(orig_offs, raw_type)
             start = orig_offs + 12

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from tl_coupling.arguments import AnyPath
 
-# What transformers reads of a folder beside the weights: configurations, tokenizers, code.
+# What transformers reads of a folder beside the weights: configurations, tokenizers,
+# code.
 _READ = (
     "*config.json",
     "tokenizer*",
@@ -40,9 +41,11 @@ class FileState(NamedTuple):
 
 
 def model_files(source: AnyPath) -> dict[str, Path]:
-    """What a local model is read from, by name: a GGUF file itself, or of a folder weights, configuration, tokenizer.
+    """What a local model is read from, by name: a GGUF file itself, or of a folder
+    weights, configuration, tokenizer.
 
-    What else lies beside them, such as a README or the state of an optimizer, is left out.
+    What else lies beside them, such as a README or the state of an optimizer, is left
+    out.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -52,24 +55,31 @@ def model_files(source: AnyPath) -> dict[str, Path]:
     return {path.name: path for path in sorted(paths) if path.is_file()}
 
 
-def described_files(source: AnyPath, known: dict[str, list[str | int]] | None = None) -> dict[str, list[str | int]]:
+def described_files(
+    source: AnyPath, known: dict[str, list[str | int]] | None = None
+) -> dict[str, list[str | int]]:
     """Of each file of a local model its SHA-256, and its state; JSON-able.
 
-    Cost: every file is read, unless it is in a state that this process has read or that is `known`.
+    Cost: every file is read, unless it is in a state that this process has read or that
+    is `known`.
     """
     described: dict[str, list[str | int]] = {}
     for name, path in model_files(source).items():
         state = FileState.of(path)
         before = (known or {}).get(name)
         is_known = before is not None and before[1:] == list(state)
-        described[name] = before if is_known and before else [_sha256(path, state), *state]
+        described[name] = (
+            before if is_known and before else [_sha256(path, state), *state]
+        )
     return described
 
 
 def changed_file(source: AnyPath, described: dict[str, list[str | int]]) -> str | None:
-    """The name of a file of a local model that is not as described: of other content, new or gone; `None` if none is.
+    """The name of a file of a local model that is not as described: of other content,
+    new or gone; `None` if none is.
 
-    A file that was copied, moved or touched is the same file. Cost: those in another state are read.
+    A file that was copied, moved or touched is the same file. Cost: those in another
+    state are read.
     """
     files = model_files(source)
     if differing := sorted(files.keys() ^ described.keys()):

@@ -1,4 +1,6 @@
-"""Pictures of any kind as a processor takes them: upright, in 8 bits, in colour or grey; and what that did to them."""
+"""Pictures of any kind as a processor takes them: upright, in 8 bits, in colour or
+grey; and what that did to them.
+"""
 
 import os
 import warnings
@@ -7,7 +9,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-# More than photographs have. Decoding and preparing takes about 15 bytes a pixel: 1 GiB for as many.
+# More than photographs have. Decoding and preparing takes about 15 bytes a pixel: 1 GiB
+# for as many.
 MOST_PIXELS = 2**26
 # Modes whose conversion to colour or to grey is the one that everybody expects.
 _USUAL_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX"}
@@ -17,8 +20,8 @@ _SMALLER = f"wanted at most {MOST_PIXELS:,} (8,192 × 8,192): make it smaller"
 class Picture(NamedTuple):
     """An image in the mode that was asked for.
 
-    `exif_orientation` is the camera's, 1 to 8, which has been undone; `remarks` say in words what else was changed, or
-    left out.
+    `exif_orientation` is the camera's, 1 to 8, which has been undone; `remarks` say in
+    words what else was changed, or left out.
     """
 
     image: Image.Image
@@ -27,10 +30,11 @@ class Picture(NamedTuple):
 
 
 def picture_in(mode: str, given: str | os.PathLike[str] | Image.Image) -> Picture:
-    """The picture of a file, or of PIL's, in `"RGB"` or `"L"`. Its size is read before it is decoded.
+    """The picture of a file, or of PIL's, in `"RGB"` or `"L"`. Its size is read before
+    it is decoded.
 
-    Raises ValueError for what is no image, one without pixels or with more than `MOST_PIXELS`, one that cannot be
-    decoded, and grey values whose scale is not known.
+    Raises ValueError for what is no image, one without pixels or with more than
+    `MOST_PIXELS`, one that cannot be decoded, and grey values whose scale is not known.
     """
     if isinstance(given, Image.Image):
         return _in_mode(mode, given, "the image")
@@ -40,7 +44,9 @@ def picture_in(mode: str, given: str | os.PathLike[str] | Image.Image) -> Pictur
         file = open(given, "rb")  # noqa: SIM115
     # A name may have a null byte or characters that no file name has.
     except (OSError, ValueError) as error:
-        raise ValueError(f"this model reads images, and {name} is no image file ({_said(error)})") from None
+        raise ValueError(
+            f"this model reads images, and {name} is no image file ({_said(error)})"
+        ) from None
     with file:
         return _in_mode(mode, _opened(file, name), name)
 
@@ -52,11 +58,17 @@ def _opened(file: BinaryIO, name: str) -> Image.Image:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             return Image.open(file)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise ValueError(f"{name} has too many pixels ({_said(error)}): {_SMALLER}") from None
+        raise ValueError(
+            f"{name} has too many pixels ({_said(error)}): {_SMALLER}"
+        ) from None
     except UnidentifiedImageError:
-        raise ValueError(f"this model reads images, and {name} is no image file of a kind that PIL knows") from None
+        raise ValueError(
+            f"this model reads images, and {name} is no image file of a kind that PIL knows"
+        ) from None
     except OSError as error:
-        raise ValueError(f"this model reads images, and {name} is no image file ({_said(error)})") from None
+        raise ValueError(
+            f"this model reads images, and {name} is no image file ({_said(error)})"
+        ) from None
 
 
 def _in_mode(mode: str, image: Image.Image, name: str) -> Picture:
@@ -68,49 +80,70 @@ def _in_mode(mode: str, image: Image.Image, name: str) -> Picture:
         upright = ImageOps.exif_transpose(image)
     except MemoryError:
         raise
-    # PIL's decoders raise what they like on damaged files: SyntaxError, EOFError, struct.error, …
+    # PIL's decoders raise what they like on damaged files: SyntaxError, EOFError,
+    # struct.error, …
     except Exception as error:
-        raise ValueError(f"{name} is no image file that can be read ({_said(error)})") from None
+        raise ValueError(
+            f"{name} is no image file that can be read ({_said(error)})"
+        ) from None
     remarks = []
     if n_frames > 1:
-        remarks.append(f"the image has {n_frames} frames: frame {frame} is measured, counted from 0")
+        remarks.append(
+            f"the image has {n_frames} frames: frame {frame} is measured, counted from 0"
+        )
     if upright.mode.startswith("I") or upright.mode == "F":
         upright, scaling = _in_8_bits(upright, name)
         remarks += scaling
     elif upright.mode not in _USUAL_MODES:
-        remarks.append(f"the image is in {upright.mode}: converted without a profile, colours are approximate")
+        remarks.append(
+            f"the image is in {upright.mode}: converted without a profile, colours are approximate"
+        )
     try:
         if upright.has_transparency_data:
             upright = upright.convert("RGBA")
             if int(np.asarray(upright.getchannel("A")).min()) < 255:
-                remarks.append("the image is transparent in places: that is ignored, the colours beneath are measured")
+                remarks.append(
+                    "the image is transparent in places: that is ignored, the colours beneath are measured"
+                )
         converted = upright.convert(mode)
     except ValueError as error:
-        raise ValueError(f"{name} cannot be converted to {mode} ({_said(error)}): save it as RGB") from None
+        raise ValueError(
+            f"{name} cannot be converted to {mode} ({_said(error)}): save it as RGB"
+        ) from None
     return Picture(converted, orientation, tuple(remarks))
 
 
 def _check_size(image: Image.Image, name: str) -> None:
     width, height = image.size
     if not width * height:
-        raise ValueError(f"{name} has no pixels, {width} × {height}: wanted an image of at least 1 × 1")
+        raise ValueError(
+            f"{name} has no pixels, {width} × {height}: wanted an image of at least 1 × 1"
+        )
     if width * height > MOST_PIXELS:
-        raise ValueError(f"{name} has too many pixels ({width:,} × {height:,}): {_SMALLER}")
+        raise ValueError(
+            f"{name} has too many pixels ({width:,} × {height:,}): {_SMALLER}"
+        )
 
 
 def _in_8_bits(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
-    """A picture of greys in 16 bits, whole numbers or floating point; PIL would cut them off at 255.
+    """A picture of greys in 16 bits, whole numbers or floating point; PIL would cut
+    them off at 255.
 
-    Modes `I` and `F` do not name their scale. It is that of 8 bits where no value is larger; of numbers from 0 to 1 in
-    floating point; and of 16 bits.
+    Modes `I` and `F` do not name their scale. It is that of 8 bits where no value is
+    larger; of numbers from 0 to 1 in floating point; and of 16 bits.
     """
     values = np.asarray(image).astype(np.float64)
     least, most = float(values.min()), float(values.max())
     if not 0 <= least <= most <= 65535:
         wanted = "greys from 0 to 1, 255 or 65,535"
-        raise ValueError(f"{name} must have {wanted}, it has {least:g} … {most:g}: scale it")
+        raise ValueError(
+            f"{name} must have {wanted}, it has {least:g} … {most:g}: scale it"
+        )
     if image.mode == "F" and most <= 1:
-        values, said = 255 * values, ["the image is grey in numbers from 0 to 1: scaled to 8 bits"]
+        values, said = (
+            255 * values,
+            ["the image is grey in numbers from 0 to 1: scaled to 8 bits"],
+        )
     elif image.mode in ("I", "F") and most <= 255:
         said = []
     else:

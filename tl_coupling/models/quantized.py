@@ -1,8 +1,10 @@
-"""Quantised weights: loading them, and the changes that make modules compute with the numbers that they stand for.
+"""Quantised weights: loading them, and the changes that make modules compute with the
+numbers that they stand for.
 
-What is measured of a quantised model is the model of its dequantised weights: kernels for packed weights round the
-activations too (int8) or compute in half precision, and integers have no derivative. bitsandbytes' layers stay packed
-in memory and are dequantised block by block; what else transformers can dequantise, it does on loading.
+What is measured of a quantised model is the model of its dequantised weights: kernels
+for packed weights round the activations too (int8) or compute in half precision, and
+integers have no derivative. bitsandbytes' layers stay packed in memory and are
+dequantised block by block; what else transformers can dequantise, it does on loading.
 """
 
 import copy
@@ -19,15 +21,20 @@ from torch import Tensor, nn
 from tl_coupling.models.loaded import Change, ModelError, is_packed, version
 
 Quantization = Literal["nf4", "int8"]
-_INSTALL = {"bitsandbytes": 'pip install "tl-coupling[quantized]"', "gguf": "pip install gguf"}
+_INSTALL = {
+    "bitsandbytes": 'pip install "tl-coupling[quantized]"',
+    "gguf": "pip install gguf",
+}
 
 
 def dequantised(part: Any) -> Float[Tensor, "d_out d_in"]:
-    """The weight of a packed layer: int8 as float32, 4 bits in the dtype that was quantised.
+    """The weight of a packed layer: int8 as float32, 4 bits in the dtype that was
+    quantised.
 
-    Of int8, each row is integers times its scale / 127; of 4 bits, each block of 64 entries is numbers of a table of 16
-    times its scale, two to a byte, the first in its upper half (Dettmers et al. 2022, 2023). Not by bitsandbytes, whose
-    kernel for the CPU (0.50.2) takes other scales where rows are not whole blocks.
+    Of int8, each row is integers times its scale / 127; of 4 bits, each block of 64
+    entries is numbers of a table of 16 times its scale, two to a byte, the first in its
+    upper half (Dettmers et al. 2022, 2023). Not by bitsandbytes, whose kernel for the
+    CPU (0.50.2) takes other scales where rows are not whole blocks.
     """
     weight = part.weight
     if (state := getattr(weight, "quant_state", None)) is None:
@@ -41,15 +48,29 @@ def dequantised(part: Any) -> Float[Tensor, "d_out d_in"]:
     scales = state.absmax
     if state.nested:
         inner = state.state2
-        scales = _scaled(inner.code.index_select(0, scales.flatten().int()), inner.absmax, inner.blocksize)
+        scales = _scaled(
+            inner.code.index_select(0, scales.flatten().int()),
+            inner.absmax,
+            inner.blocksize,
+        )
         scales += state.offset
     pairs = torch.cartesian_prod(state.code.float(), state.code.float())
-    values = pairs.index_select(0, weight.data.view(torch.uint8).flatten().int()).flatten()
-    return _scaled(values[: state.shape.numel()], scales, state.blocksize).view(state.shape).to(state.dtype)
+    values = pairs.index_select(
+        0, weight.data.view(torch.uint8).flatten().int()
+    ).flatten()
+    return (
+        _scaled(values[: state.shape.numel()], scales, state.blocksize)
+        .view(state.shape)
+        .to(state.dtype)
+    )
 
 
-def _scaled(values: Float[Tensor, " n"], scales: Float[Tensor, " n_blocks"], size: int) -> Float[Tensor, " n"]:
-    """Blocks of values, each times its scale, in place; the last block may be shorter."""
+def _scaled(
+    values: Float[Tensor, " n"], scales: Float[Tensor, " n_blocks"], size: int
+) -> Float[Tensor, " n"]:
+    """Blocks of values, each times its scale, in place; the last block may be
+    shorter.
+    """
     n_whole = len(values) // size
     values[: n_whole * size].view(-1, size).mul_(scales[:n_whole, None])
     values[n_whole * size :].mul_(scales[n_whole:].sum())
@@ -57,12 +78,15 @@ def _scaled(values: Float[Tensor, " n"], scales: Float[Tensor, " n_blocks"], siz
 
 
 def dequantising(part: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
-    """Changes that make a packed layer a linear one with its dequantised weight in `dtype`; none for another module."""
+    """Changes that make a packed layer a linear one with its dequantised weight in
+    `dtype`; none for another module.
+    """
     if is_packed(part):
         weight = nn.Parameter(dequantised(part).to(dtype), requires_grad=False)
         yield part, "__class__", nn.Linear
         yield part, "weight", weight
-        # Where accelerate placed the model, the layer has a `forward` of its own, which calls this one.
+        # Where accelerate placed the model, the layer has a `forward` of its own, which
+        # calls this one.
         if "_old_forward" in vars(part):
             yield part, "_old_forward", nn.Linear.forward.__get__(part)
 
@@ -70,13 +94,18 @@ def dequantising(part: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
 def needs_package(what: str, package: str) -> None:
     """Raise ModelError unless a package is there that something needs."""
     if importlib.util.find_spec(package) is None:
-        raise ModelError(f"{what} needs {package}, which is not installed: {_INSTALL[package]}")
-    # When it is imported it warns that a package of kernels is missing, which are not used here.
+        raise ModelError(
+            f"{what} needs {package}, which is not installed: {_INSTALL[package]}"
+        )
+    # When it is imported it warns that a package of kernels is missing, which are not
+    # used here.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def how_saved(config: Any) -> str | None:
-    """How the weights of a checkpoint are quantised, by its HuggingFace configuration: "nf4", "fp8", "gptq", …"""
+    """How the weights of a checkpoint are quantised, by its HuggingFace configuration:
+    "nf4", "fp8", "gptq", …
+    """
     if (saved := getattr(config, "quantization_config", None)) is None:
         return None
     fields = saved if isinstance(saved, dict) else saved.to_dict()
@@ -89,37 +118,61 @@ def how_saved(config: Any) -> str | None:
 
 
 def described(asked: Quantization | None, saved: str | None) -> dict[str, str]:
-    """Provenance of weights that are quantised on loading, or were when they were saved."""
+    """Provenance of weights that are quantised on loading, or were when they were
+    saved.
+    """
     if asked is None and saved is None:
         return {}
-    by = f"on loading, by bitsandbytes {version('bitsandbytes')}" if asked else "as saved"
-    return {"quantization": asked or str(saved), "quantized": by, "weights": "dequantised on loading"}
+    by = (
+        f"on loading, by bitsandbytes {version('bitsandbytes')}"
+        if asked
+        else "as saved"
+    )
+    return {
+        "quantization": asked or str(saved),
+        "quantized": by,
+        "weights": "dequantised on loading",
+    }
 
 
 def refuse_streaming(name: str, how: str | None) -> None:
-    """Raise ModelError on quantised weights where weights are to be left in their files."""
+    """Raise ModelError on quantised weights where weights are to be left in their
+    files.
+    """
     if how is not None:
         said = f'`memory="stream"` reads weights in floating point, those of {name!r} are to be quantised or are so'
         raise ModelError(f"{said} ({how}): leave one of the two out")
 
 
 def loading_options(
-    name: str, config: Any, asked: Quantization | None, device: torch.device, dtype: torch.dtype
+    name: str,
+    config: Any,
+    asked: Quantization | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """What HuggingFace's `from_pretrained` needs to quantise a checkpoint, or to load one that is quantised.
+    """What HuggingFace's `from_pretrained` needs to quantise a checkpoint, or to load
+    one that is quantised.
 
-    ModelError for what it cannot dequantise, for a checkpoint that is quantised already, and for a missing package.
+    ModelError for what it cannot dequantise, for a checkpoint that is quantised
+    already, and for a missing package.
     """
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     saved, place = how_saved(config), {"device_map": {"": device}}
     if asked and saved:
-        raise ModelError(f"{name!r} is quantised already ({saved}): leave `quantization` out")
+        raise ModelError(
+            f"{name!r} is quantised already ({saved}): leave `quantization` out"
+        )
     if asked:
         needs_package(f'`quantization="{asked}"`', "bitsandbytes")
         of_4_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-        how = {"load_in_4bit": True, **of_4_bits} if asked == "nf4" else {"load_in_8bit": True}
+        how = (
+            {"load_in_4bit": True, **of_4_bits}
+            if asked == "nf4"
+            else {"load_in_8bit": True}
+        )
         return place | {"quantization_config": BitsAndBytesConfig(**how)}
     if saved is None:
         return {}
@@ -129,34 +182,50 @@ def loading_options(
     kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(saved)
     if kind is None or "dequantize" not in inspect.signature(kind).parameters:
         instead = "load its float checkpoint, with `quantization=` if you wish, or a GGUF file"
-        raise ModelError(f"{name!r} is quantised with {saved}, which transformers does not dequantise: {instead}")
+        raise ModelError(
+            f"{name!r} is quantised with {saved}, which transformers does not dequantise: {instead}"
+        )
     return place | {"quantization_config": kind(dequantize=True)}
 
 
 def packed_as_loaded(model: nn.Module) -> nn.Module:
-    """The model, with bitsandbytes kept from rewriting its weights in another layout, and coarser, when it is run."""
+    """The model, with bitsandbytes kept from rewriting its weights in another layout,
+    and coarser, when it is run.
+    """
     for part in filter(is_packed, model.modules()):
-        # Its kernels for AVX512 are for bfloat16. Layers of 8 bits have none, and do not look.
+        # Its kernels for AVX512 are for bfloat16. Layers of 8 bits have none, and do
+        # not look.
         vars(part)["support_avx512bf16_for_cpu"] = False
     return model
 
 
 def has_foreign_weights(model: nn.Module) -> bool:
-    """Whether a weight is neither of floating point nor of a packed layer: what a bridge made of packed weights."""
+    """Whether a weight is neither of floating point nor of a packed layer: what a
+    bridge made of packed weights.
+    """
     packed = {id(part.weight) for part in filter(is_packed, model.modules())}
     return not all(p.is_floating_point() or id(p) in packed for p in model.parameters())
 
 
 def unpacked(model: Any) -> nn.Module:
-    """The same HuggingFace model with dequantised weights, for bridges that take fused matrices apart."""
+    """The same HuggingFace model with dequantised weights, for bridges that take fused
+    matrices apart.
+    """
     config = without_quantization(model.config)
-    plain = type(model)._from_config(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
-    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    plain = type(model)._from_config(
+        config, dtype=model.dtype, attn_implementation=config._attn_implementation
+    )
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers()
+    )
     for name, part in model.named_modules():
         if is_packed(part):
             weight, kind = dequantised(part), getattr(part, "source_cls", nn.Linear)
-            # bitsandbytes holds GPT-2's matrices, which are [d_in d_out], as those of linear layers.
-            state[f"{name}.weight"] = weight if issubclass(kind, nn.Linear) else weight.mT
+            # bitsandbytes holds GPT-2's matrices, which are [d_in d_out], as those of
+            # linear layers.
+            state[f"{name}.weight"] = (
+                weight if issubclass(kind, nn.Linear) else weight.mT
+            )
     plain.load_state_dict({name: state[name] for name in plain.state_dict()})
     return plain.to(model.device)
 

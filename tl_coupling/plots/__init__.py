@@ -1,17 +1,28 @@
 """Pictures of results, with matplotlib and networkx.
 
-Every function draws what a result holds and labels itself from it, takes `ax=` (or `fig=`) and returns what it drew on;
-by default that is a new figure, which a notebook and `plt.show()` display. Inside `with off_screen():` pyplot neither
-shows nor keeps figures: for programs that only save them.
+Every function draws what a result holds and labels itself from it, takes `ax=` (or
+`fig=`) and returns what it drew on; by default that is a new figure, which a notebook
+and `plt.show()` display. Inside `with off_screen():` pyplot neither shows nor keeps
+figures: for programs that only save them.
 
 >>> ax = tlc.plot_coupling(tlc.depth_coupling(trace, k=4))
 """
 
 # ruff: noqa: F401
-from tl_coupling.plots.generalization import plot_forest, plot_generalization, plot_k_sweep, plot_task_means
+from tl_coupling.plots.generalization import (
+    plot_forest,
+    plot_generalization,
+    plot_k_sweep,
+    plot_task_means,
+)
 from tl_coupling.plots.growth import plot_growth, plot_shapes
 from tl_coupling.plots.labels import off_screen
-from tl_coupling.plots.layers import plot_adjacency, plot_locality, plot_redundancy, plot_singular_values
+from tl_coupling.plots.layers import (
+    plot_adjacency,
+    plot_locality,
+    plot_redundancy,
+    plot_singular_values,
+)
 from tl_coupling.plots.maps import (
     plot_alignment_matrices,
     plot_coupling,
@@ -21,8 +32,17 @@ from tl_coupling.plots.maps import (
 )
 from tl_coupling.plots.patches import plot_patches
 from tl_coupling.plots.precision import plot_precision
-from tl_coupling.plots.surveys import plot_covariates, plot_profiles, plot_prompts, plot_quartiles
-from tl_coupling.plots.sweeps import plot_adjacency_strip, plot_coupling_strip, plot_emergence
+from tl_coupling.plots.surveys import (
+    plot_covariates,
+    plot_profiles,
+    plot_prompts,
+    plot_quartiles,
+)
+from tl_coupling.plots.sweeps import (
+    plot_adjacency_strip,
+    plot_coupling_strip,
+    plot_emergence,
+)
 from tl_coupling.plots.trajectories import (
     plot_inverse_singular_values,
     plot_linearisation,

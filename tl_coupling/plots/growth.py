@@ -1,4 +1,6 @@
-"""How straight trajectories are, and how they grow, across training: of `checkpoint_sweep`, like `sweeps.py`."""
+"""How straight trajectories are, and how they grow, across training: of
+`checkpoint_sweep`, like `sweeps.py`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,18 +38,22 @@ def plot_shapes(
     checkpoints: Sequence[int] | None = None,
     fig: Figure | None = None,
 ) -> Figure:
-    """Line-shape score against the training step, and over a window of layers against depth.
+    """Line-shape score against the training step, and over a window of layers against
+    depth.
 
-    Shows when trajectories straighten, and where in depth. 1 is a straight line; the dashed line is what steps in
-    random directions score, √(number of steps). Means over tokens, prompts and seeds; bands as in `plot_emergence`.
+    Shows when trajectories straighten, and where in depth. 1 is a straight line; the
+    dashed line is what steps in random directions score, √(number of steps). Means over
+    tokens, prompts and seeds; bands as in `plot_emergence`.
 
     Args:
         data: sweeps by name, one line each; or one sweep.
-        checkpoints: of the right panel, which is of the first sweep; chosen as in `plot_coupling_strip`.
+        checkpoints: of the right panel, which is of the first sweep; chosen as in
+            `plot_coupling_strip`.
 
-    Returns the Figure: Axes of the score against the step and of the windowed score against depth, then the colour bar.
-    Raises ValueError for a checkpoint that the sweep does not hold, and for checkpoints that are not steps. Source:
-    Aubry et al. 2025, eqs. 15 and 16, figure 25.
+    Returns the Figure: Axes of the score against the step and of the windowed score
+    against depth, then the colour bar. Raises ValueError for a checkpoint that the
+    sweep does not hold, and for checkpoints that are not steps. Source: Aubry et al.
+    2025, eqs. 15 and 16, figure 25.
 
     Example:
         >>> fig = tlc.plots.plot_shapes({"width 16": sweep})
@@ -61,14 +67,24 @@ def plot_shapes(
         label = one if len(by) > 1 else "mean over tokens"
         draw_line(left, sweep["line_shape_score_all_tokens"], f"C{number}", label)
     depths = {sweep.sizes["layer"] for sweep in by.values()}
-    left.set_ylabel(f"line-shape score, {n_layers} steps" if len(depths) == 1 else "line-shape score")
+    left.set_ylabel(
+        f"line-shape score, {n_layers} steps"
+        if len(depths) == 1
+        else "line-shape score"
+    )
     step_axis(left, by.values())
-    curves = mean_of(first["windowed_line_shape_score"].sel(checkpoint=steps)).transpose("checkpoint", "window").values
+    curves = (
+        mean_of(first["windowed_line_shape_score"].sel(checkpoint=steps))
+        .transpose("checkpoint", "window")
+        .values
+    )
     _profiles(right, first["window"].values, curves, steps)
     # All layers: a model of few has one window.
     right.set(xlabel=f"middle layer of {window} steps", xlim=(-0.5, n_layers - 0.5))
     for ax, n_steps in [(left, n) for n in sorted(depths)] + [(right, window)]:
-        ax.axhline(n_steps**0.5, **labels.NULL_LINE, label=f"random steps, {n_steps**0.5:.2f}")
+        ax.axhline(
+            n_steps**0.5, **labels.NULL_LINE, label=f"random steps, {n_steps**0.5:.2f}"
+        )
         ax.set_ylim(bottom=1)
     for ax in (left, right):
         draw_legend(ax)
@@ -86,17 +102,19 @@ def plot_growth(
 ) -> Figure:
     """Expodistance against the training step, and the norm of the stream against depth.
 
-    Shows whether norms come to grow by the same factor at every layer: then expodistance falls to 0, and the norm is a
-    straight line on its logarithmic axis. Both are medians over prompts and seeds, as expodistance has outliers, and
-    the left band holds the middle half of them.
+    Shows whether norms come to grow by the same factor at every layer: then
+    expodistance falls to 0, and the norm is a straight line on its logarithmic axis.
+    Both are medians over prompts and seeds, as expodistance has outliers, and the left
+    band holds the middle half of them.
 
     Args:
         data: sweeps by name, one line each; or one sweep.
-        checkpoints: of the right panel, which is of the first sweep; chosen as in `plot_coupling_strip`.
+        checkpoints: of the right panel, which is of the first sweep; chosen as in
+            `plot_coupling_strip`.
 
-    Returns the Figure: Axes of expodistance of the measured token, and of the norm (median over tokens), then the
-    colour bar. Raises as `plot_shapes`. Source: Aubry et al. 2025, eqs. 17 and 18, figure of expodistance and norms
-    across training.
+    Returns the Figure: Axes of expodistance of the measured token, and of the norm
+    (median over tokens), then the colour bar. Raises as `plot_shapes`. Source: Aubry et
+    al. 2025, eqs. 17 and 18, figure of expodistance and norms across training.
 
     Example:
         >>> fig = tlc.plots.plot_growth(sweep)
@@ -110,21 +128,30 @@ def plot_growth(
     left.set_ylabel("expodistance")
     step_axis(left, by.values())
     norms = by[name]["norm"].sel(checkpoint=steps)
-    curves = norms.median([dim for dim in SAMPLES if dim in norms.dims]).transpose("checkpoint", "depth").values
+    curves = (
+        norms.median([dim for dim in SAMPLES if dim in norms.dims])
+        .transpose("checkpoint", "depth")
+        .values
+    )
     _profiles(right, norms["depth"].values, curves, steps)
     right.set_yscale("log", nonpositive="mask")
     right.set(xlabel="depth", ylabel="norm of the stream")
     if len(by) > 1:
         draw_legend(left)
     _name_first(right, by)
-    labels.entitle(fig, heading("Growth of the stream across training", by, "median and middle half"))
+    labels.entitle(
+        fig,
+        heading("Growth of the stream across training", by, "median and middle half"),
+    )
     return fig
 
 
 def _sweeps(
     data: Any, checkpoints: Sequence[int] | None, *variables: str
 ) -> "tuple[dict[str, xarray.Dataset], str, list[int]]":
-    """Sweeps by name; the name of the first, and those of its checkpoints that are drawn."""
+    """Sweeps by name; the name of the first, and those of its checkpoints that are
+    drawn.
+    """
     import xarray
 
     by = labels.named(data, xarray.Dataset)
@@ -134,14 +161,27 @@ def _sweeps(
     return by, first, chosen_steps(by[first], checkpoints)
 
 
-def _profiles(ax: Axes, depth: np.ndarray, curves: np.ndarray, steps: Sequence[int]) -> None:
+def _profiles(
+    ax: Axes, depth: np.ndarray, curves: np.ndarray, steps: Sequence[int]
+) -> None:
     """A curve against depth for each checkpoint, and a colour bar that names them."""
     shades = colormaps["viridis"].resampled(len(steps))
     for i, curve in enumerate(curves):
-        ax.plot(depth, curve, marker="o", markersize=3, color=shades(i), label=f"_{steps[i]}")
+        ax.plot(
+            depth,
+            curve,
+            marker="o",
+            markersize=3,
+            color=shades(i),
+            label=f"_{steps[i]}",
+        )
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    scale = ScalarMappable(BoundaryNorm(np.arange(len(steps) + 1) - 0.5, len(steps)), shades)
-    bar = ax.figure.colorbar(scale, ax=ax, label="training step", ticks=range(len(steps)))
+    scale = ScalarMappable(
+        BoundaryNorm(np.arange(len(steps) + 1) - 0.5, len(steps)), shades
+    )
+    bar = ax.figure.colorbar(
+        scale, ax=ax, label="training step", ticks=range(len(steps))
+    )
     bar.set_ticklabels([short_step(step) for step in steps])
 
 

@@ -1,4 +1,6 @@
-"""What every picture shares: its figure, its colours, the words on it, and the maps it takes."""
+"""What every picture shares: its figure, its colours, the words on it, and the maps it
+takes.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +25,16 @@ from tl_coupling.spectra import check_k
 UNDEFINED = "0.8"
 NULL_LINE: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1}
 # Legends beside the axes: no corner of a curve or a scatter is always free.
-ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "fontsize": "small"}
-BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "fontsize": "small"}
+ABOVE: dict[str, Any] = {
+    "loc": "lower left",
+    "bbox_to_anchor": (0, 1),
+    "fontsize": "small",
+}
+BELOW: dict[str, Any] = {
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, 0),
+    "fontsize": "small",
+}
 MAX_LAYER_TICKS, MAX_TOKEN_TICKS = 16, 40
 
 _Result = TypeVar("_Result")
@@ -41,10 +51,13 @@ _OFF_SCREEN = ContextVar("off_screen", default=False)
 
 
 class Picture(Figure):
-    """A figure that pyplot shows, and that a notebook shows once where a cell ends in it."""
+    """A figure that pyplot shows, and that a notebook shows once where a cell ends in
+    it.
+    """
 
     def _ipython_display_(self) -> None:
-        # The inline backend shows what is still open when a cell has run: it would show this one a second time.
+        # The inline backend shows what is still open when a cell has run: it would show
+        # this one a second time.
         if "inline" in matplotlib.get_backend():
             from matplotlib import pyplot
 
@@ -55,7 +68,8 @@ class Picture(Figure):
 
 @contextmanager
 def off_screen() -> Iterator[None]:
-    """Figures made inside are only drawn into files: pyplot neither shows nor keeps them.
+    """Figures made inside are only drawn into files: pyplot neither shows nor keeps
+    them.
 
     Example:
         >>> with tlc.plots.off_screen():
@@ -68,8 +82,14 @@ def off_screen() -> Iterator[None]:
         _OFF_SCREEN.reset(token)
 
 
-def new_figure(width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained") -> Figure:
-    """A figure of that many inches, which pyplot knows unless it is made `off_screen`."""
+def new_figure(
+    width: float,
+    height: float,
+    layout: Literal["constrained", "compressed"] = "constrained",
+) -> Figure:
+    """A figure of that many inches, which pyplot knows unless it is made
+    `off_screen`.
+    """
     if _OFF_SCREEN.get():
         return Figure(figsize=(width, height), layout=layout)
     from matplotlib import pyplot
@@ -78,16 +98,22 @@ def new_figure(width: float, height: float, layout: Literal["constrained", "comp
 
 
 def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
-    """Results of one kind by the name they are drawn under; one alone goes by its model's. Maps must be of layers."""
+    """Results of one kind by the name they are drawn under; one alone goes by its
+    model's. Maps must be of layers.
+    """
     # A dataset is a mapping too.
     if isinstance(results, kind) or not isinstance(results, Mapping):
-        provenance = getattr(results, "attrs", None) or getattr(results, "provenance", {})
+        provenance = getattr(results, "attrs", None) or getattr(
+            results, "provenance", {}
+        )
         results = {short_path(provenance.get("model") or kind.__name__): results}
     if not results:
         raise ValueError(f"`results` is empty: wanted at least one {kind.__name__}")
     for name, result in results.items():
         if isinstance(result, CouplingMap) and result.kind != "depth":
-            wanted = "this picture wants maps of layers, kind 'depth' (`depth_coupling`)"
+            wanted = (
+                "this picture wants maps of layers, kind 'depth' (`depth_coupling`)"
+            )
             raise ValueError(f"{wanted}, {name!r} is of kind {result.kind!r}")
     return dict(results)
 
@@ -96,30 +122,44 @@ def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
     """`k`, or what all maps hold; checked against each."""
     held = [result.k for result in maps]
     if k is None and len(set(held)) > 1:
-        raise ValueError(f"`k` must be given where the maps hold different numbers of singular vectors, here {held}")
+        raise ValueError(
+            f"`k` must be given where the maps hold different numbers of singular vectors, here {held}"
+        )
     k = held[0] if k is None else k
     check_k(k, min(held))
     return k
 
 
 def in_colors(results: Mapping[str, _Result]) -> Iterator[tuple[str, _Result, str]]:
-    """Name, result, colour: blue (C0) for the first trained one, orange (C1) for the first untrained one."""
+    """Name, result, colour: blue (C0) for the first trained one, orange (C1) for the
+    first untrained one.
+    """
     count = [0, 0]
     for name, result in results.items():
-        untrained = name == "untrained" or bool(getattr(result, "provenance", {}).get("untrained"))
+        untrained = name == "untrained" or bool(
+            getattr(result, "provenance", {}).get("untrained")
+        )
         yield name, result, f"C{(2 * count[untrained] + untrained) % 10}"
         count[untrained] += 1
 
 
 def one_null(nulls: Any) -> float | None:
-    """What random subspaces give, if that is the same everywhere, as for all measures but one."""
+    """What random subspaces give, if that is the same everywhere, as for all measures
+    but one.
+    """
     known = np.asarray(nulls, float)
     known = known[np.isfinite(known)]
-    return float(known[0]) if known.size and np.ptp(known) <= 1e-6 * abs(known[0]) else None
+    return (
+        float(known[0])
+        if known.size and np.ptp(known) <= 1e-6 * abs(known[0])
+        else None
+    )
 
 
 def draw_null(line: Callable[..., Any], nulls: Any) -> bool:
-    """A dashed line, with `ax.axhline` or `ax.axvline`, where there is `one_null`; tells whether there is."""
+    """A dashed line, with `ax.axhline` or `ax.axvline`, where there is `one_null`;
+    tells whether there is.
+    """
     if (null := one_null(nulls)) is not None:
         line(null, label=f"random subspaces, {null:.3f}", **NULL_LINE)
     return null is not None
@@ -131,53 +171,109 @@ def mark_null(bar: Axes, null: float) -> None:
         bar.axhline(null, color=color, linewidth=linewidth)
 
 
-def name_ticks(axis: Axis, names: Sequence[Any], most: int, at: np.ndarray | None = None, **options: Any) -> None:
-    """A tick for each name, or for every second, third … one where there are more than `most`."""
+def name_ticks(
+    axis: Axis,
+    names: Sequence[Any],
+    most: int,
+    at: np.ndarray | None = None,
+    **options: Any,
+) -> None:
+    """A tick for each name, or for every second, third … one where there are more than
+    `most`.
+    """
     every = slice(None, None, math.ceil(len(names) / most))
     at = np.arange(len(names)) if at is None else at
     # parse_math: a token may hold a dollar sign.
-    axis.set_ticks(at[every], [plain(name) for name in names[every]], parse_math=False, **options)
+    axis.set_ticks(
+        at[every], [plain(name) for name in names[every]], parse_math=False, **options
+    )
 
 
 def token_name(provenance: Mapping[str, Any], position: int) -> str:
     """A position and its token in quotes, printable on one line."""
     tokens = provenance.get("str_tokens")
-    return f"{position}" if tokens is None else f"{position} ‘{repr(tokens[position])[1:-1].strip() or '␣'}’"
+    return (
+        f"{position}"
+        if tokens is None
+        else f"{position} ‘{repr(tokens[position])[1:-1].strip() or '␣'}’"
+    )
 
 
-def measure_label(measure: str, k: int, p: int | float = 2, absolute: bool = False) -> str:
+def measure_label(
+    measure: str, k: int, p: int | float = 2, absolute: bool = False
+) -> str:
     """A measure in words, with k and its options."""
-    variant = f", p = {p:g}{', |A|' if absolute else ''}" if measure == "spectral_miscoupling" else ""
+    variant = (
+        f", p = {p:g}{', |A|' if absolute else ''}"
+        if measure == "spectral_miscoupling"
+        else ""
+    )
     return f"{_MEASURES[measure]} (k = {k}{variant})"
 
 
 def map_heading(maps: Sequence[Any], k: int | None = None) -> str:
-    """What was measured; on which model; for which prompt and token. Only what all maps have in common."""
+    """What was measured; on which model; for which prompt and token. Only what all maps
+    have in common.
+    """
     first = maps[0]
     what = [f"{first.kind.capitalize()} coupling"]
-    what += [first.orientation] if len({result.orientation for result in maps}) == 1 else []
+    what += (
+        [first.orientation] if len({result.orientation for result in maps}) == 1 else []
+    )
     what += [] if k is None else [f"k = {k}"]
     if first.kind == "context":
-        ends = {(result.provenance.get("fixed"), result.provenance.get("position")) for result in maps}
-        known = [(end, held) for end, held in ends if len(ends) == 1 and held is not None]
-        what += [f"{end} fixed at {token_name(first.provenance, held)}" for end, held in known]
+        ends = {
+            (result.provenance.get("fixed"), result.provenance.get("position"))
+            for result in maps
+        }
+        known = [
+            (end, held) for end, held in ends if len(ends) == 1 and held is not None
+        ]
+        what += [
+            f"{end} fixed at {token_name(first.provenance, held)}"
+            for end, held in known
+        ]
     provenances = [result.provenance for result in maps]
     prompts = {getattr(result, "n_prompts", 1) for result in maps}
     if max(prompts) > 1:
         what += [f"mean over {prompts.pop()} prompts"] if len(prompts) == 1 else []
-        return heading(" · ".join(what), [{**provenance, "prompt": None, "image": None} for provenance in provenances])
+        return heading(
+            " · ".join(what),
+            [
+                {**provenance, "prompt": None, "image": None}
+                for provenance in provenances
+            ],
+        )
     positions = [result.row_positions[0] for result in maps if result.kind == "depth"]
     return heading(" · ".join(what), provenances, positions)
 
 
-def heading(what: str, provenances: Sequence[Mapping[str, Any]], positions: Sequence[int] = ()) -> str:
-    """`what`; the model; the prompt or the image's name, and the token if any. Only what all have in common."""
-    known = {key: value for key, value in provenances[0].items() if all(p.get(key) == value for p in provenances)}
+def heading(
+    what: str, provenances: Sequence[Mapping[str, Any]], positions: Sequence[int] = ()
+) -> str:
+    """`what`; the model; the prompt or the image's name, and the token if any. Only
+    what all have in common.
+    """
+    known = {
+        key: value
+        for key, value in provenances[0].items()
+        if all(p.get(key) == value for p in provenances)
+    }
     model = short_path(str(known.get("model") or ""))
-    model += "" if known.get("checkpoint") is None else f" at checkpoint {known['checkpoint']}"
+    model += (
+        ""
+        if known.get("checkpoint") is None
+        else f" at checkpoint {known['checkpoint']}"
+    )
     model += " (untrained)" if known.get("untrained") else ""
-    prompt = " ".join((known.get("prompt") or (known.get("image") or {}).get("name") or "").split())
-    where = [f"“{prompt if len(prompt) <= 48 else prompt[:47].rstrip() + '…'}”"] if prompt else []
+    prompt = " ".join(
+        (known.get("prompt") or (known.get("image") or {}).get("name") or "").split()
+    )
+    where = (
+        [f"“{prompt if len(prompt) <= 48 else prompt[:47].rstrip() + '…'}”"]
+        if prompt
+        else []
+    )
     tokens = {token_name(*token) for token in zip(provenances, positions, strict=False)}
     where += [f"token {tokens.pop()}"] if len(tokens) == 1 else []
     return "\n".join(filter(None, (what, model, " · ".join(where))))
@@ -190,7 +286,9 @@ def short_path(model: str) -> str:
 
 def entitle(of: Axes | Figure, text: str) -> None:
     """A title that is not read as mathematics."""
-    (of.set_title if isinstance(of, Axes) else of.suptitle)(plain(text), fontsize="medium", parse_math=False)
+    (of.set_title if isinstance(of, Axes) else of.suptitle)(
+        plain(text), fontsize="medium", parse_math=False
+    )
 
 
 def beside_formulas(name: str) -> str:

@@ -1,4 +1,6 @@
-"""Layers: their coupling as a graph and by distance, their singular values, and what each of them is worth."""
+"""Layers: their coupling as a graph and by distance, their singular values, and what
+each of them is worth.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,12 @@ from tl_coupling.arguments import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.measures import BOUNDED_BY_1, Measure, random_subspace_null
 from tl_coupling.plots import labels
-from tl_coupling.redundancy import CHANGES, change_and_predictors, check_redundancy, redundancy_correlations
+from tl_coupling.redundancy import (
+    CHANGES,
+    change_and_predictors,
+    check_redundancy,
+    redundancy_correlations,
+)
 from tl_coupling.statistics import crossed_mean
 
 if TYPE_CHECKING:
@@ -24,7 +31,8 @@ if TYPE_CHECKING:
 
 _Maps = CouplingMap | Mapping[str, CouplingMap]
 _MAX_EDGE_WIDTH = 8.0
-# Of changed blocks; not the colours of trained and untrained models. Without a mark: by depth alone.
+# Of changed blocks; not the colours of trained and untrained models. Without a mark: by
+# depth alone.
 _LOOKS = {
     "dropped": ("C2", "o"),
     "swapped": ("C4", "s"),
@@ -32,7 +40,8 @@ _LOOKS = {
     "projected": ("C8", ""),
     "exited": ("C7", ""),
 }
-# Larger changes in loss are drawn on a logarithmic axis: first and last blocks cost a hundred times what others do.
+# Larger changes in loss are drawn on a logarithmic axis: first and last blocks cost a
+# hundred times what others do.
 _LINEAR_UP_TO = 0.1
 
 
@@ -46,20 +55,26 @@ def plot_adjacency(
     threshold: Finite | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Layers as a graph, clockwise on a circle; each edge is as wide and as opaque as its two layers are coupled.
+    """Layers as a graph, clockwise on a circle; each edge is as wide and as opaque as
+    its two layers are coupled.
 
-    Shows which groups of layers are coupled. The weight of an edge is the mean of the map's two values for a pair of
-    layers, (l, l′) and (l′, l). Width is proportional to the weight and opacity to its square root; both are full at 1
-    for the measures bounded by 1, so that two pictures compare (trained and untrained), else at the largest weight.
+    Shows which groups of layers are coupled. The weight of an edge is the mean of the
+    map's two values for a pair of layers, (l, l′) and (l′, l). Width is proportional to
+    the weight and opacity to its square root; both are full at 1 for the measures
+    bounded by 1, so that two pictures compare (trained and untrained), else at the
+    largest weight.
 
     Args:
         result: a map of kind "depth".
         k, measure: as in `plot_coupling`.
-        strongest: draw this many edges, those of the largest weights; two for each layer by default.
-        threshold: draw all edges of at least this weight instead, or at most `strongest` of them if both are given.
+        strongest: draw this many edges, those of the largest weights; two for each
+            layer by default.
+        threshold: draw all edges of at least this weight instead, or at most
+            `strongest` of them if both are given.
 
-    Returns the Axes; its legend gives the scale of the edges. Raises ValueError for a k or measure that the map does
-    not have, a map of tokens, and rows and columns of different layers.
+    Returns the Axes; its legend gives the scale of the edges. Raises ValueError for a k
+    or measure that the map does not have, a map of tokens, and rows and columns of
+    different layers.
 
     Example:
         >>> ax = tlc.plot_adjacency(tlc.depth_coupling(trace, k=8), k=4)
@@ -71,40 +86,73 @@ def plot_adjacency(
             "a graph of layers wants a map with the same layers, each once, as rows and columns; "
             f"got rows {list(layers)} and columns {list(result.col_layers)}"
         )
-    pairs = weighted_edges(getattr(result, measure)(k).detach().cpu().double().numpy(), layers)
+    pairs = weighted_edges(
+        getattr(result, measure)(k).detach().cpu().double().numpy(), layers
+    )
     heavy = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
-    edges = heavy if strongest is None and threshold is not None else heavy[-(strongest or 2 * len(layers)) :]
+    edges = (
+        heavy
+        if strongest is None and threshold is not None
+        else heavy[-(strongest or 2 * len(layers)) :]
+    )
     full = 1.0 if measure in BOUNDED_BY_1 or not edges else edges[-1][0] or 1.0
     ax = ax or labels.new_figure(6.4, 7.0).subplots()
     draw_graph(ax, layers, edges, full)
     k = result.k if k is None else k
-    drawn = f"{len(edges)} of {len(pairs)} edges" + ("" if threshold is None else f", at least {threshold:g}")
+    drawn = f"{len(edges)} of {len(pairs)} edges" + (
+        "" if threshold is None else f", at least {threshold:g}"
+    )
     drawn += ", the strongest" if len(edges) < len(heavy) else ""
     what = f"{labels.measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
     scale = edge_scale(full)
-    labels.plain_legend(ax, handles=scale, title=what, ncols=len(scale), **labels.BELOW | {"fontsize": "medium"})
+    labels.plain_legend(
+        ax,
+        handles=scale,
+        title=what,
+        ncols=len(scale),
+        **labels.BELOW | {"fontsize": "medium"},
+    )
     labels.entitle(ax, labels.map_heading([result], k))
     return ax
 
 
-def weighted_edges(values: np.ndarray, layers: Sequence[int]) -> list[tuple[float, int, int]]:
-    """Weight, layer, other layer of every pair, from the lightest: strong edges are drawn on top of weak ones."""
+def weighted_edges(
+    values: np.ndarray, layers: Sequence[int]
+) -> list[tuple[float, int, int]]:
+    """Weight, layer, other layer of every pair, from the lightest: strong edges are
+    drawn on top of weak ones.
+    """
     weights = (values + values.T) / 2
     below = np.argwhere(np.tri(len(layers), k=-1)).tolist()
-    return sorted((weights[i, j], layers[j], layers[i]) for i, j in below if not np.isnan(weights[i, j]))
+    return sorted(
+        (weights[i, j], layers[j], layers[i])
+        for i, j in below
+        if not np.isnan(weights[i, j])
+    )
 
 
 def draw_graph(
-    ax: Axes, layers: Sequence[int], edges: Sequence[tuple[float, int, int]], full: float, node_size: int = 260
+    ax: Axes,
+    layers: Sequence[int],
+    edges: Sequence[tuple[float, int, int]],
+    full: float,
+    node_size: int = 260,
 ) -> None:
-    """Layers clockwise on a circle from the top, edges of weight `full` and more at full width."""
+    """Layers clockwise on a circle from the top, edges of weight `full` and more at
+    full width.
+    """
     graph = nx.Graph()
     graph.add_nodes_from(layers)
     angles = np.pi / 2 - 2 * np.pi * np.arange(len(layers)) / len(layers)
-    places = {layer: (np.cos(angle), np.sin(angle)) for layer, angle in zip(layers, angles, strict=True)}
+    places = {
+        layer: (np.cos(angle), np.sin(angle))
+        for layer, angle in zip(layers, angles, strict=True)
+    }
     style = _edge_style(np.array([weight for weight, *_ in edges]) / full)
     nx.draw_networkx_edges(graph, places, [ends for _, *ends in edges], ax=ax, **style)
-    nx.draw_networkx_nodes(graph, places, ax=ax, node_color="white", edgecolors="0.3", node_size=node_size)
+    nx.draw_networkx_nodes(
+        graph, places, ax=ax, node_color="white", edgecolors="0.3", node_size=node_size
+    )
     nx.draw_networkx_labels(graph, places, ax=ax, font_size=8 if node_size > 200 else 6)
     ax.set_aspect("equal")
     ax.axis("off")
@@ -114,18 +162,26 @@ def edge_scale(full: float) -> list[Line2D]:
     """What a legend shows of the edges."""
     shares = np.array([0.1, 0.25, 0.5, 1])
     looks = zip(shares, *_edge_style(shares).values(), strict=True)
-    return [Line2D([], [], label=f"{full * share:.2g}", linewidth=w, color=color) for share, w, color in looks]
+    return [
+        Line2D([], [], label=f"{full * share:.2g}", linewidth=w, color=color)
+        for share, w, color in looks
+    ]
 
 
 @checked
-def plot_locality(results: _Maps, *, k: int | None = None, ax: Axes | None = None) -> Axes:
-    """Mean coupling of layers that are `|l − l′|` apart, starting at distance 1; one line for each result.
+def plot_locality(
+    results: _Maps, *, k: int | None = None, ax: Axes | None = None
+) -> Axes:
+    """Mean coupling of layers that are `|l − l′|` apart, starting at distance 1; one
+    line for each result.
 
-    Shows how fast coupling fades with distance; the dashed line is what random subspaces would give. `results` are maps
-    of kind "depth" by name, or one; k is by default what all of them hold.
+    Shows how fast coupling fades with distance; the dashed line is what random
+    subspaces would give. `results` are maps of kind "depth" by name, or one; k is by
+    default what all of them hold.
 
-    Returns the Axes; its lines are the results in their order, then the null. Raises ValueError for no map, a map of
-    tokens, and a k that is out of range, or not given where the maps hold different numbers.
+    Returns the Axes; its lines are the results in their order, then the null. Raises
+    ValueError for no map, a map of tokens, and a k that is out of range, or not given
+    where the maps hold different numbers.
 
     Example:
         >>> maps = {text: tlc.depth_coupling(tlc.trace(model, text), k=4) for text in ("w1 w2 w3", "w9 w8")}
@@ -136,26 +192,41 @@ def plot_locality(results: _Maps, *, k: int | None = None, ax: Axes | None = Non
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
     for name, result, color in labels.in_colors(maps):
         profile = result.locality_profile(k).detach().cpu().numpy()
-        # A selection of layers may have no pair at some distance: the line goes on to the next.
+        # A selection of layers may have no pair at some distance: the line goes on to
+        # the next.
         distance = 1 + np.flatnonzero(~np.isnan(profile[1:]))
-        ax.plot(distance, profile[distance], color=color, marker="o", markersize=3, label=name)
+        ax.plot(
+            distance,
+            profile[distance],
+            color=color,
+            marker="o",
+            markersize=3,
+            label=name,
+        )
     # The null of this measure depends on k alone: one line for all maps.
     labels.draw_null(ax.axhline, random_subspace_null(k))
-    ax.set(ylim=(0, None), xlabel="distance |l − l′| in layers", ylabel=f"mean {labels.measure_label('coupling', k)}")
+    ax.set(
+        ylim=(0, None),
+        xlabel="distance |l − l′| in layers",
+        ylabel=f"mean {labels.measure_label('coupling', k)}",
+    )
     labels.finish_lines(ax, labels.map_heading(list(maps.values()), k))
     return ax
 
 
 @checked
-def plot_singular_values(results: _Maps, *, n: Count = 10, ax: Axes | None = None) -> Axes:
+def plot_singular_values(
+    results: _Maps, *, n: Count = 10, ax: Axes | None = None
+) -> Axes:
     """Largest singular values of the Jacobians against depth, on a logarithmic axis.
 
-    Shows how strongly each block amplifies its top directions, and how flat its spectrum is: lines close together
-    are singular values close together. One colour for each result (as in `plot_locality`), σ_1 darkest; n of them, or
-    fewer where a map holds fewer.
+    Shows how strongly each block amplifies its top directions, and how flat its
+    spectrum is: lines close together are singular values close together. One colour for
+    each result (as in `plot_locality`), σ_1 darkest; n of them, or fewer where a map
+    holds fewer.
 
-    Returns the Axes; its lines are σ_1, σ_2, … of the first result, then of the next. Raises ValueError for no map, a
-    map of tokens, and n below 1.
+    Returns the Axes; its lines are σ_1, σ_2, … of the first result, then of the next.
+    Raises ValueError for no map, a map of tokens, and n below 1.
 
     Example:
         >>> ax = tlc.plots.plot_singular_values(tlc.depth_coupling(trace, k=8), n=5)
@@ -170,7 +241,11 @@ def plot_singular_values(results: _Maps, *, n: Count = 10, ax: Axes | None = Non
         for i, fade in enumerate(np.linspace(0, 0.75, sigma.shape[1])):
             # A leading underscore keeps a line out of the legend.
             label = f"_σ_{i + 1}" if i else f"{name}, top {sigma.shape[1]}"
-            look = {"color": tuple(base + fade * (1 - base)), "linewidth": 1.2, "zorder": 3 - fade}
+            look = {
+                "color": tuple(base + fade * (1 - base)),
+                "linewidth": 1.2,
+                "zorder": 3 - fade,
+            }
             ax.plot(depth, sigma[:, i], label=label, **look)
     ax.set_yscale("log", nonpositive="mask")
     ax.set(xlabel="layer", ylabel="singular value of J")
@@ -179,20 +254,26 @@ def plot_singular_values(results: _Maps, *, n: Count = 10, ax: Axes | None = Non
 
 
 @checked
-def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure | None = None) -> Figure:
-    """Change in loss by depth; and against coupling and block influence, with Spearman's ρ.
+def plot_redundancy(
+    data: "xarray.Dataset", *, k: int | None = None, fig: Figure | None = None
+) -> Figure:
+    """Change in loss by depth; and against coupling and block influence, with
+    Spearman's ρ.
 
-    Shows which blocks the model can do without, and whether coupling or block influence would have predicted it. Means
-    over prompts; bands are 95 % t intervals of the mean. A pair is drawn between its two layers. Lines without marks
-    are of blocks that write into the k shared directions alone, and of models that are left after a block. Below, a
-    drop is drawn at its layer's mean coupling with all others, a swap or merge at the coupling and the mean influence
-    of its pair; first and last are hollow, the dashed line is what random subspaces would give. The axis of the change
-    in loss is linear up to 0.1 nats, logarithmic beyond. The data are of `layer_redundancy`; k is their largest by
-    default.
+    Shows which blocks the model can do without, and whether coupling or block influence
+    would have predicted it. Means over prompts; bands are 95 % t intervals of the mean.
+    A pair is drawn between its two layers. Lines without marks are of blocks that write
+    into the k shared directions alone, and of models that are left after a block.
+    Below, a drop is drawn at its layer's mean coupling with all others, a swap or merge
+    at the coupling and the mean influence of its pair; first and last are hollow, the
+    dashed line is what random subspaces would give. The axis of the change in loss is
+    linear up to 0.1 nats, logarithmic beyond. The data are of `layer_redundancy`; k is
+    their largest by default.
 
-    Returns the Figure; its Axes are change by depth, against coupling, against influence. In each, lines are dropped,
-    swapped, and (where a pair could be merged) merged; by depth also projected and exited. Raises ValueError for other
-    data, and a k that is not in them.
+    Returns the Figure; its Axes are change by depth, against coupling, against
+    influence. In each, lines are dropped, swapped, and (where a pair could be merged)
+    merged; by depth also projected and exited. Raises ValueError for other data, and a
+    k that is not in them.
 
     Example:
         >>> fig = tlc.plots.plot_redundancy(tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,)))
@@ -217,42 +298,89 @@ def plot_redundancy(data: "xarray.Dataset", *, k: int | None = None, fig: Figure
         loss_change = (losses - at_k["loss"]).transpose("prompt", ...).values
         depths = np.arange(loss_change.shape[1]) + (0.5 if "pair" in losses.dims else 0)
         mean, half = loss_change.mean(0), crossed_mean(loss_change[:, None])[1]
-        said = {"projected": f"projected onto {k} shared directions", "exited": "left after it"}.get(change, change)
-        panels["depth"].plot(depths, mean, color=color, marker=marker, markersize=4, label=said)
+        said = {
+            "projected": f"projected onto {k} shared directions",
+            "exited": "left after it",
+        }.get(change, change)
+        panels["depth"].plot(
+            depths, mean, color=color, marker=marker, markersize=4, label=said
+        )
         if len(loss_change) > 1:
-            panels["depth"].fill_between(depths, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
+            panels["depth"].fill_between(
+                depths, mean - half, mean + half, color=color, alpha=0.2, linewidth=0
+            )
         if change not in CHANGES:
             continue
         _, coupling, influence = change_and_predictors(data, change)
-        look: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "", "markersize": 5}
-        for predictor, values in (("coupling", coupling[held.index(k)]), ("block_influence", influence)):
+        look: dict[str, Any] = {
+            "color": color,
+            "marker": marker,
+            "linestyle": "",
+            "markersize": 5,
+        }
+        for predictor, values in (
+            ("coupling", coupling[held.index(k)]),
+            ("block_influence", influence),
+        ):
             ax, x = panels[predictor], values.mean(0)
-            ax.plot(x, mean, label=f"{change}: {_rho(correlations.sel(change=change), predictor)}", **look)
-            ax.plot(x[[0, -1]], mean[[0, -1]], markerfacecolor="white", label="_ends", **look)
+            ax.plot(
+                x,
+                mean,
+                label=f"{change}: {_rho(correlations.sel(change=change), predictor)}",
+                **look,
+            )
+            ax.plot(
+                x[[0, -1]],
+                mean[[0, -1]],
+                markerfacecolor="white",
+                label="_ends",
+                **look,
+            )
     by_depth, by_coupling, by_influence = panels.values()
     by_depth.xaxis.set_major_locator(MaxNLocator(integer=True))
     by_depth.set_xlabel("layer, or between the two layers of a pair")
-    by_coupling.set_xlabel(f"{labels.measure_label('coupling', k)}\nwith all others, or of the pair")
-    by_coupling.axvline(float(data["null_coupling"].sel(k=k)), label="_null", **labels.NULL_LINE)
-    by_influence.set_xlabel("block influence $1 - \\cos$\nof the block, or mean of the pair")
+    by_coupling.set_xlabel(
+        f"{labels.measure_label('coupling', k)}\nwith all others, or of the pair"
+    )
+    by_coupling.axvline(
+        float(data["null_coupling"].sel(k=k)), label="_null", **labels.NULL_LINE
+    )
+    by_influence.set_xlabel(
+        "block influence $1 - \\cos$\nof the block, or mean of the pair"
+    )
     # The first block's is many times that of the others.
     if float(data["block_influence"].mean("prompt").min()) > 0:
         by_influence.set_xscale("log")
         # Over a decade or two, names of all minor ticks would overlap.
-        by_influence.xaxis.set(major_locator=LogLocator(subs=(1.0, 3.0)), major_formatter="{x:g}", minor_formatter="")
+        by_influence.xaxis.set(
+            major_locator=LogLocator(subs=(1.0, 3.0)),
+            major_formatter="{x:g}",
+            minor_formatter="",
+        )
     labels.plain_legend(by_depth, ncols=3, **labels.ABOVE)
     ranked = "Spearman's ρ [95 % over prompts];\ninner: without first and last"
     for ax in (by_coupling, by_influence):
-        labels.plain_legend(ax, title=ranked, title_fontsize="small", alignment="left", **labels.ABOVE)
-    over = f"\nmean over {data.sizes['prompt']} prompts" if data.sizes["prompt"] > 1 else ""
+        labels.plain_legend(
+            ax, title=ranked, title_fontsize="small", alignment="left", **labels.ABOVE
+        )
+    over = (
+        f"\nmean over {data.sizes['prompt']} prompts"
+        if data.sizes["prompt"] > 1
+        else ""
+    )
     what = "Loss without a block, with neighbours swapped or merged, projected, and left early"
-    labels.entitle(fig, labels.heading(what, [json.loads(data.attrs["provenance"])]) + over)
+    labels.entitle(
+        fig, labels.heading(what, [json.loads(data.attrs["provenance"])]) + over
+    )
     return fig
 
 
 def _edge_style(shares: np.ndarray) -> dict[str, list]:
     shares = np.clip(shares, 0, 1)
-    return {"width": list(_MAX_EDGE_WIDTH * shares), "edge_color": [(*to_rgb("C0"), a) for a in np.sqrt(shares)]}
+    return {
+        "width": list(_MAX_EDGE_WIDTH * shares),
+        "edge_color": [(*to_rgb("C0"), a) for a in np.sqrt(shares)],
+    }
 
 
 def _rho(correlations: "xarray.Dataset", predictor: str) -> str:
@@ -262,5 +390,9 @@ def _rho(correlations: "xarray.Dataset", predictor: str) -> str:
         one = correlations.sel(blocks=blocks)
         low, high = one[f"{predictor}_interval"].values
         interval = "" if np.isnan(low + high) else f" [{low:+.2f}, {high:+.2f}]"
-        said.append("undefined" if np.isnan(one[predictor]) else f"{float(one[predictor]):+.2f}{interval}")
+        said.append(
+            "undefined"
+            if np.isnan(one[predictor])
+            else f"{float(one[predictor]):+.2f}{interval}"
+        )
     return ";\ninner ".join(said)

@@ -1,4 +1,6 @@
-"""Heat maps: of couplings, their spread over prompts and the matrices behind them; and of influence."""
+"""Heat maps: of couplings, their spread over prompts and the matrices behind them; and
+of influence.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,18 +45,23 @@ def plot_coupling(
 ) -> Axes:
     """Heat map of a measure for every pair of connections.
 
-    Read off which J_1 (row) is diagonalised by whose singular vectors (column): bright cells are coupled pairs, and a
-    bright band along the diagonal of a depth map is locality. The mark on the colour bar is what random subspaces would
-    give. Grey are the pairs of a connection with itself, which say nothing, and undefined values (NaN).
+    Read off which J_1 (row) is diagonalised by whose singular vectors (column): bright
+    cells are coupled pairs, and a bright band along the diagonal of a depth map is
+    locality. The mark on the colour bar is what random subspaces would give. Grey are
+    the pairs of a connection with itself, which say nothing, and undefined values
+    (NaN).
 
     Args:
-        result: any map, or a mean of them; ticks are layers for kind "depth", tokens for "self" and "context".
+        result: any map, or a mean of them; ticks are layers for kind "depth", tokens
+            for "self" and "context".
         k: how many top singular vectors; as many as the map holds by default.
         measure: as in `CouplingMap.values`, with its `options`.
-        vmin, vmax: ends of the colour scale; those of `color_scale([result], …)` by default.
+        vmin, vmax: ends of the colour scale; those of `color_scale([result], …)` by
+            default.
         cmap: a colour map; matplotlib's default unless given.
 
-    Returns the Axes; the heat map is its only image. Raises ValueError for a k or measure that the map does not have.
+    Returns the Axes; the heat map is its only image. Raises ValueError for a k or
+    measure that the map does not have.
 
     Example:
         >>> ax = tlc.plot_coupling(tlc.depth_coupling(trace, k=8), k=4)
@@ -66,10 +73,18 @@ def plot_coupling(
     if low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
     if isinstance(cmap, str) and cmap not in colormaps:
-        raise ValueError(f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}")
-    side = 6.4 if result.kind == "depth" else min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
+        raise ValueError(
+            f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}"
+        )
+    side = (
+        6.4
+        if result.kind == "depth"
+        else min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
+    )
     ax = ax or labels.new_figure(side, 0.9 * side, "compressed").subplots()
-    cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(bad=labels.UNDEFINED)
+    cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(
+        bad=labels.UNDEFINED
+    )
     k = result.k if k is None else k
     label = f"{labels.measure_label(measure, k, **options)}; null: random subspaces"
     bar = _draw_pairs(ax, result, values, k, label, vmin=low, vmax=high, cmap=cmap)
@@ -83,13 +98,20 @@ def plot_coupling(
 
 @checked
 def plot_spread(
-    result: MeanCouplingMap, *, k: int | None = None, measure: Measure = "coupling", ax: Axes | None = None
+    result: MeanCouplingMap,
+    *,
+    k: int | None = None,
+    measure: Measure = "coupling",
+    ax: Axes | None = None,
 ) -> Axes:
-    """Heat map of a measure's standard deviation over prompts, for every pair of connections.
+    """Heat map of a measure's standard deviation over prompts, for every pair of
+    connections.
 
-    Read off, beside `plot_coupling` of the same map, which pairs are coupled to the same degree whatever the prompt.
-    The map is a mean, of `depth_coupling` on many traces; k, measure and what is returned are as in `plot_coupling`.
-    Raises ValueError for a k or measure that the map does not have, and for a single prompt, which has no spread.
+    Read off, beside `plot_coupling` of the same map, which pairs are coupled to the
+    same degree whatever the prompt. The map is a mean, of `depth_coupling` on many
+    traces; k, measure and what is returned are as in `plot_coupling`. Raises ValueError
+    for a k or measure that the map does not have, and for a single prompt, which has no
+    spread.
 
     Example:
         >>> mean = tlc.depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
@@ -97,21 +119,30 @@ def plot_spread(
     """
     spread = result.spread(k, measure)
     if result.n_prompts < 2:
-        raise ValueError("the spread over prompts takes at least two prompts, this map has one")
+        raise ValueError(
+            "the spread over prompts takes at least two prompts, this map has one"
+        )
     ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
     k = result.k if k is None else k
     label = f"standard deviation over {result.n_prompts} prompts of\n{labels.measure_label(measure, k)}"
-    _draw_pairs(ax, result, spread.detach().cpu().numpy(), k, label, vmin=0, cmap="cividis")
+    _draw_pairs(
+        ax, result, spread.detach().cpu().numpy(), k, label, vmin=0, cmap="cividis"
+    )
     return ax
 
 
 def color_scale(
-    results: Sequence[CouplingMap], k: int | None = None, measure: Measure = "coupling", **options: Any
+    results: Sequence[CouplingMap],
+    k: int | None = None,
+    measure: Measure = "coupling",
+    **options: Any,
 ) -> tuple[float, float]:
-    """Ends of a colour scale for all these maps and their nulls, without the pairs that are drawn in grey.
+    """Ends of a colour scale for all these maps and their nulls, without the pairs that
+    are drawn in grey.
 
-    It begins at 0; that of the normalised mis-coupling, near 1 for most pairs, ends at 1 instead. That of coupling
-    reaches at least four times the null, or the noise of an untrained model would look like structure.
+    It begins at 0; that of the normalised mis-coupling, near 1 for most pairs, ends at
+    1 instead. That of coupling reaches at least four times the null, or the noise of an
+    untrained model would look like structure.
     """
     values = [_without_own(result, k, measure, options).ravel() for result in results]
     nulls = [result.null(k, measure, **options) for result in results]
@@ -134,24 +165,30 @@ def plot_coupling_matrices(
     vmax: Positive = 0.25,
     fig: Figure | None = None,
 ) -> Figure:
-    """Grid of the coupling matrices themselves, one panel `|A|` for every pair of layers, or of tokens.
+    """Grid of the coupling matrices themselves, one panel `|A|` for every pair of
+    layers, or of tokens.
 
-    Read off whether A is diagonal: coupled connections show a bright diagonal, uncoupled ones an even speckle. Divided
-    by the largest singular value σ_1 of its J_1, `|A|` is at most 1: all panels share one colour scale. Colours follow
-    the square root and end at `vmax`, well below 1: the diagonals of different connections are faint beside those of a
-    connection with itself (its singular values, for `orientation="ujv"`).
+    Read off whether A is diagonal: coupled connections show a bright diagonal,
+    uncoupled ones an even speckle. Divided by the largest singular value σ_1 of its
+    J_1, `|A|` is at most 1: all panels share one colour scale. Colours follow the
+    square root and end at `vmax`, well below 1: the diagonals of different connections
+    are faint beside those of a connection with itself (its singular values, for
+    `orientation="ujv"`).
 
     Args:
         result: any map.
         k: size of the panels; as many singular vectors as the map holds by default.
-        layers: for a map of layers, which ones, in this order; by default those of 8 … 15 (the paper's blocks 9 … 16)
-            that the map has, or else its last eight.
-        positions: for a map of tokens, which ones, in this order; its last eight by default.
-        untrained: the same connections of the untrained twin, drawn as a second grid below.
+        layers: for a map of layers, which ones, in this order; by default those of 8 …
+            15 (the paper's blocks 9 … 16) that the map has, or else its last eight.
+        positions: for a map of tokens, which ones, in this order; its last eight by
+            default.
+        untrained: the same connections of the untrained twin, drawn as a second grid
+            below.
         vmax: share of σ_1 where the colours end.
 
-    Returns the Figure; an Axes with one image for each grid, then the colour bar. Raises ValueError for k out of range,
-    layers or positions that a map does not have or does not compare, and two maps of different kinds.
+    Returns the Figure; an Axes with one image for each grid, then the colour bar.
+    Raises ValueError for k out of range, layers or positions that a map does not have
+    or does not compare, and two maps of different kinds.
 
     Example:
         >>> fig = tlc.plot_coupling_matrices(tlc.depth_coupling(trace, k=8), k=4)
@@ -159,7 +196,9 @@ def plot_coupling_matrices(
     """
     grids = {"result": result} | ({} if untrained is None else {"untrained": untrained})
     if untrained is not None and untrained.kind != result.kind:
-        raise ValueError(f"`untrained` must be a map of kind {result.kind!r} as well, got {untrained.kind!r}")
+        raise ValueError(
+            f"`untrained` must be a map of kind {result.kind!r} as well, got {untrained.kind!r}"
+        )
     chosen = _chosen(result, layers, positions)
     n, k = len(chosen), labels.common_k(list(grids.values()), k)
     panels = [_panels(grid, chosen, k, name) for name, grid in grids.items()]
@@ -171,79 +210,116 @@ def plot_coupling_matrices(
         _name_sides(ax, grid, chosen, centres)
         labels.entitle(ax, labels.map_heading([grid], k))
     extend = "max" if vmax < 1 else "neither"
-    fig.colorbar(image, ax=list(axes), label="|A| / σ₁ of J₁ (square-root colours)", extend=extend, aspect=40)
+    fig.colorbar(
+        image,
+        ax=list(axes),
+        label="|A| / σ₁ of J₁ (square-root colours)",
+        extend=extend,
+        aspect=40,
+    )
     return fig
 
 
 @checked
 def plot_alignment_matrices(
-    result: ResidualAlignment, *, sides: Sides = "uv", layers: Sequence[int] | None = None, ax: Axes | None = None
+    result: ResidualAlignment,
+    *,
+    sides: Sides = "uv",
+    layers: Sequence[int] | None = None,
+    ax: Axes | None = None,
 ) -> Axes:
-    """Grid of the alignment matrices, one panel of `|cosines|` between singular vectors for every pair of layers.
+    """Grid of the alignment matrices, one panel of `|cosines|` between singular vectors
+    for every pair of layers.
 
-    Read off whether the top singular vectors align (Li and Papyan's RA2): then all panels have a bright diagonal. The
-    panels on the diagonal of "uv" compare the left and right vectors of one block; those of "uu" and "vv" say nothing.
-    The mark on the colour bar is the root mean square cosine of random vectors.
+    Read off whether the top singular vectors align (Li and Papyan's RA2): then all
+    panels have a bright diagonal. The panels on the diagonal of "uv" compare the left
+    and right vectors of one block; those of "uu" and "vv" say nothing. The mark on the
+    colour bar is the root mean square cosine of random vectors.
 
     Args:
-        sides: "uv", the left vectors of the row's layer with the right ones of the column's; "uu" or "vv".
+        sides: "uv", the left vectors of the row's layer with the right ones of the
+            column's; "uu" or "vv".
         layers: which ones, in this order; all by default.
 
-    Returns the Axes, with one image. Raises ValueError for a layer that the result does not have, or none.
+    Returns the Axes, with one image. Raises ValueError for a layer that the result does
+    not have, or none.
 
     Example:
         >>> result = tlc.trajectories.residual_alignment(trace, n_classes=4)
         >>> ax = tlc.plots.plot_alignment_matrices(result, sides="uu")
     """
     n = len(result.singular_values)
-    chosen = list(range(n) if layers is None else (i + n if -n <= i < 0 else i for i in layers))
+    chosen = list(
+        range(n) if layers is None else (i + n if -n <= i < 0 else i for i in layers)
+    )
     if not chosen or not set(chosen) <= set(range(n)):
-        raise ValueError(f"`layers` must be some of the {n} layers, 0 to {n - 1}, got {chosen}")
+        raise ValueError(
+            f"`layers` must be some of the {n} layers, 0 to {n - 1}, got {chosen}"
+        )
     panels = getattr(result, sides)[chosen][:, chosen].abs().cpu().numpy()
     ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
     image, centres = _draw_mosaic(ax, panels, PowerNorm(0.5, 0, 1))
     for axis, side in zip((ax.yaxis, ax.xaxis), sides, strict=True):
         labels.name_ticks(axis, chosen, labels.MAX_LAYER_TICKS, centres)
-        axis.set_label_text(f"layer of the {'left' if side == 'u' else 'right'} singular vectors {side.upper()}")
-    of_sides = "".join(side.upper() + mark for side, mark in zip(sides, "ᵀ ", strict=True)).strip()
+        axis.set_label_text(
+            f"layer of the {'left' if side == 'u' else 'right'} singular vectors {side.upper()}"
+        )
+    of_sides = "".join(
+        side.upper() + mark for side, mark in zip(sides, "ᵀ ", strict=True)
+    ).strip()
     what = f"Residual alignment · {of_sides} · k = {result.k}"
     labels.entitle(ax, labels.heading(what, [result.provenance], [result.position]))
-    bar = ax.figure.colorbar(image, ax=ax, label="|cosine| (square-root colours); null: random vectors").ax
+    bar = ax.figure.colorbar(
+        image, ax=ax, label="|cosine| (square-root colours); null: random vectors"
+    ).ax
     labels.mark_null(bar, result.null() ** 0.5)
     return ax
 
 
 @checked
 def plot_influence(
-    results: _Influences, *, measure: InfluenceMeasure = "frobenius_norm", fig: Figure | None = None
+    results: _Influences,
+    *,
+    measure: InfluenceMeasure = "frobenius_norm",
+    fig: Figure | None = None,
 ) -> Figure:
     """Heat map of what every source token does to one output token, layer by layer.
 
-    Read off which tokens a layer listens to (the two norms, on a logarithmic scale), and through how many directions
-    (the two ranks). The last column is the output token's own Jacobian, its skip connection left out. Several results
-    by name (trained and untrained) share one colour scale; undefined values (NaN) and zeros are grey. The measures are
-    fields of `Influence`.
+    Read off which tokens a layer listens to (the two norms, on a logarithmic scale),
+    and through how many directions (the two ranks). The last column is the output
+    token's own Jacobian, its skip connection left out. Several results by name (trained
+    and untrained) share one colour scale; undefined values (NaN) and zeros are grey.
+    The measures are fields of `Influence`.
 
-    Returns the Figure; a panel for each result, then the colour bar. Raises ValueError for an unknown measure, and for
-    no result.
+    Returns the Figure; a panel for each result, then the colour bar. Raises ValueError
+    for an unknown measure, and for no result.
 
     Example:
         >>> fig = tlc.plots.plot_influence(tlc.cross_token_influence(trace))
     """
     panels = labels.named(results, Influence)
-    values = {name: getattr(result, measure).detach().cpu().double().numpy() for name, result in panels.items()}
+    values = {
+        name: getattr(result, measure).detach().cpu().double().numpy()
+        for name, result in panels.items()
+    }
     most = max(len(result.source_positions) for result in panels.values())
     width = min((_WIDEST - 1) / len(panels), max(3.0, 1.2 + 0.22 * most))
     fig = fig or labels.new_figure(width * len(panels) + 1, 5.6)
     axes = fig.subplots(1, len(panels), squeeze=False)[0]
-    known = np.concatenate([value[np.isfinite(value) & (value > 0)] for value in values.values()])
+    known = np.concatenate(
+        [value[np.isfinite(value) & (value > 0)] for value in values.values()]
+    )
     norm = Normalize(0, known.max(initial=0) or 1)
     if len(known) and measure in ("frobenius_norm", "largest_singular_value"):
         norm = LogNorm(known.min(), known.max())
     for ax, (name, result) in zip(axes, panels.items(), strict=True):
-        image = ax.imshow(np.where(values[name] > 0, values[name], np.nan), norm=norm, aspect="auto")
+        image = ax.imshow(
+            np.where(values[name] > 0, values[name], np.nan), norm=norm, aspect="auto"
+        )
         ax.set_facecolor(labels.UNDEFINED)
-        names = [labels.token_name(result.provenance, t) for t in result.source_positions]
+        names = [
+            labels.token_name(result.provenance, t) for t in result.source_positions
+        ]
         labels.name_ticks(ax.xaxis, names, int(width / _ROOM_FOR_A_TICK), rotation=90)
         labels.name_ticks(ax.yaxis, result.layers, labels.MAX_LAYER_TICKS)
         ax.set_xlabel("source token")
@@ -251,28 +327,46 @@ def plot_influence(
             labels.entitle(ax, name)
     axes[0].set_ylabel("layer")
     fig.colorbar(image, ax=axes, label=_INFLUENCE[measure])
-    tokens = {labels.token_name(result.provenance, result.output_position) for result in panels.values()}
-    what = f"Influence on token {tokens.pop()}" if len(tokens) == 1 else "Influence on one token"
-    labels.entitle(fig, labels.heading(what, [result.provenance for result in panels.values()]))
+    tokens = {
+        labels.token_name(result.provenance, result.output_position)
+        for result in panels.values()
+    }
+    what = (
+        f"Influence on token {tokens.pop()}"
+        if len(tokens) == 1
+        else "Influence on one token"
+    )
+    labels.entitle(
+        fig, labels.heading(what, [result.provenance for result in panels.values()])
+    )
     return fig
 
 
-def _draw_mosaic(ax: Axes, panels: np.ndarray, norm: Normalize) -> tuple[AxesImage, np.ndarray]:
-    """Panels `[n n k k]` and the white lines between them as one image, and where their centres are.
+def _draw_mosaic(
+    ax: Axes, panels: np.ndarray, norm: Normalize
+) -> tuple[AxesImage, np.ndarray]:
+    """Panels `[n n k k]` and the white lines between them as one image, and where their
+    centres are.
 
     An Axes for each panel would take seconds to draw.
     """
     n, k = panels.shape[1:3]
     gap = max(1, k // 12)
-    spaced = np.pad(panels, [(0, 0), (0, 0), (0, gap), (0, gap)], constant_values=np.nan)
+    spaced = np.pad(
+        panels, [(0, 0), (0, 0), (0, gap), (0, gap)], constant_values=np.nan
+    )
     mosaic = spaced.transpose(0, 2, 1, 3).reshape(2 * (n * (k + gap),))[:-gap, :-gap]
-    image = ax.imshow(mosaic, norm=norm, cmap=colormaps["magma"].with_extremes(bad="white"))
+    image = ax.imshow(
+        mosaic, norm=norm, cmap=colormaps["magma"].with_extremes(bad="white")
+    )
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return image, np.arange(n) * (k + gap) + (k - 1) / 2
 
 
-def _draw_pairs(ax: Axes, result: CouplingMap, values: np.ndarray, k: int, label: str, **colors: Any) -> Axes:
+def _draw_pairs(
+    ax: Axes, result: CouplingMap, values: np.ndarray, k: int, label: str, **colors: Any
+) -> Axes:
     """A heat map; returns its colour bar."""
     image = ax.imshow(values, **colors)
     _name_sides(ax, result)
@@ -281,22 +375,52 @@ def _draw_pairs(ax: Axes, result: CouplingMap, values: np.ndarray, k: int, label
 
 
 def _name_sides(
-    ax: Axes, result: CouplingMap, chosen: Sequence[int] | None = None, at: np.ndarray | None = None
+    ax: Axes,
+    result: CouplingMap,
+    chosen: Sequence[int] | None = None,
+    at: np.ndarray | None = None,
 ) -> None:
-    """What rows and columns are; a tick for each of the chosen ones, else for as many as have room."""
+    """What rows and columns are; a tick for each of the chosen ones, else for as many
+    as have room.
+    """
     depth = result.kind == "depth"
     fixed = result.provenance.get("fixed", "")
-    what = "layer" if depth else {"output": "input token", "input": "output token"}.get(fixed, "token")
-    of_row, of_col = ("", "") if depth else (f", layer {result.row_layers[0]}", f", layer {result.col_layers[0]}")
-    ax.set(ylabel=f"{what} of J₁{of_row}", xlabel=f"{what} of the singular vectors{of_col}")
+    what = (
+        "layer"
+        if depth
+        else {"output": "input token", "input": "output token"}.get(fixed, "token")
+    )
+    of_row, of_col = (
+        ("", "")
+        if depth
+        else (f", layer {result.row_layers[0]}", f", layer {result.col_layers[0]}")
+    )
+    ax.set(
+        ylabel=f"{what} of J₁{of_row}", xlabel=f"{what} of the singular vectors{of_col}"
+    )
     for axis, held in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
-        names = [i if depth else labels.token_name(result.provenance, i) for i in chosen or held]
-        most = len(names) if chosen else labels.MAX_LAYER_TICKS if depth else labels.MAX_TOKEN_TICKS
-        labels.name_ticks(axis, names, most, at, rotation=0 if depth or axis is ax.yaxis else 90)
+        names = [
+            i if depth else labels.token_name(result.provenance, i)
+            for i in chosen or held
+        ]
+        most = (
+            len(names)
+            if chosen
+            else labels.MAX_LAYER_TICKS
+            if depth
+            else labels.MAX_TOKEN_TICKS
+        )
+        labels.name_ticks(
+            axis, names, most, at, rotation=0 if depth or axis is ax.yaxis else 90
+        )
 
 
-def _without_own(result: CouplingMap, k: int | None, measure: Measure, options: dict[str, Any]) -> np.ndarray:
-    """The values, NaN where a connection meets itself; all of them where there are no other pairs."""
+def _without_own(
+    result: CouplingMap, k: int | None, measure: Measure, options: dict[str, Any]
+) -> np.ndarray:
+    """The values, NaN where a connection meets itself; all of them where there are no
+    other pairs.
+    """
     values = result.values(k, measure, **options).detach().cpu().double().numpy()
     rows = np.array([result.row_layers, result.row_positions])
     cols = np.array([result.col_layers, result.col_positions])
@@ -304,16 +428,28 @@ def _without_own(result: CouplingMap, k: int | None, measure: Measure, options: 
     return values if own.all() else np.where(own, np.nan, values)
 
 
-def _chosen(result: CouplingMap, layers: Sequence[int] | None, positions: Sequence[int] | None) -> list[int]:
+def _chosen(
+    result: CouplingMap, layers: Sequence[int] | None, positions: Sequence[int] | None
+) -> list[int]:
     depth = result.kind == "depth"
-    wanted, name, others = (layers, "layers", positions) if depth else (positions, "positions", layers)
+    wanted, name, others = (
+        (layers, "layers", positions) if depth else (positions, "positions", layers)
+    )
     if others is not None:
-        raise ValueError(f"a map of kind {result.kind!r} is drawn for chosen `{name}` only")
+        raise ValueError(
+            f"a map of kind {result.kind!r} is drawn for chosen `{name}` only"
+        )
     if wanted is None:
         there = [i for i in _places(result)[0] if i in _places(result)[1]]
-        chosen = [i for i in there if depth and i in _PAPER_LAYERS] or there[-len(_PAPER_LAYERS) :]
+        chosen = [i for i in there if depth and i in _PAPER_LAYERS] or there[
+            -len(_PAPER_LAYERS) :
+        ]
     else:
-        n = result.provenance.get("n_layers", 0) if depth else len(result.provenance.get("str_tokens", ()))
+        n = (
+            result.provenance.get("n_layers", 0)
+            if depth
+            else len(result.provenance.get("str_tokens", ()))
+        )
         chosen = [i + n if -n <= i < 0 else i for i in wanted]
     if not chosen:
         raise ValueError(f"`{name}` is empty: wanted at least one of the map's")
@@ -325,13 +461,26 @@ def _panels(result: CouplingMap, chosen: list[int], k: int, name: str) -> np.nda
     for held in _places(result):
         if missing := [i for i in chosen if i not in held]:
             what = "layers" if result.kind == "depth" else "positions"
-            raise ValueError(f"`{what}` must be among those of {name!r}, {list(held)}, got {missing}")
+            raise ValueError(
+                f"`{what}` must be among those of {name!r}, {list(held)}, got {missing}"
+            )
     at_rows, at_cols = ([held.index(i) for i in chosen] for held in _places(result))
-    largest = result.singular_values[at_rows, 0].clamp_min(torch.finfo(result.singular_values.dtype).tiny)
-    return (result.at(k)[at_rows][:, at_cols].abs() / largest[:, None, None, None]).detach().cpu().numpy()
+    largest = result.singular_values[at_rows, 0].clamp_min(
+        torch.finfo(result.singular_values.dtype).tiny
+    )
+    return (
+        (result.at(k)[at_rows][:, at_cols].abs() / largest[:, None, None, None])
+        .detach()
+        .cpu()
+        .numpy()
+    )
 
 
 def _places(result: CouplingMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What tells rows and columns apart: layers, or token positions."""
     depth = result.kind == "depth"
-    return (result.row_layers, result.col_layers) if depth else (result.row_positions, result.col_positions)
+    return (
+        (result.row_layers, result.col_layers)
+        if depth
+        else (result.row_positions, result.col_positions)
+    )

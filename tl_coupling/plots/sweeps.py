@@ -1,4 +1,6 @@
-"""One model across its training, of what `checkpoint_sweep` returns or, over seeds, `xarray.concat([…], "seed")`."""
+"""One model across its training, of what `checkpoint_sweep` returns or, over seeds,
+`xarray.concat([…], "seed")`.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,20 +34,25 @@ def plot_emergence(
     measure: Measure = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
-    """Mean coupling of different layers against the training step, above the loss on the same prompts.
+    """Mean coupling of different layers against the training step, above the loss on
+    the same prompts.
 
-    Shows when coupling emerges, whether it stays, and what the loss does meanwhile. The dashed line is what random
-    subspaces would give; a ring marks step 0, the untrained model. The step axis is logarithmic, with a place for 0.
-    Bands are 95 % t intervals of the mean over prompts and seeds, see `statistics.crossed_mean`.
+    Shows when coupling emerges, whether it stays, and what the loss does meanwhile. The
+    dashed line is what random subspaces would give; a ring marks step 0, the untrained
+    model. The step axis is logarithmic, with a place for 0. Bands are 95 % t intervals
+    of the mean over prompts and seeds, see `statistics.crossed_mean`.
 
     Args:
-        data: sweeps by name, one line each; or one sweep. A dim `seed` is averaged over.
-        k: how many top singular vectors; by default the largest number that all sweeps hold.
+        data: sweeps by name, one line each; or one sweep. A dim `seed` is averaged
+            over.
+        k: how many top singular vectors; by default the largest number that all sweeps
+            hold.
         measure: as in `CouplingMap.values`.
 
-    Returns the Figure, with Axes for coupling and for loss (if prompts have more than one token), a line for each
-    sweep. Raises ValueError for no sweep, a k or measure that a sweep does not hold, checkpoints that are not steps.
-    Source: Aubry et al. 2025, figure 1, without null, loss and interval.
+    Returns the Figure, with Axes for coupling and for loss (if prompts have more than
+    one token), a line for each sweep. Raises ValueError for no sweep, a k or measure
+    that a sweep does not hold, checkpoints that are not steps. Source: Aubry et al.
+    2025, figure 1, without null, loss and interval.
 
     Example:
         >>> fig = tlc.plots.plot_emergence({"width 16": sweep}, k=4)
@@ -55,19 +62,30 @@ def plot_emergence(
     by = labels.named(data, xarray.Dataset)
     k = _common_k(by, k, f"mean_{measure}")
     by = {name: sweep.sel(k=k) for name, sweep in by.items()}
-    shown = {f"mean_{measure}": f"mean {labels.measure_label(measure, k)}", "loss": "loss (nats per token)"}
+    shown = {
+        f"mean_{measure}": f"mean {labels.measure_label(measure, k)}",
+        "loss": "loss (nats per token)",
+    }
     if all(bool(sweep["loss"].isnull().all()) for sweep in by.values()):
         del shown["loss"]
     fig = fig or labels.new_figure(7.0, 2.0 + 2.2 * len(shown))
-    panels = fig.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=[3, 2][: len(shown)])[:, 0]
+    panels = fig.subplots(
+        len(shown), 1, sharex=True, squeeze=False, height_ratios=[3, 2][: len(shown)]
+    )[:, 0]
     for ax, (variable, text) in zip(panels, shown.items(), strict=True):
         for number, (name, sweep) in enumerate(by.items()):
             draw_line(ax, sweep[variable], f"C{number}", name)
         ax.set_ylabel(text)
-    nulls = {name: mean_of(sweep[f"null_{measure}"]).sortby("checkpoint") for name, sweep in by.items()}
+    nulls = {
+        name: mean_of(sweep[f"null_{measure}"]).sortby("checkpoint")
+        for name, sweep in by.items()
+    }
     if not labels.draw_null(panels[0].axhline, np.concatenate(list(nulls.values()))):
         for number, (name, null) in enumerate(nulls.items()):
-            look = labels.NULL_LINE | {"color": f"C{number}", "label": f"{name}: random subspaces"}
+            look = labels.NULL_LINE | {
+                "color": f"C{number}",
+                "label": f"{name}: random subspaces",
+            }
             panels[0].plot(null["checkpoint"].values, null.values, **look)
     panels[0].set_ylim(bottom=0)
     step_axis(panels[-1], by.values())
@@ -86,17 +104,21 @@ def plot_coupling_strip(
     measure: Measure = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
-    """Heat maps of all pairs of layers side by side, one for each checkpoint, on one colour scale.
+    """Heat maps of all pairs of layers side by side, one for each checkpoint, on one
+    colour scale.
 
-    Shows which layers couple first, and whether only neighbours do. Means over prompts and seeds. The diagonal, a layer
-    with itself, is grey; a line on the colour bar marks what random subspaces would give.
+    Shows which layers couple first, and whether only neighbours do. Means over prompts
+    and seeds. The diagonal, a layer with itself, is grey; a line on the colour bar
+    marks what random subspaces would give.
 
     Args:
-        checkpoints: which, in this order; by default at most eight, evenly spread over those measured.
+        checkpoints: which, in this order; by default at most eight, evenly spread over
+            those measured.
         k, measure: as in `plot_emergence`.
 
-    Returns the Figure: an Axes with one image for each checkpoint, then the colour bar. Raises ValueError for a
-    checkpoint, k or measure that the sweep does not hold, and for checkpoints that are not steps.
+    Returns the Figure: an Axes with one image for each checkpoint, then the colour bar.
+    Raises ValueError for a checkpoint, k or measure that the sweep does not hold, and
+    for checkpoints that are not steps.
 
     Example:
         >>> fig = tlc.plots.plot_coupling_strip(sweep, k=4)
@@ -104,7 +126,9 @@ def plot_coupling_strip(
     k = _common_k({"data": data}, k, measure)
     steps, maps = _maps(data, checkpoints, k, measure)
     fig, grid = _grid(len(steps), 1.5, 1.65, fig, shared=True)
-    cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(bad=labels.UNDEFINED)
+    cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(
+        bad=labels.UNDEFINED
+    )
     vmax = float(np.nanmax(maps)) if maps.shape[1] > 1 else 1.0
     for ax, step, panel in zip(grid.flat, steps, maps, strict=False):
         image = ax.imshow(panel, vmin=0, vmax=vmax, cmap=cmap)
@@ -114,10 +138,14 @@ def plot_coupling_strip(
     fig.supylabel("layer of J₁", fontsize="medium")
     fig.supxlabel("layer of the singular vectors", fontsize="medium")
     bar = fig.colorbar(image, ax=fig.axes, label=labels.measure_label(measure, k))
-    if (null := labels.one_null(data[f"null_{measure}"].sel(k=k, checkpoint=steps))) is not None:
+    if (
+        null := labels.one_null(data[f"null_{measure}"].sel(k=k, checkpoint=steps))
+    ) is not None:
         labels.mark_null(bar.ax, null)
         bar.set_label(f"{labels.measure_label(measure, k)}\nline: random subspaces")
-    labels.entitle(fig, heading("Depth coupling across training", {"data": data}, "mean"))
+    labels.entitle(
+        fig, heading("Depth coupling across training", {"data": data}, "mean")
+    )
     return fig
 
 
@@ -131,17 +159,21 @@ def plot_adjacency_strip(
     strongest: Count | None = None,
     fig: Figure | None = None,
 ) -> Figure:
-    """Layers as a graph at several checkpoints, side by side and on one scale of edges; see `plot_adjacency`.
+    """Layers as a graph at several checkpoints, side by side and on one scale of edges;
+    see `plot_adjacency`.
 
-    Shows which layers couple first, and whether neighbours do. Means over prompts and seeds, and over both orders of a
-    pair. An edge is at full width at the largest weight in any panel.
+    Shows which layers couple first, and whether neighbours do. Means over prompts and
+    seeds, and over both orders of a pair. An edge is at full width at the largest
+    weight in any panel.
 
     Args:
-        checkpoints, k, measure: as in `plot_coupling_strip`; the paper has steps 1, 4000 and 143000.
-        strongest: how many edges in each panel, those of the largest weights; two for each layer by default.
+        checkpoints, k, measure: as in `plot_coupling_strip`; the paper has steps 1,
+            4000 and 143000.
+        strongest: how many edges in each panel, those of the largest weights; two for
+            each layer by default.
 
-    Returns the Figure, with an Axes for each checkpoint. Raises as `plot_coupling_strip`. Source: Aubry et al. 2025,
-    figure 1c–e.
+    Returns the Figure, with an Axes for each checkpoint. Raises as
+    `plot_coupling_strip`. Source: Aubry et al. 2025, figure 1c–e.
 
     Example:
         >>> fig = tlc.plots.plot_adjacency_strip(sweep, checkpoints=[0, 2])
@@ -157,19 +189,30 @@ def plot_adjacency_strip(
         draw_graph(ax, layers, panel, full, node_size=110)
         ax.set_title(_step_name(step), fontsize="small")
     drawn = f"{len(edges[0])} strongest of {len(layers) * (len(layers) - 1) // 2} edges in each"
-    if (null := labels.one_null(data[f"null_{measure}"].sel(k=k, checkpoint=steps))) is not None:
+    if (
+        null := labels.one_null(data[f"null_{measure}"].sel(k=k, checkpoint=steps))
+    ) is not None:
         drawn += f"; random subspaces: {null:.2g}"
     scale, what = edge_scale(full), f"{labels.measure_label(measure, k)}, {drawn}"
-    below = {"loc": "outside lower center", "ncols": len(scale), "fontsize": "small", "title_fontsize": "small"}
+    below = {
+        "loc": "outside lower center",
+        "ncols": len(scale),
+        "fontsize": "small",
+        "title_fontsize": "small",
+    }
     labels.plain_legend(fig, handles=scale, title=what, **below)
-    labels.entitle(fig, heading("Depth coupling across training", {"data": data}, "mean"))
+    labels.entitle(
+        fig, heading("Depth coupling across training", {"data": data}, "mean")
+    )
     return fig
 
 
 def _maps(
     data: "xarray.Dataset", checkpoints: Sequence[int] | None, k: int, measure: str
 ) -> tuple[list[int], np.ndarray]:
-    """The checkpoints that are drawn, and their mean maps; the diagonal, which would outshine the rest, is NaN."""
+    """The checkpoints that are drawn, and their mean maps; the diagonal, which would
+    outshine the rest, is NaN.
+    """
     steps = chosen_steps(data, checkpoints)
     means = mean_of(data[measure].sel(k=k, checkpoint=steps))
     maps = means.transpose("checkpoint", "layer", "other_layer").values.copy()
@@ -177,11 +220,15 @@ def _maps(
     return steps, maps
 
 
-def _grid(n: int, width: float, height: float, fig: Figure | None, shared: bool = False) -> tuple[Figure, np.ndarray]:
+def _grid(
+    n: int, width: float, height: float, fig: Figure | None, shared: bool = False
+) -> tuple[Figure, np.ndarray]:
     """A figure with n panels of that many inches, four in a row."""
     n_cols = min(n, _PANELS_IN_A_ROW)
     n_rows = -(-n // n_cols)
-    fig = fig or labels.new_figure(width * n_cols + 1.2, height * n_rows + 1.2, "compressed")
+    fig = fig or labels.new_figure(
+        width * n_cols + 1.2, height * n_rows + 1.2, "compressed"
+    )
     grid = fig.subplots(n_rows, n_cols, sharex=shared, sharey=shared, squeeze=False)
     for ax in grid.flat[n:]:
         ax.remove()
@@ -202,21 +249,37 @@ def draw_line(
     values: "xarray.DataArray",
     color: str,
     name: str,
-    summary: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]] = _mean_and_interval,
+    summary: Callable[
+        [np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
+    ] = _mean_and_interval,
 ) -> None:
     """Middle and band against the step; a ring at step 0."""
-    values = values.expand_dims([dim for dim in SAMPLES if dim not in values.dims]).sortby("checkpoint")
+    values = values.expand_dims(
+        [dim for dim in SAMPLES if dim not in values.dims]
+    ).sortby("checkpoint")
     steps = values["checkpoint"].values
-    middle, low, high = summary(values.transpose("seed", "prompt", "checkpoint").values.astype(float))
+    middle, low, high = summary(
+        values.transpose("seed", "prompt", "checkpoint").values.astype(float)
+    )
     ax.plot(steps, middle, color=color, marker="o", markersize=3, label=name)
     if not np.isnan(high).all():
         ax.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
     if steps[0] == 0:
-        ax.plot(0, middle[0], "o", color=color, markerfacecolor="white", markersize=7, label="_untrained")
+        ax.plot(
+            0,
+            middle[0],
+            "o",
+            color=color,
+            markerfacecolor="white",
+            markersize=7,
+            label="_untrained",
+        )
 
 
 def step_axis(ax: Axes, sweeps: "Iterable[xarray.Dataset]") -> None:
-    """Logarithmic, with a place for step 0; ticks at steps that were measured, as many as have room."""
+    """Logarithmic, with a place for step 0; ticks at steps that were measured, as many
+    as have room.
+    """
     steps = np.unique(np.concatenate([sweep["checkpoint"].values for sweep in sweeps]))
     first = max(int(steps[steps > 0].min(initial=steps.max())), 1)
     places = np.where(steps > 0, np.log10(np.maximum(steps, 1) / first) + 0.5, 0)
@@ -238,17 +301,40 @@ def draw_legend(ax: Axes) -> None:
     """What lines are, and the ring of step 0."""
     handles, _ = ax.get_legend_handles_labels()
     if any(line.get_label() == "_untrained" for line in ax.lines):
-        ring: dict[str, Any] = {"marker": "o", "linestyle": "", "markerfacecolor": "white", "markersize": 7}
+        ring: dict[str, Any] = {
+            "marker": "o",
+            "linestyle": "",
+            "markerfacecolor": "white",
+            "markersize": 7,
+        }
         handles.append(Line2D([], [], color="0.3", label="untrained, step 0", **ring))
     labels.plain_legend(ax, handles=handles, **labels.ABOVE)
 
 
-def heading(what: str, by: "Mapping[str, xarray.Dataset]", drawn: str = f"mean and {LEVEL:.0%} interval") -> str:
-    """What was measured, on which model, and over what the mean and its interval are."""
-    counts = {tuple(sweep.sizes.get(dim, 1) for dim in SAMPLES) for sweep in by.values()}
-    over = [f"{n} {dim}s" for n, dim in zip(*counts, SAMPLES, strict=True) if n > 1] if len(counts) == 1 else []
-    model = labels.heading("", [{"model": sweep.attrs.get("model")} for sweep in by.values()])
-    return "\n".join(filter(None, (what, model, f"{drawn} over {' and '.join(over)}" if over else "")))
+def heading(
+    what: str,
+    by: "Mapping[str, xarray.Dataset]",
+    drawn: str = f"mean and {LEVEL:.0%} interval",
+) -> str:
+    """What was measured, on which model, and over what the mean and its interval
+    are.
+    """
+    counts = {
+        tuple(sweep.sizes.get(dim, 1) for dim in SAMPLES) for sweep in by.values()
+    }
+    over = (
+        [f"{n} {dim}s" for n, dim in zip(*counts, SAMPLES, strict=True) if n > 1]
+        if len(counts) == 1
+        else []
+    )
+    model = labels.heading(
+        "", [{"model": sweep.attrs.get("model")} for sweep in by.values()]
+    )
+    return "\n".join(
+        filter(
+            None, (what, model, f"{drawn} over {' and '.join(over)}" if over else "")
+        )
+    )
 
 
 def mean_of(values: "xarray.DataArray") -> "xarray.DataArray":
@@ -262,33 +348,58 @@ def short_step(step: int) -> str:
 
 
 def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None, variable: str) -> int:
-    """`k`, or the largest that all sweeps hold; raises where a sweep does not hold it, or the variable."""
+    """`k`, or the largest that all sweeps hold; raises where a sweep does not hold it,
+    or the variable.
+    """
     for name, sweep in by.items():
         check_sweep(sweep, name, "k", variable)
-    held = [{int(one) for one in np.atleast_1d(sweep["k"].values)} for sweep in by.values()]
+    held = [
+        {int(one) for one in np.atleast_1d(sweep["k"].values)} for sweep in by.values()
+    ]
     common = set.intersection(*held)
     if k is None and common:
         return max(common)
     if k not in common:
-        wanted = "the sweeps have no k in common" if k is None else f"`k` must be held by all sweeps, got {k}"
-        raise ValueError(f"{wanted}; they hold {', '.join(str(sorted(one)) for one in held)}")
+        wanted = (
+            "the sweeps have no k in common"
+            if k is None
+            else f"`k` must be held by all sweeps, got {k}"
+        )
+        raise ValueError(
+            f"{wanted}; they hold {', '.join(str(sorted(one)) for one in held)}"
+        )
     return k
 
 
 def check_sweep(sweep: "xarray.Dataset", name: str, *variables: str) -> None:
     """Raise unless it is a sweep along training steps that holds these variables."""
-    if "checkpoint" not in sweep.dims or not np.issubdtype(sweep["checkpoint"].dtype, np.integer):
-        raise ValueError(f"{name!r}: wanted a sweep along `checkpoint`, training steps as whole numbers")
+    if "checkpoint" not in sweep.dims or not np.issubdtype(
+        sweep["checkpoint"].dtype, np.integer
+    ):
+        raise ValueError(
+            f"{name!r}: wanted a sweep along `checkpoint`, training steps as whole numbers"
+        )
     for variable in variables:
         if variable not in sweep:
-            raise ValueError(f"{name!r} holds no {variable!r}; it holds {', '.join(map(str, sweep.data_vars))}")
+            raise ValueError(
+                f"{name!r} holds no {variable!r}; it holds {', '.join(map(str, sweep.data_vars))}"
+            )
 
 
-def chosen_steps(sweep: "xarray.Dataset", checkpoints: Sequence[int] | None) -> list[int]:
-    """The checkpoints, which must be in the sweep; by default at most eight, evenly spread."""
+def chosen_steps(
+    sweep: "xarray.Dataset", checkpoints: Sequence[int] | None
+) -> list[int]:
+    """The checkpoints, which must be in the sweep; by default at most eight, evenly
+    spread.
+    """
     there = sweep["checkpoint"].values.tolist()
     if checkpoints is None:
-        return [there[round(i)] for i in np.linspace(0, len(there) - 1, min(_MAX_PANELS, len(there)))]
+        return [
+            there[round(i)]
+            for i in np.linspace(0, len(there) - 1, min(_MAX_PANELS, len(there)))
+        ]
     if not checkpoints or any(step not in there for step in checkpoints):
-        raise ValueError(f"`checkpoints` must be among {there}, one or more, got {list(checkpoints)}")
+        raise ValueError(
+            f"`checkpoints` must be among {there}, one or more, got {list(checkpoints)}"
+        )
     return list(checkpoints)

@@ -1,4 +1,6 @@
-"""From portraits of a prompt to one HTML page, whole or not at all; its prose is in `page.html`."""
+"""From portraits of a prompt to one HTML page, whole or not at all; its prose is in
+`page.html`.
+"""
 
 import base64
 import hashlib
@@ -15,25 +17,45 @@ from tl_coupling import plots
 from tl_coupling.arguments import AnyPath, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import write_atomically
-from tl_coupling.interactive import VIEW_STYLE, circuitsvis_script, show_layers_by_token, visible_token
+from tl_coupling.interactive import (
+    VIEW_STYLE,
+    circuitsvis_script,
+    show_layers_by_token,
+    visible_token,
+)
 from tl_coupling.plots.maps import color_scale
 from tl_coupling.plots.patches import patches_of
 from tl_coupling.portraits import Portrait
-from tl_coupling.report.parts import figure, grid, image, named_token, sentence, spaced_tokens, table
+from tl_coupling.report.parts import (
+    figure,
+    grid,
+    image,
+    named_token,
+    sentence,
+    spaced_tokens,
+    table,
+)
 from tl_coupling.report.patches import over_picture, shown_picture
 from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
 
-_SHAPES = {"line-shape score": line_shape_score, "expodistance": expodistance, "equidistance": equidistance}
+_SHAPES = {
+    "line-shape score": line_shape_score,
+    "expodistance": expodistance,
+    "equidistance": equidistance,
+}
 
 
 @checked
 def html_report(runs: Mapping[str, Portrait]) -> str:
-    """One self-contained HTML page: figures with captions, coloured tokens, and how it was made.
+    """One self-contained HTML page: figures with captions, coloured tokens, and how it
+    was made.
 
-    The page asks no host for anything, and its security policy forbids it to; scripts other than its own do not run.
+    The page asks no host for anything, and its security policy forbids it to; scripts
+    other than its own do not run.
 
     Args:
-        runs: portraits of one prompt by name, the main one first: `{"trained": …, "untrained": …}`.
+        runs: portraits of one prompt by name, the main one first: `{"trained": …,
+            "untrained": …}`.
 
     Raises:
         ValueError: no runs, or runs of different tokens, layers, positions or k.
@@ -51,12 +73,21 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
     for name, run in runs.items():
         for what, of_this in _in_common(run).items():
             if of_this != (of_first := _in_common(first)[what]):
-                raise ValueError(f"wanted runs of the same {what}, {name!r} has {of_this}, the first {of_first}")
+                raise ValueError(
+                    f"wanted runs of the same {what}, {name!r} has {of_this}, the first {of_first}"
+                )
     script = circuitsvis_script()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     facts = first.trace.provenance
-    checkpoint = f" at checkpoint {facts['checkpoint']}" if facts.get("checkpoint") is not None else ""
-    template, style = (Path(__file__).with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".html", ".css"))
+    checkpoint = (
+        f" at checkpoint {facts['checkpoint']}"
+        if facts.get("checkpoint") is not None
+        else ""
+    )
+    template, style = (
+        Path(__file__).with_suffix(suffix).read_text(encoding="utf-8")
+        for suffix in (".html", ".css")
+    )
     with plots.off_screen():
         found = _pieces(runs)
     return Template(template).substitute(
@@ -71,7 +102,8 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
 
 @checked
 def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
-    """Write `html_report(runs)` as UTF-8, whole or not at all: an OSError leaves what was there.
+    """Write `html_report(runs)` as UTF-8, whole or not at all: an OSError leaves what
+    was there.
 
     Example:
         >>> tlc.write_report("report.html", {"trained": tlc.portrait(trace, k=(4,))}).name
@@ -84,7 +116,11 @@ def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
 
 def _in_common(run: Portrait) -> dict[str, Any]:
     """What all runs on a page must have in common."""
-    shared = {"k": run.ks, "tokens": run.trace.str_tokens, "layers": run.depth.row_layers}
+    shared = {
+        "k": run.ks,
+        "tokens": run.trace.str_tokens,
+        "layers": run.depth.row_layers,
+    }
     return shared | {"position": run.position, "token maps": list(run.tokens)}
 
 
@@ -93,9 +129,18 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
     first = next(iter(runs.values()))
     trace, maps = first.trace, {name: run.depth for name, run in runs.items()}
     prompt, ends = trace.provenance.get("prompt"), sorted({first.ks[0], first.ks[-1]})
-    means = [[f"k = {k}", *(_mean(one, k) for one in maps.values()), f"{first.depth.null(k):.3f}"] for k in first.ks]
+    means = [
+        [
+            f"k = {k}",
+            *(_mean(one, k) for one in maps.values()),
+            f"{first.depth.null(k):.3f}",
+        ]
+        for k in first.ks
+    ]
     return {
-        "prompt": f"<blockquote>{html.escape(prompt)}</blockquote>" if prompt else shown_picture(trace),
+        "prompt": f"<blockquote>{html.escape(prompt)}</blockquote>"
+        if prompt
+        else shown_picture(trace),
         **{"n_layers": trace.n_layers, "d_model": trace.d_model, "n_pos": trace.n_pos},
         "str_tokens": _names(first),
         "measured": named_token(first, first.position),
@@ -111,8 +156,13 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
             )
             for name, one in maps.items()
         ),
-        "locality": grid([*(_locality(maps, k) for k in ends), *_graphs(maps, first.ks[0])]),
-        "gains": image(plots.plot_singular_values(maps), "Singular values of the Jacobians against depth"),
+        "locality": grid(
+            [*(_locality(maps, k) for k in ends), *_graphs(maps, first.ks[0])]
+        ),
+        "gains": image(
+            plots.plot_singular_values(maps),
+            "Singular values of the Jacobians against depth",
+        ),
         "peaks": sentence(map(_peak, maps, maps.values())),
         "inverse_gains": _inverse_gains(maps) if trace.n_layers > 1 else "",
         "tokens": _tokens(runs, first),
@@ -124,8 +174,12 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
 
 
 def _remarks(maps: Mapping[str, CouplingMap]) -> str:
-    """What is unusual about the runs, such as blocks that normalise the stream; nothing where nothing is."""
-    remarks = dict.fromkeys(remark for run in maps.values() for remark in run.provenance.get("remarks", ()))
+    """What is unusual about the runs, such as blocks that normalise the stream; nothing
+    where nothing is.
+    """
+    remarks = dict.fromkeys(
+        remark for run in maps.values() for remark in run.provenance.get("remarks", ())
+    )
     items = "".join(f"<li>{html.escape(remark)}</li>" for remark in remarks)
     return f"<p>Remarks:</p><ul>{items}</ul>" if items else ""
 
@@ -136,14 +190,18 @@ def _names(first: Portrait) -> str:
     if (patches := patches_of(first.trace)) is None:
         return " ".join(named_token(first, position) for position in range(n_pos))
     first_patch = n_pos - patches[0] * patches[1]
-    before = "".join(f"{named_token(first, position)} " for position in range(first_patch))
+    before = "".join(
+        f"{named_token(first, position)} " for position in range(first_patch)
+    )
     ends = f"{named_token(first, first_patch)} … {named_token(first, n_pos - 1)}"
     return f"{before} and {patches[0]} × {patches[1]} patches, named by row and column, {ends}"
 
 
 def _locality(maps: Mapping[str, CouplingMap], k: int) -> str:
     """How coupling fades with distance."""
-    profiles = {html.escape(name): result.locality_profile(k) for name, result in maps.items()}
+    profiles = {
+        html.escape(name): result.locality_profile(k) for name, result in maps.items()
+    }
     ends = (
         f"{name}: {profile[1]:.3f} between neighbours, {profile[-1]:.3f} from the first layer to the last"
         for name, profile in profiles.items()
@@ -161,7 +219,11 @@ def _graphs(maps: Mapping[str, CouplingMap], k: int) -> Iterator[str]:
             f"coupled (k = {k}); only the strongest edges are drawn. Groups of them share singular vectors."
         )
         drawn = plots.plot_adjacency(result, k=k)
-        yield figure(drawn, f"Graph of layers with edges as wide as their coupling, {name}", caption)
+        yield figure(
+            drawn,
+            f"Graph of layers with edges as wide as their coupling, {name}",
+            caption,
+        )
 
 
 def _peak(name: str, result: CouplingMap) -> str:
@@ -182,10 +244,19 @@ def _inverse_gains(maps: Mapping[str, CouplingMap]) -> str:
 def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
     """Coupling across tokens."""
     if not first.tokens:
-        return "<p>The prompt has one token: there are no others to compare it with.</p>"
+        return (
+            "<p>The prompt has one token: there are no others to compare it with.</p>"
+        )
     own, output = first.tokens["self"], named_token(first, first.position)
-    maps = {kind: {name: run.tokens[kind] for name, run in runs.items()} for kind in first.tokens}
-    parts = [part for kind in maps for part in _heat_maps(maps[kind], first.ks[0], "tokens", f"{kind}, ")]
+    maps = {
+        kind: {name: run.tokens[kind] for name, run in runs.items()}
+        for kind in first.tokens
+    }
+    parts = [
+        part
+        for kind in maps
+        for part in _heat_maps(maps[kind], first.ks[0], "tokens", f"{kind}, ")
+    ]
     return (
         f"<p>The layers are fixed, {own.row_layers[0]} for J₁ and {own.col_layers[0]} for the singular vectors; the "
         "tokens vary. Row: the token of J₁. Column: the token of the singular vectors. <em>Self</em>: the Jacobian of "
@@ -202,11 +273,17 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
     if not others:
         return "<p>No token stands before the measured one.</p>"
     measured = named_token(first, first.position)
-    what = f"tokens before {measured} do to it" if first.trace.is_causal else f"other tokens do to {measured}"
+    what = (
+        f"tokens before {measured} do to it"
+        if first.trace.is_causal
+        else f"other tokens do to {measured}"
+    )
     shares, ranks, words = {}, {}, []
     for name, run in runs.items():
         norms = run.influence.frobenius_norm[:, others]
-        share = shares[f"share of influence, {name}"] = norms / norms.sum(1, keepdim=True)
+        share = shares[f"share of influence, {name}"] = norms / norms.sum(
+            1, keepdim=True
+        )
         ranks[f"effective rank, {name}"] = run.influence.effective_rank[:, others]
         strongest = int(share.nan_to_num(0).mean(0).argmax())
         words.append(
@@ -215,7 +292,10 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
         )
     names = spaced_tokens(first.trace)
     where = [names[sources[i]] for i in others]
-    shown = (show_layers_by_token(where, each, layers=first.influence.layers).body for each in (shares, ranks))
+    shown = (
+        show_layers_by_token(where, each, layers=first.influence.layers).body
+        for each in (shares, ranks)
+    )
     own = first.influence.frobenius_norm[:, sources.index(first.position)]
     return (
         f'<figure class="view"><div role="group" aria-label="Influence of tokens by layer">{"".join(shown)}</div>'
@@ -228,23 +308,41 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
 
 
 def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, str]:
-    """Paths of the tokens through the residual stream, their shape, and what is predicted along them."""
+    """Paths of the tokens through the residual stream, their shape, and what is
+    predicted along them.
+    """
     str_tokens, n_layers = spaced_tokens(first.trace), first.trace.n_layers
     values = {
-        what: torch.stack([shape(run.trace.residual) for run in runs.values()]) for what, shape in _SHAPES.items()
+        what: torch.stack([shape(run.trace.residual) for run in runs.values()])
+        for what, shape in _SHAPES.items()
     }
-    shapes = [show_layers_by_token(str_tokens, {what: each}, layers=list(runs)) for what, each in values.items()]
+    shapes = [
+        show_layers_by_token(str_tokens, {what: each}, layers=list(runs))
+        for what, each in values.items()
+    ]
     scores = zip(runs, values["line-shape score"], strict=True)
-    of_tokens = zip(first.trace.str_tokens, torch.cat(list(values.values())).T.tolist(), strict=True)
-    rows = [[f"{i} {visible_token(token)}", *(f"{x:.3g}" for x in row)] for i, (token, row) in enumerate(of_tokens)]
-    drawn = plots.plot_trajectory_metrics({name: run.trace for name, run in runs.items()})
+    of_tokens = zip(
+        first.trace.str_tokens, torch.cat(list(values.values())).T.tolist(), strict=True
+    )
+    rows = [
+        [f"{i} {visible_token(token)}", *(f"{x:.3g}" for x in row)]
+        for i, (token, row) in enumerate(of_tokens)
+    ]
+    drawn = plots.plot_trajectory_metrics(
+        {name: run.trace for name, run in runs.items()}
+    )
     return {
         "paths": _paths(runs, first) if first.trace.n_pos > 3 else "",
         "along_depth": image(drawn, "Measures of the paths against depth"),
-        "scores": ", ".join(f"{html.escape(name)} {float(s[s.isfinite()].mean()):.3g}" for name, s in scores),
+        "scores": ", ".join(
+            f"{html.escape(name)} {float(s[s.isfinite()].mean()):.3g}"
+            for name, s in scores
+        ),
         "of_random_steps": f"√{n_layers} = {n_layers**0.5:.3g}",
         "by_token": "".join(view.body for view in shapes),
-        "numbers": table(["token", *(f"{what}, {name}" for what in values for name in runs)], rows),
+        "numbers": table(
+            ["token", *(f"{what}, {name}" for what in values for name in runs)], rows
+        ),
         "entropy": _entropy(runs, first),
     }
 
@@ -255,11 +353,17 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
     if not known:
         return ""
     if first.trace.pixels is not None:
-        certain, read_by = "class", "final norm and classifier, as if the token were the class token"
+        certain, read_by = (
+            "class",
+            "final norm and classifier, as if the token were the class token",
+        )
     else:
         certain = "next token" if first.trace.is_causal else "predicted token"
         read_by = "final norm and unembedding"
-    drawn = {f"logit-lens entropy in nats, {name}": entropy for name, entropy in known.items()}
+    drawn = {
+        f"logit-lens entropy in nats, {name}": entropy
+        for name, entropy in known.items()
+    }
     ends = "; ".join(
         f"{html.escape(name)}: {entropy[0, first.position]:.2f} nats at depth 0, {entropy[-1, first.position]:.2f} at "
         f"depth {len(entropy) - 1}"
@@ -277,11 +381,15 @@ def _paths(runs: Mapping[str, Portrait], first: Portrait) -> str:
     parts = []
     for span in ("all", "shallow", "deep"):
         for name, run in runs.items():
-            drawn = plots.plot_trajectories(run.trace, views=(span,), black=first.position)
+            drawn = plots.plot_trajectories(
+                run.trace, views=(span,), black=first.position
+            )
             what = html.escape(drawn.get_suptitle().splitlines()[0])
             drawn.suptitle("")
             caption = f"<strong>{html.escape(name)}, {span} layers.</strong> {what}"
-            parts.append(figure(drawn, f"Paths of the tokens, {name}, {span} layers", caption))
+            parts.append(
+                figure(drawn, f"Paths of the tokens, {name}, {span} layers", caption)
+            )
     return (
         "<p>Every token's path through the layers, in the two principal components of the last one; "
         f"{named_token(first, first.position)} is black. Regular paths are straight and evenly spaced.</p>{grid(parts)}"
@@ -290,13 +398,25 @@ def _paths(runs: Mapping[str, Portrait], first: Portrait) -> str:
 
 def _provenance(name: str, result: CouplingMap) -> str:
     """How a run was made."""
-    facts = {key: value for key, value in result.provenance.items() if key not in ("versions", "str_tokens")}
-    facts |= {f"version of {package}": version for package, version in result.provenance["versions"].items()}
-    texts = {key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for key, one in facts.items()}
+    facts = {
+        key: value
+        for key, value in result.provenance.items()
+        if key not in ("versions", "str_tokens")
+    }
+    facts |= {
+        f"version of {package}": version
+        for package, version in result.provenance["versions"].items()
+    }
+    texts = {
+        key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
+        for key, one in facts.items()
+    }
     return f"<details><summary>{html.escape(name)}</summary>{table([], list(texts.items()), 'facts')}</details>"
 
 
-def _heat_maps(maps: Mapping[str, CouplingMap], k: int, what: str, kind: str = "") -> Iterator[str]:
+def _heat_maps(
+    maps: Mapping[str, CouplingMap], k: int, what: str, kind: str = ""
+) -> Iterator[str]:
     """Heat maps on one colour scale."""
     low, high = color_scale(list(maps.values()), k)
     for name, result in maps.items():
@@ -305,7 +425,11 @@ def _heat_maps(maps: Mapping[str, CouplingMap], k: int, what: str, kind: str = "
             f"{result.null(k):.3f}. {_strongest(result, k)}"
         )
         drawn = plots.plot_coupling(result, k=k, vmin=low, vmax=high)
-        yield figure(drawn, f"Heat map of coupling for every pair of {what}, {kind}{name}, k = {k}", caption)
+        yield figure(
+            drawn,
+            f"Heat map of coupling for every pair of {what}, {kind}{name}, k = {k}",
+            caption,
+        )
 
 
 def _strongest(result: CouplingMap, k: int) -> str:

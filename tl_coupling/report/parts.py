@@ -1,4 +1,6 @@
-"""Pieces of a page as HTML: tokens, sentences, tables, and pictures with their captions."""
+"""Pieces of a page as HTML: tokens, sentences, tables, and pictures with their
+captions.
+"""
 
 import base64
 import html
@@ -15,7 +17,8 @@ from tl_coupling.portraits import Portrait
 from tl_coupling.traces import Trace
 
 _CSS_PIXELS_PER_INCH, _PNG_DPI, _PNG_COLORS, _MARGIN = 96, 120, 256, 0.1
-# Figures of one Axes are made smaller and their text is not: it must be legible on a telephone.
+# Figures of one Axes are made smaller and their text is not: it must be legible on a
+# telephone.
 _SHRUNK, _STRETCHED = 0.8, 1.3
 
 
@@ -26,8 +29,13 @@ def named_token(run: Portrait, position: int) -> str:
 
 
 def spaced_tokens(trace: Trace) -> list[str]:
-    """Tokens to be shown one after another: the text itself, or names with room between them."""
-    return [token if trace.tokens is not None else f"\u00a0{token}\u00a0" for token in trace.str_tokens]
+    """Tokens to be shown one after another: the text itself, or names with room between
+    them.
+    """
+    return [
+        token if trace.tokens is not None else f"\u00a0{token}\u00a0"
+        for token in trace.str_tokens
+    ]
 
 
 def sentence(parts: Iterable[str]) -> str:
@@ -41,9 +49,13 @@ def grid(parts: Iterable[str], kind: Literal["", " small"] = "") -> str:
     return f'<div class="grid{kind}">{"".join(parts)}</div>'
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers") -> str:
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers"
+) -> str:
     """A table of texts, "numbers" or "facts"; the first column names the rows."""
-    head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in headings)
+    head = "".join(
+        f'<th scope="col">{html.escape(heading)}</th>' for heading in headings
+    )
     body = "".join(
         f'<tr><th scope="row">{html.escape(name)}</th>{"".join(f"<td>{html.escape(cell)}</td>" for cell in cells)}</tr>'
         for name, *cells in rows
@@ -58,14 +70,22 @@ def figure(drawn: Any, alt: str, caption: str, as_png: bool = False) -> str:
 
 
 def image(drawn: Any, alt: str, as_png: bool = False) -> str:
-    """A picture of `plot_*`; `alt` says what it shows. Many small cells are smaller as PNG."""
+    """A picture of `plot_*`; `alt` says what it shows. Many small cells are smaller as
+    PNG.
+    """
     picture = getattr(drawn, "figure", drawn)
     if isinstance(drawn, Axes):
         # The head of the page and the caption say what the title would.
         drawn.set_title("")
         picture.set_size_inches(_SHRUNK * picture.get_size_inches())
-    data, mime = base64.b64encode(_saved(picture, as_png)).decode(), "png" if as_png else "svg+xml"
-    width, height = (round(_CSS_PIXELS_PER_INCH * inches) for inches in picture.get_tightbbox().padded(_MARGIN).size)
+    data, mime = (
+        base64.b64encode(_saved(picture, as_png)).decode(),
+        "png" if as_png else "svg+xml",
+    )
+    width, height = (
+        round(_CSS_PIXELS_PER_INCH * inches)
+        for inches in picture.get_tightbbox().padded(_MARGIN).size
+    )
     return (
         f'<img src="data:image/{mime};base64,{data}" alt="{html.escape(alt)}" '
         f'width="{width}" height="{height}" style="max-width: {round(_STRETCHED * width)}px">'
@@ -74,14 +94,22 @@ def image(drawn: Any, alt: str, as_png: bool = False) -> str:
 
 def _saved(picture: Any, as_png: bool) -> bytes:
     buffer, small = io.BytesIO(), io.BytesIO()
-    form = {"format": "png", "dpi": _PNG_DPI} if as_png else {"format": "svg", "metadata": {"Date": None}}
+    form = (
+        {"format": "png", "dpi": _PNG_DPI}
+        if as_png
+        else {"format": "svg", "metadata": {"Date": None}}
+    )
     # Names inside an SVG are random unless salted: the same results give the same page.
     with rc_context({"svg.hashsalt": "tl_coupling"}):
         picture.savefig(buffer, bbox_inches="tight", pad_inches=_MARGIN, **form)
     if not as_png:
         return buffer.getvalue()
-    # Noise in 24 bits a pixel does not compress, and a colour map has few colours. Chosen for coverage: the rare bright
-    # ones matter as much as the many dark ones.
-    few = Image.open(buffer).convert("RGB").quantize(_PNG_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    # Noise in 24 bits a pixel does not compress, and a colour map has few colours.
+    # Chosen for coverage: the rare bright ones matter as much as the many dark ones.
+    few = (
+        Image.open(buffer)
+        .convert("RGB")
+        .quantize(_PNG_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
     few.save(small, "PNG", optimize=True)
     return small.getvalue()

@@ -1,4 +1,6 @@
-"""The part of a page that only images have: the picture, and what was measured of its patches, over it."""
+"""The part of a page that only images have: the picture, and what was measured of its
+patches, over it.
+"""
 
 import base64
 import html
@@ -33,7 +35,9 @@ def shown_picture(trace: Trace) -> str:
     times = math.ceil(_LEAST_PIXELS / max(picture.size))
     width, height = (times * side for side in picture.size)
     buffer = io.BytesIO()
-    picture.resize((width, height), Image.Resampling.NEAREST).save(buffer, "PNG", optimize=True)
+    picture.resize((width, height), Image.Resampling.NEAREST).save(
+        buffer, "PNG", optimize=True
+    )
     name = html.escape(trace.provenance["image"].get("name", ""))
     size = f"{picture.width} × {picture.height} pixels"
     return (
@@ -45,7 +49,9 @@ def shown_picture(trace: Trace) -> str:
 
 
 def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
-    """The section on patches and the link to it; empty where the tokens are no patches."""
+    """The section on patches and the link to it; empty where the tokens are no
+    patches.
+    """
     first = next(iter(runs.values()))
     if patches_of(first.trace) is None:
         return {"patches": "", "patches_link": ""}
@@ -72,44 +78,89 @@ def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
 
 def _pictures(runs: Mapping[str, Portrait]) -> Iterator[str]:
     shares = {name: _shares(run) for name, run in runs.items()}
-    known = torch.stack([values for of_run in shares.values() for values in of_run.values()]).nan_to_num(0)
+    known = torch.stack(
+        [values for of_run in shares.values() for values in of_run.values()]
+    ).nan_to_num(0)
     for name, run in runs.items():
         for layers, values in shares[name].items():
             what = f"Share of influence, {layers}, {name}"
-            yield _over(run, values, what, "share of influence", 0.0, float(known.max()) or 1.0)
-    coupled = {name: run.tokens["self"].coupling()[run.position] for name, run in runs.items() if run.tokens}
+            yield _over(
+                run, values, what, "share of influence", 0.0, float(known.max()) or 1.0
+            )
+    coupled = {
+        name: run.tokens["self"].coupling()[run.position]
+        for name, run in runs.items()
+        if run.tokens
+    }
     for name, values in coupled.items():
         own = runs[name].tokens["self"]
-        high = max(4 * own.null(), *(float(values.max()) for values in coupled.values()))
-        yield _over(runs[name], values, f"Coupling, {name}", measure_label("coupling", own.k), 0.0, high)
+        high = max(
+            4 * own.null(), *(float(values.max()) for values in coupled.values())
+        )
+        yield _over(
+            runs[name],
+            values,
+            f"Coupling, {name}",
+            measure_label("coupling", own.k),
+            0.0,
+            high,
+        )
     for name, run in runs.items():
-        yield _over(run, line_shape_score(run.trace.residual), f"Line-shape score, {name}", "line-shape score")
+        yield _over(
+            run,
+            line_shape_score(run.trace.residual),
+            f"Line-shape score, {name}",
+            "line-shape score",
+        )
 
 
 def _shares(run: Portrait) -> dict[str, Float[Tensor, " n_pos"]]:
-    """Of every token's influence on the measured one, in the mean over layers; NaN for the token itself."""
+    """Of every token's influence on the measured one, in the mean over layers; NaN for
+    the token itself.
+    """
     influence = run.influence
-    norms = torch.full((len(influence.layers), run.trace.n_pos), torch.nan, dtype=influence.frobenius_norm.dtype)
+    norms = torch.full(
+        (len(influence.layers), run.trace.n_pos),
+        torch.nan,
+        dtype=influence.frobenius_norm.dtype,
+    )
     norms[:, list(influence.source_positions)] = influence.frobenius_norm.cpu()
     norms[:, run.position] = torch.nan
     share = norms / norms.nansum(1, keepdim=True)
-    thirds = zip(("early", "middle", "late"), share.tensor_split(3), strict=True) if len(share) > 2 else ()
+    thirds = (
+        zip(("early", "middle", "late"), share.tensor_split(3), strict=True)
+        if len(share) > 2
+        else ()
+    )
     first, parts = 0, {"all layers": share.nanmean(0)}
     for name, part in thirds:
         last = first + len(part) - 1
-        layers = f"{name} layers {first} to {last}" if last > first else f"{name} layer {first}"
+        layers = (
+            f"{name} layers {first} to {last}"
+            if last > first
+            else f"{name} layer {first}"
+        )
         parts[layers], first = part.nanmean(0), last + 1
     return parts
 
 
-def _over(run: Portrait, values: Float[Tensor, " n_pos"], what: str, label: str, *ends: float) -> str:
+def _over(
+    run: Portrait, values: Float[Tensor, " n_pos"], what: str, label: str, *ends: float
+) -> str:
     scale: dict[str, Any] = dict(zip(("vmin", "vmax"), ends, strict=False))
     ax = new_figure(3.5, 3.1, "compressed").subplots()
-    drawn = plots.plot_patches(run.trace, values, label=label, position=run.position, ax=ax, **scale)
+    drawn = plots.plot_patches(
+        run.trace, values, label=label, position=run.position, ax=ax, **scale
+    )
     rows, columns = patches_of(run.trace) or (0, 0)
     first_patch = run.trace.n_pos - rows * columns
     largest = first_patch + int(values[first_patch:].nan_to_num(-torch.inf).argmax())
-    shown = [largest, *(position for position in range(first_patch) if values[position].isfinite())]
-    numbers = "; ".join(f"{named_token(run, position)}: {values[position]:.3g}" for position in shown)
+    shown = [
+        largest,
+        *(position for position in range(first_patch) if values[position].isfinite()),
+    ]
+    numbers = "; ".join(
+        f"{named_token(run, position)}: {values[position]:.3g}" for position in shown
+    )
     caption = f"<strong>{html.escape(what)}.</strong> Largest at {numbers}."
     return figure(drawn, f"The picture with its patches coloured by: {what}", caption)

@@ -1,7 +1,12 @@
 """Singular value decompositions, and what is read off them alone."""
 # ruff: noqa: F401
 
-from tl_coupling.spectra.decompositions import Spectrum, singular_values, svd, svd_of_products
+from tl_coupling.spectra.decompositions import (
+    Spectrum,
+    singular_values,
+    svd,
+    svd_of_products,
+)
 from tl_coupling.spectra.readings import (
     InverseSingularValueFit,
     asymmetry,

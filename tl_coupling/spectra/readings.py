@@ -13,9 +13,11 @@ from tl_coupling.arguments import Count, checked, warn_caller
 
 @dataclass(frozen=True, eq=False)
 class InverseSingularValueFit:
-    """For each k, a line `1/σ_k ≈ intercept + slope · layer`, in units of 1/σ and layers.
+    """For each k, a line `1/σ_k ≈ intercept + slope · layer`, in units of 1/σ and
+    layers.
 
-    `r_squared` is the share of the variance of `1/σ_k` over layers that the line explains; in [0, 1].
+    `r_squared` is the share of the variance of `1/σ_k` over layers that the line
+    explains; in [0, 1].
 
     Example:
         >>> fit = tlc.spectra.inverse_singular_value_fit(torch.tensor([[1.0], [0.5]]))
@@ -31,16 +33,22 @@ class InverseSingularValueFit:
 def check_k(k: int, largest: int) -> None:
     """Raise unless `1 <= k <= largest`."""
     if not 1 <= k <= largest:
-        raise ValueError(f"`k` must lie in [1, {largest}] (the number of singular vectors), got {k}")
+        raise ValueError(
+            f"`k` must lie in [1, {largest}] (the number of singular vectors), got {k}"
+        )
 
 
 def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> None:
-    """Warn where `σ_k ≈ σ_{k+1}`: rounding turns the top-k subspace, by about `ε σ_1 / (σ_k − σ_{k+1})` > 1/10."""
+    """Warn where `σ_k ≈ σ_{k+1}`: rounding turns the top-k subspace, by about `ε σ_1 /
+    (σ_k − σ_{k+1})` > 1/10.
+    """
     if k >= S.shape[-1]:
         return
     close = S[:, k - 1] - S[:, k] <= 10 * torch.finfo(S.dtype).eps * S[:, 0]
     if close.any():
-        where = ", ".join(name for name, hit in zip(names, close.tolist(), strict=True) if hit)
+        where = ", ".join(
+            name for name, hit in zip(names, close.tolist(), strict=True) if hit
+        )
         warn_caller(
             f"σ_{k} and σ_{k + 1} are equal to rounding in {where}: the top-{k} subspace there is arbitrary, and so is "
             "the coupling cut at this k; try another k"
@@ -53,12 +61,13 @@ def inverse_singular_value_fit(
 ) -> InverseSingularValueFit:
     """Least-squares line through `1/σ_k` against depth, for each k.
 
-    In residual networks trained to classify, `1/σ_k` grows linearly with depth (Li and Papyan 2023, their RA4); Aubry
-    et al. 2025 find no such scaling in language models.
+    In residual networks trained to classify, `1/σ_k` grows linearly with depth (Li and
+    Papyan 2023, their RA4); Aubry et al. 2025 find no such scaling in language models.
 
-    `layers` are those of S's rows; 0, 1, 2, … by default. R² of two layers is always 1. NaN, with a warning: all three
-    where some σ_k is 0, and R² where `1/σ_k` is the same at all layers up to rounding. Raises as `participation_ratio`,
-    and ValueError for fewer than 2 rows or layers that are not one for each row.
+    `layers` are those of S's rows; 0, 1, 2, … by default. R² of two layers is always 1.
+    NaN, with a warning: all three where some σ_k is 0, and R² where `1/σ_k` is the same
+    at all layers up to rounding. Raises as `participation_ratio`, and ValueError for
+    fewer than 2 rows or layers that are not one for each row.
 
     Example:
         >>> fit = tlc.spectra.inverse_singular_value_fit(torch.tensor([[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]]))
@@ -71,14 +80,18 @@ def inverse_singular_value_fit(
     layers = list(range(len(S)) if layers is None else layers)
     if len(S) < 2 or len(layers) != len(S) or len(set(layers)) != len(S):
         got = f"{len(S)} rows and layers {layers}"
-        raise ValueError(f"a line needs at least 2 rows of `S` and a layer of its own for each, got {got}")
+        raise ValueError(
+            f"a line needs at least 2 rows of `S` and a layer of its own for each, got {got}"
+        )
     y = 1 / S.double().masked_fill((S == 0).any(0), math.nan)
     x = torch.tensor(layers, dtype=y.dtype, device=y.device)
     x_centred, y_centred = x - x.mean(), y - y.mean(0)
     slope = x_centred @ y_centred / x_centred.square().sum()
     residual = y_centred - x_centred[:, None] * slope
     flat = y_centred.norm(dim=0) <= 8 * torch.finfo(S.dtype).eps * y.norm(dim=0)
-    r_squared = 1 - residual.square().sum(0) / y_centred.square().sum(0).masked_fill(flat, math.nan)
+    r_squared = 1 - residual.square().sum(0) / y_centred.square().sum(0).masked_fill(
+        flat, math.nan
+    )
     n_zero, n_flat = int(y.isnan().any(0).sum()), int(flat.sum())
     if n_zero or n_flat:
         warn_caller(
@@ -95,15 +108,18 @@ def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
 
     .. math:: \frac{\|J^\top J - J J^\top\|_F}{\|J\|_F^2}
 
-    Dimensionless, in [0, √2]: 0 for normal matrices (symmetric, antisymmetric, orthogonal, …), whose left and right
-    singular vectors are the same up to signs and rotations within a repeated singular value; √2 for `u vᵀ` with
-    `u ⊥ v`. A d×d matrix of independent Gaussian entries has about `√(2/d)`: compare with that, not with √2. Invariant
-    under orthogonal similarity, scale and transposition.
+    Dimensionless, in [0, √2]: 0 for normal matrices (symmetric, antisymmetric,
+    orthogonal, …), whose left and right singular vectors are the same up to signs and
+    rotations within a repeated singular value; √2 for `u vᵀ` with `u ⊥ v`. A d×d matrix
+    of independent Gaussian entries has about `√(2/d)`: compare with that, not with √2.
+    Invariant under orthogonal similarity, scale and transposition.
 
-    Source: Elsner and Paardekooper 1987. Henrici's better known `√(‖J‖_F² − Σ|λ_i|²)`, of which `‖JᵀJ − JJᵀ‖_F` is at
-    most `√6 ‖J‖_F` times, needs eigenvalues, which are ill-conditioned where a matrix is far from normal.
+    Source: Elsner and Paardekooper 1987. Henrici's better known `√(‖J‖_F² − Σ|λ_i|²)`,
+    of which `‖JᵀJ − JJᵀ‖_F` is at most `√6 ‖J‖_F` times, needs eigenvalues, which are
+    ill-conditioned where a matrix is far from normal.
 
-    NaN, with a warning, where J is zero. J must be square, finite, and in 32 or 64 bits. Cost: two matrix products.
+    NaN, with a warning, where J is zero. J must be square, finite, and in 32 or 64
+    bits. Cost: two matrix products.
 
     Example:
         >>> tlc.spectra.non_normality(torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]]))
@@ -119,9 +135,10 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
 
     .. math:: \frac{\|J - J^\top\|_F}{2\, \|J\|_F}
 
-    Dimensionless, in [0, 1]: 0 for symmetric matrices, 1 for antisymmetric ones, about `1/√2` for independent Gaussian
-    entries. Its square and that of the symmetric share add up to 1. Invariances, NaN and errors as in `non_normality`.
-    The closed form of Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
+    Dimensionless, in [0, 1]: 0 for symmetric matrices, 1 for antisymmetric ones, about
+    `1/√2` for independent Gaussian entries. Its square and that of the symmetric share
+    add up to 1. Invariances, NaN and errors as in `non_normality`. The closed form of
+    Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
 
     Example:
         >>> J = torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]])
@@ -134,29 +151,37 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
 
 @checked
 def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    r"""Participation ratio of the squared singular values: how many directions carry the energy.
+    r"""Participation ratio of the squared singular values: how many directions carry
+    the energy.
 
     .. math:: \frac{\left(\sum_i \sigma_i^2\right)^2}{\sum_i \sigma_i^4}
 
-    Dimensionless, in [1, k]: n for n equal singular values and otherwise zeros. Of all singular values it is
-    `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k alone it ignores the others. NaN, with a warning, where all of S is zero. Raises
-    TypeError or ValueError unless S is floating point of 32 or 64 bits, finite and at least 0.
+    Dimensionless, in [1, k]: n for n equal singular values and otherwise zeros. Of all
+    singular values it is `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k alone it ignores the others.
+    NaN, with a warning, where all of S is zero. Raises TypeError or ValueError unless S
+    is floating point of 32 or 64 bits, finite and at least 0.
 
     Example:
         >>> tlc.spectra.participation_ratio(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
         tensor([3., 1.])
     """
     energy = _shares(S, "participation ratio").square()
-    return (energy.sum(-1).square() / energy.square().sum(-1)).clamp(1, S.shape[-1]).to(S.dtype)
+    return (
+        (energy.sum(-1).square() / energy.square().sum(-1))
+        .clamp(1, S.shape[-1])
+        .to(S.dtype)
+    )
 
 
 @checked
 def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    r"""Effective rank: the exponential of the entropy of the singular values (Roy and Vetterli 2007).
+    r"""Effective rank: the exponential of the entropy of the singular values (Roy and
+    Vetterli 2007).
 
     .. math:: \exp\Big(-\sum_i p_i \ln p_i\Big), \qquad p_i = \frac{\sigma_i}{\sum_j \sigma_j}
 
-    Range, NaN and errors as in `participation_ratio`. (Others take shares of the squares, which gives a smaller rank.)
+    Range, NaN and errors as in `participation_ratio`. (Others take shares of the
+    squares, which gives a smaller rank.)
 
     Example:
         >>> tlc.spectra.effective_rank(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).round(decimals=4)
@@ -167,17 +192,22 @@ def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 
 @checked
-def tail_energy(S: Float[Tensor, "*batch n_singular"], rank: Count) -> Float[Tensor, "*batch"]:
+def tail_energy(
+    S: Float[Tensor, "*batch n_singular"], rank: Count
+) -> Float[Tensor, "*batch"]:
     r"""Share of the energy beyond the first r = `rank` singular values.
 
     .. math:: \frac{\sum_{i > r} \sigma_i^2}{\sum_i \sigma_i^2}
 
-    The part of `‖J‖_F²` that the nearest matrix of that rank leaves out: 0 for a J of that rank or less, at most
-    `1 − rank/n_singular`, which is that of equal singular values. Li and Papyan (2023) find a rank of at most C in
-    fully connected residual networks for C classes (RA3), that is 0 for `rank=C`. (In floating point hardly any
-    singular value is exactly 0, and a count of them depends on a tolerance; this does not.)
+    The part of `‖J‖_F²` that the nearest matrix of that rank leaves out: 0 for a J of
+    that rank or less, at most `1 − rank/n_singular`, which is that of equal singular
+    values. Li and Papyan (2023) find a rank of at most C in fully connected residual
+    networks for C classes (RA3), that is 0 for `rank=C`. (In floating point hardly any
+    singular value is exactly 0, and a count of them depends on a tolerance; this does
+    not.)
 
-    S must hold all singular values. 0 where there are no more than `rank`. NaN and errors as in `participation_ratio`.
+    S must hold all singular values. 0 where there are no more than `rank`. NaN and
+    errors as in `participation_ratio`.
 
     Example:
         >>> tlc.spectra.tail_energy(torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 1.0]]), rank=1).round(decimals=4)
@@ -190,7 +220,8 @@ def tail_energy(S: Float[Tensor, "*batch n_singular"], rank: Count) -> Float[Ten
 def _unit_matrices(J: Tensor, measure: str) -> Tensor:
     """J over its Frobenius norm; NaN with a warning where that is zero."""
     check_matrices(J)
-    # In two steps: the squares in a norm leave the range of the dtype long before the entries do.
+    # In two steps: the squares in a norm leave the range of the dtype long before the
+    # entries do.
     J = J / _or_nan(J.abs().amax((-2, -1), keepdim=True), measure, "J")
     return J / torch.linalg.matrix_norm(J, keepdim=True)
 
@@ -204,7 +235,9 @@ def _shares(S: Tensor, measure: str) -> Tensor:
 
 def _or_nan(size: Tensor, measure: str, name: str) -> Tensor:
     if n_zero := int((size == 0).sum()):
-        warn_caller(f"{measure} is undefined (NaN) for {n_zero} of {size.numel()} zero `{name}`")
+        warn_caller(
+            f"{measure} is undefined (NaN) for {n_zero} of {size.numel()} zero `{name}`"
+        )
     return size.masked_fill(size == 0, math.nan)
 
 
@@ -219,20 +252,28 @@ def check_matrices(J: Tensor) -> None:
 def check_entries(matrices: Tensor, name: str) -> None:
     """Raise where matrices have no rows or no columns. A batch may be empty."""
     if 0 in matrices.shape[-2:]:
-        raise ValueError(f"`{name}` must have at least one row and one column, got shape {list(matrices.shape)}")
+        raise ValueError(
+            f"`{name}` must have at least one row and one column, got shape {list(matrices.shape)}"
+        )
 
 
 def _check_singular_values(S: Tensor) -> None:
     _check_dtype(S, "S")
     if S.shape[-1] == 0:
-        raise ValueError(f"`S` must hold at least one singular value, got shape {list(S.shape)}")
+        raise ValueError(
+            f"`S` must hold at least one singular value, got shape {list(S.shape)}"
+        )
     if not (S.isfinite() & (S >= 0)).all():
-        raise ValueError("`S` must hold singular values, finite and at least 0, got others")
+        raise ValueError(
+            "`S` must hold singular values, finite and at least 0, got others"
+        )
 
 
 def _check_dtype(x: Tensor, name: str) -> None:
     if x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"`{name}` must be float32 or float64, got {x.dtype}: use `.float()` or `.double()`")
+        raise TypeError(
+            f"`{name}` must be float32 or float64, got {x.dtype}: use `.float()` or `.double()`"
+        )
 
 
 DEFAULT_K = 50
@@ -244,5 +285,7 @@ def fitting_k(k: int | None, d_model: int) -> int:
         check_k(k, d_model)
         return k
     if d_model < DEFAULT_K:
-        warn_caller(f"the model has width {d_model}: k = {d_model} is used in place of the default, {DEFAULT_K}")
+        warn_caller(
+            f"the model has width {d_model}: k = {d_model} is used in place of the default, {DEFAULT_K}"
+        )
     return min(DEFAULT_K, d_model)

@@ -1,4 +1,6 @@
-"""Work for executors, which are anything with `submit`, on this machine or on a cluster."""
+"""Work for executors, which are anything with `submit`, on this machine or on a
+cluster.
+"""
 
 import concurrent.futures
 import functools
@@ -19,20 +21,25 @@ from tl_coupling.arguments import AnyPath, Count, checked
 
 # Often at first, then rarely: on a network drive every look costs.
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.05, 1.0
-# On small machines, where workers may wait for a disk or a network more than they compute.
+# On small machines, where workers may wait for a disk or a network more than they
+# compute.
 _ALWAYS_TAKEN = 32
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs functions elsewhere: pools of concurrent.futures, a Client of dask.distributed, submitit's executors."""
+    """Runs functions elsewhere: pools of concurrent.futures, a Client of
+    dask.distributed, submitit's executors.
+    """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
         """Call `fn(*args)` there; a future with `done`, `result` and `cancel`."""
 
 
 class Preemptible(functools.partial[Any]):
-    """A function that submitit queues again when its job is preempted; it must bear being called again."""
+    """A function that submitit queues again when its job is preempted; it must bear
+    being called again.
+    """
 
     def checkpoint(self, *arguments: Any) -> Any:
         """What submitit queues after preemption: the same call."""
@@ -42,7 +49,9 @@ class Preemptible(functools.partial[Any]):
 
 
 class AsTheyFinish:
-    """The keys of futures in the order in which these end, with a length for progress bars."""
+    """The keys of futures in the order in which these end, with a length for progress
+    bars.
+    """
 
     def __init__(self, futures: Mapping[Hashable, Any]) -> None:
         self.futures = futures
@@ -63,10 +72,13 @@ class AsTheyFinish:
 
 
 @contextmanager
-def submitted(executor: Executor, function: Callable[..., Any], work: Mapping[Any, Any]) -> Iterator[AsTheyFinish]:
+def submitted(
+    executor: Executor, function: Callable[..., Any], work: Mapping[Any, Any]
+) -> Iterator[AsTheyFinish]:
     """Submit all calls `function(*arguments)` at once; with submitit as one job array.
 
-    An error in the block cancels those that have not ended; an interrupt kills the workers of a `ProcessPool`.
+    An error in the block cancels those that have not ended; an interrupt kills the
+    workers of a `ProcessPool`.
     """
     futures: dict[Hashable, Any] = {}
     to_do = iter(work.items())
@@ -75,7 +87,10 @@ def submitted(executor: Executor, function: Callable[..., Any], work: Mapping[An
             # SLURM takes arrays of 1001 jobs at most unless it is told otherwise.
             while batch := list(islice(to_do, 1000)):
                 with getattr(executor, "batch", nullcontext)():
-                    futures |= {key: executor.submit(Preemptible(function), *arguments) for key, arguments in batch}
+                    futures |= {
+                        key: executor.submit(Preemptible(function), *arguments)
+                        for key, arguments in batch
+                    }
         # submitit's FailedJobError is one.
         except RuntimeError as error:
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -85,7 +100,8 @@ def submitted(executor: Executor, function: Callable[..., Any], work: Mapping[An
         if isinstance(executor, ProcessPool) and not isinstance(error, Exception):
             executor.abort()
         for future in futures.values():
-            # If the cluster refuses, the others are cancelled all the same, and the first error is raised.
+            # If the cluster refuses, the others are cancelled all the same, and the
+            # first error is raised.
             with suppress(Exception):
                 if not future.done():
                     future.cancel()
@@ -96,11 +112,13 @@ def submitted(executor: Executor, function: Callable[..., Any], work: Mapping[An
 def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
     """submitit's executor for a SLURM cluster.
 
-    Scripts and logs go to `folder`, which every node must see. Parameters are those of sbatch: `partition="gpu"`,
-    `gpus_per_node=1`, `cpus_per_task=4`, `mem_gb=32`, `timeout_min=240` (for one unit; four hours by default),
-    `array_parallelism=16` (jobs at a time), `account=…`. ValueError where submitit or SLURM is missing, or does not
-    know a parameter. On clusters without accounting (`sacct` fails) a killed job looks like a waiting one, and the run
-    does not end: interrupt it and start it again.
+    Scripts and logs go to `folder`, which every node must see. Parameters are those of
+    sbatch: `partition="gpu"`, `gpus_per_node=1`, `cpus_per_task=4`, `mem_gb=32`,
+    `timeout_min=240` (for one unit; four hours by default), `array_parallelism=16`
+    (jobs at a time), `account=…`. ValueError where submitit or SLURM is missing, or
+    does not know a parameter. On clusters without accounting (`sacct` fails) a killed
+    job looks like a waiting one, and the run does not end: interrupt it and start it
+    again.
 
     Example:
         >>> try:
@@ -111,17 +129,36 @@ def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
     try:
         import submitit
     except ImportError:
-        raise ValueError('SLURM needs submitit: pip install "tl-coupling[slurm]"') from None
+        raise ValueError(
+            'SLURM needs submitit: pip install "tl-coupling[slurm]"'
+        ) from None
     if shutil.which("sbatch") is None:
-        raise ValueError("there is no SLURM here: wanted its command `sbatch`; on one machine use a pool of processes")
-    shared = {"timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name"}
-    named = {name if name in shared else f"slurm_{name}": value for name, value in parameters.items()}
+        raise ValueError(
+            "there is no SLURM here: wanted its command `sbatch`; on one machine use a pool of processes"
+        )
+    shared = {
+        "timeout_min",
+        "mem_gb",
+        "nodes",
+        "cpus_per_task",
+        "gpus_per_node",
+        "tasks_per_node",
+        "name",
+    }
+    named = {
+        name if name in shared else f"slurm_{name}": value
+        for name, value in parameters.items()
+    }
     executor = submitit.AutoExecutor(folder=os.fspath(folder), cluster="slurm")
     try:
-        executor.update_parameters(**{"timeout_min": 240, "name": "tl-coupling"} | named)
+        executor.update_parameters(
+            **{"timeout_min": 240, "name": "tl-coupling"} | named
+        )
     except (NameError, AssertionError, ValueError, TypeError) as error:
         # submitit's own message lists every parameter there is.
-        raise ValueError(f"SLURM does not accept {parameters}: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(
+            f"SLURM does not accept {parameters}: {' '.join(str(error).split())[:200]}"
+        ) from None
     return executor
 
 
@@ -143,12 +180,15 @@ class WorkerDied(RuntimeError):
 
 @checked
 class ProcessPool(concurrent.futures.Executor):
-    """A pool of processes on this machine that share its cores evenly; an executor for `run`.
+    """A pool of processes on this machine that share its cores evenly; an executor for
+    `run`.
 
-    A script that uses one must put its top-level code under `if __name__ == "__main__":`, because each process imports
-    it. A call whose process is killed is made once more, in a new one; other calls do not notice. The processes ignore
-    Ctrl-C and end with this one, even if it is killed. When `with` is left by an error or `run` by an interrupt, they
-    are killed, and the next call starts new ones. ValueError for more than 4 workers a core, where that is over 32.
+    A script that uses one must put its top-level code under `if __name__ ==
+    "__main__":`, because each process imports it. A call whose process is killed is
+    made once more, in a new one; other calls do not notice. The processes ignore Ctrl-C
+    and end with this one, even if it is killed. When `with` is left by an error or
+    `run` by an interrupt, they are killed, and the next call starts new ones.
+    ValueError for more than 4 workers a core, where that is over 32.
 
     Example:
         >>> settings = tlc.Settings(k=(2, 4), window=1)
@@ -173,10 +213,17 @@ class ProcessPool(concurrent.futures.Executor):
         self._has_begun = self._is_aborting = self._is_shut_down = False
         # Each thread waits for a process of its own.
         self._own = threading.local()
-        self._threads, self._processes = concurrent.futures.ThreadPoolExecutor(workers), list[Any]()
+        self._threads, self._processes = (
+            concurrent.futures.ThreadPoolExecutor(workers),
+            list[Any](),
+        )
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
-        """As in `concurrent.futures`. The future raises WorkerDied, or OSError if no worker gets as far as the call."""
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> "concurrent.futures.Future[Any]":
+        """As in `concurrent.futures`. The future raises WorkerDied, or OSError if no
+        worker gets as far as the call.
+        """
         if self._is_shut_down:
             raise RuntimeError("this pool of processes was shut down: make a new one")
         return self._threads.submit(self._call, fn, args, kwargs)
@@ -184,7 +231,9 @@ class ProcessPool(concurrent.futures.Executor):
     def _call(self, *call: Any) -> Any:
         for _ in range(2):
             try:
-                process, pipe = self._own.worker = getattr(self._own, "worker", None) or self._start()
+                process, pipe = self._own.worker = (
+                    getattr(self._own, "worker", None) or self._start()
+                )
                 pipe.send(call)
                 has_succeeded, answer = _heard(process, pipe)
             except (EOFError, ConnectionError):
@@ -207,8 +256,11 @@ class ProcessPool(concurrent.futures.Executor):
                 raise EOFError
             ours, theirs = self._context.Pipe()
             threads = max(1, (os.cpu_count() or 1) // self.workers)
-            process = self._context.Process(target=_serve, args=(theirs, threads), daemon=True)
-            # A process inherits what is blocked: it is not interrupted before it can ignore that itself.
+            process = self._context.Process(
+                target=_serve, args=(theirs, threads), daemon=True
+            )
+            # A process inherits what is blocked: it is not interrupted before it can
+            # ignore that itself.
             if hasattr(signal, "pthread_sigmask"):
                 # Or its start would unblock it.
                 resource_tracker.ensure_running()
@@ -223,7 +275,9 @@ class ProcessPool(concurrent.futures.Executor):
     # A second Ctrl-C would leave some of them alive.
     @_undisturbed()
     def abort(self) -> None:
-        """Kill the processes; calls that have not ended are cancelled or raise WorkerDied."""
+        """Kill the processes; calls that have not ended are cancelled or raise
+        WorkerDied.
+        """
         with self._lock:
             self._is_aborting = True
             for process in self._processes:
@@ -231,7 +285,10 @@ class ProcessPool(concurrent.futures.Executor):
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.join()
-        self._threads, self._processes = concurrent.futures.ThreadPoolExecutor(self.workers), []
+        self._threads, self._processes = (
+            concurrent.futures.ThreadPoolExecutor(self.workers),
+            [],
+        )
         self._is_aborting = False
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -251,7 +308,9 @@ process_pool = ProcessPool
 
 
 def _heard(process: Any, pipe: Connection) -> Any:
-    """What a process says; EOFError if it died, though children that it leaves behind may hold its pipe open."""
+    """What a process says; EOFError if it died, though children that it leaves behind
+    may hold its pipe open.
+    """
     while not pipe.poll(_LAST_POLL_SECONDS):
         if not process.is_alive() and not pipe.poll():
             raise EOFError
@@ -263,7 +322,9 @@ def _heard(process: Any, pipe: Connection) -> Any:
 
 
 def _serve(pipe: Connection, threads: int) -> None:
-    """What a process of the pool does: answer calls until nobody is there to make them."""
+    """What a process of the pool does: answer calls until nobody is there to make
+    them.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -282,7 +343,14 @@ def _serve(pipe: Connection, threads: int) -> None:
             try:
                 pipe.send(answer)
             except Exception as error:
-                pipe.send((False, RuntimeError(f"{answer[1]!r} cannot be sent from its process: {error}")))
+                pipe.send(
+                    (
+                        False,
+                        RuntimeError(
+                            f"{answer[1]!r} cannot be sent from its process: {error}"
+                        ),
+                    )
+                )
 
 
 def _end_with_parent() -> None:

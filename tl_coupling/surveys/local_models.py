@@ -1,4 +1,6 @@
-"""Local models that must stay what they are: from a run's first unit to its last, and from one run to the next."""
+"""Local models that must stay what they are: from a run's first unit to its last, and
+from one run to the next.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +14,14 @@ FILES = "files"
 
 
 def with_files(results: Folder, units: Sequence[Unit]) -> list[Unit]:
-    """Units with a description of the files that their model is read from now, where it is a local one.
+    """Units with a description of the files that their model is read from now, where it
+    is a local one.
 
-    Raises ValueError where results of the same units were measured on files of other content. Results of earlier
-    versions do not say which.
+    Raises ValueError where results of the same units were measured on files of other
+    content. Results of earlier versions do not say which.
 
-    Cost: the files of models that are to be measured are read once, and those whose state (inode, size, time) is not
-    that of the last run.
+    Cost: the files of models that are to be measured are read once, and those whose
+    state (inode, size, time) is not that of the last run.
     """
     measured_files: dict[str, dict[str, list[str | int]]] = {}
     names_to_measure: set[str] = set()
@@ -27,7 +30,9 @@ def with_files(results: Folder, units: Sequence[Unit]) -> list[Unit]:
         if not is_local(name):
             continue
         content = record(results.path, unit) or {}
-        if content.get("status") != "finished" or not is_of_its_plan(results.path, content):
+        if content.get("status") != "finished" or not is_of_its_plan(
+            results.path, content
+        ):
             names_to_measure.add(name)
         elif FILES in content:
             if changed := changed_file(name, content[FILES]):
@@ -37,7 +42,8 @@ def with_files(results: Folder, units: Sequence[Unit]) -> list[Unit]:
                 )
             measured_files[name] = content[FILES]
     described = {
-        name: described_files(name, measured_files.get(name, {})) for name in names_to_measure | measured_files.keys()
+        name: described_files(name, measured_files.get(name, {}))
+        for name in names_to_measure | measured_files.keys()
     }
     return [
         replace(unit, facts={**unit.facts, FILES: described[name]})
@@ -48,7 +54,9 @@ def with_files(results: Folder, units: Sequence[Unit]) -> list[Unit]:
 
 
 def check_files(unit: Unit) -> None:
-    """Raise ModelError where the files of a unit's model are no longer what they were when its run began."""
+    """Raise ModelError where the files of a unit's model are no longer what they were
+    when its run began.
+    """
     name = unit.what["source"]["name"]
     files = unit.facts.get(FILES)
     if files is not None and (changed := changed_file(name, files)):

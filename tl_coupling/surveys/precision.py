@@ -1,6 +1,8 @@
-"""How far each measure moves when weights are rounded: the same prompts, the same model, weights of several precisions.
+"""How far each measure moves when weights are rounded: the same prompts, the same
+model, weights of several precisions.
 
-Only weights are rounded. Activations, and everything that is computed of them, stay in float32 at every precision.
+Only weights are rounded. Activations, and everything that is computed of them, stay in
+float32 at every precision.
 """
 
 import gc
@@ -26,7 +28,14 @@ from tl_coupling.progress import Progress
 from tl_coupling.spectra import svd
 from tl_coupling.surveys.checkpoints import Checkpoint, Source, is_local
 from tl_coupling.surveys.local_models import check_files, with_files
-from tl_coupling.surveys.measurements import PAPER_PROMPT, Prompts, Settings, as_prompts, measures, of_each_prompt
+from tl_coupling.surveys.measurements import (
+    PAPER_PROMPT,
+    Prompts,
+    Settings,
+    as_prompts,
+    measures,
+    of_each_prompt,
+)
 from tl_coupling.surveys.units import Folder, Unit, load_unit, one_line
 from tl_coupling.traces import Trace
 
@@ -51,7 +60,8 @@ MOVING = {
     "loss": "loss (nats per token)",
 }
 _VECTORS = ("left", "right")
-# What weights of one model have in common beside its class, as TransformerLens' configuration names it, and in words.
+# What weights of one model have in common beside its class, as TransformerLens'
+# configuration names it, and in words.
 _SIZES = {
     "n_heads": "attention heads",
     "n_key_value_heads": "key-value heads",
@@ -64,9 +74,11 @@ _ALIKE_IN_GGUF = ["LlamaForCausalLM", "MistralForCausalLM"]
 
 
 class Moved(NamedTuple):
-    """How far one measure moves at one precision: the mean over prompts of its value and of its change.
+    """How far one measure moves at one precision: the mean over prompts of its value
+    and of its change.
 
-    `spread` is the standard deviation of the change over prompts, NaN for one; `k` is None for measures without one.
+    `spread` is the standard deviation of the change over prompts, NaN for one; `k` is
+    None for measures without one.
     """
 
     measure: str
@@ -92,36 +104,47 @@ def precision_sweep(
 ) -> "xarray.Dataset":
     """Measure the same prompts with a model's weights at several precisions.
 
-    Weights alone are rounded: "bfloat16" is every weight rounded to bfloat16, "int8" and "nf4" are the dequantised
-    weights of linear layers that bitsandbytes quantised. All are computed in float32, so that what a kernel in half
-    precision or in integers does to activations is not part of the comparison.
+    Weights alone are rounded: "bfloat16" is every weight rounded to bfloat16, "int8"
+    and "nf4" are the dequantised weights of linear layers that bitsandbytes quantised.
+    All are computed in float32, so that what a kernel in half precision or in integers
+    does to activations is not part of the comparison.
 
     Args:
         name, checkpoint, backend, device: as in `load_model`.
-        precisions: "float32", "bfloat16", "int8", "nf4"; or `NAME=MODEL`, other weights of the same model under that
-            name: a GGUF file, a folder, a hub name. Changes are from the first. One of another class or of other sizes
-            fails, and so does one that splits the prompts into other tokens.
+        precisions: "float32", "bfloat16", "int8", "nf4"; or `NAME=MODEL`, other weights
+            of the same model under that name: a GGUF file, a folder, a hub name.
+            Changes are from the first. One of another class or of other sizes fails,
+            and so does one that splits the prompts into other tokens.
         prompts, settings: as in `measure_prompts`.
-        folder: where the result of each precision is written when it is done; a run there does what is missing. It
-            holds `2 n_layers d_model k` numbers for each prompt, the singular vectors of the first precision.
-        progress: wraps the loop over precisions; by default bars in a terminal or notebook, False for none.
+        folder: where the result of each precision is written when it is done; a run
+            there does what is missing. It holds `2 n_layers d_model k` numbers for each
+            prompt, the singular vectors of the first precision.
+        progress: wraps the loop over precisions; by default bars in a terminal or
+            notebook, False for none.
 
     Returns:
         what `measure_prompts` gives, `[precision prompt …]`, and
 
-        - `left_overlap`, `right_overlap`, `[precision prompt k layer]`: how far the top k left (right) singular vectors
-          of a Jacobian span the same space as those of the first precision, the mean squared cosine of the principal
-          angles (`coupling.subspace_overlap`); 1 for the same space, `k / d_model` for random ones;
-        - `pair_change`, `[precision prompt k]`: root mean square, over pairs of different layers, of the change of
-          coupling; that of a mean may hide how far pairs move;
-        - `largest_singular_value_change` and `singular_values_change`, `[precision prompt layer]`: `|σ'/σ − 1|` of the
-          largest, and its mean over all that are kept.
+        - `left_overlap`, `right_overlap`, `[precision prompt k layer]`: how far the top
+          k left (right) singular vectors of a Jacobian span the same space as those of
+          the first precision, the mean squared cosine of the principal angles
+          (`coupling.subspace_overlap`); 1 for the same space, `k / d_model` for random
+          ones;
+        - `pair_change`, `[precision prompt k]`: root mean square, over pairs of
+          different layers, of the change of coupling; that of a mean may hide how far
+          pairs move;
+        - `largest_singular_value_change` and `singular_values_change`, `[precision
+          prompt layer]`: `|σ'/σ − 1|` of the largest, and its mean over all that are
+          kept.
 
-        Precisions that failed are missing, with a warning; their errors are in `attrs["failed"]`.
+        Precisions that failed are missing, with a warning; their errors are in
+        `attrs["failed"]`.
 
     Raises:
-        ValueError: unknown precisions, fewer than two, or one twice; results of something else in the folder.
-        ModelError: the first precision could not be measured, or bitsandbytes is missing.
+        ValueError: unknown precisions, fewer than two, or one twice; results of
+            something else in the folder.
+        ModelError: the first precision could not be measured, or bitsandbytes is
+            missing.
 
     Example:
         >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded", "progress": False}
@@ -134,7 +157,9 @@ def precision_sweep(
 
     chosen, settings = as_prompts(prompts), settings or Settings()
     if len(settings.orientations) > 1:
-        raise ValueError(f"precisions are compared in one orientation, got {', '.join(settings.orientations)}")
+        raise ValueError(
+            f"precisions are compared in one orientation, got {', '.join(settings.orientations)}"
+        )
     sources = _sources(str(name), precisions, checkpoint)
     first = next(iter(sources))
     loading: dict[str, Any] = {"backend": backend, "device": device}
@@ -146,10 +171,15 @@ def precision_sweep(
         "backend": backend,
     }
     plan |= {"prompts": [[p.id, p.task, p.text] for p in chosen], **settings.as_plan()}
-    place = tempfile.TemporaryDirectory() if folder is None else nullcontext(str(folder))
+    place = (
+        tempfile.TemporaryDirectory() if folder is None else nullcontext(str(folder))
+    )
     with place as where, output_folder(where) as path:
         results = Folder(path, plan, temporary=folder is None)
-        units = [Unit(file_name(one), {"precision": one, "source": source}) for one, source in sources.items()]
+        units = [
+            Unit(file_name(one), {"precision": one, "source": source})
+            for one, source in sources.items()
+        ]
 
         def measure(unit: Unit) -> "xarray.Dataset":
             # A bridge and its hook points refer to each other.
@@ -161,44 +191,69 @@ def precision_sweep(
             architecture = _architecture(model, is_gguf(unit.what["source"]["name"]))
             # Older results do not hold it.
             if reference is not None and "architecture" in reference.attrs:
-                _check_architecture(architecture, json.loads(reference.attrs["architecture"]), precision)
+                _check_architecture(
+                    architecture, json.loads(reference.attrs["architecture"]), precision
+                )
             if precision == "bfloat16":
                 _round_to_bfloat16(model)
-            found = of_each_prompt(model, chosen, settings, partial(_measures, settings=settings), progress)
+            found = of_each_prompt(
+                model, chosen, settings, partial(_measures, settings=settings), progress
+            )
             found = found.assign_attrs(architecture=json.dumps(architecture))
             # They may have changed amid the loading.
             check_files(unit)
-            return found if reference is None else _compared(found, reference, precision)
+            return (
+                found if reference is None else _compared(found, reference, precision)
+            )
 
         with results.held():
             units = with_files(results, units)
             # What is compared needs what it is compared with.
             outcomes = results.run(units[:1], measure, progress=False)
             if error := outcomes[0].error:
-                raise ModelError(f"{first} could not be measured, with which the others are compared: {error}")
+                raise ModelError(
+                    f"{first} could not be measured, with which the others are compared: {error}"
+                )
             outcomes += results.run(units[1:], measure, progress)
-        failed = {one: o.error for one, o in zip(sources, outcomes, strict=True) if o.status == "failed"}
+        failed = {
+            one: o.error
+            for one, o in zip(sources, outcomes, strict=True)
+            if o.status == "failed"
+        }
         if failed:
-            warn_caller(f"{len(failed)} of {len(sources)} precisions failed: {one_line(failed)}")
-        done = [unit for unit, outcome in zip(units, outcomes, strict=True) if outcome.status != "failed"]
+            warn_caller(
+                f"{len(failed)} of {len(sources)} precisions failed: {one_line(failed)}"
+            )
+        done = [
+            unit
+            for unit, outcome in zip(units, outcomes, strict=True)
+            if outcome.status != "failed"
+        ]
         pieces = [load_unit(path, unit) for unit in done]
     pieces[0] = _compared(pieces[0], pieces[0], first)
     provenance = {
-        unit.what["precision"]: json.loads(one.attrs["provenance"]) for unit, one in zip(done, pieces, strict=True)
+        unit.what["precision"]: json.loads(one.attrs["provenance"])
+        for unit, one in zip(done, pieces, strict=True)
     }
     data = xarray.concat(pieces, "precision", combine_attrs="drop_conflicts")
     data = data.assign_coords(precision=list(provenance))
     width = next(iter(provenance.values()))["d_model"]
-    said = {"model": str(name), "d_model": width, "provenance": json.dumps(provenance), "failed": json.dumps(failed)}
+    said = {
+        "model": str(name),
+        "d_model": width,
+        "provenance": json.dumps(provenance),
+        "failed": json.dumps(failed),
+    }
     return data.assign_attrs(said)
 
 
 @checked
 def movements(data: "xarray.Dataset") -> list[Moved]:
-    """How far each measure of a `precision_sweep` moves, one row for each measure, k and precision.
+    """How far each measure of a `precision_sweep` moves, one row for each measure, k
+    and precision.
 
-    Rows have the fields `measure`, `k`, `precision`, `mean` over prompts, and `change` from the first precision with
-    its `spread` over prompts.
+    Rows have the fields `measure`, `k`, `precision`, `mean` over prompts, and `change`
+    from the first precision with its `spread` over prompts.
 
     Example:
         >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded", "progress": False}
@@ -208,40 +263,74 @@ def movements(data: "xarray.Dataset") -> list[Moved]:
     """
     rows = []
     for measure in MOVING:
-        values = data[measure].mean("layer") if "layer" in data[measure].dims else data[measure]
+        values = (
+            data[measure].mean("layer")
+            if "layer" in data[measure].dims
+            else data[measure]
+        )
         changes = values - values.isel(precision=0)
         for k in data["k"].values.tolist() if "k" in values.dims else [None]:
             at = {} if k is None else {"k": k}
             for precision in data["precision"].values.tolist():
-                value, change = (one.sel(precision=precision, **at).values for one in (values, changes))
-                spread = float(np.std(change, ddof=1)) if len(change) > 1 else float("nan")
-                rows.append(Moved(measure, k, precision, float(value.mean()), float(change.mean()), spread))
+                value, change = (
+                    one.sel(precision=precision, **at).values
+                    for one in (values, changes)
+                )
+                spread = (
+                    float(np.std(change, ddof=1)) if len(change) > 1 else float("nan")
+                )
+                rows.append(
+                    Moved(
+                        measure,
+                        k,
+                        precision,
+                        float(value.mean()),
+                        float(change.mean()),
+                        spread,
+                    )
+                )
     return rows
 
 
-def _sources(name: str, precisions: Sequence[str], checkpoint: Checkpoint | None) -> dict[str, Source]:
+def _sources(
+    name: str, precisions: Sequence[str], checkpoint: Checkpoint | None
+) -> dict[str, Source]:
     """What `load_model` takes for each precision, by its name."""
-    own: Source = {"name": name} if checkpoint is None else {"name": name, "checkpoint": checkpoint}
+    own: Source = (
+        {"name": name}
+        if checkpoint is None
+        else {"name": name, "checkpoint": checkpoint}
+    )
     found: list[tuple[str, Source]] = []
     for text in precisions:
         label, equals, other = text.partition("=")
         if label and other:
-            found.append((label, {"name": str(Path(other).resolve()) if is_local(other) else other}))
+            found.append(
+                (
+                    label,
+                    {"name": str(Path(other).resolve()) if is_local(other) else other},
+                )
+            )
         elif equals or text not in PRECISIONS:
             wanted = f"{', '.join(PRECISIONS)}, or NAME=MODEL for other weights of the same model"
-            raise ValueError(f"`precisions` must be {wanted} (a GGUF file, a folder, a hub name); got {text!r}")
+            raise ValueError(
+                f"`precisions` must be {wanted} (a GGUF file, a folder, a hub name); got {text!r}"
+            )
         else:
             is_quantised = text in ("int8", "nf4")
             if is_quantised:
                 needs_package(f"{text!r}", "bitsandbytes")
             found.append((text, own | {"quantization": text} if is_quantised else own))
     if len(found) < 2 or len(dict(found)) < len(found):
-        raise ValueError(f"`precisions` must be two or more, each once; got {list(precisions)}")
+        raise ValueError(
+            f"`precisions` must be two or more, each once; got {list(precisions)}"
+        )
     return dict(found)
 
 
 def _round_to_bfloat16(model: Any) -> None:
-    # A bridge does not list every part of the model that it wraps, and holds copies of some.
+    # A bridge does not list every part of the model that it wraps, and holds copies of
+    # some.
     for part in (model, getattr(model, "original_model", model)):
         for parameter in part.parameters():
             parameter.data = parameter.data.bfloat16().to(parameter.dtype)
@@ -250,57 +339,101 @@ def _round_to_bfloat16(model: Any) -> None:
 def _architecture(model: Any, in_gguf: bool) -> dict[str, Any]:
     """Which class the model may be of, and its sizes as far as they are known."""
     original = getattr(model, "original_model", None)
-    name = getattr(model.cfg, "original_architecture", None) if original is None else type(original).__name__
+    name = (
+        getattr(model.cfg, "original_architecture", None)
+        if original is None
+        else type(original).__name__
+    )
     sizes = {size: getattr(model.cfg, size, None) for size in _SIZES}
     # Some configurations leave it out where there are no fewer.
     sizes["n_key_value_heads"] = sizes["n_key_value_heads"] or sizes["n_heads"]
-    return {"classes": _ALIKE_IN_GGUF if in_gguf and name in _ALIKE_IN_GGUF else [name], **sizes}
+    return {
+        "classes": _ALIKE_IN_GGUF if in_gguf and name in _ALIKE_IN_GGUF else [name],
+        **sizes,
+    }
 
 
-def _check_architecture(found: dict[str, Any], reference: dict[str, Any], precision: str) -> None:
-    """Raise before anything is measured where class or sizes, as far as both are known, are not the reference's."""
+def _check_architecture(
+    found: dict[str, Any], reference: dict[str, Any], precision: str
+) -> None:
+    """Raise before anything is measured where class or sizes, as far as both are known,
+    are not the reference's.
+    """
     another = f"{precision} is not the model it is compared with"
     if set(found["classes"]).isdisjoint(reference["classes"]):
-        raise ValueError(f"{another}: they are {found['classes'][0]} and {reference['classes'][0]}")
+        raise ValueError(
+            f"{another}: they are {found['classes'][0]} and {reference['classes'][0]}"
+        )
     for size, words in _SIZES.items():
-        if None not in (found[size], reference[size]) and found[size] != reference[size]:
+        if (
+            None not in (found[size], reference[size])
+            and found[size] != reference[size]
+        ):
             raise ValueError(f"{another}: {words} {found[size]} and {reference[size]}")
 
 
 def _measures(traced: Trace, settings: Settings) -> "xarray.Dataset":
-    """Every measure of one prompt, its tokens, and the top singular vectors, `[layer width vector]`."""
+    """Every measure of one prompt, its tokens, and the top singular vectors, `[layer
+    width vector]`.
+    """
     k, t = settings.largest(traced.d_model), traced.position_index(settings.position)
     orientation = settings.orientations[0]
     J = block_jacobians(traced, position=t, function="branches", progress=False)
     spectrum = svd(J, k)
-    A, layers, at = J.new_empty(len(J), len(J), k, k), tuple(range(len(J))), (t,) * len(J)
+    A, layers, at = (
+        J.new_empty(len(J), len(J), k, k),
+        tuple(range(len(J))),
+        (t,) * len(J),
+    )
     fill_pairs(A, J, spectrum, orientation)
     norms, provenance = torch.linalg.matrix_norm(J), traced.provenance | {"position": t}
     named = layers, layers, at, at, "depth", orientation, provenance
-    data = measures(traced, settings, CouplingMap(A, spectrum.S, norms, traced.d_model, *named))
+    data = measures(
+        traced, settings, CouplingMap(A, spectrum.S, norms, traced.d_model, *named)
+    )
     dims = ("layer", "width", "vector")
     vectors = {
-        side: (dims, one.cpu().numpy()) for side, one in zip(_VECTORS, (spectrum.U, spectrum.Vh.mT), strict=True)
+        side: (dims, one.cpu().numpy())
+        for side, one in zip(_VECTORS, (spectrum.U, spectrum.Vh.mT), strict=True)
     }
-    return data.assign(vectors | {"tokens": json.dumps(traced.provenance.get("tokens"))})
+    return data.assign(
+        vectors | {"tokens": json.dumps(traced.provenance.get("tokens"))}
+    )
 
 
-def _compared(found: "xarray.Dataset", reference: "xarray.Dataset", precision: str) -> "xarray.Dataset":
-    """What was found, with how far it is from the reference; ValueError unless both are of one model."""
+def _compared(
+    found: "xarray.Dataset", reference: "xarray.Dataset", precision: str
+) -> "xarray.Dataset":
+    """What was found, with how far it is from the reference; ValueError unless both are
+    of one model.
+    """
     shapes = [(one.sizes["layer"], one.sizes["width"]) for one in (found, reference)]
     if shapes[0] != shapes[1]:
-        sizes = " and ".join(f"{n_layers} blocks of width {width}" for n_layers, width in shapes)
-        raise ValueError(f"{precision} is not the model it is compared with: they have {sizes}")
+        sizes = " and ".join(
+            f"{n_layers} blocks of width {width}" for n_layers, width in shapes
+        )
+        raise ValueError(
+            f"{precision} is not the model it is compared with: they have {sizes}"
+        )
     if not found["tokens"].equals(reference["tokens"]):
-        raise ValueError(f"{precision} is not the model it is compared with: it splits the prompts into other tokens")
+        raise ValueError(
+            f"{precision} is not the model it is compared with: it splits the prompts into other tokens"
+        )
     ks = found["k"].values.tolist()
     for side in _VECTORS:
-        ours, theirs = (torch.from_numpy(one[side].values) for one in (found, reference))
+        ours, theirs = (
+            torch.from_numpy(one[side].values) for one in (found, reference)
+        )
         overlaps = [subspace_overlap(theirs[..., :k].mT @ ours[..., :k]) for k in ks]
-        found[f"{side}_overlap"] = ("prompt", "k", "layer"), torch.stack(overlaps, 1).numpy()
+        found[f"{side}_overlap"] = (
+            ("prompt", "k", "layer"),
+            torch.stack(overlaps, 1).numpy(),
+        )
     change = found["coupling"] - reference["coupling"]
     pairs = change["layer"] != change["other_layer"]
-    found["pair_change"] = np.sqrt((change**2).where(pairs).mean(("layer", "other_layer")))
+    found["pair_change"] = np.sqrt(
+        (change**2).where(pairs).mean(("layer", "other_layer"))
+    )
     relative = abs(found["singular_values"] / reference["singular_values"] - 1)
     found["largest_singular_value_change"] = relative.isel(singular_value=0, drop=True)
     found["singular_values_change"] = relative.mean("singular_value")

@@ -1,4 +1,6 @@
-"""One forward pass of a model: its residual stream, and its blocks as functions of it."""
+"""One forward pass of a model: its residual stream, and its blocks as functions of
+it.
+"""
 
 from tl_coupling.traces.trace import Trace, trace, trace_modules
 

@@ -1,4 +1,6 @@
-"""`trace` and `trace_modules`: one forward pass that records the residual stream and how every block was called."""
+"""`trace` and `trace_modules`: one forward pass that records the residual stream and
+how every block was called.
+"""
 
 import operator
 import os
@@ -16,7 +18,11 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import FloatDtype, Text, checked
 from tl_coupling.blocks import tails
-from tl_coupling.blocks.arithmetic import exact_arithmetic, is_out_of_memory, own_arithmetic
+from tl_coupling.blocks.arithmetic import (
+    exact_arithmetic,
+    is_out_of_memory,
+    own_arithmetic,
+)
 from tl_coupling.blocks.passages import Passage
 from tl_coupling.blocks.streamed import without_blocks
 from tl_coupling.gradients.function import BlockFunction
@@ -40,13 +46,16 @@ _Input = str | os.PathLike[str] | Prompt | Image.Image | Sequence[int]
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The trajectory of every token through one model, and `blocks`, the function of each layer along it.
+    """The trajectory of every token through one model, and `blocks`, the function of
+    each layer along it.
 
-    `residual[0]` is what enters block 0, `residual[l + 1]` what leaves block `l`; the last entry is normalised if
-    `final_norm`, and the last block function includes that norm. `provenance`, how all this was made, is JSON-able.
+    `residual[0]` is what enters block 0, `residual[l + 1]` what leaves block `l`; the
+    last entry is normalised if `final_norm`, and the last block function includes that
+    norm. `provenance`, how all this was made, is JSON-able.
 
-    `tokens` are token ids, or `None` where the model reads something else; `str_tokens` names the tokens: their text,
-    or `cls` and the `row,column` of each patch of an image, whose `pixels` are kept.
+    `tokens` are token ids, or `None` where the model reads something else; `str_tokens`
+    names the tokens: their text, or `cls` and the `row,column` of each patch of an
+    image, whose `pixels` are kept.
 
     Example:
         >>> trace = tlc.trace(model, "w3 w14 w15 w92")
@@ -80,11 +89,18 @@ class Trace:
 
     @cached_property
     def is_causal(self) -> bool:
-        """Whether no token acts on an earlier one, in any block. Costs at most one forward pass of all blocks."""
+        """Whether no token acts on an earlier one, in any block. Costs at most one
+        forward pass of all blocks.
+        """
         # Every later row is another one: does the first change?
-        heads = (block(torch.cat([block.X[:1], -block.X[1:]]))[0] for block in self.blocks)
+        heads = (
+            block(torch.cat([block.X[:1], -block.X[1:]]))[0] for block in self.blocks
+        )
         pairs = zip(heads, self.blocks, strict=True)
-        return all(bool((y - f.step[0]).norm() <= 1e-5 * (f.step[0].norm() + f.X[0].norm())) for y, f in pairs)
+        return all(
+            bool((y - f.step[0]).norm() <= 1e-5 * (f.step[0].norm() + f.X[0].norm()))
+            for y, f in pairs
+        )
 
     def layer_index(self, layer: int, name: str = "layer") -> int:
         """A layer counted from 0; negative ones count from the end."""
@@ -95,22 +111,29 @@ class Trace:
         return _index(position, self.n_pos, name, f"{self.n_pos}-token prompt")
 
     @checked
-    def logits(self, x: Float[Tensor, "*batch d_model"], normalised: bool = False) -> Float[Tensor, "*batch d_vocab"]:
-        """What the model computes from a residual stream after its last block, or its final norm if `normalised`.
+    def logits(
+        self, x: Float[Tensor, "*batch d_model"], normalised: bool = False
+    ) -> Float[Tensor, "*batch d_vocab"]:
+        """What the model computes from a residual stream after its last block, or its
+        final norm if `normalised`.
 
-        In float32, or float64 for a model in float64. Of an image classifier, the logits of its classes with `x` as the
-        class token.
+        In float32, or float64 for a model in float64. Of an image classifier, the
+        logits of its classes with `x` as the class token.
 
         Raises:
-            ValueError: the model has no logits for every token, or they do not follow from what leaves its last block;
-                `normalised`, but the model has no final norm; no rows, rows of another width than the model's, or
-                entries that are not finite.
+            ValueError: the model has no logits for every token, or they do not follow
+                from what leaves its last block; `normalised`, but the model has no
+                final norm; no rows, rows of another width than the model's, or entries
+                that are not finite.
 
-        Cost: embedding and unembedding of the rows; one run of the model at the first call, two if `normalised`.
+        Cost: embedding and unembedding of the rows; one run of the model at the first
+        call, two if `normalised`.
         """
         batch = self.pixels if self.tokens is None else self.tokens[None]
         if batch is None:
-            raise ValueError("modules were traced, not a model: it is not known how logits follow from their stream")
+            raise ValueError(
+                "modules were traced, not a model: it is not known how logits follow from their stream"
+            )
         return tails.logits(self.model, batch, x, normalised)
 
     def __repr__(self) -> str:
@@ -142,7 +165,9 @@ class _SweepTrace(Trace):
 
 
 def _one_stream(model: nn.Module) -> None:
-    """Raise unless this is a TransformerLens model with one residual stream that draws no random numbers."""
+    """Raise unless this is a TransformerLens model with one residual stream that draws
+    no random numbers.
+    """
     if not hasattr(model, "cfg"):
         raise TypeError(
             f"wanted a TransformerLens model (TransformerBridge or HookedTransformer), got {type(model).__name__}; "
@@ -154,16 +179,25 @@ def _one_stream(model: nn.Module) -> None:
 
 
 def _computes_the_same(model: nn.Module) -> None:
-    """Raise unless a call of the model changes nothing and draws nothing, and its code can be followed."""
+    """Raise unless a call of the model changes nothing and draws nothing, and its code
+    can be followed.
+    """
     for name, module in model.named_modules():
         part = name or "it"
         if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(f"must be modules in Python, {part} is compiled by torch.jit: give what it was made from")
+            raise ValueError(
+                f"must be modules in Python, {part} is compiled by torch.jit: give what it was made from"
+            )
         if not module.training:
             continue
         if drawn := _drawn_at_random(module):
-            raise ValueError(f"must draw no random numbers, {part} is in train mode with {drawn}: call .eval()")
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise ValueError(
+                f"must draw no random numbers, {part} is in train mode with {drawn}: call .eval()"
+            )
+        if (
+            isinstance(module, nn.modules.batchnorm._NormBase)
+            and module.track_running_stats
+        ):
             raise ValueError(
                 f"must be the same in every call, {part} is a {type(module).__name__} in train mode, which changes its "
                 "running statistics: call .eval()"
@@ -175,14 +209,27 @@ def _drawn_at_random(module: nn.Module) -> str | None:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return f"p = {module.p}" if module.p > 0 else None
     # HuggingFace's attention and mixtures keep theirs as numbers.
-    numbers = ((name, value) for name, value in vars(module).items() if isinstance(value, float) and value > 0)
-    return next((f"{name} = {value}" for name, value in numbers if "drop" in name or "jitter" in name), None)
+    numbers = (
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value > 0
+    )
+    return next(
+        (
+            f"{name} = {value}"
+            for name, value in numbers
+            if "drop" in name or "jitter" in name
+        ),
+        None,
+    )
 
 
 @checked
 def trace(
     model: Annotated[nn.Module, _one_stream],
-    prompt: Annotated[_Input | Int[Tensor, "*batch n_pos"] | Float[Tensor, "*pixels"], _ONE_INPUT],
+    prompt: Annotated[
+        _Input | Int[Tensor, "*batch n_pos"] | Float[Tensor, "*pixels"], _ONE_INPUT
+    ],
     *,
     prepend_bos: bool | None = None,
     final_norm: bool = False,
@@ -192,33 +239,44 @@ def trace(
 
     .. math:: X^l = X^{l-1} + f^l(X^{l-1})
 
-    `trace.residual[l]` is `X^l`, `trace.blocks[l]` is `f^{l+1}`: Aubry et al. 2025, eq. 6, count from one. A model that
-    runs its blocks several times has a layer for each call.
+    `trace.residual[l]` is `X^l`, `trace.blocks[l]` is `f^{l+1}`: Aubry et al. 2025, eq.
+    6, count from one. A model that runs its blocks several times has a layer for each
+    call.
 
-    Weights, and hooks, which are part of what is measured and listed in the provenance, must stay as they are until the
-    trace has been measured: a block that is another function by then raises `StepError`, one whose derivative disagrees
-    with a finite difference `DerivativeError`. Autocast, TF32 and fused attention are off.
+    Weights, and hooks, which are part of what is measured and listed in the provenance,
+    must stay as they are until the trace has been measured: a block that is another
+    function by then raises `StepError`, one whose derivative disagrees with a finite
+    difference `DerivativeError`. Autocast, TF32 and fused attention are off.
 
     Args:
-        model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it is: processed weights
-            (`center_writing_weights`) raise a warning, because they change the residual stream.
-        prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`), taken as they are. One prompt, unpadded. For
-            a vision model an image: pixels (`[1 channels height width]`, taken as they are), a PIL image or a file,
-            which the processor saved with the model prepares. Its patches are the tokens, after the class token. An
-            image of at most 2²⁶ pixels (8,192 × 8,192) is turned upright, as its EXIF orientation says. Greys of 16
-            bits are scaled to 8; of frames one is read, CMYK becomes RGB, transparency is ignored: with a remark.
-        prepend_bos: whether text gets a BOS token; `None` follows the tokenizer, not TransformerLens. Tokens that the
-            tokenizer appends are left off, except for bidirectional models (BERT).
-        final_norm: include the model's final norm in the last block, as the paper's code does by reading HuggingFace's
-            `hidden_states`. Changes the last block only, but greatly.
-        dtype: the precision in which blocks are linearised; float32 by default, float64 for a float64 model.
+        model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it
+            is: processed weights (`center_writing_weights`) raise a warning, because
+            they change the residual stream.
+        prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`), taken as they
+            are. One prompt, unpadded. For a vision model an image: pixels (`[1 channels
+            height width]`, taken as they are), a PIL image or a file, which the
+            processor saved with the model prepares. Its patches are the tokens, after
+            the class token. An image of at most 2²⁶ pixels (8,192 × 8,192) is turned
+            upright, as its EXIF orientation says. Greys of 16 bits are scaled to 8; of
+            frames one is read, CMYK becomes RGB, transparency is ignored: with a
+            remark.
+        prepend_bos: whether text gets a BOS token; `None` follows the tokenizer, not
+            TransformerLens. Tokens that the tokenizer appends are left off, except for
+            bidirectional models (BERT).
+        final_norm: include the model's final norm in the last block, as the paper's
+            code does by reading HuggingFace's `hidden_states`. Changes the last block
+            only, but greatly.
+        dtype: the precision in which blocks are linearised; float32 by default, float64
+            for a float64 model.
 
     Raises:
-        ValueError: an empty prompt, one longer than the context, unknown token ids, a model in train mode with dropout
-            or BatchNorm, a model without a single residual stream, weights or activations that are not finite; an image
+        ValueError: an empty prompt, one longer than the context, unknown token ids, a
+            model in train mode with dropout or BatchNorm, a model without a single
+            residual stream, weights or activations that are not finite; an image
             without pixels or with too many, or one that cannot be decoded.
 
-    Cost: one forward pass, to the last block; memory for `n_layers + 1` copies of the residual stream.
+    Cost: one forward pass, to the last block; memory for `n_layers + 1` copies of the
+    residual stream.
 
     Example:
         >>> trace = tlc.trace(model, "w3 w14 w15 w92")
@@ -233,7 +291,15 @@ def trace(
     dtype = _precision(dtype, next(model.parameters()).dtype)
     norm = tails.final_norm(model, given.batch) if final_norm else None
     passage = _record(model, given, dtype)
-    return _traced(model, passage, dtype, given.str_tokens, partial(describe_model, model), norm, given)
+    return _traced(
+        model,
+        passage,
+        dtype,
+        given.str_tokens,
+        partial(describe_model, model),
+        norm,
+        given,
+    )
 
 
 @checked
@@ -245,29 +311,34 @@ def trace_modules(
     str_tokens: Sequence[str] | None = None,
     dtype: FloatDtype | None = None,
 ) -> Trace:
-    """`trace` for any residual network: timm, plain PyTorch, HuggingFace's own modules, …
+    """`trace` for any residual network: timm, plain PyTorch, HuggingFace's own modules,
+    …
 
-    What can be measured of a `Trace` can be measured of this one, but for logits. The Jacobians pass the same checks;
-    they are computed on the full sequence where nothing cheaper agrees with it.
+    What can be measured of a `Trace` can be measured of this one, but for logits. The
+    Jacobians pass the same checks; they are computed on the full sequence where nothing
+    cheaper agrees with it.
 
-    `trace.blocks` are `f(X) = block(X) − X`, whatever a block does. Of one that normalises the stream itself (`x =
-    norm(x); x = x + f(x)`, or the post-norm of BERT) f holds `−I`: that is noted in `provenance["remarks"]`, with a
-    warning, and coupling compares what its residual branches add before their norms (`normalising_layers`).
+    `trace.blocks` are `f(X) = block(X) − X`, whatever a block does. Of one that
+    normalises the stream itself (`x = norm(x); x = x + f(x)`, or the post-norm of BERT)
+    f holds `−I`: that is noted in `provenance["remarks"]`, with a warning, and coupling
+    compares what its residual branches add before their norms (`normalising_layers`).
 
     Args:
-        blocks: modules that take the residual stream first, `[1 n_pos d_model]` (or `[n_pos 1 d_model]`, `[n_pos
-            d_model]`), and return it with what they add, alone or first in a tuple. In the order in which they run.
-            They may add in place: what is stored is never changed.
-        run: runs the model once, on one input: `lambda: model(x)`. It must call every block, each on what the one
-            before gave.
+        blocks: modules that take the residual stream first, `[1 n_pos d_model]` (or
+            `[n_pos 1 d_model]`, `[n_pos d_model]`), and return it with what they add,
+            alone or first in a tuple. In the order in which they run. They may add in
+            place: what is stored is never changed.
+        run: runs the model once, on one input: `lambda: model(x)`. It must call every
+            block, each on what the one before gave.
         name: what results call the network; by default the blocks' class.
         str_tokens: the tokens' names; their positions by default.
         dtype: as in `trace`.
 
     Raises:
-        ValueError: blocks that are not called in this order, or that do not get the stream that the one before gave
-            (the layer is named); more than one input; dropout or BatchNorm in train mode; modules that torch.jit
-            compiled; a stream that is not finite; not as many `str_tokens` as tokens.
+        ValueError: blocks that are not called in this order, or that do not get the
+            stream that the one before gave (the layer is named); more than one input;
+            dropout or BatchNorm in train mode; modules that torch.jit compiled; a
+            stream that is not finite; not as many `str_tokens` as tokens.
 
     Cost: one call of `run` and one forward pass of the blocks.
 
@@ -293,7 +364,9 @@ def trace_modules(
     def names(n_pos: int) -> tuple[str, ...]:
         found = tuple(map(str, range(n_pos)) if str_tokens is None else str_tokens)
         if len(found) != n_pos:
-            raise ValueError(f"`str_tokens` must name {n_pos} tokens, got {len(found)} names")
+            raise ValueError(
+                f"`str_tokens` must name {n_pos} tokens, got {len(found)} names"
+            )
         return found
 
     traced = _traced(model, passage, dtype, names, describe)
@@ -318,12 +391,17 @@ def _traced(
     norm: nn.Module | None = None,
     given: ModelInput | None = None,
 ) -> Trace:
-    """What was recorded, as block functions in `dtype`; the last one with the norm, if there is one."""
+    """What was recorded, as block functions in `dtype`; the last one with the norm, if
+    there is one.
+    """
     remarks, last = Remarks(), len(passage.calls) - 1
     for remark in given.remarks if given else ():
         remarks.add(remark, remark)
     if why := missing_head(model):
-        remarks.add("head", f"the model's head is {why}: there are no logits, entropies and losses")
+        remarks.add(
+            "head",
+            f"the model's head is {why}: there are no logits, entropies and losses",
+        )
     make: type[Trace] = Trace
     blocks: Sequence[BlockFunction]
     streams: dict[str, Any] = {}
@@ -333,7 +411,10 @@ def _traced(
     else:
         stream = passage.stream(dtype)
         norms = [None] * last + [norm]
-        blocks = tuple(_block_function(passage, i, dtype, remarks, one) for i, one in enumerate(norms))
+        blocks = tuple(
+            _block_function(passage, i, dtype, remarks, one)
+            for i, one in enumerate(norms)
+        )
         if norm is not None:
             stream[-1] = stream[-2] + blocks[-1].step.to(stream[-2].device)
         streams["residual"] = torch.stack(stream)
@@ -353,12 +434,22 @@ def _traced(
     }
     tokens = given.tokens if given else None
     pixels = given.batch if given and tokens is None else None
-    of_all: dict[str, Any] = {"blocks": blocks, "final_norm": norm is not None, "provenance": provenance}
-    return make(model=model, tokens=tokens, str_tokens=text, pixels=pixels, **streams, **of_all)
+    of_all: dict[str, Any] = {
+        "blocks": blocks,
+        "final_norm": norm is not None,
+        "provenance": provenance,
+    }
+    return make(
+        model=model, tokens=tokens, str_tokens=text, pixels=pixels, **streams, **of_all
+    )
 
 
 def _block_function(
-    passage: Passage, layer: int, dtype: torch.dtype, remarks: Remarks, norm: nn.Module | None
+    passage: Passage,
+    layer: int,
+    dtype: torch.dtype,
+    remarks: Remarks,
+    norm: nn.Module | None,
 ) -> BlockFunction:
     """The block function of one call, in `dtype`."""
     recorded = passage.calls[layer]
@@ -367,31 +458,45 @@ def _block_function(
         with exact_arithmetic(X.device, [norm], dtype):
             Y = norm(Y[None]).reshape(Y.shape)
     other = recorded if recorded.dtypes - {dtype} else None
-    return BlockFunction(layer, passage.call(layer, dtype), X, Y - X, norm, other, remarks)
+    return BlockFunction(
+        layer, passage.call(layer, dtype), X, Y - X, norm, other, remarks
+    )
 
 
 def _index(value: int, size: int, name: str, what: str) -> int:
     index = operator.index(value)
     if not -size <= index < size:
-        raise ValueError(f"`{name}` must lie in [{-size}, {size - 1}] for this {what}, got {index}")
+        raise ValueError(
+            f"`{name}` must lie in [{-size}, {size - 1}] for this {what}, got {index}"
+        )
     return index % size
 
 
 class _BlocksDone(Exception):
-    """Raised at the unembedding, the largest matrix of a small model: it is not needed."""
+    """Raised at the unembedding, the largest matrix of a small model: it is not
+    needed.
+    """
 
 
 def _record(model: Any, given: ModelInput, dtype: torch.dtype) -> Passage:
-    """Run the model on its input, up to its unembedding; in `dtype` and without its blocks if weights are elsewhere."""
+    """Run the model on its input, up to its unembedding; in `dtype` and without its
+    blocks if weights are elsewhere.
+    """
 
     def unembed(*_: Any) -> None:
         raise _BlocksDone
 
-    arguments = {"use_cache": False} if is_bridge(model) and given.tokens is not None else {}
+    arguments = (
+        {"use_cache": False} if is_bridge(model) and given.tokens is not None else {}
+    )
 
     def run() -> None:
         try:
-            model(given.batch.to(next(model.parameters()).device), return_type=None, **arguments)
+            model(
+                given.batch.to(next(model.parameters()).device),
+                return_type=None,
+                **arguments,
+            )
         except (RuntimeError, AttributeError) as error:
             if is_out_of_memory(error):
                 raise
@@ -411,7 +516,9 @@ def _record(model: Any, given: ModelInput, dtype: torch.dtype) -> Passage:
     with own_arithmetic(model, dtype), tails.runnable(model), ExitStack() as hooks:
         if isinstance(getattr(model, "unembed", None), nn.Module):
             # Before its weights are read.
-            hooks.enter_context(model.unembed.register_forward_pre_hook(unembed, prepend=True))
+            hooks.enter_context(
+                model.unembed.register_forward_pre_hook(unembed, prepend=True)
+            )
         n_pos = None if given.tokens is None else len(given.tokens)
         if is_hollow(model):
             return without_blocks(model, until_unembedding, n_pos)
@@ -419,14 +526,25 @@ def _record(model: Any, given: ModelInput, dtype: torch.dtype) -> Passage:
 
 
 def _user_hooks(model: nn.Module) -> list[str]:
-    """Names of the hook points and modules with a forward hook of the user's; it is part of what is measured."""
+    """Names of the hook points and modules with a forward hook of the user's; it is
+    part of what is measured.
+    """
 
     def of_user(hook: Callable[..., Any]) -> bool:
         made_in = str(getattr(getattr(hook, "func", hook), "__module__", ""))
-        return made_in.split(".")[0] not in ("transformer_lens", "transformers", "accelerate", "torch")
+        return made_in.split(".")[0] not in (
+            "transformer_lens",
+            "transformers",
+            "accelerate",
+            "torch",
+        )
 
     def plain(module: nn.Module) -> tuple[Any, ...]:
         return (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
 
     modules = model.named_modules()
-    return [name for name, part in modules if getattr(part, "fwd_hooks", None) or any(map(of_user, plain(part)))]
+    return [
+        name
+        for name, part in modules
+        if getattr(part, "fwd_hooks", None) or any(map(of_user, plain(part)))
+    ]

@@ -1,9 +1,24 @@
-"""Trajectories of tokens through the residual stream: their shape, their projections, and how far they are linear."""
+"""Trajectories of tokens through the residual stream: their shape, their projections,
+and how far they are linear.
+"""
 
 from tl_coupling.trajectories.alignment import ResidualAlignment, residual_alignment
-from tl_coupling.trajectories.gradients import GradientPrediction, coupled_gradient, gradient_prediction
-from tl_coupling.trajectories.predictions import Linearisation, Perturbation, linearisation, perturbation
-from tl_coupling.trajectories.result import TrajectoryResult, entropy_by_depth, measure_trajectory
+from tl_coupling.trajectories.gradients import (
+    GradientPrediction,
+    coupled_gradient,
+    gradient_prediction,
+)
+from tl_coupling.trajectories.predictions import (
+    Linearisation,
+    Perturbation,
+    linearisation,
+    perturbation,
+)
+from tl_coupling.trajectories.result import (
+    TrajectoryResult,
+    entropy_by_depth,
+    measure_trajectory,
+)
 from tl_coupling.trajectories.shapes import (
     TrajectoryPCA,
     attention_sinks,

@@ -1,14 +1,20 @@
-"""Residual alignment (Li and Papyan 2023): four properties of residual networks that were trained to classify.
+"""Residual alignment (Li and Papyan 2023): four properties of residual networks that
+were trained to classify.
 
-* RA1, one input's representations lie equally spaced on a line: `line_shape_score` is 1 and `equidistance` 0.
-* RA2, the top left and right singular vectors of the blocks' Jacobians align with each other, within a block and
-  across blocks: `vector_alignment` and `subspace_overlap` (in `tlc.measures`) are 1.
-* RA3, the Jacobians have rank at most the number of classes: `tail_energy` (in `tlc.spectra`) is 0.
-* RA4, the top singular values fall as one over depth: the lines of `inverse_singular_value_fit` fit, and rise.
+* RA1, one input's representations lie equally spaced on a line: `line_shape_score` is 1
+  and `equidistance` 0.
+* RA2, the top left and right singular vectors of the blocks' Jacobians align with each
+  other, within a block and across blocks: `vector_alignment` and `subspace_overlap` (in
+  `tlc.measures`) are 1.
+* RA3, the Jacobians have rank at most the number of classes: `tail_energy` (in
+  `tlc.spectra`) is 0.
+* RA4, the top singular values fall as one over depth: the lines of
+  `inverse_singular_value_fit` fit, and rise.
 
-Blocks that have all four exactly: `J^l = U S_l Uᵀ` with `σ_i^l = 1 / (c_i + l)` at layer l = 0, 1, …, for at most C
-directions i. Then `x^l` is linear in l, so that `c_i = L / (g_i − 1)` if the stream grows by a factor of `g_i` along
-direction i: σ falls along the depth of one network, and as 1/L among networks of L layers that grow alike.
+Blocks that have all four exactly: `J^l = U S_l Uᵀ` with `σ_i^l = 1 / (c_i + l)` at
+layer l = 0, 1, …, for at most C directions i. Then `x^l` is linear in l, so that `c_i =
+L / (g_i − 1)` if the stream grows by a factor of `g_i` along direction i: σ falls along
+the depth of one network, and as 1/L among networks of L layers that grow alike.
 """
 
 from dataclasses import dataclass
@@ -23,7 +29,13 @@ from tl_coupling.arguments import Count, checked
 from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
-from tl_coupling.spectra import InverseSingularValueFit, check_cut, check_k, inverse_singular_value_fit, svd
+from tl_coupling.spectra import (
+    InverseSingularValueFit,
+    check_cut,
+    check_k,
+    inverse_singular_value_fit,
+    svd,
+)
 from tl_coupling.spectra.readings import DEFAULT_K
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories import shapes
@@ -37,8 +49,10 @@ class ResidualAlignment(Saved):
     """Li and Papyan's four measures of one token; see `residual_alignment`.
 
     Attributes:
-        line_shape_score, equidistance: of the token's path `x^0, …, x^L` (RA1): 1 and 0 for equal steps on a line.
-        uv, uu, vv: `alignment_matrices` of its Jacobians' top k singular vectors (RA2); a smaller k is a corner.
+        line_shape_score, equidistance: of the token's path `x^0, …, x^L` (RA1): 1 and 0
+            for equal steps on a line.
+        uv, uu, vv: `alignment_matrices` of its Jacobians' top k singular vectors (RA2);
+            a smaller k is a corner.
         singular_values: all of every Jacobian's, largest first.
         n_classes: C, the rank that RA3 allows.
         position: the token.
@@ -70,24 +84,38 @@ class ResidualAlignment(Saved):
         return self.uv.shape[-1]
 
     @checked
-    def within_blocks(self, measure: AlignmentMeasure = "vector_alignment") -> Float[Tensor, " n_layers"]:
-        """RA2 within blocks: how far each block's left vectors agree with its right ones."""
-        return getattr(coupling, measure)(self.uv).diagonal()
+    def within_blocks(
+        self, measure: AlignmentMeasure = "vector_alignment"
+    ) -> Float[Tensor, " n_layers"]:
+        """RA2 within blocks: how far each block's left vectors agree with its right
+        ones.
+        """
+        return getattr(measures, measure)(self.uv).diagonal()
 
     @checked
-    def across_blocks(self, measure: AlignmentMeasure = "vector_alignment") -> Float[Tensor, "n_layers n_layers"]:
-        """RA2 across blocks: how far two blocks' vectors agree, mean of left with left and right with right."""
-        of = getattr(coupling, measure)
+    def across_blocks(
+        self, measure: AlignmentMeasure = "vector_alignment"
+    ) -> Float[Tensor, "n_layers n_layers"]:
+        """RA2 across blocks: how far two blocks' vectors agree, mean of left with left
+        and right with right.
+        """
+        of = getattr(measures, measure)
         return (of(self.uu) + of(self.vv)) / 2
 
     @checked
     def null(self, measure: AlignmentMeasure = "vector_alignment") -> float:
-        """Both for independent random singular vectors: `1/d_model`, or `k/d_model` for the overlap of subspaces."""
-        return (self.k if measure == "subspace_overlap" else 1) / self.singular_values.shape[1]
+        """Both for independent random singular vectors: `1/d_model`, or `k/d_model` for
+        the overlap of subspaces.
+        """
+        return (
+            self.k if measure == "subspace_overlap" else 1
+        ) / self.singular_values.shape[1]
 
     @property
     def tail_energy(self) -> Float[Tensor, " n_layers"]:
-        """RA3: share of each Jacobian's energy beyond its first `n_classes` singular values."""
+        """RA3: share of each Jacobian's energy beyond its first `n_classes` singular
+        values.
+        """
         return spectra.tail_energy(self.singular_values, self.n_classes)
 
     @property
@@ -96,8 +124,14 @@ class ResidualAlignment(Saved):
         return inverse_singular_value_fit(self.singular_values[:, : self.k])
 
     def summary(self) -> dict[str, float]:
-        """One number for each property, or two, by name: means over blocks, pairs of different blocks, the top k."""
-        n, fit, across = len(self.singular_values), self.inverse_fit, self.across_blocks()
+        """One number for each property, or two, by name: means over blocks, pairs of
+        different blocks, the top k.
+        """
+        n, fit, across = (
+            len(self.singular_values),
+            self.inverse_fit,
+            self.across_blocks(),
+        )
         of_pairs = across[~torch.eye(n, dtype=torch.bool, device=across.device)]
         means = {
             "vector_alignment_within_blocks": self.within_blocks(),
@@ -106,11 +140,16 @@ class ResidualAlignment(Saved):
             "inverse_singular_value_slope": fit.slope,
             "inverse_singular_value_r_squared": fit.r_squared,
         }
-        of_path = {"line_shape_score": self.line_shape_score, "equidistance": self.equidistance}
+        of_path = {
+            "line_shape_score": self.line_shape_score,
+            "equidistance": self.equidistance,
+        }
         return of_path | {name: float(values.mean()) for name, values in means.items()}
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value:.3f}" for name, value in self.summary().items())
+        values = ", ".join(
+            f"{name}={value:.3f}" for name, value in self.summary().items()
+        )
         model = f"{self.provenance.get('model')!r}, position={self.position}"
         sizes = f"n_classes={self.n_classes}, k={self.k}"
         return f"ResidualAlignment(model={model}, {sizes}: {values}; null of alignment {self.null():.3f})"
@@ -126,27 +165,33 @@ def residual_alignment(
     chunk_size: Count | None = None,
     progress: Progress | None = None,
 ) -> ResidualAlignment:
-    """Li and Papyan's (2023) four measures of residual alignment, RA1 to RA4, of one token.
+    """Li and Papyan's (2023) four measures of residual alignment, RA1 to RA4, of one
+    token.
 
     * RA1, equal steps on a line: `line_shape_score` and `equidistance`.
-    * RA2, left and right singular vectors that align within a block and across blocks: `within_blocks()` and
-      `across_blocks()`, to be compared with `null()`, by `vector_alignment` or `subspace_overlap`.
-    * RA3, rank at most C: `tail_energy`. They find it in fully connected networks; for `d_model` classes or more it is
-      0 by itself.
-    * RA4, singular values that fall as one over depth: `inverse_fit`, which has high R² and positive slope.
+    * RA2, left and right singular vectors that align within a block and across blocks:
+      `within_blocks()` and `across_blocks()`, to be compared with `null()`, by
+      `vector_alignment` or `subspace_overlap`.
+    * RA3, rank at most C: `tail_energy`. They find it in fully connected networks; for
+      `d_model` classes or more it is 0 by itself.
+    * RA4, singular values that fall as one over depth: `inverse_fit`, which has high R²
+      and positive slope.
 
-    Their networks have one representation for each input; here it is that of one token, and J is `J^l_{tt}`, with the
-    other tokens held fixed.
+    Their networks have one representation for each input; here it is that of one token,
+    and J is `J^l_{tt}`, with the other tokens held fixed.
 
     Args:
         n_classes: C, how many classes the model tells apart.
-        position: the token; the last by default. A vision transformer's class token is the first, 0.
-        k: how many top singular vectors are compared; C by default, or less: at most 50 and `d_model`.
+        position: the token; the last by default. A vision transformer's class token is
+            the first, 0.
+        k: how many top singular vectors are compared; C by default, or less: at most 50
+            and `d_model`.
         chunk_size, progress: as in `depth_coupling`.
 
-    Raises ValueError for a position or k out of range, or a model of one block. Warns where σ_k and σ_{k+1} are equal
-    to rounding, so that the k-th vectors are arbitrary, and where a measure is undefined (NaN). Cost: a Jacobian and
-    its full SVD for each layer; memory for all of them, and for `3 n_layers² k²` cosines.
+    Raises ValueError for a position or k out of range, or a model of one block. Warns
+    where σ_k and σ_{k+1} are equal to rounding, so that the k-th vectors are arbitrary,
+    and where a measure is undefined (NaN). Cost: a Jacobian and its full SVD for each
+    layer; memory for all of them, and for `3 n_layers² k²` cosines.
 
     Example:
         >>> result = tlc.trajectories.residual_alignment(trace, n_classes=4)
@@ -155,12 +200,16 @@ def residual_alignment(
     """
     t, d, n = trace.position_index(position), trace.d_model, trace.n_layers
     if n < 2:
-        raise ValueError(f"alignment across blocks takes at least 2 of them, this model has {n}")
+        raise ValueError(
+            f"alignment across blocks takes at least 2 of them, this model has {n}"
+        )
     k = min(n_classes, DEFAULT_K, d) if k is None else k
     check_k(k, d)
     connections = [Connection(layer, t, t, t) for layer in range(n)]
     paths: dict[str, str] = {}
-    of_layers = svd(torch.stack(list(jacobians_of(trace, connections, chunk_size, progress, paths))))
+    of_layers = svd(
+        torch.stack(list(jacobians_of(trace, connections, chunk_size, progress, paths)))
+    )
     check_cut(of_layers.S, k, [str(connection) for connection in connections])
     x = trace.residual[:, t]
     return ResidualAlignment(
