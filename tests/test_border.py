@@ -205,6 +205,12 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
             assert "\n" not in message
 
 
+def test_classes_of_every_room_say_how_they_are_made() -> None:
+    # Fewer would mean that the test below looks at nothing.
+    assert len(arguments._MAKERS) == 13
+    assert {tlc.Trace, tlc.Spectrum, tlc.Survey, nn.Module} <= arguments._MAKERS.keys()
+
+
 @pytest.mark.parametrize("maker", arguments._MAKERS.values())
 def test_what_an_error_says_makes_one_is_there(maker: str) -> None:
     function = operator.attrgetter(maker.partition("(")[0])(tlc)

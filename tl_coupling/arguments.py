@@ -31,6 +31,7 @@ from jaxtyping import AbstractArray
 from torch import Tensor, nn
 
 _Public = TypeVar("_Public", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
 # Named sizes of one call, and the argument that set each.
 _Sizes = dict[str, tuple[list[int], str]]
 
@@ -47,21 +48,8 @@ _SIMPLE: dict[Any, tuple[str, str, Any, Callable[[Any], Any]]] = {
     str: ("a string", "strings", str, lambda value: value),
 }
 _NOUNS = {nn.Module: "torch.nn.Module", os.PathLike: "path", Callable: "function"}
-_MAKERS = {
-    "CouplingMap": "depth_coupling(trace)",
-    "Generalization": "generalization.generalization_study(data, scores)",
-    "Influence": "cross_token_influence(trace)",
-    "Linearisation": "trajectories.linearisation(trace)",
-    "Module": "load_model(name)",
-    "Perturbation": "trajectories.perturbation(trace)",
-    "Portrait": "portrait(trace)",
-    "Prompt": "Prompt(id, text)",
-    "ResidualAlignment": "trajectories.residual_alignment(trace, n_classes=…)",
-    "Settings": "Settings(k=…)",
-    "Spectrum": "svd(J)",
-    "Survey": "Survey(models, prompts)",
-    "Trace": "trace(model, prompt)",
-}
+# How an instance of a class is made, in words that the class gives where it is defined.
+_MAKERS: dict[type, str] = {}
 
 
 def _rule(fits: Callable[[Any], bool], wanted: str) -> Callable[[Any], None]:
@@ -153,6 +141,20 @@ def checked(public: _Public) -> _Public:
         return public(*given.args, **given.kwargs)
 
     return typing.cast(_Public, with_checks)
+
+
+def made_by(call: str) -> Callable[[_Class], _Class]:
+    """Return a class decorator that records how an instance is made.
+
+    Where an argument should be an instance and is not, the error message names `call`,
+    an expression that follows `tl_coupling.`, such as `"svd(J)"`.
+    """
+
+    def record(cls: _Class) -> _Class:
+        _MAKERS[cls] = call
+        return cls
+
+    return record
 
 
 def check_text(text: str, name: str) -> None:
@@ -278,7 +280,7 @@ def _take(kind: Any, value: Any, name: str, sizes: _Sizes) -> Any:
     if not isinstance(value, wanted := origin or kind) or (
         isinstance(value, type) and wanted is not Callable
     ):
-        maker = _MAKERS.get(wanted.__name__)
+        maker = _MAKERS.get(wanted)
         raise _WrongType(f"`tl_coupling.{maker}` makes one" if maker else "")
     if origin in (Mapping, dict):
         # Results that are drawn side by side may have sizes of their own.

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.arguments import checked
+from tl_coupling.arguments import checked, made_by
 from tl_coupling.comparisons.choices import chosen_layers, free_end
 from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress
@@ -26,6 +26,7 @@ InfluenceMeasure = Literal[
 INFLUENCE_MEASURES: tuple[InfluenceMeasure, ...] = get_args(InfluenceMeasure)
 
 
+@made_by("cross_token_influence(trace)")
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
 class Influence(Saved):

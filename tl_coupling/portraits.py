@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.arguments import checked
+from tl_coupling.arguments import checked, made_by
 from tl_coupling.comparisons import (
     CouplingMap,
     context_coupling,
@@ -52,6 +52,7 @@ class TokenPortrait:
         return f"TokenPortrait({self.influence.provenance['model']!r}, maps: {maps}, {self.influence!r})"
 
 
+@made_by("portrait(trace)")
 @dataclass(frozen=True, eq=False)
 class Portrait:
     """What a traced prompt shows: coupling across depth and tokens, influence, entropy.

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tl_coupling.arguments import AnyPath, Count, Finite, Seed, Text, checked
+from tl_coupling.arguments import AnyPath, Count, Finite, Seed, Text, checked, made_by
 
 __all__ = ["Prompt", "load_prompts", "prompts_per_task"]
 
 
+@made_by("Prompt(id, text)")
 @checked
 @dataclass(frozen=True)
 class Prompt:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling import measures
-from tl_coupling.arguments import Count, Seed, checked, warn_caller
+from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
 from tl_coupling.comparisons.nulls import drawn_means
 from tl_coupling.measures import MEASURES, RELEASED, Measure, Norm, Null, Orientation
 from tl_coupling.saved import Saved
@@ -34,6 +34,7 @@ _OF_TRACE = (
 _OF_MAP = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
 
 
+@made_by("depth_coupling(trace)")
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
 class CouplingMap(Saved):

@@ -10,7 +10,7 @@ import numpy as np
 import pandas
 import xarray
 
-from tl_coupling.arguments import Count, Seed, checked
+from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.generalization import associations, leaving_out, remarks
 from tl_coupling.generalization.associations import Association, PromptCorrelation
 from tl_coupling.generalization.tables import (
@@ -32,6 +32,7 @@ from tl_coupling.surveys.readings import with_diagonal
 _COVARIATES = ("log10(n_parameters)", "n_layers", "d_model", "log10(training_tokens)")
 
 
+@made_by("generalization.generalization_study(data, scores)")
 @dataclass(frozen=True, eq=False, repr=False)
 class Generalization:
     """Coupling against a score across models.

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tl_coupling.arguments import FloatDtype, Text, checked, warn_caller
+from tl_coupling.arguments import FloatDtype, Text, checked, made_by, warn_caller
 from tl_coupling.models import completeness, quantized, streaming
 from tl_coupling.models.cache import cache_root, is_whole, write_copy
 from tl_coupling.models.gguf_files import GgufModel, is_gguf
@@ -59,6 +59,9 @@ _GENERAL = {
     "give a local folder or 'smollm2-135m'",
     "": "wanted a HuggingFace hub name, a local folder in HuggingFace format, or 'smollm2-135m'",
 }
+
+# torch's class cannot say it itself.
+made_by("load_model(name)")(nn.Module)
 
 
 @checked

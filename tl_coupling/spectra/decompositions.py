@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_coupling.arguments import Count, checked
+from tl_coupling.arguments import Count, checked, made_by
 from tl_coupling.spectra.iteration import (
     TOLERANCE,
     Products,
@@ -32,6 +32,7 @@ _LARGEST_BLOCK, _FORM_SQUARE = 1 / 5, 30
 _TYPICAL_STEPS = 12, 16
 
 
+@made_by("svd(J)")
 @checked
 @dataclass(frozen=True, eq=False)
 class Spectrum:

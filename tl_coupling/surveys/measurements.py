@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tl_coupling.arguments import Count, checked
+from tl_coupling.arguments import Count, checked, made_by
 from tl_coupling.comparisons import CouplingMap, depth_couplings
 from tl_coupling.measures import MEASURES, Measure, Norm, Orientation
 from tl_coupling.models import context_length, missing_head, reads_pixels, tokenize
@@ -55,6 +55,7 @@ _OF_ONE_PROMPT = {
 _OF_ITS_FILES = {"weights_digest"}
 
 
+@made_by("Settings(k=…)")
 @checked
 @dataclass(frozen=True)
 class Settings:

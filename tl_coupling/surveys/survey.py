@@ -20,6 +20,7 @@ from tl_coupling.arguments import (
     Device,
     FloatDtype,
     checked,
+    made_by,
     warn_caller,
 )
 from tl_coupling.files import file_name, output_folder
@@ -58,6 +59,7 @@ MAIN, UNTRAINED = "main", "untrained"
 _LOADING = ("backend", "device", "dtype", "memory")
 
 
+@made_by("Survey(models, prompts)")
 @checked
 @dataclass(frozen=True)
 class Survey:

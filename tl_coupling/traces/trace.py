@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
 
-from tl_coupling.arguments import FloatDtype, Text, checked
+from tl_coupling.arguments import FloatDtype, Text, checked, made_by
 from tl_coupling.blocks import tails
 from tl_coupling.blocks.arithmetic import (
     exact_arithmetic,
@@ -44,6 +44,7 @@ _ONE_INPUT = "trace prompts one at a time; token ids are whole numbers"
 _Input = str | os.PathLike[str] | Prompt | Image.Image | Sequence[int]
 
 
+@made_by("trace(model, prompt)")
 @dataclass(frozen=True, eq=False)
 class Trace:
     """The trajectory of every token through one model, and `blocks`, the function of

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling import measures, spectra
-from tl_coupling.arguments import Count, checked
+from tl_coupling.arguments import Count, checked, made_by
 from tl_coupling.jacobians import Connection, jacobians_of
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
@@ -43,6 +43,7 @@ from tl_coupling.trajectories import shapes
 AlignmentMeasure = Literal["vector_alignment", "subspace_overlap"]
 
 
+@made_by("trajectories.residual_alignment(trace, n_classes=…)")
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
 class ResidualAlignment(Saved):

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.arguments import Count, Seed, checked, warn_caller
+from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
 from tl_coupling.jacobians import block_jacobian, block_jvp
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.spectra import check_k, singular_values, svd
@@ -22,6 +22,7 @@ Prediction = Literal["one_step", "product", "closed_form", "previous", "input"]
 PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
 
 
+@made_by("trajectories.linearisation(trace)")
 @dataclass(frozen=True, eq=False)
 class Linearisation:
     """A token's trajectory and three linear predictions of it; entry `l` of each
@@ -203,6 +204,7 @@ def _image(trace: Trace, layer: int, position: int, vector: Tensor) -> Tensor:
     return size * block_jvp(trace, layer, vector / size, position=position).double()
 
 
+@made_by("trajectories.perturbation(trace)")
 @dataclass(frozen=True, eq=False)
 class Perturbation:
     """`cosine_similarity`, `cos(x^l, x̃^l)` of a token's clean and noisy trajectory, at
