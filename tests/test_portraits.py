@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import xarray
 
 import tiny
 import tl_coupling as tlc
+from tl_coupling.trajectories import measure_trajectory
 
 pytestmark = pytest.mark.on_4_only
 
@@ -88,6 +90,20 @@ def test_what_is_held_and_what_varies(tiny_trace: tlc.Trace) -> None:
     assert measured.tokens["fixed input"].row_positions == tuple(range(3, 8))
     assert measured.tokens["fixed output"].row_positions == tuple(range(7))
     assert measured.influence.output_position == 6
+
+
+def test_it_holds_the_shapes_of_the_trajectories(tiny_trace: tlc.Trace) -> None:
+    trajectory = tlc.portrait(tiny_trace, k=(4,)).trajectory
+    alone = measure_trajectory(tiny_trace, linear=False, noise=False)
+    assert trajectory.linearisation is None
+    assert trajectory.perturbation is None
+    xarray.testing.assert_identical(trajectory.to_dataset(), alone.to_dataset())
+
+
+def test_its_entropy_is_that_of_its_trajectory(tiny_trace: tlc.Trace) -> None:
+    measured = tlc.portrait(tiny_trace, k=(4,))
+    assert measured.entropy is measured.trajectory.logit_lens_entropy
+    assert measured.entropy is not None
 
 
 def test_across_tokens_it_is_the_token_portrait(tiny_trace: tlc.Trace) -> None:

@@ -23,7 +23,7 @@ from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress
 from tl_coupling.spectra.readings import DEFAULT_K, fitting_k
 from tl_coupling.traces import Trace
-from tl_coupling.trajectories.result import entropy_where_known
+from tl_coupling.trajectories import TrajectoryResult, measure_trajectory
 
 __all__ = ["Portrait", "TokenPortrait", "portrait", "token_portrait"]
 
@@ -55,7 +55,7 @@ class TokenPortrait:
 @made_by("portrait(trace)")
 @dataclass(frozen=True, eq=False)
 class Portrait:
-    """What a traced prompt shows: coupling across depth and tokens, influence, entropy.
+    """Hold what a traced prompt shows: coupling, influence and trajectories.
 
     Attributes:
         ks: numbers of top singular vectors, smallest first; `depth` holds the largest,
@@ -64,7 +64,9 @@ class Portrait:
             fixed output.
         input_position: the fixed input.
         tokens: as `TokenPortrait.maps`, without those where fewer than two tokens vary.
-        entropy: of the logit lens in nats; `None` for a model without logits.
+        trajectory: the shapes of all tokens' paths and the entropy of the logit lens,
+            as `measure_trajectory` gives them without predictions and noise. Plots and
+            the report read them from here, so that neither runs the model.
 
     Example:
         >>> measured = tlc.portrait(trace, k=(4, 8))
@@ -79,7 +81,12 @@ class Portrait:
     depth: CouplingMap
     tokens: dict[TokenMap, CouplingMap]
     influence: Influence
-    entropy: Float[Tensor, "n_layers_plus_1 n_pos"] | None
+    trajectory: TrajectoryResult
+
+    @property
+    def entropy(self) -> Float[Tensor, "n_layers_plus_1 n_pos"] | None:
+        """Entropy of the logit lens in nats; `None` for a model without logits."""
+        return self.trajectory.logit_lens_entropy
 
     def __repr__(self) -> str:
         of, maps = (
@@ -224,5 +231,5 @@ def portrait(
         depth,
         tokens.maps,
         tokens.influence,
-        entropy_where_known(trace),
+        measure_trajectory(trace, position=output, linear=False, noise=False),
     )
