@@ -12,16 +12,19 @@ ROOMS = {
 }
 
 
+def home_of(value: Any) -> str:
+    """Return the name of the room in which a function or class is defined."""
+    return f"{value.__module__}.".split(".")[1]
+
+
 def public_names() -> dict[str, Any]:
-    """Every public function and class, by the shortest name under which users reach
-    it.
+    """Return every public function and class, by the shortest name under which users
+    reach it; one that a room takes from `statistics` stands there alone.
     """
-    found = {f"tl_coupling.{name}": getattr(tlc, name) for name in tlc.__all__}
-    for room in ROOMS.values():
-        of_room = {name: getattr(room, name) for name in room.__all__}
-        found |= {
-            f"{room.__name__}.{name}": of_room[name]
-            for name in of_room
-            if name not in tlc.__all__
-        }
-    return found
+    names = {f"tl_coupling.{name}": getattr(tlc, name) for name in tlc.__all__}
+    for room_name, room in ROOMS.items():
+        for name in room.__all__:
+            value = getattr(room, name)
+            if name not in tlc.__all__ and home_of(value) == room_name:
+                names[f"tl_coupling.{room_name}.{name}"] = value
+    return names

@@ -17,6 +17,7 @@ from tl_coupling import prompts as prompts
 from tl_coupling import redundancy as redundancy
 from tl_coupling import report as report
 from tl_coupling import spectra as spectra
+from tl_coupling import statistics as statistics
 from tl_coupling import surveys as surveys
 from tl_coupling import traces as traces
 from tl_coupling import trajectories as trajectories

@@ -11,7 +11,7 @@ from tl_coupling.generalization.associations import (
 )
 from tl_coupling.generalization.study import Generalization, generalization_study
 from tl_coupling.generalization.tables import paper_table1, read_scores
-from tl_coupling.statistics.fits import LinearFit, linear_fit
+from tl_coupling.statistics import LinearFit, linear_fit
 
 __all__ = [
     "Bootstrap",

@@ -1,6 +1,30 @@
-"""Intervals, permutations and fits: pure arrays and tables."""
+"""Statistics of arrays and tables: intervals, permutations and fits, which know nothing
+of models.
+"""
 
 # ruff: noqa: F401
+from tl_coupling.statistics.attenuation import LEAST, WANTED, Attenuation, attenuation
+from tl_coupling.statistics.expressions import columns_of, evaluate
+from tl_coupling.statistics.familywise import (
+    ALL_MODELS,
+    ALL_PROMPTS,
+    Familywise,
+    familywise,
+)
+from tl_coupling.statistics.fits import (
+    ExponentialFit,
+    LinearFit,
+    complete_rows,
+    covariate_fits,
+    exponential_fit,
+    family_codes,
+    fits_within,
+    least_squares,
+    linear_fit,
+    rows_to_fit,
+    subset_fits,
+    subset_mask,
+)
 from tl_coupling.statistics.intervals import (
     LEVEL,
     Interval,
@@ -16,3 +40,5 @@ from tl_coupling.statistics.intervals import (
     resamples,
     t_interval,
 )
+
+__all__ = ["LinearFit", "linear_fit"]

@@ -47,7 +47,7 @@ class LinearFit:
     Example:
         >>> import pandas
         >>> table = pandas.DataFrame({"coupling": [0.1, 0.2, 0.3, 0.4], "score": [30, 36, 38, 44]})
-        >>> fit = tlc.generalization.linear_fit(table, "coupling", "score")
+        >>> fit = tlc.statistics.linear_fit(table, "coupling", "score")
         >>> round(fit.slope, 2), round(fit.r_squared, 3), fit.n
         (44.0, 0.968, 4)
     """
@@ -131,7 +131,7 @@ def linear_fit(
     Example:
         >>> import pandas
         >>> columns = {"coupling": [1, 2, 3, 4, 5], "n_layers": [2, 1, 4, 3, 9], "score": [3, 3, 7, 8, 13]}
-        >>> fit = tlc.generalization.linear_fit(pandas.DataFrame(columns), "coupling", "score", controls=["n_layers"])
+        >>> fit = tlc.statistics.linear_fit(pandas.DataFrame(columns), "coupling", "score", controls=["n_layers"])
         >>> round(fit.slope, 3), round(fit.vif, 3)
         (1.433, 2.939)
     """
