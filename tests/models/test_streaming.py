@@ -15,7 +15,7 @@ from torch import nn
 import tiny
 import tl_coupling as tlc
 from tl_coupling.blocks.streamed import without_blocks
-from tl_coupling.models import is_hollow, streaming
+from tl_coupling.models import facts_of, streaming
 
 # Plain; joint QKV; joint QKV and gate; merged experts; blocks that return tuples.
 ARCHITECTURES = ["llama", "gpt2", "phi3", "mixtral", "falcon"]
@@ -137,7 +137,7 @@ def test_one_block_is_in_memory_and_it_is_freed(streamed: nn.Module) -> None:
     largest = max(
         sum(p.numel() for p in block.parameters()) for block in streamed.blocks
     )
-    assert sum(weight.numel() for weight in streaming._kept.values()) == largest
+    assert sum(weight.numel() for weight in streaming._last_read.values()) == largest
     assert is_empty(streamed)
     del streamed
 
@@ -303,11 +303,11 @@ def test_two_threads_see_whole_blocks(streamed: nn.Module, llama_folder: Path) -
     assert all(torch.equal(J, expected) for J in found)
 
 
-def test_a_model_in_memory_is_not_hollow(
+def test_a_model_in_memory_is_not_streamed(
     llama_folder: Path, streamed: nn.Module
 ) -> None:
-    assert is_hollow(streamed)
-    assert not is_hollow(tlc.load_model(str(llama_folder)))
+    assert facts_of(streamed).is_streamed
+    assert not facts_of(tlc.load_model(str(llama_folder))).is_streamed
 
 
 def test_a_streamed_vision_model_in_half_precision_is_refused_in_words(

@@ -21,9 +21,10 @@ from tl_coupling.interrupts import hear_interrupts, interrupts_held
 from tl_coupling.models import (
     Change,
     dequantising,
+    facts_of,
     filled,
-    is_hollow,
-    is_packed,
+    has_packed_parts,
+    holds_stored_weights,
     looked_up,
     looks_up,
 )
@@ -31,8 +32,6 @@ from tl_coupling.models import (
 _measuring = threading.RLock()
 # What the measuring thread has entered and not yet left: device, dtype and modules.
 _entered: list[tuple[Any, ...]] = []
-# Models whose parts have their weights while they are called.
-_filling: set[nn.Module] = set()
 # How HuggingFace's mixtures compute their experts; the public property beside it also
 # sets that of every other part.
 _EXPERTS = "_experts_implementation_internal"
@@ -139,11 +138,13 @@ def own_arithmetic(
     weight = next(module.parameters(), torch.empty(0))
     with exact_arithmetic(weight.device), ExitStack() as stack:
         # Within its own arithmetic a model has its weights already.
-        if module not in _filling and (
-            is_hollow(module) or any(map(is_packed, module.modules()))
+        facts = facts_of(module)
+        if not facts.is_filled_when_called and (
+            facts.is_streamed or has_packed_parts(module)
         ):
-            stack.callback(_filling.discard, module)
-            _filling.add(module)
+            stack.enter_context(
+                attributes_set([(facts, "is_filled_when_called", True)])
+            )
             dtype = dtype or (
                 torch.float64 if weight.dtype == torch.float64 else torch.float32
             )
@@ -191,7 +192,9 @@ def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
                 or looks_up(part)
                 or not any(one in blocks or looks_up(one) for one in part.modules())
             ):
-                if part not in read and (is_hollow(part) or not is_hollow(model)):
+                if part not in read and (
+                    holds_stored_weights(part) or not facts_of(model).is_streamed
+                ):
                     read.add(part)
                     hooks.enter_context(part.register_forward_pre_hook(enter))
                     hooks.enter_context(

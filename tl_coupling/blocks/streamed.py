@@ -5,18 +5,14 @@ beside the stream.
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tl_coupling.blocks.arithmetic import forwards_replaced
 from tl_coupling.blocks.calls import argument_that_differs
 from tl_coupling.blocks.passages import Passage
-
-# How long the tuples are that a model's blocks return, 0 for a tensor, where that is
-# known.
-_lengths: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+from tl_coupling.models import facts_of
 
 
 def without_blocks(model: Any, run: Callable[[], Any], n_pos: int | None) -> Passage:
@@ -42,14 +38,16 @@ def without_blocks(model: Any, run: Callable[[], Any], n_pos: int | None) -> Pas
 
     # Whether blocks return a tensor or a tuple shows in whether the next one gets the
     # stream.
-    for length in [_lengths[model]] if model in _lengths else range(4):
+    facts = facts_of(model)
+    known = facts.output_length
+    for length in range(4) if known is None else [known]:
         try:
             found, other = passage(length, torch.clone), passage(length, _noise)
         # A model that expects a tuple may fail in many ways on a tensor.
         except (ValueError, TypeError, LookupError) as error:
             errors.append(error)
             continue
-        _lengths[model] = length
+        facts.output_length = length
         for i, (one, another) in enumerate(zip(found.calls, other.calls, strict=True)):
             if name := argument_that_differs(one.call, another.call):
                 depends = f"{name} of block {i} depends on what earlier blocks computed"

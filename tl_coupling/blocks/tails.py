@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from jaxtyping import Float, Int
@@ -18,16 +17,11 @@ from torch import Tensor, nn
 
 from tl_coupling.blocks.arithmetic import forwards_replaced, own_arithmetic
 from tl_coupling.blocks.calls import hidden_states
-from tl_coupling.models import is_bridge, missing_head
+from tl_coupling.models import BlockOutputs, facts_of, is_bridge, missing_head
 
 # Token ids [1 n_pos], or pixels [1 channels height width].
 Batch = Int[Tensor, "1 n_pos"] | Float[Tensor, "1 channels height width"]
 _MOST_CLASSIFIED = 64  # Rows in one run of an image classifier.
-# The dtype of a model's first parameter at the time; and what its blocks return: the
-# length of each one's tuple (0 for a tensor), and an empty residual stream.
-_Outputs = tuple[torch.dtype, list[int], Tensor]
-_checked: WeakKeyDictionary[nn.Module, _Outputs] = WeakKeyDictionary()
-_with_final_norm: WeakSet[nn.Module] = WeakSet()
 
 
 def logits(
@@ -73,7 +67,7 @@ def final_norm(model: nn.Module, batch: Batch) -> nn.Module:
     first time, nothing later.
     """
     norm: Any = getattr(model, "ln_final", None)
-    if model in _with_final_norm:
+    if facts_of(model).has_final_norm:
         return norm
     with own_arithmetic(model), _watched(model) as seen:
         _, raw = _run(model, batch, output_hidden_states=True)
@@ -89,23 +83,25 @@ def final_norm(model: nn.Module, batch: Batch) -> nn.Module:
                 "`final_norm=True` needs the norm between the last block and HuggingFace's `hidden_states[-1]`, which "
                 "`ln_final` of this model is not: leave it off"
             )
-    _with_final_norm.add(model)
+    facts_of(model).has_final_norm = True
     return norm
 
 
-def _outputs(model: nn.Module, batch: Batch) -> _Outputs:
+def _outputs(model: nn.Module, batch: Batch) -> BlockOutputs:
     """What the model's blocks return. The tail is checked against the model's own
     logits, once for each model.
     """
     dtype = next(model.parameters()).dtype
-    if (known := _checked.get(model)) is not None and known[0] == dtype:
+    if (known := facts_of(model).block_outputs) is not None and known.dtype == dtype:
         return known
     # Two rows at least, so that they can be swapped.
     batch = batch.repeat(1, 2) if batch.shape[1:] == (1,) else batch
     with _watched(model) as seen:
         expected = _logits(model, batch)
     _, X = seen[-1]
-    outputs = dtype, [length for length, _ in seen], X.new_empty(0, X.shape[-1])
+    outputs = BlockOutputs(
+        dtype, tuple(length for length, _ in seen), X.new_empty(0, X.shape[-1])
+    )
     # In reverse, because rows must not depend on where they are.
     got = _tail(model, batch, X[0].flip(0), outputs).flip(0)[: len(expected)]
     if not _close(got, expected, X.dtype):
@@ -114,7 +110,7 @@ def _outputs(model: nn.Module, batch: Batch) -> _Outputs:
             f"this model's logits do not follow, token by token, from what leaves its last block: they differ by "
             f"{error:.1%}; logits, losses and the logit lens are not available for it"
         )
-    _checked[model] = outputs
+    facts_of(model).block_outputs = outputs
     return outputs
 
 
@@ -122,7 +118,7 @@ def _tail(
     model: Any,
     batch: Batch,
     X: Float[Tensor, "n_rows d_model"],
-    outputs: _Outputs,
+    outputs: BlockOutputs,
     skipped: Sequence[nn.Module] = (),
 ) -> Float[Tensor, "n_rows d_vocab"]:
     """The logits of the model with `X` as each block's output, and without the modules

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.gradients.evaluation import chunk_that_fits
-from tl_coupling.models import is_hollow
+from tl_coupling.models import facts_of
 from tl_coupling.traces import Trace
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -159,7 +159,7 @@ class Needs:
         weights = list(block.parameters())
         if limit is not None:
             return self.jacobians <= limit - self.beside_jacobians
-        if is_hollow(block):
+        if facts_of(block).is_streamed:
             return self.jacobians <= 4 * sum(p.numel() for p in weights)
         return self.jacobians <= _SHARE * _free_memory(
             weights[0].device if weights else torch.device("cpu")
@@ -239,7 +239,7 @@ def sharing_a_sweep(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
 
 
 def _n_sharing(trace: Trace) -> int:
-    if not is_hollow(trace.model):
+    if not trace.is_streamed:
         return 1
     weights = sum(p.numel() * p.element_size() for p in trace.model.parameters())
     return max(

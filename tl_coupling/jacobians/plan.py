@@ -9,8 +9,7 @@ from torch import nn
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.jacobians.memory import MemoryLimit, Needs, in_words, n_bytes
-from tl_coupling.models import Memory, empty_model, is_hollow
-from tl_coupling.models.loaded import LOADED_AS
+from tl_coupling.models import Memory, empty_model, facts_of
 from tl_coupling.spectra.decompositions import flops_of_svd
 from tl_coupling.spectra.readings import fitting_k
 from tl_coupling.traces import Trace
@@ -158,7 +157,7 @@ def plan(
         cfg = getattr(model, "cfg", None)
         d = trace.d_model if isinstance(trace, Trace) else int(cfg.d_model)
         streamed, held, computed = (
-            is_hollow(model),
+            facts_of(model).is_streamed,
             weight.element_size(),
             max(4, weight.element_size()),
         )
@@ -285,6 +284,6 @@ def _name(of: Trace | nn.Module) -> str:
     if isinstance(of, Trace):
         return str(of.provenance["model"])
     return str(
-        LOADED_AS.get(of, {}).get("model")
+        facts_of(of).loaded_as.get("model")
         or getattr(getattr(of, "cfg", None), "model_name", type(of).__name__)
     )

@@ -1,15 +1,17 @@
 """Models: loading them, what they are run on, and describing a loaded one."""
 # ruff: noqa: F401
 
+from tl_coupling.models.errors import ModelError
+from tl_coupling.models.facts import BlockOutputs, ModelFacts, facts_of
 from tl_coupling.models.gguf_files import is_gguf
 from tl_coupling.models.inputs import ModelInput, model_input, tokenize
 from tl_coupling.models.loaded import (
     Change,
-    ModelError,
     context_length,
     describe_kind,
     describe_model,
     describe_modules,
+    has_packed_parts,
     is_bridge,
     is_packed,
     missing_head,
@@ -25,6 +27,7 @@ from tl_coupling.models.loading import (
 )
 from tl_coupling.models.model_files import changed_file, described_files
 from tl_coupling.models.quantized import Quantization, dequantising, needs_package
-from tl_coupling.models.streaming import filled, is_hollow, looked_up, looks_up
+from tl_coupling.models.stored import holds_stored_weights
+from tl_coupling.models.streaming import filled, looked_up, looks_up
 
 __all__ = ["ModelError", "load_model"]

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tl_coupling.models.loaded import ModelError
+from tl_coupling.models.errors import ModelError
 
 # What wrappers of a module put before the name of each of its weights: torch.compile,
 # DataParallel, FSDP.

@@ -25,7 +25,8 @@ from torch import nn
 from tl_coupling.arguments import warn_caller
 from tl_coupling.models.cache import cache_root, is_whole, write_copy
 from tl_coupling.models.completeness import LoadedWeights, check_depth, load_whole
-from tl_coupling.models.loaded import ModelError, version
+from tl_coupling.models.errors import ModelError
+from tl_coupling.models.loaded import version
 from tl_coupling.models.quantized import needs_package, without_quantization
 from tl_coupling.progress import with_progress
 

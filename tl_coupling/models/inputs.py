@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tl_coupling.arguments import check_text
+from tl_coupling.models.facts import facts_of
 from tl_coupling.models.loaded import (
-    LOADED_AS,
     config_of,
     context_length,
     is_bridge,
@@ -136,7 +136,7 @@ def _pixels(
     config = config_of(model)
     mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
     picture = picture_in(mode, image)
-    loaded = LOADED_AS.get(model, {})
+    loaded = facts_of(model).loaded_as
     checkpoint, trusted = (
         loaded.get("checkpoint"),
         loaded.get("trust_remote_code", False),
@@ -244,7 +244,7 @@ def tokenize(
     own = tokenizer
     if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
         # TransformerLens may have replaced it by one that always prepends.
-        trusted = LOADED_AS.get(model, {}).get("trust_remote_code", False)
+        trusted = facts_of(model).loaded_as.get("trust_remote_code", False)
         own = _reloaded_tokenizer(tokenizer.name_or_path, trusted) or tokenizer
     text = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     encoded = own(prompt, return_special_tokens_mask=True)

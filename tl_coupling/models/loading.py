@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import torch
@@ -23,10 +23,10 @@ from torch import nn
 from tl_coupling.arguments import FloatDtype, Text, checked, made_by, warn_caller
 from tl_coupling.models import completeness, quantized, streaming
 from tl_coupling.models.cache import cache_root, is_whole, write_copy
+from tl_coupling.models.errors import ModelError
+from tl_coupling.models.facts import LoadedAs, facts_of
 from tl_coupling.models.gguf_files import GgufModel, is_gguf
 from tl_coupling.models.loaded import (
-    LOADED_AS,
-    ModelError,
     describe_kind,
     kind_of_config,
     reads_pixels,
@@ -213,11 +213,20 @@ def load_model(
         ) from error
     if kind := describe_kind(model):
         raise ModelError(f"{name!r} is {kind}")
-    said = {"model": label or name, "checkpoint": checkpoint, "untrained": untrained}
-    LOADED_AS[model] = said | LOADED_AS.get(model, {})
-    LOADED_AS[model] |= {"seed": _UNTRAINED_SEED} if untrained else {}
-    LOADED_AS[model] |= {"trust_remote_code": True} if trust_remote_code else {}
-    LOADED_AS[model] |= {"memory": memory} if memory != "resident" else {}
+    facts = facts_of(model)
+    loaded_as: LoadedAs = {
+        "model": label or name,
+        "checkpoint": checkpoint,
+        "untrained": untrained,
+        **facts.loaded_as,
+    }
+    if untrained:
+        loaded_as["seed"] = _UNTRAINED_SEED
+    if trust_remote_code:
+        loaded_as["trust_remote_code"] = True
+    if memory != "resident":
+        loaded_as["memory"] = memory
+    facts.loaded_as = loaded_as
     return model.eval()
 
 
@@ -360,7 +369,7 @@ def _bridge(
     if again:
         # Bridges that take fused matrices apart cannot do so while these are packed.
         bridge = TransformerBridge.boot_transformers(source, **given)
-    LOADED_AS[bridge] = was | facts
+    facts_of(bridge).loaded_as = cast(LoadedAs, was | facts)
     if memory == "stream":
         if reads_pixels(bridge) and given["dtype"] not in (
             torch.float32,
@@ -426,9 +435,11 @@ def _hooked(
     with completeness.only_whole(name) as loaded:
         model = HookedTransformer.from_pretrained_no_processing(source, **given)
     # Models that TransformerLens keeps in its own format are not HuggingFace's.
-    LOADED_AS[model] = loaded[-1].facts if loaded else {}
+    facts_of(model).loaded_as = cast(LoadedAs, loaded[-1].facts if loaded else {})
     if untrained:
-        LOADED_AS[model] = completeness.number_of_weights(given["hf_model"])
+        facts_of(model).loaded_as = cast(
+            LoadedAs, completeness.number_of_weights(given["hf_model"])
+        )
     return model
 
 

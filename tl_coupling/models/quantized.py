@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.models.loaded import Change, ModelError, is_packed, version
+from tl_coupling.models.errors import ModelError
+from tl_coupling.models.loaded import Change, is_packed, version
 
 Quantization = Literal["nf4", "int8"]
 _INSTALL = {

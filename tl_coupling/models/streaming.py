@@ -1,143 +1,291 @@
 """Models whose weights stay in their safetensors files, and are read for a part of the
 model while it computes.
 
-The parameters of such a model are hollow: of full shape, on the device where they will
-be computed, but a single NaN in memory, so that what is computed without their weights
-is never mistaken for a number.
+Their parameters are `StoredParameter`s, which hold NaN until the weight is read.
 """
 
 import ctypes
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeGuard
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from tl_coupling.models.completeness import LoadedWeights, load_whole
-from tl_coupling.models.loaded import Change, ModelError
+from tl_coupling.models.loaded import Change
 from tl_coupling.models.model_files import FileState
+from tl_coupling.models.stored import Stored, StoredParameter, stored_parameters
 
 # Components of a bridge that cut their original component's joint weight into those of
 # other components.
 _CUTS = {"split_qkv_matrix": ("q", "k", "v"), "split_gate_up_matrix": ("gate", "in")}
 # An option of glibc's malloc.h, and what counts as large, in bytes: less than one
 # prompt's stream.
-_M_MMAP_THRESHOLD, _LARGE = -3, 2**16
+_M_MMAP_THRESHOLD = -3
+_LARGE = 2**16
 
-
-class Stored(NamedTuple):
-    """Where a weight is kept: a safetensors file, the tensor's name in it, and the
-    file's state when it was loaded.
-
-    ModelError where the file is no longer in that state: what was read before it
-    changed is of another model.
-    """
-
-    file: str
-    name: str
-    state: FileState
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Context in which the weight is read and copied; ModelError if its file
-        changes before the end.
-        """
-        self._check()
-        yield
-        self._check()
-
-    def _check(self) -> None:
-        try:
-            has_changed = FileState.of(self.file) != self.state
-        except FileNotFoundError:
-            has_changed = True
-        if has_changed:
-            raise ModelError(
-                f"{self.file} was changed, replaced or removed after the model was loaded, whose weights are read "
-                "from it as they are needed: load the model again, and measure again"
-            )
-
-    def read(self) -> Tensor:
-        """The tensor, as a map of the file: it takes memory once it is used, and until
-        it is let go.
-        """
-        from safetensors import safe_open
-
-        with safe_open(self.file, "pt") as file:
-            return file.get_tensor(self.name)
-
-    def rows(self, indices: Sequence[int]) -> Tensor:
-        """Some rows of the tensor; the others are not read."""
-        from safetensors import safe_open
-
-        with self.unchanged(), safe_open(self.file, "pt") as file:
-            whole = file.get_slice(self.name)
-            return torch.cat([whole[i : i + 1] for i in indices])
-
-
-# Of each module that itself has hollow parameters, where their weights are; None for
-# those cut from others.
-_stored: WeakKeyDictionary[nn.Module, dict[str, Stored | None]] = WeakKeyDictionary()
-# The weights read last. They stay in memory until others are wanted, so that
-# consecutive uses read them once.
-_kept: dict[nn.Parameter, Tensor] = {}
-
-
-def is_hollow(module: nn.Module) -> bool:
-    """Whether weights of the module, or of one inside it, are elsewhere."""
-    return bool(_stored) and any(part in _stored for part in module.modules())
+# The weights read last. They stay in memory until those of other modules are needed, so
+# that consecutive uses read them once.
+_last_read: dict[StoredParameter, Tensor] = {}
 
 
 def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[Change]:
-    """Changes that give hollow modules their weights in `dtype`; to be made one by one,
-    as they come.
+    """Yield changes that give modules their stored weights, in `dtype`.
 
-    Weights that were read for other modules are let go first. Must not run in two
-    threads at once.
+    They are to be made one by one, as they come. Weights that were read for other
+    modules are let go first. Must not run in two threads at once.
     """
-    if not _stored and not _kept:
-        return
-    parts = dict.fromkeys(part for module in modules for part in module.modules())
-    hollow = {
-        _parameter(part, name): source
-        for part in parts
-        for name, source in _stored.get(part, {}).items()
-    }
-    for parameter in [
-        one for one in _kept if one not in hollow or _kept[one].dtype != dtype
-    ]:
-        del _kept[parameter]
+    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    # Tied weights are one parameter in several parts.
+    parameters = dict.fromkeys(p for part in parts for p in stored_parameters(part))
+    _let_go_of_all_but(parameters, dtype)
+    for parameter in parameters:
+        if parameter.place is not None and parameter.is_empty:
+            if parameter not in _last_read:
+                _last_read[parameter] = _read(parameter.place, parameter, dtype)
+            yield parameter, "data", _last_read[parameter]
+    if any(parameter.place is None for parameter in parameters):
+        for part in parts:
+            yield from _filled_by_cutting(part, dtype)
 
-    def full(parameter: nn.Parameter, weight: Tensor | None) -> Change:
-        if weight is not None:
-            _kept[parameter] = weight
-        return parameter, "data", _kept[parameter]
 
-    for parameter, source in hollow.items():
-        if source is not None and _is_empty(parameter):
-            yield full(
-                parameter,
-                None if parameter in _kept else _read(source, parameter, dtype),
+def _let_go_of_all_but(
+    parameters: Collection[nn.Parameter], dtype: torch.dtype
+) -> None:
+    outdated = [
+        parameter
+        for parameter, weight in _last_read.items()
+        if parameter not in parameters or weight.dtype != dtype
+    ]
+    for parameter in outdated:
+        del _last_read[parameter]
+
+
+def _filled_by_cutting(part: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
+    """Yield changes that fill the modules whose weights a bridge's component cuts."""
+    for cut, pieces in _cuts(part):
+        if not any(_is_empty(p) for piece in pieces for p in piece.parameters()):
+            continue
+        cut_anew = cut(part.original_component)
+        for full_piece, piece in zip(cut_anew, pieces, strict=True):
+            for name, parameter in piece.named_parameters():
+                # Where the cut is a view, it shares the joint weight's memory.
+                weight = full_piece.get_parameter(name).data.to(dtype)
+                assert isinstance(parameter, StoredParameter)
+                _last_read[parameter] = weight
+                yield parameter, "data", weight
+
+
+def _is_empty(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, StoredParameter) and parameter.is_empty
+
+
+def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Say whether this is a plain table of embeddings whose rows are in a file, of which
+    few are needed at a time.
+    """
+    is_plain_table = type(module).forward is nn.Embedding.forward
+    return is_plain_table and bool(stored_parameters(module))
+
+
+def looked_up(
+    table: nn.Embedding, ids: Tensor, dtype: torch.dtype
+) -> tuple[list[Change], Tensor]:
+    """Return changes that give a table the rows of `ids` and no others, and the indices
+    of `ids` among these rows.
+    """
+    needed_ids, indices = ids.unique(return_inverse=True)
+    weight = table.weight
+    assert isinstance(weight, StoredParameter)
+    assert weight.place is not None
+    rounded = weight.place.rows(needed_ids.tolist()).to(weight.dtype)
+    rows = rounded.to(weight.device, dtype)
+    # The padding row may be beyond those read; it only concerns gradients.
+    return [(table, "padding_idx", None), (weight, "data", rows)], indices
+
+
+def _read(place: Stored, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    with place.unchanged():
+        weight = place.read()
+        if weight.shape != parameter.shape:
+            raise ValueError(
+                f"{place.name!r} in {place.file} was {list(parameter.shape)}, "
+                f"is {list(weight.shape)}"
             )
-    for part in parts if None in hollow.values() else ():
-        for cut, pieces in _cuts(part):
-            if any(
-                _is_empty(parameter)
-                for piece in pieces
-                for parameter in piece.parameters()
-            ):
-                for made, piece in zip(
-                    cut(part.original_component), pieces, strict=True
-                ):
-                    for name, parameter in piece.named_parameters():
-                        # Where the cut is a view, it shares the whole's memory.
-                        yield full(parameter, made.get_parameter(name).data.to(dtype))
+        # Weights are rounded to the dtype that the model has.
+        rounded = weight.to(parameter.dtype)
+        # A copy, so that no page of the file stays mapped.
+        return rounded.to(parameter.device, dtype, copy=True)
+
+
+def _cuts(
+    part: Any,
+) -> Iterator[tuple[Callable[..., Iterable[nn.Module]], list[nn.Module]]]:
+    """Yield what cuts a joint weight in a bridge's component, and the modules that hold
+    the pieces, in the order of the cut.
+    """
+    for method, names in _CUTS.items():
+        cut = getattr(part, method, None)
+        if callable(cut):
+            yield cut, [getattr(part, name).original_component for name in names]
+
+
+def hollow_model(
+    name: str, auto: Any, source: str, device: torch.device, **options: Any
+) -> LoadedWeights:
+    """Load a HuggingFace model whose weights stay in their files.
+
+    transformers does what it does to any checkpoint (renames, ties, merges experts:
+    those are saved again, in a temporary folder that lives as long as the model); only
+    accelerate's hooks, which would read a weight at every use, are taken off.
+
+    Args:
+        name: the model's name in error messages.
+        auto: HuggingFace's class, with `from_pretrained`.
+        source: a hub name or a folder.
+        device: where the parameters say that they are.
+        **options: of `from_pretrained`.
+
+    Raises:
+        ValueError: a weight is in none of the files, or must be in memory.
+        ModelError: as `load_whole`.
+    """
+    _return_what_is_freed()
+    with ExitStack() as stack, _unread():
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tl_coupling_"))
+        options["device_map"] = {"": "disk"}
+        options["offload_folder"] = folder
+        options["use_safetensors"] = True
+        loaded = load_whole(name, auto.from_pretrained, source, **options)
+        weakref.finalize(loaded.model, stack.pop_all().close)
+    weakref.finalize(loaded.model, _last_read.clear)
+    files = _WeightFiles.of(loaded)
+    _without_accelerate(loaded)
+    _hollow_out(loaded.model, files, device)
+    return loaded
+
+
+class _IndexEntry(TypedDict):
+    """Where accelerate finds a weight."""
+
+    safetensors_file: str
+    weight_name: str
+
+
+@dataclass(frozen=True)
+class _WeightFiles:
+    """The files of a model's weights: where each is, by its path in the model, and the
+    state of each file.
+
+    `missing` are weights of its head, which are in none.
+    """
+
+    index: dict[str, _IndexEntry]
+    states: dict[str, FileState]
+    missing: tuple[str, ...]
+
+    @classmethod
+    def of(cls, loaded: LoadedWeights) -> "_WeightFiles":
+        """Read the files of a model that accelerate left on disk."""
+        hooks = (getattr(part, "_hf_hook", None) for part in loaded.model.modules())
+        maps = (getattr(hook, "weights_map", None) for hook in hooks)
+        index = next(found.dataset.index for found in maps if found is not None)
+        files = {entry["safetensors_file"] for entry in index.values()}
+        states = {file: FileState.of(file) for file in files}
+        return cls(index, states, loaded.missing_of_head)
+
+    def place(self, path: str) -> Stored | None:
+        """Return where a weight is; None for one of the head that the files lack.
+
+        Raises:
+            ValueError: another weight that the files lack.
+        """
+        if path not in self.index:
+            if path in self.missing:
+                return None
+            raise ValueError(f"its parameter {path} is in none of its files")
+        file = self.index[path]["safetensors_file"]
+        return Stored(file, self.index[path]["weight_name"], self.states[file])
+
+    def buffer(self, path: str) -> Tensor:
+        """Read a buffer, which stays in memory."""
+        place = self.place(path)
+        assert place is not None
+        return place.read()
+
+
+def _without_accelerate(loaded: LoadedWeights) -> None:
+    """Take accelerate's hooks off a model, and what else it put on it."""
+    from accelerate.hooks import remove_hook_from_submodules
+
+    model: Any = loaded.model
+    for path in loaded.missing_of_head:
+        owner, _, name = path.rpartition(".")
+        hook = model.get_submodule(owner)._hf_hook
+        # Accelerate would look for its weights, to put them back where they were drawn.
+        hook.original_devices.pop(name, None)
+    remove_hook_from_submodules(model)
+    del model.hf_device_map
+    for module in model.modules():
+        own_forward = vars(module).get("forward")
+        # What accelerate puts back is the class's own.
+        if getattr(own_forward, "__func__", None) is type(module).forward:
+            del vars(module)["forward"]
+
+
+def _hollow_out(model: nn.Module, files: _WeightFiles, device: torch.device) -> None:
+    """Put stored parameters in place of parameters on `meta`; buffers are read."""
+    # Tied weights stay one parameter.
+    replacements: dict[nn.Parameter, StoredParameter] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                buffer = files.buffer(prefix + name).to(buffer.dtype)
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if not parameter.is_floating_point():
+                raise ValueError(f"its parameter {path}.{name} is of {parameter.dtype}")
+            if not parameter.is_meta:
+                raise ValueError(f"its parameter {path}.{name} is in memory")
+            if parameter not in replacements:
+                replacements[parameter] = StoredParameter.like(parameter, device)
+            replacement = replacements[parameter]
+            replacement.place = files.place(prefix + name)
+            module._parameters[name] = replacement
+
+
+def hollow_cuts(model: Any) -> None:
+    """Hollow out what a bridge cut from stored weights.
+
+    Raises:
+        ValueError: the bridge made anything else from them.
+    """
+    parts = list(dict.fromkeys([*model.modules(), *model.original_model.modules()]))
+    pieces = [piece for part in parts for _, held in _cuts(part) for piece in held]
+    for piece in pieces:
+        for name, parameter in piece._parameters.items():
+            if parameter is not None:
+                hollow = StoredParameter.like(parameter, parameter.device)
+                piece._parameters[name] = hollow
+    # A bridge's containers hold parameters of the modules inside them.
+    for part in parts:
+        for name, tensor in {**part._parameters, **part._buffers}.items():
+            if tensor is None or isinstance(tensor, StoredParameter):
+                continue
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise ValueError(
+                    f"{name!r} of a {type(part).__name__} is made from other weights "
+                    "when it is loaded"
+                )
 
 
 def _return_what_is_freed() -> None:
@@ -150,201 +298,31 @@ def _return_what_is_freed() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
-def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Whether this is a plain table of embeddings whose rows are elsewhere, of which
-    few are wanted at a time.
-    """
-    return type(module).forward is nn.Embedding.forward and module in _stored
-
-
-def looked_up(
-    table: nn.Embedding, ids: Tensor, dtype: torch.dtype
-) -> tuple[list[Change], Tensor]:
-    """Changes that give a table the rows that are asked for, and no others; and which
-    of those rows they are.
-    """
-    wanted, places = ids.unique(return_inverse=True)
-    source = _stored[table]["weight"]
-    assert source is not None
-    rows = (
-        source.rows(wanted.tolist())
-        .to(table.weight.dtype)
-        .to(table.weight.device, dtype)
-    )
-    # It only concerns gradients.
-    return [(table, "padding_idx", None), (table.weight, "data", rows)], places
-
-
-def _read(source: Stored, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    with source.unchanged():
-        weight = source.read()
-        if weight.shape != parameter.shape:
-            raise ValueError(
-                f"{source.name!r} in {source.file} was {list(parameter.shape)}, is {list(weight.shape)}"
-            )
-        # A copy, so that no page of the file stays mapped. Weights are rounded to the
-        # dtype that the model has.
-        rounded = (
-            weight if weight.dtype == parameter.dtype else weight.to(parameter.dtype)
-        )
-        return rounded.to(parameter.device, dtype, copy=True)
-
-
-def _parameter(part: nn.Module, name: str) -> nn.Parameter:
-    parameter = part._parameters[name]
-    assert parameter is not None
-    return parameter
-
-
-def _is_empty(parameter: Tensor) -> bool:
-    return (
-        parameter.untyped_storage().nbytes()
-        == parameter.element_size()
-        < parameter.numel() * parameter.element_size()
-    )
-
-
-def _cuts(
-    part: Any,
-) -> Iterator[tuple[Callable[..., Iterable[nn.Module]], list[nn.Module]]]:
-    """What cuts a joint weight in a component of a bridge, and the modules that hold
-    the pieces, in its order.
-    """
-    for cut, names in _CUTS.items():
-        if callable(function := getattr(part, cut, None)):
-            yield function, [getattr(part, name).original_component for name in names]
-
-
-def hollow_model(
-    name: str, auto: Any, source: str, device: torch.device, **options: Any
-) -> LoadedWeights:
-    """A HuggingFace model with hollow parameters; ValueError where one cannot be,
-    ModelError as `load_whole`.
-
-    transformers does what it does to any checkpoint (renames, ties, merges experts:
-    those are saved again, in a temporary folder that lives as long as the model); only
-    accelerate's hooks, which would read a weight at every use, are taken off.
-    """
-    from accelerate.hooks import remove_hook_from_submodules
-
-    _return_what_is_freed()
-    with ExitStack() as stack, _unread():
-        room = stack.enter_context(tempfile.TemporaryDirectory(prefix="tl_coupling_"))
-        options |= {
-            "device_map": {"": "disk"},
-            "offload_folder": room,
-            "use_safetensors": True,
-        }
-        loaded = load_whole(name, auto.from_pretrained, source, **options)
-        model: Any = loaded.model
-        weakref.finalize(model, stack.pop_all().close)
-    weakref.finalize(model, _kept.clear)
-    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
-    maps = (getattr(hook, "weights_map", None) for hook in hooks)
-    index = next(one.dataset.index for one in maps if one is not None)
-    for path in loaded.missing_of_head:
-        owner, _, name = path.rpartition(".")
-        # Accelerate would look for its weights, to put them back where they were drawn.
-        getattr(model.get_submodule(owner), "_hf_hook").original_devices.pop(name, None)  # noqa: B009
-    states = {
-        entry["safetensors_file"]: FileState.of(entry["safetensors_file"])
-        for entry in index.values()
-    }
-    remove_hook_from_submodules(model)
-    del model.hf_device_map
-
-    def stored(weight: str) -> Stored:
-        file, name = index[weight]["safetensors_file"], index[weight]["weight_name"]
-        return Stored(file, name, states[file])
-
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        # What accelerate puts back is the class's own.
-        if (
-            getattr(vars(module).get("forward"), "__func__", None)
-            is type(module).forward
-        ):
-            del vars(module)["forward"]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                buffer = (
-                    stored(f"{path}.{name}" if path else name).read().to(buffer.dtype)
-                )
-            module._buffers[name] = None if buffer is None else buffer.to(device)
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if not parameter.is_meta or not parameter.is_floating_point():
-                what = (
-                    "in memory"
-                    if parameter.is_floating_point()
-                    else f"of {parameter.dtype}"
-                )
-                raise ValueError(f"its parameter {path}.{name} is {what}")
-            if parameter not in replaced:
-                replaced[parameter] = _hollow(parameter, device)
-            module._parameters[name] = replaced[parameter]
-            key = f"{path}.{name}" if path else name
-            if key not in index and key not in loaded.missing_of_head:
-                raise ValueError(f"its parameter {key} is in none of its files")
-            # Without a place it stays hollow: NaN.
-            _stored.setdefault(module, {})[name] = stored(key) if key in index else None
-    return loaded
-
-
 @contextmanager
 def _unread() -> Iterator[None]:
-    """Context in which transformers leaves alone what it would read, cast to another
-    dtype, and let go again.
+    """Keep transformers from reading what it would only cast to another dtype and let
+    go again.
 
     All that it reads counts as memory until it closes the files. What it merges into
     other weights it does read.
     """
     from transformers import core_model_loading as core
 
-    read, thread = getattr(core, "spawn_materialize", None), threading.get_ident()
-
-    def left(
-        pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **more: Any
-    ) -> Any:
-        plain = (
-            more.get("tensor_idx") is None
-            and more.get("sharding_op") is None
-            and hasattr(tensor, "get_shape")
-        )
-        if plain and dtype is not None and threading.get_ident() == thread:
-            return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
-        return read(pool, tensor, device, dtype, **more)  # type: ignore[misc]
-
-    with patch.object(core, "spawn_materialize", left) if read else nullcontext():
+    read = getattr(core, "spawn_materialize", None)
+    if read is None:
         yield
+        return
+    thread = threading.get_ident()
 
+    def left_unread(
+        pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **options: Any
+    ) -> Any:
+        is_one_tensor = options.get("tensor_idx") is None
+        is_whole = options.get("sharding_op") is None
+        is_plain = is_one_tensor and is_whole and hasattr(tensor, "get_shape")
+        if is_plain and dtype is not None and threading.get_ident() == thread:
+            return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
+        return read(pool, tensor, device, dtype, **options)
 
-def hollow_cuts(model: Any) -> None:
-    """Hollow out what a bridge cut from hollow parameters; ValueError where it made
-    anything else from them.
-    """
-    parts = list(dict.fromkeys([*model.modules(), *model.original_model.modules()]))
-    for piece in [
-        piece for part in parts for _, pieces in _cuts(part) for piece in pieces
-    ]:
-        for name, parameter in piece._parameters.items():
-            if parameter is not None:
-                piece._parameters[name] = _hollow(parameter, parameter.device)
-                _stored.setdefault(piece, {})[name] = None
-    # A bridge's containers hold parameters of the modules inside them.
-    hollow = {
-        id(_parameter(part, name)) for part in parts for name in _stored.get(part, {})
-    }
-    for part in parts:
-        for name, tensor in {**part._parameters, **part._buffers}.items():
-            known = tensor is None or id(tensor) in hollow
-            if not known and tensor.is_floating_point() and bool(tensor.isnan().any()):
-                raise ValueError(
-                    f"{name!r} of a {type(part).__name__} is made from other weights when it is loaded"
-                )
-
-
-def _hollow(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    nothing = torch.full((1,), torch.nan, dtype=parameter.dtype, device=device)
-    return nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
+    with patch.object(core, "spawn_materialize", left_unread):
+        yield

@@ -32,8 +32,8 @@ from tl_coupling.models import (
     describe_kind,
     describe_model,
     describe_modules,
+    facts_of,
     is_bridge,
-    is_hollow,
     missing_head,
     model_input,
 )
@@ -87,6 +87,11 @@ class Trace:
     def d_model(self) -> int:
         """Width of the residual stream."""
         return self.residual.shape[2]
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the model's weights stay on disk, and are read block by block."""
+        return facts_of(self.model).is_streamed
 
     @cached_property
     def is_causal(self) -> bool:
@@ -406,7 +411,7 @@ def _traced(
     make: type[Trace] = Trace
     blocks: Sequence[BlockFunction]
     streams: dict[str, Any] = {}
-    if is_hollow(model):
+    if facts_of(model).is_streamed:
         make, blocks = _SweepTrace, (sweep := Sweep(passage, dtype, remarks, norm))
         entering = sweep.embedded[None]
     else:
@@ -521,7 +526,7 @@ def _record(model: Any, given: ModelInput, dtype: torch.dtype) -> Passage:
                 model.unembed.register_forward_pre_hook(unembed, prepend=True)
             )
         n_pos = None if given.tokens is None else len(given.tokens)
-        if is_hollow(model):
+        if facts_of(model).is_streamed:
             return without_blocks(model, until_unembedding, n_pos)
         return Passage.of(model, list(model.blocks), until_unembedding, n_pos)
 
