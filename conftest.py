@@ -14,7 +14,8 @@ import pytest
 
 # Read when transformers is imported: examples ask the hub for nothing.
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).parent / "tests"))
+_TESTS = Path(__file__).parent / "tests"
+sys.path[:0] = [str(_TESTS), str(_TESTS / "support")]
 
 gc.disable()
 

@@ -1,7 +1,7 @@
 """One survey by every engine: whether the values are the same, and how long each takes.
 
     python -m benchmarks.engines --prompts prompts.jsonl --per-task 2 --out
-    benchmarks/results python tests/slurm_cluster.py .venv/bin/python -m
+    benchmarks/results python tests/support/slurm_cluster.py .venv/bin/python -m
     benchmarks.engines --engines here slurm
 
 The second starts a SLURM of one node on this machine for the while. torch has one

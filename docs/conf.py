@@ -8,7 +8,7 @@ import tomllib
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-sys.path[:0] = [str(ROOT), str(HERE / "_ext"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(HERE / "_ext"), str(ROOT / "tests" / "support")]
 # Notebooks ask no hub, show no bars, and import what stands beside them in `demos`.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",

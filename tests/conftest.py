@@ -27,7 +27,6 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-import small_models  # noqa: E402
 import tiny  # noqa: E402
 import tl_coupling as tlc  # noqa: E402
 
@@ -94,29 +93,6 @@ def reference() -> dict[str, Any]:
     if not path.exists():
         pytest.skip(f"no reference values: {path.name} is not beside the project")
     return json.loads(path.read_text())
-
-
-@pytest.fixture(scope="session")
-def small_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    functions = "".join(
-        f"def f{i}(x):\n    return {i % 7} * x + {i % 5}  # the number {i}\n\n"
-        for i in range(800)
-    )
-    path = tmp_path_factory.mktemp("text") / "text.py"
-    path.write_text(functions)
-    return path
-
-
-@pytest.fixture(scope="session")
-def small_corpus(small_text: Path) -> small_models.Corpus:
-    return small_models.build_corpus(small_models.read_documents(small_text), 300)
-
-
-@pytest.fixture(scope="session")
-def small_config() -> small_models.TrainingConfig:
-    return small_models.TrainingConfig(
-        width=32, n_layers=2, n_heads=2, vocabulary=300, n_ctx=16, batch=4, steps=6
-    )
 
 
 @pytest.fixture(scope="session")

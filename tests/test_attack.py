@@ -1,6 +1,7 @@
 """A hundredth of `make attack`; and that it finds what is wrong."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +20,14 @@ pytestmark = [
 
 
 def test_a_small_share_of_every_attack_finds_nothing(tmp_path: Path) -> None:
-    # Those of workers and commands take half a minute each; test_executors and
-    # test_interrupts have their like.
+    # Those of workers and commands take half a minute each; test_interrupts.py and
+    # surveys/test_executors.py have their like.
     kinds = ["runs", "measurements", "folders", "plan", "changes", "disks", "inputs"]
     command = [sys.executable, "-m", "attack", "--share", "0.02", "--only", *kinds]
     ended = subprocess.run(
         [*command, "--save", tmp_path / "found.json"],
         cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
     )

@@ -113,7 +113,7 @@ def test_the_main_path_on_a_second_device():
         "pytest",
         "-p",
         "no:cacheprovider",
-        HERE / "on_second_device.py",
+        HERE / "support" / "on_second_device.py",
         *chosen,
     ]
     done = subprocess.run(

@@ -4,7 +4,7 @@ rooms that no other implies.
 
 import networkx
 
-from test_house import LEVELS, imports_between_rooms
+from rooms import LEVELS, imports_between_rooms
 
 WIDTH, HEIGHT, FLOOR, MARGIN = 440, 30, 60, 4
 # Where the middle of each room is, from left to right, so that no arrow runs through a

@@ -177,7 +177,7 @@ def test_no_link_is_broken():
 
 
 def test_every_public_name_is_where_the_rule_says():
-    from test_sources import module
+    from sphinx_extensions import module
 
     for name, page in module("names").documented().items():
         assert f'id="{name}"' in (SITE / f"{page}.html").read_text()

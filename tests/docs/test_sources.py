@@ -2,19 +2,18 @@
 picture of the house.
 """
 
-import importlib.util
 import json
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import networkx
 import pytest
 
-import test_house
+import rooms
 import tl_coupling as tlc
 from public_api import ROOMS, public_names
+from sphinx_extensions import module
 
 pytestmark = pytest.mark.on_4_only
 
@@ -23,15 +22,6 @@ DOCS = ROOT / "docs"
 NOTEBOOKS = sorted((ROOT / "demos").glob("*.ipynb"))
 # Written by the build.
 MADE = ("api/", "gallery/")
-
-
-def module(name: str):
-    """One of `docs/_ext`."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"_ext/{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[name] = found
-    spec.loader.exec_module(found)
-    return found
 
 
 def listed(page: Path) -> list[str]:
@@ -114,13 +104,13 @@ def test_the_house_is_drawn_as_it_is_built():
     house = module("house")
     drawn, place = house.imports(), house.places()
     built = networkx.DiGraph(
-        (room, other) for room, other, _ in test_house.imports_between_rooms() if other
+        (room, other) for room, other, _ in rooms.imports_between_rooms() if other
     )
     assert (
         networkx.transitive_closure(drawn).edges
         == networkx.transitive_closure(built).edges
     )
-    assert place.keys() == test_house.LEVEL.keys()
+    assert place.keys() == rooms.LEVEL.keys()
     svg = house.drawing()
     assert re.findall(r'id="room-(\w+)"', svg) == list(place)
     assert len(re.findall(r'class="import"', svg)) == len(drawn.edges)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_linearisation import D, L, affine_trace, gaussian
 from torch import Tensor
 
 import tl_coupling as tlc
+from linear_blocks import D, L, affine_trace
+from random_matrices import gaussian
 from tl_coupling.measures import alignment_matrices, subspace_overlap, vector_alignment
 from tl_coupling.spectra import Spectrum, tail_energy
 from tl_coupling.traces import Trace

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_linearisation import D, L, affine_trace, coupled, gaussian
 
 import tiny
 import tl_coupling as tlc
+from linear_blocks import D, L, affine_trace, coupled
+from random_matrices import gaussian
 from tl_coupling.trajectories import coupled_gradient, gradient_prediction
 
 pytestmark = pytest.mark.on_4_only

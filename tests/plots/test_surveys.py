@@ -9,9 +9,10 @@ import torch
 import xarray
 from matplotlib.collections import LineCollection
 from scipy import stats
-from test_plots_trajectories import named_lines, walk
 
+from axes import named_lines
 from fake_survey import KS, survey
+from made_up_results import walk
 from tl_coupling.generalization import linear_fit, paper_table1
 from tl_coupling.plots import (
     plot_covariates,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from test_plots import colour_bar, tick_labels
 
+from axes import colour_bar, tick_labels
 from tl_coupling.measures import alignment_matrices
 from tl_coupling.plots import plot_alignment_matrices
 from tl_coupling.spectra import svd

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_trajectories import batches, close, few, gaussian, seeds
 from torch import Tensor
 
+from properties import batches, close, few, seeds
+from random_matrices import gaussian
 from tl_coupling.trajectories import logit_lens_entropy, trajectory_pca
 
 pytestmark = pytest.mark.on_3_only

@@ -25,7 +25,7 @@ from tl_coupling.jacobians.memory import Shelf, in_words, n_bytes, sharing_a_swe
 
 pytestmark = pytest.mark.on_3_only
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-import tl_coupling as tlc
+from axes import colour_bar, panels, tick_labels
+from made_up_results import random_map
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.plots import (
     plot_adjacency,
@@ -24,55 +25,6 @@ from tl_coupling.plots.labels import off_screen
 from tl_coupling.plots.maps import color_scale
 
 pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
-
-PROVENANCE = {
-    "model": "tiny",
-    "prompt": "It costs $5 or $6",
-    "position": 3,
-    "str_tokens": ["It", " costs", " $5", "\n", " ", " $6"],
-    "n_layers": 20,
-}
-
-
-def random_map(
-    layers=(0, 1, 2, 3), k=5, seed=0, kind="depth", **provenance
-) -> CouplingMap:
-    """A map of random 12×12 Jacobians, one for each layer (kind "depth") or for each
-    token.
-    """
-    n = len(layers)
-    J = torch.randn(
-        n, 12, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-    spectra = [tlc.svd(J[i], k) for i in range(n)]
-    depth = kind == "depth"
-    return CouplingMap(
-        matrices=torch.stack(
-            [
-                torch.stack([tlc.coupling_matrix(J_1, s, k) for s in spectra])
-                for J_1 in J
-            ]
-        ),
-        singular_values=torch.stack([s.S for s in spectra]),
-        frobenius_norms=torch.linalg.matrix_norm(J),
-        d_model=12,
-        row_layers=tuple(layers) if depth else (8,) * n,
-        col_layers=tuple(layers) if depth else (9,) * n,
-        row_positions=(3,) * n if depth else tuple(layers),
-        col_positions=(3,) * n if depth else tuple(layers),
-        kind=kind,
-        orientation="ujv",
-        provenance=PROVENANCE | provenance,
-    )
-
-
-def tick_labels(axis) -> list[str]:
-    return [label.get_text() for label in axis.get_ticklabels()]
-
-
-def colour_bar(ax):
-    (bar,) = [other for other in ax.figure.axes if other is not ax]
-    return bar
 
 
 def off_diagonal(values: torch.Tensor, on: float) -> np.ndarray:
@@ -293,15 +245,6 @@ def test_k_out_of_range_is_refused_everywhere(k):
 
 
 # plot_coupling_matrices
-
-
-def panels(ax, n: int) -> list[np.ndarray]:
-    """The `n²` panels of a grid, without the empty lines between them."""
-    mosaic = ax.images[0].get_array().filled(np.nan)
-    kept = ~np.isnan(mosaic).all(axis=0)
-    assert np.array_equal(kept, ~np.isnan(mosaic).all(axis=1))
-    rows = np.split(mosaic[kept][:, kept], n)
-    return [panel for row in rows for panel in np.split(row, n, axis=1)]
 
 
 def test_matrices_are_drawn_relative_to_the_largest_singular_value():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.colors import LogNorm
-from test_plots import panels, tick_labels
 
 import tl_coupling as tlc
+from axes import panels, tick_labels
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.influence import Influence
 from tl_coupling.plots import plot_coupling, plot_coupling_matrices, plot_influence

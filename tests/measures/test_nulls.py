@@ -9,7 +9,7 @@ from scipy import stats
 from scipy.special import gammaln
 
 import tl_coupling as tlc
-from test_coupling import haar
+from random_matrices import haar
 from tl_coupling.measures import (
     MEASURES,
     draws_of_random_subspaces,

@@ -1,7 +1,7 @@
 """A SLURM of one node on this machine, all of it in one folder: munged, slurmctld,
 slurmd, and nothing under /etc.
 
-As a script it runs a command inside such a cluster: `python tests/slurm_cluster.py
+As a script it runs a command inside such a cluster: `python tests/support/slurm_cluster.py
 sinfo`.
 """
 

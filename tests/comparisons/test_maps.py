@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import xarray
-from test_comparisons import MEASURES, assert_same
 
 import tiny
 import tl_coupling as tlc
+from coupling_maps import MEASURES, assert_same
 from tl_coupling.comparisons import CouplingMap
 
 pytestmark = pytest.mark.on_3_only

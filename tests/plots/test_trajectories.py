@@ -11,11 +11,10 @@ import scipy.stats
 import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from test_plots import random_map
 
 import tl_coupling as tlc
-from tl_coupling.blocks import BlockCall
-from tl_coupling.gradients import BlockFunction
+from axes import named_lines
+from made_up_results import TOKENS, random_map, walk
 from tl_coupling.plots.trajectories import (
     plot_inverse_singular_values,
     plot_linearisation,
@@ -38,39 +37,6 @@ from tl_coupling.trajectories import (
 
 pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
 
-TOKENS = ("It", " costs", " $5", "\n", " ", " $6")
-
-
-def walk(
-    n_layers: int = 20, seed: int = 0, sink: int | None = None, **provenance
-) -> Trace:
-    """A trace without a model: tokens that walk at random from one point; a sink runs
-    away in the middle.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(
-        n_layers + 1, len(TOKENS), 8, generator=generator, dtype=torch.float64
-    ).cumsum(0)
-    if sink is not None:
-        x[3:-2, sink] *= 300
-    unused = BlockCall(torch.nn.Identity(), {}, None, False, -2)
-    return Trace(
-        model=torch.nn.Identity(),
-        tokens=torch.arange(len(TOKENS)),
-        str_tokens=TOKENS,
-        residual=x,
-        blocks=tuple(
-            BlockFunction(layer, unused, X, 0 * X) for layer, X in enumerate(x[:-1])
-        ),
-        final_norm=False,
-        provenance={
-            "model": "tiny",
-            "prompt": "It costs $5 or $6",
-            "str_tokens": list(TOKENS),
-        }
-        | provenance,
-    )
-
 
 def shapes(
     trace: Trace, entropy: torch.Tensor | None = None, **options
@@ -84,10 +50,6 @@ def shapes(
 
 def lines(ax, label: str):
     return [line for line in ax.lines if line.get_label() == label]
-
-
-def named_lines(ax):
-    return [line for line in ax.lines if not str(line.get_label()).startswith("_")]
 
 
 # plot_trajectories

@@ -15,20 +15,14 @@ import torch
 
 import tiny
 import tl_coupling as tlc
-from test_coupling import haar
+from coupling_maps import MEASURES, assert_same
+from random_matrices import haar
 from tl_coupling import measures
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.jacobians import jacobians
 
 N_LAYERS, K = 4, 6
 MIDDLE, LAST = 3, len(tiny.TOKENS) - 1
-MEASURES = [
-    "coupling",
-    "normalized_miscoupling",
-    "miscoupling",
-    "spectral_miscoupling",
-    "captured_energy",
-]
 
 
 @pytest.fixture(scope="module")
@@ -216,17 +210,6 @@ def test_two_orientations_from_the_same_jacobians(deep, monkeypatch):
         "vju"
     ]
     assert tlc.depth_coupling(trace, 2).orientation == "ujv"
-
-
-def assert_same(one: CouplingMap, other: CouplingMap) -> None:
-    for field in dataclasses.fields(CouplingMap):
-        a, b = getattr(one, field.name), getattr(other, field.name)
-        if isinstance(a, torch.Tensor):
-            assert a.dtype == b.dtype
-            assert torch.equal(a, b)
-        else:
-            assert a == b
-            assert type(a) is type(b)
 
 
 def test_chunk_size_changes_nothing(deep):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from test_coupling import haar
+from random_matrices import haar
 from tl_coupling.comparisons import jacobian_coupling
 from tl_coupling.measures import without_shared, without_top
 

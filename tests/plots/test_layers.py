@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from test_plots import random_map
 
+from made_up_results import random_map
 from tl_coupling.plots import plot_adjacency, plot_locality, plot_singular_values
 
 pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tl_coupling as tlc
-from test_spectra import as_numpy, matrix
+from random_matrices import as_numpy, matrix
 from tl_coupling.spectra import (
     Spectrum,
     decompositions,

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tl_coupling as tlc
+from properties import batches, close, few, seeds
+from random_matrices import gaussian
 from tl_coupling.trajectories import (
     attention_sinks,
     equidistance,
@@ -32,18 +34,9 @@ pytestmark = pytest.mark.on_3_only
 PER_TOKEN = (line_shape_score, expodistance, equidistance)
 MEASURES = (*PER_TOKEN, line_shape_score_by_depth, norms, step_lengths)
 
-few = settings(max_examples=40, deadline=None)
-seeds = st.integers(0, 2**32 - 1)
 n_steps = st.integers(1, 12)
 widths = st.integers(1, 6)
-batches = st.sampled_from([(), (1,), (3,), (2, 3)])
 scales = st.floats(1e-3, 1e3)
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
 
 
 def rotation(d: int, seed: int) -> Tensor:
@@ -52,13 +45,6 @@ def rotation(d: int, seed: int) -> Tensor:
 
 def from_steps(steps: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(steps[:1]), steps.cumsum(0)])
-
-
-def close(got: Tensor, wanted: object, tolerance: float = 1e-12) -> None:
-    wanted = torch.as_tensor(wanted, dtype=got.dtype)
-    torch.testing.assert_close(
-        got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True
-    )
 
 
 # --- the paper's formulas, one token and one number at a time

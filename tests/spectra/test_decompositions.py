@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tl_coupling as tlc
+from random_matrices import as_numpy, matrix
 from tl_coupling.spectra import Spectrum, check_cut
 
 pytestmark = pytest.mark.on_4_only
@@ -35,27 +36,6 @@ SHAPES = [(N, N), (N + 4, N), (N, N + 4)]
 # orthonormal to the same.
 PROMISED = 1e-5
 DTYPES = [torch.float32, torch.float64]
-
-
-def haar(n: int, rng: np.random.Generator) -> np.ndarray:
-    Q, R = np.linalg.qr(rng.standard_normal((n, n)))
-    return Q * np.sign(np.diag(R))
-
-
-def matrix(
-    sigma: np.ndarray, shape: tuple[int, int] = (N, N), seed: int = 0
-) -> np.ndarray:
-    """A matrix with these singular values and random singular vectors."""
-    rng = np.random.default_rng(seed)
-    return (
-        haar(shape[0], rng)[:, : len(sigma)] * sigma @ haar(shape[1], rng)[: len(sigma)]
-    )
-
-
-def as_numpy(spectrum: Spectrum) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return tuple(
-        part.double().numpy() for part in (spectrum.U, spectrum.S, spectrum.Vh)
-    )
 
 
 def assert_svd(J: np.ndarray, spectrum: Spectrum, tolerance: float) -> None:

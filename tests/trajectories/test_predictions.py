@@ -14,55 +14,15 @@ from torch import Tensor, nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.blocks import BlockCall
+from linear_blocks import N_POS, D, L, affine_trace, coupled
+from random_matrices import gaussian
 from tl_coupling.gradients import BlockFunction
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories import linearisation, perturbation
 
 pytestmark = pytest.mark.on_3_only
 
-D, L, N_POS = 6, 4, 3
 PREDICTIONS = ("one_step", "product", "closed_form", "previous", "input")
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
-
-
-def affine_trace(A: Tensor, b: Tensor | None = None, x: Tensor | None = None) -> Trace:
-    """A trace of a model whose block `l` adds `A[layer] x + b[l]` to every token, and
-    nothing else.
-    """
-    X = gaussian(N_POS, D, seed=9) if x is None else x
-    stream, blocks = [X], []
-    for layer, matrix in enumerate(A):
-        module = nn.Linear(D, D, dtype=A.dtype)
-        module.weight.data = torch.eye(D, dtype=A.dtype) + matrix
-        module.bias.data = torch.zeros(D, dtype=A.dtype) if b is None else b[layer]
-        call = BlockCall(module, {}, None, False, -2)
-        stream.append(module(stream[-1]).detach())
-        blocks.append(BlockFunction(layer, call, stream[-2], stream[-1] - stream[-2]))
-    n_pos = len(X)
-    return Trace(
-        model=nn.Identity(),
-        tokens=torch.arange(n_pos),
-        str_tokens=tuple("abc"[:n_pos]),
-        residual=torch.stack(stream),
-        blocks=tuple(blocks),
-        final_norm=False,
-        provenance={"model": "affine"},
-    )
-
-
-def coupled() -> tuple[Tensor, Tensor, Tensor]:
-    """`A_l = U S_l Uᵀ` with one U, singular values in the same order at every layer;
-    and U and S.
-    """
-    U = torch.linalg.qr(gaussian(D, D, seed=3)).Q
-    S = (gaussian(L, D, seed=4).abs() + 0.1).sort(dim=1, descending=True).values
-    return U * S[:, None] @ U.mT, U, S
 
 
 # Linear blocks: what the predictions are is known

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tl_coupling as tlc
+from random_matrices import haar
 from tl_coupling.measures import MEASURES as MEASURES_IN_ORDER
 from tl_coupling.measures import measures_at_every_k
 from tl_coupling.spectra import Spectrum
@@ -49,11 +50,6 @@ def numpy_measures(A: np.ndarray, s: np.ndarray) -> dict[str, float]:
         "spectral p=1 absolute": math.sqrt(distance_abs) / trace,
         "captured_energy": math.sqrt(total) / length,
     }
-
-
-def haar(n: int, rng: np.random.Generator) -> np.ndarray:
-    Q, R = np.linalg.qr(rng.standard_normal((n, n)))
-    return Q * np.sign(np.diag(R))
 
 
 def random_pair(seed: int, d: int = D) -> tuple[torch.Tensor, torch.Tensor]:
