@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import tl_coupling as tlc
 from public_api import public_names
-from tl_coupling import arguments, comparisons, trajectories
-from tl_coupling.arguments import checked
+from tl_coupling import comparisons, trajectories
+from tl_coupling.arguments import checked, kinds
 
 pytestmark = pytest.mark.on_4_only
 
@@ -207,11 +207,11 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
 
 def test_classes_of_every_room_say_how_they_are_made() -> None:
     # Fewer would mean that the test below looks at nothing.
-    assert len(arguments._MAKERS) == 13
-    assert {tlc.Trace, tlc.Spectrum, tlc.Survey, nn.Module} <= arguments._MAKERS.keys()
+    assert len(kinds.MAKERS) == 13
+    assert {tlc.Trace, tlc.Spectrum, tlc.Survey, nn.Module} <= kinds.MAKERS.keys()
 
 
-@pytest.mark.parametrize("maker", arguments._MAKERS.values())
+@pytest.mark.parametrize("maker", kinds.MAKERS.values())
 def test_what_an_error_says_makes_one_is_there(maker: str) -> None:
     function = operator.attrgetter(maker.partition("(")[0])(tlc)
     given = re.findall(r"\w+", maker.partition("(")[2].replace("…", ""))

@@ -1,0 +1,75 @@
+"""Types that annotate arguments: a type, and a rule for its values.
+
+In `Annotated`, a function raises ValueError on what the annotation excludes; its
+message continues a sentence that begins with the name of the argument.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+import torch
+
+_Value = TypeVar("_Value")
+
+
+def _rule(
+    is_allowed: Callable[[_Value], bool], demand: str
+) -> Callable[[_Value], None]:
+    """Return a function that raises ValueError unless a value is allowed.
+
+    The error says that the value must `demand`, a phrase such as "be finite".
+    """
+
+    def check(value: _Value) -> None:
+        if not is_allowed(value):
+            raise ValueError(f"must {demand}, got {value!r}")
+
+    return check
+
+
+def at_least(least: int) -> Callable[[int], None]:
+    """Return a rule for `Annotated`: the number must not be smaller than `least`."""
+    return _rule(lambda number: number >= least, f"be at least {least}")
+
+
+def _device(device: str | torch.device) -> None:
+    """Raise ValueError unless torch knows a device of this name."""
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f'must be a device such as "cpu" or "cuda:0", got {device!r}'
+        ) from None
+
+
+def _of_whole_characters(text: str) -> None:
+    """Raise ValueError if the text holds half of a character, a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        start = f"must be text in Unicode, got {ascii(text)[:80]}: "
+        reason = f"character {error.start} is half of one (a lone surrogate), "
+        raise ValueError(f"{start}{reason}which no file can hold") from None
+
+
+# Not of paths: a file may have a name that is not UTF-8.
+Text = Annotated[str, _of_whole_characters]
+AnyPath = Annotated[
+    str | os.PathLike[str], _rule(lambda path: bool(os.fspath(path)), "not be empty")
+]
+Count = Annotated[int, at_least(1)]
+Seed = Annotated[int, at_least(0)]
+Device = Annotated[str | torch.device, _device]
+FloatDtype = Annotated[
+    torch.dtype,
+    _rule(
+        lambda dtype: dtype.is_floating_point,
+        "be a floating-point dtype such as torch.float32",
+    ),
+]
+Finite = Annotated[float, _rule(math.isfinite, "be finite")]
+Positive = Annotated[
+    float, _rule(lambda number: 0 < number < math.inf, "be above 0 and finite")
+]

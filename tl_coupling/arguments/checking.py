@@ -1,0 +1,106 @@
+"""Checks of what users pass to functions, against the annotations there."""
+
+import functools
+import importlib
+import inspect
+import typing
+from collections.abc import Callable
+from typing import TypeVar
+
+from tl_coupling.arguments.annotations import Text
+from tl_coupling.arguments.argument import Argument, Kind, Sizes, WrongType
+from tl_coupling.arguments.kinds import kind_of
+from tl_coupling.arguments.words import described
+
+_Public = TypeVar("_Public", bound=Callable[..., object])
+
+
+def checked(public: _Public) -> _Public:
+    """Check the arguments of a function against their annotations.
+
+    Of a dataclass, those from which an instance is made are checked. What is clear is
+    converted: numpy's numbers to Python's, numpy arrays to tensors, lists to arrays or
+    tuples. A size that is named twice must be the same in all arguments of a call; of
+    jaxtyping's marks, `*` and `#` are read. In `Annotated`, a string is a hint for the
+    error message and a function raises ValueError on what it excludes.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a wrong shape, or a value that the annotation excludes.
+    """
+    if isinstance(public, type):
+        public.__init__ = checked(public.__init__)  # type: ignore[misc]
+        return public
+    # At the first call, when everything that the annotations name exists.
+    signature = functools.cache(lambda: _Signature(public))
+
+    @functools.wraps(public)
+    def with_checks(*args: object, **kwargs: object) -> object:
+        taken = signature().taken(args, kwargs)
+        return public(*taken.args, **taken.kwargs)
+
+    return typing.cast(_Public, with_checks)
+
+
+def check_text(text: str, name: str) -> None:
+    """Raise ValueError, naming the argument, unless all characters of a text are whole."""
+    _taken(kind_of(Text), Argument(text, name, {}))
+
+
+class _Signature:
+    """The parameters of a function, and the kinds of values that they take."""
+
+    def __init__(self, public: Callable[..., object]) -> None:
+        self.name = public.__qualname__
+        self.signature = _evaluated_signature(public)
+        self.kinds = {
+            name: kind_of(parameter.annotation)
+            for name, parameter in self.signature.parameters.items()
+        }
+
+    def taken(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> inspect.BoundArguments:
+        """Return the arguments of a call, converted to what their annotations ask for."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+        sizes: Sizes = {}
+        for name, value in bound.arguments.items():
+            parameter = self.signature.parameters[name]
+            kind = self.kinds[name]
+            if parameter.kind is parameter.VAR_KEYWORD:
+                for option, setting in value.items():
+                    value[option] = _taken(kind, Argument(setting, option, sizes))
+            else:
+                bound.arguments[name] = _taken(kind, Argument(value, name, sizes))
+        return bound
+
+
+def _taken(kind: Kind, argument: Argument) -> object:
+    """Return the value of an argument, or raise an error that names the argument."""
+    try:
+        return kind.take(argument)
+    except WrongType as error:
+        message = f"must be {kind.words()}, got {described(argument.value)}"
+        if hint := str(error):
+            message += f": {hint}"
+        raise TypeError(f"`{argument.name}` {message}") from None
+    except ValueError as error:
+        raise ValueError(f"`{argument.name}` {error}") from None
+
+
+def _evaluated_signature(public: Callable[..., object]) -> inspect.Signature:
+    """Return a signature in which annotations are evaluated that are strings.
+
+    Those name classes of pandas and xarray, which are imported only where they are
+    used.
+    """
+    annotations = str(inspect.unwrap(public).__annotations__)
+    libraries = {
+        name: importlib.import_module(name)
+        for name in ("pandas", "xarray")
+        if name in annotations
+    }
+    return inspect.signature(public, locals=libraries, eval_str=True)

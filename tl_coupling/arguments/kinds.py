@@ -1,0 +1,310 @@
+"""The kinds of values that annotations ask for.
+
+Each kind says which values it accepts, what they become, and how it is called in an
+error message. `kind_of` reads an annotation.
+"""
+
+import inspect
+import operator
+import os
+import types
+import typing
+from collections.abc import (
+    Callable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from jaxtyping import AbstractArray
+from torch import nn
+
+from tl_coupling.arguments.argument import Argument, Kind, WrongType
+from tl_coupling.arguments.arrays import ArrayKind
+from tl_coupling.arguments.words import counted, described
+
+_Class = TypeVar("_Class", bound=type)
+
+# How an instance of a class is made, as `made_by` says where the class is defined.
+MAKERS: dict[type, str] = {}
+# Nouns for classes of other libraries; other classes go by their own names.
+_NOUNS: dict[object, str] = {
+    nn.Module: "torch.nn.Module",
+    os.PathLike: "path",
+    Callable: "function",
+}
+
+
+def made_by(call: str) -> Callable[[_Class], _Class]:
+    """Return a class decorator that records how an instance is made.
+
+    Where an argument should be an instance and is not, the error message names `call`,
+    an expression that follows `tl_coupling.`, such as `"svd(J)"`.
+    """
+
+    def record(cls: _Class) -> _Class:
+        MAKERS[cls] = call
+        return cls
+
+    return record
+
+
+@dataclass(frozen=True)
+class _Simple(Kind):
+    """A value of one of Python's simple types, or of the same type in numpy."""
+
+    singular: str
+    plural: str
+    accepted: type | tuple[type, ...]
+    convert: Callable[[Any], object]
+    is_number: bool = False
+
+    def take(self, argument: Argument) -> object:
+        """Return the value, numpy's as Python's; truth values are not numbers."""
+        value = argument.value
+        is_truth_value = isinstance(value, bool | np.bool_)
+        if not isinstance(value, self.accepted) or (self.is_number and is_truth_value):
+            raise WrongType
+        return self.convert(value)
+
+    def words(self, several: bool = False) -> str:
+        """Return as in "a whole number"."""
+        return self.plural if several else self.singular
+
+
+def _as_it_is(value: object) -> object:
+    return value
+
+
+_ANYTHING = _Simple("anything", "anything", object, _as_it_is)
+_NONE = _Simple("None", "None", types.NoneType, _as_it_is)
+_TRUTH = _Simple("True or False", "booleans", (bool, np.bool_), bool)
+_WHOLE = _Simple("a whole number", "whole numbers", Integral, int, is_number=True)
+_NUMBER = _Simple("a number", "numbers", Real, float, is_number=True)
+_TEXT = _Simple("a string", "strings", str, _as_it_is)
+_SIMPLE: dict[object, _Simple] = {
+    Any: _ANYTHING,
+    inspect.Parameter.empty: _ANYTHING,
+    types.NoneType: _NONE,
+    bool: _TRUTH,
+    int: _WHOLE,
+    float: _NUMBER,
+    str: _TEXT,
+}
+
+
+class _Annotated(Kind):
+    """A kind with what `Annotated` adds to it.
+
+    A string is a hint for the error message, a function raises ValueError on what it
+    excludes.
+    """
+
+    def __init__(self, kind: Kind, metadata: Sequence[object]) -> None:
+        self.kind = kind
+        self.hints = [entry for entry in metadata if isinstance(entry, str)]
+        self.rules: list[Callable[..., object]] = list(filter(callable, metadata))
+
+    def take(self, argument: Argument) -> object:
+        """Return the value as its kind does, unless a rule excludes it."""
+        try:
+            value = self.kind.take(argument)
+        except WrongType as error:
+            raise WrongType(*self.hints[:1] or error.args) from None
+        for rule in self.rules:
+            rule(value)
+        return value
+
+    def words(self, several: bool = False) -> str:
+        """Return the words of the kind: rules have their own messages."""
+        return self.kind.words(several)
+
+
+class _Literal(Kind):
+    """One of some values."""
+
+    def __init__(self, choices: Sequence[object]) -> None:
+        self.choices = choices
+
+    def take(self, argument: Argument) -> object:
+        """Return the value, which must equal a choice and be of its type."""
+        value = argument.value
+        for choice in self.choices:
+            if isinstance(value, type(choice)) and value == choice:
+                return value
+        raise ValueError(f"must be {self.words()}, got {described(value)}")
+
+    def is_meant_by(self, value: object) -> bool:
+        """Say whether a value has the type of a choice."""
+        return isinstance(value, tuple(type(choice) for choice in self.choices))
+
+    def words(self, several: bool = False) -> str:
+        """Return the choices, which are the same for one value and several."""
+        del several  # The methods of all kinds take it.
+        if len(self.choices) > 2:
+            return f"one of {', '.join(map(str, self.choices))}"
+        return " or ".join(map(_quoted, self.choices))
+
+
+def _quoted(choice: object) -> str:
+    """Return a choice as it is written in Python, strings in double quotes."""
+    return f'"{choice}"' if isinstance(choice, str) else str(choice)
+
+
+class _Union(Kind):
+    """A value of one of some kinds, which are tried in order."""
+
+    def __init__(self, members: Sequence[Kind]) -> None:
+        self.members = members
+
+    def take(self, argument: Argument) -> object:
+        """Return the value as the first member does that accepts it."""
+        excluded: list[ValueError] = []
+        hints: list[str] = []
+        for member in self.members:
+            # A value of another type than the literals is meant for another member.
+            if isinstance(member, _Literal) and not member.is_meant_by(argument.value):
+                continue
+            try:
+                return member.take(argument)
+            except ValueError as error:
+                excluded.append(error)
+            except WrongType as error:
+                hints.append(str(error))
+        # The error of a member that accepts the type but not the value says most.
+        if excluded:
+            raise excluded[0]
+        raise WrongType("; ".join(dict.fromkeys(filter(None, hints))))
+
+    def words(self, several: bool = False) -> str:
+        """Return as in "a string, a number or None"."""
+        named = [member for member in self.members if member is not _NONE]
+        if _NUMBER in named:
+            # A whole number is a number.
+            named = [member for member in named if member is not _WHOLE]
+        if _NONE in self.members and not several:
+            named.append(_NONE)
+        *first, last = dict.fromkeys(member.words(several) for member in named)
+        if not first:
+            return last
+        return f"{', '.join(first)} or {last}"
+
+
+class _List(Kind):
+    """Some values of one kind, in order."""
+
+    def __init__(self, item: Kind, becomes_tuple: bool) -> None:
+        self.item = item
+        self.becomes_tuple = becomes_tuple
+
+    def take(self, argument: Argument) -> object:
+        """Return the items in the sequence that came, or in a new one if they change.
+
+        Arrays, tensors, iterators and views of a mapping become sequences; a set has no
+        order, and is refused.
+        """
+        items = argument.value
+        if hasattr(items, "tolist") and not isinstance(items, type):
+            items = items.tolist()
+        if isinstance(items, Iterator | ValuesView | KeysView):
+            items = tuple(items)
+        if not isinstance(items, Sequence) or isinstance(items, str | bytes):
+            raise WrongType
+        taken = [self.item.take(argument.item(item)) for item in items]
+        if self.becomes_tuple:
+            return tuple(taken)
+        if all(map(operator.is_, taken, items)):
+            return items
+        return taken
+
+    def words(self, several: bool = False) -> str:
+        """Return as in "a list of strings"."""
+        return counted("list", f" of {self.item.words(several=True)}", several)
+
+
+class _Instance(Kind):
+    """An instance of a class, or something that can be called."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+
+    def take(self, argument: Argument) -> object:
+        """Return the instance."""
+        value = argument.value
+        # A class is not its instance, though it has the same methods; but it can be
+        # called.
+        is_class = isinstance(value, type) and self.cls is not Callable
+        if is_class or not isinstance(value, self.cls):
+            if self.cls in MAKERS:
+                raise WrongType(f"`tl_coupling.{MAKERS[self.cls]}` makes one")
+            raise WrongType
+        return value
+
+    def words(self, several: bool = False) -> str:
+        """Return as in "a CouplingMap", a foreign class with its package."""
+        return counted(self._noun, "", several)
+
+    @property
+    def _noun(self) -> str:
+        if self.cls in _NOUNS:
+            return _NOUNS[self.cls]
+        package = self.cls.__module__.partition(".")[0]
+        if package in ("tl_coupling", "builtins"):
+            return self.cls.__name__
+        return f"{package}.{self.cls.__name__}"
+
+
+class _Mapping(Kind):
+    """A mapping from keys of one kind to values of one kind."""
+
+    def __init__(self, mapping: type, key: Kind, value: Kind) -> None:
+        self.mapping = _Instance(mapping)
+        self.key = key
+        self.value = value
+
+    def take(self, argument: Argument) -> object:
+        """Return the mapping that came, or a dict if its values change."""
+        mapping = self.mapping.take(argument)
+        assert isinstance(mapping, Mapping)
+        taken = {}
+        for key, value in mapping.items():
+            # Results that are drawn side by side may have sizes of their own.
+            taken_key = self.key.take(Argument(key, argument.name, {}))
+            sizes = dict(argument.sizes)
+            taken[taken_key] = self.value.take(Argument(value, argument.name, sizes))
+        if all(map(operator.is_, taken.values(), mapping.values())):
+            return mapping
+        return taken
+
+    def words(self, several: bool = False) -> str:
+        """Return as in "a mapping from strings to numbers"."""
+        keys = self.key.words(several=True)
+        values = self.value.words(several=True)
+        return counted("mapping", f" from {keys} to {values}", several)
+
+
+def kind_of(annotation: Any) -> Kind:
+    """Return the kind of values that an annotation asks for."""
+    if annotation in _SIMPLE:
+        return _SIMPLE[annotation]
+    if inspect.isclass(annotation) and issubclass(annotation, AbstractArray):
+        return ArrayKind(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin is Annotated:
+        return _Annotated(kind_of(arguments[0]), arguments[1:])
+    if origin is Literal:
+        return _Literal(arguments)
+    if origin in (typing.Union, types.UnionType):
+        return _Union([kind_of(member) for member in arguments])
+    if origin in (Sequence, tuple):
+        return _List(kind_of(arguments[0]), becomes_tuple=origin is tuple)
+    if origin in (Mapping, dict):
+        return _Mapping(origin, kind_of(arguments[0]), kind_of(arguments[1]))
+    return _Instance(origin or annotation)

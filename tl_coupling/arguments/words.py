@@ -1,0 +1,47 @@
+"""The words in which error messages describe values and shapes."""
+
+import reprlib
+from collections.abc import Iterable
+from numbers import Real
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Values of these types are shown as Python writes them.
+_PLAIN = str | bytes | complex | Real | type | torch.dtype | None
+
+
+def in_brackets(lengths: Iterable[object]) -> str:
+    """Return the shape of a tensor as in `[2 3]`, or names of its axes as in `[n k]`."""
+    return f"[{' '.join(map(str, lengths))}]"
+
+
+def counted(noun: str, complement: str, several: bool) -> str:
+    """Return a noun with its article, or in the plural, and what follows it."""
+    if several:
+        return f"{noun}s{complement}"
+    # Of x, because of xarray.
+    article = "an" if noun[0] in "aeiouAEIOUx" else "a"
+    return f"{article} {noun}{complement}"
+
+
+def described(value: object) -> str:
+    """Return a value in a few words, on one line."""
+    if isinstance(value, Tensor | np.ndarray):
+        noun = "a tensor" if isinstance(value, Tensor) else "an array"
+        return f"{noun} of {value.dtype} and shape {in_brackets(value.shape)}"
+    is_container = isinstance(value, list | tuple | set | dict)
+    if all(isinstance(part, _PLAIN) for part in _parts(value)):
+        return " ".join(reprlib.repr(value).split())
+    class_name = type(value).__name__
+    return f"a {class_name}" if is_container else class_name
+
+
+def _parts(value: object) -> Iterable[object]:
+    """Return what a container holds, keys and values of a dict; else the value alone."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set):
+        return value
+    return [value]
