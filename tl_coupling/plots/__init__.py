@@ -32,6 +32,11 @@ from tl_coupling.plots.maps import (
 )
 from tl_coupling.plots.patches import plot_patches
 from tl_coupling.plots.precision import plot_precision
+from tl_coupling.plots.predictions import (
+    plot_inverse_singular_values,
+    plot_linearisation,
+    plot_perturbation,
+)
 from tl_coupling.plots.surveys import (
     plot_covariates,
     plot_profiles,
@@ -43,12 +48,7 @@ from tl_coupling.plots.sweeps import (
     plot_coupling_strip,
     plot_emergence,
 )
-from tl_coupling.plots.trajectories import (
-    plot_inverse_singular_values,
-    plot_linearisation,
-    plot_perturbation,
-    plot_trajectories,
-    plot_trajectory_metrics,
-)
+from tl_coupling.plots.trajectories import plot_trajectories
+from tl_coupling.plots.trajectory_metrics import plot_trajectory_metrics
 
 __all__ = ["off_screen", *(name for name in dir() if name.startswith("plot_"))]

@@ -36,12 +36,11 @@ from tl_coupling.report.parts import (
     table,
 )
 from tl_coupling.report.patches import over_picture, shown_picture
-from tl_coupling.trajectories import equidistance, expodistance, line_shape_score
 
 _SHAPES = {
-    "line-shape score": line_shape_score,
-    "expodistance": expodistance,
-    "equidistance": equidistance,
+    "line-shape score": "line_shape_score",
+    "expodistance": "expodistance",
+    "equidistance": "equidistance",
 }
 
 
@@ -313,7 +312,7 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
     """
     str_tokens, n_layers = spaced_tokens(first.trace), first.trace.n_layers
     values = {
-        what: torch.stack([shape(run.trace.residual) for run in runs.values()])
+        what: torch.stack([getattr(run.trajectory, shape) for run in runs.values()])
         for what, shape in _SHAPES.items()
     }
     shapes = [
@@ -329,7 +328,7 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
         for i, (token, row) in enumerate(of_tokens)
     ]
     drawn = plots.plot_trajectory_metrics(
-        {name: run.trace for name, run in runs.items()}
+        {name: run.trajectory for name, run in runs.items()}
     )
     return {
         "paths": _paths(runs, first) if first.trace.n_pos > 3 else "",

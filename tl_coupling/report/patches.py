@@ -21,7 +21,6 @@ from tl_coupling.plots.patches import patches_of, picture_of
 from tl_coupling.portraits import Portrait
 from tl_coupling.report.parts import figure, grid, named_token
 from tl_coupling.traces import Trace
-from tl_coupling.trajectories import line_shape_score
 
 # Smaller pictures are enlarged, each pixel to a square.
 _LEAST_PIXELS = 224
@@ -108,7 +107,7 @@ def _pictures(runs: Mapping[str, Portrait]) -> Iterator[str]:
     for name, run in runs.items():
         yield _over(
             run,
-            line_shape_score(run.trace.residual),
+            run.trajectory.line_shape_score,
             f"Line-shape score, {name}",
             "line-shape score",
         )

@@ -1,0 +1,155 @@
+"""The shape of trajectories against depth."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from tl_coupling.arguments import checked
+from tl_coupling.plots import labels
+from tl_coupling.plots.tokens import positions_to_draw
+from tl_coupling.trajectories import TrajectoryResult, attention_sinks
+
+_WINDOWED = "line_shape_score_windowed"
+_BY_DEPTH = "line_shape_score_by_depth"
+
+
+class _Panel(NamedTuple):
+    title: str
+    x_label: str
+    y_label: str
+
+
+@checked
+def plot_trajectory_metrics(
+    results: TrajectoryResult | Mapping[str, TrajectoryResult],
+    *,
+    positions: Sequence[int] | None = None,
+    fig: Figure | None = None,
+) -> Figure:
+    """Draw norms, step lengths, line-shape scores and logit-lens entropy by depth.
+
+    The picture shows how the stream grows, and how straight tokens go, each token and
+    their mean. A line-shape score of 1 is a straight line; the dashed line is what
+    steps in random directions score, √(number of steps).
+
+    Args:
+        results: one result of `measure_trajectory`, or several by name, of one prompt.
+        positions: which tokens; by default all but the `attention_sinks` of any result,
+            which the title names.
+        fig: the figure to draw in; a new one by default.
+
+    Returns the Figure; its Axes are norm, step length, windowed score, score of the
+    first steps, and entropy if there is one.
+
+    Raises:
+        ValueError: no result, results of different prompts, or a position out of range.
+
+    Example:
+        >>> shapes = tlc.trajectories.measure_trajectory(trace, linear=False, noise=False)
+        >>> fig = tlc.plots.plot_trajectory_metrics(shapes)
+    """
+    by_name = labels.named(results, TrajectoryResult)
+    first = next(iter(by_name.values()))
+    if any(_prompt(result) != _prompt(first) for result in by_name.values()):
+        raise ValueError(
+            "`results` must be of one prompt, so that tokens and their means compare; "
+            "got different ones"
+        )
+    n_pos = first.norm.shape[1]
+    sinks = {
+        position
+        for result in by_name.values()
+        for position in attention_sinks(result.norm[..., None])
+    }
+    drawn, left_out = positions_to_draw(positions, n_pos, sinks, first.provenance)
+    if not drawn:
+        raise ValueError("`positions` is empty: wanted at least one token")
+
+    windows = sorted({result.window for result in by_name.values()})
+    panels_by_metric = _panels(windows)
+    metrics = [
+        metric
+        for metric in panels_by_metric
+        if any(getattr(result, metric) is not None for result in by_name.values())
+    ]
+    fig = fig or labels.new_figure(8.4, 5.4)
+    axes = {
+        metric: fig.add_subplot(2, 3, place) for place, metric in enumerate(metrics, 1)
+    }
+    for metric, ax in axes.items():
+        _draw_metric(ax, metric, panels_by_metric[metric], by_name, drawn)
+    _draw_random_steps(axes, by_name, windows)
+    handles, names = axes[_BY_DEPTH].get_legend_handles_labels()
+    labels.plain_legend(fig, handles, names, loc="outside lower center", ncols=4)
+    title = f"Trajectories, mean over tokens and each token{left_out}"
+    provenances = [result.provenance for result in by_name.values()]
+    labels.entitle(fig, labels.heading(title, provenances))
+    return fig
+
+
+def _prompt(result: TrajectoryResult) -> tuple[object, ...]:
+    """Return what tells the prompt of a result from another."""
+    provenance = result.provenance
+    return (
+        result.norm.shape[1],
+        provenance.get("tokens"),
+        provenance.get("str_tokens"),
+    )
+
+
+def _panels(windows: Sequence[int]) -> dict[str, _Panel]:
+    """Return the words on each metric's panel, in the order of the panels."""
+    steps = ", ".join(map(str, windows))
+    return {
+        "norm": _Panel("norm", "depth", "‖x‖"),
+        "step_length": _Panel("step length", "layer", "‖step‖"),
+        _WINDOWED: _Panel(f"line-shape score, {steps} steps", "middle layer", "LSS"),
+        _BY_DEPTH: _Panel("line-shape score so far", "up to layer", "LSS"),
+        "logit_lens_entropy": _Panel("logit-lens entropy", "depth", "nats"),
+    }
+
+
+def _draw_metric(
+    ax: Axes,
+    metric: str,
+    panel: _Panel,
+    by_name: Mapping[str, TrajectoryResult],
+    positions: Sequence[int],
+) -> None:
+    """Draw one metric of every result: each token's line, and their mean."""
+    for name, result, color in labels.in_colors(by_name):
+        values = getattr(result, metric)
+        if values is None:
+            continue
+        y = values[:, positions].detach().cpu().numpy()
+        # A window is drawn at its middle.
+        offset = result.window // 2 if metric == _WINDOWED else 0
+        depth = np.arange(len(y)) + offset
+        ax.plot(depth, y, color=color, linewidth=0.7, alpha=0.3, label="_tokens")
+        ax.plot(depth, y.mean(1), color=color, linewidth=1.8, label=name)
+    ax.set_title(panel.title, fontsize="medium")
+    ax.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if metric in (_WINDOWED, _BY_DEPTH):
+        ax.set_ylim(bottom=1)
+    elif metric != "logit_lens_entropy":
+        ax.set_yscale("log", nonpositive="mask")
+
+
+def _draw_random_steps(
+    axes: Mapping[str, Axes],
+    by_name: Mapping[str, TrajectoryResult],
+    windows: Sequence[int],
+) -> None:
+    """Draw what steps in random directions score: √(number of steps)."""
+    for window in windows:
+        axes[_WINDOWED].axhline(window**0.5, **labels.NULL_LINE)
+    most_layers = max(result.n_layers for result in by_name.values())
+    n_steps = np.arange(1, most_layers + 1)
+    axes[_BY_DEPTH].plot(
+        n_steps - 1, n_steps**0.5, label="random steps", **labels.NULL_LINE
+    )
