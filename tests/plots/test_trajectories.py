@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 import tl_coupling as tlc
 from axes import named_lines
 from made_up_results import TOKENS, random_map, walk
-from tl_coupling.plots.trajectories import (
+from tl_coupling.plots import (
     plot_inverse_singular_values,
     plot_linearisation,
     plot_perturbation,
