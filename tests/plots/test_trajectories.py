@@ -285,7 +285,7 @@ def test_entropies_are_a_fifth_panel():
 
 
 def test_metrics_are_of_results_because_pictures_run_no_model(tiny_trace: Trace):
-    with pytest.raises(TypeError, match="`results` must be .*TrajectoryResult"):
+    with pytest.raises(TypeError, match=r"`results` must be .*TrajectoryResult"):
         plot_trajectory_metrics(tiny_trace)
 
 

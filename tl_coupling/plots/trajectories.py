@@ -6,7 +6,6 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
@@ -150,13 +149,13 @@ def _provenance(paths: _Paths) -> dict[str, object]:
 
 
 def _draw_paths(
-    panels: Sequence[Axes],
+    panels: np.ndarray,
     paths: _Paths,
     views: Sequence[_View],
     positions: Sequence[int] | None,
     black: int,
 ) -> tuple[np.ndarray, str]:
-    """Draw one model's paths, a panel for each view.
+    """Draw one model's paths, in Axes for each view.
 
     Returns the colours of all positions, and what to say of tokens that are left out.
     """

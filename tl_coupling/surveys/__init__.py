@@ -1,13 +1,18 @@
 """Many measurements: surveys of models, sweeps over checkpoints, and what runs them."""
 # ruff: noqa: F401
 
-from tl_coupling.surveys.checkpoints import local_checkpoints, pythia_steps
+from tl_coupling.surveys.checkpoints import local_checkpoints, pythia_steps, step_order
 from tl_coupling.surveys.executors import process_pool, slurm_executor
 from tl_coupling.surveys.measurements import Settings, measure_prompts
 from tl_coupling.surveys.precision import MOVING, PRECISIONS, movements, precision_sweep
-from tl_coupling.surveys.readings import measure_table, one_orientation, with_diagonal
+from tl_coupling.surveys.readings import (
+    measure_table,
+    one_orientation,
+    pairs_of_layers,
+    with_diagonal,
+)
 from tl_coupling.surveys.results import open_survey
-from tl_coupling.surveys.survey import Survey, checkpoint_sweep, run
+from tl_coupling.surveys.survey import UNTRAINED, Survey, checkpoint_sweep, run
 
 __all__ = [
     "Settings",
