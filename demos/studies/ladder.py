@@ -239,7 +239,7 @@ def redundancy(
         f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over prompts"
     )
     print(table.to_string(float_format="{:+.2f}".format))
-    keep(tlc.plots.plot_redundancy(data, k=k[0]), out / f"redundancy-{name}.png")
+    keep(tlc.plots.plot_redundancy(data, found, k=k[0]), out / f"redundancy-{name}.png")
 
 
 def keep(drawn: Axes | Any, path: Path) -> None:

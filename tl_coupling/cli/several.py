@@ -176,7 +176,9 @@ def redundancy(
             "change_in_loss": costs,
         }
         pictures = {
-            f"redundancy-k{one}.png": partial(tlc.plots.plot_redundancy, data, k=one)
+            f"redundancy-k{one}.png": partial(
+                tlc.plots.plot_redundancy, data, correlations, k=one
+            )
             for one in ks
         }
         work.finish(summary | {"spearman": predicted, "attrs": data.attrs}, pictures)

@@ -20,7 +20,6 @@ from tl_coupling.plots.labels import off_screen
 from tl_coupling.plots.layers import (
     plot_adjacency,
     plot_locality,
-    plot_redundancy,
     plot_singular_values,
 )
 from tl_coupling.plots.maps import (
@@ -37,6 +36,7 @@ from tl_coupling.plots.predictions import (
     plot_linearisation,
     plot_perturbation,
 )
+from tl_coupling.plots.redundancy import plot_redundancy
 from tl_coupling.plots.surveys import (
     plot_covariates,
     plot_profiles,

@@ -2,47 +2,21 @@
 each of them is worth.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, MaxNLocator
 
 from tl_coupling.arguments import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.measures import BOUNDED_BY_1, Measure, random_subspace_null
 from tl_coupling.plots import labels
-from tl_coupling.redundancy import (
-    CHANGES,
-    change_and_predictors,
-    check_redundancy,
-    redundancy_correlations,
-)
-from tl_coupling.statistics import crossed_mean
-
-if TYPE_CHECKING:
-    import xarray
 
 _Maps = CouplingMap | Mapping[str, CouplingMap]
 _MAX_EDGE_WIDTH = 8.0
-# Of changed blocks; not the colours of trained and untrained models. Without a mark: by
-# depth alone.
-_LOOKS = {
-    "dropped": ("C2", "o"),
-    "swapped": ("C4", "s"),
-    "merged": ("C5", "^"),
-    "projected": ("C8", ""),
-    "exited": ("C7", ""),
-}
-# Larger changes in loss are drawn on a logarithmic axis: first and last blocks cost a
-# hundred times what others do.
-_LINEAR_UP_TO = 0.1
 
 
 @checked
@@ -253,146 +227,9 @@ def plot_singular_values(
     return ax
 
 
-@checked
-def plot_redundancy(
-    data: "xarray.Dataset", *, k: int | None = None, fig: Figure | None = None
-) -> Figure:
-    """Change in loss by depth; and against coupling and block influence, with
-    Spearman's ρ.
-
-    Shows which blocks the model can do without, and whether coupling or block influence
-    would have predicted it. Means over prompts; bands are 95 % t intervals of the mean.
-    A pair is drawn between its two layers. Lines without marks are of blocks that write
-    into the k shared directions alone, and of models that are left after a block.
-    Below, a drop is drawn at its layer's mean coupling with all others, a swap or merge
-    at the coupling and the mean influence of its pair; first and last are hollow, the
-    dashed line is what random subspaces would give. The axis of the change in loss is
-    linear up to 0.1 nats, logarithmic beyond. The data are of `layer_redundancy`; k is
-    their largest by default.
-
-    Returns the Figure; its Axes are change by depth, against coupling, against
-    influence. In each, lines are dropped, swapped, and (where a pair could be merged)
-    merged; by depth also projected and exited. Raises ValueError for other data, and a
-    k that is not in them.
-
-    Example:
-        >>> fig = tlc.plots.plot_redundancy(tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,)))
-    """
-    check_redundancy(data)
-    held = [int(one) for one in data["k"].values]
-    k = max(held) if k is None else k
-    if k not in held:
-        raise ValueError(f"`k` must be among {held}, got {k}")
-    fig = fig or labels.new_figure(8.4, 7.4)
-    panels = fig.subplot_mosaic([["depth", "depth"], ["coupling", "block_influence"]])
-    for ax in panels.values():
-        ax.set_yscale("symlog", linthresh=_LINEAR_UP_TO)
-        ax.set_ylabel("change in loss (nats per token)")
-        ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-    correlations, at_k = redundancy_correlations(data).sel(k=k), data.sel(k=k)
-    for change, (color, marker) in _LOOKS.items():
-        # Data of earlier versions have no projections and no exits.
-        losses = at_k.get(f"loss_{change}")
-        if losses is None or bool(losses.isnull().all()):
-            continue
-        loss_change = (losses - at_k["loss"]).transpose("prompt", ...).values
-        depths = np.arange(loss_change.shape[1]) + (0.5 if "pair" in losses.dims else 0)
-        mean, half = loss_change.mean(0), crossed_mean(loss_change[:, None])[1]
-        said = {
-            "projected": f"projected onto {k} shared directions",
-            "exited": "left after it",
-        }.get(change, change)
-        panels["depth"].plot(
-            depths, mean, color=color, marker=marker, markersize=4, label=said
-        )
-        if len(loss_change) > 1:
-            panels["depth"].fill_between(
-                depths, mean - half, mean + half, color=color, alpha=0.2, linewidth=0
-            )
-        if change not in CHANGES:
-            continue
-        _, coupling, influence = change_and_predictors(data, change)
-        look: dict[str, Any] = {
-            "color": color,
-            "marker": marker,
-            "linestyle": "",
-            "markersize": 5,
-        }
-        for predictor, values in (
-            ("coupling", coupling[held.index(k)]),
-            ("block_influence", influence),
-        ):
-            ax, x = panels[predictor], values.mean(0)
-            ax.plot(
-                x,
-                mean,
-                label=f"{change}: {_rho(correlations.sel(change=change), predictor)}",
-                **look,
-            )
-            ax.plot(
-                x[[0, -1]],
-                mean[[0, -1]],
-                markerfacecolor="white",
-                label="_ends",
-                **look,
-            )
-    by_depth, by_coupling, by_influence = panels.values()
-    by_depth.xaxis.set_major_locator(MaxNLocator(integer=True))
-    by_depth.set_xlabel("layer, or between the two layers of a pair")
-    by_coupling.set_xlabel(
-        f"{labels.measure_label('coupling', k)}\nwith all others, or of the pair"
-    )
-    by_coupling.axvline(
-        float(data["null_coupling"].sel(k=k)), label="_null", **labels.NULL_LINE
-    )
-    by_influence.set_xlabel(
-        "block influence $1 - \\cos$\nof the block, or mean of the pair"
-    )
-    # The first block's is many times that of the others.
-    if float(data["block_influence"].mean("prompt").min()) > 0:
-        by_influence.set_xscale("log")
-        # Over a decade or two, names of all minor ticks would overlap.
-        by_influence.xaxis.set(
-            major_locator=LogLocator(subs=(1.0, 3.0)),
-            major_formatter="{x:g}",
-            minor_formatter="",
-        )
-    labels.plain_legend(by_depth, ncols=3, **labels.ABOVE)
-    ranked = "Spearman's ρ [95 % over prompts];\ninner: without first and last"
-    for ax in (by_coupling, by_influence):
-        labels.plain_legend(
-            ax, title=ranked, title_fontsize="small", alignment="left", **labels.ABOVE
-        )
-    over = (
-        f"\nmean over {data.sizes['prompt']} prompts"
-        if data.sizes["prompt"] > 1
-        else ""
-    )
-    what = "Loss without a block, with neighbours swapped or merged, projected, and left early"
-    labels.entitle(
-        fig, labels.heading(what, [json.loads(data.attrs["provenance"])]) + over
-    )
-    return fig
-
-
 def _edge_style(shares: np.ndarray) -> dict[str, list]:
     shares = np.clip(shares, 0, 1)
     return {
         "width": list(_MAX_EDGE_WIDTH * shares),
         "edge_color": [(*to_rgb("C0"), a) for a in np.sqrt(shares)],
     }
-
-
-def _rho(correlations: "xarray.Dataset", predictor: str) -> str:
-    """ρ and its interval, of all blocks and of the inner ones."""
-    said = []
-    for blocks in ("all", "inner"):
-        one = correlations.sel(blocks=blocks)
-        low, high = one[f"{predictor}_interval"].values
-        interval = "" if np.isnan(low + high) else f" [{low:+.2f}, {high:+.2f}]"
-        said.append(
-            "undefined"
-            if np.isnan(one[predictor])
-            else f"{float(one[predictor]):+.2f}{interval}"
-        )
-    return ";\ninner ".join(said)

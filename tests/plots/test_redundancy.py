@@ -10,7 +10,7 @@ import xarray
 from matplotlib.figure import Figure
 from scipy import stats
 
-from tl_coupling.plots import plot_redundancy
+from tl_coupling import plots
 from tl_coupling.redundancy import redundancy_correlations
 
 KS = (5, 10)
@@ -47,6 +47,10 @@ def made(n_prompts: int = 5, n_layers: int = 8) -> xarray.Dataset:
         },
         {"provenance": json.dumps({"model": "tiny $x$"})},
     )
+
+
+def plot_redundancy(data: xarray.Dataset, **options) -> Figure:
+    return plots.plot_redundancy(data, redundancy_correlations(data), **options)
 
 
 pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
@@ -184,7 +188,9 @@ def test_bad_input_is_one_line():
     with pytest.raises(ValueError, match=r"`k` must be among \[5, 10\], got 7"):
         plot_redundancy(made(), k=7)
     with pytest.raises(ValueError, match="got data without block_influence"):
-        plot_redundancy(made().drop_vars("block_influence"))
+        plots.plot_redundancy(
+            made().drop_vars("block_influence"), redundancy_correlations(made())
+        )
 
 
 def test_it_renders_and_takes_a_figure():
