@@ -6,21 +6,21 @@ could explain the score.
 from tl_coupling.generalization.associations import (
     FEWEST_RESAMPLED,
     Bootstrap,
-    PromptCorrelation,
     bootstrap,
-    by_task,
-    prompt_correlations,
-    task_means,
+    resampled,
 )
-from tl_coupling.generalization.relations import (
-    CovariateLine,
+from tl_coupling.generalization.covariates import CovariateLine, covariate_lines
+from tl_coupling.generalization.prompts import (
+    PromptCorrelation,
     PromptPoints,
     PromptRelation,
-    covariate_lines,
+    prompt_correlations,
     prompt_relation,
 )
-from tl_coupling.generalization.study import Generalization, generalization_study
+from tl_coupling.generalization.result import Generalization
+from tl_coupling.generalization.study import generalization_study
 from tl_coupling.generalization.tables import paper_table1, read_scores
+from tl_coupling.generalization.tasks import by_task, fits_across_tasks, task_means
 from tl_coupling.statistics import LinearFit, linear_fit
 
 __all__ = [

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas
+from jaxtyping import Float
 
-from tl_coupling.statistics import LEVEL, Interval
-from tl_coupling.statistics.fits import (
+from tl_coupling.statistics import (
+    LEVEL,
+    Interval,
     LinearFit,
     family_codes,
     least_squares,
@@ -43,21 +45,22 @@ class LeaveOneOut:
 def leave_one_out(
     table: pandas.DataFrame, x: str, y: str, *, families: str | None = None
 ) -> LeaveOneOut:
-    """How much the linear fit of y on x depends on each model: the column `model` if
-    there is one, else the index.
+    """Fit the line of y on x without each model in turn.
 
-    Errors as in `linear_fit`, also of the fits without a model, and for fewer than four
-    models. `families` as there.
+    Models are named by the column `model` if there is one, else by the index;
+    `families` as in `linear_fit`.
+
+    Raises:
+        ValueError: fewer than four models; as in `linear_fit`, also of the fits without
+            a model.
     """
     rows = rows_to_fit(table, (x,), y)
     if len(rows) < 4:
         raise ValueError(f"leaving one model out needs at least four, got {len(rows)}")
-    names = [
-        str(name)
-        for name in (table.loc[rows.index, "model"] if "model" in table else rows.index)
-    ]
-    kept = (
-        (name, table.drop(index)) for name, index in zip(names, rows.index, strict=True)
+    models = table.loc[rows.index, "model"] if "model" in table else rows.index
+    remaining = (
+        (str(model), table.drop(index))
+        for model, index in zip(models, rows.index, strict=True)
     )
     influence = least_squares(rows[y].to_numpy(), rows[x].to_numpy()).get_influence()
     # A model alone at its x has leverage 1: without it there is no slope, and its
@@ -67,62 +70,59 @@ def leave_one_out(
             "cooks_distance": influence.cooks_distance[0],
             "dfbetas": influence.dfbetas[:, 1],
         }
-        return _left_out(
-            "model", kept, linear_fit(table, x, y, families=families), families, columns
-        )
+        line = linear_fit(table, x, y, families=families)
+        return _left_out("model", remaining, line, families, columns)
 
 
 def leave_one_family_out(
     table: pandas.DataFrame, x: str, y: str, *, families: str
 ) -> LeaveOneOut:
-    """How much the linear fit of y on x depends on each family of at least two models.
+    """Fit the line of y on x without each family of at least two models in turn.
 
-    Errors as in `linear_fit`, also of the fits without a family, and where there is
-    none of two models.
+    Raises:
+        ValueError: there is no family of two models; as in `linear_fit`, also of the
+            fits without a family.
     """
     codes = family_codes(table, families)
-    several = np.flatnonzero(np.bincount(codes) > 1)
-    if not len(several):
+    shared_codes = np.flatnonzero(np.bincount(codes) > 1)
+    if not len(shared_codes):
         raise ValueError(f"no two models have the same {families!r}")
-    names = [str(table[families].to_numpy()[codes == code][0]) for code in several]
-    kept = (
-        (name, table[codes != code]) for name, code in zip(names, several, strict=True)
+    labels = table[families].to_numpy()
+    remaining = (
+        (str(labels[codes == code][0]), table[codes != code]) for code in shared_codes
     )
-    return _left_out(
-        "family", kept, linear_fit(table, x, y, families=families), families, {}
-    )
+    line = linear_fit(table, x, y, families=families)
+    return _left_out("family", remaining, line, families, {})
 
 
 def _left_out(
     kind: str,
-    kept: Iterator[tuple[str, pandas.DataFrame]],
-    whole: LinearFit,
+    remaining: Iterator[tuple[str, pandas.DataFrame]],
+    line: LinearFit,
     families: str | None,
-    columns: dict[str, np.ndarray],
+    columns: dict[str, Float[np.ndarray, " n"]],
 ) -> LeaveOneOut:
-    """The fits to what is kept without each, beside that to the whole; `columns` stand
-    first in the table.
+    """Fit what remains without each model or family, and compare it with the line of
+    all; `columns` stand first in the table.
     """
-    names, without = [], []
-    for name, rest in kept:
+    names = []
+    fits = []
+    for name, rest in remaining:
         try:
-            fit = linear_fit(rest, whole.x, whole.y, families=families)
+            fit = linear_fit(rest, line.x, line.y, families=families)
         except ValueError as error:
             raise ValueError(f"without {name!r}: {error}") from None
         names.append(name)
-        without.append((fit.slope, fit.r_squared, fit.p))
-    found = pandas.DataFrame(
-        without, pandas.Index(names, name=kind), ["slope", "r_squared", "p"]
-    )
-    found = pandas.concat([pandas.DataFrame(columns, found.index), found], axis=1)
-    r_squared = found["r_squared"].to_numpy()
-    most = names[int(abs(r_squared - whole.r_squared).argmax())]
-    sign_changes = tuple(found.index[np.sign(found["slope"]) != np.sign(whole.slope)])
-    not_significant = tuple(found.index[(found["p"] > ALPHA) & (whole.p <= ALPHA)])
+        fits.append((fit.slope, fit.r_squared, fit.p))
+    index = pandas.Index(names, name=kind)
+    without = pandas.DataFrame(fits, index, ["slope", "r_squared", "p"])
+    r_squared = without["r_squared"].to_numpy()
+    has_other_sign = np.sign(without["slope"]) != np.sign(line.slope)
+    loses_significance = (without["p"] > ALPHA) & (line.p <= ALPHA)
     return LeaveOneOut(
-        found,
-        most,
-        (float(r_squared.min()), float(r_squared.max())),
-        sign_changes,
-        not_significant,
+        table=pandas.concat([pandas.DataFrame(columns, index), without], axis=1),
+        most_influential=names[int(abs(r_squared - line.r_squared).argmax())],
+        r_squared_range=(float(r_squared.min()), float(r_squared.max())),
+        sign_changes=tuple(index[has_other_sign]),
+        not_significant=tuple(index[loses_significance]),
     )

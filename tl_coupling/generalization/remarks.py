@@ -1,168 +1,203 @@
-"""What a reader must know before believing that coupling goes with a score."""
+"""What a reader must know before believing that coupling goes with a score.
 
-from typing import TYPE_CHECKING, Any
+Each function returns lines of one kind, or none.
+"""
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import pandas
 
-from tl_coupling.generalization.leaving_out import ALPHA
-from tl_coupling.statistics.attenuation import LEAST, WANTED
-from tl_coupling.statistics.expressions import columns_of
-from tl_coupling.statistics.fits import LinearFit, subset_mask
+from tl_coupling.generalization.associations import Association
+from tl_coupling.generalization.leaving_out import ALPHA, LeaveOneOut
+from tl_coupling.generalization.prompts import PromptCorrelation
+from tl_coupling.generalization.tables import FAMILY
+from tl_coupling.statistics import (
+    LEAST,
+    WANTED,
+    Attenuation,
+    ExponentialFit,
+    Familywise,
+    Interval,
+    LinearFit,
+    columns_of,
+    subset_mask,
+)
 
-if TYPE_CHECKING:
-    from tl_coupling.generalization.study import Generalization
+# Above this share of degenerate draws the bootstrap says little.
+_MANY_DROPPED = 0.1
 
 
-def of(result: "Generalization") -> list[str]:
-    """All remarks on a study, the strength of the association first."""
-    line, drawn, rank = (
-        result.association.linear,
-        result.association.bootstrap,
-        result.association.spearman,
-    )
-    r_squared, rho = (
-        ("", "") if drawn.too_few else (_range(drawn.r_squared), _range(drawn.rho))
-    )
-    draws = (
-        ""
-        if drawn.too_few
-        else f"; {drawn.n_resamples} draws, {drawn.n_dropped} of them degenerate"
-    )
+def on_strength(
+    association: Association, looks: Familywise, exponential: ExponentialFit | None
+) -> list[str]:
+    """Say how strong the association is, and what is left of p after all looks."""
+    line = association.linear
+    bootstrap = association.bootstrap
+    rank = association.spearman
+    r_squared = f"R² = {line.r_squared:.3f}"
+    rho = f"Spearman's ρ = {rank.rho:.3f}"
+    draws = ""
+    if not bootstrap.too_few:
+        r_squared += _range(bootstrap.r_squared)
+        rho += _range(bootstrap.rho)
+        draws = (
+            f"; {bootstrap.n_resamples} draws, {bootstrap.n_dropped} of them degenerate"
+        )
     lines = [
-        f"R² = {line.r_squared:.3f}{r_squared}, Spearman's ρ = {rank.rho:.3f}{rho}, p = {rank.p:.3g}, Kendall's τ = "
-        f"{rank.tau:.3f}, p = {rank.tau_p:.3g}{draws}"
+        f"{r_squared}, {rho}, p = {rank.p:.3g}, "
+        f"Kendall's τ = {rank.tau:.3f}, p = {rank.tau_p:.3g}{draws}"
     ]
-    if not drawn.too_few and drawn.n_dropped > 0.1 * drawn.n_resamples:
+    many = _MANY_DROPPED * bootstrap.n_resamples
+    if not bootstrap.too_few and bootstrap.n_dropped > many:
         lines.append("many draws are degenerate: the bootstrap intervals mean little")
-    looks = result.familywise
     lines.append(
-        f"p = {looks.p:.3g} by permutation of the scores, over {len(looks.table)} looks (k, measures, tasks, subsets)"
+        f"p = {looks.p:.3g} by permutation of the scores, "
+        f"over {len(looks.table)} looks (k, measures, tasks, subsets)"
     )
-    if (fit := result.exponential) is not None:
+    if exponential is not None:
         lines.append(
-            f"exponential fit, score = a exp(b coupling): R² = {fit.r_squared:.3f}, p = {fit.p:.3g}"
+            "exponential fit, score = a exp(b coupling): "
+            f"R² = {exponential.r_squared:.3f}, p = {exponential.p:.3g}"
         )
-    if (
-        "family" in result.table
-        and result.table["family"].nunique() == 1
-        and not result.table["family"].isna().any()
-    ):
-        lines.append(
-            f"all models are of one family, {result.table['family'].iloc[0]}: nothing is known of others"
-        )
-    return (
-        lines
-        + _noise(result)
-        + _reversals(result)
-        + _selection(result)
-        + _influence(result)
-    )
+    return lines
 
 
-def is_by_outcome(table: pandas.DataFrame, scores: set[str], subset: Any) -> bool:
-    """Whether a subset is chosen by a score: its query names one, or its mask cuts one
-    in two.
+def on_a_single_family(table: pandas.DataFrame) -> list[str]:
+    """Say that all models are of one family, if they are."""
+    if FAMILY not in table or table[FAMILY].isna().any():
+        return []
+    if table[FAMILY].nunique() != 1:
+        return []
+    family = table[FAMILY].iloc[0]
+    return [f"all models are of one family, {family}: nothing is known of others"]
+
+
+def on_noise(attenuation: Attenuation | None, line: LinearFit) -> list[str]:
+    """Say that prompts are too few to tell the models apart, if they are."""
+    if attenuation is None or attenuation.reliability >= WANTED:
+        return []
+    n_wanted = "more"
+    if attenuation.n_wanted is not None:
+        n_wanted = f"about {attenuation.n_wanted}"
+    size = (
+        f"{attenuation.n_prompts} prompts are too few: reliability of the models' "
+        f"means {attenuation.reliability:.2f}, {WANTED} needs {n_wanted}"
+    )
+    if attenuation.reliability < LEAST:
+        return [f"{size}; below {LEAST} the slope is not corrected for it"]
+    return [
+        f"{size}; corrected for it the slope is {attenuation.slope:.4g} "
+        f"instead of {line.slope:.4g}"
+    ]
+
+
+def on_slopes_inside_families(
+    line: LinearFit, inside_families: LinearFit | None
+) -> list[str]:
+    """Say that the slope of differences inside families has the other sign, if it
+    has.
+    """
+    if inside_families is None or not _is_reversed(inside_families, line):
+        return []
+    low, high = inside_families.slope_interval
+    return [
+        f"Simpson: inside families the slope is {inside_families.slope:.4g} "
+        f"({low:.4g} to {high:.4g}), over all models {line.slope:.4g}"
+    ]
+
+
+def on_reversed_slopes(
+    line: LinearFit, groups: Mapping[str, Mapping[str, LinearFit]]
+) -> list[str]:
+    """Name the groups of models or tasks inside which the slope has the other sign
+    (Simpson's paradox).
+    """
+    lines = []
+    for place, fits in groups.items():
+        names = [name for name, fit in fits.items() if _is_reversed(fit, line)]
+        if names:
+            lines.append(
+                f"Simpson: the slope has the other sign {place} {', '.join(names)}"
+            )
+    return lines
+
+
+def on_reversed_correlations(
+    correlations: Mapping[str, Mapping[str, PromptCorrelation]],
+) -> list[str]:
+    """Name the models whose ρ over prompts has the other sign within tasks."""
+    lines = []
+    for property_of_prompts, by_model in correlations.items():
+        models = [
+            model
+            for model, correlation in by_model.items()
+            if correlation.within_tasks * correlation.rho < 0
+        ]
+        if models:
+            lines.append(
+                f"Simpson: ρ with prompt {property_of_prompts} has the other sign "
+                f"within tasks for {', '.join(models)}"
+            )
+    return lines
+
+
+def on_selection(selected: Sequence[str]) -> list[str]:
+    """Name the subsets that were chosen by the score."""
+    if not selected:
+        return []
+    return [
+        f"chosen by the score: {', '.join(selected)}; that pulls slope and R² "
+        "towards 0, and they compare with no others"
+    ]
+
+
+def on_influence(kind: str, influence: LeaveOneOut | None) -> list[str]:
+    """Say how much the line depends on a single model or family."""
+    if influence is None:
+        return []
+    low, high = influence.r_squared_range
+    lines = [
+        f"without one {kind} R² is {low:.3f} to {high:.3f}; "
+        f"{influence.most_influential} changes it most"
+    ]
+    if influence.sign_changes:
+        names = " or ".join(influence.sign_changes)
+        lines.append(f"the slope changes its sign without {names}")
+    if influence.not_significant:
+        names = " or ".join(influence.not_significant)
+        lines.append(f"p exceeds {ALPHA} without {names}")
+    return lines
+
+
+def is_by_outcome(
+    table: pandas.DataFrame,
+    scores: set[str],
+    subset: str | Sequence[bool] | pandas.Series,
+) -> bool:
+    """Say whether a subset is chosen by a score.
+
+    Its query names one, or its mask cuts the models in two by one.
     """
     if isinstance(subset, str):
         return not columns_of(subset).isdisjoint(scores)
     mask = subset_mask(table, subset)
     if mask.all() or not mask.any():
         return False
-    cut = (
-        (values[mask], values[~mask])
-        for values in (table[score].to_numpy(float) for score in scores & {*table})
-    )
-    return any(
-        chosen.min() > rest.max() or chosen.max() < rest.min() for chosen, rest in cut
-    )
+    columns = [table[score].to_numpy(float) for score in scores & {*table}]
+    return any(_is_cut(values[mask], values[~mask]) for values in columns)
 
 
-def _noise(result: "Generalization") -> list[str]:
-    found = result.attenuation
-    if found is None or found.reliability >= WANTED:
-        return []
-    wanted = "more" if found.n_wanted is None else f"about {found.n_wanted}"
-    size = f"{found.n_prompts} prompts are too few: reliability of the models' means {found.reliability:.2f}, {WANTED} "
-    size += f"needs {wanted}"
-    if found.reliability < LEAST:
-        return [f"{size}; below {LEAST} the slope is not corrected for it"]
-    return [
-        f"{size}; corrected for it the slope is {found.slope:.4g} instead of {result.association.linear.slope:.4g}"
-    ]
+def _is_cut(inside: np.ndarray, outside: np.ndarray) -> bool:
+    is_above = inside.min() > outside.max()
+    is_below = inside.max() < outside.min()
+    return bool(is_above or is_below)
 
 
-def _reversals(result: "Generalization") -> list[str]:
-    """Simpson's paradox: a slope inside groups against that over all."""
-    line, lines = result.association.linear, []
-
-    def against(fits: dict[str, LinearFit]) -> list[str]:
-        return [name for name, fit in fits.items() if fit.slope * line.slope < 0]
-
-    if (
-        inside := result.partial.get("family")
-    ) is not None and inside.slope * line.slope < 0:
-        low, high = inside.slope_interval
-        lines.append(
-            f"Simpson: inside families the slope is {inside.slope:.4g} ({low:.4g} to {high:.4g}), over all models "
-            f"{line.slope:.4g}"
-        )
-    for where, names in (
-        ("inside the families", against(result.within_families)),
-        (
-            "on the tasks",
-            against({task: one.linear for task, one in result.by_task.items()}),
-        ),
-        ("across the tasks of the models", against(result.across_tasks)),
-    ):
-        if names:
-            lines.append(
-                f"Simpson: the slope has the other sign {where} {', '.join(names)}"
-            )
-    for what, found in (
-        ("length", result.prompt_length),
-        ("difficulty", result.prompt_difficulty),
-    ):
-        if names := [
-            model for model, one in found.items() if one.within_tasks * one.rho < 0
-        ]:
-            lines.append(
-                f"Simpson: ρ with prompt {what} has the other sign within tasks for {', '.join(names)}"
-            )
-    return lines
+def _is_reversed(fit: LinearFit, line: LinearFit) -> bool:
+    return fit.slope * line.slope < 0
 
 
-def _selection(result: "Generalization") -> list[str]:
-    if not result.selected:
-        return []
-    names = ", ".join(result.selected)
-    return [
-        f"chosen by the score: {names}; that pulls slope and R² towards 0, and they compare with no others"
-    ]
-
-
-def _influence(result: "Generalization") -> list[str]:
-    lines = []
-    for kind, influence in (
-        ("model", result.influence),
-        ("family", result.family_influence),
-    ):
-        if influence is None:
-            continue
-        low, high = influence.r_squared_range
-        most = influence.most_influential
-        lines.append(
-            f"without one {kind} R² is {low:.3f} to {high:.3f}; {most} changes it most"
-        )
-        if influence.sign_changes:
-            lines.append(
-                f"the slope changes its sign without {' or '.join(influence.sign_changes)}"
-            )
-        if influence.not_significant:
-            lines.append(
-                f"p exceeds {ALPHA} without {' or '.join(influence.not_significant)}"
-            )
-    return lines
-
-
-def _range(interval: tuple[float, float]) -> str:
-    return " ({:.3f} to {:.3f})".format(*interval)
+def _range(interval: Interval) -> str:
+    low, high = interval
+    return f" ({low:.3f} to {high:.3f})"

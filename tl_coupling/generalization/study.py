@@ -1,20 +1,28 @@
 """Everything at once: does coupling go with the score, and what speaks against it."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import pandas
 import xarray
+from jaxtyping import Int
 
-from tl_coupling.arguments import Count, Seed, checked, made_by
-from tl_coupling.generalization import associations, leaving_out, remarks
-from tl_coupling.generalization.associations import Association, PromptCorrelation
+from tl_coupling.arguments import Count, Seed, checked
+from tl_coupling.generalization.associations import Association, resampled
+from tl_coupling.generalization.leaving_out import (
+    LeaveOneOut,
+    leave_one_family_out,
+    leave_one_out,
+)
+from tl_coupling.generalization.prompts import PromptCorrelation, prompt_correlations
+from tl_coupling.generalization.remarks import is_by_outcome
+from tl_coupling.generalization.result import Generalization
 from tl_coupling.generalization.tables import (
     LAST,
+    MeasuredModels,
     checked_scores,
     in_rows,
     measured,
@@ -22,174 +30,33 @@ from tl_coupling.generalization.tables import (
     per_prompt,
     with_families,
 )
+from tl_coupling.generalization.tasks import by_task, fits_across_tasks
 from tl_coupling.measures import Measure
-from tl_coupling.statistics import fits, rank_correlation
-from tl_coupling.statistics.attenuation import Attenuation, attenuation
-from tl_coupling.statistics.familywise import ALL_PROMPTS, Familywise, familywise
+from tl_coupling.statistics import (
+    ALL_PROMPTS,
+    Attenuation,
+    ExponentialFit,
+    Familywise,
+    LinearFit,
+    attenuation,
+    complete_rows,
+    covariate_fits,
+    exponential_fit,
+    family_codes,
+    familywise,
+    fits_within,
+    linear_fit,
+    rank_correlation,
+    subset_fits,
+)
 from tl_coupling.surveys.readings import with_diagonal
 
 # Parameters and tokens span decades: untransformed, the largest model would decide.
 _COVARIATES = ("log10(n_parameters)", "n_layers", "d_model", "log10(training_tokens)")
 
-
-@made_by("generalization.generalization_study(data, scores)")
-@dataclass(frozen=True, eq=False, repr=False)
-class Generalization:
-    """Coupling against a score across models.
-
-    Attributes:
-        measure, k, score: what is compared; `score` is "loss" where the survey's own
-            loss takes the place of one.
-        table, n_prompts: one row per model that has both; over how many prompts its
-            coupling is a mean.
-        association, exponential, influence: the line, ρ and bootstrap over all models;
-            the exponential fit; the line without each model. `None` where there are too
-            few models.
-        attenuation: reliability of the models' means, and the slope corrected for it;
-            `None` with one prompt.
-        familywise: the p of having looked at every k, measure, task and subset.
-        covariates, subsets: each covariate alone, beside coupling on the same models;
-            the line on each subset.
-        selected: the subsets that were chosen by the score.
-        partial: coupling with each covariate held fixed, and with all of them, by what
-            is held fixed; with "family", differences inside families alone.
-        family_influence, within_families: where models are of families, the line
-            without each family, and inside each one of at least three models.
-        by_k, by_task: the association at each k, and on the prompts of each task. Every
-            k sees the same draws.
-        across_tasks, prompt_length, prompt_difficulty: within each model, over its
-            tasks or its prompts.
-        left_out: what is missing and why: models without score or coupling, statistics
-            without enough models.
-
-    Example:
-        >>> scores = tlc.generalization.read_scores("scores.csv")
-        >>> study = tlc.generalization.generalization_study(data, scores, n_resamples=100)
-        >>> study.table.model.tolist()[:2], list(study.by_k)
-        (['width8', 'width12'], [2, 4])
-    """
-
-    measure: str
-    k: int
-    score: str
-    table: pandas.DataFrame
-    n_prompts: int
-    association: Association
-    exponential: fits.ExponentialFit | None
-    influence: leaving_out.LeaveOneOut | None
-    attenuation: Attenuation | None
-    familywise: Familywise
-    covariates: pandas.DataFrame
-    partial: dict[str, fits.LinearFit]
-    subsets: dict[str, fits.LinearFit]
-    selected: tuple[str, ...]
-    family_influence: leaving_out.LeaveOneOut | None
-    within_families: dict[str, fits.LinearFit]
-    by_k: dict[int, Association]
-    by_task: dict[str, Association]
-    across_tasks: dict[str, fits.LinearFit]
-    prompt_length: dict[str, PromptCorrelation]
-    prompt_difficulty: dict[str, PromptCorrelation]
-    left_out: dict[str, str]
-
-    def __repr__(self) -> str:
-        line = self.association.linear
-        low, high = line.slope_interval
-        families = "" if line.n_families is None else f" in {line.n_families} families"
-        return (
-            f"Generalization({self.score} against {self.measure}, k = {self.k}, {line.n} models{families}, "
-            f"{self.n_prompts} prompts:\n  slope {line.slope:.4g} ({low:.4g} to {high:.4g}), "
-            f"R² = {line.r_squared:.3f}, p = {line.p:.2g}, Spearman's ρ = {self.association.spearman.rho:.3f})"
-        )
-
-    @property
-    def slopes(self) -> pandas.DataFrame:
-        """The slope over all models, on each subset, and with covariates held fixed,
-        with its interval.
-
-        Over all models the bootstrap's interval stands below that of t, if there are
-        enough models, and below it the slope corrected for the noise of having few
-        prompts. Columns `n` (models), `slope`, `low`, `high`, `r_squared` (partial
-        where something is held fixed), `p`, `vif`.
-        """
-        import pandas
-
-        line, drawn, nan = (
-            self.association.linear,
-            self.association.bootstrap,
-            float("nan"),
-        )
-        given = {f"given {name}": fit for name, fit in self.partial.items()}
-        all_models, *rows = [
-            (
-                name,
-                fit.n,
-                fit.slope,
-                *fit.slope_interval,
-                fit.r_squared,
-                fit.p,
-                fit.vif if fit.controls else nan,
-            )
-            for name, fit in (
-                ("all models", line),
-                *self.subsets.items(),
-                *given.items(),
-            )
-        ]
-        more = (
-            []
-            if drawn.too_few
-            else [
-                (
-                    "all models, bootstrap",
-                    line.n,
-                    line.slope,
-                    *drawn.slope,
-                    nan,
-                    nan,
-                    nan,
-                )
-            ]
-        )
-        if (found := self.attenuation) is not None and found.slope == found.slope:
-            more.append(
-                (
-                    "all models, corrected",
-                    line.n,
-                    found.slope,
-                    *found.slope_interval,
-                    nan,
-                    nan,
-                    nan,
-                )
-            )
-        columns = ["fit", "n", "slope", "low", "high", "r_squared", "p", "vif"]
-        return pandas.DataFrame([all_models, *more, *rows], columns=columns).set_index(
-            "fit"
-        )
-
-    @property
-    def remarks(self) -> list[str]:
-        """What a reader must know before believing the slope, a line each."""
-        return remarks.of(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON can hold it: tables as lists of rows, `None` for what is
-        not finite.
-        """
-        import pandas
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, pandas.DataFrame):
-                return (value.reset_index() if value.index.name else value).to_dict(
-                    "records"
-                )
-            return value.tolist()
-
-        everything = asdict(self) | {"remarks": self.remarks}
-        return json.loads(
-            json.dumps(everything, default=plain), parse_constant=lambda _: None
-        )
+Subset = str | Sequence[bool] | pandas.Series
+_Key = TypeVar("_Key")
+_Result = TypeVar("_Result")
 
 
 @checked
@@ -209,7 +76,7 @@ def generalization_study(
     n_resamples: Count = 2000,
     seed: Seed = 0,
 ) -> Generalization:
-    """Coupling against a score across models, with what else could explain it.
+    """Compare coupling with a score across models, and with what else could explain it.
 
     Args:
         data: a survey: what `run` or `measure_prompts` gives, along `model` and
@@ -257,18 +124,13 @@ def generalization_study(
         Generalization(score against coupling, k = 10, 5 models, 4 prompts:
           slope 52 (35.16 to 68.84), R² = 0.970, p = 0.0022, Spearman's ρ = 1.000)
     """
-    data = data if diagonal is None else with_diagonal(data, diagonal)
+    if diagonal is not None:
+        data = with_diagonal(data, diagonal)
     # Read once: a survey may be spread over thousands of files. Any of its measures may
     # have been looked at.
-    data = needed(
-        data,
-        measure,
-        also=(
-            "n_pos",
-            *(name for name in map(str, data.data_vars) if name[:5] == "mean_"),
-        ),
-    )
-    models = data["model"].values.astype(str).tolist() if "model" in data.dims else []
+    means = [name for name in map(str, data.data_vars) if name.startswith("mean_")]
+    survey = needed(data, measure, also=("n_pos", *means))
+    models = _models_of(survey)
     if isinstance(scores, str):
         score = "loss"
     elif models:
@@ -278,158 +140,372 @@ def generalization_study(
         raise ValueError(
             f"`families` names models that were not measured: {', '.join(unknown)}"
         )
-    ks = sorted(data["k"].values.tolist())
-    k = ks[-1] if k is None else k
-    where: dict[str, Any] = {"k": k, "measure": measure, "checkpoint": checkpoint}
-
-    def associated(
-        part: xarray.Dataset, k: int, score: str
-    ) -> tuple[Association, pandas.DataFrame, Any, Any]:
-        """Also the table by place along the rows of the survey, x and y on each prompt,
-        and what is left out.
-        """
-        table, x, y, left_out = measured(
-            per_prompt(part, k, measure), scores, measure, score, where["checkpoint"]
-        )
-        table, related = with_families(table, families)
-        codes = None if related is None else fits.family_codes(table, related)
-        line = fits.linear_fit(table, measure, score, families=related)
-        columns = table[[measure, score]].to_numpy(float).T
-        rank = rank_correlation(
-            *columns, families=codes, n_permutations=n_resamples, seed=seed
-        )
-        drawn = associations.resampled(x, y, codes, n_resamples=n_resamples, seed=seed)
-        return Association(line, rank, drawn), table, (x, y), left_out
-
-    def tried(
-        what: str, compute: Callable[..., Any], *args: Any, **options: Any
-    ) -> Any:
-        """The result; where it cannot be computed, `None`, and the reason in
-        `left_out`.
-        """
-        try:
-            return compute(*args, **options)
-        except ValueError as error:
-            left_out[what] = str(error)
-            return None
-
-    def each(
-        what: str, keys: Iterable[Any], compute: Callable[[Any], Any]
-    ) -> dict[Any, Any]:
-        return {
-            key: found
-            for key in keys
-            if (found := tried(f"{what}{key}", compute, key)) is not None
-        }
-
-    main, places, (x, y), left_out = associated(data, k, score)
-    if checkpoint != LAST:
-        # The same for every k, task and model.
-        where["checkpoint"] = places["checkpoint"].tolist()[0]
-    table, related = with_families(places.reset_index(drop=True), None)
-    columns, subsets = (table, measure, score), subsets or {}
-    if main.bootstrap.too_few:
-        left_out["bootstrap"] = main.bootstrap.too_few
-    if controls is not None:
-        if len(set(controls)) < len(controls):
-            raise ValueError(
-                f"`controls` must be different columns, got {list(controls)}"
-            )
-        # An unknown name is the caller's mistake, not a lack of models.
-        fits.complete_rows(table, controls)
-    known = [
-        name
-        for name in _COVARIATES
-        if name.removeprefix("log10(").removesuffix(")") in table
-    ]
-    chosen = known if controls is None else controls
-    usable = list(
-        each(
-            "covariate ",
-            chosen,
-            lambda name: fits.covariate_fits(
-                *columns, covariates=[name], families=related
-            ),
-        )
-    )
-    fixed = {name: [name] for name in usable} | (
-        {" + ".join(usable): usable} if len(usable) > 1 else {}
-    )
-    fixed |= {} if related is None else {related: []}
-
-    def given(name: str) -> fits.LinearFit:
-        within = related if name == related else None
-        return fits.linear_fit(
-            *columns, controls=fixed[name], families=related, within=within
-        )
-
-    of_subsets = fits.subset_fits(*columns, subsets=subsets, families=related)
-    tasks = associations.by_task(data)
-    score_of = {
-        task: task if not isinstance(scores, str) and task in scores else score
-        for task in tasks
-    }
-    in_task = {task: data["task"].values.astype(str) == task for task in tasks}
-    looked_at = familywise(
-        in_rows(data, data),
-        places,
-        in_task | {ALL_PROMPTS: np.ones(data.sizes["prompt"], bool)},
-        None if isinstance(scores, str) else score_of | {ALL_PROMPTS: score},
-        subsets,
-        None if related is None else fits.family_codes(table, related),
-        look=(k, measure),
-        n_permutations=n_resamples,
+    question = Question(
+        data=survey,
+        scores=scores,
+        measure=measure,
+        k=int(survey["k"].max()) if k is None else k,
+        score=score,
+        checkpoint=checkpoint,
+        families=families,
+        n_resamples=n_resamples,
         seed=seed,
     )
-    of_prompts: Any = partial(associations.prompt_correlations, seed=seed, **where)
-    return Generalization(
-        measure=measure,
-        k=k,
-        score=score,
-        table=table,
-        n_prompts=main.bootstrap.n_prompts,
-        association=main,
-        exponential=tried(
-            "exponential", fits.exponential_fit, *columns, families=related
-        ),
-        influence=tried(
-            "influence", leaving_out.leave_one_out, *columns, families=related
-        ),
-        attenuation=tried("reliability", attenuation, x, y, main.linear, seed=seed),
-        familywise=looked_at,
-        covariates=fits.covariate_fits(*columns, covariates=usable, families=related),
-        partial=each("given ", fixed, given),
-        subsets=of_subsets,
-        selected=tuple(
-            name
-            for name, one in subsets.items()
-            if remarks.is_by_outcome(table, {score, *score_of.values()}, one)
-        ),
-        family_influence=None
-        if related is None
-        else tried(
-            "families", leaving_out.leave_one_family_out, *columns, families=related
-        ),
-        within_families={}
-        if related is None
-        else fits.fits_within(*columns, families=related),
-        by_k=each(
-            "k = ",
-            ks,
-            lambda one: main if one == k else associated(data, one, score)[0],
-        ),
-        by_task=each(
-            "task ", tasks, lambda task: associated(tasks[task], k, score_of[task])[0]
-        ),
-        across_tasks=tried(
-            "across tasks", associations.fits_across_tasks, data, scores, **where
+    return Study(question).result(controls, subsets or {}, difficulty or {})
+
+
+def _models_of(survey: xarray.Dataset) -> list[str]:
+    if "model" not in survey.dims:
+        return []
+    return survey["model"].values.astype(str).tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """Which coupling is compared with which score, of which models.
+
+    Attributes:
+        data: what `needed` reads of a survey.
+        scores, score: checked scores and their column, or "loss" twice.
+        measure, k, checkpoint: of the coupling; of all models.
+        families: by model, or `None` for those of the scores.
+        n_resamples, seed: of bootstraps and permutations.
+    """
+
+    data: xarray.Dataset
+    scores: pandas.DataFrame | str
+    measure: str
+    k: int
+    score: str
+    checkpoint: int | str | None
+    families: Mapping[str, str] | None
+    n_resamples: int
+    seed: int
+
+    def models(self) -> MeasuredModels:
+        """Return the models that have both values, with their families."""
+        survey = per_prompt(self.data, self.k, self.measure)
+        models = measured(
+            survey, self.scores, self.measure, self.score, self.checkpoint
         )
-        or {},
-        prompt_length=each(
-            "prompt length, ",
-            models,
-            lambda model: of_prompts(data.sel(model=[model])).get(model),
-        ),
-        prompt_difficulty=of_prompts(data, difficulty) if difficulty else {},
-        left_out=left_out,
-    )
+        table, _ = with_families(models.table, self.families)
+        return replace(models, table=table)
+
+    def association(self, models: MeasuredModels) -> Association:
+        """Return the line through the models, their rank correlation, and intervals."""
+        table, families = with_families(models.table, None)
+        codes = None if families is None else family_codes(table, families)
+        line = linear_fit(table, self.measure, self.score, families=families)
+        rank = rank_correlation(
+            table[self.measure].to_numpy(float),
+            table[self.score].to_numpy(float),
+            families=codes,
+            n_permutations=self.n_resamples,
+            seed=self.seed,
+        )
+        intervals = resampled(
+            models.x, models.y, codes, n_resamples=self.n_resamples, seed=self.seed
+        )
+        return Association(line, rank, intervals)
+
+    def answer(self) -> Association:
+        """Return the association of the models that have both values."""
+        return self.association(self.models())
+
+
+class Attempts:
+    """Statistics that may lack models: those that cannot be computed leave a reason.
+
+    Attributes:
+        reasons: why, by the name of the statistic.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+
+    def result(self, name: str, compute: Callable[[], _Result]) -> _Result | None:
+        """Return what is computed, or `None` where it cannot be."""
+        try:
+            return compute()
+        except ValueError as error:
+            self.reasons[name] = str(error)
+            return None
+
+    def results(
+        self,
+        prefix: str,
+        keys: Iterable[_Key],
+        compute: Callable[[_Key], _Result | None],
+    ) -> dict[_Key, _Result]:
+        """Return what is computed for each key, without those that have no result."""
+        results = {}
+        for key in keys:
+            result = self.result(f"{prefix}{key}", partial(compute, key))
+            if result is not None:
+                results[key] = result
+        return results
+
+
+class Study:
+    """A question across models, its answer, and what else could explain the score.
+
+    The methods are the steps of `generalization_study`.
+    """
+
+    def __init__(self, question: Question) -> None:
+        """Compare the models; ValueError where fewer than three have both values."""
+        models = question.models()
+        self.models = models
+        self.main = question.association(models)
+        if question.checkpoint != LAST:
+            # The same for every k, task and model.
+            checkpoint = models.table["checkpoint"].tolist()[0]
+            question = replace(question, checkpoint=checkpoint)
+        self.question = question
+        self.table, self.families = with_families(
+            models.table.reset_index(drop=True), None
+        )
+        self.tasks = by_task(question.data)
+        self.attempts = Attempts(models.left_out)
+        if self.main.bootstrap.too_few:
+            self.attempts.reasons["bootstrap"] = self.main.bootstrap.too_few
+
+    def result(
+        self,
+        controls: Sequence[str] | None,
+        subsets: Mapping[str, Subset],
+        difficulty: Mapping[str, float],
+    ) -> Generalization:
+        """Take all steps; arguments as in `generalization_study`.
+
+        Reasons are in `left_out` in the order in which the steps are taken.
+        """
+        covariates = self.covariates(controls)
+        return Generalization(
+            measure=self.question.measure,
+            k=self.question.k,
+            score=self.question.score,
+            table=self.table,
+            n_prompts=self.main.bootstrap.n_prompts,
+            association=self.main,
+            subsets=self.subsets(subsets),
+            familywise=self.looks(subsets),
+            exponential=self.exponential(),
+            influence=self.influence(),
+            attenuation=self.attenuation(),
+            covariates=covariates,
+            partial=self.slopes_given(list(covariates.index)),
+            selected=self.selected(subsets),
+            family_influence=self.family_influence(),
+            within_families=self.within_families(),
+            by_k=self.by_k(),
+            by_task=self.by_task(),
+            across_tasks=self.across_tasks(),
+            prompt_length=self.prompt_length(),
+            prompt_difficulty=self.prompt_difficulty(difficulty),
+            left_out=self.attempts.reasons,
+        )
+
+    @property
+    def columns(self) -> tuple[pandas.DataFrame, str, str]:
+        """Return the table, and its columns of coupling and of the score."""
+        return self.table, self.question.measure, self.question.score
+
+    def covariates(self, controls: Sequence[str] | None) -> pandas.DataFrame:
+        """Fit each covariate alone, beside coupling on the same models."""
+        table = self.table
+        if controls is None:
+            controls = [name for name in _COVARIATES if _column_in(name) in table]
+        else:
+            if len(set(controls)) < len(controls):
+                raise ValueError(
+                    f"`controls` must be different columns, got {list(controls)}"
+                )
+            # An unknown name is the caller's mistake, not a lack of models.
+            complete_rows(table, controls)
+
+        def beside_coupling(names: Sequence[str]) -> pandas.DataFrame:
+            return covariate_fits(
+                *self.columns, covariates=names, families=self.families
+            )
+
+        rows = self.attempts.results(
+            "covariate ", controls, lambda name: beside_coupling([name])
+        )
+        return pandas.concat(rows.values()) if rows else beside_coupling([])
+
+    def subsets(self, subsets: Mapping[str, Subset]) -> dict[str, LinearFit]:
+        """Fit the line on each subset of the models."""
+        return subset_fits(*self.columns, subsets=subsets, families=self.families)
+
+    def exponential(self) -> ExponentialFit | None:
+        """Fit the exponential curve."""
+        return self.attempts.result(
+            "exponential",
+            lambda: exponential_fit(*self.columns, families=self.families),
+        )
+
+    def influence(self) -> LeaveOneOut | None:
+        """Fit the line without each model."""
+        return self.attempts.result(
+            "influence", lambda: leave_one_out(*self.columns, families=self.families)
+        )
+
+    def family_influence(self) -> LeaveOneOut | None:
+        """Fit the line without each family."""
+        families = self.families
+        if families is None:
+            return None
+        return self.attempts.result(
+            "families", lambda: leave_one_family_out(*self.columns, families=families)
+        )
+
+    def within_families(self) -> dict[str, LinearFit]:
+        """Fit the line inside each family of at least three models."""
+        if self.families is None:
+            return {}
+        return fits_within(*self.columns, families=self.families)
+
+    def attenuation(self) -> Attenuation | None:
+        """Correct the slope for the noise of having few prompts."""
+        x = self.models.x
+        y = self.models.y
+        line = self.main.linear
+        return self.attempts.result(
+            "reliability", lambda: attenuation(x, y, line, seed=self.question.seed)
+        )
+
+    def slopes_given(self, covariates: Sequence[str]) -> dict[str, LinearFit]:
+        """Fit the line with each covariate held fixed, with all of them, and inside
+        families.
+        """
+        held_fixed = {name: [name] for name in covariates}
+        if len(covariates) > 1:
+            held_fixed[" + ".join(covariates)] = list(covariates)
+        if self.families is not None:
+            held_fixed[self.families] = []
+
+        def line_given(name: str) -> LinearFit:
+            return linear_fit(
+                *self.columns,
+                controls=held_fixed[name],
+                families=self.families,
+                within=self.families if name == self.families else None,
+            )
+
+        return self.attempts.results("given ", held_fixed, line_given)
+
+    def score_on(self, task: str) -> str:
+        """Return the column of the score on a task: its own, if the scores have it."""
+        scores = self.question.scores
+        if isinstance(scores, str) or task not in scores:
+            return self.question.score
+        return task
+
+    def looks(self, subsets: Mapping[str, Subset]) -> Familywise:
+        """Return the p of having looked at every k, measure, task and subset."""
+        question = self.question
+        data = question.data
+        prompts = {task: data["task"].values.astype(str) == task for task in self.tasks}
+        prompts[ALL_PROMPTS] = np.ones(data.sizes["prompt"], bool)
+        scores = None
+        if not isinstance(question.scores, str):
+            scores = {task: self.score_on(task) for task in self.tasks}
+            scores[ALL_PROMPTS] = question.score
+        return familywise(
+            in_rows(data, data),
+            self.models.table,
+            prompts,
+            scores,
+            subsets,
+            self.family_codes(),
+            look=(question.k, question.measure),
+            n_permutations=question.n_resamples,
+            seed=question.seed,
+        )
+
+    def family_codes(self) -> Int[np.ndarray, " n_models"] | None:
+        """Number the families; `None` where models count as independent."""
+        if self.families is None:
+            return None
+        return family_codes(self.table, self.families)
+
+    def selected(self, subsets: Mapping[str, Subset]) -> tuple[str, ...]:
+        """Return the subsets that are chosen by a score."""
+        scores = {self.question.score, *map(self.score_on, self.tasks)}
+        return tuple(
+            name
+            for name, subset in subsets.items()
+            if is_by_outcome(self.table, scores, subset)
+        )
+
+    def by_k(self) -> dict[int, Association]:
+        """Return the association at each k."""
+
+        def at(k: int) -> Association:
+            if k == self.question.k:
+                return self.main
+            return replace(self.question, k=k).answer()
+
+        ks = sorted(self.question.data["k"].values.tolist())
+        return self.attempts.results("k = ", ks, at)
+
+    def by_task(self) -> dict[str, Association]:
+        """Return the association on the prompts of each task."""
+
+        def on(task: str) -> Association:
+            of_task = replace(
+                self.question, data=self.tasks[task], score=self.score_on(task)
+            )
+            return of_task.answer()
+
+        return self.attempts.results("task ", self.tasks, on)
+
+    def across_tasks(self) -> dict[str, LinearFit]:
+        """Fit the line over the tasks of each model."""
+        question = self.question
+        fits = self.attempts.result(
+            "across tasks",
+            lambda: fits_across_tasks(
+                question.data,
+                question.scores,
+                k=question.k,
+                measure=question.measure,
+                checkpoint=question.checkpoint,
+            ),
+        )
+        return fits or {}
+
+    def prompt_length(self) -> dict[str, PromptCorrelation]:
+        """Correlate coupling with the length of the prompts, in each model."""
+        data = self.question.data
+
+        def of_model(model: str) -> PromptCorrelation | None:
+            of_prompts = self._prompt_correlations(data.sel(model=[model]), "n_pos")
+            return of_prompts.get(model)
+
+        return self.attempts.results("prompt length, ", _models_of(data), of_model)
+
+    def prompt_difficulty(
+        self, difficulty: Mapping[str, float]
+    ) -> dict[str, PromptCorrelation]:
+        """Correlate coupling with the difficulty of the prompts, in each model."""
+        if not difficulty:
+            return {}
+        return self._prompt_correlations(self.question.data, difficulty)
+
+    def _prompt_correlations(
+        self, data: xarray.Dataset, against: str | Mapping[str, float]
+    ) -> dict[str, PromptCorrelation]:
+        return prompt_correlations(
+            data,
+            against,
+            k=self.question.k,
+            measure=self.question.measure,
+            checkpoint=self.question.checkpoint,
+            seed=self.question.seed,
+        )
+
+
+def _column_in(covariate: str) -> str:
+    return covariate.removeprefix("log10(").removesuffix(")")

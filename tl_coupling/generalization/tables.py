@@ -6,17 +6,18 @@ import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 import pandas
 import xarray
+from jaxtyping import Float
 
 from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.files import of_cell
-from tl_coupling.statistics import check_size
-from tl_coupling.statistics.fits import family_codes
+from tl_coupling.statistics import check_size, family_codes
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.readings import one_orientation
 from tl_coupling.surveys.survey import UNTRAINED
@@ -28,8 +29,9 @@ _KNOWN_OF_MODELS = ("n_layers", "d_model", "n_parameters", "training_tokens")
 
 
 def paper_table1() -> pandas.DataFrame:
-    """Table 1 of Aubry et al. 2025 (arXiv 2407.07810): models, their sizes, and their
-    scores as printed there.
+    """Return table 1 of Aubry et al. 2025 (arXiv 2407.07810).
+
+    It holds models, their sizes, and their scores as printed there.
 
     Columns: `model` (its name on the hub, which is ours), `family`, `variant`,
     `params_billion`, `n_layers`, `d_model`, `training_tokens`, `score`,
@@ -46,7 +48,7 @@ def paper_table1() -> pandas.DataFrame:
 
 @checked
 def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
-    """Scores of models, from a CSV file with a header line.
+    """Read the scores of models from a CSV file with a header line.
 
     Args:
         path: a file with the column `model` and the one named by `score`, empty where
@@ -65,22 +67,8 @@ def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
         >>> scores.columns.tolist(), len(scores)
         (['model', 'score'], 6)
     """
-    text: dict[str, Any] = {
-        "dtype": str,
-        "keep_default_na": False,
-        "skipinitialspace": True,
-        "encoding": "utf-8-sig",
-    }
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pandas.errors.ParserWarning)
-            # As text: a model may be called NA, a checkpoint 0010. With an index, long
-            # lines would shift their columns.
-            read = pandas.read_csv(path, index_col=False, **text)
-            # pandas would number columns of one name.
-            heads = (
-                pandas.read_csv(path, header=None, nrows=1, **text).iloc[0].str.strip()
-            )
+        table, header = _read_texts(path)
     except pandas.errors.ParserWarning:
         raise ValueError(
             f"{os.fspath(path)}: lines are longer than the header"
@@ -89,314 +77,364 @@ def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
         raise ValueError(
             f"{os.fspath(path)}: not a CSV file with a header line: {error}"
         ) from None
-    if heads.duplicated().any():
-        raise ValueError(
-            f"{os.fspath(path)}: more than one column {heads[heads.duplicated()].iloc[0]!r}"
-        )
+    is_repeated = header.duplicated()
+    if is_repeated.any():
+        name = header[is_repeated].iloc[0]
+        raise ValueError(f"{os.fspath(path)}: more than one column {name!r}")
     # Tables that the package wrote mark what spreadsheets would take for a formula.
-    read = read.map(of_cell)
-    read.columns = read.columns.str.strip().map(of_cell)
-    for name in read.columns.difference(["model", "checkpoint"]):
+    table = table.map(of_cell)
+    table.columns = table.columns.str.strip().map(of_cell)
+    for name in table.columns.difference(["model", "checkpoint"]):
+        texts = table[name].str.strip().replace("", np.nan)
         with contextlib.suppress(ValueError):
-            read[name] = pandas.to_numeric(read[name].str.strip().replace("", np.nan))
+            table[name] = pandas.to_numeric(texts)
     try:
-        return checked_scores(read, score)
+        return checked_scores(table, score)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def _read_texts(path: AnyPath) -> tuple[pandas.DataFrame, pandas.Series]:
+    """Read a CSV file, all cells as text, and its header as it stands there."""
+    read = partial(
+        pandas.read_csv,
+        path,
+        # A model may be called NA, a checkpoint 0010.
+        dtype=str,
+        keep_default_na=False,
+        skipinitialspace=True,
+        encoding="utf-8-sig",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pandas.errors.ParserWarning)
+        # With an index, long lines would shift their columns.
+        table = read(index_col=False)
+        # In the table pandas numbers columns of one name.
+        header = read(header=None, nrows=1).iloc[0].str.strip()
+    return table, header
 
 
 def checked_scores(
     scores: pandas.DataFrame, score: str, models: Sequence[str] | None = None
 ) -> pandas.DataFrame:
-    """Scores of these models, with a warning of others, or of all; keys as text. Errors
-    as in `read_scores`.
+    """Return the scores of these models, or of all, with their keys as text.
+
+    Warns of scores of other models; errors as in `read_scores`.
     """
     if missing := [name for name in ("model", score) if name not in scores]:
         raise ValueError(
-            f"no column {' or '.join(map(repr, missing))}; the columns are {', '.join(scores)}"
+            f"no column {' or '.join(map(repr, missing))}; "
+            f"the columns are {', '.join(scores)}"
         )
+    numbers = _finite_numbers(scores, score)
     keys = [name for name in ("model", "checkpoint") if name in scores]
-    numbers = pandas.to_numeric(scores[score], errors="coerce")
-    wrong = (numbers.isna() & ~scores[score].isna() & (scores[score] != "")) | np.isinf(
-        numbers
-    )
-    if wrong.any():
-        row = scores[wrong].iloc[0]
-        raise ValueError(
-            f"{score!r} of model {row['model']!r} must be a finite number, got {row[score]!r}"
-        )
-    check_size(numbers.to_numpy(float), repr(score))
     texts = {key: scores[key].astype(str).str.strip() for key in keys}
     scores = scores.assign(**texts, **{score: numbers.astype(float)})
-    if (twice := scores.duplicated(keys)).any():
-        raise ValueError(
-            f"more than one row for {' at '.join(scores[twice].iloc[0][keys])}"
-        )
+    is_repeated = scores.duplicated(keys)
+    if is_repeated.any():
+        repeated_keys = scores[is_repeated].iloc[0][keys]
+        raise ValueError(f"more than one row for {' at '.join(repeated_keys)}")
     if models is not None:
         if unknown := sorted(set(scores["model"]) - set(models)):
             warn_caller(
-                f"scores of models that were not measured: {', '.join(unknown)}; measured: {', '.join(models)}"
+                f"scores of models that were not measured: {', '.join(unknown)}; "
+                f"measured: {', '.join(models)}"
             )
         scores = scores[scores["model"].isin(models)]
-    if (found := scores.loc[scores[score].notna(), "model"].nunique()) < 3:
+    n_scored = scores.loc[scores[score].notna(), "model"].nunique()
+    if n_scored < 3:
+        measured_models = "measured models" if models else "models"
         raise ValueError(
-            f"scores of at least three {'measured ' if models else ''}models are needed, got {found}"
+            f"scores of at least three {measured_models} are needed, got {n_scored}"
         )
     return scores
 
 
+def _finite_numbers(scores: pandas.DataFrame, score: str) -> pandas.Series:
+    """Return a column as numbers, NaN where it is empty."""
+    numbers = pandas.to_numeric(scores[score], errors="coerce")
+    is_text = numbers.isna() & ~scores[score].isna() & (scores[score] != "")
+    is_wrong = is_text | np.isinf(numbers)
+    if is_wrong.any():
+        row = scores[is_wrong].iloc[0]
+        raise ValueError(
+            f"{score!r} of model {row['model']!r} must be a finite number, "
+            f"got {row[score]!r}"
+        )
+    check_size(numbers.to_numpy(float), repr(score))
+    return numbers
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredModels:
+    """Models that have both coupling and score, at one checkpoint.
+
+    Attributes:
+        table: one row per model, with columns of the measure and of the score; the
+            index is the place along `row` of `per_prompt`.
+        x: coupling on each prompt; NaN where it was not measured.
+        y: the score, or the loss on each prompt.
+        left_out: which models lack what.
+    """
+
+    table: pandas.DataFrame
+    x: Float[np.ndarray, "n_models n_prompts"]
+    y: Float[np.ndarray, " n_models"] | Float[np.ndarray, "n_models n_prompts"]
+    left_out: dict[str, str]
+
+
 def measured(
-    held: xarray.Dataset,
+    survey: xarray.Dataset,
     scores: pandas.DataFrame | str,
     measure: str,
     score: str,
     checkpoint: int | str | None,
-) -> tuple[pandas.DataFrame, np.ndarray, np.ndarray, dict[str, str]]:
-    """Coupling and score of each model of `per_prompt` at one checkpoint; those of one
-    model are not independent.
+) -> MeasuredModels:
+    """Return coupling and score of each model of `per_prompt` at one checkpoint.
 
-    The checkpoint is as in `at_one_checkpoint`; of "last" the last at which a model has
-    both.
-
-    Returns the table, with columns `measure` and `score`, by place along `row`;
-    coupling on each prompt, NaN where it was not measured; the score, or the loss on
-    each prompt; which models lack what. Warns where models were measured on different
-    prompts.
+    Checkpoints of one model are not independent, so that only one of them counts: as in
+    `at_one_checkpoint`, and for "last" the last at which a model has both values. Warns
+    where models were measured on different prompts.
     """
-    there = coupling_table(held, scores, measure=measure, score=score)
-    scored = there.dropna(subset=[score])
-    here = at_one_checkpoint(there, checkpoint)
-    rows = (
-        at_one_checkpoint(scored, LAST)
-        if checkpoint == LAST
-        else here.dropna(subset=[score])
-    )
+    of_all_checkpoints = coupling_table(survey, scores, measure=measure, score=score)
+    scored = of_all_checkpoints.dropna(subset=[score])
+    at_checkpoint = at_one_checkpoint(of_all_checkpoints, checkpoint)
+    rows = at_checkpoint.dropna(subset=[score])
+    if checkpoint == LAST:
+        rows = at_one_checkpoint(scored, LAST)
     left_out = {}
-    for model in dict.fromkeys(held["model"].values.tolist()):
-        if model not in set(rows["model"]):
-            is_measured = model in set(here["model"])
-            what, elsewhere = (
-                (score, scored)
-                if is_measured
-                else (f"{measure} at k = {held['k'].item()}", there)
-            )
-            left_out[model] = (
-                f"no {what}{_only_at(elsewhere[elsewhere['model'] == model], here, checkpoint)}"
-            )
+    for model in dict.fromkeys(survey["model"].values.tolist()):
+        if model in set(rows["model"]):
+            continue
+        if model in set(at_checkpoint["model"]):
+            lacking = score
+            elsewhere = scored
+        else:
+            lacking = f"{measure} at k = {survey['k'].item()}"
+            elsewhere = of_all_checkpoints
+        of_model = elsewhere[elsewhere["model"] == model]
+        hint = _only_at(of_model, at_checkpoint, checkpoint)
+        left_out[model] = f"no {lacking}{hint}"
     if len(rows) < 3:
-        got = f"{len(rows)}: {', '.join(rows['model']) or 'none'}"
-        got += "".join(f"; {model}: {why}" for model, why in [*left_out.items()][:1])
         raise ValueError(
-            f"{measure} against {score} needs at least three models that have both, got {got}"
+            f"{measure} against {score} needs at least three models that have both, "
+            f"got {_names(rows, left_out)}"
         )
-    x = held["x"].values[rows.index]
-    if lacking := ", ".join(rows["model"][np.isnan(x).any(1)]):
+    x = survey["x"].values[rows.index]
+    has_gaps = np.isnan(x).any(1)
+    if has_gaps.any():
         # Once for one set of models, whichever k or task is looked at.
         warnings.warn(
-            f"{lacking}: some prompts were not measured, and their means are over the others",
+            f"{', '.join(rows['model'][has_gaps])}: some prompts were not measured, "
+            "and their means are over the others",
             stacklevel=1,
         )
-    y = (
-        held["loss"].values[rows.index]
-        if isinstance(scores, str)
-        else rows[score].to_numpy(float)
-    )
-    return rows, x, y, left_out
+    y = rows[score].to_numpy(float)
+    if isinstance(scores, str):
+        y = survey["loss"].values[rows.index]
+    return MeasuredModels(rows, x, y, left_out)
+
+
+def _names(rows: pandas.DataFrame, left_out: Mapping[str, str]) -> str:
+    """Count and name the models of the rows, and say why the first of the others is not
+    among them.
+    """
+    text = f"{len(rows)}: {', '.join(rows['model']) or 'none'}"
+    for model, reason in left_out.items():
+        return f"{text}; {model}: {reason}"
+    return text
 
 
 def _only_at(
     elsewhere: pandas.DataFrame, rows: pandas.DataFrame, checkpoint: int | str | None
 ) -> str:
-    """Where a model has what it lacks at the checkpoint of the rows, if anywhere, and
-    how to take it there.
+    """Say where a model has what it lacks at the checkpoint of the rows, if anywhere,
+    and how to take it there.
     """
     names = elsewhere["checkpoint"].astype(str)
-    others = names[(names != UNTRAINED) | (str(checkpoint) == UNTRAINED)].tolist()
-    if not others or rows.empty or checkpoint == LAST:
+    is_comparable = (names != UNTRAINED) | (str(checkpoint) == UNTRAINED)
+    checkpoints = names[is_comparable].tolist()
+    if not checkpoints or rows.empty or checkpoint == LAST:
         return ""
-    return f" at checkpoint {rows['checkpoint'].iloc[0]}, only at {', '.join(others)} (“{LAST}” takes each model's last)"
+    compared = rows["checkpoint"].iloc[0]
+    return (
+        f" at checkpoint {compared}, only at {', '.join(checkpoints)} "
+        f"(“{LAST}” takes each model's last)"
+    )
 
 
 def at_one_checkpoint(
     rows: pandas.DataFrame, checkpoint: int | str | None
 ) -> pandas.DataFrame:
-    """The rows of a checkpoint; by default the last of all, untrained twins aside. The
-    index stays.
+    """Return the rows of one checkpoint; the index stays.
 
-    "last" is each model's own last: models are then compared at different checkpoints.
+    By default it is the last of all, untrained twins aside; "last" is each model's own
+    last: models are then compared at different checkpoints.
     """
     names = rows["checkpoint"].astype(str)
     trained = rows[names != UNTRAINED]
     if checkpoint == LAST or (trained.empty and checkpoint is None):
         return trained.groupby("model", sort=False).tail(1)
-    wanted = str(
-        max(trained["checkpoint"], key=step_order) if checkpoint is None else checkpoint
-    )
-    if not (names == wanted).any():
+    if checkpoint is None:
+        checkpoint = max(trained["checkpoint"], key=step_order)
+    is_at_checkpoint = names == str(checkpoint)
+    if not is_at_checkpoint.any():
         raise ValueError(
-            f"checkpoint {checkpoint!r} was not measured; there are {', '.join(names.unique())}"
+            f"checkpoint {checkpoint!r} was not measured; "
+            f"there are {', '.join(names.unique())}"
         )
-    return rows[names == wanted]
+    return rows[is_at_checkpoint]
 
 
 def with_families(
     table: pandas.DataFrame, families: Mapping[str, str] | None
 ) -> tuple[pandas.DataFrame, str | None]:
-    """The table with its column of families, and the name of it where some models are
-    related and others are not.
+    """Return the table with its column of families, and the name of the column.
 
-    Families are those given by model, else those of the scores; a model without one is
-    of none.
+    The name is `None` unless some models are related and others are not. Families are
+    those given by model, else those of the scores; a model without one is of none.
     """
     if families is not None:
         table = table.assign(**{FAMILY: table["model"].map(dict(families))})
     if FAMILY not in table:
         return table, None
     n_families = family_codes(table, FAMILY).max() + 1
-    return table, FAMILY if 1 < n_families < len(table) else None
+    are_some_related = 1 < n_families < len(table)
+    return table, FAMILY if are_some_related else None
 
 
 def needed(
     data: xarray.Dataset, measure: str, also: Sequence[str] = ()
 ) -> xarray.Dataset:
-    """What the statistics of a measure need of a survey, in memory, for all k; maps of
-    pairs of layers are not read.
+    """Read what the statistics of a measure need of a survey, for all k, into memory.
+
+    Maps of pairs of layers are not read.
     """
-    data, variable = one_orientation(data), f"mean_{measure}"
+    data = one_orientation(data)
+    variable = f"mean_{measure}"
     if variable not in data or not {"k", "prompt"} <= set(data[variable].dims):
-        held = ", ".join(map(str, data.data_vars))
         raise ValueError(
-            f"no {variable!r} along `k` and `prompt` in the survey; it holds {held}"
+            f"no {variable!r} along `k` and `prompt` in the survey; "
+            f"it holds {', '.join(map(str, data.data_vars))}"
         )
     if not data.sizes["k"]:
         raise ValueError("the survey holds no k: measure some first")
-    wanted = dict.fromkeys(
-        (variable, f"null_{measure}", "loss", *_KNOWN_OF_MODELS, *also)
-    )
+    usual = (variable, f"null_{measure}", "loss", *_KNOWN_OF_MODELS)
     names = [
-        name for name in wanted if name in data.variables and name not in data.dims
+        name
+        for name in dict.fromkeys((*usual, *also))
+        if name in data.variables and name not in data.dims
     ]
-    return data.reset_coords([name for name in names if name in data.coords])[
-        names
-    ].load()
+    coordinates = [name for name in names if name in data.coords]
+    return data.reset_coords(coordinates)[names].load()
 
 
 def per_prompt(
     data: xarray.Dataset, k: int | None, measure: str, also: Sequence[str] = ()
 ) -> xarray.Dataset:
-    """What tables are made of: `x`, `null`, `loss`, what is known of models, and the
-    variables in `also`.
+    """Return what tables are made of: `x`, `null`, `loss`, what is known of models, and
+    the variables in `also`.
 
     Along `row`, each model with its checkpoints in order, and `prompt`, without prompts
     that no model was measured on.
     """
-    held = needed(data, measure, also)
-    k = int(held["k"].max()) if k is None else k
-    if k not in held["k"].values:
+    survey = needed(data, measure, also)
+    if k is None:
+        k = int(survey["k"].max())
+    if k not in survey["k"].values:
         raise ValueError(
             f"`k` = {k} was not measured; there are {sorted(data['k'].values.tolist())}"
         )
-    names = {f"mean_{measure}": "x", f"null_{measure}": "null"}
-    held = held.sel(k=k).rename(
-        {name: new for name, new in names.items() if name in held}
-    )
-    held = held.dropna("prompt", how="all", subset=["x"])
-    if not held["x"].size:
+    new_names = {f"mean_{measure}": "x", f"null_{measure}": "null"}
+    renamed = {name: new for name, new in new_names.items() if name in survey}
+    at_k = survey.sel(k=k).rename(renamed).dropna("prompt", how="all", subset=["x"])
+    if not at_k["x"].size:
         raise ValueError(
-            f"the survey holds no {measure} of any model on any prompt: measure some first"
+            f"the survey holds no {measure} of any model on any prompt: "
+            "measure some first"
         )
-    return in_rows(held, data)
+    return in_rows(at_k, data)
 
 
-def in_rows(held: xarray.Dataset, data: xarray.Dataset) -> xarray.Dataset:
-    """Part of a survey along `row`, each model with its checkpoints in order, in place
-    of `model` and `checkpoint`.
+def in_rows(part: xarray.Dataset, data: xarray.Dataset) -> xarray.Dataset:
+    """Return part of a survey along `row`, in place of `model` and `checkpoint`.
+
+    Each model stands with its checkpoints in order.
     """
-    for dim, name in (
-        ("model", str(data.attrs.get("model") or "model")),
-        ("checkpoint", "main"),
-    ):
-        held = held if dim in held.dims else held.expand_dims({dim: [name]})
-    held = held.sel(
-        checkpoint=sorted(held["checkpoint"].values.tolist(), key=step_order)
+    single_model = str(data.attrs.get("model") or "model")
+    for dim, name in (("model", single_model), ("checkpoint", "main")):
+        if dim not in part.dims:
+            part = part.expand_dims({dim: [name]})
+    checkpoints = sorted(part["checkpoint"].values.tolist(), key=step_order)
+    rows = part.sel(checkpoint=checkpoints).stack(
+        row=("model", "checkpoint"), create_index=False
     )
-    return held.stack(row=("model", "checkpoint"), create_index=False).transpose(
-        "row", ...
-    )
+    return rows.transpose("row", ...)
 
 
 def coupling_table(
-    held: xarray.Dataset,
+    survey: xarray.Dataset,
     scores: pandas.DataFrame | str | None = None,
     *,
     measure: str,
     score: str = "score",
 ) -> pandas.DataFrame:
-    """One row for each model and checkpoint of `per_prompt` that was measured; the
-    index is the place along `row`.
+    """Return one row for each model and checkpoint of `per_prompt` that was measured.
 
-    Columns `model`, `checkpoint`, one named after the measure (mean over prompts),
-    `null` (what random subspaces would give), the score or `loss`, what is known of
-    models, and any other column of `scores`. Errors as in `read_scores`, and ValueError
-    for scores with a column that the survey has too, unless both say the same of the
-    models.
+    The index is the place along `row`. Columns are `model`, `checkpoint`, one named
+    after the measure (mean over prompts), `null` (what random subspaces would give),
+    the score or `loss`, what is known of models, and any other column of `scores`.
+
+    Raises:
+        ValueError: as in `read_scores`; scores with a column that the survey has too,
+            unless both say the same of the models.
     """
+    names = ["model", "checkpoint", "x", "null", *_KNOWN_OF_MODELS]
     if isinstance(scores, str):
         if scores != "loss":
             raise ValueError(f'`scores` must be a table or "loss", got {scores!r}')
-        if "loss" not in held or bool(held["loss"].isnull().all()):
+        if "loss" not in survey or bool(survey["loss"].isnull().all()):
             raise ValueError("the survey holds no loss: give scores")
-    wanted = [
-        "model",
-        "checkpoint",
-        "x",
-        "null",
-        *(["loss"] if isinstance(scores, str) else []),
-        *_KNOWN_OF_MODELS,
-    ]
-    frame = (
-        held.mean("prompt").to_dataframe().filter(wanted).rename(columns={"x": measure})
-    )
-    frame = frame.dropna(subset=[measure]).astype({"model": str})
+        names.insert(names.index("null") + 1, "loss")
+    table = survey.mean("prompt").to_dataframe().filter(names)
+    table = table.rename(columns={"x": measure})
+    table = table.dropna(subset=[measure]).astype({"model": str})
     if scores is None or isinstance(scores, str):
-        return frame
-    if score in frame or (score == "loss" and "loss" in held):
+        return table
+    if score in table or (score == "loss" and "loss" in survey):
         raise ValueError(
             f"the survey has a column {score!r} of its own: rename that of the scores"
         )
-    scores = checked_scores(
-        scores, score, list(dict.fromkeys(held["model"].values.astype(str).tolist()))
-    )
+    models = list(dict.fromkeys(survey["model"].values.astype(str).tolist()))
+    scores = checked_scores(scores, score, models)
     keys = ["model", "checkpoint"] if "checkpoint" in scores else ["model"]
-    given = (
-        frame[keys]
-        .astype(str)
-        .merge(scores, on=keys, how="left")
-        .set_index(frame.index)
-    )
-    _check_columns(frame, given)
-    for name in given.columns.drop(keys):
-        frame[name] = frame[name].fillna(given[name]) if name in frame else given[name]
+    of_rows = table[keys].astype(str).merge(scores, on=keys, how="left")
+    of_rows = of_rows.set_index(table.index)
+    _check_columns(table, of_rows)
+    for name in of_rows.columns.drop(keys):
+        if name in table:
+            table[name] = table[name].fillna(of_rows[name])
+        else:
+            table[name] = of_rows[name]
     # What was measured first, then the score.
-    return frame.filter(
-        dict.fromkeys(["model", "checkpoint", measure, "null", score, *frame])
-    )
+    first = ["model", "checkpoint", measure, "null", score]
+    return table.filter(dict.fromkeys([*first, *table]))
 
 
-def _check_columns(frame: pandas.DataFrame, given: pandas.DataFrame) -> None:
-    """Raise where scores, in the rows of the survey's table, have a column of its own;
-    facts may agree, or fill it.
+def _check_columns(table: pandas.DataFrame, scores: pandas.DataFrame) -> None:
+    """Raise where the scores, in the rows of the survey's table, have a column of its
+    own; what is known of models may agree, or fill gaps.
     """
-    for name in given.columns.intersection(frame.columns).drop(
-        ["model", "checkpoint"], errors="ignore"
-    ):
-        both = frame[name].notna() & given[name].notna()
-        differs = both & (frame[name] != given[name])
+    shared = scores.columns.intersection(table.columns)
+    for name in shared.drop(["model", "checkpoint"], errors="ignore"):
+        has_both = table[name].notna() & scores[name].notna()
+        differs = has_both & (table[name] != scores[name])
         if name in _KNOWN_OF_MODELS and not differs.any():
             continue
-        row = (differs if differs.any() else both).idxmax()
-        values = f"{frame.loc[row, name]} and {given.loc[row, name]} of {frame.loc[row, 'model']}"
+        row = (differs if differs.any() else has_both).idxmax()
+        model = table.loc[row, "model"]
         raise ValueError(
-            f"the survey has a column {name!r} of its own, and the scores another one ({values}); rename that of the "
-            "scores, or leave it out"
+            f"the survey has a column {name!r} of its own, and the scores another one "
+            f"({table.loc[row, name]} and {scores.loc[row, name]} of {model}); "
+            "rename that of the scores, or leave it out"
         )

@@ -1,0 +1,182 @@
+"""What a study across models found."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pandas
+
+from tl_coupling.generalization import remarks
+from tl_coupling.generalization.associations import Association
+from tl_coupling.generalization.leaving_out import LeaveOneOut
+from tl_coupling.generalization.prompts import PromptCorrelation
+from tl_coupling.statistics import (
+    Attenuation,
+    ExponentialFit,
+    Familywise,
+    Interval,
+    LinearFit,
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Generalization:
+    """Coupling against a score across models.
+
+    Attributes:
+        measure, k, score: what is compared; `score` is "loss" where the survey's own
+            loss takes the place of one.
+        table, n_prompts: one row per model that has both; over how many prompts its
+            coupling is a mean.
+        association, exponential, influence: the line, ρ and bootstrap over all models;
+            the exponential fit; the line without each model. `None` where there are too
+            few models.
+        attenuation: reliability of the models' means, and the slope corrected for it;
+            `None` with one prompt.
+        familywise: the p of having looked at every k, measure, task and subset.
+        covariates, subsets: each covariate alone, beside coupling on the same models;
+            the line on each subset.
+        selected: the subsets that were chosen by the score.
+        partial: coupling with each covariate held fixed, and with all of them, by what
+            is held fixed; with "family", differences inside families alone.
+        family_influence, within_families: where models are of families, the line
+            without each family, and inside each one of at least three models.
+        by_k, by_task: the association at each k, and on the prompts of each task. Every
+            k sees the same draws.
+        across_tasks, prompt_length, prompt_difficulty: within each model, over its
+            tasks or its prompts.
+        left_out: what is missing and why: models without score or coupling, statistics
+            without enough models.
+
+    Example:
+        >>> scores = tlc.generalization.read_scores("scores.csv")
+        >>> study = tlc.generalization.generalization_study(data, scores, n_resamples=100)
+        >>> study.table.model.tolist()[:2], list(study.by_k)
+        (['width8', 'width12'], [2, 4])
+    """
+
+    measure: str
+    k: int
+    score: str
+    table: pandas.DataFrame
+    n_prompts: int
+    association: Association
+    exponential: ExponentialFit | None
+    influence: LeaveOneOut | None
+    attenuation: Attenuation | None
+    familywise: Familywise
+    covariates: pandas.DataFrame
+    partial: dict[str, LinearFit]
+    subsets: dict[str, LinearFit]
+    selected: tuple[str, ...]
+    family_influence: LeaveOneOut | None
+    within_families: dict[str, LinearFit]
+    by_k: dict[int, Association]
+    by_task: dict[str, Association]
+    across_tasks: dict[str, LinearFit]
+    prompt_length: dict[str, PromptCorrelation]
+    prompt_difficulty: dict[str, PromptCorrelation]
+    left_out: dict[str, str]
+
+    def __repr__(self) -> str:
+        line = self.association.linear
+        low, high = line.slope_interval
+        families = "" if line.n_families is None else f" in {line.n_families} families"
+        return (
+            f"Generalization({self.score} against {self.measure}, k = {self.k}, "
+            f"{line.n} models{families}, {self.n_prompts} prompts:\n"
+            f"  slope {line.slope:.4g} ({low:.4g} to {high:.4g}), "
+            f"R² = {line.r_squared:.3f}, p = {line.p:.2g}, "
+            f"Spearman's ρ = {self.association.spearman.rho:.3f})"
+        )
+
+    @property
+    def slopes(self) -> pandas.DataFrame:
+        """Return the slope over all models, on each subset, and with covariates held
+        fixed.
+
+        Each has its interval. Over all models the bootstrap's interval stands below
+        that of t, if there are enough models, and below it the slope corrected for the
+        noise of having few prompts. Columns `n` (models), `slope`, `low`, `high`,
+        `r_squared` (partial where something is held fixed), `p`, `vif`.
+        """
+        line = self.association.linear
+        bootstrap = self.association.bootstrap
+        corrected = self.attenuation
+        rows = {"all models": _row_of_fit(line)}
+        if not bootstrap.too_few:
+            rows["all models, bootstrap"] = _row(line.n, line.slope, bootstrap.slope)
+        if corrected is not None and not math.isnan(corrected.slope):
+            rows["all models, corrected"] = _row(
+                line.n, corrected.slope, corrected.slope_interval
+            )
+        names = list(rows) + list(self.subsets)
+        names += [f"given {covariates}" for covariates in self.partial]
+        values = list(rows.values())
+        values += [_row_of_fit(fit) for fit in self.subsets.values()]
+        values += [_row_of_fit(fit) for fit in self.partial.values()]
+        columns = ["n", "slope", "low", "high", "r_squared", "p", "vif"]
+        return pandas.DataFrame(values, pandas.Index(names, name="fit"), columns)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return what a reader must know before believing the slope, a line each."""
+        line = self.association.linear
+        groups = {
+            "inside the families": self.within_families,
+            "on the tasks": {
+                task: association.linear for task, association in self.by_task.items()
+            },
+            "across the tasks of the models": self.across_tasks,
+        }
+        correlations = {
+            "length": self.prompt_length,
+            "difficulty": self.prompt_difficulty,
+        }
+        return [
+            *remarks.on_strength(self.association, self.familywise, self.exponential),
+            *remarks.on_a_single_family(self.table),
+            *remarks.on_noise(self.attenuation, line),
+            *remarks.on_slopes_inside_families(line, self.partial.get("family")),
+            *remarks.on_reversed_slopes(line, groups),
+            *remarks.on_reversed_correlations(correlations),
+            *remarks.on_selection(self.selected),
+            *remarks.on_influence("model", self.influence),
+            *remarks.on_influence("family", self.family_influence),
+        ]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return all of it as JSON can hold it.
+
+        Tables are lists of rows; what is not finite is `None`.
+        """
+        everything = asdict(self) | {"remarks": self.remarks}
+        text = json.dumps(everything, default=_plain)
+        as_json: dict[str, object] = json.loads(text, parse_constant=lambda _: None)
+        return as_json
+
+
+def _row(
+    n: int,
+    slope: float,
+    interval: Interval,
+    r_squared: float = math.nan,
+    p: float = math.nan,
+    vif: float = math.nan,
+) -> tuple[float, ...]:
+    """Return a row of `slopes`."""
+    return (n, slope, *interval, r_squared, p, vif)
+
+
+def _row_of_fit(fit: LinearFit) -> tuple[float, ...]:
+    vif = fit.vif if fit.controls else math.nan
+    return _row(fit.n, fit.slope, fit.slope_interval, fit.r_squared, fit.p, vif)
+
+
+def _plain(value: pandas.DataFrame | np.ndarray | np.generic) -> object:
+    """Return what JSON has no type for, as lists and numbers."""
+    if not isinstance(value, pandas.DataFrame):
+        return value.tolist()
+    table = value.reset_index() if value.index.name else value
+    return table.to_dict("records")
