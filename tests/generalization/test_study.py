@@ -13,12 +13,12 @@ import tl_coupling as tlc
 from fake_survey import KS, survey
 from tl_coupling.generalization import (
     bootstrap,
+    fits_across_tasks,
     generalization_study,
     prompt_correlations,
     read_scores,
     task_means,
 )
-from tl_coupling.generalization.associations import fits_across_tasks
 from tl_coupling.generalization.tables import coupling_table, per_prompt
 
 pytestmark = pytest.mark.on_3_only

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import pandas
@@ -54,7 +54,7 @@ from tl_coupling.surveys.readings import with_diagonal
 # Parameters and tokens span decades: untransformed, the largest model would decide.
 _COVARIATES = ("log10(n_parameters)", "n_layers", "d_model", "log10(training_tokens)")
 
-Subset = str | Sequence[bool] | pandas.Series
+Subset: TypeAlias = str | Sequence[bool] | pandas.Series
 _Key = TypeVar("_Key")
 _Result = TypeVar("_Result")
 
@@ -174,7 +174,7 @@ class Question:
 
     data: xarray.Dataset
     scores: pandas.DataFrame | str
-    measure: str
+    measure: Measure
     k: int
     score: str
     checkpoint: int | str | None
