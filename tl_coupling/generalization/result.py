@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas
@@ -15,7 +16,6 @@ from tl_coupling.statistics import (
     Attenuation,
     ExponentialFit,
     Familywise,
-    Interval,
     LinearFit,
 )
 
@@ -104,20 +104,19 @@ class Generalization:
         line = self.association.linear
         bootstrap = self.association.bootstrap
         corrected = self.attenuation
-        rows = {"all models": _row_of_fit(line)}
+        rows = [("all models", _row_of(line))]
         if not bootstrap.too_few:
-            rows["all models, bootstrap"] = _row(line.n, line.slope, bootstrap.slope)
+            row = _SlopeRow(line.n, line.slope, *bootstrap.slope)
+            rows.append(("all models, bootstrap", row))
         if corrected is not None and not math.isnan(corrected.slope):
-            rows["all models, corrected"] = _row(
-                line.n, corrected.slope, corrected.slope_interval
-            )
-        names = list(rows) + list(self.subsets)
-        names += [f"given {covariates}" for covariates in self.partial]
-        values = list(rows.values())
-        values += [_row_of_fit(fit) for fit in self.subsets.values()]
-        values += [_row_of_fit(fit) for fit in self.partial.values()]
-        columns = ["n", "slope", "low", "high", "r_squared", "p", "vif"]
-        return pandas.DataFrame(values, pandas.Index(names, name="fit"), columns)
+            row = _SlopeRow(line.n, corrected.slope, *corrected.slope_interval)
+            rows.append(("all models, corrected", row))
+        rows += [(name, _row_of(fit)) for name, fit in self.subsets.items()]
+        rows += [(f"given {name}", _row_of(fit)) for name, fit in self.partial.items()]
+        names = pandas.Index([name for name, _ in rows], name="fit")
+        return pandas.DataFrame(
+            [row for _, row in rows], names, list(_SlopeRow._fields)
+        )
 
     @property
     def remarks(self) -> list[str]:
@@ -157,21 +156,21 @@ class Generalization:
         return as_json
 
 
-def _row(
-    n: int,
-    slope: float,
-    interval: Interval,
-    r_squared: float = math.nan,
-    p: float = math.nan,
-    vif: float = math.nan,
-) -> tuple[float, ...]:
-    """Return a row of `slopes`."""
-    return (n, slope, *interval, r_squared, p, vif)
+class _SlopeRow(NamedTuple):
+    """A row of `Generalization.slopes`, by its columns."""
+
+    n: int
+    slope: float
+    low: float
+    high: float
+    r_squared: float = math.nan
+    p: float = math.nan
+    vif: float = math.nan
 
 
-def _row_of_fit(fit: LinearFit) -> tuple[float, ...]:
+def _row_of(fit: LinearFit) -> _SlopeRow:
     vif = fit.vif if fit.controls else math.nan
-    return _row(fit.n, fit.slope, fit.slope_interval, fit.r_squared, fit.p, vif)
+    return _SlopeRow(fit.n, fit.slope, *fit.slope_interval, fit.r_squared, fit.p, vif)
 
 
 def _plain(value: pandas.DataFrame | np.ndarray | np.generic) -> object:
