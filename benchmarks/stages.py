@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tl_coupling as tlc
 from benchmarks.timing import timed
-from tl_coupling.comparisons.pairs import fill_pairs
+from tl_coupling.jacobians import fill_pairs
 
 _VOCABULARY = 1024
 STAGES = ("forward", "gate", "jacobians", "svd", "pairs")

@@ -28,7 +28,7 @@ import torch
 
 import tl_coupling as tlc
 from benchmarks.timing import BenchmarkError, Memory, environment
-from tl_coupling.comparisons import pairs
+from tl_coupling.jacobians import coupled, decomposed
 from tl_coupling.models import streaming
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,8 +140,8 @@ def stages() -> Iterator[dict[str, float]]:
     with ExitStack() as stack:
         for stage, owner, name in (
             ("reading", streaming, "_read"),
-            ("svd", pairs, "svd"),
-            ("pairs", pairs, "fill_pairs"),
+            ("svd", decomposed, "svd"),
+            ("pairs", coupled, "fill_pairs"),
         ):
             stack.enter_context(
                 patch.object(owner, name, timed(stage, getattr(owner, name)))

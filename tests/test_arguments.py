@@ -234,6 +234,7 @@ def test_the_whole_api_is_there() -> None:
 WHOLE = {
     "random_subspace_null": ["k"],
     "depth_coupling": ["k", "position"],
+    "mean_depth_coupling": ["k", "position"],
     "self_coupling": ["layer", "other_layer", "k"],
     "svd": ["k"],
     "redundancy_correlations": ["n_resamples", "seed"],
@@ -437,7 +438,7 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
         (
             lambda t: tlc.depth_coupling(t.model),
             TypeError,
-            r"`trace` must be a Trace or .*, got TransformerBridge: `tl_coupling.trace\(model, prompt\)` makes one",
+            r"`trace` must be a .*Trace, got TransformerBridge: `tl_coupling.trace\(model, prompt\)` makes one",
         ),
         (
             lambda t: tlc.depth_coupling(t, layers="01"),

@@ -86,7 +86,7 @@ def another(trace: tlc.Trace) -> tlc.Trace:
 MEASURES: dict[str, Callable[..., Any]] = {
     "block_jacobians": lambda trace, **bar: tlc.block_jacobians(trace, **bar),
     "depth_coupling": lambda trace, **bar: tlc.depth_coupling(trace, k=2, **bar),
-    "several prompts": lambda trace, **bar: tlc.depth_coupling(
+    "several prompts": lambda trace, **bar: tlc.mean_depth_coupling(
         [trace, another(trace)], k=2, **bar
     ),
     "self_coupling": lambda trace, **bar: tlc.self_coupling(trace, 0, 1, k=2, **bar),

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked, made_by
-from tl_coupling.comparisons.choices import chosen_layers, free_end
-from tl_coupling.jacobians import Connection, jacobians_of
+from tl_coupling.comparisons import chosen_layers, free_end
+from tl_coupling.jacobians import Connection, JacobianOptions, passing
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
-from tl_coupling.spectra import effective_rank, participation_ratio, singular_values
+from tl_coupling.spectra import effective_rank, participation_ratio
 from tl_coupling.traces import Trace
 
 __all__ = ["Influence", "cross_token_influence"]
@@ -100,18 +101,25 @@ def cross_token_influence(
         (torch.Size([2, 4]), (0, 1, 2, 3))
     """
     t2 = trace.position_index(output_position, "output_position")
-    chosen, sources = chosen_layers(trace, layers), free_end(trace, "output", t2)
-    paths: dict[str, str] = {}
-    connections = [Connection(layer, t1, t2, t1) for layer in chosen for t1 in sources]
-    computed = jacobians_of(trace, connections, None, progress, paths)
-    S = torch.stack([singular_values(J) for J in computed]).reshape(
-        len(chosen), len(sources), -1
+    selected_layers = chosen_layers(trace, layers)
+    sources = free_end(trace, "output", t2)
+    connections = [
+        Connection(layer, t1, t2, t1) for layer in selected_layers for t1 in sources
+    ]
+    jacobians = passing(trace, connections, JacobianOptions(progress=progress))
+    of_connections = torch.cat([part.singular_values for part in jacobians.parts()])
+    S = rearrange(
+        of_connections,
+        "(layer source) singular -> layer source singular",
+        layer=len(selected_layers),
     )
-    measures = S.norm(dim=-1), S[..., 0], participation_ratio(S), effective_rank(S)
     return Influence(
-        *measures,
-        tuple(chosen),
-        tuple(sources),
-        t2,
-        trace.provenance | {"paths": paths},
+        frobenius_norm=S.norm(dim=-1),
+        largest_singular_value=S[..., 0],
+        participation_ratio=participation_ratio(S),
+        effective_rank=effective_rank(S),
+        layers=tuple(selected_layers),
+        source_positions=tuple(sources),
+        output_position=t2,
+        provenance=trace.provenance | {"paths": jacobians.paths},
     )

@@ -35,7 +35,7 @@ def maps(model) -> list[CouplingMap]:
 
 @pytest.fixture(scope="module")
 def mean(model) -> MeanCouplingMap:
-    return tlc.depth_coupling((tlc.trace(model, prompt) for prompt in PROMPTS), K)
+    return tlc.mean_depth_coupling((tlc.trace(model, prompt) for prompt in PROMPTS), K)
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -94,7 +94,8 @@ def test_two_models_under_one_label_are_not_averaged(
     trace = tlc.trace(other, PROMPTS[1])
     said = r"must be of one model, got two of different weights, both called '.*': take the mean of each alone"
     of_maps = partial(MeanCouplingMap.over, [maps[0], tlc.depth_coupling(trace, K)])
-    of_traces = partial(tlc.depth_coupling, [tlc.trace(model, PROMPTS[0]), trace], K)
+    traces = [tlc.trace(model, PROMPTS[0]), trace]
+    of_traces = partial(tlc.mean_depth_coupling, traces, K)
     with pytest.raises(ValueError, match=said):
         (of_maps if quantity == "map" else of_traces)()
 
@@ -137,7 +138,9 @@ def test_what_lies_behind_the_values(maps, mean):
 
 
 def test_the_same_position_of_prompts_of_different_lengths(model):
-    result = tlc.depth_coupling([tlc.trace(model, prompt) for prompt in PROMPTS], 2, 1)
+    result = tlc.mean_depth_coupling(
+        [tlc.trace(model, prompt) for prompt in PROMPTS], 2, 1
+    )
     assert result.row_positions == (1, 1)
     shifted = [tlc.depth_coupling(tlc.trace(model, PROMPTS[0]), 2, t) for t in (1, 2)]
     with pytest.raises(ValueError, match="must be of the same positions"):
@@ -250,9 +253,9 @@ def test_what_has_no_mean(maps, mean):
 def test_what_is_no_trace_is_one_line_that_says_what_to_do(wrong):
     with pytest.raises(
         TypeError,
-        match=r"`trace` must be a Trace or .*, got (str|int).*trace the prompts first",
+        match=r"`traces` must be an iterable of traces, got (str|int): trace the prompts",
     ) as error:
-        tlc.depth_coupling(wrong, 2)
+        tlc.mean_depth_coupling(wrong, 2)
     assert "\n" not in str(error.value)
 
 
@@ -276,7 +279,7 @@ def test_bars(model, tiny_trace, capfd, monkeypatch):
             seen.append(type(item).__name__)
             yield item
 
-    tlc.depth_coupling(
+    tlc.mean_depth_coupling(
         (tlc.trace(model, prompt) for prompt in PROMPTS), 2, progress=progress
     )
     assert seen == ["Trace"] * len(PROMPTS)
@@ -292,7 +295,7 @@ def test_bars(model, tiny_trace, capfd, monkeypatch):
         assert shown == wanted
         shown.clear()
     tlc.block_jacobians(tiny_trace)
-    tlc.depth_coupling([tiny_trace], 2)
+    tlc.mean_depth_coupling([tiny_trace], 2)
     tlc.depth_coupling(tiny_trace, 2, progress=False)
     assert shown == ["Jacobians", "prompts"]
 

@@ -18,10 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.comparisons import pairs
 from tl_coupling.gradients import function
-from tl_coupling.jacobians import memory
-from tl_coupling.jacobians.memory import Shelf, in_words, n_bytes, sharing_a_sweep
+from tl_coupling.jacobians import Computed, Request, decomposed, fill_pairs
+from tl_coupling.jacobians.decomposed import sharing_a_reading
+from tl_coupling.jacobians.shelf import Shelf
+from tl_coupling.jacobians.sizes import in_words, n_bytes
 
 pytestmark = pytest.mark.on_3_only
 
@@ -110,25 +111,25 @@ def test_with_the_least_memory_the_result_is_the_same(
 def test_no_matrix_is_kept_while_the_next_is_computed(
     tiny_trace: tlc.Trace, monkeypatch, options
 ) -> None:
-    decomposed: list[weakref.ref[torch.Tensor]] = []
-    compute = pairs.jacobians_of
+    seen: list[weakref.ref[torch.Tensor]] = []
+    compute = decomposed.jacobians_of
 
     def noted(decompose, J: torch.Tensor, *given):
-        decomposed.append(weakref.ref(J))
+        seen.append(weakref.ref(J))
         return decompose(J, *given)
 
-    def computed(*given, **named) -> Iterator[torch.Tensor]:
-        matrices = compute(*given, **named)
-        while (J := next(matrices, None)) is not None:
-            yield J.clone()
-            assert not [one for one in decomposed if one() is not None]
+    def computed(*given, **named) -> Iterator[Computed]:
+        jacobians = compute(*given, **named)
+        while (jacobian := next(jacobians, None)) is not None:
+            yield jacobian._replace(J=jacobian.J.clone())
+            assert not [reference for reference in seen if reference() is not None]
 
     for name in ("svd", "singular_values"):
-        monkeypatch.setattr(pairs, name, partial(noted, getattr(pairs, name)))
-    monkeypatch.setattr(pairs, "jacobians_of", computed)
+        monkeypatch.setattr(decomposed, name, partial(noted, getattr(decomposed, name)))
+    monkeypatch.setattr(decomposed, "jacobians_of", computed)
     limit = least(tiny_trace, tlc.self_coupling, layer=0, k=4, **options)
     tlc.self_coupling(tiny_trace, 0, k=4, max_memory=limit, **options)
-    assert len(decomposed) == tiny_trace.n_pos * (1 + bool(options))
+    assert len(seen) == tiny_trace.n_pos * (1 + bool(options))
 
 
 @pytest.mark.parametrize("fitting", [3, 1, 0])
@@ -145,7 +146,9 @@ def test_where_memory_runs_out_fewer_matrices_are_decomposed_at_once(
         return decompose(J, *given)
 
     for name in ("svd", "singular_values"):
-        monkeypatch.setattr(pairs, name, partial(scarce, getattr(pairs, name)))
+        monkeypatch.setattr(
+            decomposed, name, partial(scarce, getattr(decomposed, name))
+        )
     if not fitting:
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
             tlc.self_coupling(tiny_trace, 0, 1, k=4)
@@ -184,24 +187,32 @@ def test_prompts_share_a_sweep(
 
     prompts = [tiny.TOKENS, tiny.TOKENS[:5], tiny.TOKENS[2:]]
     resident = tlc.load_model(str(folder_model))
-    expected = tlc.depth_coupling((tlc.trace(resident, one) for one in prompts), k=4)
+    expected = tlc.mean_depth_coupling(
+        (tlc.trace(resident, prompt) for prompt in prompts), k=4
+    )
     reads: list[str] = []
     read = streaming.Stored.read
     monkeypatch.setattr(
         streaming.Stored, "read", lambda self: (reads.append(self.name), read(self))[1]
     )
-    found = tlc.depth_coupling([tlc.trace(streamed, one) for one in prompts], k=4)
+    found = tlc.mean_depth_coupling(
+        [tlc.trace(streamed, prompt) for prompt in prompts], k=4
+    )
     assert len(reads) == len(set(reads))
     assert torch.equal(found.coupling(), expected.coupling())
     assert torch.equal(found.spread(), expected.spread())
-    monkeypatch.setattr(memory, "_MOST_PROMPTS", 2)
+    monkeypatch.setattr(decomposed, "MOST_PROMPTS", 2)
     assert [
         len(group)
-        for group in sharing_a_sweep(tlc.trace(streamed, one) for one in prompts)
+        for group in sharing_a_reading(
+            Request(tlc.trace(streamed, prompt), []) for prompt in prompts
+        )
     ] == [2, 1]
     assert [
         len(group)
-        for group in sharing_a_sweep(tlc.trace(resident, one) for one in prompts)
+        for group in sharing_a_reading(
+            Request(tlc.trace(resident, prompt), []) for prompt in prompts
+        )
     ] == [1, 1, 1]
 
 
@@ -292,7 +303,7 @@ def test_a_plan_counts_the_products_that_are_taken(
     J, of_jacobians = counted(tlc.block_jacobians, trace)
     spectra, of_svd = counted(tlc.svd, J, k + 1)
     A = J.new_empty(trace.n_layers, trace.n_layers, k, k)
-    _, of_pairs = counted(pairs.fill_pairs, A, J, spectra.top(k), "ujv")
+    _, of_pairs = counted(fill_pairs, A, J, spectra.top(k), "ujv")
     planned = tlc.plan(trace, k).flops
     assert planned["trace"] == pytest.approx(of_trace, rel=0.01)
     assert planned["gate"] == pytest.approx(of_gate, rel=0.01)

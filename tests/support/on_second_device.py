@@ -128,7 +128,7 @@ def of_comparisons(model: nn.Module, given: Any) -> dict[str, Any]:
     }
     maps = {
         "depth": tlc.depth_coupling(trace, K, orientation="vju"),
-        "mean": tlc.depth_coupling([trace, tlc.trace(model, given[:3])], K),
+        "mean": tlc.mean_depth_coupling([trace, tlc.trace(model, given[:3])], K),
         "self": tlc.self_coupling(trace, 0, 1, k=K),
         "fixed input": tlc.context_coupling(trace, 0, 1, fixed="input", k=K),
         "fixed output": tlc.context_coupling(trace, 0, 1, fixed="output", k=K),
@@ -363,7 +363,7 @@ def test_files_pictures_and_pages(
         torch.testing.assert_close(
             getattr(loaded, values), getattr(result, values).cpu()
         )
-    mean = tlc.depth_coupling([trace, trace], K)
+    mean = tlc.mean_depth_coupling([trace, trace], K)
     aligned = residual_alignment(trace, n_classes=3)
     with plots.off_screen():
         for draw, drawn in {

@@ -1,12 +1,17 @@
 """Which connections are compared, and the result of comparing them."""
 
-from tl_coupling.comparisons.choices import neighbours
+# ruff: noqa: F401
+from tl_coupling.comparisons.choices import chosen_layers, free_end, neighbours
 from tl_coupling.comparisons.maps import CouplingMap, MeanCouplingMap
 from tl_coupling.comparisons.matrices import jacobian_coupling
 from tl_coupling.comparisons.pairs import (
     context_coupling,
+    decomposed_layers,
     depth_coupling,
     depth_couplings,
+    depth_maps,
+    maps_of,
+    mean_depth_coupling,
     self_coupling,
 )
 
@@ -17,6 +22,7 @@ __all__ = [
     "depth_coupling",
     "depth_couplings",
     "jacobian_coupling",
+    "mean_depth_coupling",
     "neighbours",
     "self_coupling",
 ]

@@ -359,7 +359,7 @@ class MeanCouplingMap(CouplingMap):
             connections (all pairs where none differ), `[n_measures k]`.
 
     Example:
-        >>> mean = tlc.depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
+        >>> mean = tlc.mean_depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
         >>> mean.spread(2).shape, mean.n_prompts
         (torch.Size([2, 2]), 4)
     """

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons.maps import CouplingMap
-from tl_coupling.comparisons.pairs import fill_pairs
+from tl_coupling.comparisons.pairs import maps_of
+from tl_coupling.jacobians import Connection, Decomposed, couple
 from tl_coupling.measures import Orientation
-from tl_coupling.spectra import check_cut, svd
+from tl_coupling.spectra import check_cut
 from tl_coupling.spectra.readings import fitting_k
 
 
@@ -50,21 +50,13 @@ def jacobian_coupling(
         torch.Size([2, 2, 4, 4])
     """
     n, d = J.shape[:2]
-    k, rows = fitting_k(k, d), tuple(range(n) if layers is None else layers)
+    k = fitting_k(k, d)
+    names = range(n) if layers is None else layers
     if not n:
         raise ValueError("`J` is empty: wanted at least one matrix")
-    spectrum, A = svd(J, min(k + 1, d)), J.new_empty(n, n, k, k)
-    check_cut(spectrum.S, k, [f"layer {layer}" for layer in rows])
-    top = spectrum.top(k)
-    fill_pairs(A, J, top, orientation)
-    at = (position,) * n
-    named = (
-        rows,
-        rows,
-        at,
-        at,
-        "depth",
-        orientation,
-        dict(provenance or {}) | {"svd": spectrum.method},
-    )
-    return CouplingMap(A, top.S, torch.linalg.matrix_norm(J), d, *named)
+    connections = [Connection(layer, position, position, position) for layer in names]
+    decomposed = Decomposed.of(J, connections, k)
+    check_cut(decomposed.spectra.S, k, [f"layer {layer}" for layer in names])
+    coupled = couple(decomposed, decomposed, (orientation,))
+    said = dict(provenance or {}) | {"svd": decomposed.spectra.method}
+    return maps_of(coupled, decomposed, decomposed, "depth", said)[orientation]

@@ -1,18 +1,32 @@
-"""Jacobians of block functions, products with them that never build the matrix, and
-what they take.
+"""Jacobians of block functions: computed and decomposed once, read by all.
+
+Products with them never build the matrix; a plan says what they take.
 """
 
 # ruff: noqa: F401
 from tl_coupling.jacobians.connections import Connection, Function
+from tl_coupling.jacobians.coupled import Coupled, couple, fill_pairs
+from tl_coupling.jacobians.decomposed import (
+    Decomposed,
+    Part,
+    Passing,
+    Request,
+    decompose,
+    decompose_each,
+    decompose_sides,
+    passing,
+)
 from tl_coupling.jacobians.jacobians import (
+    Computed,
     block_jacobian,
     block_jacobians,
-    jacobian_and_path,
     jacobians_of,
-    jacobians_of_output,
 )
+from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.plan import Plan, plan
 from tl_coupling.jacobians.products import block_jvp, block_vjp
+from tl_coupling.jacobians.sizes import MemoryLimit
+from tl_coupling.jacobians.ways import jacobian_and_path, jacobians_of_output
 
 __all__ = [
     "Plan",

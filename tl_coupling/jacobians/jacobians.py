@@ -1,28 +1,23 @@
-"""Jacobians of block functions with torch.func, and products with them that never build
-the matrix.
-"""
+"""Jacobians of block functions: one, those of several layers, those of any connections."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
-from typing import Any
+from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.blocks import BlockError
-from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.gradients import BlockFunction, Path
-from tl_coupling.gradients.function import Evaluation
 from tl_coupling.jacobians.connections import Connection, Function, connected
+from tl_coupling.jacobians.ways import jacobian_and_path, jacobians_of_output
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.traces import Trace
 
 # Entries in a batch of Jacobians (float32: 256 MiB), and the largest number of
 # Jacobians that share work.
 BATCH_BUDGET = 2**26
-_MOST_SHARING = 32
+MOST_SHARING = 32
 
 
 @checked
@@ -88,8 +83,9 @@ def block_jacobians(
     function: Function = "block",
     progress: Progress | None = None,
 ) -> Float[Tensor, "n_chosen d_model d_model"]:
-    """Jacobians `J^l_{tt}` of several layers at one token, stacked; see
-    `block_jacobian`.
+    """Jacobians `J^l_{tt}` of several layers at one token, stacked.
+
+    Each is that of `block_jacobian`.
 
     Args:
         trace: a traced prompt.
@@ -107,136 +103,78 @@ def block_jacobians(
         >>> tlc.block_jacobians(trace, layers=[1, 0]).shape
         torch.Size([2, 32, 32])
     """
-    chosen = range(trace.n_layers) if layers is None else layers
-    if not len(chosen):
+    selected_layers = range(trace.n_layers) if layers is None else layers
+    if not len(selected_layers):
         raise ValueError("`layers` is empty: wanted at least one layer")
-    J = trace.blocks[0].X.new_empty(len(chosen), trace.d_model, trace.d_model)
+    n_layers = len(selected_layers)
+    J = trace.blocks[0].X.new_empty(n_layers, trace.d_model, trace.d_model)
     t = trace.position_index(position)
-    connections = [Connection(trace.layer_index(layer), t, t, t) for layer in chosen]
+    connections = [
+        Connection(trace.layer_index(layer), t, t, t) for layer in selected_layers
+    ]
     computed = jacobians_of(
-        trace, connections, chunk_size, progress, {}, function=function
+        trace,
+        connections,
+        chunk_size=chunk_size,
+        progress=progress,
+        function=function,
     )
-    for row, J_1 in zip(J, computed, strict=True):
-        row[:] = J_1
+    for row, jacobian in zip(J, computed, strict=True):
+        row[:] = jacobian.J
     return J
+
+
+class Computed(NamedTuple):
+    """The Jacobian of a connection, and the way in which it was evaluated."""
+
+    connection: Connection
+    J: Float[Tensor, "d_model d_model"]
+    path: Path
 
 
 def jacobians_of(
     trace: Trace,
-    wanted: Sequence[Connection],
-    chunk_size: int | None,
-    progress: Progress | None,
-    paths: dict[str, str],
-    at_once: int = _MOST_SHARING,
+    connections: Sequence[Connection],
+    *,
+    chunk_size: int | None = None,
+    progress: Progress | None = None,
+    n_sharing: int = MOST_SHARING,
     function: Function = "branches",
-) -> Iterator[Float[Tensor, "d_model d_model"]]:
-    """`J` of each connection, in order, and in `paths` the way in which it was
-    evaluated.
+) -> Iterator[Computed]:
+    """Yield the Jacobian of each connection, in order, computed when it is asked for.
 
-    Of a block that normalises the stream, J of its residual branches: block(X) − X
-    cannot be compared with others. Neighbours with a layer or an output in common share
-    work, up to `at_once`. Computed when they are asked for.
+    Of a block that normalises the stream, J is that of its residual branches: block(X)
+    − X cannot be compared with others. Neighbours with a layer or an output in common
+    share work, up to `n_sharing`.
     """
-
-    most = max(1, min(at_once, _MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
-
-    def in_order() -> Iterator[Tensor]:
-        for layer, same_layer in groupby(wanted, lambda one: one.layer):
-            block = _measured(trace.blocks[layer], function)
-            while sharing := list(islice(same_layer, most)):
-                if len(sharing) > 1:
-                    block.refer_to([one.output_position for one in sharing])
-                for t2, same_output in groupby(
-                    sharing, lambda one: one.output_position
-                ):
-                    some = list(same_output)
-                    J, path = jacobians_of_output(
-                        block, [one.input_position for one in some], t2, chunk_size
-                    )
-                    paths.update(dict.fromkeys(map(str, some), path))
-                    yield from J
-                    del J  # Not kept while the next is computed.
-
-    computed = in_order()
-    for _ in with_progress(range(len(wanted)), progress, "Jacobians"):
+    n_together = max(1, min(n_sharing, MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
+    computed = _in_groups(trace, connections, chunk_size, n_together, function)
+    for _ in with_progress(range(len(connections)), progress, "Jacobians"):
         yield next(computed)
 
 
-def jacobian_and_path(
-    block: BlockFunction,
-    input_position: int,
-    output_position: int,
-    chunk_size: Count | None = None,
-) -> tuple[Float[Tensor, "d_model d_model"], Path]:
-    """One Jacobian, by the cheapest way that agrees with the full sequence; and the
-    name of that way.
-    """
-    J, path = jacobians_of_output(block, [input_position], output_position, chunk_size)
-    return J[0], path
-
-
-def jacobians_of_output(
-    block: BlockFunction,
-    input_positions: Sequence[int],
-    output_position: int,
-    chunk_size: Count | None = None,
-) -> tuple[Sequence[Float[Tensor, "d_model d_model"]], Path]:
-    """`J_{t1 t2}` for several t1 ≤ t2, or any one t1, at little more than the cost of
-    one; and the name of the way.
-    """
-
-    def compute(evaluate: Evaluation) -> tuple[Any, ...]:
-        y, J = evaluate(chunk_size)
-        return y, [expected.u @ one for one in J], J
-
-    # Once for all: entering it looks through all modules.
-    with block.evaluation() if block.recorded is None else nullcontext():
-        expected = block.reference(output_position)
-        # In a causal model no later row moves an earlier one: these products with J are
-        # exact zeros.
-        if min(input_positions) > output_position and not bool(
-            expected.rows[list(input_positions)].any()
-        ):
-            return [
-                expected.u.new_zeros(len(expected.u), len(expected.u))
-                for _ in input_positions
-            ], "full_sequence"
-        ways = block.ways(input_positions, output_position)
-        return cheapest(block, ways, input_positions, output_position, compute)
-
-
-def cheapest(
-    block: BlockFunction,
-    ways: Iterable[tuple[Path, Callable[..., Any]]],
-    t1: Sequence[int],
-    t2: int,
-    compute: Callable[[Callable[..., Any]], tuple[Any, ...]],
-) -> tuple[Any, Path]:
-    """The result of the first way that agrees with the full sequence, and its name.
-
-    `compute` gives f(X)[t2], the products `uᵀ J_{t1 t2}` with the reference's u, and
-    the result. A way that the block does not allow (`BlockError`) is skipped; so is one
-    that fails otherwise, with a remark, because a foreign block may raise anything when
-    it is called with our cache.
-    """
-    with block.evaluation():
-        for path, way in ways:
-            try:
-                y, products, result = compute(way)
-            except BlockError:
-                continue
-            except Exception as error:
-                if path == "full_sequence" or is_out_of_memory(error):
-                    raise
-                kind, said = type(error).__name__, " ".join(str(error).split())[:200]
-                text = (
-                    f"{path} failed ({kind}: {said}), so a more expensive way was used"
-                )
-                block.remarks.add(f"{path}: {kind}", f"layer {block.layer}: {text}")
-                continue
-            if block.agrees(y, products, t1, t2):
-                return result, path
-    raise block.changed()
+def _in_groups(
+    trace: Trace,
+    connections: Sequence[Connection],
+    chunk_size: int | None,
+    n_together: int,
+    function: Function,
+) -> Iterator[Computed]:
+    """Yield Jacobians; those of a layer share a reference, those of an output more."""
+    for layer, of_layer in groupby(connections, lambda connection: connection.layer):
+        block = _measured(trace.blocks[layer], function)
+        while sharing := list(islice(of_layer, n_together)):
+            outputs = [connection.output_position for connection in sharing]
+            if len(sharing) > 1:
+                block.refer_to(outputs)
+            for t2, of_output in groupby(sharing, lambda c: c.output_position):
+                group = list(of_output)
+                inputs = [connection.input_position for connection in group]
+                matrices, path = jacobians_of_output(block, inputs, t2, chunk_size)
+                for connection, J in zip(group, matrices, strict=True):
+                    yield Computed(connection, J, path)
+                # Not kept while the next are computed.
+                del matrices, J
 
 
 def _measured(block: BlockFunction, function: Function) -> BlockFunction:

@@ -1,67 +1,58 @@
-"""What a comparison needs in memory, and where its Jacobians are kept: there, or in a
-file where they do not fit.
-"""
+"""What a comparison needs in memory, and how it keeps within a limit."""
 
-import re
-import tempfile
-import weakref
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from tl_coupling.gradients.evaluation import chunk_that_fits
+from tl_coupling.jacobians.options import JacobianOptions
+from tl_coupling.jacobians.sizes import in_words, n_bytes
 from tl_coupling.models import facts_of
 from tl_coupling.traces import Trace
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # Copies of the widest activation of a chunk, and of a matrix in its SVD, that are in
 # memory at once: measured.
-_ACTIVATIONS, _OF_SVD = 4, 12
+_ACTIVATIONS = 4
+_OF_SVD = 12
 # Entries of the matrices whose SVDs are taken together (float32: 4 MiB), at least one
 # for each thread.
 _SVD_BUDGET = 2**20
 # Of the memory that is free, what Jacobians may take unless a limit is given.
 _SHARE = 0.5
-_MOST_PROMPTS = 32
 
 
-def n_bytes(limit: int | str) -> int:
-    """A number of bytes, from one or from a text such as "3GiB"."""
-    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]*)\s*", str(limit))
-    if (
-        not found
-        or found[2] not in _UNITS
-        or (size := int(float(found[1]) * _UNITS[found[2]])) < 1
-    ):
-        raise ValueError(
-            f'must be a number of bytes, or a text such as "3GiB" or "500MB", got {limit!r}'
-        )
-    return size
+@dataclass(frozen=True)
+class MapSizes:
+    """How many matrices, and how large, the maps of some prompts are made of.
 
+    Attributes:
+        d_model: rows, and columns, of a Jacobian.
+        itemsize: bytes of an entry.
+        n_rows: Jacobians J_1 of one prompt.
+        n_columns: Jacobians of one prompt that give singular vectors.
+        k: singular vectors that are compared.
+        n_maps: maps of one prompt, one for each orientation.
+        n_prompts: prompts whose Jacobians are computed together.
+        rows_are_columns: whether each Jacobian is needed in both roles, and so kept.
+    """
 
-def _is_size(limit: int | str) -> None:
-    n_bytes(limit)
+    d_model: int
+    itemsize: int
+    n_rows: int
+    n_columns: int
+    k: int
+    n_maps: int = 1
+    n_prompts: int = 1
+    rows_are_columns: bool = True
 
-
-# How much memory may be taken: bytes, or "3GiB".
-MemoryLimit = Annotated[int | str, _is_size]
-
-
-def in_words(size: int | float) -> str:
-    """A number of bytes for reading."""
-    unit = next(
-        unit
-        for unit in ("TiB", "GiB", "MiB", "KiB", "B")
-        if size >= _UNITS[unit] or unit == "B"
-    )
-    return f"{size / _UNITS[unit]:.3g} {unit}"
+    @classmethod
+    def of(cls, trace: Trace, n_rows: int, n_columns: int, k: int) -> "MapSizes":
+        """Return the sizes of one map of a traced prompt."""
+        itemsize = trace.blocks[0].X.element_size()
+        return cls(trace.d_model, itemsize, n_rows, n_columns, k)
 
 
 @dataclass(frozen=True)
@@ -88,40 +79,33 @@ class Needs:
     at_once: int
 
     @classmethod
-    def of(
-        cls,
-        block: nn.Module,
-        d: int,
-        itemsize: int,
-        n_rows: int,
-        n_cols: int,
-        k: int,
-        n_maps: int,
-        same: bool,
-    ) -> "Needs":
-        """Those of `n_maps` maps of a width; `same` if rows and columns are the same
-        connections.
-        """
+    def of(cls, block: nn.Module, sizes: MapSizes) -> "Needs":
+        """Return what maps of these sizes need, of a model with such blocks."""
+        d, itemsize = sizes.d_model, sizes.itemsize
+        n_columns = sizes.n_prompts * sizes.n_columns
+        n_kept = sizes.n_prompts * sizes.n_rows if sizes.rows_are_columns else 0
         # The longest row or column of the block's matrices is the widest activation; at
         # least 4 d, as is usual.
-        longest = max(
-            (max(p.shape[-2:]) for p in block.parameters() if p.ndim > 1), default=0
-        )
-        width, n_threads = max(4, -(-longest // d)), torch.get_num_threads()
+        widths = [max(p.shape[-2:]) for p in block.parameters() if p.ndim > 1]
+        width = max(4, -(-max(widths, default=0) // d))
+        n_threads = torch.get_num_threads()
+        n_together = n_threads * max(1, _SVD_BUDGET // (n_threads * d**2))
+        n_pairs = sizes.n_rows * sizes.n_columns
         return cls(
-            result=n_maps * n_rows * n_cols * k * k * itemsize,
-            spectra=5 * n_cols * k * d * itemsize,
-            jacobians=same * n_rows * d * d * itemsize,
+            result=sizes.n_maps * n_pairs * sizes.k**2 * itemsize,
+            spectra=5 * n_columns * sizes.k * d * itemsize,
+            jacobians=n_kept * d * d * itemsize,
             matrix=d * d * itemsize,
             of_seed=_ACTIVATIONS * width * d * itemsize,
             chunk_size=min(d, chunk_that_fits(width, d)),
-            at_once=min(n_cols, n_threads * max(1, _SVD_BUDGET // (n_threads * d**2))),
+            at_once=min(n_columns, n_together),
         )
 
     @property
     def working(self) -> int:
-        """What a Jacobian takes while it is computed, or SVDs while they are taken,
-        each in a thread.
+        """What a Jacobian takes while it is computed, or SVDs while they are taken.
+
+        Each SVD is taken in a thread of its own.
         """
         jacobian = self.chunk_size * self.of_seed + self.matrix
         svds = min(self.at_once, torch.get_num_threads()) * _OF_SVD * self.matrix
@@ -133,8 +117,9 @@ class Needs:
         return self.result + self.spectra + self.working
 
     def within(self, limit: int) -> "Needs":
-        """With fewer rows and matrices at a time, if need be. Raises ValueError where
-        that is not enough.
+        """Return the needs with fewer rows and matrices at a time, where they must be.
+
+        Raises ValueError where that is not enough.
         """
         needs = self
         while needs.beside_jacobians > limit and (
@@ -151,97 +136,62 @@ class Needs:
         return needs
 
     def kept_in_memory(self, limit: int | None, block: nn.Module) -> bool:
-        """Whether the Jacobians that are needed twice are kept in memory.
+        """Say whether the Jacobians that are needed twice are kept in memory.
 
         Without a limit, if they take no more than half of what is free; of a model that
         is read from disk, no more than a block's weights.
         """
-        weights = list(block.parameters())
         if limit is not None:
             return self.jacobians <= limit - self.beside_jacobians
+        weights = list(block.parameters())
         if facts_of(block).is_streamed:
             return self.jacobians <= 4 * sum(p.numel() for p in weights)
-        return self.jacobians <= _SHARE * _free_memory(
-            weights[0].device if weights else torch.device("cpu")
+        device = weights[0].device if weights else torch.device("cpu")
+        return self.jacobians <= _SHARE * _free_memory(device)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many are computed at a time, so that a comparison keeps within its limit.
+
+    Attributes:
+        at_once: Jacobians that are decomposed together.
+        chunk_size: rows of a Jacobian that are computed at a time, if limited.
+        n_sharing: Jacobians that may share work, if limited.
+        in_memory: whether those that are kept are kept in memory, or in a file.
+    """
+
+    at_once: int
+    chunk_size: int | None
+    n_sharing: int | None
+    in_memory: bool
+
+    @classmethod
+    def of(
+        cls, block: nn.Module, sizes: MapSizes, options: JacobianOptions
+    ) -> "Budget":
+        """Return what maps of these sizes may take, of a model with such blocks."""
+        needs = Needs.of(block, sizes)
+        if options.max_memory is None:
+            in_memory = needs.kept_in_memory(None, block)
+            return cls(needs.at_once, options.chunk_size, None, in_memory)
+        limit = n_bytes(options.max_memory)
+        needs = needs.within(limit)
+        return cls(
+            at_once=needs.at_once,
+            chunk_size=options.chunk_size or needs.chunk_size,
+            n_sharing=needs.at_once,
+            in_memory=needs.kept_in_memory(limit, block),
         )
 
 
 def _free_memory(device: torch.device) -> float:
-    """Bytes that are free on a device; infinitely many where that is not known."""
+    """Return the bytes that are free on a device; infinity where that is not known."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    with suppress(OSError, IndexError, ValueError):
-        if device.type == "cpu":
-            return (
-                float(
-                    Path("/proc/meminfo")
-                    .read_text()
-                    .split("MemAvailable:")[1]
-                    .split()[0]
-                )
-                * 1024
-            )
+    if device.type == "cpu":
+        with suppress(OSError, IndexError, ValueError):
+            report = Path("/proc/meminfo").read_text()
+            kibibytes = report.split("MemAvailable:")[1].split()[0]
+            return float(kibibytes) * 1024
     return float("inf")
-
-
-class Shelf:
-    """Matrices of one shape, put down in order: in memory, or in a temporary file.
-
-    The file has no name where the system allows that (not on Windows): nothing of it is
-    left, however this ends.
-    """
-
-    def __init__(self, n: int, like: Float[Tensor, "d d"], in_memory: bool) -> None:
-        self._held: Tensor | None = None
-        self._file: IO[bytes] | None = None
-        self._like, self._size = like.new_empty(0), like.shape
-        # Where there is no room after all, in the file.
-        with suppress(MemoryError, torch.OutOfMemoryError):
-            self._held = like.new_empty(n, *like.shape) if in_memory else None
-        if self._held is None:
-            self._file = tempfile.TemporaryFile(prefix="tl_coupling_")  # noqa: SIM115 (it lives as long as the shelf)
-            weakref.finalize(self, self._file.close)
-
-    def put(self, start: int, matrices: Float[Tensor, "n d d"]) -> None:
-        """Put matrices down from an index on."""
-        if self._held is not None:
-            self._held[start : start + len(matrices)] = matrices
-        else:
-            assert self._file is not None
-            self._file.seek(start * matrices[0].nbytes)
-            self._file.write(matrices.contiguous().cpu().numpy().data)
-
-    def take(self, i: int) -> Float[Tensor, "d d"]:
-        """The matrix at an index."""
-        if self._held is not None:
-            return self._held[i]
-        assert self._file is not None
-        matrix = torch.empty(self._size, dtype=self._like.dtype)
-        self._file.seek(i * matrix.nbytes)
-        self._file.readinto(matrix.numpy().data)  # type: ignore[attr-defined]
-        return matrix.to(self._like.device)
-
-
-def sharing_a_sweep(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
-    """Traces in groups: several of one model that is read from disk, where one reading
-    serves all; else one by one.
-
-    As many as have Jacobians no larger than the weights that are read.
-    """
-    group: list[Trace] = []
-    for one in traces:
-        if group and (one.model is not group[0].model or len(group) >= _n_sharing(one)):
-            yield group
-            group = []
-        group.append(one)
-    if group:
-        yield group
-
-
-def _n_sharing(trace: Trace) -> int:
-    if not trace.is_streamed:
-        return 1
-    weights = sum(p.numel() * p.element_size() for p in trace.model.parameters())
-    return max(
-        1, min(_MOST_PROMPTS, weights // (4 * trace.n_layers * trace.d_model**2))
-    )

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.jacobians.memory import MemoryLimit, Needs, in_words, n_bytes
+from tl_coupling.jacobians.memory import MapSizes, Needs
+from tl_coupling.jacobians.sizes import MemoryLimit, in_words, n_bytes
 from tl_coupling.models import Memory, empty_model, facts_of
 from tl_coupling.spectra.decompositions import flops_of_svd
 from tl_coupling.spectra.readings import fitting_k
@@ -166,7 +167,7 @@ def plan(
         trace.n_layers if isinstance(trace, Trace) else len(blocks),
     )
     n_pos = tokens or (trace.n_pos if isinstance(trace, Trace) else 64)
-    needs = Needs.of(blocks[0], d, computed, n_layers, n_layers, k, 1, True)
+    needs = Needs.of(blocks[0], MapSizes(d, computed, n_layers, n_layers, k))
     limit = None if max_memory is None else n_bytes(max_memory)
     needs = needs if limit is None else needs.within(limit)
     of_blocks = [_flops(block, cfg, d, n_pos) for block in blocks]

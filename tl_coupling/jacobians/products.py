@@ -13,7 +13,7 @@ from tl_coupling.gradients import Path
 from tl_coupling.gradients.evaluation import vjp
 from tl_coupling.gradients.function import RowFunction
 from tl_coupling.jacobians.connections import connected
-from tl_coupling.jacobians.jacobians import cheapest
+from tl_coupling.jacobians.ways import cheapest
 from tl_coupling.traces import Trace
 
 

@@ -108,13 +108,13 @@ def plot_spread(
     connections.
 
     Read off, beside `plot_coupling` of the same map, which pairs are coupled to the
-    same degree whatever the prompt. The map is a mean, of `depth_coupling` on many
+    same degree whatever the prompt. The map is a mean, of `mean_depth_coupling` on many
     traces; k, measure and what is returned are as in `plot_coupling`. Raises ValueError
     for a k or measure that the map does not have, and for a single prompt, which has no
     spread.
 
     Example:
-        >>> mean = tlc.depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
+        >>> mean = tlc.mean_depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
         >>> ax = tlc.plots.plot_spread(mean)
     """
     spread = result.spread(k, measure)

@@ -19,9 +19,8 @@ import torch
 
 from tl_coupling.arguments import AnyPath, Device, checked, warn_caller
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.comparisons.pairs import fill_pairs
 from tl_coupling.files import file_name, output_folder
-from tl_coupling.jacobians import block_jacobians
+from tl_coupling.jacobians import block_jacobians, fill_pairs
 from tl_coupling.measures import subspace_overlap
 from tl_coupling.models import Backend, ModelError, is_gguf, load_model, needs_package
 from tl_coupling.progress import Progress

@@ -26,15 +26,13 @@ from torch import Tensor
 
 from tl_coupling import measures, spectra
 from tl_coupling.arguments import Count, checked, made_by
-from tl_coupling.jacobians import Connection, jacobians_of
+from tl_coupling.jacobians import Connection, JacobianOptions, decompose
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import (
     InverseSingularValueFit,
-    check_cut,
     check_k,
     inverse_singular_value_fit,
-    svd,
 )
 from tl_coupling.spectra.readings import DEFAULT_K
 from tl_coupling.traces import Trace
@@ -207,11 +205,10 @@ def residual_alignment(
     k = min(n_classes, DEFAULT_K, d) if k is None else k
     check_k(k, d)
     connections = [Connection(layer, t, t, t) for layer in range(n)]
-    paths: dict[str, str] = {}
-    of_layers = svd(
-        torch.stack(list(jacobians_of(trace, connections, chunk_size, progress, paths)))
-    )
-    check_cut(of_layers.S, k, [str(connection) for connection in connections])
+    options = JacobianOptions(chunk_size, progress=progress)
+    decomposed = decompose(trace, connections, k, options, n_triplets=d)
+    decomposed.check_cut()
+    of_layers = decomposed.spectra
     x = trace.residual[:, t]
     return ResidualAlignment(
         line_shape_score=float(shapes.line_shape_score(x)),
@@ -222,5 +219,5 @@ def residual_alignment(
         singular_values=of_layers.S,
         n_classes=n_classes,
         position=t,
-        provenance=trace.provenance | {"position": t, "paths": paths},
+        provenance=trace.provenance | {"position": t, "paths": decomposed.paths},
     )

@@ -1,0 +1,93 @@
+"""The coupling matrices A of every pair of Jacobians, from their decompositions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.jacobians.decomposed import Decomposed, Passing
+from tl_coupling.measures import Orientation
+from tl_coupling.spectra import Spectrum
+
+
+@dataclass(frozen=True, eq=False)
+class Coupled:
+    """The coupling matrices of every pair, and what the rows' Jacobians have alone.
+
+    Attributes:
+        matrices: A of every row and column, for each orientation.
+        singular_values: the k largest of each row's Jacobian.
+        frobenius_norms: of each row's Jacobian.
+    """
+
+    matrices: dict[Orientation, Float[Tensor, "n_rows n_columns k k"]]
+    singular_values: Float[Tensor, "n_rows k"]
+    frobenius_norms: Float[Tensor, " n_rows"]
+
+
+def couple(
+    rows: Decomposed | Passing,
+    columns: Decomposed,
+    orientations: Sequence[Orientation] = ("ujv",),
+) -> Coupled:
+    r"""Return the coupling matrices of every row with every column.
+
+    .. math:: A_{rc} = U_{c,k}^\top J_r V_{c,k} \quad \text{or} \quad V_{c,k}^\top J_r U_{c,k}
+
+    Args:
+        rows: the Jacobians `J_r`, read once, in order.
+        columns: what gives the singular vectors, and k.
+        orientations: "ujv" for the first, "vju" for the second, or both.
+
+    Cost: `2 k d² + 2 k² d` flops for each pair; memory for the matrices, and for some
+    of the rows' Jacobians at a time.
+    """
+    k = columns.k
+    leading = columns.leading
+    # Laid out once as `fill_pairs` needs them.
+    leading = Spectrum(leading.U.mT.contiguous().mT, leading.S, leading.Vh.contiguous())
+    n_rows = len(rows)
+    n_columns = len(columns)
+    matrices = {
+        orientation: leading.S.new_empty(n_rows, n_columns, k, k)
+        for orientation in orientations
+    }
+    singular_values: list[Tensor] = []
+    frobenius_norms: list[Tensor] = []
+    start = 0
+    for part in rows.parts():
+        end = start + len(part.J)
+        for orientation, A in matrices.items():
+            fill_pairs(A[start:end], part.J, leading, orientation)
+        singular_values.append(part.singular_values[:, :k])
+        frobenius_norms.append(part.frobenius_norms)
+        start = end
+        # Not kept while the next are computed.
+        del part
+    return Coupled(matrices, torch.cat(singular_values), torch.cat(frobenius_norms))
+
+
+def fill_pairs(
+    A: Float[Tensor, "n_rows n_columns k k"],
+    J: Float[Tensor, "n_rows d d"],
+    spectra: Spectrum,
+    orientation: Orientation,
+) -> None:
+    """Write the coupling matrix of every pair into A.
+
+    All columns' right vectors go through a row's Jacobian in one product; no layout is
+    copied.
+    """
+    left = spectra.U.mT.contiguous()
+    right = spectra.Vh.contiguous()
+    if orientation == "vju":
+        left, right = right, left
+    right_vectors = rearrange(right, "column k d -> (column k) d")
+    for of_row, J_1 in zip(A, J, strict=True):
+        images = rearrange(
+            right_vectors @ J_1.mT, "(column k) d -> column k d", column=len(right)
+        )
+        of_row[:] = left @ images.mT
