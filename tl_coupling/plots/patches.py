@@ -1,5 +1,6 @@
 """Values of a vision model's tokens, over the picture that it read."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from tl_coupling.traces import Trace
 
 # Of the values' colours, and what is left of the picture's contrast below them: both
 # must be seen.
-_ALPHA, _DARKEST = 0.6, 0.4
+_ALPHA = 0.6
+_DARKEST = 0.4
 _MAX_TICKS = 8
 
 
@@ -33,11 +35,10 @@ def plot_patches(
     cmap: str | Colormap | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """A value of every patch as a coloured square over the picture, which is shown in
-    grey.
+    """Draw a value of every patch as a coloured square over the picture.
 
-    The class token has no place in the picture: its value stands below it. Patches
-    whose value is undefined (NaN) stay grey.
+    The picture is shown in grey. The class token has no place in it: its value stands
+    below. Patches whose value is undefined (NaN) stay grey.
 
     Args:
         trace: of an image.
@@ -48,121 +49,155 @@ def plot_patches(
         vmin, vmax: ends of the colour scale; by default the least and the largest value
             of a patch.
         cmap: a colour map; matplotlib's default unless given.
+        ax: the Axes to draw in; new ones by default.
 
     Returns the Axes; its images are the picture and the values, in units of patches.
-    Raises ValueError for a trace that is not of an image in patches, other than one
-    value for each token, and a position out of range.
+
+    Raises:
+        ValueError: a trace that is not of an image in patches, other than one value for
+            each token, or a position out of range.
 
     Example:
-        >>> ax = tlc.plots.plot_patches(image_trace, tlc.line_shape_score(image_trace.residual), label="line shape")
+        >>> straightness = tlc.line_shape_score(image_trace.residual)
+        >>> ax = tlc.plots.plot_patches(image_trace, straightness, label="line shape")
     """
-    if (grid := patches_of(trace)) is None:
+    grid = patches_of(trace)
+    if grid is None:
         raise ValueError(
             "wanted the trace of an image whose patches are its tokens, such as a ViT's"
         )
-    rows, columns = grid
     if len(values) != trace.n_pos:
         raise ValueError(
-            f"`values` must hold one for each of the {trace.n_pos} tokens, got {len(values)}"
+            f"`values` must hold one for each of the {trace.n_pos} tokens, "
+            f"got {len(values)}"
         )
-    numbers = values.detach().cpu().double().numpy()
-    n_others = trace.n_pos - rows * columns
-    over = numbers[n_others:].reshape(rows, columns)
-    known = over[np.isfinite(over)]
-    low = (
-        float(known.min(initial=np.inf if known.size else 0)) if vmin is None else vmin
-    )
-    high = (
-        float(known.max(initial=-np.inf if known.size else 1)) if vmax is None else vmax
-    )
-    if vmin is not None and vmax is not None and low >= high:
-        raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
     if isinstance(cmap, str) and cmap not in colormaps:
         raise ValueError(
             f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}"
         )
+    rows, columns = grid
+    n_before = trace.n_pos - rows * columns
+    numbers = values.detach().cpu().double().numpy()
+    of_patches = numbers[n_before:].reshape(rows, columns)
+    low, high = _ends(of_patches, vmin, vmax)
     ax = ax or labels.new_figure(4.6, 4.2, "compressed").subplots()
     picture = picture_of(trace)
-    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
-    height, width = picture.shape[0] / rows, picture.shape[1] / columns
-    how: dict[str, Any] = {"extent": extent, "aspect": height / width}
-    ax.imshow(
-        _DARKEST + (1 - _DARKEST) * picture.mean(-1), cmap="gray", vmin=0, vmax=1, **how
-    )
-    colors = colormaps.get_cmap(cmap or rcParams["image.cmap"])
-    drawn = ax.imshow(over, cmap=colors, alpha=_ALPHA, vmin=low, vmax=high, **how)
-    lines: dict[str, Any] = {
-        "color": "white",
-        "linewidth": min(1.0, 4 / max(rows, columns)),
+    height = picture.shape[0] / rows
+    width = picture.shape[1] / columns
+    in_patches: dict[str, Any] = {
+        "extent": (-0.5, columns - 0.5, rows - 0.5, -0.5),
+        "aspect": height / width,
     }
-    for where, n in ((ax.axhline, rows), (ax.axvline, columns)):
-        for at in range(1, n):
-            where(at - 0.5, **lines)
-    for axis, n in ((ax.yaxis, rows), (ax.xaxis, columns)):
-        labels.name_ticks(axis, range(n), _MAX_TICKS)
-    provenance, about = trace.provenance, []
+    grey = _DARKEST + (1 - _DARKEST) * picture.mean(-1)
+    ax.imshow(grey, cmap="gray", vmin=0, vmax=1, **in_patches)
+    colors = colormaps.get_cmap(cmap or rcParams["image.cmap"])
+    squares = ax.imshow(
+        of_patches, cmap=colors, alpha=_ALPHA, vmin=low, vmax=high, **in_patches
+    )
+    _draw_grid(ax, rows, columns)
+    title_positions = []
     if position is not None:
-        about = [trace.position_index(position)]
-        row, column = divmod(about[0] - n_others, columns)
+        title_positions = [trace.position_index(position)]
+        row, column = divmod(title_positions[0] - n_before, columns)
         if row >= 0:
-            ax.add_patch(
-                Rectangle(
-                    (column - 0.5, row - 0.5),
-                    1,
-                    1,
-                    fill=False,
-                    edgecolor="C3",
-                    linewidth=2,
-                    zorder=3,
-                )
-            )
-    others = zip(trace.str_tokens, numbers[:n_others], strict=False)
-    said = ", ".join(
-        f"{name}: {value:.3g}" for name, value in others if np.isfinite(value)
-    )
+            _outline(ax, row, column)
     ax.set_ylabel("row of patches")
-    ax.set_xlabel(
-        "\n".join(filter(None, ("column of patches", said))), parse_math=False
+    x_label = "column of patches"
+    before_patches = _in_words(trace.str_tokens[:n_before], numbers[:n_before])
+    if before_patches:
+        x_label += f"\n{before_patches}"
+    ax.set_xlabel(x_label, parse_math=False)
+    title = labels.heading(
+        "Patches of the picture", [trace.provenance], title_positions
     )
-    labels.entitle(ax, labels.heading("Patches of the picture", [provenance], about))
-    ax.figure.colorbar(drawn, ax=ax, label=label)
+    labels.entitle(ax, title)
+    ax.figure.colorbar(squares, ax=ax, label=label)
     return ax
 
 
+def _ends(
+    values: Float[np.ndarray, "rows columns"], vmin: float | None, vmax: float | None
+) -> tuple[float, float]:
+    """Return the ends of the colour scale; 0 and 1 where no value is known."""
+    known = values[np.isfinite(values)]
+    low, high = vmin, vmax
+    if low is None:
+        low = float(known.min()) if known.size else 0.0
+    if high is None:
+        high = float(known.max()) if known.size else 1.0
+    if vmin is not None and vmax is not None and low >= high:
+        raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
+    return low, high
+
+
+def _draw_grid(ax: Axes, rows: int, columns: int) -> None:
+    """Draw white lines between the patches, and number them."""
+    look: dict[str, Any] = {
+        "color": "white",
+        "linewidth": min(1.0, 4 / max(rows, columns)),
+    }
+    for row in range(1, rows):
+        ax.axhline(row - 0.5, **look)
+    for column in range(1, columns):
+        ax.axvline(column - 0.5, **look)
+    labels.name_ticks(ax.yaxis, range(rows), _MAX_TICKS)
+    labels.name_ticks(ax.xaxis, range(columns), _MAX_TICKS)
+
+
+def _outline(ax: Axes, row: int, column: int) -> None:
+    corner = (column - 0.5, row - 0.5)
+    square = Rectangle(corner, 1, 1, fill=False, edgecolor="C3", linewidth=2, zorder=3)
+    ax.add_patch(square)
+
+
+def _in_words(str_tokens: Sequence[str], values: Float[np.ndarray, " n_tokens"]) -> str:
+    """Write the values of tokens that have no place in the picture."""
+    return ", ".join(
+        f"{token}: {value:.3g}"
+        for token, value in zip(str_tokens, values, strict=True)
+        if np.isfinite(value)
+    )
+
+
 def patches_of(trace: Trace) -> tuple[int, int] | None:
-    """Rows and columns of the patches, which are the trace's last tokens; None where
-    there are none that are known.
+    """Return the rows and columns of the patches, which are the trace's last tokens.
+
+    Returns None where there are no patches, or none that are known.
     """
     rows, columns = trace.provenance.get("patch_grid") or (0, 0)
-    return (
-        (rows, columns)
-        if trace.pixels is not None and 0 < rows * columns <= trace.n_pos
-        else None
-    )
+    if trace.pixels is None or not 0 < rows * columns <= trace.n_pos:
+        return None
+    return rows, columns
 
 
 def picture_of(trace: Trace) -> Float[np.ndarray, "height width 3"]:
-    """The picture that the model read, between 0 and 1: what its processor did to the
-    colours is undone.
+    """Return the picture that the model read, between 0 and 1.
 
-    Pixels that were given as such have no known scale: theirs goes from their least to
-    their largest value.
+    What the processor did to the colours is undone. Pixels that were given as such have
+    no known scale: theirs goes from their least to their largest value.
     """
     if trace.pixels is None:
         raise ValueError("wanted the trace of an image")
-    x, how = (
-        trace.pixels[0].detach().cpu().double(),
-        trace.provenance["image"]["preprocessing"],
-    )
-    if isinstance(how, dict):
-        if how.get("do_normalize"):
-            mean, std = (
-                torch.tensor(how[name], dtype=x.dtype).reshape(-1, 1, 1)
-                for name in ("image_mean", "image_std")
+    x = trace.pixels[0].detach().cpu().double()
+    preprocessing = trace.provenance["image"]["preprocessing"]
+    if isinstance(preprocessing, dict):
+        if preprocessing.get("do_normalize"):
+            x = x * _per_channel(preprocessing["image_std"], x) + _per_channel(
+                preprocessing["image_mean"], x
             )
-            x = x * std + mean
-        x = x / (255 * how["rescale_factor"] if how.get("do_rescale") else 255)
+        brightest = 255.0
+        if preprocessing.get("do_rescale"):
+            brightest = 255 * preprocessing["rescale_factor"]
+        x = x / brightest
     else:
-        x = (x - x.min()) / (x.max() - x.min()).clamp_min(torch.finfo(x.dtype).tiny)
-    three = x[:3] if len(x) >= 3 else x[:1].expand(3, -1, -1)
-    return three.clamp(0, 1).permute(1, 2, 0).numpy()
+        smallest_range = torch.finfo(x.dtype).tiny
+        x = (x - x.min()) / (x.max() - x.min()).clamp_min(smallest_range)
+    is_grey = len(x) < 3
+    rgb = x[:1].expand(3, -1, -1) if is_grey else x[:3]
+    return rgb.clamp(0, 1).permute(1, 2, 0).numpy()
+
+
+def _per_channel(
+    numbers: Sequence[float], x: Float[Tensor, "channels height width"]
+) -> Float[Tensor, "channels 1 1"]:
+    return torch.tensor(numbers, dtype=x.dtype).reshape(-1, 1, 1)

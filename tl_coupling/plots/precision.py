@@ -1,10 +1,9 @@
-"""One model with its weights at several precisions, of what `surveys.precision_sweep`
-returns.
-"""
+"""One model with its weights at several precisions (`surveys.precision_sweep`)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -27,115 +26,132 @@ _SHAPES = {
 def plot_precision(
     data: "xarray.Dataset", *, k: int | None = None, fig: Figure | None = None
 ) -> Figure:
-    """What rounding the weights changes: coupling at each k, and shapes of
-    trajectories; by layer, subspaces and gains.
+    """Draw what rounding the weights changes, against the first precision.
 
-    Small dots are prompts; large ones, and lines, are means over them. Every panel
-    compares with the first precision.
+    Panels are coupling at each k, shapes of trajectories, and by layer subspaces and
+    gains. Small dots are prompts; large ones, and lines, are means over them.
 
     Args:
         data: what `surveys.precision_sweep` returns.
         k: top singular vectors that span the subspaces; by default the largest that was
             measured.
+        fig: the figure to draw in; a new one by default.
 
     Returns the Figure, with Axes of the change in mean coupling against k, of the
     relative change in line-shape score and expodistance, of the overlap of subspaces
     against the layer (left solid, right dashed; the dashed grey line is that of random
     subspaces), and of the relative change in the largest singular value against the
-    layer. Raises ValueError for a k that was not measured, and for one precision alone.
+    layer.
+
+    Raises:
+        ValueError: a k that was not measured, or one precision alone.
 
     Example:
-        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded", "progress": False}
-        >>> rounded = tlc.surveys.precision_sweep("models/width16/step2", ["float32", "bfloat16"], prompts, **how)
+        >>> rounded = tlc.surveys.precision_sweep(
+        ...     "models/width16/step2",
+        ...     ["float32", "bfloat16"],
+        ...     prompts,
+        ...     settings=tlc.Settings(k=(2, 4)),
+        ...     folder="rounded",
+        ...     progress=False,
+        ... )
         >>> fig = tlc.plots.plot_precision(rounded)
     """
-    import xarray
-
     if data.sizes.get("precision", 0) < 2:
         raise ValueError(
-            "`data` must hold two precisions or more, as `surveys.precision_sweep` returns"
+            "`data` must hold two precisions or more, as `surveys.precision_sweep` "
+            "returns"
         )
     if k is not None and k not in data["k"]:
         raise ValueError(f"`k` must be one of {data['k'].values.tolist()}, got {k}")
     k = int(data["k"].max()) if k is None else k
-    first, *others = data["precision"].values.tolist()
-    reference = data.sel(precision=first)
+    reference, *precisions = data["precision"].values.tolist()
     fig = fig or labels.new_figure(9.0, 6.6)
     (coupling, shapes), (overlap, gains) = fig.subplots(2, 2)
-    for number, precision in enumerate(others):
-        here, look = (
-            data.sel(precision=precision),
-            {"color": f"C{number}", "label": precision},
+    unrounded = data.sel(precision=reference)
+    for number, precision in enumerate(precisions):
+        rounded = data.sel(precision=precision)
+        color = f"C{number}"
+        # Precisions stand side by side.
+        shift = (number - (len(precisions) - 1) / 2) * 0.6 / len(precisions)
+        _draw_dots(coupling, _change_in_coupling(rounded, unrounded), shift, color)
+        _draw_dots(shapes, _relative_changes(rounded, unrounded), shift, color)
+        _draw_overlap(overlap, rounded.sel(k=k), color)
+        gain = 100 * rounded["largest_singular_value_change"].mean("prompt")
+        gains.plot(
+            gain["layer"], gain, marker="o", markersize=3, color=color, label=precision
         )
-        shift = (number - (len(others) - 1) / 2) * 0.6 / len(others)
-        _dots(
-            coupling,
-            (here["mean_coupling"] - reference["mean_coupling"])
-            .transpose("k", "prompt")
-            .values,
-            shift,
-            look,
-        )
-        relative = [100 * (here[name] / reference[name] - 1) for name in _SHAPES]
-        _dots(
-            shapes,
-            xarray.concat(relative, "shape").transpose("shape", "prompt").values,
-            shift,
-            look,
-        )
-        for side, line in (("left", "-"), ("right", "--")):
-            mean = here[f"{side}_overlap"].sel(k=k).mean("prompt")
-            overlap.plot(
-                mean["layer"], mean, line, color=look["color"], label=f"_{side}"
-            )
-        mean = 100 * here["largest_singular_value_change"].mean("prompt")
-        gains.plot(mean["layer"], mean, marker="o", markersize=3, **look)
     coupling.set(xlabel="top singular vectors k", ylabel="change in mean coupling")
     labels.name_ticks(coupling.xaxis, data["k"].values.tolist(), labels.MAX_LAYER_TICKS)
     shapes.set_ylabel("change (%)")
     labels.name_ticks(
         shapes.xaxis, list(_SHAPES.values()), len(_SHAPES), fontsize="x-small"
     )
-    overlap.axhline(
-        k / data.attrs["d_model"],
-        **labels.NULL_LINE,
-        label=f"random subspaces, {k / data.attrs['d_model']:.3f}",
-    )
-    overlap.set(
-        xlabel="layer", ylabel=f"overlap of subspaces (k = {k})", ylim=(0, 1.02)
-    )
-    overlap.plot([], [], "-", color="0.3", label="left singular vectors")
-    overlap.plot([], [], "--", color="0.3", label="right singular vectors")
-    labels.plain_legend(overlap, loc="center left", fontsize="small")
+    _label_overlap(overlap, k, null=k / data.attrs["d_model"])
     gains.set(xlabel="layer", ylabel="largest σ, |change| (%)", yscale="log")
     for ax in (overlap, gains):
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    handles, names = gains.get_legend_handles_labels()
     labels.plain_legend(
-        fig,
-        *gains.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=len(others),
+        fig, handles, names, loc="outside lower center", ncols=len(precisions)
     )
-    n = data.sizes["prompt"]
-    what = f"Weights at {len(others)} precision{'s' if len(others) > 1 else ''} against {first}"
-    over = f"\nmean over {n} prompts" if n > 1 else ""
-    labels.entitle(fig, labels.heading(what, [{"model": data.attrs["model"]}]) + over)
+    plural = "s" if len(precisions) > 1 else ""
+    title = f"Weights at {len(precisions)} precision{plural} against {reference}"
+    title = labels.heading(title, [{"model": data.attrs["model"]}])
+    n_prompts = data.sizes["prompt"]
+    if n_prompts > 1:
+        title += f"\nmean over {n_prompts} prompts"
+    labels.entitle(fig, title)
     return fig
 
 
-def _dots(ax: Axes, values: np.ndarray, shift: float, look: dict[str, Any]) -> None:
-    """A column of dots, one for each prompt, and their mean, for each row of the
-    values.
-    """
+def _change_in_coupling(
+    rounded: "xarray.Dataset", unrounded: "xarray.Dataset"
+) -> Float[np.ndarray, "n_ks n_prompts"]:
+    change = rounded["mean_coupling"] - unrounded["mean_coupling"]
+    return change.transpose("k", "prompt").values
+
+
+def _relative_changes(
+    rounded: "xarray.Dataset", unrounded: "xarray.Dataset"
+) -> Float[np.ndarray, "n_shapes n_prompts"]:
+    """Return the change in each measure of shape, in percent."""
+    import xarray
+
+    changes = [100 * (rounded[name] / unrounded[name] - 1) for name in _SHAPES]
+    return xarray.concat(changes, "shape").transpose("shape", "prompt").values
+
+
+def _draw_overlap(ax: Axes, rounded: "xarray.Dataset", color: str) -> None:
+    """Draw by layer how far subspaces agree: left solid, right dashed."""
+    for side, line_style in (("left", "-"), ("right", "--")):
+        mean = rounded[f"{side}_overlap"].mean("prompt")
+        ax.plot(mean["layer"], mean, line_style, color=color, label=f"_{side}")
+
+
+def _label_overlap(ax: Axes, k: int, null: float) -> None:
+    ax.axhline(null, **labels.NULL_LINE, label=f"random subspaces, {null:.3f}")
+    ax.set(xlabel="layer", ylabel=f"overlap of subspaces (k = {k})", ylim=(0, 1.02))
+    ax.plot([], [], "-", color="0.3", label="left singular vectors")
+    ax.plot([], [], "--", color="0.3", label="right singular vectors")
+    labels.plain_legend(ax, loc="center left", fontsize="small")
+
+
+def _draw_dots(
+    ax: Axes, values: Float[np.ndarray, "n_columns n_prompts"], shift: float, color: str
+) -> None:
+    """Draw a column of dots, one for each prompt, and their mean."""
     ax.axhline(0, color="0.8", linewidth=0.8, zorder=0)
-    for at, of_prompts in enumerate(values):
-        if len(of_prompts) > 1:
+    for column, of_prompts in enumerate(values):
+        n_prompts = len(of_prompts)
+        x = column + shift
+        if n_prompts > 1:
             ax.plot(
-                np.full(len(of_prompts), at + shift),
+                np.full(n_prompts, x),
                 of_prompts,
                 ".",
-                color=look["color"],
+                color=color,
                 markersize=3,
                 alpha=0.4,
             )
-        ax.plot(at + shift, of_prompts.mean(), "o", color=look["color"], markersize=6)
+        ax.plot(x, of_prompts.mean(), "o", color=color, markersize=6)

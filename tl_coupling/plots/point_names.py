@@ -1,0 +1,105 @@
+"""Names beside the points of a scatter plot, where they cover least."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+_POINTS_PER_INCH = 72
+# Where a name may stand, seen from its point: beside it first, further away where
+# something is in the way.
+_DISTANCES = (5.0, 12.0, 20.0, 28.0, 38.0)
+_DIRECTIONS = np.array(
+    [(x, y) for x, y in product((1, -1, 0), (0, 1, -1)) if (x, y) != (0, 0)]
+)
+# A thin line leads from a name to its point where they stand apart.
+_LEADER: dict[str, Any] = {
+    "arrowstyle": "-",
+    "color": "0.6",
+    "linewidth": 0.7,
+    "shrinkA": 0,
+    "shrinkB": 5,
+}
+
+
+def name_points(
+    ax: Axes,
+    x: Float[np.ndarray, " n_points"],
+    y: Float[np.ndarray, " n_points"],
+    models: Sequence[str],
+) -> None:
+    """Write a model's name at each point.
+
+    A name stands where it covers least of the other names, the points and the curves.
+    """
+    figure = ax.figure.canvas.figure
+    # Only after layout is it known how large a name is on the axes.
+    figure.draw_without_rendering()
+    pixels_per_point = figure.dpi / _POINTS_PER_INCH
+    points = ax.transData.transform(np.column_stack([x, y]))
+    axes_box = ax.get_window_extent()
+    taken = [_box_around(point, 3 * pixels_per_point) for point in points]
+    taken += _boxes_along_curves(ax, pixels_per_point)
+    for xy, point, name in zip(
+        zip(x, y, strict=True), points, _short_names(models), strict=True
+    ):
+        label = ax.annotate(
+            name,
+            xy,
+            (0, 0),
+            arrowprops=_LEADER,
+            textcoords="offset points",
+            fontsize="small",
+            va="bottom",
+            parse_math=False,
+        )
+        size = np.array(Text.get_window_extent(label).size)
+        corners = [
+            point + distance * pixels_per_point * direction + (direction - 1) / 2 * size
+            for distance, direction in product(_DISTANCES, _DIRECTIONS)
+        ]
+        boxes = [Bbox.from_bounds(*corner, *size) for corner in corners]
+        best = _least_covering(boxes, taken, axes_box)
+        taken.append(boxes[best])
+        label.set_position(tuple((corners[best] - point) / pixels_per_point))
+
+
+def _short_names(models: Sequence[str]) -> list[str]:
+    """Return names without the organisation, unless two models then have the same."""
+    short_names = [model.rsplit("/", 1)[-1] for model in models]
+    return [
+        short if short_names.count(short) == 1 else model
+        for short, model in zip(short_names, models, strict=True)
+    ]
+
+
+def _box_around(point: Float[np.ndarray, "2"], half_width: float) -> Bbox:
+    return Bbox([point - half_width, point + half_width])
+
+
+def _boxes_along_curves(ax: Axes, half_width: float) -> list[Bbox]:
+    """Return small boxes along every drawn curve; dashed lines may be covered."""
+    boxes = []
+    for line in ax.lines:
+        if line.get_linestyle() in ("None", "--"):
+            continue
+        path = ax.transData.transform_path(line.get_path()).interpolated(3)
+        boxes += [_box_around(point, half_width) for point in np.asarray(path.vertices)]
+    return boxes
+
+
+def _least_covering(
+    boxes: Sequence[Bbox], taken: Sequence[Bbox], axes_box: Bbox
+) -> int:
+    """Return the nearest of the boxes that cover least, if possible inside the axes."""
+
+    def cost(i: int) -> tuple[bool, int]:
+        leaves_the_axes = axes_box.count_contains(boxes[i].corners()) < 4
+        return leaves_the_axes, boxes[i].count_overlaps(taken)
+
+    return min(range(len(boxes)), key=cost)
