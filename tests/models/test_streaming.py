@@ -149,7 +149,7 @@ def test_what_a_block_keeps_is_freed_with_its_weights(streamed: nn.Module) -> No
         False,
         True,
     ]
-    assert [len(block._references) for block in trace.blocks] == [0, 1]
+    assert [len(block._gate.references) for block in trace.blocks] == [0, 1]
     assert torch.equal(tlc.block_jacobian(trace, 0), J[0])
 
 

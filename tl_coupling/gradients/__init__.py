@@ -7,7 +7,10 @@ Every derivative is checked against the function itself.
 """
 
 # ruff: noqa: F401
-from tl_coupling.gradients.function import BlockFunction, Path
-from tl_coupling.gradients.gate import DerivativeError, StepError
+from tl_coupling.gradients.errors import DerivativeError, StepError
+from tl_coupling.gradients.evaluation import chunk_that_fits, vjp
+from tl_coupling.gradients.function import BlockFunction
+from tl_coupling.gradients.remarks import Remarks
+from tl_coupling.gradients.ways import Evaluation, Path, RowFunction
 
 __all__ = ["BlockFunction", "DerivativeError", "StepError"]

@@ -1,70 +1,56 @@
-"""What the checks of a block function are made of: what they find, how they look, and
-what they say.
+"""The gate: what is measured of a block is compared with the block's own function.
+
+Three checks, from one forward and one backward pass of the block and one or two forward
+passes more (at most 22, where a block is stiff):
+
+* **the step**: called again, the block adds to the stream what it added when it was
+  traced;
+* **the slope**: moved along a random direction, its output changes as its derivative
+  predicts. A function without a derivative (rounding, integer layers) has zero or none
+  for every kind of AD, so only the function itself can tell (`slopes`, `stairs`);
+* **the full sequence**: a cheaper way gives its forward value and one random
+  vector–Jacobian product.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
-from torch._ops import OpOverloadPacket
-from torch.overrides import TorchFunctionMode
+from einops import einsum
+from jaxtyping import Bool, Float
+from torch import Tensor
 
+from tl_coupling.blocks.arithmetic import own_arithmetic
+from tl_coupling.blocks.calls import RecordedCall
 from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.gradients.errors import DerivativeError, StepError
+from tl_coupling.gradients.evaluation import PullBack, vjp
+from tl_coupling.gradients.remarks import Remarks
+from tl_coupling.gradients.rows import BlockRows, mlp_on_rows
+from tl_coupling.gradients.slopes import converges
+from tl_coupling.gradients.stairs import Stairs
 
-# Functions without a slope, and casts: where their steps are wider than the moves, only
-# their names reveal them.
-_STAIRS = {
-    "round",
-    "floor",
-    "ceil",
-    "trunc",
-    "fix",
-    "quantize_per_tensor",
-    "quantize_per_channel",
-}
-_CASTS = {"to", "type", "long", "int", "short", "char"}
-
-
-class StepError(ValueError):
-    """A block, called again, is not the function that was traced: its weights or hooks
-    changed, or it draws at random.
-
-    Example:
-        >>> net = torch.nn.Sequential(torch.nn.PReLU(init=0.9))
-        >>> changed = tlc.trace_modules(net, lambda: net(-torch.ones(1, 3, 4)))
-        >>> _ = torch.nn.init.zeros_(net[0].weight)
-        >>> try:
-        ...     J = tlc.block_jacobian(changed, 0)
-        ... except tlc.gradients.StepError:
-        ...     print("trace it again")
-        trace it again
-    """
-
-
-class DerivativeError(ValueError):
-    """A block function has no derivative, or another one than automatic differentiation
-    gives.
-
-    Example:
-        >>> class Rounds(torch.nn.Module):
-        ...     def forward(self, x):
-        ...         return x + (8 * x).round() / 8
-        >>> net = torch.nn.Sequential(Rounds())
-        >>> rounded = tlc.trace_modules(net, lambda: net(torch.rand(1, 3, 4)))
-        >>> try:
-        ...     J = tlc.block_jacobian(rounded, 0)
-        ... except tlc.gradients.DerivativeError:
-        ...     print("a step function has no Jacobian")
-        a step function has no Jacobian
-    """
+TOLERANCE = 1e-4
+# Relative to the norm of the residual stream, or of all rows of a reference: f is a
+# difference, so that its rounding error grows with the stream, and a vanishing
+# J_{t1 t2} has no norm.
+_SHARE_OF_STREAM = 1e-2
+_MOST_REFERENCES = 32
+_CAUSES = (
+    "Likely causes: weights or hooks changed after `trace`, the block draws random "
+    "numbers, or it keeps a state from call to call"
+)
 
 
 class Reference(NamedTuple):
-    """The full sequence's `f(X)[t]`, a seeded random u, and `uᵀ J_{· t}` of every input
-    row, `[n_pos d_model]`.
+    """What the full sequence gives for one output row.
+
+    `y` is `f(X)[t]`, `u` a seeded random vector, and `rows` holds `uᵀ J_{· t}` of every
+    input row.
     """
 
     y: Float[Tensor, " d_model"]
@@ -72,73 +58,255 @@ class Reference(NamedTuple):
     rows: Float[Tensor, "n_pos d_model"]
 
 
-@contextmanager
-def mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]:
-    """Context in which the block's MLP computes these rows only and gives zeros for the
-    others.
+class _Pass(NamedTuple):
+    """One forward pass of the block, differentiated.
+
+    `around` makes the context in which it ran, and `stairs` is a function without a
+    slope that it called.
     """
 
-    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        match args:
-            case (Tensor() as n,) if not kwargs and n.shape[:-1] == (1, n_pos):
-                return (n[:, rows],), {}
-        raise BlockError("the MLP's input is not all rows, alone")
-
-    def put_back(_: nn.Module, __: Any, out: Any) -> Tensor:
-        if not isinstance(out, Tensor):
-            raise BlockError("the MLP gives more than its rows")
-        at = torch.tensor(rows, device=out.device)
-        return out.new_zeros(1, n_pos, out.shape[-1]).index_copy(1, at, out)
-
-    mlp = getattr(block, "mlp", None)
-    if not isinstance(mlp, nn.Module) or len(rows) == n_pos:
-        raise BlockError("there is no MLP, or no row without interest")
-    with (
-        mlp.register_forward_pre_hook(take, with_kwargs=True, prepend=True),
-        mlp.register_forward_hook(put_back),
-    ):
-        yield
+    Y: Float[Tensor, "n_pos d_model"]
+    pull_back: PullBack
+    around: Callable[[], AbstractContextManager[None]]
+    stairs: str | None
 
 
-class Stairs(TorchFunctionMode):
-    """Notes a function with zero slope that is applied to something differentiated."""
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """The references of a block function, each checked when it is made.
 
-    found: str | None = None
+    `step` is what the block added when it was traced, `recorded` that call where the
+    model's dtype is not X's.
+    """
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        quantized = isinstance(func, OpOverloadPacket) and str(func).startswith(
-            "quantized."
+    layer: int
+    rows: BlockRows
+    step: Float[Tensor, "n_pos d_model"]
+    recorded: RecordedCall | None
+    remarks: Remarks
+    references: dict[int, Reference] = field(default_factory=dict)
+
+    def refer_to(self, output_positions: Iterable[int]) -> None:
+        """Make references of several positions, with two forward passes for all.
+
+        Older ones are forgotten.
+
+        Raises:
+            StepError: the block is not the function that was traced.
+            DerivativeError: its derivative is not the function's.
+        """
+        positions = set(output_positions)
+        missing = positions - self.references.keys()
+        if not missing:
+            return
+        if len(self.references) + len(missing) > _MOST_REFERENCES:
+            self.references.clear()
+            missing = positions
+        if self.recorded is not None:
+            self._check_recorded_call(self.recorded)
+        with self.rows.evaluation():
+            self.references.update(self._checked_references(sorted(missing)))
+
+    def agrees(
+        self, y: Tensor, products: Iterable[Tensor], t1: Sequence[int], t2: int
+    ) -> bool:
+        """Say whether a cheaper way agrees with the reference of t2, which must exist.
+
+        Args:
+            y: its `f(X)[t2]`.
+            products: its `uᵀ J_{t1 t2}` of each t1, with the u of the reference.
+            t1: the input positions.
+            t2: the output position.
+        """
+        reference = self.references[t2]
+        stream_norm = self.rows.X[t2].norm()
+        scale = reference.y.norm() + _SHARE_OF_STREAM * stream_norm
+        if not bool((y - reference.y).norm() <= TOLERANCE * scale):
+            return False
+        expected_products = reference.rows[list(t1)]
+        least = _SHARE_OF_STREAM * reference.rows.norm()
+        return all(
+            bool((uJ - expected).norm() <= TOLERANCE * (expected.norm() + least))
+            for uJ, expected in zip(products, expected_products, strict=True)
         )
-        to_integers = (
-            name in _CASTS
-            and isinstance(output, Tensor)
-            and not output.is_floating_point()
+
+    def changed(self) -> StepError:
+        """Return the error where the full sequence no longer agrees with itself."""
+        return StepError(
+            f"block {self.layer} gave another value or derivative when it was called "
+            f"again. {_CAUSES}. Trace the prompt again"
         )
-        if (
-            (quantized or to_integers or name in _STAIRS)
-            and isinstance(args[0], Tensor)
-            and args[0].requires_grad
-        ):
-            self.found = str(func) if quantized else name
-        return output
+
+    def _checked_references(self, positions: list[int]) -> dict[int, Reference]:
+        """Return references of these positions, after the checks of step and slope."""
+        forward = self._forward(positions)
+        self._check_step(forward.Y, positions)
+        if forward.stairs:
+            raise self._no_derivative(f"it calls `{forward.stairs}`")
+        references = {t: self._pulled_back(forward, t) for t in positions}
+        self._check_slopes(forward, references)
+        return references
+
+    def _forward(self, positions: list[int]) -> _Pass:
+        """Return a pass that gives the traced step at these positions, or the last one.
+
+        Most of the work is the MLP's. Where it treats each row by itself, the step is
+        the same with it on these rows alone; else all are computed.
+        """
+        X = self.rows.X
+        on_rows = partial(mlp_on_rows, self.rows.call.module, positions, len(X))
+        forward: _Pass | None = None
+        for around in (on_rows, nullcontext):
+            with suppress(BlockError), around(), Stairs() as stairs:
+                Y, pull_back = vjp(self.rows.of_all, X)
+                forward = _Pass(Y, pull_back, around, stairs.called)
+                if not bool(self._is_another_step(Y)[positions].any()):
+                    break
+        if forward is None:
+            raise self.changed()
+        return forward
+
+    def _pulled_back(self, forward: _Pass, t: int) -> Reference:
+        """Return the reference of a position from one backward pass."""
+        Y = forward.Y
+        # Drawn on the CPU and in float64: the same on every device and in every dtype.
+        generator = torch.Generator().manual_seed(t)
+        u = torch.randn(Y.shape[1], generator=generator, dtype=torch.float64).to(Y)
+        seed = torch.zeros_like(Y)
+        seed[t] = u
+        return Reference(Y[t], u, forward.pull_back(seed)[0])
+
+    # The step
+
+    def _check_recorded_call(self, recorded: RecordedCall) -> None:
+        """Raise StepError unless the model's own call gives the recorded output again.
+
+        It does to the last bit but one.
+        """
+        with own_arithmetic(recorded.call.module):
+            Y = recorded.call(recorded.X)
+            difference = (Y - recorded.Y).float().norm(dim=1)
+        eps = torch.finfo(self._own_dtype).eps
+        tolerance = eps * recorded.Y.float().norm(dim=1)
+        self._refuse(difference, ~(difference <= tolerance))
+
+    @property
+    def _own_dtype(self) -> torch.dtype:
+        """The coarsest dtype of the recorded call other than X's.
+
+        It is X's where the model computes in that alone.
+        """
+        dtypes = frozenset({self.rows.X.dtype})
+        if self.recorded:
+            dtypes = self.recorded.dtypes - dtypes
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def _is_another_step(
+        self, Y: Float[Tensor, "n_pos d_model"]
+    ) -> Bool[Tensor, " n_pos"]:
+        """Say where f(X) is not the traced step, up to rounding in the model's dtype."""
+        difference = (Y - self.step).norm(dim=1)
+        eps = torch.finfo(self._own_dtype).eps if self.recorded else 0
+        of_step = (TOLERANCE + 8 * eps) * self.step.norm(dim=1)
+        stream_norm = self.rows.X.norm(dim=1)
+        of_stream = (_SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * stream_norm
+        return ~(difference <= of_step + of_stream)
+
+    def _check_step(
+        self, Y: Float[Tensor, "n_pos d_model"], positions: list[int]
+    ) -> None:
+        """Raise StepError unless f(X) is the traced step at these positions.
+
+        If the step was traced in another dtype, it is only remarked on.
+        """
+        differs = self._is_another_step(Y)
+        if not bool(differs[positions].any()):
+            return
+        difference = (Y - self.step).norm(dim=1)
+        if self.recorded is None:
+            self._refuse(difference, differs)
+            return
+        dtype = str(self.rows.X.dtype).removeprefix("torch.")
+        own_dtype = str(self._own_dtype).removeprefix("torch.")
+        percent = _in_percent(difference, self.step.norm(dim=1), differs)
+        self.remarks.add(
+            "precision",
+            f"layer {self.layer}: the block's step in {dtype} differs from that in "
+            f"{own_dtype} at {_in_words(differs)}, by up to {percent} (a mixture of "
+            "experts may send a token to other experts)",
+        )
+
+    def _refuse(
+        self, difference: Float[Tensor, " n_pos"], is_wrong: Bool[Tensor, " n_pos"]
+    ) -> None:
+        """Raise StepError if any row is wrong."""
+        if bool(is_wrong.any()):
+            percent = _in_percent(difference, self.step.norm(dim=1), is_wrong)
+            raise StepError(
+                f"block {self.layer} is not the function that was traced: at "
+                f"{_in_words(is_wrong)} what it adds to the residual stream differs by "
+                f"{percent} from the traced step. {_CAUSES}. Trace the prompt again and "
+                "measure it under the same conditions"
+            )
+
+    # The slope
+
+    def _check_slopes(self, forward: _Pass, references: dict[int, Reference]) -> None:
+        """Raise DerivativeError unless f changes as its derivative predicts (`slopes`).
+
+        It is moved along one random direction V.
+        """
+        X = self.rows.X
+        size = X.norm(dim=1, keepdim=True) / math.sqrt(X.shape[1])
+        generator = torch.Generator().manual_seed(self.layer)
+        direction = torch.randn(X.shape, generator=generator, dtype=torch.float64)
+        V = size * direction.to(X)
+        positions = list(references)
+        Y = forward.Y
+        u = torch.stack([reference.u for reference in references.values()])
+        uJ = torch.stack([reference.rows for reference in references.values()])
+
+        def deviation(move: float) -> Tensor:
+            moved = X + move * V
+            with forward.around():
+                change = self.rows.of_all(moved)[positions] - Y[positions]
+            predicted = einsum(
+                uJ, moved - X, "output n_pos d_model, n_pos d_model -> output"
+            )
+            return (
+                einsum(change, u, "output d_model, output d_model -> output")
+                - predicted
+            )
+
+        scale = (uJ * size).flatten(1).norm(dim=1)
+        rounded_size = (X.norm(dim=1) + Y.norm(dim=1))[positions]
+        converged = converges(deviation, scale, rounded_size)
+        if not bool(converged.all()):
+            is_wrong = torch.zeros(len(X), dtype=torch.bool)
+            is_wrong[positions] = ~converged.cpu()
+            raise self._no_derivative(
+                f"at {_in_words(is_wrong)} its slope is not the one that autograd gives"
+            )
+
+    def _no_derivative(self, reason: str) -> DerivativeError:
+        return DerivativeError(
+            f"block {self.layer} has no derivative that could be measured: {reason}. "
+            "Functions that round, and integer layers, have none: load the model "
+            "without quantization, or remove the rounding"
+        )
 
 
-def in_words(chosen: Tensor) -> str:
-    """The positions that are chosen."""
-    positions = chosen.nonzero().flatten().tolist()
-    some = ", ".join(map(str, positions[:8])) + (", …" if len(positions) > 8 else "")
-    return f"token{'s' if len(positions) > 1 else ''} {some}"
+def _in_words(is_meant: Bool[Tensor, " n_pos"]) -> str:
+    """Return the marked positions as in "tokens 0, 3"."""
+    positions = is_meant.nonzero().flatten().tolist()
+    numbers = ", ".join(map(str, positions[:8]))
+    if len(positions) > 8:
+        numbers += ", …"
+    return f"token{'s' if len(positions) > 1 else ''} {numbers}"
 
 
-def in_percent(difference: Tensor, step: Tensor, chosen: Tensor) -> str:
-    """The largest share of the step that a difference is, where chosen."""
-    percent = 100 * float((difference.to(step) / step)[chosen].max())
+def _in_percent(difference: Tensor, step: Tensor, is_meant: Tensor) -> str:
+    """Return the largest share of the step that a difference is, where it is marked."""
+    shares = difference.to(step) / step
+    percent = 100 * float(shares[is_meant].max())
     return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"

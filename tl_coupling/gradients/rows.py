@@ -1,0 +1,114 @@
+"""What a block adds to the residual stream, computed on all rows or on one of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tl_coupling.blocks.arithmetic import exact_arithmetic
+from tl_coupling.blocks.calls import BlockCall
+from tl_coupling.blocks.contexts import BlockError, Context
+from tl_coupling.gradients.stream_norms import StreamNorms
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRows:
+    """The function `f(X) = block(X) − X` near the stream X that was traced.
+
+    `norm` comes after the block, `stream_norms` are taken away, as `BlockFunction`
+    says.
+    """
+
+    call: BlockCall
+    X: Float[Tensor, "n_pos d_model"]
+    norm: nn.Module | None
+    stream_norms: StreamNorms | None
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Return the context in which the block is evaluated and differentiated.
+
+        Its arithmetic is exact, and weights are in X's dtype.
+        """
+        modules = [self.call.module]
+        if self.norm is not None:
+            modules.append(self.norm)
+        return exact_arithmetic(self.X.device, modules, self.X.dtype)
+
+    def of_all(
+        self, X: Float[Tensor, "n_pos d_model"]
+    ) -> Float[Tensor, "n_pos d_model"]:
+        """Return f(X)."""
+        return self._output(lambda: self.call(X)) - X
+
+    def of_one(
+        self, x: Float[Tensor, " d_model"], t2: int, context: tuple[Tensor, ...]
+    ) -> Float[Tensor, " d_model"]:
+        """Return the row `f(X)[t2]` from the row x there.
+
+        `context` holds keys and values of the rows that act on it.
+        """
+        return self._output(lambda: self.call.row(x, t2, context)) - x
+
+    def output_at(
+        self, X: Float[Tensor, "n_rows d_model"], context: Context
+    ) -> Float[Tensor, "n_rows d_model"]:
+        """Return `x + f(x)` of rows that all stand at the context's place."""
+        return self._output(lambda: self.call.at(X, context))
+
+    def _output(
+        self, run: Callable[[], Float[Tensor, "*rows d_model"]]
+    ) -> Float[Tensor, "*rows d_model"]:
+        """Return what a call of the block gives, before its norms and after `norm`."""
+        Y = run() if self.stream_norms is None else self.stream_norms.before(run)
+        if self.norm is None:
+            return Y
+        normalised: Tensor = self.norm(Y.reshape(1, -1, Y.shape[-1]))
+        return normalised.reshape(Y.shape)
+
+    @cached_property
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows of X."""
+        with self.evaluation():
+            return self.call.keys_and_values(self.X)
+
+
+@contextmanager
+def mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]:
+    """Let the block's MLP compute these rows only, and give zeros for the others.
+
+    Raises:
+        BlockError: the block has no MLP that treats each row by itself, or all rows are
+            of interest.
+    """
+
+    def keep_rows(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Tensor], dict[str, Any]]:
+        match args:
+            case (Tensor() as stream,) if not kwargs and stream.shape[:-1] == (
+                1,
+                n_pos,
+            ):
+                return (stream[:, rows],), {}
+        raise BlockError("the MLP's input is not all rows, alone")
+
+    def put_back(_: nn.Module, __: tuple[Any, ...], output: object) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise BlockError("the MLP gives more than its rows")
+        at = torch.tensor(rows, device=output.device)
+        zeros = output.new_zeros(1, n_pos, output.shape[-1])
+        return zeros.index_copy(1, at, output)
+
+    mlp = getattr(block, "mlp", None)
+    if not isinstance(mlp, nn.Module) or len(rows) == n_pos:
+        raise BlockError("there is no MLP, or no row without interest")
+    with (
+        mlp.register_forward_pre_hook(keep_rows, with_kwargs=True, prepend=True),
+        mlp.register_forward_hook(put_back),
+    ):
+        yield

@@ -1,0 +1,61 @@
+"""Functions without a slope, told by their names.
+
+Where the steps of a staircase are wider than the moves of the slope check, it looks
+constant there, and only its name reveals it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+
+_STAIRS = {
+    "round",
+    "floor",
+    "ceil",
+    "trunc",
+    "fix",
+    "quantize_per_tensor",
+    "quantize_per_channel",
+}
+# They round where they give whole numbers.
+_CASTS = {"to", "type", "long", "int", "short", "char"}
+
+
+class Stairs(TorchFunctionMode):
+    """Context that notes a function with slope zero, if one is differentiated in it.
+
+    `called` is the name of the last one, or None.
+    """
+
+    called: str | None = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Call the function, and note its name if it has slope zero."""
+        output = func(*args, **(kwargs or {}))
+        if (name := _stairs_name(func, output)) and _is_differentiated(args[0]):
+            self.called = name
+        return output
+
+
+def _stairs_name(func: Callable[..., Any], output: object) -> str | None:
+    """Return the name of a function of torch if it has slope zero."""
+    if isinstance(func, OpOverloadPacket) and str(func).startswith("quantized."):
+        return str(func)
+    name: str = getattr(func, "__name__", "")
+    is_whole = isinstance(output, Tensor) and not output.is_floating_point()
+    if name in _STAIRS or (name in _CASTS and is_whole):
+        return name
+    return None
+
+
+def _is_differentiated(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

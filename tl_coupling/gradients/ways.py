@@ -1,0 +1,276 @@
+"""The ways to evaluate a Jacobian `J_{t1 t2}` of a block.
+
+For one `J_{t1 t2}`, cheapest first:
+
+* **token_local_linearised**: the block on one row, as parts whose Jacobians are known
+  (`linearisation`);
+* **token_local**: reverse mode through the block on one row, with the keys and values
+  of the rows that act on it as constants;
+* **full_sequence**: reverse mode through the block on all rows. Always right, and costs
+  the whole prompt.
+
+For many t1 and one t2, **query_local_linearised** and **query_local** cost little more
+than one token: the output row is pulled back once, to its own input and to every row's
+keys and values, and each row of those to its input.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.gradients.evaluation import PullBack, for_seeds, reverse_mode, vjp
+from tl_coupling.gradients.linearisation import Linearisation
+from tl_coupling.gradients.rows import BlockRows
+
+Path = Literal[
+    "token_local_linearised",
+    "token_local",
+    "query_local_linearised",
+    "query_local",
+    "full_sequence",
+]
+RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
+# `f(X)[t2]`, and `J_{t1 t2}` of each t1.
+Evaluated = tuple[Float[Tensor, " d_model"], Sequence[Float[Tensor, "d_model d_model"]]]
+# From a chunk size.
+Evaluation = Callable[[int | None], Evaluated]
+
+
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """The ways to evaluate Jacobians of a block.
+
+    `looks_ahead` says of an output row whether later rows act on it (vision, BERT).
+    """
+
+    rows: BlockRows
+    looks_ahead: Callable[[int], bool]
+
+    def to(
+        self, input_positions: Sequence[int], output_position: int
+    ) -> Iterator[tuple[Path, Evaluation]]:
+        """Yield every way to evaluate `J_{t1 t2}` of these t1 and one t2.
+
+        The cheapest comes first.
+        """
+        t1s = list(input_positions)
+        t2 = output_position
+        if len(t1s) == 1:
+            yield "token_local_linearised", partial(self._linearised, t1s, t2)
+            yield "token_local", partial(self._token_local, t1s[0], t2)
+        else:
+            yield "query_local_linearised", partial(self._linearised, t1s, t2)
+            yield "query_local", partial(self._query_local, t1s, t2)
+        yield "full_sequence", partial(self._full_sequence, t1s, t2)
+
+    # As functions of one row
+
+    def full_sequence(self, t1: int, t2: int) -> RowFunction:
+        """Return `x ↦ f(X with row t1 replaced by x)[t2]`, on all rows."""
+        X = self.rows.X
+
+        def function(x: Tensor) -> Tensor:
+            replaced = torch.cat([X[:t1], x[None], X[t1 + 1 :]])
+            return self.rows.of_all(replaced)[t2]
+
+        return function
+
+    def token_local(self, t1: int, t2: int) -> RowFunction:
+        """Return `x ↦ f(X with row t1 replaced by x)[t2]`, on one row.
+
+        It is right if rows meet in keys and values alone.
+
+        Raises:
+            BlockError: the block does not give its keys and values, or t1 does not act
+                on t2.
+        """
+        context = self._context(t2)
+        if t1 == t2:
+            return lambda x: self.rows.of_one(x, t2, context)
+        fed = self._fed(context, [t1], t2)
+
+        def function(x: Tensor) -> Tensor:
+            keys_and_values = self.rows.call.keys_and_values(x[None], t1)
+            replaced = fed.context_with(*keys_and_values)
+            return self.rows.of_one(self.rows.X[t2], t2, replaced)
+
+        return function
+
+    # As Jacobians
+
+    def _full_sequence(
+        self, t1s: list[int], t2: int, chunk_size: int | None
+    ) -> Evaluated:
+        """Evaluate by reverse mode through the block on all rows."""
+        X = self.rows.X
+
+        def function(X: Tensor) -> Tensor:
+            return self.rows.of_all(X)[t2]
+
+        def of_rows(
+            gradient: Float[Tensor, "n_seeds n_pos d_model"],
+        ) -> Sequence[Tensor]:
+            return gradient[:, t1s].unbind(1)
+
+        return reverse_mode(function, (X,), of_rows, 4 * len(X), chunk_size)
+
+    def _token_local(self, t1: int, t2: int, chunk_size: int | None) -> Evaluated:
+        """Evaluate by reverse mode through the block on one row."""
+        function = self.token_local(t1, t2)
+        x = self.rows.X[t1]
+        return reverse_mode(function, (x,), lambda J: [J], 4, chunk_size)
+
+    def _query_local(
+        self, t1s: list[int], t2: int, chunk_size: int | None
+    ) -> Evaluated:
+        """Evaluate by reverse mode to the output row, and to the other rows through
+        their keys and values.
+        """
+        others = [t1 for t1 in t1s if t1 != t2]
+        fed = self._fed(self._context(t2), others, t2)
+        pull_back = fed.pull_back()
+
+        def function(x: Tensor, *keys_and_values: Tensor) -> Tensor:
+            return self.rows.of_one(x, t2, fed.context_with(*keys_and_values))
+
+        def of_each_input(own: Tensor, *of_context: Tensor) -> Iterator[Tensor]:
+            of_others = pull_back(*of_context)
+            return (own if t1 == t2 else next(of_others) for t1 in t1s)
+
+        inputs = (self.rows.X[t2], *fed.keys_and_values())
+        width = max(4, 2 * len(others))
+        return reverse_mode(function, inputs, of_each_input, width, chunk_size)
+
+    def _linearised(self, t1s: list[int], t2: int, chunk_size: int | None) -> Evaluated:
+        """Evaluate from the Jacobians of the block's parts.
+
+        Keys and values of other input rows are treated as in `_query_local`.
+        """
+        x = self.rows.X[t2]
+        block = self.rows.call.module
+        keys_and_values = self._context(t2)
+        context = self.rows.call.context(t2, keys_and_values)
+        # A bridge's block wraps the original one, whose parts are called.
+        parts = list((getattr(block, "original_component", None) or block).children())
+        if self.rows.norm is not None:
+            parts.append(self.rows.norm)
+
+        def run(X: Tensor) -> Tensor:
+            return self.rows.output_at(X, context)
+
+        linearised, y = Linearisation.at(x, run, parts, context, chunk_size)
+        J: dict[int, Tensor] = {}
+        if t2 in t1s:
+            J[t2] = linearised.jacobian(y)
+            J[t2].diagonal().sub_(1)
+        if others := [t1 for t1 in t1s if t1 != t2]:
+            fed = self._fed(keys_and_values, others, t2)
+            of_others = _through_attention(linearised, fed, chunk_size)
+            J |= zip(others, of_others, strict=True)
+        return y - x, [J[t1] for t1 in t1s]
+
+    def _context(self, t2: int) -> tuple[Tensor, ...]:
+        """Return keys and values of the rows that act on t2, without its own.
+
+        Those are the rows before, or all others.
+        """
+        dim = self.rows.call.position_dim
+        of_all_rows = self.rows.keys_and_values
+        if self.looks_ahead(t2):
+            return tuple(_without(rows, t2, dim) for rows in of_all_rows)
+        return tuple(rows.narrow(dim, 0, t2) for rows in of_all_rows)
+
+    def _fed(self, context: tuple[Tensor, ...], t1s: list[int], t2: int) -> "_FedRows":
+        """Return these rows of t2's context."""
+        if max(t1s, default=0) > t2 and not self.looks_ahead(t2):
+            raise BlockError("a later row is not in the context")
+        # The output row itself is not in its context.
+        places = [t1 - (t1 > t2) for t1 in t1s]
+        index = torch.tensor(places, dtype=torch.long, device=self.rows.X.device)
+        return _FedRows(self.rows, t1s, context, index)
+
+
+@dataclass(frozen=True, eq=False)
+class _FedRows:
+    """Rows that act on an output row through their keys and values.
+
+    `context` holds the keys and values of all rows that do, and `index` where these
+    stand in it.
+    """
+
+    rows: BlockRows
+    positions: list[int]
+    context: tuple[Tensor, ...]
+    index: Tensor
+
+    def keys_and_values(self) -> tuple[Tensor, ...]:
+        """Return the keys and values of these rows."""
+        dim = self.rows.call.position_dim
+        return tuple(tensor.index_select(dim, self.index) for tensor in self.context)
+
+    def context_with(self, *keys_and_values: Tensor) -> tuple[Tensor, ...]:
+        """Return the context with other keys and values in these rows' place."""
+        dim = self.rows.call.position_dim
+        return tuple(
+            tensor.index_copy(dim, self.index, replacement)
+            for tensor, replacement in zip(self.context, keys_and_values, strict=True)
+        )
+
+    def pull_back(self) -> Callable[..., Iterator[Tensor]]:
+        """Return what turns gradients of keys and values into those of these rows.
+
+        It takes them for a chunk of seeds, and gives those of one row after the other.
+        """
+        # The seeds stand in front: a position axis counted from the front moves up by
+        # one.
+        axis = self.rows.call.position_dim
+        if axis >= 0:
+            axis += 1
+        pull_backs = [self._pull_back_of(t1) for t1 in self.positions]
+
+        def of_rows(*gradients: Tensor) -> Iterator[Tensor]:
+            for place, pull_back in enumerate(pull_backs):
+                of_row = tuple(
+                    gradient.narrow(axis, place, 1) for gradient in gradients
+                )
+                yield for_seeds(pull_back, of_row)[0]
+
+        return of_rows
+
+    def _pull_back_of(self, t1: int) -> PullBack:
+        """Return the pull-back from the keys and values of one row to that row."""
+
+        def keys_and_values(x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.rows.call.keys_and_values(x[None], t1)
+
+        pull_back: PullBack = vjp(keys_and_values, self.rows.X[t1])[1]
+        return pull_back
+
+
+def _through_attention(
+    linearised: Linearisation, fed: _FedRows, chunk_size: int | None
+) -> list[Float[Tensor, "d_model d_model"]]:
+    """Return the Jacobians of rows that reach the output through attention alone."""
+    W_O = linearised.attention.W_O
+    seeds = linearised.of_rows(torch.zeros_like(W_O), from_attention=W_O).mT
+
+    def heads(*keys_and_values: Tensor) -> Tensor:
+        return linearised.heads(*fed.context_with(*keys_and_values))
+
+    inputs = fed.keys_and_values()
+    width = 2 * len(fed.positions)
+    pull_back = fed.pull_back()
+    return reverse_mode(heads, inputs, pull_back, width, chunk_size, seeds)[1]
+
+
+def _without(rows: Tensor, position: int, dim: int) -> Tensor:
+    """Return keys or values without the row at a position along `dim`."""
+    before = rows.narrow(dim, 0, position)
+    after = rows.narrow(dim, position + 1, rows.shape[dim] - position - 1)
+    return torch.cat([before, after], dim)
