@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
+from matplotlib.transforms import Bbox, BboxBase
 
 _POINTS_PER_INCH = 72
 # Where a name may stand, seen from its point: beside it first, further away where
@@ -94,7 +94,7 @@ def _boxes_along_curves(ax: Axes, half_width: float) -> list[Bbox]:
 
 
 def _least_covering(
-    boxes: Sequence[Bbox], taken: Sequence[Bbox], axes_box: Bbox
+    boxes: Sequence[Bbox], taken: Sequence[Bbox], axes_box: BboxBase
 ) -> int:
     """Return the nearest of the boxes that cover least, if possible inside the axes."""
 
