@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.measures import Measure
+from tl_coupling.measures import MeasureName
 from tl_coupling.plots.maps import color_scale
 
 __all__ = [
@@ -110,7 +110,7 @@ def show_token_coupling(
     results: CouplingMap | Mapping[str, CouplingMap],
     *,
     k: int | Sequence[int] | None = None,
-    measure: Measure = "coupling",
+    measure: MeasureName = "coupling",
     vmax: Positive | None = None,
     **options: Any,
 ) -> View:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tl_coupling.arguments import AnyPath, checked
 from tl_coupling.files import write_atomically
-from tl_coupling.measures import MEASURES
 
 if TYPE_CHECKING:
     import xarray
@@ -20,31 +19,34 @@ _Result = TypeVar("_Result", bound="Saved")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Saved:
-    """A result that can be saved as netCDF and loaded again. `DIMS` names the
-    dimensions of its tensors and tuples.
+    """A result that can be saved as netCDF and loaded again.
+
+    `DIMS` names the dimensions of its tensors and tuples.
     """
 
     DIMS: ClassVar[Mapping[str, str]] = {}
 
     def to_dataset(self) -> "xarray.Dataset":
-        """The result as an `xarray.Dataset`; whatever is not an array is an attribute
-        (the provenance as JSON).
+        """Return the result as an `xarray.Dataset`.
+
+        Whatever is not an array is an attribute (the provenance as JSON).
         """
         import xarray
 
         arrays: dict[str, Any] = {}
         coords: dict[str, Any] = {}
         attrs: dict[str, Any] = {"result": type(self).__name__}
-        for one in fields(self):
-            value, dims = getattr(self, one.name), self.DIMS.get(one.name, "").split()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            dims = self.DIMS.get(field.name, "").split()
             if isinstance(value, Tensor):
-                arrays[one.name] = (dims, value.detach().cpu().numpy())
+                arrays[field.name] = (dims, value.detach().cpu().numpy())
             elif dims:
-                coords[one.name.removesuffix("s")] = (dims, list(value))
+                coords[_name_of_coordinate(field.name)] = (dims, list(value))
+            elif isinstance(value, dict):
+                attrs[field.name] = json.dumps(value)
             else:
-                attrs[one.name] = (
-                    json.dumps(value) if isinstance(value, dict) else value
-                )
+                attrs[field.name] = value
         return xarray.Dataset(arrays, coords, attrs)
 
     @checked
@@ -69,33 +71,40 @@ class Saved:
 
 
 @checked
-def _load(path: AnyPath, wanted: Any) -> Any:
+def _load(path: AnyPath, result_class: Any) -> Any:
+    """Return a result of a class, or of one below it, from a file."""
     import xarray
 
     try:
-        data = xarray.load_dataset(path, engine="netcdf4")
-        kinds = {kind.__name__: kind for kind in (wanted, *wanted.__subclasses__())}
-        kind = kinds[data.attrs.get("result", wanted.__name__)]
-        # Files of earlier versions hold the first of them.
-        if (
-            "measure" in data.coords
-            and tuple(held := data["measure"].values) != MEASURES[: len(held)]
-        ):
-            raise ValueError("the measures are not those that were saved")
-        stored = data.attrs | {
-            name: array.values for name, array in data.variables.items()
-        }
-        stored["provenance"] = json.loads(stored["provenance"])
-        names = [one.name for one in fields(kind)]
-        return kind(
-            **{
-                name: stored[name if name in stored else name.removesuffix("s")]
-                for name in names
-            }
-        )
+        dataset = xarray.load_dataset(path, engine="netcdf4")
+        return _from_dataset(dataset, result_class)
     except FileNotFoundError:
         raise
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} is not a file that `{wanted.__name__}.save` wrote, or is damaged"
+            f"{path} is not a file that `{result_class.__name__}.save` wrote, "
+            "or is damaged"
         ) from error
+
+
+def _from_dataset(dataset: "xarray.Dataset", result_class: type[_Result]) -> _Result:
+    """Return the result whose `to_dataset` this is, checked by its own class."""
+    classes = {
+        loadable.__name__: loadable
+        for loadable in (result_class, *result_class.__subclasses__())
+    }
+    saved_class = classes[dataset.attrs.get("result", result_class.__name__)]
+    stored = dataset.attrs | {
+        str(name): array.values for name, array in dataset.variables.items()
+    }
+    stored["provenance"] = json.loads(stored["provenance"])
+    values = {}
+    for field in fields(saved_class):
+        name = field.name if field.name in stored else _name_of_coordinate(field.name)
+        values[field.name] = stored[name]
+    return saved_class(**values)
+
+
+def _name_of_coordinate(field_name: str) -> str:
+    """Return what the names along a dimension are called: `row_layers`, `row_layer`."""
+    return field_name.removesuffix("s")

@@ -24,12 +24,12 @@ import small_models as small
 import tl_coupling as tlc
 from loss_marks import LossMarks
 from tl_coupling.files import file_name, write_atomically
-from tl_coupling.measures import Measure
+from tl_coupling.measures import MeasureName
 
 UNTRAINED, END = "untrained", "end"
 # Both are 1 for blocks that share their singular vectors, so that both can be counted
 # from chance.
-MEASURES: tuple[Measure, ...] = ("coupling", "captured_energy")
+MEASURES: tuple[MeasureName, ...] = ("coupling", "captured_energy")
 
 
 @dataclass(frozen=True)

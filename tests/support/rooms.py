@@ -10,9 +10,9 @@ PACKAGE = Path(tlc.__file__).parent
 # From the bottom up: a room imports rooms of lower levels, and of its own level as long
 # as there is no cycle.
 LEVELS = [
-    "arguments interrupts progress files",
+    "arguments interrupts progress files saved",
     "models prompts",
-    "spectra measures statistics saved",
+    "spectra measures statistics",
     "blocks",
     "gradients",
     "traces",

@@ -207,7 +207,9 @@ class Choosing:
         first = settings.orientations[0]
         both: tuple[Orientation, ...] = (first, "vju" if first == "ujv" else "ujv")
         all_of = (
-            {"orientation": both, "measures": MEASURES} if self.all_measures else {}
+            {"orientation": both, "measures": tuple(MEASURES)}
+            if self.all_measures
+            else {}
         )
         return replace(settings, diagonal=self.diagonal, **all_of)  # type: ignore[arg-type]
 

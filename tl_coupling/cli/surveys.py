@@ -19,7 +19,7 @@ from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Work, at_work, every_choice, table_of
 from tl_coupling.cli.options import OUT, Out, Prompts, Sweep, Untrained
 from tl_coupling.files import write_table
-from tl_coupling.measures import Measure, Orientation
+from tl_coupling.measures import MeasureName, Orientation, mean_name, null_name
 from tl_coupling.prompts import Prompt, load_prompts, prompts_per_task
 from tl_coupling.surveys import process_pool, slurm_executor
 from tl_coupling.surveys.executors import Executor
@@ -73,7 +73,10 @@ def checkpoints(
         work.write("sweep.nc", partial(data.to_netcdf, engine="netcdf4"))
         data = _first_choice(work, data, sweep.all_measures)
         mean, ks = data.mean("prompt"), data["k"].values.tolist()
-        of_ks = {"coupling": mean["mean_coupling"], "null": mean["null_coupling"]}
+        of_ks = {
+            "coupling": mean[mean_name("coupling")],
+            "null": mean[null_name("coupling")],
+        }
         of_checkpoints = {
             "loss": mean["loss"],
             "line_shape_score": mean["line_shape_score_all_tokens"],
@@ -415,7 +418,7 @@ def generalization(
         typer.Option("--k", help="Top singular vectors. [the most that were measured]"),
     ] = None,
     measure: Annotated[
-        Measure, typer.Option(help="What was measured between layers.")
+        MeasureName, typer.Option(help="What was measured between layers.")
     ] = "coupling",
     checkpoint: Annotated[
         str | None,

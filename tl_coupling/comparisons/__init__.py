@@ -2,8 +2,9 @@
 
 # ruff: noqa: F401
 from tl_coupling.comparisons.choices import chosen_layers, free_end, neighbours
-from tl_coupling.comparisons.maps import CouplingMap, MeanCouplingMap
+from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.matrices import jacobian_coupling
+from tl_coupling.comparisons.means import MeanCouplingMap
 from tl_coupling.comparisons.pairs import (
     context_coupling,
     decomposed_layers,

@@ -16,7 +16,8 @@ from tl_coupling.comparisons.choices import (
     chosen_positions,
     free_end,
 )
-from tl_coupling.comparisons.maps import CouplingMap, MeanCouplingMap
+from tl_coupling.comparisons.maps import CouplingMap
+from tl_coupling.comparisons.means import MeanCouplingMap
 from tl_coupling.jacobians import (
     DEFAULT_OPTIONS,
     Connection,

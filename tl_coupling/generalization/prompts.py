@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Shaped
 
 from tl_coupling.arguments import Count, Seed, checked
 from tl_coupling.generalization.tables import at_one_checkpoint, per_prompt
-from tl_coupling.measures import Measure
+from tl_coupling.measures import MeasureName
 from tl_coupling.statistics import (
     Interval,
     RankCorrelation,
@@ -46,7 +46,7 @@ def prompt_correlations(
     against: str | Mapping[str, float] = "n_pos",
     *,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: MeasureName = "coupling",
     checkpoint: int | str | None = None,
     n_resamples: Count = 1000,
     seed: Seed = 0,

@@ -12,6 +12,7 @@ from tl_coupling.generalization import remarks
 from tl_coupling.generalization.associations import Association
 from tl_coupling.generalization.leaving_out import LeaveOneOut
 from tl_coupling.generalization.prompts import PromptCorrelation
+from tl_coupling.measures import MeasureName
 from tl_coupling.statistics import (
     Attenuation,
     ExponentialFit,
@@ -56,7 +57,7 @@ class Generalization:
         (['width8', 'width12'], [2, 4])
     """
 
-    measure: str
+    measure: MeasureName
     k: int
     score: str
     table: pandas.DataFrame

@@ -31,7 +31,7 @@ from tl_coupling.generalization.tables import (
     with_families,
 )
 from tl_coupling.generalization.tasks import by_task, fits_across_tasks
-from tl_coupling.measures import Measure
+from tl_coupling.measures import MeasureName, mean_name, measured_in
 from tl_coupling.statistics import (
     ALL_PROMPTS,
     Attenuation,
@@ -65,7 +65,7 @@ def generalization_study(
     scores: pandas.DataFrame | str = "loss",
     *,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: MeasureName = "coupling",
     diagonal: bool | None = None,
     score: str = "score",
     checkpoint: int | str | None = None,
@@ -128,7 +128,7 @@ def generalization_study(
         data = with_diagonal(data, diagonal)
     # Read once: a survey may be spread over thousands of files. Any of its measures may
     # have been looked at.
-    means = [name for name in map(str, data.data_vars) if name.startswith("mean_")]
+    means = [mean_name(name) for name in measured_in(data.data_vars)]
     survey = needed(data, measure, also=("n_pos", *means))
     models = _models_of(survey)
     if isinstance(scores, str):
@@ -174,7 +174,7 @@ class Question:
 
     data: xarray.Dataset
     scores: pandas.DataFrame | str
-    measure: Measure
+    measure: MeasureName
     k: int
     score: str
     checkpoint: int | str | None

@@ -17,6 +17,7 @@ from jaxtyping import Float
 
 from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.files import of_cell
+from tl_coupling.measures import mean_name, null_name
 from tl_coupling.statistics import check_size, family_codes
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.readings import one_orientation
@@ -311,7 +312,7 @@ def needed(
     Maps of pairs of layers are not read.
     """
     data = one_orientation(data)
-    variable = f"mean_{measure}"
+    variable = mean_name(measure)
     if variable not in data or not {"k", "prompt"} <= set(data[variable].dims):
         raise ValueError(
             f"no {variable!r} along `k` and `prompt` in the survey; "
@@ -319,7 +320,7 @@ def needed(
         )
     if not data.sizes["k"]:
         raise ValueError("the survey holds no k: measure some first")
-    usual = (variable, f"null_{measure}", "loss", *_KNOWN_OF_MODELS)
+    usual = (variable, null_name(measure), "loss", *_KNOWN_OF_MODELS)
     names = [
         name
         for name in dict.fromkeys((*usual, *also))
@@ -345,7 +346,7 @@ def per_prompt(
         raise ValueError(
             f"`k` = {k} was not measured; there are {sorted(data['k'].values.tolist())}"
         )
-    new_names = {f"mean_{measure}": "x", f"null_{measure}": "null"}
+    new_names = {mean_name(measure): "x", null_name(measure): "null"}
     renamed = {name: new for name, new in new_names.items() if name in survey}
     at_k = survey.sel(k=k).rename(renamed).dropna("prompt", how="all", subset=["x"])
     if not at_k["x"].size:

@@ -13,7 +13,7 @@ from tl_coupling.generalization.tables import (
     coupling_table,
     per_prompt,
 )
-from tl_coupling.measures import Measure
+from tl_coupling.measures import MeasureName
 from tl_coupling.statistics import (
     ALL_PROMPTS,
     Interval,
@@ -54,7 +54,7 @@ def task_means(
     data: xarray.Dataset,
     *,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: MeasureName = "coupling",
     n_resamples: Count = 2000,
     seed: Seed = 0,
 ) -> pandas.DataFrame:

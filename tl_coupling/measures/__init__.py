@@ -1,5 +1,6 @@
-"""Coupling and alignment matrices, their measures, and what random subspaces would
-give. Pure tensors.
+"""Coupling and alignment matrices, their measures, and what chance would give.
+
+Pure tensors.
 """
 # ruff: noqa: F401
 
@@ -9,26 +10,31 @@ from tl_coupling.measures.alignment import (
     subspace_overlap,
     vector_alignment,
 )
-from tl_coupling.measures.measures import (
-    BOUNDED_BY_1,
-    MEASURES,
-    RELEASED,
-    Measure,
+from tl_coupling.measures.draws import draws_of_random_subspaces, random_rotations
+from tl_coupling.measures.matrices import (
     Norm,
     Orientation,
     captured_energy,
     coupling_matrix,
-    measure_of,
-    measures_at_every_k,
     miscoupling,
     normalized_miscoupling,
     spectral_miscoupling,
 )
+from tl_coupling.measures.measure import (
+    MEASURES,
+    AnyMeasure,
+    Measure,
+    MeasureName,
+    mean_name,
+    measure_named,
+    measure_of,
+    measured_in,
+    measures_at_every_k,
+    null_name,
+)
 from tl_coupling.measures.nulls import (
     Null,
-    draws_of_random_subspaces,
     nulls_at_every_k,
-    random_rotations,
     random_subspace_null,
     rotation_null,
 )

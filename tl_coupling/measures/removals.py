@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.measures.measures import finite
+from tl_coupling.measures.matrices import finite
 from tl_coupling.spectra import svd
 
 

@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import plain
+from tl_coupling.measures import AnyMeasure, measure_named
 from tl_coupling.spectra import check_k
 
 # One look per meaning; `in_colors` has those of trained and untrained models.
@@ -38,15 +39,6 @@ BELOW: dict[str, Any] = {
 MAX_LAYER_TICKS, MAX_TOKEN_TICKS = 16, 40
 
 _Result = TypeVar("_Result")
-_MEASURES = {
-    "coupling": r"coupling $1 - \tilde{m}$",
-    "normalized_miscoupling": r"normalised mis-coupling $\tilde{m}$",
-    "miscoupling": "mis-coupling $m$",
-    "spectral_miscoupling": "spectral mis-coupling $m_K$",
-    "captured_energy": "captured energy",
-    "released_norm": r"$\Vert |A| - S \Vert / \Vert s \Vert_2$ of the released code",
-    "released_trace": r"$\Vert |A| - S \Vert / \Vert s \Vert_1$ of the released code",
-}
 _OFF_SCREEN = ContextVar("off_screen", default=False)
 
 
@@ -200,15 +192,10 @@ def token_name(provenance: Mapping[str, Any], position: int) -> str:
 
 
 def measure_label(
-    measure: str, k: int, p: int | float = 2, absolute: bool = False
+    measure: AnyMeasure, k: int, p: int | float = 2, absolute: bool = False
 ) -> str:
-    """A measure in words, with k and its options."""
-    variant = (
-        f", p = {p:g}{', |A|' if absolute else ''}"
-        if measure == "spectral_miscoupling"
-        else ""
-    )
-    return f"{_MEASURES[measure]} (k = {k}{variant})"
+    """Return a measure in words, with k and its options."""
+    return measure_named(measure, p=p, absolute=absolute).label_at(k)
 
 
 def map_heading(maps: Sequence[Any], k: int | None = None) -> str:

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from tl_coupling.arguments import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.measures import BOUNDED_BY_1, Measure, random_subspace_null
+from tl_coupling.measures import AnyMeasure, measure_named, random_subspace_null
 from tl_coupling.plots import labels
 
 _Maps = CouplingMap | Mapping[str, CouplingMap]
@@ -24,7 +24,7 @@ def plot_adjacency(
     result: CouplingMap,
     *,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: AnyMeasure = "coupling",
     strongest: Count | None = None,
     threshold: Finite | None = None,
     ax: Axes | None = None,
@@ -61,7 +61,7 @@ def plot_adjacency(
             f"got rows {list(layers)} and columns {list(result.col_layers)}"
         )
     pairs = weighted_edges(
-        getattr(result, measure)(k).detach().cpu().double().numpy(), layers
+        result.values(k, measure).detach().cpu().double().numpy(), layers
     )
     heavy = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
     edges = (
@@ -69,7 +69,8 @@ def plot_adjacency(
         if strongest is None and threshold is not None
         else heavy[-(strongest or 2 * len(layers)) :]
     )
-    full = 1.0 if measure in BOUNDED_BY_1 or not edges else edges[-1][0] or 1.0
+    is_bounded = measure_named(measure).bounded
+    full = 1.0 if is_bounded or not edges else edges[-1][0] or 1.0
     ax = ax or labels.new_figure(6.4, 7.0).subplots()
     draw_graph(ax, layers, edges, full)
     k = result.k if k is None else k

@@ -16,7 +16,7 @@ from matplotlib.image import AxesImage
 from tl_coupling.arguments import Finite, Positive, checked
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.influence import Influence, InfluenceMeasure
-from tl_coupling.measures import Measure, Sides
+from tl_coupling.measures import AnyMeasure, Sides, measure_named
 from tl_coupling.plots import labels
 from tl_coupling.trajectories import ResidualAlignment
 
@@ -36,7 +36,7 @@ def plot_coupling(
     result: CouplingMap,
     *,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: AnyMeasure = "coupling",
     ax: Axes | None = None,
     vmin: Finite | None = None,
     vmax: Finite | None = None,
@@ -101,7 +101,7 @@ def plot_spread(
     result: MeanCouplingMap,
     *,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: AnyMeasure = "coupling",
     ax: Axes | None = None,
 ) -> Axes:
     """Heat map of a measure's standard deviation over prompts, for every pair of
@@ -134,7 +134,7 @@ def plot_spread(
 def color_scale(
     results: Sequence[CouplingMap],
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: AnyMeasure = "coupling",
     **options: Any,
 ) -> tuple[float, float]:
     """Ends of a colour scale for all these maps and their nulls, without the pairs that
@@ -146,10 +146,11 @@ def color_scale(
     """
     values = [_without_own(result, k, measure, options).ravel() for result in results]
     nulls = [result.null(k, measure, **options) for result in results]
-    least = [min(1.0, 4 * max(nulls))] if measure == "coupling" else []
+    null_tends_to = measure_named(measure).null_tends_to
+    least = [min(1.0, 4 * max(nulls))] if null_tends_to == 0 else []
     known = np.concatenate([*values, nulls, least])
     known = known[np.isfinite(known)]
-    if measure == "normalized_miscoupling":
+    if null_tends_to == 1:
         return float(known.min(initial=1.0)), 1.0
     return 0.0, float(known.max(initial=0.0)) or 1.0
 
@@ -416,7 +417,7 @@ def _name_sides(
 
 
 def _without_own(
-    result: CouplingMap, k: int | None, measure: Measure, options: dict[str, Any]
+    result: CouplingMap, k: int | None, measure: AnyMeasure, options: dict[str, Any]
 ) -> np.ndarray:
     """The values, NaN where a connection meets itself; all of them where there are no
     other pairs.

@@ -16,7 +16,7 @@ from tl_coupling.generalization import (
     covariate_lines,
     prompt_relation,
 )
-from tl_coupling.measures import Measure
+from tl_coupling.measures import MeasureName, mean_name, measured_in, null_name
 from tl_coupling.plots import labels
 from tl_coupling.surveys import UNTRAINED, pairs_of_layers, step_order
 
@@ -70,7 +70,7 @@ def plot_quartiles(
     *,
     by: Mapping[str, float] | str | None = None,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: MeasureName = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
     """Draw each model's median over prompts of coupling and of the stream's shape.
@@ -103,7 +103,7 @@ def plot_quartiles(
         >>> fig = tlc.plots.plot_quartiles(data, by="d_model", k=4)
     """
     coupling = f"{measure.replace('_', ' ')} (k = {_measured_k(data, k, measure)})"
-    variables = {f"mean_{measure}": _Variable(coupling), **_SPREADS}
+    variables = {mean_name(measure): _Variable(coupling), **_SPREADS}
     variables = {name: look for name, look in variables.items() if name in data}
     runs = _runs(data)
     models, sorted_by = _sorted_models(runs, by)
@@ -265,7 +265,7 @@ def plot_prompts(
     against: Mapping[str, float] | None = None,
     *,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: MeasureName = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
     """Draw coupling on each prompt against its length or difficulty.
@@ -316,7 +316,7 @@ def plot_prompts(
             x = run.values["n_pos"].values.astype(float)
         else:
             x = np.array([against.get(prompt, np.nan) for prompt in prompt_ids])
-        y = _of_prompts(run.values, f"mean_{measure}", k)
+        y = _of_prompts(run.values, mean_name(measure), k)
         relation = prompt_relation(x, y, tasks)
         if relation.n_prompts < 3:
             raise ValueError(
@@ -519,7 +519,7 @@ def _measured_k(data: "xarray.Dataset", k: int | None, measure: str) -> int:
     Raises:
         ValueError: the measure or k was not measured.
     """
-    name = f"mean_{measure}"
+    name = mean_name(measure)
     if name not in data:
         raise ValueError(
             f"no {name!r} in the survey; it holds {', '.join(map(str, data.data_vars))}"
@@ -564,7 +564,7 @@ def _chance(values: "xarray.Dataset", name: str, k: int | None) -> float | None:
         if "n_layers" not in values:
             return None
         return float(values["n_layers"]) ** 0.5
-    null_name = name.replace("mean_", "null_")
-    if null_name == name or null_name not in values:
+    measures = measured_in([name])
+    if not measures or null_name(measures[0]) not in values:
         return None
-    return labels.one_null(_of_prompts(values, null_name, k))
+    return labels.one_null(_of_prompts(values, null_name(measures[0]), k))

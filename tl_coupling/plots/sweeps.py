@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.measures import Measure
+from tl_coupling.measures import MeasureName, mean_name, null_name
 from tl_coupling.plots import labels
 from tl_coupling.plots.layers import draw_graph, edge_scale, weighted_edges
 from tl_coupling.statistics import LEVEL, crossed_mean
@@ -31,7 +31,7 @@ def plot_emergence(
     data: "xarray.Dataset | Mapping[str, xarray.Dataset]",
     *,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: MeasureName = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
     """Mean coupling of different layers against the training step, above the loss on
@@ -60,10 +60,10 @@ def plot_emergence(
     import xarray
 
     by = labels.named(data, xarray.Dataset)
-    k = _common_k(by, k, f"mean_{measure}")
+    k = _common_k(by, k, mean_name(measure))
     by = {name: sweep.sel(k=k) for name, sweep in by.items()}
     shown = {
-        f"mean_{measure}": f"mean {labels.measure_label(measure, k)}",
+        mean_name(measure): f"mean {labels.measure_label(measure, k)}",
         "loss": "loss (nats per token)",
     }
     if all(bool(sweep["loss"].isnull().all()) for sweep in by.values()):
@@ -77,7 +77,7 @@ def plot_emergence(
             draw_line(ax, sweep[variable], f"C{number}", name)
         ax.set_ylabel(text)
     nulls = {
-        name: mean_of(sweep[f"null_{measure}"]).sortby("checkpoint")
+        name: mean_of(sweep[null_name(measure)]).sortby("checkpoint")
         for name, sweep in by.items()
     }
     if not labels.draw_null(panels[0].axhline, np.concatenate(list(nulls.values()))):
@@ -101,7 +101,7 @@ def plot_coupling_strip(
     *,
     checkpoints: Sequence[int] | None = None,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: MeasureName = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
     """Heat maps of all pairs of layers side by side, one for each checkpoint, on one
@@ -139,7 +139,7 @@ def plot_coupling_strip(
     fig.supxlabel("layer of the singular vectors", fontsize="medium")
     bar = fig.colorbar(image, ax=fig.axes, label=labels.measure_label(measure, k))
     if (
-        null := labels.one_null(data[f"null_{measure}"].sel(k=k, checkpoint=steps))
+        null := labels.one_null(data[null_name(measure)].sel(k=k, checkpoint=steps))
     ) is not None:
         labels.mark_null(bar.ax, null)
         bar.set_label(f"{labels.measure_label(measure, k)}\nline: random subspaces")
@@ -155,7 +155,7 @@ def plot_adjacency_strip(
     *,
     checkpoints: Sequence[int] | None = None,
     k: int | None = None,
-    measure: Measure = "coupling",
+    measure: MeasureName = "coupling",
     strongest: Count | None = None,
     fig: Figure | None = None,
 ) -> Figure:
@@ -190,7 +190,7 @@ def plot_adjacency_strip(
         ax.set_title(_step_name(step), fontsize="small")
     drawn = f"{len(edges[0])} strongest of {len(layers) * (len(layers) - 1) // 2} edges in each"
     if (
-        null := labels.one_null(data[f"null_{measure}"].sel(k=k, checkpoint=steps))
+        null := labels.one_null(data[null_name(measure)].sel(k=k, checkpoint=steps))
     ) is not None:
         drawn += f"; random subspaces: {null:.2g}"
     scale, what = edge_scale(full), f"{labels.measure_label(measure, k)}, {drawn}"

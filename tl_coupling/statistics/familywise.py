@@ -10,6 +10,7 @@ import xarray
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 
+from tl_coupling.measures import mean_name, measured_in
 from tl_coupling.statistics.expressions import columns_of
 from tl_coupling.statistics.fits import subset_mask
 from tl_coupling.statistics.intervals import block_permutations
@@ -79,12 +80,8 @@ def familywise(
         unrelated if families is None else families, n_permutations, rng
     )
     orders = np.vstack([unrelated, permuted])
-    measures = [str(name) for name in rows if str(name).startswith("mean_")]
-    names = [
-        (int(k), measure.removeprefix("mean_"))
-        for measure in measures
-        for k in rows["k"].values
-    ]
+    measures = measured_in(rows)
+    names = [(int(k), measure) for measure in measures for k in rows["k"].values]
     moved = ["loss"] if scores is None else list(dict.fromkeys(scores.values()))
     kept = {
         name: _kept(table, subset, moved, orders) for name, subset in subsets.items()
@@ -93,7 +90,7 @@ def familywise(
     labels, found, smallest = [], [], np.ones(len(orders))
     for task, prompts in tasks.items():
         x = np.concatenate(
-            [_means(rows[measure], table, prompts).T for measure in measures]
+            [_means(rows[mean_name(measure)], table, prompts).T for measure in measures]
         )
         y = (
             table[scores[task]].to_numpy(float)

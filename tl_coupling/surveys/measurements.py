@@ -12,7 +12,15 @@ from torch import nn
 
 from tl_coupling.arguments import Count, checked, made_by
 from tl_coupling.comparisons import CouplingMap, depth_couplings
-from tl_coupling.measures import MEASURES, Measure, Norm, Orientation
+from tl_coupling.measures import (
+    MEASURES,
+    MeasureName,
+    Norm,
+    Orientation,
+    mean_name,
+    measure_named,
+    null_name,
+)
 from tl_coupling.models import context_length, missing_head, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
@@ -34,7 +42,13 @@ if TYPE_CHECKING:
 Prompts = str | Prompt | Sequence[str | Prompt]
 PAPER_PROMPT = "What is the capital of France? The capital is"
 # What surveys hold that were made before others could be chosen.
-_OF_THE_PAPERS: tuple[Measure, ...] = MEASURES[:5]
+_OF_THE_PAPERS: tuple[MeasureName, ...] = (
+    "coupling",
+    "normalized_miscoupling",
+    "miscoupling",
+    "spectral_miscoupling",
+    "captured_energy",
+)
 IMPLIED = {
     "measures": list(_OF_THE_PAPERS),
     "p": 2,
@@ -72,7 +86,7 @@ class Settings:
         n_singular_values: how many singular values are kept, or the largest k if that
             is more.
         measures: which measures of coupling. By default those of the papers;
-            `coupling.MEASURES` are all, with what the released code reports,
+            `tuple(measures.MEASURES)` are all, with what the released code reports,
             `"released_norm"` and `"released_trace"`.
         p, absolute: of `spectral_miscoupling`.
         diagonal: whether means (and their nulls) are over all pairs of layers, as in
@@ -95,7 +109,7 @@ class Settings:
     prepend_bos: bool | None = None
     window: Window = 11
     n_singular_values: Count = 10
-    measures: tuple[Measure, ...] = _OF_THE_PAPERS
+    measures: tuple[MeasureName, ...] = _OF_THE_PAPERS
     p: Norm = 2
     absolute: bool = False
     diagonal: bool = False
@@ -384,26 +398,20 @@ def _of_map(result: CouplingMap, settings: Settings) -> "xarray.Dataset":
         "distance": range(len(layers)),
     }
     variables: dict[str, Any] = {}
-    for measure in settings.measures:
-        spectral = measure == "spectral_miscoupling"
-        options: dict[str, Any] = (
-            {"p": settings.p, "absolute": settings.absolute} if spectral else {}
-        )
-        values = np.stack(
-            [result.values(k, measure, **options).cpu().numpy() for k in ks]
-        )
+    for name in settings.measures:
+        measure = MEASURES[name]
+        if measure.takes_options:
+            measure = measure_named(name, p=settings.p, absolute=settings.absolute)
+        values = np.stack([result.values(k, measure).cpu().numpy() for k in ks])
         # A model of one block has no pairs of different ones.
         has_mean, off = settings.diagonal or len(layers) > 1, not settings.diagonal
-        means = [
-            result.mean(k, measure, off, **options) if has_mean else float("nan")
-            for k in ks
-        ]
-        nulls = [result.null(k, measure, off_diagonal=off, **options) for k in ks]
+        means = [result.mean(k, measure, off) if has_mean else float("nan") for k in ks]
+        nulls = [result.null(k, measure, off_diagonal=off) for k in ks]
         variables |= {
-            measure: (("k", "layer", "other_layer"), values),
-            f"mean_{measure}": ("k", means),
+            name: (("k", "layer", "other_layer"), values),
+            mean_name(name): ("k", means),
         }
-        variables[f"null_{measure}"] = ("k", nulls)
+        variables[null_name(name)] = ("k", nulls)
     variables["locality"] = (
         ("k", "distance"),
         np.stack([result.locality_profile(k).cpu().numpy() for k in ks]),

@@ -21,7 +21,7 @@ from tl_coupling.arguments import AnyPath, Device, checked, warn_caller
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.jacobians import block_jacobians, fill_pairs
-from tl_coupling.measures import subspace_overlap
+from tl_coupling.measures import MEASURES, mean_name, subspace_overlap
 from tl_coupling.models import Backend, ModelError, is_gguf, load_model, needs_package
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import svd
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 PRECISIONS = ("float32", "bfloat16", "int8", "nf4")
 # What each row of `movements` is, in this order.
 MOVING = {
-    "mean_coupling": "coupling 1 − m̃",
-    "mean_normalized_miscoupling": "normalised mis-coupling m̃",
-    "mean_spectral_miscoupling": "spectral mis-coupling",
+    mean_name("coupling"): MEASURES["coupling"].words,
+    mean_name("normalized_miscoupling"): MEASURES["normalized_miscoupling"].words,
+    mean_name("spectral_miscoupling"): MEASURES["spectral_miscoupling"].words,
     "pair_change": "coupling of a pair, RMS change",
     "left_overlap": "overlap of left singular subspaces",
     "right_overlap": "overlap of right singular subspaces",

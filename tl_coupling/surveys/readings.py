@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tl_coupling.arguments import checked
-from tl_coupling.measures import Orientation
+from tl_coupling.measures import Orientation, mean_name, measured_in, null_name
 
 if TYPE_CHECKING:
     import pandas
@@ -55,8 +55,8 @@ def with_diagonal(data: "xarray.Dataset", diagonal: bool = True) -> "xarray.Data
     if bool(data.attrs.get("diagonal", 0)) == diagonal:
         return data
     found = {}
-    for name in [str(name) for name in data.data_vars if str(name).startswith("mean_")]:
-        measure = name.removeprefix("mean_")
+    for measure in measured_in(data.data_vars):
+        name = mean_name(measure)
         if not {"layer", "other_layer"} <= set(
             data[measure].dims if measure in data else ()
         ):
@@ -68,11 +68,11 @@ def with_diagonal(data: "xarray.Dataset", diagonal: bool = True) -> "xarray.Data
         n = data["n_layers"] if "n_layers" in data else data.sizes["layer"]
         of_own, null = (
             values.where(own).mean(("layer", "other_layer")),
-            data[f"null_{measure}"],
+            data[null_name(measure)],
         )
         found[name] = values.where(own & diagonal | ~own).mean(("layer", "other_layer"))
         in_all = of_own / n
-        found[f"null_{measure}"] = (
+        found[null_name(measure)] = (
             null * (n - 1) / n + in_all if diagonal else (null - in_all) * n / (n - 1)
         )
     made = {
@@ -131,7 +131,7 @@ def measure_table(data: "xarray.Dataset") -> "pandas.DataFrame":
 
     Args:
         data: as for `with_diagonal`; what it has of measures and orientations, with
-            `Settings(measures=MEASURES, orientation=("ujv", "vju"))` all there are.
+            `Settings(measures=tuple(MEASURES), orientation=("ujv", "vju"))` all there are.
 
     Returns a row for each, and for each model and checkpoint (an untrained twin is
     one). Columns: `model` and `checkpoint` where the data have them; `measure`,
@@ -153,18 +153,14 @@ def measure_table(data: "xarray.Dataset") -> "pandas.DataFrame":
         chosen = with_diagonal(data, diagonal)
         for orientation in orientations_of(data):
             one = one_orientation(chosen, orientation)
-            for measure in [
-                str(name).removeprefix("mean_")
-                for name in one.data_vars
-                if str(name)[:5] == "mean_"
-            ]:
-                means = one[f"mean_{measure}"]
+            for measure in measured_in(one.data_vars):
+                means = one[mean_name(measure)]
                 columns: dict[str, Any] = {
                     "mean": means.mean("prompt"),
                     "spread": means.std("prompt", ddof=1)
                     if means.sizes["prompt"] > 1
                     else means.mean("prompt") * np.nan,
-                    "null": one[f"null_{measure}"].mean("prompt"),
+                    "null": one[null_name(measure)].mean("prompt"),
                 }
                 table = pandas.DataFrame(
                     {name: x.to_series() for name, x in columns.items()}

@@ -1,0 +1,325 @@
+"""The mean over prompts of maps of the same connections."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.arguments import checked
+from tl_coupling.comparisons.maps import CouplingMap, Options, PerPair
+from tl_coupling.measures import (
+    MEASURES,
+    AnyMeasure,
+    MeasureName,
+    Null,
+    measure_named,
+    measures_at_every_k,
+    nulls_at_every_k,
+)
+
+if TYPE_CHECKING:
+    import xarray
+
+# What all maps must have in common for a mean; of the provenance, and of the map.
+_OF_TRACE = (
+    "model",
+    "checkpoint",
+    "untrained",
+    "architecture",
+    "weight_processing",
+    "final_norm",
+    "fixed",
+    "normalising_layers",
+)
+_OF_MAP = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
+_FROM_THE_END = "positions from the end"
+# What maps of two prompts say alike, by name.
+Facts = dict[str, Any]
+
+
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class MeanCouplingMap(CouplingMap):
+    """The mean over prompts of coupling maps, and its spread.
+
+    Every method of `CouplingMap` gives the mean over the prompts, of each measure with
+    its default options; `spread` and `spread_of_mean` give standard deviations (n − 1
+    in the denominator; NaN for one prompt). What is undefined for one prompt is
+    undefined (NaN) in the mean. `null_interval` takes the spectra to be their means,
+    and the subspaces of each prompt to be others. `CouplingMap.load` reads such a map
+    too.
+
+    Attributes:
+        matrices: mean of `|A|`, `[n_rows n_cols k k]` (the signs of singular vectors
+            are arbitrary).
+        singular_values, frobenius_norms: means.
+        row_positions, col_positions: counted from the end, and so negative, where they
+            differ from the beginning.
+        provenance: what all prompts have in common; `prompts` lists their texts.
+        means, spreads: mean and standard deviation of each measure, `[n_measures k
+            n_rows n_cols]`.
+        nulls: mean null of each measure, `[n_measures k]`.
+        spreads_of_mean: standard deviation of a prompt's mean over pairs of different
+            connections (all pairs where none differ), `[n_measures k]`.
+        measures: names of the measures, in the order of the axis `n_measures`.
+
+    Example:
+        >>> mean = tlc.mean_depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
+        >>> mean.spread(2).shape, mean.n_prompts
+        (torch.Size([2, 2]), 4)
+    """
+
+    means: Float[Tensor, "n_measures k n_rows n_cols"]
+    spreads: Float[Tensor, "n_measures k n_rows n_cols"]
+    nulls: Float[Tensor, "n_measures k"]
+    spreads_of_mean: Float[Tensor, "n_measures k"]
+    measures: tuple[str, ...] = tuple(MEASURES)
+    DIMS: ClassVar = CouplingMap.DIMS | {
+        "means": "measure k row col",
+        "spreads": "measure k row col",
+        "nulls": "measure k",
+        "spreads_of_mean": "measure k",
+        "measures": "measure",
+    }
+
+    def __post_init__(self) -> None:
+        """Raise unless every row, every column and every measure has one name."""
+        super().__post_init__()
+        n_measures = len(self.means)
+        if len(self.measures) != n_measures or len(set(self.measures)) != n_measures:
+            raise ValueError(
+                f"`measures` must name the {n_measures} measures of `means`, "
+                f"each once, got {list(self.measures)}"
+            )
+
+    @classmethod
+    def over(cls, maps: Iterable[CouplingMap]) -> "MeanCouplingMap":
+        """Return the mean over maps of the same connections, one for each prompt.
+
+        An iterator is read one map at a time.
+
+        Raises:
+            ValueError: no map; maps of different models, layers, positions, k or
+                orientation; a mean among them.
+
+        Example:
+            >>> traces = (tlc.trace(model, prompt) for prompt in ("w3 w14 w15", "w9 w2 w6 w5"))
+            >>> result = tlc.comparisons.MeanCouplingMap.over(tlc.depth_coupling(trace, k=4) for trace in traces)
+            >>> result.coupling(2).shape, result.spread(2).shape, result.n_prompts
+            (torch.Size([2, 2]), torch.Size([2, 2]), 2)
+        """
+        prompts: list[str | None] = []
+        remarks: dict[str, None] = {}
+        common: Facts = {}
+        moments = _RunningMoments(with_deviation=("means", "of_mean"))
+        for result in maps:
+            _check_is_of_one_prompt(result)
+            facts = _facts(result)
+            common = _in_common(common or facts, facts)
+            prompts.append(result.provenance.get("prompt"))
+            remarks |= dict.fromkeys(result.provenance.get("remarks", ()))
+            moments.add(_averaged(result))
+        if not prompts:
+            raise ValueError(
+                "there are no maps to take the mean of: wanted at least one"
+            )
+        row_positions, col_positions = _common_positions(common)
+        provenance = {
+            name: fact for name, fact in common.items() if name in result.provenance
+        }
+        provenance |= {"prompts": prompts, "remarks": list(remarks)}
+        tensors = moments.means | {
+            "spreads": moments.standard_deviation("means"),
+            "spreads_of_mean": moments.standard_deviation("of_mean"),
+        }
+        del tensors["of_mean"]
+        averaged = {name: x.to(result.matrices) for name, x in tensors.items()}
+        of_all = vars(result) | {
+            "row_positions": row_positions,
+            "col_positions": col_positions,
+            "provenance": provenance,
+        }
+        return cls(**of_all | averaged)
+
+    @checked
+    def values(
+        self, k: int | None = None, measure: AnyMeasure = "coupling", **options: Any
+    ) -> PerPair:
+        """Return the mean over the prompts of a measure, for every pair."""
+        return self._held(self.means, k, measure, options)
+
+    @checked
+    def spread(self, k: int | None = None, measure: AnyMeasure = "coupling") -> PerPair:
+        """Return the standard deviation over the prompts of a measure, for every pair."""
+        return self._held(self.spreads, k, measure, {})
+
+    @checked
+    def spread_of_mean(
+        self, k: int | None = None, measure: AnyMeasure = "coupling"
+    ) -> float:
+        """Return the standard deviation over the prompts of their `mean(k, measure)`."""
+        return float(self._held(self.spreads_of_mean, k, measure, {}))
+
+    def to_dataset(self) -> "xarray.Dataset":
+        """Return an `xarray.Dataset`, with the measures by name and k from 1."""
+        return super().to_dataset().assign_coords(k=list(range(1, self.k + 1)))
+
+    def _nulls(
+        self, k: int, measure: AnyMeasure, within: Null, options: Options
+    ) -> PerPair:
+        """Return the mean null, for every pair."""
+        if within != "space":
+            raise ValueError(
+                "a mean over prompts holds the null 'space' only, "
+                f"got within={within!r}: ask map by map"
+            )
+        null = self._held(self.nulls, k, measure, options).cpu()
+        return null.expand(self.matrices.shape[:2])
+
+    def _held(
+        self,
+        of_measures: Float[Tensor, "n_measures k *pair"],
+        k: int | None,
+        measure: AnyMeasure,
+        options: Options,
+    ) -> Float[Tensor, "*pair"]:
+        """Return what is held of one measure at one k."""
+        name = _name_of_a_mean(measure, options)
+        if name not in self.measures:
+            raise ValueError(
+                f"this mean was saved by an earlier version, without {name!r}: "
+                "measure again"
+            )
+        return of_measures[self.measures.index(name), self._k(k) - 1]
+
+
+class _RunningMoments:
+    """Means of tensors by name, and their standard deviations, over one pass.
+
+    By Welford's update: no difference of large sums is taken.
+    """
+
+    def __init__(self, with_deviation: Collection[str]) -> None:
+        self.n = 0
+        self.means: dict[str, Tensor] = {}
+        self._with_deviation = with_deviation
+        self._squared_deviations: dict[str, Tensor] = {}
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Count the tensors of one more prompt."""
+        self.n += 1
+        for name, x in tensors.items():
+            if self.n == 1:
+                self.means[name] = torch.zeros_like(x)
+            deviation = x - self.means[name]
+            self.means[name] += deviation / self.n
+            if name in self._with_deviation:
+                squared = deviation * (x - self.means[name])
+                total = self._squared_deviations.get(name, 0)
+                self._squared_deviations[name] = total + squared
+
+    def standard_deviation(self, name: str) -> Tensor:
+        """Return that of the tensors of a name; NaN of one prompt."""
+        return (self._squared_deviations[name] / (self.n - 1)).sqrt()
+
+
+def _name_of_a_mean(measure: AnyMeasure, options: Options) -> MeasureName:
+    """Return under which name a mean over prompts holds a measure with its options."""
+    has_options = measure_named(measure).takes_options
+    if not options or (has_options and options.keys() <= {"p", "absolute"}):
+        wanted = measure_named(measure, **options)
+        for name, registered in MEASURES.items():
+            if registered.has_formula_of(wanted):
+                return name
+    raise ValueError(
+        "a mean over prompts holds p=2 and absolute=False, and p=1 or p=2 with "
+        f"absolute=True, got {options}: measure map by map"
+    )
+
+
+def _check_is_of_one_prompt(result: object) -> None:
+    if not isinstance(result, CouplingMap) or isinstance(result, MeanCouplingMap):
+        raise ValueError(
+            f"wanted the coupling map of one prompt, got {type(result).__name__}"
+        )
+
+
+def _facts(result: CouplingMap) -> Facts:
+    """Return what maps over which a mean is taken may or must have in common."""
+    n_tokens = len(result.provenance.get("tokens", ()))
+    positions = result.row_positions, result.col_positions
+    from_the_end = tuple(tuple(t - n_tokens for t in side) for side in positions)
+    # Maps of earlier versions do not say: they compared block(X) − X.
+    normalising = set(result.provenance.get("normalising_layers", ()))
+    compared_layers = {*result.row_layers, *result.col_layers}
+    return result.provenance | {
+        **{name: getattr(result, name) for name in _OF_MAP},
+        "normalising_layers": sorted(compared_layers & normalising),
+        "positions": positions,
+        _FROM_THE_END: from_the_end,
+    }
+
+
+def _in_common(common: Facts, facts: Facts) -> Facts:
+    """Return what one more map has in common with all before.
+
+    Raises ValueError where it differs in what a mean needs to be of one thing.
+    """
+    for name in (*_OF_TRACE, *_OF_MAP):
+        if common.get(name) != facts.get(name):
+            raise ValueError(
+                f"the maps must have the same {name}, "
+                f"got {common.get(name)!r} and {facts.get(name)!r}"
+            )
+    digests = {common.get("weights_digest"), facts.get("weights_digest")}
+    # Maps of earlier versions, and of streamed models, do not say.
+    if len(digests - {None}) > 1:
+        raise ValueError(
+            "the maps must be of one model, got two of different weights, "
+            f"both called {facts.get('model')!r}: "
+            "take the mean of each alone, and give each a `label` of its own"
+        )
+    return {
+        name: fact
+        for name, fact in common.items()
+        if name in facts and facts[name] == fact
+    }
+
+
+def _common_positions(common: Facts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the positions of rows and columns, from the beginning or from the end."""
+    positions = common.get("positions", common.get(_FROM_THE_END))
+    if positions is None:
+        raise ValueError(
+            "the maps must be of the same positions, "
+            "counted from the beginning or from the end"
+        )
+    row_positions, col_positions = positions
+    return row_positions, col_positions
+
+
+def _averaged(result: CouplingMap) -> dict[str, Tensor]:
+    """Return what is averaged: `|A|`, J_1's spectra and, for every k, each measure.
+
+    Of each measure also its null and its mean over pairs, `of_mean`.
+    """
+    rows = zip(result.matrices, result.singular_values, strict=True)
+    values = torch.stack([measures_at_every_k(A, S_1) for A, S_1 in rows], 2)
+    own = result.own_pairs()
+    is_counted = own if own.all() else ~own
+    nulls_of_rows = nulls_at_every_k(
+        result.singular_values.cpu(), result.frobenius_norms.cpu(), result.d_model
+    )
+    # A view, measure k row col: summed in the order of its memory.
+    nulls = nulls_of_rows[..., None].expand(values.shape)
+    return {
+        "matrices": result.matrices.abs(),
+        "singular_values": result.singular_values,
+        "frobenius_norms": result.frobenius_norms,
+        "means": values,
+        "of_mean": values[..., is_counted].nanmean(-1),
+        "nulls": nulls[..., is_counted.cpu()].nanmean(-1).to(values),
+    }

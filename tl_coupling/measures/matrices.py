@@ -1,0 +1,226 @@
+"""Coupling matrices, and what they are measured by. Pure tensors.
+
+`A = U_{2,K}ᵀ J_1 V_{2,K}` (Aubry et al. 2025, eq. 9–12) says how far the top K singular
+vectors of one Jacobian diagonalise another. Every function here takes `A` with any
+leading batch axes and is invariant under the sign flips `(u_k, v_k) → (−u_k, −v_k)`;
+for a smaller K pass the corner `A[..., :k, :k]`.
+"""
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.arguments import at_least, checked, warn_caller
+from tl_coupling.spectra import Spectrum, check_entries, check_k
+
+Norm = Annotated[int | float, at_least(1)]
+Orientation = Literal["ujv", "vju"]
+
+
+@checked
+def coupling_matrix(
+    J_1: Float[Tensor, "*batch d_model d_model"],
+    spectrum_2: Spectrum,
+    k: int,
+    orientation: Orientation = "ujv",
+) -> Float[Tensor, "*batch k k"]:
+    r"""Return the Jacobian of one block in the singular vectors of another.
+
+    .. math:: A = U_{2,k}^\top J_1 V_{2,k}, \qquad A_{ij} = u_i^\top J_1 v_j
+
+    A is diagonal where the top k singular vectors of `J_2` diagonalise `J_1`. If both
+    Jacobians are the same, `A = diag(S)`. Entries are gains, and have no unit.
+
+    Args:
+        J_1: a Jacobian, or a batch of them.
+        spectrum_2: `svd` of the other Jacobian, or of a batch that broadcasts with that
+            of `J_1`.
+        k: how many of its singular vectors are used, from the largest.
+        orientation: `"ujv"`, as above and in the paper, or `"vju"`, which swaps left
+            and right: `V_{2,k}ᵀ J_1 U_{2,k}`.
+
+    Raises:
+        ValueError: k above what the spectrum holds, sizes or batch axes that do not
+            fit, NaN or infinite entries.
+        TypeError: `J_1` and the spectrum have different dtypes.
+
+    Cost: `2 k d_model²` flops. Source: Aubry et al. 2025, eq. 9–12.
+
+    Example:
+        >>> J_1, J_2 = tlc.block_jacobians(trace)
+        >>> A = tlc.coupling_matrix(J_1, tlc.svd(J_2), k=4)
+        >>> A.shape
+        torch.Size([4, 4])
+    """
+    _check_that_they_fit(J_1, spectrum_2)
+    top = spectrum_2.top(k)
+    left = top.U.mT
+    right = top.Vh.mT
+    if orientation == "vju":
+        left = top.Vh
+        right = top.U
+    return left @ (J_1 @ right)
+
+
+def _check_that_they_fit(J_1: Tensor, spectrum_2: Spectrum) -> None:
+    """Raise unless the singular vectors can be applied to the Jacobians."""
+    finite(J_1, "J_1")
+    d_model = J_1.shape[-1]
+    lengths = [spectrum_2.U.shape[-2], spectrum_2.Vh.shape[-1]]
+    if lengths != [d_model, d_model]:
+        raise ValueError(
+            f"`spectrum_2` must be of [{d_model} {d_model}] matrices like `J_1`, "
+            f"got {lengths}"
+        )
+    if J_1.dtype != spectrum_2.U.dtype:
+        raise TypeError(
+            "`J_1` and `spectrum_2` must have one dtype, "
+            f"got {J_1.dtype} and {spectrum_2.U.dtype}: convert J_1"
+        )
+    batch_1 = list(J_1.shape[:-2])
+    batch_2 = list(spectrum_2.S.shape[:-1])
+    # Sizes broadcast from the last axis on.
+    sizes = zip(reversed(batch_1), reversed(batch_2), strict=False)
+    if any(m != n and 1 not in (m, n) for m, n in sizes):
+        raise ValueError(
+            "`J_1` and `spectrum_2` must have batch axes that fit, "
+            f"got {batch_1} and {batch_2}"
+        )
+
+
+@checked
+def miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
+    r"""Return the mis-coupling: how large A is off its diagonal.
+
+    .. math:: m(A) = \|A - \operatorname{Diag}(A)\|_F
+
+    0 for a diagonal A, in units of J's gain. `A[..., :k, :k]` is measured for a smaller
+    k. Raises ValueError where A has no entries, NaN or infinite ones. Source: Aubry et
+    al. 2025, eq. 13.
+
+    Example:
+        >>> tlc.miscoupling(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        tensor(1.4142)
+    """
+    check_entries(A, "A")
+    return finite(off_diagonal(A).norm(dim=(-2, -1)), "A")
+
+
+@checked
+def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
+    r"""Return the normalised mis-coupling: the share of A that is off its diagonal.
+
+    .. math:: \tilde m(A) = \frac{\|A - \operatorname{Diag}(A)\|_F}{\|A\|_F}
+
+    Dimensionless, in [0, 1]. Coupling is `1 − m̃`. 0 for a diagonal A, and so for any
+    1×1 matrix: k = 1 says nothing. Random subspaces give about `√(1 − 1/k)`, see
+    `random_subspace_null`.
+
+    Raises ValueError where A has no entries, NaN or infinite ones. Undefined for `A =
+    0`: NaN, with a warning.
+
+    Source: Aubry et al. 2025, eq. 14.
+
+    Example:
+        >>> tlc.normalized_miscoupling(torch.tensor([[[2.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]))
+        tensor([0., 1.])
+    """
+    check_entries(A, "A")
+    size = finite(A.norm(dim=(-2, -1)), "A")
+    return off_diagonal(A).norm(dim=(-2, -1)) / nan_where_zero(size, "‖A‖_F")
+
+
+@checked
+def spectral_miscoupling(
+    A: Float[Tensor, "*batch k k"],
+    S_1: Float[Tensor, "*#batch n"],
+    p: Norm = 2,
+    absolute: bool = False,
+) -> Float[Tensor, "*batch"]:
+    r"""Return the spectral mis-coupling: how far A is from J_1's singular values.
+
+    .. math:: m_K(J_1, J_2) = \frac{\|A - S_{1,K}\|_F}{\|s_{1,K}\|_p}
+
+    Dimensionless, at least 0 and not bounded by 1; 0 only where A is exactly what `J_1`
+    has in its own singular vectors. The measure of the paper's project page; with
+    `absolute=True`, of its released code.
+
+    Args:
+        A: a coupling matrix, or a batch of them.
+        S_1: singular values of `J_1`, largest first, at least k of them; the top k are
+            used.
+        p: norm of the singular values in the denominator: 2, or 1 for their sum (the
+            "trace").
+        absolute: use the absolute value of each entry of A, as the authors' code does.
+
+    Raises ValueError for too few singular values, and for NaN or infinite entries.
+    Undefined for `S_1 = 0`: NaN, with a warning.
+
+    Example:
+        >>> tlc.spectral_miscoupling(torch.tensor([[2.0, 0.0], [0.0, -1.0]]), torch.tensor([2.0, 1.0]))
+        tensor(0.8944)
+    """
+    s = top_values(S_1, A.shape[-1])
+    entries = A.abs() if absolute else A
+    distance = (entries - torch.diag_embed(s)).norm(dim=(-2, -1))
+    length = torch.linalg.vector_norm(s, ord=p, dim=-1)
+    return finite(distance, "A") / nan_where_zero(length, "‖s_{1,K}‖_p")
+
+
+@checked
+def captured_energy(
+    A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]
+) -> Float[Tensor, "*batch"]:
+    r"""Return the captured energy: how much of `J_1` lies in the subspaces of `J_2`.
+
+    .. math:: \frac{\|A\|_F}{\|s_{1,K}\|_2}
+
+    Dimensionless, in [0, 1]; 1 if the subspaces are J_1's own. A high coupling with
+    little energy captured says little: `m̃` does not see the difference. Arguments and
+    errors as in `spectral_miscoupling`.
+
+    Example:
+        >>> tlc.captured_energy(torch.tensor([[1.2, 0.0], [0.0, 0.5]]), torch.tensor([2.4, 1.0]))
+        tensor(0.5000)
+    """
+    s = top_values(S_1, A.shape[-1])
+    size = finite(A.norm(dim=(-2, -1)), "A")
+    return size / nan_where_zero(s.norm(dim=-1), "‖s_{1,K}‖₂")
+
+
+def top_values(S_1: Tensor, k: int) -> Tensor:
+    """Return the k largest singular values.
+
+    Raises ValueError where there are fewer, or one is not finite.
+    """
+    check_k(k, S_1.shape[-1])
+    return finite(S_1, "S_1")[..., :k]
+
+
+def finite(values: Tensor, name: str) -> Tensor:
+    """Return the values; raise ValueError unless all are finite.
+
+    (A Frobenius norm is finite where every entry is.)
+    """
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"`{name}` has NaN or infinite entries: it has no measure")
+    return values
+
+
+def off_diagonal(A: Tensor) -> Tensor:
+    """Return `A − Diag(A)`."""
+    return A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
+
+
+def nan_where_zero(denominator: Tensor, name: str) -> Tensor:
+    """Return the denominator with NaN in place of 0, and warn where there is one."""
+    is_zero = denominator == 0
+    if bool(is_zero.any()):
+        warn_caller(
+            f"{name} is 0 for {int(is_zero.sum())} matrices: "
+            "the measure is undefined there (NaN)"
+        )
+    return denominator.masked_fill(is_zero, math.nan)

@@ -1,0 +1,399 @@
+"""Measures of coupling as objects: the value of A, its null, its name and label.
+
+To add a measure, write a class here (`of`, `of_corners`, `null`), and put its name into
+`MeasureName` and an instance at the end of `MEASURES`. Nothing else lists measures.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.arguments import checked
+from tl_coupling.measures.matrices import (
+    Norm,
+    captured_energy,
+    finite,
+    miscoupling,
+    nan_where_zero,
+    normalized_miscoupling,
+    off_diagonal,
+    spectral_miscoupling,
+    top_values,
+)
+from tl_coupling.measures.moments import Moments
+
+MeasureName = Literal[
+    "coupling",
+    "normalized_miscoupling",
+    "miscoupling",
+    "spectral_miscoupling",
+    "captured_energy",
+    "released_norm",
+    "released_trace",
+]
+
+
+@dataclass(frozen=True)
+class Corners:
+    """Sums over the corners `A[:k, :k]` of coupling matrices, for every k at once.
+
+    In float64, with the axes of A's batch and then k. Norms are NaN where they are 0.
+
+    Attributes:
+        diagonal: the entries `a_kk`.
+        s: singular values `s_k` of J_1.
+        off_diagonal: `Σ_{i≠j≤k} a_ij²`.
+        size: `‖A_k‖_F`.
+        size_or_nan: the same, as a denominator.
+        length_or_nan: `‖s_{1,k}‖₂`, as a denominator.
+    """
+
+    diagonal: Float[Tensor, "*batch k"]
+    s: Float[Tensor, "*#batch k"]
+    off_diagonal: Float[Tensor, "*batch k"]
+    size: Float[Tensor, "*batch k"]
+    size_or_nan: Float[Tensor, "*batch k"]
+    length_or_nan: Float[Tensor, "*#batch k"]
+
+
+@dataclass(frozen=True)
+class Measure(ABC):
+    """A measure of coupling: what it is of a matrix A, and what it is by chance.
+
+    `measure_named` gives one, with options where it has any.
+
+    Attributes:
+        name: in files, tables and arguments.
+        label: in figures, with TeX between dollar signs.
+        words: in tables of plain text.
+        p: norm of the singular values in the denominator, where there is one.
+        absolute: whether it is of the absolute values of A's entries.
+        takes_options: whether `p` and `absolute` may be chosen.
+        bounded: whether it lies in [0, 1].
+        null_tends_to: what the null comes near to for a large k, where it is the same
+            for every J_1; None where it depends on J_1.
+
+    Example:
+        >>> coupling = tlc.measures.measure_named("coupling")
+        >>> coupling.bounded, coupling.label
+        (True, 'coupling $1 - \\\\tilde{m}$')
+        >>> coupling.of(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([2.0, 1.0]))
+        tensor(1.)
+    """
+
+    name: MeasureName
+    label: str
+    words: str
+    p: Norm = 2
+    absolute: bool = False
+    takes_options: bool = False
+    bounded: bool = False
+    null_tends_to: int | None = None
+
+    @abstractmethod
+    def of(
+        self, A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]
+    ) -> Float[Tensor, "*batch"]:
+        """Return the measure of coupling matrices, given singular values of their J_1."""
+
+    @abstractmethod
+    def of_corners(self, corners: Corners) -> Float[Tensor, "*batch k"]:
+        """Return the measure of every corner `A[:k, :k]`."""
+
+    @abstractmethod
+    def null(self, moments: Moments) -> Float[Tensor, "*batch"]:
+        """Return its root mean square over random A with these moments."""
+
+    def null_of_any_jacobian(self, k: int) -> Float[Tensor, ""] | None:
+        """Return the null of random frames where it depends on k alone, else None."""
+        return None
+
+    def label_at(self, k: int) -> str:
+        """Return the label with k and the options."""
+        if not self.takes_options:
+            return f"{self.label} (k = {k})"
+        entries = ", |A|" if self.absolute else ""
+        return f"{self.label} (k = {k}, p = {self.p:g}{entries})"
+
+    def has_formula_of(self, other: "Measure") -> bool:
+        """Say whether both are the same numbers, whatever they are called."""
+        return (type(self), self.p, self.absolute) == (
+            type(other),
+            other.p,
+            other.absolute,
+        )
+
+
+class NormalizedMiscoupling(Measure):
+    """`m̃(A)`, the share of A that is off its diagonal."""
+
+    def of(self, A: Tensor, S_1: Tensor) -> Tensor:
+        """Return `normalized_miscoupling(A)`."""
+        return normalized_miscoupling(A)
+
+    def of_corners(self, corners: Corners) -> Tensor:
+        """Return `m̃` of every corner."""
+        return corners.off_diagonal.sqrt() / corners.size_or_nan
+
+    def null(self, moments: Moments) -> Tensor:
+        """Return `√E[m̃²]`, where `‖A‖_F` does not vary."""
+        size_squared = nan_where_zero(moments.total, "‖A‖_F")
+        return (moments.off_diagonal / size_squared).sqrt()
+
+    def null_of_any_jacobian(self, k: int) -> Tensor:
+        """Return `√(1 − 1/k)`."""
+        return torch.tensor(math.sqrt(1 - 1 / k), dtype=torch.float64)
+
+
+class Coupling(NormalizedMiscoupling):
+    """`1 − m̃(A)`."""
+
+    def of(self, A: Tensor, S_1: Tensor) -> Tensor:
+        """Return `1 − normalized_miscoupling(A)`."""
+        return 1 - super().of(A, S_1)
+
+    def of_corners(self, corners: Corners) -> Tensor:
+        """Return `1 − m̃` of every corner."""
+        return 1 - super().of_corners(corners)
+
+    def null(self, moments: Moments) -> Tensor:
+        """Return `1 − √E[m̃²]`."""
+        return 1 - super().null(moments)
+
+    def null_of_any_jacobian(self, k: int) -> Tensor:
+        """Return `1 − √(1 − 1/k)`."""
+        return 1 - super().null_of_any_jacobian(k)
+
+
+class Miscoupling(Measure):
+    """`m(A)`, the size of what is off A's diagonal."""
+
+    def of(self, A: Tensor, S_1: Tensor) -> Tensor:
+        """Return `miscoupling(A)`."""
+        return miscoupling(A)
+
+    def of_corners(self, corners: Corners) -> Tensor:
+        """Return `m` of every corner."""
+        return corners.off_diagonal.sqrt()
+
+    def null(self, moments: Moments) -> Tensor:
+        """Return `√E[m²]`."""
+        return moments.off_diagonal.sqrt()
+
+
+class SpectralMiscoupling(Measure):
+    """`m_K`, the distance of A from J_1's singular values; `p` and `absolute` as there."""
+
+    def of(self, A: Tensor, S_1: Tensor) -> Tensor:
+        """Return `spectral_miscoupling(A, S_1, p, absolute)`."""
+        return spectral_miscoupling(A, S_1, self.p, self.absolute)
+
+    def of_corners(self, corners: Corners) -> Tensor:
+        """Return `m_K` of every corner."""
+        entries = corners.diagonal.abs() if self.absolute else corners.diagonal
+        on_diagonal = (entries - corners.s).square().cumsum(-1)
+        distance = (corners.off_diagonal + on_diagonal).sqrt()
+        if self.p == 2:
+            return distance / corners.length_or_nan
+        return distance / corners.s.pow(self.p).cumsum(-1).pow(1 / self.p)
+
+    def null(self, moments: Moments) -> Tensor:
+        """Return `√E[m_K²]`."""
+        s = moments.s
+        squared = (
+            moments.total + s.square().sum(-1) - 2 * moments.entry * s.sum(-1)
+        ).clamp_min(0)
+        length = torch.linalg.vector_norm(s, ord=self.p, dim=-1)
+        return squared.sqrt() / nan_where_zero(length, "‖s_{1,K}‖_p")
+
+
+class CapturedEnergy(Measure):
+    """`‖A‖_F / ‖s_{1,K}‖₂`, how much of J_1 lies in the subspaces of J_2."""
+
+    def of(self, A: Tensor, S_1: Tensor) -> Tensor:
+        """Return `captured_energy(A, S_1)`."""
+        return captured_energy(A, S_1)
+
+    def of_corners(self, corners: Corners) -> Tensor:
+        """Return the captured energy of every corner."""
+        return corners.size / corners.length_or_nan
+
+    def null(self, moments: Moments) -> Tensor:
+        """Return `√E‖A‖_F² / ‖s_{1,K}‖₂`."""
+        length = nan_where_zero(moments.s.norm(dim=-1), "‖s_{1,K}‖₂")
+        return moments.total.sqrt() / length
+
+
+# A measure by its name, or itself.
+AnyMeasure = Measure | MeasureName
+# All measures; means over prompts hold them in this order.
+MEASURES: Mapping[MeasureName, Measure] = MappingProxyType(
+    {
+        measure.name: measure
+        for measure in (
+            Coupling(
+                "coupling",
+                r"coupling $1 - \tilde{m}$",
+                "coupling 1 − m̃",
+                bounded=True,
+                null_tends_to=0,
+            ),
+            NormalizedMiscoupling(
+                "normalized_miscoupling",
+                r"normalised mis-coupling $\tilde{m}$",
+                "normalised mis-coupling m̃",
+                bounded=True,
+                null_tends_to=1,
+            ),
+            Miscoupling("miscoupling", "mis-coupling $m$", "mis-coupling m"),
+            SpectralMiscoupling(
+                "spectral_miscoupling",
+                "spectral mis-coupling $m_K$",
+                "spectral mis-coupling",
+                takes_options=True,
+            ),
+            CapturedEnergy(
+                "captured_energy", "captured energy", "captured energy", bounded=True
+            ),
+            # What the authors' released code reports.
+            SpectralMiscoupling(
+                "released_norm",
+                r"$\Vert |A| - S \Vert / \Vert s \Vert_2$ of the released code",
+                "‖|A| − S‖ / ‖s‖₂ of the released code",
+                absolute=True,
+            ),
+            SpectralMiscoupling(
+                "released_trace",
+                r"$\Vert |A| - S \Vert / \Vert s \Vert_1$ of the released code",
+                "‖|A| − S‖ / ‖s‖₁ of the released code",
+                p=1,
+                absolute=True,
+            ),
+        )
+    }
+)
+_MEAN = "mean_"
+_NULL = "null_"
+
+
+@checked
+def measure_named(
+    measure: AnyMeasure, *, p: Norm = 2, absolute: bool = False
+) -> Measure:
+    """Return the measure of a name, with its options.
+
+    Args:
+        measure: its name; or the measure itself, which is returned.
+        p, absolute: of `spectral_miscoupling`; ValueError with other measures.
+
+    Example:
+        >>> tlc.measures.measure_named("spectral_miscoupling", p=1).label_at(10)
+        'spectral mis-coupling $m_K$ (k = 10, p = 1)'
+    """
+    chosen = with_options(measure, p, absolute)
+    has_these_options = chosen.takes_options and (chosen.p, chosen.absolute) == (
+        p,
+        absolute,
+    )
+    if (p != 2 or absolute) and not has_these_options:
+        raise ValueError(
+            "`p` and `absolute` are options of 'spectral_miscoupling', "
+            f"not of {chosen.name!r}: leave them out"
+        )
+    return chosen
+
+
+def with_options(measure: AnyMeasure, p: Norm, absolute: bool) -> Measure:
+    """Return the measure of a name; options are for that which takes them."""
+    if isinstance(measure, Measure):
+        return measure
+    registered = MEASURES[measure]
+    if registered.takes_options:
+        return replace(registered, p=p, absolute=absolute)
+    return registered
+
+
+def measured_in(variables: Iterable[object]) -> list[str]:
+    """Return the names of measures of which a survey's data hold the mean over pairs.
+
+    Args:
+        variables: names of all variables of the data.
+    """
+    names = [str(variable) for variable in variables]
+    return [name.removeprefix(_MEAN) for name in names if name.startswith(_MEAN)]
+
+
+def mean_name(measure: str) -> str:
+    """Return what the mean over pairs of a measure is called in the data of a survey."""
+    return f"{_MEAN}{measure}"
+
+
+def null_name(measure: str) -> str:
+    """Return what the mean null of a measure is called in the data of a survey."""
+    return f"{_NULL}{measure}"
+
+
+@checked
+def measure_of(
+    A: Float[Tensor, "*batch k k"],
+    S_1: Float[Tensor, "*#batch n"],
+    measure: AnyMeasure = "coupling",
+    *,
+    p: Norm = 2,
+    absolute: bool = False,
+) -> Float[Tensor, "*batch"]:
+    r"""Return a measure of coupling by its name.
+
+    The names are `"coupling"`, which is `1 − m̃`, `"normalized_miscoupling"`,
+    `"miscoupling"`, `"spectral_miscoupling"`, `"captured_energy"`, and what the
+    authors' released code reports, `"released_norm"` and `"released_trace"`:
+
+    .. math:: \frac{\||A| - S_{1,K}\|_F}{\|s_{1,K}\|_p} \quad \text{with } p = 2 \text{ and } p = 1
+
+    `p` and `absolute` are options of `"spectral_miscoupling"`; ValueError with other
+    measures.
+
+    Example:
+        >>> tlc.measures.measure_of(torch.tensor([[-2.0, 0.0], [0.0, 1.0]]), torch.tensor([2.0, 1.0]), "released_norm")
+        tensor(0.)
+    """
+    return measure_named(measure, p=p, absolute=absolute).of(A, S_1)
+
+
+def measures_at_every_k(
+    A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]
+) -> Float[Tensor, "n_measures k *batch"]:
+    """Return every measure of every corner of A, in float64.
+
+    In the order of `MEASURES`, with default options.
+    """
+    corners = _corners(A.double(), S_1)
+    values = [measure.of_corners(corners) for measure in MEASURES.values()]
+    return torch.stack(values).movedim(-1, 1)
+
+
+def _corners(
+    A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]
+) -> Corners:
+    s = top_values(S_1, A.shape[-1]).double()
+    diagonal = A.diagonal(dim1=-2, dim2=-1)
+    # Entry [k, k] of sums along both axes is the sum over the corner.
+    sums_of_squares = off_diagonal(A).square().cumsum(-1).cumsum(-2)
+    off = sums_of_squares.diagonal(dim1=-2, dim2=-1)
+    size = finite((off + diagonal.square().cumsum(-1)).sqrt(), "A")
+    length = s.square().cumsum(-1).sqrt()
+    return Corners(
+        diagonal,
+        s,
+        off,
+        size,
+        size_or_nan=nan_where_zero(size, "‖A‖_F"),
+        length_or_nan=nan_where_zero(length, "‖s_{1,K}‖₂"),
+    )
