@@ -324,10 +324,26 @@ def test_what_is_not_a_prompts_map_is_refused(maps, mean):
             mean.values(3, "coupling", **options)
 
 
-def test_measures_in_another_order_are_refused(mean, tmp_path):
+def test_measures_are_read_by_their_names_in_any_order(mean, tmp_path):
     path = mean.save(tmp_path / "mean.nc")
     with xarray.open_dataset(path, engine="netcdf4") as file:
         swapped = file.load().isel(measure=[4, 3, 2, 1, 0])
     swapped.to_netcdf(tmp_path / "swapped.nc", engine="netcdf4")
-    with pytest.raises(ValueError, match="is not a file that"):
-        CouplingMap.load(tmp_path / "swapped.nc")
+    loaded = CouplingMap.load(tmp_path / "swapped.nc")
+    for name in swapped["measure"].values:
+        assert torch.equal(loaded.values(3, str(name)), mean.values(3, str(name)))
+        assert torch.equal(loaded.spread(3, str(name)), mean.spread(3, str(name)))
+        assert loaded.null(3, str(name)) == mean.null(3, str(name))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_measures_without_names_of_their_own_are_refused(mean, tmp_path):
+    whole = mean.to_dataset()
+    names = whole["measure"].values
+    twice = whole.assign_coords(measure=[names[0], *names[:-1]])
+    nameless = whole.drop_vars("measure")
+    for number, dataset in enumerate((twice, nameless)):
+        path = tmp_path / f"{number}.nc"
+        dataset.to_netcdf(path, engine="netcdf4")
+        with pytest.raises(ValueError, match="is not a file that"):
+            CouplingMap.load(path)

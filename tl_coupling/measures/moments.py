@@ -34,7 +34,7 @@ class Moments:
     total: Float[Tensor, "*batch"]
     diagonal: Float[Tensor, "*batch"]
     entry: Float[Tensor, "*batch"]
-    s: Float[Tensor, "*batch k"]
+    s: Float[Tensor, "*#batch k"]
 
     @property
     def off_diagonal(self) -> Float[Tensor, "*batch"]:
@@ -43,7 +43,7 @@ class Moments:
 
 
 def moments_in_space(
-    s: Float[Tensor, "*batch k"],
+    s: Float[Tensor, "*#batch k"],
     d_model: int,
     frobenius_norm: Float[Tensor, "*batch"],
     entry: Float[Tensor, "*batch"],
@@ -63,7 +63,7 @@ def moments_in_space(
 
 def moments_in_spans(
     A: Float[Tensor, "*batch k k"],
-    s: Float[Tensor, "*batch k"],
+    s: Float[Tensor, "*#batch k"],
     *,
     paired: bool,
     absolute: bool,
