@@ -102,14 +102,14 @@ def test_nothing_is_installed_for_a_multimodal_model(
 def test_other_commands_are_called_while_a_model_loads(
     saved: Callable[[str], Path], pip: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tl_coupling.models import loading
+    from tl_coupling.models import bridges
 
     def during(*_: Any) -> Any:
         with pytest.raises(OSError, match="no pip in tests"):
             subprocess.check_call(["true"])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loading, "kind_of_config", during)
+    monkeypatch.setattr(bridges, "kind_of_config", during)
     before = subprocess.check_call
     with pytest.raises(KeyboardInterrupt):
         tlc.load_model(str(saved("mamba")))

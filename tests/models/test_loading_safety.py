@@ -21,8 +21,7 @@ from torch import nn
 import model_folders
 import tiny
 import tl_coupling as tlc
-from tl_coupling.models import loading
-from tl_coupling.models import loading as embedded
+from tl_coupling.models import embedded, loading
 
 COMMANDS = {
     "depth": [],
@@ -209,7 +208,7 @@ def test_every_model_goes_to_its_device(
     monkeypatch.setattr(loading, "embedded_folder", lambda: folder)
     # Where there is one device only, `meta` is another to go to, once it is let
     # through.
-    monkeypatch.setattr(loading, "_present_device", torch.device)
+    monkeypatch.setattr(loading, "present_device", torch.device)
     name = str(folder) if name == "folder" else name
     model = tlc.load_model(name, untrained=untrained, backend=backend, device="meta")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

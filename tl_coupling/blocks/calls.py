@@ -50,6 +50,13 @@ def hidden_states(output: Any) -> Tensor:
     return found
 
 
+def as_block_output(stream: Tensor, length: int) -> object:
+    """Return a stream as a block does: first in a tuple of a length, or alone (0)."""
+    if length == 0:
+        return stream
+    return (stream, *[None] * (length - 1))
+
+
 def _row_of(name: str, value: Any, position: int, n_keys: int) -> Any:
     """A block argument for the query at `position` alone: its own row, and the first
     `n_keys` keys.

@@ -1,5 +1,5 @@
-"""A model whose weights are elsewhere, run without its blocks: what each block is given
-beside the stream.
+"""What the blocks of a model do when it runs; of a model whose weights are on disk, it is
+run without its blocks, which are too large to be read for that.
 """
 
 from collections.abc import Callable
@@ -10,64 +10,99 @@ import torch
 from torch import Tensor
 
 from tl_coupling.blocks.arithmetic import forwards_replaced
-from tl_coupling.blocks.calls import argument_that_differs
+from tl_coupling.blocks.calls import argument_that_differs, as_block_output
 from tl_coupling.blocks.passages import Passage
 from tl_coupling.models import facts_of
 
+# Blocks return a tensor (0), or tuples of up to three.
+_POSSIBLE_LENGTHS = [0, 1, 2, 3]
 
-def without_blocks(model: Any, run: Callable[[], Any], n_pos: int | None) -> Passage:
-    """What a model does while `run` runs it, but for its blocks: each is given what the
-    one before is said to return.
+
+def passage_of(model: Any, run: Callable[[], object], n_pos: int | None) -> Passage:
+    """Return what the blocks of a model do while `run` runs it; of a streamed model,
+    what they would be given.
+
+    Raises:
+        ValueError: as `Passage.of` and `without_blocks`.
+    """
+    if facts_of(model).is_streamed:
+        return without_blocks(model, run, n_pos)
+    return Passage.of(model, list(model.blocks), run, n_pos)
+
+
+def without_blocks(model: Any, run: Callable[[], object], n_pos: int | None) -> Passage:
+    """Return what a model does while `run` runs it, but for its blocks: each is given
+    what the one before is said to return.
 
     It runs twice, with other values in place of what the blocks return: what else they
     are given must be the same.
 
-    Raises ValueError as `Passage.of`, or where a block's arguments depend on what
-    earlier blocks computed.
+    Raises:
+        ValueError: as `Passage.of`; or a block's arguments depend on what earlier
+            blocks computed.
     """
-    blocks, errors = list(model.blocks), []
-
-    def passage(length: int, output: Callable[[Tensor], Tensor]) -> Passage:
-        # Wrapped, so that they name their arguments as the blocks do.
-        stand_ins = {
-            block: update_wrapper(partial(_returned, length, output), block.forward)
-            for block in blocks
-        }
-        with forwards_replaced(stand_ins):
-            return Passage.of(model, blocks, run, n_pos)
-
+    facts = facts_of(model)
+    lengths = _POSSIBLE_LENGTHS
+    if facts.output_length is not None:
+        lengths = [facts.output_length]
+    errors: list[Exception] = []
     # Whether blocks return a tensor or a tuple shows in whether the next one gets the
     # stream.
-    facts = facts_of(model)
-    known = facts.output_length
-    for length in range(4) if known is None else [known]:
+    for length in lengths:
         try:
-            found, other = passage(length, torch.clone), passage(length, _noise)
+            passage = _passage_of_stand_ins(model, run, n_pos, length, torch.clone)
+            varied = _passage_of_stand_ins(model, run, n_pos, length, _noise)
         # A model that expects a tuple may fail in many ways on a tensor.
         except (ValueError, TypeError, LookupError) as error:
             errors.append(error)
             continue
         facts.output_length = length
-        for i, (one, another) in enumerate(zip(found.calls, other.calls, strict=True)):
-            if name := argument_that_differs(one.call, another.call):
-                depends = f"{name} of block {i} depends on what earlier blocks computed"
-                raise ValueError(
-                    f"{depends}: such a model must be loaded as a whole, in floating point"
-                )
-        return found
+        _check_arguments(passage, varied)
+        return passage
     raise errors[0]
+
+
+def _passage_of_stand_ins(
+    model: Any,
+    run: Callable[[], object],
+    n_pos: int | None,
+    length: int,
+    output_of: Callable[[Tensor], Tensor],
+) -> Passage:
+    """Return the passage with stand-ins for the blocks, which return tuples of a
+    length.
+    """
+    stand_in = partial(_returned, length, output_of)
+    # Wrapped, so that they name their arguments as the blocks do.
+    forwards = {
+        block: update_wrapper(partial(stand_in), block.forward)
+        for block in model.blocks
+    }
+    with forwards_replaced(forwards):
+        return Passage.of(model, list(model.blocks), run, n_pos)
 
 
 def _returned(
     length: int,
-    output: Callable[[Tensor], Tensor],
+    output_of: Callable[[Tensor], Tensor],
     first: Tensor | None = None,
-    *_: Any,
+    *_: object,
     **named: Any,
-) -> Any:
-    stream = output(named["hidden_states"] if first is None else first)
-    return (stream, *[None] * (length - 1)) if length else stream
+) -> object:
+    stream = output_of(named["hidden_states"] if first is None else first)
+    return as_block_output(stream, length)
 
 
 def _noise(X: Tensor) -> Tensor:
     return torch.randn(X.shape, generator=torch.Generator().manual_seed(0)).to(X)
+
+
+def _check_arguments(passage: Passage, varied: Passage) -> None:
+    pairs = zip(passage.calls, varied.calls, strict=True)
+    for layer, (recorded, other_values) in enumerate(pairs):
+        name = argument_that_differs(recorded.call, other_values.call)
+        if name:
+            raise ValueError(
+                f"{name} of block {layer} depends on what earlier blocks computed: such "
+                "a model must be loaded as a whole, in floating point"
+            )

@@ -6,230 +6,250 @@ what follows, whatever it is. What comes before (embedding, masks, rotations) is
 and has no effect, which is checked once for each model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.blocks.arithmetic import forwards_replaced, own_arithmetic
-from tl_coupling.blocks.calls import hidden_states
-from tl_coupling.models import BlockOutputs, facts_of, is_bridge, missing_head
-
-# Token ids [1 n_pos], or pixels [1 channels height width].
-Batch = Int[Tensor, "1 n_pos"] | Float[Tensor, "1 channels height width"]
-_MOST_CLASSIFIED = 64  # Rows in one run of an image classifier.
+from tl_coupling.blocks.calls import as_block_output, hidden_states
+from tl_coupling.models import (
+    BlockOutputs,
+    ModelInput,
+    facts_of,
+    is_bridge,
+    missing_head,
+)
 
 
 def logits(
     model: nn.Module,
-    batch: Batch,
+    model_input: ModelInput,
     x: Float[Tensor, "*batch d_model"],
     normalised: bool = False,
 ) -> Float[Tensor, "*batch d_vocab"]:
-    """As `Trace.logits`. Of token ids, any that the model takes, their number is that
-    of rows computed at a time.
+    """Return the logits of residual rows `x`, as `Trace.logits` does.
+
+    Rows are computed in batches as long as the prompt. Which prompt that is has no
+    effect on the logits.
     """
-    if why := missing_head(model):
+    lacking = missing_head(model)
+    if lacking:
         raise ValueError(
-            f"this model's head is random, because its weights are {why}: it has no logits and no losses"
+            f"this model's head is random, because its weights are {lacking}: it has "
+            "no logits and no losses"
         )
     with own_arithmetic(model):
-        outputs = _outputs(model, batch)
-        d_model = outputs[-1].shape[-1]
-        if x.shape[-1] != d_model or x.numel() == 0:
-            wanted = f"[*batch {d_model}], one row or more"
-            raise ValueError(
-                f"`x` must be a residual stream {wanted}, got {list(x.shape)}"
-            )
-        if not bool(x.isfinite().all()):
-            raise ValueError(
-                "`x` must be finite, got NaN or infinite entries: it has no logits"
-            )
-        skipped = [final_norm(model, batch)] if normalised else []
-        parts = x.reshape(-1, d_model).split(
-            _MOST_CLASSIFIED if batch.is_floating_point() else batch.shape[1]
-        )
-        rows = torch.cat(
-            [_tail(model, batch, part, outputs, skipped) for part in parts]
-        )
-        return rows.reshape(*x.shape[:-1], -1)
+        outputs = _checked_outputs(model, model_input)
+        _check_rows(x, outputs.empty_stream.shape[-1])
+        skipped = [final_norm(model, model_input)] if normalised else []
+        rows = x.reshape(-1, x.shape[-1])
+        of_batches = [
+            _tail(model, model_input, batch, outputs, skipped)
+            for batch in rows.split(model_input.n_rows_at_once)
+        ]
+        return torch.cat(of_batches).reshape(*x.shape[:-1], -1)
 
 
-def final_norm(model: nn.Module, batch: Batch) -> nn.Module:
-    """The norm between the last block and HuggingFace's `hidden_states[-1]`; of a
-    HookedTransformer, its last norm.
+def _check_rows(x: Tensor, d_model: int) -> None:
+    if x.shape[-1] != d_model or x.numel() == 0:
+        raise ValueError(
+            f"`x` must be a residual stream [*batch {d_model}], one row or more, got "
+            f"{list(x.shape)}"
+        )
+    if not bool(x.isfinite().all()):
+        raise ValueError(
+            "`x` must be finite, got NaN or infinite entries: it has no logits"
+        )
+
+
+def final_norm(model: nn.Module, model_input: ModelInput) -> nn.Module:
+    """Return the norm between the last block and HuggingFace's `hidden_states[-1]`; of
+    a HookedTransformer, its last norm.
 
     BERT, and OPT with post-norm, have none. Costs one forward pass of the model the
     first time, nothing later.
+
+    Raises:
+        ValueError: the model has no such norm.
     """
     norm: Any = getattr(model, "ln_final", None)
     if facts_of(model).has_final_norm:
         return norm
-    with own_arithmetic(model), _watched(model) as seen:
-        _, raw = _run(model, batch, output_hidden_states=True)
-        _, X = seen[-1]
+    with own_arithmetic(model), _watched(model) as returned:
+        _, raw = _run(model, model_input, output_hidden_states=True)
+        X = returned[-1].stream
         # A HookedTransformer has none; `ln_final` is what it applies to X.
         states = getattr(raw, "hidden_states", None)
         if norm is None or (states and torch.equal(states[-1], X)):
             raise ValueError(
-                "`final_norm=True` needs a norm behind the last block, this model has none: leave it off"
+                "`final_norm=True` needs a norm behind the last block, this model has "
+                "none: leave it off"
             )
         if states and not _close(norm(X), states[-1], X.dtype):
             raise ValueError(
-                "`final_norm=True` needs the norm between the last block and HuggingFace's `hidden_states[-1]`, which "
-                "`ln_final` of this model is not: leave it off"
+                "`final_norm=True` needs the norm between the last block and "
+                "HuggingFace's `hidden_states[-1]`, which `ln_final` of this model is "
+                "not: leave it off"
             )
     facts_of(model).has_final_norm = True
     return norm
 
 
-def _outputs(model: nn.Module, batch: Batch) -> BlockOutputs:
-    """What the model's blocks return. The tail is checked against the model's own
-    logits, once for each model.
+def runnable(model: nn.Module) -> AbstractContextManager[None]:
+    """Run a model in this context without a final norm that the bridge has and
+    HuggingFace has not (OPT with post-norm), which would fail.
     """
+    norm: Any = getattr(model, "ln_final", None)
+    forwards: dict[nn.Module, Callable[..., Tensor]] = {}
+    if is_bridge(model) and norm is not None:
+        original = getattr(norm, "original_component", norm)
+        if original is None:
+            forwards[norm] = _identity
+    return forwards_replaced(forwards)
+
+
+def _checked_outputs(model: nn.Module, model_input: ModelInput) -> BlockOutputs:
+    """Return what the model's blocks return.
+
+    The tail is checked against the model's own logits, once for each model.
+
+    Raises:
+        ValueError: its logits do not follow from what leaves its last block.
+    """
+    facts = facts_of(model)
     dtype = next(model.parameters()).dtype
-    if (known := facts_of(model).block_outputs) is not None and known.dtype == dtype:
-        return known
+    if facts.block_outputs is not None and facts.block_outputs.dtype == dtype:
+        return facts.block_outputs
     # Two rows at least, so that they can be swapped.
-    batch = batch.repeat(1, 2) if batch.shape[1:] == (1,) else batch
-    with _watched(model) as seen:
-        expected = _logits(model, batch)
-    _, X = seen[-1]
-    outputs = BlockOutputs(
-        dtype, tuple(length for length, _ in seen), X.new_empty(0, X.shape[-1])
-    )
+    model_input = model_input.of_several_rows()
+    with _watched(model) as returned:
+        expected = _logits(model, model_input)
+    X = returned[-1].stream
+    lengths = tuple(output.length for output in returned)
+    outputs = BlockOutputs(dtype, lengths, X.new_empty(0, X.shape[-1]))
     # In reverse, because rows must not depend on where they are.
-    got = _tail(model, batch, X[0].flip(0), outputs).flip(0)[: len(expected)]
-    if not _close(got, expected, X.dtype):
-        error = float((got - expected).norm() / expected.norm())
+    in_reverse = _tail(model, model_input, X[0].flip(0), outputs)
+    computed = in_reverse.flip(0)[: len(expected)]
+    if not _close(computed, expected, X.dtype):
+        error = float((computed - expected).norm() / expected.norm())
         raise ValueError(
-            f"this model's logits do not follow, token by token, from what leaves its last block: they differ by "
-            f"{error:.1%}; logits, losses and the logit lens are not available for it"
+            "this model's logits do not follow, token by token, from what leaves its "
+            f"last block: they differ by {error:.1%}; logits, losses and the logit "
+            "lens are not available for it"
         )
-    facts_of(model).block_outputs = outputs
+    facts.block_outputs = outputs
     return outputs
 
 
 def _tail(
     model: Any,
-    batch: Batch,
-    X: Float[Tensor, "n_rows d_model"],
+    model_input: ModelInput,
+    rows: Float[Tensor, "n_rows d_model"],
     outputs: BlockOutputs,
     skipped: Sequence[nn.Module] = (),
 ) -> Float[Tensor, "n_rows d_vocab"]:
-    """The logits of the model with `X` as each block's output, and without the modules
-    `skipped`.
-
-    Rows are the tokens of one text, or the class tokens of as many images.
+    """Return the logits of the model with `rows` as each block's output, and without the
+    modules `skipped`.
     """
-    _, lengths, stream = outputs
-    rows = X[:, None] if batch.is_floating_point() else X[None]
-    batch = batch if batch.is_floating_point() else batch[:, : len(X)]
+    stream = model_input.stream(rows)
 
-    def block(length: int, first: Tensor | None = None, *_: Any, **named: Any) -> Any:
-        at = named["hidden_states"] if first is None else first
+    def stand_in(
+        length: int, first: Tensor | None = None, *_: object, **named: Any
+    ) -> object:
+        given = named["hidden_states"] if first is None else first
         # A copy: what comes next may work in place.
-        given = rows.to(at.device, stream.dtype, copy=True)
-        return (given, *[None] * (length - 1)) if length else given
+        replacement = stream.to(given.device, outputs.empty_stream.dtype, copy=True)
+        return as_block_output(replacement, length)
 
-    forwards = {
-        module: partial(block, length)
-        for module, length in zip(model.blocks, lengths, strict=True)
+    forwards: dict[nn.Module, Callable[..., object]] = {
+        block: partial(stand_in, length)
+        for block, length in zip(model.blocks, outputs.lengths, strict=True)
     }
-    with forwards_replaced(forwards | dict.fromkeys(skipped, _identity)):
-        return _logits(model, batch)
+    forwards |= dict.fromkeys(skipped, _identity)
+    with forwards_replaced(forwards):
+        return _logits(model, model_input.of_rows(len(rows)))
 
 
-def _logits(model: nn.Module, batch: Batch) -> Float[Tensor, "n_rows d_vocab"]:
-    """The model's logits for every token, or every image, in float32 or float64."""
-    found, raw = _run(model, batch)
+def _logits(
+    model: nn.Module, model_input: ModelInput
+) -> Float[Tensor, "n_rows d_vocab"]:
+    """Return the model's logits for every row, in float32 or float64."""
+    output, raw = _run(model, model_input)
     # A bridge returns the last hidden state of a model without a head as its logits.
-    none = not isinstance(found, Tensor) or (
-        hasattr(raw, "last_hidden_state") and not hasattr(raw, "logits")
-    )
-    image = batch.is_floating_point()
-    if (
-        none
-        or found.ndim != (2 if image else 3)
-        or (not image and found.shape[:-1] != batch.shape)
-    ):
-        given = "none" if none else f"logits of shape {list(found.shape)}"
+    has_no_head = hasattr(raw, "last_hidden_state") and not hasattr(raw, "logits")
+    rows = None
+    shown = "none"
+    if isinstance(output, Tensor) and not has_no_head:
+        rows = model_input.rows_of_logits(output)
+        shown = f"logits of shape {list(output.shape)}"
+    if rows is None:
         name = type(getattr(model, "original_model", model)).__name__
-        wanted = (
-            "an image, [1 n_classes]"
-            if image
-            else f"every token, [1 {batch.shape[1]} d_vocab]"
-        )
-        head = "an image classifier's" if image else "a language-model"
         raise ValueError(
-            f"wanted a model with logits for {wanted}, {name} gives {given}: load it with {head} head"
+            f"wanted a model with logits for {model_input.wanted_logits}, {name} gives "
+            f"{shown}: load it with {model_input.head} head"
         )
-    rows = found if image else found[0]
     return rows if rows.dtype == torch.float64 else rows.float()
 
 
-def _run(model: Any, batch: Batch, **of_bridge: bool) -> tuple[Any, Any]:
-    """What the model returns when asked for logits, and what the HuggingFace model
-    within a bridge returned.
+def _run(
+    model: Any, model_input: ModelInput, **options_of_bridge: bool
+) -> tuple[object, object]:
+    """Return what the model returns when asked for logits, and what the HuggingFace
+    model within a bridge returned.
     """
-    raw: list[Any] = []
-    cache = {} if batch.is_floating_point() else {"use_cache": False}
-    original, arguments = (
-        (model.original_model, of_bridge | cache) if is_bridge(model) else (model, {})
-    )
-    device = next(model.parameters()).device
-    with (
-        original.register_forward_hook(lambda _, __, output: raw.append(output)),
-        runnable(model),
-    ):
-        return model(batch.to(device), return_type="logits", **arguments), raw[0]
+    outputs: list[object] = []
+    original = model
+    options: dict[str, bool] = {}
+    if is_bridge(model):
+        original = model.original_model
+        options = options_of_bridge | model_input.options_of_call(model)
+    batch = model_input.batch.to(next(model.parameters()).device)
+
+    def note(_: nn.Module, __: tuple[object, ...], output: object) -> None:
+        outputs.append(output)
+
+    with original.register_forward_hook(note), runnable(model):
+        return model(batch, return_type="logits", **options), outputs[0]
 
 
-def runnable(model: nn.Module) -> AbstractContextManager[None]:
-    """Context without a final norm that the bridge has and HuggingFace has not (OPT
-    with post-norm), which fails.
-    """
-    norm: Any = getattr(model, "ln_final", None)
-    hollow = (
-        is_bridge(model)
-        and norm is not None
-        and getattr(norm, "original_component", norm) is None
-    )
-    return forwards_replaced({norm: _identity} if hollow else {})
-
-
-def _identity(x: Tensor, *_: Any, **__: Any) -> Tensor:
+def _identity(x: Tensor, *_: object, **__: object) -> Tensor:
     return x
 
 
-def _close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the relative difference is within 1e-4, or twice the precision of
+def _close(computed: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Say whether the relative difference is within 1e-4, or twice the precision of
     `dtype`, if that is coarser.
     """
+    if computed.shape != expected.shape:
+        return False
     tolerance = max(1e-4, 2 * torch.finfo(dtype).eps)
-    return got.shape == expected.shape and bool(
-        (got - expected).norm() <= tolerance * expected.norm()
-    )
+    return bool((computed - expected).norm() <= tolerance * expected.norm())
+
+
+class _Returned(NamedTuple):
+    """What a block returned: the length of the tuple (0 for a tensor), its stream."""
+
+    length: int
+    stream: Tensor
 
 
 @contextmanager
-def _watched(model: Any) -> Iterator[list[tuple[int, Tensor]]]:
-    """What each block returned last in a run within the context: how long a tuple (0
-    for a tensor), and its stream.
+def _watched(model: Any) -> Iterator[list[_Returned]]:
+    """Watch the blocks: the list holds what each returned in the last run within the
+    context.
     """
-    seen: list[Any] = [None] * len(model.blocks)
+    returned: list[Any] = [None] * len(model.blocks)
 
-    def leave(layer: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        seen[layer] = (
-            len(output) if isinstance(output, tuple | list) else 0,
-            hidden_states(output).clone(),
-        )
+    def leave(layer: int, _: nn.Module, __: tuple[object, ...], output: object) -> None:
+        length = len(output) if isinstance(output, tuple | list) else 0
+        returned[layer] = _Returned(length, hidden_states(output).clone())
 
     with ExitStack() as hooks:
         for layer, block in enumerate(model.blocks):
             hooks.enter_context(block.register_forward_hook(partial(leave, layer)))
-        yield seen
+        yield returned

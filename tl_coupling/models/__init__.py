@@ -1,10 +1,13 @@
-"""Models: loading them, what they are run on, and describing a loaded one."""
+"""Models: loading them, what they are run on, and what is known of a loaded one."""
 # ruff: noqa: F401
 
+from tl_coupling.models.devices import named_device
+from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import BlockOutputs, ModelFacts, facts_of
 from tl_coupling.models.gguf_files import is_gguf
-from tl_coupling.models.inputs import ModelInput, model_input, tokenize
+from tl_coupling.models.inputs import ModelInput, Pixels, TokenIds, model_input
+from tl_coupling.models.load_request import Backend, Memory
 from tl_coupling.models.loaded import (
     Change,
     context_length,
@@ -17,17 +20,11 @@ from tl_coupling.models.loaded import (
     missing_head,
     reads_pixels,
 )
-from tl_coupling.models.loading import (
-    EMBEDDED_MODEL,
-    Backend,
-    Memory,
-    empty_model,
-    load_model,
-    named_device,
-)
+from tl_coupling.models.loading import empty_model, load_model
 from tl_coupling.models.model_files import changed_file, described_files
 from tl_coupling.models.quantized import Quantization, dequantising, needs_package
 from tl_coupling.models.stored import holds_stored_weights
 from tl_coupling.models.streaming import filled, looked_up, looks_up
+from tl_coupling.models.tokenization import tokenize
 
 __all__ = ["ModelError", "load_model"]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tl_coupling.models.errors import ModelError
+from tl_coupling.models.facts import LoadedAs
 
 # What wrappers of a module put before the name of each of its weights: torch.compile,
 # DataParallel, FSDP.
@@ -39,11 +40,14 @@ class LoadedWeights(NamedTuple):
     missing_of_head: tuple[str, ...]
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> LoadedAs:
         """What provenance says of them: how many weights the model has, and that its
         head is not the checkpoint's.
         """
-        return number_of_weights(self.model) | describe_head(self.missing_of_head)
+        return {
+            **number_of_weights(self.model),
+            **describe_head(self.missing_of_head),
+        }
 
 
 def load_whole(
@@ -93,7 +97,7 @@ def only_whole(name: str) -> Iterator[list[LoadedWeights]]:
         yield loaded
 
 
-def number_of_weights(model: nn.Module) -> dict[str, int]:
+def number_of_weights(model: nn.Module) -> LoadedAs:
     """How many weights HuggingFace's model has, tied ones once: bridges add zeros, and
     copies of what they cut.
     """
@@ -133,7 +137,7 @@ def check_depth(name: str, fields: dict[str, Any]) -> None:
             )
 
 
-def describe_head(missing: tuple[str, ...]) -> dict[str, str]:
+def describe_head(missing: tuple[str, ...]) -> LoadedAs:
     """Provenance of a head that the checkpoint lacks; nothing for one that it holds."""
     return {"head": f"not in the checkpoint ({_named(missing)})"} if missing else {}
 

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.models.errors import ModelError
+from tl_coupling.models.facts import LoadedAs
 from tl_coupling.models.loaded import Change, is_packed, version
 
 Quantization = Literal["nf4", "int8"]
@@ -118,7 +119,7 @@ def how_saved(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def described(asked: Quantization | None, saved: str | None) -> dict[str, str]:
+def described(asked: Quantization | None, saved: str | None) -> LoadedAs:
     """Provenance of weights that are quantised on loading, or were when they were
     saved.
     """

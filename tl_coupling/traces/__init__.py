@@ -2,6 +2,7 @@
 it.
 """
 
-from tl_coupling.traces.trace import Trace, trace, trace_modules
+from tl_coupling.traces.trace import Trace
+from tl_coupling.traces.tracing import trace, trace_modules
 
 __all__ = ["Trace", "trace", "trace_modules"]

@@ -4,9 +4,10 @@ they one after the other.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import overload
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.blocks.passages import Passage
@@ -18,7 +19,7 @@ class Sweep(Sequence[BlockFunction]):
     """The block functions of one pass. A block runs, once, when it or a later one is
     asked for.
 
-    Its weights stay in memory until another's are wanted: what is measured block by
+    Its weights stay in memory until another's are needed: what is measured block by
     block reads every weight once.
     """
 
@@ -29,64 +30,85 @@ class Sweep(Sequence[BlockFunction]):
         remarks: Remarks,
         norm: nn.Module | None,
     ) -> None:
-        self._calls = [
-            passage.call(layer, dtype) for layer in range(len(passage.calls))
-        ]
-        self._stream, self._functions = (
-            [passage.calls[0].X.to(dtype)],
-            list[BlockFunction](),
-        )
-        self._remarks, self._norm = remarks, norm
+        n_layers = len(passage.calls)
+        self._calls = [passage.call(layer, dtype) for layer in range(n_layers)]
+        self._stream = [passage.calls[0].X.to(dtype)]
+        self._functions: list[BlockFunction] = []
+        self._remarks = remarks
+        self._norm = norm
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def __getitem__(self, layer: Any) -> Any:
+    @overload
+    def __getitem__(self, layer: int) -> BlockFunction: ...
+
+    @overload
+    def __getitem__(self, layer: slice) -> list[BlockFunction]: ...
+
+    def __getitem__(self, layer: int | slice) -> BlockFunction | list[BlockFunction]:
         if isinstance(layer, slice):
             return [self[i] for i in range(*layer.indices(len(self)))]
-        layer = range(len(self))[layer]
-        while len(self._functions) <= layer:
+        index = range(len(self))[layer]
+        while len(self._functions) <= index:
             self._run(len(self._functions))
-        return self._functions[layer]
+        return self._functions[index]
 
     @property
-    def embedded(self) -> Tensor:
-        """The residual stream `[n_pos d_model]` that enters the first block."""
+    def embedded(self) -> Float[Tensor, "n_pos d_model"]:
+        """The residual stream that enters the first block."""
         return self._stream[0]
 
-    def residual(self) -> Tensor:
-        """The residual stream `[n_layers+1 n_pos d_model]` before every block and after
-        the last.
-        """
+    def residual(self) -> Float[Tensor, "n_layers_plus_1 n_pos d_model"]:
+        """Return the residual stream before every block and after the last."""
         last = self[-1]
-        return torch.stack(
-            [*self._stream[:-1], last.X + last.step if self._norm else self._stream[-1]]
-        )
+        leaving = self._stream[-1]
+        if self._norm is not None:
+            leaving = last.X + last.step
+        return torch.stack([*self._stream[:-1], leaving])
 
     def _run(self, layer: int) -> None:
         """Run the block at a layer, unless another thread has."""
-        X, norm = self._stream[layer], self._norm if layer + 1 == len(self) else None
-        f = BlockFunction(layer, self._calls[layer], X, X, norm, None, self._remarks)
-        with f.evaluation():
+        X = self._stream[layer]
+        norm = self._norm if layer + 1 == len(self) else None
+        # Its step is not known yet: X stands for it.
+        block = self._block_function(layer, step=X, norm=norm)
+        with block.evaluation():
             if len(self._functions) > layer:
                 return
-            Y = f.call(X)
-            if not bool(Y.isfinite().all()):
-                named = f.call.module.named_parameters()
-                culprits = (
-                    f"parameter {name!r} of the block is not finite"
-                    for name, p in named
-                    if not p.isfinite().all()
-                )
-                found = next(culprits, "all parameters of the block are finite")
-                raise ValueError(
-                    f"the residual stream at layer {layer + 1} has NaN or infinite entries; {found}"
-                )
-            step = Y - X if norm is None else norm(Y[None]).reshape(Y.shape) - X
+            Y = block.call(X)
+            _check_finite(Y, block)
+            normed = Y if norm is None else norm(Y[None]).reshape(Y.shape)
             # What the block before keeps for further Jacobians is made again if it is
-            # wanted.
+            # needed: a copy of the function keeps nothing.
             self._functions[layer - 1 :] = map(replace, self._functions[layer - 1 :])
             self._stream.append(Y)
             self._functions.append(
-                BlockFunction(layer, f.call, X, step, norm, None, self._remarks)
+                self._block_function(layer, step=normed - X, norm=norm)
             )
+
+    def _block_function(
+        self, layer: int, step: Tensor, norm: nn.Module | None
+    ) -> BlockFunction:
+        return BlockFunction(
+            layer,
+            self._calls[layer],
+            self._stream[layer],
+            step,
+            norm=norm,
+            remarks=self._remarks,
+        )
+
+
+def _check_finite(Y: Tensor, block: BlockFunction) -> None:
+    if bool(Y.isfinite().all()):
+        return
+    culprit = "all parameters of the block are finite"
+    for name, parameter in block.call.module.named_parameters():
+        if not parameter.isfinite().all():
+            culprit = f"parameter {name!r} of the block is not finite"
+            break
+    raise ValueError(
+        f"the residual stream at layer {block.layer + 1} has NaN or infinite entries; "
+        f"{culprit}"
+    )

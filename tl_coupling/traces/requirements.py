@@ -1,0 +1,68 @@
+"""What can be traced: a model with one residual stream, and modules that compute the
+same in every call.
+"""
+
+import torch
+from torch import nn
+
+from tl_coupling.models import describe_kind
+
+
+def check_one_stream(model: nn.Module) -> None:
+    """Raise unless this is a TransformerLens model with one residual stream that draws
+    no random numbers.
+    """
+    if not hasattr(model, "cfg"):
+        raise TypeError(
+            "wanted a TransformerLens model (TransformerBridge or HookedTransformer), "
+            f"got {type(model).__name__}; `tl_coupling.load_model(name)` makes one, and "
+            "`tl_coupling.trace_modules` takes any residual network"
+        )
+    kind = describe_kind(model)
+    if kind:
+        raise ValueError(f"is {kind}")
+    check_computes_the_same(model)
+
+
+def check_computes_the_same(model: nn.Module) -> None:
+    """Raise ValueError unless a call of the model changes nothing and draws nothing, and
+    its code can be followed.
+    """
+    for name, module in model.named_modules():
+        part = name or "it"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"must be modules in Python, {part} is compiled by torch.jit: give what "
+                "it was made from"
+            )
+        if not module.training:
+            continue
+        setting = _random_setting(module)
+        if setting:
+            raise ValueError(
+                f"must draw no random numbers, {part} is in train mode with {setting}: "
+                "call .eval()"
+            )
+        if _keeps_statistics(module):
+            raise ValueError(
+                f"must be the same in every call, {part} is a {type(module).__name__} "
+                "in train mode, which changes its running statistics: call .eval()"
+            )
+
+
+def _random_setting(module: nn.Module) -> str | None:
+    """Return the setting for which a module in train mode draws random numbers."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return f"p = {module.p}" if module.p > 0 else None
+    # HuggingFace's attention and mixtures keep theirs as numbers.
+    for name, value in vars(module).items():
+        is_positive = isinstance(value, float) and value > 0
+        if is_positive and ("drop" in name or "jitter" in name):
+            return f"{name} = {value}"
+    return None
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    if not isinstance(module, nn.modules.batchnorm._NormBase):
+        return False
+    return module.track_running_stats

@@ -1,0 +1,336 @@
+"""`trace` and `trace_modules`: one forward pass that records the residual stream and
+how every block was called.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from jaxtyping import Float, Int
+from PIL import Image
+from torch import Tensor, nn
+
+from tl_coupling.arguments import FloatDtype, Text, checked
+from tl_coupling.blocks import tails
+from tl_coupling.blocks.arithmetic import exact_arithmetic, own_arithmetic
+from tl_coupling.blocks.passages import Passage
+from tl_coupling.gradients.function import BlockFunction
+from tl_coupling.gradients.remarks import Remarks
+from tl_coupling.models import (
+    ModelInput,
+    describe_model,
+    describe_modules,
+    facts_of,
+    missing_head,
+    model_input,
+)
+from tl_coupling.prompts import Prompt
+from tl_coupling.traces.recording import hooks_of_user, recorded_passage
+from tl_coupling.traces.requirements import check_computes_the_same, check_one_stream
+from tl_coupling.traces.sweeps import Sweep
+from tl_coupling.traces.trace import StreamedTrace, Trace
+
+_ONE_INPUT = "trace prompts one at a time; token ids are whole numbers"
+_Input = str | os.PathLike[str] | Prompt | Image.Image | Sequence[int]
+
+
+@checked
+def trace(
+    model: Annotated[nn.Module, check_one_stream],
+    prompt: Annotated[
+        _Input | Int[Tensor, "*batch n_pos"] | Float[Tensor, "*pixels"], _ONE_INPUT
+    ],
+    *,
+    prepend_bos: bool | None = None,
+    final_norm: bool = False,
+    dtype: FloatDtype | None = None,
+) -> Trace:
+    r"""Run the model once and keep its residual stream and its blocks as functions.
+
+    .. math:: X^l = X^{l-1} + f^l(X^{l-1})
+
+    `trace.residual[l]` is `X^l`, `trace.blocks[l]` is `f^{l+1}`: Aubry et al. 2025, eq.
+    6, count from one. A model that runs its blocks several times has a layer for each
+    call.
+
+    Weights, and hooks, which are part of what is measured and listed in the provenance,
+    must stay as they are until the trace has been measured: a block that is another
+    function by then raises `StepError`, one whose derivative disagrees with a finite
+    difference `DerivativeError`. Autocast, TF32 and fused attention are off.
+
+    Args:
+        model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it
+            is: processed weights (`center_writing_weights`) raise a warning, because
+            they change the residual stream.
+        prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`), taken as they
+            are. One prompt, unpadded. For a vision model an image: pixels (`[1 channels
+            height width]`, taken as they are), a PIL image or a file, which the
+            processor saved with the model prepares. Its patches are the tokens, after
+            the class token. An image of at most 2²⁶ pixels (8,192 × 8,192) is turned
+            upright, as its EXIF orientation says. Greys of 16 bits are scaled to 8; of
+            frames one is read, CMYK becomes RGB, transparency is ignored: with a
+            remark.
+        prepend_bos: whether text gets a BOS token; `None` follows the tokenizer, not
+            TransformerLens. Tokens that the tokenizer appends are left off, except for
+            bidirectional models (BERT).
+        final_norm: include the model's final norm in the last block, as the paper's
+            code does by reading HuggingFace's `hidden_states`. Changes the last block
+            only, but greatly.
+        dtype: the precision in which blocks are linearised; float32 by default, float64
+            for a float64 model.
+
+    Raises:
+        ValueError: an empty prompt, one longer than the context, unknown token ids, a
+            model in train mode with dropout or BatchNorm, a model without a single
+            residual stream, weights or activations that are not finite; an image
+            without pixels or with too many, or one that cannot be decoded.
+
+    Cost: one forward pass, to the last block; memory for `n_layers + 1` copies of the
+    residual stream.
+
+    Example:
+        >>> trace = tlc.trace(model, "w3 w14 w15 w92")
+        >>> trace.residual.shape
+        torch.Size([3, 4, 32])
+        >>> Y = trace.residual[0] + trace.blocks[0](trace.residual[0])
+        >>> torch.allclose(Y, trace.residual[1], atol=1e-5)
+        True
+    """
+    if isinstance(prompt, Prompt):
+        prompt = Path(prompt.image) if prompt.image else prompt.prompt
+    traced_input = model_input(model, prompt, prepend_bos)
+    dtype = _precision(dtype, next(model.parameters()).dtype)
+    norm = tails.final_norm(model, traced_input) if final_norm else None
+    passage = recorded_passage(model, traced_input, dtype)
+
+    def names(n_pos: int) -> tuple[str, ...]:
+        return traced_input.str_tokens(model, n_pos)
+
+    def describe(entering: Tensor) -> dict[str, object]:
+        return describe_model(model, entering)
+
+    recording = _Recording(model, passage, dtype, names, describe, norm, traced_input)
+    return recording.trace()
+
+
+@checked
+def trace_modules(
+    blocks: Sequence[nn.Module] | nn.ModuleList | nn.Sequential,
+    run: Callable[[], object],
+    *,
+    name: Text | None = None,
+    str_tokens: Sequence[str] | None = None,
+    dtype: FloatDtype | None = None,
+) -> Trace:
+    """Trace any residual network: timm, plain PyTorch, HuggingFace's own modules, ….
+
+    What can be measured of a `Trace` can be measured of this one, but for logits. The
+    Jacobians pass the same checks; they are computed on the full sequence where nothing
+    cheaper agrees with it.
+
+    `trace.blocks` are `f(X) = block(X) − X`, whatever a block does. Of one that
+    normalises the stream itself (`x = norm(x); x = x + f(x)`, or the post-norm of BERT)
+    f holds `−I`: that is noted in `provenance["remarks"]`, with a warning, and coupling
+    compares what its residual branches add before their norms (`normalising_layers`).
+
+    Args:
+        blocks: modules that take the residual stream first, `[1 n_pos d_model]` (or
+            `[n_pos 1 d_model]`, `[n_pos d_model]`), and return it with what they add,
+            alone or first in a tuple. In the order in which they run. They may add in
+            place: what is stored is never changed.
+        run: runs the model once, on one input: `lambda: model(x)`. It must call every
+            block, each on what the one before gave.
+        name: what results call the network; by default the blocks' class.
+        str_tokens: the tokens' names; their positions by default.
+        dtype: as in `trace`.
+
+    Raises:
+        ValueError: blocks that are not called in this order, or that do not get the
+            stream that the one before gave (the layer is named); more than one input;
+            dropout or BatchNorm in train mode; modules that torch.jit compiled; a
+            stream that is not finite; not as many `str_tokens` as tokens.
+
+    Cost: one call of `run` and one forward pass of the blocks.
+
+    Example:
+        >>> Layer = torch.nn.TransformerEncoderLayer
+        >>> layers = [Layer(16, 2, 32, norm_first=True) for _ in range(3)]
+        >>> encoder = torch.nn.Sequential(*layers).eval()
+        >>> x = torch.randn(5, 1, 16)
+        >>> traced = tlc.trace_modules(layers, lambda: encoder(x), name="encoder")
+        >>> tlc.depth_coupling(traced, k=4).coupling().shape
+        torch.Size([3, 3])
+    """
+    blocks = list(blocks)
+    if not blocks:
+        raise ValueError("`blocks` is empty: wanted at least one module")
+    model = nn.ModuleList(blocks)
+    try:
+        check_computes_the_same(model)
+    except ValueError as error:
+        raise ValueError(f"`blocks` {error}") from None
+    with own_arithmetic(model):
+        passage = Passage.of(model, blocks, run)
+    dtype = _precision(dtype, passage.calls[0].X.dtype)
+    network = name or type(blocks[0]).__name__
+
+    def names(n_pos: int) -> tuple[str, ...]:
+        if str_tokens is None:
+            return tuple(map(str, range(n_pos)))
+        if len(str_tokens) != n_pos:
+            raise ValueError(
+                f"`str_tokens` must name {n_pos} tokens, got {len(str_tokens)} names"
+            )
+        return tuple(str_tokens)
+
+    def describe(entering: Tensor) -> dict[str, object]:
+        return describe_modules(model, network, entering)
+
+    traced = _Recording(model, passage, dtype, names, describe).trace()
+    for block in traced.blocks:
+        block.remark_on_norms()
+    return traced
+
+
+def _precision(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:
+    """Return the precision of block functions: what was asked for, or float64 for a
+    model in float64 and float32 for any other.
+    """
+    if dtype is None:
+        return torch.float64 if own == torch.float64 else torch.float32
+    if torch.finfo(dtype).bits < 32:
+        raise ValueError(f"`dtype` must be torch.float32 or torch.float64, got {dtype}")
+    return dtype
+
+
+@dataclass(frozen=True, eq=False)
+class _Recording:
+    """What was recorded of one forward pass, from which a trace is made.
+
+    Attributes:
+        model: what ran: a model, or the blocks that were given.
+        passage: what its blocks did.
+        dtype: the precision of block functions.
+        names: from the number of tokens, what they are called.
+        describe: from the stream that enters the blocks, the model's provenance.
+        norm: the final norm, where it is part of the last block.
+        input: what the model ran on; None where that is not known.
+    """
+
+    model: nn.Module
+    passage: Passage
+    dtype: torch.dtype
+    names: Callable[[int], tuple[str, ...]]
+    describe: Callable[[Tensor], dict[str, object]]
+    norm: nn.Module | None = None
+    input: ModelInput | None = None
+
+    def trace(self) -> Trace:
+        """Make the trace: block functions in `dtype`, the last one with the norm."""
+        remarks = self._first_remarks()
+        if facts_of(self.model).is_streamed:
+            sweep = Sweep(self.passage, self.dtype, remarks, self.norm)
+            # Later streams are known only once the blocks have run.
+            entering = sweep.embedded[None]
+            str_tokens = self.names(entering.shape[1])
+            return StreamedTrace(
+                model=self.model,
+                tokens=self._tokens,
+                str_tokens=str_tokens,
+                blocks=sweep,
+                final_norm=self.norm is not None,
+                provenance=self._provenance(entering, str_tokens, remarks),
+                pixels=self._pixels,
+            )
+        blocks = self._block_functions(remarks)
+        residual = self._residual(blocks[-1])
+        str_tokens = self.names(residual.shape[1])
+        return Trace(
+            model=self.model,
+            tokens=self._tokens,
+            str_tokens=str_tokens,
+            residual=residual,
+            blocks=blocks,
+            final_norm=self.norm is not None,
+            provenance=self._provenance(residual[:-1], str_tokens, remarks),
+            pixels=self._pixels,
+        )
+
+    @property
+    def _tokens(self) -> Int[Tensor, " n_pos"] | None:
+        return None if self.input is None else self.input.tokens
+
+    @property
+    def _pixels(self) -> Float[Tensor, "1 channels height width"] | None:
+        return None if self.input is None else self.input.pixels
+
+    def _first_remarks(self) -> Remarks:
+        """Return remarks on the input and the head; later ones are added to them."""
+        remarks = Remarks()
+        if self.input is not None:
+            for text in self.input.remarks:
+                remarks.add(text, text)
+        lacking = missing_head(self.model)
+        if lacking:
+            remarks.add(
+                "head",
+                f"the model's head is {lacking}: there are no logits, entropies and "
+                "losses",
+            )
+        return remarks
+
+    def _block_functions(self, remarks: Remarks) -> tuple[BlockFunction, ...]:
+        last = len(self.passage.calls) - 1
+        return tuple(
+            self._block_function(layer, self.norm if layer == last else None, remarks)
+            for layer in range(last + 1)
+        )
+
+    def _block_function(
+        self, layer: int, norm: nn.Module | None, remarks: Remarks
+    ) -> BlockFunction:
+        recorded = self.passage.calls[layer]
+        X = recorded.X.to(self.dtype)
+        Y = recorded.Y.to(self.dtype)
+        if norm is not None:
+            with exact_arithmetic(X.device, [norm], self.dtype):
+                Y = norm(Y[None]).reshape(Y.shape)
+        is_in_other_dtype = bool(recorded.dtypes - {self.dtype})
+        return BlockFunction(
+            layer,
+            self.passage.call(layer, self.dtype),
+            X,
+            step=Y - X,
+            norm=norm,
+            recorded=recorded if is_in_other_dtype else None,
+            remarks=remarks,
+        )
+
+    def _residual(self, last: BlockFunction) -> Tensor:
+        """Return the residual stream before every block and after the last."""
+        stream = self.passage.stream(self.dtype)
+        if self.norm is not None:
+            entering = stream[-2]
+            stream[-1] = entering + last.step.to(entering.device)
+        return torch.stack(stream)
+
+    def _provenance(
+        self, entering: Tensor, str_tokens: tuple[str, ...], remarks: Remarks
+    ) -> dict[str, object]:
+        return {
+            **self.describe(entering),
+            **(self.input.provenance if self.input else {}),
+            "str_tokens": list(str_tokens),
+            "n_layers": len(self.passage.calls),
+            "final_norm": self.norm is not None,
+            "linearised_in": str(self.dtype).removeprefix("torch."),
+            "hooks": hooks_of_user(self.model),
+            "rounded_arguments": sorted(self.passage.rounded),
+            # The lists of the remarks themselves, which grow while the trace is
+            # measured.
+            "remarks": remarks.texts,
+            "normalising_layers": remarks.normalising_layers,
+        }
