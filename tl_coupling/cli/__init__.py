@@ -1,5 +1,8 @@
 """The `tl-coupling` command."""
 
-# ruff: noqa: F401
-from tl_coupling.cli import one_model, precision, several, surveys
+# The order of these imports is the order in which `--help` lists the commands.
+# ruff: noqa: F401, I001
+from tl_coupling.cli import depth, tokens, trajectory, report
+from tl_coupling.cli import checkpoints, survey, generalization
+from tl_coupling.cli import precision, trajectories, redundancy
 from tl_coupling.cli.app import app, main

@@ -13,24 +13,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import wraps
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated
 
 import typer
 
 from tl_coupling.files import plain
 
 app = typer.Typer(
-    help="Transformer block coupling and residual-stream trajectories for TransformerLens models.",
+    help="Transformer block coupling and residual-stream trajectories for "
+    "TransformerLens models.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
 # Within this time after the first signal the command is still busy stopping.
 _STOPPING_SECONDS = 10.0
+# So soon after an interrupt that was lost it is sent again.
+_AGAIN_SECONDS = 0.05
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked_for: bool) -> None:
+    if is_asked_for:
         from tl_coupling import __version__
 
         typer.echo(f"tl-coupling {__version__}")
@@ -40,7 +44,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _for_every_command(
     context: typer.Context,
-    version: Annotated[
+    _version: Annotated[
         bool,
         typer.Option(
             "--version",
@@ -62,69 +66,77 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     A parameter whose type is a dataclass (`options.py`) stands for the dataclass's
     fields, an option each.
     """
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, tuple[type, list[str]]] = {}
+    options_of_all: list[inspect.Parameter] = []
+    # By parameter: the dataclass, and the names of its fields.
+    groups: dict[str, tuple[Callable[..., object], list[str]]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        options, kind = [parameter], parameter.annotation
-        if is_dataclass(kind):
-            own = inspect.get_annotations(kind)  # type: ignore[arg-type]
-            # What a dataclass inherits comes last.
-            options = sorted(
-                inspect.signature(kind).parameters.values(),  # type: ignore[arg-type]
-                key=lambda option: option.name not in own,
-            )
-            groups[name] = kind, [option.name for option in options]  # type: ignore[assignment]
-        parameters += [
-            option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options
-        ]
+        kind = parameter.annotation
+        if is_dataclass(kind) and isinstance(kind, type):
+            options = _options_of(kind)
+            groups[name] = (kind, [option.name for option in options])
+        else:
+            options = [parameter]
+        for option in options:
+            keyword = option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            options_of_all.append(keyword)
 
     @wraps(function)
-    def run(**options: Any) -> None:
-        grouped = {
-            name: kind(**{o: options.pop(o) for o in names})
-            for name, (kind, names) in groups.items()
-        }
-        function(**options, **grouped)
+    def run(**options: object) -> None:
+        for parameter_name, (kind, names) in groups.items():
+            fields = {name: options.pop(name) for name in names}
+            options[parameter_name] = kind(**fields)
+        function(**options)
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {
-        parameter.name: parameter.annotation for parameter in parameters
-    }
+    # typer reads these.
+    signature = inspect.Signature(options_of_all)
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in options_of_all}
     app.command(function.__name__)(run)
     return function
 
 
-def main() -> None:
-    """Entry point: bad input is one line on standard error and exit status 2, an
-    interrupt one line and 130.
+def _options_of(kind: type) -> list[inspect.Parameter]:
+    """Return a dataclass's fields as parameters; what it inherits comes last."""
+    own_names = inspect.get_annotations(kind)
+    options = inspect.signature(kind).parameters.values()
+    return sorted(options, key=lambda option: option.name not in own_names)
 
-    Anything else that is raised is a bug, and one line that says where to report it; a
-    traceback with `--debug`.
+
+def main() -> None:
+    """Run the command line, and exit.
+
+    Bad input is one line on standard error and exit status 2, an interrupt one line and
+    130. Anything else that is raised is a bug, and one line that says where to report
+    it; a traceback with `--debug`.
     """
-    asked: dict[str, bool] = {}
+    shared: dict[str, bool] = {}
     try:
         with _stoppable():
-            sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False, obj=asked))
+            sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False, obj=shared))
     except Exception as error:
-        said, status = str(error) or type(error).__name__, 2
-        # Typer's own errors say how they are shown; what else comes from a library is
-        # made one line.
-        if hasattr(error, "format_message"):
-            said, status = error.format_message(), error.exit_code  # type: ignore[attr-defined]
-        elif isinstance(error, typer.Abort):
-            said, status = "interrupted", 130
-        elif isinstance(error, MemoryError):
-            said, status = f"out of memory: {error}", 1
-        elif not isinstance(error, ValueError | TypeError | OSError):
-            please = "please report what `tl-coupling --debug …` prints as an issue of the project"
-            said, status = (
-                f"{type(error).__name__}: {error}. This should not happen: {please}",
-                1,
-            )
-        if asked.get("debug"):
+        message, status = _message_and_status(error)
+        if shared.get("debug"):
             typer.echo(plain(traceback.format_exc()), err=True, nl=False)
-        typer.echo(plain(f"tl-coupling: {' '.join(said.split())}"), err=True)
+        typer.echo(plain(f"tl-coupling: {' '.join(message.split())}"), err=True)
         sys.exit(status)
+
+
+def _message_and_status(error: Exception) -> tuple[str, int]:
+    """Return what users read of an error, and the exit status."""
+    message = str(error) or type(error).__name__
+    # Typer's own errors say how they are shown.
+    if hasattr(error, "format_message"):
+        return error.format_message(), error.exit_code  # type: ignore[attr-defined]
+    if isinstance(error, typer.Abort):
+        return "interrupted", 130
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}", 1
+    if isinstance(error, ValueError | TypeError | OSError):
+        return message, 2
+    return (
+        f"{type(error).__name__}: {error}. This should not happen: please report what "
+        "`tl-coupling --debug …` prints as an issue of the project"
+    ), 1
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -139,41 +151,41 @@ class _Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Inside, the first signal raises, wherever the main thread is; more of them do not
-    disturb how it stops.
-    """
-    first = -_STOPPING_SECONDS
+    """Let the first signal raise inside, wherever the main thread is.
 
-    def stop(number: int, _: object) -> None:
-        nonlocal first
-        if time.monotonic() - first >= _STOPPING_SECONDS:
-            first = time.monotonic()
+    More of them do not disturb how it stops.
+    """
+    first_at = -_STOPPING_SECONDS
+
+    def stop(number: int, _: FrameType | None) -> None:
+        nonlocal first_at
+        if time.monotonic() - first_at >= _STOPPING_SECONDS:
+            first_at = time.monotonic()
             raise _Interrupted(number)
 
     def raised_where_nobody_can_catch_it(unraisable: "sys.UnraisableHookArgs") -> None:
-        """In a destructor or a callback Python prints the exception and goes on: the
-        signal is sent once more.
-        """
-        nonlocal first
-        if not isinstance(unraisable.exc_value, _Interrupted):
-            return before_hook(unraisable)
-        first = -_STOPPING_SECONDS
-        threading.Timer(
-            0.05, os.kill, (os.getpid(), unraisable.exc_value.status - 128)
-        ).start()
+        """Send the signal once more.
 
-    before: dict[int, Any] = {
+        In a destructor or a callback Python prints the exception and goes on.
+        """
+        nonlocal first_at
+        if not isinstance(unraisable.exc_value, _Interrupted):
+            hook_before(unraisable)
+            return
+        first_at = -_STOPPING_SECONDS
+        number = unraisable.exc_value.status - 128
+        threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number)).start()
+
+    handlers_before = {
         number: signal.signal(number, stop)
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    before_hook, sys.unraisablehook = (
-        sys.unraisablehook,
-        raised_where_nobody_can_catch_it,
-    )
+    hook_before = sys.unraisablehook
+    sys.unraisablehook = raised_where_nobody_can_catch_it
     try:
         yield
     finally:
-        sys.unraisablehook = before_hook
-        for number, handler in before.items():
+        sys.unraisablehook = hook_before
+        for number, handler in handlers_before.items():
             # An interrupted process only ends from here on.
-            signal.signal(number, signal.SIG_IGN if first > 0 else handler)
+            signal.signal(number, signal.SIG_IGN if first_at > 0 else handler)

@@ -2,19 +2,26 @@
 option for each field.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypedDict
 
 import torch
 import typer
 from torch import nn
 
 from tl_coupling.measures import MEASURES, Orientation
-from tl_coupling.models import EMBEDDED_MODEL, load_model, named_device, reads_pixels
+from tl_coupling.models import (
+    EMBEDDED_MODEL,
+    Backend,
+    Memory,
+    Quantization,
+    load_model,
+    named_device,
+    reads_pixels,
+)
 from tl_coupling.prompts import Prompt, load_prompts
-from tl_coupling.surveys import Settings
-from tl_coupling.surveys.measurements import PAPER_PROMPT
+from tl_coupling.surveys import PAPER_PROMPT, Checkpoint, Settings
 from tl_coupling.traces import Trace, trace
 
 Untrained = Annotated[bool, typer.Option(help="Measure untrained twins as well.")]
@@ -28,23 +35,44 @@ Out = Annotated[
 OUT = Path("out")
 
 
+class Loading(TypedDict):
+    """Arguments of `load_model` and of surveys."""
+
+    backend: Backend
+    device: str | None
+    dtype: torch.dtype
+    quantization: Quantization | None
+    memory: Memory
+
+
+class TokenChoices(TypedDict):
+    """Arguments of `token_portrait` and `portrait`."""
+
+    layer: int | None
+    other_layer: int | None
+    position: int
+    input_position: int
+
+
+def _checked_device(device: str | None) -> str | None:
+    """Return the device as torch writes it.
+
+    An unknown one is an error before any work: units of a run load their models later,
+    perhaps on another machine.
+    """
+    return None if device is None else str(named_device(device))
+
+
 @dataclass(frozen=True)
 class Tracing:
     """Where models run, and how prompts are traced."""
 
-    backend: Annotated[
-        Literal["auto", "bridge", "hooked"],
-        typer.Option(help="TransformerLens' class."),
-    ] = "auto"
+    backend: Annotated[Backend, typer.Option(help="TransformerLens' class.")] = "auto"
     device: Annotated[
         str | None,
         typer.Option(
             help="Torch device; CUDA if there is one, else the CPU.",
-            # Before any work: units of a run load their models later, perhaps on
-            # another machine.
-            callback=lambda device: (
-                device if device is None else str(named_device(device))
-            ),
+            callback=_checked_device,
         ),
     ] = None
     prepend_bos: Annotated[
@@ -66,22 +94,27 @@ class Setup(Tracing):
         typer.Option(help="Precision of the weights."),
     ] = "float32"
     quantization: Annotated[
-        Literal["nf4", "int8"] | None,
+        Quantization | None,
         typer.Option(
-            help="Quantise on loading, with bitsandbytes; what is measured are the dequantised weights."
+            help="Quantise on loading, with bitsandbytes; what is measured are the "
+            "dequantised weights."
         ),
     ] = None
     memory: Annotated[
-        Literal["resident", "stream"],
+        Memory,
         typer.Option(help="Leave weights in their files but for one block at a time."),
     ] = "resident"
 
     @property
-    def loading(self) -> dict[str, Any]:
+    def loading(self) -> Loading:
         """Arguments of `load_model` and of surveys."""
-        names = ("backend", "device", "quantization", "memory")
-        return {name: getattr(self, name) for name in names} | {
-            "dtype": getattr(torch, self.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return {
+            "backend": self.backend,
+            "device": self.device,
+            "quantization": self.quantization,
+            "memory": self.memory,
+            "dtype": dtype,
         }
 
 
@@ -101,13 +134,16 @@ class OneModel(Setup):
     label: Annotated[
         str | None,
         typer.Option(
-            help="What results call the model. [default: as --model, with a local folder's path]"
+            help="What results call the model. [default: as --model, with a local "
+            "folder's path]"
         ),
     ] = None
 
     def load(self, untrained: bool) -> nn.Module:
-        """The model, or its untrained twin."""
-        checkpoint = None if untrained else training_step(self.checkpoint)
+        """Return the model, or its untrained twin."""
+        checkpoint = None
+        if self.checkpoint is not None and not untrained:
+            checkpoint = training_step(self.checkpoint)
         return load_model(
             self.model,
             checkpoint=checkpoint,
@@ -117,8 +153,10 @@ class OneModel(Setup):
         )
 
     def trace(self, model: nn.Module, prompt: Prompt) -> Trace:
-        """The traced prompt; ValueError for an image where the model reads text, and
-        the other way round.
+        """Return the traced prompt.
+
+        Raises ValueError for an image where the model reads text, and the other way
+        round.
         """
         if reads_pixels(model) and prompt.image is None:
             raise ValueError(f"{self.model!r} reads images: give one, with --image")
@@ -138,7 +176,8 @@ class Comparing:
     k: Annotated[
         list[int] | None,
         typer.Option(
-            help="Number of top singular vectors; may be repeated. [default: 10, 30, 50]"
+            help="Number of top singular vectors; may be repeated. [default: 10, 30, "
+            "50]"
         ),
     ] = None
     orientation: Annotated[
@@ -159,10 +198,8 @@ class Comparing:
         return self.ks[-1] if self.k else None
 
     def up_to(self, k: int) -> list[int]:
-        """As `ks`, of a result that holds k: a narrow model has fewer than the
-        default.
-        """
-        return sorted({min(one, k) for one in self.ks})
+        """Return `ks` for a result that holds k; a narrow model has fewer vectors."""
+        return sorted({min(wide_k, k) for wide_k in self.ks})
 
 
 @dataclass(frozen=True)
@@ -173,13 +210,13 @@ class Measuring(Comparing, Tracing):
 
     @property
     def settings(self) -> Settings:
-        """As the library takes them."""
+        """The settings of the library."""
         return Settings(
-            tuple(self.ks),
-            self.position,
-            self.orientation,
-            self.final_norm,
-            self.prepend_bos,
+            k=tuple(self.ks),
+            position=self.position,
+            orientation=self.orientation,
+            final_norm=self.final_norm,
+            prepend_bos=self.prepend_bos,
         )
 
 
@@ -191,7 +228,8 @@ class Choosing:
         bool,
         typer.Option(
             "--diagonal",
-            help="Means over all pairs of layers, l = l' too, as in the paper. [different ones]",
+            help="Means over all pairs of layers, l = l' too, as in the paper. "
+            "[different ones]",
         ),
     ] = False
     all_measures: Annotated[
@@ -203,15 +241,15 @@ class Choosing:
     ] = False
 
     def settings_for(self, settings: Settings) -> Settings:
-        """With these choices; the orientation that was asked for comes first."""
+        """Return settings with these choices; their own orientation comes first."""
+        settings = replace(settings, diagonal=self.diagonal)
+        if not self.all_measures:
+            return settings
         first = settings.orientations[0]
-        both: tuple[Orientation, ...] = (first, "vju" if first == "ujv" else "ujv")
-        all_of = (
-            {"orientation": both, "measures": tuple(MEASURES)}
-            if self.all_measures
-            else {}
+        second: Orientation = "vju" if first == "ujv" else "ujv"
+        return replace(
+            settings, orientation=(first, second), measures=tuple(MEASURES)
         )
-        return replace(settings, diagonal=self.diagonal, **all_of)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -227,22 +265,20 @@ class Sweep(Measuring, Setup, Choosing):
 
     @property
     def settings(self) -> Settings:
-        """As the library takes them."""
+        """The settings of the library."""
         return self.settings_for(super().settings)
 
     @property
-    def checkpoints(self) -> list[Any] | None:
-        """As the library takes them."""
-        return (
-            None
-            if self.checkpoint is None
-            else [training_step(one) for one in self.checkpoint]
-        )
+    def checkpoints(self) -> list[Checkpoint] | None:
+        """Training steps as numbers, revisions as text."""
+        if self.checkpoint is None:
+            return None
+        return [training_step(checkpoint) for checkpoint in self.checkpoint]
 
 
 @dataclass(frozen=True)
 class AcrossTokens:
-    """What is compared across tokens; the names are those of `token_portrait`."""
+    """What is compared across tokens; names are those of `token_portrait`."""
 
     layer: Annotated[
         int | None, typer.Option(help="Layer of J_1 across tokens. [in the middle]")
@@ -261,9 +297,14 @@ class AcrossTokens:
     ] = None
     input_position: Annotated[int, typer.Option(help="The fixed input.")] = 0
 
-    def arguments(self, prompt: Prompt) -> dict[str, Any]:
-        """As `token_portrait` takes them."""
-        return asdict(self) | {"position": own_position(prompt, self.position)}
+    def arguments(self, prompt: Prompt) -> TokenChoices:
+        """Return arguments of `token_portrait` for this prompt."""
+        return {
+            "layer": self.layer,
+            "other_layer": self.other_layer,
+            "position": own_position(prompt, self.position),
+            "input_position": self.input_position,
+        }
 
 
 @dataclass(frozen=True)
@@ -280,14 +321,14 @@ class OnePrompt:
         ),
     ] = None
 
-    def one(self) -> Prompt:
-        """The prompt, the image, or the paper's prompt; ValueError if both are
-        given.
+    def single_prompt(self) -> Prompt:
+        """Return the prompt, the image, or the paper's prompt.
+
+        Raises ValueError if both a prompt and an image are given.
         """
         if self.image is None:
-            return Prompt(
-                "prompt", PAPER_PROMPT if self.prompt is None else self.prompt
-            )
+            text = PAPER_PROMPT if self.prompt is None else self.prompt
+            return Prompt("prompt", text)
         if self.prompt is not None:
             raise ValueError("give --prompt or --image, not both")
         return Prompt(self.image.name, image=self.image)
@@ -305,28 +346,29 @@ class Prompts(OnePrompt):
         ),
     ] = None
 
-    def chosen(self) -> list[Prompt]:
-        """The one prompt, those of the file, or the paper's; ValueError if both are
-        given.
+    def selected(self) -> list[Prompt]:
+        """Return the one prompt, those of the file, or the paper's.
+
+        Raises ValueError if both a prompt and a file are given.
         """
         if self.prompts is None:
-            return [self.one()]
-        if self.prompt is not None or self.image is not None:
-            raise ValueError(
-                f"give {'--image' if self.prompt is None else '--prompt'} or --prompts, not both"
-            )
+            return [self.single_prompt()]
+        if self.prompt is not None:
+            raise ValueError("give --prompt or --prompts, not both")
+        if self.image is not None:
+            raise ValueError("give --image or --prompts, not both")
         return load_prompts(self.prompts)
 
 
 def own_position(prompt: Prompt, position: int | None) -> int:
-    """The position, or the one that is measured unless another is asked for."""
-    return position if position is not None else -1 if prompt.image is None else 0
+    """Return the position, or the one that is measured unless another is asked for."""
+    if position is not None:
+        return position
+    # The last token of a text; the class token of an image.
+    return -1 if prompt.image is None else 0
 
 
-def training_step(checkpoint: str | None) -> str | int | None:
-    """A checkpoint as `load_model` takes it: training steps are numbers."""
-    return (
-        int(checkpoint)
-        if checkpoint is not None and checkpoint.isdecimal() and checkpoint.isascii()
-        else checkpoint
-    )
+def training_step(checkpoint: str) -> Checkpoint:
+    """Return a checkpoint as `load_model` takes it: training steps are numbers."""
+    is_step = checkpoint.isdecimal() and checkpoint.isascii()
+    return int(checkpoint) if is_step else checkpoint

@@ -16,11 +16,13 @@ class PlainConsole(Console):
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
     def render_str(self, text: str, **options: object) -> Text:
-        """All strings come here: those that are printed; titles, cells and captions of
+        """Return the text to show.
+
+        All strings come here: those that are printed; titles, cells and captions of
         tables.
         """
         return super().render_str(plain(text), **options)  # type: ignore[arg-type]
 
     def status(self, status: str, **options: object) -> Status:  # type: ignore[override]
-        """As rich's, which would read markup in a string whatever the console."""
+        """Return a status as rich's, which would read markup in any string."""
         return super().status(Text(plain(status)), **options)  # type: ignore[arg-type]

@@ -1,26 +1,33 @@
-"""The command that measures one model with its weights at several precisions:
-precision.
-"""
+"""The command that measures one model with its weights rounded: precision."""
 
 import json
 import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import at_work, table_of
+from tl_coupling.cli.console import Pictures, at_work
 from tl_coupling.cli.options import OUT, Measuring, Out, Prompts, training_step
-from tl_coupling.cli.surveys import stop_if_any_failed
+from tl_coupling.cli.sweeps import stop_if_any_failed
+from tl_coupling.cli.tables import plural, table_of
 from tl_coupling.files import write_rows
 from tl_coupling.models import EMBEDDED_MODEL
-from tl_coupling.surveys import MOVING, PRECISIONS, movements, precision_sweep
-from tl_coupling.surveys.precision import Moved
+from tl_coupling.surveys import (
+    MOVING,
+    PRECISIONS,
+    Moved,
+    movements,
+    precision_sweep,
+)
+
+if TYPE_CHECKING:
+    import xarray
 
 
 @command
@@ -36,19 +43,20 @@ def precision(
     precision: Annotated[
         list[str] | None,
         typer.Option(
-            help="float32, bfloat16, int8, nf4, or NAME=MODEL for other weights of the same model (a GGUF file, a "
-            "folder, a hub name); may be repeated. Changes are from the first. [default: all four]"
+            help="float32, bfloat16, int8, nf4, or NAME=MODEL for other weights of the "
+            "same model (a GGUF file, a folder, a hub name); may be repeated. Changes "
+            "are from the first. [default: all four]"
         ),
     ] = None,
     out: Out = OUT,
 ) -> None:
-    """How far each measure moves when weights are rounded: the same prompts at float32,
-    bfloat16, int8 and nf4.
+    """Measure how far each measure moves when weights are rounded.
 
-    Compared are weights: rounded to bfloat16, or as bitsandbytes quantises the linear
-    layers to int8 or to 4 bits (nf4), dequantised. Not compared are kernels: at every
-    precision activations, Jacobians and SVDs are in float32, so that what half
-    precision or integers do to activations is left out.
+    The same prompts are measured at float32, bfloat16, int8 and nf4. Compared are
+    weights: rounded to bfloat16, or as bitsandbytes quantises the linear layers to int8
+    or to 4 bits (nf4), dequantised. Not compared are kernels: at every precision
+    activations, Jacobians and SVDs are in float32, so that what half precision or
+    integers do to activations is left out.
 
     Prints the mean over prompts of each measure at the first precision, and of its
     change at the others, with the standard deviation; writes these and the values of
@@ -62,70 +70,71 @@ def precision(
       tl-coupling precision --model gpt2 --precision float32 --precision nf4 --precision
       q4=gpt2.Q4_K_M.gguf --out gpt2
     """
-    chosen, settings, wanted = (
-        prompts.chosen(),
-        measuring.settings,
-        precision or list(PRECISIONS),
-    )
-    where: dict[str, Any] = {
-        "checkpoint": training_step(checkpoint),
-        "backend": measuring.backend,
-        "device": measuring.device,
-    }
+    selected_prompts = prompts.selected()
+    settings = measuring.settings
     with at_work(out) as work:
         data = precision_sweep(
-            model, wanted, chosen, settings=settings, folder=out / "precisions", **where
+            model,
+            precision or list(PRECISIONS),
+            selected_prompts,
+            settings=settings,
+            checkpoint=None if checkpoint is None else training_step(checkpoint),
+            folder=out / "precisions",
+            backend=measuring.backend,
+            device=measuring.device,
         )
         work.write("precision.nc", partial(data.to_netcdf, engine="netcdf4"))
         rows = movements(data)
         work.write("table.csv", lambda path: write_rows(path, Moved._fields, rows))
-        summary = {
-            "compared": "weights; activations, Jacobians and SVDs are in float32",
-            "first": data["precision"].values.tolist()[0],
-            "prompts": data["prompt"].values.tolist(),
-            "measures": MOVING,
-            "movements": [row._asdict() for row in rows],
-            "provenance": json.loads(data.attrs["provenance"]),
-            "failed": json.loads(data.attrs["failed"]),
-        }
         picture = partial(tlc.plots.plot_precision, data)
-        work.finish(summary, {"precision.png": picture, "precision.svg": picture})
+        pictures: Pictures = {"precision.png": picture, "precision.svg": picture}
+        work.finish(_summary(data, rows), pictures)
         work.shown.append(_table(rows, model, data.sizes["prompt"]))
     stop_if_any_failed(data)
 
 
-def _table(rows: Sequence[Moved], model: str, n_prompts: int) -> Table:
-    """A row for each measure and k: its value at the first precision, its change at the
-    others.
+def _summary(data: "xarray.Dataset", rows: Sequence[Moved]) -> dict[str, object]:
+    """Return what `summary.json` holds."""
+    return {
+        "compared": "weights; activations, Jacobians and SVDs are in float32",
+        "first": data["precision"].values.tolist()[0],
+        "prompts": data["prompt"].values.tolist(),
+        "measures": MOVING,
+        "movements": [row._asdict() for row in rows],
+        "provenance": json.loads(data.attrs["provenance"]),
+        "failed": json.loads(data.attrs["failed"]),
+    }
+
+
+def _table(movements: Sequence[Moved], model: str, n_prompts: int) -> Table:
+    """Return a table with a row for each measure and k.
+
+    It has the value at the first precision, and the change at the others.
     """
-    lines, shown = [], ""
-    for (measure, k), of_measure in groupby(rows, lambda row: (row.measure, row.k)):
-        first, *others = of_measure
-        spreads = (
-            "" if math.isnan(row.spread) else f" ± {row.spread:.2g}" for row in others
-        )
-        changes = (
-            f"{row.change:+.2g}{spread}"
-            for row, spread in zip(others, spreads, strict=True)
-        )
-        lines.append(
-            [
-                MOVING[measure] if measure != shown else "",
-                "" if k is None else k,
-                f"{first.value:.4g}",
-                *changes,
-            ]
-        )
-        shown = measure
-    precisions = list(dict.fromkeys(row.precision for row in rows))
+    rows = []
+    last_measure = ""
+    choices = groupby(movements, lambda moved: (moved.measure, moved.k))
+    for (measure, k), at_precisions in choices:
+        first, *others = at_precisions
+        name = MOVING[measure] if measure != last_measure else ""
+        k_cell = "" if k is None else k
+        changes = [_change_cell(moved) for moved in others]
+        rows.append([name, k_cell, f"{first.value:.4g}", *changes])
+        last_measure = measure
+    precisions = list(dict.fromkeys(moved.precision for moved in movements))
+    spread = " ± standard deviation over prompts" if n_prompts > 1 else ""
     caption = (
-        f"{precisions[0]}: mean over {n_prompts} prompt{'s' if n_prompts > 1 else ''}; others: change from it"
-        f"{' ± standard deviation over prompts' if n_prompts > 1 else ''}\nweights are rounded, activations are not"
+        f"{precisions[0]}: mean over {plural(n_prompts, 'prompt')}; "
+        f"others: change from it{spread}\n"
+        "weights are rounded, activations are not"
     )
-    return table_of(
-        f"{model}: what rounding the weights changes",
-        ["measure"],
-        ["k", *precisions],
-        lines,
-        caption,
-    )
+    title = f"{model}: what rounding the weights changes"
+    return table_of(title, ["measure"], ["k", *precisions], rows, caption)
+
+
+def _change_cell(moved: Moved) -> str:
+    """Return the change of a measure and, over several prompts, its spread."""
+    change = f"{moved.change:+.2g}"
+    if math.isnan(moved.spread):
+        return change
+    return f"{change} ± {moved.spread:.2g}"

@@ -1,17 +1,39 @@
 """Many measurements: surveys of models, sweeps over checkpoints, and what runs them."""
 # ruff: noqa: F401
 
-from tl_coupling.surveys.checkpoints import local_checkpoints, pythia_steps, step_order
-from tl_coupling.surveys.executors import process_pool, slurm_executor
-from tl_coupling.surveys.measurements import Settings, measure_prompts
-from tl_coupling.surveys.precision import MOVING, PRECISIONS, movements, precision_sweep
+from tl_coupling.surveys.checkpoints import (
+    Checkpoint,
+    Source,
+    checkpoint_sources,
+    local_checkpoints,
+    pythia_steps,
+    step_order,
+)
+from tl_coupling.surveys.executors import Executor, process_pool, slurm_executor
+from tl_coupling.surveys.measurements import (
+    PAPER_PROMPT,
+    Settings,
+    as_prompts,
+    loss,
+    measure_prompts,
+    of_maps,
+)
+from tl_coupling.surveys.precision import (
+    MOVING,
+    PRECISIONS,
+    Moved,
+    movements,
+    precision_sweep,
+)
 from tl_coupling.surveys.readings import (
+    in_words,
+    joined,
     measure_table,
     one_orientation,
     pairs_of_layers,
     with_diagonal,
 )
-from tl_coupling.surveys.results import open_survey
+from tl_coupling.surveys.results import UNITS, open_survey
 from tl_coupling.surveys.survey import UNTRAINED, Survey, checkpoint_sweep, run
 
 __all__ = [

@@ -1,0 +1,66 @@
+"""The command that writes the page on one model and prompt: report."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import tl_coupling as tlc
+from tl_coupling.cli.app import command
+from tl_coupling.cli.console import Run, at_work
+from tl_coupling.cli.options import (
+    AcrossTokens,
+    Comparing,
+    OneModel,
+    OnePrompt,
+    Untrained,
+)
+from tl_coupling.portraits import Portrait
+
+
+@command
+def report(
+    setup: OneModel,
+    comparing: Comparing,
+    across: AcrossTokens,
+    prompt: OnePrompt,
+    untrained: Untrained = True,
+    out: Annotated[
+        Path, typer.Option(help="The page to write.", dir_okay=False)
+    ] = Path("report.html"),
+) -> None:
+    """Write one self-contained HTML page on a model and a prompt, or an image.
+
+    Coupling across depth and across tokens, singular values, the influence of tokens on
+    each other, and trajectories; each figure with a caption that says what to read off
+    it and how it was made. The page loads nothing from anywhere. Of an image that a
+    vision model reads, what each patch does is shown over the picture. The same
+    architecture at its initialisation stands beside the model, unless --no-untrained.
+
+    Examples:
+
+      tl-coupling report --prompt "The capital of France is" --out report.html
+
+      tl-coupling report --model gpt2 --k 10 --k 50 --layer 5 --other-layer 8
+      --no-untrained --out gpt2.html
+
+      tl-coupling report --model google/vit-base-patch16-224 --image cat.jpg --out
+      cat.html
+    """
+    single_prompt = prompt.single_prompt()
+    ks = comparing.ks if comparing.k else None
+
+    def measure(run: Run) -> Portrait:
+        return tlc.portrait(
+            run.trace(single_prompt),
+            k=ks,
+            orientation=comparing.orientation,
+            progress=partial(run.bar, "measuring"),
+            **across.arguments(single_prompt),
+        )
+
+    with at_work(out.parent) as work:
+        portraits = work.measured(setup, untrained, measure)
+        with work.console.status("drawing …"):
+            work.written.append(tlc.write_report(out, portraits))

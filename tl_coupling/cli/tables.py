@@ -1,0 +1,101 @@
+"""Tables that commands print."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from tl_coupling.comparisons import CouplingMap
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def coupling_table(
+    subject: str,
+    caption: str,
+    runs: Mapping[str, Mapping[str, CouplingMap]],
+    ks: list[int],
+    diagonal: bool = False,
+    spreads: Mapping[str, Mapping[int, float]] | None = None,
+) -> Table:
+    """Return a table of the mean coupling of every run's maps, beside the null.
+
+    Args:
+        subject: what the title says after the name of the model.
+        runs: maps by run and name; the names are the same in all runs.
+        ks: a row for each.
+        diagonal: whether pairs of a layer with itself count.
+        spreads: standard deviation over prompts by run and k, if there are several.
+    """
+    rows = []
+    for name, trained_map in runs["trained"].items():
+        for k in ks:
+            cells = []
+            for run, maps in runs.items():
+                mean = maps[name].mean(k, off_diagonal=not diagonal)
+                spread = f" ± {spreads[run][k]:.3f}" if spreads else ""
+                cells.append(f"{mean:.3f}{spread}")
+            null = trained_map.null(k, off_diagonal=not diagonal)
+            name_cell = name if k == ks[0] else ""
+            rows.append([name_cell, k, *cells, f"{null:.3f}"])
+    title = f"{trained_map.provenance['model']}: {subject}"
+    numbers = ["k", *runs, "null"]
+    caption = f"{caption}\nnull: random subspaces"
+    return table_of(title, ["map"], numbers, rows, caption)
+
+
+def choices_table(title: str, rows: "pandas.DataFrame") -> Table:
+    """Return a table of every choice from rows of `measure_table` for one model.
+
+    Each checkpoint, or run, has a column for its mean and one for its null.
+    """
+    keys = ["measure", "orientation", "pairs", "k"]
+    by_run = {
+        run: table.set_index(keys)
+        for run, table in rows.groupby("checkpoint", sort=False)
+    }
+    first_run = next(iter(by_run.values()))
+    smallest_k = first_run.index[0][-1]
+    cells = []
+    for choice in first_run.index:
+        *names, k = choice
+        # Only the first row of each choice says what it is.
+        row = names if k == smallest_k else ["", "", ""]
+        row.append(k)
+        for table in by_run.values():
+            row.append(f"{table.loc[choice, 'mean']:.3f}")
+            row.append(f"{table.loc[choice, 'null']:.3f}")
+        cells.append(row)
+    numbers: list[object] = ["k"]
+    for run in by_run:
+        numbers += [run, "null"]
+    caption = (
+        "means over pairs of layers, different ones or all, and over prompts\n"
+        "null: random subspaces"
+    )
+    return table_of(title, keys[:3], numbers, cells, caption)
+
+
+def table_of(
+    title: str,
+    names: Iterable[str],
+    numbers: Iterable[object],
+    rows: Iterable[Iterable[object]],
+    caption: str,
+) -> Table:
+    """Return a table with columns of names, on the left, and of numbers."""
+    table = Table(title=title, caption=caption)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for number in numbers:
+        # Training steps are numbers.
+        table.add_column(str(number), justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def plural(n: int, noun: str) -> str:
+    """Return a number with its noun: "1 prompt", "2 prompts"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
