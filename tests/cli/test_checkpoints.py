@@ -77,6 +77,17 @@ def test_means_over_all_pairs_say_so(call, run_folder: Path, tmp_path: Path) -> 
     )
 
 
+def test_every_choice_has_a_column_for_each_training_step(
+    call, run_folder: Path, tmp_path: Path
+) -> None:
+    steps = ("--checkpoint", 0, "--checkpoint", 16)
+    printed = call(*options(run_folder, tmp_path), "--all-measures", *steps).out
+    assert "every choice" in printed
+    (header,) = [line for line in printed.splitlines() if "orientation" in line]
+    assert header.split("┃")[5:-1:2] == ["   0 ".rjust(7), "   16 ".rjust(7)]
+    assert (tmp_path / "measures.csv").exists()
+
+
 def test_a_checkpoint_that_fails_is_said_and_the_status_is_1(
     call, run_folder: Path, tmp_path: Path
 ) -> None:
