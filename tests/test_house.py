@@ -2,7 +2,9 @@
 nothing twice inside `cli/`.
 """
 
+import ast
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import typer
 from rich.progress import (
@@ -28,9 +28,6 @@ from tl_coupling.files import output_folder, plain, write_atomically
 from tl_coupling.prompts import Prompt
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Item = TypeVar("Item")
 Measured = TypeVar("Measured")
@@ -157,7 +154,7 @@ class Work:
             warnings.warn(f"{name} is left out: {error}", stacklevel=2)
             return
         # Of Axes, their Figure.
-        figure: Figure = getattr(drawn, "figure", None) or drawn
+        figure: Any = getattr(drawn, "figure", drawn)
         self.write(name, partial(figure.savefig, dpi=150))
 
 

@@ -247,9 +247,7 @@ class Choosing:
             return settings
         first = settings.orientations[0]
         second: Orientation = "vju" if first == "ujv" else "ujv"
-        return replace(
-            settings, orientation=(first, second), measures=tuple(MEASURES)
-        )
+        return replace(settings, orientation=(first, second), measures=tuple(MEASURES))
 
 
 @dataclass(frozen=True)
