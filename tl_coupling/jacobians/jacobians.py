@@ -1,6 +1,7 @@
 """Jacobians of block functions: one, those of several layers, those of any connections."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby, islice
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from tl_coupling.arguments import Count, checked
 from tl_coupling.gradients import BlockFunction, Path
 from tl_coupling.jacobians.connections import Connection, Function, connected
+from tl_coupling.jacobians.held import held_of, key_of
 from tl_coupling.jacobians.ways import jacobian_and_path, jacobians_of_output
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.traces import Trace
@@ -161,16 +163,29 @@ def _in_groups(
     function: Function,
 ) -> Iterator[Computed]:
     """Yield Jacobians; those of a layer share a reference, those of an output more."""
+    held = held_of(trace)
     for layer, of_layer in groupby(connections, lambda connection: connection.layer):
         block = _measured(trace.blocks[layer], function)
         while sharing := list(islice(of_layer, n_together)):
-            outputs = [connection.output_position for connection in sharing]
-            if len(sharing) > 1:
-                block.refer_to(outputs)
-            for t2, of_output in groupby(sharing, lambda c: c.output_position):
-                group = list(of_output)
+            by_output = groupby(sharing, lambda connection: connection.output_position)
+            groups = [list(of_output) for _, of_output in by_output]
+            keys = [key_of(group, chunk_size, function) for group in groups]
+            are_held = held is not None and all(key in held for key in keys)
+            if len(sharing) > 1 and not are_held:
+                block.refer_to([connection.output_position for connection in sharing])
+            for key, group in zip(keys, groups, strict=True):
                 inputs = [connection.input_position for connection in group]
-                matrices, path = jacobians_of_output(block, inputs, t2, chunk_size)
+                compute = partial(
+                    jacobians_of_output,
+                    block,
+                    inputs,
+                    group[0].output_position,
+                    chunk_size,
+                )
+                if held is None:
+                    matrices, path = compute()
+                else:
+                    matrices, path = held.get(key, group, compute)
                 for connection, J in zip(group, matrices, strict=True):
                     yield Computed(connection, J, path)
                 # Not kept while the next are computed.

@@ -136,18 +136,10 @@ class Needs:
         return needs
 
     def kept_in_memory(self, limit: int | None, block: nn.Module) -> bool:
-        """Say whether the Jacobians that are needed twice are kept in memory.
-
-        Without a limit, if they take no more than half of what is free; of a model that
-        is read from disk, no more than a block's weights.
-        """
+        """Say whether the Jacobians that are needed twice are kept in memory."""
         if limit is not None:
             return self.jacobians <= limit - self.beside_jacobians
-        weights = list(block.parameters())
-        if facts_of(block).is_streamed:
-            return self.jacobians <= 4 * sum(p.numel() for p in weights)
-        device = weights[0].device if weights else torch.device("cpu")
-        return self.jacobians <= _SHARE * _free_memory(device)
+        return fits_in_memory(self.jacobians, block)
 
 
 @dataclass(frozen=True)
@@ -183,6 +175,19 @@ class Budget:
             n_sharing=needs.at_once,
             in_memory=needs.kept_in_memory(limit, block),
         )
+
+
+def fits_in_memory(size: int, block: nn.Module) -> bool:
+    """Say whether Jacobians of so many bytes are kept in memory if no limit is given.
+
+    They are if they take no more than half of what is free; of a model that is read
+    from disk, no more than a block's weights.
+    """
+    weights = list(block.parameters())
+    if facts_of(block).is_streamed:
+        return size <= 4 * sum(p.numel() for p in weights)
+    device = weights[0].device if weights else torch.device("cpu")
+    return size <= _SHARE * _free_memory(device)
 
 
 def _free_memory(device: torch.device) -> float:

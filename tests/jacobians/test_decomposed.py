@@ -1,0 +1,196 @@
+"""Each Jacobian is computed once and decomposed once, whoever reads it, and coupling
+matrices are those of the formula.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.comparisons import decomposed_layers, depth_maps
+from tl_coupling.gradients import BlockFunction
+from tl_coupling.jacobians import (
+    Connection,
+    Decomposed,
+    couple,
+    decompose,
+    decomposed,
+    jacobians,
+    passing,
+)
+
+N = len(tiny.TOKENS)
+LAST = N - 1
+K = 4
+
+
+@dataclass
+class Counts:
+    """How often each Jacobian was computed, and each matrix decomposed."""
+
+    jacobians: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    svds: Counter[bytes] = field(default_factory=Counter)
+    singular_values: Counter[bytes] = field(default_factory=Counter)
+
+    def totals(self) -> tuple[int, int, int]:
+        """Return how many there were of each kind."""
+        return (
+            self.jacobians.total(),
+            self.svds.total(),
+            self.singular_values.total(),
+        )
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    counts = Counts()
+    compute = jacobians.jacobians_of_output
+
+    def counted(block: BlockFunction, inputs: list[int], output: int, *more: object):
+        counts.jacobians.update((block.layer, t1, output) for t1 in inputs)
+        return compute(block, inputs, output, *more)
+
+    monkeypatch.setattr(jacobians, "jacobians_of_output", counted)
+    for name, seen in (
+        ("svd", counts.svds),
+        ("singular_values", counts.singular_values),
+    ):
+        decompose_batch = getattr(decomposed, name)
+        monkeypatch.setattr(decomposed, name, counting(decompose_batch, seen))
+    return counts
+
+
+def counting(function: Callable, seen: Counter[bytes]) -> Callable:
+    """Return the function, which notes each matrix of the batches that it is given."""
+
+    def with_notes(J: Tensor, *more: object) -> object:
+        seen.update(matrix.numpy().tobytes() for matrix in J)
+        return function(J, *more)
+
+    return with_notes
+
+
+def test_two_orientations_take_one_decomposition(
+    tiny_trace: tlc.Trace, counts: Counts
+) -> None:
+    tlc.comparisons.depth_couplings(tiny_trace, K)
+    layers = range(tiny.N_LAYERS)
+    assert counts.jacobians == Counter((layer, LAST, LAST) for layer in layers)
+    assert counts.totals() == (tiny.N_LAYERS, tiny.N_LAYERS, 0)
+
+
+@pytest.mark.parametrize(
+    "compare",
+    [
+        tlc.self_coupling,
+        lambda *layers, **options: tlc.context_coupling(
+            *layers, fixed="input", **options
+        ),
+        lambda *layers, **options: tlc.context_coupling(
+            *layers, fixed="output", **options
+        ),
+    ],
+    ids=["self", "fixed input", "fixed output"],
+)
+@pytest.mark.parametrize(
+    ("layers", "expected"), [((1, 1), (N, N, 0)), ((0, 1), (2 * N, N, N))]
+)
+def test_token_maps_decompose_columns_and_take_the_rows_singular_values(
+    tiny_trace: tlc.Trace,
+    counts: Counts,
+    compare: Callable,
+    layers: tuple[int, int],
+    expected: tuple[int, int, int],
+) -> None:
+    compare(tiny_trace, *layers, k=K)
+    assert counts.totals() == expected
+    assert set(counts.jacobians.values()) == {1}
+
+
+def test_several_readers_of_one_decomposition(
+    tiny_trace: tlc.Trace, counts: Counts
+) -> None:
+    (layers,) = decomposed_layers([tiny_trace], K)
+    before = counts.totals()
+    assert before == (tiny.N_LAYERS, tiny.N_LAYERS, 0)
+    maps = depth_maps(layers, ("ujv", "vju"))
+    again = depth_maps(layers, ("ujv",))
+    assert torch.equal(again["ujv"].matrices, maps["ujv"].matrices)
+    assert layers.leading.U.shape == (tiny.N_LAYERS, tiny.D_MODEL, K)
+    for layer in range(tiny.N_LAYERS):
+        S = torch.linalg.svdvals(layers.jacobian(layer))
+        torch.testing.assert_close(S[: K + 1], layers.spectra.S[layer])
+        torch.testing.assert_close(S.norm(), layers.frobenius_norms[layer])
+    assert counts.totals() == before
+    expected = tlc.depth_coupling(tiny_trace, K)
+    assert torch.equal(maps["ujv"].matrices, expected.matrices)
+    assert maps["ujv"].provenance == expected.provenance
+
+
+def test_what_is_not_kept_says_so(tiny_trace: tlc.Trace) -> None:
+    connections = [Connection(layer, LAST, LAST, LAST) for layer in (1, 0)]
+    of_layers = decompose(tiny_trace, connections, K)
+    J = tlc.block_jacobians(tiny_trace, [1, 0], function="branches")
+    torch.testing.assert_close(of_layers.leading.S, torch.linalg.svdvals(J)[:, :K])
+    assert of_layers.spectra.k == K + 1
+    assert len(of_layers.paths) == len(of_layers) == len(connections)
+    with pytest.raises(ValueError, match="these Jacobians were not kept"):
+        of_layers.jacobian(0)
+
+
+def test_passing_jacobians_are_those_of_the_layers(tiny_trace: tlc.Trace) -> None:
+    connections = [Connection(layer, LAST, LAST, LAST) for layer in (1, 0)]
+    of_layers = passing(tiny_trace, connections, dtype=torch.float64)
+    parts = list(of_layers.parts())
+    J = tlc.block_jacobians(tiny_trace, [1, 0], function="branches").double()
+    assert torch.equal(torch.cat([part.J for part in parts]), J)
+    S = torch.cat([part.singular_values for part in parts])
+    torch.testing.assert_close(S, torch.linalg.svdvals(J))
+    assert len(of_layers.paths) == len(connections)
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("orientation", ["ujv", "vju"])
+@pytest.mark.parametrize("rows_are_columns", [True, False])
+def test_coupling_matrices_are_those_of_the_formula(
+    k: int, orientation: str, rows_are_columns: bool
+) -> None:
+    """A naive transcription in float64; signs of singular vectors are arbitrary."""
+    rng = np.random.default_rng(k)
+    d = 7
+    J_columns = rng.standard_normal((3, d, d))
+    J_rows = J_columns if rows_are_columns else rng.standard_normal((5, d, d))
+    columns = decomposed_from(J_columns, k)
+    rows = columns if rows_are_columns else decomposed_from(J_rows, k)
+    coupled = couple(rows, columns, (orientation,))
+    A = coupled.matrices[orientation].numpy()
+    assert A.shape == (len(J_rows), len(J_columns), k, k)
+    for column, J_2 in enumerate(J_columns):
+        U, _, Vh = np.linalg.svd(J_2)
+        left, right = U[:, :k], Vh[:k].T
+        if orientation == "vju":
+            left, right = right, left
+        for row, J_1 in enumerate(J_rows):
+            expected = left.T @ J_1 @ right
+            np.testing.assert_allclose(
+                np.abs(A[row, column]), np.abs(expected), atol=1e-12
+            )
+            # Vectors change their signs in pairs.
+            np.testing.assert_allclose(
+                np.diag(A[row, column]), np.diag(expected), atol=1e-12
+            )
+    S = np.linalg.svd(J_rows, compute_uv=False)
+    np.testing.assert_allclose(coupled.singular_values, S[:, :k], atol=1e-12)
+    norms = np.sqrt((S**2).sum(1))
+    np.testing.assert_allclose(coupled.frobenius_norms, norms, rtol=1e-12)
+
+
+def decomposed_from(J: np.ndarray, k: int) -> Decomposed:
+    connections = [Connection(layer, 0, 0, 0) for layer in range(len(J))]
+    return Decomposed.of(torch.from_numpy(J), connections, k)
