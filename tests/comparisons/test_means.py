@@ -259,6 +259,20 @@ def test_what_is_no_trace_is_one_line_that_says_what_to_do(wrong):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.usefixtures("as_a_user")
+def test_several_traces_have_a_function_of_their_own(tiny_trace):
+    for traces in ([tiny_trace], (trace for trace in [tiny_trace])):
+        with pytest.raises(
+            TypeError, match=r"`trace` must be a .*Trace, got .*`mean_depth_coupling"
+        ) as error:
+            tlc.depth_coupling(traces, 2)
+        assert "\n" not in str(error.value)
+    with pytest.raises(
+        TypeError, match=r"`traces` must be .*, got Trace: `depth_coupling"
+    ):
+        tlc.mean_depth_coupling(tiny_trace, 2)
+
+
 def test_a_narrow_model_takes_what_fits_and_says_so(tiny_trace):
     with pytest.warns(
         UserWarning, match="width 32: k = 32 is used in place of the default, 50"

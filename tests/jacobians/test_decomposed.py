@@ -21,6 +21,7 @@ from tl_coupling.jacobians import (
     couple,
     decompose,
     decomposed,
+    each_once,
     jacobians,
     passing,
 )
@@ -194,3 +195,33 @@ def test_coupling_matrices_are_those_of_the_formula(
 def decomposed_from(J: np.ndarray, k: int) -> Decomposed:
     connections = [Connection(layer, 0, 0, 0) for layer in range(len(J))]
     return Decomposed.of(torch.from_numpy(J), connections, k)
+
+
+def test_within_a_block_each_jacobian_is_computed_once(
+    tiny_trace: tlc.Trace, counts: Counts
+) -> None:
+    def measured() -> list[object]:
+        depth = tlc.depth_coupling(tiny_trace, K)
+        of_tokens = tlc.self_coupling(tiny_trace, 0, 1, k=K)
+        context = tlc.context_coupling(tiny_trace, 0, 1, fixed="output", k=K)
+        influence = tlc.cross_token_influence(tiny_trace)
+        maps = [depth, of_tokens, context]
+        return [*(one.matrices for one in maps), influence.effective_rank]
+
+    expected = measured()
+    n_alone = counts.totals()[0]
+    counts.jacobians.clear()
+    outputs = [Connection(layer, t, LAST, t) for layer in (0, 1) for t in range(N)]
+    first = [Connection(0, 0, 0, 0)]
+    with each_once(tiny_trace, outputs), each_once(tiny_trace, first):
+        found = measured()
+    assert all(map(torch.equal, found, expected))
+    # Depth and self share two; the fixed output shares all of its with the influence.
+    assert counts.totals()[0] == n_alone - 2 - 2 * N
+    # Of the connections from the last token to itself, one Jacobian is computed alone
+    # and one with those of the other tokens.
+    twice = {(layer, LAST, LAST): 2 for layer in (0, 1)}
+    assert {ends: n for ends, n in counts.jacobians.items() if n > 1} == twice
+    counts.jacobians.clear()
+    measured()
+    assert counts.totals()[0] == n_alone

@@ -39,6 +39,7 @@ _ONE_TRACE = (
     "`tl_coupling.trace(model, prompt)` makes one, and `mean_depth_coupling(traces)` "
     "takes several"
 )
+_SEVERAL_TRACES = "`depth_coupling(trace)` takes one"
 
 
 @checked
@@ -105,7 +106,7 @@ def depth_coupling(
 
 @checked
 def mean_depth_coupling(
-    traces: Iterable[object],
+    traces: Annotated[Iterable[object], _SEVERAL_TRACES],
     k: int | None = None,
     position: int = -1,
     orientation: Orientation = "ujv",
