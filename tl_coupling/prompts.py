@@ -8,13 +8,17 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from tl_coupling.arguments import AnyPath, Count, Finite, Seed, Text, checked, made_by
 
 __all__ = ["Prompt", "load_prompts", "prompts_per_task"]
+
+_Item = TypeVar("_Item")
+# WikiText's shorter lines are list entries and fragments.
+_FEWEST_WORDS = 20
 
 
 @made_by("Prompt(id, text)")
@@ -41,40 +45,43 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if not self.id:
+            content = str(self.image or self.prompt)[:80]
             raise ValueError(
-                f"the id of a prompt is empty: wanted a name for {str(self.image or self.prompt)[:80]!r}"
+                f"the id of a prompt is empty: wanted a name for {content!r}"
             )
-        if self.image is None and not self.prompt:
-            raise ValueError("the prompt is empty: wanted at least one token")
-        if self.image is not None:
-            if self.prompt:
-                raise ValueError(
-                    f"prompt {self.id!r} is a text or an image, not both: leave one out"
-                )
-            if not (path := Path(self.image).resolve()).is_file():
-                raise ValueError(
-                    f"prompt {self.id!r}: there is no image file {os.fspath(self.image)!r}"
-                )
-            object.__setattr__(self, "image", str(path))
+        if self.image is None:
+            if not self.prompt:
+                raise ValueError("the prompt is empty: wanted at least one token")
+            return
+        if self.prompt:
+            raise ValueError(
+                f"prompt {self.id!r} is a text or an image, not both: leave one out"
+            )
+        path = Path(self.image).resolve()
+        if not path.is_file():
+            raise ValueError(
+                f"prompt {self.id!r}: there is no image file {os.fspath(self.image)!r}"
+            )
+        object.__setattr__(self, "image", str(path))
 
     @property
     def text(self) -> str:
         """The text; of an image, the checksum of its file."""
         if self.image is None:
             return self.prompt
-        return (
-            f"image sha256:{hashlib.sha256(Path(self.image).read_bytes()).hexdigest()}"
-        )
+        content = Path(self.image).read_bytes()
+        return f"image sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def _is_prose(text: str) -> bool:
-    """Whether a line of WikiText is neither a heading (` = Title = `) nor a list entry
-    or fragment.
+    """Say whether a line of WikiText is neither a heading (` = Title = `) nor a list
+    entry or fragment.
     """
-    return not (text.startswith("=") and text.endswith("=")) and len(text.split()) >= 20
+    is_heading = text.startswith("=") and text.endswith("=")
+    return not is_heading and len(text.split()) >= _FEWEST_WORDS
 
 
-class _Set(NamedTuple):
+class _HubSet(NamedTuple):
     """Where a prompt set is on the hub: a split, its columns of texts, ids (else: row
     numbers) and difficulty.
     """
@@ -88,8 +95,8 @@ class _Set(NamedTuple):
     difficulty: str | None = None
 
 
-def _easy2hard(name: str, column: str) -> _Set:
-    return _Set(
+def _easy2hard(name: str, column: str) -> _HubSet:
+    return _HubSet(
         "furonghuang-lab/Easy2Hard-Bench",
         f"E2H-{name}",
         "eval",
@@ -99,15 +106,17 @@ def _easy2hard(name: str, column: str) -> _Set:
 
 
 _LEADERBOARD = {
-    "arc_challenge": _Set("allenai/ai2_arc", "ARC-Challenge", "test", "question", "id"),
-    "gsm8k": _Set("openai/gsm8k", "main", "test", "question"),
-    "hellaswag": _Set("Rowan/hellaswag", None, "test", "ctx", "ind"),
-    "mmlu": _Set("cais/mmlu", "all", "test", "question"),
+    "arc_challenge": _HubSet(
+        "allenai/ai2_arc", "ARC-Challenge", "test", "question", "id"
+    ),
+    "gsm8k": _HubSet("openai/gsm8k", "main", "test", "question"),
+    "hellaswag": _HubSet("Rowan/hellaswag", None, "test", "ctx", "ind"),
+    "mmlu": _HubSet("cais/mmlu", "all", "test", "question"),
     # TruthfulQA has no other split.
-    "truthfulqa": _Set(
+    "truthfulqa": _HubSet(
         "truthfulqa/truthful_qa", "generation", "validation", "question"
     ),
-    "winogrande": _Set("allenai/winogrande", "winogrande_xl", "test", "sentence"),
+    "winogrande": _HubSet("allenai/winogrande", "winogrande_xl", "test", "sentence"),
 }
 # The other two are games of chess and programming problems, which are no prompts in one
 # column.
@@ -117,7 +126,7 @@ _EASY2HARD = {
     "easy2hard_gsm8k": _easy2hard("GSM8K", "question"),
     "easy2hard_winogrande": _easy2hard("Winogrande", "sentence"),
 }
-_WIKITEXT = _Set(
+_WIKITEXT = _HubSet(
     "Salesforce/wikitext", "wikitext-2-raw-v1", "test", "text", is_prompt=_is_prose
 )
 _DATASETS = _LEADERBOARD | {"wikitext": _WIKITEXT} | _EASY2HARD
@@ -128,7 +137,7 @@ _GROUPS = {"open_llm_leaderboard": list(_LEADERBOARD), "easy2hard": list(_EASY2H
 def load_prompts(
     source: AnyPath, n: Count | None = None, seed: Seed = 0
 ) -> list[Prompt]:
-    r"""Prompts of a JSONL file or of a benchmark's test set; `n` of them, drawn at
+    r"""Load prompts of a JSONL file or of a benchmark's test set; `n` of them, drawn at
     random and kept in row order.
 
     A JSONL file has one object per line: `{"prompt": …}`, or `{"image": …}` with a path
@@ -169,71 +178,87 @@ def load_prompts(
 
     Example:
         >>> from pathlib import Path
-        >>> lines = '{"id": "a", "prompt": "1 + 1 ="}', '{"id": "b", "prompt": "Two plus two is"}'
-        >>> _ = Path("two.jsonl").write_text("\n".join(lines))
+        >>> first = '{"id": "a", "prompt": "1 + 1 ="}'
+        >>> second = '{"id": "b", "prompt": "Two plus two is"}'
+        >>> _ = Path("two.jsonl").write_text(f"{first}\n{second}")
         >>> [prompt.id for prompt in tlc.load_prompts("two.jsonl")]
         ['a', 'b']
     """
-    if isinstance(source, str) and (names := _GROUPS.get(source)):
-        if n and n % len(names):
-            raise ValueError(
-                f"`n` must be a multiple of {len(names)}, as many from each benchmark, got {n}"
-            )
-        return [
-            prompt
-            for name in names
-            for prompt in load_prompts(name, n and n // len(names), seed)
-        ]
+    if isinstance(source, str) and source in _GROUPS:
+        return _equally_many(_GROUPS[source], n, seed)
     if isinstance(source, str) and source in _DATASETS:
-        prompts = _from_hub(source)
+        prompts = _from_hub(source, _DATASETS[source])
     elif isinstance(source, str) and not Path(source).is_file():
         known = ", ".join([*_DATASETS, *_GROUPS])
         raise ValueError(
-            f"{source!r} is neither a file nor a prompt set: give a JSONL file or one of {known}"
+            f"{source!r} is neither a file nor a prompt set: give a JSONL file or one "
+            f"of {known}"
         )
     else:
         prompts = _from_file(Path(source))
     if n is not None and n > len(prompts):
         raise ValueError(
-            f"`n` must be at most {len(prompts)}, all the prompts of {source}, got {n}; or None for all"
+            f"`n` must be at most {len(prompts)}, all the prompts of {source}, got {n}; "
+            "or None for all"
         )
-    return _draw(prompts, n, seed)
+    return _drawn(prompts, n, seed)
+
+
+def _equally_many(names: Sequence[str], n: int | None, seed: int) -> list[Prompt]:
+    """Return `n` prompts of several sets together, or all of them."""
+    if n and n % len(names):
+        raise ValueError(
+            f"`n` must be a multiple of {len(names)}, as many from each benchmark, got "
+            f"{n}"
+        )
+    n_of_set = None if n is None else n // len(names)
+    prompts: list[Prompt] = []
+    for name in names:
+        prompts += load_prompts(name, n_of_set, seed)
+    return prompts
 
 
 @checked
 def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: Seed = 0) -> list[Prompt]:
-    """`n` prompts of every task, drawn at random and kept in their order; a larger `n`
-    draws the same and more.
+    """Draw `n` prompts of every task at random, and keep them in their order.
+
+    A larger `n` draws the same prompts and more.
 
     Raises:
         ValueError: `n` below 1, or a task with fewer prompts.
 
     Example:
-        >>> prompts = [tlc.Prompt(f"{task}-{i}", "1 + 1 =", task) for task in ("sums", "riddles") for i in range(9)]
+        >>> tasks = ["sums", "riddles"]
+        >>> prompts = [
+        ...     tlc.Prompt(f"{task}-{i}", "1 + 1 =", task)
+        ...     for task in tasks
+        ...     for i in range(9)
+        ... ]
         >>> [prompt.task for prompt in tlc.prompts.prompts_per_task(prompts, n=2)]
         ['sums', 'sums', 'riddles', 'riddles']
     """
-    tasks = dict.fromkeys(prompt.task for prompt in prompts)
-    indices = [
-        [i for i, prompt in enumerate(prompts) if prompt.task == task] for task in tasks
-    ]
-    fewest = min(map(len, indices), default=0)
+    indices_of_task: dict[str | None, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        indices_of_task.setdefault(prompt.task, []).append(i)
+    fewest = min(map(len, indices_of_task.values()), default=0)
     if not 1 <= n <= fewest:
         raise ValueError(
             f"`n` must lie in [1, {fewest}], the prompts of the smallest task, got {n}"
         )
-    return [
-        prompts[i]
-        for i in sorted(i for of_task in indices for i in _draw(of_task, n, seed))
-    ]
+    drawn: list[int] = []
+    for indices in indices_of_task.values():
+        drawn += _drawn(indices, n, seed)
+    return [prompts[i] for i in sorted(drawn)]
 
 
-def _draw(items: Sequence[Any], n: int | None, seed: int) -> list[Any]:
-    drawn = np.random.default_rng(seed).permutation(len(items))[:n]
-    return [items[i] for i in sorted(drawn)]
+def _drawn(items: Sequence[_Item], n: int | None, seed: int) -> list[_Item]:
+    """Return `n` items drawn at random, in their order; all of them for None."""
+    indices = np.random.default_rng(seed).permutation(len(items))[:n]
+    return [items[i] for i in sorted(indices)]
 
 
 def _from_file(path: Path) -> list[Prompt]:
+    """Return the prompts of a JSONL file; an error names the line."""
     try:
         # Not splitlines: a text may hold Unicode's own line separators.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -245,72 +270,115 @@ def _from_file(path: Path) -> list[Prompt]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
-        wanted = f'{where}: wanted {{"prompt": "…"}}'
-        try:
-            entry = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = getattr(error, "msg", "nested too deeply")
+        prompt = _prompt_in(line, path, number)
+        if prompt.id in prompts:
             raise ValueError(
-                f"{wanted}, got text that is not JSON ({reason})"
-            ) from None
-        given = entry if isinstance(entry, dict) else {}
-        text, image = given.get("prompt"), given.get("image")
-        if not any(isinstance(one, str) and one.strip() for one in (text, image)):
-            raise ValueError(
-                f"{wanted} with a text that is not empty, got {line.strip()[:80]}"
+                f"{path}, line {number}: the id {prompt.id!r} is used twice; ids must "
+                "differ"
             )
-        if not isinstance(task := given.get("task"), str | None):
-            raise ValueError(f'{where}: "task" must be a string or null, got {task!r}')
-        try:
-            picture, difficulty = image and path.parent / image, given.get("difficulty")
-            prompt = Prompt(
-                str(given.get("id", number)), text or "", task, picture, difficulty
-            )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {error}") from None
-        if prompts.setdefault(prompt.id, prompt) is not prompt:
-            raise ValueError(
-                f"{where}: the id {prompt.id!r} is used twice; ids must differ"
-            )
+        prompts[prompt.id] = prompt
     if not prompts:
         raise ValueError(f'{path} has no prompts; wanted lines like {{"prompt": "…"}}')
     return list(prompts.values())
 
 
-def _from_hub(name: str) -> list[Prompt]:
-    """All prompts of a known set, in row order, each text and each id once."""
+def _prompt_in(line: str, path: Path, number: int) -> Prompt:
+    """Return the prompt in a line of a JSONL file; its id is by default the line's
+    number.
+    """
+    location = f"{path}, line {number}"
+    expected = f'{location}: wanted {{"prompt": "…"}}'
+    try:
+        entry = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = getattr(error, "msg", "nested too deeply")
+        raise ValueError(f"{expected}, got text that is not JSON ({reason})") from None
+    fields = entry if isinstance(entry, dict) else {}
+    text = fields.get("prompt")
+    image = fields.get("image")
+    if not _is_filled(text) and not _is_filled(image):
+        raise ValueError(
+            f"{expected} with a text that is not empty, got {line.strip()[:80]}"
+        )
+    task = fields.get("task")
+    if not isinstance(task, str | None):
+        raise ValueError(f'{location}: "task" must be a string or null, got {task!r}')
+    try:
+        return Prompt(
+            str(fields.get("id", number)),
+            text or "",
+            task,
+            image and path.parent / image,
+            fields.get("difficulty"),
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{location}: {error}") from None
+
+
+def _is_filled(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+class _Columns(NamedTuple):
+    """The texts of a prompt set, their ids and their difficulty."""
+
+    texts: list[str]
+    ids: list[str]
+    difficulties: list[float | None]
+
+
+def _from_hub(name: str, source: _HubSet) -> list[Prompt]:
+    """Return all prompts of a known set, in row order, each text and each id once."""
+    columns = _downloaded(name, source)
+    prompts: dict[str, Prompt] = {}
+    seen: set[str] = set()
+    for text, prompt_id, difficulty in zip(*columns, strict=True):
+        if not source.is_prompt(text) or text in seen or prompt_id in prompts:
+            continue
+        seen.add(text)
+        prompts[prompt_id] = Prompt(prompt_id, text, name, difficulty=difficulty)
+    return list(prompts.values())
+
+
+def _downloaded(name: str, source: _HubSet) -> _Columns:
+    """Return the columns of a prompt set, from the hub or HuggingFace's cache."""
     try:
         from datasets import load_dataset
     except ImportError as error:
-        install = 'pip install "tl-coupling[survey]"'
         raise ValueError(
-            f"the prompt set {name!r} needs the package datasets: {install} ({error})"
+            f"the prompt set {name!r} needs the package datasets: pip install "
+            f'"tl-coupling[survey]" ({error})'
         ) from None
-    of = _DATASETS[name]
     try:
-        rows = load_dataset(of.path, of.config, split=of.split)
-        texts = [(text or "").strip() for text in rows[of.column]]
-        keys = [
-            f"{name}-{own}"
-            for own in (rows[of.id_column] if of.id_column else range(len(texts)))
-        ]
-        ratings = list(rows[of.difficulty]) if of.difficulty else [None] * len(texts)
+        rows = load_dataset(source.path, source.config, split=source.split)
+        texts = [(text or "").strip() for text in rows[source.column]]
+        own_ids: Sequence[Any] = range(len(texts))
+        if source.id_column:
+            own_ids = rows[source.id_column]
+        ids = [f"{name}-{own_id}" for own_id in own_ids]
+        difficulties: list[float | None] = [None] * len(texts)
+        if source.difficulty:
+            difficulties = list(rows[source.difficulty])
+        return _Columns(texts, ids, difficulties)
     # datasets, huggingface_hub, httpx and pyarrow each have their own; none is
     # documented.
     except Exception as error:
-        why = "it is not there as expected, or the download broke; try again, or give a JSONL file"
-        if isinstance(error, ConnectionError):
-            why = "the hub cannot be reached and nothing is cached; go online once, or give a JSONL file"
-        what = f"{of.path}, {of.config or 'default'}, split {of.split!r}, column {of.column!r}"
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise OSError(
-            f"could not load {name!r} ({what}) from HuggingFace: {why} ({said})"
-        ) from error
-    prompts: dict[str, Prompt] = {}
-    seen: set[str] = set()
-    for key, text, rating in zip(keys, texts, ratings, strict=True):
-        if of.is_prompt(text) and text not in seen and key not in prompts:
-            seen.add(text)
-            prompts[key] = Prompt(key, text, name, difficulty=rating)
-    return list(prompts.values())
+        raise OSError(_why_not_downloaded(name, source, error)) from error
+
+
+def _why_not_downloaded(name: str, source: _HubSet, error: Exception) -> str:
+    advice = (
+        "it is not there as expected, or the download broke; try again, or give a JSONL "
+        "file"
+    )
+    if isinstance(error, ConnectionError):
+        advice = (
+            "the hub cannot be reached and nothing is cached; go online once, or give a "
+            "JSONL file"
+        )
+    message = " ".join(str(error).split())[:200]
+    return (
+        f"could not load {name!r} ({source.path}, {source.config or 'default'}, split "
+        f"{source.split!r}, column {source.column!r}) from HuggingFace: {advice} "
+        f"({type(error).__name__}: {message})"
+    )

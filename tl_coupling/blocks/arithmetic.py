@@ -30,8 +30,9 @@ from tl_coupling.models import (
 )
 
 _measuring = threading.RLock()
-# What the measuring thread has entered and not yet left: device, dtype and modules.
-_entered: list[tuple[Any, ...]] = []
+# What the measuring thread has entered and not yet left: device, dtype, and the modules'
+# ids.
+_entered: list[tuple[object, ...]] = []
 # How HuggingFace's mixtures compute their experts; the public property beside it also
 # sets that of every other part.
 _EXPERTS = "_experts_implementation_internal"
@@ -43,29 +44,30 @@ _OUT_OF_MEMORY = (
     "out of memory",
     "bad_alloc",
 )
+# What `forwards_replaced` changes of a module.
+_OWN_CALL = {"forward", "_forward_hooks", "_forward_pre_hooks"}
 
 
 @contextmanager
 def attributes_set(changes: Iterable[Change]) -> Iterator[None]:
-    """Context in which attributes of objects are changed."""
+    """Change attributes of objects in this context."""
     with ExitStack() as undo:
         for owner, name, value in changes:
-            before = getattr(owner, name)
+            original = getattr(owner, name)
             setattr(owner, name, value)
-            undo.callback(setattr, owner, name, before)
+            undo.callback(setattr, owner, name, original)
         yield
 
 
 @contextmanager
 def forwards_replaced(
-    forwards: Mapping[nn.Module, Callable[..., Any]],
+    forwards: Mapping[nn.Module, Callable[..., object]],
 ) -> Iterator[None]:
-    """Context in which modules have other `forward`s, and no hooks: those of the blocks
+    """Give modules other `forward`s in this context, and no hooks: those of the blocks
     have acted on the stream.
     """
-    own = {"forward", "_forward_hooks", "_forward_pre_hooks"}
-    before = {
-        module: {name: vars(module)[name] for name in own & vars(module).keys()}
+    originals = {
+        module: {name: vars(module)[name] for name in _OWN_CALL & vars(module).keys()}
         for module in forwards
     }
     try:
@@ -77,7 +79,7 @@ def forwards_replaced(
             )
         yield
     finally:
-        for module, attributes in before.items():
+        for module, attributes in originals.items():
             # An instance has a `forward` of its own where accelerate put one.
             vars(module).pop("forward", None)
             vars(module).update(attributes)
@@ -85,8 +87,8 @@ def forwards_replaced(
 
 @contextmanager
 def mean_weights(first: nn.Module, second: nn.Module) -> Iterator[None]:
-    """Context in which each parameter of `first` is the mean of its own and `second`'s.
-    Costs a copy of the weights.
+    """Give each parameter of `first` the mean of its own values and `second`'s in this
+    context. Costs a copy of the weights.
     """
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     with attributes_set((p, "data", (p.data + q.data) / 2) for p, q in pairs):
@@ -99,14 +101,15 @@ def exact_arithmetic(
     modules: Sequence[nn.Module] = (),
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """No gradients for parameters, no autocast, no TF32, attention in plain operations;
-    the modules compute in `dtype`.
+    """Compute without gradients for parameters, autocast and TF32, with attention in
+    plain operations, and with the modules in `dtype`.
 
     One thread at a time; Ctrl-C takes effect on entering, on leaving, and in
     `hear_interrupts`.
     """
     with _measuring:
-        if (what := (device, dtype, *map(id, modules))) in _entered:
+        state = (device, dtype, *map(id, modules))
+        if state in _entered:
             hear_interrupts()
             yield
             return
@@ -120,7 +123,7 @@ def exact_arithmetic(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             changes = () if dtype is None else _computing_in(modules, dtype)
             stack.enter_context(attributes_set(chain(_full_precision(), changes)))
-            _entered.append(what)
+            _entered.append(state)
             stack.callback(_entered.pop)
             yield
 
@@ -129,84 +132,89 @@ def exact_arithmetic(
 def own_arithmetic(
     module: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[None]:
-    """Exact arithmetic in the precision of the module's weights: how models are traced.
+    """Compute exactly in the precision of the module's weights: how models are traced.
 
-    A model whose weights are elsewhere, or packed, computes in `dtype` (by default
+    A model whose weights are on disk, or packed, computes in `dtype` (by default
     float32, or float64 if that is its own), one part after the other: each has its
     weights while it is called.
     """
     weight = next(module.parameters(), torch.empty(0))
+    facts = facts_of(module)
     with exact_arithmetic(weight.device), ExitStack() as stack:
         # Within its own arithmetic a model has its weights already.
-        facts = facts_of(module)
-        if not facts.is_filled_when_called and (
+        lacks_weights = not facts.is_filled_when_called and (
             facts.is_streamed or has_packed_parts(module)
-        ):
-            stack.enter_context(
-                attributes_set([(facts, "is_filled_when_called", True)])
-            )
-            dtype = dtype or (
-                torch.float64 if weight.dtype == torch.float64 else torch.float32
-            )
-            stack.enter_context(_filled_when_called(module, dtype))
-        stack.enter_context(
-            attributes_set(_eager_experts(module, dtype or weight.dtype))
         )
+        if lacks_weights:
+            if dtype is None:
+                is_double = weight.dtype == torch.float64
+                dtype = torch.float64 if is_double else torch.float32
+            is_filled = (facts, "is_filled_when_called", True)
+            stack.enter_context(attributes_set([is_filled]))
+            stack.enter_context(_filled_when_called(module, dtype))
+        experts = _eager_experts(module, dtype or weight.dtype)
+        stack.enter_context(attributes_set(experts))
         yield
 
 
 @contextmanager
 def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Context in which each part of a model has its weights, in `dtype`, while it is
-    called.
-
-    Parts are the blocks, tables of embeddings, of which only the rows that are looked
-    up are read, and the largest modules that contain neither; where weights are
-    elsewhere, those that lack some.
+    """Give each part of a model its weights, in `dtype`, while it is called in this
+    context.
     """
-    blocks, weight = set(getattr(model, "blocks", [model])), next(model.parameters())
+    device = next(model.parameters()).device
     called: list[ExitStack] = []
 
-    def enter(part: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def enter(part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         hear_interrupts()
-        called.append(ExitStack())
-        if looks_up(part) and given:
-            changes, places = looked_up(part, given[0], dtype)
-            called[-1].enter_context(attributes_set(changes))
-            return (places, *given[1:])
-        called[-1].enter_context(exact_arithmetic(weight.device, [part], dtype))
+        weights = ExitStack()
+        called.append(weights)
+        if looks_up(part) and args:
+            changes, ids = looked_up(part, args[0], dtype)
+            weights.enter_context(attributes_set(changes))
+            return (ids, *args[1:])
+        weights.enter_context(exact_arithmetic(device, [part], dtype))
         return None
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         # torch calls it as well where a hook before ours raised.
         if called:
             called.pop().close()
 
     with ExitStack() as hooks:
-        # A bridge does not list every part of the model that it wraps.
-        unread, read = [model, getattr(model, "original_model", model)], set()
-        while unread:
-            part = unread.pop()
-            if (
-                part in blocks
-                or looks_up(part)
-                or not any(one in blocks or looks_up(one) for one in part.modules())
-            ):
-                if part not in read and (
-                    holds_stored_weights(part) or not facts_of(model).is_streamed
-                ):
-                    read.add(part)
-                    hooks.enter_context(part.register_forward_pre_hook(enter))
-                    hooks.enter_context(
-                        part.register_forward_hook(leave, always_call=True)
-                    )
-                continue
-            unread += part.children()
+        for part in _parts_to_fill(model):
+            hooks.enter_context(part.register_forward_pre_hook(enter))
+            hooks.enter_context(part.register_forward_hook(leave, always_call=True))
         try:
             yield
         finally:
             while called:
                 leave()
+
+
+def _parts_to_fill(model: Any) -> list[nn.Module]:
+    """Return the parts of a model that get their weights one after the other.
+
+    These are the blocks, tables of embeddings, of which only the rows that are looked
+    up are read, and the largest modules that contain neither; of a streamed model,
+    those that lack weights.
+    """
+    blocks = set(getattr(model, "blocks", [model]))
+    is_streamed = facts_of(model).is_streamed
+
+    def is_whole_part(module: nn.Module) -> bool:
+        return module in blocks or looks_up(module)
+
+    parts: dict[nn.Module, None] = {}
+    # A bridge does not list every part of the model that it wraps.
+    unvisited = [model, getattr(model, "original_model", model)]
+    while unvisited:
+        module = unvisited.pop()
+        if not is_whole_part(module) and any(map(is_whole_part, module.modules())):
+            unvisited += module.children()
+        elif holds_stored_weights(module) or not is_streamed:
+            parts[module] = None
+    return list(parts)
 
 
 def _full_precision() -> list[Change]:
@@ -226,59 +234,59 @@ def _full_precision() -> list[Change]:
 
 
 def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[Change]:
-    """Changes that make modules compute in `dtype`; HookedTransformer's norms cast to
-    `cfg.dtype`.
+    """Yield changes that make modules compute in `dtype`; HookedTransformer's norms cast
+    to `cfg.dtype`.
 
     Not by `torch.func.functional_call`: a bridge reaches one module under two names,
     and would keep foreign weights.
     """
     yield from filled(modules, dtype)
-    for part in (part for module in modules for part in module.modules()):
+    for part in chain.from_iterable(module.modules() for module in modules):
         yield from dequantising(part, dtype)
         # `parameters()` and `buffers()` would search all parts of each part again.
         for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if (
-                tensor is not None
-                and tensor.is_floating_point()
-                and tensor.dtype != dtype
-            ):
+            if tensor is None or not tensor.is_floating_point():
+                continue
+            if tensor.dtype != dtype:
                 yield tensor, "data", tensor.data.to(dtype)
         cfg = vars(part).get("cfg")
-        if isinstance(was := getattr(cfg, "dtype", None), torch.dtype) and was != dtype:
+        cfg_dtype = getattr(cfg, "dtype", None)
+        if isinstance(cfg_dtype, torch.dtype) and cfg_dtype != dtype:
             yield cfg, "dtype", dtype
     for module in modules:
         yield from _eager_experts(module, dtype)
 
 
 def _eager_experts(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
-    """Changes for float64, in which HuggingFace's grouped experts fail."""
-    for part in module.modules() if dtype == torch.float64 else ():
+    """Yield changes for float64, in which HuggingFace's grouped experts fail."""
+    if dtype != torch.float64:
+        return
+    for part in module.modules():
         config = vars(part).get("config")
         if getattr(config, _EXPERTS, None) not in (None, "eager"):
             yield config, _EXPERTS, "eager"
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A value with its floating-point tensors changed, also those inside tuples, lists
-    and dicts.
+    """Return a value with its floating-point tensors changed, also those inside tuples,
+    lists and dicts.
     """
     if isinstance(value, Tensor):
         return change(value) if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        changed = [map_tensors(v, change) for v in value]
-        return (
-            type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-        )
-    return (
-        {k: map_tensors(v, change) for k, v in value.items()}
-        if isinstance(value, dict)
-        else value
-    )
+    if isinstance(value, dict):
+        return {key: map_tensors(entry, change) for key, entry in value.items()}
+    if not isinstance(value, tuple | list):
+        return value
+    entries = [map_tensors(entry, change) for entry in value]
+    is_named_tuple = hasattr(value, "_fields")
+    return type(value)(*entries) if is_named_tuple else type(value)(entries)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that memory ran out."""
-    said = str(error).lower() if isinstance(error, RuntimeError) else ""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        text in said for text in _OUT_OF_MEMORY
+    """Say whether the error means that memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        words in message for words in _OUT_OF_MEMORY
     )

@@ -39,15 +39,15 @@ _CACHE_ARGUMENTS = (
 )
 
 
-def hidden_states(output: Any) -> Tensor:
-    """The residual stream in what a block returned (some return tuples)."""
-    found = output[0] if isinstance(output, tuple | list) else output
-    if not isinstance(found, Tensor):
-        kind = type(output).__name__
+def hidden_states(output: object) -> Tensor:
+    """Return the residual stream in what a block returned (some return tuples)."""
+    stream = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(stream, Tensor):
         raise ValueError(
-            f"wanted blocks that return the residual stream, alone or first in a tuple, got a {kind}"
+            "wanted blocks that return the residual stream, alone or first in a tuple, "
+            f"got a {type(output).__name__}"
         )
-    return found
+    return stream
 
 
 def as_block_output(stream: Tensor, length: int) -> object:
@@ -58,25 +58,26 @@ def as_block_output(stream: Tensor, length: int) -> object:
 
 
 def _row_of(name: str, value: Any, position: int, n_keys: int) -> Any:
-    """A block argument for the query at `position` alone: its own row, and the first
-    `n_keys` keys.
+    """Return a block argument for the query at `position` alone: its own row, and the
+    first `n_keys` keys.
     """
-    rows, keys = slice(position, position + 1), slice(0, n_keys)
-    if value is None:
-        return None
-    if name in ("attention_mask", "causal_mask") and isinstance(value, Tensor):
-        return (
-            value[..., rows, keys]
-            if value.ndim == 4 and value.shape[-2] > 1
-            else value[..., keys]
-        )
-    if name in ("position_ids", "cache_position"):
-        return value[..., rows]
-    if name == "position_embeddings" and isinstance(value, tuple | list):
-        return type(value)(v[..., rows, :] for v in value)
-    if name in ("position_embeddings", "shortformer_pos_embed"):
-        return value[:, rows]
-    return value[..., keys] if name in ("alibi", "position_bias") else value
+    row = slice(position, position + 1)
+    keys = slice(0, n_keys)
+    match name:
+        case _ if value is None:
+            return None
+        case "attention_mask" | "causal_mask" if isinstance(value, Tensor):
+            has_rows = value.ndim == 4 and value.shape[-2] > 1
+            return value[..., row, keys] if has_rows else value[..., keys]
+        case "position_ids" | "cache_position":
+            return value[..., row]
+        case "position_embeddings" if isinstance(value, tuple | list):
+            return type(value)(part[..., row, :] for part in value)
+        case "position_embeddings" | "shortformer_pos_embed":
+            return value[:, row]
+        case "alibi" | "position_bias":
+            return value[..., keys]
+    return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,16 +105,16 @@ class BlockCall:
     def captured(
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple["BlockCall", Tensor]:
-        """The call that a forward pre-hook saw, and the residual stream in it."""
+        """Return the call that a forward pre-hook saw, and the residual stream in it."""
         original = getattr(module, "original_component", None)
-        parameters = inspect.signature(
-            (module if original is None else original).forward
-        ).parameters
+        forward = module.forward if original is None else original.forward
+        parameters = inspect.signature(forward).parameters
         arguments = dict(zip(parameters, args, strict=False)) | kwargs
         residual = arguments.pop(next(iter(parameters)), None)
         if not isinstance(residual, Tensor) or len(args) > len(parameters):
             raise ValueError(
-                f"wanted blocks that take the residual stream first, {type(module).__name__} does not"
+                "wanted blocks that take the residual stream first, "
+                f"{type(module).__name__} does not"
             )
         # The first embedding, as an argument of every block, is the stream itself, to
         # which blocks may add in place.
@@ -121,45 +122,36 @@ class BlockCall:
         arguments = {
             name: map_tensors(value, apart) for name, value in arguments.items()
         }
-        arguments |= dict.fromkeys(arguments.keys() & set(_CACHE_ARGUMENTS))
+        for name in arguments.keys() & set(_CACHE_ARGUMENTS):
+            arguments[name] = None
         if "use_cache" in arguments:
             arguments["use_cache"] = False
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        named = (
-            name for name in _CACHE_ARGUMENTS if name in arguments or name in parameters
+        call = cls(
+            module,
+            arguments,
+            cache_argument=_cache_argument(parameters, arguments),
+            takes_use_cache="use_cache" in parameters or "use_cache" in arguments,
+            position_dim=_position_dim(module),
+            layout=_layout(residual),
         )
-        cache_argument = next(named, _CACHE_ARGUMENTS[0] if takes_any else None)
-        takes_use_cache = "use_cache" in parameters or "use_cache" in arguments
-        # HookedTransformer keeps keys as [batch pos head d_head], HuggingFace as [batch
-        # head pos d_head].
-        position_dim = (
-            1
-            if original is None
-            and type(module).__module__.startswith("transformer_lens")
-            else -2
-        )
-        layout = next(
-            (one for one, fits in _LAYOUTS.items() if fits(residual.shape)), cls.layout
-        )
-        return cls(
-            module, arguments, cache_argument, takes_use_cache, position_dim, layout
-        ), residual
+        return call, residual
 
     def holds(self, residual: Tensor) -> bool:
-        """Whether this is a residual stream of one sequence in the layout of the
+        """Say whether this is a residual stream of one sequence in the layout of the
         call.
         """
         return _LAYOUTS[self.layout](residual.shape)
 
-    def rows(self, output: Any) -> Float[Tensor, "n_rows d_model"]:
-        """The residual stream in what the block took or returned."""
+    def rows(self, output: object) -> Float[Tensor, "n_rows d_model"]:
+        """Return the residual stream in what the block took or returned."""
         return rearrange(hidden_states(output), f"{self.layout} -> n d")
 
     def __call__(
         self, X: Float[Tensor, "n_pos d_model"]
     ) -> Float[Tensor, "n_pos d_model"]:
-        """The block's output for the whole sequence; X stays as it is, also where the
-        block adds to it in place.
+        """Return the block's output for the whole sequence.
+
+        X stays as it is, also where the block adds to it in place.
         """
         return self.rows(self.module(self._laid_out(X.clone()), **self.arguments))
 
@@ -169,22 +161,22 @@ class BlockCall:
     def keys_and_values(
         self, X: Float[Tensor, "n_rows d_model"], position: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows X: the whole sequence, or the one row at
-        `position`.
+        """Return the keys and values of the rows X: the whole sequence, or the one row
+        at `position`.
         """
+        recording = Context(None, self.position_dim, 0)
         try:
-            self._in_context(
-                Context(None, self.position_dim, 0), X.clone(), position, 1
-            )
-        except KeysAndValues as found:
-            return found.args
+            self._in_context(recording, X.clone(), position, 1)
+        except KeysAndValues as recorded:
+            keys, values = recorded.args
+            return keys, values
         raise _no_context()
 
     def row(
         self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...]
     ) -> Float[Tensor, " d_model"]:
-        """The block's output at `position`, from the row there and the keys and values
-        of other rows.
+        """Return the block's output at `position`, from the row there and the keys and
+        values of other rows.
         """
         around = self.context(position, context)
         # Not [0, 0]: the derivative of a selection is a matrix of zeros with one row
@@ -195,16 +187,16 @@ class BlockCall:
         return output
 
     def context(self, position: int, rows: tuple[Tensor, ...]) -> Context:
-        """Keys and values of other rows, for the row at `position`."""
+        """Return the keys and values of other rows, for the row at `position`."""
         return Context(rows, self.position_dim, position)
 
     def at(
         self, X: Float[Tensor, "n_rows d_model"], context: Context
     ) -> Float[Tensor, "n_rows d_model"]:
-        """The block on rows that all stand at the context's place: one of activations,
-        or any number of tangents.
+        """Return the block's output for rows that all stand at the context's place: one
+        of activations, or any number of tangents.
 
-        A block that adds to the stream in place changes X: rows that are wanted later
+        A block that adds to the stream in place changes X: rows that are needed later
         are given as a copy.
         """
         assert context.rows is not None
@@ -218,20 +210,55 @@ class BlockCall:
         position: int | None,
         n_keys: int,
     ) -> Tensor:
-        given = self.arguments.items()
-        arguments = {
-            name: value if position is None else _row_of(name, value, position, n_keys)
-            for name, value in given
-        }
+        arguments = dict(self.arguments)
+        if position is not None:
+            for name, value in self.arguments.items():
+                arguments[name] = _row_of(name, value, position, n_keys)
         if self.cache_argument is not None:
             arguments[self.cache_argument] = ReadOnlyCache(context)
-            arguments |= {"use_cache": True} if self.takes_use_cache else {}
+            if self.takes_use_cache:
+                arguments["use_cache"] = True
         with context.entered(len(X)):
             return hidden_states(self.module(self._laid_out(X), **arguments))
 
 
+def _cache_argument(
+    parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, object]
+) -> str | None:
+    """Return the name under which a block takes a key/value cache; None if it takes
+    none.
+    """
+    for name in _CACHE_ARGUMENTS:
+        if name in arguments or name in parameters:
+            return name
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return _CACHE_ARGUMENTS[0] if takes_any else None
+
+
+def _position_dim(module: nn.Module) -> int:
+    """Return the axis of positions in a block's keys and values.
+
+    HookedTransformer keeps keys as [batch pos head d_head], HuggingFace as [batch head
+    pos d_head].
+    """
+    wraps_huggingface = getattr(module, "original_component", None) is not None
+    if wraps_huggingface:
+        return -2
+    return 1 if type(module).__module__.startswith("transformer_lens") else -2
+
+
+def _layout(residual: Tensor) -> str:
+    """Return the layout that a residual stream has; the usual one if it has none of
+    them, which is refused later.
+    """
+    for layout, fits in _LAYOUTS.items():
+        if fits(residual.shape):
+            return layout
+    return BlockCall.layout
+
+
 def _copied_from(stream: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it has the memory of the stream."""
+    """Return the tensor, or a copy if it has the memory of the stream."""
     shared = tensor.untyped_storage().data_ptr() == stream.untyped_storage().data_ptr()
     return tensor.clone() if shared else tensor
 
@@ -245,97 +272,112 @@ def _no_context() -> BlockError:
 class RecordedCall(NamedTuple):
     """A block's call as the model made it, with the residual streams `[n_pos d_model]`
     before and after.
+
+    `dtypes` are those of the stream and of the weights; Mamba's stream is in float32.
     """
 
     call: BlockCall
     X: Tensor
     Y: Tensor
-    dtypes: frozenset[
-        torch.dtype
-    ]  # Of the stream and of the weights; Mamba's stream is in float32.
+    dtypes: frozenset[torch.dtype]
 
 
 def differ_in(
     first: BlockCall, second: BlockCall, layers: tuple[int, int]
 ) -> str | None:
-    """Where two blocks are of different kinds, so that the mean of their weights is no
-    block; `None` if nowhere.
+    """Say where two blocks are of different kinds, so that the mean of their weights is
+    no block; `None` if nowhere.
 
     Blocks of one kind have the same modules with the same settings (window, rotary or
     not, scale), parameters of the same names and shapes, the same buffers, and are
     called with the same arguments (mask, positions).
     """
-    blocks = first.module, second.module
-    kinds = (
-        {name: type(part) for name, part in block.named_modules()} for block in blocks
-    )
-    ours, theirs = (
-        {n: p.shape if p.is_floating_point() else None for n, p in b.named_parameters()}
-        for b in blocks
-    )
+    a = first.module
+    b = second.module
+    shapes = _float_shapes(a)
     return (
-        _difference("module", *kinds)
-        or _other_setting(*blocks, layers)
-        or _difference("parameter", ours, theirs)
-        or (
-            "parameters that are not floating-point numbers"
-            if None in ours.values()
-            else None
-        )
-        or _difference("buffer", *(dict(block.named_buffers()) for block in blocks))
+        _difference("module", _classes(a), _classes(b))
+        or _setting_that_differs(a, b, layers)
+        or _difference("parameter", shapes, _float_shapes(b))
+        or _integer_parameters(shapes)
+        or _difference("buffer", dict(a.named_buffers()), dict(b.named_buffers()))
         or argument_that_differs(first, second)
     )
 
 
 def argument_that_differs(first: BlockCall, second: BlockCall) -> str | None:
-    """The first argument that is not the same in two calls of a block; `None` if all
-    are.
+    """Return the first argument that is not the same in two calls of a block; `None` if
+    all are.
     """
     return _difference("argument", first.arguments, second.arguments)
 
 
-def _other_setting(
+def _classes(block: nn.Module) -> dict[str, type]:
+    return {name: type(part) for name, part in block.named_modules()}
+
+
+def _float_shapes(block: nn.Module) -> dict[str, torch.Size | None]:
+    """Return the shapes of a block's parameters; None for those of whole numbers."""
+    return {
+        name: parameter.shape if parameter.is_floating_point() else None
+        for name, parameter in block.named_parameters()
+    }
+
+
+def _integer_parameters(shapes: Mapping[str, torch.Size | None]) -> str | None:
+    has_integers = None in shapes.values()
+    return "parameters that are not floating-point numbers" if has_integers else None
+
+
+def _setting_that_differs(
     first: nn.Module, second: nn.Module, layers: tuple[int, int]
 ) -> str | None:
-    """The first plain attribute in which two blocks of the same modules differ, except
-    in naming their own layers.
+    """Return the first plain attribute in which two blocks of the same modules differ,
+    except in naming their own layers.
     """
-    others = dict(second.named_modules())
-    for name, part in first.named_modules():
-        both = part, others[name]
-        ours, theirs = (
-            {k: v for k, v in vars(one).items() if isinstance(v, int | float | str)}
-            for one in both
-        )
-        for key in ours | theirs:
-            if not _same_setting(a := ours.get(key), b := theirs.get(key), *layers):
-                return f"{key}, {a!r} and {b!r}, of module {name!r}"
+    counterparts = dict(second.named_modules())
+    for path, part in first.named_modules():
+        settings = _settings(part)
+        other_settings = _settings(counterparts[path])
+        for name in settings | other_settings:
+            a = settings.get(name)
+            b = other_settings.get(name)
+            if not _same_setting(a, b, *layers):
+                return f"{name}, {a!r} and {b!r}, of module {path!r}"
     return None
 
 
-def _same_setting(a: Any, b: Any, layer_a: int, layer_b: int) -> bool:
+def _settings(part: nn.Module) -> dict[str, int | float | str]:
+    attributes = vars(part).items()
+    return {name: v for name, v in attributes if isinstance(v, int | float | str)}
+
+
+def _same_setting(a: object, b: object, layer_a: int, layer_b: int) -> bool:
     if isinstance(a, str) and isinstance(b, str):
-        return re.sub(rf"\b{layer_a}\b", "layer", a) == re.sub(
-            rf"\b{layer_b}\b", "layer", b
-        )
-    return bool(a == b) or (type(a) is type(b) is int and a - layer_a == b - layer_b)
+        return _without_layer(a, layer_a) == _without_layer(b, layer_b)
+    if type(a) is int and type(b) is int and a - layer_a == b - layer_b:
+        return True
+    return bool(a == b)
+
+
+def _without_layer(text: str, layer: int) -> str:
+    return re.sub(rf"\b{layer}\b", "layer", text)
 
 
 def _difference(
-    what: str, one: Mapping[str, Any], other: Mapping[str, Any]
+    kind: str, first: Mapping[str, object], second: Mapping[str, object]
 ) -> str | None:
-    """The first name under which two mappings hold different things, or one of them
-    nothing.
+    """Return the first name under which two mappings hold different things, or one of
+    them nothing.
     """
-    names = (
-        n
-        for n in {**one, **other}
-        if n not in one or n not in other or not _equal(one[n], other[n])
-    )
-    return next((f"{what} {name!r}" for name in names), None)
+    for name in {**first, **second}:
+        is_in_both = name in first and name in second
+        if not is_in_both or not _equal(first[name], second[name]):
+            return f"{kind} {name!r}"
+    return None
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):

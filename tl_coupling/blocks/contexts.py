@@ -2,7 +2,7 @@
 a cache or within attention.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,23 +52,24 @@ class Context:
     moved: list[Tensor] | None = None
 
     def __init__(self, rows: tuple[Tensor, ...] | None, dim: int, before: int) -> None:
-        self.rows, self.dim, self.before = rows, dim, before
+        self.rows = rows
+        self.dim = dim
+        self.before = before
+        # The new keys, and then the new values, of the block that runs.
         self.seen: list[Tensor] = []
 
     @contextmanager
     def entered(self, n_rows: int = 1) -> Iterator[None]:
-        """Context in which attention of `n_rows` new rows meets these, once, if it
-        takes no cache.
-        """
+        """Have attention of `n_rows` new rows meet these, once, if it takes no cache."""
         self.seen.clear()
         with WithoutCache(self, n_rows):
             yield
 
     def completed(self, new: Tensor) -> Tensor:
-        """The keys, and then the values, of all rows, from those that the block has
-        just computed.
+        """Return the keys, and then the values, of all rows, from those that the block
+        has just computed.
         """
-        part = len(self.seen)
+        part = len(self.seen)  # 0 for keys, 1 for values.
         self.seen.append(new)
         if self.rows is None:
             if part:
@@ -77,10 +78,11 @@ class Context:
         if self.moved is not None:
             self.moved.append(new)
             new = new.detach()
-        old, dim, at = self.rows[part], self.dim, self.before
-        return torch.cat(
-            [old.narrow(dim, 0, at), new, old.narrow(dim, at, old.shape[dim] - at)], dim
-        )
+        around = self.rows[part]
+        n_after = around.shape[self.dim] - self.before
+        rows_before = around.narrow(self.dim, 0, self.before)
+        rows_after = around.narrow(self.dim, self.before, n_after)
+        return torch.cat([rows_before, new, rows_after], self.dim)
 
 
 class ReadOnlyCache:
@@ -97,7 +99,7 @@ class ReadOnlyCache:
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of all rows."""
+        """Return the keys and values of all rows."""
         return self.context.completed(keys), self.context.completed(values)
 
     append = update
@@ -105,19 +107,17 @@ class ReadOnlyCache:
     @property
     def past_keys(self) -> Tensor:
         """The keys of the rows before."""
-        known = self.context.rows
-        return (
-            torch.empty(1, 0, 0, 1)
-            if known is None
-            else known[0].narrow(self.context.dim, 0, self.context.before)
-        )
+        rows = self.context.rows
+        if rows is None:
+            return torch.empty(1, 0, 0, 1)
+        return rows[0].narrow(self.context.dim, 0, self.context.before)
 
     def get_seq_length(self, *_: object) -> int:
-        """How many rows are before."""
+        """Return how many rows are before."""
         return self.past_keys.shape[self.context.dim]
 
     def get_max_cache_shape(self, *_: object) -> int:
-        """No limit."""
+        """Return −1: there is no limit."""
         return -1
 
     def __getattr__(self, name: str) -> Any:
@@ -131,22 +131,26 @@ class WithoutCache(TorchFunctionMode):
 
     def __init__(self, context: Context, n_rows: int) -> None:
         super().__init__()
-        self.context, self.n_rows = context, n_rows
+        self.context = context
+        self.n_rows = n_rows
 
     def __torch_function__(
         self,
-        func: Any,
-        types: Any,
-        args: Any = (),
+        func: Callable[..., Any],
+        _types: Sequence[type],
+        args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        options = kwargs or {}
+        # Once it has met the keys and the values, attention is over.
         if len(self.context.seen) < 2:
             if func is nn.functional.scaled_dot_product_attention:
-                return self._attention(*args, **kwargs)
-            if func in PRODUCTS and (completed := self._product(*args)) is not None:
-                return completed
-        return func(*args, **kwargs)
+                return self._attention(*args, **options)
+            if func in PRODUCTS:
+                product = self._product(*args)
+                if product is not None:
+                    return product
+        return func(*args, **options)
 
     def _attention(
         self,
@@ -154,31 +158,40 @@ class WithoutCache(TorchFunctionMode):
         k: Tensor,
         v: Tensor,
         attn_mask: Tensor | None = None,
-        *_: Any,
+        *_: object,
         **options: Any,
     ) -> Tensor:
-        """As two products, which every kind of differentiation knows."""
+        """Compute attention as two products, which every kind of differentiation
+        knows.
+        """
         if options.get("is_causal") or options.get("enable_gqa"):
             raise BlockError("the attention hides its mask or repeats its keys")
-        keys, values = self.context.completed(k), self.context.completed(v)
+        keys = self.context.completed(k)
+        values = self.context.completed(v)
         scale = options.get("scale") or q.shape[-1] ** -0.5
-        scores = torch.matmul(scale * q, keys.mT)
-        if attn_mask is not None:
-            scores = (
-                scores.masked_fill(~attn_mask, -torch.inf)
-                if attn_mask.dtype == torch.bool
-                else scores + attn_mask
-            )
+        scores = _masked(torch.matmul(scale * q, keys.mT), attn_mask)
         return torch.matmul(scores.softmax(-1), values)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor | None:
-        """`q Kᵀ`, and then `P V`; any other product is not attention's."""
-        values = bool(self.context.seen)
-        if (
-            not left.ndim == right.ndim == 4
-            or right.shape[-2 if values else -1] != self.n_rows
-        ):
+        """Compute `q Kᵀ`, and then `P V`; None for a product that is not attention's."""
+        if not left.ndim == right.ndim == 4:
             return None
-        if values:
+        has_keys = bool(self.context.seen)
+        # Kᵀ is [batch head d_head row], V is [batch head row d_head].
+        n_rows = right.shape[-2] if has_keys else right.shape[-1]
+        if n_rows != self.n_rows:
+            return None
+        if has_keys:
             return torch.matmul(left, self.context.completed(right))
         return torch.matmul(left, self.context.completed(right.mT).mT)
+
+
+def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Return attention scores with torch's mask: what may be attended to, or what is
+    added.
+    """
+    if mask is None:
+        return scores
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -torch.inf)
+    return scores + mask

@@ -7,13 +7,41 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tl_coupling.blocks.arithmetic import exact_arithmetic, hear_interrupts, map_tensors
+from tl_coupling.blocks.arithmetic import exact_arithmetic, map_tensors
 from tl_coupling.blocks.calls import BlockCall, RecordedCall, hidden_states
+from tl_coupling.interrupts import hear_interrupts
+
+
+class _MadeOutside(NamedTuple):
+    """A tensor that a module outside the blocks produced, and how.
+
+    `entry` is its index in the output, None where it is the output itself.
+
+    The tensor is held so that no other gets its id.
+    """
+
+    tensor: Tensor
+    entry: int | None
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def again(self, dtype: torch.dtype) -> Tensor:
+        """Produce it again, in another precision."""
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype)
+
+        args, kwargs = map_tensors([self.args, self.kwargs], cast)
+        with exact_arithmetic(self.tensor.device, [self.module], dtype):
+            output = self.module(*args, **kwargs)
+        again = output if self.entry is None else output[self.entry]
+        return (again if again.shape == self.tensor.shape else self.tensor).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +50,12 @@ class Passage:
     have not returned.
 
     `made` holds what modules outside the blocks produced (rotary embeddings), by the
-    tensor's id: the tensor itself, its index in the output, the module and its
-    arguments. `rounded` names the arguments that were cast as they are.
+    tensor's id. `rounded` names the arguments that were cast as they are.
     """
 
     calls: list[RecordedCall] = field(default_factory=list)
     entered: list[tuple[BlockCall, Tensor]] = field(default_factory=list)
-    made: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    made: dict[int, _MadeOutside] = field(default_factory=dict)
     rounded: set[str] = field(default_factory=set)
 
     @classmethod
@@ -39,43 +66,31 @@ class Passage:
         run: Callable[[], object],
         n_pos: int | None = None,
     ) -> "Passage":
-        """What the blocks of a model do while `run` runs it, on `n_pos` tokens if that
-        is known.
+        """Return what the blocks of a model do while `run` runs it, on `n_pos` tokens if
+        that is known.
 
-        Raises ValueError unless the blocks are called one after the other, each on the
-        residual stream that the one before gave, of one input, with finite entries.
+        Raises:
+            ValueError: the blocks are not called one after the other, each on the
+                residual stream that the one before gave, of one input, with finite
+                entries.
         """
         passage = cls()
-        inside = {id(module) for block in blocks for module in block.modules()}
         with ExitStack() as hooks:
             for block in dict.fromkeys(blocks):
                 hooks.enter_context(
                     block.register_forward_pre_hook(passage._enter, with_kwargs=True)
                 )
                 hooks.enter_context(block.register_forward_hook(passage._leave))
-            # A bridge does not list every part of the model that it wraps.
-            for module in {
-                *model.modules(),
-                *getattr(model, "original_model", model).modules(),
-            }:
-                if (
-                    "rotary" in type(module).__name__.lower()
-                    and id(module) not in inside
-                ):
-                    hooks.enter_context(
-                        module.register_forward_hook(passage._make, with_kwargs=True)
-                    )
+            for module in _rotary_modules_outside(model, blocks):
+                hooks.enter_context(
+                    module.register_forward_hook(passage._make, with_kwargs=True)
+                )
             run()
-        _check_calls(passage.calls, list(blocks), n_pos)
-        # What a block gives lies where it lives; what it gets may lie where the one
-        # before does.
-        passage.calls[:] = [
-            one._replace(
-                X=one.call.rows(one.X).to(one.Y.device), Y=one.call.rows(one.Y)
-            )
-            for one in passage.calls
-        ]
-        _check_stream(passage.calls, model, len(blocks))
+        _check_order(passage.calls, list(blocks))
+        _check_shapes(passage.calls, n_pos)
+        passage.calls[:] = map(_in_rows, passage.calls)
+        _check_finite(passage.calls, model)
+        _check_unchanged_between(passage.calls, len(blocks))
         return passage
 
     def _enter(
@@ -86,119 +101,142 @@ class Passage:
         # A block may add to the stream in place.
         self.entered.append((call, X.detach().clone()))
 
-    def _leave(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, _: tuple[Any, ...], output: object) -> None:
         call, X = self.entered.pop()
-        dtypes = frozenset(
-            p.dtype for p in module.parameters() if p.is_floating_point()
-        ) | {X.dtype}
-        self.calls.append(
-            RecordedCall(call, X, hidden_states(output).detach().clone(), dtypes)
-        )
+        Y = hidden_states(output).detach().clone()
+        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        self.calls.append(RecordedCall(call, X, Y, frozenset({*dtypes, X.dtype})))
 
     def _make(
         self,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        output: Any,
+        output: object,
     ) -> None:
-        for part, tensor in (
-            enumerate(output) if isinstance(output, tuple | list) else [(None, output)]
-        ):
-            if isinstance(tensor, Tensor) and not self.entered:
-                self.made.setdefault(id(tensor), (tensor, part, module, args, kwargs))
+        # Within a block it is the block's own.
+        if self.entered:
+            return
+        tensors: list[tuple[int | None, object]] = [(None, output)]
+        if isinstance(output, tuple | list):
+            tensors = list(enumerate(output))
+        for index, tensor in tensors:
+            if isinstance(tensor, Tensor):
+                source = _MadeOutside(tensor, index, module, args, kwargs)
+                self.made.setdefault(id(tensor), source)
 
     def stream(self, dtype: torch.dtype) -> list[Tensor]:
-        """The residual stream `[n_pos d_model]` before every call and after the last,
-        where the first block lives.
+        """Return the residual stream `[n_pos d_model]` before every call and after the
+        last, where the first block lives.
         """
         home = self.calls[0].X.device
-        return [
-            *(call.X.to(home, dtype) for call in self.calls),
-            self.calls[-1].Y.to(home, dtype),
-        ]
+        entering = [call.X.to(home, dtype) for call in self.calls]
+        return [*entering, self.calls[-1].Y.to(home, dtype)]
 
     def call(self, layer: int, dtype: torch.dtype) -> BlockCall:
-        """One call, with its arguments in `dtype`."""
+        """Return one call, with its arguments in `dtype`."""
         call = self.calls[layer].call
-        given = call.arguments.items()
         arguments = {
             name: map_tensors(value, partial(self._in_dtype, dtype, name))
-            for name, value in given
+            for name, value in call.arguments.items()
         }
         return replace(call, arguments=arguments)
 
     def _in_dtype(self, dtype: torch.dtype, name: str, tensor: Tensor) -> Tensor:
-        """A captured argument in `dtype`: computed again by its module in that
+        """Return a captured argument in `dtype`: computed again by its module in that
         precision, or else as it was rounded.
         """
         if tensor.dtype == dtype:
             return tensor
-        if id(tensor) not in self.made:
-            if "mask" not in name:  # Masks are exact.
-                self.rounded.add(name)
-            return tensor.to(dtype)
-        _, part, module, *given = self.made[id(tensor)]
-        args, kwargs = map_tensors(given, lambda one: one.to(dtype))
-        with exact_arithmetic(tensor.device, [module], dtype):
-            output = module(*args, **kwargs)
-        again = output if part is None else output[part]
-        return (again if again.shape == tensor.shape else tensor).to(dtype)
+        source = self.made.get(id(tensor))
+        if source is not None:
+            return source.again(dtype)
+        if "mask" not in name:  # Masks are exact.
+            self.rounded.add(name)
+        return tensor.to(dtype)
 
 
-def _check_calls(
-    calls: list[RecordedCall], blocks: list[nn.Module], n_pos: int | None
-) -> None:
+def _rotary_modules_outside(
+    model: nn.Module, blocks: Sequence[nn.Module]
+) -> set[nn.Module]:
+    """Return the modules that make rotary embeddings for all blocks."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    # A bridge does not list every part of the model that it wraps.
+    wrapped = getattr(model, "original_model", model)
+    return {
+        module
+        for module in {*model.modules(), *wrapped.modules()}
+        if "rotary" in type(module).__name__.lower() and id(module) not in inside
+    }
+
+
+def _in_rows(recorded: RecordedCall) -> RecordedCall:
+    """Return a call with its streams as `[n_pos d_model]`, both where the block lives.
+
+    What it gets may lie where the block before does.
+    """
+    call = recorded.call
+    X = call.rows(recorded.X).to(recorded.Y.device)
+    return recorded._replace(X=X, Y=call.rows(recorded.Y))
+
+
+def _check_order(calls: list[RecordedCall], blocks: list[nn.Module]) -> None:
     modules = [recorded.call.module for recorded in calls]
-    if not calls or modules != blocks * (len(calls) // len(blocks)):
-        order = [
-            next((i for i, block in enumerate(blocks) if block is module), "?")
-            for module in modules
-        ]
-        raise ValueError(
-            f"wanted a model that calls its {len(blocks)} blocks one after the other, this one called them in the "
-            f"order {order}"
-        )
+    # A model may run its blocks several times.
+    if calls and modules == blocks * (len(calls) // len(blocks)):
+        return
+    layers = {id(block): layer for layer, block in reversed(list(enumerate(blocks)))}
+    order = [layers.get(id(module), "?") for module in modules]
+    raise ValueError(
+        f"wanted a model that calls its {len(blocks)} blocks one after the other, this "
+        f"one called them in the order {order}"
+    )
+
+
+def _check_shapes(calls: list[RecordedCall], n_pos: int | None) -> None:
+    first = calls[0].X
+    n_rows = n_pos or first.numel() // max(1, first.shape[-1])
     for layer, (call, X, Y, _) in enumerate(calls):
-        rows = X.numel() // max(1, X.shape[-1])
-        if (
-            not call.holds(X)
-            or X.shape != Y.shape
-            or rows != (n_pos or calls[0].X.numel() // calls[0].X.shape[-1])
-        ):
-            wanted, why = (
-                f" = [1 {n_pos} d_model]",
-                "several parallel streams (hyper-connections, AltUp) are not X + f(X) of one",
-            )
-            if n_pos is None:
-                wanted, why = (
-                    "; run it on one input",
-                    "feature maps of convolutions are not measured",
-                )
-            shapes = f"block {layer} takes {list(X.shape)} and gives {list(Y.shape)}"
+        has_all_rows = X.numel() // max(1, X.shape[-1]) == n_rows
+        if call.holds(X) and X.shape == Y.shape and has_all_rows:
+            continue
+        shapes = f"block {layer} takes {list(X.shape)} and gives {list(Y.shape)}"
+        if n_pos is None:
             raise ValueError(
-                f"wanted one residual stream [1 n_pos d_model]{wanted}, {shapes}: {why}"
+                "wanted one residual stream [1 n_pos d_model]; run it on one input, "
+                f"{shapes}: feature maps of convolutions are not measured"
             )
+        raise ValueError(
+            f"wanted one residual stream [1 n_pos d_model] = [1 {n_pos} d_model], "
+            f"{shapes}: several parallel streams (hyper-connections, AltUp) are not "
+            "X + f(X) of one"
+        )
 
 
-def _check_stream(calls: list[RecordedCall], model: nn.Module, n_blocks: int) -> None:
-    for layer, X in enumerate([*(one.X for one in calls), calls[-1].Y]):
-        if not bool(torch.isfinite(X).all()):
-            culprits = [
-                f"parameter {n!r} is not finite"
-                for n, p in model.named_parameters()
-                if not p.isfinite().all()
-            ]
-            found = next(iter(culprits), "all parameters are finite")
-            raise ValueError(
-                f"the residual stream at layer {layer} has NaN or infinite entries; {found}"
-            )
-    for layer, (one, after) in enumerate(pairwise(calls)):
-        if not torch.equal(one.Y, after.X.to(one.Y.device)):
-            again = (
-                ", where the model runs its blocks again"
-                if layer + 1 == n_blocks
-                else ""
-            )
-            changed = f"the output of block {layer % n_blocks} is changed before the next block{again}"
-            raise ValueError(f"{changed}: not one residual stream")
+def _check_finite(calls: list[RecordedCall], model: nn.Module) -> None:
+    streams = [*(recorded.X for recorded in calls), calls[-1].Y]
+    for layer, stream in enumerate(streams):
+        if bool(torch.isfinite(stream).all()):
+            continue
+        culprit = "all parameters are finite"
+        for name, parameter in model.named_parameters():
+            if not parameter.isfinite().all():
+                culprit = f"parameter {name!r} is not finite"
+                break
+        raise ValueError(
+            f"the residual stream at layer {layer} has NaN or infinite entries; "
+            f"{culprit}"
+        )
+
+
+def _check_unchanged_between(calls: list[RecordedCall], n_blocks: int) -> None:
+    for layer, (recorded, following) in enumerate(pairwise(calls)):
+        if torch.equal(recorded.Y, following.X.to(recorded.Y.device)):
+            continue
+        again = ""
+        if layer + 1 == n_blocks:
+            again = ", where the model runs its blocks again"
+        raise ValueError(
+            f"the output of block {layer % n_blocks} is changed before the next block"
+            f"{again}: not one residual stream"
+        )

@@ -161,9 +161,9 @@ def _tail(
     def stand_in(
         length: int, first: Tensor | None = None, *_: object, **named: Any
     ) -> object:
-        given = named["hidden_states"] if first is None else first
+        replaced = named["hidden_states"] if first is None else first
         # A copy: what comes next may work in place.
-        replacement = stream.to(given.device, outputs.empty_stream.dtype, copy=True)
+        replacement = stream.to(replaced.device, outputs.empty_stream.dtype, copy=True)
         return as_block_output(replacement, length)
 
     forwards: dict[nn.Module, Callable[..., object]] = {

@@ -55,14 +55,14 @@ class _BridgeLoading:
         self._device = device
         # How a checkpoint is quantised that was read; empty for one that is not.
         self._quantization: LoadedAs = {}
-        self._found: LoadedAs = {}
+        self._of_weights: LoadedAs = {}
         # A HuggingFace model that is there already, and its tokenizer.
         self._ready: dict[str, Any] = {}
 
     @property
     def loaded_as(self) -> LoadedAs:
-        """What was found while it was loaded."""
-        return {**self._quantization, **self._found}
+        """The provenance of its weights."""
+        return {**self._quantization, **self._of_weights}
 
     def bridge(self) -> nn.Module:
         """Build the bridge."""
@@ -104,14 +104,14 @@ class _BridgeLoading:
                     attention="eager",
                 )
             )
-            self._found.update(number_of_weights(hf_model))
+            self._of_weights.update(number_of_weights(hf_model))
         else:
             file.convert(needs_folder=self._request.is_streamed)
-            self._found.update(quantized.described(None, "gguf"))
+            self._of_weights.update(quantized.described(None, "gguf"))
             if file.loaded is None:
                 self._source = str(file.folder)
                 return
-            self._found.update(file.loaded.facts)
+            self._of_weights.update(file.loaded.facts)
             hf_model = _in_dtype(file.loaded.model, dtype)
         self._ready = {
             "hf_model": hf_model.to(self._device),
@@ -136,14 +136,14 @@ class _BridgeLoading:
             attention = options.get("attn_implementation")
             trusted = self._request.trust_remote_code
             untrained = fresh_model(auto, config, torch_dtype, trusted, attention)
-            self._found.update(number_of_weights(untrained))
+            self._of_weights.update(number_of_weights(untrained))
             return untrained
         options["config"] = config
         options["dtype"] = torch_dtype
         if self._request.is_streamed:
             quantized.refuse_streaming(name, quantized.how_saved(config))
             hollow = hollow_model(name, auto, source, self._device, **options)
-            self._found.update(hollow.facts)
+            self._of_weights.update(hollow.facts)
             return hollow.model
         return self._resident(auto, source, config, options)
 
@@ -159,7 +159,7 @@ class _BridgeLoading:
         saved_as = quantized.how_saved(config)
         self._quantization = quantized.described(request.quantization, saved_as)
         loaded = load_whole(request.name, auto.from_pretrained, source, **options)
-        self._found.update(loaded.facts)
+        self._of_weights.update(loaded.facts)
         if is_second_time:
             return quantized.unpacked(loaded.model)
         return quantized.packed_as_loaded(loaded.model)

@@ -13,43 +13,49 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """Where copies are kept; it may not exist yet."""
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tl_coupling"
-    )
+    """Return where copies are kept; it may not exist yet."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "tl_coupling"
 
 
 def write_copy(folder: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a folder beside `folder`, in the cache, then rename it; a
-    damaged one is replaced.
+    """Let `write` fill a folder beside `folder`, in the cache, then rename it; replace
+    a damaged one.
 
     Raises:
         OSError: the cache cannot be written.
     """
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
-    # What a killed conversion left (half a gigabyte) and nobody touched for an hour.
-    for left_over in root.glob("tmp*/"):
-        with suppress(FileNotFoundError):
-            if (
-                max(path.stat().st_mtime for path in (left_over, *left_over.rglob("*")))
-                < time.time() - 3600
-            ):
-                shutil.rmtree(left_over, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=root) as room:
-        write(new := Path(room, "new"))
-        for file in new.iterdir():
+    _remove_left_overs(root)
+    with tempfile.TemporaryDirectory(dir=root) as temporary:
+        copy = Path(temporary, "new")
+        write(copy)
+        for file in copy.iterdir():
             _write_through(file)
         # Where this fails, another process was faster.
         with suppress(OSError):
             if folder.exists():
-                os.rename(folder, Path(room, "damaged"))
-            os.rename(new, folder)
+                os.rename(folder, Path(temporary, "damaged"))
+            os.rename(copy, folder)
+
+
+def _remove_left_overs(root: Path) -> None:
+    """Remove what a killed conversion left (half a gigabyte) and nobody touched for an
+    hour.
+    """
+    an_hour_ago = time.time() - 3600
+    for left_over in root.glob("tmp*/"):
+        with suppress(FileNotFoundError):
+            paths = (left_over, *left_over.rglob("*"))
+            if max(path.stat().st_mtime for path in paths) < an_hour_ago:
+                shutil.rmtree(left_over, ignore_errors=True)
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether every file is complete. Opening the weights compares their length with
-    their table of contents.
+    """Say whether every file is complete.
+
+    Opening the weights compares their length with their table of contents.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -69,7 +75,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """The files of weights, one or several."""
+    """Return the files of weights, one or several."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return [folder / "model.safetensors"]
@@ -78,8 +84,9 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _is_whole_object(file: Path, key: str) -> bool:
-    """Whether a file holds a JSON object to its end. Parsing it is slow: a tokenizer
-    may have 33 MB.
+    """Say whether a file holds a JSON object to its end.
+
+    Parsing it would be slow: a tokenizer may have 33 MB.
     """
     text = file.read_text("utf-8").strip()
     return text.startswith("{") and text.endswith("}") and f'"{key}"' in text

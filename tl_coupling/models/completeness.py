@@ -3,9 +3,9 @@ in it, it draws at random.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 from unittest.mock import patch
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs
+from tl_coupling.models.loaded import n_weights
 
 # What wrappers of a module put before the name of each of its weights: torch.compile,
 # DataParallel, FSDP.
@@ -41,7 +42,7 @@ class LoadedWeights(NamedTuple):
 
     @property
     def facts(self) -> LoadedAs:
-        """What provenance says of them: how many weights the model has, and that its
+        """What provenance says of them: how many weights the model has, and whether its
         head is not the checkpoint's.
         """
         return {
@@ -53,8 +54,8 @@ class LoadedWeights(NamedTuple):
 def load_whole(
     name: str, from_pretrained: Callable[..., Any], *arguments: Any, **options: Any
 ) -> LoadedWeights:
-    """What HuggingFace's `from_pretrained` loads, if the checkpoint holds all its
-    weights; the head may lack.
+    """Return what HuggingFace's `from_pretrained` loads, if the checkpoint holds all
+    its weights; the head may lack.
 
     Prefixes that wrap every key (`_orig_mod.`, `module.`) are taken off. Tied weights,
     and buffers that a rule makes, are not missing.
@@ -65,23 +66,23 @@ def load_whole(
             message names the first of them.
     """
     # Shapes that differ would be a RuntimeError, which names none.
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options["output_loading_info"] = True
+    options["ignore_mismatched_sizes"] = True
     model, report = from_pretrained(*arguments, **options)
-    unexpected = report["unexpected_keys"]
-    if (
-        report["missing_keys"]
-        and unexpected
-        and all(re.match(_WRAPPERS, key) for key in unexpected)
-    ):
+    if report["missing_keys"] and _are_wrapped(report["unexpected_keys"]):
         del model
-        mapping = {"key_mapping": {_WRAPPERS: ""}}
-        model, report = from_pretrained(*arguments, **options, **mapping)
+        options["key_mapping"] = {_WRAPPERS: ""}
+        model, report = from_pretrained(*arguments, **options)
     return LoadedWeights(model, _check(name, model, report))
+
+
+def _are_wrapped(keys: Collection[str]) -> bool:
+    return bool(keys) and all(re.match(_WRAPPERS, key) for key in keys)
 
 
 @contextmanager
 def only_whole(name: str) -> Iterator[list[LoadedWeights]]:
-    """Context in which whoever calls HuggingFace's `from_pretrained` gets whole models
+    """Give whoever calls HuggingFace's `from_pretrained` in this context whole models
     only; the list holds them.
     """
     from transformers import PreTrainedModel
@@ -98,26 +99,20 @@ def only_whole(name: str) -> Iterator[list[LoadedWeights]]:
 
 
 def number_of_weights(model: nn.Module) -> LoadedAs:
-    """How many weights HuggingFace's model has, tied ones once: bridges add zeros, and
-    copies of what they cut.
+    """Return how many weights HuggingFace's model has, tied ones once: bridges add
+    zeros, and copies of what they cut.
     """
-    tied = getattr(model, "all_tied_weights_keys", {})
-    named = {
-        tied.get(name, name): weight
+    # Tied weights count under one of their names.
+    tied_to = getattr(model, "all_tied_weights_keys", {})
+    by_name = {
+        tied_to.get(name, name): weight
         for name, weight in model.named_parameters(remove_duplicate=False)
     }
-    states = {
-        id(weight): (weight, getattr(weight, "quant_state", None))
-        for weight in named.values()
-    }
-    sizes = (
-        weight.numel() if state is None else state.shape.numel()
-        for weight, state in states.values()
-    )
-    return {"n_params": sum(sizes)}
+    distinct = {id(weight): weight for weight in by_name.values()}
+    return {"n_params": sum(map(n_weights, distinct.values()))}
 
 
-def check_depth(name: str, fields: dict[str, Any]) -> None:
+def check_depth(name: str, fields: Mapping[str, object]) -> None:
     """Raise ModelError on a configuration of more layers than any model has, which
     would fill all memory.
 
@@ -126,82 +121,107 @@ def check_depth(name: str, fields: dict[str, Any]) -> None:
     for field, value in fields.items():
         if isinstance(value, dict):
             check_depth(name, value)
-        elif (
-            isinstance(value, int)
-            and value >= _TOO_DEEP
-            and _COUNTS_LAYERS.search(field)
-        ):
-            said = f"{name!r} says that it has {value:,} layers (`{field}`)"
+            continue
+        is_too_large = isinstance(value, int) and value >= _TOO_DEEP
+        if is_too_large and _COUNTS_LAYERS.search(field):
             raise ModelError(
-                f"{said}, wanted fewer than {_TOO_DEEP:,}: its configuration is damaged, or made to harm"
+                f"{name!r} says that it has {value:,} layers (`{field}`), wanted fewer "
+                f"than {_TOO_DEEP:,}: its configuration is damaged, or made to harm"
             )
 
 
 def describe_head(missing: tuple[str, ...]) -> LoadedAs:
-    """Provenance of a head that the checkpoint lacks; nothing for one that it holds."""
-    return {"head": f"not in the checkpoint ({_named(missing)})"} if missing else {}
+    """Return the provenance of a head that the checkpoint lacks; nothing for one that it
+    holds.
+    """
+    if not missing:
+        return {}
+    return {"head": f"not in the checkpoint ({_named(missing)})"}
 
 
-def _check(name: str, model: Any, report: dict[str, Any]) -> tuple[str, ...]:
-    """Raise ModelError unless the body is whole; which weights of the head are
+class _Report(TypedDict):
+    """What HuggingFace found while it loaded a checkpoint."""
+
+    missing_keys: Collection[str]
+    unexpected_keys: Collection[str]
+    # Each with the shape that it has, and the one that was expected.
+    mismatched_keys: Collection[tuple[str, Sequence[int], Sequence[int]]]
+
+
+def _check(name: str, model: Any, report: _Report) -> tuple[str, ...]:
+    """Raise ModelError unless the body is whole; return which weights of the head are
     missing.
     """
     state = model.state_dict()
-    tensors = {key: state.get(key) for key in report["missing_keys"]}
     missing = sorted(
-        key for key, tensor in tensors.items() if not _is_made_by_rule(key, tensor)
+        key
+        for key in report["missing_keys"]
+        if not _is_made_by_rule(key, state.get(key))
     )
-    head = tuple(key for key in missing if _is_of_head(model, key))
-    body = [key for key in missing if key not in head and not _READS_POOLED.search(key)]
-    instead = "they would be random: save it again, with HuggingFace's `save_pretrained`, from the whole model"
-    if body:
-        of = f"{len(body)} of the {len(state)} weights of a {type(model).__name__}"
-        others = sorted(report["unexpected_keys"])
-        hint = f"; what it holds besides: {_named(others)}" if others else ""
-        raise ModelError(f"{name!r} lacks {of}: {_named(body)}{hint}; {instead}")
-    if mismatched := sorted(report["mismatched_keys"]):
-        shapes = (
-            f"{key} is {list(given)}, wanted {list(wanted)}"
-            for key, given, wanted in mismatched[:_N_NAMED]
-        )
-        said = f"{name!r} holds {len(mismatched)} weights of another shape than its configuration says"
+    of_head = tuple(key for key in missing if _is_of_head(model, key))
+    of_body = [
+        key for key in missing if key not in of_head and not _READS_POOLED.search(key)
+    ]
+    if of_body:
+        unexpected = sorted(report["unexpected_keys"])
+        hint = ""
+        if unexpected:
+            hint = f"; what it holds besides: {_named(unexpected)}"
         raise ModelError(
-            f"{said}: {'; '.join(shapes)}; load it with its own configuration"
+            f"{name!r} lacks {len(of_body)} of the {len(state)} weights of a "
+            f"{type(model).__name__}: {_named(of_body)}{hint}; they would be random: "
+            "save it again, with HuggingFace's `save_pretrained`, from the whole model"
         )
-    if deeper := _beyond(model, report["unexpected_keys"], state):
-        said = f"{name!r} holds {len(deeper)} weights of layers or experts that its configuration does not have"
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        shapes = [
+            f"{key} is {list(shape)}, wanted {list(expected)}"
+            for key, shape, expected in mismatched[:_N_NAMED]
+        ]
         raise ModelError(
-            f"{said}: {_named(deeper)}; load it with its own configuration"
+            f"{name!r} holds {len(mismatched)} weights of another shape than its "
+            f"configuration says: {'; '.join(shapes)}; load it with its own "
+            "configuration"
         )
-    return tuple(key for key in head if not _READS_POOLED.search(key))
+    deeper = _beyond(model, report["unexpected_keys"], state)
+    if deeper:
+        raise ModelError(
+            f"{name!r} holds {len(deeper)} weights of layers or experts that its "
+            f"configuration does not have: {_named(deeper)}; load it with its own "
+            "configuration"
+        )
+    return tuple(key for key in of_head if not _READS_POOLED.search(key))
 
 
 def _is_made_by_rule(key: str, tensor: torch.Tensor | None) -> bool:
-    """Whether a buffer is a mask, numbers of positions, or frequencies: no learned
+    """Say whether a buffer is a mask, numbers of positions, or frequencies: no learned
     numbers.
     """
-    is_number = tensor is not None and (
-        tensor.is_floating_point() or tensor.is_complex()
-    )
-    return not is_number or _MADE_BY_RULE.search(key) is not None
+    if tensor is None:
+        return True
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return True
+    return _MADE_BY_RULE.search(key) is not None
 
 
 def _is_of_head(model: Any, key: str) -> bool:
-    """Whether a weight is behind the body, `model.base_model`, or in what makes the
+    """Say whether a weight is behind the body, `model.base_model`, or in what makes the
     logits.
     """
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and hasattr(model, prefix):
         return not key.startswith(f"{prefix}.")
     unembedding = model.get_output_embeddings()
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    return unembedding is not None and any(
-        weights.get(key) is weight for weight in unembedding.parameters()
-    )
+    if unembedding is None:
+        return False
+    weight = dict(model.named_parameters(remove_duplicate=False)).get(key)
+    return any(weight is parameter for parameter in unembedding.parameters())
 
 
-def _beyond(model: Any, unexpected: Iterable[str], state: dict[str, Any]) -> list[str]:
-    """Unexpected keys that are those of a layer or expert, but for its number."""
+def _beyond(
+    model: Any, unexpected: Iterable[str], state: Mapping[str, object]
+) -> list[str]:
+    """Return unexpected keys that are those of a layer or expert, but for its number."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     kinds = {_NUMBER.sub("*", key) for key in state}
     kinds |= {_NUMBER.sub("*", key.removeprefix(prefix)) for key in state}
@@ -210,16 +230,17 @@ def _beyond(model: Any, unexpected: Iterable[str], state: dict[str, Any]) -> lis
     # leaves them out.
     n_later = int(getattr(config, "num_nextn_predict_layers", None) or 0)
     depth = int(getattr(config, "num_hidden_layers", None) or 0)
-    later = re.compile(
-        "|".join(rf"(^|\.){depth + i}\." for i in range(n_later)) or "(?!)"
-    )
+    later = [re.compile(rf"(^|\.){depth + i}\.") for i in range(n_later)]
     return sorted(
         key
         for key in unexpected
-        if _NUMBER.sub("*", key) in kinds and not later.search(key)
+        if _NUMBER.sub("*", key) in kinds
+        and not any(pattern.search(key) for pattern in later)
     )
 
 
 def _named(keys: Iterable[str]) -> str:
     names = list(keys)
-    return ", ".join(names[:_N_NAMED]) + (", …" if len(names) > _N_NAMED else "")
+    if len(names) > _N_NAMED:
+        names = [*names[:_N_NAMED], "…"]
+    return ", ".join(names)

@@ -30,12 +30,17 @@ from tl_coupling.models.loaded import version
 from tl_coupling.models.quantized import needs_package, without_quantization
 from tl_coupling.progress import with_progress
 
-# Types of values in a GGUF file that are counted out in arrays.
-_STRING, _ARRAY = 8, 9
+# The numbers of types of values in a GGUF file.
+_STRING = 8
+_ARRAY = 9
+# What the weights of a layer are called.
+_LAYER = re.compile(r"blk\.(\d+)\.")
+# Bytes read at a time.
+_CHUNK = 2**24
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a model's name is that of a GGUF file."""
+    """Say whether a model's name is that of a GGUF file."""
     return name.lower().endswith(".gguf")
 
 
@@ -45,10 +50,12 @@ class GgufModel:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.path = name, Path(name)
+        self.name = name
+        self.path = Path(name)
         if not self.path.is_file():
             raise ModelError(
-                f"there is no file {name!r}: wanted a GGUF file, or another model's name or folder"
+                f"there is no file {name!r}: wanted a GGUF file, or another model's name "
+                "or folder"
             )
         needs_package(repr(name), "gguf")
         made_by = f"transformers-{version('transformers')}"
@@ -60,8 +67,9 @@ class GgufModel:
         self.tokenizer: Any = None
 
     def convert(self, needs_folder: bool) -> None:
-        """Write the copy unless it is there. Where the cache cannot be written, keep
-        the model itself, with a warning.
+        """Write the copy unless it is there.
+
+        Where the cache cannot be written, keep the model itself, with a warning.
 
         Raises:
             ModelError: a file that is damaged, lacks weights or has others than its
@@ -89,21 +97,26 @@ class GgufModel:
             if isinstance(error, MemoryError):
                 raise
             # The writer of safetensors has errors of its own for a full disk.
-            said = f"the converted copy of {self.name!r} cannot be kept in {folder.parent} ({error})"
+            problem = (
+                f"the converted copy of {self.name!r} cannot be kept in "
+                f"{folder.parent} ({error})"
+            )
             if needs_folder:
                 raise ModelError(
-                    f'{said}, and `memory="stream"` reads from it: set XDG_CACHE_HOME'
+                    f'{problem}, and `memory="stream"` reads from it: set '
+                    "XDG_CACHE_HOME"
                 ) from error
             warn_caller(
-                f"{said}: the file is converted anew each time; XDG_CACHE_HOME says where caches are"
+                f"{problem}: the file is converted anew each time; XDG_CACHE_HOME says "
+                "where caches are"
             )
             self.folder = None
             return
         self.loaded = None
 
     def untrained(self, fresh: Callable[[Any, Any], nn.Module]) -> nn.Module:
-        """What `fresh` makes of the configuration; weights are not read, from the copy
-        or from the file.
+        """Return what `fresh` makes of HuggingFace's class and the configuration;
+        weights are not read, neither from the copy nor from the file.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -134,16 +147,19 @@ class GgufModel:
         reader: Any = gguf.GGUFReader(self.path)
         field = reader.fields["general.architecture"]
         architecture = bytes(field.parts[field.data[0]]).decode()
-        if (field := reader.fields.get(f"{architecture}.block_count")) is None:
+        field = reader.fields.get(f"{architecture}.block_count")
+        if field is None:
             return
         n_layers = int(field.parts[field.data[0]][0])
         check_depth(self.name, {"block_count": n_layers})
-        named = (re.match(r"blk\.(\d+)\.", tensor.name) for tensor in reader.tensors)
-        deepest = max((int(layer[1]) for layer in named if layer), default=-1)
+        matches = [_LAYER.match(tensor.name) for tensor in reader.tensors]
+        layers = [int(match[1]) for match in matches if match]
+        deepest = max(layers, default=-1)
         if deepest >= n_layers:
-            said = f"{self.name!r} holds weights of layer {deepest}, counted from 0, and says that it has {n_layers}"
             raise ModelError(
-                f"{said} layers: its configuration is another model's; convert the model again"
+                f"{self.name!r} holds weights of layer {deepest}, counted from 0, and "
+                f"says that it has {n_layers} layers: its configuration is another "
+                "model's; convert the model again"
             )
 
     def _read_config(self) -> None:
@@ -171,38 +187,39 @@ class GgufModel:
     def _save(self, folder: Path) -> None:
         assert self.loaded is not None
         model: Any = self.loaded.model
-        missing = set(self.loaded.missing_of_head)
-        state = {
-            key: tensor
-            for key, tensor in model.state_dict().items()
-            if key not in missing
-        }
+        state = model.state_dict()
+        for key in self.loaded.missing_of_head:
+            state.pop(key, None)
         model.save_pretrained(folder, state_dict=state)
         self.tokenizer.save_pretrained(folder)
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
-        """Errors of transformers and gguf as a ModelError that says what to do."""
+        """Turn errors of transformers and gguf into a ModelError that says what to do."""
         try:
             yield
         except ModelError:
             raise
         except Exception as error:
-            said = " ".join(str(error).split())[:200]
-            if isinstance(error, MemoryError) or "can't allocate memory" in said:
+            message = " ".join(str(error).split())[:200]
+            if isinstance(error, MemoryError) or "can't allocate memory" in message:
                 raise
-            if "not supported" in said:
+            advice = (
+                "the file is damaged, or not a GGUF file; load it down again and compare "
+                "its checksum"
+            )
+            if "not supported" in message:
                 advice = "load the same model from a folder or hub name in HuggingFace format"
-            else:
-                advice = "the file is damaged, or not a GGUF file; load it down again and compare its checksum"
             raise ModelError(
-                f"could not load {self.name!r}: {advice} ({type(error).__name__}: {said})"
+                f"could not load {self.name!r}: {advice} ({type(error).__name__}: "
+                f"{message})"
             ) from error
 
 
 def _plain(model: Any) -> nn.Module:
-    """A model that came from a GGUF file refuses to be saved, although its weights are
-    plain float32 by now.
+    """Return a model that came from a GGUF file so that it can be saved.
+
+    It would refuse to, although its weights are plain float32 by now.
     """
     model.config = without_quantization(model.config)
     model.config.architectures = [type(model).__name__]
@@ -211,20 +228,19 @@ def _plain(model: Any) -> nn.Module:
 
 
 def _checksum(path: Path) -> str:
-    """The first half of the file's SHA-256."""
+    """Return the first half of the file's SHA-256."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        chunks = iter(lambda: file.read(2**24), b"")
-        for chunk in with_progress(
-            chunks, None, f"checksum of {path.name}, in pieces of 16 MiB"
-        ):
+        chunks = iter(lambda: file.read(_CHUNK), b"")
+        title = f"checksum of {path.name}, in pieces of 16 MiB"
+        for chunk in with_progress(chunks, None, title):
             digest.update(chunk)
     return digest.hexdigest()[:32]
 
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Context in which transformers parses a GGUF file once, not for each of
+    """Have transformers parse a GGUF file once in this context, not for each of
     configuration, tokenizer and weights.
     """
     import gguf
@@ -235,11 +251,10 @@ def _parsed_once() -> Iterator[None]:
     parse = cache(load)
 
     def load_once(path: Any, return_tensors: bool = False, **options: Any) -> Any:
-        return (
-            load(path, return_tensors=True, **options)
-            if return_tensors
-            else copy.deepcopy(parse(str(path)))
-        )
+        if return_tensors:
+            return load(path, return_tensors=True, **options)
+        # Whoever asks may change what it gets.
+        return copy.deepcopy(parse(str(path)))
 
     with (
         patch.object(gguf, "GGUFReader", lambda path: reader(str(path))),
@@ -249,8 +264,8 @@ def _parsed_once() -> Iterator[None]:
 
 
 def _quick_reader() -> Any:
-    """gguf's reader, without what it does for each token: two arrays, each a map of the
-    file.
+    """Return gguf's reader, without what it does for each token: it makes two arrays,
+    each a map of the file.
     """
     from gguf import GGUFReader, GGUFValueType
 
@@ -273,6 +288,8 @@ def _quick_reader() -> Any:
             )
             if not is_array_here or int(self._get(orig_offs, np.uint32)[0]) != _STRING:
                 return super()._get_field_parts(orig_offs, raw_type)
+            # The type of entries takes 4 bytes, their number 8; then each string has
+            # its length in 8 bytes before it.
             start = orig_offs + 12
             n_strings = int(self._get(orig_offs + 4, np.uint64)[0])
             strings: list[np.ndarray] = []

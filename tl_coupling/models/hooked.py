@@ -44,7 +44,7 @@ def load_hooked(request: LoadRequest, source: str, device: torch.device) -> nn.M
     _name_branch(options, request.name, official)
     if not request.trust_remote_code:
         refuse_custom_code(request.name, official, options.get("revision"))
-    found: LoadedAs = {}
+    loaded_as: LoadedAs = {}
     untrained: dict[str, Any] = {}
     if request.untrained:
         untrained = _untrained(request, official)
@@ -54,10 +54,10 @@ def load_hooked(request: LoadRequest, source: str, device: torch.device) -> nn.M
         )
     # Models that TransformerLens keeps in its own format are not HuggingFace's.
     if loaded:
-        found = loaded[-1].facts
+        loaded_as = loaded[-1].facts
     if request.untrained:
-        found = number_of_weights(untrained["hf_model"])
-    facts_of(model).loaded_as = found
+        loaded_as = number_of_weights(untrained["hf_model"])
+    facts_of(model).loaded_as = loaded_as
     return model
 
 

@@ -59,10 +59,10 @@ class ModelInput(Protocol):
     def n_pos(self) -> int | None:
         """How long the residual stream is; None where only the model knows."""
 
-    def options_of_call(self, model: nn.Module) -> dict[str, bool]:
+    def options_of_call(self, model: nn.Module, /) -> dict[str, bool]:
         """Return the keyword arguments with which the model is called."""
 
-    def str_tokens(self, model: nn.Module, n_pos: int) -> tuple[str, ...]:
+    def str_tokens(self, model: nn.Module, n_pos: int, /) -> tuple[str, ...]:
         """Return the names of the tokens of a stream of `n_pos` rows."""
 
     @property
@@ -72,7 +72,7 @@ class ModelInput(Protocol):
     def of_several_rows(self) -> "ModelInput":
         """Return an input whose stream has two rows at least."""
 
-    def of_rows(self, n_rows: int) -> "ModelInput":
+    def of_rows(self, n_rows: int, /) -> "ModelInput":
         """Return the input on which the model runs to make logits of some rows."""
 
     def stream(self, rows: Float[Tensor, "n_rows d_model"]) -> Tensor:
@@ -113,11 +113,11 @@ class TokenIds:
         """Number of tokens."""
         return self.batch.shape[1]
 
-    def options_of_call(self, model: nn.Module) -> dict[str, bool]:
+    def options_of_call(self, model: nn.Module, /) -> dict[str, bool]:
         """Return the keyword arguments with which the model is called."""
         return {"use_cache": False} if is_bridge(model) else {}
 
-    def str_tokens(self, model: nn.Module, n_pos: int) -> tuple[str, ...]:
+    def str_tokens(self, model: nn.Module, _n_pos: int, /) -> tuple[str, ...]:
         """Return each token as text; its id where the model has no tokenizer."""
         return str_tokens(model, self.tokens)
 
@@ -130,7 +130,7 @@ class TokenIds:
         """Return the same text, or one token twice."""
         return TokenIds(self.batch.repeat(1, 2)) if self.n_pos == 1 else self
 
-    def of_rows(self, n_rows: int) -> "TokenIds":
+    def of_rows(self, n_rows: int, /) -> "TokenIds":
         """Return the first tokens, as many as rows."""
         return TokenIds(self.batch[:, :n_rows])
 
@@ -180,11 +180,11 @@ class Pixels:
         """None: how many patches and other tokens there are, the model decides."""
         return None
 
-    def options_of_call(self, model: nn.Module) -> dict[str, bool]:
+    def options_of_call(self, _model: nn.Module, /) -> dict[str, bool]:
         """Return no keyword arguments: vision models have no cache to turn off."""
         return {}
 
-    def str_tokens(self, model: nn.Module, n_pos: int) -> tuple[str, ...]:
+    def str_tokens(self, _model: nn.Module, n_pos: int, /) -> tuple[str, ...]:
         """Return `cls`, the names of further tokens, and the `row,column` of each
         patch; positions where the size of patches is not known.
         """
@@ -207,7 +207,7 @@ class Pixels:
         """Return the same image: its patches are rows."""
         return self
 
-    def of_rows(self, n_rows: int) -> "Pixels":
+    def of_rows(self, _n_rows: int, /) -> "Pixels":
         """Return the same image: each row is the class token of one like it."""
         return self
 

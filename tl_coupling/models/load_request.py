@@ -70,15 +70,13 @@ class LoadRequest:
             options["revision"] = self.checkpoint
         return options
 
-    def loaded_as(self, found: LoadedAs) -> LoadedAs:
-        """Return the provenance of the model, with what was found while it was
-        loaded.
-        """
+    def loaded_as(self, of_weights: LoadedAs) -> LoadedAs:
+        """Return the provenance of the model, with that of its weights."""
         loaded_as: LoadedAs = {
             "model": self.label or self.name,
             "checkpoint": self.checkpoint,
             "untrained": self.untrained,
-            **found,
+            **of_weights,
         }
         if self.untrained:
             loaded_as["seed"] = UNTRAINED_SEED

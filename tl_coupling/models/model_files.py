@@ -35,14 +35,14 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: AnyPath) -> "FileState":
-        """The state of a file, or of what a link leads to."""
+        """Return the state of a file, or of what a link leads to."""
         status = os.stat(path)
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def model_files(source: AnyPath) -> dict[str, Path]:
-    """What a local model is read from, by name: a GGUF file itself, or of a folder
-    weights, configuration, tokenizer.
+    """Return what a local model is read from, by name: a GGUF file itself, or of a
+    folder weights, configuration, tokenizer.
 
     What else lies beside them, such as a README or the state of an optimizer, is left
     out.
@@ -58,7 +58,7 @@ def model_files(source: AnyPath) -> dict[str, Path]:
 def described_files(
     source: AnyPath, known: dict[str, list[str | int]] | None = None
 ) -> dict[str, list[str | int]]:
-    """Of each file of a local model its SHA-256, and its state; JSON-able.
+    """Return the SHA-256 and the state of each file of a local model, JSON-able.
 
     Cost: every file is read, unless it is in a state that this process has read or that
     is `known`.
@@ -66,28 +66,30 @@ def described_files(
     described: dict[str, list[str | int]] = {}
     for name, path in model_files(source).items():
         state = FileState.of(path)
-        before = (known or {}).get(name)
-        is_known = before is not None and before[1:] == list(state)
-        described[name] = (
-            before if is_known and before else [_sha256(path, state), *state]
-        )
+        earlier = (known or {}).get(name)
+        if earlier and earlier[1:] == list(state):
+            described[name] = earlier
+        else:
+            described[name] = [_sha256(path, state), *state]
     return described
 
 
 def changed_file(source: AnyPath, described: dict[str, list[str | int]]) -> str | None:
-    """The name of a file of a local model that is not as described: of other content,
-    new or gone; `None` if none is.
+    """Return the name of a file of a local model that is not as described: of other
+    content, new or gone; `None` if none is.
 
     A file that was copied, moved or touched is the same file. Cost: those in another
     state are read.
     """
     files = model_files(source)
-    if differing := sorted(files.keys() ^ described.keys()):
-        return differing[0]
+    new_or_gone = sorted(files.keys() ^ described.keys())
+    if new_or_gone:
+        return new_or_gone[0]
     for name, (digest, *state) in described.items():
+        path = files[name]
         try:
-            now = FileState.of(files[name])
-            is_as_described = list(now) == state or _sha256(files[name], now) == digest
+            current = FileState.of(path)
+            is_as_described = list(current) == state or _sha256(path, current) == digest
         except FileNotFoundError:
             return name
         if not is_as_described:
@@ -95,9 +97,9 @@ def changed_file(source: AnyPath, described: dict[str, list[str | int]]) -> str 
     return None
 
 
-# Of a state, because a file in the same state need not be read again.
+# The state is for the cache: a file in the same state need not be read again.
 @lru_cache(maxsize=1024)
-def _sha256(path: Path, state: FileState) -> str:
+def _sha256(path: Path, _state: FileState) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -29,37 +29,39 @@ class Picture(NamedTuple):
     remarks: tuple[str, ...]
 
 
-def picture_in(mode: str, given: str | os.PathLike[str] | Image.Image) -> Picture:
-    """The picture of a file, or of PIL's, in `"RGB"` or `"L"`. Its size is read before
-    it is decoded.
+def picture_in(mode: str, source: str | os.PathLike[str] | Image.Image) -> Picture:
+    """Return the picture of a file, or of PIL's, in `"RGB"` or `"L"`.
 
-    Raises ValueError for what is no image, one without pixels or with more than
-    `MOST_PIXELS`, one that cannot be decoded, and grey values whose scale is not known.
+    Its size is read before it is decoded.
+
+    Raises:
+        ValueError: no image, one without pixels or with more than `MOST_PIXELS`, one
+            that cannot be decoded, or grey values whose scale is not known.
     """
-    if isinstance(given, Image.Image):
-        return _in_mode(mode, given, "the image")
-    name = repr(os.fspath(given))
+    if isinstance(source, Image.Image):
+        return _in_mode(mode, source, "the image")
+    name = repr(os.fspath(source))
     try:
         # Opened here, because PIL leaves files open that it refuses.
-        file = open(given, "rb")  # noqa: SIM115
+        file = open(source, "rb")  # noqa: SIM115
     # A name may have a null byte or characters that no file name has.
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"this model reads images, and {name} is no image file ({_said(error)})"
+            f"this model reads images, and {name} is no image file ({_one_line(error)})"
         ) from None
     with file:
         return _in_mode(mode, _opened(file, name), name)
 
 
 def _opened(file: BinaryIO, name: str) -> Image.Image:
-    """The picture in a file, not decoded yet."""
+    """Open the picture in a file, not decoded yet."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             return Image.open(file)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"{name} has too many pixels ({_said(error)}): {_SMALLER}"
+            f"{name} has too many pixels ({_one_line(error)}): {_SMALLER}"
         ) from None
     except UnidentifiedImageError:
         raise ValueError(
@@ -67,25 +69,16 @@ def _opened(file: BinaryIO, name: str) -> Image.Image:
         ) from None
     except OSError as error:
         raise ValueError(
-            f"this model reads images, and {name} is no image file ({_said(error)})"
+            f"this model reads images, and {name} is no image file ({_one_line(error)})"
         ) from None
 
 
 def _in_mode(mode: str, image: Image.Image, name: str) -> Picture:
+    """Return a picture upright and in a mode; the name is for errors."""
     _check_size(image, name)
-    try:
-        n_frames, frame = getattr(image, "n_frames", 1), image.tell()
-        image.load()
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-        upright = ImageOps.exif_transpose(image)
-    except MemoryError:
-        raise
-    # PIL's decoders raise what they like on damaged files: SyntaxError, EOFError,
-    # struct.error, …
-    except Exception as error:
-        raise ValueError(
-            f"{name} is no image file that can be read ({_said(error)})"
-        ) from None
+    n_frames = getattr(image, "n_frames", 1)
+    frame = image.tell()
+    upright, orientation = _upright(image, name)
     remarks = []
     if n_frames > 1:
         remarks.append(
@@ -96,21 +89,40 @@ def _in_mode(mode: str, image: Image.Image, name: str) -> Picture:
         remarks += scaling
     elif upright.mode not in _USUAL_MODES:
         remarks.append(
-            f"the image is in {upright.mode}: converted without a profile, colours are approximate"
+            f"the image is in {upright.mode}: converted without a profile, colours are "
+            "approximate"
         )
     try:
         if upright.has_transparency_data:
             upright = upright.convert("RGBA")
-            if int(np.asarray(upright.getchannel("A")).min()) < 255:
+            least_opaque = int(np.asarray(upright.getchannel("A")).min())
+            if least_opaque < 255:
                 remarks.append(
-                    "the image is transparent in places: that is ignored, the colours beneath are measured"
+                    "the image is transparent in places: that is ignored, the colours "
+                    "beneath are measured"
                 )
         converted = upright.convert(mode)
     except ValueError as error:
         raise ValueError(
-            f"{name} cannot be converted to {mode} ({_said(error)}): save it as RGB"
+            f"{name} cannot be converted to {mode} ({_one_line(error)}): save it as RGB"
         ) from None
     return Picture(converted, orientation, tuple(remarks))
+
+
+def _upright(image: Image.Image, name: str) -> tuple[Image.Image, int]:
+    """Decode a picture; return it turned upright, and the orientation that it had."""
+    try:
+        image.load()
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        return ImageOps.exif_transpose(image), orientation
+    except MemoryError:
+        raise
+    # PIL's decoders raise what they like on damaged files: SyntaxError, EOFError,
+    # struct.error, …
+    except Exception as error:
+        raise ValueError(
+            f"{name} is no image file that can be read ({_one_line(error)})"
+        ) from None
 
 
 def _check_size(image: Image.Image, name: str) -> None:
@@ -126,30 +138,30 @@ def _check_size(image: Image.Image, name: str) -> None:
 
 
 def _in_8_bits(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
-    """A picture of greys in 16 bits, whole numbers or floating point; PIL would cut
-    them off at 255.
+    """Scale a picture of greys in 16 bits, whole numbers or floating point, which PIL
+    would cut off at 255; return it, and a remark if it was scaled.
 
     Modes `I` and `F` do not name their scale. It is that of 8 bits where no value is
     larger; of numbers from 0 to 1 in floating point; and of 16 bits.
     """
     values = np.asarray(image).astype(np.float64)
-    least, most = float(values.min()), float(values.max())
-    if not 0 <= least <= most <= 65535:
-        wanted = "greys from 0 to 1, 255 or 65,535"
+    darkest = float(values.min())
+    brightest = float(values.max())
+    if not 0 <= darkest <= brightest <= 65535:
         raise ValueError(
-            f"{name} must have {wanted}, it has {least:g} … {most:g}: scale it"
+            f"{name} must have greys from 0 to 1, 255 or 65,535, it has {darkest:g} … "
+            f"{brightest:g}: scale it"
         )
-    if image.mode == "F" and most <= 1:
-        values, said = (
-            255 * values,
-            ["the image is grey in numbers from 0 to 1: scaled to 8 bits"],
-        )
-    elif image.mode in ("I", "F") and most <= 255:
-        said = []
+    if image.mode == "F" and brightest <= 1:
+        values = 255 * values
+        remarks = ["the image is grey in numbers from 0 to 1: scaled to 8 bits"]
+    elif image.mode in ("I", "F") and brightest <= 255:
+        remarks = []
     else:
-        values, said = values / 257, ["the image is grey in 16 bits: scaled to 8 bits"]
-    return Image.fromarray(values.round().astype(np.uint8)), said
+        values = values / 257
+        remarks = ["the image is grey in 16 bits: scaled to 8 bits"]
+    return Image.fromarray(values.round().astype(np.uint8)), remarks
 
 
-def _said(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]

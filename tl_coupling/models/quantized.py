@@ -30,7 +30,7 @@ _INSTALL = {
 
 
 def dequantised(part: Any) -> Float[Tensor, "d_out d_in"]:
-    """The weight of a packed layer: int8 as float32, 4 bits in the dtype that was
+    """Return the weight of a packed layer: int8 as float32, 4 bits in the dtype that was
     quantised.
 
     Of int8, each row is integers times its scale / 127; of 4 bits, each block of 64
@@ -39,38 +39,39 @@ def dequantised(part: Any) -> Float[Tensor, "d_out d_in"]:
     CPU (0.50.2) takes other scales where rows are not whole blocks.
     """
     weight = part.weight
-    if (state := getattr(weight, "quant_state", None)) is None:
+    state = getattr(weight, "quant_state", None)
+    if state is None:
         scales = part.state.SCB if weight.SCB is None else weight.SCB
         return weight.data * (scales[:, None] / 127)
     if getattr(state, "packing_format_for_cpu", False):
         raise ValueError(
-            "bitsandbytes has rounded the scales of these 4-bit weights to bfloat16, as it does when a model is run on "
-            "this processor: load the model again, with `tl_coupling.load_model`, which keeps them"
+            "bitsandbytes has rounded the scales of these 4-bit weights to bfloat16, as "
+            "it does when a model is run on this processor: load the model again, with "
+            "`tl_coupling.load_model`, which keeps them"
         )
-    scales = state.absmax
-    if state.nested:
-        inner = state.state2
-        scales = _scaled(
-            inner.code.index_select(0, scales.flatten().int()),
-            inner.absmax,
-            inner.blocksize,
-        )
-        scales += state.offset
+    # A byte holds two numbers: a table of all pairs looks both up at once.
     pairs = torch.cartesian_prod(state.code.float(), state.code.float())
-    values = pairs.index_select(
-        0, weight.data.view(torch.uint8).flatten().int()
-    ).flatten()
-    return (
-        _scaled(values[: state.shape.numel()], scales, state.blocksize)
-        .view(state.shape)
-        .to(state.dtype)
-    )
+    packed = weight.data.view(torch.uint8).flatten().int()
+    values = pairs.index_select(0, packed).flatten()[: state.shape.numel()]
+    scaled = _scaled(values, _scales(state), state.blocksize)
+    return scaled.view(state.shape).to(state.dtype)
+
+
+def _scales(state: Any) -> Float[Tensor, " n_blocks"]:
+    """Return the scale of each block of 4-bit weights; they may be quantised
+    themselves.
+    """
+    if not state.nested:
+        return state.absmax
+    inner = state.state2
+    values = inner.code.index_select(0, state.absmax.flatten().int())
+    return _scaled(values, inner.absmax, inner.blocksize).add_(state.offset)
 
 
 def _scaled(
     values: Float[Tensor, " n"], scales: Float[Tensor, " n_blocks"], size: int
 ) -> Float[Tensor, " n"]:
-    """Blocks of values, each times its scale, in place; the last block may be
+    """Multiply blocks of values with their scales, in place; the last block may be
     shorter.
     """
     n_whole = len(values) // size
@@ -80,8 +81,8 @@ def _scaled(
 
 
 def dequantising(part: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
-    """Changes that make a packed layer a linear one with its dequantised weight in
-    `dtype`; none for another module.
+    """Yield changes that make a packed layer a linear one with its dequantised weight
+    in `dtype`; none for another module.
     """
     if is_packed(part):
         weight = nn.Parameter(dequantised(part).to(dtype), requires_grad=False)
@@ -93,11 +94,11 @@ def dequantising(part: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
             yield part, "_old_forward", nn.Linear.forward.__get__(part)
 
 
-def needs_package(what: str, package: str) -> None:
+def needs_package(user: str, package: str) -> None:
     """Raise ModelError unless a package is there that something needs."""
     if importlib.util.find_spec(package) is None:
         raise ModelError(
-            f"{what} needs {package}, which is not installed: {_INSTALL[package]}"
+            f"{user} needs {package}, which is not installed: {_INSTALL[package]}"
         )
     # When it is imported it warns that a package of kernels is missing, which are not
     # used here.
@@ -105,10 +106,11 @@ def needs_package(what: str, package: str) -> None:
 
 
 def how_saved(config: Any) -> str | None:
-    """How the weights of a checkpoint are quantised, by its HuggingFace configuration:
-    "nf4", "fp8", "gptq", …
+    """Say how the weights of a checkpoint are quantised, by its HuggingFace
+    configuration: "nf4", "fp8", "gptq", …; None for one that is not.
     """
-    if (saved := getattr(config, "quantization_config", None)) is None:
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
         return None
     fields = saved if isinstance(saved, dict) else saved.to_dict()
     if fields.get("load_in_8bit"):
@@ -119,80 +121,99 @@ def how_saved(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def described(asked: Quantization | None, saved: str | None) -> LoadedAs:
-    """Provenance of weights that are quantised on loading, or were when they were
-    saved.
+def described(on_loading: Quantization | None, saved_as: str | None) -> LoadedAs:
+    """Return the provenance of weights that are quantised on loading, or were when they
+    were saved; nothing for others.
     """
-    if asked is None and saved is None:
+    if on_loading is None and saved_as is None:
         return {}
-    by = (
-        f"on loading, by bitsandbytes {version('bitsandbytes')}"
-        if asked
-        else "as saved"
-    )
+    quantized = "as saved"
+    if on_loading is not None:
+        quantized = f"on loading, by bitsandbytes {version('bitsandbytes')}"
     return {
-        "quantization": asked or str(saved),
-        "quantized": by,
+        "quantization": on_loading or str(saved_as),
+        "quantized": quantized,
         "weights": "dequantised on loading",
     }
 
 
-def refuse_streaming(name: str, how: str | None) -> None:
+def refuse_streaming(name: str, quantization: str | None) -> None:
     """Raise ModelError on quantised weights where weights are to be left in their
     files.
     """
-    if how is not None:
-        said = f'`memory="stream"` reads weights in floating point, those of {name!r} are to be quantised or are so'
-        raise ModelError(f"{said} ({how}): leave one of the two out")
+    if quantization is not None:
+        raise ModelError(
+            '`memory="stream"` reads weights in floating point, those of '
+            f"{name!r} are to be quantised or are so ({quantization}): leave one of the "
+            "two out"
+        )
 
 
 def loading_options(
     name: str,
     config: Any,
-    asked: Quantization | None,
+    quantization: Quantization | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """What HuggingFace's `from_pretrained` needs to quantise a checkpoint, or to load
-    one that is quantised.
+    """Return what HuggingFace's `from_pretrained` needs to quantise a checkpoint, or to
+    load one that is quantised.
 
-    ModelError for what it cannot dequantise, for a checkpoint that is quantised
-    already, and for a missing package.
+    Args:
+        name: the model's name in error messages.
+        config: the checkpoint's HuggingFace configuration.
+        quantization: what was asked for.
+        device: where the weights go.
+        dtype: of what stays in floating point.
+
+    Raises:
+        ModelError: a checkpoint that transformers cannot dequantise, or that is to be
+            quantised and is so already; a missing package.
     """
+    saved_as = how_saved(config)
+    place = {"device_map": {"": device}}
+    if quantization and saved_as:
+        raise ModelError(
+            f"{name!r} is quantised already ({saved_as}): leave `quantization` out"
+        )
+    if quantization:
+        needs_package(f'`quantization="{quantization}"`', "bitsandbytes")
+        return {**place, "quantization_config": _on_loading(quantization, dtype)}
+    if saved_as is None:
+        return {}
+    if saved_as in ("nf4", "fp4", "int8"):
+        needs_package(f"{name!r}, which is saved in {saved_as},", "bitsandbytes")
+        return place
+    return {**place, "quantization_config": _dequantising_config(name, saved_as)}
+
+
+def _on_loading(quantization: Quantization, dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
+
+    if quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+
+
+def _dequantising_config(name: str, saved_as: str) -> Any:
+    """Return the configuration with which transformers dequantises on loading."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    saved, place = how_saved(config), {"device_map": {"": device}}
-    if asked and saved:
-        raise ModelError(
-            f"{name!r} is quantised already ({saved}): leave `quantization` out"
-        )
-    if asked:
-        needs_package(f'`quantization="{asked}"`', "bitsandbytes")
-        of_4_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-        how = (
-            {"load_in_4bit": True, **of_4_bits}
-            if asked == "nf4"
-            else {"load_in_8bit": True}
-        )
-        return place | {"quantization_config": BitsAndBytesConfig(**how)}
-    if saved is None:
-        return {}
-    if saved in ("nf4", "fp4", "int8"):
-        needs_package(f"{name!r}, which is saved in {saved},", "bitsandbytes")
-        return place
-    kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(saved)
+    kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(saved_as)
     if kind is None or "dequantize" not in inspect.signature(kind).parameters:
-        instead = "load its float checkpoint, with `quantization=` if you wish, or a GGUF file"
         raise ModelError(
-            f"{name!r} is quantised with {saved}, which transformers does not dequantise: {instead}"
+            f"{name!r} is quantised with {saved_as}, which transformers does not "
+            "dequantise: load its float checkpoint, with `quantization=` if you wish, "
+            "or a GGUF file"
         )
-    return place | {"quantization_config": kind(dequantize=True)}
+    return kind(dequantize=True)
 
 
 def packed_as_loaded(model: nn.Module) -> nn.Module:
-    """The model, with bitsandbytes kept from rewriting its weights in another layout,
-    and coarser, when it is run.
+    """Keep bitsandbytes from rewriting the model's weights in another layout, and
+    coarser, when it is run; return the model.
     """
     for part in filter(is_packed, model.modules()):
         # Its kernels for AVX512 are for bfloat16. Layers of 8 bits have none, and do
@@ -202,7 +223,7 @@ def packed_as_loaded(model: nn.Module) -> nn.Module:
 
 
 def has_foreign_weights(model: nn.Module) -> bool:
-    """Whether a weight is neither of floating point nor of a packed layer: what a
+    """Say whether a weight is neither of floating point nor of a packed layer: what a
     bridge made of packed weights.
     """
     packed = {id(part.weight) for part in filter(is_packed, model.modules())}
@@ -210,30 +231,31 @@ def has_foreign_weights(model: nn.Module) -> bool:
 
 
 def unpacked(model: Any) -> nn.Module:
-    """The same HuggingFace model with dequantised weights, for bridges that take fused
-    matrices apart.
+    """Return the same HuggingFace model with dequantised weights, for bridges that take
+    fused matrices apart.
     """
     config = without_quantization(model.config)
     plain = type(model)._from_config(
         config, dtype=model.dtype, attn_implementation=config._attn_implementation
     )
-    state = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers()
-    )
+    state = dict(model.named_parameters(remove_duplicate=False))
+    state |= dict(model.named_buffers())
     for name, part in model.named_modules():
         if is_packed(part):
-            weight, kind = dequantised(part), getattr(part, "source_cls", nn.Linear)
+            weight = dequantised(part)
             # bitsandbytes holds GPT-2's matrices, which are [d_in d_out], as those of
             # linear layers.
-            state[f"{name}.weight"] = (
-                weight if issubclass(kind, nn.Linear) else weight.mT
-            )
+            if not issubclass(getattr(part, "source_cls", nn.Linear), nn.Linear):
+                weight = weight.mT
+            state[f"{name}.weight"] = weight
     plain.load_state_dict({name: state[name] for name in plain.state_dict()})
     return plain.to(model.device)
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a HuggingFace configuration that says nothing of quantisation."""
-    config = copy.deepcopy(config)
-    vars(config).pop("quantization_config", None)
-    return config
+    """Return a copy of a HuggingFace configuration that says nothing of
+    quantisation.
+    """
+    plain = copy.deepcopy(config)
+    vars(plain).pop("quantization_config", None)
+    return plain

@@ -195,7 +195,8 @@ class _WeightFiles:
         """Read the files of a model that accelerate left on disk."""
         hooks = (getattr(part, "_hf_hook", None) for part in loaded.model.modules())
         maps = (getattr(hook, "weights_map", None) for hook in hooks)
-        index = next(found.dataset.index for found in maps if found is not None)
+        weights_map = next(candidate for candidate in maps if candidate is not None)
+        index = weights_map.dataset.index
         files = {entry["safetensors_file"] for entry in index.values()}
         states = {file: FileState.of(file) for file in files}
         return cls(index, states, loaded.missing_of_head)
@@ -270,7 +271,7 @@ def hollow_cuts(model: Any) -> None:
         ValueError: the bridge made anything else from them.
     """
     parts = list(dict.fromkeys([*model.modules(), *model.original_model.modules()]))
-    pieces = [piece for part in parts for _, held in _cuts(part) for piece in held]
+    pieces = [piece for part in parts for _, cut in _cuts(part) for piece in cut]
     for piece in pieces:
         for name, parameter in piece._parameters.items():
             if parameter is not None:

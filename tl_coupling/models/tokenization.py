@@ -145,10 +145,13 @@ def check_tokens(model: Any, tokens: Int[Tensor, " n_pos"]) -> None:
             "shorten the prompt"
         )
     d_vocab = model.cfg.d_vocab
-    least, most = int(tokens.min()), int(tokens.max())
-    if d_vocab is not None and d_vocab > 0 and not 0 <= least <= most < d_vocab:
+    if d_vocab is None or d_vocab <= 0:
+        return
+    lowest = int(tokens.min())
+    highest = int(tokens.max())
+    if lowest < 0 or highest >= d_vocab:
         raise ValueError(
-            f"token ids must lie in [0, {d_vocab - 1}], got {least} … {most}"
+            f"token ids must lie in [0, {d_vocab - 1}], got {lowest} … {highest}"
         )
 
 
