@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tl_coupling.models import EMBEDDED_MODEL
-from tl_coupling.models.loading import embedded_folder
+from tl_coupling.models import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 
 TEXT = (

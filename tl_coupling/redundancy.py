@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, warn_caller
-from tl_coupling.blocks.arithmetic import mean_weights
-from tl_coupling.blocks.calls import differ_in
+from tl_coupling.blocks import differ_in, mean_weights
 from tl_coupling.comparisons import depth_coupling
 from tl_coupling.jacobians import block_jacobian
 from tl_coupling.measures import Orientation, random_subspace_null

@@ -25,8 +25,7 @@ from real.registry import RealModel
 from real.weights import checked_file, unpacked_folder
 from tl_coupling.files import write_atomically
 from tl_coupling.jacobians import jacobian_and_path
-from tl_coupling.models import EMBEDDED_MODEL
-from tl_coupling.models.loading import embedded_folder
+from tl_coupling.models import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.plots.maps import color_scale
 
 # Of a J measured in float32, relative to what float64 gives: random products of it, by

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_coupling.blocks.arithmetic import is_out_of_memory, map_tensors
+from tl_coupling.blocks import is_out_of_memory, map_tensors
 from tl_coupling.interrupts import hear_interrupts
 
 PullBack = Callable[[Any], tuple[Tensor, ...]]

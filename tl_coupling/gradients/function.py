@@ -11,8 +11,7 @@ from functools import cached_property, partial
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks.calls import BlockCall, RecordedCall
-from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks import BlockCall, BlockError, RecordedCall
 from tl_coupling.gradients.errors import StepError
 from tl_coupling.gradients.gate import Gate, Reference
 from tl_coupling.gradients.remarks import Remarks

@@ -24,9 +24,7 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_coupling.blocks.arithmetic import own_arithmetic
-from tl_coupling.blocks.calls import RecordedCall
-from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks import BlockError, RecordedCall, own_arithmetic
 from tl_coupling.gradients.errors import DerivativeError, StepError
 from tl_coupling.gradients.evaluation import PullBack, vjp
 from tl_coupling.gradients.remarks import Remarks

@@ -10,9 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks.arithmetic import exact_arithmetic
-from tl_coupling.blocks.calls import BlockCall
-from tl_coupling.blocks.contexts import BlockError, Context
+from tl_coupling.blocks import BlockCall, BlockError, Context, exact_arithmetic
 from tl_coupling.gradients.stream_norms import StreamNorms
 
 

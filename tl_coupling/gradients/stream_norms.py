@@ -23,9 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks.arithmetic import map_tensors
-from tl_coupling.blocks.calls import BlockCall
-from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks import BlockCall, BlockError, map_tensors
 
 # How far an input is moved out, and how large the output of what normalises is at most,
 # both in units of the input. A stream that is added to keeps its length, 2³⁰; the

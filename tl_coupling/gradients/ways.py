@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks import BlockError
 from tl_coupling.gradients.evaluation import PullBack, for_seeds, reverse_mode, vjp
 from tl_coupling.gradients.linearisation import Linearisation
 from tl_coupling.gradients.rows import BlockRows

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks.arithmetic import is_out_of_memory
+from tl_coupling.blocks import is_out_of_memory
 from tl_coupling.jacobians.connections import Connection, Function
 from tl_coupling.jacobians.jacobians import MOST_SHARING, jacobians_of
 from tl_coupling.jacobians.memory import Budget, MapSizes

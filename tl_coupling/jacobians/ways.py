@@ -8,8 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count
-from tl_coupling.blocks import BlockError
-from tl_coupling.blocks.arithmetic import is_out_of_memory
+from tl_coupling.blocks import BlockError, is_out_of_memory
 from tl_coupling.gradients import BlockFunction, Path
 from tl_coupling.gradients.function import Evaluation
 

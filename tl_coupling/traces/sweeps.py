@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks.passages import Passage
-from tl_coupling.gradients.function import BlockFunction
-from tl_coupling.gradients.remarks import Remarks
+from tl_coupling.blocks import Passage
+from tl_coupling.gradients import BlockFunction, Remarks
 
 
 class Sweep(Sequence[BlockFunction]):

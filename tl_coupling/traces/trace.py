@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import tails
-from tl_coupling.gradients.function import BlockFunction
+from tl_coupling.gradients import BlockFunction
 from tl_coupling.models import ModelInput, Pixels, TokenIds, facts_of
 from tl_coupling.traces.sweeps import Sweep
 

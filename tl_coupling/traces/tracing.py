@@ -14,11 +14,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tl_coupling.arguments import FloatDtype, Text, checked
-from tl_coupling.blocks import tails
-from tl_coupling.blocks.arithmetic import exact_arithmetic, own_arithmetic
-from tl_coupling.blocks.passages import Passage
-from tl_coupling.gradients.function import BlockFunction
-from tl_coupling.gradients.remarks import Remarks
+from tl_coupling.blocks import Passage, exact_arithmetic, own_arithmetic, tails
+from tl_coupling.gradients import BlockFunction, Remarks
 from tl_coupling.models import (
     ModelInput,
     describe_model,
