@@ -2,6 +2,7 @@
 picture of the house.
 """
 
+import ast
 import json
 import re
 from itertools import pairwise
@@ -135,3 +136,28 @@ def test_the_house_is_drawn_as_it_is_built():
                     other,
                     name,
                 )
+
+
+def where_the_house_says() -> list[tuple[str, list[str]]]:
+    """Return each file that docs/house.md names, with the names that it says are in
+    it: `path.py`, or `path.py`: `name`, `name`.
+    """
+    text = (DOCS / "house.md").read_text()
+    said = re.findall(r"`([\w/]+\.py)`((?::\s+`\w+`(?:,\s+`\w+`)*)?)", text)
+    return [(path, re.findall(r"`(\w+)`", names)) for path, names in said]
+
+
+@pytest.mark.parametrize(("path", "names"), where_the_house_says())
+def test_the_house_has_what_its_page_names(path: str, names: list[str]) -> None:
+    file = ROOT / path if path.startswith("tests/") else rooms.PACKAGE / path
+    assert file.is_file()
+    defined = {getattr(node, "name", "") for node in ast.parse(file.read_text()).body}
+    assert set(names) <= defined
+
+
+def test_the_page_on_the_house_names_functions_and_every_room() -> None:
+    named = [name for _, names in where_the_house_says() for name in names]
+    assert len(named) >= 10
+    table = (DOCS / "house.md").read_text().split("| rooms | purpose |")[1]
+    in_table = re.findall(r"`(\w+)/?`", table.split("\n\n")[0])
+    assert set(in_table) - {"tl"} == rooms.LEVEL.keys()
