@@ -16,9 +16,13 @@ import tiny
 import tl_coupling as tlc
 from model_folders import save_gguf
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("gguf") is None, reason="gguf is not installed"
-)
+# transformers reads these files, in one version for both lines of TransformerLens.
+pytestmark = [
+    pytest.mark.on_4_only,
+    pytest.mark.skipif(
+        importlib.util.find_spec("gguf") is None, reason="gguf is not installed"
+    ),
+]
 
 
 @pytest.fixture

@@ -77,6 +77,7 @@ def state(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
+@pytest.mark.on_4_only
 def test_pythia_steps_are_published_and_those_of_the_emergence_figure_begin_at_128() -> (
     None
 ):
@@ -94,6 +95,7 @@ def test_pythia_steps_are_published_and_those_of_the_emergence_figure_begin_at_1
     assert pythia_steps(first=143_000) == (143_000,)
 
 
+@pytest.mark.on_4_only
 def test_local_checkpoints_are_ordered_by_step(tmp_path: Path) -> None:
     for name in (
         "checkpoint-1000",
@@ -116,6 +118,7 @@ def test_local_checkpoints_are_ordered_by_step(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.on_4_only
 def test_two_folders_of_one_step_and_none_at_all_are_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoints in it; wanted subfolders"):
         local_checkpoints(tmp_path)
@@ -148,6 +151,7 @@ def test_each_checkpoint_of_a_folder_is_measured_as_itself(
     assert len({round(loss, 3) for loss in losses}) == 3
 
 
+@pytest.mark.on_4_only
 def test_the_dataset_says_how_it_was_made(
     run: Path, undisturbed: xarray.Dataset
 ) -> None:
@@ -200,6 +204,7 @@ def test_results_are_written_and_read_back_the_same(
     xarray.testing.assert_equal(part, first.sel(checkpoint=[100, 0]))
 
 
+@pytest.mark.on_4_only
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -292,6 +297,7 @@ def test_a_folder_that_lost_a_checkpoint_goes_on_and_comes_back(tmp_path: Path) 
     xarray.testing.assert_identical(again, whole)
 
 
+@pytest.mark.on_4_only
 def test_a_folder_that_is_not_there_is_said_before_anything_is_tried(
     tmp_path: Path,
 ) -> None:
@@ -329,6 +335,7 @@ def test_without_a_network_only_what_is_cached_is_tried_after_the_first_failure(
     assert data["checkpoint"].values.tolist() == [1000]
 
 
+@pytest.mark.on_4_only
 def test_a_sweep_is_a_survey_of_one_model(
     run: Path, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
@@ -342,6 +349,7 @@ def test_a_sweep_is_a_survey_of_one_model(
     xarray.testing.assert_identical(again, opened)
 
 
+@pytest.mark.on_4_only
 def test_a_folder_of_an_older_sweep_is_refused_with_what_to_do(
     run: Path, tmp_path: Path
 ) -> None:
@@ -357,6 +365,7 @@ def test_a_folder_of_an_older_sweep_is_refused_with_what_to_do(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.on_4_only
 def test_checkpoints_that_were_measured_with_other_versions_are_named(
     run: Path, tmp_path: Path
 ) -> None:
@@ -404,6 +413,7 @@ def test_nothing_measured_is_an_error(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.on_4_only
 def test_an_error_in_measuring_names_prompt_and_checkpoint(
     run: Path, tmp_path: Path
 ) -> None:
@@ -417,6 +427,7 @@ def test_an_error_in_measuring_names_prompt_and_checkpoint(
     assert json.loads((tmp_path / "run0@20.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.on_4_only
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
@@ -444,6 +455,7 @@ def test_checkpoints_that_make_no_sense_are_refused_before_anything_is_loaded(
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.on_4_only
 def test_a_step_that_a_folder_does_not_have_is_said_with_those_it_has(
     run: Path,
 ) -> None:
@@ -455,11 +467,13 @@ def test_a_step_that_a_folder_does_not_have_is_said_with_those_it_has(
         checkpoint_sweep(run, ["step0"], PROMPTS, settings=SETTINGS)
 
 
+@pytest.mark.on_4_only
 def test_prompts_are_checked_before_anything_is_loaded(run: Path) -> None:
     with pytest.raises(ValueError, match="`prompts` is empty"):
         checkpoint_sweep(run, prompts=[], settings=SETTINGS)
 
 
+@pytest.mark.on_4_only
 def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_loaded(
     run: Path, tmp_path: Path
 ) -> None:
@@ -473,6 +487,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_loaded(
         )
 
 
+@pytest.mark.on_4_only
 def test_checkpoints_of_another_depth_are_not_filled_up(
     monkeypatch, tmp_path: Path
 ) -> None:
@@ -582,6 +597,7 @@ def test_a_sweep_that_was_killed_goes_on_to_the_same_bits(
     assert not any(name.startswith(".") for name in after)
 
 
+@pytest.mark.on_4_only
 def test_progress_wraps_the_checkpoints(run: Path) -> None:
     seen: list[object] = []
 
@@ -594,6 +610,7 @@ def test_progress_wraps_the_checkpoints(run: Path) -> None:
     assert seen == [20, 0]
 
 
+@pytest.mark.on_4_only
 def test_an_executor_gives_the_same_values(
     run: Path, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
@@ -604,6 +621,7 @@ def test_an_executor_gives_the_same_values(
     xarray.testing.assert_identical(data, undisturbed)
 
 
+@pytest.mark.on_4_only
 def test_a_local_folder_is_the_same_however_its_path_is_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
