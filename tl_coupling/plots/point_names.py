@@ -99,7 +99,7 @@ def _least_covering(
     """Return the nearest of the boxes that cover least, if possible inside the axes."""
 
     def cost(i: int) -> tuple[bool, int]:
-        leaves_the_axes = axes_box.count_contains(boxes[i].corners()) < 4
-        return leaves_the_axes, boxes[i].count_overlaps(taken)
+        n_corners_inside = axes_box.count_contains(boxes[i].corners())
+        return bool(n_corners_inside < 4), int(boxes[i].count_overlaps(taken))
 
     return min(range(len(boxes)), key=cost)
