@@ -1,5 +1,6 @@
-"""Views to explore with the pointer, drawn by circuitsvis: couplings of tokens, values
-of tokens, of layers and tokens.
+"""Draw views to explore with the pointer, with circuitsvis.
+
+Views show couplings of tokens, values of tokens, and values of layers and tokens.
 
 Every function takes results and returns a `View`, which displays itself in Jupyter and
 Colab and loads nothing from a network. `str(view)` is its HTML; a page with several
@@ -68,8 +69,9 @@ VIEW_STYLE = _HERE.with_suffix(".css").read_text(encoding="utf-8")
 
 
 class View(RenderedHTML):
-    """Widgets of circuitsvis that bring their data and their script along: nothing is
-    ever loaded from a network.
+    """Hold widgets of circuitsvis with their data and their script.
+
+    Nothing is ever loaded from a network.
 
     Attributes:
         body: the HTML of the widgets, without the script that draws them; the same for
@@ -86,15 +88,18 @@ class View(RenderedHTML):
         self.body = f'<div class="tlc-view">{body}</div>'
 
     def _repr_html_(self) -> str:
-        """HTML that draws the widgets on its own, 0.5 MB of it circuitsvis' script,
-        compressed.
+        """Return HTML that draws the widgets on its own.
+
+        0.5 MB of it are circuitsvis' script, compressed.
         """
         # A module runs once the cell's output is on the page, which a plain script may
         # not wait for.
         return (
             f'<style>{VIEW_STYLE}</style>{self.body}<script type="module">'
-            f"const packed = Uint8Array.from(atob({json.dumps(_packed_script())}), c => c.charCodeAt(0));"
-            'const script = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));'
+            f"const packed = Uint8Array.from(atob({json.dumps(_packed_script())}), c "
+            "=> c.charCodeAt(0));"
+            "const script = new Blob([packed]).stream().pipeThrough(new "
+            'DecompressionStream("gzip"));'
             "(0, eval)(await new Response(script).text());</script>"
         )
 
@@ -114,8 +119,9 @@ def show_token_coupling(
     vmax: Positive | None = None,
     **options: Any,
 ) -> View:
-    """Token-by-token maps of a measure, one for each result and each k; the pointer
-    shows a pair and its value.
+    """Show a measure for every pair of tokens, one map for each result and each k.
+
+    The pointer shows a pair and its value.
 
     Rows are the tokens of J_1, columns those of the singular vectors. White is 0. Grey
     pairs were not compared, or their value is undefined.
@@ -184,8 +190,9 @@ def show_tokens(
     str_tokens: Sequence[str],
     values: Float[Tensor, " n_pos"] | Mapping[str, Float[Tensor, " n_pos"]],
 ) -> View:
-    """The prompt with every token coloured by a value, once for each named value; the
-    pointer shows the value.
+    """Show the prompt with every token coloured by a value.
+
+    The prompt stands once for each named value; the pointer shows the value.
 
     White is the smallest value and full blue the largest; where some are negative white
     is 0, red is negative, and both ends are equally far from 0. Undefined values (NaN)
@@ -216,8 +223,9 @@ def show_layers_by_token(
     *,
     layers: Sequence[int | str] | None = None,
 ) -> View:
-    """A value for every layer and token: the prompt once for each layer, coloured by
-    it; the first layer on top.
+    """Show a value of every layer and token, the prompt once for each layer.
+
+    The first layer is on top.
 
     Colours as in `show_tokens`, with one scale for everything shown. Read along a row
     how tokens differ, and down a column how a token changes with depth.
@@ -254,8 +262,9 @@ def show_layers_by_token(
 
 @lru_cache(maxsize=1)
 def circuitsvis_script() -> str:
-    """circuitsvis' own JavaScript, and the lines that draw every view on the page; goes
-    into one `<script>`.
+    """Return circuitsvis' own JavaScript, and the lines that draw every view on a page.
+
+    It goes into one `<script>`.
 
     Example:
         >>> views = [tlc.interactive.show_tokens(trace.str_tokens, x.norm(dim=-1)) for x in trace.residual]
@@ -288,8 +297,9 @@ def _packed_script() -> str:
 
 
 def visible_token(token: str) -> str:
-    """A token as text to look at: control characters are shown by signs, and nothing in
-    it is read as HTML.
+    """Return a token as text to look at.
+
+    Control characters are shown by signs, and nothing in it is read as HTML.
     """
     return token.translate(_SHOWN_AS) or "∅"
 
@@ -297,8 +307,9 @@ def visible_token(token: str) -> str:
 def _by_name(
     values: Tensor | Mapping[str, Tensor], wanted: list[Any]
 ) -> dict[str, Any]:
-    """The values as lists of numbers, by name; a size that is a name may be any but
-    0.
+    """Return the values as lists of numbers, by name.
+
+    A wanted size that is a name may be any but 0.
     """
     named = values if isinstance(values, Mapping) else {"": values}
     if not named:
@@ -309,15 +320,17 @@ def _by_name(
             w not in (n, "n_rows") for n, w in zip(sizes, wanted, strict=True)
         ):
             raise ValueError(
-                f"wanted values of shape [{' '.join(map(str, wanted))}], the last axis for tokens, got {sizes}"
-                + (f" for {name!r}" if name else "")
+                f"wanted values of shape [{' '.join(map(str, wanted))}], the last "
+                f"axis for tokens, got {sizes}" + (f" for {name!r}" if name else "")
             )
     return {name: given.tolist() for name, given in named.items()}
 
 
 def _map_widget(result: CouplingMap, values: list[list[float]], vmax: float) -> str:
-    """circuitsvis wants square maps: rows and columns are all positions that occur;
-    pairs that do not are grey.
+    """Return the widget of one map.
+
+    circuitsvis wants square maps: rows and columns are all positions that occur, and
+    pairs that were not compared are grey.
     """
     places = list(dict.fromkeys((*result.row_positions, *result.col_positions)))
     known = {

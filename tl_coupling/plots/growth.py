@@ -1,5 +1,6 @@
-"""How straight trajectories are, and how they grow, across training: of
-`checkpoint_sweep`, like `sweeps.py`.
+"""Draw how straight trajectories are, and how they grow, across training.
+
+The data are those of `checkpoint_sweep`, as in `sweeps.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,8 +39,7 @@ def plot_shapes(
     checkpoints: Sequence[int] | None = None,
     fig: Figure | None = None,
 ) -> Figure:
-    """Line-shape score against the training step, and over a window of layers against
-    depth.
+    """Draw line-shape scores against the training step, and by depth.
 
     Shows when trajectories straighten, and where in depth. 1 is a straight line; the
     dashed line is what steps in random directions score, √(number of steps). Means over
@@ -100,7 +100,7 @@ def plot_growth(
     checkpoints: Sequence[int] | None = None,
     fig: Figure | None = None,
 ) -> Figure:
-    """Expodistance against the training step, and the norm of the stream against depth.
+    """Draw expodistance against the training step, and the norm of the stream by depth.
 
     Shows whether norms come to grow by the same factor at every layer: then
     expodistance falls to 0, and the norm is a straight line on its logarithmic axis.
@@ -149,9 +149,7 @@ def plot_growth(
 def _sweeps(
     data: Any, checkpoints: Sequence[int] | None, *variables: str
 ) -> "tuple[dict[str, xarray.Dataset], str, list[int]]":
-    """Sweeps by name; the name of the first, and those of its checkpoints that are
-    drawn.
-    """
+    """Return sweeps by name, the first name, and the steps of the first that are drawn."""
     import xarray
 
     by = labels.named(data, xarray.Dataset)
@@ -164,7 +162,7 @@ def _sweeps(
 def _profiles(
     ax: Axes, depth: np.ndarray, curves: np.ndarray, steps: Sequence[int]
 ) -> None:
-    """A curve against depth for each checkpoint, and a colour bar that names them."""
+    """Draw a curve by depth for each checkpoint, and a colour bar that names them."""
     shades = colormaps["viridis"].resampled(len(steps))
     for i, curve in enumerate(curves):
         ax.plot(
@@ -186,7 +184,7 @@ def _profiles(
 
 
 def _name_first(ax: Axes, by: "Mapping[str, xarray.Dataset]") -> None:
-    """Whose profiles these are, where there are several."""
+    """Say whose profiles these are, where there are several sweeps."""
     if len(by) > 1:
         ax.set_title(next(iter(by)), fontsize="medium", parse_math=False)
 

@@ -1,6 +1,4 @@
-"""What every picture shares: its figure, its colours, the words on it, and the maps it
-takes.
-"""
+"""Make what all pictures share: figures, colours, and the words on them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,9 +41,7 @@ _OFF_SCREEN = ContextVar("off_screen", default=False)
 
 
 class Picture(Figure):
-    """A figure that pyplot shows, and that a notebook shows once where a cell ends in
-    it.
-    """
+    """A figure that pyplot shows, and that a notebook shows once."""
 
     def _ipython_display_(self) -> None:
         # The inline backend shows what is still open when a cell has run: it would show
@@ -60,8 +56,7 @@ class Picture(Figure):
 
 @contextmanager
 def off_screen() -> Iterator[None]:
-    """Figures made inside are only drawn into files: pyplot neither shows nor keeps
-    them.
+    """Draw figures only into files: pyplot neither shows nor keeps them.
 
     Example:
         >>> with tlc.plots.off_screen():
@@ -79,8 +74,9 @@ def new_figure(
     height: float,
     layout: Literal["constrained", "compressed"] = "constrained",
 ) -> Figure:
-    """A figure of that many inches, which pyplot knows unless it is made
-    `off_screen`.
+    """Make a figure of that many inches.
+
+    Pyplot knows it unless it is made `off_screen`.
     """
     if _OFF_SCREEN.get():
         return Figure(figsize=(width, height), layout=layout)
@@ -90,8 +86,9 @@ def new_figure(
 
 
 def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
-    """Results of one kind by the name they are drawn under; one alone goes by its
-    model's. Maps must be of layers.
+    """Return results of one kind by the name that they are drawn under.
+
+    One alone goes by its model's name. Maps must be of layers.
     """
     # A dataset is a mapping too.
     if isinstance(results, kind) or not isinstance(results, Mapping):
@@ -115,7 +112,8 @@ def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
     held = [result.k for result in maps]
     if k is None and len(set(held)) > 1:
         raise ValueError(
-            f"`k` must be given where the maps hold different numbers of singular vectors, here {held}"
+            "`k` must be given where the maps hold different numbers of singular "
+            f"vectors, here {held}"
         )
     k = held[0] if k is None else k
     check_k(k, min(held))
@@ -123,8 +121,9 @@ def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
 
 
 def in_colors(results: Mapping[str, _Result]) -> Iterator[tuple[str, _Result, str]]:
-    """Name, result, colour: blue (C0) for the first trained one, orange (C1) for the
-    first untrained one.
+    """Yield name, result and colour.
+
+    The first trained result is blue (C0), the first untrained one orange (C1).
     """
     count = [0, 0]
     for name, result in results.items():
@@ -136,8 +135,9 @@ def in_colors(results: Mapping[str, _Result]) -> Iterator[tuple[str, _Result, st
 
 
 def one_null(nulls: Any) -> float | None:
-    """What random subspaces give, if that is the same everywhere, as for all measures
-    but one.
+    """Return what random subspaces give, if that is the same everywhere.
+
+    It is for all measures but one.
     """
     known = np.asarray(nulls, float)
     known = known[np.isfinite(known)]
@@ -149,8 +149,9 @@ def one_null(nulls: Any) -> float | None:
 
 
 def draw_null(line: Callable[..., Any], nulls: Any) -> bool:
-    """A dashed line, with `ax.axhline` or `ax.axvline`, where there is `one_null`;
-    tells whether there is.
+    """Draw a dashed line where there is `one_null`, and say whether there is.
+
+    `line` is `ax.axhline` or `ax.axvline`.
     """
     if (null := one_null(nulls)) is not None:
         line(null, label=f"random subspaces, {null:.3f}", **NULL_LINE)
@@ -158,7 +159,7 @@ def draw_null(line: Callable[..., Any], nulls: Any) -> bool:
 
 
 def mark_null(bar: Axes, null: float) -> None:
-    """A line across a colour bar that is seen on every colour."""
+    """Draw a line across a colour bar that is seen on every colour."""
     for color, linewidth in (("white", 3), ("black", 1)):
         bar.axhline(null, color=color, linewidth=linewidth)
 
@@ -170,8 +171,9 @@ def name_ticks(
     at: np.ndarray | None = None,
     **options: Any,
 ) -> None:
-    """A tick for each name, or for every second, third … one where there are more than
-    `most`.
+    """Set a tick for each name.
+
+    Where there are more than `most`, every second, third … name has one.
     """
     every = slice(None, None, math.ceil(len(names) / most))
     at = np.arange(len(names)) if at is None else at
@@ -182,7 +184,7 @@ def name_ticks(
 
 
 def token_name(provenance: Mapping[str, Any], position: int) -> str:
-    """A position and its token in quotes, printable on one line."""
+    """Return a position and its token in quotes, printable on one line."""
     tokens = provenance.get("str_tokens")
     return (
         f"{position}"
@@ -199,8 +201,9 @@ def measure_label(
 
 
 def map_heading(maps: Sequence[Any], k: int | None = None) -> str:
-    """What was measured; on which model; for which prompt and token. Only what all maps
-    have in common.
+    """Return what was measured, on which model, for which prompt and token.
+
+    The title says only what all maps have in common.
     """
     first = maps[0]
     what = [f"{first.kind.capitalize()} coupling"]
@@ -238,8 +241,9 @@ def map_heading(maps: Sequence[Any], k: int | None = None) -> str:
 def heading(
     what: str, provenances: Sequence[Mapping[str, Any]], positions: Sequence[int] = ()
 ) -> str:
-    """`what`; the model; the prompt or the image's name, and the token if any. Only
-    what all have in common.
+    """Return a title: `what`, the model, the prompt or the image, and the token if any.
+
+    The title says only what all provenances have in common.
     """
     known = {
         key: value
@@ -267,24 +271,24 @@ def heading(
 
 
 def short_path(model: str) -> str:
-    """The last two parts of a local model's path; other names as they are."""
+    """Return the last two parts of a local model's path, and other names as they are."""
     return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
 
 
 def entitle(of: Axes | Figure, text: str) -> None:
-    """A title that is not read as mathematics."""
+    """Set a title that is not read as mathematics."""
     (of.set_title if isinstance(of, Axes) else of.suptitle)(
         plain(text), fontsize="medium", parse_math=False
     )
 
 
 def beside_formulas(name: str) -> str:
-    """A name within a label whose other parts are mathematics: dollars are dollars."""
+    """Escape dollars in a name that stands beside formulas."""
     return plain(name).replace("$", r"\$")
 
 
 def plain_legend(of: Axes | Figure, *handles_and_labels: Any, **options: Any) -> Legend:
-    """A legend without a frame; what its names hold is not read as mathematics."""
+    """Add a legend without a frame, whose names are not read as mathematics."""
     drawn = of.legend(*handles_and_labels, frameon=False, **options)
     for text in drawn.get_texts():
         text.set_text(plain(text.get_text()))
@@ -293,7 +297,7 @@ def plain_legend(of: Axes | Figure, *handles_and_labels: Any, **options: Any) ->
 
 
 def finish_lines(ax: Axes, title: str, **legend: Any) -> None:
-    """Whole numbers below, title above, a legend."""
+    """Set whole numbers below, a title above, and a legend."""
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     entitle(ax, title)
     plain_legend(ax, **legend)

@@ -1,6 +1,4 @@
-"""Layers: their coupling as a graph and by distance, their singular values, and what
-each of them is worth.
-"""
+"""Draw layers: their coupling as a graph and by distance, and their singular values."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,8 +27,9 @@ def plot_adjacency(
     threshold: Finite | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Layers as a graph, clockwise on a circle; each edge is as wide and as opaque as
-    its two layers are coupled.
+    """Draw layers as a graph, clockwise on a circle.
+
+    Each edge is as wide and as opaque as its two layers are coupled.
 
     Shows which groups of layers are coupled. The weight of an edge is the mean of the
     map's two values for a pair of layers, (l, l′) and (l′, l). Width is proportional to
@@ -94,8 +93,9 @@ def plot_adjacency(
 def weighted_edges(
     values: np.ndarray, layers: Sequence[int]
 ) -> list[tuple[float, int, int]]:
-    """Weight, layer, other layer of every pair, from the lightest: strong edges are
-    drawn on top of weak ones.
+    """Return weight, layer and other layer of every pair, from the lightest.
+
+    Strong edges are drawn on top of weak ones.
     """
     weights = (values + values.T) / 2
     below = np.argwhere(np.tri(len(layers), k=-1)).tolist()
@@ -113,8 +113,9 @@ def draw_graph(
     full: float,
     node_size: int = 260,
 ) -> None:
-    """Layers clockwise on a circle from the top, edges of weight `full` and more at
-    full width.
+    """Draw layers clockwise on a circle from the top.
+
+    Edges of weight `full` and more have full width.
     """
     graph = nx.Graph()
     graph.add_nodes_from(layers)
@@ -134,7 +135,7 @@ def draw_graph(
 
 
 def edge_scale(full: float) -> list[Line2D]:
-    """What a legend shows of the edges."""
+    """Return what a legend shows of the edges."""
     shares = np.array([0.1, 0.25, 0.5, 1])
     looks = zip(shares, *_edge_style(shares).values(), strict=True)
     return [
@@ -147,8 +148,9 @@ def edge_scale(full: float) -> list[Line2D]:
 def plot_locality(
     results: _Maps, *, k: int | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Mean coupling of layers that are `|l − l′|` apart, starting at distance 1; one
-    line for each result.
+    """Draw mean coupling of layers by their distance `|l − l′|`, from 1 on.
+
+    There is one line for each result.
 
     Shows how fast coupling fades with distance; the dashed line is what random
     subspaces would give. `results` are maps of kind "depth" by name, or one; k is by
@@ -193,7 +195,7 @@ def plot_locality(
 def plot_singular_values(
     results: _Maps, *, n: Count = 10, ax: Axes | None = None
 ) -> Axes:
-    """Largest singular values of the Jacobians against depth, on a logarithmic axis.
+    """Draw the largest singular values of the Jacobians by depth.
 
     Shows how strongly each block amplifies its top directions, and how flat its
     spectrum is: lines close together are singular values close together. One colour for

@@ -1,6 +1,4 @@
-"""Heat maps: of couplings, their spread over prompts and the matrices behind them; and
-of influence.
-"""
+"""Draw heat maps: couplings, their spread, the matrices behind them, influence."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,7 +41,7 @@ def plot_coupling(
     cmap: str | Colormap | None = None,
     **options: Any,
 ) -> Axes:
-    """Heat map of a measure for every pair of connections.
+    """Draw a measure of every pair of connections as a heat map.
 
     Read off which J_1 (row) is diagonalised by whose singular vectors (column): bright
     cells are coupled pairs, and a bright band along the diagonal of a depth map is
@@ -104,8 +102,7 @@ def plot_spread(
     measure: AnyMeasure = "coupling",
     ax: Axes | None = None,
 ) -> Axes:
-    """Heat map of a measure's standard deviation over prompts, for every pair of
-    connections.
+    """Draw a measure's standard deviation over prompts as a heat map of all pairs.
 
     Read off, beside `plot_coupling` of the same map, which pairs are coupled to the
     same degree whatever the prompt. The map is a mean, of `mean_depth_coupling` on many
@@ -137,8 +134,9 @@ def color_scale(
     measure: AnyMeasure = "coupling",
     **options: Any,
 ) -> tuple[float, float]:
-    """Ends of a colour scale for all these maps and their nulls, without the pairs that
-    are drawn in grey.
+    """Return the ends of one colour scale for all these maps and their nulls.
+
+    Pairs that are drawn in grey do not count.
 
     It begins at 0; that of the normalised mis-coupling, near 1 for most pairs, ends at
     1 instead. That of coupling reaches at least four times the null, or the noise of an
@@ -166,8 +164,9 @@ def plot_coupling_matrices(
     vmax: Positive = 0.25,
     fig: Figure | None = None,
 ) -> Figure:
-    """Grid of the coupling matrices themselves, one panel `|A|` for every pair of
-    layers, or of tokens.
+    """Draw the coupling matrices themselves, a panel `|A|` for every pair.
+
+    Pairs are of layers, or of tokens.
 
     Read off whether A is diagonal: coupled connections show a bright diagonal,
     uncoupled ones an even speckle. Divided by the largest singular value σ_1 of its
@@ -229,8 +228,9 @@ def plot_alignment_matrices(
     layers: Sequence[int] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Grid of the alignment matrices, one panel of `|cosines|` between singular vectors
-    for every pair of layers.
+    """Draw the alignment matrices, a panel of `|cosines|` for every pair of layers.
+
+    Cosines are between singular vectors.
 
     Read off whether the top singular vectors align (Li and Papyan's RA2): then all
     panels have a bright diagonal. The panels on the diagonal of "uv" compare the left
@@ -284,7 +284,7 @@ def plot_influence(
     measure: InfluenceMeasure = "frobenius_norm",
     fig: Figure | None = None,
 ) -> Figure:
-    """Heat map of what every source token does to one output token, layer by layer.
+    """Draw what every source token does to one output token, layer by layer.
 
     Read off which tokens a layer listens to (the two norms, on a logarithmic scale),
     and through how many directions (the two ranks). The last column is the output
@@ -346,8 +346,7 @@ def plot_influence(
 def _draw_mosaic(
     ax: Axes, panels: np.ndarray, norm: Normalize
 ) -> tuple[AxesImage, np.ndarray]:
-    """Panels `[n n k k]` and the white lines between them as one image, and where their
-    centres are.
+    """Draw panels `[n n k k]` as one image with white lines; return their centres too.
 
     An Axes for each panel would take seconds to draw.
     """
@@ -368,7 +367,7 @@ def _draw_mosaic(
 def _draw_pairs(
     ax: Axes, result: CouplingMap, values: np.ndarray, k: int, label: str, **colors: Any
 ) -> Axes:
-    """A heat map; returns its colour bar."""
+    """Draw a heat map, and return its colour bar."""
     image = ax.imshow(values, **colors)
     _name_sides(ax, result)
     labels.entitle(ax, labels.map_heading([result], k))
@@ -381,8 +380,9 @@ def _name_sides(
     chosen: Sequence[int] | None = None,
     at: np.ndarray | None = None,
 ) -> None:
-    """What rows and columns are; a tick for each of the chosen ones, else for as many
-    as have room.
+    """Say what rows and columns are, with a tick for each that is chosen.
+
+    Without a choice there are as many ticks as have room.
     """
     depth = result.kind == "depth"
     fixed = result.provenance.get("fixed", "")
@@ -419,8 +419,9 @@ def _name_sides(
 def _without_own(
     result: CouplingMap, k: int | None, measure: AnyMeasure, options: dict[str, Any]
 ) -> np.ndarray:
-    """The values, NaN where a connection meets itself; all of them where there are no
-    other pairs.
+    """Return the values, NaN where a connection meets itself.
+
+    All are returned where there are no other pairs.
     """
     values = result.values(k, measure, **options).detach().cpu().double().numpy()
     rows = np.array([result.row_layers, result.row_positions])
@@ -458,7 +459,7 @@ def _chosen(
 
 
 def _panels(result: CouplingMap, chosen: list[int], k: int, name: str) -> np.ndarray:
-    """`|A| / σ_1(J_1)`, `[n n k k]`, for pairs of the chosen connections."""
+    """Return `|A| / σ_1(J_1)`, `[n n k k]`, for pairs of the chosen connections."""
     for held in _places(result):
         if missing := [i for i in chosen if i not in held]:
             what = "layers" if result.kind == "depth" else "positions"
@@ -478,7 +479,7 @@ def _panels(result: CouplingMap, chosen: list[int], k: int, name: str) -> np.nda
 
 
 def _places(result: CouplingMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What tells rows and columns apart: layers, or token positions."""
+    """Return what tells rows and columns apart: layers, or token positions."""
     depth = result.kind == "depth"
     return (
         (result.row_layers, result.col_layers)

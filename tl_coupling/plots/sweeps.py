@@ -1,5 +1,6 @@
-"""One model across its training, of what `checkpoint_sweep` returns or, over seeds,
-`xarray.concat([…], "seed")`.
+"""Draw one model across its training, from what `checkpoint_sweep` returns.
+
+Several seeds are `xarray.concat([…], "seed")`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +35,7 @@ def plot_emergence(
     measure: MeasureName = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
-    """Mean coupling of different layers against the training step, above the loss on
-    the same prompts.
+    """Draw mean coupling of different layers, and the loss, against the training step.
 
     Shows when coupling emerges, whether it stays, and what the loss does meanwhile. The
     dashed line is what random subspaces would give; a ring marks step 0, the untrained
@@ -104,8 +104,7 @@ def plot_coupling_strip(
     measure: MeasureName = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
-    """Heat maps of all pairs of layers side by side, one for each checkpoint, on one
-    colour scale.
+    """Draw a heat map of all pairs of layers for each checkpoint, on one colour scale.
 
     Shows which layers couple first, and whether only neighbours do. Means over prompts
     and seeds. The diagonal, a layer with itself, is grey; a line on the colour bar
@@ -159,8 +158,9 @@ def plot_adjacency_strip(
     strongest: Count | None = None,
     fig: Figure | None = None,
 ) -> Figure:
-    """Layers as a graph at several checkpoints, side by side and on one scale of edges;
-    see `plot_adjacency`.
+    """Draw layers as a graph at several checkpoints, side by side.
+
+    All have one scale of edges; see `plot_adjacency`.
 
     Shows which layers couple first, and whether neighbours do. Means over prompts and
     seeds, and over both orders of a pair. An edge is at full width at the largest
@@ -210,8 +210,9 @@ def plot_adjacency_strip(
 def _maps(
     data: "xarray.Dataset", checkpoints: Sequence[int] | None, k: int, measure: str
 ) -> tuple[list[int], np.ndarray]:
-    """The checkpoints that are drawn, and their mean maps; the diagonal, which would
-    outshine the rest, is NaN.
+    """Return the checkpoints that are drawn, and their mean maps.
+
+    The diagonal, which would outshine the rest, is NaN.
     """
     steps = chosen_steps(data, checkpoints)
     means = mean_of(data[measure].sel(k=k, checkpoint=steps))
@@ -223,7 +224,7 @@ def _maps(
 def _grid(
     n: int, width: float, height: float, fig: Figure | None, shared: bool = False
 ) -> tuple[Figure, np.ndarray]:
-    """A figure with n panels of that many inches, four in a row."""
+    """Make a figure with n panels of that many inches, four in a row."""
     n_cols = min(n, _PANELS_IN_A_ROW)
     n_rows = -(-n // n_cols)
     fig = fig or labels.new_figure(
@@ -253,7 +254,7 @@ def draw_line(
         [np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
     ] = _mean_and_interval,
 ) -> None:
-    """Middle and band against the step; a ring at step 0."""
+    """Draw middle and band against the step, with a ring at step 0."""
     values = values.expand_dims(
         [dim for dim in SAMPLES if dim not in values.dims]
     ).sortby("checkpoint")
@@ -277,8 +278,9 @@ def draw_line(
 
 
 def step_axis(ax: Axes, sweeps: "Iterable[xarray.Dataset]") -> None:
-    """Logarithmic, with a place for step 0; ticks at steps that were measured, as many
-    as have room.
+    """Make the axis of steps logarithmic, with a place for step 0.
+
+    Ticks stand at steps that were measured, as many as have room.
     """
     steps = np.unique(np.concatenate([sweep["checkpoint"].values for sweep in sweeps]))
     first = max(int(steps[steps > 0].min(initial=steps.max())), 1)
@@ -298,7 +300,7 @@ def step_axis(ax: Axes, sweeps: "Iterable[xarray.Dataset]") -> None:
 
 
 def draw_legend(ax: Axes) -> None:
-    """What lines are, and the ring of step 0."""
+    """Add a legend of the lines, and of the ring of step 0."""
     handles, _ = ax.get_legend_handles_labels()
     if any(line.get_label() == "_untrained" for line in ax.lines):
         ring: dict[str, Any] = {
@@ -316,9 +318,7 @@ def heading(
     by: "Mapping[str, xarray.Dataset]",
     drawn: str = f"mean and {LEVEL:.0%} interval",
 ) -> str:
-    """What was measured, on which model, and over what the mean and its interval
-    are.
-    """
+    """Return what was measured, on which model, and what mean and interval are over."""
     counts = {
         tuple(sweep.sizes.get(dim, 1) for dim in SAMPLES) for sweep in by.values()
     }
@@ -338,18 +338,19 @@ def heading(
 
 
 def mean_of(values: "xarray.DataArray") -> "xarray.DataArray":
-    """Over prompts and seeds, where there are any."""
+    """Return the mean over prompts and seeds, where there are any."""
     return values.mean([dim for dim in SAMPLES if dim in values.dims])
 
 
 def short_step(step: int) -> str:
-    """Thousands as "4k"."""
+    """Write a step, thousands as "4k"."""
     return str(step) if step % 1000 or not step else f"{step // 1000}k"
 
 
 def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None, variable: str) -> int:
-    """`k`, or the largest that all sweeps hold; raises where a sweep does not hold it,
-    or the variable.
+    """Return `k`, by default the largest that all sweeps hold.
+
+    Raises ValueError where a sweep does not hold it, or the variable.
     """
     for name, sweep in by.items():
         check_sweep(sweep, name, "k", variable)
@@ -389,8 +390,9 @@ def check_sweep(sweep: "xarray.Dataset", name: str, *variables: str) -> None:
 def chosen_steps(
     sweep: "xarray.Dataset", checkpoints: Sequence[int] | None
 ) -> list[int]:
-    """The checkpoints, which must be in the sweep; by default at most eight, evenly
-    spread.
+    """Return the checkpoints to draw, by default at most eight, evenly spread.
+
+    Raises ValueError for one that is not in the sweep.
     """
     there = sweep["checkpoint"].values.tolist()
     if checkpoints is None:

@@ -1,5 +1,6 @@
-"""From portraits of a prompt to one HTML page, whole or not at all; its prose is in
-`page.html`.
+"""Make one HTML page from portraits of a prompt, whole or not at all.
+
+Its prose is in `page.html`.
 """
 
 import base64
@@ -46,8 +47,9 @@ _SHAPES = {
 
 @checked
 def html_report(runs: Mapping[str, Portrait]) -> str:
-    """One self-contained HTML page: figures with captions, coloured tokens, and how it
-    was made.
+    """Return one self-contained HTML page on a prompt.
+
+    It has figures with captions, coloured tokens, and how it was made.
 
     The page asks no host for anything, and its security policy forbids it to; scripts
     other than its own do not run.
@@ -101,8 +103,9 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
 
 @checked
 def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
-    """Write `html_report(runs)` as UTF-8, whole or not at all: an OSError leaves what
-    was there.
+    """Write `html_report(runs)` as UTF-8, whole or not at all.
+
+    An OSError leaves what was there.
 
     Example:
         >>> tlc.write_report("report.html", {"trained": tlc.portrait(trace, k=(4,))}).name
@@ -114,7 +117,7 @@ def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
 
 
 def _in_common(run: Portrait) -> dict[str, Any]:
-    """What all runs on a page must have in common."""
+    """Return what all runs on a page must have in common."""
     shared = {
         "k": run.ks,
         "tokens": run.trace.str_tokens,
@@ -124,7 +127,7 @@ def _in_common(run: Portrait) -> dict[str, Any]:
 
 
 def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
-    """What to put in place of each name in the template."""
+    """Return what to put in place of each name in the template."""
     first = next(iter(runs.values()))
     trace, maps = first.trace, {name: run.depth for name, run in runs.items()}
     prompt, ends = trace.provenance.get("prompt"), sorted({first.ks[0], first.ks[-1]})
@@ -173,9 +176,7 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
 
 
 def _remarks(maps: Mapping[str, CouplingMap]) -> str:
-    """What is unusual about the runs, such as blocks that normalise the stream; nothing
-    where nothing is.
-    """
+    """Write what is unusual about the runs, such as blocks that normalise the stream."""
     remarks = dict.fromkeys(
         remark for run in maps.values() for remark in run.provenance.get("remarks", ())
     )
@@ -184,7 +185,7 @@ def _remarks(maps: Mapping[str, CouplingMap]) -> str:
 
 
 def _names(first: Portrait) -> str:
-    """Every token; of an image those before the patches, and how these are called."""
+    """Write every token; of an image those before the patches, and the patches' names."""
     n_pos = first.trace.n_pos
     if (patches := patches_of(first.trace)) is None:
         return " ".join(named_token(first, position) for position in range(n_pos))
@@ -197,12 +198,13 @@ def _names(first: Portrait) -> str:
 
 
 def _locality(maps: Mapping[str, CouplingMap], k: int) -> str:
-    """How coupling fades with distance."""
+    """Draw how coupling fades with distance."""
     profiles = {
         html.escape(name): result.locality_profile(k) for name, result in maps.items()
     }
     ends = (
-        f"{name}: {profile[1]:.3f} between neighbours, {profile[-1]:.3f} from the first layer to the last"
+        f"{name}: {profile[1]:.3f} between neighbours, {profile[-1]:.3f} from the "
+        "first layer to the last"
         for name, profile in profiles.items()
         if len(profile) > 1
     )
@@ -214,8 +216,10 @@ def _locality(maps: Mapping[str, CouplingMap], k: int) -> str:
 def _graphs(maps: Mapping[str, CouplingMap], k: int) -> Iterator[str]:
     for name, result in maps.items():
         caption = (
-            f"<strong>Layers as a graph, {html.escape(name)}.</strong> The wider an edge, the more its two layers are "
-            f"coupled (k = {k}); only the strongest edges are drawn. Groups of them share singular vectors."
+            f"<strong>Layers as a graph, {html.escape(name)}.</strong> The wider an "
+            "edge, the more its two layers are "
+            f"coupled (k = {k}); only the strongest edges are drawn. Groups of them "
+            "share singular vectors."
         )
         drawn = plots.plot_adjacency(result, k=k)
         yield figure(
@@ -233,7 +237,8 @@ def _peak(name: str, result: CouplingMap) -> str:
 
 def _inverse_gains(maps: Mapping[str, CouplingMap]) -> str:
     caption = (
-        "<strong>1/σ against depth</strong>, with fitted lines. Where R² is near 1 the gains fall off inversely with "
+        "<strong>1/σ against depth</strong>, with fitted lines. Where R² is near 1 "
+        "the gains fall off inversely with "
         "depth."
     )
     drawn = plots.plot_inverse_singular_values(maps)
@@ -241,7 +246,7 @@ def _inverse_gains(maps: Mapping[str, CouplingMap]) -> str:
 
 
 def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
-    """Coupling across tokens."""
+    """Write the section on coupling across tokens."""
     if not first.tokens:
         return (
             "<p>The prompt has one token: there are no others to compare it with.</p>"
@@ -257,16 +262,20 @@ def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
         for part in _heat_maps(maps[kind], first.ks[0], "tokens", f"{kind}, ")
     ]
     return (
-        f"<p>The layers are fixed, {own.row_layers[0]} for J₁ and {own.col_layers[0]} for the singular vectors; the "
-        "tokens vary. Row: the token of J₁. Column: the token of the singular vectors. <em>Self</em>: the Jacobian of "
-        f"each token's output by its own input. <em>Fixed input</em>: of each token's output by the input "
-        f"{named_token(first, first.input_position)}. <em>Fixed output</em>: of the output {output} "
+        f"<p>The layers are fixed, {own.row_layers[0]} for J₁ and {own.col_layers[0]} "
+        "for the singular vectors; the "
+        "tokens vary. Row: the token of J₁. Column: the token of the singular "
+        "vectors. <em>Self</em>: the Jacobian of "
+        "each token's output by its own input. <em>Fixed input</em>: of each token's "
+        "output by the input "
+        f"{named_token(first, first.input_position)}. <em>Fixed output</em>: of the "
+        f"output {output} "
         f"by each token's input. Both maps of a kind share one colour scale.</p>{grid(parts)}"
     )
 
 
 def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
-    """What the other tokens do to the measured one."""
+    """Write what the other tokens do to the measured one."""
     sources = first.influence.source_positions
     others = [i for i, position in enumerate(sources) if position != first.position]
     if not others:
@@ -286,7 +295,8 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
         ranks[f"effective rank, {name}"] = run.influence.effective_rank[:, others]
         strongest = int(share.nan_to_num(0).mean(0).argmax())
         words.append(
-            f"{html.escape(name)}: {named_token(run, sources[others[strongest]])} has the largest share, "
+            f"{html.escape(name)}: {named_token(run, sources[others[strongest]])} has "
+            "the largest share, "
             f"{float(share[:, strongest].nanmean()):.0%} in the mean over layers"
         )
     names = spaced_tokens(first.trace)
@@ -297,19 +307,21 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
     )
     own = first.influence.frobenius_norm[:, sources.index(first.position)]
     return (
-        f'<figure class="view"><div role="group" aria-label="Influence of tokens by layer">{"".join(shown)}</div>'
+        '<figure class="view"><div role="group" aria-label="Influence of tokens by '
+        f'layer">{"".join(shown)}</div>'
         f"<figcaption><strong>What the {what}</strong>, one row for "
-        "each layer, the first on top. Share of influence: the Frobenius norm of the Jacobian from that token, divided "
-        f"by the sum over all these tokens. {sentence(words)} Effective rank: over how many directions the influence "
-        f"is spread. The token's own Jacobian is left out: its norm, {float(own.median()):.3g} in the median layer, "
+        "each layer, the first on top. Share of influence: the Frobenius norm of the "
+        "Jacobian from that token, divided "
+        f"by the sum over all these tokens. {sentence(words)} Effective rank: over "
+        "how many directions the influence "
+        "is spread. The token's own Jacobian is left out: its norm, "
+        f"{float(own.median()):.3g} in the median layer, "
         "would drown the others.</figcaption></figure>"
     )
 
 
 def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, str]:
-    """Paths of the tokens through the residual stream, their shape, and what is
-    predicted along them.
-    """
+    """Write the section on paths of the tokens through the stream, and their shape."""
     str_tokens, n_layers = spaced_tokens(first.trace), first.trace.n_layers
     values = {
         what: torch.stack([getattr(run.trajectory, shape) for run in runs.values()])
@@ -347,7 +359,7 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
 
 
 def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
-    """How certain the logit lens is; nothing for models without logits."""
+    """Write how certain the logit lens is; nothing for models without logits."""
     known = {name: run.entropy for name, run in runs.items() if run.entropy is not None}
     if not known:
         return ""
@@ -364,14 +376,16 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
         for name, entropy in known.items()
     }
     ends = "; ".join(
-        f"{html.escape(name)}: {entropy[0, first.position]:.2f} nats at depth 0, {entropy[-1, first.position]:.2f} at "
+        f"{html.escape(name)}: {entropy[0, first.position]:.2f} nats at depth 0, "
+        f"{entropy[-1, first.position]:.2f} at "
         f"depth {len(entropy) - 1}"
         for name, entropy in known.items()
     )
     return (
         '<figure class="view"><div role="group" aria-label="Logit-lens entropy by depth and token">'
         f"{show_layers_by_token(spaced_tokens(first.trace), drawn).body}</div><figcaption><strong>How certain the "
-        f"{certain} is</strong>, read off every depth (0: what enters the first block) by {read_by}. White is "
+        f"{certain} is</strong>, read off every depth (0: what enters the first "
+        f"block) by {read_by}. White is "
         f"certain. At {named_token(first, first.position)}, {ends}.</figcaption></figure>"
     )
 
@@ -390,13 +404,15 @@ def _paths(runs: Mapping[str, Portrait], first: Portrait) -> str:
                 figure(drawn, f"Paths of the tokens, {name}, {span} layers", caption)
             )
     return (
-        "<p>Every token's path through the layers, in the two principal components of the last one; "
-        f"{named_token(first, first.position)} is black. Regular paths are straight and evenly spaced.</p>{grid(parts)}"
+        "<p>Every token's path through the layers, in the two principal components of "
+        "the last one; "
+        f"{named_token(first, first.position)} is black. Regular paths are straight "
+        f"and evenly spaced.</p>{grid(parts)}"
     )
 
 
 def _provenance(name: str, result: CouplingMap) -> str:
-    """How a run was made."""
+    """Write how a run was made."""
     facts = {
         key: value
         for key, value in result.provenance.items()
@@ -416,11 +432,12 @@ def _provenance(name: str, result: CouplingMap) -> str:
 def _heat_maps(
     maps: Mapping[str, CouplingMap], k: int, what: str, kind: str = ""
 ) -> Iterator[str]:
-    """Heat maps on one colour scale."""
+    """Draw heat maps on one colour scale."""
     low, high = color_scale(list(maps.values()), k)
     for name, result in maps.items():
         caption = (
-            f"<strong>{kind.capitalize()}{html.escape(name)}, k = {k}.</strong> Mean {_mean(result, k)}, null "
+            f"<strong>{kind.capitalize()}{html.escape(name)}, k = {k}.</strong> Mean "
+            f"{_mean(result, k)}, null "
             f"{result.null(k):.3f}. {_strongest(result, k)}"
         )
         drawn = plots.plot_coupling(result, k=k, vmin=low, vmax=high)

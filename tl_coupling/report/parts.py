@@ -1,6 +1,4 @@
-"""Pieces of a page as HTML: tokens, sentences, tables, and pictures with their
-captions.
-"""
+"""Make pieces of a page: tokens, sentences, tables, pictures with captions."""
 
 import base64
 import html
@@ -23,14 +21,15 @@ _SHRUNK, _STRETCHED = 0.8, 1.3
 
 
 def named_token(run: Portrait, position: int) -> str:
-    """A position and its token."""
+    """Write a position and its token."""
     token = visible_token(run.trace.str_tokens[position]).strip() or "␣"
     return f"<code><small>{position}</small> {html.escape(token)}</code>"
 
 
 def spaced_tokens(trace: Trace) -> list[str]:
-    """Tokens to be shown one after another: the text itself, or names with room between
-    them.
+    """Return tokens to be shown one after another.
+
+    They are the text itself, or names with room between them.
     """
     return [
         token if trace.tokens is not None else f"\u00a0{token}\u00a0"
@@ -39,25 +38,26 @@ def spaced_tokens(trace: Trace) -> list[str]:
 
 
 def sentence(parts: Iterable[str]) -> str:
-    """Parts as one sentence."""
+    """Join parts to one sentence."""
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def grid(parts: Iterable[str], kind: Literal["", " small"] = "") -> str:
-    """Pieces side by side where there is room."""
+    """Set pieces side by side where there is room."""
     return f'<div class="grid{kind}">{"".join(parts)}</div>'
 
 
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers"
 ) -> str:
-    """A table of texts, "numbers" or "facts"; the first column names the rows."""
+    """Make a table of texts, "numbers" or "facts"; the first column names the rows."""
     head = "".join(
         f'<th scope="col">{html.escape(heading)}</th>' for heading in headings
     )
     body = "".join(
-        f'<tr><th scope="row">{html.escape(name)}</th>{"".join(f"<td>{html.escape(cell)}</td>" for cell in cells)}</tr>'
+        "<tr><th "
+        f'scope="row">{html.escape(name)}</th>{"".join(f"<td>{html.escape(cell)}</td>" for cell in cells)}</tr>'
         for name, *cells in rows
     )
     head = f"<thead><tr>{head}</tr></thead>" if headings else ""
@@ -65,13 +65,14 @@ def table(
 
 
 def figure(drawn: Any, alt: str, caption: str, as_png: bool = False) -> str:
-    """An `image` and its caption."""
+    """Make an `image` with its caption."""
     return f"<figure>{image(drawn, alt, as_png)}<figcaption>{caption}</figcaption></figure>"
 
 
 def image(drawn: Any, alt: str, as_png: bool = False) -> str:
-    """A picture of `plot_*`; `alt` says what it shows. Many small cells are smaller as
-    PNG.
+    """Make an image of a picture of `plot_*`; `alt` says what it shows.
+
+    Many small cells are smaller as PNG.
     """
     picture = getattr(drawn, "figure", drawn)
     if isinstance(drawn, Axes):

@@ -1,5 +1,6 @@
-"""The part of a page that only images have: the picture, and what was measured of its
-patches, over it.
+"""Make the part of a page that only images have.
+
+It shows the picture, and what was measured of its patches over it.
 """
 
 import base64
@@ -27,7 +28,7 @@ _LEAST_PIXELS = 224
 
 
 def shown_picture(trace: Trace) -> str:
-    """The picture that the model read; nothing for a text."""
+    """Show the picture that the model read; nothing for a text."""
     if trace.pixels is None:
         return ""
     picture = Image.fromarray((picture_of(trace) * 255).round().astype(np.uint8))
@@ -41,15 +42,18 @@ def shown_picture(trace: Trace) -> str:
     size = f"{picture.width} × {picture.height} pixels"
     return (
         f'<figure><img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}" '
-        f'alt="The image that was measured, {name or "given as pixels"}" width="{width}" height="{height}" '
-        f'style="max-width: {width}px"><figcaption><strong>The image {name}</strong> as the model reads it, {size}.'
+        f'alt="The image that was measured, {name or "given as pixels"}" '
+        f'width="{width}" height="{height}" '
+        f'style="max-width: {width}px"><figcaption><strong>The image {name}</strong> '
+        f"as the model reads it, {size}."
         "</figcaption></figure>"
     )
 
 
 def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
-    """The section on patches and the link to it; empty where the tokens are no
-    patches.
+    """Return the section on patches and the link to it.
+
+    Both are empty where the tokens are no patches.
     """
     first = next(iter(runs.values()))
     if patches_of(first.trace) is None:
@@ -59,17 +63,23 @@ def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
     if "self" in first.tokens:
         own = first.tokens["self"]
         of_self = (
-            f" <em>Coupling</em>: that of {measured} with every token, J₁ of {measured} at layer {own.row_layers[0]} "
-            f"and the singular vectors of the token at layer {own.col_layers[0]}, k = {first.ks[0]}."
+            f" <em>Coupling</em>: that of {measured} with every token, J₁ of "
+            f"{measured} at layer {own.row_layers[0]} "
+            f"and the singular vectors of the token at layer {own.col_layers[0]}, k = "
+            f"{first.ks[0]}."
         )
     return {
         "patches_link": '<a href="#patches">Over the picture</a>\n',
         "patches": (
             '<section id="patches"><h2>Over the picture</h2>\n'
-            "<p>What was measured of each patch, drawn over the picture in grey. The value of the class token stands "
-            f"below it. <em>Share of influence</em>: how much of what the other tokens do to {measured} "
-            'comes from this one, as under <a href="#influence">Influence of tokens</a>, in the mean over layers; on '
-            f"one colour scale.{of_self} <em>Line-shape score</em>: how straight the token's path is, 1 for a straight "
+            "<p>What was measured of each patch, drawn over the picture in grey. The "
+            "value of the class token stands "
+            "below it. <em>Share of influence</em>: how much of what the other "
+            f"tokens do to {measured} "
+            'comes from this one, as under <a href="#influence">Influence of '
+            "tokens</a>, in the mean over layers; on "
+            f"one colour scale.{of_self} <em>Line-shape score</em>: how straight the "
+            "token's path is, 1 for a straight "
             f"line.</p>\n{grid(_pictures(runs), ' small')}\n</section>"
         ),
     }
@@ -114,8 +124,9 @@ def _pictures(runs: Mapping[str, Portrait]) -> Iterator[str]:
 
 
 def _shares(run: Portrait) -> dict[str, Float[Tensor, " n_pos"]]:
-    """Of every token's influence on the measured one, in the mean over layers; NaN for
-    the token itself.
+    """Return each token's share of the influence on the measured one, by layers.
+
+    Shares are means over layers, NaN for the token itself.
     """
     influence = run.influence
     norms = torch.full(
