@@ -80,7 +80,8 @@ class View(RenderedHTML):
 
     Example:
         >>> from pathlib import Path
-        >>> view = tlc.interactive.show_tokens(trace.str_tokens, tlc.line_shape_score(trace.residual))
+        >>> scores = tlc.line_shape_score(trace.residual)
+        >>> view = tlc.interactive.show_tokens(trace.str_tokens, scores)
         >>> file = Path("tokens.html").write_text(str(view), encoding="utf-8")
     """
 
@@ -177,9 +178,13 @@ def show_token_coupling(
         )
         values = result.values(n, measure, **options).tolist()
         parts.append(
-            f"<div><h4>{html.escape(' · '.join(words))}</h4>{_map_widget(result, values, vmax)}</div>"
+            f"<div><h4>{html.escape(' · '.join(words))}</h4>"
+            f"{_map_widget(result, values, vmax)}</div>"
         )
-    scale = f"{measure}: white 0, blue {vmax:.3g}; grey: not compared, or undefined; null: random subspaces"
+    scale = (
+        f"{measure}: white 0, blue {vmax:.3g}; grey: not compared, or undefined; "
+        "null: random subspaces"
+    )
     return View(
         f'<p class="scale">{scale}</p><div class="tlc-maps">{"".join(parts)}</div>'
     )
@@ -204,7 +209,10 @@ def show_tokens(
 
     Example:
         >>> x = trace.residual
-        >>> measures = {"line-shape score": tlc.line_shape_score(x), "expodistance": tlc.expodistance(x)}
+        >>> measures = {
+        ...     "line-shape score": tlc.line_shape_score(x),
+        ...     "expodistance": tlc.expodistance(x),
+        ... }
         >>> tlc.interactive.show_tokens(trace.str_tokens, measures)
         <View with 2 circuitsvis widgets>
     """
@@ -237,7 +245,8 @@ def show_layers_by_token(
         layers: the rows' names, one for each; 0, 1, … by default.
 
     Example:
-        >>> tlc.interactive.show_layers_by_token(trace.str_tokens, {"step length": tlc.step_lengths(trace.residual)})
+        >>> lengths = {"step length": tlc.step_lengths(trace.residual)}
+        >>> tlc.interactive.show_layers_by_token(trace.str_tokens, lengths)
         <View with 2 circuitsvis widgets>
     """
     named = _by_name(
@@ -253,7 +262,8 @@ def show_layers_by_token(
             f"<div><b>{html.escape(label)}</b>{_tokens_widget(str_tokens, row, scale)}</div>"
             for label, row in zip(labels, rows, strict=True)
         )
-        opening = f'<div class="tlc-layers" tabindex="0" style="--label: {max(map(len, labels)) + 2}ch">'
+        width = max(map(len, labels)) + 2
+        opening = f'<div class="tlc-layers" tabindex="0" style="--label: {width}ch">'
         parts.append(
             f"<div>{_title(name, everything)}{opening}{''.join(lines)}</div></div>"
         )
@@ -267,7 +277,10 @@ def circuitsvis_script() -> str:
     It goes into one `<script>`.
 
     Example:
-        >>> views = [tlc.interactive.show_tokens(trace.str_tokens, x.norm(dim=-1)) for x in trace.residual]
+        >>> views = [
+        ...     tlc.interactive.show_tokens(trace.str_tokens, x.norm(dim=-1))
+        ...     for x in trace.residual
+        ... ]
         >>> body = "".join(view.body for view in views)
         >>> page = f"{body}<script>{tlc.interactive.circuitsvis_script()}</script>"
     """
@@ -415,4 +428,7 @@ def _cell(value: float, shade: float, undefined: float | None) -> dict[str, Any]
 def _widget(element: str, as_text: str, **props: Any) -> str:
     props |= {"minValue": -1, "maxValue": 1, "positiveColor": _POSITIVE}
     data = json.dumps(props, allow_nan=False, separators=(",", ":"))
-    return f'<div data-circuitsvis="{element}" data-props="{html.escape(data)}">{html.escape(as_text)}</div>'
+    return (
+        f'<div data-circuitsvis="{element}" data-props="{html.escape(data)}">'
+        f"{html.escape(as_text)}</div>"
+    )

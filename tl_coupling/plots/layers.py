@@ -161,7 +161,10 @@ def plot_locality(
     where the maps hold different numbers.
 
     Example:
-        >>> maps = {text: tlc.depth_coupling(tlc.trace(model, text), k=4) for text in ("w1 w2 w3", "w9 w8")}
+        >>> maps = {
+        ...     text: tlc.depth_coupling(tlc.trace(model, text), k=4)
+        ...     for text in ("w1 w2 w3", "w9 w8")
+        ... }
         >>> ax = tlc.plots.plot_locality(maps)
     """
     maps = labels.named(results, CouplingMap)

@@ -121,7 +121,8 @@ def plot_spread(
         )
     ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
     k = result.k if k is None else k
-    label = f"standard deviation over {result.n_prompts} prompts of\n{labels.measure_label(measure, k)}"
+    name = labels.measure_label(measure, k)
+    label = f"standard deviation over {result.n_prompts} prompts of\n{name}"
     _draw_pairs(
         ax, result, spread.detach().cpu().numpy(), k, label, vmin=0, cmap="cividis"
     )

@@ -383,7 +383,8 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
     )
     return (
         '<figure class="view"><div role="group" aria-label="Logit-lens entropy by depth and token">'
-        f"{show_layers_by_token(spaced_tokens(first.trace), drawn).body}</div><figcaption><strong>How certain the "
+        f"{show_layers_by_token(spaced_tokens(first.trace), drawn).body}</div>"
+        "<figcaption><strong>How certain the "
         f"{certain} is</strong>, read off every depth (0: what enters the first "
         f"block) by {read_by}. White is "
         f"certain. At {named_token(first, first.position)}, {ends}.</figcaption></figure>"
@@ -426,7 +427,8 @@ def _provenance(name: str, result: CouplingMap) -> str:
         key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
         for key, one in facts.items()
     }
-    return f"<details><summary>{html.escape(name)}</summary>{table([], list(texts.items()), 'facts')}</details>"
+    facts_table = table([], list(texts.items()), "facts")
+    return f"<details><summary>{html.escape(name)}</summary>{facts_table}</details>"
 
 
 def _heat_maps(

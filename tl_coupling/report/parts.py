@@ -8,16 +8,21 @@ from typing import Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from PIL import Image
 
 from tl_coupling.interactive import visible_token
 from tl_coupling.portraits import Portrait
 from tl_coupling.traces import Trace
 
-_CSS_PIXELS_PER_INCH, _PNG_DPI, _PNG_COLORS, _MARGIN = 96, 120, 256, 0.1
+_CSS_PIXELS_PER_INCH = 96
+_PNG_DPI = 120
+_PNG_COLORS = 256
+_MARGIN = 0.1
 # Figures of one Axes are made smaller and their text is not: it must be legible on a
 # telephone.
-_SHRUNK, _STRETCHED = 0.8, 1.3
+_SHRUNK = 0.8
+_STRETCHED = 1.3
 
 
 def named_token(run: Portrait, position: int) -> str:
@@ -52,65 +57,74 @@ def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers"
 ) -> str:
     """Make a table of texts, "numbers" or "facts"; the first column names the rows."""
-    head = "".join(
-        f'<th scope="col">{html.escape(heading)}</th>' for heading in headings
+    head = ""
+    if headings:
+        cells = "".join(
+            f'<th scope="col">{html.escape(name)}</th>' for name in headings
+        )
+        head = f"<thead><tr>{cells}</tr></thead>"
+    body = "".join(_table_row(name, cells) for name, *cells in rows)
+    return (
+        f'<div class="scroll" tabindex="0"><table class="{kind}">{head}'
+        f"<tbody>{body}</tbody></table></div>"
     )
-    body = "".join(
-        "<tr><th "
-        f'scope="row">{html.escape(name)}</th>{"".join(f"<td>{html.escape(cell)}</td>" for cell in cells)}</tr>'
-        for name, *cells in rows
-    )
-    head = f"<thead><tr>{head}</tr></thead>" if headings else ""
-    return f'<div class="scroll" tabindex="0"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>'
 
 
-def figure(drawn: Any, alt: str, caption: str, as_png: bool = False) -> str:
+def _table_row(name: str, cells: Sequence[str]) -> str:
+    row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+    return f'<tr><th scope="row">{html.escape(name)}</th>{row}</tr>'
+
+
+def figure(drawn: Axes | Figure, alt: str, caption: str, as_png: bool = False) -> str:
     """Make an `image` with its caption."""
     return f"<figure>{image(drawn, alt, as_png)}<figcaption>{caption}</figcaption></figure>"
 
 
-def image(drawn: Any, alt: str, as_png: bool = False) -> str:
+def image(drawn: Axes | Figure, alt: str, as_png: bool = False) -> str:
     """Make an image of a picture of `plot_*`; `alt` says what it shows.
 
     Many small cells are smaller as PNG.
     """
-    picture = getattr(drawn, "figure", drawn)
+    picture = drawn
     if isinstance(drawn, Axes):
+        picture = drawn.figure
         # The head of the page and the caption say what the title would.
         drawn.set_title("")
         picture.set_size_inches(_SHRUNK * picture.get_size_inches())
-    data, mime = (
-        base64.b64encode(_saved(picture, as_png)).decode(),
-        "png" if as_png else "svg+xml",
-    )
-    width, height = (
-        round(_CSS_PIXELS_PER_INCH * inches)
-        for inches in picture.get_tightbbox().padded(_MARGIN).size
-    )
+    mime = "png" if as_png else "svg+xml"
+    data = base64.b64encode(_saved(picture, as_png)).decode()
+    inches = picture.get_tightbbox().padded(_MARGIN).size
+    width, height = (round(_CSS_PIXELS_PER_INCH * side) for side in inches)
     return (
         f'<img src="data:image/{mime};base64,{data}" alt="{html.escape(alt)}" '
-        f'width="{width}" height="{height}" style="max-width: {round(_STRETCHED * width)}px">'
+        f'width="{width}" height="{height}" '
+        f'style="max-width: {round(_STRETCHED * width)}px">'
     )
 
 
-def _saved(picture: Any, as_png: bool) -> bytes:
-    buffer, small = io.BytesIO(), io.BytesIO()
-    form = (
-        {"format": "png", "dpi": _PNG_DPI}
-        if as_png
-        else {"format": "svg", "metadata": {"Date": None}}
-    )
-    # Names inside an SVG are random unless salted: the same results give the same page.
+def _saved(picture: Figure, as_png: bool) -> bytes:
+    """Return the file of a picture: the same results give the same bytes."""
+    buffer = io.BytesIO()
+    # Names inside an SVG are random unless salted.
     with rc_context({"svg.hashsalt": "tl_coupling"}):
+        if as_png:
+            form: dict[str, Any] = {"format": "png", "dpi": _PNG_DPI}
+        else:
+            form = {"format": "svg", "metadata": {"Date": None}}
         picture.savefig(buffer, bbox_inches="tight", pad_inches=_MARGIN, **form)
-    if not as_png:
-        return buffer.getvalue()
-    # Noise in 24 bits a pixel does not compress, and a colour map has few colours.
-    # Chosen for coverage: the rare bright ones matter as much as the many dark ones.
-    few = (
-        Image.open(buffer)
-        .convert("RGB")
-        .quantize(_PNG_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    return _with_few_colors(buffer) if as_png else buffer.getvalue()
+
+
+def _with_few_colors(png: io.BytesIO) -> bytes:
+    """Return a PNG with few colours.
+
+    Noise in 24 bits a pixel does not compress, and a colour map has few colours. They
+    are chosen for coverage: the rare bright ones matter as much as the many dark ones.
+    """
+    picture = Image.open(png).convert("RGB")
+    picture = picture.quantize(
+        _PNG_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
     )
-    few.save(small, "PNG", optimize=True)
+    small = io.BytesIO()
+    picture.save(small, "PNG", optimize=True)
     return small.getvalue()
