@@ -21,7 +21,7 @@ from tl_coupling.comparisons.choices import free_end
 from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress
-from tl_coupling.spectra.readings import DEFAULT_K, fitting_k
+from tl_coupling.spectra import DEFAULT_K, fitting_k
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories import TrajectoryResult, measure_trajectory
 

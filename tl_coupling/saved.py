@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from tl_coupling.arguments import AnyPath, checked
@@ -33,9 +34,9 @@ class Saved:
         """
         import xarray
 
-        arrays: dict[str, Any] = {}
-        coords: dict[str, Any] = {}
-        attrs: dict[str, Any] = {"result": type(self).__name__}
+        arrays: dict[str, tuple[list[str], np.ndarray]] = {}
+        coords: dict[str, tuple[list[str], list[object]]] = {}
+        attrs: dict[str, object] = {"result": type(self).__name__}
         for field in fields(self):
             value = getattr(self, field.name)
             dims = self.DIMS.get(field.name, "").split()

@@ -14,7 +14,6 @@ from tl_coupling.spectra import (
     Spectrum,
     decompositions,
     iteration,
-    svd_of_products,
     tail_energy,
 )
 
@@ -309,64 +308,6 @@ def test_spectra_made_by_hand_know_nothing_of_how():
         ]
     )
     assert (both.S.shape, both.steps, both.norm) == ((2, 3), None, None)
-
-
-def counted(J: torch.Tensor):
-    """Products with J and Jᵀ, and how many columns each had."""
-    columns: dict[str, list[int]] = {"times": [], "transposed": []}
-
-    def times(V):
-        columns["times"].append(V.shape[1])
-        return J @ V
-
-    def transposed(U):
-        columns["transposed"].append(U.shape[1])
-        return J.mT @ U
-
-    return times, transposed, columns
-
-
-@pytest.mark.parametrize("shape", [(600, 600), (650, 600), (600, 650)])
-def test_products_alone_give_the_same_for_fewer_than_the_matrix(shape):
-    J = planted(np.arange(1, 601) ** -1.0, shape)
-    times, transposed, columns = counted(J)
-    spectrum = svd_of_products(times, transposed, shape, 4, norm=float(J.norm()))
-    assert spectrum.way == WAYS[0]
-    assert int(spectrum.steps) > 0
-    assert max(map(sum, columns.values())) < 300
-    assert_top(J.double().numpy(), spectrum)
-    np.testing.assert_allclose(
-        spectrum.uncaptured, tlc.svd(J, 4).uncaptured, rtol=0, atol=1e-5
-    )
-
-
-@pytest.mark.parametrize(
-    ("sigma", "k"),
-    [(SIGMA["nearly flat"], 3), (SIGMA["zero"], 3), (SIGMA["geometric"], 200)],
-)
-def test_a_matrix_is_formed_where_products_do_not_suffice(sigma, k):
-    J = planted(sigma, (N, N + 3))
-    times, transposed, columns = counted(J)
-    spectrum = svd_of_products(times, transposed, (N, N + 3), k)
-    assert N + 3 in columns["times"]
-    assert spectrum.norm is None
-    assert_top(J.double().numpy(), spectrum, 1e-5)
-
-
-def test_products_that_are_not_those_of_a_matrix():
-    J = torch.randn(60, 60, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="`transposed` must give products with Jᵀ"):
-        svd_of_products(lambda V: J @ V, lambda U: J @ U, (60, 60), 2)
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        svd_of_products(lambda V: J @ V * torch.nan, lambda U: J.mT @ U, (60, 60), 2)
-    with pytest.raises(
-        TypeError, match=r"float32 or torch\.float64, got torch\.float16"
-    ):
-        svd_of_products(
-            lambda V: J @ V, lambda U: J.mT @ U, (60, 60), 2, dtype=torch.float16
-        )
-    with pytest.raises(ValueError, match=r"`k` must lie in \[1, 60\]"):
-        svd_of_products(lambda V: J @ V, lambda U: J.mT @ U, (60, 60), 61)
 
 
 def test_measures_of_a_real_model_are_those_of_float64(smollm2):

@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from annotations import checked
+from tl_coupling.spectra import check_cut
 from tl_coupling.spectra.iteration import Triplets
-from tl_coupling.spectra.readings import check_cut
 
 pytestmark = pytest.mark.on_4_only
 

@@ -125,8 +125,8 @@ class CouplingMap(Saved):
         `options` (`p`, `absolute`) are those of `spectral_miscoupling`.
         """
         A = self.at(k)
-        chosen = measure_named(measure, **options)
-        return chosen.of(A, self.singular_values[:, None])
+        of_pairs = measure_named(measure, **options)
+        return of_pairs.of(A, self.singular_values[:, None])
 
     @checked
     def coupling(self, k: int | None = None) -> PerPair:
@@ -158,7 +158,7 @@ class CouplingMap(Saved):
 
     @checked
     def captured_energy(self, k: int | None = None) -> PerPair:
-        """Return `‖A‖_F / ‖s_{1,k}‖₂` of every pair; see `tl_coupling.captured_energy`."""
+        """Return the captured energy of every pair; see `tl_coupling.captured_energy`."""
         return self.values(k, "captured_energy")
 
     @checked
@@ -219,7 +219,7 @@ class CouplingMap(Saved):
         Args:
             within: what stays random: all directions, `"space"`; or those within the
                 spans of J_2's own top vectors, left and right by themselves, `"spans"`,
-                or turned alike, `"pairs"`. See `coupling.rotation_null`.
+                or turned alike, `"pairs"`. See `measures.rotation_null`.
             k, measure, off_diagonal, options: as in `mean`.
         """
         nulls = self._nulls(self._k(k), measure, within, options)
@@ -266,20 +266,20 @@ class CouplingMap(Saved):
         k = self._k(k)
         # Refuses what a mean over prompts does not hold.
         self._nulls(k, measure, within, options)
-        chosen = measure_named(measure, **options)
+        of_pairs = measure_named(measure, **options)
         different = ~self.own_pairs().cpu()
         generator = torch.Generator().manual_seed(seed)
         S_1 = self.singular_values.cpu().double()
         if within == "space":
             norms = self.frobenius_norms.cpu()
             draws = draws_in_space(
-                chosen, k, n_draws, self.d_model, S_1, norms, generator
+                of_pairs, k, n_draws, self.d_model, S_1, norms, generator
             )
         else:
             A = self.at(k).cpu().double()
             paired = within == "pairs"
             draws = draws_in_spans(
-                chosen, A, S_1, different, n_draws, generator, paired=paired
+                of_pairs, A, S_1, different, n_draws, generator, paired=paired
             )
         means = means_of_draws(draws, different, self.n_prompts, generator)
         if not off_diagonal:

@@ -11,8 +11,7 @@ from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.pairs import maps_of
 from tl_coupling.jacobians import Connection, Decomposed, couple
 from tl_coupling.measures import Orientation
-from tl_coupling.spectra import check_cut
-from tl_coupling.spectra.readings import fitting_k
+from tl_coupling.spectra import check_cut, fitting_k
 
 
 @checked

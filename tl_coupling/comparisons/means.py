@@ -107,7 +107,8 @@ class MeanCouplingMap(CouplingMap):
 
         Example:
             >>> traces = (tlc.trace(model, prompt) for prompt in ("w3 w14 w15", "w9 w2 w6 w5"))
-            >>> result = tlc.comparisons.MeanCouplingMap.over(tlc.depth_coupling(trace, k=4) for trace in traces)
+            >>> maps = (tlc.depth_coupling(trace, k=4) for trace in traces)
+            >>> result = tlc.comparisons.MeanCouplingMap.over(maps)
             >>> result.coupling(2).shape, result.spread(2).shape, result.n_prompts
             (torch.Size([2, 2]), torch.Size([2, 2]), 2)
         """
@@ -230,9 +231,9 @@ def _name_of_a_mean(measure: AnyMeasure, options: Options) -> MeasureName:
     """Return under which name a mean over prompts holds a measure with its options."""
     has_options = measure_named(measure).takes_options
     if not options or (has_options and options.keys() <= {"p", "absolute"}):
-        wanted = measure_named(measure, **options)
+        formula = measure_named(measure, **options).formula
         for name, registered in MEASURES.items():
-            if registered.has_formula_of(wanted):
+            if registered.formula == formula:
                 return name
     raise ValueError(
         "a mean over prompts holds p=2 and absolute=False, and p=1 or p=2 with "

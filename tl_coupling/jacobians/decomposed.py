@@ -21,8 +21,7 @@ from tl_coupling.jacobians.jacobians import MOST_SHARING, jacobians_of
 from tl_coupling.jacobians.memory import Budget, MapSizes
 from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.shelf import Shelf
-from tl_coupling.spectra import Spectrum, check_cut, singular_values, svd
-from tl_coupling.spectra.readings import fitting_k
+from tl_coupling.spectra import Spectrum, check_cut, fitting_k, singular_values, svd
 from tl_coupling.traces import Trace
 
 Result = TypeVar("Result")

@@ -11,8 +11,7 @@ from tl_coupling.arguments import Count, checked
 from tl_coupling.jacobians.memory import MapSizes, Needs
 from tl_coupling.jacobians.sizes import MemoryLimit, in_words, n_bytes
 from tl_coupling.models import Memory, empty_model, facts_of
-from tl_coupling.spectra.decompositions import flops_of_svd
-from tl_coupling.spectra.readings import fitting_k
+from tl_coupling.spectra import fitting_k, flops_of_svd
 from tl_coupling.traces import Trace
 
 

@@ -125,7 +125,8 @@ def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*ba
     Source: Aubry et al. 2025, eq. 14.
 
     Example:
-        >>> tlc.normalized_miscoupling(torch.tensor([[[2.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]))
+        >>> A = torch.tensor([[[2.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]])
+        >>> tlc.normalized_miscoupling(A)
         tensor([0., 1.])
     """
     check_entries(A, "A")
@@ -160,7 +161,8 @@ def spectral_miscoupling(
     Undefined for `S_1 = 0`: NaN, with a warning.
 
     Example:
-        >>> tlc.spectral_miscoupling(torch.tensor([[2.0, 0.0], [0.0, -1.0]]), torch.tensor([2.0, 1.0]))
+        >>> A = torch.tensor([[2.0, 0.0], [0.0, -1.0]])
+        >>> tlc.spectral_miscoupling(A, torch.tensor([2.0, 1.0]))
         tensor(0.8944)
     """
     s = top_values(S_1, A.shape[-1])

@@ -111,9 +111,12 @@ class Measure(ABC):
     def null(self, moments: Moments) -> Float[Tensor, "*batch"]:
         """Return its root mean square over random A with these moments."""
 
-    def null_of_any_jacobian(self, k: int) -> Float[Tensor, ""] | None:
-        """Return the null of random frames where it depends on k alone, else None."""
-        return None
+    def null_of_any_jacobian(self, k: int) -> Float[Tensor, ""]:
+        """Return the null of random frames of a measure for which J_1 does not matter.
+
+        There is one where `null_tends_to` is not None.
+        """
+        raise NotImplementedError
 
     def label_at(self, k: int) -> str:
         """Return the label with k and the options."""
@@ -122,13 +125,10 @@ class Measure(ABC):
         entries = ", |A|" if self.absolute else ""
         return f"{self.label} (k = {k}, p = {self.p:g}{entries})"
 
-    def has_formula_of(self, other: "Measure") -> bool:
-        """Say whether both are the same numbers, whatever they are called."""
-        return (type(self), self.p, self.absolute) == (
-            type(other),
-            other.p,
-            other.absolute,
-        )
+    @property
+    def formula(self) -> tuple[type, Norm, bool]:
+        """What measures have in common that are the same numbers under two names."""
+        return type(self), self.p, self.absolute
 
 
 class NormalizedMiscoupling(Measure):
@@ -136,6 +136,7 @@ class NormalizedMiscoupling(Measure):
 
     def of(self, A: Tensor, S_1: Tensor) -> Tensor:
         """Return `normalized_miscoupling(A)`."""
+        del S_1  # A measure of A alone.
         return normalized_miscoupling(A)
 
     def of_corners(self, corners: Corners) -> Tensor:
@@ -177,6 +178,7 @@ class Miscoupling(Measure):
 
     def of(self, A: Tensor, S_1: Tensor) -> Tensor:
         """Return `miscoupling(A)`."""
+        del S_1  # A measure of A alone.
         return miscoupling(A)
 
     def of_corners(self, corners: Corners) -> Tensor:
@@ -297,17 +299,18 @@ def measure_named(
         >>> tlc.measures.measure_named("spectral_miscoupling", p=1).label_at(10)
         'spectral mis-coupling $m_K$ (k = 10, p = 1)'
     """
-    chosen = with_options(measure, p, absolute)
-    has_these_options = chosen.takes_options and (chosen.p, chosen.absolute) == (
-        p,
-        absolute,
+    with_these = with_options(measure, p, absolute)
+    options_are_its_own = (
+        with_these.takes_options
+        and with_these.p == p
+        and with_these.absolute == absolute
     )
-    if (p != 2 or absolute) and not has_these_options:
+    if (p != 2 or absolute) and not options_are_its_own:
         raise ValueError(
             "`p` and `absolute` are options of 'spectral_miscoupling', "
-            f"not of {chosen.name!r}: leave them out"
+            f"not of {with_these.name!r}: leave them out"
         )
-    return chosen
+    return with_these
 
 
 def with_options(measure: AnyMeasure, p: Norm, absolute: bool) -> Measure:
@@ -361,7 +364,8 @@ def measure_of(
     measures.
 
     Example:
-        >>> tlc.measures.measure_of(torch.tensor([[-2.0, 0.0], [0.0, 1.0]]), torch.tensor([2.0, 1.0]), "released_norm")
+        >>> A, S_1 = torch.tensor([[-2.0, 0.0], [0.0, 1.0]]), torch.tensor([2.0, 1.0])
+        >>> tlc.measures.measure_of(A, S_1, "released_norm")
         tensor(0.)
     """
     return measure_named(measure, p=p, absolute=absolute).of(A, S_1)

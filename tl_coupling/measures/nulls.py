@@ -50,8 +50,8 @@ def random_subspace_null(
 ) -> Float[Tensor, "..."]:
     r"""Return what a measure would be if the singular vectors of `J_2` were random.
 
-    The null "space", in root mean square. `U_2` and `V_2` are independent Haar-random frames. The entries of A are then
-    exchangeable, whatever `J_1` is:
+    The null "space", in root mean square. `U_2` and `V_2` are independent Haar-random
+    frames. The entries of A are then exchangeable, whatever `J_1` is:
 
     .. math:: \mathbb{E}[\tilde m^2] = 1 - \frac1k
 
@@ -80,26 +80,26 @@ def random_subspace_null(
         >>> tlc.random_subspace_null(10)
         tensor(0.0513, dtype=torch.float64)
         >>> S_1 = torch.ones(40)
-        >>> tlc.random_subspace_null(10, "captured_energy", d_model=40, S_1=S_1, frobenius_norm=S_1.norm())
+        >>> J_1 = {"d_model": 40, "S_1": S_1, "frobenius_norm": S_1.norm()}
+        >>> tlc.random_subspace_null(10, "captured_energy", **J_1)
         tensor(0.5000, dtype=torch.float64)
     """
     if d_model is not None:
         check_k(k, d_model)
-    chosen = with_options(measure, p, absolute)
-    null_of_any_jacobian = chosen.null_of_any_jacobian(k)
-    if null_of_any_jacobian is not None:
-        return null_of_any_jacobian
+    measured = with_options(measure, p, absolute)
+    if measured.null_tends_to is not None:
+        return measured.null_of_any_jacobian(k)
     if d_model is None or S_1 is None or frobenius_norm is None:
         raise ValueError(
-            f"the null of {chosen.name!r} depends on J_1: "
+            f"the null of {measured.name!r} depends on J_1: "
             "give d_model, S_1 and frobenius_norm"
         )
     s = top_values(S_1, k).double()
     norm = frobenius_norm.double()
     entry = torch.zeros_like(norm)
-    if chosen.absolute:
+    if measured.absolute:
         entry = mean_absolute_entry(S_1.double(), norm, d_model)
-    return chosen.null(moments_in_space(s, d_model, norm, entry))
+    return measured.null(moments_in_space(s, d_model, norm, entry))
 
 
 def nulls_at_every_k(
@@ -117,9 +117,8 @@ def nulls_at_every_k(
     absolute_entry = mean_absolute_entry(S, norm, d_model)
 
     def null(measure: Measure, k: int) -> Tensor:
-        null_of_any_jacobian = measure.null_of_any_jacobian(k)
-        if null_of_any_jacobian is not None:
-            return null_of_any_jacobian.expand(norm.shape)
+        if measure.null_tends_to is not None:
+            return measure.null_of_any_jacobian(k).expand(norm.shape)
         entry = absolute_entry if measure.absolute else signed_entry
         return measure.null(moments_in_space(S[..., :k], d_model, norm, entry))
 
@@ -173,8 +172,8 @@ def rotation_null(
         >>> 1 - tlc.measures.rotation_null(A, S_1, "normalized_miscoupling") ** 2, 1 - 1 / 20
         (tensor(0.9500, dtype=torch.float64), 0.95)
     """
-    chosen = with_options(measure, p, absolute)
+    measured = with_options(measure, p, absolute)
     s = top_values(S_1, A.shape[-1]).double()
     A = finite(A, "A").double()
-    moments = moments_in_spans(A, s, paired=paired, absolute=chosen.absolute)
-    return chosen.null(moments)
+    moments = moments_in_spans(A, s, paired=paired, absolute=measured.absolute)
+    return measured.null(moments)

@@ -1,12 +1,13 @@
-"""Jacobians without what may couple them for a simple reason: their own largest gains,
-or directions that all share.
+"""Jacobians without what may couple them for a simple reason.
 
-An outlier direction of the stream, or an attention sink, is the leading pair of
-singular directions of many blocks: one pair can couple all of them.
-`comparisons.jacobian_coupling` of what is left here says whether the rest is coupled.
+That is their own largest gains, or directions that all share. An outlier direction of
+the stream, or an attention sink, is the leading pair of singular directions of many
+blocks: one pair can couple all of them. `comparisons.jacobian_coupling` of what is left
+here says whether the rest is coupled.
 """
 
 import torch
+from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from tl_coupling.spectra import svd
 def without_top(
     J: Float[Tensor, "*batch d_model d_model"], r: Count
 ) -> Float[Tensor, "*batch d_model d_model"]:
-    r"""Jacobians without their own first r singular pairs.
+    r"""Return Jacobians without their own first r singular pairs.
 
     .. math:: J - \sum_{i \le r} \sigma_i u_i v_i^\top
 
@@ -39,15 +40,14 @@ def without_top(
 def without_shared(
     J: Float[Tensor, "n_layers d_model d_model"], r: Count
 ) -> Float[Tensor, "n_layers d_model d_model"]:
-    r"""Jacobians without the r left and the r right directions that all layers share
-    most.
+    r"""Return Jacobians without the r directions that all layers share most.
 
     .. math:: (1 - P P^\top)\, J_l\, (1 - Q Q^\top)
 
-    P holds the leading eigenvectors of `Σ_l J_l J_lᵀ / ‖J_l‖_F²`, Q those of `Σ_l J_lᵀ
-    J_l / ‖J_l‖_F²`: every layer has the same weight. ValueError for r above `d_model`,
-    and for a Jacobian that is zero. Cost: two products and a share of two symmetric
-    eigenvalue problems for each layer.
+    On either side: P holds the leading eigenvectors of `Σ_l J_l J_lᵀ / ‖J_l‖_F²`, Q
+    those of `Σ_l J_lᵀ J_l / ‖J_l‖_F²`: every layer has the same weight. ValueError for
+    r above `d_model`, and for a Jacobian that is zero. Cost: two products and a share
+    of two symmetric eigenvalue problems for each layer.
 
     Example:
         >>> J = tlc.block_jacobians(trace)
@@ -62,17 +62,19 @@ def without_shared(
             "a Jacobian in `J` is zero: it shares no directions, leave it out"
         )
     unit = J / norms
+    of_left = reduce(unit @ unit.mT, "layer i j -> i j", "sum")
+    of_right = reduce(unit.mT @ unit, "layer i j -> i j", "sum")
     # eigh orders upwards.
-    P, Q = (
-        torch.linalg.eigh(gram.sum(0)).eigenvectors[:, -r:]
-        for gram in (unit @ unit.mT, unit.mT @ unit)
-    )
+    P = torch.linalg.eigh(of_left).eigenvectors[:, -r:]
+    Q = torch.linalg.eigh(of_right).eigenvectors[:, -r:]
     J = J - P @ (P.mT @ J)
     return J - (J @ Q) @ Q.mT
 
 
 def _check_r(J: Tensor, r: int) -> None:
-    if r > (d := J.shape[-1]):
+    """Raise unless so many directions can be left out."""
+    d_model = J.shape[-1]
+    if r > d_model:
         raise ValueError(
-            f"`r` must lie in [1, {d}] (the number of directions), got {r}"
+            f"`r` must lie in [1, {d_model}] (the number of directions), got {r}"
         )

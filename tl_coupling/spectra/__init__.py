@@ -1,24 +1,24 @@
 """Singular value decompositions, and what is read off them alone."""
 # ruff: noqa: F401
 
-from tl_coupling.spectra.decompositions import (
-    Spectrum,
-    singular_values,
-    svd,
-    svd_of_products,
-)
-from tl_coupling.spectra.readings import (
-    InverseSingularValueFit,
-    asymmetry,
+from tl_coupling.spectra.checks import (
+    DEFAULT_K,
     check_cut,
     check_entries,
     check_k,
+    fitting_k,
+)
+from tl_coupling.spectra.decompositions import flops_of_svd, singular_values, svd
+from tl_coupling.spectra.readings import (
+    InverseSingularValueFit,
+    asymmetry,
     effective_rank,
     inverse_singular_value_fit,
     non_normality,
     participation_ratio,
     tail_energy,
 )
+from tl_coupling.spectra.spectrum import Spectrum
 
 __all__ = [
     "InverseSingularValueFit",
@@ -30,6 +30,5 @@ __all__ = [
     "participation_ratio",
     "singular_values",
     "svd",
-    "svd_of_products",
     "tail_energy",
 ]

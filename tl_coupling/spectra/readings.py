@@ -1,4 +1,4 @@
-"""What is read off a matrix or its singular values alone; checks of them."""
+"""What is read off a matrix or its singular values alone."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked, warn_caller
+from tl_coupling.spectra.checks import check_matrices, check_singular_values
 
 
 @dataclass(frozen=True, eq=False)
 class InverseSingularValueFit:
-    """For each k, a line `1/σ_k ≈ intercept + slope · layer`, in units of 1/σ and
-    layers.
+    """For each k, a line `1/σ_k ≈ intercept + slope · layer`.
 
-    `r_squared` is the share of the variance of `1/σ_k` over layers that the line
-    explains; in [0, 1].
+    In units of 1/σ and layers. `r_squared` is the share of the variance of `1/σ_k` over
+    layers that the line explains; in [0, 1].
 
     Example:
         >>> fit = tlc.spectra.inverse_singular_value_fit(torch.tensor([[1.0], [0.5]]))
@@ -30,36 +30,11 @@ class InverseSingularValueFit:
     r_squared: Float[Tensor, " k"]
 
 
-def check_k(k: int, largest: int) -> None:
-    """Raise unless `1 <= k <= largest`."""
-    if not 1 <= k <= largest:
-        raise ValueError(
-            f"`k` must lie in [1, {largest}] (the number of singular vectors), got {k}"
-        )
-
-
-def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> None:
-    """Warn where `σ_k ≈ σ_{k+1}`: rounding turns the top-k subspace, by about `ε σ_1 /
-    (σ_k − σ_{k+1})` > 1/10.
-    """
-    if k >= S.shape[-1]:
-        return
-    close = S[:, k - 1] - S[:, k] <= 10 * torch.finfo(S.dtype).eps * S[:, 0]
-    if close.any():
-        where = ", ".join(
-            name for name, hit in zip(names, close.tolist(), strict=True) if hit
-        )
-        warn_caller(
-            f"σ_{k} and σ_{k + 1} are equal to rounding in {where}: the top-{k} subspace there is arbitrary, and so is "
-            "the coupling cut at this k; try another k"
-        )
-
-
 @checked
 def inverse_singular_value_fit(
     S: Float[Tensor, "n_layers k"], layers: Sequence[int] | None = None
 ) -> InverseSingularValueFit:
-    """Least-squares line through `1/σ_k` against depth, for each k.
+    """Return the least-squares line through `1/σ_k` against depth, for each k.
 
     In residual networks trained to classify, `1/σ_k` grows linearly with depth (Li and
     Papyan 2023, their RA4); Aubry et al. 2025 find no such scaling in language models.
@@ -70,41 +45,49 @@ def inverse_singular_value_fit(
     fewer than 2 rows or layers that are not one for each row.
 
     Example:
-        >>> fit = tlc.spectra.inverse_singular_value_fit(torch.tensor([[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]]))
+        >>> S = torch.tensor([[1.0, 0.5], [0.5, 0.25], [0.25, 0.125]])
+        >>> fit = tlc.spectra.inverse_singular_value_fit(S)
         >>> fit.slope, fit.intercept
         (tensor([1.5000, 3.0000]), tensor([0.8333, 1.6667]))
         >>> fit.r_squared
         tensor([0.9643, 0.9643])
     """
-    _check_singular_values(S)
-    layers = list(range(len(S)) if layers is None else layers)
-    if len(S) < 2 or len(layers) != len(S) or len(set(layers)) != len(S):
-        got = f"{len(S)} rows and layers {layers}"
+    check_singular_values(S)
+    n_layers = len(S)
+    layers = list(range(n_layers)) if layers is None else list(layers)
+    if n_layers < 2 or len(layers) != n_layers or len(set(layers)) != n_layers:
         raise ValueError(
-            f"a line needs at least 2 rows of `S` and a layer of its own for each, got {got}"
+            "a line needs at least 2 rows of `S` and a layer of its own for each, "
+            f"got {n_layers} rows and layers {layers}"
         )
-    y = 1 / S.double().masked_fill((S == 0).any(0), math.nan)
+    has_zero = (S == 0).any(0)
+    y = 1 / S.double().masked_fill(has_zero, math.nan)
     x = torch.tensor(layers, dtype=y.dtype, device=y.device)
-    x_centred, y_centred = x - x.mean(), y - y.mean(0)
+    x_centred = x - x.mean()
+    y_centred = y - y.mean(0)
     slope = x_centred @ y_centred / x_centred.square().sum()
+    intercept = y.mean(0) - slope * x.mean()
     residual = y_centred - x_centred[:, None] * slope
-    flat = y_centred.norm(dim=0) <= 8 * torch.finfo(S.dtype).eps * y.norm(dim=0)
-    r_squared = 1 - residual.square().sum(0) / y_centred.square().sum(0).masked_fill(
-        flat, math.nan
-    )
-    n_zero, n_flat = int(y.isnan().any(0).sum()), int(flat.sum())
+    # Rounding alone makes them vary so much.
+    is_flat = y_centred.norm(dim=0) <= 8 * torch.finfo(S.dtype).eps * y.norm(dim=0)
+    variation = y_centred.square().sum(0).masked_fill(is_flat, math.nan)
+    r_squared = (1 - residual.square().sum(0) / variation).clamp(0, 1)
+    n_zero = int(y.isnan().any(0).sum())
+    n_flat = int(is_flat.sum())
     if n_zero or n_flat:
         warn_caller(
-            f"of {S.shape[1]} lines through 1/σ_k, {n_zero} are undefined (NaN) where σ_k is 0, and R² of {n_flat} "
-            "is undefined (NaN) where 1/σ_k does not vary"
+            f"of {S.shape[1]} lines through 1/σ_k, {n_zero} are undefined (NaN) "
+            f"where σ_k is 0, and R² of {n_flat} is undefined (NaN) "
+            "where 1/σ_k does not vary"
         )
-    fit = slope, y.mean(0) - slope * x.mean(), r_squared.clamp(0, 1)
-    return InverseSingularValueFit(*(part.to(S.dtype) for part in fit))
+    return InverseSingularValueFit(
+        slope.to(S.dtype), intercept.to(S.dtype), r_squared.to(S.dtype)
+    )
 
 
 @checked
 def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
-    r"""Size of the commutator of J with its transpose.
+    r"""Return the size of the commutator of J with its transpose.
 
     .. math:: \frac{\|J^\top J - J J^\top\|_F}{\|J\|_F^2}
 
@@ -122,7 +105,8 @@ def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     bits. Cost: two matrix products.
 
     Example:
-        >>> tlc.spectra.non_normality(torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]]))
+        >>> J = torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]])
+        >>> tlc.spectra.non_normality(J)
         tensor([1.4142, 0.0000])
     """
     J = _unit_matrices(J, "non-normality")
@@ -131,7 +115,7 @@ def non_normality(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
 
 @checked
 def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
-    r"""Share of J that is antisymmetric.
+    r"""Return the share of J that is antisymmetric.
 
     .. math:: \frac{\|J - J^\top\|_F}{2\, \|J\|_F}
 
@@ -141,7 +125,8 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
 
     Example:
-        >>> J = torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]])
+        >>> symmetric, antisymmetric = [[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]
+        >>> J = torch.tensor([symmetric, antisymmetric, [[0.0, 1.0], [0.0, 0.0]]])
         >>> tlc.spectra.asymmetry(J)
         tensor([0.0000, 1.0000, 0.7071])
     """
@@ -151,51 +136,49 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
 
 @checked
 def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    r"""Participation ratio of the squared singular values: how many directions carry
-    the energy.
+    r"""Return the participation ratio: how many directions carry the energy.
 
     .. math:: \frac{\left(\sum_i \sigma_i^2\right)^2}{\sum_i \sigma_i^4}
 
-    Dimensionless, in [1, k]: n for n equal singular values and otherwise zeros. Of all
-    singular values it is `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the top k alone it ignores the others.
-    NaN, with a warning, where all of S is zero. Raises TypeError or ValueError unless S
-    is floating point of 32 or 64 bits, finite and at least 0.
+    Of the squared singular values. Dimensionless, in [1, k]: n for n equal singular
+    values and otherwise zeros. Of all singular values it is `‖J‖_F⁴ / ‖JᵀJ‖_F²`; of the
+    top k alone it ignores the others. NaN, with a warning, where all of S is zero.
+    Raises TypeError or ValueError unless S is floating point of 32 or 64 bits, finite
+    and at least 0.
 
     Example:
         >>> tlc.spectra.participation_ratio(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
         tensor([3., 1.])
     """
     energy = _shares(S, "participation ratio").square()
-    return (
-        (energy.sum(-1).square() / energy.square().sum(-1))
-        .clamp(1, S.shape[-1])
-        .to(S.dtype)
-    )
+    ratio = energy.sum(-1).square() / energy.square().sum(-1)
+    return ratio.clamp(1, S.shape[-1]).to(S.dtype)
 
 
 @checked
 def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    r"""Effective rank: the exponential of the entropy of the singular values (Roy and
-    Vetterli 2007).
+    r"""Return the effective rank: the exponential of the singular values' entropy.
 
     .. math:: \exp\Big(-\sum_i p_i \ln p_i\Big), \qquad p_i = \frac{\sigma_i}{\sum_j \sigma_j}
 
-    Range, NaN and errors as in `participation_ratio`. (Others take shares of the
-    squares, which gives a smaller rank.)
+    Source: Roy and Vetterli 2007. Range, NaN and errors as in `participation_ratio`.
+    (Others take shares of the squares, which gives a smaller rank.)
 
     Example:
-        >>> tlc.spectra.effective_rank(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])).round(decimals=4)
+        >>> S = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+        >>> tlc.spectra.effective_rank(S).round(decimals=4)
         tensor([3., 1.])
     """
     p = _shares(S, "effective rank")
-    return torch.special.entr(p).sum(-1).exp().clamp(1, S.shape[-1]).to(S.dtype)
+    entropy = torch.special.entr(p).sum(-1)
+    return entropy.exp().clamp(1, S.shape[-1]).to(S.dtype)
 
 
 @checked
 def tail_energy(
     S: Float[Tensor, "*batch n_singular"], rank: Count
 ) -> Float[Tensor, "*batch"]:
-    r"""Share of the energy beyond the first r = `rank` singular values.
+    r"""Return the share of the energy beyond the first r = `rank` singular values.
 
     .. math:: \frac{\sum_{i > r} \sigma_i^2}{\sum_i \sigma_i^2}
 
@@ -210,7 +193,8 @@ def tail_energy(
     errors as in `participation_ratio`.
 
     Example:
-        >>> tlc.spectra.tail_energy(torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 1.0]]), rank=1).round(decimals=4)
+        >>> S = torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+        >>> tlc.spectra.tail_energy(S, rank=1).round(decimals=4)
         tensor([0.1000, 0.6667])
     """
     energy = _shares(S, "tail energy").square()
@@ -218,74 +202,30 @@ def tail_energy(
 
 
 def _unit_matrices(J: Tensor, measure: str) -> Tensor:
-    """J over its Frobenius norm; NaN with a warning where that is zero."""
+    """Return J over its Frobenius norm; NaN with a warning where that is zero."""
     check_matrices(J)
     # In two steps: the squares in a norm leave the range of the dtype long before the
     # entries do.
-    J = J / _or_nan(J.abs().amax((-2, -1), keepdim=True), measure, "J")
+    J = J / _nan_where_zero(J.abs().amax((-2, -1), keepdim=True), measure, "J")
     return J / torch.linalg.matrix_norm(J, keepdim=True)
 
 
 def _shares(S: Tensor, measure: str) -> Tensor:
-    """Each row of S over its sum, in float64; NaN with a warning where that is zero."""
-    _check_singular_values(S)
-    S = S.double() / _or_nan(S.double().amax(-1, keepdim=True), measure, "S")
+    """Return each row of S over its sum, in float64.
+
+    NaN with a warning where that is zero.
+    """
+    check_singular_values(S)
+    S = S.double() / _nan_where_zero(S.double().amax(-1, keepdim=True), measure, "S")
     return S / S.sum(-1, keepdim=True)
 
 
-def _or_nan(size: Tensor, measure: str, name: str) -> Tensor:
-    if n_zero := int((size == 0).sum()):
+def _nan_where_zero(size: Tensor, measure: str, name: str) -> Tensor:
+    """Return the sizes with NaN in place of 0, and warn where there is one."""
+    is_zero = size == 0
+    n_zero = int(is_zero.sum())
+    if n_zero:
         warn_caller(
             f"{measure} is undefined (NaN) for {n_zero} of {size.numel()} zero `{name}`"
         )
-    return size.masked_fill(size == 0, math.nan)
-
-
-def check_matrices(J: Tensor) -> None:
-    """Raise unless J is finite, of 32 or 64 bits, and its matrices have entries."""
-    _check_dtype(J, "J")
-    check_entries(J, "J")
-    if not J.isfinite().all():
-        raise ValueError("`J` has NaN or infinite entries")
-
-
-def check_entries(matrices: Tensor, name: str) -> None:
-    """Raise where matrices have no rows or no columns. A batch may be empty."""
-    if 0 in matrices.shape[-2:]:
-        raise ValueError(
-            f"`{name}` must have at least one row and one column, got shape {list(matrices.shape)}"
-        )
-
-
-def _check_singular_values(S: Tensor) -> None:
-    _check_dtype(S, "S")
-    if S.shape[-1] == 0:
-        raise ValueError(
-            f"`S` must hold at least one singular value, got shape {list(S.shape)}"
-        )
-    if not (S.isfinite() & (S >= 0)).all():
-        raise ValueError(
-            "`S` must hold singular values, finite and at least 0, got others"
-        )
-
-
-def _check_dtype(x: Tensor, name: str) -> None:
-    if x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"`{name}` must be float32 or float64, got {x.dtype}: use `.float()` or `.double()`"
-        )
-
-
-DEFAULT_K = 50
-
-
-def fitting_k(k: int | None, d_model: int) -> int:
-    """`k`; without one 50, or all that a narrower model has, with a warning."""
-    if k is not None:
-        check_k(k, d_model)
-        return k
-    if d_model < DEFAULT_K:
-        warn_caller(
-            f"the model has width {d_model}: k = {d_model} is used in place of the default, {DEFAULT_K}"
-        )
-    return min(DEFAULT_K, d_model)
+    return size.masked_fill(is_zero, math.nan)

@@ -30,11 +30,11 @@ from tl_coupling.jacobians import Connection, JacobianOptions, decompose
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import (
+    DEFAULT_K,
     InverseSingularValueFit,
     check_k,
     inverse_singular_value_fit,
 )
-from tl_coupling.spectra.readings import DEFAULT_K
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories import shapes
 
