@@ -3,14 +3,57 @@ nothing twice inside `cli/`.
 """
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from rooms import LEVEL, MODULES, PACKAGE, imported, imports_between_rooms, room_of
+from rooms import (
+    LEVEL,
+    MODULES,
+    PACKAGE,
+    classes_by_room,
+    every_import,
+    imported,
+    imports_between_files,
+    imports_between_rooms,
+    reach_ins,
+    room_of,
+)
 
 pytestmark = pytest.mark.on_4_only
+
+TESTS = Path(__file__).parent
+FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+# As many as there are; it may only fall.
+MOST_REACH_INS = 5
+
+SHOWING = ("plots", "interactive", "report")
+NEEDED_BY_ALL = ("arguments", "files", "progress", "interrupts")
+# Of these, pictures and the report need not even know a class.
+NEVER_SHOWN = ("models", "blocks", "gradients", "jacobians")
+# What pictures call of lower rooms, and what for: nothing here runs a model, traces,
+# differentiates or decomposes.
+CALLED_BY_PICTURES = {
+    "attention_sinks": "which tokens are left out of a picture's limits",
+    "by_task": "the rows of a table, split by task",
+    "change_and_predictors": "rows of a result, side by side",
+    "check_k": "refuses a k that a result does not hold",
+    "check_redundancy": "refuses a dataset that is no result of redundancy",
+    "covariate_lines": "made where its caller has not made it",
+    "crossed_mean": "the band around a mean over seeds and prompts",
+    "inverse_singular_value_fit": "made where its caller has not made it",
+    "mean_name": "a name",
+    "measure_named": "a name",
+    "measured_in": "a name",
+    "null_name": "a name",
+    "pairs_of_layers": "a name",
+    "prompt_relation": "made where its caller has not made it",
+    "random_subspace_null": "a closed form, drawn as a line",
+    "step_order": "the order of columns",
+    "trajectory_pca": "the axes of a trajectory's plane",
+}
 
 
 def test_imports_are_found_wherever_they_stand(tmp_path, monkeypatch):
@@ -46,7 +89,7 @@ def test_nothing_is_imported_from_above():
         for room, other, where in imports_between_rooms()
         if other and LEVEL[other] > LEVEL[room]
     ]
-    assert not upward
+    assert not upward, upward
 
 
 def test_no_room_imports_the_package_itself():
@@ -104,3 +147,70 @@ def test_no_six_lines_stand_twice_in_the_commands():
                 repeated.append(f"{seen[six_lines]} and {place}")
             seen.setdefault(six_lines, place)
     assert not repeated
+
+
+def test_files_do_not_import_each_other_in_a_circle():
+    """Also not for type checkers alone: two files that know each other are one."""
+    try:
+        TopologicalSorter(imports_between_files()).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(str(file) for file in error.args[1]))
+
+
+def test_no_string_names_a_class_or_module_of_a_higher_room():
+    """An arrow upwards in disguise: a check that knows a class by its name."""
+    classes = classes_by_room()
+    upward = []
+    for path in MODULES:
+        level = LEVEL[room_of(path)]
+        higher = {room for room in LEVEL if LEVEL[room] > level}
+        of_higher = set().union(*(classes.get(room, set()) for room in higher))
+        of_higher -= classes[room_of(path)]
+        modules = {f"tl_coupling.{room}" for room in higher}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+                continue
+            if not re.fullmatch(r"[\w.]+", node.value):
+                continue
+            first_two = ".".join(node.value.split(".")[:2])
+            if node.value.rpartition(".")[2] in of_higher or first_two in modules:
+                where = path.relative_to(PACKAGE)
+                upward.append(f"{where}:{node.lineno} names {node.value!r}")
+    assert not upward, upward
+
+
+def test_few_imports_reach_past_the_door_of_another_room():
+    """What other rooms need, a room hands out in its `__init__`."""
+    assert len(found := list(reach_ins())) <= MOST_REACH_INS, "\n".join(found)
+
+
+def test_pictures_and_the_report_import_results_and_compute_nothing():
+    """They know results by their classes, and the names of measures. A function that
+    they call all the same is listed with what it is for.
+    """
+    seen = set()
+    computing = []
+    for path in MODULES:
+        if room_of(path) not in SHOWING:
+            continue
+        for module, name in every_import(path):
+            room = f"{module}.{name}".split(".")[1]
+            if LEVEL[room] == LEVEL["plots"] or room in NEEDED_BY_ALL:
+                continue
+            seen.add(name)
+            is_type = name[0].isupper() and room not in NEVER_SHOWN
+            if not is_type and name not in CALLED_BY_PICTURES:
+                where = path.relative_to(PACKAGE)
+                computing.append(f"{where} imports {module}.{name}")
+    assert not computing
+    assert seen >= CALLED_BY_PICTURES.keys(), "take what is not imported off the list"
+
+
+@pytest.mark.parametrize("room", FOLDERS)
+def test_tests_mirror_the_package(room: str):
+    """`tests/room/test_file.py` or `test_file_aspect.py` tests `room/file.py`."""
+    files = {path.stem for path in (PACKAGE / room).glob("*.py")}
+    tested = [path.stem.removeprefix("test_") for path in (TESTS / room).glob("*.py")]
+    assert tested
+    for name in tested:
+        assert any(name == file or name.startswith(f"{file}_") for file in files), name

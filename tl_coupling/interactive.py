@@ -27,7 +27,7 @@ from torch import Tensor
 from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.measures import MeasureName
-from tl_coupling.plots.maps import color_scale
+from tl_coupling.plots import color_scale
 
 __all__ = [
     "View",

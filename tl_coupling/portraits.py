@@ -14,10 +14,10 @@ from tl_coupling.comparisons import (
     CouplingMap,
     context_coupling,
     depth_coupling,
+    free_end,
     neighbours,
     self_coupling,
 )
-from tl_coupling.comparisons.choices import free_end
 from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress

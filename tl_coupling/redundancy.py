@@ -23,9 +23,9 @@ from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.spectra import svd
 from tl_coupling.statistics import LEVEL, percentile_interval, rank_correlation_of_rows
-from tl_coupling.surveys.measurements import Settings, as_prompts, loss
+from tl_coupling.surveys import Settings, as_prompts, loss
 from tl_coupling.traces import Trace, trace
-from tl_coupling.trajectories.shapes import direction_cosine
+from tl_coupling.trajectories import direction_cosine
 
 __all__ = ["layer_redundancy", "redundancy_correlations"]
 

@@ -76,3 +76,54 @@ def imports_between_rooms() -> Iterator[tuple[str, str, str]]:
                         other,
                         f"{path.relative_to(PACKAGE)}:{line} imports {name}",
                     )
+
+
+def every_import(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each absolute import from the package, those for type
+    checkers included.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            module = node.module or ""
+            if module.split(".")[0] == "tl_coupling":
+                yield from ((module, alias.name) for alias in node.names)
+
+
+def file_of(module: str) -> Path | None:
+    """Return the file of a dotted name, if it is a module of the package."""
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def imports_between_files() -> dict[Path, set[Path]]:
+    """Return the files that each file imports, those for type checkers included."""
+    below: dict[Path, set[Path]] = {}
+    for path in MODULES:
+        files = {
+            file_of(f"{module}.{name}") or file_of(module)
+            for module, name in every_import(path)
+        }
+        below[path] = {file for file in files if file is not None} - {path}
+    return below
+
+
+def reach_ins() -> Iterator[str]:
+    """Yield where a file imports from a file of another room, past what that room's
+    `__init__` hands out.
+    """
+    for path in MODULES:
+        for module in sorted({module for module, _ in every_import(path)}):
+            _, *parts = module.split(".")
+            if len(parts) > 1 and parts[0] != room_of(path):
+                yield f"{path.relative_to(PACKAGE)} imports from {module}"
+
+
+def classes_by_room() -> dict[str, set[str]]:
+    """Return the names of the classes that are defined in each room."""
+    classes: dict[str, set[str]] = {}
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        classes.setdefault(room_of(path), set()).update(names)
+    return classes

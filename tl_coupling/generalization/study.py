@@ -49,7 +49,7 @@ from tl_coupling.statistics import (
     rank_correlation,
     subset_fits,
 )
-from tl_coupling.surveys.readings import with_diagonal
+from tl_coupling.surveys import with_diagonal
 
 # Parameters and tokens span decades: untransformed, the largest model would decide.
 _COVARIATES = ("log10(n_parameters)", "n_layers", "d_model", "log10(training_tokens)")

@@ -19,9 +19,7 @@ from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.files import of_cell
 from tl_coupling.measures import mean_name, null_name
 from tl_coupling.statistics import check_size, family_codes
-from tl_coupling.surveys.checkpoints import step_order
-from tl_coupling.surveys.readings import one_orientation
-from tl_coupling.surveys.survey import UNTRAINED
+from tl_coupling.surveys import UNTRAINED, one_orientation, step_order
 
 # In place of a checkpoint: each model's own last.
 LAST = "last"

@@ -22,7 +22,7 @@ from tl_coupling.statistics import (
     percentile_interval,
     resamples,
 )
-from tl_coupling.surveys.readings import pairs_of_layers
+from tl_coupling.surveys import pairs_of_layers
 
 _COLUMNS = (
     "model",

@@ -9,9 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
-from tl_coupling.gradients import Path
-from tl_coupling.gradients.evaluation import vjp
-from tl_coupling.gradients.function import RowFunction
+from tl_coupling.gradients import Path, RowFunction, vjp
 from tl_coupling.jacobians.connections import connected
 from tl_coupling.jacobians.ways import cheapest
 from tl_coupling.traces import Trace

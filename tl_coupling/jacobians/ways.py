@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count
 from tl_coupling.blocks import BlockError, is_out_of_memory
-from tl_coupling.gradients import BlockFunction, Path
-from tl_coupling.gradients.function import Evaluation
+from tl_coupling.gradients import BlockFunction, Evaluation, Path
 
 
 def jacobian_and_path(

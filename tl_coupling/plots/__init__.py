@@ -16,20 +16,21 @@ from tl_coupling.plots.generalization import (
     plot_task_means,
 )
 from tl_coupling.plots.growth import plot_growth, plot_shapes
-from tl_coupling.plots.labels import off_screen
+from tl_coupling.plots.labels import measure_label, new_figure, off_screen
 from tl_coupling.plots.layers import (
     plot_adjacency,
     plot_locality,
     plot_singular_values,
 )
 from tl_coupling.plots.maps import (
+    color_scale,
     plot_alignment_matrices,
     plot_coupling,
     plot_coupling_matrices,
     plot_influence,
     plot_spread,
 )
-from tl_coupling.plots.patches import plot_patches
+from tl_coupling.plots.patches import patches_of, picture_of, plot_patches
 from tl_coupling.plots.precision import plot_precision
 from tl_coupling.plots.predictions import (
     plot_inverse_singular_values,

@@ -18,7 +18,7 @@ from tl_coupling.measures import MeasureName, mean_name, null_name
 from tl_coupling.plots import labels
 from tl_coupling.plots.layers import draw_graph, edge_scale, weighted_edges
 from tl_coupling.statistics import LEVEL, crossed_mean
-from tl_coupling.surveys.readings import pairs_of_layers
+from tl_coupling.surveys import pairs_of_layers
 
 if TYPE_CHECKING:
     import xarray

@@ -24,8 +24,7 @@ from tl_coupling.interactive import (
     show_layers_by_token,
     visible_token,
 )
-from tl_coupling.plots.maps import color_scale
-from tl_coupling.plots.patches import patches_of
+from tl_coupling.plots import color_scale, patches_of
 from tl_coupling.portraits import Portrait
 from tl_coupling.report.parts import (
     figure,

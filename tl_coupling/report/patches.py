@@ -17,8 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from tl_coupling import plots
-from tl_coupling.plots.labels import measure_label, new_figure
-from tl_coupling.plots.patches import patches_of, picture_of
+from tl_coupling.plots import measure_label, new_figure, patches_of, picture_of
 from tl_coupling.portraits import Portrait
 from tl_coupling.report.parts import figure, grid, named_token
 from tl_coupling.traces import Trace

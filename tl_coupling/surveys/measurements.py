@@ -26,6 +26,7 @@ from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.traces import Trace, trace
 from tl_coupling.trajectories import (
+    Window,
     entropy_by_depth,
     equidistance,
     expodistance,
@@ -34,7 +35,6 @@ from tl_coupling.trajectories import (
     norms,
     step_lengths,
 )
-from tl_coupling.trajectories.shapes import Window
 
 if TYPE_CHECKING:
     import xarray

@@ -1,6 +1,7 @@
 """Trajectories of tokens through the residual stream: their shape, their projections,
 and how far they are linear.
 """
+# ruff: noqa: F401
 
 from tl_coupling.trajectories.alignment import ResidualAlignment, residual_alignment
 from tl_coupling.trajectories.gradients import (
@@ -21,7 +22,9 @@ from tl_coupling.trajectories.result import (
 )
 from tl_coupling.trajectories.shapes import (
     TrajectoryPCA,
+    Window,
     attention_sinks,
+    direction_cosine,
     equidistance,
     expodistance,
     line_shape_score,

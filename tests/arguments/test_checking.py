@@ -646,4 +646,4 @@ def test_warnings_point_at_the_line_that_called(tmp_path: Path) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call()
-        assert [Path(one.filename).name for one in caught] == ["test_arguments.py"]
+        assert [Path(one.filename).name for one in caught] == ["test_checking.py"]
