@@ -177,8 +177,7 @@ def resampled(
         n_models, None if families is None else families[has_both]
     )
     draws = _draws(x, y, groups, n_resamples, np.random.default_rng(seed))
-    _, slope, intercept, *_ = draws
-    n_usable = len(slope)
+    n_usable = draws.shape[1]
     if not n_usable:
         raise ValueError(
             f"all {n_resamples} draws are degenerate: "
@@ -187,17 +186,12 @@ def resampled(
     n_groups = int(groups.max()) + 1
     means = np.nanmean(x, 1)
     band_x = np.linspace(means.min(), means.max(), _N_BAND_POINTS)
-    lines = intercept[:, None] + slope[:, None] * band_x
-    band_low, band_high = percentile_interval(lines, n_groups)
+    band_low, band_high = _band(draws, band_x, n_groups)
     ends = percentile_interval(draws.T, n_groups).T.tolist()
+    # In the order of `_line_statistics`, which is that of the attributes.
     intervals = [(float(low), float(high)) for low, high in ends]
-    of_r_squared, of_slope, of_intercept, of_rho, of_mean = intervals
     return Bootstrap(
-        r_squared=of_r_squared,
-        slope=of_slope,
-        intercept=of_intercept,
-        rho=of_rho,
-        mean=of_mean,
+        *intervals,
         band_x=band_x,
         band_low=band_low,
         band_high=band_high,
@@ -206,10 +200,19 @@ def resampled(
         n_models=n_models,
         n_prompts=n_prompts,
         n_families=n_families,
-        resampled=_RESAMPLED
-        if n_families is None
-        else f"whole families of {_RESAMPLED}",
+        resampled=f"{'' if n_families is None else 'whole families of '}{_RESAMPLED}",
     )
+
+
+def _band(
+    draws: Float[np.ndarray, "5 n_draws"],
+    x: Float[np.ndarray, " points"],
+    n_resampled: int,
+) -> Float[np.ndarray, "2 points"]:
+    """Return the ends of the pointwise interval of the lines of all draws."""
+    _, slope, intercept, *_ = draws
+    lines = intercept[:, None] + slope[:, None] * x
+    return percentile_interval(lines, n_resampled)
 
 
 def _groups(

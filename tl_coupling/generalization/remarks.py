@@ -20,6 +20,7 @@ from tl_coupling.statistics import (
     Familywise,
     Interval,
     LinearFit,
+    Subset,
     columns_of,
     subset_mask,
 )
@@ -173,7 +174,7 @@ def on_influence(kind: str, influence: LeaveOneOut | None) -> list[str]:
 def is_by_outcome(
     table: pandas.DataFrame,
     scores: set[str],
-    subset: str | Sequence[bool] | pandas.Series,
+    subset: Subset,
 ) -> bool:
     """Say whether a subset is chosen by a score.
 

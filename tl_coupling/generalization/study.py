@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pandas
@@ -38,6 +38,7 @@ from tl_coupling.statistics import (
     ExponentialFit,
     Familywise,
     LinearFit,
+    Subset,
     attenuation,
     complete_rows,
     covariate_fits,
@@ -54,7 +55,6 @@ from tl_coupling.surveys import with_diagonal
 # Parameters and tokens span decades: untransformed, the largest model would decide.
 _COVARIATES = ("log10(n_parameters)", "n_layers", "d_model", "log10(training_tokens)")
 
-Subset: TypeAlias = str | Sequence[bool] | pandas.Series
 _Key = TypeVar("_Key")
 _Result = TypeVar("_Result")
 
@@ -118,7 +118,8 @@ def generalization_study(
         >>> import numpy as np, pandas, xarray
         >>> coupling = 0.1 * np.arange(1, 6)[:, None, None] + 0.01 * np.arange(4)[:, None]
         >>> dims = ("model", "prompt", "k")
-        >>> data = xarray.Dataset({"mean_coupling": (dims, coupling)}, {"model": list("abcde"), "k": [10]})
+        >>> coords = {"model": list("abcde"), "k": [10]}
+        >>> data = xarray.Dataset({"mean_coupling": (dims, coupling)}, coords)
         >>> scores = pandas.DataFrame({"model": list("abcde"), "score": [30, 35, 41, 43, 52]})
         >>> tlc.generalization.generalization_study(data, scores, n_resamples=100)
         Generalization(score against coupling, k = 10, 5 models, 4 prompts:
@@ -425,7 +426,9 @@ class Study:
         )
 
     def family_codes(self) -> Int[np.ndarray, " n_models"] | None:
-        """Number the families; `None` where models count as independent."""
+        """Return the number of the family of each model; `None` where models count as
+        independent.
+        """
         if self.families is None:
             return None
         return family_codes(self.table, self.families)

@@ -14,6 +14,7 @@ from tl_coupling.statistics.familywise import (
 from tl_coupling.statistics.fits import (
     ExponentialFit,
     LinearFit,
+    Subset,
     complete_rows,
     covariate_fits,
     exponential_fit,

@@ -11,9 +11,10 @@ from jaxtyping import Bool, Float
 from tl_coupling.statistics.fits import LinearFit
 from tl_coupling.statistics.intervals import Interval
 
-# Below it prompts are said to be too few; below the second the slope would more than
-# double, and is not corrected.
-WANTED, LEAST = 0.9, 0.5
+# Below it prompts are said to be too few.
+WANTED = 0.9
+# Below it the slope would more than double, and is not corrected.
+LEAST = 0.5
 _MOST_SPLITS = 200
 
 
@@ -53,8 +54,13 @@ def attenuation(
     *,
     seed: int,
 ) -> Attenuation:
-    """Reliability of the models' means of x, NaN where it was not measured, and the
-    corrected slope of their line.
+    """Return how reliable the models' means are, and the corrected slope of their line.
+
+    Args:
+        x: coupling of each model on each prompt; NaN where it was not measured.
+        y: the score, or the loss on each prompt.
+        line: the fit that is corrected.
+        seed: of the splits into halves, where there are too many for all of them.
 
     Raises:
         ValueError: one prompt; in every split, a model that was not measured on both
@@ -63,67 +69,70 @@ def attenuation(
     n_prompts = x.shape[1]
     if n_prompts < 2:
         raise ValueError("reliability needs at least two prompts, got 1")
+    if y.ndim == 1:
+        y = np.broadcast_to(y[:, None], x.shape)
     halves = np.array(list(_halves(n_prompts, np.random.default_rng(seed))))
-    y = np.broadcast_to(y[:, None], x.shape) if y.ndim == 1 else y
-    x_1, x_2, y_1, y_2 = (
-        _centred_means(of, half) for of in (x, y) for half in (halves, ~halves)
-    )
-    usable = np.isfinite(x_1 + x_2 + y_1 + y_2).all(1)
-    if not usable.any():
+    x_1 = _centred_means(x, halves)
+    x_2 = _centred_means(x, ~halves)
+    y_1 = _centred_means(y, halves)
+    y_2 = _centred_means(y, ~halves)
+    is_usable = np.isfinite(x_1 + x_2 + y_1 + y_2).all(1)
+    if not is_usable.any():
         raise ValueError(
-            "reliability needs models that were all measured on both halves of the prompts"
+            "reliability needs models that were all measured on both halves of the "
+            "prompts"
         )
-    shared, crossed = (
-        np.mean((x_1 * x_2)[usable]),
-        np.mean((x_1 * y_2 + x_2 * y_1)[usable]) / 2,
-    )
-    reliability = float(
-        shared / np.mean(_centred_means(x, np.ones((1, n_prompts), bool)) ** 2)
-    )
-    n_wanted = (
-        ceil(n_prompts * WANTED / (1 - WANTED) * (1 - reliability) / reliability)
-        if reliability > 0
-        else None
-    )
-    slope = half = np.nan
+    # Covariances of the models' means across halves, mean over splits.
+    of_x = np.mean((x_1 * x_2)[is_usable])
+    of_x_and_y = np.mean((x_1 * y_2 + x_2 * y_1)[is_usable]) / 2
+    over_all = _centred_means(x, np.ones((1, n_prompts), bool))
+    reliability = float(of_x / np.mean(over_all**2))
+    slope = np.nan
+    half_width = np.nan
     if reliability >= LEAST:
-        slope, half = (
-            float(crossed / shared),
-            float(np.diff(line.slope_interval)[0] / 2 / reliability),
-        )
+        slope = float(of_x_and_y / of_x)
+        half_width = float(np.diff(line.slope_interval)[0] / 2 / reliability)
     return Attenuation(
-        reliability,
-        n_prompts,
-        n_wanted,
-        slope,
-        (slope - half, slope + half),
-        int(usable.sum()),
+        reliability=reliability,
+        n_prompts=n_prompts,
+        n_wanted=_n_wanted(n_prompts, reliability),
+        slope=slope,
+        slope_interval=(slope - half_width, slope + half_width),
+        n_splits=int(is_usable.sum()),
     )
+
+
+def _n_wanted(n_prompts: int, reliability: float) -> int | None:
+    """Return how many prompts a reliability of .9 needs (Spearman and Brown)."""
+    if reliability <= 0:
+        return None
+    return ceil(n_prompts * WANTED / (1 - WANTED) * (1 - reliability) / reliability)
 
 
 def _halves(n: int, rng: np.random.Generator) -> Iterator[Bool[np.ndarray, " n"]]:
-    """Halves of n prompts, the other half being the rest: each once if there are few
-    enough, else drawn.
+    """Yield halves of n prompts, the other half being the rest: each once if there are
+    few enough, else drawn.
     """
-    if comb(n, n // 2) <= 2 * _MOST_SPLITS:
-        for half in combinations(range(n), n // 2):
-            if n % 2 or 0 in half:
-                yield np.isin(np.arange(n), half)
+    if comb(n, n // 2) > 2 * _MOST_SPLITS:
+        for _ in range(_MOST_SPLITS):
+            yield rng.permutation(n) < n // 2
         return
-    for _ in range(_MOST_SPLITS):
-        yield rng.permutation(n) < n // 2
+    for half in combinations(range(n), n // 2):
+        # Of an even number, the half without the first prompt is the rest of another.
+        if n % 2 or 0 in half:
+            yield np.isin(np.arange(n), half)
 
 
 def _centred_means(
     values: Float[np.ndarray, "n_models n_prompts"],
     halves: Bool[np.ndarray, "n_splits n_prompts"],
 ) -> Float[np.ndarray, "n_splits n_models"]:
-    """Mean of each model over each half, less that of all models; NaN where one was
-    measured on none of it.
+    """Return the mean of each model over each half, less that of all models; NaN where
+    a model was measured on none of it.
     """
-    known = np.isfinite(values)
+    is_known = np.isfinite(values)
+    sums = halves @ np.where(is_known, values, 0.0).T
+    n_known = halves @ is_known.T.astype(float)
     with np.errstate(invalid="ignore"):
-        means = (
-            halves @ np.where(known, values, 0.0).T / (halves @ known.T.astype(float))
-        )
+        means = sums / n_known
     return means - means.mean(1, keepdims=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pandas
@@ -12,11 +11,13 @@ from scipy import stats
 
 from tl_coupling.measures import mean_name, measured_in
 from tl_coupling.statistics.expressions import columns_of
-from tl_coupling.statistics.fits import subset_mask
+from tl_coupling.statistics.fits import Subset, subset_mask
 from tl_coupling.statistics.intervals import block_permutations
 
-ALL_PROMPTS, ALL_MODELS = "all prompts", "all models"
+ALL_PROMPTS = "all prompts"
+ALL_MODELS = "all models"
 _LOOK = ["k", "measure", "task", "subset"]
+# Equal up to rounding.
 _SAME = 1e-9
 
 
@@ -46,15 +47,16 @@ def familywise(
     table: pandas.DataFrame,
     tasks: Mapping[str, Bool[np.ndarray, " n_prompts"]],
     scores: Mapping[str, str] | None,
-    subsets: Mapping[str, Any],
+    subsets: Mapping[str, Subset],
     families: Int[np.ndarray, " n"] | None,
     *,
     look: tuple[int, str],
     n_permutations: int,
     seed: int,
 ) -> Familywise:
-    """Permute scores among models, and compare the smallest p over all looks with that
-    of each look.
+    """Permute scores among models, to correct p for the number of looks.
+
+    Compares the smallest p over all looks, of permuted scores, with that of each look.
 
     A look is Pearson's r of one k, measure, task and subset; its p by the t
     distribution makes looks at different numbers of models comparable (minP). Scores of
@@ -74,120 +76,135 @@ def familywise(
 
     Source: Westfall and Young 1993, *Resampling-based multiple testing*.
     """
-    rng = np.random.default_rng(seed)
-    unrelated = np.arange(len(table))
+    models = np.arange(len(table))
     permuted = block_permutations(
-        unrelated if families is None else families, n_permutations, rng
+        models if families is None else families,
+        n_permutations,
+        np.random.default_rng(seed),
     )
-    orders = np.vstack([unrelated, permuted])
-    measures = measured_in(rows)
-    names = [(int(k), measure) for measure in measures for k in rows["k"].values]
-    moved = ["loss"] if scores is None else list(dict.fromkeys(scores.values()))
-    kept = {
-        name: _kept(table, subset, moved, orders) for name, subset in subsets.items()
+    # The scores as they are come first.
+    orders = np.vstack([models, permuted])
+    columns = ["loss"] if scores is None else list(dict.fromkeys(scores.values()))
+    members = {
+        name: _members(table, subset, columns, orders)
+        for name, subset in subsets.items()
     }
-    kept |= {ALL_MODELS: np.ones(orders.shape, bool)}
-    labels, found, smallest = [], [], np.ones(len(orders))
+    members[ALL_MODELS] = np.ones(orders.shape, bool)
+    measures = measured_in(rows)
+    labels = []
+    looks = []
+    smallest_p = np.ones(len(orders))
     for task, prompts in tasks.items():
-        x = np.concatenate(
-            [_means(rows[mean_name(measure)], table, prompts).T for measure in measures]
-        )
-        y = (
-            table[scores[task]].to_numpy(float)
-            if scores
-            else _means(rows["loss"], table, prompts)
-        )
-        for subset, chosen in kept.items():
-            r, n = _correlations(x, y[orders], chosen)
-            with np.errstate(invalid="ignore", divide="ignore"):
-                p = np.where(
-                    np.isfinite(r),
-                    2 * stats.t.sf(np.abs(r) * np.sqrt((n - 2) / (1 - r**2)), n - 2),
-                    np.nan,
-                )
-            smallest = np.fmin(smallest, np.fmin.reduce(p, axis=1))
-            labels += [(*name, task, subset) for name in names]
-            found.append((n[0], r[0], p[0]))
-    n, r, own = np.concatenate(found, axis=1)
-    as_small = (smallest[:, None] <= own * (1 + _SAME)).mean(0)
-    looks = pandas.DataFrame(labels, columns=_LOOK)
-    looks = looks.assign(
-        n=n.astype(int),
-        r=r,
-        p=own,
-        familywise_p=np.where(np.isnan(own), np.nan, as_small),
-    )
-    main = looks.set_index(_LOOK)["familywise_p"][(*look, ALL_PROMPTS, ALL_MODELS)]
+        means = [_means(rows[mean_name(name)], table, prompts) for name in measures]
+        x = np.concatenate([of_measure.T for of_measure in means])
+        if scores is None:
+            y = _means(rows["loss"], table, prompts)
+        else:
+            y = table[scores[task]].to_numpy(float)
+        for subset, is_member in members.items():
+            r, n = _correlations(x, y[orders], is_member)
+            p = _p_of(r, n)
+            smallest_p = np.fmin(smallest_p, np.fmin.reduce(p, axis=1))
+            looks.append((n[0], r[0], p[0]))
+            labels += [
+                (int(k), measure, task, subset)
+                for measure in measures
+                for k in rows["k"].values
+            ]
+    n, r, p = np.concatenate(looks, axis=1)
+    is_as_small = smallest_p[:, None] <= p * (1 + _SAME)
+    columns_of_looks = {
+        "n": n.astype(int),
+        "r": r,
+        "p": p,
+        "familywise_p": np.where(np.isnan(p), np.nan, is_as_small.mean(0)),
+    }
+    looked_at = pandas.DataFrame(labels, columns=_LOOK).assign(**columns_of_looks)
+    corrected = looked_at.set_index(_LOOK)["familywise_p"]
     return Familywise(
-        float(main), float(looks["familywise_p"].min()), looks, n_permutations
+        p=float(corrected[(*look, ALL_PROMPTS, ALL_MODELS)]),
+        smallest_p=float(corrected.min()),
+        table=looked_at,
+        n_permutations=n_permutations,
     )
+
+
+def _p_of(
+    r: Float[np.ndarray, "n_orders n_looks"], n: Float[np.ndarray, "n_orders n_looks"]
+) -> Float[np.ndarray, "n_orders n_looks"]:
+    """Return the p of Pearson's r of n models by the t distribution; NaN where r is."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        t = np.abs(r) * np.sqrt((n - 2) / (1 - r**2))
+        return np.where(np.isfinite(r), 2 * stats.t.sf(t, n - 2), np.nan)
 
 
 def _means(
     values: xarray.DataArray,
     table: pandas.DataFrame,
     prompts: Bool[np.ndarray, " n_prompts"],
-) -> np.ndarray:
-    """Means over prompts of the models of the table, `[n …]`; NaN where nothing was
+) -> Float[np.ndarray, "n ..."]:
+    """Return the means over prompts of the models of the table; NaN where nothing was
     measured.
     """
-    chosen = values.transpose("row", "prompt", ...).values[table.index][:, prompts]
-    known = np.isfinite(chosen)
+    of_models = values.transpose("row", "prompt", ...).values[table.index]
+    on_prompts = of_models[:, prompts]
+    is_known = np.isfinite(on_prompts)
     with np.errstate(invalid="ignore"):
-        return np.where(known, chosen, 0.0).sum(1) / known.sum(1)
+        return np.where(is_known, on_prompts, 0.0).sum(1) / is_known.sum(1)
 
 
-def _kept(
+def _members(
     table: pandas.DataFrame,
-    subset: Any,
-    moved: list[str],
+    subset: Subset,
+    scores: list[str],
     orders: Int[np.ndarray, "n_orders n"],
 ) -> Bool[np.ndarray, "n_orders n"]:
-    """Which models are in a subset under each order of the scores."""
-    if not isinstance(subset, str) or columns_of(subset).isdisjoint(moved):
+    """Say which models are in a subset under each order of the scores."""
+    if not isinstance(subset, str) or columns_of(subset).isdisjoint(scores):
         return np.broadcast_to(subset_mask(table, subset), orders.shape)
     # All orders at once, one below the other.
-    below = table.iloc[np.tile(np.arange(len(table)), len(orders))]
-    permuted = {name: table[name].to_numpy()[orders].ravel() for name in moved}
-    return subset_mask(below.assign(**permuted), subset).reshape(orders.shape)
+    repeated = table.iloc[np.tile(np.arange(len(table)), len(orders))]
+    permuted = {name: table[name].to_numpy()[orders].ravel() for name in scores}
+    mask = subset_mask(repeated.assign(**permuted), subset)
+    return mask.reshape(orders.shape)
 
 
 def _correlations(
     x: Float[np.ndarray, "n_looks n"],
     y: Float[np.ndarray, "n_orders n"],
-    kept: Bool[np.ndarray, "n_orders n"],
+    is_member: Bool[np.ndarray, "n_orders n"],
 ) -> tuple[
     Float[np.ndarray, "n_orders n_looks"], Float[np.ndarray, "n_orders n_looks"]
 ]:
-    """Pearson's r under each order and over how many models; NaN below three, or where
-    x or y is constant.
+    """Return Pearson's r under each order, and over how many models; NaN below three,
+    or where x or y is constant.
     """
-    known_x, known = np.isfinite(x), kept & np.isfinite(y)
-    x, y = _standard(x), _standard(y)
-    y = np.where(known, y, 0.0)
-    n = known @ known_x.T.astype(float)
-    sum_x, sum_xx, sum_y, sum_yy = (
-        known @ x.T,
-        known @ (x**2).T,
-        y @ known_x.T,
-        y**2 @ known_x.T,
-    )
+    known_x = np.isfinite(x)
+    known_y = is_member & np.isfinite(y)
+    x = _standard(x)
+    y = np.where(known_y, _standard(y), 0.0)
+    n = known_y @ known_x.T.astype(float)
+    sum_x = known_y @ x.T
+    sum_xx = known_y @ (x**2).T
+    sum_y = y @ known_x.T
+    sum_yy = y**2 @ known_x.T
     with np.errstate(invalid="ignore", divide="ignore"):
-        spread_x, spread_y = sum_xx - sum_x**2 / n, sum_yy - sum_y**2 / n
+        spread_x = sum_xx - sum_x**2 / n
+        spread_y = sum_yy - sum_y**2 / n
         r = (y @ x.T - sum_x * sum_y / n) / np.sqrt(spread_x * spread_y)
-    defined = (n >= 3) & (spread_x > _SAME) & (spread_y > _SAME)
-    return np.where(defined, np.clip(r, -1, 1), np.nan), n
+    is_defined = (n >= 3) & (spread_x > _SAME) & (spread_y > _SAME)
+    return np.where(is_defined, np.clip(r, -1, 1), np.nan), n
 
 
 def _standard(values: Float[np.ndarray, "rows n"]) -> Float[np.ndarray, "rows n"]:
-    """Each row centred and in standard units, so that nothing is lost in sums of
-    squares; 0 for NaN, or if constant.
+    """Centre each row and bring it to standard units; 0 for NaN, or if constant.
+
+    Nothing is then lost in sums of squares.
     """
-    known = np.isfinite(values)
-    n = np.maximum(known.sum(1, keepdims=True), 1)
-    mean = np.where(known, values, 0.0).sum(1, keepdims=True) / n
-    centred = np.where(known, values - mean, 0.0)
+    is_known = np.isfinite(values)
+    n = np.maximum(is_known.sum(1, keepdims=True), 1)
+    mean = np.where(is_known, values, 0.0).sum(1, keepdims=True) / n
+    centred = np.where(is_known, values - mean, 0.0)
     spread = np.sqrt((centred**2).sum(1, keepdims=True) / n)
-    return np.divide(
-        centred, spread, out=np.zeros(values.shape), where=spread > 1e-12 * np.abs(mean)
-    )
+    is_varied = spread > 1e-12 * np.abs(mean)
+    return np.divide(centred, spread, out=np.zeros(values.shape), where=is_varied)

@@ -7,7 +7,7 @@ import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas
@@ -24,6 +24,9 @@ from tl_coupling.statistics.intervals import (
     is_constant,
     t_interval,
 )
+
+# A query over the columns, or true or false for each row.
+Subset: TypeAlias = str | Sequence[bool] | pandas.Series
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class LinearFit:
     level: float = LEVEL
 
     def predict(self, x: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        """The line at x."""
+        """Return the line at x."""
         return self.intercept + self.slope * x
 
 
@@ -93,7 +96,7 @@ class ExponentialFit:
     level: float = LEVEL
 
     def predict(self, x: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        """The curve at x."""
+        """Return the curve at x."""
         return self.a * np.exp(self.b * x)
 
 
@@ -107,7 +110,7 @@ def linear_fit(
     families: str | None = None,
     within: str | None = None,
 ) -> LinearFit:
-    """Ordinary least squares of column y on column x, with the controls held fixed.
+    """Fit column y to column x by ordinary least squares, with the controls held fixed.
 
     Args:
         table: one model per row; rows that lack a value are left out.
@@ -130,121 +133,163 @@ def linear_fit(
 
     Example:
         >>> import pandas
-        >>> columns = {"coupling": [1, 2, 3, 4, 5], "n_layers": [2, 1, 4, 3, 9], "score": [3, 3, 7, 8, 13]}
-        >>> fit = tlc.statistics.linear_fit(pandas.DataFrame(columns), "coupling", "score", controls=["n_layers"])
+        >>> table = pandas.DataFrame({"coupling": [1, 2, 3, 4, 5], "score": [3, 3, 7, 8, 13]})
+        >>> table["n_layers"] = [2, 1, 4, 3, 9]
+        >>> fit = tlc.statistics.linear_fit(table, "coupling", "score", controls=["n_layers"])
         >>> round(fit.slope, 3), round(fit.vif, 3)
         (1.433, 2.939)
     """
-    names, held = [x, *controls], [*controls, *([] if within is None else [within])]
-    if len({x, y, *held}) < len(held) + 2:
+    covariates = [x, *controls]
+    fixed = list(controls) if within is None else [*controls, within]
+    if len({x, y, *fixed}) < len(fixed) + 2:
         raise ValueError(
-            f"`x`, `y` and `controls` must be different columns, got {[x, y, *held]}"
+            f"`x`, `y` and `controls` must be different columns, got {[x, y, *fixed]}"
         )
     if within is not None:
-        own = family_codes(table, within)
-        table = table[np.bincount(own)[own] > 1]
-    rows = rows_to_fit(
-        table, names, y, [name for name in (families, within) if name is not None]
-    )
-    design = rows[names].to_numpy()
+        codes = family_codes(table, within)
+        table = table[np.bincount(codes)[codes] > 1]
+    numbered = [name for name in (families, within) if name is not None]
+    rows = rows_to_fit(table, covariates, y, numbered)
+    design = rows[covariates].to_numpy()
     if within is not None:
-        levels = np.unique(rows[within])
-        design = np.column_stack([design, rows[[within]].to_numpy() == levels[1:]])
-        if len(rows) < (needed := design.shape[1] + 2):
-            raise ValueError(
-                f"a fit within {len(levels)} values of {within!r} needs {needed} models, got {len(rows)}"
-            )
+        design = _with_intercepts(design, rows[within], within)
     # In standard units: parameters are counted in billions, coupling in hundredths.
     scale = design.std(0)
     standard = (design - design.mean(0)) / scale
-    if (
-        np.linalg.matrix_rank(standard, tol=1e-10 * np.linalg.norm(standard, 2))
-        < design.shape[1]
-    ):
+    tolerance = 1e-10 * np.linalg.norm(standard, 2)
+    if np.linalg.matrix_rank(standard, tol=tolerance) < design.shape[1]:
         raise ValueError(
-            f"{', '.join([x, *held])} determine each other over {len(rows)} models: leave out a control"
+            f"{', '.join([x, *fixed])} determine each other over {len(rows)} models: "
+            "leave out a control"
         )
     # x is not centred, so that the intercept is at x = 0.
-    result = least_squares(
-        rows[y].to_numpy(), np.column_stack([design[:, 0] / scale[0], standard[:, 1:]])
+    predictors = np.column_stack([design[:, 0] / scale[0], standard[:, 1:]])
+    result = least_squares(rows[y].to_numpy(), predictors)
+    errors = _standard_errors(
+        result.model.exog,
+        result.resid,
+        None if families is None else rows[families].to_numpy(int),
+        result.bse,
+        float(result.df_resid),
     )
-    codes = None if families is None else rows[families].to_numpy(int)
-    errors, freedom, n_families = _errors(
-        result.model.exog, result.resid, codes, result.bse, float(result.df_resid)
-    )
-    (intercept, slope), t = result.params[:2], result.tvalues[1]
+    intercept, slope = result.params[:2]
+    intercept_error, slope_error = errors.errors[:2]
+    intercept_freedom, slope_freedom = errors.freedom[:2]
+    r_squared = result.rsquared
+    if fixed:
+        # Of what the controls leave.
+        t_squared = result.tvalues[1] ** 2
+        r_squared = t_squared / (t_squared + result.df_resid)
+    correlations = standard.T @ standard / len(rows)
     return LinearFit(
         x=x,
         y=y,
-        controls=tuple(held),
+        controls=tuple(fixed),
         n=len(rows),
         slope=float(slope / scale[0]),
-        slope_interval=t_interval(slope / scale[0], errors[1] / scale[0], freedom[1]),
+        slope_interval=t_interval(
+            slope / scale[0], slope_error / scale[0], slope_freedom
+        ),
         intercept=float(intercept),
-        intercept_interval=t_interval(intercept, errors[0], freedom[0]),
-        r_squared=float(t**2 / (t**2 + result.df_resid) if held else result.rsquared),
-        p=_p(slope, errors[1], freedom[1]),
-        # The diagonal of the inverse correlations.
-        vif=float(np.linalg.inv(standard.T @ standard / len(rows))[0, 0]),
+        intercept_interval=t_interval(intercept, intercept_error, intercept_freedom),
+        r_squared=float(r_squared),
+        p=_p(slope, slope_error, slope_freedom),
+        vif=float(np.linalg.inv(correlations)[0, 0]),
         condition_number=float(np.linalg.cond(standard)),
-        freedom=float(freedom[1]),
-        n_families=n_families,
+        freedom=float(slope_freedom),
+        n_families=errors.n_families,
     )
+
+
+def _with_intercepts(
+    design: Float[np.ndarray, "n n_columns"], groups: pandas.Series, within: str
+) -> Float[np.ndarray, "n more_columns"]:
+    """Add an intercept for each group but the first, whose intercept is that of the
+    fit.
+    """
+    levels = np.unique(groups)
+    is_in_group = groups.to_numpy()[:, None] == levels[1:]
+    design = np.column_stack([design, is_in_group])
+    n_needed = design.shape[1] + 2
+    if len(design) < n_needed:
+        raise ValueError(
+            f"a fit within {len(levels)} values of {within!r} needs {n_needed} models, "
+            f"got {len(design)}"
+        )
+    return design
 
 
 def exponential_fit(
     table: pandas.DataFrame, x: str, y: str, *, families: str | None = None
 ) -> ExponentialFit:
-    """Least squares of `a · exp(b · x)`; arguments and errors as in `linear_fit`, and
-    where it does not converge.
+    """Fit column y to `a · exp(b · x)` by least squares.
+
+    Raises:
+        ValueError: as in `linear_fit`; the fit does not converge.
 
     Source: Aubry et al. 2025, figure 8, which shows such a fit without saying how it
     was made.
     """
-    from scipy import optimize
-
     rows = rows_to_fit(table, (x,), y, [] if families is None else [families])
-    given, wanted = rows[x].to_numpy(), rows[y].to_numpy()
+    across = rows[x].to_numpy()
+    up = rows[y].to_numpy()
     # In standard units: otherwise a and b are nearly collinear.
-    centre, scale = given.mean(), given.std()
-    z = (given - centre) / scale
-    start = (wanted.mean() or 1.0, 0.0)
-    if (wanted > 0).all() or (wanted < 0).all():
-        line = stats.linregress(z, np.log(np.abs(wanted)))
-        start = (np.sign(wanted[0]) * np.exp(line.intercept), line.slope)
+    centre = across.mean()
+    scale = across.std()
+    z = (across - centre) / scale
     try:
-        with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
-            warnings.simplefilter("error", optimize.OptimizeWarning)
-            (a, b), covariance = optimize.curve_fit(
-                lambda z, a, b: a * np.exp(b * z), z, wanted, p0=start
-            )
-    except (RuntimeError, optimize.OptimizeWarning):
+        (a, b), covariance = _exponential(z, up)
+    except RuntimeError:
         raise ValueError(
-            f"the fit of a · exp(b · {x}) to {y!r} does not converge on {len(rows)} rows"
+            f"the fit of a · exp(b · {x}) to {y!r} does not converge "
+            f"on {len(rows)} rows"
         ) from None
     curve = np.exp(b * z)
-    residuals = wanted - a * curve
-    codes = None if families is None else rows[families].to_numpy(int)
-    derivatives = np.column_stack([curve, a * z * curve])
-    errors, freedom, _ = _errors(
-        derivatives,
+    residuals = up - a * curve
+    errors = _standard_errors(
+        np.column_stack([curve, a * z * curve]),
         residuals,
-        codes,
+        None if families is None else rows[families].to_numpy(int),
         np.sqrt(np.diag(covariance)),
         float(len(rows) - 2),
     )
+    error = errors.errors[1]
+    freedom = errors.freedom[1]
+    squares = ((up - up.mean()) ** 2).sum()
     return ExponentialFit(
         x=x,
         y=y,
         n=len(rows),
         a=float(a * np.exp(-b * centre / scale)),
         b=float(b / scale),
-        b_interval=t_interval(b / scale, errors[1] / scale, freedom[1]),
-        r_squared=float(
-            1 - residuals @ residuals / ((wanted - wanted.mean()) ** 2).sum()
-        ),
-        p=_p(b, errors[1], freedom[1]),
+        b_interval=t_interval(b / scale, error / scale, freedom),
+        r_squared=float(1 - residuals @ residuals / squares),
+        p=_p(b, error, freedom),
     )
+
+
+def _exponential(
+    z: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]
+) -> tuple[Float[np.ndarray, "2"], Float[np.ndarray, "2 2"]]:
+    """Return a and b of `y ≈ a · exp(b · z)` and their covariance; RuntimeError where
+    there is no such fit.
+    """
+    from scipy import optimize
+
+    start = (y.mean() or 1.0, 0.0)
+    has_one_sign = (y > 0).all() or (y < 0).all()
+    if has_one_sign:
+        line = stats.linregress(z, np.log(np.abs(y)))
+        start = (np.sign(y[0]) * np.exp(line.intercept), line.slope)
+    with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
+        warnings.simplefilter("error", optimize.OptimizeWarning)
+        try:
+            parameters, covariance = optimize.curve_fit(
+                lambda z, a, b: a * np.exp(b * z), z, y, p0=start
+            )
+        except optimize.OptimizeWarning as warning:
+            raise RuntimeError(str(warning)) from None
+    return parameters, covariance
 
 
 def subset_fits(
@@ -252,11 +297,10 @@ def subset_fits(
     x: str,
     y: str,
     *,
-    subsets: Mapping[str, str | Sequence[bool] | pandas.Series],
+    subsets: Mapping[str, Subset],
     families: str | None = None,
 ) -> dict[str, LinearFit]:
-    """The linear fit on each subset of the models: by name, a mask over the rows or a
-    query. Errors name the subset.
+    """Fit the line on each subset of the models, by its name; errors name the subset.
 
     Source: Aubry et al. 2025, table 4: only models of 7 billion parameters, only those
     that score above 45.
@@ -264,19 +308,17 @@ def subset_fits(
     fits = {}
     for name, subset in subsets.items():
         try:
-            fits[name] = linear_fit(
-                table[subset_mask(table, subset)], x, y, families=families
-            )
+            members = table[subset_mask(table, subset)]
+            fits[name] = linear_fit(members, x, y, families=families)
         except ValueError as error:
             raise ValueError(f"subset {name!r}: {error}") from None
     return fits
 
 
-def subset_mask(table: pandas.DataFrame, subset: Any) -> Bool[np.ndarray, " n"]:
-    """Which rows a query or a mask chooses; ValueError where it does not say so of
-    each.
-    """
-    mask = np.asarray(evaluate(table, subset) if isinstance(subset, str) else subset)
+def subset_mask(table: pandas.DataFrame, subset: Subset) -> Bool[np.ndarray, " n"]:
+    """Say which rows are in a subset; ValueError where it does not say so of each."""
+    values = evaluate(table, subset) if isinstance(subset, str) else subset
+    mask = np.asarray(values)
     if mask.dtype != bool or mask.shape != (len(table),):
         raise ValueError(f"it must be true or false for each of {len(table)} rows")
     return mask
@@ -290,33 +332,34 @@ def covariate_fits(
     covariates: Sequence[str],
     families: str | None = None,
 ) -> pandas.DataFrame:
-    """Each covariate alone against y, beside x on the same models: R² can only be
-    compared on the same models.
+    """Fit y on each covariate alone, and on x beside it on the same models.
 
-    One row per covariate: `n`, `slope`, `r_squared`, `p` of its linear fit;
-    `x_r_squared`, `x_p` of x beside it.
+    R² can only be compared on the same models. One row per covariate: `n`, `slope`,
+    `r_squared`, `p` of its linear fit; `x_r_squared`, `x_p` of x beside it.
 
     Source: Aubry et al. 2025, section 4: coupling correlates with the score more than
     size, depth and width do.
     """
-    fits = []
+    rows = []
     for name in covariates:
-        rows = table[table.index.isin(complete_rows(table, (x, y, name)).index)]
-        alone, beside = (
-            linear_fit(rows, one, y, families=families) for one in (name, x)
-        )
-        fits.append(
-            (alone.n, alone.slope, alone.r_squared, alone.p, beside.r_squared, beside.p)
-        )
+        complete = complete_rows(table, (x, y, name)).index
+        models = table[table.index.isin(complete)]
+        fit = linear_fit(models, name, y, families=families)
+        of_x = linear_fit(models, x, y, families=families)
+        rows.append((fit.n, fit.slope, fit.r_squared, fit.p, of_x.r_squared, of_x.p))
+    index = pandas.Index(list(covariates), name="covariate")
     columns = ["n", "slope", "r_squared", "p", "x_r_squared", "x_p"]
-    return pandas.DataFrame(
-        fits, pandas.Index(list(covariates), name="covariate"), columns
-    )
+    return pandas.DataFrame(rows, index, columns)
 
 
 def complete_rows(table: pandas.DataFrame, names: Sequence[str]) -> pandas.DataFrame:
-    """Columns, or expressions of columns, as floats; rows that lack a value are left
-    out. The index stays.
+    """Return columns, or expressions of columns, as floats.
+
+    Rows that lack a value are left out; the index stays.
+
+    Raises:
+        ValueError: a column that is not there, does not hold numbers, or holds infinite
+            ones, or values above 1e50 in size, or none above 1e-50.
     """
     columns = {}
     for name in names:
@@ -326,8 +369,9 @@ def complete_rows(table: pandas.DataFrame, names: Sequence[str]) -> pandas.DataF
         except (TypeError, ValueError):
             raise ValueError(f"column {name!r} does not hold numbers") from None
     rows = pandas.DataFrame(columns).dropna()
-    if infinite := [name for name in names if not np.isfinite(rows[name]).all()]:
-        raise ValueError(f"column {infinite[0]!r} has infinite values")
+    for name in names:
+        if not np.isfinite(rows[name]).all():
+            raise ValueError(f"column {name!r} has infinite values")
     for name in names:
         check_size(rows[name].to_numpy(), repr(name))
     return rows
@@ -336,60 +380,65 @@ def complete_rows(table: pandas.DataFrame, names: Sequence[str]) -> pandas.DataF
 def fits_within(
     table: pandas.DataFrame, x: str, y: str, *, families: str
 ) -> dict[str, LinearFit]:
-    """The linear fit inside each family of at least three models, by its name, where
-    there is something to fit.
+    """Fit the line inside each family of at least three models, by its name.
+
+    Families in which there is nothing to fit are left out.
     """
-    codes, fits = family_codes(table, families), {}
+    codes = family_codes(table, families)
+    fits = {}
     for code in np.flatnonzero(np.bincount(codes) > 2):
-        own = table[codes == code]
+        members = table[codes == code]
+        family = str(members[families].iloc[0])
         with contextlib.suppress(ValueError):
-            fits[str(own[families].iloc[0])] = linear_fit(own, x, y)
+            fits[family] = linear_fit(members, x, y)
     return fits
 
 
 def family_codes(table: pandas.DataFrame, column: str) -> Int[np.ndarray, " n"]:
-    """A number for each value of a column, in the order in which they come; a number of
-    its own where it is missing.
+    """Return a number for each value of a column, in the order in which they come.
+
+    Each row where the value is missing has a number of its own.
     """
     if column not in table:
-        raise ValueError(
-            f"no column {column!r}; the columns are {', '.join(map(str, table))}"
-        )
-    labels = (
-        table[column]
-        .astype(str)
-        .str.strip()
-        .mask(table[column].isna(), "")
-        .to_numpy(object)
-    )
-    alone = labels == ""
-    return pandas.factorize(np.where(alone, np.arange(len(table)), labels))[0]
+        columns = ", ".join(map(str, table))
+        raise ValueError(f"no column {column!r}; the columns are {columns}")
+    values = table[column]
+    texts = values.astype(str).str.strip().mask(values.isna(), "")
+    labels = texts.to_numpy(object)
+    places = np.arange(len(table))
+    return pandas.factorize(np.where(labels == "", places, labels))[0]
 
 
 def rows_to_fit(
     table: pandas.DataFrame, names: Sequence[str], y: str, families: Sequence[str] = ()
 ) -> pandas.DataFrame:
-    """The rows that have y and all those columns; there are enough of them, and no
-    column is constant.
+    """Return the rows that have y and all those columns; columns of families are
+    numbered.
 
-    Columns of families are numbered.
+    Raises:
+        ValueError: too few rows; a constant column; as in `complete_rows`.
     """
     table = table.assign(**{name: family_codes(table, name) for name in families})
     rows = complete_rows(table, list(dict.fromkeys((*names, y, *families))))
-    if len(rows) < (needed := len(names) + 2):
+    n_needed = len(names) + 2
+    if len(rows) < n_needed:
         raise ValueError(
-            f"a fit of {y!r} on {', '.join(names)} needs at least {needed} models, got {len(rows)}"
+            f"a fit of {y!r} on {', '.join(names)} needs at least {n_needed} models, "
+            f"got {len(rows)}"
         )
     for name in (*names, y):
         if is_constant(rows[name].to_numpy()):
             raise ValueError(
-                f"{name!r} is the same for all {len(rows)} models, {rows[name].iloc[0]:g}: nothing to fit"
+                f"{name!r} is the same for all {len(rows)} models, "
+                f"{rows[name].iloc[0]:g}: nothing to fit"
             )
     return rows
 
 
-def least_squares(y: Float[np.ndarray, " n"], x: np.ndarray) -> Any:
-    """What statsmodels finds; the first coefficient is the intercept."""
+def least_squares(y: Float[np.ndarray, " n"], x: Float[np.ndarray, "n ..."]) -> Any:
+    """Return the results of statsmodels, which have no types; the first coefficient is
+    the intercept.
+    """
     if importlib.util.find_spec("statsmodels") is None:
         raise ValueError(
             'fits across models need statsmodels: pip install "tl-coupling[survey]"'
@@ -399,24 +448,39 @@ def least_squares(y: Float[np.ndarray, " n"], x: np.ndarray) -> Any:
     return sm.OLS(y, sm.add_constant(x)).fit()
 
 
-def _errors(
+@dataclass(frozen=True, eq=False)
+class _StandardErrors:
+    """Standard errors of coefficients and their degrees of freedom; how many families
+    they take account of, `None` where rows count as independent.
+    """
+
+    errors: Float[np.ndarray, " n_columns"]
+    freedom: Float[np.ndarray, " n_columns"]
+    n_families: int | None
+
+
+def _standard_errors(
     design: Float[np.ndarray, "n n_columns"],
     residuals: Float[np.ndarray, " n"],
     families: np.ndarray | None,
     errors: Float[np.ndarray, " n_columns"],
     freedom: float,
-) -> tuple[
-    Float[np.ndarray, " n_columns"], Float[np.ndarray, " n_columns"], int | None
-]:
-    """Standard errors and degrees of freedom: as given, or of families, and then how
-    many these are.
+) -> _StandardErrors:
+    """Return these errors, or cluster-robust ones where some rows are of one family and
+    others are not.
     """
-    n_families = 1 if families is None else len(np.unique(families))
-    if families is None or not 1 < n_families < len(families):
-        return errors, np.full(len(errors), freedom), None
-    return *cluster_robust(design, residuals, families), n_families
+    if families is not None:
+        n_families = len(np.unique(families))
+        if 1 < n_families < len(families):
+            return _StandardErrors(
+                *cluster_robust(design, residuals, families), n_families
+            )
+    return _StandardErrors(errors, np.full(len(errors), freedom), None)
 
 
 def _p(estimate: float, error: float, freedom: float) -> float:
-    """Two-sided, of 0."""
-    return float(2 * stats.t.sf(abs(estimate) / error, freedom)) if error > 0 else 0.0
+    """Return the two-sided p of 0."""
+    # A perfect fit has no error; one that is NaN is no error either.
+    if not error > 0:
+        return 0.0
+    return float(2 * stats.t.sf(abs(estimate) / error, freedom))
