@@ -188,10 +188,14 @@ def resampled(
     band_x = np.linspace(means.min(), means.max(), _N_BAND_POINTS)
     band_low, band_high = _band(draws, band_x, n_groups)
     ends = percentile_interval(draws.T, n_groups).T.tolist()
-    # In the order of `_line_statistics`, which is that of the attributes.
-    intervals = [(float(low), float(high)) for low, high in ends]
+    # In the order of `_line_statistics`.
+    r_squared, slope, intercept, rho, mean = [(low, high) for low, high in ends]
     return Bootstrap(
-        *intervals,
+        r_squared=r_squared,
+        slope=slope,
+        intercept=intercept,
+        rho=rho,
+        mean=mean,
         band_x=band_x,
         band_low=band_low,
         band_high=band_high,

@@ -11,13 +11,16 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas
 from pandas.api import types
 
 Value: TypeAlias = np.ndarray | np.generic | bool | str
+# Of what they take, `_numbers`, `_truths` and `_compared` make sure.
+_Function: TypeAlias = Callable[[Any], Any]
+_Operator: TypeAlias = Callable[[Any, Any], Any]
 
 ALLOWED = (
     "columns (`in backticks` unless they are plain names), numbers, text in quotes, "
@@ -29,17 +32,17 @@ _DEEPEST = 60
 _LARGEST_EXPONENT = 100
 _MOST_SHOWN = 100
 _MOST_SHOWN_OF_A_PART = 60
-_FUNCTIONS: dict[str, Callable[[Value], Value]] = {
+_FUNCTIONS: dict[str, _Function] = {
     name: getattr(np, name) for name in ("log", "log10", "log2", "sqrt", "exp", "abs")
 }
-_ARITHMETIC: dict[type[ast.operator], Callable[[Value, Value], Value]] = {
+_ARITHMETIC: dict[type[ast.operator], _Operator] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.Pow: operator.pow,
 }
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Value, Value], Value]] = {
+_COMPARISONS: dict[type[ast.cmpop], _Operator] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
@@ -47,7 +50,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Value, Value], Value]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
-_LOGIC: dict[type[ast.boolop], Callable[[Value, Value], Value]] = {
+_LOGIC: dict[type[ast.boolop], _Operator] = {
     ast.And: np.logical_and,
     ast.Or: np.logical_or,
 }
@@ -187,7 +190,7 @@ class _Evaluation:
         left = _numbers(node, self.value(node.left))
         right = _numbers(node, self.value(node.right))
         if isinstance(node.op, ast.Pow):
-            is_allowed = np.ndim(right) == 0 and abs(right) <= _LARGEST_EXPONENT
+            is_allowed = np.ndim(right) == 0 and np.abs(right) <= _LARGEST_EXPONENT
             if not is_allowed:
                 raise ValueError(
                     f"the exponent in {_text(node)} must be one number, "

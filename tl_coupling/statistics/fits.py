@@ -26,7 +26,7 @@ from tl_coupling.statistics.intervals import (
 )
 
 # A query over the columns, or true or false for each row.
-Subset: TypeAlias = str | Sequence[bool] | pandas.Series
+Subset: TypeAlias = str | Sequence[bool] | np.ndarray | pandas.Series
 
 
 @dataclass(frozen=True)
