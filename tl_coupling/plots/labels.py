@@ -34,7 +34,9 @@ BELOW: dict[str, Any] = {
     "bbox_to_anchor": (0.5, 0),
     "fontsize": "small",
 }
-MAX_LAYER_TICKS, MAX_TOKEN_TICKS = 16, 40
+MAX_LAYER_TICKS = 16
+MAX_TOKEN_TICKS = 40
+_LONGEST_PROMPT = 48
 
 _Result = TypeVar("_Result")
 _OFF_SCREEN = ContextVar("off_screen", default=False)
@@ -100,23 +102,23 @@ def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
         raise ValueError(f"`results` is empty: wanted at least one {kind.__name__}")
     for name, result in results.items():
         if isinstance(result, CouplingMap) and result.kind != "depth":
-            wanted = (
-                "this picture wants maps of layers, kind 'depth' (`depth_coupling`)"
+            raise ValueError(
+                "this picture wants maps of layers, kind 'depth' (`depth_coupling`), "
+                f"{name!r} is of kind {result.kind!r}"
             )
-            raise ValueError(f"{wanted}, {name!r} is of kind {result.kind!r}")
     return dict(results)
 
 
 def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
-    """`k`, or what all maps hold; checked against each."""
-    held = [result.k for result in maps]
-    if k is None and len(set(held)) > 1:
+    """Return `k`, by default what all maps hold; it is checked against each map."""
+    largest_ks = [result.k for result in maps]
+    if k is None and len(set(largest_ks)) > 1:
         raise ValueError(
             "`k` must be given where the maps hold different numbers of singular "
-            f"vectors, here {held}"
+            f"vectors, here {largest_ks}"
         )
-    k = held[0] if k is None else k
-    check_k(k, min(held))
+    k = largest_ks[0] if k is None else k
+    check_k(k, min(largest_ks))
     return k
 
 
@@ -141,11 +143,9 @@ def one_null(nulls: Any) -> float | None:
     """
     known = np.asarray(nulls, float)
     known = known[np.isfinite(known)]
-    return (
-        float(known[0])
-        if known.size and np.ptp(known) <= 1e-6 * abs(known[0])
-        else None
-    )
+    if not known.size or np.ptp(known) > 1e-6 * abs(known[0]):
+        return None
+    return float(known[0])
 
 
 def draw_null(line: Callable[..., Any], nulls: Any) -> bool:
@@ -168,29 +168,28 @@ def name_ticks(
     axis: Axis,
     names: Sequence[Any],
     most: int,
-    at: np.ndarray | None = None,
+    places: np.ndarray | None = None,
     **options: Any,
 ) -> None:
     """Set a tick for each name.
 
     Where there are more than `most`, every second, third … name has one.
     """
-    every = slice(None, None, math.ceil(len(names) / most))
-    at = np.arange(len(names)) if at is None else at
+    if places is None:
+        places = np.arange(len(names))
+    step = math.ceil(len(names) / most)
+    shown_names = [plain(name) for name in names[::step]]
     # parse_math: a token may hold a dollar sign.
-    axis.set_ticks(
-        at[every], [plain(name) for name in names[every]], parse_math=False, **options
-    )
+    axis.set_ticks(places[::step], shown_names, parse_math=False, **options)
 
 
 def token_name(provenance: Mapping[str, Any], position: int) -> str:
     """Return a position and its token in quotes, printable on one line."""
     tokens = provenance.get("str_tokens")
-    return (
-        f"{position}"
-        if tokens is None
-        else f"{position} ‘{repr(tokens[position])[1:-1].strip() or '␣'}’"
-    )
+    if tokens is None:
+        return f"{position}"
+    printable = repr(tokens[position])[1:-1].strip()
+    return f"{position} ‘{printable or '␣'}’"
 
 
 def measure_label(
@@ -206,36 +205,37 @@ def map_heading(maps: Sequence[Any], k: int | None = None) -> str:
     The title says only what all maps have in common.
     """
     first = maps[0]
-    what = [f"{first.kind.capitalize()} coupling"]
-    what += (
-        [first.orientation] if len({result.orientation for result in maps}) == 1 else []
-    )
-    what += [] if k is None else [f"k = {k}"]
+    parts = [f"{first.kind.capitalize()} coupling"]
+    if len({result.orientation for result in maps}) == 1:
+        parts.append(first.orientation)
+    if k is not None:
+        parts.append(f"k = {k}")
     if first.kind == "context":
-        ends = {
-            (result.provenance.get("fixed"), result.provenance.get("position"))
-            for result in maps
-        }
-        known = [
-            (end, held) for end, held in ends if len(ends) == 1 and held is not None
-        ]
-        what += [
-            f"{end} fixed at {token_name(first.provenance, held)}"
-            for end, held in known
-        ]
+        parts += _fixed_end(maps)
     provenances = [result.provenance for result in maps]
-    prompts = {getattr(result, "n_prompts", 1) for result in maps}
-    if max(prompts) > 1:
-        what += [f"mean over {prompts.pop()} prompts"] if len(prompts) == 1 else []
-        return heading(
-            " · ".join(what),
-            [
-                {**provenance, "prompt": None, "image": None}
-                for provenance in provenances
-            ],
-        )
+    numbers_of_prompts = {getattr(result, "n_prompts", 1) for result in maps}
+    if max(numbers_of_prompts) > 1:
+        if len(numbers_of_prompts) == 1:
+            parts.append(f"mean over {numbers_of_prompts.pop()} prompts")
+        # One prompt of many would be no title for their mean.
+        no_prompt = {"prompt": None, "image": None}
+        provenances = [provenance | no_prompt for provenance in provenances]
+        return heading(" · ".join(parts), provenances)
     positions = [result.row_positions[0] for result in maps if result.kind == "depth"]
-    return heading(" · ".join(what), provenances, positions)
+    return heading(" · ".join(parts), provenances, positions)
+
+
+def _fixed_end(maps: Sequence[Any]) -> list[str]:
+    """Say which end of context maps is fixed at which token, if that is known of all."""
+    first = maps[0].provenance
+    ends = {
+        (result.provenance.get("fixed"), result.provenance.get("position"))
+        for result in maps
+    }
+    end, position = next(iter(ends))
+    if len(ends) > 1 or position is None:
+        return []
+    return [f"{end} fixed at {token_name(first, position)}"]
 
 
 def heading(
@@ -245,29 +245,28 @@ def heading(
 
     The title says only what all provenances have in common.
     """
-    known = {
+    common = {
         key: value
         for key, value in provenances[0].items()
-        if all(p.get(key) == value for p in provenances)
+        if all(provenance.get(key) == value for provenance in provenances)
     }
-    model = short_path(str(known.get("model") or ""))
-    model += (
-        ""
-        if known.get("checkpoint") is None
-        else f" at checkpoint {known['checkpoint']}"
-    )
-    model += " (untrained)" if known.get("untrained") else ""
-    prompt = " ".join(
-        (known.get("prompt") or (known.get("image") or {}).get("name") or "").split()
-    )
-    where = (
-        [f"“{prompt if len(prompt) <= 48 else prompt[:47].rstrip() + '…'}”"]
-        if prompt
-        else []
-    )
-    tokens = {token_name(*token) for token in zip(provenances, positions, strict=False)}
-    where += [f"token {tokens.pop()}"] if len(tokens) == 1 else []
-    return "\n".join(filter(None, (what, model, " · ".join(where))))
+    model = short_path(str(common.get("model") or ""))
+    if common.get("checkpoint") is not None:
+        model += f" at checkpoint {common['checkpoint']}"
+    if common.get("untrained"):
+        model += " (untrained)"
+    image = common.get("image") or {}
+    prompt = " ".join((common.get("prompt") or image.get("name") or "").split())
+    if len(prompt) > _LONGEST_PROMPT:
+        prompt = prompt[: _LONGEST_PROMPT - 1].rstrip() + "…"
+    places = [f"“{prompt}”"] if prompt else []
+    tokens = {
+        token_name(provenance, position)
+        for provenance, position in zip(provenances, positions, strict=False)
+    }
+    if len(tokens) == 1:
+        places.append(f"token {tokens.pop()}")
+    return "\n".join(filter(None, (what, model, " · ".join(places))))
 
 
 def short_path(model: str) -> str:
@@ -275,11 +274,10 @@ def short_path(model: str) -> str:
     return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
 
 
-def entitle(of: Axes | Figure, text: str) -> None:
+def entitle(drawn: Axes | Figure, text: str) -> None:
     """Set a title that is not read as mathematics."""
-    (of.set_title if isinstance(of, Axes) else of.suptitle)(
-        plain(text), fontsize="medium", parse_math=False
-    )
+    set_title = drawn.set_title if isinstance(drawn, Axes) else drawn.suptitle
+    set_title(plain(text), fontsize="medium", parse_math=False)
 
 
 def beside_formulas(name: str) -> str:
@@ -287,13 +285,15 @@ def beside_formulas(name: str) -> str:
     return plain(name).replace("$", r"\$")
 
 
-def plain_legend(of: Axes | Figure, *handles_and_labels: Any, **options: Any) -> Legend:
+def plain_legend(
+    drawn: Axes | Figure, *handles_and_labels: Any, **options: Any
+) -> Legend:
     """Add a legend without a frame, whose names are not read as mathematics."""
-    drawn = of.legend(*handles_and_labels, frameon=False, **options)
-    for text in drawn.get_texts():
+    legend = drawn.legend(*handles_and_labels, frameon=False, **options)
+    for text in legend.get_texts():
         text.set_text(plain(text.get_text()))
         text.set_parse_math(False)
-    return drawn
+    return legend
 
 
 def finish_lines(ax: Axes, title: str, **legend: Any) -> None:

@@ -56,33 +56,35 @@ def plot_adjacency(
     layers = labels.named({"result": result}, CouplingMap)["result"].row_layers
     if layers != result.col_layers or len(set(layers)) != len(layers):
         raise ValueError(
-            "a graph of layers wants a map with the same layers, each once, as rows and columns; "
-            f"got rows {list(layers)} and columns {list(result.col_layers)}"
+            "a graph of layers wants a map with the same layers, each once, as rows and "
+            f"columns; got rows {list(layers)} and columns {list(result.col_layers)}"
         )
     pairs = weighted_edges(
         result.values(k, measure).detach().cpu().double().numpy(), layers
     )
-    heavy = [pair for pair in pairs if threshold is None or pair[0] >= threshold]
-    edges = (
-        heavy
-        if strongest is None and threshold is not None
-        else heavy[-(strongest or 2 * len(layers)) :]
-    )
-    is_bounded = measure_named(measure).bounded
-    full = 1.0 if is_bounded or not edges else edges[-1][0] or 1.0
+    edges = pairs
+    if threshold is not None:
+        edges = [pair for pair in pairs if pair[0] >= threshold]
+    n_allowed = len(edges)
+    if strongest is not None or threshold is None:
+        edges = edges[-(strongest or 2 * len(layers)) :]
+    full = 1.0
+    if edges and not measure_named(measure).bounded:
+        full = edges[-1][0] or 1.0
     ax = ax or labels.new_figure(6.4, 7.0).subplots()
     draw_graph(ax, layers, edges, full)
     k = result.k if k is None else k
-    drawn = f"{len(edges)} of {len(pairs)} edges" + (
-        "" if threshold is None else f", at least {threshold:g}"
-    )
-    drawn += ", the strongest" if len(edges) < len(heavy) else ""
-    what = f"{labels.measure_label(measure, k)}, mean of (l, l′) and (l′, l)\n{drawn}"
+    drawn = f"{len(edges)} of {len(pairs)} edges"
+    if threshold is not None:
+        drawn += f", at least {threshold:g}"
+    if len(edges) < n_allowed:
+        drawn += ", the strongest"
+    measure_name = labels.measure_label(measure, k)
     scale = edge_scale(full)
     labels.plain_legend(
         ax,
         handles=scale,
-        title=what,
+        title=f"{measure_name}, mean of (l, l′) and (l′, l)\n{drawn}",
         ncols=len(scale),
         **labels.BELOW | {"fontsize": "medium"},
     )

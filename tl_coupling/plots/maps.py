@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize, PowerNorm
@@ -20,7 +21,8 @@ from tl_coupling.trajectories import ResidualAlignment
 
 _Influences = Influence | Mapping[str, Influence]
 _PAPER_LAYERS = range(8, 16)
-_WIDEST, _ROOM_FOR_A_TICK = 9.0, 0.2
+_WIDEST = 9.0
+_ROOM_FOR_A_TICK = 0.2
 _INFLUENCE = {
     "frobenius_norm": "Frobenius norm of J",
     "largest_singular_value": "largest singular value σ₁ of J",
@@ -67,18 +69,20 @@ def plot_coupling(
     """
     values = _without_own(result, k, measure, options)
     low, high = color_scale([result], k, measure, **options)
-    low, high = low if vmin is None else vmin, high if vmax is None else vmax
+    if vmin is not None:
+        low = vmin
+    if vmax is not None:
+        high = vmax
     if low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
     if isinstance(cmap, str) and cmap not in colormaps:
         raise ValueError(
             f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}"
         )
-    side = (
-        6.4
-        if result.kind == "depth"
-        else min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
-    )
+    side = 6.4
+    if result.kind != "depth":
+        # Every token has a name, which takes room.
+        side = min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
     ax = ax or labels.new_figure(side, 0.9 * side, "compressed").subplots()
     cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(
         bad=labels.UNDEFINED
@@ -201,9 +205,9 @@ def plot_coupling_matrices(
             f"`untrained` must be a map of kind {result.kind!r} as well, got {untrained.kind!r}"
         )
     chosen = _chosen(result, layers, positions)
-    n, k = len(chosen), labels.common_k(list(grids.values()), k)
+    k = labels.common_k(list(grids.values()), k)
     panels = [_panels(grid, chosen, k, name) for name, grid in grids.items()]
-    side = min(6.4, max(4.0, 0.8 * n))
+    side = min(6.4, max(4.0, 0.8 * len(chosen)))
     fig = fig or labels.new_figure(side + 1.0, (side + 0.4) * len(grids), "compressed")
     axes = fig.subplots(len(grids), 1, squeeze=False)[:, 0]
     for ax, grid, panel in zip(axes, grids.values(), panels, strict=True):
@@ -250,27 +254,25 @@ def plot_alignment_matrices(
         >>> result = tlc.trajectories.residual_alignment(trace, n_classes=4)
         >>> ax = tlc.plots.plot_alignment_matrices(result, sides="uu")
     """
-    n = len(result.singular_values)
-    chosen = list(
-        range(n) if layers is None else (i + n if -n <= i < 0 else i for i in layers)
-    )
-    if not chosen or not set(chosen) <= set(range(n)):
+    n_layers = len(result.singular_values)
+    chosen = list(range(n_layers))
+    if layers is not None:
+        chosen = [i + n_layers if -n_layers <= i < 0 else i for i in layers]
+    if not chosen or not set(chosen) <= set(range(n_layers)):
         raise ValueError(
-            f"`layers` must be some of the {n} layers, 0 to {n - 1}, got {chosen}"
+            f"`layers` must be some of the {n_layers} layers, 0 to {n_layers - 1}, "
+            f"got {chosen}"
         )
     panels = getattr(result, sides)[chosen][:, chosen].abs().cpu().numpy()
     ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
     image, centres = _draw_mosaic(ax, panels, PowerNorm(0.5, 0, 1))
     for axis, side in zip((ax.yaxis, ax.xaxis), sides, strict=True):
         labels.name_ticks(axis, chosen, labels.MAX_LAYER_TICKS, centres)
-        axis.set_label_text(
-            f"layer of the {'left' if side == 'u' else 'right'} singular vectors {side.upper()}"
-        )
-    of_sides = "".join(
-        side.upper() + mark for side, mark in zip(sides, "ᵀ ", strict=True)
-    ).strip()
-    what = f"Residual alignment · {of_sides} · k = {result.k}"
-    labels.entitle(ax, labels.heading(what, [result.provenance], [result.position]))
+        hand = "left" if side == "u" else "right"
+        axis.set_label_text(f"layer of the {hand} singular vectors {side.upper()}")
+    row_side, column_side = sides.upper()
+    title = f"Residual alignment · {row_side}ᵀ{column_side} · k = {result.k}"
+    labels.entitle(ax, labels.heading(title, [result.provenance], [result.position]))
     bar = ax.figure.colorbar(
         image, ax=ax, label="|cosine| (square-root colours); null: random vectors"
     ).ax
@@ -333,14 +335,11 @@ def plot_influence(
         labels.token_name(result.provenance, result.output_position)
         for result in panels.values()
     }
-    what = (
-        f"Influence on token {tokens.pop()}"
-        if len(tokens) == 1
-        else "Influence on one token"
-    )
-    labels.entitle(
-        fig, labels.heading(what, [result.provenance for result in panels.values()])
-    )
+    title = "Influence on one token"
+    if len(tokens) == 1:
+        title = f"Influence on token {tokens.pop()}"
+    provenances = [result.provenance for result in panels.values()]
+    labels.entitle(fig, labels.heading(title, provenances))
     return fig
 
 
@@ -379,42 +378,36 @@ def _name_sides(
     ax: Axes,
     result: CouplingMap,
     chosen: Sequence[int] | None = None,
-    at: np.ndarray | None = None,
+    centres: np.ndarray | None = None,
 ) -> None:
     """Say what rows and columns are, with a tick for each that is chosen.
 
     Without a choice there are as many ticks as have room.
     """
-    depth = result.kind == "depth"
-    fixed = result.provenance.get("fixed", "")
-    what = (
-        "layer"
-        if depth
-        else {"output": "input token", "input": "output token"}.get(fixed, "token")
-    )
-    of_row, of_col = (
-        ("", "")
-        if depth
-        else (f", layer {result.row_layers[0]}", f", layer {result.col_layers[0]}")
-    )
-    ax.set(
-        ylabel=f"{what} of J₁{of_row}", xlabel=f"{what} of the singular vectors{of_col}"
-    )
-    for axis, held in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
-        names = [
-            i if depth else labels.token_name(result.provenance, i)
-            for i in chosen or held
-        ]
-        most = (
-            len(names)
-            if chosen
-            else labels.MAX_LAYER_TICKS
-            if depth
-            else labels.MAX_TOKEN_TICKS
-        )
-        labels.name_ticks(
-            axis, names, most, at, rotation=0 if depth or axis is ax.yaxis else 90
-        )
+    is_depth = result.kind == "depth"
+    if is_depth:
+        connection = "layer"
+        row_layer = column_layer = ""
+    else:
+        fixed = result.provenance.get("fixed", "")
+        free_ends = {"output": "input token", "input": "output token"}
+        connection = free_ends.get(fixed, "token")
+        row_layer = f", layer {result.row_layers[0]}"
+        column_layer = f", layer {result.col_layers[0]}"
+    ax.set_ylabel(f"{connection} of J₁{row_layer}")
+    ax.set_xlabel(f"{connection} of the singular vectors{column_layer}")
+    for axis, places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
+        shown = chosen or places
+        if is_depth:
+            names: list[Any] = list(shown)
+            most = labels.MAX_LAYER_TICKS
+        else:
+            names = [labels.token_name(result.provenance, place) for place in shown]
+            most = labels.MAX_TOKEN_TICKS
+        if chosen:
+            most = len(names)
+        rotation = 0 if is_depth or axis is ax.yaxis else 90
+        labels.name_ticks(axis, names, most, centres, rotation=rotation)
 
 
 def _without_own(
@@ -434,56 +427,61 @@ def _without_own(
 def _chosen(
     result: CouplingMap, layers: Sequence[int] | None, positions: Sequence[int] | None
 ) -> list[int]:
-    depth = result.kind == "depth"
-    wanted, name, others = (
-        (layers, "layers", positions) if depth else (positions, "positions", layers)
-    )
-    if others is not None:
+    """Return the layers or positions to draw, counted from 0.
+
+    Raises:
+        ValueError: none, or layers of a map of tokens, or positions of one of layers.
+    """
+    is_depth = result.kind == "depth"
+    if is_depth:
+        name = "layers"
+        selection, unfit = layers, positions
+    else:
+        name = "positions"
+        selection, unfit = positions, layers
+    if unfit is not None:
         raise ValueError(
             f"a map of kind {result.kind!r} is drawn for chosen `{name}` only"
         )
-    if wanted is None:
-        there = [i for i in _places(result)[0] if i in _places(result)[1]]
-        chosen = [i for i in there if depth and i in _PAPER_LAYERS] or there[
-            -len(_PAPER_LAYERS) :
-        ]
+    if selection is None:
+        row_places, column_places = _places(result)
+        in_both = [place for place in row_places if place in column_places]
+        chosen = in_both[-len(_PAPER_LAYERS) :]
+        if is_depth:
+            of_the_paper = [layer for layer in in_both if layer in _PAPER_LAYERS]
+            chosen = of_the_paper or chosen
     else:
-        n = (
-            result.provenance.get("n_layers", 0)
-            if depth
-            else len(result.provenance.get("str_tokens", ()))
-        )
-        chosen = [i + n if -n <= i < 0 else i for i in wanted]
+        n_places = len(result.provenance.get("str_tokens", ()))
+        if is_depth:
+            n_places = result.provenance.get("n_layers", 0)
+        chosen = [i + n_places if -n_places <= i < 0 else i for i in selection]
     if not chosen:
         raise ValueError(f"`{name}` is empty: wanted at least one of the map's")
     return chosen
 
 
-def _panels(result: CouplingMap, chosen: list[int], k: int, name: str) -> np.ndarray:
-    """Return `|A| / σ_1(J_1)`, `[n n k k]`, for pairs of the chosen connections."""
-    for held in _places(result):
-        if missing := [i for i in chosen if i not in held]:
-            what = "layers" if result.kind == "depth" else "positions"
+def _panels(
+    result: CouplingMap, chosen: Sequence[int], k: int, name: str
+) -> Float[np.ndarray, "n n k k"]:
+    """Return `|A| / σ_1(J_1)` for pairs of the chosen connections."""
+    row_places, column_places = _places(result)
+    for places in (row_places, column_places):
+        if missing := [place for place in chosen if place not in places]:
+            side = "layers" if result.kind == "depth" else "positions"
             raise ValueError(
-                f"`{what}` must be among those of {name!r}, {list(held)}, got {missing}"
+                f"`{side}` must be among those of {name!r}, {list(places)}, "
+                f"got {missing}"
             )
-    at_rows, at_cols = ([held.index(i) for i in chosen] for held in _places(result))
-    largest = result.singular_values[at_rows, 0].clamp_min(
-        torch.finfo(result.singular_values.dtype).tiny
-    )
-    return (
-        (result.at(k)[at_rows][:, at_cols].abs() / largest[:, None, None, None])
-        .detach()
-        .cpu()
-        .numpy()
-    )
+    rows = [row_places.index(place) for place in chosen]
+    columns = [column_places.index(place) for place in chosen]
+    smallest = torch.finfo(result.singular_values.dtype).tiny
+    largest = result.singular_values[rows, 0].clamp_min(smallest)
+    panels = result.at(k)[rows][:, columns].abs() / largest[:, None, None, None]
+    return panels.detach().cpu().numpy()
 
 
 def _places(result: CouplingMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return what tells rows and columns apart: layers, or token positions."""
-    depth = result.kind == "depth"
-    return (
-        (result.row_layers, result.col_layers)
-        if depth
-        else (result.row_positions, result.col_positions)
-    )
+    if result.kind == "depth":
+        return result.row_layers, result.col_layers
+    return result.row_positions, result.col_positions

@@ -23,7 +23,8 @@ from tl_coupling.surveys import pairs_of_layers
 if TYPE_CHECKING:
     import xarray
 
-_MAX_PANELS, _PANELS_IN_A_ROW = 8, 4
+_MAX_PANELS = 8
+_PANELS_IN_A_ROW = 4
 SAMPLES = ("prompt", "seed")
 
 
