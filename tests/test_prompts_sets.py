@@ -23,7 +23,10 @@ from tl_coupling.prompts import Prompt, load_prompts
 pytestmark = pytest.mark.on_3_only
 
 N_ROWS = 30
-PROSE = "The lobster lives in the eastern Atlantic , and it may weigh as much as six kilograms @-@ so they say , chapter"
+PROSE = (
+    "The lobster lives in the eastern Atlantic , and it may weigh as much as six "
+    "kilograms @-@ so they say , chapter"
+)
 
 # name: (path, configuration, split to read, what a row has beside the question, the
 # question's column)

@@ -34,7 +34,7 @@ def model(tokenizer_folder: Path) -> nn.Module:
 
 
 def test_switches_are_off_inside_and_as_before_outside() -> None:
-    before = torch.get_float32_matmul_precision()
+    original = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
@@ -51,7 +51,7 @@ def test_switches_are_off_inside_and_as_before_outside() -> None:
         assert torch.get_float32_matmul_precision() == "medium"
         assert torch.backends.cudnn.allow_tf32
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(original)
 
 
 def test_a_trace_made_in_inference_mode_can_be_differentiated(model: nn.Module) -> None:
@@ -139,11 +139,11 @@ def test_threads_that_measure_one_model_get_what_one_alone_gets(
         return tlc.depth_coupling(tlc.trace(model, tokens), k=4).matrices
 
     alone = [coupling(tokens) for tokens in prompts]
-    before = state_of(model)
+    original_state = state_of(model)
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(coupling, prompts))
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
-    assert state_of(model) == before
+    assert state_of(model) == original_state
 
 
 # Whatever happens
@@ -174,14 +174,14 @@ def test_the_model_and_the_process_are_as_before_after_an_error_anywhere(
                 raise KeyboardInterrupt
 
         handle = module.register_forward_hook(fail)
-        before = state_of(model)
+        original_state = state_of(model)
         try:
             measured()
             break
         except KeyboardInterrupt:
             failures += 1
         finally:
-            assert state_of(model) == before
+            assert state_of(model) == original_state
             handle.remove()
     assert failures >= 8
     assert torch.equal(measured(), expected)
@@ -204,7 +204,7 @@ def test_an_interrupt_at_any_moment_leaves_everything_as_it_was(
         return J + tlc.depth_coupling(trace, k=4).matrices.sum()
 
     expected, interrupted = measured(), 0
-    before = state_of(model)
+    original_state = state_of(model)
     delays = torch.rand(200, generator=torch.Generator().manual_seed(0)) * 0.05
     for delay in delays.tolist():
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
@@ -215,7 +215,7 @@ def test_an_interrupt_at_any_moment_leaves_everything_as_it_was(
             timer.join()
         except KeyboardInterrupt:
             interrupted += 1
-        assert state_of(model) == before
+        assert state_of(model) == original_state
     assert interrupted == len(delays)
     assert torch.equal(measured(), expected)
 
@@ -269,10 +269,10 @@ def test_attributes_are_put_back_when_setting_one_fails() -> None:
         def colour(self) -> str:
             return "red"
 
-    thing = Stubborn()
+    stubborn = Stubborn()
     with (
         pytest.raises(AttributeError),
-        attributes_set([(thing, "size", 2), (thing, "colour", "blue")]),
+        attributes_set([(stubborn, "size", 2), (stubborn, "colour", "blue")]),
     ):
         pytest.fail("the context was entered")
-    assert thing.size == 1
+    assert stubborn.size == 1

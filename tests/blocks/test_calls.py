@@ -115,7 +115,7 @@ def test_the_stream_and_what_each_block_adds(
 
 def test_nothing_that_is_stored_changes(traces: tuple[tlc.Trace, tlc.Trace]) -> None:
     trace, _ = traces
-    kept = [trace.residual.clone(), *(f.X.clone() for f in trace.blocks)]
+    copies = [trace.residual.clone(), *(f.X.clone() for f in trace.blocks)]
     X = trace.residual[0].clone()
     for layer, f in enumerate(trace.blocks):
         f(trace.residual[layer])
@@ -124,8 +124,8 @@ def test_nothing_that_is_stored_changes(traces: tuple[tlc.Trace, tlc.Trace]) -> 
         f.call(f.X)
         tlc.block_jacobian(trace, layer)
         tlc.block_jvp(trace, layer, torch.ones(D_MODEL))
-    now = [trace.residual, *(f.X for f in trace.blocks)]
-    assert all(map(torch.equal, kept, now))
+    stored = [trace.residual, *(f.X for f in trace.blocks)]
+    assert all(map(torch.equal, copies, stored))
     assert torch.equal(X, trace.residual[0])
 
 
@@ -204,25 +204,25 @@ def in_place(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_blocks_of_a_bridge(tokenizer_folder: Path) -> None:
     hf_model = tiny.huggingface_model("gpt2")
-    expected = tlc.trace(
+    plain = tlc.trace(
         tiny.bridge(tiny.huggingface_model("gpt2"), tokenizer_folder), tiny.TOKENS
     )
     for layer in tiny.layers_of(hf_model):
         layer.forward = in_place(layer.forward)
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
-    kept = trace.residual.clone()
-    torch.testing.assert_close(kept, expected.residual)
+    copy = trace.residual.clone()
+    torch.testing.assert_close(copy, plain.residual)
     for layer in range(tiny.N_LAYERS):
         f = trace.blocks[layer]
-        step = expected.residual[layer + 1] - expected.residual[layer]
+        step = plain.residual[layer + 1] - plain.residual[layer]
         torch.testing.assert_close(f(trace.residual[layer]), step, rtol=1e-4, atol=1e-5)
         for t1, t2 in [(-1, -1), (2, 5)]:
             J, _ = jacobian_and_path(
                 f, trace.position_index(t1), trace.position_index(t2)
             )
-            wanted = tlc.block_jacobian(
-                expected, layer, input_position=t1, output_position=t2
+            expected = tlc.block_jacobian(
+                plain, layer, input_position=t1, output_position=t2
             )
-            torch.testing.assert_close(J, wanted, rtol=1e-4, atol=1e-5)
-    assert torch.equal(trace.residual, kept)
+            torch.testing.assert_close(J, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(trace.residual, copy)
     assert trace.is_causal

@@ -75,7 +75,7 @@ IDS = torch.tensor([tiny.TOKENS])
 def huggingface_model(
     architecture: str, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    given = configs.IDS | CONFIGS[architecture]
+    fields = configs.IDS | CONFIGS[architecture]
     kind = (
         AutoModelForMaskedLM
         if architecture in ("bert", "roberta")
@@ -84,7 +84,7 @@ def huggingface_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model(
-            "opt" if architecture.startswith("opt") else architecture, **given
+            "opt" if architecture.startswith("opt") else architecture, **fields
         )
         model = kind.from_config(
             config, dtype=dtype, attn_implementation="eager"
@@ -245,7 +245,7 @@ def test_the_model_is_as_before_even_after_an_exception(tokenizer_folder: Path) 
     trace = tlc.trace(model, tiny.TOKENS)
     # As accelerate does it: an instance with a forward of its own.
     own = vars(model.blocks[0])["forward"] = model.blocks[0].forward
-    before = {name: vars(module).copy() for name, module in model.named_modules()}
+    attributes = {name: vars(module).copy() for name, module in model.named_modules()}
     trace.logits(trace.residual[-1], normalised=True)
     handle = model.unembed.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -253,9 +253,9 @@ def test_the_model_is_as_before_even_after_an_exception(tokenizer_folder: Path) 
     handle.remove()
     assert model.blocks[0].forward is own
     for name, module in model.named_modules():
-        assert vars(module).keys() == before[name].keys(), name
+        assert vars(module).keys() == attributes[name].keys(), name
         hooks = ("_forward_hooks", "_forward_pre_hooks")
-        assert all(vars(module)[hook] is before[name][hook] for hook in hooks), name
+        assert all(vars(module)[hook] is attributes[name][hook] for hook in hooks), name
     close(model(IDS), hf_model(IDS).logits)
 
 
@@ -290,9 +290,9 @@ def test_an_ending_that_works_in_place_leaves_the_trace_alone(
     model = tiny.bridge(huggingface_model("llama"), tokenizer_folder)
     trace = tlc.trace(model, tiny.TOKENS)
     model.ln_final.register_forward_pre_hook(lambda _, args: (args[0].add_(1),))
-    before = trace.residual.clone()
+    residual = trace.residual.clone()
     close(trace.logits(trace.residual[-1]), model(IDS)[0])
-    assert torch.equal(trace.residual, before)
+    assert torch.equal(trace.residual, residual)
 
 
 def test_processed_weights(tokenizer_folder: Path) -> None:
@@ -304,7 +304,7 @@ def test_processed_weights(tokenizer_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "given"),
+    ("output", "shown"),
     [
         (lambda logits: BaseModelOutput(last_hidden_state=logits), "none"),
         (
@@ -315,14 +315,14 @@ def test_processed_weights(tokenizer_folder: Path) -> None:
     ids=["no head", "one answer for the prompt"],
 )
 def test_models_without_logits_for_every_token_are_refused(
-    output: Any, given: str, tokenizer_folder: Path
+    output: Any, shown: str, tokenizer_folder: Path
 ) -> None:
     model = tiny.bridge(huggingface_model("llama"), tokenizer_folder)
     model.original_model.register_forward_hook(lambda _, __, own: output(own.logits))
     trace = tlc.trace(model, tiny.TOKENS)
     with pytest.raises(
         ValueError,
-        match=f"LlamaForCausalLM gives {given}: load it with a language-model head$",
+        match=f"LlamaForCausalLM gives {shown}: load it with a language-model head$",
     ):
         trace.logits(trace.residual[-1])
 

@@ -40,9 +40,9 @@ def llama(folder_model: Path, tmp_path: Path) -> Path:
 def gpt2(hub: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The snapshot of a hub model, whose weights the test may change."""
     weights = next((hub / "models--gpt2").rglob("model.safetensors"))
-    before = weights.read_bytes()
+    intact = weights.read_bytes()
     yield weights.parent
-    weights.write_bytes(before)
+    weights.write_bytes(intact)
 
 
 def prefixed(prefix: str) -> Callable[[State], State]:
@@ -81,7 +81,7 @@ def test_prefixes_that_wrap_every_key_are_taken_off(
 
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             prefixed("net."),
@@ -103,9 +103,9 @@ def test_prefixes_that_wrap_every_key_are_taken_off(
     ids=["strange prefix", "tensor", "layer", "last norm"],
 )
 def test_missing_weights_are_named(
-    change: Callable[[State], State], said: str, memory: str, llama: Path
+    change: Callable[[State], State], message: str, memory: str, llama: Path
 ) -> None:
-    assert said in refused(rewritten(llama, change), memory=memory)
+    assert message in refused(rewritten(llama, change), memory=memory)
 
 
 @pytest.mark.parametrize("memory", ["resident", "stream"])
@@ -126,12 +126,12 @@ def test_more_layers_than_the_configuration_has(
             else {key.removeprefix("model."): state[key] for key in state}
         )
 
-    said = refused(rewritten(llama, deeper), memory=memory)
+    message = refused(rewritten(llama, deeper), memory=memory)
     assert (
         "holds 9 weights of layers or experts that its configuration does not have"
-        in said
+        in message
     )
-    assert "layers.2.input_layernorm.weight" in said
+    assert "layers.2.input_layernorm.weight" in message
 
 
 def test_layers_that_predict_later_tokens_are_left_out(llama: Path) -> None:
@@ -158,12 +158,12 @@ def test_weights_of_another_shape(llama: Path) -> None:
             for key, tensor in state.items()
         }
 
-    said = refused(rewritten(llama, narrower))
+    message = refused(rewritten(llama, narrower))
     assert (
         "holds 2 weights of another shape than its configuration says: model.layers.0.input_layern"
-        in said
+        in message
     )
-    assert f"weight is [{tiny.D_MODEL - 1}], wanted [{tiny.D_MODEL}]" in said
+    assert f"weight is [{tiny.D_MODEL - 1}], wanted [{tiny.D_MODEL}]" in message
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -279,13 +279,15 @@ def headless(folder: Path, architecture: str = "bert") -> Path:
 def test_a_checkpoint_without_a_head_is_measured_without_logits(
     architecture: str, memory: str, tmp_path: Path
 ) -> None:
-    whole = tiny.huggingface_model(architecture)
+    saved_model = tiny.huggingface_model(architecture)
     model = tlc.load_model(str(headless(tmp_path, architecture)), memory=memory)
     with pytest.warns(UserWarning, match="the model's head is not in the checkpoint"):
         trace = tlc.trace(model, tiny.TOKENS)
     with torch.no_grad():
         stream = torch.cat(
-            whole(torch.tensor([tiny.TOKENS]), output_hidden_states=True).hidden_states
+            saved_model(
+                torch.tensor([tiny.TOKENS]), output_hidden_states=True
+            ).hidden_states
         )
     torch.testing.assert_close(trace.residual[:-1], stream[:-1], rtol=1e-5, atol=1e-5)
     assert trace.provenance["head"].startswith("not in the checkpoint (")

@@ -83,13 +83,13 @@ def test_a_file_is_converted_once(file: Path, cache: Path, parses: list[str]) ->
 def test_another_file_of_the_same_name_is_another_model(
     file: Path, cache: Path
 ) -> None:
-    before = stream(file)
+    from_first_copy = stream(file)
     raw = bytearray(file.read_bytes())
     raw[-4] ^= 1
     file.write_bytes(raw)
     stream(file)
     assert len(list(cache.iterdir())) == 2
-    assert before.isfinite().all()
+    assert from_first_copy.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -78,7 +78,7 @@ def test_a_file_a_picture_and_its_pixels_are_one_input(
     by_hand = torch.tensor(
         np.array(Image.open(picture)) / 127.5 - 1, dtype=torch.float32
     ).permute(2, 0, 1)
-    given = [
+    same_image = [
         picture,
         str(picture),
         Image.open(picture),
@@ -86,7 +86,7 @@ def test_a_file_a_picture_and_its_pixels_are_one_input(
         by_hand,
         by_hand[None],
     ]
-    traces = [tlc.trace(model, one) for one in given]
+    traces = [tlc.trace(model, image) for image in same_image]
     for trace in traces:
         torch.testing.assert_close(
             trace.residual, traces[-1].residual, atol=1e-5, rtol=1e-5
@@ -227,7 +227,8 @@ def test_everything_that_is_measured_of_text_is_measured_of_an_image(name: str) 
 
 def test_models_and_their_twins_are_loaded_from_a_folder(folder: Path) -> None:
     trained, untrained = (
-        tlc.load_model(str(folder), untrained=one) for one in (False, True)
+        tlc.load_model(str(folder), untrained=is_untrained)
+        for is_untrained in (False, True)
     )
     assert (
         type(trained.original_model).__name__
@@ -235,7 +236,7 @@ def test_models_and_their_twins_are_loaded_from_a_folder(folder: Path) -> None:
         == "ViTForImageClassification"
     )
     assert not torch.equal(
-        *(tlc.trace(one, pixels()).residual[-1] for one in (trained, untrained))
+        *(tlc.trace(model, pixels()).residual[-1] for model in (trained, untrained))
     )
 
 
@@ -272,7 +273,7 @@ def test_a_survey_of_images_is_that_of_each_and_resumes(
         0.5,
         0.5,
     ]
-    before = {
+    first_writes = {
         path: path.stat().st_mtime_ns for path in (tmp_path / "results").glob("*.nc")
     }
     (tmp_path / "results" / "vit@main+0.nc").unlink()
@@ -280,9 +281,9 @@ def test_a_survey_of_images_is_that_of_each_and_resumes(
     after = {
         path: path.stat().st_mtime_ns for path in (tmp_path / "results").glob("*.nc")
     }
-    assert [path.name for path in before if before[path] != after[path]] == [
-        "vit@main+0.nc"
-    ]
+    assert [
+        path.name for path in first_writes if first_writes[path] != after[path]
+    ] == ["vit@main+0.nc"]
     assert float(abs(again["mean_coupling"] - data["mean_coupling"]).max()) < 1e-6
     # Another picture under the same name is another survey.
     Image.new("RGB", (8, 16), "black").save(tmp_path / "grey.png")
@@ -300,12 +301,15 @@ def test_a_text_that_names_an_image_is_no_prompt_of_a_survey(
     the image changed.
     """
     settings = tlc.Settings(k=(4,), position=0)
-    said = r"prompt '0' is a text, '.*image\.png', and this model reads images: give Prompt\(id, image=FILE\)"
-    with pytest.raises(ValueError, match=said):
+    message = (
+        r"prompt '0' is a text, '.*image\.png', and this model reads images: give "
+        r"Prompt\(id, image=FILE\)"
+    )
+    with pytest.raises(ValueError, match=message):
         tlc.surveys.measure_prompts(tlc.load_model(str(folder)), str(picture), settings)
     with pytest.raises(
         tlc.ModelError,
-        match=f"none of the 1 units could be measured; vit@main: ValueError: {said}",
+        match=f"none of the 1 units could be measured; vit@main: ValueError: {message}",
     ):
         tlc.run(
             tlc.Survey({"vit": folder}, str(picture), settings=settings),
@@ -351,7 +355,7 @@ def test_an_image_that_changes_during_a_run_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         (
             {"prompt": "a text", "image": __file__},
@@ -364,9 +368,9 @@ def test_an_image_that_changes_during_a_run_is_an_error(
         ({}, "the prompt is empty"),
     ],
 )
-def test_a_prompt_is_a_text_or_an_image(given, message: str) -> None:
+def test_a_prompt_is_a_text_or_an_image(fields, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tlc.Prompt("a", **given)
+        tlc.Prompt("a", **fields)
 
 
 @pytest.mark.parametrize(

@@ -31,15 +31,15 @@ quiet = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def pip(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was asked of pip; nothing of it happens."""
-    asked: list[Any] = []
+    """What was commands of pip; nothing of it happens."""
+    commands: list[Any] = []
 
     def check_call(command: Any, *_: Any, **__: Any) -> int:
-        asked.append(command)
+        commands.append(command)
         raise OSError("no pip in tests")
 
     monkeypatch.setattr(subprocess, "check_call", check_call)
-    return asked
+    return commands
 
 
 @pytest.fixture
@@ -74,11 +74,11 @@ def test_an_untrained_twin_is_of_the_trained_models_class(
     fresh = getattr(transformers, class_name)._from_config(
         trained.original_model.config, dtype=dtype
     )
-    for (name, there), (_, here) in zip(
-        sorted(trained.named_parameters()), sorted(twin.named_parameters()), strict=True
-    ):
-        assert here.shape == there.shape, name
-        assert here.dtype == dtype, name
+    weights = sorted(trained.named_parameters())
+    weights_of_twin = sorted(twin.named_parameters())
+    for (name, weight), (_, drawn) in zip(weights, weights_of_twin, strict=True):
+        assert drawn.shape == weight.shape, name
+        assert drawn.dtype == dtype, name
     assert torch.equal(twin.W_E, fresh.get_input_embeddings().weight)
     assert not torch.equal(twin.W_E, trained.W_E)
     assert not twin.training
@@ -89,13 +89,13 @@ def test_an_untrained_twin_is_of_the_trained_models_class(
 def test_nothing_is_installed_for_a_multimodal_model(
     saved: Callable[[str], Path], pip: list[Any], untrained: bool
 ) -> None:
-    before = subprocess.check_call
+    original = subprocess.check_call
     with pytest.warns(
         UserWarning, match="without its image processor.*`pip install torchvision`"
     ):
         model = tlc.load_model(str(saved("llava")), untrained=untrained)
     assert pip == []
-    assert subprocess.check_call is before
+    assert subprocess.check_call is original
     assert tlc.trace(model, tiny.TOKENS).n_pos == len(tiny.TOKENS)
 
 
@@ -110,11 +110,11 @@ def test_other_commands_are_called_while_a_model_loads(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bridges, "kind_of_config", during)
-    before = subprocess.check_call
+    original = subprocess.check_call
     with pytest.raises(KeyboardInterrupt):
         tlc.load_model(str(saved("mamba")))
     assert pip == [["true"]]
-    assert subprocess.check_call is before
+    assert subprocess.check_call is original
 
 
 def test_no_other_model_is_warned_of(saved: Callable[[str], Path]) -> None:
@@ -125,7 +125,7 @@ def test_no_other_model_is_warned_of(saved: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
+    ("kind", "kind_in_words"),
     [
         ("t5", "an encoder–decoder"),
         ("bart", "an encoder–decoder"),
@@ -134,13 +134,13 @@ def test_no_other_model_is_warned_of(saved: Callable[[str], Path]) -> None:
 )
 @pytest.mark.parametrize("untrained", [False, True])
 def test_another_kind_is_named_before_its_weights_are_read(
-    saved: Callable[[str], Path], kind: str, what: str, untrained: bool
+    saved: Callable[[str], Path], kind: str, kind_in_words: str, untrained: bool
 ) -> None:
     folder = saved(kind)
     (folder / "model.safetensors").unlink()
     with pytest.raises(tlc.ModelError) as caught:
         tlc.load_model(str(folder), untrained=untrained)
-    assert str(caught.value).startswith(f"'{folder}' is {what}")
+    assert str(caught.value).startswith(f"'{folder}' is {kind_in_words}")
     assert "wanted a decoder" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -234,9 +234,17 @@ def test_context_of_a_hooked_transformer(positions: str, length: int | None) -> 
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     cfg = HookedTransformerConfig(
-        n_layers=1, d_model=8, d_head=4, n_heads=2, d_mlp=8, n_ctx=6, d_vocab=10, act_fn="relu", rotary_dim=4,
+        n_layers=1,
+        d_model=8,
+        d_head=4,
+        n_heads=2,
+        d_mlp=8,
+        n_ctx=6,
+        d_vocab=10,
+        act_fn="relu",
+        rotary_dim=4,
         positional_embedding_type=positions,
-    )  # fmt: skip
+    )
     model = HookedTransformer(cfg)
     assert models.context_length(model) == length
     with (

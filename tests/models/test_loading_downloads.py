@@ -31,12 +31,18 @@ import json, sys, warnings
 from tl_coupling.surveys import checkpoint_sweep
 from tl_coupling.surveys.measurements import Settings
 
-name, wanted, backend, folder = json.loads(sys.argv[1])
+name, checkpoints, backend, folder = json.loads(sys.argv[1])
 for i in range(2):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        data = checkpoint_sweep(name, wanted, ["w3 w14 w15 w92", "w5 w6 w7"], settings=Settings(k=(2, 4)),
-                                folder=folder, backend=backend)
+        data = checkpoint_sweep(
+            name,
+            checkpoints,
+            ["w3 w14 w15 w92", "w5 w6 w7"],
+            settings=Settings(k=(2, 4)),
+            folder=folder,
+            backend=backend,
+        )
     data.to_netcdf(f"{folder}/../sweep{i}.nc")
     said = [str(w.message) for w in caught if "failed and are left out" in str(w.message)]
     print(json.dumps({"said": said, "failed": json.loads(data.attrs["failed"])}))
@@ -80,11 +86,11 @@ def ask(
 
 
 def sweep_twice(
-    hub: FakeHub, tmp_path: Path, wanted: list[Any], backend: str
+    hub: FakeHub, tmp_path: Path, checkpoints: list[Any], backend: str
 ) -> list[dict[str, Any]]:
     """What two sweeps report, one after the other."""
     (tmp_path / "results").mkdir()
-    arguments = json.dumps([PYTHIA, wanted, backend, str(tmp_path / "results")])
+    arguments = json.dumps([PYTHIA, checkpoints, backend, str(tmp_path / "results")])
     lines = output_of(hub, tmp_path, _SWEEPS, arguments)
     return [json.loads(line) for line in lines if line.startswith("{")]
 
@@ -196,38 +202,40 @@ def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
     backend: str,
     named: str,
 ) -> None:
-    wanted = list(STEPS) if named == "steps" else [f"step{step}" for step in STEPS]
+    checkpoints: list[int | str] = list(STEPS)
+    if named != "steps":
+        checkpoints = [f"step{step}" for step in STEPS]
     server.faults = {
         ("step1", WEIGHTS): ["drop", "drop"],
         ("step2", WEIGHTS): ["short"],
         ("step4", WEIGHTS): ["error"],
     }
-    first, second = sweep_twice(server, tmp_path, wanted, backend)
+    first, second = sweep_twice(server, tmp_path, checkpoints, backend)
     assert not any(server.faults.values())
 
-    assert list(first["failed"]) == [str(c) for c in wanted[2:]]
+    assert list(first["failed"]) == [str(c) for c in checkpoints[2:]]
     short, error = first["failed"].values()
     assert "Consistency check failed" in short
     assert "500" in error
     assert all(
         "the hub failed or broke off the download; finished files are kept, try again"
-        in one
-        for one in (short, error)
+        in message
+        for message in (short, error)
     )
     assert len(first["said"]) == 1
     assert first["said"][0].startswith(
-        f"2 of 4 checkpoints of {PYTHIA} failed and are left out: {wanted[2]}: ModelError: "
+        f"2 of 4 checkpoints of {PYTHIA} failed and are left out: {checkpoints[2]}: ModelError: "
     )
     assert second == {"said": [], "failed": {}}
 
     sweeps = [xarray.load_dataset(tmp_path / f"sweep{i}.nc") for i in range(2)]
     assert [sweep["checkpoint"].values.tolist() for sweep in sweeps] == [
-        wanted[:2],
-        wanted,
+        checkpoints[:2],
+        checkpoints,
     ]
     for sweep, n in zip(sweeps, (2, 4), strict=True):
         expected = undisturbed.isel(checkpoint=slice(n)).assign_coords(
-            checkpoint=wanted[:n]
+            checkpoint=checkpoints[:n]
         )
         if backend == "bridge":
             xarray.testing.assert_equal(sweep, expected)
@@ -236,8 +244,8 @@ def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
             xarray.testing.assert_allclose(sweep, expected, rtol=1e-4, atol=1e-5)
     # Two broken connections were taken up where they broke, the others asked for once a
     # sweep; nothing came twice.
-    asked = [server.requests.count(f"GET step{step}/{WEIGHTS}") for step in STEPS]
-    assert asked == [1, 3, 2, 2]
+    n_downloads = [server.requests.count(f"GET step{step}/{WEIGHTS}") for step in STEPS]
+    assert n_downloads == [1, 3, 2, 2]
 
 
 @pytest.mark.on_4_only
@@ -248,5 +256,5 @@ def test_a_step_that_the_hub_does_not_have_fails_alone(
     for sweep in sweep_twice(server, tmp_path, [1, 8], "bridge"):
         assert list(sweep["failed"]) == ["8"]
         assert "at checkpoint 8" in sweep["failed"]["8"]
-    found = xarray.load_dataset(tmp_path / "sweep1.nc")
-    xarray.testing.assert_equal(found, undisturbed.sel(checkpoint=[1]))
+    sweep = xarray.load_dataset(tmp_path / "sweep1.nc")
+    xarray.testing.assert_equal(sweep, undisturbed.sel(checkpoint=[1]))

@@ -48,7 +48,7 @@ def witness(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def questions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whatever was asked on the terminal; the answer is yes."""
     questions: list[str] = []
 
@@ -69,8 +69,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _custom_code(name: str) -> str:
     return (
-        f"could not load {name!r}: it comes with Python code of its own, which is run only if asked for: read that "
-        "code, then `load_model(…, trust_remote_code=True)`"
+        f"could not load {name!r}: it comes with Python code of its own, which is run "
+        "only if asked for: read that code, then `load_model(…, trust_remote_code=True)`"
     )
 
 
@@ -79,13 +79,13 @@ def _custom_code(name: str) -> str:
     "bring", [model_folders.bring_own_code, model_folders.bring_own_tokenizer]
 )
 def test_code_that_a_folder_brings_is_refused_and_nobody_is_asked(
-    folder: Path, witness: Path, asked: list[str], bring: Callable, untrained: bool
+    folder: Path, witness: Path, questions: list[str], bring: Callable, untrained: bool
 ) -> None:
     bring(folder, witness)
     with pytest.raises(tlc.ModelError) as caught:
         tlc.load_model(str(folder), untrained=untrained)
     assert str(caught.value) == _custom_code(str(folder))
-    assert asked == []
+    assert questions == []
     assert not witness.exists()
 
 
@@ -107,7 +107,7 @@ def test_code_that_a_folder_brings_is_refused_and_nobody_is_asked(
 def test_code_on_the_hub_is_refused_and_nobody_is_asked(
     hub: Path,
     witness: Path,
-    asked: list[str],
+    questions: list[str],
     bring: Callable,
     untrained: bool,
     backend: str,
@@ -122,7 +122,7 @@ def test_code_on_the_hub_is_refused_and_nobody_is_asked(
     finally:
         shutil.rmtree(hub / "models--Qwen--Qwen3-0.6B")
     assert str(caught.value) == _custom_code(name)
-    assert asked == []
+    assert questions == []
     assert not witness.exists()
 
 
@@ -140,13 +140,13 @@ def test_what_hooked_transformer_does_not_list_is_said(
 
 @pytest.mark.parametrize("untrained", [False, True])
 def test_code_is_run_where_it_is_asked_for(
-    folder: Path, witness: Path, asked: list[str], untrained: bool
+    folder: Path, witness: Path, questions: list[str], untrained: bool
 ) -> None:
     model_folders.bring_own_code(folder, witness)
     model = tlc.load_model(str(folder), untrained=untrained, trust_remote_code=True)
     assert type(model.original_model).__name__ == "OwnForCausalLM"
     assert witness.exists()
-    assert asked == []
+    assert questions == []
     assert tlc.trace(model, "w7 w8").provenance["trust_remote_code"] is True
 
 
@@ -244,7 +244,7 @@ def test_every_command_names_a_device_that_nobody_knows(
     call: Callable, tmp_path: Path, command: str
 ) -> None:
     out = tmp_path / "out"
-    said = call(
+    printed = call(
         command,
         "--model",
         "no/model",
@@ -255,9 +255,9 @@ def test_every_command_names_a_device_that_nobody_knows(
         out,
         status=2,
     ).err
-    assert (
-        said
-        == 'tl-coupling: `device` must be a torch device ("cpu", "cuda", "cuda:1", "mps", …), got \'toaster\'\n'
+    assert printed == (
+        'tl-coupling: `device` must be a torch device ("cpu", "cuda", "cuda:1", "mps", …), '
+        "got 'toaster'\n"
     )
     assert not out.exists()
 
@@ -268,7 +268,8 @@ def test_every_command_names_a_device_that_nobody_knows(
         MemoryError("no more"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
         RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 9 bytes"
         ),
     ],
 )
@@ -327,13 +328,13 @@ def test_a_damaged_cache_of_the_embedded_model_is_made_again(
 ) -> None:
     assert _loads(tlc.load_model("smollm2-135m"))
     (file,) = cache.glob(f"*/{name}")
-    whole = file.read_bytes()
+    content = file.read_bytes()
     if damage == "gone":
         file.unlink()
     else:
-        file.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"{}")
+        file.write_bytes(content[: len(content) // 2] if damage == "cut" else b"{}")
     assert _loads(tlc.load_model("smollm2-135m"))
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == content
     assert len(list(cache.iterdir())) == 1
 
 

@@ -108,7 +108,7 @@ def test_greys_of_16_bits_are_scaled(
 
 
 @pytest.mark.parametrize(
-    ("kind", "factor", "said"),
+    ("kind", "factor", "remark"),
     [
         (np.int32, 257, "16 bits"),
         (np.int32, 1, ""),
@@ -118,7 +118,7 @@ def test_greys_of_16_bits_are_scaled(
     ],
 )
 def test_greys_of_unknown_scale_go_by_their_largest(
-    model: nn.Module, kind, factor: float, said: str
+    model: nn.Module, kind, factor: float, remark: str
 ) -> None:
     greys = colors()[..., 0]
     greys[0, 0] = 255
@@ -129,9 +129,9 @@ def test_greys_of_unknown_scale_go_by_their_largest(
         trace = tlc.trace(model, image)
     torch.testing.assert_close(trace.pixels, expected_pixels(np.stack([greys] * 3, -1)))
     assert trace.provenance["remarks"] == (
-        [f"the image is grey in {said}: scaled to 8 bits"] if said else []
+        [f"the image is grey in {remark}: scaled to 8 bits"] if remark else []
     )
-    assert len(warned) == bool(said)
+    assert len(warned) == bool(remark)
 
 
 @pytest.mark.parametrize("values", [-1.0, 70000.0, np.nan])
@@ -153,10 +153,10 @@ def test_of_an_animation_one_frame_is_measured_and_said(
     ):
         trace = tlc.trace(model, tmp_path / "moving.png")
     torch.testing.assert_close(trace.pixels, expected_pixels(colors()))
-    with Image.open(tmp_path / "moving.png") as chosen:
-        chosen.seek(2)
+    with Image.open(tmp_path / "moving.png") as animation:
+        animation.seek(2)
         with pytest.warns(UserWarning, match="frame 2 is measured"):
-            trace = tlc.trace(model, chosen)
+            trace = tlc.trace(model, animation)
     torch.testing.assert_close(trace.pixels, expected_pixels(colors(seed=2)))
 
 
@@ -268,11 +268,11 @@ def test_an_image_without_pixels_is_refused(
 def test_a_broken_file_is_refused_in_one_line(model: nn.Module, tmp_path: Path) -> None:
     (tmp_path / "half.png").write_bytes(png_header(WIDTH, HEIGHT))
     with Image.open(tmp_path / "half.png") as image:
-        for given in (tmp_path / "half.png", image):
+        for source in (tmp_path / "half.png", image):
             with pytest.raises(
                 ValueError, match="is no image file that can be read"
             ) as caught:
-                tlc.trace(model, given)
+                tlc.trace(model, source)
             assert "\n" not in str(caught.value)
 
 

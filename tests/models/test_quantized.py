@@ -31,8 +31,9 @@ needs_gguf = pytest.mark.skipif(
 # The 16 quantiles of a normal distribution between which NF4 chooses (Dettmers et al.
 # 2023, appendix E).
 NF4 = [
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ]  # fmt: skip
 
@@ -52,15 +53,15 @@ def huggingface(folder: Path, kind: str | None = None) -> nn.Module:
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_compute_dtype": torch.float32,
     }
-    how = (
+    on_loading = (
         BitsAndBytesConfig(**four_bits)
         if kind == "nf4"
         else BitsAndBytesConfig(load_in_8bit=True)
     )
-    asked = {} if kind is None else {"quantization_config": how}
+    quantization = {} if kind is None else {"quantization_config": on_loading}
     # Eager, as bridges compute.
-    given = {"dtype": torch.float32, "attn_implementation": "eager"} | asked
-    return AutoModelForCausalLM.from_pretrained(folder, **given).eval()
+    options = {"dtype": torch.float32, "attn_implementation": "eager"} | quantization
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def decoded(layer: Any) -> np.ndarray:
@@ -177,19 +178,19 @@ def test_weights_are_packed_again_when_nothing_is_measured(tmp_path: Path) -> No
             for name, m in named
         }
 
-    before = layers()
-    assert {kind for kind, *_ in before.values()} == {"Linear4bit"}
+    packed_layers = layers()
+    assert {kind for kind, *_ in packed_layers.values()} == {"Linear4bit"}
     trace = tlc.trace(model, tiny.TOKENS)
     with trace.blocks[0].evaluation():
         inside = layers()
-        assert {what[:2] for name, what in inside.items() if ".0." in name} == {
-            ("Linear", "torch.float32")
-        }
-        assert {what[:2] for name, what in inside.items() if ".1." in name} == {
-            ("Linear4bit", "torch.uint8")
-        }
+        assert {
+            described[:2] for name, described in inside.items() if ".0." in name
+        } == {("Linear", "torch.float32")}
+        assert {
+            described[:2] for name, described in inside.items() if ".1." in name
+        } == {("Linear4bit", "torch.uint8")}
     tlc.block_jacobians(trace)
-    assert layers() == before
+    assert layers() == packed_layers
 
 
 @needs_bitsandbytes
@@ -201,10 +202,10 @@ def test_running_the_model_itself_changes_nothing(kind: str, tmp_path: Path) -> 
     model = tlc.load_model(
         str(saved("llama", tmp_path, hidden_size=64)), quantization=kind
     )
-    before = tlc.block_jacobians(tlc.trace(model, tiny.TOKENS))
+    J_of_packed = tlc.block_jacobians(tlc.trace(model, tiny.TOKENS))
     with torch.no_grad():
         model(torch.tensor([tiny.TOKENS]))
-    assert torch.equal(tlc.block_jacobians(tlc.trace(model, tiny.TOKENS)), before)
+    assert torch.equal(tlc.block_jacobians(tlc.trace(model, tiny.TOKENS)), J_of_packed)
 
 
 @needs_bitsandbytes
@@ -358,12 +359,12 @@ def test_fp8_is_dequantised_by_transformers(tmp_path: Path) -> None:
             stored.float() * scales[:, None, :, None]
         ).reshape(state[name].shape)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    said = {
+    config = {
         "quant_method": "fp8",
         "weight_block_size": [32, 32],
         "activation_scheme": "dynamic",
     }
-    edit_config(folder, quantization_config=said)
+    edit_config(folder, quantization_config=config)
     model = tlc.load_model(str(folder))
     check_all(model, plain)
     assert tlc.trace(model, tiny.TOKENS).provenance["quantization"] == "fp8"
@@ -396,8 +397,8 @@ def refused(*arguments: Any, **options: Any) -> str:
 
 
 def test_what_is_no_kind_of_quantisation(folder_model: Path, as_a_user: None) -> None:
-    said = refused(str(folder_model), quantization="nf5")
-    assert said == """`quantization` must be "nf4" or "int8", got 'nf5'"""
+    message = refused(str(folder_model), quantization="nf5")
+    assert message == """`quantization` must be "nf4" or "int8", got 'nf5'"""
 
 
 def test_without_bitsandbytes(
@@ -447,8 +448,8 @@ def test_what_does_not_go_with_quantisation(folder_model: Path) -> None:
         refused("some.gguf", quantization="nf4")
         == "'some.gguf' is quantised already (gguf): leave `quantization` out"
     )
-    said = refused(str(folder_model), quantization="nf4", dtype=torch.float64)
-    assert said.startswith(
+    message = refused(str(folder_model), quantization="nf4", dtype=torch.float64)
+    assert message.startswith(
         '`dtype` with `quantization="nf4"` must be float32, bfloat16 or float16'
     )
     assert "exclude each other" in refused(
@@ -464,11 +465,11 @@ def test_a_gguf_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert refused("no-such.gguf").startswith(
         "there is no file 'no-such.gguf': wanted a GGUF file"
     )
-    save_gguf(whole := tmp_path / "whole.gguf")
-    (cut := tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:5000])
-    (other := tmp_path / "other.gguf").write_text("no GGUF at all" * 100)
+    save_gguf(good_file := tmp_path / "whole.gguf")
+    (cut := tmp_path / "cut.gguf").write_bytes(good_file.read_bytes()[:5000])
+    (bad_file := tmp_path / "other.gguf").write_text("no GGUF at all" * 100)
     (empty := tmp_path / "empty.gguf").touch()
-    for damaged in (cut, other, empty):
+    for damaged in (cut, bad_file, empty):
         assert "the file is damaged, or not a GGUF file" in refused(str(damaged))
     save_gguf(unknown := tmp_path / "unknown.gguf", "starship")
     assert (
@@ -476,4 +477,6 @@ def test_a_gguf_file_that_cannot_be_read(tmp_path: Path) -> None:
         in refused(str(unknown))
     )
     assert "starship" in refused(str(unknown))
-    assert "has no checkpoints, it is a GGUF file" in refused(str(whole), checkpoint=3)
+    assert "has no checkpoints, it is a GGUF file" in refused(
+        str(good_file), checkpoint=3
+    )

@@ -110,12 +110,14 @@ def test_the_numbers_are_those_of_huggingface_and_autograd(tmp_path: Path) -> No
 
 
 def test_with_the_final_norm(llama_folder: Path, streamed: nn.Module) -> None:
-    one, other = (
+    streamed_trace, resident_trace = (
         tlc.trace(m, tiny.TOKENS, final_norm=True)
         for m in (streamed, tlc.load_model(str(llama_folder)))
     )
-    assert torch.equal(tlc.block_jacobian(one, -1), tlc.block_jacobian(other, -1))
-    assert torch.equal(one.residual, other.residual)
+    assert torch.equal(
+        tlc.block_jacobian(streamed_trace, -1), tlc.block_jacobian(resident_trace, -1)
+    )
+    assert torch.equal(streamed_trace.residual, resident_trace.residual)
 
 
 def test_trace_and_jacobians_read_each_weight_of_the_blocks_once(
@@ -286,19 +288,19 @@ def test_two_threads_see_whole_blocks(streamed: nn.Module, llama_folder: Path) -
         tlc.trace(tlc.load_model(str(llama_folder)), tiny.TOKENS)
     )
     shared = tlc.trace(streamed, tiny.TOKENS)
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def measure(of: tlc.Trace) -> None:
-        found.append(tlc.block_jacobians(of))
+        results.append(tlc.block_jacobians(of))
 
     traces = [shared, shared, tlc.trace(streamed, tiny.TOKENS)]
-    threads = [threading.Thread(target=measure, args=(one,)) for one in traces]
+    threads = [threading.Thread(target=measure, args=(trace,)) for trace in traces]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == len(traces)
-    assert all(torch.equal(J, expected) for J in found)
+    assert len(results) == len(traces)
+    assert all(torch.equal(J, expected) for J in results)
 
 
 def test_a_model_in_memory_is_not_streamed(
@@ -326,9 +328,9 @@ def in_place(shard: Path, content: bytes) -> None:
 
 def replaced(shard: Path, content: bytes) -> None:
     """As `save_pretrained` and downloads do."""
-    other = shard.with_suffix(".new")
-    other.write_bytes(content)
-    os.replace(other, shard)
+    new_file = shard.with_suffix(".new")
+    new_file.write_bytes(content)
+    os.replace(new_file, shard)
 
 
 def removed(shard: Path, content: bytes) -> None:
@@ -351,13 +353,16 @@ def test_files_that_change_under_a_streamed_model_are_an_error(
     trace = tlc.trace(model, tiny.TOKENS)
     first = tlc.block_jacobian(trace, 0)
     change(shard, content)
-    said = r"model\.safetensors was changed, replaced or removed after the model was loaded, .*: load the model again"
+    message = (
+        r"model\.safetensors was changed, replaced or removed after the model was "
+        "loaded, .*: load the model again"
+    )
     for measure in (
         tlc.block_jacobians,
         lambda trace: trace.residual,
         lambda trace: tlc.trace(model, tiny.TOKENS),
     ):
-        with pytest.raises(tlc.ModelError, match=said) as caught:
+        with pytest.raises(tlc.ModelError, match=message) as caught:
             measure(trace)
         assert "\n" not in str(caught.value)
     if change is not removed:

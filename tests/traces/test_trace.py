@@ -106,13 +106,13 @@ def test_hooks_are_gone_after_a_trace_even_one_that_failed(model: nn.Module) -> 
         )
 
     tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
-    before = n_hooks()
+    n_before = n_hooks()
     tlc.block_jacobians(tlc.trace(model, tiny.TOKENS))
     handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tlc.trace(model, tiny.TOKENS)
     handle.remove()
-    assert n_hooks() == before
+    assert n_hooks() == n_before
 
 
 def test_the_model_still_predicts_after_a_trace(model: nn.Module) -> None:
@@ -153,10 +153,13 @@ def test_prompts_that_cannot_be_traced(
 def test_what_is_not_one_prompt_is_refused(
     model: nn.Module, prompt: object, got: str
 ) -> None:
-    wanted = "a string, a path, a Prompt, a PIL.Image, a list of whole numbers, an integer torch tensor"
+    accepted = (
+        "a string, a path, a Prompt, a PIL.Image, a list of whole numbers, an integer "
+        "torch tensor"
+    )
     with pytest.raises(
         TypeError,
-        match=rf"`prompt` must be {wanted} .*, got {got}: trace prompts one at a time",
+        match=rf"`prompt` must be {accepted} .*, got {got}: trace prompts one at a time",
     ):
         tlc.trace(model, prompt)
 
@@ -238,11 +241,11 @@ def test_negative_layers_and_positions_count_from_the_end(
 
 
 def test_chunks_change_memory_and_nothing_else(tiny_trace: tlc.Trace) -> None:
-    whole = tlc.block_jacobian(tiny_trace, 1)
+    expected = tlc.block_jacobian(tiny_trace, 1)
     for chunk_size in (1, 5, 32, 1000):
         torch.testing.assert_close(
             tlc.block_jacobian(tiny_trace, 1, chunk_size=chunk_size),
-            whole,
+            expected,
             rtol=0,
             atol=1e-6,
         )
@@ -304,7 +307,8 @@ def test_a_model_that_runs_its_blocks_again_has_a_layer_for_each_call() -> None:
 def test_a_stream_that_is_changed_before_the_blocks_run_again_is_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"output of block 1 is changed before the next block, where the model runs its blocks again",
+        match="output of block 1 is changed before the next block, where the model runs "
+        "its blocks again",
     ):
         tlc.trace(
             Streams([0, 1, 0, 1], between=lambda X: X / X.norm()).eval(), tiny.TOKENS
