@@ -31,10 +31,10 @@ INFLUENCE_MEASURES: tuple[InfluenceMeasure, ...] = get_args(InfluenceMeasure)
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
 class Influence(Saved):
-    """Sizes and ranks of `J^l_{t1 t2}` for one output token t2, every token t1 that
-    acts on it, and every layer l.
+    """Sizes and ranks of `J^l_{t1 t2}` for one output token t2.
 
-    The skip connection is left out, for t1 = t2 as well. Rows are `layers`, columns
+    They are of every token t1 that acts on it, and of every layer l. The skip
+    connection is left out, for t1 = t2 as well. Rows are `layers`, columns
     `source_positions`.
 
     Attributes:
@@ -48,8 +48,9 @@ class Influence(Saved):
 
     Example:
         >>> influence = tlc.cross_token_influence(trace, -1, layers=[1])
-        >>> influence.save("influence.nc").name, tlc.influence.Influence.load("influence.nc").layers
-        ('influence.nc', (1,))
+        >>> path = influence.save("influence.nc")
+        >>> tlc.influence.Influence.load(path).layers
+        (1,)
     """
 
     frobenius_norm: Float[Tensor, "n_layers n_sources"]
@@ -65,9 +66,12 @@ class Influence(Saved):
 
     def __repr__(self) -> str:
         n_layers, n_sources = self.frobenius_norm.shape
-        what = f"{n_sources} source tokens on token {self.output_position} at {n_layers} layers"
         mean = float(self.frobenius_norm.mean())
-        return f"Influence({self.provenance.get('model')!r}, {what}; mean Frobenius norm {mean:.3g})"
+        return (
+            f"Influence({self.provenance.get('model')!r}, {n_sources} source tokens on "
+            f"token {self.output_position} at {n_layers} layers; "
+            f"mean Frobenius norm {mean:.3g})"
+        )
 
 
 @checked
@@ -78,10 +82,10 @@ def cross_token_influence(
     layers: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> Influence:
-    """Size and rank of `J^l_{t1 t2}`, what moving token t1 does to block l's output at
-    token t2, for every t1.
+    """Measure what moving each token t1 does to a block's output at one token t2.
 
-    In a causal model every t1 ≤ t2; the others are zero.
+    It is the size and rank of `J^l_{t1 t2}`, for every layer l. In a causal model t1 is
+    every token up to t2; those of the others are zero.
 
     Args:
         trace: a traced prompt.
@@ -89,8 +93,10 @@ def cross_token_influence(
         layers: a selection of layers, in this order; all by default.
         progress: as in `depth_coupling`.
 
-    Raises ValueError for a layer or position out of range, or an empty selection. Warns
-    where a Jacobian is exactly zero: it has no rank (NaN).
+    Raises:
+        ValueError: a layer or position out of range, or an empty selection.
+
+    Warns where a Jacobian is exactly zero: it has no rank (NaN).
 
     Cost: for each layer little more than one token's Jacobian, and each source's
     singular values.

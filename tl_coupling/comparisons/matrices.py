@@ -1,7 +1,6 @@
 """Coupling of Jacobians that are there already, whatever was done to them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -22,30 +21,34 @@ def jacobian_coupling(
     *,
     layers: Sequence[int] | None = None,
     position: int = -1,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, object] | None = None,
 ) -> CouplingMap:
-    """Coupling of every two of the Jacobians given, as `depth_coupling` measures it of
-    every two layers.
+    """Return the coupling of every two Jacobians, as `depth_coupling` of two layers.
 
-    For Jacobians without something, such as `coupling.without_top` or
-    `coupling.without_shared` gives, or of another model's making.
+    For Jacobians without something, such as `measures.without_top` or
+    `measures.without_shared` gives, or of another model's making.
 
     Args:
         J: a stack of Jacobians, as `block_jacobians` gives.
-        k, orientation: as in `depth_coupling`.
-        layers, position: what the rows and columns are called; layers from 0 on, the
-            last token.
+        k: as in `depth_coupling`.
+        orientation: as in `depth_coupling`.
+        layers: what the rows and columns are called; from 0 on by default.
+        position: the token that they are of; the last by default.
         provenance: what the result should say of where they are from, such as
             `trace.provenance`.
 
-    Returns a `CouplingMap` of kind "depth". ValueError for k outside `[1, d_model]` and
-    for more or fewer layers than matrices; warnings as in `depth_coupling`. Cost: an
-    SVD of each, then `2 n_layers² k d_model²` flops.
+    Returns:
+        a `CouplingMap` of kind "depth".
+
+    Raises:
+        ValueError: k outside `[1, d_model]`, more or fewer layers than matrices.
+
+    Warnings as in `depth_coupling`. Cost: an SVD of each, then `2 n_layers² k d_model²`
+    flops.
 
     Example:
-        >>> J = tlc.block_jacobians(trace)
-        >>> rest = tlc.comparisons.jacobian_coupling(tlc.measures.without_top(J, 1), k=4, provenance=trace.provenance)
-        >>> rest.matrices.shape
+        >>> rest = tlc.measures.without_top(tlc.block_jacobians(trace), 1)
+        >>> tlc.comparisons.jacobian_coupling(rest, k=4).matrices.shape
         torch.Size([2, 2, 4, 4])
     """
     n, d = J.shape[:2]
@@ -57,5 +60,6 @@ def jacobian_coupling(
     decomposed = Decomposed.of(J, connections, k)
     check_cut(decomposed.spectra.S, k, [f"layer {layer}" for layer in names])
     coupled = couple(decomposed, decomposed, (orientation,))
-    said = dict(provenance or {}) | {"svd": decomposed.spectra.method}
-    return maps_of(coupled, decomposed, decomposed, "depth", said)[orientation]
+    full_provenance = {**(provenance or {}), "svd": decomposed.spectra.method}
+    maps = maps_of(coupled, decomposed, decomposed, "depth", full_provenance)
+    return maps[orientation]

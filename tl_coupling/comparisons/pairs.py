@@ -230,7 +230,10 @@ def self_coupling(
 ) -> CouplingMap:
     r"""Self-coupling: every two tokens' own Jacobians, at two layers.
 
-    .. math:: A_{t t'} = U_{t',k}^\top J^l_{tt} V_{t',k} \quad \text{with } U, V \text{ of } J^{l'}_{t't'}
+    .. math::
+
+        A_{t t'} = U_{t',k}^\top J^l_{tt} V_{t',k}
+        \quad \text{with } U, V \text{ of } J^{l'}_{t't'}
 
     Self-coupling of Aubry et al. 2025, section 3.1: does a block treat one token in the
     directions in which another block (or itself) treats another token?
@@ -319,7 +322,7 @@ def context_coupling(
     `self_coupling`.
 
     Example:
-        >>> result = tlc.context_coupling(trace, layer=0, other_layer=1, fixed="output", position=3, k=4)
+        >>> result = tlc.context_coupling(trace, 0, 1, fixed="output", position=3, k=4)
         >>> result.coupling().shape, result.row_positions
         (torch.Size([4, 4]), (0, 1, 2, 3))
     """

@@ -11,8 +11,9 @@ Function = Literal["block", "branches"]
 
 
 class Connection(NamedTuple):
-    """Names one `J^l_{t1 t2}`: a block, from one token to another; `position` is the
-    token that labels a result.
+    """The name of one `J^l_{t1 t2}`: a block, from one token to another.
+
+    `position` is the token that labels a result.
     """
 
     layer: int
@@ -35,13 +36,14 @@ def connected(
     input_position: int | None,
     output_position: int | None,
 ) -> tuple[BlockFunction, int, int]:
-    """Return the block, t1 and t2 that a caller names by layer and positions, counted
-    from 0.
+    """Return the block, t1 and t2, counted from 0.
+
+    Both tokens are `position` unless they are named by themselves.
     """
-    t1 = trace.position_index(
-        position if input_position is None else input_position, "input_position"
-    )
-    t2 = trace.position_index(
-        position if output_position is None else output_position, "output_position"
-    )
+    if input_position is None:
+        input_position = position
+    if output_position is None:
+        output_position = position
+    t1 = trace.position_index(input_position, "input_position")
+    t2 = trace.position_index(output_position, "output_position")
     return trace.blocks[trace.layer_index(layer)], t1, t2

@@ -57,9 +57,10 @@ def block_jacobian(
             which `depth_coupling` and all other comparisons take. Of any other block
             both are the same.
 
-    Raises ValueError for a layer or position out of range, `chunk_size < 1`, or
-    "branches" of a block that normalises the stream by something else than a module
-    that is called on it.
+    Raises:
+        ValueError: a layer or position out of range, `chunk_size < 1`, or "branches" of
+            a block that normalises the stream by something else than a module that is
+            called on it.
 
     Cost: `d_model` backward passes of one block on one token, or on the whole prompt
     where the block does not allow token-local evaluation (decided by a comparison with
@@ -72,7 +73,8 @@ def block_jacobian(
         tensor(False)
     """
     block, t1, t2 = connected(trace, layer, position, input_position, output_position)
-    return jacobian_and_path(_measured(block, function), t1, t2, chunk_size)[0]
+    J, _ = jacobian_and_path(_measured(block, function), t1, t2, chunk_size)
+    return J
 
 
 @checked
@@ -92,11 +94,14 @@ def block_jacobians(
     Args:
         trace: a traced prompt.
         layers: which layers, in this order; all by default.
-        position, chunk_size, function: as in `block_jacobian`, with the same errors.
+        position: as in `block_jacobian`, with the same errors.
+        chunk_size: as there.
+        function: as there.
         progress: wraps the loop over layers, such as `tqdm.tqdm`; by default a bar in a
             terminal or notebook, `False` for none.
 
-    Raises ValueError for no layers.
+    Raises:
+        ValueError: no layers.
 
     Cost: as `block_jacobian` for each layer; memory for all of them, `n_chosen
     d_model²` numbers.
@@ -193,4 +198,6 @@ def _in_groups(
 
 
 def _measured(block: BlockFunction, function: Function) -> BlockFunction:
-    return block.branches() if function == "branches" else block
+    if function == "branches":
+        return block.branches()
+    return block

@@ -1,24 +1,28 @@
-"""What a coupling across depth takes, before it is computed: bytes, and products of
-matrices.
-"""
+"""What a coupling across depth takes, before it is computed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Protocol, cast, runtime_checkable
 
 from torch import nn
 
 from tl_coupling.arguments import Count, checked
+from tl_coupling.jacobians.flops import flops_of_block
 from tl_coupling.jacobians.memory import MapSizes, Needs
 from tl_coupling.jacobians.sizes import MemoryLimit, in_words, n_bytes
 from tl_coupling.models import Memory, empty_model, facts_of
 from tl_coupling.spectra import fitting_k, flops_of_svd
 from tl_coupling.traces import Trace
 
+# Tokens of a prompt that is not there yet.
+_DEFAULT_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What `depth_coupling` of one prompt takes. Sizes are in bytes; printing it shows
-    them.
+    """What `depth_coupling` of one prompt takes.
+
+    Sizes are in bytes; printing it shows them.
 
     Attributes:
         model, n_layers, d_model, n_pos, k: what is measured.
@@ -60,38 +64,32 @@ class Plan:
     @property
     def peak(self) -> int:
         """Bytes in memory at most."""
-        held = 0 if self.streamed else self.weights
-        return (
-            held
-            + self.block
-            + (0 if self.spilled else self.jacobians)
-            + self.result
-            + self.working
-        )
+        peak = self.block + self.result + self.working
+        if not self.streamed:
+            peak += self.weights
+        if not self.spilled:
+            peak += self.jacobians
+        return peak
 
     def __str__(self) -> str:
-        where = "on disk" if self.streamed else "in memory"
-        kept = "in a temporary file" if self.spilled else "in memory"
+        place_of_weights = "on disk" if self.streamed else "in memory"
+        place_of_jacobians = "in a temporary file" if self.spilled else "in memory"
         sizes = {
-            f"weights, {where}": self.weights,
+            f"weights, {place_of_weights}": self.weights,
             "one block, computed at a time": self.block,
-            f"Jacobians, {kept}": self.jacobians,
+            f"Jacobians, {place_of_jacobians}": self.jacobians,
             "result": self.result,
             "working memory": self.working,
             "peak, beside the interpreter": self.peak,
         }
-        head = f"{self.model}: {self.n_layers} layers of width {self.d_model}, {self.n_pos} tokens, k = {self.k}"
-        products = (
-            f"  {stage:<31}{flops / 1e9:>10.3g} GFLOP"
-            for stage, flops in self.flops.items()
+        head = (
+            f"{self.model}: {self.n_layers} layers of width {self.d_model}, "
+            f"{self.n_pos} tokens, k = {self.k}"
         )
-        return "\n".join(
-            [
-                head,
-                *(f"  {what:<31}{in_words(size):>10}" for what, size in sizes.items()),
-                *products,
-            ]
-        )
+        lines = [f"  {name:<31}{in_words(size):>10}" for name, size in sizes.items()]
+        for stage, flops in self.flops.items():
+            lines.append(f"  {stage:<31}{flops / 1e9:>10.3g} GFLOP")
+        return "\n".join([head, *lines])
 
 
 @checked
@@ -103,10 +101,9 @@ def plan(
     memory: Memory | None = None,
     max_memory: MemoryLimit | None = None,
 ) -> Plan:
-    """Bytes and matrix products of `depth_coupling` before it runs, for one prompt and
-    one orientation.
+    """Return the bytes and matrix products of `depth_coupling` before it runs.
 
-    Of a model's name only the configuration is read.
+    They are of one prompt and one orientation. Of a model's name only the configuration is read.
 
     Args:
         trace: a traced prompt, a model, or a model's name as for `load_model`.
@@ -134,156 +131,165 @@ def plan(
         81920.0
     """
     if isinstance(trace, str):
-        model = empty_model(trace)
-        blocks = max(
-            (m for m in model.modules() if isinstance(m, nn.ModuleList)), key=_size
+        planned = _Planned.of_name(trace, is_streamed=memory == "stream")
+    elif memory is not None:
+        raise ValueError(
+            "`memory` is for a model's name: one that is loaded has its own"
         )
-        name, streamed = trace, memory == "stream"
-        config: Any = model.config
-        cfg: Any = config.get_text_config()
-        d = int(cfg.hidden_size)
-        held = computed = 4
     else:
-        if memory is not None:
-            raise ValueError(
-                "`memory` is for a model's name: one that is loaded has its own"
-            )
-        model = trace.model if isinstance(trace, Trace) else trace
-        blocks, weight = (
-            getattr(model, "blocks", nn.ModuleList(model.children())),
-            next(model.parameters()),
-        )
-        name = _name(trace)
-        cfg = getattr(model, "cfg", None)
-        d = trace.d_model if isinstance(trace, Trace) else int(cfg.d_model)
-        streamed, held, computed = (
-            facts_of(model).is_streamed,
-            weight.element_size(),
-            max(4, weight.element_size()),
-        )
-    k, n_layers = (
-        fitting_k(k, d),
-        trace.n_layers if isinstance(trace, Trace) else len(blocks),
-    )
-    n_pos = tokens or (trace.n_pos if isinstance(trace, Trace) else 64)
-    needs = Needs.of(blocks[0], MapSizes(d, computed, n_layers, n_layers, k))
+        planned = _Planned.of_model(trace)
+    d = planned.d_model
+    n_layers = planned.n_layers
+    k = fitting_k(k, d)
+    n_pos = tokens or planned.n_pos
+    block = planned.blocks[0]
+    needs = Needs.of(block, MapSizes(d, planned.itemsize, n_layers, n_layers, k))
     limit = None if max_memory is None else n_bytes(max_memory)
-    needs = needs if limit is None else needs.within(limit)
-    of_blocks = [_flops(block, cfg, d, n_pos) for block in blocks]
-    # A model may run its blocks several times.
-    flops = {
-        stage: sum(one[stage] for one in of_blocks) * n_layers / len(blocks)
-        for stage in of_blocks[0]
-    }
-    if held < computed and not streamed:
-        # The model's own call is repeated as well.
-        flops["gate"] += flops["trace"]
+    if limit is not None:
+        needs = needs.within(limit)
+    flops = planned.flops_of_blocks(n_pos)
+    flops["svd"] = n_layers * flops_of_svd(d, min(k + 1, d))
+    flops["pairs"] = 2.0 * n_layers**2 * (k * d**2 + k**2 * d)
     return Plan(
-        model=name,
+        model=planned.name,
         n_layers=n_layers,
         d_model=d,
         n_pos=n_pos,
         k=k,
-        streamed=streamed,
-        weights=held * _size(model),
-        block=computed * max(map(_size, blocks)) if streamed or held < computed else 0,
+        streamed=planned.is_streamed,
+        weights=planned.held_itemsize * planned.n_weights,
+        block=planned.block_bytes,
         jacobians=needs.jacobians,
-        spilled=not needs.kept_in_memory(limit, blocks[0]),
+        spilled=not needs.kept_in_memory(limit, block),
         result=needs.result,
         working=needs.spectra + needs.working,
-        flops=flops
-        | {
-            "svd": n_layers * flops_of_svd(d, min(k + 1, d)),
-            "pairs": 2.0 * n_layers**2 * (k * d**2 + k**2 * d),
-        },
+        flops=flops,
     )
 
 
-class _Standard(NamedTuple):
-    """Sizes of a block of attention, `group` heads of which share keys, and an MLP of
-    `n_mlp` matrices.
+@dataclass(frozen=True)
+class _Planned:
+    """What is known of a model before it is measured.
+
+    Attributes:
+        name: what results call it.
+        blocks: its blocks, which may run several times.
+        cfg: its configuration, whoever made it.
+        n_layers: how often a block runs in one pass.
+        d_model: width of the stream.
+        n_pos: tokens of the prompt.
+        n_weights: how many there are.
+        is_streamed: whether weights stay on disk.
+        held_itemsize: bytes of a weight as it is held.
+        itemsize: bytes of a number in what is computed.
     """
 
-    d_head: int
-    d_z: int
-    group: int
-    d_mlp: int
-    n_mlp: int
+    name: str
+    blocks: Sequence[nn.Module]
+    cfg: object
+    n_layers: int
+    d_model: int
+    n_pos: int
+    n_weights: int
+    is_streamed: bool
+    held_itemsize: int
+    itemsize: int
 
     @classmethod
-    def of(cls, block: nn.Module, cfg: Any, d: int) -> "_Standard | None":
-        """Those of a block whose matrices add up to these; a bridge has joint ones
-        beside what it cut from them.
-        """
+    def of_name(cls, name: str, is_streamed: bool) -> "_Planned":
+        """Return what a model's configuration says, which is all that is read of it."""
+        model = empty_model(name)
+        lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+        blocks = list(max(lists, key=_size))
+        cfg = cast(_Config, model.config).get_text_config()
+        return cls(
+            name=name,
+            blocks=blocks,
+            cfg=cfg,
+            n_layers=len(blocks),
+            d_model=int(cfg.hidden_size),
+            n_pos=_DEFAULT_TOKENS,
+            n_weights=_size(model),
+            is_streamed=is_streamed,
+            held_itemsize=4,
+            itemsize=4,
+        )
 
-        def size(*names: str, default: int) -> int:
-            found = (getattr(cfg, name, None) for name in names)
-            return next(
-                (one for one in found if isinstance(one, int) and one > 0), default
-            )
+    @classmethod
+    def of_model(cls, traced: Trace | nn.Module) -> "_Planned":
+        """Return the facts of a model that is loaded, or of a traced prompt's."""
+        trace = traced if isinstance(traced, Trace) else None
+        model = traced.model if isinstance(traced, Trace) else traced
+        blocks = list(getattr(model, "blocks", model.children()))
+        cfg = getattr(model, "cfg", None)
+        held_itemsize = next(model.parameters()).element_size()
+        return cls(
+            name=_name(traced),
+            blocks=blocks,
+            cfg=cfg,
+            n_layers=trace.n_layers if trace else len(blocks),
+            d_model=trace.d_model if trace else int(cast(_Sizes, cfg).d_model),
+            n_pos=trace.n_pos if trace else _DEFAULT_TOKENS,
+            n_weights=_size(model),
+            is_streamed=facts_of(model).is_streamed,
+            held_itemsize=held_itemsize,
+            itemsize=max(4, held_itemsize),
+        )
 
-        n_heads = size("n_heads", "num_attention_heads", default=1)
-        d_head = size("d_head", "head_dim", default=d // n_heads)
-        n_shared = size("n_key_value_heads", "num_key_value_heads", default=n_heads)
-        d_mlp = size("d_mlp", "intermediate_size", "ffn_dim", "n_inner", default=4 * d)
-        matrices = [p for p in block.parameters() if p.ndim > 1]
-        in_mlp = [
-            p.numel()
-            for p in matrices
-            if p.ndim == 2 and {d_mlp, 2 * d_mlp} & set(p.shape)
+    @property
+    def block_bytes(self) -> int:
+        """The largest block as it is computed; 0 where it is computed as it is held."""
+        if self.is_streamed or self.held_itemsize < self.itemsize:
+            return self.itemsize * max(map(_size, self.blocks))
+        return 0
+
+    def flops_of_blocks(self, n_pos: int) -> dict[str, float]:
+        """Return the flops of all layers, by stage: "trace", "gate", "jacobians"."""
+        of_blocks = [
+            flops_of_block(block, self.cfg, self.d_model, n_pos)
+            for block in self.blocks
         ]
-        in_attention, joint = (
-            sum(p.numel() for p in matrices) - sum(in_mlp),
-            d_head * (n_heads + 2 * n_shared) * d,
-        )
-        expected = joint + d_head * n_heads * d
-        adds_up = any(
-            abs(in_attention - one) < 0.02 * one for one in (expected, expected + joint)
-        )
-        n_mlp = {2 * d * d_mlp: 2, 3 * d * d_mlp: 3, 5 * d * d_mlp: 3}.get(sum(in_mlp))
-        if n_mlp is None or not adds_up:
-            return None
-        return cls(d_head, d_head * n_heads, n_heads // n_shared, d_mlp, n_mlp)
-
-
-def _flops(block: nn.Module, cfg: Any, d: int, n_pos: int) -> dict[str, float]:
-    """Those of one block, for one prompt and one token of it."""
-    if (sizes := _Standard.of(block, cfg, d)) is None:
-        row, meet = (
-            2.0 * sum(p.numel() for p in block.parameters() if p.ndim > 1),
-            4.0 * n_pos**2 * d,
-        )
-        return {
-            "trace": n_pos * row + meet,
-            "gate": 4 * n_pos * row + 5 * meet,
-            "jacobians": d * row,
+        # A model may run its blocks several times.
+        flops = {
+            stage: sum(of_block[stage] for of_block in of_blocks)
+            * self.n_layers
+            / len(self.blocks)
+            for stage in of_blocks[0]
         }
-    d_head, d_z, group, d_mlp, n_mlp = sizes
-    qkv, mlp = 2.0 * d * (d_z + 2 * d_z // group), 2.0 * n_mlp * d * d_mlp
-    attention, meet = qkv + 2.0 * d * d_z, 4.0 * n_pos**2 * d_z
-    # W_out after the slopes, W_O after the heads' Jacobians, and in sequence the MLP's
-    # Jacobian after attention's.
-    products = (
-        2.0 * d**2 * (d_mlp + d_z + d * (not getattr(cfg, "parallel_attn_mlp", False)))
-    )
-    heads = 6.0 * d_head * d_z * d + 4.0 * group * d_head * d_z * n_pos
-    return {
-        "trace": n_pos * (attention + mlp) + meet,
-        # The backward pass of q Kᵀ and P V is two products for each.
-        "gate": 4 * (n_pos * attention + mlp) + 5 * meet,
-        # Keys and values of the prompt, and the block on the token, its MLP once more.
-        "jacobians": products + heads + n_pos * qkv + attention + 2 * mlp,
-    }
+        if self.held_itemsize < self.itemsize and not self.is_streamed:
+            # The model's own call is repeated as well.
+            flops["gate"] += flops["trace"]
+        return flops
+
+
+@runtime_checkable
+class _Sizes(Protocol):
+    """A configuration of TransformerLens."""
+
+    d_model: int
+
+
+@runtime_checkable
+class _TextConfig(Protocol):
+    """HuggingFace's configuration of a model that reads text."""
+
+    hidden_size: int
+
+
+@runtime_checkable
+class _Config(Protocol):
+    """HuggingFace's configuration of any model."""
+
+    def get_text_config(self) -> _TextConfig: ...
 
 
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _name(of: Trace | nn.Module) -> str:
-    if isinstance(of, Trace):
-        return str(of.provenance["model"])
-    return str(
-        facts_of(of).loaded_as.get("model")
-        or getattr(getattr(of, "cfg", None), "model_name", type(of).__name__)
-    )
+def _name(measured: Trace | nn.Module) -> str:
+    if isinstance(measured, Trace):
+        return str(measured.provenance["model"])
+    loaded_as = facts_of(measured).loaded_as.get("model")
+    cfg = getattr(measured, "cfg", None)
+    return str(loaded_as or getattr(cfg, "model_name", type(measured).__name__))

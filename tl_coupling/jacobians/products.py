@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
-from tl_coupling.gradients import Path, RowFunction, vjp
+from tl_coupling.gradients import BlockFunction, Path, RowFunction, vjp
 from tl_coupling.jacobians.connections import connected
-from tl_coupling.jacobians.ways import cheapest
+from tl_coupling.jacobians.ways import Tried, cheapest
 from tl_coupling.traces import Trace
+
+PullBack = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 @checked
@@ -25,22 +27,22 @@ def block_vjp(
     input_position: int | None = None,
     output_position: int | None = None,
 ) -> Float[Tensor, " d_model"]:
-    """Vector–Jacobian product `(J^l_{t1 t2})ᵀ v` by one backward pass, without forming
-    J.
+    """Return the product `(J^l_{t1 t2})ᵀ v` by one backward pass, without forming J.
 
     What moving token t1 along each axis does to the output at t2 in the direction v.
     Arguments and errors as in `block_jacobian`; v is `vector`, which must be finite.
 
     Example:
         >>> v = torch.ones(trace.d_model)
-        >>> torch.allclose(tlc.block_vjp(trace, 1, v), tlc.block_jacobian(trace, 1).mT @ v, atol=1e-4)
+        >>> expected = tlc.block_jacobian(trace, 1).mT @ v
+        >>> torch.allclose(tlc.block_vjp(trace, 1, v), expected, atol=1e-4)
         True
     """
-    block, _, v, _, pull_back = _differentiated(
+    t1_to_t2 = _differentiated(
         trace, layer, vector, position, input_position, output_position
     )
-    with block.evaluation():
-        return pull_back(v)[0]
+    with t1_to_t2.block.evaluation():
+        return t1_to_t2.pull_back(t1_to_t2.vector)[0]
 
 
 @checked
@@ -53,7 +55,7 @@ def block_jvp(
     input_position: int | None = None,
     output_position: int | None = None,
 ) -> Float[Tensor, " d_model"]:
-    """Jacobian–vector product `J^l_{t1 t2} v`, without forming J.
+    """Return the product `J^l_{t1 t2} v`, without forming J.
 
     What the output at t2 does when token t1 moves in the direction v. By forward mode,
     or by differentiating the backward pass where a block does not support it. Arguments
@@ -61,44 +63,72 @@ def block_jvp(
 
     Example:
         >>> v = torch.ones(trace.d_model)
-        >>> torch.allclose(tlc.block_jvp(trace, 1, v), tlc.block_jacobian(trace, 1) @ v, atol=1e-4)
+        >>> expected = tlc.block_jacobian(trace, 1) @ v
+        >>> torch.allclose(tlc.block_jvp(trace, 1, v), expected, atol=1e-4)
         True
     """
-    block, x, v, function, _ = _differentiated(
+    t1_to_t2 = _differentiated(
         trace, layer, vector, position, input_position, output_position
     )
-    with block.evaluation():
+    x, v = t1_to_t2.x, t1_to_t2.vector
+    with t1_to_t2.block.evaluation():
         try:
-            return torch.func.jvp(function, (x,), (v,))[1]
+            return torch.func.jvp(t1_to_t2.function, (x,), (v,))[1]
         except (RuntimeError, NotImplementedError):
-            return torch.autograd.functional.jvp(function, x, v)[1]
+            return torch.autograd.functional.jvp(t1_to_t2.function, x, v)[1]
+
+
+class _Differentiated(NamedTuple):
+    """A block as a function of one row of its input, at the row that was traced.
+
+    Attributes:
+        block: the block.
+        x: the input row.
+        vector: what is multiplied, in the row's dtype.
+        function: from the row to the output row.
+        pull_back: gives vector–Jacobian products.
+    """
+
+    block: BlockFunction
+    x: Tensor
+    vector: Tensor
+    function: RowFunction
+    pull_back: PullBack
 
 
 def _differentiated(
-    trace: Trace, layer: int, vector: Tensor, *positions: Any
-) -> tuple[Any, ...]:
-    """The block, its input row, the vector in its dtype; the token-local or else full
-    function, and its pull-back.
-    """
-    block, t1, t2 = connected(trace, layer, *positions)
+    trace: Trace,
+    layer: int,
+    vector: Tensor,
+    position: int,
+    input_position: int | None,
+    output_position: int | None,
+) -> _Differentiated:
+    """Return the token-local function of a block, or else that of the full sequence."""
+    block, t1, t2 = connected(trace, layer, position, input_position, output_position)
     if vector.shape != block.X.shape[1:]:
         raise ValueError(
-            f"`vector` must have shape {list(block.X.shape[1:])}, got {list(vector.shape)}"
+            f"`vector` must have shape {list(block.X.shape[1:])}, "
+            f"got {list(vector.shape)}"
         )
     v = vector.to(block.X)
     if not bool(v.isfinite().all()):
         raise ValueError(
             f"`vector` must be finite in {v.dtype}, got NaN or infinite entries"
         )
+    x = block.X[t1]
     u = block.reference(t2).u
 
-    def compute(make: Callable[[], RowFunction]) -> tuple[Any, ...]:
-        y, pull_back = vjp(function := make(), block.X[t1])
+    def compute(
+        make_function: Callable[[], RowFunction],
+    ) -> Tried[tuple[RowFunction, PullBack]]:
+        function = make_function()
+        y, pull_back = vjp(function, x)
         return y, [pull_back(u)[0]], (function, pull_back)
 
     ways: list[tuple[Path, Callable[[], RowFunction]]] = [
-        ("token_local", partial(block.token_local, t1, t2))
+        ("token_local", partial(block.token_local, t1, t2)),
+        ("full_sequence", partial(block.full_sequence, t1, t2)),
     ]
-    ways.append(("full_sequence", partial(block.full_sequence, t1, t2)))
     (function, pull_back), _ = cheapest(block, ways, [t1], t2, compute)
-    return block, block.X[t1], v, function, pull_back
+    return _Differentiated(block, x, v, function, pull_back)
