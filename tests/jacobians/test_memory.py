@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.gradients import function
+from tl_coupling.gradients import gate
 from tl_coupling.jacobians import Computed, Request, decomposed, fill_pairs
 from tl_coupling.jacobians.decomposed import sharing_a_reading
 from tl_coupling.jacobians.shelf import Shelf
@@ -260,7 +260,7 @@ def one_move(monkeypatch: pytest.MonkeyPatch) -> None:
         deviation(0.01)
         return torch.ones_like(scale, dtype=torch.bool)
 
-    monkeypatch.setattr(function, "converges", converges)
+    monkeypatch.setattr(gate, "converges", converges)
 
 
 WIDE = {"hidden_size": 128, "num_attention_heads": 8}

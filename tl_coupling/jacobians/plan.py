@@ -199,8 +199,9 @@ class _Planned:
     def of_name(cls, name: str, is_streamed: bool) -> "_Planned":
         """Return what a model's configuration says, which is all that is read of it."""
         model = empty_model(name)
-        lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
-        blocks = list(max(lists, key=_size))
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+        sizes = [_size(modules) for modules in lists]
+        blocks = list(lists[sizes.index(max(sizes))])
         cfg = cast(_Config, model.config).get_text_config()
         return cls(
             name=name,
