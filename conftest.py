@@ -21,8 +21,8 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: to look for garbage in it again and again takes a good
-    part of the time of importing.
+    """Freeze what was imported: to look for garbage in it again and again takes a
+    good part of the time of importing.
     """
     gc.freeze()
     gc.enable()

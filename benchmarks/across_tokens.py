@@ -115,7 +115,7 @@ def memory(name: str, device: torch.device, k: int) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """The figures for reading."""
+    """Return the figures for reading."""
     run, long = results["run"], results["long"]
     where = f"{results['model']} on {results['environment']['device_name']}"
     drawn = Table(

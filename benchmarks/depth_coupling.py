@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def run_released(
     name: str, n_tokens: int, device: torch.device, repeats: int
 ) -> dict[str, Any]:
-    """Times, memory and values of the transcription."""
+    """Return times, memory and values of the transcription."""
     from transformers import AutoModelForCausalLM
 
     ids = token_ids(name, n_tokens)
@@ -92,7 +92,7 @@ def ours_end_to_end(model: Any, ids: Sequence[int]) -> Maps:
 
 
 def released_measures(ujv: tlc.CouplingMap, vju: tlc.CouplingMap) -> Maps:
-    """The released algorithm's measures of two maps, by the names that it gives
+    """Return the released algorithm's measures of two maps, by the names that it gives
     them.
     """
     return {
@@ -133,7 +133,7 @@ def ours_by_stage(
 def run_ours(
     name: str, n_tokens: int, device: torch.device, repeats: int
 ) -> dict[str, Any]:
-    """Times, memory and values of tl_coupling. Memory is that of the end-to-end calls,
+    """Return times, memory and values of tl_coupling. Memory is that of the end-to-end calls,
     which come first.
     """
     ids = token_ids(name, n_tokens)
@@ -164,8 +164,8 @@ def report(
     memory: dict[str, Any],
     maps: Maps,
 ) -> dict[str, Any]:
-    """What a worker hands back; the seconds of each stage are the fewest that it took
-    in any run.
+    """Return what a worker hands back; the seconds of each stage are the fewest that it
+    took in any run.
     """
     return {
         "tokens": ids,

@@ -35,7 +35,7 @@ COSTS = ["seconds", "peak_memory"]
 
 @contextmanager
 def dask_client(workers: int) -> Iterator[Any]:
-    """A cluster of this machine's processes, on loopback."""
+    """Provide a cluster of this machine's processes, on loopback."""
     from distributed import Client, LocalCluster
 
     options = {
@@ -51,7 +51,7 @@ def dask_client(workers: int) -> Iterator[Any]:
 def engine(
     name: str, workers: int, jobs: Path
 ) -> AbstractContextManager[Executor | None]:
-    """What `run` takes as its executor."""
+    """Return what `run` takes as its executor."""
     if name == "here":
         return nullcontext()
     if name == "processes":
@@ -86,7 +86,7 @@ def measure(survey: tlc.Survey, engines: list[str], workers: int) -> dict[str, A
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """The figures for reading."""
+    """Return the figures for reading."""
     found = results["engines"]
     first = next(iter(found))
     title = f"{results['units']} units, {results['prompts']} prompts, one thread each"

@@ -45,7 +45,7 @@ from benchmarks.timing import (
 def traces(
     options: argparse.Namespace, device: torch.device, seconds: dict[str, float]
 ) -> Iterator[tlc.Trace]:
-    """The whole model traced, or one block after the other as a model of its own."""
+    """Yield the whole model traced, or one block after the other as a model of its own."""
     n_models, n_blocks = (
         (options.layers, 1) if options.one_at_a_time else (1, options.layers)
     )
@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """The figures for reading."""
+    """Return the figures for reading."""
     run = results["run"]
     drawn = Table(
         "",

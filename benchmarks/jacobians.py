@@ -80,7 +80,7 @@ def measure(
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """The figures for reading."""
+    """Return the figures for reading."""
     where = f"{results['environment']['device_name']}, {results['environment']['cpu_threads']} threads"
     drawn = Table(
         "",
@@ -104,7 +104,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 
 def cut_off(model: Any, n_layers: int) -> nn.Module:
-    """The model with its first blocks alone."""
+    """Return the model with its first blocks alone."""
     model.blocks = model.blocks[:n_layers]
     model.original_model.model.layers = model.original_model.model.layers[:n_layers]
     model.cfg.n_layers = n_layers

@@ -45,8 +45,8 @@ def half_widths(
 
 
 def sandwich(design: np.ndarray, families: np.ndarray, power: float) -> np.ndarray:
-    """What each family's part of the slope's error is of y: `B X_gᵀ (I − H_gg)^(−power)
-    (I − H)_g`, one row each.
+    """Return what each family's part of the slope's error is of y: `B X_gᵀ (I −
+    H_gg)^(−power) (I − H)_g`, one row each.
     """
     bread = np.linalg.inv(design.T @ design)
     rest = np.eye(len(design)) - design @ bread @ design.T

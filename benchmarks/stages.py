@@ -50,7 +50,7 @@ def by_stage(
 
 
 def fill_both(J: Tensor, spectrum: tlc.Spectrum) -> Tensor:
-    """A of all pairs in both orientations, `[2 n n k k]`."""
+    """Return A of all pairs in both orientations, `[2 n n k k]`."""
     matrices = J.new_empty(2, len(J), len(J), spectrum.k, spectrum.k)
     for A, orientation in zip(matrices, ("ujv", "vju"), strict=True):
         fill_pairs(A, J, spectrum, orientation)
@@ -70,8 +70,8 @@ class Product:
         return 2 * prod(self.left) * self.right[-1]
 
     def ready(self, device: torch.device) -> Callable[[], Tensor]:
-        """The product as a function, its operands and room for the result laid out
-        beforehand.
+        """Return the product as a function, its operands and room for the result laid
+        out beforehand.
         """
         left, right = (
             torch.randn(shape, device=device) for shape in (self.left, self.right)
@@ -81,8 +81,8 @@ class Product:
 
 
 def bare_products(cfg: Any, n_pos: int) -> dict[str, Product]:
-    """The products of one standard block's Jacobian at one token: those that remain
-    once each is done in closed form.
+    """Return the products of one standard block's Jacobian at one token: those that
+    remain once each is done in closed form.
 
     `W_out · inner`, with the MLP's branches combined and the norm applied to `inner`;
     `W_O · ∂z/∂x`; for every head `Cᵀ K`, which is d_head × d_head, and that times
@@ -116,8 +116,8 @@ def seconds_of(
 def best_flops_per_second(
     device: torch.device, size: int | None = None, repeats: int = 5
 ) -> float:
-    """What one large float32 product reaches: the machine's peak, as far as a program
-    sees it.
+    """Return what one large float32 product reaches: the machine's peak, as far as a
+    program sees it.
     """
     n = size or (8192 if device.type == "cuda" else 2048)
     product = Product((n, n), (n, n))
@@ -134,8 +134,8 @@ def random_llama(
     n_ctx: int = 512,
     seed: int = 0,
 ) -> nn.Module:
-    """A Llama of random weights in the proportions of Llama-3-8B: `d_mlp = 3.5 d`, four
-    query heads to one of keys.
+    """Return a Llama of random weights in the proportions of Llama-3-8B: `d_mlp = 3.5
+    d`, four query heads to one of keys.
 
     Heads are 128 wide from `d = 2048` on, as there, and 64 below.
     """

@@ -83,7 +83,7 @@ SUBSETS = {"best": "score > 0", "deep": "n_layers > 0"}
 
 
 def related(design: Design, rng: np.random.Generator, *more: int) -> np.ndarray:
-    """Standard normal values of models, `[n …]`, correlated within families."""
+    """Draw standard normal values of models, `[n …]`, correlated within families."""
     share = ICC if design.is_of_families else 0.0
     of_families = rng.standard_normal((len(design.sizes), *more))[design.families]
     return np.sqrt(share) * of_families + np.sqrt(1 - share) * rng.standard_normal(
@@ -173,7 +173,7 @@ def plain_percentiles(
     n_resamples: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """The usual bootstrap of models, whatever family they are of."""
+    """Return the usual bootstrap of models, whatever family they are of."""
     slopes = []
     for drawn in resamples(len(x), n_resamples, rng):
         dx = x[drawn] - x[drawn].mean(1, keepdims=True)
@@ -376,7 +376,7 @@ def _table(
 
 
 def missed(results: dict[str, Any]) -> list[str]:
-    """What is wanted and was not found."""
+    """Return what is wanted and was not found."""
     low, high = WANTED
     held = (
         (row["design"], row["coverage"]["of the study"])

@@ -50,8 +50,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, str]] = {
 
 
 def write_model(folder: Path, shape: str) -> int:
-    """A random Llama of this shape in HuggingFace format, each block in its own file;
-    returns its weights' bytes.
+    """Write a random Llama of this shape in HuggingFace format, each block in its own
+    file; return its weights' bytes.
     """
     from safetensors.torch import save_file
     from tokenizers import Tokenizer

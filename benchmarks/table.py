@@ -38,7 +38,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def tables_of(results: dict[str, Any]) -> list[Table]:
-    """The figures of one file for reading."""
+    """Return the figures of one file for reading."""
     module = _module(results)
     if hasattr(module, "tables"):
         return module.tables(results)
@@ -70,7 +70,7 @@ def _numbers(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def markdown(table: Table) -> str:
-    """A rich table in Markdown."""
+    """Return a rich table in Markdown."""
     columns = [list(column.cells) for column in table.columns]
     rows = [[str(column.header) for column in table.columns]]
     rows.append(
@@ -109,7 +109,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 
 
 def picture(results: dict[str, dict[str, Any]]) -> Figure:
-    """A panel for each question that the results answer."""
+    """Return a panel for each question that the results answer."""
     runs = {name: one["runs"] for name, one in results.items() if "runs" in one}
     of_widths = [run for run in runs.get("jacobians", []) if run["model"] == "random"]
     panels = {
@@ -210,7 +210,7 @@ def _over_bare(ax: Axes, runs: list[dict[str, Any]]) -> None:
 
 
 def _top_of_spectra(ax: Axes, runs: list[dict[str, Any]]) -> None:
-    """A colour for each way, a style of line for each shape of spectrum."""
+    """Draw a colour for each way, a style of line for each shape of spectrum."""
     ways = list(dict.fromkeys(way for run in runs for way in run["ways"]))
     for color, way in enumerate(ways):
         for style, name in enumerate(dict.fromkeys(run["matrices"] for run in runs)):

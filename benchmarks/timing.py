@@ -53,8 +53,8 @@ def source_of(name: str) -> str:
 
 
 def token_ids(name: str, n_tokens: int) -> list[int]:
-    """The paper's prompt where it has this many tokens, else the beginning of a fixed
-    text.
+    """Return the paper's prompt where it has this many tokens, else the beginning of a
+    fixed text.
     """
     from transformers import AutoTokenizer
 
@@ -71,7 +71,7 @@ def token_ids(name: str, n_tokens: int) -> list[int]:
 
 
 def timed(device: torch.device, function: Callable[[], Any]) -> tuple[Any, float]:
-    """What the function returns, and how many seconds it took on the device."""
+    """Return what the function returns, and how many seconds it took on the device."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -171,7 +171,7 @@ def console() -> Console:
 
 
 def chosen_device(name: str) -> torch.device:
-    """A device by its name; "auto" is a GPU if there is one."""
+    """Return a device by its name; "auto" is a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():

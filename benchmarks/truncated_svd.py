@@ -49,7 +49,7 @@ def iterated(J: Tensor, k: int) -> Triplets:
 
 
 def ritz(J: Tensor, V: Tensor, k: int) -> Triplets:
-    """The k largest triplets of J within the span of V, in float64."""
+    """Return the k largest triplets of J within the span of V, in float64."""
     V = torch.linalg.qr(V.double()).Q
     images = J.double() @ V
     squares, within = torch.linalg.eigh(images.mT @ images)
@@ -106,8 +106,8 @@ def one_by_one(way: Callable[[Tensor, int], Triplets], J: Tensor, k: int) -> Tri
 
 
 def planted(S: Tensor, seed: int) -> tuple[Tensor, Triplets]:
-    """A float32 matrix with these singular values and random vectors, and its triplets
-    before rounding.
+    """Return a float32 matrix with these singular values and random vectors, and its
+    triplets before rounding.
     """
     generator = torch.Generator().manual_seed(seed)
     U, V = (
@@ -120,7 +120,7 @@ def planted(S: Tensor, seed: int) -> tuple[Tensor, Triplets]:
 
 
 def stretched(S: Tensor, d: int) -> Tensor:
-    """A spectrum of d values of the same shape: of the same quantiles."""
+    """Return a spectrum of d values of the same shape: of the same quantiles."""
     return torch.nn.functional.interpolate(
         S[None, None], size=d, mode="linear", align_corners=True
     )[0, 0]

@@ -84,7 +84,7 @@ def mean_loss(model: Any, windows: Int[Tensor, "n n_ctx"]) -> float:
 def counting_losses(
     tokens: Int[Tensor, " n_tokens"], windows: Int[Tensor, "n n_ctx"], vocabulary: int
 ) -> dict[str, float]:
-    """What models that only count have on the tokens that `mean_loss` is about:
+    """Return what models that only count have on the tokens that `mean_loss` is about:
     "unigram" and "bigram", in nats.
 
     `p(t) = (c(t) + 1) / (N + V)`, and `p(t | s) = (c(s t) + T(s) p(t)) / (c(s) +

@@ -101,8 +101,8 @@ class Corpus:
         return torch.tensor([i for document in ids for i in document])
 
     def subset(self, n_tokens: int) -> "Corpus":
-        """The same with less to learn from: pieces of `PIECE` tokens from all over;
-        smaller subsets lie in larger.
+        """Return the same with less to learn from: pieces of `PIECE` tokens from all
+        over; smaller subsets lie in larger.
 
         Raises:
             ValueError: there are not so many tokens, or not one piece is wanted.
@@ -124,8 +124,8 @@ class Corpus:
 def parser_of(
     description: str, options: Iterable[tuple[str, Any, str]]
 ) -> argparse.ArgumentParser:
-    """A command line with options `(name, default, what it is)`, whose types are those
-    of the defaults.
+    """Return a command line with options `(name, default, what it is)`, whose types are
+    those of the defaults.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -170,8 +170,8 @@ def parsed(
 def training_parser(
     description: str, out: str, *, seeds: int, prompts: int
 ) -> argparse.ArgumentParser:
-    """The options that studies share: every field of `TrainingConfig`, text, seeds,
-    passages, and where to write.
+    """Return the options that studies share: every field of `TrainingConfig`, text,
+    seeds, passages, and where to write.
     """
     options: list[tuple[str, Any, str]] = [
         ("out", Path(out), "folder for all results"),
@@ -193,7 +193,7 @@ def training_parser(
 
 
 def config_of(arguments: argparse.Namespace) -> TrainingConfig:
-    """The `TrainingConfig` among the options of `training_parser`.
+    """Return the `TrainingConfig` among the options of `training_parser`.
 
     Raises:
         ValueError: fewer than one seed or job.
@@ -240,8 +240,8 @@ def digest_of(*parts: Any) -> str:
 
 
 def kept(path: Path, compute: Callable[[], xarray.Dataset]) -> xarray.Dataset:
-    """What is in the file; if there is none, what is computed, which is then written at
-    once.
+    """Return what is in the file; if there is none, what is computed, which is then
+    written at once.
     """
     if path.exists():
         return xarray.load_dataset(path)
@@ -263,7 +263,7 @@ def checkpoint_steps(steps: int) -> tuple[int, ...]:
 
 
 def read_documents(path: str | os.PathLike[str] | None = None) -> list[str]:
-    """The standard library's modules; or a file's paragraphs, as about so many
+    """Return the standard library's modules; or a file's paragraphs, as about so many
     documents.
     """
     if path is not None:
@@ -341,8 +341,8 @@ def passages(
 
 
 def new_model(config: TrainingConfig) -> nn.Module:
-    """A Pythia of this size at its own initialisation, seeded; the caller's generator
-    is left as it was.
+    """Return a Pythia of this size at its own initialisation, seeded; the caller's
+    generator is left as it was.
     """
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -391,8 +391,8 @@ def batches(
 
 
 def rate_at(config: TrainingConfig, step: int) -> float:
-    """The learning rate of a step, counted from 1: a linear warm-up, then half a cosine
-    to `final_rate`.
+    """Return the learning rate of a step, counted from 1: a linear warm-up, then half a
+    cosine to `final_rate`.
     """
     if step <= config.warmup:
         return config.learning_rate * step / config.warmup

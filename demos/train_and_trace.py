@@ -86,7 +86,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def runs_here(config: small.TrainingConfig, arguments: argparse.Namespace) -> list[Run]:
-    """A run for each seed, `jobs` at a time."""
+    """Return a run for each seed, `jobs` at a time."""
     corpus = small.build_corpus(small.read_documents(arguments.text), config.vocabulary)
     prompts = small.passages(
         corpus.held_out, corpus.tokenizer, arguments.prompts, config.n_ctx
@@ -104,7 +104,7 @@ def runs_here(config: small.TrainingConfig, arguments: argparse.Namespace) -> li
 
 
 def runs_published(arguments: argparse.Namespace) -> list[Run]:
-    """The checkpoints of a hub model or of a local folder, on the same kind of
+    """Return the checkpoints of a hub model or of a local folder, on the same kind of
     passages.
     """
     from transformers import AutoTokenizer
@@ -140,7 +140,9 @@ def runs_published(arguments: argparse.Namespace) -> list[Run]:
 def together(
     runs: Sequence[Run], config: small.TrainingConfig | None
 ) -> xarray.Dataset:
-    """The runs along `seed`; a checkpoint that failed in one run is left out of all."""
+    """Return the runs along `seed`; a checkpoint that failed in one run is left out of
+    all.
+    """
     data = xarray.concat(
         [run.data for run in runs], "seed", join="inner", combine_attrs="drop_conflicts"
     )
@@ -271,7 +273,7 @@ def study(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     parser = small.training_parser(str(__doc__), "out/training", seeds=4, prompts=8)
     parser.add_argument(
         "--model",

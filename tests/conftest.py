@@ -46,7 +46,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def folder_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama as HuggingFace saves it."""
+    """Provide a tiny llama as HuggingFace saves it."""
     folder = tmp_path_factory.mktemp("model")
     tiny.huggingface_model("llama").save_pretrained(folder)
     tiny.save_tokenizer(folder)
@@ -55,7 +55,7 @@ def folder_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def folder_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny ViT with its processor, and `image.png`."""
+    """Provide a tiny ViT with its processor, and `image.png`."""
     from vision_models import save_vit
 
     return save_vit(tmp_path_factory.mktemp("vit"))
@@ -63,8 +63,8 @@ def folder_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hub() -> Path:
-    """A hub cache as huggingface_hub writes it, with a tiny GPT-2 and a tiny Pythia
-    with two checkpoints.
+    """Provide a hub cache as huggingface_hub writes it, with a tiny GPT-2 and a tiny
+    Pythia with two checkpoints.
     """
     folder = Path(_HUB.name) / "hub"
     if not folder.exists():
@@ -109,7 +109,7 @@ def as_a_user(monkeypatch):
 
 @pytest.fixture
 def pyplot_untouched():
-    """A picture changes no setting of pyplot; the figures are closed when the test
+    """Fail where a picture changes a setting of pyplot; close the figures when the test
     ends.
     """
     import matplotlib.pyplot as plt
@@ -124,7 +124,9 @@ def pyplot_untouched():
 def call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_a_user: None
 ):
-    """The `tl-coupling` command in this process: what it says as `.out` and `.err`."""
+    """Provide the `tl-coupling` command in this process: what it says as `.out` and
+    `.err`.
+    """
     from tl_coupling.cli import main
 
     monkeypatch.setenv("COLUMNS", "120")
@@ -142,7 +144,7 @@ def call(
 
 @pytest.fixture
 def refused(call, tmp_path: Path):
-    """The one line of a command that ends with status 2 and writes nothing."""
+    """Run a command and return the one line of a command that ends with status 2 and writes nothing."""
 
     def run(command: str, options: dict[str, object], arguments: list[str]) -> str:
         before = sorted(tmp_path.rglob("*"))

@@ -28,8 +28,8 @@ def owner_and_name(text: str, key: str) -> tuple[str, str]:
 
 
 def rewritten(text: str, former: tuple[str, str], address: tuple[str, str]) -> str:
-    """The text with this address in place of the former one, and of whatever has the
-    project's name.
+    """Return the text with this address in place of the former one, and of whatever has
+    the project's name.
     """
 
     def one(found: re.Match[str]) -> str:

@@ -65,7 +65,7 @@ def check_sdist(path: Path) -> None:
 
 
 def check_wheel(path: Path) -> Message:
-    """The wheel's metadata, its files being those of the package."""
+    """Return the wheel's metadata, its files being those of the package."""
     with zipfile.ZipFile(path) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = (
@@ -114,7 +114,7 @@ class Environment:
         }
 
     def run(self, *command: str | Path, status: int = 0) -> str:
-        """What it prints; exits where it ends otherwise."""
+        """Return what it prints; exits where it ends otherwise."""
         done = subprocess.run(
             [self.bin / command[0], *command[1:]],
             cwd=self.folder,

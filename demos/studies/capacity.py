@@ -87,7 +87,7 @@ SMALL = {
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options; `--small` changes the defaults of some."""
+    """Return the options; `--small` changes the defaults of some."""
     return small.parsed(small.parser_of(str(__doc__), OPTIONS), argv, SMALL)
 
 
@@ -183,7 +183,7 @@ def study(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     arguments = arguments_of(argv)
     return small.status_of(lambda: study(arguments))
 

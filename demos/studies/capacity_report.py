@@ -25,7 +25,9 @@ LEFT = "left of the peak"
 def tables_of(
     table: pandas.DataFrame, marks: Mapping[str, float]
 ) -> dict[str, pandas.DataFrame]:
-    """What is printed and written, by name; `table` is of `matched_losses.table_of`."""
+    """Return what is printed and written, by name; `table` is of
+    `matched_losses.table_of`.
+    """
     return {
         "levels": levels(table),
         "peaks": peaks(table, marks),
@@ -172,7 +174,7 @@ def permuted(
 def print_report(
     tables: Mapping[str, pandas.DataFrame], marks: Mapping[str, float]
 ) -> None:
-    """The tables, one after the other."""
+    """Print the tables, one after the other."""
     print(
         "held-out losses, in nats:",
         ", ".join(f"{name} {loss:.3f}" for name, loss in marks.items()),

@@ -66,7 +66,7 @@ class Run:
     kind: str = "variant"
 
     def until(self, last: int) -> "Run":
-        """The same run, stopped at a step."""
+        """Return the same run, stopped at a step."""
         steps = tuple(step for step in self.steps if step <= last)
         return replace(self, config=replace(self.config, steps=max(steps)), steps=steps)
 
@@ -86,8 +86,8 @@ class Study:
 def runs_of(
     base: small.TrainingConfig, steps: tuple[int, ...], seeds: int
 ) -> list[Run]:
-    """The base from every seed; one change at a time; the interventions, from at most
-    two seeds.
+    """Return the base from every seed; one change at a time; the interventions, from at
+    most two seeds.
 
     Depth is varied at half the width, to save time.
     """
@@ -385,7 +385,7 @@ def study(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     parser = small.training_parser(str(__doc__), "out/surge", seeds=3, prompts=4)
     parser.add_argument("--k", type=int, default=5, help="singular vectors (default 5)")
     parser.add_argument(

@@ -88,7 +88,7 @@ SMALL |= {
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options; `--small` changes the defaults of some."""
+    """Return the options; `--small` changes the defaults of some."""
     return small.parsed(small.parser_of(str(__doc__), OPTIONS), argv, SMALL)
 
 
@@ -188,8 +188,8 @@ def study(arguments: argparse.Namespace) -> None:
 
 
 def known_of(n_tokens: int, config: small.TrainingConfig) -> dict[str, float | str]:
-    """What a model's rows say of it. Models that differ in their seed alone are of one
-    family.
+    """Return what a model's rows say of it. Models that differ in their seed alone are
+    of one family.
     """
     family = f"{n_tokens} tokens, decay {config.weight_decay:g}, drop {config.stochastic_depth:g}"
     known = {
@@ -200,7 +200,7 @@ def known_of(n_tokens: int, config: small.TrainingConfig) -> dict[str, float | s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     arguments = arguments_of(argv)
     return small.status_of(lambda: study(arguments))
 

@@ -71,7 +71,7 @@ def report(
 def study_at(
     found: Sequence[xarray.Dataset], models: pandas.DataFrame, n_resamples: int
 ) -> Generalization:
-    """The gap against coupling over the models that reached a mark; text and
+    """Return the gap against coupling over the models that reached a mark; text and
     regularisation held fixed, or apart.
 
     Raises:
@@ -126,8 +126,8 @@ def cells(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def effects(table: pandas.DataFrame, marks: Sequence[str]) -> pandas.DataFrame:
-    """What the amount of text and regularisation do to coupling and to the gap, over
-    cells, each the mean over seeds.
+    """Return what the amount of text and regularisation do to coupling and to the gap,
+    over cells, each the mean over seeds.
 
     Columns: `n` cells that reached the mark; the slope of `text` per doubling, `decay`
     and `drop` per unit, with the others held fixed, with t intervals over cells.
@@ -170,7 +170,7 @@ def print_report(
     studies: Mapping[str, Generalization],
     left_out: list[str],
 ) -> None:
-    """The tables, one after the other; `table` has one row per model and mark."""
+    """Print the tables, one after the other; `table` has one row per model and mark."""
     size, null, marks = (
         table["size"].iloc[0],
         table["null"].mean(),

@@ -151,7 +151,7 @@ def held_out_loss(model: nn.Module, corpus: Corpus, config: TrainingConfig) -> f
 
 
 def climbed(arguments: argparse.Namespace, corpus: Corpus) -> list[Rung]:
-    """The whole ladder, `jobs` models at a time, the longest first."""
+    """Return the whole ladder, `jobs` models at a time, the longest first."""
     configs = sorted(ladder(arguments), key=lambda c: -c.steps * c.n_layers * c.width)
     with (
         tlc.surveys.process_pool(arguments.jobs) as pool,
@@ -168,7 +168,7 @@ def climbed(arguments: argparse.Namespace, corpus: Corpus) -> list[Rung]:
 
 
 def survey(asked: tlc.Survey, folder: Path, jobs: int) -> xarray.Dataset:
-    """What the survey finds; finished units of an earlier run are kept."""
+    """Return what the survey finds; finished units of an earlier run are kept."""
     with tlc.surveys.process_pool(jobs) as pool:
         return tlc.run(asked, folder, pool, partial(tqdm, desc=folder.name))
 
@@ -251,8 +251,8 @@ def keep(drawn: Axes | Any, path: Path) -> None:
 
 
 def report_table1() -> None:
-    """What the columns of the paper's Table 1 say about its scores: coupling itself is
-    not in it.
+    """Print what the columns of the paper's Table 1 say about its scores: coupling
+    itself is not in it.
     """
     paper = paper_table1()
     print("the paper's Table 1: score on one column at a time")
@@ -346,7 +346,7 @@ def study(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The study; bad input is one line and exit status 2."""
+    """Run the study; bad input is one line and exit status 2."""
     arguments = arguments_of(argv)
     disable_progress_bar()
     try:

@@ -66,7 +66,7 @@ class Study:
     out: Path
 
     def k_of(self, width: int) -> dict[str, int]:
-        """The number of singular vectors of each size for models of that width."""
+        """Return the number of singular vectors of each size for models of that width."""
         return {
             name: round(size if size >= 1 else size * width)
             for name, size in self.sizes.items()
@@ -137,7 +137,7 @@ def one_run(run: Run, study: Study) -> xarray.Dataset:
 
 
 def train_and_measure(run: Run, study: Study) -> xarray.Dataset:
-    """The same, always computed."""
+    """Return the same, always computed."""
     folder = small.train(
         run.config, run.corpus, study.out / "models", checkpoints=run.marks
     )

@@ -74,8 +74,8 @@ def turn_output(model: Any, rotations: Float[Tensor, "n_layers d d"]) -> None:
 
 
 def fold_output(model: Any, rotations: Float[Tensor, "n_layers d d"]) -> nn.Module:
-    """A plain model with the weights that write turned: what a model with `turn_output`
-    computes, without hooks.
+    """Return a plain model with the weights that write turned: what a model with
+    `turn_output` computes, without hooks.
     """
     from transformers import GPTNeoXForCausalLM
 
@@ -176,8 +176,8 @@ def trained_stages(
     steps: Collection[int],
     layers: Collection[int],
 ) -> Iterator[tuple[Tensor, list[float]]]:
-    """What `measured` gives at each step of one training run; `layers` may learn where
-    blocks only do.
+    """Yield what `measured` gives at each step of one training run; `layers` may learn
+    where blocks only do.
     """
     model: Any = new_model(config)
     generator = torch.Generator().manual_seed(config.seed)

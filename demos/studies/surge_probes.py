@@ -77,8 +77,8 @@ def with_random_vectors(
 
 
 def leading_directions(X: Float[Tensor, "n d"], m: int) -> Float[Tensor, "d m"]:
-    """The m leading eigenvectors of `XᵀX`: principal directions of the rows, without
-    centring.
+    """Return the m leading eigenvectors of `XᵀX`: principal directions of the rows,
+    without centring.
     """
     return torch.linalg.eigh(X.mT @ X)[1][:, -m:]
 

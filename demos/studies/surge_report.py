@@ -42,7 +42,7 @@ PROBES = {
 
 
 def chances(data: xarray.Dataset) -> dict[str, float]:
-    """What independent random matrices or directions would give.
+    """Return what independent random matrices or directions would give.
 
     `E|cos|` of two random directions is about `√(2 / πd)`, and m of d directions hold
     m/d of any other.
@@ -58,7 +58,7 @@ def chances(data: xarray.Dataset) -> dict[str, float]:
 
 
 def by_variant(data: xarray.Dataset, *kinds: str) -> dict[str, xarray.Dataset]:
-    """Runs of these kinds by variant, with dims `run` and `checkpoint`: means over
+    """Return runs of these kinds by variant, with dims `run` and `checkpoint`: means over
     prompts, at the steps measured.
     """
     means = data.mean("prompt").isel(run=np.flatnonzero(np.isin(data["kind"], kinds)))
@@ -73,7 +73,7 @@ def by_variant(data: xarray.Dataset, *kinds: str) -> dict[str, xarray.Dataset]:
 
 
 def with_interventions(data: xarray.Dataset) -> dict[str, xarray.Dataset]:
-    """The interventions, after the base at their steps."""
+    """Return the interventions, after the base at their steps."""
     found = by_variant(data, "intervention")
     last = next(iter(found.values()))["checkpoint"].max()
     base = by_variant(data, "base")["base"]

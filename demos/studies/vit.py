@@ -71,7 +71,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options: those above, and every other field of `TrainingConfig`."""
+    """Return the options: those above, and every other field of `TrainingConfig`."""
     given = {name for name, _, _ in OPTIONS} | {"patch", "seed"}
     training = [
         (field.name.replace("_", "-"), field.default, "of training")
@@ -156,8 +156,8 @@ def prompts_of(images: Images, n: int, folder: Path) -> list[tlc.Prompt]:
 
 
 def positions_of(n_patches: int, n: int) -> list[int]:
-    """The class token, 0, and `n` of the patches, 1 and on: the last, and others evenly
-    spread.
+    """Return the class token, 0, and `n` of the patches, 1 and on: the last, and others
+    evenly spread.
 
     Raises:
         ValueError: there are not so many.
@@ -282,7 +282,7 @@ def study(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     arguments = arguments_of(argv)
     return small.status_of(lambda: study(arguments))
 

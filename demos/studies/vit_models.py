@@ -178,8 +178,8 @@ def _idx_files(folder: Path, source: str) -> Images:
 
 
 def _idx(folder: Path, name: str) -> UInt8[np.ndarray, "..."]:
-    """An idx file of bytes, compressed or not: three bytes of magic, the number of
-    axes, their sizes, the values.
+    """Return an idx file of bytes, compressed or not: three bytes of magic, the number
+    of axes, their sizes, the values.
     """
     path = folder / f"{name}.gz"
     data = (
@@ -225,7 +225,7 @@ def _rgb(grey: UInt8[np.ndarray, "n side side"]) -> UInt8[np.ndarray, "n side si
 def pixels(
     images: UInt8[np.ndarray, "n side side 3"],
 ) -> Float[Tensor, "n 3 side side"]:
-    """What `processor` makes of them: from -1 to 1."""
+    """Return what `processor` makes of them: from -1 to 1."""
     return (
         torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2) / 255 - 0.5
     ) / 0.5
@@ -283,8 +283,8 @@ def check_config(config: TrainingConfig, side: int) -> None:
 
 
 def new_model(config: TrainingConfig, side: int, n_classes: int) -> Any:
-    """A ViT at its own initialisation, from torch's generator; stochastic depth takes
-    the place of its drop-out.
+    """Return a ViT at its own initialisation, from torch's generator; stochastic depth
+    takes the place of its drop-out.
 
     That has no weights and does nothing in eval mode: what is saved is a plain
     `ViTForImageClassification`.
@@ -337,8 +337,8 @@ def mixed(
 
 
 def rate_at(config: TrainingConfig, step: int, steps_per_epoch: int) -> float:
-    """The learning rate of a step, counted from 1: a linear warm-up, then a cosine that
-    ends at 0.
+    """Return the learning rate of a step, counted from 1: a linear warm-up, then a
+    cosine that ends at 0.
     """
     warmup, total = config.warmup * steps_per_epoch, config.epochs * steps_per_epoch
     if step <= warmup:
@@ -351,8 +351,8 @@ def rate_at(config: TrainingConfig, step: int, steps_per_epoch: int) -> float:
 
 
 def left_of_idle_weights(config: TrainingConfig, n_train: int) -> float:
-    """What weight decay leaves, over a whole training, of a weight that no gradient
-    moves: `Π (1 - rate · decay)`.
+    """Return what weight decay leaves, over a whole training, of a weight that no
+    gradient moves: `Π (1 - rate · decay)`.
 
     So strong a decay is: AdamW's acts by the rate and the number of steps, and short
     trainings hardly feel it.

@@ -74,12 +74,12 @@ class Study:
 
 
 def levels(study: Study, column: str) -> list[float]:
-    """The weight decays or rates of the grid, in order."""
+    """Return the weight decays or rates of the grid, in order."""
     return sorted(study.models[column].unique().tolist())
 
 
 def held_fixed(study: Study, *columns: str) -> list[str]:
-    """Controls that hold a factor fixed, whatever its effect: one indicator for each
+    """Return controls that hold a factor fixed, whatever its effect: one indicator for each
     level but the first.
     """
     return [
@@ -244,7 +244,7 @@ def print_report(
 
 
 def readable(table: pandas.DataFrame) -> str:
-    """A table as text, where intervals stand in brackets behind their estimates."""
+    """Return a table as text, where intervals stand in brackets behind their estimates."""
     shown: dict[str, list[str]] = {}
     for name in table:
         stem = str(name).removesuffix("_low")

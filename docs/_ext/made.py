@@ -40,7 +40,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def digest() -> str:
-    """Changes with the code that notebooks and reports run and how, not with its
+    """Return a digest that changes with the code that notebooks and reports run and how, not with its
     comments and docstrings.
     """
     found = hashlib.sha256()
@@ -60,8 +60,8 @@ def digest() -> str:
 
 
 def notebooks(app: Sphinx) -> None:
-    """The notebooks of `demos` without outputs, which the build makes, and a picture of
-    each for its card.
+    """Write the notebooks of `demos` without outputs, which the build makes, and a
+    picture of each for its card.
     """
     sources = sorted(ROOT.glob("demos/*.ipynb"))
     for path in sources:
@@ -92,7 +92,7 @@ def notebooks(app: Sphinx) -> None:
 
 
 def tagged_picture(notebook: dict[str, Any], name: str) -> bytes:
-    """The first picture of the cell that is tagged "thumbnail"."""
+    """Return the first picture of the cell that is tagged "thumbnail"."""
     for cell in notebook["cells"]:
         if "thumbnail" in cell["metadata"].get("tags", []):
             for output in cell["outputs"]:
@@ -104,7 +104,7 @@ def tagged_picture(notebook: dict[str, Any], name: str) -> bytes:
 
 
 def card(picture: bytes) -> bytes:
-    """A picture on white, at the proportions that all cards have."""
+    """Return a picture on white, at the proportions that all cards have."""
     whole = Image.open(io.BytesIO(picture)).convert("RGB")
     cut = ImageOps.pad(whole, CARD, color="white")
     written = io.BytesIO()
@@ -113,7 +113,7 @@ def card(picture: bytes) -> bytes:
 
 
 def report(app: Sphinx) -> None:
-    """The report on one prompt, beside the same architecture with its initial
+    """Write the report on one prompt, beside the same architecture with its initial
     weights.
     """
     page = Path(app.srcdir, "_made/site/example-report.html")

@@ -16,7 +16,7 @@ def at_the_top(room: str) -> list[str]:
 
 
 def in_the_room(room: str) -> list[str]:
-    """The other public names of a room, which stand on its page."""
+    """Return the other public names of a room, which stand on its page."""
     start = f"tl_coupling.{room}."
     names = [
         name.removeprefix(start) for name in public_names() if name.startswith(start)
@@ -25,8 +25,8 @@ def in_the_room(room: str) -> list[str]:
 
 
 def page_of(name: str) -> str:
-    """The page that documents `tl_coupling.name` or `tl_coupling.room.name`, without
-    its ending.
+    """Return the page that documents `tl_coupling.name` or `tl_coupling.room.name`,
+    without its ending.
 
     >>> page_of("tl_coupling.depth_coupling"), page_of("tl_coupling.Trace"), page_of("tl_coupling.spectra.asymmetry")
     ('api/comparisons/depth_coupling', 'api/blocks/class-Trace', 'api/spectra/index')

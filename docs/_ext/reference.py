@@ -31,7 +31,7 @@ JOINED = ",\N{ZERO WIDTH SPACE}"
 
 
 def write_pages(app: Sphinx) -> None:
-    """Sources of `docs/api`."""
+    """Return the sources of `docs/api`."""
     pages = {"api/index": _index()}
     for room in ROOMS:
         pages[f"api/{room}/index"] = _room(room)
@@ -116,8 +116,8 @@ def _room(room: str) -> str:
 
 
 def spelled(kind: Any) -> str:
-    """A type as a reader writes it: shapes kept, checks of values left out, names
-    without their modules.
+    """Return a type as a reader writes it: shapes kept, checks of values left out,
+    names without their modules.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, str):
@@ -207,7 +207,7 @@ def _lookup(name: str) -> Any:
 def skip_fields(
     app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any
 ) -> bool | None:
-    """The fields of a named tuple, which are in its signature."""
+    """Return the fields of a named tuple, which are in its signature."""
     return True if type(thing).__name__ == "_tuplegetter" else None
 
 
@@ -217,7 +217,7 @@ def skip_fields(
 def several_names(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]
 ) -> None:
-    """Keeps `rows, columns: what they are` together, in which docutils takes "rows,"
+    """Keep `rows, columns: what they are` together, in which docutils takes "rows,"
     for a type.
     """
     for i, line in enumerate(lines):
@@ -259,8 +259,8 @@ def _known() -> dict[str, str]:
 
 
 def target_of(spoken: str) -> str | None:
-    """The documented name that is meant: itself, or the class of a member that has no
-    entry of its own.
+    """Return the documented name that is meant: itself, or the class of a member that
+    has no entry of its own.
     """
     spoken = spoken.strip().removesuffix("()")
     if not re.fullmatch(r"[A-Za-z_][\w.]*", spoken):
@@ -280,8 +280,8 @@ def resolve(
     node: addnodes.pending_xref,
     contnode: nodes.Element,
 ) -> Any:
-    """What Sphinx did not find: a public name as it is spoken of, else code. Only
-    explicit roles are left to warn.
+    """Resolve what Sphinx did not find: a public name as it is spoken of, else code.
+    Only explicit roles are left to warn.
     """
     if node.get("refdomain") != "py":
         return None
@@ -330,8 +330,8 @@ def _above(node: nodes.Node) -> Iterator[nodes.Node]:
 
 
 def unlink_arguments(app: Sphinx, doctree: nodes.document) -> None:
-    """An argument that is called like a public name, such as `trace`, is no link to
-    it.
+    """Leave an argument that is called like a public name, such as `trace`, without a
+    link to it.
     """
     for described in doctree.findall(addnodes.desc):
         parameters = list(described.findall(addnodes.desc_parameter))

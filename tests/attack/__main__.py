@@ -135,7 +135,7 @@ def main() -> int:
 
 
 def table(rows: dict[str, dict[str, int]]) -> str:
-    """A line for every attack, with how often each fault was found."""
+    """Return a line for every attack, with how often each fault was found."""
     heads = list(next(iter(rows.values())))
     lines = [
         ["", *heads],

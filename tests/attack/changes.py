@@ -85,13 +85,15 @@ def _survey(folder: Path, memory: str) -> tlc.Survey:
 
 
 def _calm(survey: tlc.Survey, folder: Path) -> tuple[object, dict[str, bytes]]:
-    """What an undisturbed run gives: the whole, and the values of each unit."""
+    """Return what an undisturbed run gives: the whole, and the values of each unit."""
     whole = without_costs(tlc.run(survey, folder, progress=False))
     return whole, {name: _values(folder / name) for name in finished(folder)}
 
 
 def _values(path: Path) -> bytes:
-    """The numbers of a unit's result, without what it says of where they are from."""
+    """Return the numbers of a unit's result, without what it says of where they are
+    from.
+    """
     import xarray
 
     data = xarray.load_dataset(path)

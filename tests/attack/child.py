@@ -99,7 +99,7 @@ class Child:
             os.kill(self.pid, number)
 
     def family(self) -> list[int]:
-        """It and the processes that it started."""
+        """Return it and the processes that it started."""
         found = [self.pid]
         for pid in found:
             try:
@@ -111,8 +111,8 @@ class Child:
         return found
 
     def faults(self, what: str, expected: tuple[int, ...] = (DONE,)) -> list[str]:
-        """What is wrong with how it ended: a hang, a traceback, another status, more
-        than a line of error.
+        """Return what is wrong with how it ended: a hang, a traceback, another status,
+        more than a line of error.
         """
         if not self.wait(LIMIT):
             self.signal(signal.SIGKILL)
@@ -130,7 +130,7 @@ class Child:
         return []
 
     def said(self) -> str:
-        """What it has printed so far."""
+        """Return what it has printed so far."""
         self._output.seek(0)
         return self._output.read().decode(errors="replace")
 
@@ -138,5 +138,5 @@ class Child:
 def done(
     work: Callable[[], Any], what: str, expected: tuple[int, ...] = (DONE,)
 ) -> list[str]:
-    """The faults of a piece of work that nobody disturbs."""
+    """Return the faults of a piece of work that nobody disturbs."""
     return Child(work).faults(what, expected)

@@ -72,7 +72,7 @@ def _limited(limit: int | None, work: Callable[[], object]) -> None:
 
 @contextmanager
 def _small_disk(folder: Path, n_bytes: int) -> Iterator[bool]:
-    """A file system of that size in the folder, if this user may make one."""
+    """Provide a file system of that size in the folder, if this user may make one."""
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "tmpfs", folder],
         capture_output=True,

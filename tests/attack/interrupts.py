@@ -144,7 +144,7 @@ def interrupts_of_commands(
 
 
 def command(arguments: list[str]) -> None:
-    """The command line, in this process."""
+    """Run the command line, in this process."""
     from tl_coupling.cli import main
 
     sys.argv = ["tl-coupling", *arguments]

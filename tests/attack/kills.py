@@ -18,7 +18,7 @@ _SECONDS_OF_WORKERS = 12.0
 
 
 def kills(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
-    """A run in one process, killed again and again until it is through."""
+    """Yield a run in one process, killed again and again until it is through."""
     folder, before, n_done = subject.new_folder(), Finished(), 0
     while n_done < n:
         child = subject.start(folder)
@@ -43,8 +43,8 @@ def kills(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
 def kills_of_workers(
     subject: Subject, rng: random.Random, n: int
 ) -> Iterator[list[str]]:
-    """A run in two processes: either it or one of these is killed, and none may be
-    left.
+    """Yield a run in two processes: either it or one of these is killed, and none may
+    be left.
     """
     for _ in range(n):
         folder = subject.new_folder()
@@ -69,7 +69,7 @@ def kills_of_workers(
 
 
 def left_over(pids: list[int], what: str) -> list[str]:
-    """The processes that do not end within seconds."""
+    """Return the processes that do not end within seconds."""
     deadline = time.monotonic() + 30
     while (
         there := [pid for pid in pids if _is_running(pid)]

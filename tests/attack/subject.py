@@ -46,21 +46,21 @@ class Subject:
         self.n_units, self._n_folders = len(self._values), 0
 
     def new_folder(self) -> Path:
-        """A place for results."""
+        """Return a place for results."""
         self._n_folders += 1
         return self.root / f"attacked-{self._n_folders}"
 
     def run(self, folder: Path, **options: Any) -> None:
-        """The survey, started or resumed."""
+        """Start the survey, or resume it."""
         tlc.run(self.survey, folder, progress=False, **options)
 
     def start(self, folder: Path, **options: Any) -> Child:
-        """The same in a process of its own."""
+        """Start or resume it in a process of its own."""
         return Child(lambda: self.run(folder, **options))
 
     def faults(self, folder: Path, before: Finished, what: str) -> list[str]:
-        """What is wrong in the folder: a value, a finished unit that is gone or was
-        computed again.
+        """Return what is wrong in the folder: a value, a finished unit that is gone or
+        was computed again.
         """
         now = finished(folder)
         wrong = [
@@ -90,8 +90,8 @@ class Subject:
     def completed(
         self, folder: Path, what: str, expected: tuple[int, ...] = (0,)
     ) -> list[str]:
-        """The faults of a run that does the rest, whose results must be those of the
-        undisturbed one.
+        """Return the faults of a run that does the rest, whose results must be those of
+        the undisturbed one.
         """
 
         return done(
@@ -112,8 +112,8 @@ def check_run(survey: tlc.Survey, folder: Path, whole: xarray.Dataset) -> None:
 
 
 def finished(folder: Path) -> Finished:
-    """The finished units, read without the library: a record that says so, and a result
-    with its checksum.
+    """Return the finished units, read without the library: a record that says so, and a
+    result with its checksum.
     """
     found: Finished = {}
     for path in sorted(folder.glob("[!.]*.json")) if folder.is_dir() else []:
@@ -132,5 +132,5 @@ def finished(folder: Path) -> Finished:
 
 
 def without_costs(data: xarray.Dataset) -> xarray.Dataset:
-    """What must be the same however a survey came about."""
+    """Return what must be the same however a survey came about."""
     return data.drop_vars(_COSTS).load()

@@ -154,7 +154,7 @@ def test_above_chance_is_0_for_random_subspaces_and_1_for_shared_ones():
 
 
 def run(study, options: str, text: Path, out: Path) -> str:
-    """What the study prints."""
+    """Return what the study prints."""
     with redirect_stdout(StringIO()) as said:
         assert (
             study.main(

@@ -34,7 +34,7 @@ class Printed:
         )
 
     def numbers(self, pattern: str) -> list[float]:
-        """The numbers in place of every `#`, where this is printed first."""
+        """Return the numbers in place of every `#`, where this is printed first."""
         printed = re.search(
             re.escape(pattern).replace(r"\#", r"([-+]?\d[\d.e+-]*)%?"), self.text
         )

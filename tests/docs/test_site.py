@@ -68,7 +68,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser, address):
-    """Opens a page at a width, and says what the browser asked for and complained of
+    """Open a page at a width, and say what the browser asked for and complained of
     meanwhile.
     """
 
@@ -88,7 +88,7 @@ def visit(browser, address):
 
 
 def seen(driver: Any, css: str) -> Any:
-    """The first element that can be seen."""
+    """Return the first element that can be seen."""
     return next(
         one for one in driver.find_elements("css selector", css) if one.is_displayed()
     )

@@ -26,7 +26,7 @@ MADE = ("api/", "gallery/")
 
 
 def listed(page: Path) -> list[str]:
-    """The pages in the tables of contents of a page."""
+    """Return the pages in the tables of contents of a page."""
     trees = re.findall(
         r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
     )

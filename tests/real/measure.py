@@ -254,7 +254,7 @@ def relative_error(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 
 def released_by_huggingface(original: nn.Module, tokens: Sequence[int]) -> Maps:
-    """What the released algorithm reports of a prompt, on HuggingFace's model in
+    """Return what the released algorithm reports of a prompt, on HuggingFace's model in
     float32.
     """
     states = list(released.hidden_states(original, tokens))
@@ -283,8 +283,8 @@ def compare_with_released(ours: Maps | None, theirs: Maps, outcome: Outcome) -> 
 def _released_by_us(
     bridge: nn.Module, prompt: str, model: RealModel, outcome: Outcome
 ) -> Maps | None:
-    """The measures of the released algorithm, from public calls; None if a layer is
-    refused.
+    """Return the measures of the released algorithm, from public calls; None if a layer
+    is refused.
 
     The released algorithm takes any block for X + f(X). Of a block that normalises
     after adding, that is another Jacobian than the one that `depth_coupling` compares.
@@ -312,7 +312,7 @@ def _released_by_us(
 def _coupling_of(
     traces: Sequence[tlc.Trace], which: str, outcome: Outcome
 ) -> list[tlc.CouplingMap]:
-    """The depth map of each prompt's last token."""
+    """Return the depth map of each prompt's last token."""
     maps = []
     for trace in traces:
         try:
@@ -323,7 +323,7 @@ def _coupling_of(
 
 
 def _coupling_by_function(trace: tlc.Trace, which: str) -> dict[str, dict[str, float]]:
-    """What coupling would be of other functions of a block that normalises after
+    """Return what coupling would be of other functions of a block that normalises after
     adding, at the last token.
     """
     of_block = tlc.block_jacobians(trace, progress=False)
@@ -354,8 +354,8 @@ def _summary(maps: Sequence[tlc.CouplingMap]) -> dict[str, list[float]]:
 
 
 def _stream_of(traces: Sequence[tlc.Trace]) -> list[float]:
-    """The largest norm of a token's row that enters the first block, and that enters
-    any.
+    """Return the largest norm of a token's row that enters the first block, and that
+    enters any.
     """
     first = max(float(trace.residual[0].norm(dim=-1).max()) for trace in traces)
     largest = max(float(trace.residual[:-1].norm(dim=-1).max()) for trace in traces)
@@ -363,7 +363,7 @@ def _stream_of(traces: Sequence[tlc.Trace]) -> list[float]:
 
 
 def _source(model: RealModel, cache: Path) -> str:
-    """What `load_model` is given."""
+    """Return what `load_model` is given."""
     path = checked_file(model, cache)
     if model.load_as is not None:
         return model.load_as

@@ -48,8 +48,8 @@ class Exact:
 
 
 def in_float64(model: nn.Module, blocks: str) -> nn.Module:
-    """The model itself, converted to float64, and its blocks made to compute in float64
-    throughout.
+    """Return the model itself, converted to float64, and its blocks made to compute in
+    float64 throughout.
 
     Not the whole model: rotary embeddings are tables in float32, for the model that was
     measured as well.

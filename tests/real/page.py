@@ -49,7 +49,7 @@ def lines(outcomes: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def section(outcomes: list[dict[str, Any]]) -> str:
-    """The section of the page."""
+    """Return the section of the page."""
     sources = (
         {"model": o["name"], "weights of": o["source"], "licence": o["licence"]}
         for o in outcomes
@@ -72,12 +72,12 @@ def section(outcomes: list[dict[str, Any]]) -> str:
 
 
 def with_section(page: str, outcomes: list[dict[str, Any]]) -> str:
-    """The page with this section as its last, in place of an older one."""
+    """Return the page with this section as its last, in place of an older one."""
     return f"{page.split(HEADING)[0].rstrip()}\n\n{section(outcomes)}"
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The outcomes that `make real` has recorded; none if it never ran."""
+    """Return the outcomes that `make real` has recorded; none if it never ran."""
     return json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else []
 
 

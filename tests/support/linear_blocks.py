@@ -12,8 +12,8 @@ D, L, N_POS = 6, 4, 3
 
 
 def affine_trace(A: Tensor, b: Tensor | None = None, x: Tensor | None = None) -> Trace:
-    """A trace of a model whose block `l` adds `A[layer] x + b[l]` to every token, and
-    nothing else.
+    """Return a trace of a model whose block `l` adds `A[layer] x + b[l]` to every
+    token, and nothing else.
     """
     X = gaussian(N_POS, D, seed=9) if x is None else x
     stream, blocks = [X], []

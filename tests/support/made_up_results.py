@@ -21,8 +21,8 @@ TOKENS = ("It", " costs", " $5", "\n", " ", " $6")
 def random_map(
     layers=(0, 1, 2, 3), k=5, seed=0, kind="depth", **provenance
 ) -> CouplingMap:
-    """A map of random 12×12 Jacobians, one for each layer (kind "depth") or for each
-    token.
+    """Return a map of random 12×12 Jacobians, one for each layer (kind "depth") or for
+    each token.
     """
     n = len(layers)
     J = torch.randn(
@@ -53,8 +53,8 @@ def random_map(
 def walk(
     n_layers: int = 20, seed: int = 0, sink: int | None = None, **provenance
 ) -> Trace:
-    """A trace without a model: tokens that walk at random from one point; a sink runs
-    away in the middle.
+    """Return a trace without a model: tokens that walk at random from one point; a sink
+    runs away in the middle.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(

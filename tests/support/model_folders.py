@@ -111,8 +111,8 @@ KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def save(kind: str, folder: Path) -> nn.Module:
-    """A random model of one kind with a tokenizer, saved; as HuggingFace builds it
-    under another seed than ours.
+    """Return a random model of one kind with a tokenizer, saved; as HuggingFace builds
+    it under another seed than ours.
     """
     class_name, config = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
@@ -206,8 +206,8 @@ def save_gguf(
     block_count: int | None = None,
     renamed: tuple[str, str] = ("", ""),
 ) -> nn.Module:
-    """A Llama as llama.cpp keeps it, in Q8_0 (blocks of 32, a scale each); the same
-    with its dequantised weights.
+    """Return a Llama as llama.cpp keeps it, in Q8_0 (blocks of 32, a scale each); the
+    same with its dequantised weights.
 
     The file may say that it has another number of layers, and tensors have a part of
     their name replaced.

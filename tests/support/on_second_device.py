@@ -46,8 +46,8 @@ ARCHITECTURES = ("llama", "bloom", "mixtral", "gemma4", "mamba", "bert")
 def agree(
     compute: Callable[..., dict[str, Any]], make: Callable[[], nn.Module], *given: Any
 ) -> None:
-    """A model on the CPU, and another of the same weights on the second device, give
-    the same; tensors stay there.
+    """Check that a model on the CPU and one of the same weights on the second device
+    give the same, and that tensors stay there.
     """
     on_cpu, there = compute(make(), *given), compute(make().to(SECOND), *given)
     assert on_cpu.keys() == there.keys()
@@ -250,8 +250,8 @@ def test_a_model_that_is_loaded_there(folder_model: Path) -> None:
 
 
 def split(model: nn.Module) -> nn.Module:
-    """The model with its last block and norm on the second device, and accelerate's
-    hooks, as by `device_map`.
+    """Return the model with its last block and norm on the second device, and
+    accelerate's hooks, as by `device_map`.
     """
     for part, device in (
         (model.blocks[-1], SECOND),
@@ -399,7 +399,7 @@ def test_measures_of_many_prompts(llama: Callable[[], nn.Module]) -> None:
 
 
 def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
-    """The module with a mistake."""
+    """Return the module with a mistake."""
     source = Path(str(module.__file__)).read_text()
     assert right in source, (
         f"{module.__name__} has no {right!r} any more: plant the mistake elsewhere"

@@ -63,7 +63,7 @@ class Block(NamedTuple):
     prints: str | None
 
     def commands(self) -> list[list[str]]:
-        """What stands after `tl-coupling`, of shell blocks."""
+        """Return what stands after `tl-coupling`, of shell blocks."""
         lines = (
             self.text.replace("\\\n", " ").splitlines() if self.language == "sh" else []
         )

@@ -15,7 +15,7 @@ def haar(n: int, rng: np.random.Generator) -> np.ndarray:
 def matrix(
     sigma: np.ndarray, shape: tuple[int, int] = (9, 9), seed: int = 0
 ) -> np.ndarray:
-    """A matrix with these singular values and random singular vectors."""
+    """Return a matrix with these singular values and random singular vectors."""
     rng = np.random.default_rng(seed)
     return (
         haar(shape[0], rng)[:, : len(sigma)] * sigma @ haar(shape[1], rng)[: len(sigma)]

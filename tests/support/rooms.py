@@ -62,8 +62,8 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def imports_between_rooms() -> Iterator[tuple[str, str, str]]:
-    """The importing room, the imported one, and where it says so; "" is the package
-    itself.
+    """Yield the importing room, the imported one, and where it says so; "" is the
+    package itself.
     """
     for path in MODULES:
         for line, name in imported(path):

@@ -93,7 +93,7 @@ def install() -> torch.device:
 
 
 def _relabelled(x: Tensor, device: int) -> Tensor:
-    """The same memory as a tensor on another device."""
+    """Return the same memory as a tensor on another device."""
     capsule = torch._C._to_dlpack(x)
     ctypes.cast(
         _pointer(capsule, b"dltensor") + _OFFSET, ctypes.POINTER(ctypes.c_int32)
@@ -106,14 +106,14 @@ def _is_here(x: Any) -> bool:
 
 
 def _on_cpu(x: Any) -> Any:
-    """The same memory, or the same argument, for the CPU."""
+    """Return the same memory, or the same argument, for the CPU."""
     if isinstance(x, torch.device):
         return torch.device("cpu")
     return _relabelled(x, _CPU) if _is_here(x) else x
 
 
 def _copy(source: Tensor, destination: Tensor, non_blocking: bool = False) -> Tensor:
-    """The one kernel whose operands may lie on different devices."""
+    """Return the one kernel whose operands may lie on different devices."""
     _on_cpu(destination).copy_(_on_cpu(source))
     return destination
 
@@ -182,7 +182,7 @@ def _computed_by_the_cpu(
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """A value, or what a list or tuple holds, changed."""
+    """Return a value, or what a list or tuple holds, changed."""
     return (
         type(value)(_each(change, one) for one in value)
         if isinstance(value, list | tuple)

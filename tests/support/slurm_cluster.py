@@ -189,7 +189,7 @@ def _wait(
 
 
 def _end_jobs() -> None:
-    """Ends every job: without the daemons nothing else would."""
+    """End every job: without the daemons nothing else would."""
     _answer("scancel", f"--user={getpass.getuser()}")
     deadline = time.monotonic() + 10
     while _answer("squeue", "--noheader") and time.monotonic() < deadline:

@@ -69,7 +69,7 @@ COMMON = tuple(_COMMON)
 
 
 def configs(n_layers: int) -> dict[str, dict[str, Any]]:
-    """The config of every architecture, so many layers deep."""
+    """Return the config of every architecture, so many layers deep."""
     return {
         architecture: at_depth(DECODERS[class_name], n_layers)
         for architecture, class_name in _CLASSES.items()
@@ -80,8 +80,8 @@ CONFIGS = configs(N_LAYERS)
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A word-level tokenizer over `w0 … w99`, with a BOS token that it does not prepend
-    by itself.
+    """Save a word-level tokenizer over `w0 … w99`, with a BOS token that it does not
+    prepend by itself.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -98,7 +98,7 @@ def save_tokenizer(folder: Path) -> None:
 def huggingface_model(
     architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> nn.Module:
-    """A random HuggingFace model whose blocks are far from linear (its own
+    """Return a random HuggingFace model whose blocks are far from linear (its own
     initialisation is tiny).
     """
     return random_model(
@@ -107,7 +107,7 @@ def huggingface_model(
 
 
 def layers_of(hf_model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a HuggingFace model."""
+    """Return the decoder layers of a HuggingFace model."""
     return hf_model.get_submodule(_path_of_layers(hf_model))
 
 
@@ -121,8 +121,8 @@ def _path_of_layers(hf_model: nn.Module) -> str:
 
 
 def bridge(hf_model: nn.Module, tokenizer_folder: Path) -> nn.Module:
-    """A TransformerBridge around a copy of the model, so that the original stays an
-    independent witness.
+    """Return a TransformerBridge around a copy of the model, so that the original stays
+    an independent witness.
     """
     return models.bridge(
         hf_model, PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
@@ -146,7 +146,7 @@ def oracle_jacobian(
 def oracle_jacobians(
     hf_model: nn.Module, tokens: list[int], layer: int, pairs: list[tuple[int, int]]
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """The same of several `(t1, t2)`."""
+    """Return the same of several `(t1, t2)`."""
     inputs = {"input_ids": torch.tensor([tokens]), "use_cache": False}
     return Oracle(hf_model, _path_of_layers(hf_model), inputs).jacobians(layer, pairs)
 

@@ -47,16 +47,16 @@ def pixels(height: int = 16, width: int = 8) -> torch.Tensor:
 
 
 def vit(name: str) -> tuple[nn.Module, nn.Module]:
-    """A bridge of a HuggingFace model, and the model itself, which the bridge holds a
-    copy of.
+    """Return a bridge of a HuggingFace model, and the model itself, which the bridge
+    holds a copy of.
     """
     original = original_model(name, N_LAYERS)
     return bridge(original, None), original
 
 
 def save_vit(folder: Path, name: str = "ViTForImageClassification") -> Path:
-    """A folder with a tiny ViT, the same each time, and its processor; and an image, as
-    the model reads it.
+    """Return a folder with a tiny ViT, the same each time, and its processor; and an
+    image, as the model reads it.
     """
     original_model(name, N_LAYERS).save_pretrained(folder)
     ViTImageProcessorPil(size={"height": 16, "width": 8}).save_pretrained(folder)
@@ -68,7 +68,9 @@ def save_vit(folder: Path, name: str = "ViTForImageClassification") -> Path:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG of that size by its header, with the first bytes of its picture alone."""
+    """Return a PNG of that size by its header, with the first bytes of its picture
+    alone.
+    """
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -170,7 +172,7 @@ def bert() -> Network:
 
 
 def without_adapter(class_name: str, config_name: str, path: str) -> Network:
-    """A vision model of HuggingFace that TransformerLens has no adapter for."""
+    """Return a vision model of HuggingFace that TransformerLens has no adapter for."""
     sizes = {
         "hidden_size": D_MODEL,
         "intermediate_size": 64,

@@ -21,7 +21,7 @@ class Each(tuple[Any, ...]):
 
 
 def at_depth(value: Any, n_layers: int) -> Any:
-    """A config with its `Depth` and `Each` filled in."""
+    """Return a config with its `Depth` and `Each` filled in."""
     if value is Depth:
         return n_layers
     if isinstance(value, Each):

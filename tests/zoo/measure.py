@@ -146,8 +146,8 @@ def judge(name: str, error: Exception) -> Finding:
 def _compare(
     trace: tlc.Trace, original: Any, path: str, inputs: dict[str, Any], precision: str
 ) -> Finding:
-    """The trace's Jacobians against the original model's; against the bridge's own
-    where that is another function.
+    """Return the trace's Jacobians against the original model's; against the bridge's
+    own where that is another function.
     """
     residual = None
     if precision == "bfloat16":

@@ -68,8 +68,8 @@ def buildable() -> set[str]:
 def original_model(
     name: str, n_layers: int, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The model that a bridge is put around: HuggingFace's class, or TransformerLens'
-    own.
+    """Return the model that a bridge is put around: HuggingFace's class, or
+    TransformerLens' own.
     """
     if name == PRETRAIN:
         return randomised(lambda: PretrainModel(n_layers).to(dtype).eval())
@@ -91,8 +91,8 @@ def random_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """A random HuggingFace model of this class whose blocks are far from linear (its
-    own initialisation is tiny).
+    """Return a random HuggingFace model of this class whose blocks are far from linear
+    (its own initialisation is tiny).
     """
     model_class = getattr(transformers, class_name)
     filled = model_class.config_class(**config)
@@ -108,7 +108,7 @@ def random_model(
 
 
 def randomised(make: Any, seed: int = 0) -> nn.Module:
-    """What `make` builds, with every weight drawn anew."""
+    """Return what `make` builds, with every weight drawn anew."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make()
@@ -121,8 +121,8 @@ def randomised(make: Any, seed: int = 0) -> nn.Module:
 
 
 def bridge(model: nn.Module, tokenizer: Any = None) -> nn.Module:
-    """A TransformerBridge around a copy of the model, so that the original stays an
-    independent witness.
+    """Return a TransformerBridge around a copy of the model, so that the original stays
+    an independent witness.
     """
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources import transformers as _  # noqa: F401  (attaches boot_transformers)
@@ -241,7 +241,9 @@ HOOKED: dict[str, dict[str, Any]] = {
 
 
 def hooked_transformer(name: str, n_layers: int, dtype: torch.dtype) -> nn.Module:
-    """A HookedTransformer straight from its config, as its constructor leaves it."""
+    """Return a HookedTransformer straight from its config, as its constructor leaves
+    it.
+    """
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     config = HookedTransformerConfig(

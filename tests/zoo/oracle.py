@@ -78,7 +78,7 @@ class Oracle:
     def _patched(
         self, block: nn.Module, index: int, kept: dict[str, Tensor]
     ) -> Iterator[None]:
-        """What enters the block is a leaf, put into `kept`."""
+        """Make what enters the block a leaf, and put it into `kept`."""
 
         def patch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             name = None if args else next(name for name in _STREAM if name in kwargs)
@@ -100,7 +100,7 @@ class Oracle:
 
 @contextmanager
 def _output_kept(block: nn.Module, kept: dict[str, Tensor]) -> Iterator[None]:
-    """What leaves the block is put into `kept`."""
+    """Put what leaves the block into `kept`."""
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
         kept["Y"] = output[0] if isinstance(output, tuple | list) else output
@@ -113,7 +113,7 @@ def _output_kept(block: nn.Module, kept: dict[str, Tensor]) -> Iterator[None]:
 
 
 def to_float32(model: Any) -> Any:
-    """The model itself, its weights in float32 from now on."""
+    """Return the model itself, its weights in float32 from now on."""
     # HookedTransformer reads its precision from its config as well.
     if getattr(getattr(model, "cfg", None), "dtype", None) is not None:
         model.cfg.dtype = torch.float32

@@ -25,7 +25,9 @@ FAILURES = ("wrong", "unclear")
 
 
 def verdict(row: Row) -> str:
-    """The worst of the three precisions if it is a failure; else what float32 gave."""
+    """Return the worst of the three precisions if it is a failure; else what float32
+    gave.
+    """
     verdicts = [finding["verdict"] for finding in row.values()]
     return next((bad for bad in FAILURES if bad in verdicts), row["float32"]["verdict"])
 
@@ -153,8 +155,8 @@ def _cell(finding: dict[str, Any]) -> str:
 
 
 def _remark(name: str, row: Row) -> str:
-    """What is measured under this name, and what the precisions that are not correct
-    said.
+    """Return what is measured under this name, and what the precisions that are not
+    correct said.
     """
     said: dict[str, list[str]] = {}
     for precision, finding in row.items():

@@ -77,7 +77,7 @@ def _child(name: str, sender: Connection) -> None:
 
 
 def _guarded(call: Callable[[], Finding]) -> Finding:
-    """What could not even be built is not tl_coupling's to answer for."""
+    """Measure, or say what could not be built: that is not tl_coupling's to answer for."""
     try:
         return call()
     except Exception as error:
