@@ -311,7 +311,10 @@ def _table(run: dict[str, Any], title: str) -> Table:
     shapes, alone = run["shapes"], len(sides) == 1
     drawn = Table(
         "",
-        title=f"{title}\nT = {shapes['n_pos']}, L = {shapes['n_layers']}, d = {shapes['d_model']}, K = {shapes['k']}",
+        title=(
+            f"{title}\nT = {shapes['n_pos']}, L = {shapes['n_layers']}, d "
+            f"= {shapes['d_model']}, K = {shapes['k']}"
+        ),
         caption=None
         if alone
         else f"largest difference in any measure: {run['largest_difference']:.1e}",
@@ -363,11 +366,16 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.depth_coupling",
-        description="Time and peak memory of one prompt's depth coupling (last token, all pairs of layers,\n"
+        description="Time and peak memory of one prompt's depth coupling (last "
+        "token, all pairs of layers,\n"
         "K = 10, 30, 50, both orientations): a transcription of the paper's released algorithm\n"
-        "against tl_coupling. Prints a table for each prompt length and writes\nOUT/depth_coupling.json.",
+        "against tl_coupling. Prints a table for each prompt length "
+        "and writes\nOUT/depth_coupling.json.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n  python -m benchmarks.depth_coupling --tokens 10 64 --repeats 3 --out benchmarks/results",
+        epilog=(
+            "example:\n  python -m benchmarks.depth_coupling --tokens 10 "
+            "64 --repeats 3 --out benchmarks/results"
+        ),
     )
     parser.add_argument(
         "--tokens",
@@ -375,7 +383,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[10, 64, 256],
         metavar="T",
-        help="prompt lengths; one that fits the paper's prompt (10 for SmolLM2) takes that prompt (default: 10 64 256)",
+        help=(
+            "prompt lengths; one that fits the paper's prompt (10 for "
+            "SmolLM2) takes that prompt (default: 10 64 256)"
+        ),
     )
     parser.add_argument(
         "--ours-alone",
@@ -383,7 +394,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="*",
         default=[256],
         metavar="T",
-        help="lengths of --tokens at which the transcription, which takes minutes there, is left out (default: 256)",
+        help=(
+            "lengths of --tokens at which the transcription, which takes "
+            "minutes there, is left out (default: 256)"
+        ),
     )
     parser.add_argument(
         "--out",

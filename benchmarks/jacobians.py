@@ -81,7 +81,10 @@ def measure(
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """Return the figures for reading."""
-    where = f"{results['environment']['device_name']}, {results['environment']['cpu_threads']} threads"
+    where = (
+        f"{results['environment']['device_name']}, "
+        f"{results['environment']['cpu_threads']} threads"
+    )
     drawn = Table(
         "",
         title=f"Seconds of all blocks' Jacobians, and of their bare matrix products\n{where}",
@@ -176,7 +179,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run = measure(model, ids, device, options.k, options.repeats)
             results["runs"].append({"model": name} | run)
             out.print(
-                f"  {run['seconds']['jacobians']:.2f} s, {run['jacobians_over_bare']:.2f} × bare products"
+                (
+                    f"  {run['seconds']['jacobians']:.2f} s, "
+                    f"{run['jacobians_over_bare']:.2f} × bare products"
+                )
             )
 
         usual = (

@@ -306,8 +306,10 @@ def tables(results: dict[str, Any]) -> list[Table]:
             "percentiles",
             "within families",
         ),
-        f"of the study: t, in families cluster-robust; * wanted {low} to {high} · bootstrap: of families if any, "
-        f"expanded percentiles; given from six models or families on · {results['n_studies']} studies, bootstraps of "
+        f"of the study: t, in families cluster-robust; * wanted {low} "
+        f"to {high} · bootstrap: of families if any, "
+        f"expanded percentiles; given from six models or families on "
+        f"· {results['n_studies']} studies, bootstraps of "
         f"the first {results['n_resampled']}",
     )
     false = _table(
@@ -315,7 +317,10 @@ def tables(results: dict[str, Any]) -> list[Table]:
         results["familywise"],
         "false_positives",
         list(results["familywise"][0]["false_positives"]),
-        f"* wanted at most {MOST_FALSE} · {results['n_looked_at']} studies, {results['n_permutations']} permutations",
+        (
+            f"* wanted at most {MOST_FALSE} · {results['n_looked_at']} "
+            f"studies, {results['n_permutations']} permutations"
+        ),
     )
     corrected = Table(
         "true reliability",

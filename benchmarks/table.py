@@ -98,7 +98,10 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         versions = ", ".join(
             f"{package} {version}" for package, version in where["versions"].items()
         )
-        ran = f"{where['date']}, {where['device_name']}, {where['cpu_threads']} threads, load {where['load_average']:.2f}"
+        ran = (
+            f"{where['date']}, {where['device_name']}, "
+            f"{where['cpu_threads']} threads, load {where['load_average']:.2f}"
+        )
         parts += [
             f"## {name}",
             purpose,

@@ -22,23 +22,36 @@ from tl_coupling.models import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.surveys.measurements import PAPER_PROMPT
 
 TEXT = (
-    "The harbour was quiet when the first boats came back. Gulls followed them in, loud and hungry, and the men on "
-    "deck threw what they could not sell over the side. By eight the tide had turned. An old woman sat on the wall "
-    "with a basket of bread, as she had done every morning for thirty years, and sold a loaf to anyone who asked. She "
-    "knew the names of all the crews, and of the ships, and of most of the storms that had taken the others. When the "
-    "wind came round to the north she would look at the sky, close her basket, and go home without a word; and those "
-    "who had watched her long enough tied their boats up twice and stayed ashore that night. Nobody had ever asked "
-    "her how she could tell. It was said in the village that her father had taught her, and that his mother had "
-    "taught him, but the harbour master thought that she simply listened better than the rest of them did."
+    "The harbour was quiet when the first boats came back. Gulls "
+    "followed them in, loud and hungry, and the men on "
+    "deck threw what they could not sell over the side. By eight "
+    "the tide had turned. An old woman sat on the wall "
+    "with a basket of bread, as she had done every morning for "
+    "thirty years, and sold a loaf to anyone who asked. She "
+    "knew the names of all the crews, and of the ships, and of "
+    "most of the storms that had taken the others. When the "
+    "wind came round to the north she would look at the sky, "
+    "close her basket, and go home without a word; and those "
+    "who had watched her long enough tied their boats up twice "
+    "and stayed ashore that night. Nobody had ever asked "
+    "her how she could tell. It was said in the village that her "
+    "father had taught her, and that his mother had "
+    "taught him, but the harbour master thought that she simply "
+    "listened better than the rest of them did."
 )
 
 # Only prompts of many tokens reach it.
 LONG_TEXT = (
-    f"{TEXT} One winter the sea took the end of the wall, with the bench and the lamp that stood on it, and for some "
-    "weeks she was not seen. The boats went out as before and came back as before, a little later each day. When she "
-    "returned she had moved her basket to the steps of the chapel, where the wind could not reach it, and asked more "
-    "for a loaf than she used to. Nobody complained. The youngest of the captains, who believed in instruments, bought "
-    "two and asked her what the week would bring; she looked at his shoes, then at the flag above the pilots' house, "
+    f"{TEXT} One winter the sea took the end of the wall, with "
+    f"the bench and the lamp that stood on it, and for some "
+    "weeks she was not seen. The boats went out as before and "
+    "came back as before, a little later each day. When she "
+    "returned she had moved her basket to the steps of the "
+    "chapel, where the wind could not reach it, and asked more "
+    "for a loaf than she used to. Nobody complained. The "
+    "youngest of the captains, who believed in instruments, bought "
+    "two and asked her what the week would bring; she looked at "
+    "his shoes, then at the flag above the pilots' house, "
     "and told him that it would bring him home if he let it."
 )
 
@@ -65,7 +78,10 @@ def token_ids(name: str, n_tokens: int) -> list[int]:
     text = tokenizer(LONG_TEXT)["input_ids"]
     if n_tokens > len(text):
         raise BenchmarkError(
-            f"--tokens must lie in [1, {len(text)}] (the text that is used is no longer), got {n_tokens}"
+            (
+                f"--tokens must lie in [1, {len(text)}] (the text that is "
+                f"used is no longer), got {n_tokens}"
+            )
         )
     return text[:n_tokens]
 

@@ -149,7 +149,10 @@ def together(
     data = data.assign_coords(text=("prompt", list(runs[0].prompts)))
     if config is None:
         return data.assign_attrs(model=runs[0].name)
-    model = f"GPT-NeoX trained here: {config.n_layers} blocks of width {config.width}, rate {config.learning_rate:g}"
+    model = (
+        f"GPT-NeoX trained here: {config.n_layers} blocks of width "
+        f"{config.width}, rate {config.learning_rate:g}"
+    )
     data = data.assign_coords(seed=[config.seed + i for i in range(len(runs))])
     return data.assign_attrs(model=model, training=json.dumps(asdict(config)))
 

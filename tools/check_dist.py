@@ -20,7 +20,10 @@ PROMPT = "What is the capital of France? The capital is"
 MISSING = {
     "gguf": "tlc.load_model('smollm2-135m')",
     "submitit": "tlc.surveys.slurm_executor('jobs', partition='gpu')",
-    "statsmodels": "tlc.generalization.linear_fit(pd.DataFrame({'x': [1, 2, 3, 5], 'y': [1, 2, 4, 3]}), 'x', 'y')",
+    "statsmodels": (
+        "tlc.generalization.linear_fit(pd.DataFrame({'x': [1, 2, 3, "
+        "5], 'y': [1, 2, 4, 3]}), 'x', 'y')"
+    ),
 }
 IMPORTS = """
 import pkgutil, sys
@@ -124,7 +127,10 @@ class Environment:
         )
         if done.returncode != status:
             sys.exit(
-                f"{command} ended with {done.returncode}, wanted {status}:\n{done.stdout}{done.stderr}"
+                (
+                    f"{command} ended with {done.returncode}, wanted "
+                    f"{status}:\n{done.stdout}{done.stderr}"
+                )
             )
         return done.stdout + done.stderr
 

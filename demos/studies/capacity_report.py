@@ -201,7 +201,10 @@ def print_report(
     )
     for size, rows in coupling.groupby("size", sort=False):
         print(
-            f"\nCoupling of different layers, {size}: means over seeds [their range]; null: random subspaces"
+            (
+                f"\nCoupling of different layers, {size}: means over seeds "
+                f"[their range]; null: random subspaces"
+            )
         )
         cell = "{value:.3f} [{value_low:.3f}, {value_high:.3f}]".format_map
         print(spread_out(rows, [*SHAPE, "null"], [UNTRAINED, *marks, END], cell))
@@ -216,11 +219,16 @@ def print_report(
             (losses.max() - losses.min()) / 2,
         )
         print(
-            f"{size}: peaks at losses of {middle:.2f} ± {half / middle:.0%}, at steps {steps.min()} to {steps.max()}"
+            (
+                f"{size}: peaks at losses of {middle:.2f} ± "
+                f"{half / middle:.0%}, at steps {steps.min()} to {steps.max()}"
+            )
         )
     print(
-        "\nCoupling above chance, (c − null) / (1 − null), per doubling of width and of depth: slopes with 95 % t "
-        "intervals\nover shapes; p: permutations of widths within depths; p of all: of the largest of all looks"
+        "\nCoupling above chance, (c − null) / (1 − null), per "
+        "doubling of width and of depth: slopes with 95 % t "
+        "intervals\nover shapes; p: permutations of widths within "
+        "depths; p of all: of the largest of all looks"
     )
     print(readable(tables["trends"]))
 

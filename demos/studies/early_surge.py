@@ -313,7 +313,10 @@ def together(
         null=float(tlc.random_subspace_null(study.k)),
         leading=LEADING,
         d_model=base.width,
-        model=f"GPT-NeoX trained here: {base.n_layers} blocks of width {base.width}, rate {base.learning_rate:g}",
+        model=(
+            f"GPT-NeoX trained here: {base.n_layers} blocks of width "
+            f"{base.width}, rate {base.learning_rate:g}"
+        ),
         text_digest=study.corpus.digest,
         versions=json.dumps(
             {"tl_coupling": tlc.__version__, "torch": torch.__version__}
@@ -331,11 +334,17 @@ def study_here(
     """
     if base.n_layers < 4:
         raise ValueError(
-            f"`--n-layers` must be at least 4: a map shared by others needs others, got {base.n_layers}"
+            (
+                f"`--n-layers` must be at least 4: a map shared by others "
+                f"needs others, got {base.n_layers}"
+            )
         )
     if not 2 <= arguments.k <= base.width // 2:
         raise ValueError(
-            f"`--k` must lie in [2, {base.width // 2}] (half the width is a variant), got {arguments.k}"
+            (
+                f"`--k` must lie in [2, {base.width // 2}] (half the width is "
+                f"a variant), got {arguments.k}"
+            )
         )
     there = small.checkpoint_steps(base.steps)
     wanted = arguments.at or [

@@ -146,7 +146,10 @@ def what_it_is(data: xarray.Dataset) -> Table:
                 *values,
             ]
         )
-    title = f"What the surge is: {data.attrs['model']}, {base.sizes['run']} seeds, mean ± half the range"
+    title = (
+        f"What the surge is: {data.attrs['model']}, "
+        f"{base.sizes['run']} seeds, mean ± half the range"
+    )
     return table(
         title, ["at step", "chance", *map(str, base["checkpoint"].values)], rows
     )

@@ -58,7 +58,10 @@ OPTIONS: list[tuple[str, Any, str]] = [
     (
         "data",
         "digits",
-        "digits, fashion-mnist (Debian's package dataset-fashion-mnist), cifar10, or a folder like it",
+        (
+            "digits, fashion-mnist (Debian's package "
+            "dataset-fashion-mnist), cifar10, or a folder like it"
+        ),
     ),
     ("weight-decay", [0.005, 0.02, 0.06, 0.2], "AdamW's"),
     ("stochastic-depth", [0.0, 0.1, 0.2, 0.3], "rates at the last block"),
@@ -202,7 +205,10 @@ def study_here(arguments: argparse.Namespace) -> Study:
     images = load_images(arguments.data, arguments.train_images)
     configs = configs_of(arguments, images)
     positions = positions_of((images.side // configs[0].patch) ** 2, arguments.patches)
-    what = f"{images.digest}, {arguments.images} images, patches of {configs[0].patch}, k = {arguments.k}"
+    what = (
+        f"{images.digest}, {arguments.images} images, patches of "
+        f"{configs[0].patch}, k = {arguments.k}"
+    )
     here = arguments.out / "measured" / hashlib.sha256(what.encode()).hexdigest()[:8]
     prompts = prompts_of(images, arguments.images, here / "images")
     work = partial(

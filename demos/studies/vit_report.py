@@ -126,7 +126,10 @@ def claims(study: Study) -> tuple[pandas.DataFrame, list[str]]:
             ),
         ]
         for among, x, y, chosen, controls in cases:
-            claim = f"{'coupling' if x == RATE else 'accuracy'} on {'rate' if x == RATE else 'coupling'}"
+            claim = (
+                f"{'coupling' if x == RATE else 'accuracy'} on "
+                f"{'rate' if x == RATE else 'coupling'}"
+            )
             try:
                 found = association(study, token, x, y, chosen, controls)
             except ValueError as error:
@@ -217,21 +220,33 @@ def print_report(
     )
     error = 100 * np.sqrt(accuracy.mean() * (1 - accuracy.mean()) / study.n_test)
     print(
-        f"{study.n_train} images to learn from; test accuracy {low} to {high} %, on average {mean} %"
+        (
+            f"{study.n_train} images to learn from; test accuracy {low} "
+            f"to {high} %, on average {mean} %"
+        )
     )
     print(
-        f"Standard error of an accuracy, being over {study.n_test} images: {error:.2f} percentage points"
+        (
+            f"Standard error of an accuracy, being over {study.n_test} "
+            f"images: {error:.2f} percentage points"
+        )
     )
     for column in (RATE, DECAY):
         print(
-            f"\nMeans by {column.replace('_', ' ')}; of coupling with 95 % t intervals over models and images"
+            (
+                f"\nMeans by {column.replace('_', ' ')}; of coupling with 95 "
+                f"% t intervals over models and images"
+            )
         )
         print(readable(tables[f"means-{column.replace('_', '-')}"]))
     for claim, rows in (
         tables["claims"].groupby("claim", sort=False) if len(tables["claims"]) else []
     ):
         print(
-            f"\n{claim}: slope with its 95 % t interval over models; boot: resampling models and images"
+            (
+                f"\n{claim}: slope with its 95 % t interval over models; "
+                f"boot: resampling models and images"
+            )
         )
         print(readable(rows.drop(columns="claim")))
         # With so many, one in twenty misses 0 by chance.

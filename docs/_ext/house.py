@@ -78,12 +78,16 @@ def drawing() -> str:
     """SVG that takes its colours from the page."""
     place = places()
     parts = [
-        f'<path class="import" d="M{x:.0f} {y:.0f}L{to_x:.0f} {to_y:.0f}"><title>{room} imports {other}</title></path>'
+        (
+            f'<path class="import" d="M{x:.0f} {y:.0f}L{to_x:.0f} '
+            f'{to_y:.0f}"><title>{room} imports {other}</title></path>'
+        )
         for (room, other), (x, y, to_x, to_y) in arrows().items()
     ]
     for name, (x, y, width) in place.items():
         parts.append(
-            f'<g class="room" id="room-{name}"><rect x="{x - width / 2:.1f}" y="{y}" width="{width:.1f}" '
+            f'<g class="room" id="room-{name}"><rect '
+            f'x="{x - width / 2:.1f}" y="{y}" width="{width:.1f}" '
             f'height="{HEIGHT}" rx="6"/><text x="{x:.0f}" y="{y + 20}">{name}</text></g>'
         )
     height = MARGIN + FLOOR * len(LEVELS)
@@ -92,9 +96,12 @@ def drawing() -> str:
         f'<text class="said" x="{WIDTH / 2:.0f}" y="{height - 8}">{said}</text>'
     )
     head = (
-        f'<svg class="house" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="The rooms of tl_coupling, from the '
-        'command line at the top to what needs no other room at the bottom; arrows are imports and point down">'
-        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        f'<svg class="house" viewBox="0 0 {WIDTH} {height}" '
+        f'role="img" aria-label="The rooms of tl_coupling, from the '
+        "command line at the top to what needs no other room at the "
+        'bottom; arrows are imports and point down">'
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" '
+        'markerWidth="7" markerHeight="7" '
         'orient="auto"><path d="M0 0L8 4L0 8z"/></marker></defs>'
     )
     return head + "".join(parts) + "</svg>\n"

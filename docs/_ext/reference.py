@@ -79,7 +79,10 @@ def _table(names: list[str], module: Any) -> str:
 
 def _index() -> str:
     text = _heading("API reference")
-    text += "Names of the top level have a page of their own; the rest of a room stands on the page of the room.\n\n"
+    text += (
+        "Names of the top level have a page of their own; the rest "
+        "of a room stands on the page of the room.\n\n"
+    )
     text += ".. automodule:: tl_coupling\n\n"
     for room, module in ROOMS.items():
         text += _heading(room, "-") + f"{_first_line(module)} `tl_coupling.{room}`\n\n"

@@ -68,7 +68,10 @@ def interrupts_of_runs(
         if child.status == INTERRUPTED:
             n_done += 1
             n_finished = len(finished(folder))
-            said = f"interrupted: {folder} keeps {n_finished} of {subject.n_units} finished; the same again does the rest"
+            said = (
+                f"interrupted: {folder} keeps {n_finished} of "
+                f"{subject.n_units} finished; the same again does the rest"
+            )
             # Before it has begun there is nothing to say.
             found += (
                 [f"said {child.said()!r}: {what}"]

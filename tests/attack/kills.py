@@ -52,7 +52,10 @@ def kills_of_workers(
         child.wait(rng.uniform(0, _SECONDS_OF_WORKERS))
         family = child.family()
         victim = rng.choice(family)
-        what = f"a kill of {'a run with workers' if victim == child.pid else 'a worker'} in {folder.name}"
+        what = (
+            f"a kill of {'a run with workers' if victim == child.pid else 'a worker'} "
+            f"in {folder.name}"
+        )
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
         found = child.faults(

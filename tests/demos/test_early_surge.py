@@ -256,7 +256,10 @@ def test_gradients_are_those_of_what_blocks_write(small_config, batch):
 
 @pytest.fixture(scope="module")
 def options(small_text, tmp_path_factory) -> list[str]:
-    size = "--width 32 --n-layers 4 --n-heads 2 --vocabulary 300 --n-ctx 16 --batch 4 --steps 4 --at 0 4 --prompts 2"
+    size = (
+        "--width 32 --n-layers 4 --n-heads 2 --vocabulary 300 "
+        "--n-ctx 16 --batch 4 --steps 4 --at 0 4 --prompts 2"
+    )
     return [
         *size.split(),
         "--jobs",

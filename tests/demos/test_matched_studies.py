@@ -27,9 +27,15 @@ pytestmark = pytest.mark.on_4_only
 NULL = 1 - np.sqrt(1 - 1 / 4)
 MARKS = {"unigram": 4.0, "bigram": 3.0, "bigram − 0.2": 2.8}
 SHAPES = list(product((16, 32, 64), (2, 4), (0, 1)))
-SIZE = "--vocabulary 300 --n-ctx 16 --windows 4 --passages 1 --k 4 --warmup 2 --jobs 1 --learning-rate 0.01"
+SIZE = (
+    "--vocabulary 300 --n-ctx 16 --windows 4 --passages 1 --k 4 "
+    "--warmup 2 --jobs 1 --learning-rate 0.01"
+)
 CAPACITY = "--widths 16 32 --steps 16 12 --depths 2 --seeds 1 --between 0.5 --below 9"
-GAP = "--tokens 1024 4096 --weight-decay 0 --stochastic-depth 0 0.3 --seeds 1 --width 16 --n-layers 2 --steps 16"
+GAP = (
+    "--tokens 1024 4096 --weight-decay 0 --stochastic-depth 0 "
+    "0.3 --seeds 1 --width 16 --n-layers 2 --steps 16"
+)
 
 
 @pytest.fixture(scope="module")

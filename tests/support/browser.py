@@ -25,7 +25,10 @@ def chromium(served: bool = False) -> Iterator[Any]:
     chromedriver = shutil.which("chromedriver")
     if binary is None or chromedriver is None:
         pytest.skip(
-            "Chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)"
+            (
+                "Chromium and chromedriver are not installed (Debian: "
+                "apt-get install chromium chromium-driver)"
+            )
         )
     options = webdriver.ChromeOptions()
     options.binary_location = binary
@@ -71,7 +74,10 @@ def open_page(driver: Any, path: Path, width: int) -> None:
     driver.get(path.as_uri())
     wait(
         driver,
-        "return [...document.querySelectorAll('[data-circuitsvis]')].every(div => div.children.length)",
+        (
+            "return [...document.querySelectorAll('[data-circuitsvis]')].every(div "
+            "=> div.children.length)"
+        ),
     )
     settle(driver)
 
@@ -138,7 +144,10 @@ def move_to(driver: Any, x: float, y: float) -> None:
 
 def scrolls_sideways(driver: Any) -> bool:
     return driver.execute_script(
-        "return document.documentElement.scrollWidth > window.innerWidth || document.body.scrollWidth > innerWidth"
+        (
+            "return document.documentElement.scrollWidth > "
+            "window.innerWidth || document.body.scrollWidth > innerWidth"
+        )
     )
 
 
@@ -148,7 +157,8 @@ def spilling(driver: Any) -> list[str]:
         "return [...document.querySelectorAll('canvas')].filter(canvas => {"
         "  const chart = canvas.getBoundingClientRect(),"
         "    place = canvas.closest('[data-circuitsvis]').getBoundingClientRect();"
-        "  return chart.left < place.left - 1 || chart.right > place.right + 1; }).map(canvas => canvas.outerHTML)"
+        "  return chart.left < place.left - 1 || chart.right > "
+        "place.right + 1; }).map(canvas => canvas.outerHTML)"
     )
 
 

@@ -45,7 +45,10 @@ PAGES = [
     )
 ]
 _FENCE = re.compile(
-    r"(?:<!-- needs (?P<needs>.+?) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```(?:\n\n```text\n(?P<prints>.*?)```)?",
+    (
+        r"(?:<!-- needs (?P<needs>.+?) "
+        r"-->\n)?```(?P<language>\w+)\n(?P<text>.*?)```(?:\n\n```text\n(?P<prints>.*?)```)?"
+    ),
     re.DOTALL,
 )
 

@@ -163,7 +163,10 @@ def _compare(
     if difference < 1e-3:
         return finding
     finding = _against(trace, Oracle(model, "blocks", own_inputs, residual), precision)
-    remark = f"TransformerLens' bridge is not the original model (its logits are off by {difference:.0e})"
+    remark = (
+        f"TransformerLens' bridge is not the original model (its "
+        f"logits are off by {difference:.0e})"
+    )
     return replace(
         finding,
         sentence=f"{remark}: compared with autograd over the bridge. {finding.sentence}".strip(),

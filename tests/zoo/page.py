@@ -143,7 +143,10 @@ def _counts(rows: dict[str, Row]) -> str:
     counted = Counter(map(verdict, rows.values()))
     in_float32 = sum(row["float32"]["verdict"] == "correct" for row in rows.values())
     counts = ", ".join(f"{counted[word]} {word}" for word in VERDICTS)
-    return f"{len(rows)} architectures, {in_float32} correct in float32; over all precisions {counts}"
+    return (
+        f"{len(rows)} architectures, {in_float32} correct in float32; "
+        f"over all precisions {counts}"
+    )
 
 
 def _cell(finding: dict[str, Any]) -> str:

@@ -6,7 +6,8 @@ from zoo.models import HOOKED
 
 _HUB_CODE = (
     "Its code is on the HuggingFace hub, not in transformers, so it is not built here. "
-    "`load_model(name, trust_remote_code=True)` fetches it, and every trace is still checked against the recorded step."
+    "`load_model(name, trust_remote_code=True)` fetches it, and "
+    "every trace is still checked against the recorded step."
 )
 _DIFFUSION = "A masked diffusion model: every token sees every other. "
 NOT_BUILT: dict[str, str] = {
@@ -39,9 +40,13 @@ NOT_BUILT: dict[str, str] = {
     "RavenForCausalLM": "A looped model that starts from random numbers. " + _HUB_CODE,
 }
 # What is measured under a name that is no class of transformers.
-_LEGACY = "TransformerLens loads these checkpoints into its own model (`boot_tl_legacy`), which is measured."
+_LEGACY = (
+    "TransformerLens loads these checkpoints into its own model "
+    "(`boot_tl_legacy`), which is measured."
+)
 _TEXT_ONLY = (
-    "TransformerLens requires the package torchvision (built for the same torch); the text stack, which is measured "
+    "TransformerLens requires the package torchvision (built for "
+    "the same torch); the text stack, which is measured "
     "here, does not need it."
 )
 MEASURED_AS: dict[str, str] = {
@@ -57,7 +62,10 @@ MEASURED_AS: dict[str, str] = {
         _TEXT_ONLY,
     ),
     "BloomModel": "TransformerLens loads such checkpoints as BloomForCausalLM.",
-    "GPT2LMHeadCustomModel": "Measured with GPT-2's modules, which the adapter expects; its own code is on the hub.",
+    "GPT2LMHeadCustomModel": (
+        "Measured with GPT-2's modules, which the adapter "
+        "expects; its own code is on the hub."
+    ),
     "Gemma1ForCausalLM": "Another name of GemmaForCausalLM.",
     "JetMoEForCausalLM": "Another name of JetMoeForCausalLM.",
     "MPTForCausalLM": "Another name of MptForCausalLM.",
@@ -69,7 +77,9 @@ MEASURED_AS: dict[str, str] = {
     "PhiMoEForCausalLM": "Measured as transformers' PhimoeForCausalLM.",
     "T5WithLMHeadModel": "Another name of T5ForConditionalGeneration.",
     "Wav2Vec2ForPreTraining": "TransformerLens loads such checkpoints as Wav2Vec2Model.",
-    "TransformerLensPretrain": "Measured with a small module of the protocol that the adapter asks for.",
+    "TransformerLensPretrain": (
+        "Measured with a small module of the protocol that the adapter asks for."
+    ),
 }
 
 
