@@ -179,10 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run = measure(model, ids, device, options.k, options.repeats)
             results["runs"].append({"model": name} | run)
             out.print(
-                (
-                    f"  {run['seconds']['jacobians']:.2f} s, "
-                    f"{run['jacobians_over_bare']:.2f} × bare products"
-                )
+                f"  {run['seconds']['jacobians']:.2f} s, "
+                f"{run['jacobians_over_bare']:.2f} × bare products"
             )
 
         usual = (

@@ -281,16 +281,12 @@ def main(arguments: list[str] | None = None) -> None:
             f"{stage} {seconds:.1f} s" for stage, seconds in run["seconds"].items()
         )
         print(
-            (
-                f"{run['memory']}: {times}; peak "
-                f"{run['peak_above_interpreter_mib']:.0f} MiB above the interpreter's own,"
-            )
+            f"{run['memory']}: {times}; peak "
+            f"{run['peak_above_interpreter_mib']:.0f} MiB above the interpreter's own,"
         )
         print(
-            (
-                f"  {share:.0f} % of {weights / 2**20:.0f} MiB of weights; in "
-                f"all {run['memory_mib']['peak']:.0f} MiB"
-            )
+            f"  {share:.0f} % of {weights / 2**20:.0f} MiB of weights; in "
+            f"all {run['memory_mib']['peak']:.0f} MiB"
         )
     if options.compare:
         same = runs[0]["sha256"] == runs[1]["sha256"]

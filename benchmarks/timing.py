@@ -78,10 +78,8 @@ def token_ids(name: str, n_tokens: int) -> list[int]:
     text = tokenizer(LONG_TEXT)["input_ids"]
     if n_tokens > len(text):
         raise BenchmarkError(
-            (
-                f"--tokens must lie in [1, {len(text)}] (the text that is "
-                f"used is no longer), got {n_tokens}"
-            )
+            f"--tokens must lie in [1, {len(text)}] (the text that is "
+            f"used is no longer), got {n_tokens}"
         )
     return text[:n_tokens]
 

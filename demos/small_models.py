@@ -110,10 +110,8 @@ class Corpus:
         n_pieces, n_there = n_tokens // PIECE, len(self.tokens) // PIECE
         if not 1 <= n_pieces <= n_there:
             raise ValueError(
-                (
-                    f"wanted {n_tokens} tokens to learn from, in pieces of "
-                    f"{PIECE}, of {len(self.tokens)}"
-                )
+                f"wanted {n_tokens} tokens to learn from, in pieces of "
+                f"{PIECE}, of {len(self.tokens)}"
             )
         order = torch.randperm(n_there, generator=torch.Generator().manual_seed(0))
         tokens = (
@@ -300,10 +298,8 @@ def build_corpus(documents: Sequence[str], vocabulary: int) -> Corpus:
     learned = [text for i, text in enumerate(documents) if i % HELD_OUT]
     if not any(learned):
         raise ValueError(
-            (
-                f"wanted a text of at least two documents (files, or lines of "
-                f"one file), got {len(documents)}"
-            )
+            f"wanted a text of at least two documents (files, or lines of "
+            f"one file), got {len(documents)}"
         )
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(

@@ -127,10 +127,8 @@ class Environment:
         )
         if done.returncode != status:
             sys.exit(
-                (
-                    f"{command} ended with {done.returncode}, wanted "
-                    f"{status}:\n{done.stdout}{done.stderr}"
-                )
+                f"{command} ended with {done.returncode}, wanted "
+                f"{status}:\n{done.stdout}{done.stderr}"
             )
         return done.stdout + done.stderr
 

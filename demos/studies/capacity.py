@@ -106,10 +106,8 @@ def configs_of(arguments: argparse.Namespace) -> list[small.TrainingConfig]:
         )
     if min(arguments.depths) < 2:
         raise ValueError(
-            (
-                f"`--depths` must be at least 2: coupling is between blocks, "
-                f"got {min(arguments.depths)}"
-            )
+            f"`--depths` must be at least 2: coupling is between blocks, "
+            f"got {min(arguments.depths)}"
         )
     shared = ("warmup", "final_rate", "weight_decay", "vocabulary", "n_ctx", "batch")
     base = {name: getattr(arguments, name) for name in shared}

@@ -201,10 +201,8 @@ def print_report(
     )
     for size, rows in coupling.groupby("size", sort=False):
         print(
-            (
-                f"\nCoupling of different layers, {size}: means over seeds "
-                f"[their range]; null: random subspaces"
-            )
+            f"\nCoupling of different layers, {size}: means over seeds "
+            f"[their range]; null: random subspaces"
         )
         cell = "{value:.3f} [{value_low:.3f}, {value_high:.3f}]".format_map
         print(spread_out(rows, [*SHAPE, "null"], [UNTRAINED, *marks, END], cell))
@@ -219,10 +217,8 @@ def print_report(
             (losses.max() - losses.min()) / 2,
         )
         print(
-            (
-                f"{size}: peaks at losses of {middle:.2f} ± "
-                f"{half / middle:.0%}, at steps {steps.min()} to {steps.max()}"
-            )
+            f"{size}: peaks at losses of {middle:.2f} ± "
+            f"{half / middle:.0%}, at steps {steps.min()} to {steps.max()}"
         )
     print(
         "\nCoupling above chance, (c − null) / (1 − null), per "

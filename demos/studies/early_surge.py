@@ -334,17 +334,13 @@ def study_here(
     """
     if base.n_layers < 4:
         raise ValueError(
-            (
-                f"`--n-layers` must be at least 4: a map shared by others "
-                f"needs others, got {base.n_layers}"
-            )
+            f"`--n-layers` must be at least 4: a map shared by others "
+            f"needs others, got {base.n_layers}"
         )
     if not 2 <= arguments.k <= base.width // 2:
         raise ValueError(
-            (
-                f"`--k` must lie in [2, {base.width // 2}] (half the width is "
-                f"a variant), got {arguments.k}"
-            )
+            f"`--k` must lie in [2, {base.width // 2}] (half the width is "
+            f"a variant), got {arguments.k}"
         )
     there = small.checkpoint_steps(base.steps)
     wanted = arguments.at or [

@@ -177,27 +177,21 @@ def print_report(
         tables["effects"]["mark"].unique(),
     )
     print(
-        (
-            f"\nGap between held-out and training loss, nats, and "
-            f"coupling of different layers, {size}: means over seeds"
-        )
+        f"\nGap between held-out and training loss, nats, and "
+        f"coupling of different layers, {size}: means over seeds"
     )
     print(f"Random subspaces have a coupling of {null:.3f}")
     cell = "{gap:.2f}, {value:.3f}".format_map
     print(spread_out(tables["cells"], CELL, [UNTRAINED, *marks, END], cell))
     print(
-        (
-            "\nSlopes over cells with 95 % t intervals: per doubling of "
-            "the text, per unit of weight decay and drop rate"
-        )
+        "\nSlopes over cells with 95 % t intervals: per doubling of "
+        "the text, per unit of weight decay and drop rate"
     )
     print(readable(tables["effects"]))
     for mark, study in studies.items():
         print(
-            (
-                f"\n{mark}: gap on coupling; intervals: cluster-robust t, "
-                f"kinds of model being the clusters"
-            )
+            f"\n{mark}: gap on coupling; intervals: cluster-robust t, "
+            f"kinds of model being the clusters"
         )
         print(
             study,

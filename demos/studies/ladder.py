@@ -265,10 +265,8 @@ def report_table1() -> None:
     ):
         fit = linear_fit(paper, column, "score")
         print(
-            (
-                f"  {column}: slope {fit.slope:.3g}, R² = "
-                f"{fit.r_squared:.3f}, p = {fit.p:.2g}, n = {fit.n}"
-            )
+            f"  {column}: slope {fit.slope:.3g}, R² = "
+            f"{fit.r_squared:.3f}, p = {fit.p:.2g}, n = {fit.n}"
         )
     held = linear_fit(
         paper, "log10(params_billion)", "score", controls=["n_layers", "d_model"]

@@ -88,10 +88,8 @@ def sizes_of(
         for width in (min(widths), max(widths)):
             if not 2 <= (k := round(size if size >= 1 else size * width)) <= width:
                 raise ValueError(
-                    (
-                        f"`--k` and `--share` must give 2 to {width} vectors at "
-                        f"width {width}; {name} gives {k}"
-                    )
+                    f"`--k` and `--share` must give 2 to {width} vectors at "
+                    f"width {width}; {name} gives {k}"
                 )
     return sizes
 

@@ -220,33 +220,25 @@ def print_report(
     )
     error = 100 * np.sqrt(accuracy.mean() * (1 - accuracy.mean()) / study.n_test)
     print(
-        (
-            f"{study.n_train} images to learn from; test accuracy {low} "
-            f"to {high} %, on average {mean} %"
-        )
+        f"{study.n_train} images to learn from; test accuracy {low} "
+        f"to {high} %, on average {mean} %"
     )
     print(
-        (
-            f"Standard error of an accuracy, being over {study.n_test} "
-            f"images: {error:.2f} percentage points"
-        )
+        f"Standard error of an accuracy, being over {study.n_test} "
+        f"images: {error:.2f} percentage points"
     )
     for column in (RATE, DECAY):
         print(
-            (
-                f"\nMeans by {column.replace('_', ' ')}; of coupling with 95 "
-                f"% t intervals over models and images"
-            )
+            f"\nMeans by {column.replace('_', ' ')}; of coupling with 95 "
+            f"% t intervals over models and images"
         )
         print(readable(tables[f"means-{column.replace('_', '-')}"]))
     for claim, rows in (
         tables["claims"].groupby("claim", sort=False) if len(tables["claims"]) else []
     ):
         print(
-            (
-                f"\n{claim}: slope with its 95 % t interval over models; "
-                f"boot: resampling models and images"
-            )
+            f"\n{claim}: slope with its 95 % t interval over models; "
+            f"boot: resampling models and images"
         )
         print(readable(rows.drop(columns="claim")))
         # With so many, one in twenty misses 0 by chance.

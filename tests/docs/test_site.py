@@ -274,10 +274,8 @@ def test_formulas_are_drawn(visit):
         assert not empty, page
         assert not errors, page
     assert driver.execute_script(
-        (
-            "return document.fonts.check('12px MJXZERO') && "
-            "[...document.fonts].some(f => f.status == 'loaded')"
-        )
+        "return document.fonts.check('12px MJXZERO') && "
+        "[...document.fonts].some(f => f.status == 'loaded')"
     )
 
 
@@ -333,10 +331,8 @@ def test_dark_mode(visit):
 def test_the_house_can_be_read(visit, width):
     driver = visit("house.html", width)
     heights = driver.execute_script(
-        (
-            "return [...document.querySelectorAll('svg.house "
-            "text')].map(one => one.getBoundingClientRect().height)"
-        )
+        "return [...document.querySelectorAll('svg.house "
+        "text')].map(one => one.getBoundingClientRect().height)"
     )
     assert min(heights) >= 12
 
@@ -365,10 +361,8 @@ def test_notebooks_have_their_outputs(visit, page):
 
 def test_cards_have_pictures(visit):
     sizes = visit("gallery.html").execute_script(
-        (
-            "return [...document.querySelectorAll('.sd-card-img-top')].map(one "
-            "=> [one.naturalWidth, one.naturalHeight])"
-        )
+        "return [...document.querySelectorAll('.sd-card-img-top')].map(one "
+        "=> [one.naturalWidth, one.naturalHeight])"
     )
     assert (
         len(sizes) == len([page for page in PAGES if page.startswith("gallery/")]) + 1

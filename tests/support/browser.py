@@ -25,10 +25,8 @@ def chromium(served: bool = False) -> Iterator[Any]:
     chromedriver = shutil.which("chromedriver")
     if binary is None or chromedriver is None:
         pytest.skip(
-            (
-                "Chromium and chromedriver are not installed (Debian: "
-                "apt-get install chromium chromium-driver)"
-            )
+            "Chromium and chromedriver are not installed (Debian: "
+            "apt-get install chromium chromium-driver)"
         )
     options = webdriver.ChromeOptions()
     options.binary_location = binary
@@ -144,10 +142,8 @@ def move_to(driver: Any, x: float, y: float) -> None:
 
 def scrolls_sideways(driver: Any) -> bool:
     return driver.execute_script(
-        (
-            "return document.documentElement.scrollWidth > "
-            "window.innerWidth || document.body.scrollWidth > innerWidth"
-        )
+        "return document.documentElement.scrollWidth > "
+        "window.innerWidth || document.body.scrollWidth > innerWidth"
     )
 
 

@@ -150,10 +150,8 @@ def _computed_by_the_cpu(
             )
         if isinstance(one, Tensor) and not _is_here(one) and one.ndim:
             raise RuntimeError(
-                (
-                    f"{operation}: wanted all tensors on {NAME}, got one of shape "
-                    f"{list(one.shape)} on cpu"
-                )
+                f"{operation}: wanted all tensors on {NAME}, got one of shape "
+                f"{list(one.shape)} on cpu"
             )
         theirs = _on_cpu(one)
         given[id(theirs)] = theirs, one

@@ -183,10 +183,8 @@ def _wait(
     while not ready():
         if process.poll() is not None or time.monotonic() > deadline:
             raise OSError(
-                (
-                    f"no SLURM: wanted it up in time, got none; see the logs "
-                    f"beside {os.environ['SLURM_CONF']}"
-                )
+                f"no SLURM: wanted it up in time, got none; see the logs "
+                f"beside {os.environ['SLURM_CONF']}"
             )
         time.sleep(0.05)
 
