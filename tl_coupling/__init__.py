@@ -26,17 +26,19 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+# The module that holds each name; that of a room is this package.
 _HOMES = {
-    one.name: node.module
-    for node in _STUB.body
-    if isinstance(node, ast.ImportFrom)
-    for one in node.names
+    alias.name: statement.module
+    for statement in _STUB.body
+    if isinstance(statement, ast.ImportFrom)
+    for alias in statement.names
 }
 __all__ = [name for name, home in _HOMES.items() if home != __name__]
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
+        # As Python says it of any module.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _HOMES[name] == __name__:
         return importlib.import_module(f"{__name__}.{name}")

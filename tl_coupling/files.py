@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 # How long an interrupt waits for a file.
 WRITING_SECONDS = 2.0
+# File systems allow 255 bytes, and callers add to the name.
+_LONGEST_NAME = 150
+_DAY_SECONDS = 24 * 3600
 # What spreadsheets take for a formula at the start of a cell (OWASP, CSV injection),
 # behind any number of marks.
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
@@ -33,24 +36,25 @@ _MARK = "'"
 
 
 def file_name(text: str) -> str:
-    """Text as part of a file name: characters that could clash, hide the file or leave
-    the folder are escaped.
+    """Return text as part of a file name.
+
+    Characters that could clash, hide the file or leave the folder are escaped.
     """
     name = quote(text, safe="")
-    name = f"%2E{name[1:]}" if name.startswith(".") else name
-    # File systems allow 255 bytes, and callers add to the name.
-    return (
-        name
-        if len(name) <= 150
-        else f"{name[:150]}~{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    )
+    if name.startswith("."):
+        name = f"%2E{name[1:]}"
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{name[:_LONGEST_NAME]}~{digest}"
 
 
 def write_atomically(
     path: str | os.PathLike[str], write: Callable[[Path], object]
 ) -> Path:
-    """Let `write` fill a temporary file beside `path`, then rename it; on any failure
-    `path` is unchanged.
+    """Let `write` fill a temporary file beside `path`, then rename it.
+
+    On any failure `path` is unchanged.
 
     Raises:
         OSError: it cannot be written, as on a full disk, where netCDF raises
@@ -58,9 +62,8 @@ def write_atomically(
     """
     path = Path(path)
     # The suffix stays, because writers choose the format by it.
-    unfinished = path.with_name(
-        f".{path.stem}.{_here()}-{os.getpid()}-{secrets.token_hex(4)}{path.suffix}"
-    )
+    writer = f"{_process_home()}-{os.getpid()}-{secrets.token_hex(4)}"
+    unfinished = path.with_name(f".{path.stem}.{writer}{path.suffix}")
     try:
         unfinished.touch(exist_ok=False)
         # An interrupt amid netCDF's calls can leave xarray's lock taken, and closing
@@ -86,18 +89,20 @@ def remove_left_overs(folder: Path, stem: str) -> None:
     container or before a reboot lives is unknown here: its file is removed a day after
     it was last written to.
     """
-    name = re.compile(
-        rf"\.{re.escape(stem)}\.(?:(?P<where>[0-9a-f]{{12}})-(?P<pid>[0-9]{{1,9}})-)?[^.]+\.[^.]+"
-    )
+    process = r"(?P<home>[0-9a-f]{12})-(?P<pid>[0-9]{1,9})"
+    pattern = re.compile(rf"\.{re.escape(stem)}\.(?:{process}-)?[^.]+\.[^.]+")
     for path in folder.glob(f".{stem}.*"):
-        if found := name.fullmatch(path.name):
-            with suppress(FileNotFoundError):
-                is_dead = found["where"] == _here() and not _is_alive(int(found["pid"]))
-                if is_dead or time.time() - path.stat().st_mtime > 24 * 3600:
-                    path.unlink()
+        name = pattern.fullmatch(path.name)
+        if name is None:
+            continue
+        is_dead = name["home"] == _process_home() and not _is_alive(int(name["pid"]))
+        with suppress(FileNotFoundError):
+            if is_dead or time.time() - path.stat().st_mtime > _DAY_SECONDS:
+                path.unlink()
 
 
 def _is_alive(pid: int) -> bool:
+    """Say whether a process of this machine and container runs."""
     try:
         # On Windows signal 0 is Ctrl+C.
         if os.name == "posix":
@@ -108,25 +113,29 @@ def _is_alive(pid: int) -> bool:
 
 
 @cache
-def _here() -> str:
-    """Names the machine, its boot and the container: where a process id is unique."""
+def _process_home() -> str:
+    """Return a name for where a process id is unique.
+
+    That is the machine, its boot and the container.
+    """
     try:
-        where = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        container = os.readlink("/proc/self/ns/pid")
+        home = f"{boot} {container}"
     except OSError:
-        where = platform.node()
-    return hashlib.sha256(where.encode()).hexdigest()[:12]
+        home = platform.node()
+    return hashlib.sha256(home.encode()).hexdigest()[:12]
 
 
 @contextmanager
 def output_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder for results, created if it does not exist, and removed again if it stays
-    empty.
+    """Make a folder for results if there is none; remove it again if it stays empty.
 
     Raises:
         OSError: it cannot be created or written to; raised before any work is done.
     """
     folder = Path(path)
-    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -138,55 +147,55 @@ def output_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield folder
     finally:
         # Those that hold something are refused.
-        for p in made:
+        for created in missing:
             with suppress(OSError):
-                p.rmdir()
+                created.rmdir()
 
 
 def plain(text: object) -> str:
-    r"""The text, lines kept, with escapes for what a terminal would act on or could not
-    show.
+    r"""Return the text with escapes for what a terminal would act on or could not show.
 
     These are control characters, which move the cursor or clear the screen, marks that
-    turn the text after them around, and halves of characters.
+    turn the text after them around, and halves of characters. Lines are kept.
 
     Example:
         >>> from tl_coupling.files import plain
         >>> print(plain("\x1b[2Jgpt2"))
         \x1b[2Jgpt2
     """
-    return "".join(
-        character
-        if character.isprintable() or character == "\n"
-        else character.encode("unicode_escape").decode()
-        for character in str(text)
-    )
+    return "".join(map(_visible, str(text)))
+
+
+def _visible(character: str) -> str:
+    if character.isprintable() or character == "\n":
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def as_cell(value: Any) -> Any:
-    """A value for a CSV file; text that a spreadsheet would take for a formula gets a
-    mark, numbers stay.
+    """Return a value for a CSV file.
+
+    Text that a spreadsheet would take for a formula gets a mark, numbers stay.
 
     Example:
         >>> from tl_coupling.files import as_cell, of_cell
         >>> as_cell("=1+1"), as_cell("-0.3"), of_cell(as_cell("=1+1"))
         ("'=1+1", '-0.3', '=1+1')
     """
-    is_formula = (
-        isinstance(value, str) and _FORMULA.match(value) and not _is_number(value)
-    )
-    return f"{_MARK}{value}" if is_formula else value
+    if isinstance(value, str) and _FORMULA.match(value) and not _is_number(value):
+        return f"{_MARK}{value}"
+    return value
 
 
 def of_cell(value: Any) -> Any:
-    """What `as_cell` was given."""
-    is_marked = (
-        isinstance(value, str) and value.startswith(_MARK) and _FORMULA.match(value)
-    )
-    return value.removeprefix(_MARK) if is_marked else value
+    """Return what `as_cell` was given."""
+    if isinstance(value, str) and _FORMULA.match(value):
+        return value.removeprefix(_MARK)
+    return value
 
 
 def _is_number(text: str) -> bool:
+    """Say whether text is a finite number."""
     with suppress(ValueError):
         return math.isfinite(float(text))
     return False

@@ -3,74 +3,96 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass, field
+from types import FrameType
 
+_Handler = Callable[[int, FrameType | None], object]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Signals that came while they were held back, and the handlers that were there before;
-# none while they are not.
-_held = SimpleNamespace(came=[], handlers={})
+
+
+@dataclass
+class _Pending:
+    """Signals that came while they were held back, and the handlers to deliver them to.
+
+    Both are empty while signals are not held back.
+    """
+
+    came: list[int] = field(default_factory=list)
+    handlers: dict[int, _Handler] = field(default_factory=dict)
+
+    def deliver_first(self) -> None:
+        """Call the handler of the first signal that came, and forget the others."""
+        number = self.came[0]
+        self.came.clear()
+        self.handlers[number](number, None)
+
+
+_pending = _Pending()
+
+
+def _python_handlers() -> dict[int, _Handler]:
+    """Return the handlers that are functions, not those that the system keeps."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    return {
+        number: handler for number, handler in handlers.items() if callable(handler)
+    }
 
 
 @contextmanager
 def interrupts_held(seconds: float | None = None) -> Iterator[None]:
-    """Context in which Ctrl-C and SIGTERM wait for `hear_interrupts`, or for the end;
-    at most so many seconds.
+    """Hold back Ctrl-C and SIGTERM until `hear_interrupts`, or until the end.
 
-    A second one takes effect at once.
+    They wait for as many seconds at most. A second one takes effect at once.
     """
-    if _held.handlers or threading.current_thread() is not threading.main_thread():
+    global _pending
+    if _pending.handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers: dict[int, Any] = {
-        n: handler for n in _SIGNALS if callable(handler := signal.getsignal(n))
-    }
-    came: list[int] = []
+    pending = _Pending(handlers=_python_handlers())
     timers: list[threading.Timer] = []
 
-    def hold(number: int, frame: Any) -> None:
-        if came:
-            handlers[number](number, frame)
-        came.append(number)
+    def hold(number: int, frame: FrameType | None) -> None:
+        if pending.came:
+            pending.handlers[number](number, frame)
+        pending.came.append(number)
         if seconds is not None:
-            timers.append(threading.Timer(seconds, os.kill, (os.getpid(), number)))
-            timers[-1].start()
+            timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+            timers.append(timer)
+            timer.start()
 
     try:
         with _none_delivered():
-            _held.came, _held.handlers = came, handlers
-            for number in handlers:
+            _pending = pending
+            for number in pending.handlers:
                 signal.signal(number, hold)
         yield
     finally:
         with _none_delivered():
-            _held.came, _held.handlers = [], {}
-            for number, handler in handlers.items():
+            _pending = _Pending()
+            for number, handler in pending.handlers.items():
                 signal.signal(number, handler)
             for timer in timers:
                 timer.cancel()
-        if came:
-            handlers[came[0]](came[0], None)
+        if pending.came:
+            pending.deliver_first()
 
 
 def hear_interrupts() -> None:
     """Deliver what was held back."""
-    if _held.came:
-        number = _held.came[0]
-        _held.came.clear()
-        _held.handlers[number](number, None)
+    if _pending.came:
+        _pending.deliver_first()
 
 
 @contextmanager
 def _none_delivered() -> Iterator[None]:
-    """A few statements that no signal may come between; on Windows it may."""
+    """Let no signal come between a few statements; on Windows it may."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)

@@ -14,28 +14,39 @@ _END = object()
 
 
 def with_progress(
-    items: Iterable[Item], progress: Progress | None, what: str
+    items: Iterable[Item], progress: Progress | None, description: str
 ) -> Iterable[Item]:
-    """The items, wrapped by `progress`; `None` shows a bar in a terminal or notebook if
-    they take over a second.
+    """Return the items, wrapped by `progress`.
 
-    ValueError or TypeError where a function `progress` does not yield each item once,
-    in order: what is measured in the loop would be of some of them, without a word.
+    Args:
+        items: what is looped over.
+        progress: `None` shows a bar in a terminal or notebook if they take over a
+            second.
+        description: of what is measured in the loop, for the bar.
+
+    Raises:
+        ValueError, TypeError: a function `progress` does not yield each item once, in
+            order. What is measured in the loop would be of some of them, without a
+            word.
     """
     if callable(progress):
-        return _each(_Loop(items), progress)
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    watched = sys.stderr.isatty() or type(shell).__name__ == "ZMQInteractiveShell"
-    return (
-        tqdm(items, desc=what, leave=False, delay=1)
-        if progress or (progress is None and watched)
-        else items
-    )
+        return _checked_items(_Loop(items), progress)
+    if progress or (progress is None and _is_watched()):
+        return tqdm(items, desc=description, leave=False, delay=1)
+    return items
+
+
+def _is_watched() -> bool:
+    """Say whether somebody sees a bar: in a terminal or a notebook."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    is_notebook = type(get_ipython()).__name__ == "ZMQInteractiveShell"
+    return sys.stderr.isatty() or is_notebook
 
 
 class _Loop(Generic[Item]):
-    """The items of a loop, as a caller's function gets them; `taken` are those that it
-    has not given back yet.
+    """The items of a loop, as a caller's function gets them.
+
+    `taken` are those that it has not given back yet.
     """
 
     def __init__(self, items: Iterable[Item]) -> None:
@@ -56,21 +67,23 @@ class _Loop(Generic[Item]):
             yield item
 
 
-def _each(
+def _checked_items(
     loop: _Loop[Item], progress: Callable[[Iterable[Any]], Iterable[Any]]
 ) -> Iterator[Item]:
-    """What `progress` yields, if that is each item of the loop."""
+    """Yield what `progress` yields, if that is each item of the loop."""
     wrapped = progress(loop)
-    wanted = "`progress` must yield each item of the loop that it wraps once and in order, as `tqdm.tqdm` does"
+    demand = (
+        "`progress` must yield each item of the loop that it wraps once and in order, "
+        "as `tqdm.tqdm` does"
+    )
     if not isinstance(wrapped, Iterable):
-        raise TypeError(
-            f"{wanted}, got a function that returns {type(wrapped).__name__}"
-        )
+        kind = type(wrapped).__name__
+        raise TypeError(f"{demand}, got a function that returns {kind}")
     n_yielded = 0
     for item in wrapped:
         if not loop.taken or loop.taken.popleft() is not item:
-            raise ValueError(f"{wanted}, got another after {n_yielded}")
+            raise ValueError(f"{demand}, got another after {n_yielded}")
         n_yielded += 1
         yield item
     if loop.taken or next(loop.left, _END) is not _END:
-        raise ValueError(f"{wanted}, got {n_yielded} and no more")
+        raise ValueError(f"{demand}, got {n_yielded} and no more")

@@ -1,54 +1,58 @@
 """Reverse mode through a function, with as many seeds at a time as fit into memory."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import is_out_of_memory, map_tensors
 from tl_coupling.interrupts import hear_interrupts
 
-PullBack = Callable[[Any], tuple[Tensor, ...]]
+_Output = TypeVar("_Output", bound=Tensor | tuple[Tensor, ...])
+# From a vector in the space of a function's output, or a tuple of them, to the
+# gradients of the inputs.
+PullBack = Callable[[Tensor | tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 # Entries of the widest activation for one chunk of seeds (float32: 64 MiB); it sets the
 # default chunk size.
 _CHUNK_BUDGET = 2**24
 
 
-def vjp(
-    function: Callable[..., Any], *inputs: Tensor, has_aux: bool = False
-) -> tuple[Any, ...]:
-    """`torch.func.vjp`, or plain autograd where a custom autograd Function rules out
-    torch.func (BLOOM's GELU).
+def vjp(function: Callable[..., _Output], *inputs: Tensor) -> tuple[_Output, PullBack]:
+    """Return a function's output and its pull-back, as `torch.func.vjp` does.
+
+    Where a custom autograd Function rules out torch.func (BLOOM's GELU), plain autograd
+    takes its place.
     """
     try:
-        return torch.func.vjp(function, *inputs, has_aux=has_aux)
+        return torch.func.vjp(function, *inputs)  # type: ignore[return-value]
     except RuntimeError as error:
         if "setup_context" not in str(error):
             raise
     with torch.enable_grad():
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
-        y, *more = function(*leaves) if has_aux else (function(*leaves),)
+        output = function(*leaves)
 
-    def pull_back(u: Any) -> tuple[Tensor, ...]:
+    def pull_back(u: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         gradients = torch.autograd.grad(
-            y, leaves, u, retain_graph=True, allow_unused=True
+            output, leaves, u, retain_graph=True, allow_unused=True
         )
         return tuple(
-            torch.zeros_like(x) if g is None else g
-            for x, g in zip(leaves, gradients, strict=True)
+            torch.zeros_like(x) if gradient is None else gradient
+            for x, gradient in zip(leaves, gradients, strict=True)
         )
 
-    values, *auxiliary = map_tensors([y, *more], Tensor.detach)
-    return values, pull_back, *auxiliary
+    return map_tensors(output, Tensor.detach), pull_back
 
 
 def over_seeds(
-    pull: Callable[[slice, Tensor], None], y: Tensor, chunk_size: int
+    pull: Callable[[slice, Tensor], None], y: Float[Tensor, " d"], chunk_size: int
 ) -> None:
-    """`pull(rows, seeds)` for the rows of the identity, `chunk_size` at a time; half as
-    many when memory runs out.
+    """Call `pull(rows, seeds)` for the rows of the identity, `chunk_size` at a time.
+
+    When memory runs out, it is tried again with half as many. The seeds are like `y`.
     """
     start = 0
     while start < len(y):
@@ -67,52 +71,63 @@ def over_seeds(
 
 
 def chunk_that_fits(width: int, d_model: int) -> int:
-    """How many rows of J are computed at a time, if `width * d_model` is the widest
-    activation for one of them.
+    """Return how many rows of J are computed at a time by default.
+
+    `width * d_model` is the size of the widest activation for one of them.
     """
     return max(1, _CHUNK_BUDGET // (width * d_model))
 
 
 def reverse_mode(
-    function: Callable[..., Tensor],
+    function: Callable[..., Float[Tensor, " d_out"]],
     inputs: tuple[Tensor, ...],
     of_each_input: Callable[..., Iterable[Tensor]],
     width: int,
     chunk_size: int | None = None,
-    seeds: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor]]:
-    """Value, `[d_out]`, and Jacobians, each `[d_seeds d]`, of a function.
+    seeds: Float[Tensor, "n_seeds d_out"] | None = None,
+) -> tuple[Float[Tensor, " d_out"], list[Tensor]]:
+    """Return a function's value, and Jacobians `[n_seeds d]`.
 
-    `of_each_input` turns the gradients of its inputs, for a chunk of seeds, into the
-    rows of each Jacobian. The widest activation has `width * d_out` entries for each
-    seed. The seeds are rows of the identity by default.
+    Args:
+        function: of the inputs.
+        inputs: where it is differentiated.
+        of_each_input: turns the gradients of the inputs, for a chunk of seeds, into the
+            rows of each Jacobian.
+        width: the widest activation has `width * d_out` entries for each seed.
+        chunk_size: seeds at a time; by default as many as fit into memory.
+        seeds: by default the rows of the identity.
     """
     y, pull_back = vjp(function, *inputs)
     of_rows = y if seeds is None else seeds[:, 0]
-    J: list[Tensor] = []
+    jacobians: list[Tensor] = []
 
-    def pull(rows: slice, eye: Tensor) -> None:
-        for i, found in enumerate(
-            of_each_input(*for_seeds(pull_back, eye if seeds is None else seeds[rows]))
-        ):
-            if i == len(J):
-                J.append(found.new_empty(len(of_rows), found.shape[1]))
-            J[i][rows] = found
+    def pull(rows: slice, identity: Tensor) -> None:
+        chunk = identity if seeds is None else seeds[rows]
+        gradients = for_seeds(pull_back, chunk)
+        for i, rows_of_J in enumerate(of_each_input(*gradients)):
+            if i == len(jacobians):
+                # Its width is known when its first rows are.
+                J = rows_of_J.new_empty(len(of_rows), rows_of_J.shape[1])
+                jacobians.append(J)
+            jacobians[i][rows] = rows_of_J
 
     over_seeds(pull, of_rows, chunk_size or chunk_that_fits(width, len(y)))
-    return y, J
+    return y, jacobians
 
 
-def for_seeds(pull_back: PullBack, seeds: Any) -> tuple[Tensor, ...]:
-    """`pull_back` of every seed (rows of a tensor, or of a tuple of them), stacked; a
-    loop where vmap fails.
+def for_seeds(
+    pull_back: PullBack, seeds: Tensor | tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of every seed, stacked.
+
+    The seeds are rows of a tensor, or of a tuple of them. Where vmap fails, they are
+    pulled back one after the other.
     """
     try:
         return torch.func.vmap(pull_back)(seeds)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        each = seeds if isinstance(seeds, Tensor) else zip(*seeds, strict=True)
-        return tuple(
-            map(torch.stack, zip(*(pull_back(seed) for seed in each), strict=True))
-        )
+        rows = seeds if isinstance(seeds, Tensor) else zip(*seeds, strict=True)
+        gradients = [pull_back(row) for row in rows]
+        return tuple(map(torch.stack, zip(*gradients, strict=True)))

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -32,8 +32,9 @@ from tl_coupling.gradients.parts import (
 
 
 class Linearisation:
-    """A block at one token, as parts with Jacobians and the function `run` that calls
-    the block on any rows.
+    """A block at one token, as parts with Jacobians.
+
+    `run` calls the block on any rows.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class Linearisation:
         context: Context,
         chunk_size: int | None,
     ) -> None:
-        self.run, self.context = run, context
-        self.maps: dict[nn.Module, list[tuple[Part, Jacobian]]] = defaultdict(list)
+        self.run = run
+        self.context = context
+        # The calls of each module, in order.
+        self.calls: dict[nn.Module, list[tuple[Part, Jacobian]]] = defaultdict(list)
         for part in parts:
-            self.maps[part.module].append(
-                (part, jacobian_of_part(part, context, chunk_size))
-            )
+            J = jacobian_of_part(part, context, chunk_size)
+            self.calls[part.module].append((part, J))
 
     @classmethod
     def at(
@@ -59,25 +61,29 @@ class Linearisation:
         context: Context,
         chunk_size: int | None,
     ) -> tuple["Linearisation", Float[Tensor, " d_model"]]:
-        """That of `run` at a row, of those modules that it calls, and the value
-        there.
+        """Return the linearisation of `run` at a row, and its value there.
+
+        Its parts are those of the modules that `run` calls.
         """
         parts: list[Part] = []
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def note(
+            module: nn.Module,
+            args: tuple[object, ...],
+            kwargs: dict[str, object],
+            output: object,
+        ) -> None:
             part = Part(module, args, kwargs, output, context.entered)
             # Not those without rows (rotations), or that give what they got (dropout,
             # hook points).
-            if part.inputs and part.value.data_ptr() not in [
-                x.data_ptr() for x in part.inputs.values()
-            ]:
+            inputs = [row.data_ptr() for row in part.inputs.values()]
+            if inputs and part.value.data_ptr() not in inputs:
                 parts.append(part)
 
         with ExitStack() as hooks:
             for module in dict.fromkeys(modules):
-                hooks.enter_context(
-                    module.register_forward_hook(leave, with_kwargs=True)
-                )
+                hook = module.register_forward_hook(note, with_kwargs=True)
+                hooks.enter_context(hook)
             # A copy: the block may add to it in place.
             y = run(x[None].clone())[0]
         return cls(run, parts, context, chunk_size), y
@@ -85,20 +91,21 @@ class Linearisation:
     @property
     def attention(self) -> Attention:
         """The one attention part."""
-        found = [
+        attentions = [
             J
-            for calls in self.maps.values()
+            for calls in self.calls.values()
             for _, J in calls
             if isinstance(J, Attention)
         ]
-        if len(found) != 1:
+        if len(attentions) != 1:
             raise BlockError(
-                "the block has not one attention part with TransformerLens' weights and hook points"
+                "the block has not one attention part with TransformerLens' weights "
+                "and hook points"
             )
-        return found[0]
+        return attentions[0]
 
     def heads(self, *rows: Tensor) -> Float[Tensor, " d_z"]:
-        """What attention's heads give with other keys and values in its context."""
+        """Return what heads give with other keys and values in their context."""
         self.context.rows = rows
         return self.attention.part.between((), "hook_z")()
 
@@ -107,91 +114,105 @@ class Linearisation:
         rows: Float[Tensor, "n d_model"],
         from_attention: Float[Tensor, "n d_model"] | None = None,
     ) -> Float[Tensor, "n d_model"]:
-        """What the block's derivative makes of tangents in the stream; with others in
-        place of attention's output.
+        """Return what the block's derivative makes of tangents in the stream.
+
+        `from_attention` takes the place of attention's output.
         """
-        return self._through_parts(rows, _Known(), from_attention)
+        return self._through_parts(rows, _Tangents(), from_attention)
 
     def jacobian(
         self, like: Float[Tensor, " d_model"]
     ) -> Float[Tensor, "d_model d_model"]:
-        """`∂ block(X)[t] / ∂ x_t`."""
-        eye = torch.eye(len(like), dtype=like.dtype, device=like.device)
-        return self._through_parts(eye, _Known(eye)).mT
+        """Return `∂ block(X)[t] / ∂ x_t`."""
+        identity = torch.eye(len(like), dtype=like.dtype, device=like.device)
+        return self._through_parts(identity, _Tangents(identity)).mT
 
     def _through_parts(
-        self, rows: Tensor, known: "_Known", from_attention: Tensor | None = None
+        self, rows: Tensor, tangents: "_Tangents", from_attention: Tensor | None = None
     ) -> Tensor:
+        """Return what the block's code makes of rows, with Jacobians for its parts."""
+
         def forward(
-            calls: Iterator[tuple[Part, Any]], *args: Any, **kwargs: Any
+            calls: Iterator[tuple[Part, Jacobian]], *args: Any, **kwargs: Any
         ) -> Any:
-            part, J = next(calls, (None, None))
-            if part is None:
+            call = next(calls, None)
+            if call is None:
                 raise BlockError(
                     "a part was called more often on tangents than on the token"
                 )
-            given = [
-                args[at] if isinstance(at, int) else kwargs[at] for at in part.inputs
+            part, J = call
+            inputs: list[Tensor] = [
+                args[key] if isinstance(key, int) else kwargs[key]
+                for key in part.inputs
             ]
-            instead = from_attention if isinstance(J, Attention) else None
-            found = (
-                known.through(J, [one.flatten(0, -2) for one in given])
-                if instead is None
-                else instead
-            )
-            out = found.reshape(*given[0].shape[:-1], -1)
-            return (
-                type(part.output)((out, *part.output[1:]))
-                if isinstance(part.output, tuple | list)
-                else out
-            )
+            if from_attention is not None and isinstance(J, Attention):
+                moved = from_attention
+            else:
+                moved = tangents.through(J, [x.flatten(0, -2) for x in inputs])
+            output = moved.reshape(*inputs[0].shape[:-1], -1)
+            if isinstance(part.output, tuple | list):
+                return type(part.output)((output, *part.output[1:]))
+            return output
 
-        with forwards_replaced(
-            {
-                module: partial(forward, iter(calls))
-                for module, calls in self.maps.items()
-            }
-        ):
+        forwards = {
+            module: partial(forward, iter(calls))
+            for module, calls in self.calls.items()
+        }
+        with forwards_replaced(forwards):
             return self.run(rows)
 
 
-class _Known:
-    """Tangents with which no product is needed: the identity, and what a norm makes of
-    it.
+class _Noted(NamedTuple):
+    """Rows that are the identity, or what a norm made of it.
 
-    They are known by their memory, which is kept, and by not having been changed since.
+    `version` is that of the tensor when it was noted: in-place changes raise it.
+    """
+
+    rows: Tensor
+    version: int
+    norm: Norm | None
+
+
+class _Tangents:
+    """Products of tangents with Jacobians, without those with the identity.
+
+    The identity, and what a norm makes of it, are known by their memory, which is kept,
+    and by not having been changed since.
     """
 
     def __init__(self, *identities: Tensor) -> None:
-        self.kept: dict[int, tuple[Tensor, int, Norm | None]] = {}
-        for eye in identities:
-            self._keep(eye, None)
+        self.noted: dict[int, _Noted] = {}
+        for identity in identities:
+            self._note(identity, None)
 
-    def _keep(self, rows: Tensor, norm: Norm | None) -> None:
-        self.kept[rows.data_ptr()] = rows, rows._version, norm
+    def _note(self, rows: Tensor, norm: Norm | None) -> None:
+        self.noted[rows.data_ptr()] = _Noted(rows, rows._version, norm)
 
-    def _is_kept(self, rows: Tensor) -> bool:
-        kept, version, _ = self.kept.get(rows.data_ptr(), (None, 0, None))
-        return (
-            kept is not None and kept.shape == rows.shape and rows._version == version
-        )
+    def _as_noted(self, rows: Tensor) -> _Noted | None:
+        """Return what is noted of these rows, if they are still what they were."""
+        noted = self.noted.get(rows.data_ptr())
+        if noted is None or noted.rows.shape != rows.shape:
+            return None
+        return noted if rows._version == noted.version else None
 
-    def through(self, J: Jacobian, given: Sequence[Tensor]) -> Tensor:
-        """The rows that a part makes of those that it gets."""
+    def through(self, J: Jacobian, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the rows that a part makes of those that it gets."""
         if isinstance(J, Norm):
-            (rows,) = given
-            out = J.of_rows(rows)
-            if self._is_kept(rows) and self.kept[rows.data_ptr()][-1] is None:
-                self._keep(out, J)
-            return out
+            (rows,) = inputs
+            output = J.of_rows(rows)
+            noted = self._as_noted(rows)
+            if noted is not None and noted.norm is None:
+                self._note(output, J)
+            return output
         if isinstance(J, Attention):
-            return self._product(given[0], J.dz) @ J.W_O
-        return reduce(torch.add, map(self._product, given, J))
+            return self._product(inputs[0], J.dz) @ J.W_O
+        return reduce(torch.add, map(self._product, inputs, J))
 
     def _product(
         self, rows: Float[Tensor, "n d"], J: Float[Tensor, "d_out d"]
     ) -> Float[Tensor, "n d_out"]:
-        if not self._is_kept(rows):
+        """Return `rows Jᵀ`."""
+        noted = self._as_noted(rows)
+        if noted is None:
             return rows @ J.mT
-        norm = self.kept[rows.data_ptr()][-1]
-        return (J if norm is None else norm.before(J)).mT
+        return (J if noted.norm is None else noted.norm.before(J)).mT

@@ -13,9 +13,9 @@ From TransformerLens' weights and hook points:
 * **anything else**: what reverse mode gives for that part alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -29,31 +29,32 @@ from tl_coupling.blocks import (
     hidden_states,
     is_out_of_memory,
 )
-from tl_coupling.gradients.evaluation import for_seeds, reverse_mode, vjp
+from tl_coupling.gradients.evaluation import PullBack, for_seeds, reverse_mode, vjp
 
-# How well a norm is reproduced where it is recognised, and each head's Jacobians where
-# heads are taken one by one.
-_NORM_TOLERANCE, _HEADS_TOLERANCE = 1e-5, 1e-4
-# Of a part: a norm's, attention's, or a matrix for each input.
-Jacobian = Any
+# How well a norm is reproduced where it is recognised.
+_NORM_TOLERANCE = 1e-5
+# And each head's Jacobians where heads are taken one by one.
+_HEADS_TOLERANCE = 1e-4
 
 
 class Part(NamedTuple):
-    """One call of a module within a block, on one token; `context` is entered to repeat
-    it.
+    """One call of a module within a block, on one token.
+
+    `context` is entered to repeat it.
     """
 
-    module: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    context: Callable[[], AbstractContextManager[Any]]
+    module: nn.Module
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    output: object
+    context: Callable[[], AbstractContextManager[object]]
 
     @property
     def inputs(self) -> dict[int | str, Tensor]:
-        """The arguments that are one row of activations."""
-        given: dict[Any, Any] = dict(enumerate(self.args)) | self.kwargs
-        return {at: value for at, value in given.items() if _is_row(value)}
+        """The arguments that are one row of activations, by place or name."""
+        arguments: dict[int | str, object] = dict(enumerate(self.args))
+        arguments.update(self.kwargs)
+        return {key: value for key, value in arguments.items() if _is_row(value)}
 
     @property
     def value(self) -> Tensor:
@@ -61,40 +62,47 @@ class Part(NamedTuple):
         return hidden_states(self.output)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The same again; or on other rows."""
-        new: dict[Any, Any] = (
-            dict(zip(self.inputs, inputs, strict=True)) if inputs else {}
-        )
-        args = [new.pop(at, value) for at, value in enumerate(self.args)]
+        """Return what the module gives for the same rows again, or for others."""
+        args = list(self.args)
+        kwargs = dict(self.kwargs)
+        if inputs:
+            for key, rows in zip(self.inputs, inputs, strict=True):
+                if isinstance(key, int):
+                    args[key] = rows
+                else:
+                    kwargs[key] = rows
         with self.context():
-            return hidden_states(self.module(*args, **self.kwargs | new))
+            return hidden_states(self.module(*args, **kwargs))
 
     def between(self, names: Sequence[str], last: str) -> Callable[..., Tensor]:
-        """What the hook point `last` sees, as a function of shifts at other hook
-        points.
+        """Return what the hook point `last` sees, as a function of shifts elsewhere.
+
+        The shifts are added at the hook points of these names.
         """
 
         def value(*shifts: Tensor) -> Tensor:
             seen: list[Tensor] = []
+
+            def note(_: nn.Module, __: tuple[object, ...], output: Tensor) -> None:
+                seen.append(output)
+
             with ExitStack() as hooks:
                 for name, shift in zip(names, shifts, strict=True):
                     point = getattr(self.module, name)
-                    hooks.enter_context(
-                        point.register_forward_hook(
-                            lambda _, __, z, s=shift: z + s.view_as(z)
-                        )
-                    )
-                hooks.enter_context(
-                    getattr(self.module, last).register_forward_hook(
-                        lambda _, __, z: seen.append(z)
-                    )
-                )
+                    hooks.enter_context(point.register_forward_hook(_adding(shift)))
+                point = getattr(self.module, last)
+                hooks.enter_context(point.register_forward_hook(note))
                 self()
             if len(seen) != 1:
                 raise BlockError(f"{last} did not fire once")
             return seen[0].reshape(-1)
 
         return value
+
+
+def _adding(shift: Tensor) -> Callable[[nn.Module, tuple[object, ...], Tensor], Tensor]:
+    """Return a forward hook that adds to what the module gives."""
+    return lambda _, __, output: output + shift.view_as(output)
 
 
 class Norm(NamedTuple):
@@ -104,13 +112,12 @@ class Norm(NamedTuple):
     basis: Float[Tensor, "n_directions d"]
 
     def of_rows(self, rows: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-        """What it does to each row."""
-        return torch.addmm(rows, rows @ self.basis.mT, self.basis, alpha=-1).mul_(
-            self.gain
-        )
+        """Return what it makes of each row."""
+        projected = rows @ self.basis.mT
+        return torch.addmm(rows, projected, self.basis, alpha=-1).mul_(self.gain)
 
     def before(self, J: Float[Tensor, "d_out d"]) -> Float[Tensor, "d_out d"]:
-        """J times this."""
+        """Return J times this."""
         J = J * self.gain
         return J.addmm_(J @ self.basis.mT, self.basis, alpha=-1)
 
@@ -123,8 +130,12 @@ class Attention(NamedTuple):
     dz: Float[Tensor, "d_z d_model"]
 
 
+# Of a part: a norm's, attention's, or a matrix for each input.
+Jacobian = Norm | Attention | list[Tensor]
+
+
 def jacobian_of_part(part: Part, context: Context, chunk_size: int | None) -> Jacobian:
-    """The Jacobian of a part within a block that is called in this context."""
+    """Return the Jacobian of a part within a block that is called in this context."""
     return (
         _norm(part)
         or _mlp(part)
@@ -133,21 +144,22 @@ def jacobian_of_part(part: Part, context: Context, chunk_size: int | None) -> Ja
     )
 
 
-def _is_row(value: Any) -> bool:
-    floats = (
-        isinstance(value, Tensor) and value.is_floating_point() and value.ndim in (2, 3)
-    )
-    return floats and value[..., 0].numel() == 1
+def _is_row(value: object) -> TypeGuard[Tensor]:
+    """Say whether a value is the activations of one token."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.ndim in (2, 3) and value[..., 0].numel() == 1
 
 
 def _weights(
     part: Part, names: Sequence[str], hook_points: Sequence[str]
 ) -> list[Tensor] | None:
-    """TransformerLens' weights by name, of a part with one input that has them all, and
-    these hook points.
+    """Return TransformerLens' weights of these names.
+
+    None, unless a part has them all, these hook points, and one input.
     """
 
-    def known(name: str) -> Any:
+    def attribute(name: str) -> object:
         # Bridges of other kinds of attention refuse, each with an error of its own.
         try:
             return getattr(part.module, name, None)
@@ -156,182 +168,237 @@ def _weights(
                 raise
             return None
 
-    weights = [known(name) for name in names]
-    complete = all(isinstance(W, Tensor) for W in weights) and all(
-        known(name) is not None for name in hook_points
-    )
-    return weights if complete and len(part.inputs) == 1 else None
+    attributes = [attribute(name) for name in names]
+    weights = [weight for weight in attributes if isinstance(weight, Tensor)]
+    if len(weights) < len(names) or len(part.inputs) != 1:
+        return None
+    if any(attribute(name) is None for name in hook_points):
+        return None
+    return weights
 
 
 def _norm(part: Part) -> Norm | None:
-    """The Jacobian of a part that computes `w ⊙ (x − mean) / scale + b`, with or
-    without the mean.
+    """Return the Jacobian of a part that is a norm.
+
+    It is one if it computes `w ⊙ (x − mean) / scale + b`, with or without the mean.
     """
     if len(part.inputs) != 1 or any(p.ndim > 1 for p in part.module.parameters()):
         return None
     (x,) = part.inputs.values()
-    if (d := x.shape[-1]) < 3 or part.value.shape != x.shape:
+    d = x.shape[-1]
+    if d < 3 or part.value.shape != x.shape:
         return None
     # Rows whose normalised values are known: of mean zero, and so large that ε beside
     # the variance does not matter; with the other sign and twice as large; moved by a
     # constant, to see whether the mean is subtracted; and small, to see ε. Powers of
     # two, because HuggingFace normalises in float32, whatever the model is in.
-    probe = x.new_tensor(
-        [2.0, -1.0, -1.0] * (d % 2) + [1.0, -1.0] * ((d - 3 * (d % 2)) // 2)
-    )
+    is_odd = d % 2
+    n_pairs = (d - 3 * is_odd) // 2
+    probe = x.new_tensor([2.0, -1.0, -1.0] * is_odd + [1.0, -1.0] * n_pairs)
     rows = torch.stack([1024 * probe, -2048 * probe, 1024 * probe + 512, probe / 512])
     plus, minus, moved, small = part(rows.reshape(*x.shape[:-2], 4, d)).reshape(4, d)
-    size, b = probe.square().mean(), (plus + minus) / 2
+    size = probe.square().mean()
+    b = (plus + minus) / 2
     w = (plus - b) * size.sqrt() / probe
     shrunk = (small - b) @ (plus - b) / (plus - b).square().sum()
     epsilon = (size / 512**2 * (shrunk**-2 - 1)).clamp_min(0)
-    centred = _close(moved, plus)
-    c = (x - x.mean() if centred else x).flatten()
-    per_scale = (c.square().mean() + epsilon).rsqrt()
-    if not _close(per_scale * w * c + b, part.value.flatten()):
+    subtracts_mean = _close(moved, plus)
+    centred = (x - x.mean() if subtracts_mean else x).flatten()
+    per_scale = (centred.square().mean() + epsilon).rsqrt()
+    if not _close(per_scale * w * centred + b, part.value.flatten()):
         return None
-    basis = [per_scale * c, torch.ones_like(c)] if centred else [per_scale * c]
+    basis = [per_scale * centred]
+    if subtracts_mean:
+        basis.append(torch.ones_like(centred))
     return Norm(per_scale * w, torch.stack(basis) / d**0.5)
 
 
-def _close(got: Tensor, expected: Tensor, tolerance: float = _NORM_TOLERANCE) -> bool:
-    return bool((got - expected).norm() <= tolerance * expected.norm())
+def _close(value: Tensor, expected: Tensor, tolerance: float = _NORM_TOLERANCE) -> bool:
+    return bool((value - expected).norm() <= tolerance * expected.norm())
 
 
 def _mlp(part: Part) -> list[Tensor] | None:
-    """The Jacobian of a standard MLP."""
-    gated = getattr(part.module, "W_gate", None) is not None
-    names = ("hook_pre", "hook_pre_linear") if gated else ("hook_pre",)
-    weights = _weights(
-        part,
-        ("W_out", "W_gate", "W_in") if gated else ("W_out", "W_in"),
-        (*names, "hook_post"),
-    )
+    """Return the Jacobian of a standard MLP."""
+    weight_names = ["W_out", "W_in"]
+    points = ["hook_pre"]
+    if getattr(part.module, "W_gate", None) is not None:
+        weight_names = ["W_out", "W_gate", "W_in"]
+        points = ["hook_pre", "hook_pre_linear"]
+    weights = _weights(part, weight_names, [*points, "hook_post"])
     if weights is None:
         return None
-    W_out, *W = weights
-    shifts = [W_out.new_zeros(len(W_out)) for _ in W]
-    h, pull_back = vjp(part.between(names, "hook_post"), *shifts)
+    W_out, *inner_weights = weights
+    shifts = [W_out.new_zeros(len(W_out)) for _ in inner_weights]
+    h, pull_back = vjp(part.between(points, "hook_post"), *shifts)
     slopes = pull_back(torch.ones_like(h))
-    inner = slopes[0][:, None] * W[0].mT
-    for slope, other in zip(slopes[1:], W[1:], strict=True):
-        inner.addcmul_(slope[:, None], other.mT)
+    inner = slopes[0][:, None] * inner_weights[0].mT
+    for slope, W in zip(slopes[1:], inner_weights[1:], strict=True):
+        inner.addcmul_(slope[:, None], W.mT)
     return [W_out.mT @ inner]
 
 
+class _Heads(NamedTuple):
+    """How many heads attention has, and how many keys and values they share."""
+
+    n_heads: int
+    d_head: int
+    n_shared: int
+
+    @property
+    def group(self) -> int:
+        """How many heads share keys and values."""
+        return self.n_heads // self.n_shared
+
+
+class _HeadGradients(NamedTuple):
+    """The Jacobians of heads to queries, and of groups to the keys and values shared."""
+
+    q: Float[Tensor, "n_shared group d_head d_q"]
+    k: Float[Tensor, "n_shared d_group d_k"]
+    v: Float[Tensor, "n_shared d_group d_v"]
+
+
 def _attention(part: Part, context: Context) -> Attention | None:
-    """The Jacobian of attention whose heads meet in W_O alone."""
+    """Return the Jacobian of attention whose heads meet in W_O alone."""
     # HookedTransformer repeats keys and values of shared heads in W_K and W_V.
     shared = "_" if hasattr(part.module, "_W_K") else ""
-    names = ("hook_q", "hook_k", "hook_v")
-    weights = _weights(
-        part, ("W_O", "W_Q", f"{shared}W_K", f"{shared}W_V"), (*names, "hook_z")
-    )
+    points = ("hook_q", "hook_k", "hook_v")
+    weight_names = ("W_O", "W_Q", f"{shared}W_K", f"{shared}W_V")
+    weights = _weights(part, weight_names, (*points, "hook_z"))
     if weights is None:
         return None
     W_O, W_Q, W_K, W_V = weights
-    (n_heads, d_head, _), n_shared = W_O.shape, len(W_K)
-    if len(W_Q) != n_heads or n_heads % n_shared:
+    heads = _Heads(W_O.shape[0], W_O.shape[1], len(W_K))
+    if len(W_Q) != heads.n_heads or heads.n_heads % heads.n_shared:
         return None
-    group = n_heads // n_shared
+    shifts = [W.new_zeros(W[:, 0].numel()) for W in (W_Q, W_K, W_V)]
     with _OwnRow(context):
-        z, pull_back = vjp(
-            part.between(names, "hook_z"),
-            *(W.new_zeros(W[:, 0].numel()) for W in (W_Q, W_K, W_V)),
-        )
-    if len(z) != n_heads * d_head:
+        z, pull_back = vjp(part.between(points, "hook_z"), *shifts)
+    if len(z) != heads.n_heads * heads.d_head:
         return None
-    # Heads do not meet: a seed reads the same entry of many heads, one of each group
-    # that shares keys and values. The last seed reads all at once, and tells whether
-    # that is so.
-    seeds = torch.eye(group * d_head, dtype=z.dtype, device=z.device).reshape(
-        -1, 1, group, d_head
-    )
-    seeds = seeds.expand(-1, n_shared, -1, -1).reshape(group * d_head, -1)
-    mixed = torch.randn(
-        len(z), generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    ).to(z)
-    of_q, *of_shared = for_seeds(pull_back, torch.cat([seeds, mixed[None]]))
-    G_q = (
-        of_q[:-1]
-        .reshape(group, d_head, n_shared, group, -1)
-        .diagonal(dim1=0, dim2=3)
-        .permute(1, 3, 0, 2)
-    )
-    G_k, G_v = (
-        of[:-1].reshape(group, d_head, n_shared, -1).permute(2, 0, 1, 3).flatten(1, 2)
-        for of in of_shared
-    )
-    together = [mixed.reshape(n_heads, 1, d_head) @ G_q.flatten(0, 1)]
-    together += [mixed.reshape(n_shared, 1, -1) @ G for G in (G_k, G_v)]
-    expected = torch.cat([of_q[-1], *(of[-1] for of in of_shared)])
-    if not _close(
-        torch.cat([one.flatten() for one in together]), expected, _HEADS_TOLERANCE
-    ):
+    G = _head_gradients(heads, z, pull_back)
+    if G is None:
         return None
-    dz = (G_q.flatten(0, 1) @ W_Q.mT).reshape(n_shared, group * d_head, -1)
-    dz = dz.baddbmm_(G_k, W_K.mT).baddbmm_(G_v, W_V.mT)
+    d_group = heads.group * heads.d_head
+    dz = (G.q.flatten(0, 1) @ W_Q.mT).reshape(heads.n_shared, d_group, -1)
+    dz = dz.baddbmm_(G.k, W_K.mT).baddbmm_(G.v, W_V.mT)
     return Attention(part, W_O.flatten(0, 1), dz.flatten(0, 1))
 
 
-class _OwnRow(TorchFunctionMode):
-    """Attention's two products, `q Kᵀ` and `P V`, with keys and values that are
-    constants but for the token's own row.
+def _head_gradients(
+    heads: _Heads, z: Float[Tensor, " d_z"], pull_back: PullBack
+) -> _HeadGradients | None:
+    """Return the Jacobians of heads that do not meet; None where they do.
 
+    A seed reads the same entry of many heads, one of each group that shares keys and
+    values. The last seed reads all at once, and tells whether that is right.
+    """
+    n_heads, d_head, n_shared = heads
+    group = heads.group
+    seeds = torch.eye(group * d_head, dtype=z.dtype, device=z.device)
+    seeds = seeds.reshape(-1, 1, group, d_head).expand(-1, n_shared, -1, -1)
+    seeds = seeds.reshape(group * d_head, -1)
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(len(z), generator=generator, dtype=torch.float64).to(z)
+    of_q, of_k, of_v = for_seeds(pull_back, torch.cat([seeds, mixed[None]]))
+    # Of each seed, the gradient of the head that it reads.
+    of_heads = of_q[:-1].reshape(group, d_head, n_shared, group, -1)
+    G_q = of_heads.diagonal(dim1=0, dim2=3).permute(1, 3, 0, 2)
+    G_k = _by_shared_head(of_k[:-1], heads)
+    G_v = _by_shared_head(of_v[:-1], heads)
+    together = [
+        mixed.reshape(n_heads, 1, d_head) @ G_q.flatten(0, 1),
+        mixed.reshape(n_shared, 1, -1) @ G_k,
+        mixed.reshape(n_shared, 1, -1) @ G_v,
+    ]
+    from_heads = torch.cat([gradient.flatten() for gradient in together])
+    expected = torch.cat([of_q[-1], of_k[-1], of_v[-1]])
+    if not _close(from_heads, expected, _HEADS_TOLERANCE):
+        return None
+    return _HeadGradients(G_q, G_k, G_v)
+
+
+def _by_shared_head(
+    gradients: Float[Tensor, "d_group d"], heads: _Heads
+) -> Float[Tensor, "n_shared d_group d_shared"]:
+    """Return the gradients of shared keys or values, apart for each shared head."""
+    split = gradients.reshape(heads.group, heads.d_head, heads.n_shared, -1)
+    return split.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+class _OwnRow(TorchFunctionMode):
+    """Attention's two products, with constants for the keys and values of other rows.
+
+    The products are `q Kᵀ` and `P V`; only the token's own row is differentiated.
     Reverse mode would find a gradient for every row and every seed. That row's is
     added, by the product rule `d(q kᵀ) = dq kᵀ + q dkᵀ`, as a term of value zero.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__()
-        self.context, self.products = context, 0
+        self.context = context
+        self.products = 0
 
     def __enter__(self) -> "_OwnRow":
         self.context.moved = []
         return super().__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self.context.moved = None
-        if exception[0] is None and self.products != 2:
+        has_failed = exception[0] is not None
+        if not has_failed and self.products != 2:
             raise BlockError(
                 "the block's attention is not q Kᵀ and P V by two matrix products"
             )
 
     def __torch_function__(
         self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        moved, at = self.context.moved, self.context.before
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Replace attention's products, and call every other function as it is."""
+        moved = self.context.moved
         if func not in PRODUCTS or not moved or self.products == len(moved):
             return func(*args, **(kwargs or {}))
         left, right = args
         self.products += 1
-        values = self.products == 2
-        own = right.select(-2 if values else -1, at)
-        new = moved[values] if self.context.dim == -2 else moved[values].transpose(1, 2)
-        if own.shape[1] % new.shape[1]:
+        is_of_values = self.products == 2
+        rows = moved[is_of_values]
+        if self.context.dim != -2:
+            rows = rows.transpose(1, 2)
+        return self._product(left, right, rows, is_of_values)
+
+    def _product(
+        self, left: Tensor, right: Tensor, rows: Tensor, is_of_values: bool
+    ) -> Tensor:
+        """Return `left @ right`, where `rows` is the token's own row in `right`."""
+        place = self.context.before
+        own = right.select(-2 if is_of_values else -1, place)
+        if own.shape[1] % rows.shape[1]:
             raise BlockError(
-                "keys or values are changed between the cache and the attention's products"
+                "keys or values are changed between the cache and the attention's "
+                "products"
             )
-        new = new.repeat_interleave(own.shape[1] // new.shape[1], dim=1)
-        if values:
-            change = left[..., at : at + 1].detach() * (new - new.detach())
+        # As often as heads share it.
+        rows = rows.repeat_interleave(own.shape[1] // rows.shape[1], dim=1)
+        zero = rows - rows.detach()
+        if is_of_values:
+            change = left[..., place : place + 1].detach() * zero
         else:
-            scores = (left.detach() * (new - new.detach())).sum(-1, keepdim=True)
-            change = nn.functional.pad(scores, (at, right.shape[-1] - 1 - at))
+            scores = (left.detach() * zero).sum(-1, keepdim=True)
+            n_after = right.shape[-1] - 1 - place
+            change = nn.functional.pad(scores, (place, n_after))
         return _times_constant(left, right) + change
 
 
 class _TimesConstant(torch.autograd.Function):
-    """`left @ right`, `[… 1 n] [… n m]`, for a constant `right`, which the backward
-    pass does not copy for every seed.
+    """`left @ right`, `[… 1 n] [… n m]`, for a constant `right`.
 
-    PyTorch's own rule for a batched matmul expands the factor without a batch; here the
-    seeds become rows of `left`.
+    The backward pass does not copy it for every seed: PyTorch's own rule for a batched
+    matmul expands the factor without a batch; here the seeds become rows of `left`.
     """
 
     @staticmethod
@@ -339,7 +406,7 @@ class _TimesConstant(torch.autograd.Function):
         return left @ right
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], _output: Tensor) -> None:
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
@@ -349,24 +416,23 @@ class _TimesConstant(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int, None], left: Tensor, right: Tensor
+        _info: object, in_dims: tuple[int, None], left: Tensor, right: Tensor
     ) -> tuple[Tensor, int]:
-        return (left.movedim(in_dims[0], -2).squeeze(-3) @ right).unsqueeze(-3), -2
+        seeds_as_rows = left.movedim(in_dims[0], -2).squeeze(-3)
+        return (seeds_as_rows @ right).unsqueeze(-3), -2
 
 
 _times_constant = _TimesConstant.apply
 
 
 def _by_reverse_mode(part: Part, chunk_size: int | None) -> list[Tensor]:
-    """A Jacobian for each input of a part, whatever it is."""
+    """Return a Jacobian for each input of a part, whatever it is."""
 
     def function(*rows: Tensor) -> Tensor:
         return part(*rows).reshape(-1)
 
-    return reverse_mode(
-        function,
-        tuple(part.inputs.values()),
-        lambda *of: [one.flatten(1) for one in of],
-        4,
-        chunk_size,
-    )[1]
+    def of_inputs(*gradients: Tensor) -> list[Tensor]:
+        return [gradient.flatten(1) for gradient in gradients]
+
+    inputs = tuple(part.inputs.values())
+    return reverse_mode(function, inputs, of_inputs, 4, chunk_size)[1]

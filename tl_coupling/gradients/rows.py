@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -85,8 +84,8 @@ def mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]
     """
 
     def keep_rows(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Tensor], dict[str, Any]]:
+        _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[Tensor], dict[str, object]]:
         match args:
             case (Tensor() as stream,) if not kwargs and stream.shape[:-1] == (
                 1,
@@ -95,7 +94,7 @@ def mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]
                 return (stream[:, rows],), {}
         raise BlockError("the MLP's input is not all rows, alone")
 
-    def put_back(_: nn.Module, __: tuple[Any, ...], output: object) -> Tensor:
+    def put_back(_: nn.Module, __: tuple[object, ...], output: object) -> Tensor:
         if not isinstance(output, Tensor):
             raise BlockError("the MLP gives more than its rows")
         at = torch.tensor(rows, device=output.device)

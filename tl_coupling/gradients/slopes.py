@@ -88,33 +88,31 @@ def converges(
         below = deviation(-move) / -move
         error = torch.stack([above, below, (above + below) / 2])
         tolerance = _SETTLED * scale + rounding / move
-        far = error.abs() > _FAR * scale + rounding / move
+        is_far = error.abs() > _FAR * scale + rounding / move
         settled = error.abs() <= tolerance
-        never_far &= ~far[0] & ~far[1]
+        never_far &= ~is_far[0] & ~is_far[1]
         long_enough = never_far
         if larger is not None:
             extrapolated = (factor * error - larger.error) / (factor - 1)
-            settled |= (extrapolated.abs() <= tolerance) & ~far
+            settled |= (extrapolated.abs() <= tolerance) & ~is_far
             overshoots = (
                 -larger.error.sign() * extrapolated > _ABRUPT * scale + rounding / move
             )
             if move < _FIRST_MOVE / 2:
-                smooth = torch.where(larger.far & ~far, ~overshoots, smooth)
+                smooth = torch.where(larger.is_far & ~is_far, ~overshoots, smooth)
             long_enough = never_far | larger.settled
         is_exact = rounding / move <= _MOST_ROUNDING * scale
         if larger is None:
             is_exact = torch.ones_like(is_exact)
         converged |= (settled & long_enough & smooth).any(0) & is_exact
-        larger = _Errors(error, settled, far)
+        larger = _Errors(error, settled, is_far)
         move /= 2
     return converged
 
 
 class _Errors(NamedTuple):
-    """The errors at one move, from above, from below and in the mean, and how they were
-    judged.
-    """
+    """The errors at one move, from above, from below and in the mean, as judged."""
 
     error: Float[Tensor, "3 n_outputs"]
     settled: Bool[Tensor, "3 n_outputs"]
-    far: Bool[Tensor, "3 n_outputs"]
+    is_far: Bool[Tensor, "3 n_outputs"]

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -25,11 +25,13 @@ from torch import Tensor, nn
 
 from tl_coupling.blocks import BlockCall, BlockError, map_tensors
 
-# How far an input is moved out, and how large the output of what normalises is at most,
-# both in units of the input. A stream that is added to keeps its length, 2³⁰; the
-# largest known, 10⁵, is finite in float32 that far out, squared.
-_FAR, _LARGEST = 2.0**30, 2.0**20
-_SAME = 1e-5
+# How far an input is moved out. A stream that is added to keeps its length, 2³⁰; the
+# largest stream known, 10⁵, is finite in float32 that far out, squared.
+_FAR = 2.0**30
+# How large the output of what normalises is at most, in units of the input.
+_LARGEST = 2.0**20
+# The relative difference up to which two outputs are equal.
+_EQUAL = 1e-5
 
 
 class NormCall(NamedTuple):
@@ -42,15 +44,16 @@ class NormCall(NamedTuple):
 class _Observed(NamedTuple):
     """One call of a module with one tensor in and one of the same shape out."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     input: Tensor
     output: Tensor
 
 
 class StreamNorms:
-    """The norms that the stream passes through in a block, in order; none where they
-    could not be told apart.
+    """The norms that the stream passes through in a block, in order.
+
+    There are none where they could not be told apart.
     """
 
     def __init__(self, calls: Sequence[NormCall]) -> None:
@@ -59,66 +62,79 @@ class StreamNorms:
     def before(
         self, run: Callable[[], Float[Tensor, "*rows d_model"]]
     ) -> Float[Tensor, "*rows d_model"]:
-        """`X + g(X)`, where `run` calls the block on X: its output, and all that its
-        norms took away.
+        """Return `X + g(X)`: the block's output, and all that its norms took away.
 
-        Raises BlockError where `run` does not call every norm on the rows that it
-        gives.
+        Args:
+            run: calls the block on X.
+
+        Raises:
+            BlockError: `run` does not call every norm on the rows that it gives.
         """
         with _observing([norm.module for norm in self.calls]) as observed:
             Y = run()
         for call in self.calls:
-            if call not in observed or observed[call].input.numel() != Y.numel():
+            norm = observed.get(call)
+            if norm is None or norm.input.numel() != Y.numel():
                 raise BlockError(
                     "a norm of the stream is not called on the rows that the block gives"
                 )
-            Y = Y + (observed[call].input - observed[call].output).reshape(Y.shape)
+            Y = Y + (norm.input - norm.output).reshape(Y.shape)
         return Y
 
 
 def normalises(call: BlockCall, X: Float[Tensor, "n_pos d_model"]) -> bool:
-    """Whether a block normalises the stream. Cost: one forward pass of the block."""
+    """Say whether a block normalises the stream, by one forward pass of it."""
     return _stays_small(call(_FAR * X), X)
 
 
 def stream_norms(call: BlockCall, X: Float[Tensor, "n_pos d_model"]) -> StreamNorms:
-    """The norms that the stream passes through in a block that normalises it; some
-    forward passes of the block.
+    """Return the norms that the stream passes through in a block that normalises it.
+
+    Cost: some forward passes of the block.
     """
     # Nothing with a matrix: a sublayer that ends in a norm holds a branch too.
     parts = [
         part
         for part in call.module.modules()
-        if all(p.ndim < 2 for p in part.parameters())
+        if all(parameter.ndim < 2 for parameter in part.parameters())
     ]
     with _observing(parts) as observed:
         call(X.clone())
     norms = [
-        one
-        for one, (args, kwargs, x, y) in observed.items()
-        if y.numel() == X.numel()
-        and _stays_small(_moved_out(one.module, args, kwargs), x)
-        and _nothing_passes_by(one, y, call, X)
+        norm for norm, seen in observed.items() if _is_stream_norm(norm, seen, call, X)
     ]
     # A bridge's norm wraps the original one.
-    inner = [
-        one
-        for one in norms
-        if not any(_is_within(other.module, one.module) for other in norms)
+    innermost = [
+        norm
+        for norm in norms
+        if not any(_is_within(inner.module, norm.module) for inner in norms)
     ]
-    return StreamNorms(
-        inner if inner and _grows_between(inner, observed, call, X) else []
+    if innermost and _grows_between(innermost, observed, call, X):
+        return StreamNorms(innermost)
+    return StreamNorms([])
+
+
+def _is_stream_norm(
+    norm: NormCall, observed: _Observed, call: BlockCall, X: Tensor
+) -> bool:
+    """Say whether a module normalises, and nothing passes by it."""
+    if observed.output.numel() != X.numel():
+        return False
+    of_far = _moved_out(norm.module, observed.args, observed.kwargs)
+    return _stays_small(of_far, observed.input) and _nothing_passes_by(
+        norm, observed.output, call, X
     )
 
 
 def _stays_small(of_far: Tensor, x: Tensor) -> bool:
-    """Whether what a function makes of x, moved far out, is not far out."""
+    """Say whether what a function makes of x, moved far out, is not far out."""
     return bool(x.any()) and bool(of_far.norm() <= _LARGEST * x.norm())
 
 
 def _moved_out(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Tensor:
+    """Return what a module gives where its inputs are moved far out."""
     far_args, far_kwargs = map_tensors([args, kwargs], lambda x: _FAR * x)
     output: Tensor = module(*far_args, **far_kwargs)
     return output
@@ -127,19 +143,19 @@ def _moved_out(
 def _nothing_passes_by(
     norm: NormCall, output: Tensor, call: BlockCall, X: Tensor
 ) -> bool:
-    """Whether the block's output depends on the stream through this norm alone."""
+    """Say whether the block's output depends on the stream through this norm alone."""
 
-    def held(stream: Tensor) -> Tensor:
+    def with_norm_fixed(stream: Tensor) -> Tensor:
         with _observing([norm.module], {norm: lambda _: output.clone()}):
             return call(stream)
 
-    Y = held(X.clone())
-    of_another = held(-2 * X)
-    return bool((of_another - Y).norm() <= _SAME * Y.norm())
+    Y = with_norm_fixed(X.clone())
+    of_another = with_norm_fixed(-2 * X)
+    return bool((of_another - Y).norm() <= _EQUAL * Y.norm())
 
 
-def _is_within(part: nn.Module, whole: nn.Module) -> bool:
-    return part is not whole and any(module is part for module in whole.modules())
+def _is_within(part: nn.Module, parent: nn.Module) -> bool:
+    return part is not parent and any(module is part for module in parent.modules())
 
 
 def _grows_between(
@@ -148,16 +164,19 @@ def _grows_between(
     call: BlockCall,
     X: Tensor,
 ) -> bool:
-    """Whether nothing else normalises: before the first norm, between one and the next,
-    or behind the last.
+    """Say whether nothing else normalises the stream.
+
+    It could before the first norm, between one and the next, or behind the last.
     """
     modules = [norm.module for norm in norms]
     starts = [X, *(observed[norm].output for norm in norms)]
     for i, start in enumerate(starts):
-        moved_out = {norms[i - 1]: partial(torch.mul, _FAR)} if i else {}
+        # Either the stream that enters is moved out, or what a norm gives.
+        stream = _FAR * X if i == 0 else X.clone()
+        moved_out = {} if i == 0 else {norms[i - 1]: partial(torch.mul, _FAR)}
         with _observing(modules, moved_out) as seen:
-            output = call(X.clone() if i else _FAR * X)
-        of_far = seen[norms[i]].input if i < len(norms) else output
+            output = call(stream)
+        of_far = output if i == len(norms) else seen[norms[i]].input
         if _stays_small(of_far, start):
             return False
     return True
@@ -168,32 +187,35 @@ def _observing(
     modules: Sequence[nn.Module],
     changed: Mapping[NormCall, Callable[[Tensor], Tensor]] | None = None,
 ) -> Iterator[dict[NormCall, _Observed]]:
-    """Context that notes the calls of modules, in order of their ends; the outputs of
-    some are changed.
+    """Note the calls of modules in order of their ends, and change some outputs.
+
+    Calls with one tensor in and one of the same shape out are noted.
     """
     observed: dict[NormCall, _Observed] = {}
     counts: Counter[nn.Module] = Counter()
 
-    def leave(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
+    def note(
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        output: object,
+    ) -> object:
         call = NormCall(module, counts[module])
         counts[module] += 1
-        tensors = [
-            value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
-        ]
-        if (
-            len(tensors) == 1
-            and isinstance(output, Tensor)
-            and output.shape == tensors[0].shape
-        ):
-            if changed and call in changed:
-                output = changed[call](output)
-            # The block may add to either of them in place.
-            observed[call] = _Observed(args, kwargs, tensors[0].clone(), output.clone())
+        arguments = (*args, *kwargs.values())
+        tensors = [value for value in arguments if isinstance(value, Tensor)]
+        if len(tensors) != 1 or not isinstance(output, Tensor):
+            return output
+        (x,) = tensors
+        if output.shape != x.shape:
+            return output
+        if changed and call in changed:
+            output = changed[call](output)
+        # The block may add to either of them in place.
+        observed[call] = _Observed(args, kwargs, x.clone(), output.clone())
         return output
 
     with ExitStack() as hooks:
         for module in dict.fromkeys(modules):
-            hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(note, with_kwargs=True))
         yield observed

@@ -93,11 +93,11 @@ class Ways:
         context = self._context(t2)
         if t1 == t2:
             return lambda x: self.rows.of_one(x, t2, context)
-        fed = self._fed(context, [t1], t2)
+        input_row = self._rows_in(context, [t1], t2)
 
         def function(x: Tensor) -> Tensor:
             keys_and_values = self.rows.call.keys_and_values(x[None], t1)
-            replaced = fed.context_with(*keys_and_values)
+            replaced = input_row.context_with(*keys_and_values)
             return self.rows.of_one(self.rows.X[t2], t2, replaced)
 
         return function
@@ -129,22 +129,23 @@ class Ways:
     def _query_local(
         self, t1s: list[int], t2: int, chunk_size: int | None
     ) -> Evaluated:
-        """Evaluate by reverse mode to the output row, and to the other rows through
-        their keys and values.
+        """Evaluate by reverse mode to the output row, and to its context.
+
+        From keys and values there, gradients are pulled back to the other input rows.
         """
-        others = [t1 for t1 in t1s if t1 != t2]
-        fed = self._fed(self._context(t2), others, t2)
-        pull_back = fed.pull_back()
+        in_context = [t1 for t1 in t1s if t1 != t2]
+        context_rows = self._rows_in(self._context(t2), in_context, t2)
+        pull_back = context_rows.pull_back()
 
         def function(x: Tensor, *keys_and_values: Tensor) -> Tensor:
-            return self.rows.of_one(x, t2, fed.context_with(*keys_and_values))
+            return self.rows.of_one(x, t2, context_rows.context_with(*keys_and_values))
 
         def of_each_input(own: Tensor, *of_context: Tensor) -> Iterator[Tensor]:
-            of_others = pull_back(*of_context)
-            return (own if t1 == t2 else next(of_others) for t1 in t1s)
+            of_rows = pull_back(*of_context)
+            return (own if t1 == t2 else next(of_rows) for t1 in t1s)
 
-        inputs = (self.rows.X[t2], *fed.keys_and_values())
-        width = max(4, 2 * len(others))
+        inputs = (self.rows.X[t2], *context_rows.keys_and_values())
+        width = max(4, 2 * len(in_context))
         return reverse_mode(function, inputs, of_each_input, width, chunk_size)
 
     def _linearised(self, t1s: list[int], t2: int, chunk_size: int | None) -> Evaluated:
@@ -169,10 +170,10 @@ class Ways:
         if t2 in t1s:
             J[t2] = linearised.jacobian(y)
             J[t2].diagonal().sub_(1)
-        if others := [t1 for t1 in t1s if t1 != t2]:
-            fed = self._fed(keys_and_values, others, t2)
-            of_others = _through_attention(linearised, fed, chunk_size)
-            J |= zip(others, of_others, strict=True)
+        if in_context := [t1 for t1 in t1s if t1 != t2]:
+            context_rows = self._rows_in(keys_and_values, in_context, t2)
+            of_rows = _through_attention(linearised, context_rows, chunk_size)
+            J |= zip(in_context, of_rows, strict=True)
         return y - x, [J[t1] for t1 in t1s]
 
     def _context(self, t2: int) -> tuple[Tensor, ...]:
@@ -186,18 +187,20 @@ class Ways:
             return tuple(_without(rows, t2, dim) for rows in of_all_rows)
         return tuple(rows.narrow(dim, 0, t2) for rows in of_all_rows)
 
-    def _fed(self, context: tuple[Tensor, ...], t1s: list[int], t2: int) -> "_FedRows":
+    def _rows_in(
+        self, context: tuple[Tensor, ...], t1s: list[int], t2: int
+    ) -> "_ContextRows":
         """Return these rows of t2's context."""
         if max(t1s, default=0) > t2 and not self.looks_ahead(t2):
             raise BlockError("a later row is not in the context")
         # The output row itself is not in its context.
         places = [t1 - (t1 > t2) for t1 in t1s]
         index = torch.tensor(places, dtype=torch.long, device=self.rows.X.device)
-        return _FedRows(self.rows, t1s, context, index)
+        return _ContextRows(self.rows, t1s, context, index)
 
 
 @dataclass(frozen=True, eq=False)
-class _FedRows:
+class _ContextRows:
     """Rows that act on an output row through their keys and values.
 
     `context` holds the keys and values of all rows that do, and `index` where these
@@ -254,23 +257,23 @@ class _FedRows:
 
 
 def _through_attention(
-    linearised: Linearisation, fed: _FedRows, chunk_size: int | None
+    linearised: Linearisation, rows: _ContextRows, chunk_size: int | None
 ) -> list[Float[Tensor, "d_model d_model"]]:
     """Return the Jacobians of rows that reach the output through attention alone."""
     W_O = linearised.attention.W_O
     seeds = linearised.of_rows(torch.zeros_like(W_O), from_attention=W_O).mT
 
     def heads(*keys_and_values: Tensor) -> Tensor:
-        return linearised.heads(*fed.context_with(*keys_and_values))
+        return linearised.heads(*rows.context_with(*keys_and_values))
 
-    inputs = fed.keys_and_values()
-    width = 2 * len(fed.positions)
-    pull_back = fed.pull_back()
+    inputs = rows.keys_and_values()
+    width = 2 * len(rows.positions)
+    pull_back = rows.pull_back()
     return reverse_mode(heads, inputs, pull_back, width, chunk_size, seeds)[1]
 
 
 def _without(rows: Tensor, position: int, dim: int) -> Tensor:
     """Return keys or values without the row at a position along `dim`."""
-    before = rows.narrow(dim, 0, position)
-    after = rows.narrow(dim, position + 1, rows.shape[dim] - position - 1)
-    return torch.cat([before, after], dim)
+    earlier = rows.narrow(dim, 0, position)
+    later = rows.narrow(dim, position + 1, rows.shape[dim] - position - 1)
+    return torch.cat([earlier, later], dim)
