@@ -7,10 +7,9 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import torch
 
@@ -71,31 +70,23 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
         raise ValueError("`runs` is empty: wanted at least one Portrait")
     first = next(iter(runs.values()))
     for name, run in runs.items():
-        for what, of_this in _in_common(run).items():
-            if of_this != (of_first := _in_common(first)[what]):
-                raise ValueError(
-                    f"wanted runs of the same {what}, {name!r} has {of_this}, the first {of_first}"
-                )
+        _check_same(first, run, name)
     script = circuitsvis_script()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    facts = first.trace.provenance
-    checkpoint = (
-        f" at checkpoint {facts['checkpoint']}"
-        if facts.get("checkpoint") is not None
-        else ""
-    )
-    template, style = (
-        Path(__file__).with_suffix(suffix).read_text(encoding="utf-8")
-        for suffix in (".html", ".css")
-    )
+    provenance = first.trace.provenance
+    model = str(provenance.get("model"))
+    if provenance.get("checkpoint") is not None:
+        model += f" at checkpoint {provenance['checkpoint']}"
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     with plots.off_screen():
-        found = _pieces(runs)
+        pieces = _pieces(runs)
     return Template(template).substitute(
-        found,
+        pieces,
         digest=digest,
-        model=html.escape(f"{facts.get('model')}{checkpoint}"),
+        model=html.escape(model),
         style=style + VIEW_STYLE,
-        version=facts["versions"]["tl-coupling"],
+        version=provenance["versions"]["tl-coupling"],
         script=script,
     )
 
@@ -115,55 +106,56 @@ def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
     return write_atomically(path, lambda unfinished: unfinished.write_bytes(page))
 
 
-def _in_common(run: Portrait) -> dict[str, Any]:
+def _check_same(first: Portrait, run: Portrait, name: str) -> None:
+    """Raise ValueError where two runs have nothing in common that a page needs."""
+    expected = _in_common(first)
+    for quantity, value in _in_common(run).items():
+        if value != expected[quantity]:
+            raise ValueError(
+                f"wanted runs of the same {quantity}, {name!r} has {value}, "
+                f"the first {expected[quantity]}"
+            )
+
+
+def _in_common(run: Portrait) -> dict[str, object]:
     """Return what all runs on a page must have in common."""
-    shared = {
+    return {
         "k": run.ks,
         "tokens": run.trace.str_tokens,
         "layers": run.depth.row_layers,
+        "position": run.position,
+        "token maps": list(run.tokens),
     }
-    return shared | {"position": run.position, "token maps": list(run.tokens)}
 
 
-def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
+def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
     """Return what to put in place of each name in the template."""
     first = next(iter(runs.values()))
-    trace, maps = first.trace, {name: run.depth for name, run in runs.items()}
-    prompt, ends = trace.provenance.get("prompt"), sorted({first.ks[0], first.ks[-1]})
-    means = [
-        [
-            f"k = {k}",
-            *(_mean(one, k) for one in maps.values()),
-            f"{first.depth.null(k):.3f}",
-        ]
-        for k in first.ks
+    trace = first.trace
+    maps = {name: run.depth for name, run in runs.items()}
+    prompt = trace.provenance.get("prompt")
+    quotation = f"<blockquote>{html.escape(prompt)}</blockquote>" if prompt else ""
+    smallest_and_largest_k = sorted({first.ks[0], first.ks[-1]})
+    heat_maps = [
+        picture
+        for k in smallest_and_largest_k
+        for picture in _heat_maps(maps, k, "layers")
     ]
+    by_distance = [_locality(maps, k) for k in smallest_and_largest_k]
+    gains = plots.plot_singular_values(maps)
     return {
-        "prompt": f"<blockquote>{html.escape(prompt)}</blockquote>"
-        if prompt
-        else shown_picture(trace),
-        **{"n_layers": trace.n_layers, "d_model": trace.d_model, "n_pos": trace.n_pos},
+        "prompt": quotation or shown_picture(trace),
+        "n_layers": trace.n_layers,
+        "d_model": trace.d_model,
+        "n_pos": trace.n_pos,
         "str_tokens": _names(first),
         "measured": named_token(first, first.position),
-        "means": table(["", *runs, "null"], means),
+        "means": _table_of_means(maps, first.ks),
         "remarks": _remarks(maps),
-        "depth": grid(part for k in ends for part in _heat_maps(maps, k, "layers")),
-        "matrices": grid(
-            figure(
-                plots.plot_coupling_matrices(one).axes[0],
-                f"Coupling matrices, one panel for each pair of layers, {name}",
-                f"<strong>The matrices A, {html.escape(name)}</strong>, k = {one.k}.",
-                as_png=True,
-            )
-            for name, one in maps.items()
-        ),
-        "locality": grid(
-            [*(_locality(maps, k) for k in ends), *_graphs(maps, first.ks[0])]
-        ),
-        "gains": image(
-            plots.plot_singular_values(maps),
-            "Singular values of the Jacobians against depth",
-        ),
+        "depth": grid(heat_maps),
+        "matrices": grid(_matrices(name, result) for name, result in maps.items()),
+        "locality": grid([*by_distance, *_graphs(maps, first.ks[0])]),
+        "gains": image(gains, "Singular values of the Jacobians against depth"),
         "peaks": sentence(map(_peak, maps, maps.values())),
         "inverse_gains": _inverse_gains(maps) if trace.n_layers > 1 else "",
         "tokens": _tokens(runs, first),
@@ -172,6 +164,26 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, Any]:
         **_trajectories(runs, first),
         "provenance": "".join(map(_provenance, maps, maps.values())),
     }
+
+
+def _table_of_means(maps: Mapping[str, CouplingMap], ks: Sequence[int]) -> str:
+    """Make the table of mean coupling, a row for each k, and its null."""
+    first = next(iter(maps.values()))
+    rows = []
+    for k in ks:
+        means = [_mean(result, k) for result in maps.values()]
+        rows.append([f"k = {k}", *means, f"{first.null(k):.3f}"])
+    return table(["", *maps, "null"], rows)
+
+
+def _matrices(name: str, result: CouplingMap) -> str:
+    """Draw the coupling matrices of one run."""
+    return figure(
+        plots.plot_coupling_matrices(result).axes[0],
+        f"Coupling matrices, one panel for each pair of layers, {name}",
+        f"<strong>The matrices A, {html.escape(name)}</strong>, k = {result.k}.",
+        as_png=True,
+    )
 
 
 def _remarks(maps: Mapping[str, CouplingMap]) -> str:
@@ -186,30 +198,33 @@ def _remarks(maps: Mapping[str, CouplingMap]) -> str:
 def _names(first: Portrait) -> str:
     """Write every token; of an image those before the patches, and the patches' names."""
     n_pos = first.trace.n_pos
-    if (patches := patches_of(first.trace)) is None:
+    patches = patches_of(first.trace)
+    if patches is None:
         return " ".join(named_token(first, position) for position in range(n_pos))
-    first_patch = n_pos - patches[0] * patches[1]
+    rows, columns = patches
+    first_patch = n_pos - rows * columns
     before = "".join(
         f"{named_token(first, position)} " for position in range(first_patch)
     )
-    ends = f"{named_token(first, first_patch)} … {named_token(first, n_pos - 1)}"
-    return f"{before} and {patches[0]} × {patches[1]} patches, named by row and column, {ends}"
+    return (
+        f"{before} and {rows} × {columns} patches, named by row and column, "
+        f"{named_token(first, first_patch)} … {named_token(first, n_pos - 1)}"
+    )
 
 
 def _locality(maps: Mapping[str, CouplingMap], k: int) -> str:
     """Draw how coupling fades with distance."""
-    profiles = {
-        html.escape(name): result.locality_profile(k) for name, result in maps.items()
-    }
-    ends = (
-        f"{name}: {profile[1]:.3f} between neighbours, {profile[-1]:.3f} from the "
-        "first layer to the last"
-        for name, profile in profiles.items()
-        if len(profile) > 1
-    )
-    what = "Mean coupling against the distance of two layers"
-    caption = f"<strong>{what}</strong>, k = {k}. {sentence(ends)}"
-    return figure(plots.plot_locality(maps, k=k), f"{what}, k = {k}", caption)
+    ends = []
+    for name, result in maps.items():
+        profile = result.locality_profile(k)
+        if len(profile) > 1:
+            ends.append(
+                f"{html.escape(name)}: {profile[1]:.3f} between neighbours, "
+                f"{profile[-1]:.3f} from the first layer to the last"
+            )
+    title = "Mean coupling against the distance of two layers"
+    caption = f"<strong>{title}</strong>, k = {k}. {sentence(ends)}"
+    return figure(plots.plot_locality(maps, k=k), f"{title}, k = {k}", caption)
 
 
 def _graphs(maps: Mapping[str, CouplingMap], k: int) -> Iterator[str]:
@@ -276,43 +291,49 @@ def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
 def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
     """Write what the other tokens do to the measured one."""
     sources = first.influence.source_positions
-    others = [i for i, position in enumerate(sources) if position != first.position]
-    if not others:
+    other_columns = [
+        i for i, position in enumerate(sources) if position != first.position
+    ]
+    if not other_columns:
         return "<p>No token stands before the measured one.</p>"
-    measured = named_token(first, first.position)
-    what = (
-        f"tokens before {measured} do to it"
-        if first.trace.is_causal
-        else f"other tokens do to {measured}"
-    )
-    shares, ranks, words = {}, {}, []
+    shares = {}
+    ranks = {}
+    strongest_tokens = []
     for name, run in runs.items():
-        norms = run.influence.frobenius_norm[:, others]
-        share = shares[f"share of influence, {name}"] = norms / norms.sum(
-            1, keepdim=True
-        )
-        ranks[f"effective rank, {name}"] = run.influence.effective_rank[:, others]
+        norms = run.influence.frobenius_norm[:, other_columns]
+        share = norms / norms.sum(1, keepdim=True)
+        shares[f"share of influence, {name}"] = share
+        ranks[f"effective rank, {name}"] = run.influence.effective_rank[
+            :, other_columns
+        ]
         strongest = int(share.nan_to_num(0).mean(0).argmax())
-        words.append(
-            f"{html.escape(name)}: {named_token(run, sources[others[strongest]])} has "
-            "the largest share, "
-            f"{float(share[:, strongest].nanmean()):.0%} in the mean over layers"
+        token = named_token(run, sources[other_columns[strongest]])
+        mean_share = float(share[:, strongest].nanmean())
+        strongest_tokens.append(
+            f"{html.escape(name)}: {token} has the largest share, "
+            f"{mean_share:.0%} in the mean over layers"
         )
     names = spaced_tokens(first.trace)
-    where = [names[sources[i]] for i in others]
-    shown = (
-        show_layers_by_token(where, each, layers=first.influence.layers).body
-        for each in (shares, ranks)
+    source_names = [names[sources[i]] for i in other_columns]
+    layers = first.influence.layers
+    views = "".join(
+        show_layers_by_token(source_names, values, layers=layers).body
+        for values in (shares, ranks)
     )
+    measured = named_token(first, first.position)
+    if first.trace.is_causal:
+        title = f"tokens before {measured} do to it"
+    else:
+        title = f"other tokens do to {measured}"
     own = first.influence.frobenius_norm[:, sources.index(first.position)]
     return (
-        '<figure class="view"><div role="group" aria-label="Influence of tokens by '
-        f'layer">{"".join(shown)}</div>'
-        f"<figcaption><strong>What the {what}</strong>, one row for "
+        '<figure class="view"><div role="group" '
+        f'aria-label="Influence of tokens by layer">{views}</div>'
+        f"<figcaption><strong>What the {title}</strong>, one row for "
         "each layer, the first on top. Share of influence: the Frobenius norm of the "
         "Jacobian from that token, divided "
-        f"by the sum over all these tokens. {sentence(words)} Effective rank: over "
-        "how many directions the influence "
+        f"by the sum over all these tokens. {sentence(strongest_tokens)} Effective "
+        "rank: over how many directions the influence "
         "is spread. The token's own Jacobian is left out: its norm, "
         f"{float(own.median()):.3g} in the median layer, "
         "would drown the others.</figcaption></figure>"
@@ -321,40 +342,47 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
 
 def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, str]:
     """Write the section on paths of the tokens through the stream, and their shape."""
-    str_tokens, n_layers = spaced_tokens(first.trace), first.trace.n_layers
+    n_layers = first.trace.n_layers
     values = {
-        what: torch.stack([getattr(run.trajectory, shape) for run in runs.values()])
-        for what, shape in _SHAPES.items()
+        name: torch.stack([getattr(run.trajectory, field) for run in runs.values()])
+        for name, field in _SHAPES.items()
     }
-    shapes = [
-        show_layers_by_token(str_tokens, {what: each}, layers=list(runs))
-        for what, each in values.items()
+    str_tokens = spaced_tokens(first.trace)
+    views = [
+        show_layers_by_token(str_tokens, {name: by_run}, layers=list(runs))
+        for name, by_run in values.items()
     ]
-    scores = zip(runs, values["line-shape score"], strict=True)
-    of_tokens = zip(
-        first.trace.str_tokens, torch.cat(list(values.values())).T.tolist(), strict=True
-    )
-    rows = [
-        [f"{i} {visible_token(token)}", *(f"{x:.3g}" for x in row)]
-        for i, (token, row) in enumerate(of_tokens)
-    ]
-    drawn = plots.plot_trajectory_metrics(
+    mean_scores = []
+    for name, scores in zip(runs, values["line-shape score"], strict=True):
+        mean = float(scores[scores.isfinite()].mean())
+        mean_scores.append(f"{html.escape(name)} {mean:.3g}")
+    metrics = plots.plot_trajectory_metrics(
         {name: run.trajectory for name, run in runs.items()}
     )
     return {
         "paths": _paths(runs, first) if first.trace.n_pos > 3 else "",
-        "along_depth": image(drawn, "Measures of the paths against depth"),
-        "scores": ", ".join(
-            f"{html.escape(name)} {float(s[s.isfinite()].mean()):.3g}"
-            for name, s in scores
-        ),
+        "along_depth": image(metrics, "Measures of the paths against depth"),
+        "scores": ", ".join(mean_scores),
         "of_random_steps": f"√{n_layers} = {n_layers**0.5:.3g}",
-        "by_token": "".join(view.body for view in shapes),
-        "numbers": table(
-            ["token", *(f"{what}, {name}" for what in values for name in runs)], rows
-        ),
+        "by_token": "".join(view.body for view in views),
+        "numbers": _table_of_shapes(first, list(runs), values),
         "entropy": _entropy(runs, first),
     }
+
+
+def _table_of_shapes(
+    first: Portrait, runs: Sequence[str], values: Mapping[str, torch.Tensor]
+) -> str:
+    """Make the table of every token's measures of shape, a column for each run."""
+    headings = ["token", *(f"{measure}, {name}" for measure in values for name in runs)]
+    by_token = torch.cat(list(values.values())).T.tolist()
+    rows = [
+        [f"{position} {visible_token(token)}", *(f"{value:.3g}" for value in numbers)]
+        for position, (token, numbers) in enumerate(
+            zip(first.trace.str_tokens, by_token, strict=True)
+        )
+    ]
+    return table(headings, rows)
 
 
 def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
@@ -418,15 +446,13 @@ def _provenance(name: str, result: CouplingMap) -> str:
         for key, value in result.provenance.items()
         if key not in ("versions", "str_tokens")
     }
-    facts |= {
-        f"version of {package}": version
-        for package, version in result.provenance["versions"].items()
-    }
-    texts = {
-        key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
-        for key, one in facts.items()
-    }
-    facts_table = table([], list(texts.items()), "facts")
+    for package, version in result.provenance["versions"].items():
+        facts[f"version of {package}"] = version
+    rows = []
+    for key, value in facts.items():
+        is_text = isinstance(value, str)
+        rows.append([key, value if is_text else json.dumps(value, ensure_ascii=False)])
+    facts_table = table([], rows, "facts")
     return f"<details><summary>{html.escape(name)}</summary>{facts_table}</details>"
 
 
