@@ -1,7 +1,7 @@
 """All measures of one prompt's trajectories in one object, and its file."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from tl_coupling.trajectories.predictions import (
     PREDICTIONS,
     Linearisation,
     Perturbation,
+    Prediction,
     linearisation,
     perturbation,
 )
@@ -25,42 +26,57 @@ from tl_coupling.trajectories.predictions import (
 if TYPE_CHECKING:
     import xarray
 
-# The arrays of a result, of its parts, and those made from them for the file alone, by
-# their axes.
-_AXES = {
-    "token": "line_shape_score expodistance equidistance",
-    "depth token": "norm logit_lens_entropy",
-    "layer token": "step_length line_shape_score_by_depth",
-    "middle_layer token": "line_shape_score_windowed",
-    "depth d_model": "trajectory",
-    "layer d_model": "one_step product closed_form",
-    "layer i": "singular_values",
-    "scale sample depth": "cosine_similarity",
-    "prediction layer": "linearisation_relative_error linearisation_cosine_similarity",
-    "i": "inverse_singular_value_slope inverse_singular_value_intercept inverse_singular_value_r_squared",
+# The axes of every array in the file: of those in a result, of those in its parts, and
+# of those that are made for the file alone.
+_OF_TOKENS = ("line_shape_score", "expodistance", "equidistance")
+_OF_PREDICTIONS = ("relative_error", "cosine_similarity")
+_OF_FITS = ("slope", "intercept", "r_squared")
+_AXES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_OF_TOKENS, ("token",)),
+    "norm": ("depth", "token"),
+    "logit_lens_entropy": ("depth", "token"),
+    "step_length": ("layer", "token"),
+    "line_shape_score_by_depth": ("layer", "token"),
+    "line_shape_score_windowed": ("middle_layer", "token"),
+    "trajectory": ("depth", "d_model"),
+    "one_step": ("layer", "d_model"),
+    "product": ("layer", "d_model"),
+    "closed_form": ("layer", "d_model"),
+    "singular_values": ("layer", "i"),
+    "cosine_similarity": ("scale", "sample", "depth"),
+    **{f"linearisation_{name}": ("prediction", "layer") for name in _OF_PREDICTIONS},
+    **{f"inverse_singular_value_{name}": ("i",) for name in _OF_FITS},
 }
-_AXES_OF = {
-    name: axes.split() for axes, names in _AXES.items() for name in names.split()
+# All others are numbers without a unit.
+_UNITS = {
+    "norm": "residual stream",
+    "step_length": "residual stream",
+    "trajectory": "residual stream",
+    "one_step": "residual stream",
+    "product": "residual stream",
+    "closed_form": "residual stream",
+    "logit_lens_entropy": "nat",
 }
-_UNITS = dict.fromkeys(
-    ["norm", "step_length", "trajectory", "one_step", "product", "closed_form"],
-    "residual stream",
-)
-_UNITS |= {"logit_lens_entropy": "nat"}
+# `None` where they were not measured.
 _OPTIONAL = ("logit_lens_entropy", "closed_form", "singular_values")
-_PARTS = {"linearisation": Linearisation, "perturbation": Perturbation}
+_PARTS = ("linearisation", "perturbation")
 
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryResult(Saved):
-    """Shapes of all tokens' trajectories; for one token also their linear predictions
-    and the fate of noise.
+    """Hold the shapes of all tokens' trajectories, and predictions of one.
 
-    What is `[… n_pos]` is of every token, by the function of its name.
-    `line_shape_score_windowed` is of every `window` consecutive steps, centred on layer
-    `i + window // 2`; `norm` and `step_length` are in units of the residual stream.
-    `logit_lens_entropy` is `None` for a model without logits; `linearisation` and
-    `perturbation`, if left out.
+    `measure_trajectory` makes it. Arrays `[… n_pos]` hold, for every token, what the
+    function of the same name gives; `norm` and `step_length` are in units of the
+    residual stream.
+
+    Attributes:
+        line_shape_score_windowed: of every `window` consecutive steps; entry `i` is
+            centred on layer `i + window // 2`.
+        logit_lens_entropy: in nats; `None` for a model without logits.
+        linearisation: how well linear blocks predict one token; `None` if left out.
+        perturbation: what becomes of noise at one token; `None` if left out.
+        provenance: how the trace was made; JSON-able.
 
     Example:
         >>> result = tlc.trajectories.measure_trajectory(trace, noise=False)
@@ -89,71 +105,47 @@ class TrajectoryResult(Saved):
         return len(self.step_length)
 
     def to_dataset(self) -> "xarray.Dataset":
-        """The result as an `xarray.Dataset`: arrays with named axes and units, all else
-        as JSON in the attributes.
+        """Return the result as an `xarray.Dataset`, with named axes and units.
 
-        It also has `linearisation_relative_error` and
-        `linearisation_cosine_similarity`, `[prediction layer]`, and slope, intercept
-        and R² of the least-squares line through `1/σ_i` against layer.
+        Everything that is not an array is in the attributes, as JSON. Made for the file
+        alone are `linearisation_relative_error` and `linearisation_cosine_similarity`,
+        `[prediction layer]`, and slope, intercept and R² of the least-squares line
+        through `1/σ_i` against layer.
         """
         import xarray
 
-        attrs = {"window": self.window, "provenance": json.dumps(self.provenance)}
-        held = dict(vars(self))
+        arrays = _arrays(self)
+        attributes = {"window": self.window, "provenance": json.dumps(self.provenance)}
         for name in _PARTS:
-            if (part := getattr(self, name)) is not None:
-                held |= vars(part)
-                rest = {
-                    key: value
-                    for key, value in vars(part).items()
-                    if key not in (*_AXES_OF, "provenance")
-                }
-                attrs[name] = json.dumps(rest)
-        arrays = {
-            name: value
-            for name, value in held.items()
-            if name in _AXES_OF and value is not None
-        }
-        n_pos = len(self.line_shape_score)
-        coords: dict[str, Any] = {
-            "depth": range(self.n_layers + 1),
-            "layer": range(self.n_layers),
-            "middle_layer": [
-                i + self.window // 2 for i in range(len(self.line_shape_score_windowed))
-            ],
-            "token": range(n_pos),
-            "token_text": (
-                "token",
-                list(self.provenance.get("str_tokens") or [""] * n_pos),
-            ),
-        }
-        if (linear := self.linearisation) is not None:
-            names = [
-                name
-                for name in PREDICTIONS
-                if name != "closed_form" or linear.closed_form is not None
-            ]
-            coords["prediction"] = names
-            arrays["linearisation_relative_error"] = torch.stack(
-                [linear.relative_error(name) for name in names]
-            )
-            arrays["linearisation_cosine_similarity"] = torch.stack(
-                [linear.cosine_similarity(name) for name in names]
-            )
-            if linear.singular_values is not None and self.n_layers > 1:
-                fit = inverse_singular_value_fit(linear.singular_values)
-                arrays |= {
-                    f"inverse_singular_value_{name}": value
-                    for name, value in vars(fit).items()
-                }
-        if self.perturbation is not None:
-            coords["scale"] = list(self.perturbation.scales)
-        units = {name: {"units": _UNITS.get(name, "1")} for name in arrays}
-        data = {
-            name: (_AXES_OF[name], values.cpu().numpy(), units[name])
+            part = getattr(self, name)
+            if part is not None:
+                arrays |= _arrays(part)
+                attributes[name] = json.dumps(_settings(part))
+        if self.linearisation is not None:
+            arrays |= _accuracies(self.linearisation)
+            arrays |= _inverse_fits(self.linearisation)
+        variables = {
+            name: (_AXES[name], values.cpu().numpy(), {"units": _UNITS.get(name, "1")})
             for name, values in arrays.items()
         }
-        return xarray.Dataset(data, coords, attrs)
+        return xarray.Dataset(variables, self._coordinates(), attributes)
+
+    def _coordinates(self) -> dict[str, Any]:
+        """Return what stands along each axis of the dataset."""
+        n_windows, n_pos = self.line_shape_score_windowed.shape
+        texts = self.provenance.get("str_tokens") or [""] * n_pos
+        coordinates: dict[str, Any] = {
+            "depth": range(self.n_layers + 1),
+            "layer": range(self.n_layers),
+            "middle_layer": [i + self.window // 2 for i in range(n_windows)],
+            "token": range(n_pos),
+            "token_text": ("token", list(texts)),
+        }
+        if self.linearisation is not None:
+            coordinates["prediction"] = _predictions(self.linearisation)
+        if self.perturbation is not None:
+            coordinates["scale"] = list(self.perturbation.scales)
+        return coordinates
 
     @classmethod
     @checked
@@ -161,39 +153,15 @@ class TrajectoryResult(Saved):
         """Read what `save` wrote; ValueError for other or damaged files."""
         import xarray
 
-        def tensor(name: str) -> Tensor | None:
-            return (
-                None
-                if name in _OPTIONAL and name not in data
-                else torch.from_numpy(data[name].values)
-            )
-
-        def made(kind: Any, **rest: Any) -> Any:
-            return kind(
-                **{
-                    one.name: tensor(one.name)
-                    for one in fields(kind)
-                    if one.name in _AXES_OF
-                },
-                **rest,
-            )
-
         try:
             data = xarray.load_dataset(path, engine="netcdf4")
-            provenance, parts = (
-                json.loads(data.attrs["provenance"]),
-                dict.fromkeys(_PARTS),
-            )
-            for name in _PARTS.keys() & data.attrs.keys():
-                rest = json.loads(data.attrs[name])
-                rest |= {"scales": tuple(rest["scales"])} if "scales" in rest else {}
-                parts[name] = made(
-                    _PARTS[name],
-                    **rest,
-                    provenance=provenance | {"position": rest["position"]},
-                )
-            return made(
-                cls, window=int(data.attrs["window"]), provenance=provenance, **parts
+            provenance = json.loads(data.attrs["provenance"])
+            return cls(
+                **_fields_in(data, cls),
+                window=int(data.attrs["window"]),
+                linearisation=_linearisation_in(data, provenance),
+                perturbation=_perturbation_in(data, provenance),
+                provenance=provenance,
             )
         except FileNotFoundError:
             raise
@@ -203,28 +171,118 @@ class TrajectoryResult(Saved):
             ) from error
 
     def __repr__(self) -> str:
-        parts = [name for name in _PARTS if getattr(self, name) is not None]
         means = ", ".join(
-            f"{name} {float(getattr(self, name).nanmean()):.3f}"
-            for name in _AXES["token"].split()
+            f"{name} {float(getattr(self, name).nanmean()):.3f}" for name in _OF_TOKENS
         )
-        sizes = f"{self.n_layers} layers, {len(self.line_shape_score)} tokens, window={self.window}"
-        held = (
-            f"means over tokens: {means}; with {' and '.join(parts) or 'shapes alone'}"
-        )
+        parts = [name for name in _PARTS if getattr(self, name) is not None]
+        contents = " and ".join(parts) or "shapes alone"
         return (
-            f"TrajectoryResult(model={self.provenance.get('model')!r}, {sizes}, {held})"
+            f"TrajectoryResult(model={self.provenance.get('model')!r}, "
+            f"{self.n_layers} layers, {len(self.line_shape_score)} tokens, "
+            f"window={self.window}, means over tokens: {means}; with {contents})"
         )
+
+
+def _arrays(result: object) -> dict[str, Tensor]:
+    """Return the arrays of a result or of one of its parts, by name."""
+    return {
+        name: values
+        for name, values in vars(result).items()
+        if name in _AXES and values is not None
+    }
+
+
+def _settings(part: Linearisation | Perturbation) -> dict[str, Any]:
+    """Return what is no array of a part; the result has its provenance."""
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if name not in _AXES and name != "provenance"
+    }
+
+
+def _predictions(linear: Linearisation) -> list[Prediction]:
+    """Return the names of the predictions that were made."""
+    return [
+        name
+        for name in PREDICTIONS
+        if name != "closed_form" or linear.closed_form is not None
+    ]
+
+
+def _accuracies(linear: Linearisation) -> dict[str, Tensor]:
+    """Return how good each prediction is at each layer."""
+    names = _predictions(linear)
+    errors = [linear.relative_error(name) for name in names]
+    cosines = [linear.cosine_similarity(name) for name in names]
+    return {
+        "linearisation_relative_error": torch.stack(errors),
+        "linearisation_cosine_similarity": torch.stack(cosines),
+    }
+
+
+def _inverse_fits(linear: Linearisation) -> dict[str, Tensor]:
+    """Return the lines through `1/σ_i` against layer, which take two layers."""
+    if linear.singular_values is None or len(linear.singular_values) < 2:
+        return {}
+    fit = inverse_singular_value_fit(linear.singular_values)
+    return {
+        f"inverse_singular_value_{name}": values for name, values in vars(fit).items()
+    }
+
+
+def _fields_in(data: "xarray.Dataset", kind: type) -> dict[str, Any]:
+    """Return the arrays that a class has as fields; KeyError where one is missing."""
+    names = [field.name for field in fields(kind) if field.name in _AXES]
+    absent = [name for name in names if name in _OPTIONAL and name not in data]
+    arrays = {
+        name: torch.from_numpy(data[name].values)
+        for name in names
+        if name not in absent
+    }
+    return arrays | dict.fromkeys(absent)
+
+
+def _linearisation_in(
+    data: "xarray.Dataset", provenance: dict[str, Any]
+) -> Linearisation | None:
+    """Return the linearisation that a file holds, if any."""
+    if "linearisation" not in data.attrs:
+        return None
+    settings = json.loads(data.attrs["linearisation"])
+    return Linearisation(
+        **_fields_in(data, Linearisation),
+        **settings,
+        provenance=provenance | {"position": settings["position"]},
+    )
+
+
+def _perturbation_in(
+    data: "xarray.Dataset", provenance: dict[str, Any]
+) -> Perturbation | None:
+    """Return the perturbation that a file holds, if any."""
+    if "perturbation" not in data.attrs:
+        return None
+    settings = json.loads(data.attrs["perturbation"])
+    settings["scales"] = tuple(settings["scales"])
+    return Perturbation(
+        **_fields_in(data, Perturbation),
+        **settings,
+        provenance=provenance | {"position": settings["position"]},
+    )
 
 
 @checked
 def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
-    """Entropy of the logit lens in nats, at every depth and token: `logit_lens_entropy`
-    with the model's own logits.
+    """Return the entropy of the model's logit lens in nats, by depth and token.
 
-    A last depth that is normalised already (`final_norm=True`) is not normalised again.
-    Raises ValueError for a model without unembedding. Cost: `n_layers + 1` unembeddings
-    of the prompt.
+    This is `logit_lens_entropy` with the model's own logits. A last depth that is
+    normalised already (`final_norm=True`) is not normalised again.
+
+    Raises:
+        ValueError: the model has no unembedding.
+
+    Cost: `n_layers + 1` unembeddings of the prompt.
 
     Example:
         >>> tlc.trajectories.entropy_by_depth(trace).shape
@@ -237,8 +295,8 @@ def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
     return torch.cat([before, last])
 
 
-def entropy_where_known(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"] | None:
-    """`entropy_by_depth`; `None`, with a warning, for a model without logits."""
+def _entropy_where_known(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"] | None:
+    """Return `entropy_by_depth`; `None`, with a warning, for a model without logits."""
     try:
         return entropy_by_depth(trace)
     except ValueError as error:
@@ -257,50 +315,63 @@ def measure_trajectory(
     relative_noise: bool = True,
     progress: Progress | None = None,
 ) -> TrajectoryResult:
-    """Every measure of a prompt's trajectories: shapes of all tokens; linear
-    predictions and noise of one.
+    """Measure a prompt's trajectories: the shapes of all, linear predictions of one.
 
     Args:
+        trace: a traced prompt.
         position: the token that is linearised and perturbed; the last by default.
         window: steps of the windowed line-shape score, odd; 11 as in the paper, or the
-            most that the model has.
-        linear, noise: whether to make the `linearisation` with its closed form, and the
-            default `perturbation`.
-        relative_noise: whether that is relative to the length of the embedding.
+            most that the model has, by default.
+        linear: whether to make the `linearisation`, with its closed form.
+        noise: whether to make the `perturbation`, at its default scales.
+        relative_noise: whether noise is relative to the length of the embedding.
         progress: wraps the loops of both; `None`: a bar in a terminal or notebook,
             `False`: none.
 
-    Raises ValueError for a position out of range, and for a window that is even, below
-    1 or above the number of layers. Warns where the model has no logits, so that there
-    is no entropy, and where a measure is undefined (NaN). Cost: `n_layers + 1`
-    unembeddings of the prompt; with `linear` a Jacobian and its singular values per
-    layer; with `noise` 48 forward passes.
+    Raises:
+        ValueError: a position out of range, or a window that is even, below 1 or above
+            the number of layers.
+
+    Warns where the model has no logits, so that there is no entropy, and where a
+    measure is undefined (NaN).
+
+    Cost: `n_layers + 1` unembeddings of the prompt; with `linear` a Jacobian and its
+    singular values per layer; with `noise` 48 forward passes.
 
     Example:
-        >>> tlc.trajectories.measure_trajectory(trace, linear=False, noise=False).line_shape_score.shape
+        >>> result = tlc.trajectories.measure_trajectory(trace, linear=False, noise=False)
+        >>> result.line_shape_score.shape
         torch.Size([8])
     """
-    t, x, n = trace.position_index(position), trace.residual, trace.n_layers
-    window = min(11, n - 1 + n % 2) if window is None else window
+    t = trace.position_index(position)
+    x = trace.residual
+    if window is None:
+        longest_odd = trace.n_layers - 1 + trace.n_layers % 2
+        window = min(11, longest_odd)
+    # First, since it refuses a window that is too long.
     windowed = shapes.line_shape_score(x, window)
-    entropy = entropy_where_known(trace)
-    of_each_token = (
-        shapes.line_shape_score(x),
-        shapes.expodistance(x),
-        shapes.equidistance(x),
+    entropy = _entropy_where_known(trace)
+    result = TrajectoryResult(
+        line_shape_score=shapes.line_shape_score(x),
+        expodistance=shapes.expodistance(x),
+        equidistance=shapes.equidistance(x),
+        norm=shapes.norms(x),
+        step_length=shapes.step_lengths(x),
+        line_shape_score_windowed=windowed,
+        line_shape_score_by_depth=shapes.line_shape_score_by_depth(x),
+        logit_lens_entropy=entropy,
+        window=window,
+        linearisation=None,
+        perturbation=None,
+        provenance=trace.provenance,
     )
-    by_depth = (
-        shapes.norms(x),
-        shapes.step_lengths(x),
-        windowed,
-        shapes.line_shape_score_by_depth(x),
-    )
-    predicted = linearisation(trace, t, progress=progress) if linear else None
-    noisy = (
-        perturbation(trace, position=t, relative=relative_noise, progress=progress)
-        if noise
-        else None
-    )
-    return TrajectoryResult(
-        *of_each_token, *by_depth, entropy, window, predicted, noisy, trace.provenance
-    )
+    if linear:
+        result = replace(
+            result, linearisation=linearisation(trace, t, progress=progress)
+        )
+    if noise:
+        noisy = perturbation(
+            trace, position=t, relative=relative_noise, progress=progress
+        )
+        result = replace(result, perturbation=noisy)
+    return result

@@ -1,16 +1,17 @@
-"""The path of a token through the residual stream: shape, logit lens, principal
-components. Pure tensors.
+"""Shapes of trajectories, the logit lens and principal components, of tensors alone.
 
-A trajectory is `x^0, …, x^L` (Aubry et al. 2025, sections 3.2 and 3.3). The first axis
-of `x` is depth: 0 is what enters the first block, `l` what leaves block `l − 1`; the
-last axis is `d_model`; axes between (positions, prompts) are a batch whose tokens are
-measured one by one. *Step* `l`, from `x[l]` to `x[l + 1]`, is what block `l` adds.
+A trajectory is the path of a token through the residual stream, `x^0, …, x^L` (Aubry et
+al. 2025, sections 3.2 and 3.3). The first axis of `x` is depth: 0 is what enters the
+first block, `l` what leaves block `l − 1`. The last axis is `d_model`. Axes between
+them (positions, prompts) are a batch, whose tokens are measured one by one. *Step* `l`,
+from `x[l]` to `x[l + 1]`, is what block `l` adds.
 
 Everything is computed in float64, since norms and their logarithms are subtracted from
-each other, and returned in x's dtype, or float32 if that is narrower. numpy arrays are
-taken as well. Every function raises TypeError or ValueError unless x is floating-point
-and finite, has a width of at least one, and at least two depths (`norms`, entropy and
-components: one). What compares steps says nothing of a single one, and warns.
+each other, and returned in x's dtype, or in float32 if that dtype is narrower. Numpy
+arrays are accepted too. Every function raises TypeError or ValueError unless x is
+floating-point and finite, has a width of at least one, and has at least two depths (one
+for `norms`, the entropy and the components). Measures that compare steps say nothing
+about a single step, and warn.
 """
 
 import math
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -38,7 +39,7 @@ Window = Annotated[int, _odd]
 
 @checked
 def norms(x: Trajectories) -> Float[Tensor, "n_layers_plus_1 *batch"]:
-    """Euclidean norm `‖x^l‖₂` of each token at every depth, in units of x.
+    """Return the Euclidean norm `‖x^l‖₂` of each token at every depth, in units of x.
 
     Example:
         >>> tlc.trajectories.norms(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
@@ -49,23 +50,28 @@ def norms(x: Trajectories) -> Float[Tensor, "n_layers_plus_1 *batch"]:
 
 @checked
 def attention_sinks(x: Float[Tensor, "n_layers_plus_1 n_pos d_model"]) -> list[int]:
-    """Positions of tokens whose norm at some depth exceeds ten times that of the median
-    token (median of the maxima).
+    """Return the positions of tokens that are far longer than the others.
+
+    These are the tokens whose largest norm over depth exceeds ten times the median over
+    tokens of that largest norm.
 
     Example:
-        >>> tlc.trajectories.attention_sinks(torch.tensor([[[1.0], [1.0], [1.0]], [[500.0], [2.0], [3.0]]]))
+        >>> x = torch.tensor([[[1.0], [1.0], [1.0]], [[500.0], [2.0], [3.0]]])
+        >>> tlc.trajectories.attention_sinks(x)
         [0]
     """
-    largest = norms(x).amax(0)
-    return (largest > 10 * largest.median()).nonzero().flatten().tolist()
+    largest_norms = norms(x).amax(0)
+    is_sink = largest_norms > 10 * largest_norms.median()
+    return is_sink.nonzero().flatten().tolist()
 
 
 @checked
 def step_lengths(x: Trajectories) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
-    r"""Length of every step along the depth, in units of x; entry `l` is the step that
-    block `l` makes.
+    r"""Return the length of every step along the depth, in units of x.
 
     .. math:: \|x^{l+1} - x^l\|_2
+
+    Entry `l` is the step that block `l` makes.
 
     Example:
         >>> tlc.step_lengths(torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]))
@@ -78,24 +84,33 @@ def step_lengths(x: Trajectories) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
 def line_shape_score(
     x: Trajectories, window: Window | None = None
 ) -> Float[Tensor, "*batch"] | Float[Tensor, "n_windows *batch"]:
-    r"""Line-shape score: how straight a token's path through the depth is.
+    r"""Return the line-shape score: how straight a token's path through depth is.
 
     .. math:: \mathrm{LSS} = \frac{L}{\big\|\sum_l e^l\big\|_2}, \qquad
         e^l = \frac{x^l - x^{l-1}}{\|x^l - x^{l-1}\|_2}
 
     Dimensionless and at least 1; 1 for a straight line that never turns back, whatever
     its spacing. (The paper says "co-linear"; a line walked back and forth is co-linear
-    too, and scores higher.) Steps in random directions score about √L, a closed loop of
-    unit steps inf (or, after rounding, a number beyond 1e12). Invariant under rotation,
-    translation and scale. A zero step has no direction: what contains one is NaN, with
-    a warning.
+    too, and scores higher.) Steps in random directions score about √L. A closed loop of
+    unit steps scores inf or, after rounding, a number beyond 1e12. The score is
+    invariant under rotation, translation and scale. A zero step has no direction, so
+    the score of a path that contains one is NaN, with a warning.
 
-    `window`, an odd number of steps up to L, scores every run of that many consecutive
-    steps instead of the whole (the paper's figure has 11, which it calls "layers"; we
-    count steps): `[n_windows *batch]` with `n_windows = L − window + 1`, where entry
-    `i` covers steps `i` to `i + window − 1`, centred on step `i + window // 2`. Cost:
-    O(L d) per token, O(L · window · d) with a window; memory for three float64 copies
-    of x. Source: Aubry et al. 2025, eq. 15 and 16.
+    Args:
+        x: the trajectories.
+        window: an odd number of steps, at most L. Every run of that many consecutive
+            steps is scored, instead of the whole path. (The paper's figure has 11,
+            which it calls "layers"; we count steps.)
+
+    Returns:
+        `[*batch]`; with a window `[n_windows *batch]`, where `n_windows` is
+        `L − window + 1`. Entry `i` covers steps `i` to `i + window − 1` and is centred
+        on step `i + window // 2`.
+
+    Cost: O(L d) per token, O(L · window · d) with a window; memory for three float64
+    copies of x.
+
+    Source: Aubry et al. 2025, eq. 15 and 16.
 
     Example:
         >>> corner = torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]])
@@ -104,91 +119,100 @@ def line_shape_score(
         >>> tlc.line_shape_score(corner, window=1)
         tensor([1., 1.])
     """
-    units = _unit_steps(x)
-    n = len(units)
+    unit_steps = _unit_steps(x)
+    n_steps = len(unit_steps)
     if window is None:
         _warn_of_one_step(x, "the line-shape score", 1)
-        return _score(n, units.sum(0), x)
-    if window > n:
+        return _score(n_steps, unit_steps.sum(0), x)
+    if window > n_steps:
         raise ValueError(
-            f"`window` must be at most {n} for these trajectories of {n} steps, got {window}"
+            f"`window` must be at most {n_steps} for these trajectories "
+            f"of {n_steps} steps, got {window}"
         )
-    return _score(window, units.unfold(0, window, 1).sum(-1), x)
+    # [n_windows *batch d_model window]
+    windows = unit_steps.unfold(0, window, 1)
+    return _score(window, windows.sum(-1), x)
 
 
 @checked
 def line_shape_score_by_depth(
     x: Trajectories,
 ) -> Float[Tensor, "n_layers_plus_1-1 *batch"]:
-    """Line-shape score of the first 1, 2, …, L steps; see `line_shape_score`.
+    """Return the line-shape score of the first 1, 2, …, L steps.
 
-    Entry `l` scores `x[0]` to `x[l + 1]`: the first is 1, the last is
-    `line_shape_score(x)`. From a zero step on, all are NaN, with a warning.
+    Entry `l` scores `x[0]` to `x[l + 1]`, as `line_shape_score` does: the first entry
+    is 1, the last is `line_shape_score(x)`. From a zero step on, all entries are NaN,
+    with a warning.
 
     Example:
-        >>> tlc.trajectories.line_shape_score_by_depth(torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]]))
+        >>> corner = torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 5.0]])
+        >>> tlc.trajectories.line_shape_score_by_depth(corner)
         tensor([1.0000, 1.4142])
     """
-    units = _unit_steps(x)
-    n_steps = torch.arange(1, len(units) + 1, dtype=units.dtype, device=units.device)
-    return _score(n_steps.reshape(-1, *[1] * (x.ndim - 2)), units.cumsum(0), x)
+    unit_steps = _unit_steps(x)
+    n_steps = torch.arange(1, len(unit_steps) + 1).to(unit_steps)
+    batch_axes = [1] * (x.ndim - 2)
+    return _score(n_steps.reshape(-1, *batch_axes), unit_steps.cumsum(0), x)
 
 
 @checked
 def expodistance(x: Trajectories) -> Float[Tensor, "*batch"]:
-    r"""Expodistance: how far the norm is from growing by the same factor at every
-    layer.
+    r"""Return the expodistance: how far the norm is from growing exponentially.
 
-    .. math:: \mathrm{ED} = \frac{\operatorname{Var}_l(\alpha^l)}{(\operatorname{Avg}_l \alpha^l)^2}, \qquad
-        \alpha^l = \ln \frac{\|x^l\|_2}{\|x^{l-1}\|_2}
+    .. math::
+        \mathrm{ED} = \frac{\operatorname{Var}_l(\alpha^l)}{(\operatorname{Avg}_l \alpha^l)^2},
+        \qquad \alpha^l = \ln \frac{\|x^l\|_2}{\|x^{l-1}\|_2}
 
-    Dimensionless; 0 for exact exponential growth (or decay) of the norm. The variance
-    is the population's, over the L steps. Invariant under rotation and scale, not under
-    translation.
+    Dimensionless; 0 where the norm grows (or shrinks) by the same factor at every
+    layer. The variance is the population's, over the L steps. ED is invariant under
+    rotation and scale, but not under translation.
 
     The mean growth is `ln(‖x^L‖ / ‖x^0‖) / L`: only the two ends enter it. If the norm
-    returns to about where it began, as after a final norm (the paper's last entry is
-    normalised: `trace(…, final_norm=True)`), ED is large and ill-conditioned: a
-    relative error δ in `‖x^L‖` changes ED by a fraction of about `2 δ / ln(‖x^L‖ /
+    returns to about where it began, as it does after a final norm (the paper's last
+    entry is normalised: `trace(…, final_norm=True)`), ED is large and ill-conditioned:
+    a relative error δ in `‖x^L‖` changes ED by a fraction of about `2 δ / ln(‖x^L‖ /
     ‖x^0‖)`.
 
     ED is undefined (NaN, with a warning) where a norm is 0, and where it would consist
     of rounding: for `|ln(‖x^L‖ / ‖x^0‖)| ≤ 8 ε`, with ε the machine epsilon of x's
-    dtype. Source: Aubry et al. 2025, eq. 17 and 18.
+    dtype.
+
+    Source: Aubry et al. 2025, eq. 17 and 18.
 
     Example:
-        >>> tlc.expodistance(torch.tensor([[1.0], [2.0], [8.0]]))  # rates ln 2 and 2 ln 2: (1/2)² / (3/2)²
+        >>> # Growth rates ln 2 and 2 ln 2: (1/2)² / (3/2)².
+        >>> tlc.expodistance(torch.tensor([[1.0], [2.0], [8.0]]))
         tensor(0.1111)
     """
     lengths = _finite(x).norm(dim=-1)
     _warn_of_one_step(x, "expodistance", 0)
-    alpha = lengths.masked_fill(lengths == 0, math.nan).log().diff(dim=0)
-    growth = alpha.mean(0)
+    is_zero = lengths == 0
+    growth_rates = lengths.masked_fill(is_zero, math.nan).log().diff(dim=0)
+    mean_rate = growth_rates.mean(0)
     # ‖x^L‖ and ‖x^0‖ each carry up to half an ε from the rounding of x alone: a growth
     # of a few ε may be none.
-    level = growth.abs() * len(alpha) <= 8 * torch.finfo(x.dtype).eps
+    is_level = mean_rate.abs() * len(growth_rates) <= 8 * torch.finfo(x.dtype).eps
     _warn_undefined(
         "expodistance",
-        {"with a norm of 0": (lengths == 0).any(0), "whose norm does not grow": level},
+        {"with a norm of 0": is_zero.any(0), "whose norm does not grow": is_level},
     )
-    return _narrowed(
-        (alpha - growth).square().mean(0)
-        / growth.masked_fill(level, math.nan).square(),
-        x,
-    )
+    variance = (growth_rates - mean_rate).square().mean(0)
+    return _narrowed(variance / mean_rate.masked_fill(is_level, math.nan).square(), x)
 
 
 @checked
 def equidistance(x: Trajectories) -> Float[Tensor, "*batch"]:
-    r"""Equidistance: how unequal the step lengths are, by their coefficient of
-    variation over depth.
+    r"""Return the equidistance: how unequal a token's steps are in length.
 
-    .. math:: \frac{\operatorname{Std}_l \|x^l - x^{l-1}\|_2}{\operatorname{Avg}_l \|x^l - x^{l-1}\|_2}
+    .. math::
+        \frac{\operatorname{Std}_l \|x^l - x^{l-1}\|_2}
+            {\operatorname{Avg}_l \|x^l - x^{l-1}\|_2}
 
-    The standard deviation is the population's, over the L steps. Dimensionless, in [0,
-    √(L − 1)]; 0 for equally long steps, whatever their directions. Invariant under
-    rotation, translation and scale. Undefined (NaN, with a warning) for a trajectory
-    that never moves.
+    This is the coefficient of variation of the step lengths; the standard deviation is
+    the population's, over the L steps. Dimensionless, in [0, √(L − 1)]; 0 for equally
+    long steps, whatever their directions. Equidistance is invariant under rotation,
+    translation and scale. It is undefined (NaN, with a warning) for a trajectory that
+    never moves.
 
     Example:
         >>> tlc.equidistance(torch.tensor([[0.0], [1.0], [4.0]]))  # steps 1 and 3: 1 / 2
@@ -196,12 +220,12 @@ def equidistance(x: Trajectories) -> Float[Tensor, "*batch"]:
     """
     lengths = _finite(x).diff(dim=0).norm(dim=-1)
     _warn_of_one_step(x, "equidistance", 0)
-    mean = lengths.mean(0)
-    _warn_undefined("equidistance", {"that never move": mean == 0})
+    mean_length = lengths.mean(0)
+    never_moves = mean_length == 0
+    _warn_undefined("equidistance", {"that never move": never_moves})
+    standard_deviation = (lengths - mean_length).square().mean(0).sqrt()
     return _narrowed(
-        (lengths - mean).square().mean(0).sqrt()
-        / mean.masked_fill(mean == 0, math.nan),
-        x,
+        standard_deviation / mean_length.masked_fill(never_moves, math.nan), x
     )
 
 
@@ -209,16 +233,23 @@ def equidistance(x: Trajectories) -> Float[Tensor, "*batch"]:
 def logit_lens_entropy(
     x: Trajectories, unembed: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, "n_layers_plus_1 *batch"]:
-    r"""Entropy of the logit lens at every depth, in nats: 0 to `ln d_vocab`.
+    r"""Return the entropy of the logit lens at every depth, in nats: 0 to `ln d_vocab`.
 
-    .. math:: H^l = -\sum_v p_v \ln p_v, \qquad p = \operatorname{softmax}(\mathrm{unembed}(x^l))
+    .. math::
+        H^l = -\sum_v p_v \ln p_v,
+        \qquad p = \operatorname{softmax}(\mathrm{unembed}(x^l))
 
-    `unembed`, usually final norm and unembedding, maps `[*batch d_model]` to logits
-    `[*batch d_vocab]`. It is called at each depth, with `x[l]` in x's own dtype,
-    without gradients. A last entry that is normalised already (`trace(…,
-    final_norm=True)`) would be normalised twice; `entropy_by_depth` avoids that. Raises
-    ValueError if `unembed` returns another shape, NaN or +inf (−inf, a token ruled out,
-    is fine).
+    Args:
+        x: the trajectories. If the last entry is normalised already (`trace(…,
+            final_norm=True)`), an `unembed` with a final norm normalises it twice;
+            `entropy_by_depth` avoids that.
+        unembed: maps `[*batch d_model]` to logits `[*batch d_vocab]`; usually the final
+            norm and the unembedding. It is called once for each depth, with `x[l]` in
+            x's own dtype, without gradients.
+
+    Raises:
+        ValueError: `unembed` returns another shape, NaN or +inf. (−inf is fine: a token
+            that is ruled out.)
 
     Example:
         >>> tlc.trajectories.logit_lens_entropy(torch.eye(2), lambda stream: 0 * stream)
@@ -230,26 +261,33 @@ def logit_lens_entropy(
         with torch.no_grad():
             logits = unembed(stream)
         if logits.ndim != stream.ndim or logits.shape[:-1] != stream.shape[:-1]:
-            got = f"{list(logits.shape)} for {list(stream.shape)}"
             raise ValueError(
-                f"`unembed` must map [*batch d_model] to [*batch d_vocab], got {got}"
+                "`unembed` must map [*batch d_model] to [*batch d_vocab], "
+                f"got {list(logits.shape)} for {list(stream.shape)}"
             )
-        entropies.append(torch.special.entr(logits.double().softmax(-1)).sum(-1))
-        if not entropies[-1].isfinite().all():
-            wanted = "logits without NaN or +inf"
+        probabilities = logits.double().softmax(-1)
+        entropy = torch.special.entr(probabilities).sum(-1)
+        if not entropy.isfinite().all():
             raise ValueError(
-                f"`unembed` must return {wanted}, got some at depth {depth}: use a wider dtype?"
+                "`unembed` must return logits without NaN or +inf, "
+                f"got some at depth {depth}: use a wider dtype?"
             )
+        entropies.append(entropy)
     return _narrowed(torch.stack(entropies), x)
 
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryPCA:
-    """Trajectories in the principal components of the last depth's embeddings; see
-    `trajectory_pca`.
+    """Hold trajectories in the principal components of the last depth.
 
-    `explained_variance_ratio` is each component's share of the variance at the last
-    depth (not at other depths).
+    `trajectory_pca` makes it.
+
+    Attributes:
+        components: the orthonormal principal components of the last depth's embeddings.
+        mean: the mean over tokens at the last depth.
+        projected: the coordinates of every token at every depth.
+        explained_variance_ratio: each component's share of the variance at the last
+            depth (not at other depths).
 
     Example:
         >>> pca = tlc.trajectories.trajectory_pca(trace.residual, n_components=2)
@@ -266,23 +304,27 @@ class TrajectoryPCA:
         shares = ", ".join(
             f"{float(share):.0%}" for share in self.explained_variance_ratio
         )
-        return f"TrajectoryPCA({len(self.components)} components with {shares} of the last depth's variance)"
+        return (
+            f"TrajectoryPCA({len(self.components)} components "
+            f"with {shares} of the last depth's variance)"
+        )
 
 
 @checked
 def trajectory_pca(x: Trajectories, n_components: Count = 2) -> TrajectoryPCA:
-    """Principal components of the last depth's embeddings `x^L`, and every depth's
-    coordinates in them.
+    """Return the principal components of the last depth, and every depth in them.
 
-    `projected[l] = (x^l − mean(x^L)) componentsᵀ` in units of x, with the mean over
+    `projected[l]` is `(x^l − mean(x^L)) componentsᵀ` in units of x, with the mean over
     tokens (all batch axes), as in the paper's PCA figures. Components are orthonormal,
-    of largest variance first, and their entry of largest magnitude is positive. n
-    tokens span at most n − 1 directions; a component without variance has an arbitrary
-    one, with a warning.
+    the one of largest variance comes first, and the entry of largest magnitude of each
+    is positive. n tokens span at most n − 1 directions; a component without variance
+    has an arbitrary direction, with a warning.
 
-    Raises ValueError for fewer than 2 tokens, tokens that are all the same at the last
-    depth, or `n_components` above the number of tokens or `d_model`. Cost: one float64
-    SVD of `[n_tokens d_model]`.
+    Raises:
+        ValueError: fewer than 2 tokens, tokens that are all the same at the last depth,
+            or `n_components` above the number of tokens or `d_model`.
+
+    Cost: one float64 SVD of `[n_tokens d_model]`.
 
     Example:
         >>> x = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[3.0, 0.0], [1.0, 0.0]]])
@@ -291,105 +333,120 @@ def trajectory_pca(x: Trajectories, n_components: Count = 2) -> TrajectoryPCA:
         (tensor([[1., 0.]]), tensor([[-1., -2.],
                 [ 1., -1.]]))
     """
-    wide = _finite(x, at_least=1)
-    last = wide[-1].reshape(-1, wide.shape[-1])
-    n, d = last.shape
-    if n < 2:
+    stream = _finite(x, at_least=1)
+    last = rearrange(stream[-1], "... d -> (...) d")
+    n_tokens, d_model = last.shape
+    if n_tokens < 2:
         raise ValueError(
-            f"principal components want at least 2 tokens, got {n}: give `x` more positions"
+            f"principal components want at least 2 tokens, got {n_tokens}: "
+            "give `x` more positions"
         )
-    if n_components > (most := min(n, d)):
+    most_components = min(n_tokens, d_model)
+    if n_components > most_components:
         raise ValueError(
-            f"`n_components` must lie in [1, {most}] for {n} tokens of width {d}, got {n_components}"
+            f"`n_components` must lie in [1, {most_components}] for {n_tokens} tokens "
+            f"of width {d_model}, got {n_components}"
         )
     mean = last.mean(0)
     _, sigma, Vh = torch.linalg.svd(last - mean, full_matrices=False)
-    rank = int((sigma > torch.finfo(sigma.dtype).eps * max(n, d) * last.norm()).sum())
+    # Below it, a singular value may be the rounding of `last`.
+    rounding = torch.finfo(sigma.dtype).eps * max(n_tokens, d_model) * last.norm()
+    rank = int((sigma > rounding).sum())
     if rank == 0:
         raise ValueError(
-            f"principal components want tokens that differ, got {n} equal ones in `x[-1]`"
+            f"principal components want tokens that differ, got {n_tokens} equal ones "
+            "in `x[-1]`"
         )
     if rank < n_components:
         warn_caller(
-            f"the {n} tokens of `x[-1]` span {rank} of the {n_components} components: the others are arbitrary"
+            f"the {n_tokens} tokens of `x[-1]` span {rank} of the {n_components} "
+            "components: the others are arbitrary"
         )
     components = Vh[:n_components]
-    components = (
-        components
-        * components.gather(1, components.abs().argmax(1, keepdim=True)).sign()
-    )
+    largest_entry = components.abs().argmax(1, keepdim=True)
+    components = components * components.gather(1, largest_entry).sign()
     projected = einsum(
-        wide - mean, components, "depth ... d, component d -> depth ... component"
+        stream - mean, components, "depth ... d, component d -> depth ... component"
     )
-    shares = (sigma.square() / sigma.square().sum())[:n_components]
+    variances = sigma.square()
+    shares = (variances / variances.sum())[:n_components]
     return TrajectoryPCA(
-        *(_narrowed(part, x) for part in (components, mean, projected, shares))
+        components=_narrowed(components, x),
+        mean=_narrowed(mean, x),
+        projected=_narrowed(projected, x),
+        explained_variance_ratio=_narrowed(shares, x),
     )
 
 
 def direction_cosine(
     a: Float[Tensor, "*batch d_model"], b: Float[Tensor, "*batch d_model"]
 ) -> Float[Tensor, "*batch"]:
-    """Cosine of the angle between a and b, in [−1, 1]; NaN with a warning where one of
-    them is zero or not finite.
+    """Return the cosine of the angle between a and b, in [−1, 1].
+
+    It is NaN, with a warning, where one of them is zero or not finite.
     """
-    a, b = (
-        v / v.abs().amax(-1, keepdim=True) for v in (a.double(), b.double())
-    )  # squares of large entries overflow
+    # At their own scale, squares of large entries overflow.
+    a = a.double() / a.double().abs().amax(-1, keepdim=True)
+    b = b.double() / b.double().abs().amax(-1, keepdim=True)
     cosine = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
-    if n := int(cosine.isnan().sum()):
+    n_undefined = int(cosine.isnan().sum())
+    if n_undefined:
         warn_caller(
-            f"{n} of {cosine.numel()} cosine similarities are undefined (NaN): a vector is zero or infinite"
+            f"{n_undefined} of {cosine.numel()} cosine similarities are undefined (NaN): "
+            "a vector is zero or infinite"
         )
     return cosine.clamp(-1, 1)
 
 
 def _finite(x: Tensor, at_least: int = 2) -> Tensor:
-    """Trajectories in float64; raises unless they are finite and have that many
-    depths.
-    """
+    """Return trajectories in float64, if they are finite and have `at_least` depths."""
     if len(x) < at_least:
-        got = f"with at least {at_least} depths, got shape {list(x.shape)}"
         raise ValueError(
-            f"`x` must be [n_layers+1 *batch d_model] {got}: give the whole residual stream, depth first"
+            f"`x` must be [n_layers+1 *batch d_model] with at least {at_least} depths, "
+            f"got shape {list(x.shape)}: give the whole residual stream, depth first"
         )
     if x.shape[-1] == 0:
         raise ValueError(
             f"`x` must have tokens of at least one entry, got shape {list(x.shape)}"
         )
-    broken = ~x.isfinite().flatten(1).all(1)
-    if broken.any():
-        at = f"at depth {_listed(broken)}"
+    is_broken = ~x.isfinite().flatten(1).all(1)
+    if is_broken.any():
         raise ValueError(
-            f"`x` must be finite, got NaN or infinite entries {at}: measure in a wider dtype?"
+            "`x` must be finite, got NaN or infinite entries "
+            f"at depth {_listed(is_broken)}: measure in a wider dtype?"
         )
     return x.double()
 
 
 def _narrowed(result: Tensor, x: Tensor) -> Tensor:
-    """A float64 result in x's dtype, or float32 if that is narrower."""
+    """Return a float64 result in x's dtype, or in float32 if that is narrower."""
     return result.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _unit_steps(x: Tensor) -> Tensor:
+    """Return the direction of each step, NaN with a warning where it has none."""
     steps = _finite(x).diff(dim=0)
     lengths = steps.norm(dim=-1, keepdim=True)
-    zero = lengths == 0
-    if zero.any():
-        still = zero.flatten(1)
+    is_zero = lengths == 0
+    if is_zero.any():
+        stands_still = is_zero.flatten(1)
+        n_standing = int(stands_still.any(0).sum())
         warn_caller(
-            f"{int(zero.sum())} steps of {int(still.any(0).sum())} of {still.shape[1]} tokens have length 0, at layer "
-            f"{_listed(still.any(1))}: the line-shape score of a path with such a step is undefined (NaN)"
+            f"{int(is_zero.sum())} steps of {n_standing} of {stands_still.shape[1]} tokens "
+            f"have length 0, at layer {_listed(stands_still.any(1))}: "
+            "the line-shape score of a path with such a step is undefined (NaN)"
         )
-    return steps / lengths.masked_fill(zero, math.nan)
+    return steps / lengths.masked_fill(is_zero, math.nan)
 
 
 def _score(n_steps: int | Tensor, total: Tensor, x: Tensor) -> Tensor:
+    """Return the line-shape score of paths whose unit steps add up to `total`."""
     # The triangle inequality says ≥ 1; on a straight line rounding alone may say less.
     return _narrowed((n_steps / total.norm(dim=-1)).clamp_min(1), x)
 
 
 def _warn_undefined(measure: str, causes: dict[str, Tensor]) -> None:
+    """Warn of how many tokens a measure is undefined for, by cause."""
     counts = ", ".join(
         f"{int(tokens.sum())} {cause}"
         for cause, tokens in causes.items()
@@ -402,15 +459,18 @@ def _warn_undefined(measure: str, causes: dict[str, Tensor]) -> None:
         )
 
 
-def _warn_of_one_step(x: Tensor, measure: str, always: int) -> None:
+def _warn_of_one_step(x: Tensor, measure: str, constant: int) -> None:
+    """Warn where there is one step, for which the measure is that constant."""
     if len(x) == 2:
         warn_caller(
-            f"these trajectories have one step: {measure} is {always} whatever it is, and says nothing"
+            f"these trajectories have one step: {measure} is {constant} whatever it is, "
+            "and says nothing"
         )
 
 
-def _listed(true: Tensor, most: int = 5) -> str:
-    indices = [str(i) for i in true.nonzero().flatten().tolist()]
-    return ", ".join(indices[:most]) + (
-        f" and {len(indices) - most} more" if len(indices) > most else ""
-    )
+def _listed(mask: Tensor, n_listed: int = 5) -> str:
+    """Return the indices at which a mask is true, in words."""
+    indices = [str(i) for i in mask.nonzero().flatten().tolist()]
+    listed = ", ".join(indices[:n_listed])
+    n_more = len(indices) - n_listed
+    return f"{listed} and {n_more} more" if n_more > 0 else listed
