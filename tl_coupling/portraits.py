@@ -1,10 +1,8 @@
-"""All comparisons of one traced prompt at once: what a report is made from, and the
-part across tokens.
-"""
+"""All that is measured of one traced prompt: what a report is made from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor
@@ -27,21 +25,26 @@ from tl_coupling.trajectories import TrajectoryResult, measure_trajectory
 
 __all__ = ["Portrait", "TokenPortrait", "portrait", "token_portrait"]
 
+End = Literal["input", "output"]
 TokenMap = Literal["self", "fixed input", "fixed output"]
 TOKEN_MAPS: tuple[TokenMap, ...] = get_args(TokenMap)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenPortrait:
-    """What a traced prompt shows across its tokens: coupling at one pair of layers,
-    influence on one token at each.
+    """Hold what a traced prompt shows across its tokens.
 
-    `maps` are named "self", "fixed input" and "fixed output".
+    Attributes:
+        maps: coupling at one pair of layers, by name: "self", "fixed input" and "fixed
+            output".
+        influence: of all tokens on one token, at each layer.
 
     Example:
         >>> measured = tlc.portraits.token_portrait(trace, k=4, maps=["self"])
-        >>> measured.maps["self"].coupling().shape, measured.influence.frobenius_norm.shape
-        (torch.Size([8, 8]), torch.Size([2, 8]))
+        >>> measured.maps["self"].coupling().shape
+        torch.Size([8, 8])
+        >>> measured.influence.frobenius_norm.shape
+        torch.Size([2, 8])
     """
 
     maps: dict[TokenMap, CouplingMap]
@@ -49,7 +52,10 @@ class TokenPortrait:
 
     def __repr__(self) -> str:
         maps = ", ".join(f"{name} (k≤{result.k})" for name, result in self.maps.items())
-        return f"TokenPortrait({self.influence.provenance['model']!r}, maps: {maps}, {self.influence!r})"
+        return (
+            f"TokenPortrait({self.influence.provenance['model']!r}, "
+            f"maps: {maps}, {self.influence!r})"
+        )
 
 
 @made_by("portrait(trace)")
@@ -58,12 +64,15 @@ class Portrait:
     """Hold what a traced prompt shows: coupling, influence and trajectories.
 
     Attributes:
+        trace: the traced prompt.
         ks: numbers of top singular vectors, smallest first; `depth` holds the largest,
             `tokens` the smallest.
         position: the token measured across depth, the output of the influences, and the
             fixed output.
         input_position: the fixed input.
+        depth: coupling across depth, at the largest k.
         tokens: as `TokenPortrait.maps`, without those where fewer than two tokens vary.
+        influence: of all tokens on the one at `position`, at each layer.
         trajectory: the shapes of all tokens' paths and the entropy of the logit lens,
             as `measure_trajectory` gives them without predictions and noise. Plots and
             the report read them from here, so that neither runs the model.
@@ -89,12 +98,12 @@ class Portrait:
         return self.trajectory.logit_lens_entropy
 
     def __repr__(self) -> str:
-        of, maps = (
-            f"{self.trace.provenance['model']!r}, {self.trace.n_pos} tokens",
-            ", ".join(["depth", *self.tokens]),
+        maps = ", ".join(["depth", *self.tokens])
+        return (
+            f"Portrait({self.trace.provenance['model']!r}, {self.trace.n_pos} tokens, "
+            f"k={list(self.ks)}, position={self.position}, "
+            f"input_position={self.input_position}, maps: {maps})"
         )
-        where = f"position={self.position}, input_position={self.input_position}"
-        return f"Portrait({of}, k={list(self.ks)}, {where}, maps: {maps})"
 
 
 @checked
@@ -111,59 +120,76 @@ def token_portrait(
     orientation: Orientation = "ujv",
     progress: Progress | None = None,
 ) -> TokenPortrait:
-    """Coupling across the tokens of a prompt at one pair of layers, and their influence
-    on one token at every layer.
+    """Measure a prompt across its tokens: coupling at two layers, influence at all.
 
     Args:
-        layer, other_layer: of J_1 and of the singular vectors. Neighbours by default:
-            the one given and the next, or the two in the middle.
+        trace: a traced prompt.
+        layer: of J_1. Neighbours are compared by default: the layer that is given and
+            the next, or the two in the middle.
+        other_layer: of the singular vectors.
+        k: how many top singular vectors, as in `depth_coupling`.
         position: the fixed output, and the token whose influences are measured.
         input_position: the fixed input.
         positions: which tokens, in this order, all by default; context maps compare
             those that causality allows.
         maps: which maps to make.
-        k, orientation, progress: as in `depth_coupling`.
+        orientation: as in `depth_coupling`.
+        progress: as in `depth_coupling`.
 
-    Raises as `self_coupling` and `context_coupling`. Cost: with all maps about `6 n + L
-    n` Jacobians for n tokens and L layers.
+    Raises:
+        ValueError: as `self_coupling` and `context_coupling`.
+
+    Cost: with all maps about `6 n + L n` Jacobians for n tokens and L layers.
 
     Example:
         >>> measured = tlc.portraits.token_portrait(trace, k=4, position=3)
         >>> {name: len(result.row_positions) for name, result in measured.maps.items()}
         {'self': 8, 'fixed input': 8, 'fixed output': 4}
     """
-    ends = {
+    ends: dict[End, int] = {
         "input": trace.position_index(input_position, "input_position"),
         "output": trace.position_index(position),
     }
-    allowed = {
-        "input": free_end(trace, "input", ends["input"]),
-        "output": free_end(trace, "output", ends["output"]),
-    }
-    pair = neighbours(trace, layer, other_layer)
-    chosen = (
-        None
-        if positions is None
-        else [trace.position_index(t, "positions") for t in positions]
-    )
-    given: dict[str, Any] = {
-        "k": fitting_k(k, trace.d_model),
-        "orientation": orientation,
-        "progress": progress,
-    }
-    found: dict[TokenMap, CouplingMap] = {}
-    # The cheap ones first, so that wrong arguments are reported before the long work.
-    for name in sorted(set(maps), key=TOKEN_MAPS.index, reverse=True):
-        end: Any = name.removeprefix("fixed ")
-        if end == "self":
-            found[name] = self_coupling(trace, *pair, positions=chosen, **given)
-        else:
-            free = None if chosen is None else [t for t in chosen if t in allowed[end]]
-            found[name] = context_coupling(
-                trace, *pair, fixed=end, position=ends[end], positions=free, **given
+    allowed = {end: free_end(trace, end, t) for end, t in ends.items()}
+    layer, other_layer = neighbours(trace, layer, other_layer)
+    selected: list[int] | None = None
+    if positions is not None:
+        selected = [trace.position_index(t, "positions") for t in positions]
+    k = fitting_k(k, trace.d_model)
+
+    def map_of(name: TokenMap) -> CouplingMap:
+        """Return one map."""
+        if name == "self":
+            return self_coupling(
+                trace,
+                layer,
+                other_layer,
+                positions=selected,
+                k=k,
+                orientation=orientation,
+                progress=progress,
             )
+        end: End = "input" if name == "fixed input" else "output"
+        free = selected
+        if selected is not None:
+            free = [t for t in selected if t in allowed[end]]
+        return context_coupling(
+            trace,
+            layer,
+            other_layer,
+            fixed=end,
+            position=ends[end],
+            positions=free,
+            k=k,
+            orientation=orientation,
+            progress=progress,
+        )
+
+    # The cheap ones first, so that wrong arguments are reported before the long work.
+    measured = {name: map_of(name) for name in reversed(TOKEN_MAPS) if name in maps}
     influence = cross_token_influence(trace, position, progress=progress)
-    return TokenPortrait(dict(reversed(found.items())), influence)
+    in_order = {name: measured[name] for name in TOKEN_MAPS if name in measured}
+    return TokenPortrait(in_order, influence)
 
 
 @checked
@@ -178,21 +204,27 @@ def portrait(
     orientation: Orientation = "ujv",
     progress: Progress | None = None,
 ) -> Portrait:
-    """What `write_report` draws of a prompt: coupling across depth and tokens,
-    influence and logit-lens entropy.
+    """Measure what `write_report` draws of a prompt: coupling, influence, trajectories.
 
     Args:
+        trace: a traced prompt.
         k: how many top singular vectors: 10, 30 and 50 by default, or what fits a
             narrower model. Token maps are made at the smallest, where coupling stands
             out most and the pairs of a long prompt fit into memory.
         position: the token whose coupling across depth and whose influences are
             measured, and the fixed output.
-        layer, other_layer, input_position, orientation, progress: as in
-            `token_portrait`.
+        layer: of J_1 in the maps across tokens, as in `token_portrait`.
+        other_layer: of their singular vectors.
+        input_position: the fixed input.
+        orientation: as in `depth_coupling`.
+        progress: as in `depth_coupling`.
 
-    Raises ValueError for no k, k outside `[1, d_model]`, a layer or position out of
-    range. Warns where the model has no logits. Cost: `depth_coupling` and
-    `token_portrait`.
+    Raises:
+        ValueError: no k, k outside `[1, d_model]`, a layer or position out of range.
+
+    Warns where the model has no logits, and where a measure is undefined (NaN).
+
+    Cost: `depth_coupling` and `token_portrait`.
 
     Example:
         >>> measured = tlc.portrait(trace, k=(4, 8))
@@ -201,35 +233,46 @@ def portrait(
     """
     if k is None:
         largest = fitting_k(None, trace.d_model)
-        k = [min(one, largest) for one in (10, 30, DEFAULT_K)]
-    if not (ks := tuple(sorted(set(k)))):
+        k = [min(n_vectors, largest) for n_vectors in (10, 30, DEFAULT_K)]
+    ks = tuple(sorted(set(k)))
+    if not ks:
         raise ValueError("`k` is empty: wanted at least one number of singular vectors")
-    output, fixed = (
-        trace.position_index(position),
-        trace.position_index(input_position, "input_position"),
+    output = trace.position_index(position)
+    fixed_input = trace.position_index(input_position, "input_position")
+    layer, other_layer = neighbours(trace, layer, other_layer)
+    depth = depth_coupling(
+        trace, ks[-1], output, orientation=orientation, progress=progress
     )
-    n_varying = {
-        "fixed input": len(free_end(trace, "input", fixed)),
-        "fixed output": len(free_end(trace, "output", output)),
-    }
-    maps = [name for name in TOKEN_MAPS if n_varying.get(name, trace.n_pos) > 1]
-    given: dict[str, Any] = {
-        "position": position,
-        "orientation": orientation,
-        "progress": progress,
-    }
-    pair = neighbours(trace, layer, other_layer)
-    depth = depth_coupling(trace, ks[-1], **given)
-    tokens = token_portrait(
-        trace, *pair, k=ks[0], input_position=input_position, maps=maps, **given
+    across_tokens = token_portrait(
+        trace,
+        layer,
+        other_layer,
+        k=ks[0],
+        position=output,
+        input_position=fixed_input,
+        maps=_maps_that_vary(trace, fixed_input, output),
+        orientation=orientation,
+        progress=progress,
     )
     return Portrait(
-        trace,
-        ks,
-        output,
-        fixed,
-        depth,
-        tokens.maps,
-        tokens.influence,
-        measure_trajectory(trace, position=output, linear=False, noise=False),
+        trace=trace,
+        ks=ks,
+        position=output,
+        input_position=fixed_input,
+        depth=depth,
+        tokens=across_tokens.maps,
+        influence=across_tokens.influence,
+        trajectory=measure_trajectory(
+            trace, position=output, linear=False, noise=False
+        ),
     )
+
+
+def _maps_that_vary(trace: Trace, fixed_input: int, output: int) -> list[TokenMap]:
+    """Return the maps that compare at least two tokens."""
+    n_varying: dict[TokenMap, int] = {
+        "self": trace.n_pos,
+        "fixed input": len(free_end(trace, "input", fixed_input)),
+        "fixed output": len(free_end(trace, "output", output)),
+    }
+    return [name for name in TOKEN_MAPS if n_varying[name] > 1]

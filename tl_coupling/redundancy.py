@@ -1,27 +1,27 @@
-"""What coupling may be good for: what a model loses without a block, its order, its own
-directions, or its end.
-"""
+"""What a model loses without a block, its order, its own directions, or its end."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import xarray
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, warn_caller
 from tl_coupling.blocks import differ_in, mean_weights
-from tl_coupling.comparisons import depth_coupling
-from tl_coupling.jacobians import block_jacobian
+from tl_coupling.comparisons import CouplingMap, decomposed_layers, depth_maps
+from tl_coupling.gradients import BlockFunction
+from tl_coupling.jacobians import JacobianOptions
 from tl_coupling.measures import Orientation, random_subspace_null
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
-from tl_coupling.spectra import svd
 from tl_coupling.statistics import LEVEL, percentile_interval, rank_correlation_of_rows
 from tl_coupling.surveys import Settings, as_prompts, loss
 from tl_coupling.traces import Trace, trace
@@ -31,6 +31,8 @@ __all__ = ["layer_redundancy", "redundancy_correlations"]
 
 CHANGES = ("dropped", "swapped", "merged")
 _BLOCKS = ("all", "inner")
+# Of a variable of a dataset.
+Dims = str | tuple[str, ...]
 
 
 @checked
@@ -44,8 +46,9 @@ def layer_redundancy(
     prepend_bos: bool | None = None,
     progress: Progress | None = None,
 ) -> xarray.Dataset:
-    """Loss without each block, with neighbours swapped or merged, projected, or cut
-    short, beside the blocks' coupling.
+    """Measure what changes to blocks cost, beside how the blocks are coupled.
+
+    Blocks are changed one or two at a time:
 
     - dropped `l`: `X^{l+1} = X^l`, the skip connection alone;
     - swapped `(l, l+1)`: block `l+1` first, then block `l`;
@@ -91,8 +94,8 @@ def layer_redundancy(
         ValueError: a model of one block, no prompts, a prompt of one token, k out of
             range; it names the prompt.
 
-    Cost: for each prompt a depth coupling, its Jacobians and SVDs once more, `(3 + n_k)
-    L² / 2` block evaluations and `(4 + n_k) L` unembeddings; memory for `(3 + n_k) L`
+    Cost: for each prompt a depth coupling, whose Jacobians and SVDs give the shared
+    directions as well, `(3 + n_k) L² / 2` block evaluations and `(4 + n_k) L` unembeddings; memory for `(3 + n_k) L`
     residual streams and one more block. Half precision is upcast block by block, but
     not in the unembedding: small differences in loss are lost in the rounding of the
     logits.
@@ -107,42 +110,50 @@ def layer_redundancy(
     permuted and left early, and measure none of it; what is projected onto is our
     reading. `redundancy_correlations` tests the first, the second and the fourth.
     """
-    named = as_prompts(prompts)
+    named_prompts = as_prompts(prompts)
     settings = Settings(
         k=tuple(k), position=position, orientation=orientation, prepend_bos=prepend_bos
     )
     measured: list[xarray.Dataset] = []
     not_merged: dict[int, str] = {}
-    for prompt in with_progress(named, progress, "redundancy"):
-        try:
-            data, reasons = _of_prompt(
-                trace(model, prompt.prompt, prepend_bos=prepend_bos), settings
-            )
-        except ValueError as error:
-            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
-        measured.append(data)
+    for prompt in with_progress(named_prompts, progress, "redundancy"):
+        with _errors_of(prompt):
+            traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)
+            of_prompt, reasons = _of_prompt(traced, settings)
+        measured.append(of_prompt)
         not_merged |= reasons
     data = xarray.concat(measured, "prompt", combine_attrs="drop_conflicts")
     if not_merged:
-        pair, reason = next(iter(not_merged.items()))
-        why = f"layers {pair} and {pair + 1} differ in {reason}"
-        warn_caller(
-            f"{len(not_merged)} of {data.sizes['pair']} pairs cannot be merged, their loss is NaN; {why}"
-        )
-    said = {
+        _warn_of_not_merged(not_merged, data.sizes["pair"])
+    data.attrs = {
         "model": str(data.attrs["model"]),
         "orientation": orientation,
         "position": position,
-    }
-    data.attrs = said | {
         "not_merged": json.dumps(not_merged),
         "provenance": json.dumps(data.attrs),
     }
-    data = data.assign(
-        null_coupling=("k", [float(random_subspace_null(one)) for one in settings.k])
+    nulls = [float(random_subspace_null(n_vectors)) for n_vectors in settings.k]
+    tasks = [prompt.task or "" for prompt in named_prompts]
+    return data.assign(null_coupling=("k", nulls)).assign_coords(
+        prompt=[prompt.id for prompt in named_prompts], task=("prompt", tasks)
     )
-    return data.assign_coords(
-        prompt=[p.id for p in named], task=("prompt", [p.task or "" for p in named])
+
+
+@contextmanager
+def _errors_of(prompt: Prompt) -> Iterator[None]:
+    """Name the prompt in every ValueError of the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"prompt {prompt.id!r}: {error}") from error
+
+
+def _warn_of_not_merged(reasons: dict[int, str], n_pairs: int) -> None:
+    """Warn of pairs that cannot be merged; `reasons` are by their first layer."""
+    pair, reason = next(iter(reasons.items()))
+    warn_caller(
+        f"{len(reasons)} of {n_pairs} pairs cannot be merged, their loss is NaN; "
+        f"layers {pair} and {pair + 1} differ in {reason}"
     )
 
 
@@ -150,18 +161,22 @@ def layer_redundancy(
 def redundancy_correlations(
     data: xarray.Dataset, *, n_resamples: Count = 1000, seed: Seed = 0
 ) -> xarray.Dataset:
-    """Rank correlation, over layers or pairs, of the change in loss with coupling and
-    with block influence.
+    """Correlate the change in loss with coupling and with block influence.
 
-    Spearman's ρ of means over prompts of `layer_redundancy`'s `data`: of drops with
-    `coupling_with_others` and `block_influence`, of swaps and merges with
-    `coupling_of_pair` and the mean influence of the two blocks. If coupled blocks are
-    redundant, ρ with coupling is negative; if influence predicts the cost, ρ with it is
-    positive.
+    This is Spearman's ρ over layers, or over pairs of them, of means over prompts:
+    drops are correlated with `coupling_with_others` and `block_influence`, swaps and
+    merges with `coupling_of_pair` and the mean influence of the two blocks. If coupled
+    blocks are redundant, ρ with coupling is negative; if influence predicts the cost, ρ
+    with it is positive.
 
     Intervals are 95 % percentiles of a bootstrap over prompts, all measures together.
     Layers are not resampled: they are the whole model. So an interval says how far ρ
     might move on other prompts, not what another model would show.
+
+    Args:
+        data: what `layer_redundancy` returns.
+        n_resamples: how many times prompts are drawn.
+        seed: of the draws.
 
     Returns:
         a Dataset with dims `change` ("dropped", "swapped", "merged"), `blocks` ("all",
@@ -189,232 +204,358 @@ def redundancy_correlations(
     """
     check_redundancy(data)
     n_prompts = data.sizes["prompt"]
-    drawn = np.random.default_rng(seed).integers(0, n_prompts, (n_resamples, n_prompts))
-    # How often each prompt counts: row 0 is the data as they are, the others the
-    # bootstrap.
-    weights = (
-        np.stack(
-            [
-                np.bincount(row, minlength=n_prompts)
-                for row in (np.arange(n_prompts), *drawn)
-            ]
+    weights = _weights_of_prompts(n_prompts, n_resamples, seed)
+    n_ranked = np.zeros((len(CHANGES), len(_BLOCKS)), int)
+    rho = np.zeros((*n_ranked.shape, data.sizes["k"] + 1, len(weights)))
+    for i, j in product(range(len(CHANGES)), range(len(_BLOCKS))):
+        predictors = change_and_predictors(data, CHANGES[i])
+        n_ranked[i, j], rho[i, j] = _rank_correlations(
+            *predictors, weights, inner=_BLOCKS[j] == "inner"
         )
-        / n_prompts
-    )
-    n, rho = [], []
-    for change, blocks in product(CHANGES, _BLOCKS):
-        loss_change, of_coupling, of_influence = change_and_predictors(data, change)
-        kept = np.isfinite(loss_change).all(0)
-        kept[[0, -1]] &= blocks == "all"
-        n.append(kept.sum())
-        means, *predictors = (
-            weights @ one[:, kept] for one in (loss_change, *of_coupling, of_influence)
-        )
-        rho.append([rank_correlation_of_rows(one, means) for one in predictors])
-    by_change = np.reshape(rho, (len(CHANGES), len(_BLOCKS), -1, len(weights)))
-    coupling, influence = by_change[:, :, :-1], by_change[:, :, -1]
-    advantage = np.abs(coupling) - np.abs(influence)[:, :, None]
-    variables: dict[str, Any] = {
-        "n": (("change", "blocks"), np.reshape(n, by_change.shape[:2]))
+    of_coupling = rho[:, :, :-1]
+    of_influence = rho[:, :, -1]
+    advantage = np.abs(of_coupling) - np.abs(of_influence)[:, :, None]
+    variables = {
+        "n": (("change", "blocks"), n_ranked),
+        **_with_interval("coupling", of_coupling, n_prompts),
+        **_with_interval("block_influence", of_influence, n_prompts),
+        **_with_interval("advantage", advantage, n_prompts),
     }
-    for name, values in (
-        ("coupling", coupling),
-        ("block_influence", influence),
-        ("advantage", advantage),
-    ):
-        dims = ("change", "blocks", "k")[: values.ndim - 1]
-        low_high = np.moveaxis(
-            percentile_interval(np.moveaxis(values[..., 1:], -1, 0)), 0, -1
-        )
-        variables[name] = (dims, values[..., 0])
-        variables[f"{name}_interval"] = (
-            (*dims, "bound"),
-            np.where(n_prompts > 1, low_high, np.nan),
-        )
-    coords = {
+    coordinates = {
         "change": list(CHANGES),
         "blocks": list(_BLOCKS),
         "k": data["k"].values,
         "bound": ["lower", "upper"],
     }
-    attrs = {
+    attributes = {
         "level": LEVEL,
         "n_resamples": n_resamples,
         "seed": seed,
         "n_prompts": n_prompts,
+        "provenance": data.attrs.get("provenance", "{}"),
     }
-    return xarray.Dataset(
-        variables, coords, attrs | {"provenance": data.attrs.get("provenance", "{}")}
-    )
+    return xarray.Dataset(variables, coordinates, attributes)
+
+
+def _weights_of_prompts(n_prompts: int, n_resamples: int, seed: int) -> np.ndarray:
+    """Return how much each prompt counts in each sample, `[sample prompt]`.
+
+    The first sample is the data as they are; the others are the bootstrap.
+    """
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(0, n_prompts, (n_resamples, n_prompts))
+    samples = (np.arange(n_prompts), *drawn)
+    counts = [np.bincount(sample, minlength=n_prompts) for sample in samples]
+    return np.stack(counts) / n_prompts
+
+
+def _rank_correlations(
+    loss_change: np.ndarray,
+    coupling: np.ndarray,
+    influence: np.ndarray,
+    weights: np.ndarray,
+    *,
+    inner: bool,
+) -> tuple[int, np.ndarray]:
+    """Correlate the change in loss with each predictor, in every sample of prompts.
+
+    Args:
+        loss_change: `[prompt n]`, of n layers or pairs.
+        coupling: `[k prompt n]`.
+        influence: `[prompt n]`.
+        weights: how much each prompt counts, `[sample prompt]`.
+        inner: whether to leave out the first and the last layer or pair.
+
+    Returns:
+        how many layers or pairs were ranked, and ρ, `[predictor sample]`: with coupling
+        at each k, then with influence.
+    """
+    is_ranked = np.isfinite(loss_change).all(0)
+    if inner:
+        is_ranked[[0, -1]] = False
+    means = weights @ loss_change[:, is_ranked]
+    rho = [
+        rank_correlation_of_rows(weights @ predictor[:, is_ranked], means)
+        for predictor in (*coupling, influence)
+    ]
+    return int(is_ranked.sum()), np.stack(rho)
+
+
+def _with_interval(
+    name: str, samples: np.ndarray, n_prompts: int
+) -> dict[str, tuple[Dims, np.ndarray]]:
+    """Return the variables of a correlation: as the data have it, and its interval.
+
+    Args:
+        name: of the variable.
+        samples: `[change blocks (k) sample]`; the first sample is the data.
+        n_prompts: of one, there is no interval.
+    """
+    dims = ("change", "blocks", "k")[: samples.ndim - 1]
+    resampled = rearrange(samples[..., 1:], "... sample -> sample ...")
+    bounds = rearrange(percentile_interval(resampled), "bound ... -> ... bound")
+    if n_prompts == 1:
+        bounds = np.full_like(bounds, np.nan)
+    return {
+        name: (dims, samples[..., 0]),
+        f"{name}_interval": ((*dims, "bound"), bounds),
+    }
 
 
 def change_and_predictors(
     data: xarray.Dataset, change: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Change in loss, `[prompt n]`, coupling, `[k prompt n]`, and influence, `[prompt
-    n]`, at each layer or pair.
+    """Return what a change costs at each layer or pair, and what may predict it.
+
+    Returns:
+        the change in loss, `[prompt n]`, coupling, `[k prompt n]`, and block influence,
+        `[prompt n]`.
     """
-    dim, name = (
-        ("layer", "coupling_with_others")
-        if change == "dropped"
-        else ("pair", "coupling_of_pair")
-    )
-    loss_change = (
-        (data[f"loss_{change}"] - data["loss"]).transpose("prompt", dim).values
-    )
+    dim = _dim_of(change)
+    coupling = data["coupling_with_others" if dim == "layer" else "coupling_of_pair"]
+    loss_change = data[f"loss_{change}"] - data["loss"]
     influence = data["block_influence"].transpose("prompt", "layer").values
     if dim == "pair":
         influence = (influence[:, 1:] + influence[:, :-1]) / 2
-    return loss_change, data[name].transpose("k", "prompt", dim).values, influence
+    return (
+        loss_change.transpose("prompt", dim).values,
+        coupling.transpose("k", "prompt", dim).values,
+        influence,
+    )
 
 
-def check_redundancy(data: Any) -> None:
-    """Raise unless `data` is what `layer_redundancy` returns."""
+def _dim_of(change: str) -> str:
+    """Return what a change is made to: a layer, or a pair of neighbours."""
+    return "layer" if change == "dropped" else "pair"
+
+
+def check_redundancy(data: object) -> None:
+    """Raise ValueError unless `data` is what `layer_redundancy` returns."""
     wanted = {"loss", "block_influence", "coupling_of_pair", "coupling_with_others"}
-    if missing := wanted - set(getattr(data, "data_vars", ())):
+    missing = wanted - set(getattr(data, "data_vars", ()))
+    if missing:
         raise ValueError(
-            f"wanted what `layer_redundancy` returns, got data without {', '.join(sorted(missing))}"
+            "wanted what `layer_redundancy` returns, "
+            f"got data without {', '.join(sorted(missing))}"
         )
 
 
 def _of_prompt(
     traced: Trace, settings: Settings
 ) -> tuple[xarray.Dataset, dict[int, str]]:
-    """One prompt's dataset, with its provenance; and why pairs were not merged, by
-    their first layer.
+    """Measure one prompt.
+
+    Returns:
+        its dataset, with its provenance; and why pairs were not merged, by their first
+        layer.
     """
-    if (n_layers := traced.n_layers) < 2:
+    n_layers = traced.n_layers
+    if n_layers < 2:
         raise ValueError(
             f"wanted a model of at least 2 blocks, to swap and to merge, got {n_layers}"
         )
     if traced.n_pos < 2:
         raise ValueError(
-            f"wanted at least 2 tokens, to predict one from the other, got {traced.n_pos}"
+            "wanted at least 2 tokens, to predict one from the other, "
+            f"got {traced.n_pos}"
         )
-    result = depth_coupling(
-        traced,
+    # Read twice: for the coupling of the blocks, and for the directions they share.
+    (decomposed,) = decomposed_layers(
+        [traced],
         max(settings.k),
         settings.position,
-        settings.orientations[0],
-        progress=False,
+        options=JacobianOptions(progress=False),
     )
-    coupling = np.stack([result.coupling(k).cpu().numpy() for k in settings.k])
-    coupling = (coupling + coupling.swapaxes(1, 2)) / 2
-    t = settings.position
-    Js = (
-        block_jacobian(traced, layer, position=t, function="branches")
-        for layer in range(n_layers)
-    )
-    U = torch.stack([svd(J, max(settings.k)).U for J in Js])
+    orientation = settings.orientations[0]
+    depth = depth_maps(decomposed, (orientation,))[orientation]
     directions = {
-        k: shared_directions(U[..., :k]).to(traced.residual) for k in settings.k
+        k: shared_directions(decomposed.leading.U[..., :k]).to(traced.residual)
+        for k in settings.k
     }
-    stream, changed, reasons = _changed_streams(traced, directions)
-    own, of_pair = (
-        np.diagonal(coupling, offset, axis1=1, axis2=2) for offset in (0, 1)
-    )
-    coords = {
+    changed = _changed_streams(traced, directions)
+    coordinates = {
         "k": list(settings.k),
         "layer": range(n_layers),
         "pair": range(n_layers - 1),
     }
-
-    def loss_of(X: Tensor | None) -> float:
-        return np.nan if X is None else loss(replace(traced, residual=X[None]))
-
-    variables: dict[str, Any] = {"loss": ((), loss_of(stream[-1]))}
-    for change in CHANGES:
-        dim = "layer" if change == "dropped" else "pair"
-        variables[f"loss_{change}"] = (
-            dim,
-            [loss_of(changed.get((change, layer))) for layer in coords[dim]],
-        )
-    projected = [
-        [loss_of(changed[f"projected {k}", layer]) for layer in coords["layer"]]
-        for k in settings.k
-    ]
-    variables |= {
-        "loss_projected": (("k", "layer"), projected),
-        "loss_exited": ("layer", [loss_of(X) for X in stream[1:]]),
-        "block_influence": (
-            "layer",
-            (1 - direction_cosine(stream[:-1], stream[1:]).mean(1)).cpu().numpy(),
-        ),
-        "coupling_of_pair": (("k", "pair"), of_pair),
-        "coupling_with_others": (
-            ("k", "layer"),
-            (coupling.sum(2) - own) / (n_layers - 1),
-        ),
+    variables = {
+        **_losses(traced, changed, settings.k),
+        "block_influence": ("layer", _block_influence(changed.stream)),
+        **_couplings(depth, settings.k),
         "n_pos": ((), traced.n_pos),
     }
-    return xarray.Dataset(variables, coords, traced.provenance), reasons
+    data = xarray.Dataset(variables, coordinates, traced.provenance)
+    return data, changed.not_merged
+
+
+def _couplings(
+    depth: CouplingMap, ks: Sequence[int]
+) -> dict[str, tuple[Dims, np.ndarray]]:
+    """Return the coupling of neighbours, and that of each layer with all others."""
+    coupling = np.stack([depth.coupling(k).cpu().numpy() for k in ks])
+    both_ways = (coupling + rearrange(coupling, "k row col -> k col row")) / 2
+    own = np.diagonal(both_ways, axis1=1, axis2=2)
+    n_others = len(depth.row_layers) - 1
+    return {
+        "coupling_of_pair": (
+            ("k", "pair"),
+            np.diagonal(both_ways, offset=1, axis1=1, axis2=2),
+        ),
+        "coupling_with_others": (
+            ("k", "layer"),
+            (both_ways.sum(2) - own) / n_others,
+        ),
+    }
+
+
+def _block_influence(stream: Float[Tensor, "depth n_pos d_model"]) -> np.ndarray:
+    """Return `1 − mean_t cos(X^l_t, X^{l+1}_t)` of every layer."""
+    cosines = direction_cosine(stream[:-1], stream[1:])
+    return (1 - cosines.mean(1)).cpu().numpy()
 
 
 @checked
 def shared_directions(
     U: Float[Tensor, "n_layers d_model k"],
 ) -> Float[Tensor, "d_model k"]:
-    """The k directions closest to those that all blocks write into: leading
-    eigenvectors of `Σ_l U_l U_lᵀ`.
+    """Return the k directions closest to those that all blocks write into.
 
-    U holds the top k left singular vectors of every block's Jacobian. All blocks count
-    the same, and so do the directions of each. Returns orthonormal columns, the most
-    shared first. Cost: one eigendecomposition.
+    They are leading eigenvectors of `Σ_l U_l U_lᵀ`, where U holds the top k left
+    singular vectors of every block's Jacobian. All blocks count the same, and so do the
+    directions of each. Returns orthonormal columns, the most shared first.
+
+    Cost: one eigendecomposition.
 
     Example:
         >>> axes = torch.eye(3)
-        >>> shared_directions(torch.stack([axes[:, [0, 1]], axes[:, [0, 2]], axes[:, [0, 2]]])).abs()
+        >>> U = torch.stack([axes[:, [0, 1]], axes[:, [0, 2]], axes[:, [0, 2]]])
+        >>> shared_directions(U).abs()
         tensor([[1., 0.],
                 [0., 0.],
                 [0., 1.]])
     """
-    n_shared = U.shape[-1]
-    all_of_them = U.double().transpose(0, 1).flatten(1)
-    return (
-        torch.linalg.eigh(all_of_them @ all_of_them.mT)
-        .eigenvectors[:, -n_shared:]
-        .flip(1)
-        .to(U)
-    )
+    k = U.shape[-1]
+    of_all_layers = rearrange(U.double(), "layer d k -> d (layer k)")
+    # Eigenvalues ascend.
+    eigenvectors = torch.linalg.eigh(of_all_layers @ of_all_layers.mT).eigenvectors
+    return eigenvectors[:, -k:].flip(1).to(U)
+
+
+class _Change(NamedTuple):
+    """Name a change: what is done, to which layer or to the pair that begins there."""
+
+    kind: str
+    layer: int
+    n_directions: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _ChangedStreams:
+    """Hold what leaves the last block after each change.
+
+    Attributes:
+        stream: the unchanged stream at every depth.
+        last: what leaves the last block, `[n_pos d_model]`, by change.
+        not_merged: why pairs could not be merged, by their first layer.
+    """
+
+    stream: Float[Tensor, "depth n_pos d_model"]
+    last: dict[_Change, Tensor]
+    not_merged: dict[int, str]
 
 
 def _changed_streams(
-    traced: Trace, directions: dict[int, Tensor]
-) -> tuple[Tensor, dict[tuple[str, int], Tensor], dict[int, str]]:
-    """The residual stream; what leaves the last block after each change, by change and
-    layer; why pairs are missing.
+    traced: Trace, directions: Mapping[int, Float[Tensor, "d_model k"]]
+) -> _ChangedStreams:
+    """Run the blocks with each change, one change at a time.
 
-    The stream is computed anew: that of a half-precision model is rounded after every
-    block, and the absence of that rounding must not count as an effect of the change.
+    The unchanged stream is computed anew, too: that of a half-precision model is
+    rounded after every block, and the absence of that rounding must not count as an
+    effect of the change.
     """
     stream = [traced.residual[0]]
-    changed: dict[tuple[str, int], Tensor] = {}
-    reasons: dict[int, str] = {}
+    last: dict[_Change, Tensor] = {}
+    not_merged: dict[int, str] = {}
     for layer, block in enumerate(traced.blocks):
         # All streams go through a block together, so that a half-precision block is
         # upcast once.
         with block.evaluation():
-            changed = {change: block.call(X) for change, X in changed.items()}
-            changed["dropped", layer] = stream[layer]
+            last = {change: block.call(X) for change, X in last.items()}
+            last[_Change("dropped", layer)] = stream[layer]
             if layer > 0:
-                first, X = traced.blocks[layer - 1], stream[layer - 1]
-                with first.evaluation():
-                    changed["swapped", layer - 1] = first.call(block.call(X))
-                if (
-                    reason := differ_in(
-                        first.call, block.call, (first.layer, block.layer)
+                pair = layer - 1
+                previous = traced.blocks[pair]
+                last[_Change("swapped", pair)] = _swapped(previous, block, stream[pair])
+                reason = _difference(previous, block)
+                if reason is None:
+                    last[_Change("merged", pair)] = _merged(
+                        previous, block, stream[pair]
                     )
-                ) is None:
-                    with (
-                        first.evaluation(),
-                        mean_weights(first.call.module, block.call.module),
-                    ):
-                        changed["merged", layer - 1] = first.call(X)
                 else:
-                    reasons[layer - 1] = reason
+                    not_merged[pair] = reason
             stream.append(block.call(stream[layer]))
+            step = stream[layer + 1] - stream[layer]
             for k, Q in directions.items():
-                changed[f"projected {k}", layer] = (
-                    stream[layer] + (stream[layer + 1] - stream[layer]) @ Q @ Q.mT
-                )
-    return torch.stack(stream), changed, reasons
+                last[_Change("projected", layer, k)] = stream[layer] + step @ Q @ Q.mT
+    return _ChangedStreams(torch.stack(stream), last, not_merged)
+
+
+def _swapped(
+    first: BlockFunction, second: BlockFunction, X: Float[Tensor, "n_pos d_model"]
+) -> Float[Tensor, "n_pos d_model"]:
+    """Return what two blocks make of the stream in the other order."""
+    with first.evaluation():
+        return first.call(second.call(X))
+
+
+def _merged(
+    first: BlockFunction, second: BlockFunction, X: Float[Tensor, "n_pos d_model"]
+) -> Float[Tensor, "n_pos d_model"]:
+    """Return what the first block makes of the stream with the mean of both weights."""
+    weights = mean_weights(first.call.module, second.call.module)
+    with first.evaluation(), weights:
+        return first.call(X)
+
+
+def _difference(first: BlockFunction, second: BlockFunction) -> str | None:
+    """Say why two blocks cannot be merged; `None` if they can."""
+    return differ_in(first.call, second.call, (first.layer, second.layer))
+
+
+def _losses(
+    traced: Trace, changed: _ChangedStreams, ks: Sequence[int]
+) -> dict[str, tuple[Dims, object]]:
+    """Return the loss of the prompt as it is and after each change."""
+    layers = range(traced.n_layers)
+    of_changes: dict[str, tuple[Dims, object]] = {}
+    for kind in CHANGES:
+        dim = _dim_of(kind)
+        changed_layers = layers if dim == "layer" else layers[:-1]
+        of_changes[f"loss_{kind}"] = (
+            dim,
+            [
+                _loss_of(traced, changed.last.get(_Change(kind, layer)))
+                for layer in changed_layers
+            ],
+        )
+    projected = [
+        [
+            _loss_of(traced, changed.last[_Change("projected", layer, k)])
+            for layer in layers
+        ]
+        for k in ks
+    ]
+    exited = [_loss_of(traced, X) for X in changed.stream[1:]]
+    return {
+        "loss": ((), _loss_of(traced, changed.stream[-1])),
+        **of_changes,
+        "loss_projected": (("k", "layer"), projected),
+        "loss_exited": ("layer", exited),
+    }
+
+
+def _loss_of(traced: Trace, X: Float[Tensor, "n_pos d_model"] | None) -> float:
+    """Return the loss if X left the last block; NaN if the change was not made."""
+    if X is None:
+        return float("nan")
+    return loss(replace(traced, residual=X[None]))

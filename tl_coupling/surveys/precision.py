@@ -1,30 +1,31 @@
-"""How far each measure moves when weights are rounded: the same prompts, the same
-model, weights of several precisions.
+"""How far each measure moves when the weights of a model are rounded.
 
-Only weights are rounded. Activations, and everything that is computed of them, stay in
-float32 at every precision.
+The same prompts are measured with weights of several precisions. Only weights are
+rounded: activations, and everything that is computed from them, stay in float32.
 """
 
 import gc
 import json
 import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from tl_coupling.arguments import AnyPath, Device, checked, warn_caller
-from tl_coupling.comparisons import CouplingMap
+from tl_coupling.comparisons import maps_of
 from tl_coupling.files import file_name, output_folder
-from tl_coupling.jacobians import block_jacobians, fill_pairs
+from tl_coupling.jacobians import Connection, Decomposed, block_jacobians, couple
 from tl_coupling.measures import MEASURES, mean_name, subspace_overlap
 from tl_coupling.models import Backend, ModelError, is_gguf, load_model, needs_package
 from tl_coupling.progress import Progress
-from tl_coupling.spectra import svd
+from tl_coupling.prompts import Prompt
 from tl_coupling.surveys.checkpoints import Checkpoint, Source, is_local
 from tl_coupling.surveys.local_models import check_files, with_files
 from tl_coupling.surveys.measurements import (
@@ -73,11 +74,10 @@ _ALIKE_IN_GGUF = ["LlamaForCausalLM", "MistralForCausalLM"]
 
 
 class Moved(NamedTuple):
-    """How far one measure moves at one precision: the mean over prompts of its value
-    and of its change.
+    """Say how far one measure moves at one precision, in the mean over prompts.
 
-    `spread` is the standard deviation of the change over prompts, NaN for one; `k` is
-    None for measures without one.
+    `spread` is the standard deviation of the change over prompts, NaN for one prompt;
+    `k` is None for measures without one.
     """
 
     measure: str
@@ -109,15 +109,20 @@ def precision_sweep(
     does to activations is not part of the comparison.
 
     Args:
-        name, checkpoint, backend, device: as in `load_model`.
+        name: of the model, as in `load_model`; so are `checkpoint`, `backend` and
+            `device`.
         precisions: "float32", "bfloat16", "int8", "nf4"; or `NAME=MODEL`, other weights
             of the same model under that name: a GGUF file, a folder, a hub name.
             Changes are from the first. One of another class or of other sizes fails,
             and so does one that splits the prompts into other tokens.
-        prompts, settings: as in `measure_prompts`.
+        prompts: what is measured, as in `measure_prompts`.
+        settings: how, as there.
+        checkpoint: of the model.
         folder: where the result of each precision is written when it is done; a run
             there does what is missing. It holds `2 n_layers d_model k` numbers for each
             prompt, the singular vectors of the first precision.
+        backend: TransformerLens' class.
+        device: where the model is.
         progress: wraps the loop over precisions; by default bars in a terminal or
             notebook, False for none.
 
@@ -146,188 +151,265 @@ def precision_sweep(
             missing.
 
     Example:
-        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded", "progress": False}
-        >>> data = tlc.surveys.precision_sweep("models/width16/step2", ["float32", "bfloat16"], prompts, **how)
+        >>> data = tlc.surveys.precision_sweep(
+        ...     "models/width16/step2",
+        ...     ["float32", "bfloat16"],
+        ...     prompts,
+        ...     settings=tlc.Settings(k=(2, 4)),
+        ...     folder="rounded",
+        ...     progress=False,
+        ... )
         >>> change = data.pair_change.sel(k=4).mean("prompt").values.tolist()
         >>> 0 == change[0] < change[1] < 0.1
         True
     """
-    import xarray
-
-    chosen, settings = as_prompts(prompts), settings or Settings()
+    named_prompts = as_prompts(prompts)
+    settings = settings or Settings()
     if len(settings.orientations) > 1:
         raise ValueError(
-            f"precisions are compared in one orientation, got {', '.join(settings.orientations)}"
+            "precisions are compared in one orientation, "
+            f"got {', '.join(settings.orientations)}"
         )
     sources = _sources(str(name), precisions, checkpoint)
     first = next(iter(sources))
-    loading: dict[str, Any] = {"backend": backend, "device": device}
-    plan: dict[str, Any] = {
+    plan = {
         "kind": "precision",
         "model": str(name),
         "checkpoint": checkpoint,
         "first": first,
         "backend": backend,
+        "prompts": [[prompt.id, prompt.task, prompt.text] for prompt in named_prompts],
+        **settings.as_plan(),
     }
-    plan |= {"prompts": [[p.id, p.task, p.text] for p in chosen], **settings.as_plan()}
-    place = (
-        tempfile.TemporaryDirectory() if folder is None else nullcontext(str(folder))
-    )
-    with place as where, output_folder(where) as path:
+    units = [
+        Unit(file_name(precision), {"precision": precision, "source": source})
+        for precision, source in sources.items()
+    ]
+    with _folder_or_temporary(folder) as path:
         results = Folder(path, plan, temporary=folder is None)
-        units = [
-            Unit(file_name(one), {"precision": one, "source": source})
-            for one, source in sources.items()
-        ]
-
-        def measure(unit: Unit) -> "xarray.Dataset":
-            # A bridge and its hook points refer to each other.
-            gc.collect()
-            check_files(unit)
-            precision = unit.what["precision"]
-            reference = None if precision == first else load_unit(path, units[0])
-            model = load_model(**unit.what["source"], **loading)
-            architecture = _architecture(model, is_gguf(unit.what["source"]["name"]))
-            # Older results do not hold it.
-            if reference is not None and "architecture" in reference.attrs:
-                _check_architecture(
-                    architecture, json.loads(reference.attrs["architecture"]), precision
-                )
-            if precision == "bfloat16":
-                _round_to_bfloat16(model)
-            found = of_each_prompt(
-                model, chosen, settings, partial(_measures, settings=settings), progress
-            )
-            found = found.assign_attrs(architecture=json.dumps(architecture))
-            # They may have changed amid the loading.
-            check_files(unit)
-            return (
-                found if reference is None else _compared(found, reference, precision)
-            )
-
         with results.held():
             units = with_files(results, units)
-            # What is compared needs what it is compared with.
-            outcomes = results.run(units[:1], measure, progress=False)
-            if error := outcomes[0].error:
-                raise ModelError(
-                    f"{first} could not be measured, with which the others are compared: {error}"
-                )
-            outcomes += results.run(units[1:], measure, progress)
-        failed = {
-            one: o.error
-            for one, o in zip(sources, outcomes, strict=True)
-            if o.status == "failed"
-        }
-        if failed:
-            warn_caller(
-                f"{len(failed)} of {len(sources)} precisions failed: {one_line(failed)}"
+            sweep = _Sweep(
+                prompts=named_prompts,
+                settings=settings,
+                folder=path,
+                first=units[0],
+                loading={"backend": backend, "device": device},
+                progress=progress,
             )
-        done = [
-            unit
-            for unit, outcome in zip(units, outcomes, strict=True)
+            # What is compared needs what it is compared with.
+            outcomes = results.run(units[:1], sweep.measure, progress=False)
+            if outcomes[0].error:
+                raise ModelError(
+                    f"{first} could not be measured, with which the others are "
+                    f"compared: {outcomes[0].error}"
+                )
+            outcomes += results.run(units[1:], sweep.measure, progress)
+        measured = {
+            precision: load_unit(path, unit)
+            for precision, unit, outcome in zip(sources, units, outcomes, strict=True)
             if outcome.status != "failed"
-        ]
-        pieces = [load_unit(path, unit) for unit in done]
-    pieces[0] = _compared(pieces[0], pieces[0], first)
+        }
+    failed = {
+        precision: outcome.error
+        for precision, outcome in zip(sources, outcomes, strict=True)
+        if outcome.status == "failed"
+    }
+    if failed:
+        warn_caller(
+            f"{len(failed)} of {len(sources)} precisions failed: {one_line(failed)}"
+        )
+    measured[first] = _compared(measured[first], measured[first], first)
+    return _joined(measured, str(name), failed)
+
+
+@contextmanager
+def _folder_or_temporary(folder: AnyPath | None) -> Iterator[Path]:
+    """Open the folder of results, or one that is gone afterwards."""
+    if folder is None:
+        with tempfile.TemporaryDirectory() as place, output_folder(place) as path:
+            yield path
+    else:
+        with output_folder(str(folder)) as path:
+            yield path
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """What is measured at every precision.
+
+    Attributes:
+        prompts: what is measured.
+        settings: how.
+        folder: where the results are.
+        first: the precision that the others are compared with.
+        loading: further arguments of `load_model`.
+        progress: wraps the loop over prompts.
+    """
+
+    prompts: list[Prompt]
+    settings: Settings
+    folder: Path
+    first: Unit
+    loading: dict[str, Any]
+    progress: Progress | None
+
+    def measure(self, unit: Unit) -> "xarray.Dataset":
+        """Measure one precision, and compare it with the first."""
+        # A bridge and its hook points refer to each other.
+        gc.collect()
+        check_files(unit)
+        precision = unit.what["precision"]
+        source = unit.what["source"]
+        is_first = precision == self.first.what["precision"]
+        reference = None if is_first else load_unit(self.folder, self.first)
+        model = load_model(**source, **self.loading)
+        architecture = _Architecture.of(model, is_gguf(source["name"]))
+        # Older results do not hold it.
+        if reference is not None and "architecture" in reference.attrs:
+            of_reference = _Architecture.from_json(reference.attrs["architecture"])
+            _check_architecture(architecture, of_reference, precision)
+        if precision == "bfloat16":
+            _round_to_bfloat16(model)
+        measured = of_each_prompt(
+            model,
+            self.prompts,
+            self.settings,
+            partial(_measures, settings=self.settings),
+            self.progress,
+        )
+        measured = measured.assign_attrs(architecture=architecture.as_json())
+        # They may have changed amid the loading.
+        check_files(unit)
+        if reference is None:
+            return measured
+        return _compared(measured, reference, precision)
+
+
+def _joined(
+    measured: "dict[str, xarray.Dataset]", model: str, failed: dict[str, str | None]
+) -> "xarray.Dataset":
+    """Return the results of all precisions as one dataset, with their provenance.
+
+    Args:
+        measured: the results of each precision.
+        model: what was measured.
+        failed: the errors of the other precisions.
+    """
+    import xarray
+
     provenance = {
-        unit.what["precision"]: json.loads(one.attrs["provenance"])
-        for unit, one in zip(done, pieces, strict=True)
+        precision: json.loads(of_precision.attrs["provenance"])
+        for precision, of_precision in measured.items()
     }
-    data = xarray.concat(pieces, "precision", combine_attrs="drop_conflicts")
-    data = data.assign_coords(precision=list(provenance))
+    data = xarray.concat(
+        list(measured.values()), "precision", combine_attrs="drop_conflicts"
+    )
     width = next(iter(provenance.values()))["d_model"]
-    said = {
-        "model": str(name),
-        "d_model": width,
-        "provenance": json.dumps(provenance),
-        "failed": json.dumps(failed),
-    }
-    return data.assign_attrs(said)
+    return data.assign_coords(precision=list(measured)).assign_attrs(
+        model=model,
+        d_model=width,
+        provenance=json.dumps(provenance),
+        failed=json.dumps(failed),
+    )
 
 
 @checked
 def movements(data: "xarray.Dataset") -> list[Moved]:
-    """How far each measure of a `precision_sweep` moves, one row for each measure, k
-    and precision.
+    """Return how far each measure moves, one row for each measure, k and precision.
 
-    Rows have the fields `measure`, `k`, `precision`, `mean` over prompts, and `change`
-    from the first precision with its `spread` over prompts.
+    Args:
+        data: what `precision_sweep` returns.
+
+    Returns:
+        rows with the fields `measure`, `k`, `precision`, `value`, the mean over
+        prompts, and `change` from the first precision with its `spread` over prompts.
 
     Example:
-        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded", "progress": False}
-        >>> data = tlc.surveys.precision_sweep("models/width16/step2", ["float32", "bfloat16"], prompts, **how)
+        >>> data = tlc.surveys.precision_sweep(
+        ...     "models/width16/step2",
+        ...     ["float32", "bfloat16"],
+        ...     prompts,
+        ...     settings=tlc.Settings(k=(2, 4)),
+        ...     folder="rounded",
+        ...     progress=False,
+        ... )
         >>> tlc.surveys.movements(data)[0][:3]
         ('mean_coupling', 2, 'float32')
     """
-    rows = []
+    rows: list[Moved] = []
     for measure in MOVING:
-        values = (
-            data[measure].mean("layer")
-            if "layer" in data[measure].dims
-            else data[measure]
-        )
-        changes = values - values.isel(precision=0)
-        for k in data["k"].values.tolist() if "k" in values.dims else [None]:
-            at = {} if k is None else {"k": k}
-            for precision in data["precision"].values.tolist():
-                value, change = (
-                    one.sel(precision=precision, **at).values
-                    for one in (values, changes)
-                )
-                spread = (
-                    float(np.std(change, ddof=1)) if len(change) > 1 else float("nan")
-                )
-                rows.append(
-                    Moved(
-                        measure,
-                        k,
-                        precision,
-                        float(value.mean()),
-                        float(change.mean()),
-                        spread,
-                    )
-                )
+        values = data[measure]
+        if "layer" in values.dims:
+            values = values.mean("layer")
+        if "k" not in values.dims:
+            rows += _moved(values, measure, None)
+            continue
+        for k in data["k"].values.tolist():
+            rows += _moved(values.sel(k=k), measure, k)
     return rows
+
+
+def _moved(values: "xarray.DataArray", measure: str, k: int | None) -> Iterator[Moved]:
+    """Yield a row for each precision, from values `[precision prompt]`."""
+    changes = values - values.isel(precision=0)
+    for precision in values["precision"].values.tolist():
+        value = values.sel(precision=precision).values
+        change = changes.sel(precision=precision).values
+        spread = float("nan")
+        if len(change) > 1:
+            spread = float(np.std(change, ddof=1))
+        yield Moved(
+            measure=measure,
+            k=k,
+            precision=precision,
+            value=float(value.mean()),
+            change=float(change.mean()),
+            spread=spread,
+        )
 
 
 def _sources(
     name: str, precisions: Sequence[str], checkpoint: Checkpoint | None
 ) -> dict[str, Source]:
-    """What `load_model` takes for each precision, by its name."""
-    own: Source = (
-        {"name": name}
-        if checkpoint is None
-        else {"name": name, "checkpoint": checkpoint}
-    )
-    found: list[tuple[str, Source]] = []
-    for text in precisions:
-        label, equals, other = text.partition("=")
-        if label and other:
-            found.append(
-                (
-                    label,
-                    {"name": str(Path(other).resolve()) if is_local(other) else other},
-                )
-            )
-        elif equals or text not in PRECISIONS:
-            wanted = f"{', '.join(PRECISIONS)}, or NAME=MODEL for other weights of the same model"
-            raise ValueError(
-                f"`precisions` must be {wanted} (a GGUF file, a folder, a hub name); got {text!r}"
-            )
-        else:
-            is_quantised = text in ("int8", "nf4")
-            if is_quantised:
-                needs_package(f"{text!r}", "bitsandbytes")
-            found.append((text, own | {"quantization": text} if is_quantised else own))
-    if len(found) < 2 or len(dict(found)) < len(found):
+    """Return what `load_model` takes for each precision, by its name."""
+    weights: Source = {"name": name}
+    if checkpoint is not None:
+        weights["checkpoint"] = checkpoint
+    labelled = [_labelled_source(text, weights) for text in precisions]
+    sources = dict(labelled)
+    if len(sources) < 2 or len(sources) < len(labelled):
         raise ValueError(
             f"`precisions` must be two or more, each once; got {list(precisions)}"
         )
-    return dict(found)
+    return sources
 
 
-def _round_to_bfloat16(model: Any) -> None:
+def _labelled_source(text: str, weights: Source) -> tuple[str, Source]:
+    """Return the name of a precision and what `load_model` takes for it.
+
+    Args:
+        text: a name from `PRECISIONS`, or `NAME=MODEL`.
+        weights: the model that is rounded.
+    """
+    label, equals, model = text.partition("=")
+    if label and model:
+        name = str(Path(model).resolve()) if is_local(model) else model
+        return label, {"name": name}
+    if equals or text not in PRECISIONS:
+        raise ValueError(
+            f"`precisions` must be {', '.join(PRECISIONS)}, or NAME=MODEL for other "
+            "weights of the same model (a GGUF file, a folder, a hub name); "
+            f"got {text!r}"
+        )
+    if text not in ("int8", "nf4"):
+        return text, weights
+    needs_package(f"{text!r}", "bitsandbytes")
+    return text, weights | {"quantization": text}
+
+
+def _round_to_bfloat16(model: nn.Module) -> None:
+    """Round every weight of a model, and leave its dtype."""
     # A bridge does not list every part of the model that it wraps, and holds copies of
     # some.
     for part in (model, getattr(model, "original_model", model)):
@@ -335,107 +417,138 @@ def _round_to_bfloat16(model: Any) -> None:
             parameter.data = parameter.data.bfloat16().to(parameter.dtype)
 
 
-def _architecture(model: Any, in_gguf: bool) -> dict[str, Any]:
-    """Which class the model may be of, and its sizes as far as they are known."""
+@dataclass(frozen=True)
+class _Architecture:
+    """What weights must have in common to be of one model.
+
+    Attributes:
+        classes: which class the model may be of.
+        sizes: by the names in `_SIZES`; `None` where one is not known.
+    """
+
+    classes: list[str | None]
+    sizes: dict[str, int | None]
+
+    @classmethod
+    def of(cls, model: nn.Module, in_gguf: bool) -> "_Architecture":
+        """Return the architecture of a model, as far as it is known."""
+        name = _class_name(model)
+        classes = [name]
+        if in_gguf and name in _ALIKE_IN_GGUF:
+            classes = [*_ALIKE_IN_GGUF]
+        sizes = {size: getattr(model.cfg, size, None) for size in _SIZES}
+        # Some configurations leave it out where there are no fewer.
+        sizes["n_key_value_heads"] = sizes["n_key_value_heads"] or sizes["n_heads"]
+        return cls(classes, sizes)
+
+    def as_json(self) -> str:
+        """Return it as results hold it."""
+        return json.dumps({"classes": self.classes, **self.sizes})
+
+    @classmethod
+    def from_json(cls, text: str) -> "_Architecture":
+        """Read what results hold."""
+        sizes = json.loads(text)
+        classes = sizes.pop("classes")
+        return cls(classes, sizes)
+
+
+def _class_name(model: nn.Module) -> str | None:
+    """Return the name of HuggingFace's class of a model, if it is known."""
     original = getattr(model, "original_model", None)
-    name = (
-        getattr(model.cfg, "original_architecture", None)
-        if original is None
-        else type(original).__name__
-    )
-    sizes = {size: getattr(model.cfg, size, None) for size in _SIZES}
-    # Some configurations leave it out where there are no fewer.
-    sizes["n_key_value_heads"] = sizes["n_key_value_heads"] or sizes["n_heads"]
-    return {
-        "classes": _ALIKE_IN_GGUF if in_gguf and name in _ALIKE_IN_GGUF else [name],
-        **sizes,
-    }
+    if original is not None:
+        return type(original).__name__
+    return getattr(model.cfg, "original_architecture", None)
 
 
 def _check_architecture(
-    found: dict[str, Any], reference: dict[str, Any], precision: str
+    architecture: _Architecture, reference: _Architecture, precision: str
 ) -> None:
-    """Raise before anything is measured where class or sizes, as far as both are known,
-    are not the reference's.
+    """Raise ValueError where class or sizes, as far as known, are not the reference's.
+
+    Called before anything is measured, which may take hours.
     """
     another = f"{precision} is not the model it is compared with"
-    if set(found["classes"]).isdisjoint(reference["classes"]):
+    if set(architecture.classes).isdisjoint(reference.classes):
         raise ValueError(
-            f"{another}: they are {found['classes'][0]} and {reference['classes'][0]}"
+            f"{another}: they are {architecture.classes[0]} and {reference.classes[0]}"
         )
-    for size, words in _SIZES.items():
-        if (
-            None not in (found[size], reference[size])
-            and found[size] != reference[size]
-        ):
-            raise ValueError(f"{another}: {words} {found[size]} and {reference[size]}")
+    for name, words in _SIZES.items():
+        size = architecture.sizes[name]
+        size_of_reference = reference.sizes[name]
+        if size is None or size_of_reference is None:
+            continue
+        if size != size_of_reference:
+            raise ValueError(f"{another}: {words} {size} and {size_of_reference}")
 
 
 def _measures(traced: Trace, settings: Settings) -> "xarray.Dataset":
-    """Every measure of one prompt, its tokens, and the top singular vectors, `[layer
-    width vector]`.
+    """Measure one prompt; with its tokens and the leading singular vectors.
+
+    The vectors are `[layer width vector]`.
     """
-    k, t = settings.largest(traced.d_model), traced.position_index(settings.position)
+    k = settings.largest(traced.d_model)
+    t = traced.position_index(settings.position)
     orientation = settings.orientations[0]
+    connections = [Connection(layer, t, t, t) for layer in range(traced.n_layers)]
     J = block_jacobians(traced, position=t, function="branches", progress=False)
-    spectrum = svd(J, k)
-    A, layers, at = (
-        J.new_empty(len(J), len(J), k, k),
-        tuple(range(len(J))),
-        (t,) * len(J),
-    )
-    fill_pairs(A, J, spectrum, orientation)
-    norms, provenance = torch.linalg.matrix_norm(J), traced.provenance | {"position": t}
-    named = layers, layers, at, at, "depth", orientation, provenance
-    data = measures(
-        traced, settings, CouplingMap(A, spectrum.S, norms, traced.d_model, *named)
-    )
+    # No more triplets than are compared: nothing is said of the cut here.
+    decomposed = Decomposed.of(J, connections, k, n_triplets=k)
+    coupled = couple(decomposed, decomposed, (orientation,))
+    provenance = traced.provenance | {"position": t}
+    maps = maps_of(coupled, decomposed, decomposed, "depth", provenance)
+    data = measures(traced, settings, maps[orientation])
     dims = ("layer", "width", "vector")
-    vectors = {
-        side: (dims, one.cpu().numpy())
-        for side, one in zip(_VECTORS, (spectrum.U, spectrum.Vh.mT), strict=True)
-    }
+    spectra = decomposed.spectra
     return data.assign(
-        vectors | {"tokens": json.dumps(traced.provenance.get("tokens"))}
+        left=(dims, spectra.U.cpu().numpy()),
+        right=(dims, spectra.Vh.mT.cpu().numpy()),
+        tokens=json.dumps(traced.provenance.get("tokens")),
     )
 
 
 def _compared(
-    found: "xarray.Dataset", reference: "xarray.Dataset", precision: str
+    measured: "xarray.Dataset", reference: "xarray.Dataset", precision: str
 ) -> "xarray.Dataset":
-    """What was found, with how far it is from the reference; ValueError unless both are
-    of one model.
+    """Add how far the results of a precision are from the reference.
+
+    Raises:
+        ValueError: they are of different models.
     """
-    shapes = [(one.sizes["layer"], one.sizes["width"]) for one in (found, reference)]
-    if shapes[0] != shapes[1]:
-        sizes = " and ".join(
-            f"{n_layers} blocks of width {width}" for n_layers, width in shapes
-        )
-        raise ValueError(
-            f"{precision} is not the model it is compared with: they have {sizes}"
-        )
-    if not found["tokens"].equals(reference["tokens"]):
-        raise ValueError(
-            f"{precision} is not the model it is compared with: it splits the prompts into other tokens"
-        )
-    ks = found["k"].values.tolist()
+    _check_comparable(measured, reference, precision)
+    ks = measured["k"].values.tolist()
     for side in _VECTORS:
-        ours, theirs = (
-            torch.from_numpy(one[side].values) for one in (found, reference)
-        )
-        overlaps = [subspace_overlap(theirs[..., :k].mT @ ours[..., :k]) for k in ks]
-        found[f"{side}_overlap"] = (
+        vectors = torch.from_numpy(measured[side].values)
+        of_reference = torch.from_numpy(reference[side].values)
+        overlaps = [
+            subspace_overlap(of_reference[..., :k].mT @ vectors[..., :k]) for k in ks
+        ]
+        measured[f"{side}_overlap"] = (
             ("prompt", "k", "layer"),
             torch.stack(overlaps, 1).numpy(),
         )
-    change = found["coupling"] - reference["coupling"]
-    pairs = change["layer"] != change["other_layer"]
-    found["pair_change"] = np.sqrt(
-        (change**2).where(pairs).mean(("layer", "other_layer"))
-    )
-    relative = abs(found["singular_values"] / reference["singular_values"] - 1)
-    found["largest_singular_value_change"] = relative.isel(singular_value=0, drop=True)
-    found["singular_values_change"] = relative.mean("singular_value")
+    change = measured["coupling"] - reference["coupling"]
+    of_pairs = (change**2).where(change["layer"] != change["other_layer"])
+    measured["pair_change"] = np.sqrt(of_pairs.mean(("layer", "other_layer")))
+    relative = abs(measured["singular_values"] / reference["singular_values"] - 1)
+    largest = relative.isel(singular_value=0, drop=True)
+    measured["largest_singular_value_change"] = largest
+    measured["singular_values_change"] = relative.mean("singular_value")
     # Needed of the reference alone, while others are compared with it.
-    found.attrs.pop("architecture", None)
-    return found.drop_vars([*_VECTORS, "tokens"])
+    measured.attrs.pop("architecture", None)
+    return measured.drop_vars([*_VECTORS, "tokens"])
+
+
+def _check_comparable(
+    measured: "xarray.Dataset", reference: "xarray.Dataset", precision: str
+) -> None:
+    """Raise ValueError unless both are of one model, which has read the same tokens."""
+    another = f"{precision} is not the model it is compared with"
+    shape, shape_of_reference = (
+        f"{data.sizes['layer']} blocks of width {data.sizes['width']}"
+        for data in (measured, reference)
+    )
+    if shape != shape_of_reference:
+        raise ValueError(f"{another}: they have {shape} and {shape_of_reference}")
+    if not measured["tokens"].equals(reference["tokens"]):
+        raise ValueError(f"{another}: it splits the prompts into other tokens")

@@ -1,5 +1,6 @@
-"""Residual alignment (Li and Papyan 2023): four properties of residual networks that
-were trained to classify.
+"""Residual alignment: four properties of residual networks trained to classify.
+
+Li and Papyan (2023) find them:
 
 * RA1, one input's representations lie equally spaced on a line: `line_shape_score` is 1
   and `equidistance` 0.
@@ -11,10 +12,10 @@ were trained to classify.
 * RA4, the top singular values fall as one over depth: the lines of
   `inverse_singular_value_fit` fit, and rise.
 
-Blocks that have all four exactly: `J^l = U S_l Uᵀ` with `σ_i^l = 1 / (c_i + l)` at
-layer l = 0, 1, …, for at most C directions i. Then `x^l` is linear in l, so that `c_i =
-L / (g_i − 1)` if the stream grows by a factor of `g_i` along direction i: σ falls along
-the depth of one network, and as 1/L among networks of L layers that grow alike.
+Blocks have all four exactly if `J^l = U S_l Uᵀ` with `σ_i^l = 1 / (c_i + l)` at layer
+l = 0, 1, …, for at most C directions i. Then `x^l` is linear in l, so that `c_i = L /
+(g_i − 1)` if the stream grows by a factor of `g_i` along direction i: σ falls along the
+depth of one network, and as 1/L among networks of L layers that grow alike.
 """
 
 from dataclasses import dataclass
@@ -24,9 +25,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling import measures, spectra
 from tl_coupling.arguments import Count, checked, made_by
 from tl_coupling.jacobians import Connection, JacobianOptions, decompose
+from tl_coupling.measures import (
+    alignment_matrices,
+    subspace_overlap,
+    vector_alignment,
+)
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import (
@@ -34,6 +39,7 @@ from tl_coupling.spectra import (
     InverseSingularValueFit,
     check_k,
     inverse_singular_value_fit,
+    tail_energy,
 )
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories import shapes
@@ -45,13 +51,18 @@ AlignmentMeasure = Literal["vector_alignment", "subspace_overlap"]
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
 class ResidualAlignment(Saved):
-    """Li and Papyan's four measures of one token; see `residual_alignment`.
+    """Hold Li and Papyan's four measures of one token.
+
+    `residual_alignment` makes it.
 
     Attributes:
-        line_shape_score, equidistance: of the token's path `x^0, …, x^L` (RA1): 1 and 0
-            for equal steps on a line.
-        uv, uu, vv: `alignment_matrices` of its Jacobians' top k singular vectors (RA2);
-            a smaller k is a corner.
+        line_shape_score: of the token's path `x^0, …, x^L` (RA1); 1 for steps on a
+            line.
+        equidistance: of the same path (RA1); 0 for equal steps.
+        uv: `alignment_matrices` of the top k left with the top k right singular vectors
+            of its Jacobians (RA2). A smaller k is a corner.
+        uu: the same of left with left.
+        vv: the same of right with right.
         singular_values: all of every Jacobian's, largest first.
         n_classes: C, the rank that RA3 allows.
         position: the token.
@@ -86,36 +97,34 @@ class ResidualAlignment(Saved):
     def within_blocks(
         self, measure: AlignmentMeasure = "vector_alignment"
     ) -> Float[Tensor, " n_layers"]:
-        """RA2 within blocks: how far each block's left vectors agree with its right
-        ones.
-        """
-        return getattr(measures, measure)(self.uv).diagonal()
+        """Return RA2 within blocks: how far left and right vectors of a block agree."""
+        return _measured(self.uv, measure).diagonal()
 
     @checked
     def across_blocks(
         self, measure: AlignmentMeasure = "vector_alignment"
     ) -> Float[Tensor, "n_layers n_layers"]:
-        """RA2 across blocks: how far two blocks' vectors agree, mean of left with left
-        and right with right.
+        """Return RA2 across blocks: how far the vectors of two blocks agree.
+
+        This is the mean of left with left and right with right.
         """
-        of = getattr(measures, measure)
-        return (of(self.uu) + of(self.vv)) / 2
+        return (_measured(self.uu, measure) + _measured(self.vv, measure)) / 2
 
     @checked
     def null(self, measure: AlignmentMeasure = "vector_alignment") -> float:
-        """Both for independent random singular vectors: `1/d_model`, or `k/d_model` for
-        the overlap of subspaces.
+        """Return what independent random singular vectors give, within and across.
+
+        It is `1/d_model`, or `k/d_model` for the overlap of subspaces.
         """
-        return (
-            self.k if measure == "subspace_overlap" else 1
-        ) / self.singular_values.shape[1]
+        d_model = self.singular_values.shape[1]
+        if measure == "subspace_overlap":
+            return self.k / d_model
+        return 1 / d_model
 
     @property
     def tail_energy(self) -> Float[Tensor, " n_layers"]:
-        """RA3: share of each Jacobian's energy beyond its first `n_classes` singular
-        values.
-        """
-        return spectra.tail_energy(self.singular_values, self.n_classes)
+        """RA3: share of a Jacobian's energy beyond `n_classes` singular values."""
+        return tail_energy(self.singular_values, self.n_classes)
 
     @property
     def inverse_fit(self) -> InverseSingularValueFit:
@@ -123,35 +132,43 @@ class ResidualAlignment(Saved):
         return inverse_singular_value_fit(self.singular_values[:, : self.k])
 
     def summary(self) -> dict[str, float]:
-        """One number for each property, or two, by name: means over blocks, pairs of
-        different blocks, the top k.
+        """Return one number or two for each property, by name.
+
+        They are means over blocks, over pairs of different blocks, or over the top k.
         """
-        n, fit, across = (
-            len(self.singular_values),
-            self.inverse_fit,
-            self.across_blocks(),
-        )
-        of_pairs = across[~torch.eye(n, dtype=torch.bool, device=across.device)]
-        means = {
+        fit = self.inverse_fit
+        across = self.across_blocks()
+        is_own = torch.eye(len(across), dtype=torch.bool, device=across.device)
+        of_blocks = {
             "vector_alignment_within_blocks": self.within_blocks(),
-            "vector_alignment_across_blocks": of_pairs,
+            "vector_alignment_across_blocks": across[~is_own],
             "tail_energy": self.tail_energy,
             "inverse_singular_value_slope": fit.slope,
             "inverse_singular_value_r_squared": fit.r_squared,
         }
-        of_path = {
+        means = {name: float(values.mean()) for name, values in of_blocks.items()}
+        return {
             "line_shape_score": self.line_shape_score,
             "equidistance": self.equidistance,
+            **means,
         }
-        return of_path | {name: float(values.mean()) for name, values in means.items()}
 
     def __repr__(self) -> str:
         values = ", ".join(
             f"{name}={value:.3f}" for name, value in self.summary().items()
         )
-        model = f"{self.provenance.get('model')!r}, position={self.position}"
-        sizes = f"n_classes={self.n_classes}, k={self.k}"
-        return f"ResidualAlignment(model={model}, {sizes}: {values}; null of alignment {self.null():.3f})"
+        return (
+            f"ResidualAlignment(model={self.provenance.get('model')!r}, "
+            f"position={self.position}, n_classes={self.n_classes}, k={self.k}: "
+            f"{values}; null of alignment {self.null():.3f})"
+        )
+
+
+def _measured(cosines: Tensor, measure: AlignmentMeasure) -> Tensor:
+    """Return a measure of every matrix of cosines."""
+    if measure == "subspace_overlap":
+        return subspace_overlap(cosines)
+    return vector_alignment(cosines)
 
 
 @checked
@@ -164,8 +181,7 @@ def residual_alignment(
     chunk_size: Count | None = None,
     progress: Progress | None = None,
 ) -> ResidualAlignment:
-    """Li and Papyan's (2023) four measures of residual alignment, RA1 to RA4, of one
-    token.
+    """Measure the residual alignment of one token: Li and Papyan's (2023) RA1 to RA4.
 
     * RA1, equal steps on a line: `line_shape_score` and `equidistance`.
     * RA2, left and right singular vectors that align within a block and across blocks:
@@ -180,43 +196,53 @@ def residual_alignment(
     and J is `J^l_{tt}`, with the other tokens held fixed.
 
     Args:
+        trace: a traced prompt.
         n_classes: C, how many classes the model tells apart.
         position: the token; the last by default. A vision transformer's class token is
             the first, 0.
         k: how many top singular vectors are compared; C by default, or less: at most 50
             and `d_model`.
-        chunk_size, progress: as in `depth_coupling`.
+        chunk_size: as in `block_jacobian`.
+        progress: wraps the loop over Jacobians; `None`: a bar in a terminal or
+            notebook, `False`: none.
 
-    Raises ValueError for a position or k out of range, or a model of one block. Warns
-    where σ_k and σ_{k+1} are equal to rounding, so that the k-th vectors are arbitrary,
-    and where a measure is undefined (NaN). Cost: a Jacobian and its full SVD for each
-    layer; memory for all of them, and for `3 n_layers² k²` cosines.
+    Raises:
+        ValueError: a position or k out of range, or a model of one block.
+
+    Warns where σ_k and σ_{k+1} are equal to rounding, so that the k-th vectors are
+    arbitrary, and where a measure is undefined (NaN).
+
+    Cost: a Jacobian and its full SVD for each layer; memory for all of them, and for
+    `3 n_layers² k²` cosines.
 
     Example:
         >>> result = tlc.trajectories.residual_alignment(trace, n_classes=4)
         >>> result.uv.shape, result.within_blocks().shape, result.null()
         (torch.Size([2, 2, 4, 4]), torch.Size([2]), 0.03125)
     """
-    t, d, n = trace.position_index(position), trace.d_model, trace.n_layers
-    if n < 2:
+    t = trace.position_index(position)
+    if trace.n_layers < 2:
         raise ValueError(
-            f"alignment across blocks takes at least 2 of them, this model has {n}"
+            "alignment across blocks takes at least 2 of them, "
+            f"this model has {trace.n_layers}"
         )
-    k = min(n_classes, DEFAULT_K, d) if k is None else k
-    check_k(k, d)
-    connections = [Connection(layer, t, t, t) for layer in range(n)]
-    options = JacobianOptions(chunk_size, progress=progress)
-    decomposed = decompose(trace, connections, k, options, n_triplets=d)
+    if k is None:
+        k = min(n_classes, DEFAULT_K, trace.d_model)
+    check_k(k, trace.d_model)
+    connections = [Connection(layer, t, t, t) for layer in range(trace.n_layers)]
+    options = JacobianOptions(chunk_size=chunk_size, progress=progress)
+    # All of every spectrum: the third property is about its tail.
+    decomposed = decompose(trace, connections, k, options, n_triplets=trace.d_model)
     decomposed.check_cut()
-    of_layers = decomposed.spectra
+    spectra = decomposed.spectra
     x = trace.residual[:, t]
     return ResidualAlignment(
         line_shape_score=float(shapes.line_shape_score(x)),
         equidistance=float(shapes.equidistance(x)),
-        uv=measures.alignment_matrices(of_layers, k, "uv"),
-        uu=measures.alignment_matrices(of_layers, k, "uu"),
-        vv=measures.alignment_matrices(of_layers, k, "vv"),
-        singular_values=of_layers.S,
+        uv=alignment_matrices(spectra, k, "uv"),
+        uu=alignment_matrices(spectra, k, "uu"),
+        vv=alignment_matrices(spectra, k, "vv"),
+        singular_values=spectra.S,
         n_classes=n_classes,
         position=t,
         provenance=trace.provenance | {"position": t, "paths": decomposed.paths},

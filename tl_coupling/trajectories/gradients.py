@@ -1,5 +1,6 @@
-"""The gradient that reaches a token's embedding, and what it would be if the blocks
-were coupled (section 6.2).
+"""The gradient at a token's embedding, and what coupled blocks would make of it.
+
+Source: Aubry et al. 2025, section 6.2.
 """
 
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
-from tl_coupling.jacobians import block_jacobian
-from tl_coupling.progress import Progress, with_progress
-from tl_coupling.spectra import check_k, singular_values, svd
+from tl_coupling.jacobians import Connection, JacobianOptions, passing
+from tl_coupling.progress import Progress
+from tl_coupling.spectra import check_k, svd
 from tl_coupling.traces import Trace
+from tl_coupling.trajectories.predictions import middle_layer
 from tl_coupling.trajectories.shapes import direction_cosine
 
 
@@ -23,17 +25,27 @@ def coupled_gradient(
     S: Float[Tensor, "n_layers k"],
     error: Float[Tensor, " d_model"],
 ) -> Float[Tensor, "n_layers_plus_1 d_model"]:
-    r"""How an error after the last block is carried back to every depth if the blocks
-    are fully coupled.
+    r"""Return how fully coupled blocks carry an error back to every depth.
 
-    .. math:: -\frac{\partial \mathcal{L}}{\partial x^l} = e + U \Big(\prod_{j > l} (I + S_j) - I\Big) U^\top e
+    .. math:: -\frac{\partial \mathcal{L}}{\partial x^l}
+        = e + U \Big(\prod_{j > l} (I + S_j) - I\Big) U^\top e
 
-    Of `ℒ = ½ ‖x^L − y‖²` with `e = y − x^L`, where every block is `J_j = U S_j Uᵀ` with
-    one U. Entry `l` belongs to depth l: the last is e, the first is the paper's `Σ_j
-    u_j (1 + s_j)^L u_jᵀ (y − x^L)`, which it prints as `∂ℒ/∂x^0`: it is the negative
-    gradient, the direction of descent. Ours lets S differ between layers, and U have k
-    < d_model columns; the rest of e then passes unchanged. Same units as e. Raises
-    ValueError for entries that are not finite.
+    This is minus the gradient of `ℒ = ½ ‖x^L − y‖²` with `e = y − x^L`, where every
+    block is `J_j = U S_j Uᵀ` with one U. The paper prints the first entry, `Σ_j u_j
+    (1 + s_j)^L u_jᵀ (y − x^L)`, as `∂ℒ/∂x^0`; it is the negative gradient, the
+    direction of descent. Here S may differ between layers, and U may have k < d_model
+    columns: the rest of e then passes unchanged.
+
+    Args:
+        U: singular vectors that all blocks have in common, in columns.
+        S: their singular values in each block.
+        error: e, the error after the last block.
+
+    Returns:
+        one row for each depth, in units of e; the last is e itself.
+
+    Raises:
+        ValueError: entries that are not finite.
 
     Example:
         >>> S = torch.tensor([[1.0, 0.5], [1.0, 0.5]])
@@ -44,19 +56,28 @@ def coupled_gradient(
 
     Source: Aubry et al. 2025, section 6.2.
     """
-    for name, given in (("U", U), ("S", S), ("error", error)):
-        _check_finite(given, name)
-    gains = torch.cat([(1 + S).flip(0).cumprod(0).flip(0), torch.ones_like(S[:1])]) - 1
-    return error + (gains * (error @ U)) @ U.mT
+    _check_finite(U, "U")
+    _check_finite(S, "S")
+    _check_finite(error, "error")
+    # Π_{j>l} (I + S_j) at every depth l, from the last block down; after it, nothing.
+    products = (1 + S).flip(0).cumprod(0).flip(0)
+    gains = torch.cat([products, torch.ones_like(S[:1])])
+    return error + ((gains - 1) * (error @ U)) @ U.mT
 
 
 @dataclass(frozen=True, eq=False)
 class GradientPrediction:
-    """Minus the gradient at a token's depths 0 to L: by the chain rule, and as
-    `coupled_gradient` has it.
+    """Hold minus the gradient at a token's depths 0 to L, and its prediction.
 
-    `exact` is that along the token's own path, `Π_{j>l} (I + J^j_{tt})ᵀ e`: of the last
-    token of a causal model all there is. In float64, in units of the error.
+    `gradient_prediction` makes it. Both are in float64, in units of the error.
+
+    Attributes:
+        exact: by the chain rule along the token's own path, `Π_{j>l} (I + J^j_{tt})ᵀ
+            e`; for the last token of a causal model, this is the whole gradient.
+        coupled: as `coupled_gradient` predicts it.
+        reference_layer: the layer that gave U.
+        position: the token.
+        provenance: how the trace was made, and the token; JSON-able.
 
     Example:
         >>> prediction = tlc.trajectories.gradient_prediction(trace, torch.ones(trace.d_model), k=8)
@@ -76,14 +97,15 @@ class GradientPrediction:
         return direction_cosine(self.exact, self.coupled)
 
     def __repr__(self) -> str:
-        gains = (
-            float(one[0].norm() / one[-1].norm()) for one in (self.exact, self.coupled)
+        growth = float(self.exact[0].norm() / self.exact[-1].norm())
+        coupled_growth = float(self.coupled[0].norm() / self.coupled[-1].norm())
+        return (
+            f"GradientPrediction(model={self.provenance.get('model')!r}, "
+            f"position={self.position}: "
+            f"grows {growth:.3g}-fold from the last depth to the first, "
+            f"{coupled_growth:.3g}-fold if the blocks were coupled, "
+            f"cosine {float(self.cosine_similarity[0]):.3f})"
         )
-        said = "grows {:.3g}-fold from the last depth to the first, {:.3g}-fold if the blocks were coupled".format(
-            *gains
-        )
-        cosine = f"cosine {float(self.cosine_similarity[0]):.3f}"
-        return f"GradientPrediction(model={self.provenance.get('model')!r}, position={self.position}: {said}, {cosine})"
 
 
 @checked
@@ -96,9 +118,10 @@ def gradient_prediction(
     k: int | None = None,
     progress: Progress | None = None,
 ) -> GradientPrediction:
-    """How close the gradient at one token is to what full coupling would make of it.
+    """Compare the gradient at one token with what coupled blocks would make of it.
 
     Args:
+        trace: a traced prompt.
         error: `y − x^L`, or minus the gradient of any loss at the token after the last
             block.
         position: the token; the last by default.
@@ -108,45 +131,60 @@ def gradient_prediction(
         progress: wraps the loop over layers; `None`: a bar in a terminal or notebook,
             `False`: none.
 
-    Raises ValueError for a layer, position or k out of range, an error of another width
-    or with entries that are not finite. Cost: a Jacobian and its singular values per
-    layer.
+    Raises:
+        ValueError: a layer, position or k out of range, an error of another width, or
+            one with entries that are not finite.
+
+    Cost: a Jacobian and its singular values per layer.
 
     Example:
-        >>> prediction = tlc.trajectories.gradient_prediction(trace, -trace.residual[-1, -1])
+        >>> error = -trace.residual[-1, -1]
+        >>> prediction = tlc.trajectories.gradient_prediction(trace, error)
         >>> prediction.exact.shape, bool(prediction.cosine_similarity[-1] > 0.999)
         (torch.Size([3, 32]), True)
     """
     t = trace.position_index(position)
-    reference = trace.layer_index(
-        trace.n_layers // 2 if reference_layer is None else reference_layer
-    )
+    reference = middle_layer(trace, reference_layer)
     k = trace.d_model if k is None else k
     check_k(k, trace.d_model)
     if len(error) != trace.d_model:
         raise ValueError(
-            f"`error` must have shape [{trace.d_model}], the width of the stream, got [{len(error)}]"
+            f"`error` must have shape [{trace.d_model}], the width of the stream, "
+            f"got [{len(error)}]"
         )
-    exact = [error.to(trace.residual).double()]
-    _check_finite(exact[0], "error")
-    S, U = exact[0].new_empty(trace.n_layers, k), exact[0].new_empty(trace.d_model, k)
-    for layer in with_progress(range(trace.n_layers - 1, -1, -1), progress, "gradient"):
-        J = block_jacobian(trace, layer, position=t).double()
-        S[layer] = singular_values(J)[:k]
-        if layer == reference:
+    last = error.to(trace.residual).double()
+    _check_finite(last, "error")
+    exact = [last]
+    S = last.new_empty(trace.n_layers, k)
+    U = last.new_empty(trace.d_model, k)
+    # From the last block down, as the chain rule goes.
+    connections = [
+        Connection(layer, t, t, t) for layer in reversed(range(trace.n_layers))
+    ]
+    jacobians = passing(
+        trace,
+        connections,
+        JacobianOptions(progress=progress),
+        function="block",
+        dtype=torch.float64,
+    )
+    for connection, part in zip(connections, jacobians.parts(), strict=True):
+        J = part.J[0]
+        S[connection.layer] = part.singular_values[0, :k]
+        if connection.layer == reference:
             U[:] = svd(J, k).U
         exact.append(exact[-1] + J.mT @ exact[-1])
-    coupled = coupled_gradient(U, S, exact[0])
     return GradientPrediction(
-        torch.stack(exact[::-1]),
-        coupled,
-        reference,
-        t,
-        trace.provenance | {"position": t},
+        exact=torch.stack(exact[::-1]),
+        coupled=coupled_gradient(U, S, last),
+        reference_layer=reference,
+        position=t,
+        provenance=trace.provenance | {"position": t},
     )
 
 
 def _check_finite(values: Tensor, name: str) -> None:
+    """Raise ValueError unless every entry is finite."""
     if not bool(values.isfinite().all()):
         raise ValueError(
             f"`{name}` must be finite in {values.dtype}, got NaN or infinite entries"

@@ -1,5 +1,6 @@
-"""One token's trajectory as the linearised blocks predict it, and with noise in its
-embedding (Aubry et al. 2025).
+"""One token's trajectory, predicted by linearised blocks and disturbed by noise.
+
+Source: Aubry et al. 2025.
 """
 
 import math
@@ -12,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
-from tl_coupling.jacobians import block_jacobian, block_jvp
+from tl_coupling.jacobians import Connection, JacobianOptions, block_jvp, passing
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.spectra import check_k, singular_values, svd
+from tl_coupling.spectra import check_k, svd
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories.shapes import direction_cosine
 
@@ -25,8 +26,11 @@ PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
 @made_by("trajectories.linearisation(trace)")
 @dataclass(frozen=True, eq=False)
 class Linearisation:
-    """A token's trajectory and three linear predictions of it; entry `l` of each
-    predicts `trajectory[l + 1]`.
+    """Hold a token's trajectory and three linear predictions of it.
+
+    `linearisation` makes it. Entry `l` of each prediction is that of
+    `trajectory[l + 1]`. All are in float64, in units of the residual stream, which
+    products outgrow by many orders of magnitude.
 
     Attributes:
         trajectory: `x^0, …, x^L` of the token at `position`.
@@ -36,17 +40,17 @@ class Linearisation:
         closed_form: `x^0 + U (Π_{j≤l} (I + S_j) − I) Uᵀ x^0` (eq. 24), what the product
             would be if the blocks were coupled exactly. S_j are the k largest singular
             values of J^j, U the first k left singular vectors of the reference layer.
-            With k = d_model this is the paper's `U Π (I + S_j) Uᵀ x^0`.
-        singular_values: `S_j`, largest first. Like `reference_layer`, `None` without
-            the closed form.
-
-    In float64, in units of the residual stream, which products outgrow by many orders
-    of magnitude.
+            With k = d_model this is the paper's `U Π (I + S_j) Uᵀ x^0`. `None` if it
+            was left out.
+        singular_values: `S_j`, largest first; `None` without the closed form.
+        reference_layer: the layer that gave U; `None` without the closed form.
+        position: the token.
+        provenance: how the trace was made, and the token; JSON-able.
 
     Example:
         >>> linear = tlc.trajectories.linearisation(trace, k=8)
-        >>> linear.k, linear.relative_error("one_step").shape, linear.cosine_similarity("previous").shape
-        (8, torch.Size([2]), torch.Size([2]))
+        >>> linear.k, linear.relative_error("one_step").shape
+        (8, torch.Size([2]))
     """
 
     trajectory: Float[Tensor, "n_layers_plus_1 d_model"]
@@ -65,14 +69,19 @@ class Linearisation:
 
     @checked
     def predicted(self, prediction: Prediction) -> Float[Tensor, "n_layers d_model"]:
-        """A prediction by name; of the two baselines, "previous" (for one step) is
-        `x^{l−1}`, and "input" is `x^0`.
+        """Return a prediction by name.
+
+        Two are baselines without any block: "previous" is `x^{l−1}`, to compare with
+        one step, and "input" is `x^0`, to compare with products.
+
+        Raises:
+            ValueError: the closed form was left out.
         """
-        baselines = {
-            "previous": self.trajectory[:-1],
-            "input": self.trajectory[:1].expand_as(self.one_step),
-        }
-        values = baselines.get(prediction, getattr(self, prediction, None))
+        if prediction == "previous":
+            return self.trajectory[:-1]
+        if prediction == "input":
+            return self.trajectory[:1].expand_as(self.one_step)
+        values = getattr(self, prediction)
         if values is None:
             raise ValueError(
                 "the closed form was left out: measure with `closed_form=True`"
@@ -81,36 +90,40 @@ class Linearisation:
 
     @checked
     def relative_error(self, prediction: Prediction) -> Float[Tensor, " n_layers"]:
-        """`‖x̂^l − x^l‖ / ‖x^l‖`, 1 for a prediction of 0; NaN with a warning where
-        `x^l` is zero.
+        """Return `‖x̂^l − x^l‖ / ‖x^l‖`, which is 1 for a prediction of 0.
+
+        It is NaN, with a warning, where `x^l` is zero.
         """
         truth = self.trajectory[1:]
-        size = truth.norm(dim=-1)
-        if (size == 0).any():
-            layers = ", ".join(map(str, (size == 0).nonzero().flatten().tolist()))
+        length = truth.norm(dim=-1)
+        is_zero = length == 0
+        if is_zero.any():
+            layers = ", ".join(
+                str(layer) for layer in is_zero.nonzero().flatten().tolist()
+            )
             warn_caller(
                 f"relative error is undefined (NaN) where x is 0, after layer {layers}"
             )
-        return ((self.predicted(prediction) - truth).norm(dim=-1) / size).masked_fill(
-            size == 0, torch.nan
-        )
+        error = (self.predicted(prediction) - truth).norm(dim=-1)
+        return (error / length).masked_fill(is_zero, torch.nan)
 
     @checked
     def cosine_similarity(self, prediction: Prediction) -> Float[Tensor, " n_layers"]:
-        """Cosine of the angle between a prediction and `x^l`; NaN with a warning where
-        either is zero.
+        """Return the cosine of the angle between a prediction and `x^l`.
+
+        It is NaN, with a warning, where either is zero.
         """
         return direction_cosine(self.predicted(prediction), self.trajectory[1:])
 
     def __repr__(self) -> str:
-        closed = (
-            f"closed form of k={self.k} with U of layer {self.reference_layer}"
-            if self.k
-            else "no closed form"
-        )
-        what = f"position={self.position}, {len(self.one_step)} layers"
+        closed_form = "no closed form"
+        if self.k is not None:
+            closed_form = (
+                f"closed form of k={self.k} with U of layer {self.reference_layer}"
+            )
         return (
-            f"Linearisation(model={self.provenance.get('model')!r}, {what}, {closed})"
+            f"Linearisation(model={self.provenance.get('model')!r}, "
+            f"position={self.position}, {len(self.one_step)} layers, {closed_form})"
         )
 
 
@@ -124,15 +137,17 @@ def linearisation(
     k: int | None = None,
     progress: Progress | None = None,
 ) -> Linearisation:
-    r"""Predict one token's trajectory by its linearised blocks: step by step,
-    compounded, and fully coupled.
+    r"""Predict one token's trajectory by linearised blocks.
 
-    .. math:: \hat x^l = (I + J^l)\, x^{l-1}, \qquad \hat x^l = (I + J^l) \cdots (I + J^1)\, x^0
+    The predictions are step by step, compounded, and as if the blocks were coupled:
 
-    and the closed form of `Linearisation`. Source: Aubry et al. 2025, section 6.1. A
-    block is not linear: its first-order expansion at `x` is `f(x) + J (y − x)`. The
-    linear model of the paper drops the constant `f(x) − J x`; this measures how much
-    that matters. J is `J^l_{tt}`: other tokens are held fixed.
+    .. math:: \hat x^l = (I + J^l)\, x^{l-1}, \qquad
+        \hat x^l = (I + J^l) \cdots (I + J^1)\, x^0
+
+    and the closed form of `Linearisation`. A block is not linear: its first-order
+    expansion at `x` is `f(x) + J (y − x)`. The linear model of the paper drops the
+    constant `f(x) − J x`, and this function measures how much that matters. J is
+    `J^l_{tt}`: other tokens are held fixed.
 
     Expect little: a block that normalises first hardly depends on the length of its
     token. Where attention and MLP run in parallel (GPT-NeoX, GPT-J), `f(c x) = f(x)`
@@ -142,9 +157,10 @@ def linearisation(
     "previous" and "input".
 
     Args:
+        trace: a traced prompt.
         position: the token; the last by default, as in the paper.
-        closed_form: also predict by eq. 24, which needs every J and its singular
-            values.
+        closed_form: whether to predict by eq. 24 too, which needs every J and its
+            singular values.
         reference_layer: whose left singular vectors are the common U. The paper does
             not say (under exact coupling all are the same); the middle layer by
             default, since coupling fades with distance in depth.
@@ -153,65 +169,128 @@ def linearisation(
         progress: wraps the loop over layers; `None`: a bar in a terminal or notebook,
             `False`: none.
 
-    Raises ValueError for a layer, position or k out of range, or a reference layer or k
-    without the closed form. Cost: per layer a Jacobian and its singular values; without
-    the closed form two Jacobian–vector products.
+    Raises:
+        ValueError: a layer, position or k out of range, or a reference layer or k
+            without the closed form.
+
+    Cost: per layer a Jacobian and its singular values; without the closed form two
+    Jacobian–vector products.
+
+    Source: Aubry et al. 2025, section 6.1.
 
     Example:
         >>> result = tlc.trajectories.linearisation(trace)
-        >>> bool(result.relative_error("one_step")[0] == result.relative_error("product")[0])
+        >>> error = result.relative_error("one_step")
+        >>> bool(error[0] == result.relative_error("product")[0])
         True
     """
     t = trace.position_index(position)
     if not closed_form and (reference_layer is not None or k is not None):
         raise ValueError(
-            "`reference_layer` and `k` belong to the closed form: leave them out or set closed_form=True"
+            "`reference_layer` and `k` belong to the closed form: "
+            "leave them out or set closed_form=True"
         )
-    reference = trace.layer_index(
-        trace.n_layers // 2 if reference_layer is None else reference_layer
-    )
+    reference = middle_layer(trace, reference_layer)
     k = trace.d_model if k is None else k
     check_k(k, trace.d_model)
-    x = trace.residual[:, t].double()
-    one_step, product = torch.empty_like(x[1:]), x.clone()
-    S, U = x.new_empty(trace.n_layers, k), x.new_empty(trace.d_model, k)
-    for layer in with_progress(range(trace.n_layers), progress, "linearisation"):
-        if closed_form:
-            J = block_jacobian(trace, layer, position=t)
-            S[layer] = singular_values(J)[:k]
-            if layer == reference:
-                U[:] = svd(J, k).U
-            images = J.double() @ x[layer], J.double() @ product[layer]
-        else:
-            images = (
-                _image(trace, layer, t, x[layer]),
-                _image(trace, layer, t, product[layer]),
-            )
-        one_step[layer] = x[layer] + images[0]
-        product[layer + 1] = product[layer] + images[1]
-    provenance = trace.provenance | {"position": t}
     if not closed_form:
-        return Linearisation(x, one_step, product[1:], None, None, None, t, provenance)
-    coupled = x[0] + (((1 + S).cumprod(0) - 1) * (x[0] @ U)) @ U.mT
-    return Linearisation(x, one_step, product[1:], coupled, S, reference, t, provenance)
+        return _by_products(trace, t, progress)
+    return _by_jacobians(trace, t, reference, k, progress)
+
+
+def middle_layer(trace: Trace, layer: int | None) -> int:
+    """Return the layer that gives U: the one given, or the one in the middle."""
+    if layer is None:
+        return trace.layer_index(trace.n_layers // 2)
+    return trace.layer_index(layer)
+
+
+def _by_products(
+    trace: Trace, position: int, progress: Progress | None
+) -> Linearisation:
+    """Return the linearisation without its closed form, which needs no Jacobian."""
+    x = trace.residual[:, position].double()
+    one_step = torch.empty_like(x[1:])
+    product = x.clone()
+    for layer in with_progress(range(trace.n_layers), progress, "linearisation"):
+        one_step[layer] = x[layer] + _image(trace, layer, position, x[layer])
+        image = _image(trace, layer, position, product[layer])
+        product[layer + 1] = product[layer] + image
+    return Linearisation(
+        trajectory=x,
+        one_step=one_step,
+        product=product[1:],
+        closed_form=None,
+        singular_values=None,
+        reference_layer=None,
+        position=position,
+        provenance=trace.provenance | {"position": position},
+    )
 
 
 def _image(trace: Trace, layer: int, position: int, vector: Tensor) -> Tensor:
-    """`J v` in float64; of v's direction, since a compounded v may lie beyond float32's
-    range.
+    """Return `J v` in float64.
+
+    The direction of v goes through the block, not v: after many layers a product may
+    lie beyond the range of float32.
     """
-    size = vector.norm().clamp_min(torch.finfo(vector.dtype).tiny)
-    return size * block_jvp(trace, layer, vector / size, position=position).double()
+    length = vector.norm().clamp_min(torch.finfo(vector.dtype).tiny)
+    image = block_jvp(trace, layer, vector / length, position=position)
+    return length * image.double()
+
+
+def _by_jacobians(
+    trace: Trace, position: int, reference: int, k: int, progress: Progress | None
+) -> Linearisation:
+    """Return the whole linearisation, with U of a reference layer."""
+    x = trace.residual[:, position].double()
+    one_step = torch.empty_like(x[1:])
+    product = x.clone()
+    S = x.new_empty(trace.n_layers, k)
+    U = x.new_empty(trace.d_model, k)
+    connections = [
+        Connection(layer, position, position, position)
+        for layer in range(trace.n_layers)
+    ]
+    jacobians = passing(
+        trace, connections, JacobianOptions(progress=progress), function="block"
+    )
+    for layer, part in enumerate(jacobians.parts()):
+        J = part.J[0]
+        S[layer] = part.singular_values[0, :k]
+        if layer == reference:
+            U[:] = svd(J, k).U
+        one_step[layer] = x[layer] + J.double() @ x[layer]
+        product[layer + 1] = product[layer] + J.double() @ product[layer]
+    # Π_{j≤l} (I + S_j) − I, for each l and each singular vector: [n_layers k]
+    growth = (1 + S).cumprod(0) - 1
+    return Linearisation(
+        trajectory=x,
+        one_step=one_step,
+        product=product[1:],
+        closed_form=x[0] + (growth * (x[0] @ U)) @ U.mT,
+        singular_values=S,
+        reference_layer=reference,
+        position=position,
+        provenance=trace.provenance | {"position": position},
+    )
 
 
 @made_by("trajectories.perturbation(trace)")
 @dataclass(frozen=True, eq=False)
 class Perturbation:
-    """`cosine_similarity`, `cos(x^l, x̃^l)` of a token's clean and noisy trajectory, at
-    depths 0 to L.
+    """Hold how similar a token's clean and noisy trajectories are, at depths 0 to L.
 
-    `scales` are lengths of the noise divided by that of the clean embedding, or if not
-    `relative` the standard deviation of its entries; `position` is the token.
+    `perturbation` makes it.
+
+    Attributes:
+        cosine_similarity: `cos(x^l, x̃^l)` of the clean and the noisy trajectory.
+        scales: lengths of the noise divided by that of the clean embedding; if not
+            `relative`, the standard deviation of its entries.
+        position: the token.
+        seed: of the noise.
+        provenance: how the trace was made, and the token; JSON-able.
+        relative: whether the noise is relative to the length of the embedding.
 
     Example:
         >>> noisy = tlc.trajectories.perturbation(trace, (0.1, 1.0), n_samples=2)
@@ -234,11 +313,13 @@ class Perturbation:
     def __repr__(self) -> str:
         n_scales, n_samples, n_depths = self.cosine_similarity.shape
         first, *_, last = self.mean.mean(0).tolist()
-        sizes = f"{n_scales} {'' if self.relative else 'absolute '}scales × {n_samples} samples × {n_depths} depths"
-        cosines = (
-            f"mean cosine {first:.3f} before the first layer, {last:.3f} after the last"
+        scales = "scales" if self.relative else "absolute scales"
+        return (
+            f"Perturbation(model={self.provenance.get('model')!r}, "
+            f"position={self.position}, "
+            f"{n_scales} {scales} × {n_samples} samples × {n_depths} depths, "
+            f"mean cosine {first:.3f} before the first layer, {last:.3f} after the last)"
         )
-        return f"Perturbation(model={self.provenance.get('model')!r}, position={self.position}, {sizes}, {cosines})"
 
 
 @checked
@@ -252,10 +333,9 @@ def perturbation(
     seed: Seed = 0,
     progress: Progress | None = None,
 ) -> Perturbation:
-    """Add Gaussian noise to one token's embedding and follow how its direction changes
-    through the blocks.
+    """Add noise to one token's embedding and follow its direction through the blocks.
 
-    The noisy embedding is `x^0_t + scale · ‖x^0_t‖ / √d_model · ε` with standard normal
+    The noise is Gaussian. The noisy embedding is `x^0_t + scale · ‖x^0_t‖ / √d_model · ε` with standard normal
     `ε`: noise of scale 1 is about as long as the embedding, so that models can be
     compared. With `relative=False` it is `x^0_t + scale · ε`, the paper's levels: the
     same noise is then more to a model with a shorter embedding. Before the first layer
@@ -265,48 +345,79 @@ def perturbation(
     same for every scale.
 
     With `final_norm=True` the trace's last depth is compared after the final norm.
-    Raises ValueError for no scales, a negative or infinite one, a position out of
-    range, or an embedding that is zero and has no relative noise. Cost: `n_scales ·
-    n_samples` forward passes of the prompt.
+
+    Args:
+        trace: a traced prompt.
+        scales: how large the noise is.
+        position: the token; the last by default.
+        relative: whether the noise is relative to the length of the embedding.
+        n_samples: how many times noise is drawn.
+        seed: of the noise.
+        progress: wraps the loop over scales and samples; `None`: a bar in a terminal or
+            notebook, `False`: none.
+
+    Raises:
+        ValueError: no scales, a negative or infinite one, a position out of range, or
+            an embedding that is zero, to which no noise is relative.
+
+    Cost: `n_scales · n_samples` forward passes of the prompt.
 
     Example:
-        >>> tlc.trajectories.perturbation(trace, (0.1, 1.0), n_samples=2).cosine_similarity.shape
+        >>> noisy = tlc.trajectories.perturbation(trace, (0.1, 1.0), n_samples=2)
+        >>> noisy.cosine_similarity.shape
         torch.Size([2, 2, 3])
     """
     t = trace.position_index(position)
-    if not len(scales) or not all(
-        math.isfinite(scale) and scale >= 0 for scale in scales
-    ):
+    are_sizes = all(math.isfinite(scale) and scale >= 0 for scale in scales)
+    if not len(scales) or not are_sizes:
         raise ValueError(
-            f"`scales` must be finite numbers of at least 0, one or more, got {list(scales)}"
+            "`scales` must be finite numbers of at least 0, one or more, "
+            f"got {list(scales)}"
         )
     clean = trace.residual[:, t]
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(
-        n_samples, trace.d_model, dtype=torch.float64, generator=generator
-    ).to(clean)
+    noise = _noise(clean, n_samples, seed)
     if relative:
-        if (size := clean[0].norm()) == 0:
-            wanted = "choose another token, or relative=False"
+        length = clean[0].norm()
+        if length == 0:
             raise ValueError(
-                f"the embedding of token {t} is zero, and noise is relative to it: {wanted}"
+                f"the embedding of token {t} is zero, and noise is relative to it: "
+                "choose another token, or relative=False"
             )
-        noise = size / math.sqrt(trace.d_model) * noise
+        noise = length / math.sqrt(trace.d_model) * noise
     cosines = clean.new_empty(len(scales), n_samples, len(clean))
-    for run in with_progress(range(len(scales) * n_samples), progress, "perturbation"):
-        X = trace.residual[0].clone()
+    runs = range(len(scales) * n_samples)
+    for run in with_progress(runs, progress, "perturbation"):
         level, sample = divmod(run, n_samples)
-        X[t] += scales[level] * noise[sample]
-        noisy = [X[t]]
-        for block in trace.blocks:
-            X = X + block(X)
-            noisy.append(X[t])
-        cosines[level, sample] = direction_cosine(clean, torch.stack(noisy))
+        noisy = _noisy_trajectory(trace, t, scales[level] * noise[sample])
+        cosines[level, sample] = direction_cosine(clean, noisy)
     return Perturbation(
-        cosines,
-        tuple(map(float, scales)),
-        t,
-        seed,
-        trace.provenance | {"position": t},
-        relative,
+        cosine_similarity=cosines,
+        scales=tuple(float(scale) for scale in scales),
+        position=t,
+        seed=seed,
+        provenance=trace.provenance | {"position": t},
+        relative=relative,
     )
+
+
+def _noise(
+    clean: Float[Tensor, "n_layers_plus_1 d_model"], n_samples: int, seed: int
+) -> Float[Tensor, "n_samples d_model"]:
+    """Return standard normal noise, the same on every device and in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (n_samples, clean.shape[1])
+    noise = torch.randn(size, dtype=torch.float64, generator=generator)
+    return noise.to(clean)
+
+
+def _noisy_trajectory(
+    trace: Trace, position: int, noise: Float[Tensor, " d_model"]
+) -> Float[Tensor, "n_layers_plus_1 d_model"]:
+    """Return a token's path through the blocks, with noise added to its embedding."""
+    X = trace.residual[0].clone()
+    X[position] += noise
+    noisy = [X[position]]
+    for block in trace.blocks:
+        X = X + block(X)
+        noisy.append(X[position])
+    return torch.stack(noisy)
