@@ -1,6 +1,7 @@
 """A portrait of a prompt: what is measured, of which layers and which tokens."""
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import xarray
 
 import tiny
 import tl_coupling as tlc
+from tl_coupling.gradients import BlockFunction
+from tl_coupling.jacobians import decomposed, jacobians
 from tl_coupling.trajectories import measure_trajectory
 
 pytestmark = pytest.mark.on_4_only
@@ -179,3 +182,47 @@ def test_bad_input_says_what_was_wanted(tiny_trace: tlc.Trace) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_each_jacobian_is_computed_once(
+    tiny_trace: tlc.Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jacobians that are computed together are counted as one computation.
+
+    What a token does to itself is computed alone for the maps, and once more among all
+    that act on it: rounding depends on which are computed together.
+    """
+    computations: Counter[tuple[int, tuple[int, ...], int]] = Counter()
+    compute = jacobians.jacobians_of_output
+
+    def counted(
+        block: BlockFunction, inputs: list[int], output: int, *options: object
+    ) -> object:
+        computations[block.layer, tuple(inputs), output] += 1
+        return compute(block, inputs, output, *options)
+
+    monkeypatch.setattr(jacobians, "jacobians_of_output", counted)
+    tlc.portrait(tiny_trace, k=(4, 8), position=5)
+    tokens = range(len(tiny.TOKENS))
+    layers = range(tiny.N_LAYERS)
+    own = {(layer, (t,), t) for layer in layers for t in tokens}
+    from_the_first = {(layer, (0,), t) for layer in layers for t in tokens}
+    on_the_measured = {(layer, tuple(range(6)), 5) for layer in layers}
+    assert computations == Counter(own | from_the_first | on_the_measured)
+
+
+def test_a_matrix_is_decomposed_once_for_all_that_read_its_vectors(
+    tiny_trace: tlc.Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each column of a map is, and each layer of the map across depth."""
+    n_decomposed: list[int] = []
+    svd = decomposed.svd
+
+    def counted(J: torch.Tensor, n_triplets: int) -> object:
+        n_decomposed.append(len(J))
+        return svd(J, n_triplets)
+
+    monkeypatch.setattr(decomposed, "svd", counted)
+    portrait = tlc.portrait(tiny_trace, k=(4, 8))
+    n_columns = [len(result.col_positions) for result in portrait.tokens.values()]
+    assert sum(n_decomposed) == tiny.N_LAYERS + sum(n_columns)

@@ -14,6 +14,8 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
+from tl_coupling.gradients import BlockFunction
+from tl_coupling.jacobians import decomposed, jacobians
 from tl_coupling.redundancy import CHANGES, layer_redundancy, shared_directions
 
 pytestmark = pytest.mark.on_3_only
@@ -236,6 +238,33 @@ def test_coupling_is_averaged_over_both_orders(
         np.testing.assert_allclose(data.coupling_of_pair[0, i], pairs, atol=1e-6)
         np.testing.assert_allclose(data.coupling_with_others[0, i], others, atol=1e-6)
         assert float(data.null_coupling[i]) == pytest.approx(1 - (1 - 1 / k) ** 0.5)
+
+
+def test_each_jacobian_is_computed_and_decomposed_once(
+    tiny_trace: tlc.Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Coupling and shared directions read one decomposition."""
+    computed: list[tuple[int, int, int]] = []
+    decomposed_matrices: list[bytes] = []
+    compute = jacobians.jacobians_of_output
+    svd = decomposed.svd
+
+    def counted_jacobians(
+        block: BlockFunction, inputs: list[int], output: int, *options: object
+    ) -> object:
+        computed.extend((block.layer, t1, output) for t1 in inputs)
+        return compute(block, inputs, output, *options)
+
+    def counted_svd(J: torch.Tensor, n_triplets: int) -> object:
+        decomposed_matrices.extend(matrix.numpy().tobytes() for matrix in J)
+        return svd(J, n_triplets)
+
+    monkeypatch.setattr(jacobians, "jacobians_of_output", counted_jacobians)
+    monkeypatch.setattr(decomposed, "svd", counted_svd)
+    layer_redundancy(tiny_trace.model, words(tiny.TOKENS), k=[4, 8], progress=False)
+    last = len(tiny.TOKENS) - 1
+    assert computed == [(layer, last, last) for layer in range(tiny.N_LAYERS)]
+    assert len(set(decomposed_matrices)) == len(decomposed_matrices) == tiny.N_LAYERS
 
 
 def test_the_dataset_says_what_it_is_and_can_be_written(

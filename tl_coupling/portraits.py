@@ -1,6 +1,6 @@
 """All that is measured of one traced prompt: what a report is made from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,6 +17,7 @@ from tl_coupling.comparisons import (
     self_coupling,
 )
 from tl_coupling.influence import Influence, cross_token_influence
+from tl_coupling.jacobians import Connection, each_once
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import DEFAULT_K, fitting_k
@@ -146,11 +147,12 @@ def token_portrait(
         >>> {name: len(result.row_positions) for name, result in measured.maps.items()}
         {'self': 8, 'fixed input': 8, 'fixed output': 4}
     """
+    t = trace.position_index(position)
     ends: dict[End, int] = {
         "input": trace.position_index(input_position, "input_position"),
-        "output": trace.position_index(position),
+        "output": t,
     }
-    allowed = {end: free_end(trace, end, t) for end, t in ends.items()}
+    allowed = {end: free_end(trace, end, fixed) for end, fixed in ends.items()}
     layer, other_layer = neighbours(trace, layer, other_layer)
     selected: list[int] | None = None
     if positions is not None:
@@ -185,11 +187,37 @@ def token_portrait(
             progress=progress,
         )
 
-    # The cheap ones first, so that wrong arguments are reported before the long work.
-    measured = {name: map_of(name) for name in reversed(TOKEN_MAPS) if name in maps}
-    influence = cross_token_influence(trace, position, progress=progress)
+    with each_once(trace, _read_again(trace, maps, (layer, other_layer), ends)):
+        # The cheap ones first, so that wrong arguments are reported before the long
+        # work.
+        measured = {name: map_of(name) for name in reversed(TOKEN_MAPS) if name in maps}
+        influence = cross_token_influence(trace, t, progress=progress)
     in_order = {name: measured[name] for name in TOKEN_MAPS if name in measured}
     return TokenPortrait(in_order, influence)
+
+
+def _read_again(
+    trace: Trace,
+    maps: Sequence[TokenMap],
+    layers: tuple[int, int],
+    ends: Mapping[End, int],
+) -> set[Connection]:
+    """Return the connections whose Jacobians more than one part of a portrait reads.
+
+    The influences read all that the map of a fixed output reads; the three maps share
+    what the fixed tokens do to themselves, and the map across depth what the measured
+    token does to itself.
+    """
+    t1 = ends["input"]
+    t2 = ends["output"]
+    shared: set[Connection] = set()
+    for layer in layers:
+        shared.add(Connection(layer, t1, t1, t1))
+        shared.add(Connection(layer, t2, t2, t2))
+        if "fixed output" in maps:
+            sources = free_end(trace, "output", t2)
+            shared.update(Connection(layer, t, t2, t) for t in sources)
+    return shared
 
 
 @checked
@@ -240,20 +268,23 @@ def portrait(
     output = trace.position_index(position)
     fixed_input = trace.position_index(input_position, "input_position")
     layer, other_layer = neighbours(trace, layer, other_layer)
-    depth = depth_coupling(
-        trace, ks[-1], output, orientation=orientation, progress=progress
-    )
-    across_tokens = token_portrait(
-        trace,
-        layer,
-        other_layer,
-        k=ks[0],
-        position=output,
-        input_position=fixed_input,
-        maps=_maps_that_vary(trace, fixed_input, output),
-        orientation=orientation,
-        progress=progress,
-    )
+    ends: dict[End, int] = {"input": fixed_input, "output": output}
+    maps = _maps_that_vary(trace, ends)
+    with each_once(trace, _read_again(trace, maps, (layer, other_layer), ends)):
+        depth = depth_coupling(
+            trace, ks[-1], output, orientation=orientation, progress=progress
+        )
+        across_tokens = token_portrait(
+            trace,
+            layer,
+            other_layer,
+            k=ks[0],
+            position=output,
+            input_position=fixed_input,
+            maps=maps,
+            orientation=orientation,
+            progress=progress,
+        )
     return Portrait(
         trace=trace,
         ks=ks,
@@ -268,11 +299,11 @@ def portrait(
     )
 
 
-def _maps_that_vary(trace: Trace, fixed_input: int, output: int) -> list[TokenMap]:
+def _maps_that_vary(trace: Trace, ends: Mapping[End, int]) -> list[TokenMap]:
     """Return the maps that compare at least two tokens."""
     n_varying: dict[TokenMap, int] = {
         "self": trace.n_pos,
-        "fixed input": len(free_end(trace, "input", fixed_input)),
-        "fixed output": len(free_end(trace, "output", output)),
+        "fixed input": len(free_end(trace, "input", ends["input"])),
+        "fixed output": len(free_end(trace, "output", ends["output"])),
     }
     return [name for name in TOKEN_MAPS if n_varying[name] > 1]
