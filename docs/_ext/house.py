@@ -6,32 +6,38 @@ import networkx
 
 from rooms import LEVELS, imports_between_rooms
 
-WIDTH, HEIGHT, FLOOR, MARGIN = 440, 30, 60, 4
+WIDTH = 540
+HEIGHT = 30
+FLOOR = 60
+MARGIN = 4
 # Where the middle of each room is, from left to right, so that no arrow runs through a
 # room.
 MIDDLES = {
-    "cli": 375,
-    "plots": 56,
-    "interactive": 168,
-    "report": 276,
-    "redundancy": 377,
-    "generalization": 182,
-    "surveys": 377,
-    "portraits": 242,
-    "comparisons": 213,
-    "influence": 92,
-    "trajectories": 370,
-    "jacobians": 50,
-    "blocks": 325,
-    "spectra": 388,
-    "coupling": 226,
-    "statistics": 110,
-    "models": 248,
-    "prompts": 343,
-    "files": 165,
-    "border": 388,
-    "interrupts": 282,
-    "progress": 50,
+    "cli": 218,
+    "plots": 84,
+    "interactive": 295,
+    "report": 481,
+    "redundancy": 158,
+    "generalization": 301,
+    "surveys": 423,
+    "portraits": 230,
+    "comparisons": 218,
+    "influence": 94,
+    "trajectories": 346,
+    "jacobians": 131,
+    "traces": 271,
+    "gradients": 371,
+    "blocks": 178,
+    "spectra": 468,
+    "measures": 336,
+    "statistics": 70,
+    "models": 332,
+    "prompts": 189,
+    "arguments": 339,
+    "interrupts": 61,
+    "progress": 484,
+    "files": 166,
+    "saved": 240,
 }
 
 

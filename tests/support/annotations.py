@@ -37,7 +37,7 @@ def checked(fn: Any = None, **given: Any) -> Any:
         return functools.partial(checked, **given)
     if inspect.isclass(fn):
         if dataclasses.is_dataclass(fn) and not hasattr(fn.__init__, "__wrapped__"):
-            fn.__init__ = checked(fn.__init__, **given)
+            type.__setattr__(fn, "__init__", checked(fn.__init__, **given))
         return fn
     hints = fn.__annotations__.values()
     has_shapes = any(map(_has_shape, hints))

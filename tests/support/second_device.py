@@ -47,7 +47,7 @@ _VIEWS = (
     _aten.unfold.default,
 )
 # What the CPU has under another name, or not at all.
-_IN_PLACE_OF = {
+_IN_PLACE_OF: dict[Any, Callable[..., Any]] = {
     _aten.convolution_overrideable.default: _aten.convolution.default,
     _aten.convolution_backward_overrideable.default: lambda gradient, x, weight, *rest: (
         _aten.convolution_backward(gradient, x, weight, [len(weight)], *rest)

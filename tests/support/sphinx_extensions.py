@@ -9,9 +9,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def module(name: str) -> ModuleType:
-    """One of `docs/_ext`."""
+    """Load one of `docs/_ext`."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"_ext/{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[name] = found
-    spec.loader.exec_module(found)
-    return found
+    assert spec is not None
+    assert spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    sys.modules[name] = extension
+    spec.loader.exec_module(extension)
+    return extension
