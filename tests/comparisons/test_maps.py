@@ -53,7 +53,8 @@ def test_save_and_load_are_exact(tiny_trace, tmp_path, dtype, as_path):
 
 def test_what_is_not_finite_survives_the_file(result, tmp_path):
     matrices = result.matrices.clone()
-    matrices[0, 1, 0, 0], matrices[0, 1, 0, 1] = float("nan"), float("inf")
+    matrices[0, 1, 0, 0] = float("nan")
+    matrices[0, 1, 0, 1] = float("inf")
     loaded = CouplingMap.load(
         dataclasses.replace(result, matrices=matrices).save(tmp_path / "map.nc")
     )
@@ -83,52 +84,52 @@ def test_a_save_that_fails_leaves_nothing_or_what_was_there(
         Path(path).write_bytes(b"half a file")
         raise error
 
-    there, new = result.save(tmp_path / "there.nc"), tmp_path / "new.nc"
-    before = there.read_bytes()
+    older = result.save(tmp_path / "older.nc")
+    older_content = older.read_bytes()
     monkeypatch.setattr(xarray.Dataset, "to_netcdf", interrupted)
-    for path in (there, new):
+    for path in (older, tmp_path / "new.nc"):
         with pytest.raises(type(error)):
             result.save(path)
-    assert [p.name for p in tmp_path.iterdir()] == ["there.nc"]
-    assert there.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["older.nc"]
+    assert older.read_bytes() == older_content
 
 
 def test_save_replaces_an_older_file_and_a_failing_rename_cleans_up(
     tiny_trace, result, tmp_path
 ):
     path = result.save(tmp_path / "map.nc")
-    other = tlc.depth_coupling(tiny_trace, 2)
-    other.save(path)
-    assert_same(CouplingMap.load(path), other)
+    newer = tlc.depth_coupling(tiny_trace, 2)
+    newer.save(path)
+    assert_same(CouplingMap.load(path), newer)
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"):
         result.save(tmp_path / "folder")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "map.nc"]
 
 
-def spoil(result: CouplingMap, path: Path, how: str) -> None:
+def spoil(result: CouplingMap, path: Path, damage: str) -> None:
     dataset = result.to_dataset()
-    if how == "garbage":
+    if damage == "garbage":
         path.write_bytes(b"not netCDF at all" * 100)
-    elif how == "empty":
+    elif damage == "empty":
         path.write_bytes(b"")
-    elif how == "cut short":
+    elif damage == "cut short":
         dataset.to_netcdf(path, engine="netcdf4")
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    elif how == "another netCDF":
+    elif damage == "another netCDF":
         xarray.Dataset({"temperature": ("x", [1.0, 2.0])}).to_netcdf(
             path, engine="netcdf4"
         )
-    elif how == "classic netCDF":
+    elif damage == "classic netCDF":
         xarray.Dataset({"temperature": ("x", [1.0, 2.0])}).to_netcdf(
             path, engine="scipy"
         )
-    elif how.startswith("without "):
-        name = how.removeprefix("without ")
+    elif damage.startswith("without "):
+        name = damage.removeprefix("without ")
         dataset.attrs.pop(name, None)
         dataset.drop_vars(name, errors="ignore").to_netcdf(path, engine="netcdf4")
     else:
-        name, value = how.split("=")
+        name, value = damage.split("=")
         dataset.assign_attrs({name: json.loads(value)}).to_netcdf(
             path, engine="netcdf4"
         )
@@ -151,10 +152,10 @@ UNNOTICED = ["d_model=[1, 2]", "provenance=3", 'orientation="uvj"', 'provenance=
 
 
 @pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize("how", [*DAMAGE, *UNNOTICED])
-def test_a_file_that_is_no_coupling_map_is_one_clear_error(result, tmp_path, how):
+@pytest.mark.parametrize("damage", [*DAMAGE, *UNNOTICED])
+def test_a_file_that_is_no_coupling_map_is_one_clear_error(result, tmp_path, damage):
     path = tmp_path / "odd.nc"
-    spoil(result, path, how)
+    spoil(result, path, damage)
     with pytest.raises(
         ValueError, match=r"is not a file that `CouplingMap\.save` wrote"
     ) as error:

@@ -42,26 +42,30 @@ def mean(model) -> MeanCouplingMap:
 def test_means_and_spreads_are_numpys(maps, mean, measure):
     off = ~np.eye(tiny.N_LAYERS, dtype=bool)
     for k in range(1, K + 1):
-        values = np.stack([one.values(k, measure).double().numpy() for one in maps])
+        values = np.stack(
+            [of_prompt.values(k, measure).double().numpy() for of_prompt in maps]
+        )
         np.testing.assert_allclose(
             mean.values(k, measure), values.mean(0), atol=2e-6, rtol=1e-5
         )
         np.testing.assert_allclose(
             mean.spread(k, measure), values.std(0, ddof=1), atol=2e-6, rtol=1e-3
         )
-        of_each = values[:, off].mean(1)
+        of_prompts = values[:, off].mean(1)
         assert mean.mean(k, measure) == pytest.approx(
-            of_each.mean(), abs=2e-6, rel=1e-5
+            of_prompts.mean(), abs=2e-6, rel=1e-5
         )
         assert mean.spread_of_mean(k, measure) == pytest.approx(
-            of_each.std(ddof=1), abs=2e-6, rel=1e-3
+            of_prompts.std(ddof=1), abs=2e-6, rel=1e-3
         )
         assert mean.mean(k, measure, off_diagonal=False) == pytest.approx(
             values.mean(), abs=2e-6, rel=1e-5
         )
-        nulls = [one.null(k, measure) for one in maps]
+        nulls = [of_prompt.null(k, measure) for of_prompt in maps]
         assert mean.null(k, measure) == pytest.approx(np.mean(nulls), rel=1e-5)
-        profiles = np.stack([one.locality_profile(k, measure).numpy() for one in maps])
+        profiles = np.stack(
+            [of_prompt.locality_profile(k, measure).numpy() for of_prompt in maps]
+        )
         np.testing.assert_allclose(
             mean.locality_profile(k, measure), profiles.mean(0), atol=2e-6, rtol=1e-5
         )
@@ -76,9 +80,10 @@ def test_means_and_spreads_are_numpys(maps, mean, measure):
         )
     else:
         assert torch.equal(mean.values(measure=measure), getattr(mean, measure)(K))
-    own = np.mean(
-        [one.values(3, measure).double().numpy().diagonal().mean() for one in maps]
-    )
+    of_own_pairs = [
+        of_prompt.values(3, measure).double().diagonal().mean() for of_prompt in maps
+    ]
+    own = np.mean(of_own_pairs)
     n = tiny.N_LAYERS
     null = ((n - 1) * mean.null(3, measure) + own) / n
     assert mean.null(3, measure, off_diagonal=False) == pytest.approx(
@@ -90,30 +95,37 @@ def test_means_and_spreads_are_numpys(maps, mean, measure):
 def test_two_models_under_one_label_are_not_averaged(
     model, maps, tokenizer_folder, quantity
 ):
-    other = tiny.bridge(tiny.huggingface_model("llama", 1), tokenizer_folder)
-    trace = tlc.trace(other, PROMPTS[1])
-    said = r"must be of one model, got two of different weights, both called '.*': take the mean of each alone"
+    second_model = tiny.bridge(tiny.huggingface_model("llama", 1), tokenizer_folder)
+    trace = tlc.trace(second_model, PROMPTS[1])
+    message = (
+        "must be of one model, got two of different weights, both called '.*': "
+        "take the mean of each alone"
+    )
     of_maps = partial(MeanCouplingMap.over, [maps[0], tlc.depth_coupling(trace, K)])
     traces = [tlc.trace(model, PROMPTS[0]), trace]
     of_traces = partial(tlc.mean_depth_coupling, traces, K)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         (of_maps if quantity == "map" else of_traces)()
 
 
 def test_a_model_is_itself_in_another_dtype(maps, tokenizer_folder):
     """Its weights are the same numbers there."""
     model = tiny.bridge(tiny.huggingface_model("llama").double(), tokenizer_folder)
-    one = tlc.depth_coupling(tlc.trace(model, PROMPTS[1]), K)
-    assert one.provenance["weights_digest"] == maps[0].provenance["weights_digest"]
+    in_double = tlc.depth_coupling(tlc.trace(model, PROMPTS[1]), K)
+    assert (
+        in_double.provenance["weights_digest"] == maps[0].provenance["weights_digest"]
+    )
 
 
 def test_what_lies_behind_the_values(maps, mean):
     for name in ("singular_values", "frobenius_norms"):
-        expected = np.mean([getattr(one, name).numpy() for one in maps], axis=0)
+        expected = np.mean(
+            [getattr(of_prompt, name).numpy() for of_prompt in maps], axis=0
+        )
         np.testing.assert_allclose(getattr(mean, name), expected, rtol=1e-5)
     np.testing.assert_allclose(
         mean.at(3),
-        np.mean([one.at(3).abs().numpy() for one in maps], axis=0),
+        np.mean([of_prompt.at(3).abs().numpy() for of_prompt in maps], axis=0),
         atol=1e-6,
     )
     assert (mean.k, mean.n_prompts, mean.kind, mean.orientation) == (
@@ -152,12 +164,12 @@ def test_one_map_at_a_time_is_in_memory(maps):
 
     def one_by_one():
         for _ in range(6):
-            made = dataclasses.replace(maps[0])
+            copy = dataclasses.replace(maps[0])
             gc.collect()
-            assert sum(map_() is not None for map_ in alive) <= 1
-            alive.append(weakref.ref(made))
-            yield made
-            del made
+            assert sum(reference() is not None for reference in alive) <= 1
+            alive.append(weakref.ref(copy))
+            yield copy
+            del copy
 
     result = MeanCouplingMap.over(one_by_one())
     assert len(alive) == result.n_prompts == 6
@@ -166,22 +178,24 @@ def test_one_map_at_a_time_is_in_memory(maps):
 
 
 def test_one_prompt_has_no_spread(maps):
-    one = MeanCouplingMap.over(maps[:1])
-    np.testing.assert_allclose(one.coupling(3), maps[0].coupling(3), atol=1e-6)
-    assert one.spread().isnan().all()
-    assert np.isnan(one.spread_of_mean())
+    of_one_prompt = MeanCouplingMap.over(maps[:1])
+    np.testing.assert_allclose(
+        of_one_prompt.coupling(3), maps[0].coupling(3), atol=1e-6
+    )
+    assert of_one_prompt.spread().isnan().all()
+    assert np.isnan(of_one_prompt.spread_of_mean())
 
 
 def test_tokens_of_prompts_of_one_length(model):
     traces = [tlc.trace(model, prompt) for prompt in ("w1 w2 w3", "w4 w5 w6")]
     maps = [tlc.self_coupling(trace, 0, 1, k=3) for trace in traces]
-    expected = np.mean([one.coupling().numpy() for one in maps], axis=0)
+    expected = np.mean([of_prompt.coupling().numpy() for of_prompt in maps], axis=0)
     result = MeanCouplingMap.over(maps)
     np.testing.assert_allclose(result.coupling(), expected, atol=1e-6)
     assert result.row_positions == (0, 1, 2)
     # No pair of one connection with itself: every pair counts.
     assert result.spread_of_mean() == pytest.approx(
-        np.std([one.mean() for one in maps], ddof=1), rel=1e-3
+        np.std([of_prompt.mean() for of_prompt in maps], ddof=1), rel=1e-3
     )
 
 
@@ -190,8 +204,12 @@ def test_save_and_load(mean, tmp_path):
     for loaded in (MeanCouplingMap.load(path), CouplingMap.load(path)):
         assert type(loaded) is MeanCouplingMap
         for field in dataclasses.fields(mean):
-            a, b = getattr(loaded, field.name), getattr(mean, field.name)
-            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            read = getattr(loaded, field.name)
+            written = getattr(mean, field.name)
+            if isinstance(read, torch.Tensor):
+                assert torch.equal(read, written)
+            else:
+                assert read == written
     with xarray.open_dataset(path) as data:
         drawn = data["means"].sel(measure="coupling", k=3)
         np.testing.assert_array_equal(drawn, mean.coupling(3))
@@ -211,8 +229,9 @@ def test_a_mean_of_an_earlier_version_holds_fewer_measures(mean, tmp_path):
 
 def test_the_interval_of_a_mean_shrinks_with_the_prompts(maps, mean):
     """Of independent subspaces: by the square root of four prompts."""
-    widths = [float(np.diff(one.null_interval(3))[0]) for one in (mean, maps[0])]
-    assert widths[1] / widths[0] == pytest.approx(2, rel=0.2)
+    low, high = mean.null_interval(3)
+    low_of_one, high_of_one = maps[0].null_interval(3)
+    assert (high_of_one - low_of_one) / (high - low) == pytest.approx(2, rel=0.2)
 
 
 def test_a_map_of_one_prompt_is_no_mean(maps, mean, tmp_path):
@@ -227,17 +246,17 @@ def test_a_map_of_one_prompt_is_no_mean(maps, mean, tmp_path):
 
 def test_what_has_no_mean(maps, mean):
     vju = dataclasses.replace(maps[1], orientation="vju")
-    other = dataclasses.replace(
+    of_other_model = dataclasses.replace(
         maps[1], provenance=maps[1].provenance | {"model": "other"}
     )
-    for given, message in (
+    for wrong_maps, message in (
         ([], "wanted at least one"),
         ([maps[0], vju], "same orientation, got 'ujv' and 'vju'"),
-        ([maps[0], other], "same model, got .* and 'other'"),
+        ([maps[0], of_other_model], "same model, got .* and 'other'"),
         ([maps[0], mean], "map of one prompt, got MeanCouplingMap"),
     ):
         with pytest.raises(ValueError, match=message):
-            MeanCouplingMap.over(given)
+            MeanCouplingMap.over(wrong_maps)
     with pytest.raises(ValueError, match="holds p=2 and absolute=False"):
         mean.spectral_miscoupling(2, p=1)
     with pytest.raises(
@@ -301,12 +320,12 @@ def test_bars(model, tiny_trace, capfd, monkeypatch):
     monkeypatch.setattr(
         tlc.progress, "tqdm", lambda items, desc, **_: shown.append(desc) or items
     )
-    for terminal, wanted in ((False, []), (True, ["Jacobians"])):
+    for terminal, bars in ((False, []), (True, ["Jacobians"])):
         monkeypatch.setattr(
             "sys.stderr.isatty", lambda terminal=terminal: terminal, raising=False
         )
         tlc.depth_coupling(tiny_trace, 2)
-        assert shown == wanted
+        assert shown == bars
         shown.clear()
     tlc.block_jacobians(tiny_trace)
     tlc.mean_depth_coupling([tiny_trace], 2)
@@ -326,13 +345,15 @@ def test_the_spread_is_drawn(mean, maps):
 
 @pytest.mark.usefixtures("as_a_user")
 def test_what_is_not_a_prompts_map_is_refused(maps, mean):
-    one = maps[0]
-    for several in ([mean, mean], [one, mean], [1]):
+    of_prompt = maps[0]
+    for several in ([mean, mean], [of_prompt, mean], [1]):
         with pytest.raises(ValueError, match="the coupling map of one prompt, got"):
             MeanCouplingMap.over(several)
-    other = dataclasses.replace(one, provenance=one.provenance | {"final_norm": True})
+    normalised = dataclasses.replace(
+        of_prompt, provenance=of_prompt.provenance | {"final_norm": True}
+    )
     with pytest.raises(ValueError, match="the same final_norm, got False and True"):
-        MeanCouplingMap.over([one, other])
+        MeanCouplingMap.over([of_prompt, normalised])
     for options in ({"foo": 1}, {"p": 2}):
         with pytest.raises(ValueError, match="map by map"):
             mean.values(3, "coupling", **options)
@@ -352,12 +373,12 @@ def test_measures_are_read_by_their_names_in_any_order(mean, tmp_path):
 
 @pytest.mark.usefixtures("as_a_user")
 def test_measures_without_names_of_their_own_are_refused(mean, tmp_path):
-    whole = mean.to_dataset()
-    names = whole["measure"].values
-    twice = whole.assign_coords(measure=[names[0], *names[:-1]])
-    nameless = whole.drop_vars("measure")
-    for number, dataset in enumerate((twice, nameless)):
+    dataset = mean.to_dataset()
+    names = dataset["measure"].values
+    twice = dataset.assign_coords(measure=[names[0], *names[:-1]])
+    nameless = dataset.drop_vars("measure")
+    for number, damaged in enumerate((twice, nameless)):
         path = tmp_path / f"{number}.nc"
-        dataset.to_netcdf(path, engine="netcdf4")
+        damaged.to_netcdf(path, engine="netcdf4")
         with pytest.raises(ValueError, match="is not a file that"):
             CouplingMap.load(path)

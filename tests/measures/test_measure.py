@@ -1,419 +1,151 @@
-"""Coupling matrices and their measures against loops and numpy formulae."""
+"""Measures as objects: each beside loops over its entries, at every k and by its name."""
 
 import math
-import warnings
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import tl_coupling as tlc
-from random_matrices import haar
-from tl_coupling.measures import MEASURES as MEASURES_IN_ORDER
-from tl_coupling.measures import measures_at_every_k
-from tl_coupling.spectra import Spectrum
+from tl_coupling.measures import (
+    MEASURES,
+    MeasureName,
+    mean_name,
+    measure_named,
+    measure_of,
+    measured_in,
+    measures_at_every_k,
+    null_name,
+)
 
 pytestmark = pytest.mark.on_4_only
 
-D, K = 8, 4
-MEASURES = {
-    "miscoupling": lambda A, S: tlc.miscoupling(A),
-    "normalized_miscoupling": lambda A, S: tlc.normalized_miscoupling(A),
-    "spectral p=2": lambda A, S: tlc.spectral_miscoupling(A, S),
-    "spectral p=1": lambda A, S: tlc.spectral_miscoupling(A, S, p=1.0),
-    "spectral p=2 absolute": lambda A, S: tlc.spectral_miscoupling(A, S, absolute=True),
-    "spectral p=1 absolute": lambda A, S: tlc.spectral_miscoupling(
-        A, S, p=1.0, absolute=True
-    ),
-    "captured_energy": lambda A, S: tlc.captured_energy(A, S),
-}
+D = 8
 
 
-def numpy_measures(A: np.ndarray, s: np.ndarray) -> dict[str, float]:
+def by_loops(A: np.ndarray, s: np.ndarray) -> dict[str, float]:
     """Every measure of one A, entry by entry."""
-    k = len(A)
-    off = sum(A[i, j] ** 2 for i in range(k) for j in range(k) if i != j)
-    total = sum(A[i, j] ** 2 for i in range(k) for j in range(k))
-    distance = sum((A[i, j] - s[i] * (i == j)) ** 2 for i in range(k) for j in range(k))
-    distance_abs = sum(
-        (abs(A[i, j]) - s[i] * (i == j)) ** 2 for i in range(k) for j in range(k)
-    )
-    trace, length = sum(s[:k]), math.sqrt(sum(s[:k] ** 2))
+    pairs = list(np.ndindex(A.shape))
+    total = sum(A[i, j] ** 2 for i, j in pairs)
+    off = sum(A[i, j] ** 2 for i, j in pairs if i != j)
+    distance = sum((A[i, j] - s[i] * (i == j)) ** 2 for i, j in pairs)
+    absolute_distance = sum((abs(A[i, j]) - s[i] * (i == j)) ** 2 for i, j in pairs)
+    length = math.sqrt(sum(s**2))
     return {
-        "miscoupling": math.sqrt(off),
+        "coupling": 1 - math.sqrt(off / total),
         "normalized_miscoupling": math.sqrt(off / total),
-        "spectral p=2": math.sqrt(distance) / length,
-        "spectral p=1": math.sqrt(distance) / trace,
-        "spectral p=2 absolute": math.sqrt(distance_abs) / length,
-        "spectral p=1 absolute": math.sqrt(distance_abs) / trace,
+        "miscoupling": math.sqrt(off),
+        "spectral_miscoupling": math.sqrt(distance) / length,
         "captured_energy": math.sqrt(total) / length,
+        "released_norm": math.sqrt(absolute_distance) / length,
+        "released_trace": math.sqrt(absolute_distance) / sum(s),
     }
 
 
-def random_pair(seed: int, d: int = D) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    J_1, J_2 = torch.randn(2, d, d, generator=generator, dtype=torch.float64)
-    # Partly coupled, as in real models: otherwise every value sits at the null.
-    return J_1 + 0.7 * J_2, J_2
+@pytest.fixture(scope="module")
+def pairs() -> tuple[torch.Tensor, torch.Tensor]:
+    """Coupling matrices `[2 3 D D]` and singular values of their J_1, `[2 D]`."""
+    generator = torch.Generator().manual_seed(0)
+    A = torch.randn(2, 3, D, D, generator=generator, dtype=torch.float64)
+    J_1 = torch.randn(2, D, D, generator=generator, dtype=torch.float64)
+    return A, torch.linalg.svdvals(J_1)
 
 
-def all_measures(A: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
-    return torch.stack([measure(A, S) for measure in MEASURES.values()])
-
-
-def test_every_measure_at_every_k_is_the_loop_over_corners():
-    A = torch.stack(
-        [torch.stack([random_pair(10 * i + j)[0] for j in range(3)]) for i in range(2)]
-    )
-    S = torch.linalg.svdvals(torch.stack([random_pair(i)[1] for i in range(2)]))
+def test_every_measure_at_every_k_is_the_loop_over_corners(pairs):
+    A, S = pairs
     values = measures_at_every_k(A, S[:, None])
-    assert values.shape == (len(MEASURES_IN_ORDER), D, 2, 3)
+    assert values.shape == (len(MEASURES), D, 2, 3)
     for k, i, j in np.ndindex(D, 2, 3):
-        expected = numpy_measures(
-            A[i, j, : k + 1, : k + 1].numpy(), S[i, : k + 1].numpy()
-        )
-        m = expected["normalized_miscoupling"]
-        wanted = [
-            1 - m,
-            m,
-            expected["miscoupling"],
-            expected["spectral p=2"],
-            expected["captured_energy"],
-        ]
-        wanted += [expected["spectral p=2 absolute"], expected["spectral p=1 absolute"]]
-        np.testing.assert_allclose(values[:, k, i, j], wanted, atol=1e-12)
-
-
-@pytest.mark.parametrize("orientation", ["ujv", "vju"])
-@pytest.mark.parametrize("k", [1, 3, D])
-def test_coupling_matrix_is_the_double_loop(orientation, k):
-    J_1, J_2 = random_pair(0)
-    U, _, Vh = np.linalg.svd(J_2.numpy())
-    spectrum = Spectrum(
-        torch.from_numpy(U), torch.ones(D, dtype=torch.float64), torch.from_numpy(Vh)
-    )
-    A = tlc.coupling_matrix(J_1, spectrum, k, orientation)
-    assert A.shape == (k, k)
-    for i in range(k):
-        for j in range(k):
-            u_i, v_i, u_j, v_j = U[:, i], Vh[i], U[:, j], Vh[j]
-            expected = (
-                u_i @ J_1.numpy() @ v_j
-                if orientation == "ujv"
-                else v_i @ J_1.numpy() @ u_j
-            )
-            assert float(A[i, j]) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("orientation", ["ujv", "vju"])
-def test_batches_are_their_matrices_one_by_one(orientation):
-    J = torch.randn(
-        2, 3, D, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
-    spectrum = tlc.svd(J.flip(1))
-    A = tlc.coupling_matrix(J, spectrum, K, orientation)
-    S = torch.linalg.svdvals(J)
-    assert A.shape == (2, 3, K, K)
-    values = all_measures(A, S)
-    for i, j in np.ndindex(2, 3):
-        one = Spectrum(spectrum.U[i, j], spectrum.S[i, j], spectrum.Vh[i, j])
-        torch.testing.assert_close(
-            A[i, j], tlc.coupling_matrix(J[i, j], one, K, orientation)
-        )
-        torch.testing.assert_close(values[:, i, j], all_measures(A[i, j], S[i, j]))
-
-
-def test_one_spectrum_of_singular_values_serves_a_row_of_pairs():
-    A = torch.randn(2, 3, K, K, generator=torch.Generator().manual_seed(2))
-    S = torch.rand(2, D).sort(descending=True).values
-    values = all_measures(A, S[:, None])
-    assert values.shape == (len(MEASURES), 2, 3)
-    for i, j in np.ndindex(2, 3):
-        torch.testing.assert_close(values[:, i, j], all_measures(A[i, j], S[i]))
-
-
-@pytest.mark.parametrize(
-    "sigma",
-    [np.linspace(3, 1, D), np.geomspace(1, 1e-3, D), np.array([3.0, 2, 1, *[0] * 5])],
-)
-def test_a_jacobian_coupled_with_itself_is_its_singular_values(sigma):
-    rng = np.random.default_rng(3)
-    J = torch.from_numpy(haar(D, rng) * sigma @ haar(D, rng))
-    spectrum = tlc.svd(J)
-    for k in (1, 3, D):
-        A = tlc.coupling_matrix(J, spectrum, k)
-        torch.testing.assert_close(
-            A, torch.diag(torch.from_numpy(sigma[:k])), rtol=0, atol=1e-12
-        )
-        values = dict(zip(MEASURES, all_measures(A, spectrum.S).tolist(), strict=True))
-        assert values.pop("captured_energy") == pytest.approx(1, abs=1e-12)
-        assert all(abs(value) < 1e-11 for value in values.values())
-
-
-def test_a_symmetric_positive_jacobian_is_the_same_in_both_orientations():
-    Q = haar(D, np.random.default_rng(4))
-    J = torch.from_numpy(Q * np.linspace(2, 1, D) @ Q.T)
-    ujv, vju = (
-        tlc.coupling_matrix(J, tlc.svd(J), K, orientation)
-        for orientation in ("ujv", "vju")
-    )
-    torch.testing.assert_close(ujv, vju)
-
-
-def test_a_rotation_is_not_coupled_with_itself_in_the_swapped_orientation():
-    """`J = U S Vᵀ` has `VᵀJU = (VᵀU) S (VᵀU)`: vju of a Jacobian with itself is not its
-    singular values.
-    """
-    J = random_pair(5)[0]
-    U, S, Vh = np.linalg.svd(J.numpy())
-    A = tlc.coupling_matrix(J, tlc.svd(J), D, "vju")
-    np.testing.assert_allclose(A.abs(), np.abs(Vh @ U * S @ Vh @ U), atol=1e-12)
-    assert float(tlc.normalized_miscoupling(A)) > 0.5
-
-
-@pytest.mark.parametrize("orientation", ["ujv", "vju"])
-def test_a_smaller_k_is_a_corner(orientation):
-    J_1, J_2 = random_pair(6)
-    spectrum = tlc.svd(J_2)
-    A = tlc.coupling_matrix(J_1, spectrum, D, orientation)
-    for k in range(1, D + 1):
-        torch.testing.assert_close(
-            tlc.coupling_matrix(J_1, spectrum, k, orientation), A[:k, :k]
-        )
-        torch.testing.assert_close(
-            tlc.coupling_matrix(J_1, spectrum.top(k), k, orientation), A[:k, :k]
-        )
-
-
-def test_swapped_orientation_is_the_other_one_of_the_transposes():
-    J_1, J_2 = random_pair(7)
-    other = tlc.svd(J_2)
-    transposed = Spectrum(other.Vh.mT, other.S, other.U.mT)
-    ujv, vju = (
-        tlc.coupling_matrix(J_1, other, K, orientation)
-        for orientation in ("ujv", "vju")
-    )
-    torch.testing.assert_close(tlc.coupling_matrix(J_1.mT, transposed, K), ujv.mT)
-    torch.testing.assert_close(tlc.coupling_matrix(J_1, transposed, K), vju)
-    S = torch.linalg.svdvals(J_1)
-    torch.testing.assert_close(all_measures(ujv.mT, S), all_measures(ujv, S))
-
-
-@given(
-    seed=st.integers(0, 2**16),
-    k=st.integers(1, D),
-    orientation=st.sampled_from(["ujv", "vju"]),
-)
-@settings(max_examples=30, deadline=None)
-def test_measures_are_the_formulae_and_within_bounds(seed, k, orientation):
-    J_1, J_2 = random_pair(seed)
-    S = torch.linalg.svdvals(J_1)
-    A = tlc.coupling_matrix(J_1, tlc.svd(J_2), k, orientation)
-    values = dict(zip(MEASURES, all_measures(A, S).tolist(), strict=True))
-    assert values == pytest.approx(
-        numpy_measures(A.numpy(), S.numpy()), rel=1e-10, abs=1e-12
-    )
-    assert 0 <= values["normalized_miscoupling"] <= 1
-    assert 0 <= values["captured_energy"] <= 1 + 1e-12
-    assert values["spectral p=2 absolute"] <= values["spectral p=2"] + 1e-12
-    # ‖s‖₂ ≤ ‖s‖₁
-    assert values["spectral p=1"] <= values["spectral p=2"]
-
-
-@given(
-    seed=st.integers(0, 2**16),
-    signs=st.lists(st.sampled_from([-1.0, 1.0]), min_size=D, max_size=D),
-    orientation=st.sampled_from(["ujv", "vju"]),
-)
-@settings(max_examples=30, deadline=None)
-def test_joint_sign_flips_change_no_measure(seed, signs, orientation):
-    J_1, J_2 = random_pair(seed)
-    spectrum, sign = tlc.svd(J_2), torch.tensor(signs, dtype=torch.float64)
-    flipped = Spectrum(spectrum.U * sign, spectrum.S, sign[:, None] * spectrum.Vh)
-    S = torch.linalg.svdvals(J_1)
-    values, values_flipped = (
-        all_measures(tlc.coupling_matrix(J_1, s, K, orientation), S)
-        for s in (spectrum, flipped)
-    )
-    torch.testing.assert_close(values, values_flipped)
-
-
-@given(seed=st.integers(0, 2**16), orientation=st.sampled_from(["ujv", "vju"]))
-@settings(max_examples=20, deadline=None)
-def test_a_change_of_basis_of_the_residual_stream_changes_no_measure(seed, orientation):
-    (J_1, J_2), Q = (
-        random_pair(seed),
-        torch.from_numpy(haar(D, np.random.default_rng(seed))),
-    )
-    turned_1, turned_2 = Q @ J_1 @ Q.mT, Q @ J_2 @ Q.mT
-    S = torch.linalg.svdvals(J_1)
-    values = all_measures(tlc.coupling_matrix(J_1, tlc.svd(J_2), K, orientation), S)
-    turned = all_measures(
-        tlc.coupling_matrix(turned_1, tlc.svd(turned_2), K, orientation), S
-    )
-    torch.testing.assert_close(values, turned)
-
-
-def test_independent_rotations_of_inputs_and_outputs_change_nothing_in_the_papers_orientation_only():
-    (J_1, J_2), rng = random_pair(8), np.random.default_rng(8)
-    Q, R = torch.from_numpy(haar(D, rng)), torch.from_numpy(haar(D, rng))
-    S = torch.linalg.svdvals(J_1)
-    for orientation, same in (("ujv", True), ("vju", False)):
-        A = tlc.coupling_matrix(J_1, tlc.svd(J_2), K, orientation)
-        turned = tlc.coupling_matrix(Q @ J_1 @ R, tlc.svd(Q @ J_2 @ R), K, orientation)
-        assert torch.allclose(all_measures(A, S), all_measures(turned, S)) is same
-
-
-def test_rotations_within_the_subspaces_change_all_but_the_captured_energy():
-    (J_1, J_2), rng = random_pair(9), np.random.default_rng(9)
-    top = tlc.svd(J_2, K)
-    Q, R = torch.from_numpy(haar(K, rng)), torch.from_numpy(haar(K, rng))
-    turned = Spectrum(top.U @ Q, top.S, R @ top.Vh)
-    S = torch.linalg.svdvals(J_1)
-    values, others = (
-        dict(
-            zip(
-                MEASURES,
-                all_measures(tlc.coupling_matrix(J_1, s, K), S).tolist(),
-                strict=True,
-            )
-        )
-        for s in (top, turned)
-    )
-    assert others.pop("captured_energy") == pytest.approx(values["captured_energy"])
-    assert all(abs(value - values[name]) > 1e-3 for name, value in others.items())
-
-
-@given(seed=st.integers(0, 2**16), c=st.floats(1e-3, 1e3))
-@settings(max_examples=20, deadline=None)
-def test_scale(seed, c):
-    """m is in J's units; the others are ratios: a gain common to A and S leaves them,
-    and so does any gain of m̃.
-    """
-    J_1, J_2 = random_pair(seed)
-    A, S = tlc.coupling_matrix(J_1, tlc.svd(J_2), K), torch.linalg.svdvals(J_1)
-    torch.testing.assert_close(tlc.miscoupling(-c * A), c * tlc.miscoupling(A))
-    torch.testing.assert_close(
-        tlc.normalized_miscoupling(-c * A), tlc.normalized_miscoupling(A)
-    )
-    torch.testing.assert_close(all_measures(c * A, c * S)[1:], all_measures(A, S)[1:])
-    for p in (1.0, 2.0):
-        absolute = tlc.spectral_miscoupling(A, S, p, absolute=True)
-        torch.testing.assert_close(
-            tlc.spectral_miscoupling(-A, S, p, absolute=True), absolute
-        )
-
-
-def test_an_anticoupled_jacobian_is_far_from_its_singular_values_unless_absolute():
-    S = torch.tensor([3.0, 2.0, 1.0])
-    A = -torch.diag(S)
-    assert float(tlc.normalized_miscoupling(A)) == 0
-    assert float(tlc.spectral_miscoupling(A, S)) == pytest.approx(2)
-    assert float(tlc.spectral_miscoupling(A, S, absolute=True)) == 0
-
-
-def test_one_by_one_says_nothing():
-    A = torch.tensor([[[3.0]], [[-2.0]], [[1e-20]]])
-    assert tlc.normalized_miscoupling(A).tolist() == [0, 0, 0]
-    assert tlc.miscoupling(A).tolist() == [0, 0, 0]
-    assert float(tlc.random_subspace_null(1, "normalized_miscoupling")) == 0
-    assert float(tlc.random_subspace_null(1, "coupling")) == 1
-
-
-@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, math.inf])
-def test_spectral_miscoupling_for_other_norms(p):
-    A, S = torch.tensor([[2.0, 1.0], [0.0, -1.0]]), torch.tensor([3.0, 2.0, 1.0])
-    norm = max(3.0, 2.0) if p == math.inf else (3**p + 2**p) ** (1 / p)
-    assert float(tlc.spectral_miscoupling(A, S, p)) == pytest.approx(
-        math.sqrt(1 + 1 + 9) / norm
-    )
-    assert float(tlc.spectral_miscoupling(A, S, p, absolute=True)) == pytest.approx(
-        math.sqrt(1 + 1 + 1) / norm
-    )
-
-
-def test_p_may_be_an_int():
-    A, S = torch.tensor([[2.0, 1.0], [0.0, -1.0]]), torch.tensor([3.0, 2.0])
-    assert torch.equal(
-        tlc.spectral_miscoupling(A, S, p=1), tlc.spectral_miscoupling(A, S, p=1.0)
-    )
-
-
-def caught(function) -> tuple[list[float], list[str]]:
-    with warnings.catch_warnings(record=True) as records:
-        warnings.simplefilter("always")
-        values = function()
-    return values.tolist(), [str(record.message) for record in records]
+        corner = A[i, j, : k + 1, : k + 1].numpy()
+        expected = by_loops(corner, S[i, : k + 1].numpy())
+        for measure, value in zip(MEASURES, values[:, k, i, j].tolist(), strict=True):
+            assert value == pytest.approx(expected[measure], abs=1e-12)
 
 
 @pytest.mark.parametrize("name", MEASURES)
-def test_what_is_undefined_is_nan_with_a_warning_and_nothing_else_is_touched(name):
-    """Three pairs; in the middle one both A and S_1 are zero."""
-    weight = torch.tensor([1.0, 0.0, 2.0])
-    A = weight[:, None, None] * torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    S = weight[:, None] * torch.tensor([5.0, 3.0, 1.0])
-    values, messages = caught(lambda: MEASURES[name](A, S))
-    assert np.isfinite([values[0], values[2]]).all()
-    if name == "miscoupling":
-        assert values[1] == 0
-        assert messages == []
+def test_a_measure_of_a_name_is_the_loop(pairs, name):
+    A, S = pairs
+    measure = measure_named(name)
+    assert measure.name == name
+    values = measure.of(A, S[:, None])
+    assert torch.equal(values, measure_of(A, S[:, None], name))
+    assert torch.equal(values, measure_of(A, S[:, None], measure))
+    for i, j in np.ndindex(2, 3):
+        expected = by_loops(A[i, j].numpy(), S[i].numpy())[name]
+        assert float(values[i, j]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_names_are_those_of_the_objects():
+    assert get_args(MeasureName) == tuple(MEASURES)
+    assert all(measure.name == name for name, measure in MEASURES.items())
+
+
+BOUNDED = ("coupling", "normalized_miscoupling", "captured_energy")
+
+
+def test_bounded_measures_stay_between_0_and_1():
+    generator = torch.Generator().manual_seed(1)
+    J_1, J_2 = 3 * torch.randn(2, 200, D, D, generator=generator, dtype=torch.float64)
+    A = tlc.coupling_matrix(J_1, tlc.svd(J_2), 3)
+    S = torch.linalg.svdvals(J_1)
+    assert [name for name in MEASURES if MEASURES[name].bounded] == list(BOUNDED)
+    for name in BOUNDED:
+        values = MEASURES[name].of(A, S)
+        assert bool((values >= 0).all())
+        assert bool((values <= 1 + 1e-12).all())
+    for name in ("miscoupling", "spectral_miscoupling", "released_norm"):
+        assert float(MEASURES[name].of(A, S).max()) > 1
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_what_the_null_tends_to_is_its_value_at_a_large_k(name):
+    limit = MEASURES[name].null_tends_to
+    if limit is None:
+        with pytest.raises(ValueError, match=f"null of '{name}' depends on J_1"):
+            tlc.random_subspace_null(1000, name)
     else:
-        assert math.isnan(values[1])
-        (message,) = messages
-        assert "is 0 for 1 matrices" in message
-        assert "NaN" in message
-    assert caught(lambda: MEASURES[name](A[::2], S[::2])) == (
-        [values[0], values[2]],
-        [],
-    )
-
-
-def test_energy_and_spectral_measures_of_a_zero_a_are_defined():
-    A, S = torch.zeros(3, 3), torch.tensor([3.0, 2.0, 1.0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert float(tlc.captured_energy(A, S)) == 0
-        assert float(tlc.spectral_miscoupling(A, S)) == pytest.approx(1)
-
-
-def test_bad_arguments_have_one_clear_error():
-    (J_1, J_2), A = random_pair(10), torch.eye(3)
-    spectrum = tlc.svd(J_2, 3)
-    with pytest.raises(ValueError, match=r"`k` must lie in \[1, 3\].*got 4"):
-        tlc.coupling_matrix(J_1, spectrum, 4)
-    with pytest.raises(ValueError, match=r"`k` must lie in \[1, 3\].*got 0"):
-        tlc.coupling_matrix(J_1, spectrum, 0)
-    for measure in (tlc.spectral_miscoupling, tlc.captured_energy):
-        with pytest.raises(ValueError, match=r"`k` must lie in \[1, 2\].*got 3"):
-            measure(A, torch.ones(2))
-    for p in (0.0, 0.5, -1.0, math.nan):
-        with pytest.raises(ValueError, match="`p` must be at least 1"):
-            tlc.spectral_miscoupling(A, torch.ones(3), p)
-    with pytest.raises(ValueError, match="`k` must be at least 1, got 0"):
-        tlc.random_subspace_null(0)
-    with pytest.raises(ValueError, match="give d_model, S_1 and frobenius_norm"):
-        tlc.random_subspace_null(3, "captured_energy", d_model=8)
-    with pytest.raises(ValueError, match=r"`k` must lie in \[1, 2\].*got 3"):
-        tlc.random_subspace_null(
-            3,
-            "miscoupling",
-            d_model=8,
-            S_1=torch.ones(2),
-            frobenius_norm=torch.tensor(2.0),
+        assert float(tlc.random_subspace_null(1000, name)) == pytest.approx(
+            limit, abs=1e-3
         )
 
 
-@pytest.mark.parametrize("shape", [(0, 0), (3, 0, 0)])
-@pytest.mark.parametrize(
-    "measure",
-    ["miscoupling", "normalized_miscoupling", "vector_alignment", "subspace_overlap"],
-)
-def test_matrices_without_entries_have_no_measure(
-    measure: str, shape: tuple[int, ...]
-) -> None:
-    with pytest.raises(
-        ValueError, match=r"`A` must have at least one row and one column, got shape \["
-    ):
-        getattr(tlc.measures, measure)(torch.zeros(shape))
+def test_options_are_of_the_spectral_measure_alone(pairs):
+    A, S = pairs
+    for p, absolute in ((1, False), (2, True), (3.5, True)):
+        spectral = measure_named("spectral_miscoupling", p=p, absolute=absolute)
+        expected = tlc.spectral_miscoupling(A, S[:, None], p, absolute)
+        assert torch.equal(spectral.of(A, S[:, None]), expected)
+        assert measure_named(spectral) is spectral
+        for name in set(MEASURES) - {"spectral_miscoupling"}:
+            with pytest.raises(ValueError, match=f"not of '{name}': leave them out"):
+                measure_named(name, p=p, absolute=absolute)
+
+
+def test_the_released_measures_are_spectral_ones_under_names_of_their_own():
+    for name, p in (("released_norm", 2), ("released_trace", 1)):
+        spectral = measure_named("spectral_miscoupling", p=p, absolute=True)
+        assert MEASURES[name].formula == spectral.formula
+        assert MEASURES[name] != spectral
+    formulas = [measure.formula for measure in MEASURES.values()]
+    assert len(set(formulas)) == len(formulas)
+
+
+def test_labels_say_k_and_the_options():
+    spectral = measure_named("spectral_miscoupling", p=1, absolute=True)
+    assert spectral.label_at(5).endswith("(k = 5, p = 1, |A|)")
+    assert MEASURES["released_norm"].label_at(5).endswith("(k = 5)")
+    assert MEASURES["coupling"].label_at(10) == r"coupling $1 - \tilde{m}$ (k = 10)"
+
+
+def test_a_measure_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        MEASURES["coupling"].p = 1
+    with pytest.raises(TypeError):
+        MEASURES["mine"] = MEASURES["coupling"]
+
+
+def test_names_in_a_survey_are_read_as_they_are_written():
+    variables = [mean_name("coupling"), null_name("coupling"), "loss", "coupling"]
+    assert variables[:2] == ["mean_coupling", "null_coupling"]
+    assert measured_in(variables) == ["coupling"]

@@ -21,10 +21,10 @@ from tl_coupling.measures import (
 
 pytestmark = pytest.mark.on_4_only
 
-# Small enough that what the closed forms say differs much from "1".
-
 N_SAMPLES = 40_000
-NULL_D, NULL_K = 12, 3
+# Small enough that what the closed forms say differs much from "1".
+NULL_D = 12
+NULL_K = 3
 SPECTRA = {
     "flat": np.full(NULL_D, 0.8),
     "rank one": 3.0 * np.eye(NULL_D)[0],
@@ -39,16 +39,9 @@ def frames() -> tuple[torch.Tensor, torch.Tensor]:
     """Independent Haar-random orthonormal frames `[n d k]`: QR of Gaussians, the signs
     of R's diagonal put right.
     """
-    Q, R = torch.linalg.qr(
-        torch.randn(
-            2,
-            N_SAMPLES,
-            NULL_D,
-            NULL_K,
-            generator=torch.Generator().manual_seed(0),
-            dtype=torch.float64,
-        )
-    )
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, N_SAMPLES, NULL_D, NULL_K)
+    Q, R = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))
     U, V = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
     return U, V
 
@@ -74,7 +67,7 @@ def assert_mean_of_squares(samples: np.ndarray, null: float) -> None:
 def null_of(
     sigma: np.ndarray,
     measure: str,
-    given: int | None = None,
+    n_known: int | None = None,
     k: int = NULL_K,
     **options,
 ) -> float:
@@ -83,27 +76,27 @@ def null_of(
         k,
         measure,
         d_model=len(sigma),
-        S_1=S[:, :given],
+        S_1=S[:, :n_known],
         frobenius_norm=S.norm(dim=-1),
         **options,
     )
     # The null of m̃ is the same for every J_1: one number.
-    assert value.shape == (
-        () if measure in ("coupling", "normalized_miscoupling") else (1,)
-    )
+    if measure in ("coupling", "normalized_miscoupling"):
+        assert value.shape == ()
+    else:
+        assert value.shape == (1,)
     return float(value.mean())
 
 
 @pytest.mark.parametrize("name", SPECTRA)
 def test_null_against_sampled_random_subspaces(name, frames):
     sigma = SPECTRA[name]
-    A, s = sampled(frames, sigma), np.diag(sigma[:NULL_K])
+    A = sampled(frames, sigma)
+    s = np.diag(sigma[:NULL_K])
     off = A * (1 - np.eye(NULL_K))
-    total, length, trace = (
-        np.linalg.norm(A, axis=(1, 2)),
-        np.linalg.norm(s),
-        np.trace(s),
-    )
+    total = np.linalg.norm(A, axis=(1, 2))
+    length = np.linalg.norm(s)
+    trace = np.trace(s)
     miscoupling = np.linalg.norm(off, axis=(1, 2))
     assert_mean_of_squares(miscoupling, null_of(sigma, "miscoupling"))
     assert_mean_of_squares(
@@ -121,21 +114,22 @@ def test_null_against_sampled_random_subspaces(name, frames):
             # From what a result keeps: the top k and ‖J‖_F. Never above, and less than
             # 0.4 % below.
             approximate = null_of(
-                sigma, "spectral_miscoupling", given=NULL_K, p=p, absolute=absolute
+                sigma, "spectral_miscoupling", n_known=NULL_K, p=p, absolute=absolute
             )
             assert null * (1 - 4e-3) < approximate <= null * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("d", [2, 12, 576])
-@pytest.mark.parametrize("given", ["all", "top k"])
-def test_null_of_flat_and_of_rank_one_in_closed_form(d, given):
+@pytest.mark.parametrize("knows_all", [True, False])
+def test_null_of_flat_and_of_rank_one_in_closed_form(d, knows_all):
     """`E|u_1| = Γ(d/2) / (√π Γ((d+1)/2))`: `E|uᵀJv|` c times it for an orthogonal cQ, σ
     times its square for σuvᵀ.
     """
     k = min(3, d)
     mean_u = math.exp(gammaln(d / 2) - gammaln((d + 1) / 2)) / math.sqrt(math.pi)
-    n = None if given == "all" else k
-    flat, rank_one = np.full(d, 0.8), 3.0 * np.eye(d)[0]
+    n = None if knows_all else k
+    flat = np.full(d, 0.8)
+    rank_one = 3.0 * np.eye(d)[0]
     squared = k**2 * d * 0.64 / d**2 + k * 0.64 - 2 * k * 0.8 * 0.8 * mean_u
     null = null_of(flat, "spectral_miscoupling", n, k, absolute=True)
     assert null == pytest.approx(math.sqrt(max(squared, 0) / (k * 0.64)), abs=1e-7)
@@ -188,11 +182,8 @@ def test_null_in_full_dimension():
 
 
 def test_null_of_a_batch_is_its_rows_one_by_one():
-    S = (
-        torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(5))
-        .sort(descending=True)
-        .values
-    )
+    unordered = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(5))
+    S = unordered.sort(descending=True).values
     norm = 1.5 * S.norm(dim=-1)
     for measure in ("miscoupling", "captured_energy", "spectral_miscoupling"):
         for absolute in (False, True):
@@ -202,14 +193,14 @@ def test_null_of_a_batch_is_its_rows_one_by_one():
             )
             assert value.shape == (2, 3)
             for i, j in np.ndindex(2, 3):
-                one = tlc.random_subspace_null(
+                of_row = tlc.random_subspace_null(
                     4,
                     measure,
                     S_1=S[i, j][None],
                     frobenius_norm=norm[i, j][None],
                     **options,
                 )
-                torch.testing.assert_close(value[i, j], one[0])
+                torch.testing.assert_close(value[i, j], of_row[0])
 
 
 def test_absolute_null_of_a_single_jacobian():
@@ -253,7 +244,8 @@ def test_the_null_is_a_root_mean_square_and_lies_below_the_mean(k):
     quantiles.
     """
     d = 400
-    S, of_A = torch.ones(1), stats.beta((k * k - k) / 2, k / 2)
+    S = torch.ones(1)
+    of_A = stats.beta((k * k - k) / 2, k / 2)
     generator = torch.Generator().manual_seed(k)
     A = draws_of_random_subspaces(
         k,
@@ -279,8 +271,8 @@ def test_the_null_is_a_root_mean_square_and_lies_below_the_mean(k):
     )
 
 
-@pytest.mark.parametrize("given", [NULL_K, NULL_D])
-def test_draws_are_random_frames_of_the_singular_vectors(given, frames):
+@pytest.mark.parametrize("n_known", [NULL_K, NULL_D])
+def test_draws_are_random_frames_of_the_singular_vectors(n_known, frames):
     """Entries of every order: means over 4000 draws against 40,000 of whole
     matrices.
     """
@@ -289,29 +281,32 @@ def test_draws_are_random_frames_of_the_singular_vectors(given, frames):
     generator = torch.Generator().manual_seed(0)
     options = {
         "d_model": NULL_D,
-        "S_1": S[:given],
+        "S_1": S[:n_known],
         "frobenius_norm": S.norm(),
         "generator": generator,
     }
     A = draws_of_random_subspaces(NULL_K, 4000, **options)
-    whole = torch.from_numpy(sampled(frames, sigma))
+    of_whole_matrices = torch.from_numpy(sampled(frames, sigma))
     for measure in MEASURES:
-        ours, theirs = (measure_of(one, S, measure).numpy() for one in (A, whole))
-        assert stats.ks_2samp(ours, theirs).pvalue > 0.01, measure
+        drawn = measure_of(A, S, measure).numpy()
+        expected = measure_of(of_whole_matrices, S, measure).numpy()
+        assert stats.ks_2samp(drawn, expected).pvalue > 0.01, measure
 
 
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("kind", ["any", "diagonal", "indefinite", "skew", "identity"])
 def test_rotation_null_against_rotations(paired, kind):
-    k, rng = 4, np.random.default_rng(2)
-    A = {
+    k = 4
+    rng = np.random.default_rng(2)
+    matrices = {
         "any": rng.standard_normal((k, k)) + 2 * np.eye(k),
         "diagonal": np.diag([3.0, 2, 1, 0.5]),
         "indefinite": np.diag([2.0, -1.5, 0.1, -0.4]),
         "skew": np.triu(np.ones((k, k)), 1) - np.tril(np.ones((k, k)), -1),
         "identity": np.eye(k),
-    }[kind]
-    A, s = torch.from_numpy(A), torch.tensor([3.0, 2, 1, 0.7], dtype=torch.float64)
+    }
+    A = torch.from_numpy(matrices[kind])
+    s = torch.tensor([3.0, 2, 1, 0.7], dtype=torch.float64)
     generator = torch.Generator().manual_seed(3)
     Q, R = (random_rotations(N_SAMPLES, k, generator=generator) for _ in range(2))
     turned = Q.mT @ A @ (Q if paired else R)

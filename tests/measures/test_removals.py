@@ -14,7 +14,9 @@ from tl_coupling.measures import without_shared, without_top
 
 pytestmark = pytest.mark.on_4_only
 
-N_LAYERS, D, K = 5, 48, 5
+N_LAYERS = 5
+D = 48
+K = 5
 NULL = 1 - math.sqrt(1 - 1 / K)
 
 
@@ -61,14 +63,14 @@ def test_without_shared_is_the_projection(one_map, r: int) -> None:
 
 def test_an_outlier_direction_couples_until_it_is_left_out(outlier) -> None:
     assert jacobian_coupling(outlier, K).mean() > 0.6
-    for rest in (without_top(outlier, 1), without_shared(outlier, 1)):
-        low, high = jacobian_coupling(rest, K).null_interval()
-        assert low - 0.02 < jacobian_coupling(rest, K).mean() < high + 0.02
+    for reduced in (without_top(outlier, 1), without_shared(outlier, 1)):
+        low, high = jacobian_coupling(reduced, K).null_interval()
+        assert low - 0.02 < jacobian_coupling(reduced, K).mean() < high + 0.02
 
 
 def test_a_shared_map_couples_all_the_same(one_map) -> None:
-    for rest in (without_top(one_map, 2), without_shared(one_map, 2)):
-        assert jacobian_coupling(rest, K).mean() > 0.5
+    for reduced in (without_top(one_map, 2), without_shared(one_map, 2)):
+        assert jacobian_coupling(reduced, K).mean() > 0.5
 
 
 def test_paired_rotations_tell_a_shared_map_from_shared_spans(one_map, outlier) -> None:

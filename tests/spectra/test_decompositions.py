@@ -99,7 +99,10 @@ def test_distinct_singular_vectors_equal_numpys_up_to_a_sign_in_pairs(shape, dty
     J = torch.from_numpy(matrix(SIGMA["distinct"], shape, seed=1)).to(dtype)
     U, S, Vh = as_numpy(tlc.svd(J, k))
     U_np, S_np, Vh_np = np.linalg.svd(J.double().numpy(), full_matrices=False)
-    U_np, S_np, Vh_np = U_np[:, : len(S)], S_np[: len(S)], Vh_np[: len(S)]
+    n = len(S)
+    U_np = U_np[:, :n]
+    S_np = S_np[:n]
+    Vh_np = Vh_np[:n]
     sign = np.sign((U * U_np).sum(0))
     tolerance = 200 * torch.finfo(dtype).eps
     np.testing.assert_allclose(S, S_np, rtol=tolerance)
@@ -154,9 +157,9 @@ def test_batches_are_their_matrices_one_by_one(batch, k):
 @pytest.mark.parametrize("k", [None, 3])
 def test_the_matrix_is_left_as_it_was(k):
     J = torch.from_numpy(matrix(SIGMA["distinct"])).float().mT
-    before = J.clone()
+    copy = J.clone()
     tlc.svd(J, k)
-    assert torch.equal(J, before)
+    assert torch.equal(J, copy)
 
 
 @given(
@@ -310,12 +313,14 @@ LARGE_SIGMA = {
 def test_top_triplets_of_a_large_matrix(name, shape, scale, monkeypatch):
     sigma, cheaper = LARGE_SIGMA[name]
     J = torch.from_numpy(matrix(scale * sigma, shape)).float()
-    decompose, full = torch.linalg.svd, []
-    monkeypatch.setattr(
-        torch.linalg,
-        "svd",
-        lambda J, **options: full.append(1) or decompose(J, **options),
-    )
+    decompose = torch.linalg.svd
+    full = []
+
+    def counted(J, **options):
+        full.append(1)
+        return decompose(J, **options)
+
+    monkeypatch.setattr(torch.linalg, "svd", counted)
     spectrum = tlc.svd(J, k=30)
     assert cheaper is None or bool(full) != cheaper
     # LAPACK's own residuals in float32 reach 5e-6.
@@ -331,7 +336,9 @@ def test_a_triplet_just_above_the_cut_is_not_lost():
     """Clusters on both sides of a cut a few ε wide, u_1 = v_1: residuals of 17 ε hid a
     lost triplet.
     """
-    n, k, eps = 300, 60, np.finfo(np.float32).eps
+    n = 300
+    k = 60
+    eps = np.finfo(np.float32).eps
     rng = np.random.default_rng(0)
     sigma = np.concatenate(
         [[20.0], np.full(k - 1, 1.0), np.full(n - k, 1 - 30 * 20 * eps)]

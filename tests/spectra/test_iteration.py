@@ -19,7 +19,8 @@ from tl_coupling.spectra import (
 
 pytestmark = pytest.mark.on_4_only
 
-N, K = 320, 12
+N = 320
+K = 12
 # What the docstring promises of residuals in float32, with room for rounding U, S and
 # Vh.
 PROMISED = 2.5e-6
@@ -83,9 +84,11 @@ def assert_top(J: np.ndarray, spectrum: Spectrum, tolerance: float = PROMISED) -
     """
     scale = max(np.abs(J).max(), 1e-300)
     U, S, Vh = as_numpy(spectrum)
-    J, S = J / scale, S / scale
+    J = J / scale
+    S = S / scale
     exact = np.linalg.svd(J, compute_uv=False)
-    largest, k = max(exact[0], 1e-300), len(S)
+    largest = max(exact[0], 1e-300)
+    k = len(S)
     np.testing.assert_allclose(U.T @ U, np.eye(k), rtol=0, atol=2e-6)
     np.testing.assert_allclose(Vh @ Vh.T, np.eye(k), rtol=0, atol=2e-6)
     assert np.abs(S - exact[:k]).max() <= tolerance * largest
@@ -170,8 +173,8 @@ def test_a_triplet_just_above_the_cut_is_not_lost(width, way):
         np.concatenate([[20.0], np.full(K - 1, 1.0), np.full(N - K, below)]), (N, N)
     )
     inside = np.linalg.svd(J)[2][:K]
-    found = tlc.svd(torch.from_numpy(J).float(), K).Vh.double().numpy()
-    assert np.linalg.norm(found - found @ inside.T @ inside, 2) < 0.3
+    Vh = tlc.svd(torch.from_numpy(J).float(), K).Vh.double().numpy()
+    assert np.linalg.norm(Vh - Vh @ inside.T @ inside, 2) < 0.3
 
 
 def wrong_spaces(J: iteration.Products, k: int):
@@ -231,30 +234,31 @@ def test_a_space_that_is_right_is_accepted(way, monkeypatch):
 
 def test_neither_the_global_generator_nor_the_batch_matters(way):
     J = torch.stack([planted(SIGMA[name]) for name in CHEAP])
-    found = []
+    spectra = []
     for seed in range(2):
         torch.manual_seed(seed)
-        before = torch.get_rng_state()
-        found.append(tlc.svd(J, K))
-        assert torch.equal(torch.get_rng_state(), before)
+        state = torch.get_rng_state()
+        spectra.append(tlc.svd(J, K))
+        assert torch.equal(torch.get_rng_state(), state)
     alone = Spectrum.cat([tlc.svd(J[i : i + 1].clone(), K) for i in (4, 2, 0)])
     for part in ("U", "S", "Vh", "residuals", "steps"):
-        assert torch.equal(getattr(found[0], part), getattr(found[1], part))
-        assert torch.equal(getattr(found[0], part)[[4, 2, 0]], getattr(alone, part))
+        of_batch = getattr(spectra[0], part)
+        assert torch.equal(of_batch, getattr(spectra[1], part))
+        assert torch.equal(of_batch[[4, 2, 0]], getattr(alone, part))
 
 
 def test_threads_matter_to_rounding_only(way):
     J = planted(SIGMA["as block Jacobians have"])
-    found = []
+    spectra = []
     n_threads = torch.get_num_threads()
     try:
         for n in (1, 2):
             torch.set_num_threads(n)
-            found.append(tlc.svd(J, K))
+            spectra.append(tlc.svd(J, K))
     finally:
         torch.set_num_threads(n_threads)
-    np.testing.assert_allclose(found[0].S, found[1].S, rtol=1e-6)
-    cosines = (found[0].Vh * found[1].Vh).sum(-1).abs()
+    np.testing.assert_allclose(spectra[0].S, spectra[1].S, rtol=1e-6)
+    cosines = (spectra[0].Vh * spectra[1].Vh).sum(-1).abs()
     np.testing.assert_allclose(cosines, 1, rtol=0, atol=1e-6)
 
 
@@ -262,7 +266,7 @@ def test_what_a_spectrum_says_of_itself():
     sigma = {
         name: SIGMA[name] for name in ("as block Jacobians have", "zero", "geometric")
     }
-    J = torch.stack([planted(one) for one in sigma.values()])
+    J = torch.stack([planted(values) for values in sigma.values()])
     spectrum = tlc.svd(J, K)
     assert [int(steps) > 0 for steps in spectrum.steps] == [True, False, True]
     assert spectrum.method.startswith("2 by filtered subspace iteration in ")
@@ -320,24 +324,24 @@ def test_measures_of_a_real_model_are_those_of_float64(smollm2):
     gaps = ((S[:, 4:60] - S[:, 5:61]) / S[:, :1]).amin(0)
     for k in (10, 50, 5 + int(gaps.argmin())):
         top = tlc.svd(J, k)
-        A, exact = (
-            torch.stack(
-                [
-                    torch.stack(
-                        [u.mT @ one @ vh.mT for u, vh in zip(left, right, strict=True)]
-                    )
-                    for one in J.double()
-                ]
-            )
-            for left, right in (
-                (top.U.double(), top.Vh.double()),
-                (U[..., :k], Vh[:, :k]),
-            )
-        )
+        A = of_all_pairs(J, top.U.double(), top.Vh.double())
+        exact = of_all_pairs(J, U[..., :k], Vh[:, :k])
         for measure in (tlc.miscoupling, tlc.normalized_miscoupling):
             torch.testing.assert_close(measure(A), measure(exact), rtol=2e-5, atol=1e-5)
-        of_J_1 = S[:, None, :k]
-        found, wanted = (
-            tlc.spectral_miscoupling(one, of_J_1, absolute=True) for one in (A, exact)
+        S_1 = S[:, None, :k]
+        torch.testing.assert_close(
+            tlc.spectral_miscoupling(A, S_1, absolute=True),
+            tlc.spectral_miscoupling(exact, S_1, absolute=True),
+            rtol=0,
+            atol=1e-5,
         )
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def of_all_pairs(J: torch.Tensor, U: torch.Tensor, Vh: torch.Tensor) -> torch.Tensor:
+    """Coupling matrices of every J with the singular vectors of every other."""
+    return torch.stack(
+        [
+            torch.stack([u.mT @ J_1 @ vh.mT for u, vh in zip(U, Vh, strict=True)])
+            for J_1 in J.double()
+        ]
+    )

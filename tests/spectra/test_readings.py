@@ -34,10 +34,10 @@ def test_the_line_through_inverse_singular_values_is_scipys():
     layers = [0, 2, 3, 7, 8, 11, 12]
     fit = inverse_singular_value_fit(S, layers)
     for i in range(5):
-        wanted = scipy.stats.linregress(layers, 1 / S[:, i].numpy())
-        assert float(fit.slope[i]) == pytest.approx(wanted.slope)
-        assert float(fit.intercept[i]) == pytest.approx(wanted.intercept)
-        assert float(fit.r_squared[i]) == pytest.approx(wanted.rvalue**2)
+        line = scipy.stats.linregress(layers, 1 / S[:, i].numpy())
+        assert float(fit.slope[i]) == pytest.approx(line.slope)
+        assert float(fit.intercept[i]) == pytest.approx(line.intercept)
+        assert float(fit.r_squared[i]) == pytest.approx(line.rvalue**2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,7 +53,8 @@ def test_singular_values_that_scale_inversely_with_depth_lie_on_a_line(dtype):
 
 def test_inverse_singular_values_without_a_line_are_undefined_one_by_one():
     S = gaussian(6, 3).abs() + 0.1
-    S[2, 0], S[:, 1] = 0.0, 0.3
+    S[2, 0] = 0.0
+    S[:, 1] = 0.3
     with pytest.warns(
         UserWarning, match="of 3 lines .* 1 are undefined .* R² of 1 is undefined"
     ) as caught:
@@ -106,10 +107,9 @@ def test_non_normality_is_the_formula_written_out_in_numpy(dtype):
     assert (got.dtype, got.shape) == (dtype, (2, 3))
     for index in np.ndindex(2, 3):
         M = J[index].double().numpy()
-        wanted = np.sqrt(((M.T @ M - M @ M.T) ** 2).sum()) / (M**2).sum()
-        assert float(got[index]) == pytest.approx(
-            wanted, rel=1e-5 if dtype == torch.float32 else 1e-12
-        )
+        expected = np.sqrt(((M.T @ M - M @ M.T) ** 2).sum()) / (M**2).sum()
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+        assert float(got[index]) == pytest.approx(expected, rel=tolerance)
 
 
 def test_non_normality_reaches_its_bound_for_one_nilpotent_direction():
@@ -151,8 +151,8 @@ def test_bounds_and_invariances_of_what_is_read_off_a_matrix(seed, d, rank, expo
     for measure, largest in ((non_normality, np.sqrt(2)), (asymmetry, 1.0)):
         value = float(measure(J))
         assert 0 <= value <= largest + 1e-12
-        for other in (Q @ J @ Q.mT, J.mT, -J, 10.0**exponent * J):
-            assert float(measure(other)) == pytest.approx(value, abs=1e-10)
+        for changed in (Q @ J @ Q.mT, J.mT, -J, 10.0**exponent * J):
+            assert float(measure(changed)) == pytest.approx(value, abs=1e-10)
         # Squares of such entries are outside float32's range.
         assert float(measure((10.0**exponent * J).float())) == pytest.approx(
             value, abs=1e-4
@@ -161,12 +161,11 @@ def test_bounds_and_invariances_of_what_is_read_off_a_matrix(seed, d, rank, expo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_asymmetry_of_known_parts(dtype):
-    symmetric, other = NORMAL["symmetric"], NORMAL["antisymmetric"]
-    symmetric, other = symmetric / symmetric.norm(), other / other.norm()
+    symmetric = NORMAL["symmetric"] / NORMAL["symmetric"].norm()
+    antisymmetric = NORMAL["antisymmetric"] / NORMAL["antisymmetric"].norm()
     angle = torch.tensor([0.0, 0.3, 1.0, np.pi / 2])
-    J = (
-        angle.cos()[:, None, None] * symmetric + angle.sin()[:, None, None] * other
-    ).to(dtype)
+    shares = angle.cos()[:, None, None], angle.sin()[:, None, None]
+    J = (shares[0] * symmetric + shares[1] * antisymmetric).to(dtype)
     assert asymmetry(J).dtype == dtype
     torch.testing.assert_close(
         asymmetry(J).double(), angle.sin().double(), rtol=1e-5, atol=1e-6
@@ -208,8 +207,10 @@ def test_ranks_of_known_spectra():
 
 def test_the_participation_ratio_is_that_of_the_matrix():
     J = gaussian(3, 6, 5)
-    wanted = [np.linalg.norm(M) ** 4 / np.linalg.norm(M.T @ M) ** 2 for M in J.numpy()]
-    np.testing.assert_allclose(participation_ratio(tlc.svd(J).S), wanted)
+    expected = [
+        np.linalg.norm(M) ** 4 / np.linalg.norm(M.T @ M) ** 2 for M in J.numpy()
+    ]
+    np.testing.assert_allclose(participation_ratio(tlc.svd(J).S), expected)
 
 
 @given(
