@@ -1,5 +1,7 @@
 """A survey of random models, in the shape that surveys of real ones have."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import xarray
 
@@ -11,7 +13,7 @@ def survey(
     *,
     n_models: int = 8,
     n_prompts: int = 6,
-    checkpoints=("main",),
+    checkpoints: Sequence[str] = ("main",),
     seed: int = 0,
 ) -> xarray.Dataset:
     """`coupling` is `[model prompt]`, the same at each checkpoint; at the second k it

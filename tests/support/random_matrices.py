@@ -23,9 +23,10 @@ def matrix(
 
 
 def as_numpy(spectrum: Spectrum) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return tuple(
-        part.double().numpy() for part in (spectrum.U, spectrum.S, spectrum.Vh)
-    )
+    U = spectrum.U.double().numpy()
+    S = spectrum.S.double().numpy()
+    Vh = spectrum.Vh.double().numpy()
+    return U, S, Vh
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:

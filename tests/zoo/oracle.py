@@ -36,7 +36,8 @@ class Oracle:
         self.blocks: Any = model.get_submodule(path)
         # The other way to run a mixture is grouped, in float32 or less.
         if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")
+            mixture: Any = model
+            mixture.set_experts_implementation("eager")
 
     def jacobians(
         self, layer: int, pairs: list[tuple[int, int]]
