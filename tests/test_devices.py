@@ -40,19 +40,31 @@ FACTORIES |= {
 ON_THE_CPU = {
     # Random numbers are the same on every device.
     "torch.Generator()": "drawn on the CPU and moved",
-    "torch.tensor(math.sqrt(1 - 1 / k), dtype=torch.float64)": "a single number goes with any device",
-    "torch.randn(J.shape[0], width, generator=torch.Generator().manual_seed(0), dtype=J.dtype)": "moved in the next",
+    (
+        "torch.tensor(math.sqrt(1 - 1 / k), dtype=torch.float64)"
+    ): "a single number goes with any device",
+    (
+        "torch.randn(J.shape[0], width, "
+        "generator=torch.Generator().manual_seed(0), dtype=J.dtype)"
+    ): "moved in the next",
     "torch.empty(self._size, dtype=self._like.dtype)": "read from a file and moved",
-    "torch.randn(*batch, d, columns or d, generator=generator, dtype=torch.float64)": "drawn on the CPU, as nulls are",
+    (
+        "torch.randn(*batch, d, columns or d, generator=generator, dtype=torch.float64)"
+    ): "drawn on the CPU, as nulls are",
     "torch.randint(len(drawn), (len(places),), generator=generator)": "nulls are drawn on the CPU",
     "torch.arange(others.shape[1])": "nulls are drawn on the CPU",
     "torch.tensor(found.steps)": "a single number goes with any device",
-    "torch.tensor([*before, *text, *after], dtype=torch.long)": "token ids go to the model when it runs",
+    (
+        "torch.tensor([*before, *text, *after], dtype=torch.long)"
+    ): "token ids go to the model when it runs",
     "torch.empty(1, 0, 0, 1)": "only its shape is read",
     "torch.empty(0)": "only its dtype and device are read",
     "torch.zeros(len(self.X), dtype=torch.bool)": "part of an error message",
     "torch.tensor(how[name], dtype=x.dtype)": "drawn",
-    "torch.full((len(influence.layers), run.trace.n_pos), torch.nan, dtype=influence.frobenius_norm.dtype)": "drawn",
+    (
+        "torch.full((len(influence.layers), run.trace.n_pos), "
+        "torch.nan, dtype=influence.frobenius_norm.dtype)"
+    ): "drawn",
 }
 
 
@@ -95,7 +107,10 @@ def test_what_makes_a_tensor_names_its_device():
 
 @pytest.mark.on_4_only
 def test_a_call_without_a_device_is_found():
-    source = "a = torch.arange(3)\nb = torch.zeros(3, device=x.device)\nc = torch.tensor([1]).abs().to(x)\n"
+    source = (
+        "a = torch.arange(3)\nb = torch.zeros(3, device=x.device)\nc "
+        "= torch.tensor([1]).abs().to(x)\n"
+    )
     source += "def f(x):\n    return x[torch.ones(3, dtype=torch.bool)].to(x)\n"
     assert [line for line, _ in without_a_device(source)] == [1, 5]
 

@@ -63,7 +63,8 @@ def test_imports_are_found_wherever_they_stand(tmp_path, monkeypatch):
     module.write_text(
         "from typing import TYPE_CHECKING\nimport torch\n"
         "if TYPE_CHECKING:\n    from tl_coupling.plots import a\n"
-        "def f():\n    from tl_coupling.files import b\n    from . import c\n    from ..models.loading import d\n"
+        "def f():\n    from tl_coupling.files import b\n    from . "
+        "import c\n    from ..models.loading import d\n"
     )
     expected = [
         "typing.TYPE_CHECKING",

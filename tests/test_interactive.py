@@ -39,7 +39,10 @@ HOSTILE = (
     "‮abc",
     "",
 )
-PAGE = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>views</title>'
+PAGE = (
+    '<!doctype html><meta charset="utf-8"><meta name="viewport" '
+    'content="width=device-width"><title>views</title>'
+)
 
 
 class Widgets(HTMLParser):
@@ -410,7 +413,8 @@ def test_the_pointer_over_a_map_reads_every_pair(
         "{ texts.push(String(text)); return draw.call(this, text, ...rest); }"
     )
     left, top, width, height = chromium.execute_script(
-        "const b = document.querySelector('canvas').getBoundingClientRect(); return [b.left, b.top, b.width, b.height]"
+        "const b = document.querySelector('canvas').getBoundingClientRect(); "
+        "return [b.left, b.top, b.width, b.height]"
     )
     places = [
         (left + width * (i + 2.5) / 10.5, top + height * (j + 0.3) / 14)
@@ -418,7 +422,10 @@ def test_the_pointer_over_a_map_reads_every_pair(
     ]
     colors = [
         chromium.execute_script(
-            "return [...document.querySelector('canvas').getContext('2d').getImageData(...arguments, 1, 1).data]",
+            (
+                "return [...document.querySelector('canvas').getContext('2d').getImageData(...arguments, "
+                "1, 1).data]"
+            ),
             round(x - left),
             round(y - top),
         )
@@ -462,7 +469,8 @@ def test_colours_of_tokens(chromium: Any, tmp_path: Path) -> None:
     )
     browser.open_page(chromium, page, 1280)
     red, white, pale, blue, undefined = chromium.execute_script(
-        "return [...document.querySelectorAll('.colored-tokens > span > span')].map(e => getComputedStyle(e))"
+        "return [...document.querySelectorAll('.colored-tokens > "
+        "span > span')].map(e => getComputedStyle(e))"
         ".map(style => [style.backgroundColor, style.backgroundImage, style.color])"
     )
     assert (red[0], white[0], blue[0]) == (

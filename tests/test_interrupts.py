@@ -136,7 +136,10 @@ def test_a_command_ends_within_seconds_in_one_line(
             driver.kill()
     assert time.monotonic() - start < 15
     n = 0 if stage == "loading" else 1
-    expected = f"tl-coupling: interrupted: {units} keeps {n} of 8 finished; the same again does the rest"
+    expected = (
+        f"tl-coupling: interrupted: {units} keeps {n} of 8 finished; "
+        f"the same again does the rest"
+    )
     assert (said, errors.strip()) == ("", expected)
     assert driver.returncode == 128 + signals[0]
     wait_until(
@@ -183,9 +186,9 @@ def test_a_command_without_units_says_what_it_has_written(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     names = ", ".join(sorted(["depth.nc", *(path.name for path in written)]))
     assert (
-        f"tl-coupling: interrupted: {tmp_path} has {names} of this run; the same command does all of it"
-        in said
-    )
+        f"tl-coupling: interrupted: {tmp_path} has {names} of this "
+        f"run; the same command does all of it"
+    ) in said
     assert len(written) == 1
 
 

@@ -67,7 +67,10 @@ def test_a_bar_may_count_first_and_look_twice() -> None:
 
 @pytest.mark.parametrize(("progress", "message"), WRONG.values(), ids=WRONG)
 def test_another_loop_is_refused(progress: Wraps, message: str) -> None:
-    wanted = "`progress` must yield each item of the loop that it wraps once and in order, as `tqdm.tqdm` does"
+    wanted = (
+        "`progress` must yield each item of the loop that it wraps "
+        "once and in order, as `tqdm.tqdm` does"
+    )
     for items in loops():
         with pytest.raises(ValueError, match=f"^{wanted}, {message}$"):
             list(with_progress(items, progress, "items"))

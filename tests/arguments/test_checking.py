@@ -438,7 +438,10 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
         (
             lambda t: tlc.depth_coupling(t.model),
             TypeError,
-            r"`trace` must be a .*Trace, got TransformerBridge: `tl_coupling.trace\(model, prompt\)` makes one",
+            (
+                r"`trace` must be a .*Trace, got TransformerBridge: "
+                r"`tl_coupling.trace\(model, prompt\)` makes one"
+            ),
         ),
         (
             lambda t: tlc.depth_coupling(t, layers="01"),

@@ -268,7 +268,10 @@ def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> 
         ("ujv", "vju"), MEASURES, (True, False)
     ):
         maps = [tlc.depth_coupling(one, 4, orientation=orientation) for one in traces]
-        query = f"measure == '{measure}' and orientation == '{orientation}' and k == 2 and checkpoint == 'trained'"
+        query = (
+            f"measure == '{measure}' and orientation == '{orientation}' "
+            f"and k == 2 and checkpoint == 'trained'"
+        )
         row = rows.query(
             f"{query} and pairs == '{'different' if off else 'all'}'"
         ).squeeze()

@@ -328,9 +328,9 @@ def test_another_model_is_not_compared(
         status=1,
     )
     assert (
-        "deeper is not the model it is compared with: they have 3 blocks of width 32 and 2 blocks of"
-        in done.err
-    )
+        "deeper is not the model it is compared with: they have 3 "
+        "blocks of width 32 and 2 blocks of"
+    ) in done.err
 
 
 @pytest.mark.parametrize(
@@ -437,9 +437,9 @@ def test_other_commands_quantise(
         "depth", *options, "--untrained", "--out", tmp_path / "no", status=2
     ).err
     assert (
-        "`--quantization` is for weights in files, which an untrained twin has none of: --no-untrained"
-        in said
-    )
+        "`--quantization` is for weights in files, which an "
+        "untrained twin has none of: --no-untrained"
+    ) in said
     said = call("depth", *options[:-1], "nf5", status=2).err
     assert "'nf5' is not one of 'nf4', 'int8'" in said
 

@@ -413,7 +413,10 @@ def test_a_reversal_over_the_prompts_of_a_model_is_said():
         ]
         assert found.within_tasks == pytest.approx((5 * inside[0] + 7 * inside[1]) / 12)
         assert found.within_tasks < 0 < found.rho
-    said = "Simpson: ρ with prompt length has the other sign within tasks for org/m0, org/m1, org/m2, org/m3"
+    said = (
+        "Simpson: ρ with prompt length has the other sign within "
+        "tasks for org/m0, org/m1, org/m2, org/m3"
+    )
     assert said in result.remarks
 
 
@@ -439,9 +442,9 @@ def test_a_reversal_on_tasks_and_prompts_that_are_too_few_are_said():
     said = "\n".join(result.remarks)
     assert "Simpson: the slope has the other sign on the tasks arc" in said
     assert (
-        f"6 prompts are too few: reliability of the models' means {found.reliability:.2f}, 0.9 needs"
-        in said
-    )
+        f"6 prompts are too few: reliability of the models' means "
+        f"{found.reliability:.2f}, 0.9 needs"
+    ) in said
     assert "below 0.5 the slope is not corrected for it" in said
     assert "all models, corrected" not in result.slopes.index
     assert (

@@ -151,7 +151,10 @@ def test_scores_go_to_their_models_whatever_their_order():
 def test_columns_of_the_surveys_own_are_refused(name):
     data = survey()
     given = scores_of(data, **{name: 99.0})
-    wanted = f"the survey has a column {name!r} of its own, and the scores another one .*org/m0.*; rename that"
+    wanted = (
+        f"the survey has a column {name!r} of its own, and the scores "
+        f"another one .*org/m0.*; rename that"
+    )
     with pytest.raises(ValueError, match=wanted):
         generalization_study(data, given, n_resamples=50)
     with pytest.raises(

@@ -222,7 +222,8 @@ def test_a_mean_over_prompts_is_drawn_and_says_of_how_many():
 def test_coupling_title_tells_model_prompt_and_token():
     ax = plot_coupling(random_map(untrained=True, checkpoint=0), k=2)
     assert ax.get_title() == (
-        "Depth coupling · ujv · k = 2\ntiny at checkpoint 0 (untrained)\n“It costs $5 or $6” · token 3 ‘\\n’"
+        "Depth coupling · ujv · k = 2\ntiny at checkpoint 0 "
+        "(untrained)\n“It costs $5 or $6” · token 3 ‘\\n’"
     )
     assert not ax.title.get_parse_math()
 

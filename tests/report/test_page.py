@@ -307,7 +307,8 @@ def test_the_page_in_a_browser_without_a_network(
     )
     # Every picture fits whole.
     ends = chromium.execute_script(
-        "return [...document.images].map(i => i.getBoundingClientRect()).map(box => [box.left, box.right])"
+        "return [...document.images].map(i => "
+        "i.getBoundingClientRect()).map(box => [box.left, box.right])"
     )
     assert all(0 <= left < right <= width for left, right in ends)
     # Every widget of tokens shows every token.
@@ -323,7 +324,8 @@ def test_the_page_in_a_browser_without_a_network(
     # What is cut off can be scrolled to.
     cut = chromium.execute_script(
         "return [...document.querySelectorAll('main *, header *, footer *')]"
-        ".filter(e => !e.closest('.scroll, .tlc-layers') && e.getBoundingClientRect().right > innerWidth + 1)"
+        ".filter(e => !e.closest('.scroll, .tlc-layers') && "
+        "e.getBoundingClientRect().right > innerWidth + 1)"
         ".map(e => e.outerHTML.slice(0, 80))"
     )
     assert cut == []
@@ -368,11 +370,13 @@ def test_pointing_at_a_token_shows_its_value(
     # The first token of the lowest row of the entropies, where a box that scrolls might
     # cut the tooltip off.
     place = chromium.execute_script(
-        "const row = [...document.querySelectorAll('h4')].find(e => e.textContent.startsWith('logit-lens entropy'))"
+        "const row = [...document.querySelectorAll('h4')].find(e => "
+        "e.textContent.startsWith('logit-lens entropy'))"
         ".parentElement.querySelector('.tlc-layers').lastChild.querySelector('.colored-tokens');"
         "row.scrollIntoView({block: 'center'});"
         "window.row = row;"
-        "const box = row.children[0].getBoundingClientRect(); return [box.left + 5, box.top + box.height / 2]"
+        "const box = row.children[0].getBoundingClientRect(); return "
+        "[box.left + 5, box.top + box.height / 2]"
     )
     browser.move_to(chromium, *place)
     shown = f"{float(entropy[-1, 0]):.4g}"
@@ -395,11 +399,14 @@ def test_pointing_at_a_token_shows_its_value(
 def test_the_policy_stops_scripts_and_requests(chromium: Any, page: Path) -> None:
     browser.open_page(chromium, page, 1280)
     chromium.execute_script(
-        "window.refused = []; addEventListener('securitypolicyviolation', e => refused.push(e.violatedDirective));"
+        "window.refused = []; "
+        "addEventListener('securitypolicyviolation', e => refused.push(e.violatedDirective));"
         "const script = document.createElement('script'); script.textContent = 'window.hit = 1';"
         "document.body.append(script);"
-        "document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=\"window.hit = 2\">');"
-        "const image = new Image(); image.src = 'https://example.invalid/x.png'; document.body.append(image);"
+        "document.body.insertAdjacentHTML('beforeend', '<img "
+        'src=data:, onerror="window.hit = 2">\');'
+        "const image = new Image(); image.src = "
+        "'https://example.invalid/x.png'; document.body.append(image);"
     )
     browser.wait(chromium, "return refused.length >= 3")
     assert set(chromium.execute_script("return refused")) == {

@@ -174,7 +174,8 @@ def test_the_page_in_a_browser(
             "return Math.abs(document.querySelector('#patches').getBoundingClientRect().top) < 50",
         )
         boxes: list[Any] = driver.execute_script(
-            "return [...document.querySelectorAll('#patches img')].filter(i => i.complete && i.naturalWidth > 99)"
+            "return [...document.querySelectorAll('#patches "
+            "img')].filter(i => i.complete && i.naturalWidth > 99)"
             ".map(i => i.getBoundingClientRect()).map(box => [box.left, box.right])"
         )
         # All layers, three thirds of them, coupling, and the line-shape score.

@@ -355,7 +355,10 @@ def test_expodistance_without_growth_or_norm() -> None:
     x[:, 2] = x[:, 2] / x[:, 2].norm(
         dim=-1, keepdim=True
     )  # a walk on a sphere: equal to rounding
-    pattern = r"expodistance is undefined \(NaN\) for some of 4 tokens: 1 with a norm of 0, 2 whose norm does not grow"
+    pattern = (
+        r"expodistance is undefined \(NaN\) for some of 4 tokens: 1 "
+        r"with a norm of 0, 2 whose norm does not grow"
+    )
     with pytest.warns(UserWarning, match=pattern) as caught:
         got = expodistance(x)
     assert len(caught) == 1
