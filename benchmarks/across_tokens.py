@@ -116,12 +116,13 @@ def memory(name: str, device: torch.device, k: int) -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """Return the figures for reading."""
-    run, long = results["run"], results["long"]
-    where = f"{results['model']} on {results['environment']['device_name']}"
+    run = results["run"]
+    long = results["long"]
+    machine = f"{results['model']} on {results['environment']['device_name']}"
     drawn = Table(
         "",
         f"T = {run['shapes']['n_pos']}",
-        title=f"{where}, {results['environment']['cpu_threads']} threads",
+        title=f"{machine}, {results['environment']['cpu_threads']} threads",
     )
     drawn.columns[1].justify = "right"
     for stage, seconds in run["seconds"].items():
@@ -139,9 +140,10 @@ def tables(results: dict[str, Any]) -> list[Table]:
         "largest relative difference of J",
         f"{run['largest_relative_difference_of_jacobians']:.1e}",
     )
-    what, memory = f"self-coupling of {long['n_pos']} tokens", long["memory_mib"]
-    drawn.add_row(f"{what}: memory at its peak", f"{memory['peak']:.0f} MiB")
-    drawn.add_row(f"{what}: memory before", f"{memory['after_warm_up']:.0f} MiB")
+    memory_row = f"self-coupling of {long['n_pos']} tokens"
+    memory = long["memory_mib"]
+    drawn.add_row(f"{memory_row}: memory at its peak", f"{memory['peak']:.0f} MiB")
+    drawn.add_row(f"{memory_row}: memory before", f"{memory['after_warm_up']:.0f} MiB")
     return [drawn]
 
 
@@ -179,8 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(" ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from None
     out = console()
-    for one in tables(results):
-        out.print(one)
+    for table in tables(results):
+        out.print(table)
     out.print(f"wrote {write(options.out, 'across_tokens', results)}")
 
 

@@ -214,7 +214,8 @@ def in_own_process(
         done = subprocess.run([str(part) for part in command], cwd=ROOT, check=False)
         if done.returncode < 0:
             raise BenchmarkError(
-                f"the process that measured {worker!r} was killed by signal {-done.returncode}"
+                f"the process that measured {worker!r} was killed by signal "
+                f"{-done.returncode}"
             )
         if done.returncode:
             # The worker has said what was wrong.
@@ -267,9 +268,9 @@ def compare(options: argparse.Namespace, n_tokens: int) -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """End to end by prompt length, and every prompt's stages."""
-    where = f"{results['model']} on {results['environment']['device_name']}"
-    where = f"{where}, {results['environment']['cpu_threads']} threads"
-    summary = Table(title=f"{where}: seconds end to end, and MiB at the peak")
+    machine = f"{results['model']} on {results['environment']['device_name']}"
+    machine = f"{machine}, {results['environment']['cpu_threads']} threads"
+    summary = Table(title=f"{machine}: seconds end to end, and MiB at the peak")
     for header in (
         "T",
         "released",
@@ -303,12 +304,13 @@ def tables(results: dict[str, Any]) -> list[Table]:
             if "ratio" in run
             else "",
         )
-    return [summary, *(_table(run, where) for run in results["runs"])]
+    return [summary, *(_table(run, machine) for run in results["runs"])]
 
 
 def _table(run: dict[str, Any], title: str) -> Table:
     sides = [run[side] for side in ("released", "ours") if side in run]
-    shapes, alone = run["shapes"], len(sides) == 1
+    shapes = run["shapes"]
+    alone = len(sides) == 1
     drawn = Table(
         "",
         title=(
@@ -368,7 +370,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.depth_coupling",
         description="Time and peak memory of one prompt's depth coupling (last "
         "token, all pairs of layers,\n"
-        "K = 10, 30, 50, both orientations): a transcription of the paper's released algorithm\n"
+        "K = 10, 30, 50, both orientations): a transcription of the paper's released "
+        "algorithm\n"
         "against tl_coupling. Prints a table for each prompt length "
         "and writes\nOUT/depth_coupling.json.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -431,10 +434,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         device = chosen_device(options.device)
         if options.worker:
-            found = WORKERS[options.worker](
+            figures = WORKERS[options.worker](
                 options.model, options.tokens[0], device, options.repeats
             )
-            options.out.write_text(json.dumps(found))
+            options.out.write_text(json.dumps(figures))
             return
         out = console()
         results: dict[str, Any] = {"model": options.model, "repeats": options.repeats}

@@ -67,45 +67,45 @@ def measure(survey: tlc.Survey, engines: list[str], workers: int) -> dict[str, A
     """Seconds of each engine, and whether its values are the first one's, bit for
     bit.
     """
-    found: dict[str, Any] = {}
+    by_engine: dict[str, Any] = {}
     first: xarray.Dataset | None = None
     for name in engines:
         with tempfile.TemporaryDirectory() as folder:
             start = perf_counter()
             with engine(name, workers, Path(folder, "jobs")) as executor:
                 data = tlc.run(survey, Path(folder, "units"), executor).load()
-            found[name] = {
+            by_engine[name] = {
                 "seconds": perf_counter() - start,
                 "seconds_in_units": float(data["seconds"].sum()),
             }
             values = data.drop_vars(COSTS)
             data.close()
         first = values if first is None else first
-        found[name]["identical"] = values.identical(first)
-    return found
+        by_engine[name]["identical"] = values.identical(first)
+    return by_engine
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """Return the figures for reading."""
-    found = results["engines"]
-    first = next(iter(found))
+    by_engine = results["engines"]
+    first = next(iter(by_engine))
     title = f"{results['units']} units, {results['prompts']} prompts, one thread each"
     table = Table(
         "engine", "seconds", f"× {first}", "seconds in units", "identical", title=title
     )
-    for name, one in found.items():
-        ratio = f"{found[first]['seconds'] / one['seconds']:.2f}"
+    for name, figures in by_engine.items():
+        ratio = f"{by_engine[first]['seconds'] / figures['seconds']:.2f}"
         table.add_row(
             name,
-            f"{one['seconds']:.1f}",
+            f"{figures['seconds']:.1f}",
             ratio,
-            f"{one['seconds_in_units']:.1f}",
-            str(one["identical"]),
+            f"{figures['seconds_in_units']:.1f}",
+            str(figures["identical"]),
         )
     return [table]
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -141,11 +141,11 @@ def main(given: Sequence[str] | None = None) -> int:
         help="singular vectors (default 10 30 50)",
     )
     parser.add_argument("--out", type=Path, help="folder for engines.json")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     if arguments.workers < 1:
         parser.error(f"--workers must be at least 1, got {arguments.workers}")
     torch.set_num_threads(1)
-    where = environment(torch.device("cpu"))
+    machine = environment(torch.device("cpu"))
     # For every process that is started from here.
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     try:
@@ -155,7 +155,7 @@ def main(given: Sequence[str] | None = None) -> int:
             prompts = tlc.prompts.prompts_per_task(
                 tlc.load_prompts(arguments.prompts), arguments.per_task
             )
-        how: dict[str, Any] = {
+        execution: dict[str, Any] = {
             "prompts_per_unit": arguments.prompts_per_unit,
             "device": "cpu",
         }
@@ -163,22 +163,22 @@ def main(given: Sequence[str] | None = None) -> int:
             [arguments.model],
             prompts,
             settings=tlc.Settings(k=tuple(arguments.k)),
-            **how,
+            **execution,
         )
-        found = measure(survey, arguments.engines, arguments.workers)
+        by_engine = measure(survey, arguments.engines, arguments.workers)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     results = {
-        "environment": where,
+        "environment": machine,
         "units": len(survey.units()),
         "prompts": len(prompts),
-        "engines": found,
+        "engines": by_engine,
     }
     console().print(*tables(results))
     if arguments.out is not None:
         write(arguments.out, "engines", results)
-    return 0 if all(one["identical"] for one in found.values()) else 1
+    return 0 if all(figures["identical"] for figures in by_engine.values()) else 1
 
 
 if __name__ == "__main__":

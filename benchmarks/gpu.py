@@ -74,9 +74,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     share of the peak.
     """
     peak = best_flops_per_second(device, options.peak_size)
-    seconds, memory = dict.fromkeys(STAGES, 0.0), Memory(device)
+    seconds = dict.fromkeys(STAGES, 0.0)
+    memory = Memory(device)
     memory.start()
-    matrices, products = [], {}
+    matrices = []
+    products = {}
     for traced in traces(options, device, seconds):
         products = bare_products(traced.model.cfg, options.tokens)
         for layer, block in enumerate(traced.blocks):
@@ -203,8 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         raise SystemExit(2) from None
     out = console()
-    for one in tables(results):
-        out.print(one)
+    for table in tables(results):
+        out.print(table)
     out.print(f"wrote {write(options.out, 'gpu', results)}")
 
 

@@ -49,15 +49,16 @@ def measure(
 ) -> dict[str, Any]:
     """Seconds of the stages and of the bare products, in turns, and their ratio."""
     cfg: Any = model.cfg
-    products, n_layers = bare_products(cfg, len(ids)), int(cfg.n_layers)
+    products = bare_products(cfg, len(ids))
+    n_layers = int(cfg.n_layers)
     by_stage(model, ids[:3], device, min(k, 2))
     rounds = [
         (seconds_of(products, device, n_layers), by_stage(model, ids, device, k)[0])
         for _ in range(repeats)
     ]
     bare, stages = (
-        {name: min(one[name] for one in found) for name in found[0]}
-        for found in zip(*rounds, strict=True)
+        {name: min(seconds[name] for seconds in of_rounds) for name in of_rounds[0]}
+        for of_rounds in zip(*rounds, strict=True)
     )
     products_alone = sum(bare.values())
     return {
@@ -81,13 +82,13 @@ def measure(
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """Return the figures for reading."""
-    where = (
+    machine = (
         f"{results['environment']['device_name']}, "
         f"{results['environment']['cpu_threads']} threads"
     )
     drawn = Table(
         "",
-        title=f"Seconds of all blocks' Jacobians, and of their bare matrix products\n{where}",
+        title=f"Seconds of all blocks' Jacobians, and of their bare matrix products\n{machine}",
     )
     for header in ("L", "d", "T", *STAGES, "bare", "J / bare", "with gate"):
         drawn.add_column(
@@ -198,8 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (BenchmarkError, ModelError, ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from None
-    for one in tables(results):
-        out.print(one)
+    for table in tables(results):
+        out.print(table)
     out.print(f"wrote {write(options.out, 'jacobians', results)}")
 
 

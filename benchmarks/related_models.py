@@ -17,31 +17,39 @@ def half_widths(
     x: np.ndarray, y: np.ndarray, families: np.ndarray
 ) -> dict[str, tuple[float, float]]:
     """Estimate and half width of the interval, by the name of the method."""
-    n, n_families = len(x), families.max() + 1
+    n = len(x)
+    n_families = families.max() + 1
     design = np.column_stack([np.ones(n), x])
     slope = (np.linalg.pinv(design) @ y)[1]
-    found = {}
+    intervals = {}
     for name, power, scale in (
         ("CR1", 0.0, n_families / (n_families - 1) * (n - 1) / (n - 2)),
         ("CR2", 0.5, 1.0),
         ("CR3", 1.0, (n_families - 1) / n_families),
     ):
         weights = np.sqrt(scale) * sandwich(design, families, power)
-        error, products = np.sqrt(((weights @ y) ** 2).sum()), weights @ weights.T
+        error = np.sqrt(((weights @ y) ** 2).sum())
+        products = weights @ weights.T
         freedom = np.trace(products) ** 2 / (products**2).sum()
-        found[f"{name}, t(G − 1)"] = slope, stats.t.ppf(0.975, n_families - 1) * error
+        intervals[f"{name}, t(G − 1)"] = (
+            slope,
+            stats.t.ppf(0.975, n_families - 1) * error,
+        )
         if power:
-            found[f"{name}, Satterthwaite"] = slope, stats.t.ppf(0.975, freedom) * error
+            intervals[f"{name}, Satterthwaite"] = (
+                slope,
+                stats.t.ppf(0.975, freedom) * error,
+            )
     if n_families > 2:
         sizes = np.bincount(families)
         line = stats.linregress(
             *(np.bincount(families, values) / sizes for values in (x, y))
         )
-        found["family means, t(G − 2)"] = (
+        intervals["family means, t(G − 2)"] = (
             line.slope,
             stats.t.ppf(0.975, n_families - 2) * line.stderr,
         )
-    return found
+    return intervals
 
 
 def sandwich(design: np.ndarray, families: np.ndarray, power: float) -> np.ndarray:
@@ -49,14 +57,17 @@ def sandwich(design: np.ndarray, families: np.ndarray, power: float) -> np.ndarr
     H_gg)^(−power) (I − H)_g`, one row each.
     """
     bread = np.linalg.inv(design.T @ design)
-    rest = np.eye(len(design)) - design @ bread @ design.T
+    annihilator = np.eye(len(design)) - design @ bread @ design.T
     parts = []
     for family in range(families.max() + 1):
         own = families == family
-        values, vectors = np.linalg.eigh(rest[np.ix_(own, own)])
+        values, vectors = np.linalg.eigh(annihilator[np.ix_(own, own)])
         powers = np.where(values > 1e-9, np.maximum(values, 1e-9) ** -power, 0.0)
         parts.append(
-            (bread @ design[own].T)[1] @ (vectors * powers) @ vectors.T @ rest[own]
+            (bread @ design[own].T)[1]
+            @ (vectors * powers)
+            @ vectors.T
+            @ annihilator[own]
         )
     return np.array(parts)
 
@@ -75,12 +86,13 @@ def wild_holds(
     points. Source: Cameron, Gelbach and Miller 2008, *Bootstrap-based improvements for
     inference with clustered errors*; Webb 2023.
     """
-    centred, n_families = x - x.mean(), families.max() + 1
+    centred = x - x.mean()
+    n_families = families.max() + 1
     y = y - slope * x
     weights = np.concatenate([-WEBB, WEBB])[rng.integers(6, size=(N_WILD, n_families))]
     ys = np.vstack([y, y.mean() + weights[:, families] * (y - y.mean())])
     slopes = ys @ centred / (centred @ centred)
-    rest = ys - ys.mean(1, keepdims=True) - slopes[:, None] * centred
-    scores = (rest * centred) @ (families[:, None] == np.arange(n_families))
+    residuals = ys - ys.mean(1, keepdims=True) - slopes[:, None] * centred
+    scores = (residuals * centred) @ (families[:, None] == np.arange(n_families))
     t = np.abs(slopes) / np.sqrt((scores**2).sum(1))
     return bool((1 + (t[1:] >= t[0]).sum()) / (1 + N_WILD) > 0.05)

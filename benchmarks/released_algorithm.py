@@ -92,7 +92,8 @@ def couplings(
             for j, (U, V) in enumerate(tops):
                 s = S[:K]
                 diagonal = torch.diag(s)
-                A, B = U.T @ J @ V, V.T @ J @ U
+                A = U.T @ J @ V
+                B = V.T @ J @ U
                 for name, M in (("ujv", A), ("vju", B)):
                     distance = torch.linalg.norm(M.abs() - diagonal)
                     values[f"{name}_norm"][i, j] = distance / torch.linalg.norm(s)

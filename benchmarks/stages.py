@@ -89,7 +89,10 @@ def bare_products(cfg: Any, n_pos: int) -> dict[str, Product]:
     `∂q/∂x`; and `J_mlp · J_attention`. Norms are diagonal plus rank one, softmax and
     rotation act on a head at a time: none of them is a product of this size.
     """
-    d, d_mlp, n_heads, d_head = cfg.d_model, cfg.d_mlp, cfg.n_heads, cfg.d_head
+    d = cfg.d_model
+    d_mlp = cfg.d_mlp
+    n_heads = cfg.n_heads
+    d_head = cfg.d_head
     return {
         "MLP": Product((d, d_mlp), (d_mlp, d)),
         "attention output": Product((d, n_heads * d_head), (n_heads * d_head, d)),
@@ -103,14 +106,14 @@ def seconds_of(
     products: dict[str, Product], device: torch.device, n_layers: int
 ) -> dict[str, float]:
     """Seconds of each product, in float32, done once for each layer."""
-    found = {}
+    seconds = {}
     for name, product in products.items():
         work = product.ready(device)
         work()
-        _, found[name] = timed(
+        _, seconds[name] = timed(
             device, lambda work=work: [work() for _ in range(n_layers)]
         )
-    return found
+    return seconds
 
 
 def best_flops_per_second(
@@ -166,7 +169,7 @@ def random_llama(
         ).eval()
     hf_model.config.architectures = ["LlamaForCausalLM"]
     hf_model.requires_grad_(False)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "hf_model": hf_model,
         "device": str(device),
         "dtype": dtype,
@@ -174,7 +177,7 @@ def random_llama(
     with tempfile.TemporaryDirectory() as folder:
         name = f"random/llama-{width}"
         return TransformerBridge.boot_transformers(
-            name, tokenizer=_tokenizer(folder), **given
+            name, tokenizer=_tokenizer(folder), **options
         ).eval()
 
 

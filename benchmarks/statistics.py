@@ -40,8 +40,11 @@ from tl_coupling.statistics.attenuation import attenuation
 from tl_coupling.statistics.familywise import ALL_PROMPTS, familywise
 
 WILD = "wild cluster bootstrap"
-WANTED, MOST_FALSE = (0.92, 0.97), 0.06
-ICC, SLOPE, N_PROMPTS = 0.7, 1.0, 5
+WANTED = (0.92, 0.97)
+MOST_FALSE = 0.06
+ICC = 0.7
+SLOPE = 1.0
+N_PROMPTS = 5
 
 
 class Design(NamedTuple):
@@ -59,10 +62,8 @@ class Design(NamedTuple):
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     def __str__(self) -> str:
-        n, sizes = (
-            sum(self.sizes),
-            " to ".join(map(str, sorted({min(self.sizes), max(self.sizes)}))),
-        )
+        n = sum(self.sizes)
+        sizes = " to ".join(map(str, sorted({min(self.sizes), max(self.sizes)})))
         if not self.is_of_families:
             return f"{n} models"
         return f"{n} models in {len(self.sizes)} families of {sizes}"
@@ -74,11 +75,9 @@ COVERED = (
     Design((8, 4, 4, 3, 2, 1, 1, 1)),
 )
 LOOKED_AT = (Design((1,) * 12, True), Design((4,) * 3, True), Design((4,) * 6, True))
-KS, MEASURES, TASKS = (
-    (5, 10, 20, 30, 50),
-    ("coupling", "miscoupling", "captured_energy"),
-    ("arc", "gsm8k", "mmlu"),
-)
+KS = (5, 10, 20, 30, 50)
+MEASURES = ("coupling", "miscoupling", "captured_energy")
+TASKS = ("arc", "gsm8k", "mmlu")
 SUBSETS = {"best": "score > 0", "deep": "n_layers > 0"}
 
 
@@ -97,7 +96,8 @@ def coverage(
     """Share of the studies in which the interval of each method holds the slope; the
     bootstrap's of the first ones.
     """
-    families, covered = design.families, {}
+    families = design.families
+    covered = {}
 
     def count(method: str, interval: Sequence[float]) -> None:
         covered.setdefault(method, []).append(interval[0] <= SLOPE <= interval[1])
@@ -119,7 +119,9 @@ def coverage(
             )
             count("bootstrap", drawn.slope)
             count("percentiles", plain_percentiles(x, y, families, n_resamples, rng))
-    shares = {method: float(np.mean(held)) for method, held in covered.items()}
+    shares = {
+        method: float(np.mean(is_covered)) for method, is_covered in covered.items()
+    }
     return {"design": str(design), "is_wanted": design.is_wanted, "coverage": shares}
 
 
@@ -129,23 +131,23 @@ def t_intervals(
     """Of the slope: as a study has it, as if models were independent, and within
     families.
     """
-    found = {
+    intervals = {
         "as if independent": one_t_interval(
             np.column_stack([np.ones(len(x)), x]), y, None
         )
     }
     n_families = families.max() + 1
     if n_families == len(x):
-        return found | {"of the study": found["as if independent"]}
+        return intervals | {"of the study": intervals["as if independent"]}
     several = np.bincount(families)[families] > 1
     own = np.flatnonzero(np.bincount(families) > 1)
     fixed = np.column_stack(
         [np.ones(several.sum()), x[several], families[several, None] == own[1:]]
     )
-    found["of the study"] = one_t_interval(
+    intervals["of the study"] = one_t_interval(
         np.column_stack([np.ones(len(x)), x]), y, families
     )
-    return found | {
+    return intervals | {
         "within families": one_t_interval(fixed, y[several], families[several])
     }
 
@@ -155,14 +157,15 @@ def one_t_interval(
 ) -> tuple[float, float]:
     bread = np.linalg.inv(design.T @ design)
     coefficients = bread @ design.T @ y
-    rest, freedom = y - design @ coefficients, len(y) - design.shape[1]
+    residuals = y - design @ coefficients
+    freedom = len(y) - design.shape[1]
     if families is None:
         return t_interval(
             coefficients[1],
-            np.sqrt(rest @ rest / freedom * bread[1, 1]),
+            np.sqrt(residuals @ residuals / freedom * bread[1, 1]),
             float(freedom),
         )
-    errors, freedoms = cluster_robust(design, rest, families)
+    errors, freedoms = cluster_robust(design, residuals, families)
     return t_interval(coefficients[1], errors[1], freedoms[1])
 
 
@@ -179,15 +182,16 @@ def plain_percentiles(
         dx = x[drawn] - x[drawn].mean(1, keepdims=True)
         with np.errstate(invalid="ignore", divide="ignore"):
             slopes.append((dx * y[drawn]).sum(1) / (dx * dx).sum(1))
-    found = np.concatenate(slopes)
-    return percentile_interval(found[np.isfinite(found)])
+    drawn_slopes = np.concatenate(slopes)
+    return percentile_interval(drawn_slopes[np.isfinite(drawn_slopes)])
 
 
 def others(design: Design, n_studies: int) -> dict[str, Any]:
     """Coverage of other methods on the same studies, and the median width of their
     intervals over the study's.
     """
-    covered, widths = {}, {}
+    covered = {}
+    widths = {}
     for seed in range(n_studies):
         rng = np.random.default_rng((seed, *design.sizes))
         x = related(design, rng)
@@ -203,10 +207,15 @@ def others(design: Design, n_studies: int) -> dict[str, Any]:
         covered.setdefault(WILD, []).append(
             related_models.wild_holds(x, y, design.families, SLOPE, rng)
         )
-    shares = {method: float(np.mean(held)) for method, held in covered.items()}
-    found = {"design": str(design), "is_wanted": False, "coverage": shares}
-    return found | {
-        "width": {method: float(np.median(one)) for method, one in widths.items()}
+    shares = {
+        method: float(np.mean(is_covered)) for method, is_covered in covered.items()
+    }
+    figures = {"design": str(design), "is_wanted": False, "coverage": shares}
+    return figures | {
+        "width": {
+            method: float(np.median(of_studies))
+            for method, of_studies in widths.items()
+        }
     }
 
 
@@ -216,7 +225,7 @@ def false_positives(
     """Share of the studies that find something where there is nothing: by one p for all
     looks, and by each its own.
     """
-    found = []
+    smallest_p = []
     for seed in range(n_studies):
         rng = np.random.default_rng((seed, *design.sizes))
         n = len(design.families)
@@ -242,11 +251,16 @@ def false_positives(
             "seed": seed,
         }
         result = familywise(rows, table, prompts, names, SUBSETS, families, **look)
-        whole = result.table.query(
+        at_every_k = result.table.query(
             "task == 'all prompts' and subset == 'all models' and measure == 'coupling'"
         )
-        found.append(
-            (result.smallest_p, result.p, result.table["p"].min(), whole["p"].min())
+        smallest_p.append(
+            (
+                result.smallest_p,
+                result.p,
+                result.table["p"].min(),
+                at_every_k["p"].min(),
+            )
         )
     names = (
         "max-statistic, any look",
@@ -254,7 +268,9 @@ def false_positives(
         "own p, any look",
         "own p, any of five k",
     )
-    shares = dict(zip(names, (np.array(found) <= 0.05).mean(0).tolist(), strict=True))
+    shares = dict(
+        zip(names, (np.array(smallest_p) <= 0.05).mean(0).tolist(), strict=True)
+    )
     n_looks = (1 + len(TASKS)) * (1 + len(SUBSETS)) * len(MEASURES) * len(KS)
     return {
         "design": str(design),
@@ -272,21 +288,24 @@ def unrelated(design: Design, rng: np.random.Generator) -> np.ndarray:
 def attenuations(n_studies: int) -> Iterator[dict[str, Any]]:
     """Mean slopes, raw and corrected, by the share of noise in the models' means."""
     for reliability in (0.9, 0.8, 0.7):
-        found = []
+        slopes = []
         for seed in range(n_studies):
             rng = np.random.default_rng(seed)
             truth = rng.standard_normal(36)
             noise = np.sqrt(
                 (1 - reliability) / reliability * N_PROMPTS
             ) * rng.standard_normal((36, N_PROMPTS))
-            x, y = truth[:, None] + noise, SLOPE * truth + 0.3 * rng.standard_normal(36)
+            x = truth[:, None] + noise
+            y = SLOPE * truth + 0.3 * rng.standard_normal(36)
             line = linear_fit(pandas.DataFrame({"x": x.mean(1), "y": y}), "x", "y")
-            one = attenuation(x, y, line, seed=seed)
-            found.append((one.reliability, line.slope, one.slope))
-        said, raw, corrected = np.nanmedian(found, 0).tolist()
+            noise_of_prompts = attenuation(x, y, line, seed=seed)
+            slopes.append(
+                (noise_of_prompts.reliability, line.slope, noise_of_prompts.slope)
+            )
+        estimated, raw, corrected = np.nanmedian(slopes, 0).tolist()
         yield {
             "reliability": reliability,
-            "said": said,
+            "said": estimated,
             "raw": raw,
             "corrected": corrected,
         }
@@ -332,7 +351,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
         ("reliability said", "raw slope", "corrected slope"),
         strict=True,
     ):
-        column.header, column.justify = name, "right"
+        column.header = name
+        column.justify = "right"
     for row in results["attenuation"]:
         corrected.add_row(
             *(
@@ -340,13 +360,13 @@ def tables(results: dict[str, Any]) -> list[Table]:
                 for name in ("reliability", "said", "raw", "corrected")
             )
         )
-    other = Table(
+    other_methods = Table(
         "",
         title="other methods for families: coverage, and width over that of the study's interval",
     )
     rows = results["others"]
     for row in rows:
-        other.add_column(row["design"], justify="right")
+        other_methods.add_column(row["design"], justify="right")
     for method in max((row["coverage"] for row in rows), key=len):
         cells = (row["coverage"].get(method) for row in rows)
         widths = (
@@ -354,11 +374,11 @@ def tables(results: dict[str, Any]) -> list[Table]:
             for row in rows
         )
         pairs = zip(cells, widths, strict=True)
-        other.add_row(
+        other_methods.add_row(
             method,
             *("" if share is None else f"{share:.3f}{width}" for share, width in pairs),
         )
-    return [covered, other, false, corrected]
+    return [covered, other_methods, false, corrected]
 
 
 def _table(
@@ -383,14 +403,14 @@ def _table(
 def missed(results: dict[str, Any]) -> list[str]:
     """Return what is wanted and was not found."""
     low, high = WANTED
-    held = (
+    coverages = (
         (row["design"], row["coverage"]["of the study"])
         for row in results["coverage"]
         if row["is_wanted"]
     )
     lines = [
         f"{name}: coverage {share:.3f}, wanted {low} to {high}"
-        for name, share in held
+        for name, share in coverages
         if not low <= share <= high
     ]
     name = "max-statistic, any look"
@@ -425,35 +445,35 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--permutations", type=int, default=99)
     parser.add_argument("--out", type=Path, help="folder for statistics.json")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     shown = console()
     results: dict[str, Any] = {
         "environment": environment(torch.device("cpu")),
-        "n_studies": given.studies,
-        "n_resampled": given.resampled,
-        "n_looked_at": given.looked_at,
-        "n_permutations": given.permutations,
+        "n_studies": options.studies,
+        "n_resampled": options.resampled,
+        "n_looked_at": options.looked_at,
+        "n_permutations": options.permutations,
         "coverage": [
-            coverage(design, given.studies, given.resampled, given.resamples)
+            coverage(design, options.studies, options.resampled, options.resamples)
             for design in track(COVERED, "coverage", console=shown)
         ],
         "others": [
-            others(design, max(1, given.studies // 2))
+            others(design, max(1, options.studies // 2))
             for design in track(
-                [one for one in COVERED if one.is_of_families],
+                [study for study in COVERED if study.is_of_families],
                 "other methods",
                 console=shown,
             )
         ],
         "familywise": [
-            false_positives(design, given.looked_at, given.permutations)
+            false_positives(design, options.looked_at, options.permutations)
             for design in track(LOOKED_AT, "familywise", console=shown)
         ],
-        "attenuation": list(attenuations(max(1, given.resampled // 5))),
+        "attenuation": list(attenuations(max(1, options.resampled // 5))),
     }
     shown.print(*tables(results))
-    if given.out:
-        shown.print(f"wrote {write(given.out, 'statistics', results)}")
+    if options.out:
+        shown.print(f"wrote {write(options.out, 'statistics', results)}")
     shown.print(*missed(results), sep="\n")
     return 1 if missed(results) else 0
 

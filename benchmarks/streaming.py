@@ -60,7 +60,8 @@ def write_model(folder: Path, shape: str) -> int:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
     n_layers, d, d_mlp, n_heads, n_kv, vocabulary, kind = SHAPES[shape]
-    dtype, d_kv = getattr(torch, kind), d // n_heads * n_kv
+    dtype = getattr(torch, kind)
+    d_kv = d // n_heads * n_kv
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=d,
@@ -91,7 +92,9 @@ def write_model(folder: Path, shape: str) -> int:
         "mlp.up_proj": (d_mlp, d),
         "mlp.down_proj": (d, d_mlp),
     }
-    generator, of_file, total = torch.Generator().manual_seed(0), {}, 0
+    generator = torch.Generator().manual_seed(0)
+    of_file = {}
+    total = 0
     for part in range(-1, n_layers):
         if part < 0:
             embedding = torch.randn(vocabulary, d, generator=generator)
@@ -289,8 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"all {run['memory_mib']['peak']:.0f} MiB"
         )
     if options.compare:
-        same = runs[0]["sha256"] == runs[1]["sha256"]
-        print("the same numbers, bit for bit" if same else "THE NUMBERS DIFFER")
+        is_same = runs[0]["sha256"] == runs[1]["sha256"]
+        print("the same numbers, bit for bit" if is_same else "THE NUMBERS DIFFER")
     results = {
         "benchmark": "streaming",
         "shape": dict(

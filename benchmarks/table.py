@@ -34,7 +34,9 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
         path.stem: json.loads(path.read_text())
         for path in sorted(folder.glob("*.json"))
     }
-    return {name: one for name, one in contents.items() if "benchmark" in one}
+    return {
+        name: figures for name, figures in contents.items() if "benchmark" in figures
+    }
 
 
 def tables_of(results: dict[str, Any]) -> list[Table]:
@@ -59,12 +61,12 @@ def _numbers(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     environment, which is written apart.
     """
     if isinstance(value, dict):
-        for name, one in value.items():
+        for name, entry in value.items():
             if name not in ("benchmark", "environment"):
-                yield from _numbers(one, (*path, name))
+                yield from _numbers(entry, (*path, name))
     elif isinstance(value, list) and value and isinstance(value[0], dict):
-        for i, one in enumerate(value):
-            yield from _numbers(one, (*path, str(i)))
+        for i, entry in enumerate(value):
+            yield from _numbers(entry, (*path, str(i)))
     elif not isinstance(value, list):
         yield ", ".join(path), value
 
@@ -93,27 +95,32 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "Written by `python -m benchmarks.table` from the JSON files beside it.",
         "![](benchmarks.png)",
     ]
-    for name, one in results.items():
-        where, purpose = one["environment"], str(_module(one).__doc__).splitlines()[0]
+    for name, figures in results.items():
+        environment = figures["environment"]
+        purpose = str(_module(figures).__doc__).splitlines()[0]
         versions = ", ".join(
-            f"{package} {version}" for package, version in where["versions"].items()
+            f"{package} {version}"
+            for package, version in environment["versions"].items()
         )
         ran = (
-            f"{where['date']}, {where['device_name']}, "
-            f"{where['cpu_threads']} threads, load {where['load_average']:.2f}"
+            f"{environment['date']}, {environment['device_name']}, "
+            f"{environment['cpu_threads']} threads, load "
+            f"{environment['load_average']:.2f}"
         )
         parts += [
             f"## {name}",
             purpose,
             f"{ran}; {versions}",
-            *map(markdown, tables_of(one)),
+            *map(markdown, tables_of(figures)),
         ]
     return "\n\n".join(parts) + "\n"
 
 
 def picture(results: dict[str, dict[str, Any]]) -> Figure:
     """Return a panel for each question that the results answer."""
-    runs = {name: one["runs"] for name, one in results.items() if "runs" in one}
+    runs = {
+        name: figures["runs"] for name, figures in results.items() if "runs" in figures
+    }
     of_widths = [run for run in runs.get("jacobians", []) if run["model"] == "random"]
     panels = {
         _against_the_transcription: results.get("depth_coupling"),
@@ -170,7 +177,8 @@ def _against_the_transcription(ax: Axes, results: dict[str, Any]) -> None:
 
 
 def _by_width(ax: Axes, runs: list[dict[str, Any]]) -> None:
-    widths, shapes = [run["shapes"]["d_model"] for run in runs], runs[0]["shapes"]
+    widths = [run["shapes"]["d_model"] for run in runs]
+    shapes = runs[0]["shapes"]
     ax.loglog(
         widths,
         [sum(run["bare_products"].values()) for run in runs],
@@ -186,8 +194,8 @@ def _by_width(ax: Axes, runs: list[dict[str, Any]]) -> None:
             label=stage,
         )
     _ticks(ax, widths)
-    what = f"{shapes['n_layers']} random Llama block, {shapes['n_pos']} tokens, k = {shapes['k']}"
-    ax.set(xlabel="d_model", ylabel="seconds", title=what)
+    measured = f"{shapes['n_layers']} random Llama block, {shapes['n_pos']} tokens, k = {shapes['k']}"
+    ax.set(xlabel="d_model", ylabel="seconds", title=measured)
     ax.legend()
 
 
@@ -217,17 +225,17 @@ def _top_of_spectra(ax: Axes, runs: list[dict[str, Any]]) -> None:
     ways = list(dict.fromkeys(way for run in runs for way in run["ways"]))
     for color, way in enumerate(ways):
         for style, name in enumerate(dict.fromkeys(run["matrices"] for run in runs)):
-            some = [
+            with_way = [
                 run for run in runs if run["matrices"] == name and way in run["ways"]
             ]
-            seconds = [run["ways"][way]["seconds"] for run in some]
+            seconds = [run["ways"][way]["seconds"] for run in with_way]
             look = {
                 "color": f"C{color}",
                 "linestyle": ("-", "--", ":")[style % 3],
                 "marker": "o",
             }
             ax.loglog(
-                [run["shape"][-1] for run in some],
+                [run["shape"][-1] for run in with_way],
                 seconds,
                 label=None if style else way,
                 **look,
@@ -278,8 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         raise SystemExit(2)
     out = console()
-    for one in results.values():
-        out.print(*tables_of(one), sep="\n")
+    for figures in results.values():
+        out.print(*tables_of(figures), sep="\n")
     (options.results / "table.md").write_text(page(results))
     picture(results).savefig(options.results / "benchmarks.png", dpi=120)
     out.print(

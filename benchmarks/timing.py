@@ -132,15 +132,15 @@ class Memory:
             | self._on_gpu("peak")
         )
 
-    def _on_gpu(self, when: str) -> dict[str, float]:
+    def _on_gpu(self, moment: str) -> dict[str, float]:
         if self.device.type != "cuda":
             return {}
         read = (
             torch.cuda.max_memory_allocated
-            if when == "peak"
+            if moment == "peak"
             else torch.cuda.memory_allocated
         )
-        return {f"gpu_{when}": read(self.device) / 2**20}
+        return {f"gpu_{moment}": read(self.device) / 2**20}
 
 
 def resident(peak: bool = False) -> float:

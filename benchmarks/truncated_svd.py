@@ -53,7 +53,8 @@ def ritz(J: Tensor, V: Tensor, k: int) -> Triplets:
     V = torch.linalg.qr(V.double()).Q
     images = J.double() @ V
     squares, within = torch.linalg.eigh(images.mT @ images)
-    S, within = squares[-k:].flip(-1).sqrt(), within[:, -k:].flip(-1)
+    S = squares[-k:].flip(-1).sqrt()
+    within = within[:, -k:].flip(-1)
     return images @ within / S, S, (V @ within).mT
 
 
@@ -69,9 +70,11 @@ def krylov(J: Tensor, k: int) -> Triplets:
     """Block Lanczos on JᵀJ with full reorthogonalisation until its residuals reach the
     tolerance of `svd`.
     """
-    width, generator = k + 8, torch.Generator().manual_seed(0)
+    width = k + 8
+    generator = torch.Generator().manual_seed(0)
     block = torch.linalg.qr(J.mT @ torch.randn(len(J), width, generator=generator)).Q
-    basis, T = J.new_empty(J.shape[1], 0), J.new_empty(0, 0)
+    basis = J.new_empty(J.shape[1], 0)
+    T = J.new_empty(0, 0)
     while True:
         basis = torch.cat([basis, block], 1)
         images = J.mT @ (J @ block)
@@ -97,10 +100,10 @@ WAYS: dict[str, Callable[[Tensor, int], Triplets]] = {
 
 
 def one_by_one(way: Callable[[Tensor, int], Triplets], J: Tensor, k: int) -> Triplets:
-    found = [way(one, k) for one in (J if J.ndim == 3 else J[None])]
+    triplets = [way(matrix, k) for matrix in (J if J.ndim == 3 else J[None])]
     U, S, Vh = (
         torch.stack([part.to(J.dtype) for part in parts])
-        for parts in zip(*found, strict=True)
+        for parts in zip(*triplets, strict=True)
     )
     return (U, S, Vh) if J.ndim == 3 else (U[0], S[0], Vh[0])
 
@@ -126,12 +129,16 @@ def stretched(S: Tensor, d: int) -> Tensor:
     )[0, 0]
 
 
-def errors(J: Tensor, found: Triplets, exact: Triplets) -> dict[str, float]:
+def errors(J: Tensor, truncated: Triplets, exact: Triplets) -> dict[str, float]:
     """Both residuals over σ_1; the angle of the top-k right subspace; the worst
     vector's. The largest of a batch.
     """
-    U, S, V = found[0].double(), found[1].double(), found[2].double().mT
-    J, k, first = J.double(), S.shape[-1], S[..., :1]
+    U = truncated[0].double()
+    S = truncated[1].double()
+    V = truncated[2].double().mT
+    J = J.double()
+    k = S.shape[-1]
+    first = S[..., :1]
     of_k = exact[2].double()[..., :k, :]
     outside = V - of_k.mT @ (of_k @ V)
     cosines = (of_k.mT * V).sum(-2).abs().clamp(max=1)
@@ -160,20 +167,20 @@ def measure(
         if J.shape[-1] <= LARGEST.get(way, math.inf)
     }
     seconds: dict[str, float] = dict.fromkeys(ways, math.inf)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for _ in range(repeats):
         for way, run in ways.items():
             start = process_time()
             triplets = run(J, k)
             seconds[way] = min(seconds[way], process_time() - start)
-            found[way] = {"seconds": seconds[way], **errors(J, triplets, exact)}
+            results[way] = {"seconds": seconds[way], **errors(J, triplets, exact)}
     spectrum = tlc.svd(J, k)
     steps = spectrum.steps.flatten().tolist()
     return {
         "matrices": name,
         "shape": list(J.shape),
         "k": k,
-        "ways": found,
+        "ways": results,
         "steps": steps,
         "method": spectrum.method,
     }
@@ -196,7 +203,7 @@ def table(run: dict[str, Any]) -> Table:
     )
     for header in columns:
         drawn.add_column(header, justify="right")
-    for way, one in run["ways"].items():
+    for way, figures in run["ways"].items():
         keys = (
             "residual_right",
             "residual_left",
@@ -204,15 +211,15 @@ def table(run: dict[str, Any]) -> Table:
             "sine_of_worst_vector",
         )
         ratio = (
-            run["ways"]["full SVD"]["seconds"] / one["seconds"]
+            run["ways"]["full SVD"]["seconds"] / figures["seconds"]
             if "full SVD" in run["ways"]
             else math.nan
         )
         drawn.add_row(
             way,
-            f"{one['seconds']:.3f}",
+            f"{figures['seconds']:.3f}",
             f"{ratio:.1f}",
-            *(f"{one[key]:.0e}" for key in keys),
+            *(f"{figures[key]:.0e}" for key in keys),
         )
     return drawn
 
@@ -251,11 +258,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             "--k and --repeats must be at least 1, and every --d at least twice --k"
         )
-    console, runs = Console(width=120), []
+    console = Console(width=120)
+    runs = []
     trace = tlc.trace(tlc.load_model(EMBEDDED_MODEL), PAPER_PROMPT, final_norm=True)
     J = tlc.block_jacobians(trace)
     exact = torch.linalg.svd(J.double())
-    middle, last = exact[1][len(J) // 2], exact[1][-1]
+    middle = exact[1][len(J) // 2]
+    last = exact[1][-1]
 
     def add(*case: Any) -> None:
         runs.append(measure(*case, options.k, options.repeats))

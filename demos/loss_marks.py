@@ -40,11 +40,11 @@ class LossMarks:
         """On each set of windows; the model is left as it was."""
         was_training = model.training
         model.eval()
-        found = {
+        losses = {
             name: mean_loss(model, windows) for name, windows in self.windows.items()
         }
         model.train(was_training)
-        return found
+        return losses
 
 
 def is_evaluated(step: int, steps: int) -> bool:
@@ -102,7 +102,8 @@ def counting_losses(
     bigram = torch.where(
         n_seen > 0, (pairs + followers * unigram) / (n_seen + followers), unigram
     )
-    before, after = windows[:, :-1], windows[:, 1:]
+    before = windows[:, :-1]
+    after = windows[:, 1:]
     return {
         name: -float(p.log().mean())
         for name, p in (("unigram", unigram[after]), ("bigram", bigram[before, after]))

@@ -107,7 +107,8 @@ class Corpus:
         Raises:
             ValueError: there are not so many tokens, or not one piece is wanted.
         """
-        n_pieces, n_there = n_tokens // PIECE, len(self.tokens) // PIECE
+        n_pieces = n_tokens // PIECE
+        n_there = len(self.tokens) // PIECE
         if not 1 <= n_pieces <= n_there:
             raise ValueError(
                 f"wanted {n_tokens} tokens to learn from, in pieces of "
@@ -201,7 +202,8 @@ def config_of(arguments: argparse.Namespace) -> TrainingConfig:
     """
     if min(arguments.seeds, arguments.jobs) < 1:
         raise ValueError(
-            f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and {arguments.jobs}"
+            f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and "
+            f"{arguments.jobs}"
         )
     return TrainingConfig(
         **{
@@ -276,7 +278,8 @@ def read_documents(path: str | os.PathLike[str] | None = None) -> list[str]:
             for i in range(0, len(lines), per_document)
         ]
     library = Path(sysconfig.get_path("stdlib"))
-    documents, size = [], 0
+    documents = []
+    size = 0
     for file in sorted(library.rglob("*.py")):
         parts = file.relative_to(library).parts
         if SKIPPED.isdisjoint(parts) and size < MAX_CHARACTERS:
@@ -312,7 +315,7 @@ def build_corpus(documents: Sequence[str], vocabulary: int) -> Corpus:
         unk_token=END_OF_TEXT,
     )
     end = [tokenizer.eos_token_id]
-    tokens = [i for one in bpe.encode_batch(learned) for i in one.ids + end]
+    tokens = [i for encoded in bpe.encode_batch(learned) for i in encoded.ids + end]
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()[:8]
     return Corpus(tokenizer, torch.tensor(tokens), held_out, digest)
 
@@ -332,7 +335,8 @@ def passages(
     long_enough = [ids for ids in encoded if len(ids) >= n_tokens]
     if len(long_enough) < n:
         raise ValueError(
-            f"wanted {n} held-out passages of {n_tokens} tokens, the text has {len(long_enough)}"
+            f"wanted {n} held-out passages of {n_tokens} tokens, the text has "
+            f"{len(long_enough)}"
         )
     spread = [long_enough[i * len(long_enough) // n] for i in range(n)]
     middles = [(len(ids) - n_tokens) // 2 for ids in spread]
@@ -372,10 +376,8 @@ def new_model(config: TrainingConfig) -> nn.Module:
     ):
         # In the place of drop-out: it has no weights and does nothing in eval mode, so
         # that a plain model is saved.
-        block.post_attention_dropout, block.post_mlp_dropout = (
-            DropPath(rate),
-            DropPath(rate),
-        )
+        block.post_attention_dropout = DropPath(rate)
+        block.post_mlp_dropout = DropPath(rate)
     return model
 
 
@@ -449,7 +451,7 @@ def train(
     """
     marks = checkpoints if isinstance(checkpoints, LossMarks) else None
     steps = checkpoint_steps(config.steps) if checkpoints is None else checkpoints
-    wanted = {0, config.steps} if isinstance(steps, LossMarks) else set(steps)
+    steps_to_save = {0, config.steps} if isinstance(steps, LossMarks) else set(steps)
     described = (
         asdict(config)
         | {"text": corpus.digest}
@@ -485,14 +487,14 @@ def train(
                 ]
                 reached |= dict.fromkeys(new, step)
             is_over = bool(marks and marks.stops and None not in reached.values())
-            if new or step in wanted:
+            if new or step in steps_to_save:
                 model.save_pretrained(unfinished / f"step{step}")
                 corpus.tokenizer.save_pretrained(unfinished / f"step{step}")
             if is_over:
                 break
-    known = {"loss": losses} | (
+    measured = {"loss": losses} | (
         {"evaluated": evaluated, "reached": list(reached.items())} if marks else {}
     )
-    (unfinished / "training.json").write_text(json.dumps(described | known))
+    (unfinished / "training.json").write_text(json.dumps(described | measured))
     unfinished.rename(done)
     return done

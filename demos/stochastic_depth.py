@@ -24,5 +24,5 @@ class DropPath(nn.Module):
     def forward(self, branch: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
         if not self.training or self.rate == 0:
             return branch
-        kept = torch.rand(len(branch), *[1] * (branch.ndim - 1)) >= self.rate
-        return branch * kept / (1 - self.rate)
+        is_kept = torch.rand(len(branch), *[1] * (branch.ndim - 1)) >= self.rate
+        return branch * is_kept / (1 - self.rate)

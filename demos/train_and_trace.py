@@ -68,12 +68,12 @@ def one_run(
     )
     folder = small.train(config, corpus, out / "runs", learning)
     measuring = partial(tqdm, desc=f"seed {config.seed}: measure", **bar)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "settings": settings,
         "folder": out / "sweeps" / folder.name,
     }
     data = tlc.checkpoint_sweep(
-        folder, prompts=prompts, **given, device="cpu", progress=measuring
+        folder, prompts=prompts, **options, device="cpu", progress=measuring
     )
     return Run(str(folder), tuple(prompts), data)
 
@@ -109,13 +109,15 @@ def runs_published(arguments: argparse.Namespace) -> list[Run]:
     """
     from transformers import AutoTokenizer
 
-    name, is_local = arguments.model, Path(arguments.model).is_dir()
+    name = arguments.model
+    is_local = Path(arguments.model).is_dir()
     source = next(iter(local_checkpoints(name).values())) if is_local else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"could not load the tokenizer of {name!r}: {' '.join(str(error).split())[:200]}"
+            f"could not load the tokenizer of {name!r}: "
+            f"{' '.join(str(error).split())[:200]}"
         ) from error
     prompts = small.passages(
         small.read_documents(arguments.text)[:: small.HELD_OUT],
@@ -124,7 +126,7 @@ def runs_published(arguments: argparse.Namespace) -> list[Run]:
         arguments.n_ctx,
     )
     steps = None if is_local else (0, *pythia_steps())
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "settings": settings_of(arguments),
         "folder": arguments.out / "sweep",
     }
@@ -132,7 +134,7 @@ def runs_published(arguments: argparse.Namespace) -> list[Run]:
         Run(
             name,
             tuple(prompts),
-            tlc.checkpoint_sweep(name, steps, prompts, **given, progress=tqdm),
+            tlc.checkpoint_sweep(name, steps, prompts, **options, progress=tqdm),
         )
     ]
 
@@ -163,25 +165,26 @@ def rank_correlations(data: xarray.Dataset, k: int) -> dict[str, list[float]]:
 
     NaN where fewer than three checkpoints are left.
     """
-    found: dict[str, list[float]] = {
+    correlations: dict[str, list[float]] = {
         "all": [],
         "up to the peak": [],
         "from the peak on": [],
     }
     for seed in range(data.sizes["seed"]):
         means = data.isel(seed=seed).sel(k=k).mean("prompt").sortby("checkpoint")
-        coupling, loss = means["mean_coupling"].values, means["loss"].values
+        coupling = means["mean_coupling"].values
+        loss = means["loss"].values
         peak = int(coupling.argmax())
         for name, part in zip(
-            found, (slice(None), slice(peak + 1), slice(peak, None)), strict=True
+            correlations, (slice(None), slice(peak + 1), slice(peak, None)), strict=True
         ):
             many = len(coupling[part]) > 2
-            found[name].append(
+            correlations[name].append(
                 float(spearmanr(coupling[part], loss[part])[0])
                 if many
                 else float("nan")
             )
-    return found
+    return correlations
 
 
 def report(data: xarray.Dataset, k: int, console: Console) -> None:
@@ -203,10 +206,8 @@ def report(data: xarray.Dataset, k: int, console: Console) -> None:
     for step in data["checkpoint"].values.tolist():
         here = means.sel(checkpoint=step)
         values = here["mean_coupling"].values
-        loss, shape = (
-            float(here["loss"].mean()),
-            float(here["line_shape_score_all_tokens"].mean()),
-        )
+        loss = float(here["loss"].mean())
+        shape = float(here["line_shape_score_all_tokens"].mean())
         coupling = f"{values.mean():.3f} [{values.min():.3f}, {values.max():.3f}]"
         table.add_row(
             str(step),
@@ -217,8 +218,8 @@ def report(data: xarray.Dataset, k: int, console: Console) -> None:
             f"{shape:.2f}",
         )
     console.print(table)
-    for name, found in rank_correlations(data, k).items():
-        numbers = ", ".join(f"{rho:+.2f}" for rho in found)
+    for name, of_seeds in rank_correlations(data, k).items():
+        numbers = ", ".join(f"{rho:+.2f}" for rho in of_seeds)
         text = (
             f"rank correlation of coupling with loss, {name}, for each seed: {numbers}"
         )
@@ -237,10 +238,10 @@ def draw(data: xarray.Dataset, run: Run, k: int, out: Path) -> list[Path]:
     figures["shapes"] = tlc.plots.plot_shapes(data)
     steps = data["checkpoint"].values.tolist()
     highest = data["mean_coupling"].sel(k=k).mean(["seed", "prompt"]).idxmax()
-    chosen = sorted({steps[0], steps[len(steps) // 2], int(highest), steps[-1]})
-    graphs = Figure(figsize=(5 * len(chosen), 5.8), layout="constrained")
+    drawn_steps = sorted({steps[0], steps[len(steps) // 2], int(highest), steps[-1]})
+    graphs = Figure(figsize=(5 * len(drawn_steps), 5.8), layout="constrained")
     for ax, step in zip(
-        graphs.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True
+        graphs.subplots(1, len(drawn_steps), squeeze=False)[0], drawn_steps, strict=True
     ):
         local = Path(run.name).is_dir()
         source = (

@@ -140,9 +140,11 @@ def marks_of(
     """
     if not all(0 < share < 1 for share in between) or min(below, default=1) <= 0:
         raise ValueError(
-            f"`--between` must lie in (0, 1) and `--below` above 0, got {between} and {below}"
+            f"`--between` must lie in (0, 1) and `--below` above 0, got {between} and "
+            f"{below}"
         )
-    unigram, bigram = counting["unigram"], counting["bigram"]
+    unigram = counting["unigram"]
+    bigram = counting["bigram"]
     on_the_way = {
         f"{share:.0%} of the way": unigram + share * (bigram - unigram)
         for share in sorted(between)
@@ -171,13 +173,13 @@ def study(arguments: argparse.Namespace) -> None:
     with output_folder(arguments.out) as out:
         shared = Study(tuple(marks), sizes, tuple(prompts), out)
         at = LossMarks(tuple(marks.values()), {"held_out": windows}, "held_out")
-        found = all_runs(
+        measurements = all_runs(
             [Run(config, corpus, at, {}) for config in configs], shared, arguments.jobs
         )
-        table = table_of(found)
+        table = table_of(measurements)
         tables = tables_of(table, marks)
         print_report(tables, marks)
-        paths = write(out, found, {"measured": table, **tables})
+        paths = write(out, measurements, {"measured": table, **tables})
         save = partial(draw(table, marks).savefig, dpi=120, format="png")
         paths.append(write_atomically(out / "capacity.png", save))
     print(*paths, sep="\n")

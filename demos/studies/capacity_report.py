@@ -18,7 +18,8 @@ from vit_report import readable
 
 SHAPE = ["width", "n_layers"]
 LOOK = ["measure", "size", "mark"]
-WIDTH, DEPTH = "log2(width)", "log2(n_layers)"
+WIDTH = "log2(width)"
+DEPTH = "log2(n_layers)"
 LEFT = "left of the peak"
 
 
@@ -40,11 +41,11 @@ def levels(table: pandas.DataFrame) -> pandas.DataFrame:
     and shape.
     """
     groups = table.groupby([*LOOK, *SHAPE], sort=False)
-    kept = groups[
+    means = groups[
         ["k", "null", "step", "loss_held_out", "value", "above_chance"]
     ].mean()
     spread = groups["value"].agg(value_low="min", value_high="max", reached="count")
-    return kept.join(spread).reset_index()
+    return means.join(spread).reset_index()
 
 
 def peaks(table: pandas.DataFrame, marks: Mapping[str, float]) -> pandas.DataFrame:
@@ -55,11 +56,11 @@ def peaks(table: pandas.DataFrame, marks: Mapping[str, float]) -> pandas.DataFra
     on_the_way = table[
         (table["measure"] == "coupling") & table["mark"].isin(marks)
     ].dropna(subset=["value"])
-    for (size, width, n_layers, seed), one in on_the_way.groupby(
+    for (size, width, n_layers, seed), of_run in on_the_way.groupby(
         ["size", *SHAPE, "seed"], sort=False
     ):
-        top = one.loc[one["above_chance"].idxmax()]
-        last = one[one["mark"] == list(marks)[-1]]["above_chance"].to_numpy()
+        top = of_run.loc[of_run["above_chance"].idxmax()]
+        last = of_run[of_run["mark"] == list(marks)[-1]]["above_chance"].to_numpy()
         row = {
             "size": size,
             "width": width,
@@ -107,17 +108,18 @@ def trends(table: pandas.DataFrame, marks: Mapping[str, float]) -> pandas.DataFr
         .mean()
         .reset_index()
     )
-    rows, complete = [], []
-    for look, one in shapes.groupby(LOOK, sort=False):
-        there = one.dropna(subset=["above_chance"])
-        row = dict(zip(LOOK, look, strict=True)) | {"n": len(there)}
+    rows = []
+    complete = []
+    for look, of_look in shapes.groupby(LOOK, sort=False):
+        reached = of_look.dropna(subset=["above_chance"])
+        row = dict(zip(LOOK, look, strict=True)) | {"n": len(reached)}
         for name, x, control in (("width", WIDTH, DEPTH), ("depth", DEPTH, WIDTH)):
             try:
                 fit = linear_fit(
-                    there,
+                    reached,
                     x,
                     "above_chance",
-                    controls=[control] if one["n_layers"].nunique() > 1 else [],
+                    controls=[control] if of_look["n_layers"].nunique() > 1 else [],
                 )
             except ValueError:
                 # Too few shapes got there.
@@ -127,27 +129,27 @@ def trends(table: pandas.DataFrame, marks: Mapping[str, float]) -> pandas.DataFr
                 f"{name}_low": fit.slope_interval[0],
                 f"{name}_high": fit.slope_interval[1],
             }
-        if len(there) > 2:
+        if len(reached) > 2:
             rank = rank_correlation(
-                *there[["n_parameters", "above_chance"]].to_numpy(float).T
+                *reached[["n_parameters", "above_chance"]].to_numpy(float).T
             )
             row |= {"rho": rank.rho, "rho_p": rank.p}
         rows.append(row)
         # Before training there is nothing to find, and the end is at no one loss.
-        complete.append(len(there) == len(one) and row["mark"] in (*marks, LEFT))
-    found = pandas.DataFrame(rows).assign(p=np.nan, p_of_all=np.nan)
+        complete.append(len(reached) == len(of_look) and row["mark"] in (*marks, LEFT))
+    slopes = pandas.DataFrame(rows).assign(p=np.nan, p_of_all=np.nan)
     if any(complete):
         grids = [
-            one.sort_values(SHAPE[::-1])["above_chance"]
+            of_look.sort_values(SHAPE[::-1])["above_chance"]
             .to_numpy()
-            .reshape(one["n_layers"].nunique(), -1)
-            for _, one in shapes.groupby(LOOK, sort=False)
+            .reshape(of_look["n_layers"].nunique(), -1)
+            for _, of_look in shapes.groupby(LOOK, sort=False)
         ]
         widths = np.log2(np.sort(shapes["width"].unique()))
-        found.loc[complete, ["p", "p_of_all"]] = permuted(
+        slopes.loc[complete, ["p", "p_of_all"]] = permuted(
             np.stack(grids)[complete], widths
         )
-    return found
+    return slopes
 
 
 def permuted(
@@ -165,7 +167,7 @@ def permuted(
     # What each order of x gives at each depth; sums over depths are all combinations.
     orders = np.array(list(permutations(x)))
     at_depth = np.einsum("ldw,ow->dol", unit, orders)
-    r = np.abs([sum(one) for one in product(*at_depth)])
+    r = np.abs([sum(terms) for terms in product(*at_depth)])
     # The first is the order as it is; others may equal it but for rounding.
     own = r[0] * (1 - 1e-9)
     return np.stack([(r >= own).mean(0), (r.max(1, keepdims=True) >= own).mean(0)], 1)
@@ -182,7 +184,8 @@ def print_report(
     coupling = tables["levels"][tables["levels"]["measure"] == "coupling"]
     first = coupling[coupling["size"] == coupling["size"].iloc[0]]
     print(
-        "\nSteps to each mark, means over seeds; the end: after how many, and the loss there"
+        "\nSteps to each mark, means over seeds; the end: after how many, and the "
+        "loss there"
     )
     print(
         spread_out(
@@ -207,15 +210,15 @@ def print_report(
         cell = "{value:.3f} [{value_low:.3f}, {value_high:.3f}]".format_map
         print(spread_out(rows, [*SHAPE, "null"], [UNTRAINED, *marks, END], cell))
     print(
-        "\nPeak of coupling among the marks, and what is left of it, above chance, at the last"
+        "\nPeak of coupling among the marks, and what is left of it, above chance, "
+        "at the last"
     )
     print(readable(tables["peaks"]))
     for size, rows in tables["peaks"].groupby("size", sort=False):
-        losses, steps = rows["loss"], rows["step"]
-        middle, half = (
-            (losses.max() + losses.min()) / 2,
-            (losses.max() - losses.min()) / 2,
-        )
+        losses = rows["loss"]
+        steps = rows["step"]
+        middle = (losses.max() + losses.min()) / 2
+        half = (losses.max() - losses.min()) / 2
         print(
             f"{size}: peaks at losses of {middle:.2f} ± "
             f"{half / middle:.0%}, at steps {steps.min()} to {steps.max()}"
@@ -237,10 +240,8 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
     lines join means over seeds.
     """
     coupling = table[table["measure"] == "coupling"]
-    sizes, widths = (
-        list(dict.fromkeys(coupling["size"])),
-        sorted(coupling["width"].unique()),
-    )
+    sizes = list(dict.fromkeys(coupling["size"]))
+    widths = sorted(coupling["width"].unique())
     depths = sorted(coupling["n_layers"].unique())
     colors = dict(
         zip(
@@ -251,11 +252,11 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
     for (left, right), size in zip(
         figure.subplots(len(sizes), 2, squeeze=False), sizes, strict=True
     ):
-        here = coupling[coupling["size"] == size]
-        for (width, n_layers), one in here.groupby(SHAPE, sort=False):
+        of_size = coupling[coupling["size"] == size]
+        for (width, n_layers), of_shape in of_size.groupby(SHAPE, sort=False):
             is_first = n_layers == depths[0]
             line = (
-                one[one["mark"].isin(marks)]
+                of_shape[of_shape["mark"].isin(marks)]
                 .groupby("mark", sort=False)[["loss_held_out", "value"]]
                 .mean()
             )
@@ -264,8 +265,8 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
                 *line.to_numpy().T, **look, label=f"width {width}, {n_layers} blocks"
             )
             left.plot(
-                one["loss_held_out"],
-                one["value"],
+                of_shape["loss_held_out"],
+                of_shape["value"],
                 "o",
                 **points(colors[width], is_first),
             )
@@ -278,13 +279,15 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
                 ha="center",
                 va="bottom",
             )
-        for null, widths_of in here.groupby("null")["width"]:
-            color = "grey" if here["null"].nunique() == 1 else colors[widths_of.iloc[0]]
+        for null, widths_of in of_size.groupby("null")["width"]:
+            color = (
+                "grey" if of_size["null"].nunique() == 1 else colors[widths_of.iloc[0]]
+            )
             left.axhline(null, color=color, linestyle=":", linewidth=1)
         # Untrained models lie far to the left, at the logarithm of the vocabulary.
         left.set_xlim(
             marks["unigram"] + 0.25,
-            min(here["loss_held_out"].min(), *marks.values()) - 0.1,
+            min(of_size["loss_held_out"].min(), *marks.values()) - 0.1,
         )
         left.set(
             xlabel="held-out loss, nats; dotted: random subspaces",
@@ -294,7 +297,7 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
         after = list(marks)[list(marks).index("bigram") :]
         shades = colormaps["plasma"](np.linspace(0, 0.8, len(after)))
         for name, shade in zip(after, shades, strict=True):
-            at = here[here["mark"] == name]
+            at = of_size[of_size["mark"] == name]
             means = at.groupby(SHAPE, sort=False)[
                 ["n_parameters", "above_chance"]
             ].mean()
@@ -312,7 +315,10 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
         right.axhline(0, color="grey", linestyle="--", linewidth=0.8)
         right.set(
             xscale="log",
-            xlim=(here["n_parameters"].min() / 1.5, 1.5 * here["n_parameters"].max()),
+            xlim=(
+                of_size["n_parameters"].min() / 1.5,
+                1.5 * of_size["n_parameters"].max(),
+            ),
         )
         right.set(
             xlabel="parameters of the blocks", ylabel=f"coupling above chance, {size}"
@@ -325,7 +331,8 @@ def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
         ax.legend(frameon=False, fontsize="x-small", **place)
     labels.entitle(
         figure,
-        "Coupling where models have the same held-out loss; lines through means over seeds",
+        "Coupling where models have the same held-out loss; lines through means over "
+        "seeds",
     )
     return figure
 

@@ -46,10 +46,12 @@ from surge_report import draw, report
 
 # Training windows whose loss gradients are taken, and how many of their directions
 # count as the leading ones.
-WINDOWS, LEADING = 8, 20
+WINDOWS = 8
+LEADING = 20
 # Where interventions and the double width stop, to save time: the surge, and the peak,
 # are over by then.
-INTERVENED_UNTIL, WIDE_UNTIL = 32, 128
+INTERVENED_UNTIL = 32
+WIDE_UNTIL = 128
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,8 @@ def one_run(run: Run, study: Study) -> xarray.Dataset:
     torch.set_num_threads(1)
     # Again, because this may be a process of its own.
     disable_progress_bar()
-    name, training = (
-        f"{run.variant}, seed {run.config.seed}",
-        json.dumps(asdict(run.config)),
-    )
+    name = f"{run.variant}, seed {run.config.seed}"
+    training = json.dumps(asdict(run.config))
     digest = small.digest_of(
         name,
         training,
@@ -172,11 +172,11 @@ def measured(run: Run, study: Study, step: int, checkpoint: Path) -> xarray.Data
     J = torch.stack([tlc.block_jacobians(trace) for trace in traces]).double()
     rows = [
         {
-            "coupling": probes.mean_coupling(one, study.k),
-            "cosine_of_jacobians": probes.mean_cosine(one),
+            "coupling": probes.mean_coupling(jacobians, study.k),
+            "cosine_of_jacobians": probes.mean_cosine(jacobians),
             "loss": loss(trace),
         }
-        for one, trace in zip(J, traces, strict=True)
+        for jacobians, trace in zip(J, traces, strict=True)
     ]
     if run.kind == "base":
         environment = environment_of(
@@ -184,8 +184,8 @@ def measured(run: Run, study: Study, step: int, checkpoint: Path) -> xarray.Data
         )
         generator = torch.Generator().manual_seed(step)
         rows = [
-            row | explain(one, environment, study.k, generator)
-            for row, one in zip(rows, J, strict=True)
+            row | explain(jacobians, environment, study.k, generator)
+            for row, jacobians in zip(rows, J, strict=True)
         ]
     return probes.dataset([rows], [step])
 
@@ -277,7 +277,8 @@ def explain(
     each is.
     """
     spectrum = tlc.svd(J)
-    U, V = spectrum.U[..., :k], spectrum.Vh[:, :k].mT
+    U = spectrum.U[..., :k]
+    V = spectrum.Vh[:, :k].mT
     of_frequent = nn.functional.cosine_similarity(U[..., 0], environment.frequent[None])
     return {
         "participation_ratio": float(
@@ -299,13 +300,13 @@ def explain(
 
 
 def together(
-    found: Sequence[xarray.Dataset], study: Study, base: small.TrainingConfig
+    measurements: Sequence[xarray.Dataset], study: Study, base: small.TrainingConfig
 ) -> xarray.Dataset:
     """All runs along `run`; NaN where a run was not measured at a step, or not with a
     probe.
     """
     data = xarray.concat(
-        found, "run", data_vars="all", coords="all", join="outer"
+        measurements, "run", data_vars="all", coords="all", join="outer"
     ).sortby("checkpoint")
     data = data.assign_coords(text=("prompt", list(study.prompts)))
     return data.assign_attrs(
@@ -342,30 +343,31 @@ def study_here(
             f"`--k` must lie in [2, {base.width // 2}] (half the width is "
             f"a variant), got {arguments.k}"
         )
-    there = small.checkpoint_steps(base.steps)
-    wanted = arguments.at or [
-        step for step in there if step & (step - 1) == 0 or step == base.steps
+    saved_steps = small.checkpoint_steps(base.steps)
+    steps = arguments.at or [
+        step for step in saved_steps if step & (step - 1) == 0 or step == base.steps
     ]
-    if 0 not in wanted or not set(wanted) <= set(there):
+    if 0 not in steps or not set(steps) <= set(saved_steps):
         raise ValueError(
-            f"`--at` must hold 0, and steps with a checkpoint, {list(there)}, got {wanted}"
+            f"`--at` must hold 0, and steps with a checkpoint, {list(saved_steps)}, "
+            f"got {steps}"
         )
     corpus = small.build_corpus(small.read_documents(arguments.text), base.vocabulary)
     prompts = small.passages(
         corpus.held_out, corpus.tokenizer, arguments.prompts, base.n_ctx
     )
     study = Study(corpus, tuple(prompts), arguments.k, arguments.out)
-    runs = runs_of(base, tuple(sorted(set(wanted))), arguments.seeds)
+    runs = runs_of(base, tuple(sorted(set(steps))), arguments.seeds)
     # The bar ends before an error is printed.
     with (
         small.parallel_map(arguments.jobs) as mapped,
         tqdm(desc="runs", total=len(runs)) as bar,
     ):
-        found = []
-        for one in mapped(partial(one_run, study=study), runs):
-            found.append(one)
+        measurements = []
+        for of_run in mapped(partial(one_run, study=study), runs):
+            measurements.append(of_run)
             bar.update()
-    return together(found, study, base)
+    return together(measurements, study, base)
 
 
 def study(arguments: argparse.Namespace) -> None:

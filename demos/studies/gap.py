@@ -103,14 +103,16 @@ def configs_of(arguments: argparse.Namespace) -> list[tuple[int, small.TrainingC
         raise ValueError("`--seeds`, `--jobs` and `--steps` must be at least 1")
     if arguments.n_layers < 2:
         raise ValueError(
-            f"`--n-layers` must be at least 2: coupling is between blocks, got {arguments.n_layers}"
+            "`--n-layers` must be at least 2: coupling is between blocks, got "
+            f"{arguments.n_layers}"
         )
     if (
         not all(0 <= rate < 1 for rate in arguments.stochastic_depth)
         or min(arguments.weight_decay) < 0
     ):
         raise ValueError(
-            "`--stochastic-depth` must lie in [0, 1), and `--weight-decay` must not be negative"
+            "`--stochastic-depth` must lie in [0, 1), and `--weight-decay` must not "
+            "be negative"
         )
     names = (
         "width",
@@ -178,12 +180,12 @@ def study(arguments: argparse.Namespace) -> None:
         for n_tokens, config in configs
     ]
     with output_folder(arguments.out) as out:
-        found = all_runs(
+        measurements = all_runs(
             runs, Study(tuple(marks), sizes, tuple(prompts), out), arguments.jobs
         )
         print(f"held-out loss of counting pairs: {bigram:.3f} nats")
         with tlc.plots.off_screen():
-            paths = report(found, list(marks), out, arguments.resamples)
+            paths = report(measurements, list(marks), out, arguments.resamples)
     print(*paths, sep="\n")
 
 
@@ -192,11 +194,11 @@ def known_of(n_tokens: int, config: small.TrainingConfig) -> dict[str, float | s
     of one family.
     """
     family = f"{n_tokens} tokens, decay {config.weight_decay:g}, drop {config.stochastic_depth:g}"
-    known = {
+    regularisation = {
         "weight_decay": config.weight_decay,
         "stochastic_depth": config.stochastic_depth,
     }
-    return {"n_tokens": n_tokens, **known, "family": family}
+    return {"n_tokens": n_tokens, **regularisation, "family": family}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,18 +27,22 @@ CELL = ["n_tokens", "weight_decay", "stochastic_depth"]
 
 
 def report(
-    found: Sequence[xarray.Dataset], marks: Sequence[str], out: Path, n_resamples: int
+    measurements: Sequence[xarray.Dataset],
+    marks: Sequence[str],
+    out: Path,
+    n_resamples: int,
 ) -> list[Path]:
     """Print the tables, write them and the figure, and say where."""
-    table = table_of(found)
+    table = table_of(measurements)
     table["gap"] = table["loss_held_out"] - table["loss_training"]
     table = table[table["measure"] == "coupling"].drop(columns="measure")
     first = table[table["size"] == table["size"].iloc[0]]
-    studies, left_out = {}, []
+    studies = {}
+    left_out = []
     for mark in marks:
         try:
             studies[mark] = study_at(
-                found,
+                measurements,
                 first[first["mark"] == mark].dropna(subset=["value"]),
                 n_resamples,
             )
@@ -46,13 +50,14 @@ def report(
             left_out.append(f"{mark}: {error}")
     tables = {"cells": cells(first), "effects": effects(first, marks)}
     print_report(first, tables, studies, left_out)
-    paths = write(out, found, {"measured": table, **tables})
-    said = {mark: study.to_dict() for mark, study in studies.items()} | {
+    paths = write(out, measurements, {"measured": table, **tables})
+    contents = {mark: study.to_dict() for mark, study in studies.items()} | {
         "left_out": left_out
     }
     paths.append(
         write_atomically(
-            out / "study.json", lambda path: path.write_text(json.dumps(said, indent=1))
+            out / "study.json",
+            lambda path: path.write_text(json.dumps(contents, indent=1)),
         )
     )
     drawn = {"generalization": draw(first, studies)} if studies else {}
@@ -69,7 +74,7 @@ def report(
 
 
 def study_at(
-    found: Sequence[xarray.Dataset], models: pandas.DataFrame, n_resamples: int
+    measurements: Sequence[xarray.Dataset], models: pandas.DataFrame, n_resamples: int
 ) -> Generalization:
     """Return the gap against coupling over the models that reached a mark; text and
     regularisation held fixed, or apart.
@@ -79,21 +84,23 @@ def study_at(
     """
     if len(models) < 3:
         raise ValueError(
-            f"wanted at least three models whose training loss got there, got {len(models)}"
+            "wanted at least three models whose training loss got there, got "
+            f"{len(models)}"
         )
-    mark, by_name = (
-        models["mark"].iloc[0],
-        {str(one["run"].item()): one for one in found},
-    )
+    mark = models["mark"].iloc[0]
+    by_name = {str(of_run["run"].item()): of_run for of_run in measurements}
     measured = [
         by_name[name].sel(mark=mark, measure="coupling") for name in models["run"]
     ]
     values = np.stack(
-        [one["value"].transpose("prompt", "size").values for one in measured]
+        [of_run["value"].transpose("prompt", "size").values for of_run in measured]
     )
     variables = {
         "mean_coupling": (("model", "prompt", "k"), values),
-        "null_coupling": (("model", "k"), [one["null"].values for one in measured]),
+        "null_coupling": (
+            ("model", "k"),
+            [of_run["null"].values for of_run in measured],
+        ),
     }
     data = xarray.Dataset(
         variables, {"model": models["run"].to_list(), "k": measured[0]["k"].values}
@@ -134,16 +141,18 @@ def effects(table: pandas.DataFrame, marks: Sequence[str]) -> pandas.DataFrame:
     """
     rows = []
     for mark in marks:
-        there = cells(table[table["mark"] == mark]).dropna(subset=["value"])
-        for what, y in (("coupling", "value"), ("gap", "gap")):
-            row = {"mark": mark, "of": what, "n": len(there)}
+        reached = cells(table[table["mark"] == mark]).dropna(subset=["value"])
+        for outcome, y in (("coupling", "value"), ("gap", "gap")):
+            row = {"mark": mark, "of": outcome, "n": len(reached)}
             for name, x in zip(("text", "decay", "drop"), VARIED, strict=True):
                 try:
                     fit = linear_fit(
-                        there,
+                        reached,
                         x,
                         y,
-                        controls=[one for one in varied_in(there) if one != x],
+                        controls=[
+                            control for control in varied_in(reached) if control != x
+                        ],
                     )
                 except ValueError:
                     # Too few cells got there, or this was not varied.
@@ -171,11 +180,9 @@ def print_report(
     left_out: list[str],
 ) -> None:
     """Print the tables, one after the other; `table` has one row per model and mark."""
-    size, null, marks = (
-        table["size"].iloc[0],
-        table["null"].mean(),
-        tables["effects"]["mark"].unique(),
-    )
+    size = table["size"].iloc[0]
+    null = table["null"].mean()
+    marks = tables["effects"]["mark"].unique()
     print(
         f"\nGap between held-out and training loss, nats, and "
         f"coupling of different layers, {size}: means over seeds"
@@ -200,11 +207,11 @@ def print_report(
         )
         print(*study.remarks, sep="\n")
         left_out += [
-            f"{mark}: {what}: {why}"
-            for what, why in study.left_out.items()
-            if not what.startswith(UNASKED)
+            f"{mark}: {statistic}: {reason}"
+            for statistic, reason in study.left_out.items()
+            if not statistic.startswith(UNASKED)
         ]
-    print(*(f"left out: {one}" for one in left_out), sep="\n")
+    print(*(f"left out: {line}" for line in left_out), sep="\n")
 
 
 def draw(table: pandas.DataFrame, studies: Mapping[str, Generalization]) -> Figure:
@@ -230,7 +237,8 @@ def draw(table: pandas.DataFrame, studies: Mapping[str, Generalization]) -> Figu
     axes[0].legend(frameon=False, fontsize="x-small")
     labels.entitle(
         figure,
-        "Larger points: more weight decay; paler: more stochastic depth; lines: within one amount",
+        "Larger points: more weight decay; paler: more stochastic depth; lines: "
+        "within one amount",
     )
     return figure
 
@@ -241,9 +249,11 @@ def scatter(
     table: pandas.DataFrame,
     colors: Mapping[int, Sequence[float]],
 ) -> None:
-    most_decay, most_drop = table["weight_decay"].max(), table["stochastic_depth"].max()
+    most_decay = table["weight_decay"].max()
+    most_drop = table["stochastic_depth"].max()
     for n_tokens, rows in study.table.groupby("n_tokens"):
-        color, label = colors[n_tokens], f"{n_tokens} tokens"
+        color = colors[n_tokens]
+        label = f"{n_tokens} tokens"
         for row in rows.itertuples():
             look = {
                 "alpha": 1 - 0.7 * row.stochastic_depth / (most_drop or 1),

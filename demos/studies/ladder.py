@@ -167,10 +167,10 @@ def climbed(arguments: argparse.Namespace, corpus: Corpus) -> list[Rung]:
         )
 
 
-def survey(asked: tlc.Survey, folder: Path, jobs: int) -> xarray.Dataset:
+def survey(planned: tlc.Survey, folder: Path, jobs: int) -> xarray.Dataset:
     """Return what the survey finds; finished units of an earlier run are kept."""
     with tlc.surveys.process_pool(jobs) as pool:
-        return tlc.run(asked, folder, pool, partial(tqdm, desc=folder.name))
+        return tlc.run(planned, folder, pool, partial(tqdm, desc=folder.name))
 
 
 @tlc.plots.off_screen()
@@ -229,17 +229,24 @@ def redundancy(
         tlc.load_model(source, device="cpu"), prompts, k=k
     )
     write_atomically(out / f"redundancy-{name}.nc", data.to_netcdf)
-    found = tlc.redundancy.redundancy_correlations(data)
-    table = found[["n", "coupling", "block_influence"]].to_dataframe()
-    for one in ("coupling", "block_influence"):
+    correlations = tlc.redundancy.redundancy_correlations(data)
+    table = correlations[["n", "coupling", "block_influence"]].to_dataframe()
+    for predictor in ("coupling", "block_influence"):
         table = table.join(
-            found[f"{one}_interval"].to_series().unstack("bound").add_prefix(f"{one} ")
+            correlations[f"{predictor}_interval"]
+            .to_series()
+            .unstack("bound")
+            .add_prefix(f"{predictor} ")
         )
     print(
-        f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over prompts"
+        f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over "
+        "prompts"
     )
     print(table.to_string(float_format="{:+.2f}".format))
-    keep(tlc.plots.plot_redundancy(data, found, k=k[0]), out / f"redundancy-{name}.png")
+    keep(
+        tlc.plots.plot_redundancy(data, correlations, k=k[0]),
+        out / f"redundancy-{name}.png",
+    )
 
 
 def keep(drawn: Axes | Any, path: Path) -> None:
@@ -268,11 +275,12 @@ def report_table1() -> None:
             f"  {column}: slope {fit.slope:.3g}, R² = "
             f"{fit.r_squared:.3f}, p = {fit.p:.2g}, n = {fit.n}"
         )
-    held = linear_fit(
+    controlled = linear_fit(
         paper, "log10(params_billion)", "score", controls=["n_layers", "d_model"]
     )
     numbers = (
-        f"partial R² = {held.r_squared:.3f}, p = {held.p:.2g}, VIF = {held.vif:.1f}"
+        f"partial R² = {controlled.r_squared:.3f}, p = {controlled.p:.2g}, VIF = "
+        f"{controlled.vif:.1f}"
     )
     print(f"  log10(params_billion) with depth and width held fixed: {numbers}")
 
@@ -298,13 +306,13 @@ def survey_smollm2(arguments: argparse.Namespace) -> None:
         except OSError as error:
             print(f"SmolLM2 is left out: {error}")
             return
-    asked = tlc.Survey(
+    planned = tlc.Survey(
         [EMBEDDED_MODEL],
         prompts,
         settings=tlc.Settings(k=K_SMOLLM2),
         prompts_per_unit=30,
     )
-    means = task_means(survey(asked, arguments.out / "smollm2", arguments.jobs))
+    means = task_means(survey(planned, arguments.out / "smollm2", arguments.jobs))
     print(means.to_string(float_format="{:.3f}".format))
     keep(tlc.plots.plot_task_means(means), arguments.out / "smollm2-tasks.png")
 
@@ -332,13 +340,13 @@ def study(arguments: argparse.Namespace) -> None:
     )
     rungs = climbed(arguments, corpus)
     settings = tlc.Settings(k=tuple(arguments.k), window=3)
-    asked = tlc.Survey(
+    planned = tlc.Survey(
         {rung.name: rung.path for rung in rungs},
         prompts,
         settings=settings,
         device="cpu",
     )
-    compare(survey(asked, arguments.out / "survey", arguments.jobs), rungs, arguments)
+    compare(survey(planned, arguments.out / "survey", arguments.jobs), rungs, arguments)
     best = min(rungs, key=lambda rung: (-rung.config.n_layers, rung.loss))
     redundancy(best.name, best.path, prompts[:CHANGED], arguments.k, arguments.out)
     report_table1()

@@ -26,7 +26,8 @@ from loss_marks import LossMarks
 from tl_coupling.files import file_name, write_atomically
 from tl_coupling.measures import MeasureName
 
-UNTRAINED, END = "untrained", "end"
+UNTRAINED = "untrained"
+END = "end"
 # Both are 1 for blocks that share their singular vectors, so that both can be counted
 # from chance.
 MEASURES: tuple[MeasureName, ...] = ("coupling", "captured_energy")
@@ -99,20 +100,20 @@ def all_runs(runs: Sequence[Run], study: Study, jobs: int) -> list[xarray.Datase
     first.
     """
     order = sorted(range(len(runs)), key=lambda i: -runs[i].cost)
-    found = {}
+    by_place = {}
     # The bar ends before an error is printed.
     with (
         small.parallel_map(jobs) as mapped,
         tqdm(desc="models", total=len(runs)) as bar,
     ):
-        for i, one in zip(
+        for i, measured in zip(
             order,
             mapped(partial(one_run, study=study), [runs[i] for i in order]),
             strict=True,
         ):
-            found[i] = one
+            by_place[i] = measured
             bar.update()
-    return [found[i] for i in range(len(runs))]
+    return [by_place[i] for i in range(len(runs))]
 
 
 def one_run(run: Run, study: Study) -> xarray.Dataset:
@@ -155,11 +156,11 @@ def train_and_measure(run: Run, study: Study) -> xarray.Dataset:
     unknown = xarray.full_like(measured[0], np.nan)
     rows = []
     for mark, step in steps.items():
-        found = unknown if step is None else measured[step]
+        of_step = unknown if step is None else measured[step]
         losses = {} if step is None else training["evaluated"][str(step)]
         known = {f"loss_{name}": losses.get(name, np.nan) for name in run.marks.windows}
         rows.append(
-            found.assign(
+            of_step.assign(
                 step=np.nan if step is None else float(step), **known
             ).assign_coords(mark=mark)
         )
@@ -189,11 +190,11 @@ def measure(
         for prompt in prompts
     ]
     values = [
-        [[one.mean(k, measure=m) for m in MEASURES] for k in k_of.values()]
-        for one in maps
+        [[coupling_map.mean(k, measure=m) for m in MEASURES] for k in k_of.values()]
+        for coupling_map in maps
     ]
     nulls = [
-        [np.mean([one.null(k, m) for one in maps]) for m in MEASURES]
+        [np.mean([coupling_map.null(k, m) for coupling_map in maps]) for m in MEASURES]
         for k in k_of.values()
     ]
     dims = ("size", "measure")
@@ -203,14 +204,16 @@ def measure(
     )
 
 
-def table_of(found: Sequence[xarray.Dataset]) -> pandas.DataFrame:
+def table_of(measurements: Sequence[xarray.Dataset]) -> pandas.DataFrame:
     """One row per model, mark, size and measure: mean over prompts, and all that is
     known.
 
     `above_chance` is `(value − null) / (1 − null)`: 0 for random subspaces, 1 where all
     blocks share singular vectors, so that values with different nulls can be compared.
     """
-    rows = [one.mean("prompt").to_dataframe().reset_index() for one in found]
+    rows = [
+        of_run.mean("prompt").to_dataframe().reset_index() for of_run in measurements
+    ]
     table = pandas.concat(rows, ignore_index=True)
     return table.assign(
         above_chance=(table["value"] - table["null"]) / (1 - table["null"])
@@ -245,12 +248,14 @@ def spread_out(
 
 def write(
     out: Path,
-    found: Sequence[xarray.Dataset],
+    measurements: Sequence[xarray.Dataset],
     tables: Mapping[str, pandas.DataFrame],
     **attrs: Any,
 ) -> list[Path]:
     """`study.nc`, everything along `run`, and the tables as CSV."""
-    data = xarray.concat(found, "run", data_vars="all", coords="all").assign_attrs(
+    data = xarray.concat(
+        measurements, "run", data_vars="all", coords="all"
+    ).assign_attrs(
         versions=json.dumps(
             {"tl_coupling": tlc.__version__, "torch": torch.__version__}
         ),

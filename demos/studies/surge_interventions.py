@@ -141,29 +141,29 @@ def intervene(
             )
         )
 
-    every = range(config.n_layers)
+    all_layers = range(config.n_layers)
     if name == "blocks alone":
         # Each layer's Jacobians are from the run in which it learned; losses are means
         # over these runs.
-        found = [
+        of_steps = [
             (
                 torch.stack([J[:, layer] for layer, (J, _) in enumerate(runs)], 1),
-                np.mean([one for _, one in runs], 0),
+                np.mean([losses for _, losses in runs], 0),
             )
-            for runs in zip(*(stages([layer]) for layer in every), strict=True)
+            for runs in zip(*(stages([layer]) for layer in all_layers), strict=True)
         ]
     else:
-        found = stages(every)
+        of_steps = stages(all_layers)
     rows = [
         [
             {
-                "coupling": mean_coupling(one, k),
-                "cosine_of_jacobians": mean_cosine(one),
+                "coupling": mean_coupling(jacobians, k),
+                "cosine_of_jacobians": mean_cosine(jacobians),
                 "loss": float(of_prompt),
             }
-            for one, of_prompt in zip(J, losses, strict=True)
+            for jacobians, of_prompt in zip(J, losses, strict=True)
         ]
-        for J, losses in found
+        for J, losses in of_steps
     ]
     return dataset(rows, steps)
 

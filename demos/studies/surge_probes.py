@@ -54,14 +54,14 @@ def coupling_without_shared_map(J: Float[Tensor, "n_layers d d"], k: int) -> flo
             f"two disjoint sets of other layers need at least 4 layers, got {len(J)}"
         )
     unit = J / torch.linalg.matrix_norm(J, keepdim=True)
-    found = []
+    couplings = []
     for pair in combinations(range(len(J)), 2):
-        others = [c for c in range(len(J)) if c not in pair]
-        M = torch.stack([unit[others[half::2]].sum(0) for half in (0, 1)])
+        other_layers = [c for c in range(len(J)) if c not in pair]
+        M = torch.stack([unit[other_layers[half::2]].sum(0) for half in (0, 1)])
         M = M / torch.linalg.matrix_norm(M, keepdim=True)
         along = (J[list(pair)] * M).sum((-2, -1), keepdim=True)
-        found.append(mean_coupling(J[list(pair)] - along * M, k))
-    return sum(found) / len(found)
+        couplings.append(mean_coupling(J[list(pair)] - along * M, k))
+    return sum(couplings) / len(couplings)
 
 
 def with_random_vectors(
@@ -109,7 +109,7 @@ def dataset(
     """Numbers by name of every step and prompt, as `[checkpoint prompt]`."""
     dims = ("checkpoint", "prompt")
     numbers = {
-        name: (dims, [[one[name] for one in of_step] for of_step in rows])
+        name: (dims, [[of_prompt[name] for of_prompt in of_step] for of_step in rows])
         for name in rows[0][0]
     }
     return xarray.Dataset(numbers, {"checkpoint": list(steps)})

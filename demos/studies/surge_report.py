@@ -67,17 +67,22 @@ def by_variant(data: xarray.Dataset, *kinds: str) -> dict[str, xarray.Dataset]:
         name: means.isel(run=np.flatnonzero(means["variant"] == name)) for name in names
     }
     return {
-        name: one.isel(checkpoint=one["coupling"].notnull().all("run").values)
-        for name, one in groups.items()
+        name: of_variant.isel(
+            checkpoint=of_variant["coupling"].notnull().all("run").values
+        )
+        for name, of_variant in groups.items()
     }
 
 
 def with_interventions(data: xarray.Dataset) -> dict[str, xarray.Dataset]:
     """Return the interventions, after the base at their steps."""
-    found = by_variant(data, "intervention")
-    last = next(iter(found.values()))["checkpoint"].max()
+    interventions = by_variant(data, "intervention")
+    last = next(iter(interventions.values()))["checkpoint"].max()
     base = by_variant(data, "base")["base"]
-    return {"none (base)": base.where(base["checkpoint"] <= last, drop=True), **found}
+    return {
+        "none (base)": base.where(base["checkpoint"] <= last, drop=True),
+        **interventions,
+    }
 
 
 def report(data: xarray.Dataset, console: Console) -> None:
@@ -92,7 +97,8 @@ def how_far_it_holds(data: xarray.Dataset) -> Table:
     rows = []
     for name, group in by_variant(data, "base", "variant").items():
         c = group["coupling"]
-        peak, last = c.max("checkpoint"), c.isel(checkpoint=-1)
+        peak = c.max("checkpoint")
+        last = c.isel(checkpoint=-1)
         steps = sorted(
             {
                 int(step)
@@ -131,7 +137,8 @@ def what_it_is(data: xarray.Dataset) -> Table:
     """Every probe of the base at every step: mean over seeds, and below it half their
     range.
     """
-    base, expected = by_variant(data, "base")["base"], chances(data)
+    base = by_variant(data, "base")["base"]
+    expected = chances(data)
     rows = []
     for name, (label, chance) in PROBES.items():
         digits = {"participation_ratio": 1, "loss": 2}.get(name, 3)
@@ -255,7 +262,8 @@ def panel(ax: Axes, title: str, lines: dict[str, xarray.DataArray]) -> None:
         (line,) = ax.plot(
             steps, values.mean("run").values, marker="o", markersize=3, label=name
         )
-        low, high = values.min("run").values, values.max("run").values
+        low = values.min("run").values
+        high = values.max("run").values
         ax.fill_between(
             steps, low, high, alpha=0.2, linewidth=0, color=line.get_color()
         )
@@ -267,12 +275,12 @@ def panel(ax: Axes, title: str, lines: dict[str, xarray.DataArray]) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = Table(title=title)
+    filled = Table(title=title)
     for i, column in enumerate(columns):
-        made.add_column(column, justify="right" if i else "left")
+        filled.add_column(column, justify="right" if i else "left")
     for row in rows:
-        made.add_row(*row)
-    return made
+        filled.add_row(*row)
+    return filled
 
 
 def mean_and_range(values: xarray.DataArray, digits: int = 3) -> str:

@@ -75,14 +75,14 @@ OPTIONS: list[tuple[str, Any, str]] = [
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options: those above, and every other field of `TrainingConfig`."""
-    given = {name for name, _, _ in OPTIONS} | {"patch", "seed"}
+    named = {name for name, _, _ in OPTIONS} | {"patch", "seed"}
     training = [
         (field.name.replace("_", "-"), field.default, "of training")
         for field in fields(TrainingConfig)
     ]
     parser = small.parser_of(
         str(__doc__),
-        [*OPTIONS, *(option for option in training if option[0] not in given)],
+        [*OPTIONS, *(option for option in training if option[0] not in named)],
     )
     parser.add_argument(
         "--patch",
@@ -104,11 +104,13 @@ def configs_of(arguments: argparse.Namespace, images: Images) -> list[TrainingCo
     decays, rates = (sorted(set(getattr(arguments, name))) for name in GRID)
     if min(arguments.seeds, arguments.jobs) < 1:
         raise ValueError(
-            f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and {arguments.jobs}"
+            f"`--seeds` and `--jobs` must be at least 1, got {arguments.seeds} and "
+            f"{arguments.jobs}"
         )
     if not 1 <= arguments.k <= arguments.width:
         raise ValueError(
-            f"`--k` must lie in [1, {arguments.width}], the width of the models, got {arguments.k}"
+            f"`--k` must lie in [1, {arguments.width}], the width of the models, got "
+            f"{arguments.k}"
         )
     shared = {
         f.name: getattr(arguments, f.name)
@@ -183,20 +185,20 @@ def coupling_at(
     Raises:
         ModelError: a model could not be measured.
     """
-    asked = tlc.Survey(
+    planned = tlc.Survey(
         models, prompts, settings=tlc.Settings(k=(k,), position=position), device="cpu"
     )
     data = tlc.run(
-        asked, folder, pool, partial(tqdm, desc=f"coupling at token {position}")
+        planned, folder, pool, partial(tqdm, desc=f"coupling at token {position}")
     )
     if failed := json.loads(data.attrs["failed"]):
         name, error = next(iter(failed.items()))
         raise tlc.models.ModelError(
             f"{len(failed)} models could not be measured, run again; {name}: {error}"
         )
-    found = data.isel(checkpoint=0, k=0, drop=True).sel(model=list(models)).load()
-    return found["mean_coupling"].assign_attrs(
-        null=float(found["null_coupling"].mean())
+    means = data.isel(checkpoint=0, k=0, drop=True).sel(model=list(models)).load()
+    return means["mean_coupling"].assign_attrs(
+        null=float(means["null_coupling"].mean())
     )
 
 
@@ -205,12 +207,14 @@ def study_here(arguments: argparse.Namespace) -> Study:
     images = load_images(arguments.data, arguments.train_images)
     configs = configs_of(arguments, images)
     positions = positions_of((images.side // configs[0].patch) ** 2, arguments.patches)
-    what = (
+    described = (
         f"{images.digest}, {arguments.images} images, patches of "
         f"{configs[0].patch}, k = {arguments.k}"
     )
-    here = arguments.out / "measured" / hashlib.sha256(what.encode()).hexdigest()[:8]
-    prompts = prompts_of(images, arguments.images, here / "images")
+    folder_of_measurements = (
+        arguments.out / "measured" / hashlib.sha256(described.encode()).hexdigest()[:8]
+    )
+    prompts = prompts_of(images, arguments.images, folder_of_measurements / "images")
     work = partial(
         one_model,
         data=arguments.data,
@@ -225,12 +229,21 @@ def study_here(arguments: argparse.Namespace) -> Study:
                 folders.append(folder)
                 bar.update()
         models = {folder.name: folder for folder in folders}
-        found = [
-            coupling_at(p, models, prompts, arguments.k, here / f"token{p}", pool)
+        couplings = [
+            coupling_at(
+                p,
+                models,
+                prompts,
+                arguments.k,
+                folder_of_measurements / f"token{p}",
+                pool,
+            )
             for p in positions
         ]
     coupling = xarray.concat(
-        found, pandas.Index(positions, name="position"), combine_attrs="drop_conflicts"
+        couplings,
+        pandas.Index(positions, name="position"),
+        combine_attrs="drop_conflicts",
     )
     rows = [json.loads((folder / "training.json").read_text()) for folder in folders]
     table = pandas.DataFrame(rows, pandas.Index(models, name="model")).drop(
@@ -248,39 +261,45 @@ def study_here(arguments: argparse.Namespace) -> Study:
 def study(arguments: argparse.Namespace) -> None:
     """Train, measure, report, draw."""
     with output_folder(arguments.out) as out:
-        found = study_here(arguments)
-        of_claims, left_out = claims(found)
-        tables = {"models": found.table.reset_index(), "claims": of_claims}
+        measured = study_here(arguments)
+        of_claims, left_out = claims(measured)
+        tables = {"models": measured.table.reset_index(), "claims": of_claims}
         tables |= {
-            f"means-{column.replace('_', '-')}": means(found, column) for column in GRID
+            f"means-{column.replace('_', '-')}": means(measured, column)
+            for column in GRID
         }
-        print_report(found, tables, left_out)
+        print_report(measured, tables, left_out)
         for name, table in tables.items():
             write_atomically(out / f"{name}.csv", partial(table.to_csv, index=False))
-        said = {
+        contents = {
             name: json.loads(table.to_json(orient="records"))
             for name, table in tables.items()
         }
-        said |= {
+        contents |= {
             "left_out": left_out,
-            "images": found.name,
-            "n_train": found.n_train,
-            "n_test": found.n_test,
+            "images": measured.name,
+            "n_train": measured.n_train,
+            "n_test": measured.n_test,
         }
-        said |= {"k": found.k, "null": found.null, "n_measured": found.n_images}
-        said["positions"] = found.coupling["position"].values.tolist()
-        said["versions"] = {
-            one.__name__: one.__version__ for one in (tlc, torch, transformers)
+        contents |= {
+            "k": measured.k,
+            "null": measured.null,
+            "n_measured": measured.n_images,
+        }
+        contents["positions"] = measured.coupling["position"].values.tolist()
+        contents["versions"] = {
+            package.__name__: package.__version__
+            for package in (tlc, torch, transformers)
         }
         paths = [
             write_atomically(
                 out / "study.json",
-                lambda path: path.write_text(json.dumps(said, indent=1)),
+                lambda path: path.write_text(json.dumps(contents, indent=1)),
             )
         ]
         for name, drawn in (
-            ("rates", draw_rates(found)),
-            ("accuracy", draw_accuracy(found)),
+            ("rates", draw_rates(measured)),
+            ("accuracy", draw_accuracy(measured)),
         ):
             save = partial(drawn.savefig, dpi=120, format="png")
             paths.append(write_atomically(out / f"coupling-{name}.png", save))

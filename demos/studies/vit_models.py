@@ -88,7 +88,7 @@ class Images:
     def digest(self) -> str:
         arrays = (self.train, self.train_labels, self.test, self.test_labels)
         return hashlib.sha256(
-            b"".join(np.ascontiguousarray(one).tobytes() for one in arrays)
+            b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
         ).hexdigest()[:8]
 
 
@@ -116,13 +116,13 @@ def load_images(source: str, n_train: int | None = None) -> Images:
         raise ValueError(
             f"wanted {n_train} training images, {images.name} has {len(images.train)}"
         )
-    chosen = np.sort(
+    places = np.sort(
         np.random.default_rng(SPLIT_SEED).permutation(len(images.train))[:n_train]
     )
     return Images(
         images.name,
-        images.train[chosen],
-        images.train_labels[chosen],
+        images.train[places],
+        images.train_labels[places],
         images.test,
         images.test_labels,
     )
@@ -204,14 +204,15 @@ def _cifar10() -> Images:
             'CIFAR-10 comes through the package datasets: pip install "tl-coupling[vision]"'
         ) from None
     try:
-        found = load_dataset("uoft-cs/cifar10")
+        splits = load_dataset("uoft-cs/cifar10")
     # datasets, huggingface_hub, httpx and pyarrow each have their own; none is
     # documented.
     except Exception as error:
         raise OSError(
-            f"CIFAR-10 cannot be had from the hub ({type(error).__name__}): is there a network?"
+            f"CIFAR-10 cannot be had from the hub ({type(error).__name__}): is there "
+            "a network?"
         ) from error
-    halves = [found[split].with_format("numpy") for split in ("train", "test")]
+    halves = [splits[split].with_format("numpy") for split in ("train", "test")]
     (train, train_labels), (test, test_labels) = (
         (np.stack(half["img"]), np.array(half["label"])) for half in halves
     )
@@ -253,7 +254,8 @@ def check_config(config: TrainingConfig, side: int) -> None:
     """Raise ValueError on what cannot be trained on images of that side."""
     if not 1 <= config.patch <= side or side % config.patch:
         raise ValueError(
-            f"patches must fill the image of {side} × {side} pixels, got a side of {config.patch}"
+            f"patches must fill the image of {side} × {side} pixels, got a side of "
+            f"{config.patch}"
         )
     if config.n_heads < 1 or config.width % config.n_heads:
         raise ValueError(
@@ -266,7 +268,8 @@ def check_config(config: TrainingConfig, side: int) -> None:
         < 1
     ):
         raise ValueError(
-            "width, layers, the ratio of the MLP, epochs and the batch must be at least 1"
+            "width, layers, the ratio of the MLP, epochs and the batch must be at "
+            "least 1"
         )
     if not 0 <= config.warmup <= config.epochs:
         raise ValueError(
@@ -274,7 +277,8 @@ def check_config(config: TrainingConfig, side: int) -> None:
         )
     if not 0 <= config.stochastic_depth < 1:
         raise ValueError(
-            f"the rate of stochastic depth must lie in [0, 1), got {config.stochastic_depth}"
+            "the rate of stochastic depth must lie in [0, 1), got "
+            f"{config.stochastic_depth}"
         )
     if min(config.weight_decay, config.mixup) < 0 or config.learning_rate <= 0:
         raise ValueError(
@@ -340,7 +344,8 @@ def rate_at(config: TrainingConfig, step: int, steps_per_epoch: int) -> float:
     """Return the learning rate of a step, counted from 1: a linear warm-up, then a
     cosine that ends at 0.
     """
-    warmup, total = config.warmup * steps_per_epoch, config.epochs * steps_per_epoch
+    warmup = config.warmup * steps_per_epoch
+    total = config.epochs * steps_per_epoch
     if step <= warmup:
         return config.learning_rate * step / warmup
     return (
@@ -370,14 +375,16 @@ def learn(
     """Train in memory: the mean loss of each epoch, on mixed images, in nats."""
     # As DeiT: not biases, norms, the class token and positions.
     decayed = [p for p in model.parameters() if p.ndim in (2, 4)]
-    others = [p for p in model.parameters() if p.ndim not in (2, 4)]
+    not_decayed = [p for p in model.parameters() if p.ndim not in (2, 4)]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
-    x, labels = pixels(images.train), torch.from_numpy(images.train_labels)
-    n_steps, step = math.ceil(len(x) / config.batch), 0
+    x = pixels(images.train)
+    labels = torch.from_numpy(images.train_labels)
+    n_steps = math.ceil(len(x) / config.batch)
+    step = 0
     model.train()
     for _ in range(config.epochs):
         losses = []
@@ -387,10 +394,10 @@ def learn(
             step += 1
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(config, step, n_steps)
-            given, wanted = mixed(
+            inputs, targets = mixed(
                 x[batch], labels[batch], images.n_classes, config.mixup, generator
             )
-            loss = nn.functional.cross_entropy(model(given).logits, wanted)
+            loss = nn.functional.cross_entropy(model(inputs).logits, targets)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -408,11 +415,11 @@ def evaluate(
     """Top-1 accuracy, and mean cross-entropy in nats, in eval mode."""
     model.eval()
     logits = torch.cat([model(batch).logits for batch in pixels(images).split(256)])
-    wanted = torch.from_numpy(labels)
-    accuracy = (logits.argmax(1) == wanted).double().mean()
+    targets = torch.from_numpy(labels)
+    accuracy = (logits.argmax(1) == targets).double().mean()
     return {
         "accuracy": float(accuracy),
-        "loss": float(nn.functional.cross_entropy(logits, wanted)),
+        "loss": float(nn.functional.cross_entropy(logits, targets)),
     }
 
 
@@ -452,7 +459,7 @@ def train(
         )
     model.save_pretrained(unfinished)
     processor(images.side).save_pretrained(unfinished)
-    found = {
+    scores = {
         f"{part}_{name}": value
         for part, data, labels in (
             ("train", images.train, images.train_labels),
@@ -461,7 +468,7 @@ def train(
         for name, value in evaluate(model, data, labels).items()
     }
     (unfinished / "training.json").write_text(
-        json.dumps(described | found | {"loss": losses})
+        json.dumps(described | scores | {"loss": losses})
     )
     unfinished.rename(done)
     return done

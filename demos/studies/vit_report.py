@@ -16,7 +16,9 @@ from tl_coupling.generalization import FEWEST_RESAMPLED, bootstrap, linear_fit
 from tl_coupling.plots import labels
 from tl_coupling.statistics import crossed_mean, is_constant, rank_correlation
 
-DECAY, RATE, ACCURACY = "weight_decay", "stochastic_depth", "test_accuracy"
+DECAY = "weight_decay"
+RATE = "stochastic_depth"
+ACCURACY = "test_accuracy"
 ALL_MODELS = "all models"
 # What `means` are taken of, beside coupling.
 MEANS = ("train_accuracy", ACCURACY, "train_loss", "idle_weights_left")
@@ -102,7 +104,8 @@ def claims(study: Study) -> tuple[pandas.DataFrame, list[str]]:
     likewise. Nothing is resampled where something is held fixed, or where there are
     fewer than `FEWEST_RESAMPLED` models.
     """
-    rows, left_out = [], []
+    rows = []
+    left_out = []
     for token in study.per_image:
         cases: list[tuple[str, str, str, pandas.Series | None, list[str]]] = [
             *(
@@ -125,19 +128,19 @@ def claims(study: Study) -> tuple[pandas.DataFrame, list[str]]:
                 held_fixed(study, RATE, DECAY),
             ),
         ]
-        for among, x, y, chosen, controls in cases:
+        for among, x, y, members, controls in cases:
             claim = (
                 f"{'coupling' if x == RATE else 'accuracy'} on "
                 f"{'rate' if x == RATE else 'coupling'}"
             )
             try:
-                found = association(study, token, x, y, chosen, controls)
+                fitted = association(study, token, x, y, members, controls)
             except ValueError as error:
                 left_out.append(f"{claim}, {token}, {among.replace('_', ' ')}: {error}")
             else:
                 rows.append(
                     {"claim": claim, "token": token, "among": among.replace("_", " ")}
-                    | found
+                    | fitted
                 )
     return pandas.DataFrame(rows), left_out
 
@@ -147,13 +150,13 @@ def association(
     token: str,
     x: str,
     y: str,
-    chosen: pandas.Series | None,
+    members: pandas.Series | None,
     controls: Sequence[str],
 ) -> dict[str, float]:
     """One row of `claims`. ValueError where there are too few models, or x or y is the
     same for all of them.
     """
-    mask = np.ones(len(study.models), bool) if chosen is None else chosen.to_numpy()
+    mask = np.ones(len(study.models), bool) if members is None else members.to_numpy()
     table = study.table[mask]
     fit = linear_fit(table, x, y, controls=controls)
     low, high = fit.slope_interval
@@ -193,10 +196,10 @@ def means(study: Study, column: str) -> pandas.DataFrame:
         row = {column: level, "n": int(mask.sum())} | study.models.loc[
             mask, list(MEANS)
         ].mean().to_dict()
-        found = crossed_mean(
+        means_and_halves = crossed_mean(
             np.stack([values[mask] for values in study.per_image.values()], -1)
         )
-        for token, mean, half in zip(study.per_image, *found, strict=True):
+        for token, mean, half in zip(study.per_image, *means_and_halves, strict=True):
             row |= {
                 token: mean,
                 f"{token}_low": mean - half,
@@ -212,7 +215,8 @@ def print_report(
     """Tables of `means` and `claims`, and how many intervals lie on one side of 0."""
     accuracy = study.models[ACCURACY]
     print(
-        f"{described(study)}, k = {study.k}; random subspaces have a coupling of {study.null:.3f}"
+        f"{described(study)}, k = {study.k}; random subspaces have a coupling of "
+        f"{study.null:.3f}"
     )
     low, mean, high = (
         f"{100 * value:.1f}"
@@ -242,12 +246,14 @@ def print_report(
         )
         print(readable(rows.drop(columns="claim")))
         # With so many, one in twenty misses 0 by chance.
-        for token, some in rows.groupby("token", sort=False):
-            above, below = (some["slope_low"] > 0).sum(), (some["slope_high"] < 0).sum()
+        for token, of_token in rows.groupby("token", sort=False):
+            above = (of_token["slope_low"] > 0).sum()
+            below = (of_token["slope_high"] < 0).sum()
             print(
-                f"{token}: of {len(some)} t intervals {above} lie above 0, {below} below"
+                f"{token}: of {len(of_token)} t intervals {above} lie above 0, "
+                f"{below} below"
             )
-    print(*(f"left out: {one}" for one in left_out), sep="\n")
+    print(*(f"left out: {line}" for line in left_out), sep="\n")
 
 
 def readable(table: pandas.DataFrame) -> str:
@@ -304,7 +310,8 @@ def draw_accuracy(study: Study) -> Figure:
     for ax, token in zip(axes, study.per_image, strict=True):
         for rate, color in colors(levels(study, RATE)):
             rows = study.table[study.table[RATE] == rate]
-            x, y = rows[token].to_numpy(), 100 * rows[ACCURACY].to_numpy()
+            x = rows[token].to_numpy()
+            y = 100 * rows[ACCURACY].to_numpy()
             ax.plot(
                 x, y, "o", color=color, markersize=5, label=f"stochastic depth {rate:g}"
             )
