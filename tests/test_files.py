@@ -78,14 +78,14 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def test_two_processes_at_one_unit_both_finish_it(tmp_path: Path) -> None:
-    with half_written(tmp_path) as other:
+    with half_written(tmp_path) as writer:
         (theirs,) = unfinished(tmp_path)
         assert run_unit(tmp_path, UNIT, lambda unit: result(1)).status == "computed"
         assert is_finished(tmp_path, UNIT)
         assert unfinished(tmp_path) == [theirs]
         (tmp_path / "go on").touch()
-        said, errors = other.communicate(timeout=60)
-        assert (said.strip(), errors, other.returncode) == ("computed", "", 0)
+        output, errors = writer.communicate(timeout=60)
+        assert (output.strip(), errors, writer.returncode) == ("computed", "", 0)
     assert is_finished(tmp_path, UNIT)
     assert unfinished(tmp_path) == []
     xarray.testing.assert_identical(load_unit(tmp_path, UNIT), result(1))
@@ -93,9 +93,9 @@ def test_two_processes_at_one_unit_both_finish_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    with half_written(tmp_path) as other:
-        other.kill()
-        other.wait()
+    with half_written(tmp_path) as writer:
+        writer.kill()
+        writer.wait()
         assert len(unfinished(tmp_path)) == 1
         run_unit(tmp_path, UNIT, lambda unit: result(1))
         assert unfinished(tmp_path) == []
@@ -111,7 +111,7 @@ def test_files_of_nobody_known_here_are_removed_when_they_are_old(
         f"{'0' * 12}-99999999999-a.nc",
     )
     ours = [tmp_path / f".unit-1.{ending}" for ending in endings]
-    others = [
+    foreign = [
         tmp_path / name
         for name in (
             ".unit-11.ab12.nc",
@@ -120,15 +120,15 @@ def test_files_of_nobody_known_here_are_removed_when_they_are_old(
             "unit-1.ab12.nc",
         )
     ]
-    for path in (*ours, *others):
+    for path in (*ours, *foreign):
         path.write_bytes(b"half")
     remove_left_overs(tmp_path, "unit-1")
-    assert all(path.exists() for path in (*ours, *others))
-    for path in (*ours, *others):
+    assert all(path.exists() for path in (*ours, *foreign))
+    for path in (*ours, *foreign):
         os.utime(path, (time.time() - 2 * DAY,) * 2)
     remove_left_overs(tmp_path, "unit-1")
     assert not any(path.exists() for path in ours)
-    assert all(path.exists() for path in others)
+    assert all(path.exists() for path in foreign)
 
 
 def test_a_plan_leaves_no_left_overs_either(tmp_path: Path) -> None:
@@ -169,14 +169,14 @@ def test_a_failure_does_not_undo_what_another_process_finished(tmp_path: Path) -
 
 def test_files_are_as_readable_as_any_new_file(tmp_path: Path) -> None:
     for mask in (0o022, 0o077, 0o000):
-        before = os.umask(mask)
+        own_mask = os.umask(mask)
         try:
             path = write_atomically(
                 tmp_path / f"{mask}.txt",
                 lambda unfinished: unfinished.write_text("text"),
             )
         finally:
-            os.umask(before)
+            os.umask(own_mask)
         assert path.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
@@ -220,13 +220,13 @@ def test_a_disk_that_fills_is_one_clear_error(tmp_path: Path, error: Exception) 
         path.write_bytes(b"half")
         raise error
 
-    said = (
+    reason = (
         "NetCDF: HDF error"
         if isinstance(error, RuntimeError)
         else "No space left on device"
     )
     with pytest.raises(
-        OSError, match=rf"^cannot write .*sweep\.nc: {said}; is the disk full"
+        OSError, match=rf"^cannot write .*sweep\.nc: {reason}; is the disk full"
     ):
         write_atomically(tmp_path / "sweep.nc", write)
     assert list(tmp_path.iterdir()) == []
@@ -254,7 +254,7 @@ def test_an_interrupt_waits_for_a_file_but_not_for_ever(
         time.sleep(seconds)
         path.write_text("whole")
 
-    before = signal.signal(stop, signal.default_int_handler)
+    own_handler = signal.signal(stop, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             write_atomically(tmp_path / "short", lambda path: write(path, 0))
@@ -263,6 +263,6 @@ def test_an_interrupt_waits_for_a_file_but_not_for_ever(
             write_atomically(tmp_path / "long", lambda path: write(path, 60))
         assert signal.getsignal(stop) is signal.default_int_handler
     finally:
-        signal.signal(stop, before)
+        signal.signal(stop, own_handler)
     assert time.monotonic() - start < 30
     assert [path.name for path in tmp_path.iterdir()] == ["short"]

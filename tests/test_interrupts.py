@@ -131,16 +131,16 @@ def test_a_command_ends_within_seconds_in_one_line(
                 if driver.poll() is None:
                     os.killpg(driver.pid, number)
                 time.sleep(0.1)
-            said, errors = driver.communicate(timeout=30)
+            output, errors = driver.communicate(timeout=30)
         finally:
             driver.kill()
     assert time.monotonic() - start < 15
     n = 0 if stage == "loading" else 1
     expected = (
         f"tl-coupling: interrupted: {units} keeps {n} of 8 finished; "
-        f"the same again does the rest"
+        "the same again does the rest"
     )
-    assert (said, errors.strip()) == ("", expected)
+    assert (output, errors.strip()) == ("", expected)
     assert driver.returncode == 128 + signals[0]
     wait_until(
         lambda: (
@@ -166,9 +166,9 @@ def test_a_command_without_units_says_what_it_has_written(
         return path
 
     monkeypatch.setattr(console, "write_atomically", interrupted)
-    before = signal.getsignal(signal.SIGINT)
+    own_handler = signal.getsignal(signal.SIGINT)
     try:
-        said = call(
+        output = call(
             "depth",
             "--model",
             folder_model,
@@ -182,13 +182,13 @@ def test_a_command_without_units_says_what_it_has_written(
         ).err
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, own_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     names = ", ".join(sorted(["depth.nc", *(path.name for path in written)]))
     assert (
-        f"tl-coupling: interrupted: {tmp_path} has {names} of this "
-        f"run; the same command does all of it"
-    ) in said
+        f"tl-coupling: interrupted: {tmp_path} has {names} of this run; "
+        "the same command does all of it" in output
+    )
     assert len(written) == 1
 
 
@@ -236,9 +236,9 @@ def test_an_interrupted_pool_ends_its_workers_and_can_go_on(
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
         workers = list(tmp_path.glob("pid-*"))
         assert not any(is_running(int(path.name[4:])) for path in workers)
-        asked = len(list(tmp_path.glob("asked-*")))
+        n_asked = len(list(tmp_path.glob("asked-*")))
         # Those that a worker had not begun are not begun any more.
-        assert asked == 3
+        assert n_asked == 3
         (tmp_path / "go on").touch()
         outcomes = Folder(folder, {}).run(UNITS, measure_or_hang, executor=pool)
         assert [o.status for o in outcomes] == ["kept"] + ["computed"] * 5

@@ -67,18 +67,18 @@ def test_a_bar_may_count_first_and_look_twice() -> None:
 
 @pytest.mark.parametrize(("progress", "message"), WRONG.values(), ids=WRONG)
 def test_another_loop_is_refused(progress: Wraps, message: str) -> None:
-    wanted = (
-        "`progress` must yield each item of the loop that it wraps "
-        "once and in order, as `tqdm.tqdm` does"
+    demand = (
+        "`progress` must yield each item of the loop that it wraps once and in order, "
+        "as `tqdm.tqdm` does"
     )
     for items in loops():
-        with pytest.raises(ValueError, match=f"^{wanted}, {message}$"):
+        with pytest.raises(ValueError, match=f"^{demand}, {message}$"):
             list(with_progress(items, progress, "items"))
 
 
-@pytest.mark.parametrize(("returned", "said"), [(None, "NoneType"), (3, "int")])
-def test_a_function_that_wraps_nothing_is_refused(returned: object, said: str) -> None:
-    with pytest.raises(TypeError, match=f"got a function that returns {said}$"):
+@pytest.mark.parametrize(("returned", "kind"), [(None, "NoneType"), (3, "int")])
+def test_a_function_that_wraps_nothing_is_refused(returned: object, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"got a function that returns {kind}$"):
         list(with_progress([1], lambda _: returned, "items"))
 
 

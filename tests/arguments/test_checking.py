@@ -47,11 +47,11 @@ def public() -> Iterator[Callable[..., Any]]:
         for value in public_names().values()
         if isinstance(value, types.FunctionType)
     )
-    yield from (one.__init__ for one in MADE)
-    for one in ASKED:
+    yield from (cls.__init__ for cls in MADE)
+    for cls in ASKED:
         functions = (
             getattr(value, "__func__", value)
-            for name, value in vars(one).items()
+            for name, value in vars(cls).items()
             if name[0] != "_"
         )
         yield from filter(inspect.isfunction, functions)
@@ -144,7 +144,7 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         },
         **{name: getattr(depth, name) for name in depth.__dataclass_fields__},
     }
-    owner = {one.__name__: one for one in ASKED + MADE}.get(
+    owner = {cls.__name__: cls for cls in ASKED + MADE}.get(
         function.__qualname__.partition(".")[0]
     )
     by_name |= {"self": owner and object.__new__(owner), "cls": owner}
@@ -214,8 +214,9 @@ def test_classes_of_every_room_say_how_they_are_made() -> None:
 @pytest.mark.parametrize("maker", kinds.MAKERS.values())
 def test_what_an_error_says_makes_one_is_there(maker: str) -> None:
     function = operator.attrgetter(maker.partition("(")[0])(tlc)
-    given = re.findall(r"\w+", maker.partition("(")[2].replace("…", ""))
-    assert set(given) - {"text"} <= set(inspect.signature(function).parameters)
+    arguments = maker.partition("(")[2].replace("…", "")
+    names = set(re.findall(r"\w+", arguments))
+    assert names - {"text"} <= set(inspect.signature(function).parameters)
 
 
 def test_the_whole_api_is_there() -> None:
@@ -248,7 +249,8 @@ WHOLE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "parameter"), [(name, one) for name, many in WHOLE.items() for one in many]
+    ("name", "parameter"),
+    [(name, number) for name, numbers in WHOLE.items() for number in numbers],
 )
 def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
     name: str, parameter: str, tiny_trace: tlc.Trace
@@ -438,10 +440,8 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
         (
             lambda t: tlc.depth_coupling(t.model),
             TypeError,
-            (
-                r"`trace` must be a .*Trace, got TransformerBridge: "
-                r"`tl_coupling.trace\(model, prompt\)` makes one"
-            ),
+            r"`trace` must be a .*Trace, got TransformerBridge: "
+            r"`tl_coupling.trace\(model, prompt\)` makes one",
         ),
         (
             lambda t: tlc.depth_coupling(t, layers="01"),
@@ -557,11 +557,10 @@ def test_lists_of_numbers_are_arrays_where_arrays_are_wanted() -> None:
     of_arrays = tlc.generalization.bootstrap(
         np.array(x, float), np.array(y, float), n_resamples=20
     )
-    for given in ((x, y), (torch.tensor(x), torch.tensor(y)), (x, pandas.Series(y))):
-        assert (
-            tlc.generalization.bootstrap(*given, n_resamples=20).slope
-            == of_arrays.slope
-        )
+    of_tensors = (torch.tensor(x), torch.tensor(y))
+    for columns in ((x, y), of_tensors, (x, pandas.Series(y))):
+        result = tlc.generalization.bootstrap(*columns, n_resamples=20)
+        assert result.slope == of_arrays.slope
 
 
 def test_one_text_and_many_are_prompts(tiny_trace: tlc.Trace) -> None:
@@ -649,4 +648,6 @@ def test_warnings_point_at_the_line_that_called(tmp_path: Path) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call()
-        assert [Path(one.filename).name for one in caught] == ["test_checking.py"]
+        assert [Path(warning.filename).name for warning in caught] == [
+            "test_checking.py"
+        ]

@@ -351,10 +351,10 @@ def test_no_derivative_that_exists_is_refused(
 
 
 def test_memory_that_runs_out_halves_the_chunk() -> None:
-    asked = []
+    chunks = []
 
     def pull(rows: slice, seeds: torch.Tensor) -> None:
-        asked.append(len(seeds))
+        chunks.append(len(seeds))
         if len(seeds) > 3:
             raise RuntimeError(
                 "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
@@ -364,7 +364,7 @@ def test_memory_that_runs_out_halves_the_chunk() -> None:
     J = torch.full((10, 10), torch.nan)
     over_seeds(pull, torch.zeros(10), 10)
     assert torch.equal(J, 2 * torch.eye(10))
-    assert asked == [10, 5, 2, 2, 2, 2, 2]
+    assert chunks == [10, 5, 2, 2, 2, 2, 2]
 
 
 def test_memory_that_runs_out_for_one_row_is_an_error_and_no_more_expensive_way_is_tried(

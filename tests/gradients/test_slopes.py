@@ -47,8 +47,13 @@ def along(error: Callable[[float], float]) -> bool:
     """Whether a slope of typical size 1 is taken whose difference quotient at h is off
     by `error(h)`.
     """
-    one = torch.ones(1, dtype=torch.float64)
-    return bool(converges(lambda move: one * move * error(move), one, 0 * one))
+    scale = torch.ones(1, dtype=torch.float64)
+    size = 0 * scale
+
+    def deviation(move: float) -> torch.Tensor:
+        return scale * move * error(move)
+
+    return bool(converges(deviation, scale, size))
 
 
 @pytest.mark.parametrize("stiffness", [1.0, 10.0, 100.0, 300.0, 1000.0])
@@ -62,8 +67,8 @@ def test_a_smooth_function_is_taken_however_stiff(stiffness: float) -> None:
         change = torch.sin(stiffness * (x + move)) - torch.sin(stiffness * x)
         return change / stiffness - torch.cos(stiffness * x) * move
 
-    ones = torch.ones_like(x)
-    assert bool(converges(deviation, ones, 0 * ones).all())
+    scale = torch.ones_like(x)
+    assert bool(converges(deviation, scale, 0 * scale).all())
 
 
 @pytest.mark.parametrize(

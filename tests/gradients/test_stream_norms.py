@@ -319,8 +319,8 @@ def test_an_untrained_bert_is_at_the_null() -> None:
         assert result.mean(k) == pytest.approx(result.null(k), abs=0.02)
     # While block(X) − X, which is what was compared, couples by its −I.
     J = tlc.block_jacobians(trace)
-    whole = tlc.coupling_matrix(J[0], tlc.svd(J[2]), 10)
-    assert 1 - tlc.normalized_miscoupling(whole) > 0.8
+    A = tlc.coupling_matrix(J[0], tlc.svd(J[2]), 10)
+    assert 1 - tlc.normalized_miscoupling(A) > 0.8
 
 
 @pytest.mark.filterwarnings("ignore:layer 0. the block normalises")
@@ -330,13 +330,13 @@ def test_the_function_of_a_single_jacobian_is_chosen() -> None:
         function: tlc.block_jacobians(trace, function=function)
         for function in ("block", "branches")
     }
-    one = tlc.block_jacobian(trace, 1, function="branches")
-    torch.testing.assert_close(by_name["branches"][1], one)
+    J = tlc.block_jacobian(trace, 1, function="branches")
+    torch.testing.assert_close(by_name["branches"][1], J)
     torch.testing.assert_close(tlc.block_jacobians(trace), by_name["block"])
     assert not torch.allclose(by_name["block"], by_name["branches"], atol=0.1)
     influence = tlc.cross_token_influence(trace, -1, layers=[1])
     assert float(influence.frobenius_norm[0, -1]) == pytest.approx(
-        float(one.norm()), rel=1e-4
+        float(J.norm()), rel=1e-4
     )
 
 
