@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas
 
+from tl_coupling.arguments import made_by
 from tl_coupling.generalization import remarks
 from tl_coupling.generalization.associations import Association
 from tl_coupling.generalization.leaving_out import LeaveOneOut
@@ -21,6 +22,7 @@ from tl_coupling.statistics import (
 )
 
 
+@made_by("generalization.generalization_study(data, scores)")
 @dataclass(frozen=True, eq=False, repr=False)
 class Generalization:
     """Coupling against a score across models.

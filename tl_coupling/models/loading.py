@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_coupling.arguments import FloatDtype, Text, checked
+from tl_coupling.arguments import FloatDtype, Text, checked, made_by
 from tl_coupling.models.advice import advice, one_line
 from tl_coupling.models.bridges import load_bridge
 from tl_coupling.models.devices import present_device
@@ -22,6 +22,9 @@ from tl_coupling.models.load_request import Backend, LoadRequest, Memory
 from tl_coupling.models.loaded import describe_kind
 from tl_coupling.models.quantized import Quantization
 from tl_coupling.models.refusals import nothing_installed, refuse_depth
+
+# torch's class cannot say it itself.
+made_by("load_model(name)")(nn.Module)
 
 
 @checked

@@ -10,13 +10,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tl_coupling.arguments import checked
+from tl_coupling.arguments import checked, made_by
 from tl_coupling.blocks import tails
 from tl_coupling.gradients import BlockFunction
 from tl_coupling.models import ModelInput, Pixels, TokenIds, facts_of
 from tl_coupling.traces.sweeps import Sweep
 
 
+@made_by("trace(model, prompt)")
 @dataclass(frozen=True, eq=False)
 class Trace:
     """The trajectory of every token through one model, and `blocks`, the function of
