@@ -26,7 +26,7 @@ pytestmark = pytest.mark.on_4_only
 
 TESTS = Path(__file__).parent
 FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
-# As many as there are; it may only fall.
+# There is none today; more than a handful would be a habit.
 MOST_REACH_INS = 5
 
 SHOWING = ("plots", "interactive", "report")
