@@ -63,7 +63,7 @@ def at_it():
         np.linalg.svd(np.ones((50, 50)))
 
 def measure(self, unit):
-    if unit.what["prompts"] == [0, 1]:
+    if unit.subject["prompts"] == [0, 1]:
         return xarray.Dataset({"x": ("i", np.arange(5.0))})
     if stage == "measuring":
         at_it()
@@ -198,11 +198,11 @@ UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(6)]
 def measure_or_hang(unit: Unit) -> xarray.Dataset:
     folder = Path(os.environ["TL_COUPLING_TEST_MARK"])
     (folder / f"asked-{unit.key}").touch()
-    if unit.what["number"] and not (folder / "go on").exists():
+    if unit.subject["number"] and not (folder / "go on").exists():
         (folder / f"pid-{os.getpid()}").touch()
         while True:
             time.sleep(0.01)
-    return xarray.Dataset({"x": ("i", np.arange(5.0) + unit.what["number"])})
+    return xarray.Dataset({"x": ("i", np.arange(5.0) + unit.subject["number"])})
 
 
 def test_an_interrupted_pool_ends_its_workers_and_can_go_on(
@@ -265,7 +265,7 @@ def test_a_survey_says_so_where_it_has_a_folder_and_keeps_still_where_not(
 
 
 def poison(unit: Unit) -> xarray.Dataset:
-    if unit.what["number"] == 1:
+    if unit.subject["number"] == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return xarray.Dataset({"x": ("i", np.arange(5.0))})
 

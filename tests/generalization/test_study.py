@@ -766,7 +766,7 @@ def test_on_real_measurements(tokenizer_folder):
         tlc.Settings(k=(4, 8), n_singular_values=4),
         ["w1 w2 w3 w4", "w5 w6 w7 w8 w9"],
     )
-    from tl_coupling.surveys.measurements import as_prompts
+    from tl_coupling.surveys import as_prompts
 
     measured = [
         tlc.surveys.measure_prompts(

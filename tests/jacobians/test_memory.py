@@ -25,7 +25,7 @@ from tl_coupling.jacobians import Computed, Request, decomposed, fill_pairs
 from tl_coupling.jacobians.decomposed import sharing_a_reading
 from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.jacobians.sizes import in_words, n_bytes
-from tl_coupling.surveys.measurements import Settings, measure_prompts
+from tl_coupling.surveys import Settings, measure_prompts
 from tl_coupling.surveys.units import Folder, Unit
 
 pytestmark = pytest.mark.on_3_only
@@ -408,7 +408,7 @@ UNITS = [
 SLOW_SURVEY = """
 import sys, time
 import tl_coupling as tlc
-from tl_coupling.surveys.measurements import Settings, measure_prompts
+from tl_coupling.surveys import Settings, measure_prompts
 from tl_coupling.surveys.units import Folder, Unit
 
 model_name, folder, *prompts = sys.argv[1:]
@@ -416,7 +416,7 @@ model_name, folder, *prompts = sys.argv[1:]
 def measure(unit):
     time.sleep(2)
     model = tlc.load_model(model_name, memory="stream")
-    return measure_prompts(model, unit.what["prompt"], Settings(k=(4,)), progress=False)
+    return measure_prompts(model, unit.subject["prompt"], Settings(k=(4,)), progress=False)
 
 units = [Unit(f"u{i}", {"prompt": prompt}) for i, prompt in enumerate(prompts)]
 Folder(folder, {"what": "prompts"}).run(units, measure, progress=False)
@@ -429,13 +429,13 @@ def test_a_survey_of_a_streamed_model_that_is_killed_resumes(
     def measure(unit: Unit) -> xarray.Dataset:
         model = tlc.load_model(str(folder_model), memory="stream")
         settings = Settings(k=(4,))
-        return measure_prompts(model, unit.what["prompt"], settings, progress=False)
+        return measure_prompts(model, unit.subject["prompt"], settings, progress=False)
 
     def statuses(folder: Path) -> list[str]:
         survey = Folder(folder, {"what": "prompts"})
         return [unit.status for unit in survey.run(UNITS, measure, progress=False)]
 
-    prompts = [str(unit.what["prompt"]) for unit in UNITS]
+    prompts = [str(unit.subject["prompt"]) for unit in UNITS]
     command = [sys.executable, "-c", SLOW_SURVEY, str(folder_model)]
     (tmp_path / "killed").mkdir()
     killed = subprocess.Popen(

@@ -16,7 +16,7 @@ from torch import Tensor
 import tiny
 import tl_coupling as tlc
 from model_folders import save
-from tl_coupling.surveys.measurements import Settings, measures
+from tl_coupling.surveys import Settings, measures
 from tl_coupling.trajectories.result import entropy_where_known
 
 State = dict[str, Tensor]

@@ -19,7 +19,7 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling import models
 from tl_coupling.prompts import Prompt
-from tl_coupling.surveys.measurements import Settings, measure_prompts
+from tl_coupling.surveys import Settings, measure_prompts
 
 needs_4 = pytest.mark.skipif(
     tiny.HAS_HOOKED_TRANSFORMER, reason="transformer-lens 3.9 has no adapter for it"

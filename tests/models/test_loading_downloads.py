@@ -14,8 +14,7 @@ import xarray
 
 import tiny
 from fake_hub import FakeHub, commit_of, output_of
-from tl_coupling.surveys import checkpoint_sweep
-from tl_coupling.surveys.measurements import Settings
+from tl_coupling.surveys import Settings, checkpoint_sweep
 
 PYTHIA = "EleutherAI/pythia-14m"
 WEIGHTS = "model.safetensors"
@@ -29,7 +28,7 @@ BACKENDS = [
 _SWEEPS = """
 import json, sys, warnings
 from tl_coupling.surveys import checkpoint_sweep
-from tl_coupling.surveys.measurements import Settings
+from tl_coupling.surveys import Settings
 
 name, checkpoints, backend, folder = json.loads(sys.argv[1])
 for i in range(2):

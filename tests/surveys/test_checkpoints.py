@@ -24,13 +24,15 @@ import xarray
 import tiny
 import tl_coupling as tlc
 from tl_coupling.surveys import (
+    Settings,
+    as_prompts,
     checkpoint_sweep,
     checkpoints,
     local_checkpoints,
+    measure_prompts,
     pythia_steps,
     survey,
 )
-from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
 from tl_coupling.surveys.units import Unit
 
 BACKENDS = ["bridge", pytest.param("hooked", marks=tiny.needs_hooked_transformer)]
@@ -539,14 +541,14 @@ def test_one_model_is_in_memory_at_a_time(
 _KILLED = """
 import os, signal, sys
 from tl_coupling.surveys import checkpoint_sweep
-from tl_coupling.surveys.measurements import Settings
+from tl_coupling.surveys import Settings
 from tl_coupling.surveys import units
 
 run, folder, when = sys.argv[1:]
 
 def progress(todo):
     for unit in todo:
-        if when == "between" and unit.what["checkpoint"] == 20:
+        if when == "between" and unit.subject["checkpoint"] == 20:
             os.kill(os.getpid(), signal.SIGKILL)
         yield unit
 
@@ -603,7 +605,7 @@ def test_progress_wraps_the_checkpoints(run: Path) -> None:
 
     def progress(units: Iterable[Unit]) -> Iterator[Unit]:
         for unit in units:
-            seen.append(unit.what["checkpoint"])
+            seen.append(unit.subject["checkpoint"])
             yield unit
 
     checkpoint_sweep(run, [20, 0], PROMPTS, settings=SETTINGS, progress=progress)

@@ -33,13 +33,13 @@ UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(4)]
 
 
 def measure(unit: Unit) -> xarray.Dataset:
-    return xarray.Dataset({"x": ("i", np.arange(5.0) + 100 * unit.what["number"])})
+    return xarray.Dataset({"x": ("i", np.arange(5.0) + 100 * unit.subject["number"])})
 
 
 def measure_or_die(unit: Unit) -> xarray.Dataset:
     """Number 2 kills its process until its mark is there."""
     if (
-        unit.what["number"] == 2
+        unit.subject["number"] == 2
         and not Path(os.environ["TL_COUPLING_TEST_MARK"]).exists()
     ):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -16,9 +16,8 @@ import xarray
 import slurm_cluster
 import tiny
 from tl_coupling.prompts import Prompt
-from tl_coupling.surveys import Survey, open_survey, run
+from tl_coupling.surveys import Settings, Survey, open_survey, run
 from tl_coupling.surveys.executors import Preemptible, slurm_executor
-from tl_coupling.surveys.measurements import Settings
 
 pytestmark = pytest.mark.on_4_only
 

@@ -12,7 +12,7 @@ import torch
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.surveys.measurements import Settings, as_prompts, measure_prompts
+from tl_coupling.surveys import Settings, as_prompts, measure_prompts
 
 pytestmark = pytest.mark.on_3_only
 

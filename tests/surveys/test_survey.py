@@ -23,9 +23,9 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.models import ModelError
 from tl_coupling.prompts import Prompt
+from tl_coupling.surveys import Settings, measure_prompts
 from tl_coupling.surveys.checkpoints import step_order
 from tl_coupling.surveys.executors import process_pool
-from tl_coupling.surveys.measurements import Settings, measure_prompts
 from tl_coupling.surveys.results import open_survey
 from tl_coupling.surveys.survey import Survey, run
 from tl_coupling.surveys.units import Folder
@@ -91,7 +91,7 @@ def state(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def test_a_unit_is_one_model_and_checkpoint_with_some_prompts(survey: Survey) -> None:
-    units = {unit.key: unit.what["prompts"] for unit in survey.units()}
+    units = {unit.key: unit.subject["prompts"] for unit in survey.units()}
     assert units == {
         "two@main+0": [0, 2],
         "two@main+2": [2, 3],
@@ -99,7 +99,7 @@ def test_a_unit_is_one_model_and_checkpoint_with_some_prompts(survey: Survey) ->
         "three@main+2": [2, 3],
     }
     whole = replace(survey, prompts_per_unit=None).units()
-    assert {unit.key: unit.what["prompts"] for unit in whole} == {
+    assert {unit.key: unit.subject["prompts"] for unit in whole} == {
         "two@main": [0, 3],
         "three@main": [0, 3],
     }
@@ -335,8 +335,8 @@ def test_some_checkpoints_of_some_models(models: dict[str, str]) -> None:
     assert [unit.key for unit in survey.units()] == ["run@100", "two@main"]
     (alone,) = Survey([Path(models["two"])], PROMPTS).units()
     assert (
-        alone.what["model"]
-        == alone.what["source"]["name"]
+        alone.subject["model"]
+        == alone.subject["source"]["name"]
         == str(Path(models["two"]).resolve())
     )
     hub = Survey(["a/b", "c"], PROMPTS, checkpoints=[1, 1000])
@@ -759,8 +759,8 @@ def test_prompts_that_can_be_walked_through_once_are_kept(
 ) -> None:
     survey = Survey([models["two"]], (prompt for prompt in PROMPTS), settings=SETTINGS)
     assert (
-        [len(unit.given[1]) for unit in survey.units()]
-        == [len(unit.given[1]) for unit in survey.units()]
+        [len(unit.inputs.prompts) for unit in survey.units()]
+        == [len(unit.inputs.prompts) for unit in survey.units()]
         == [3]
     )
 

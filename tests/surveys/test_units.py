@@ -38,7 +38,7 @@ class Measurement:
         self.asked: list[int] = []
 
     def __call__(self, unit: Unit) -> xarray.Dataset:
-        number = unit.what["number"]
+        number = unit.subject["number"]
         self.asked.append(number)
         if number in self.failing:
             raise RuntimeError(f"no\nluck with {number}")
@@ -513,7 +513,7 @@ folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 
 def measure(unit):
     print("asked", unit.key)
-    return xarray.Dataset({"x": ("i", np.arange(unit.what["size"], dtype=float))})
+    return xarray.Dataset({"x": ("i", np.arange(unit.subject["size"], dtype=float))})
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 if limit:

@@ -10,14 +10,7 @@ from tl_coupling.surveys.checkpoints import (
     step_order,
 )
 from tl_coupling.surveys.executors import Executor, process_pool, slurm_executor
-from tl_coupling.surveys.measurements import (
-    PAPER_PROMPT,
-    Settings,
-    as_prompts,
-    loss,
-    measure_prompts,
-    of_maps,
-)
+from tl_coupling.surveys.measurements import measure_prompts
 from tl_coupling.surveys.precision import (
     MOVING,
     PRECISIONS,
@@ -34,7 +27,9 @@ from tl_coupling.surveys.readings import (
     with_diagonal,
 )
 from tl_coupling.surveys.results import UNITS, open_survey
+from tl_coupling.surveys.settings import PAPER_PROMPT, Settings, as_prompts
 from tl_coupling.surveys.survey import UNTRAINED, Survey, checkpoint_sweep, run
+from tl_coupling.surveys.variables import loss, measures, of_maps
 
 __all__ = [
     "Settings",

@@ -15,12 +15,29 @@ from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, runtime_checkable
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tl_coupling.arguments import AnyPath, Count, checked
 
 # Often at first, then rarely: on a network drive every look costs.
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.05, 1.0
+_FIRST_POLL_SECONDS = 0.05
+_LAST_POLL_SECONDS = 1.0
+# SLURM takes arrays of 1001 jobs at most unless it is told otherwise.
+_MOST_IN_AN_ARRAY = 1000
+# Parameters that submitit knows for every kind of cluster; the others are SLURM's.
+_SUBMITIT_PARAMETERS = {
+    "timeout_min",
+    "mem_gb",
+    "nodes",
+    "cpus_per_task",
+    "gpus_per_node",
+    "tasks_per_node",
+    "name",
+}
+# How often a call is made whose process is killed.
+_MOST_TRIES = 2
 # On small machines, where workers may wait for a disk or a network more than they
 # compute.
 _ALWAYS_TAKEN = 32
@@ -33,7 +50,7 @@ class Executor(Protocol):
     """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        """Call `fn(*args)` there; a future with `done`, `result` and `cancel`."""
+        """Call `fn(*args)` there; return a future: `done`, `result`, `cancel`."""
 
 
 class Preemptible(functools.partial[Any]):
@@ -42,7 +59,7 @@ class Preemptible(functools.partial[Any]):
     """
 
     def checkpoint(self, *arguments: Any) -> Any:
-        """What submitit queues after preemption: the same call."""
+        """Return what submitit queues after preemption: the same call."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *arguments)
@@ -53,19 +70,23 @@ class AsTheyFinish:
     bars.
     """
 
-    def __init__(self, futures: Mapping[Hashable, Any]) -> None:
+    def __init__(self, futures: Mapping[Any, Any]) -> None:
         self.futures = futures
 
     def __len__(self) -> int:
         return len(self.futures)
 
     def __iter__(self) -> Iterator[Any]:
-        waiting, pause = list(self.futures), _FIRST_POLL_SECONDS
+        waiting = list(self.futures)
+        pause = _FIRST_POLL_SECONDS
         while waiting:
             done = [key for key in waiting if self.futures[key].done()]
             yield from done
             waiting = [key for key in waiting if key not in done]
-            pause = _FIRST_POLL_SECONDS if done else min(2 * pause, _LAST_POLL_SECONDS)
+            if done:
+                pause = _FIRST_POLL_SECONDS
+            else:
+                pause = min(2 * pause, _LAST_POLL_SECONDS)
             # There is no other way of waiting that the futures of all libraries share.
             if waiting:
                 time.sleep(pause)
@@ -81,11 +102,10 @@ def submitted(
     workers of a `ProcessPool`.
     """
     futures: dict[Hashable, Any] = {}
-    to_do = iter(work.items())
+    unsubmitted = iter(work.items())
     try:
         try:
-            # SLURM takes arrays of 1001 jobs at most unless it is told otherwise.
-            while batch := list(islice(to_do, 1000)):
+            while batch := list(islice(unsubmitted, _MOST_IN_AN_ARRAY)):
                 with getattr(executor, "batch", nullcontext)():
                     futures |= {
                         key: executor.submit(Preemptible(function), *arguments)
@@ -93,11 +113,14 @@ def submitted(
                     }
         # submitit's FailedJobError is one.
         except RuntimeError as error:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise OSError(f"the work could not be submitted ({said})") from error
+            reason = " ".join(str(error).split())[:300]
+            raise OSError(
+                f"the work could not be submitted ({type(error).__name__}: {reason})"
+            ) from error
         yield AsTheyFinish(futures)
     except BaseException as error:
-        if isinstance(executor, ProcessPool) and not isinstance(error, Exception):
+        is_interrupt = not isinstance(error, Exception)
+        if is_interrupt and isinstance(executor, ProcessPool):
             executor.abort()
         for future in futures.values():
             # If the cluster refuses, the others are cancelled all the same, and the
@@ -110,7 +133,7 @@ def submitted(
 
 @checked
 def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
-    """submitit's executor for a SLURM cluster.
+    """Return submitit's executor for a SLURM cluster.
 
     Scripts and logs go to `folder`, which every node must see. Parameters are those of
     sbatch: `partition="gpu"`, `gpus_per_node=1`, `cpus_per_task=4`, `mem_gb=32`,
@@ -122,9 +145,10 @@ def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
 
     Example:
         >>> try:
-        ...     executor = tlc.surveys.slurm_executor("logs", partition="gpu", gpus_per_node=1, timeout_min=120)
+        ...     executor = tlc.surveys.slurm_executor("logs", partition="gpu")
         ... except ValueError:
-        ...     executor = None  # no SLURM here: `tlc.run(survey, folder, executor)` measures in this process
+        ...     # No SLURM here: `tlc.run(survey, folder, None)` measures in this process.
+        ...     executor = None
     """
     try:
         import submitit
@@ -134,48 +158,52 @@ def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
         ) from None
     if shutil.which("sbatch") is None:
         raise ValueError(
-            "there is no SLURM here: wanted its command `sbatch`; on one machine use a pool of processes"
+            "there is no SLURM here: wanted its command `sbatch`; on one machine use a "
+            "pool of processes"
         )
-    shared = {
-        "timeout_min",
-        "mem_gb",
-        "nodes",
-        "cpus_per_task",
-        "gpus_per_node",
-        "tasks_per_node",
-        "name",
-    }
-    named = {
-        name if name in shared else f"slurm_{name}": value
-        for name, value in parameters.items()
-    }
+    options: dict[str, int | str] = {"timeout_min": 240, "name": "tl-coupling"}
+    for name, value in parameters.items():
+        is_shared = name in _SUBMITIT_PARAMETERS
+        options[name if is_shared else f"slurm_{name}"] = value
     executor = submitit.AutoExecutor(folder=os.fspath(folder), cluster="slurm")
     try:
-        executor.update_parameters(
-            **{"timeout_min": 240, "name": "tl-coupling"} | named
-        )
+        executor.update_parameters(**options)
     except (NameError, AssertionError, ValueError, TypeError) as error:
         # submitit's own message lists every parameter there is.
-        raise ValueError(
-            f"SLURM does not accept {parameters}: {' '.join(str(error).split())[:200]}"
-        ) from None
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"SLURM does not accept {parameters}: {reason}") from None
     return executor
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Ignore Ctrl-C meanwhile; only the main thread ever gets it."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        if is_main:
-            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
 
 
 class WorkerDied(RuntimeError):
     """The process of a call was killed, usually for using too much memory."""
+
+
+class _Worker(NamedTuple):
+    """A process of the pool, and the connection to it."""
+
+    process: BaseProcess
+    pipe: Connection
+
+
+class _Answer(NamedTuple):
+    """What a call returned, or the error that it raised."""
+
+    has_succeeded: bool
+    value: Any
 
 
 @checked
@@ -193,8 +221,8 @@ class ProcessPool(concurrent.futures.Executor):
     Example:
         >>> settings = tlc.Settings(k=(2, 4), window=1)
         >>> with tlc.surveys.process_pool(2) as pool:
-        ...     how = {"settings": settings, "executor": pool, "progress": False}
-        ...     sweep = tlc.checkpoint_sweep("models/width16", prompts=prompts, folder="sweep", **how)
+        ...     options = {"settings": settings, "executor": pool, "progress": False}
+        ...     sweep = tlc.checkpoint_sweep("models/width16", None, prompts, **options)
     """
 
     def __init__(self, workers: Count) -> None:
@@ -202,62 +230,76 @@ class ProcessPool(concurrent.futures.Executor):
         most = max(_ALWAYS_TAKEN, 4 * n_cores)
         if workers > most:
             raise ValueError(
-                f"`workers` must be at most {most} on this machine of {n_cores} cores: each is a process with a model "
-                f"of its own; got {workers}"
+                f"`workers` must be at most {most} on this machine of {n_cores} cores: "
+                f"each is a process with a model of its own; got {workers}"
             )
         self.workers = workers
         # Forked processes inherit locks of torch's threads, but not the threads.
         self._context = multiprocessing.get_context("spawn")
         # Held while a process is started, so that `abort` misses none.
         self._lock = threading.Lock()
-        self._has_begun = self._is_aborting = self._is_shut_down = False
+        self._has_begun = False
+        self._is_aborting = False
+        self._is_shut_down = False
         # Each thread waits for a process of its own.
         self._own = threading.local()
-        self._threads, self._processes = (
-            concurrent.futures.ThreadPoolExecutor(workers),
-            list[Any](),
-        )
+        self._threads = concurrent.futures.ThreadPoolExecutor(workers)
+        self._processes: list[BaseProcess] = []
 
     def submit(
         self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> "concurrent.futures.Future[Any]":
-        """As in `concurrent.futures`. The future raises WorkerDied, or OSError if no
-        worker gets as far as the call.
+        """Submit a call as in `concurrent.futures`.
+
+        The future raises WorkerDied, or OSError if no worker gets as far as the call.
         """
         if self._is_shut_down:
             raise RuntimeError("this pool of processes was shut down: make a new one")
         return self._threads.submit(self._call, fn, args, kwargs)
 
-    def _call(self, *call: Any) -> Any:
-        for _ in range(2):
+    def _call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make a call in this thread's process; once more in a new one if that dies."""
+        for _ in range(_MOST_TRIES):
             try:
-                process, pipe = self._own.worker = (
-                    getattr(self._own, "worker", None) or self._start()
-                )
-                pipe.send(call)
-                has_succeeded, answer = _heard(process, pipe)
+                worker = self._own_worker()
+                worker.pipe.send((function, args, kwargs))
+                answer = _Answer(*_heard(worker))
             except (EOFError, ConnectionError):
                 self._own.worker = None
                 if not (self._has_begun or self._is_aborting):
                     raise OSError(
-                        "the workers die before they have begun: a script that uses a pool of processes must do its "
-                        'own work under `if __name__ == "__main__":`, because each worker imports it'
+                        "the workers die before they have begun: a script that uses a "
+                        "pool of processes must do its own work under "
+                        '`if __name__ == "__main__":`, because each worker imports it'
                     ) from None
-            else:
-                if has_succeeded:
-                    return answer
-                raise answer
+                continue
+            if answer.has_succeeded:
+                return answer.value
+            raise answer.value
         raise WorkerDied("its worker died, twice: out of memory?")
 
-    def _start(self) -> tuple[Any, Connection]:
-        """A new process that waits for calls, and the connection to it."""
+    def _own_worker(self) -> _Worker:
+        """Return this thread's worker, started if there is none."""
+        worker: _Worker | None = getattr(self._own, "worker", None)
+        if worker is None:
+            worker = self._start()
+            self._own.worker = worker
+        return worker
+
+    def _start(self) -> _Worker:
+        """Return a new process that waits for calls."""
         with self._lock:
             if self._is_aborting:
                 raise EOFError
-            ours, theirs = self._context.Pipe()
-            threads = max(1, (os.cpu_count() or 1) // self.workers)
+            pipe, their_pipe = self._context.Pipe()
+            n_threads = max(1, (os.cpu_count() or 1) // self.workers)
             process = self._context.Process(
-                target=_serve, args=(theirs, threads), daemon=True
+                target=_serve, args=(their_pipe, n_threads), daemon=True
             )
             # A process inherits what is blocked: it is not interrupted before it can
             # ignore that itself.
@@ -267,16 +309,19 @@ class ProcessPool(concurrent.futures.Executor):
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             process.start()
             self._processes.append(process)
-        theirs.close()
-        _heard(process, ours)
+        their_pipe.close()
+        worker = _Worker(process, pipe)
+        # That it has begun.
+        _heard(worker)
         self._has_begun = True
-        return process, ours
+        return worker
 
     # A second Ctrl-C would leave some of them alive.
     @_undisturbed()
     def abort(self) -> None:
-        """Kill the processes; calls that have not ended are cancelled or raise
-        WorkerDied.
+        """Kill the processes.
+
+        Calls that have not ended are cancelled or raise WorkerDied.
         """
         with self._lock:
             self._is_aborting = True
@@ -285,21 +330,24 @@ class ProcessPool(concurrent.futures.Executor):
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.join()
-        self._threads, self._processes = (
-            concurrent.futures.ThreadPoolExecutor(self.workers),
-            [],
-        )
+        self._threads = concurrent.futures.ThreadPoolExecutor(self.workers)
+        self._processes = []
         self._is_aborting = False
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As in `concurrent.futures`."""
+        """Shut the pool down as in `concurrent.futures`."""
         self._is_shut_down = True
         self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
         if wait:
             self.abort()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        if error_type is not None:
             self.abort()
         self.shutdown()
 
@@ -307,52 +355,53 @@ class ProcessPool(concurrent.futures.Executor):
 process_pool = ProcessPool
 
 
-def _heard(process: Any, pipe: Connection) -> Any:
-    """What a process says; EOFError if it died, though children that it leaves behind
-    may hold its pipe open.
+def _heard(worker: _Worker) -> Any:
+    """Return what a process says next; EOFError if it died.
+
+    Children that it leaves behind may hold its pipe open.
     """
-    while not pipe.poll(_LAST_POLL_SECONDS):
-        if not process.is_alive() and not pipe.poll():
+    while not worker.pipe.poll(_LAST_POLL_SECONDS):
+        if not worker.process.is_alive() and not worker.pipe.poll():
             raise EOFError
     try:
-        return pipe.recv()
+        return worker.pipe.recv()
     # It died amid its answer.
     except OSError as error:
         raise EOFError from error
 
 
-def _serve(pipe: Connection, threads: int) -> None:
-    """What a process of the pool does: answer calls until nobody is there to make
-    them.
-    """
+def _serve(pipe: Connection, n_threads: int) -> None:
+    """Answer calls until nobody is there to make them; what a worker does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(n_threads)
     disable_progress_bar()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe.send("begun")
     with suppress(EOFError):
         while True:
             function, args, kwargs = pipe.recv()
+            has_succeeded, value = _answer(function, args, kwargs)
             try:
-                answer = True, function(*args, **kwargs)
+                pipe.send((has_succeeded, value))
             except Exception as error:
-                answer = False, error
-            try:
-                pipe.send(answer)
-            except Exception as error:
-                pipe.send(
-                    (
-                        False,
-                        RuntimeError(
-                            f"{answer[1]!r} cannot be sent from its process: {error}"
-                        ),
-                    )
-                )
+                text = f"{value!r} cannot be sent from its process: {error}"
+                pipe.send((False, RuntimeError(text)))
+
+
+def _answer(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Answer:
+    """Call a function, and return its value or its error."""
+    try:
+        return _Answer(True, function(*args, **kwargs))
+    except Exception as error:
+        return _Answer(False, error)
 
 
 def _end_with_parent() -> None:
+    """Wait for the end of the process that started this one, and end as well."""
     multiprocessing.parent_process().join()  # type: ignore[union-attr]
     os._exit(1)

@@ -7,60 +7,79 @@ from dataclasses import replace
 
 from tl_coupling.models import ModelError, changed_file, described_files
 from tl_coupling.surveys.checkpoints import is_local
-from tl_coupling.surveys.units import Folder, Unit, is_of_its_plan, record
+from tl_coupling.surveys.records import FILES, Record, Unit, is_of_its_plan, record
+from tl_coupling.surveys.units import Folder
 
-# What records call the description of a model's files.
-FILES = "files"
+# A model's files by name, with their sizes, states and checksums.
+Files = dict[str, list[str | int]]
 
 
 def with_files(results: Folder, units: Sequence[Unit]) -> list[Unit]:
-    """Units with a description of the files that their model is read from now, where it
-    is a local one.
+    """Return units with a description of the files that their model is read from.
 
-    Raises ValueError where results of the same units were measured on files of other
-    content. Results of earlier versions do not say which.
+    Hub models have none.
+
+    Raises:
+        ValueError: results of the same units were measured on files of other content.
+            Results of earlier versions do not say which.
 
     Cost: the files of models that are to be measured are read once, and those whose
     state (inode, size, time) is not that of the last run.
     """
-    measured_files: dict[str, dict[str, list[str | int]]] = {}
+    measured_files: dict[str, Files] = {}
     names_to_measure: set[str] = set()
     for unit in units:
-        name = unit.what["source"]["name"]
+        name = _model_name(unit)
         if not is_local(name):
             continue
         content = record(results.path, unit) or {}
-        if content.get("status") != "finished" or not is_of_its_plan(
-            results.path, content
-        ):
+        if not _is_measured(results, content):
             names_to_measure.add(name)
         elif FILES in content:
-            if changed := changed_file(name, content[FILES]):
-                raise ValueError(
-                    f"{results.path} holds results of {name}, where {changed!r} is another file now: restore it, or "
-                    "measure the new model in another folder of results"
-                )
-            measured_files[name] = content[FILES]
-    described = {
+            _check_unchanged(results, name, content["files"])
+            measured_files[name] = content["files"]
+    descriptions = {
         name: described_files(name, measured_files.get(name, {}))
         for name in names_to_measure | measured_files.keys()
     }
-    return [
-        replace(unit, facts={**unit.facts, FILES: described[name]})
-        if (name := unit.what["source"]["name"]) in described
-        else unit
-        for unit in units
-    ]
+    return [_described(unit, descriptions) for unit in units]
+
+
+def _model_name(unit: Unit) -> str:
+    name: str = unit.subject["source"]["name"]
+    return name
+
+
+def _is_measured(results: Folder, content: Record) -> bool:
+    """Say whether a record is of a finished unit of the folder's plan."""
+    is_finished = content.get("status") == "finished"
+    return is_finished and is_of_its_plan(results.path, content)
+
+
+def _check_unchanged(results: Folder, name: str, files: Files) -> None:
+    """Raise ValueError where a model's files are not those that were measured."""
+    if file := changed_file(name, files):
+        raise ValueError(
+            f"{results.path} holds results of {name}, where {file!r} is another file "
+            "now: restore it, or measure the new model in another folder of results"
+        )
+
+
+def _described(unit: Unit, descriptions: dict[str, Files]) -> Unit:
+    """Return the unit with the description of its files as a fact, if there is one."""
+    name = _model_name(unit)
+    if name not in descriptions:
+        return unit
+    return replace(unit, facts={**unit.facts, FILES: descriptions[name]})
 
 
 def check_files(unit: Unit) -> None:
-    """Raise ModelError where the files of a unit's model are no longer what they were
-    when its run began.
-    """
-    name = unit.what["source"]["name"]
+    """Raise ModelError where a model's files changed since its run began."""
+    name = _model_name(unit)
     files = unit.facts.get(FILES)
-    if files is not None and (changed := changed_file(name, files)):
+    if files is not None and (file := changed_file(name, files)):
         raise ModelError(
-            f"{changed!r} in {name} was changed, replaced or removed after this run began: restore it and run "
-            "again, or measure the new model in another folder of results"
+            f"{file!r} in {name} was changed, replaced or removed after this run "
+            "began: restore it and run again, or measure the new model in another "
+            "folder of results"
         )

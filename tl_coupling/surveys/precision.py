@@ -28,15 +28,15 @@ from tl_coupling.progress import Progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.surveys.checkpoints import Checkpoint, Source, is_local
 from tl_coupling.surveys.local_models import check_files, with_files
-from tl_coupling.surveys.measurements import (
+from tl_coupling.surveys.measurements import of_each_prompt
+from tl_coupling.surveys.settings import (
     PAPER_PROMPT,
     Prompts,
     Settings,
     as_prompts,
-    measures,
-    of_each_prompt,
 )
 from tl_coupling.surveys.units import Folder, Unit, load_unit, one_line
+from tl_coupling.surveys.variables import measures
 from tl_coupling.traces import Trace
 
 if TYPE_CHECKING:
@@ -259,8 +259,8 @@ class _Sweep:
         # A bridge and its hook points refer to each other.
         gc.collect()
         check_files(unit)
-        precision = unit.what["precision"]
-        source = unit.what["source"]
+        precision = unit.subject["precision"]
+        source = unit.subject["source"]
         is_first = precision == self.first.what["precision"]
         reference = None if is_first else load_unit(self.folder, self.first)
         model = load_model(**source, **self.loading)

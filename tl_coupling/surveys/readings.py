@@ -1,9 +1,9 @@
-"""What was measured, read under one choice or under all: pairs of a layer with itself,
-orientation, measure, k.
+"""What was measured, read under one choice or under all: pairs of layers, orientation,
+measure, k.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,32 +14,30 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
+# By whether a layer's pair with itself counts.
 PAIRS = {False: "different", True: "all"}
 
 
 def pairs_of_layers(data: "xarray.Dataset") -> str:
-    """Which pairs the means are over, in words."""
+    """Say which pairs of layers the means in the data are over."""
     return in_words(bool(data.attrs.get("diagonal", 0)))
 
 
 def in_words(diagonal: bool) -> str:
-    """Which pairs of layers, in words."""
-    return (
-        "all pairs of layers, l = l' among them"
-        if diagonal
-        else "pairs of different layers"
-    )
+    """Say which pairs of layers: all of them, or different ones."""
+    if diagonal:
+        return "all pairs of layers, l = l' among them"
+    return "pairs of different layers"
 
 
 @checked
 def with_diagonal(data: "xarray.Dataset", diagonal: bool = True) -> "xarray.Dataset":
-    """Measured data whose means are over all pairs of layers, as in the paper, or over
-    those of different layers.
+    """Return data whose means are over all pairs of layers, or over different ones.
 
-    `mean_…` and `null_…` are made anew from the maps that the data hold, of any version
-    of this library; the nulls of pairs of a layer with itself are their own values.
-    Everything else, and data that are so already, stay as they are. Pairs that are
-    undefined are left out of a mean.
+    All pairs are those of the paper. `mean_…` and `null_…` are made anew from the maps
+    that the data hold, of any version of this library; the nulls of pairs of a layer
+    with itself are their own values. Everything else, and data that are so already,
+    stay as they are. Pairs that are undefined are left out of a mean.
 
     Args:
         data: of `measure_prompts`, `run`, `open_survey` or `checkpoint_sweep`.
@@ -49,89 +47,103 @@ def with_diagonal(data: "xarray.Dataset", diagonal: bool = True) -> "xarray.Data
 
     Example:
         >>> data = tlc.surveys.measure_prompts(model, "w1 w2 w3", tlc.Settings(k=(4,)))
-        >>> data["mean_coupling"].item() < tlc.surveys.with_diagonal(data)["mean_coupling"].item()
+        >>> with_own_pairs = tlc.surveys.with_diagonal(data)
+        >>> data["mean_coupling"].item() < with_own_pairs["mean_coupling"].item()
         True
     """
     if bool(data.attrs.get("diagonal", 0)) == diagonal:
         return data
-    found = {}
+    changed = {}
     for measure in measured_in(data.data_vars):
-        name = mean_name(measure)
-        if not {"layer", "other_layer"} <= set(
-            data[measure].dims if measure in data else ()
-        ):
-            raise ValueError(
-                f"{name!r} cannot be taken over other pairs: there is no map {measure!r} in the data"
-            )
-        # A shallower model has fewer layers than the data: n is of what is there.
-        values, own = data[measure], data["layer"] == data["other_layer"]
-        n = data["n_layers"] if "n_layers" in data else data.sizes["layer"]
-        of_own, null = (
-            values.where(own).mean(("layer", "other_layer")),
-            data[null_name(measure)],
-        )
-        found[name] = values.where(own & diagonal | ~own).mean(("layer", "other_layer"))
-        in_all = of_own / n
-        found[null_name(measure)] = (
-            null * (n - 1) / n + in_all if diagonal else (null - in_all) * n / (n - 1)
-        )
-    made = {
+        mean, null = _over_pairs(data, measure, diagonal)
+        changed[mean_name(measure)] = mean
+        changed[null_name(measure)] = null
+    changed = {
         name: values.transpose(*data[name].dims).assign_attrs(data[name].attrs)
-        for name, values in found.items()
+        for name, values in changed.items()
     }
-    return data.assign(made).assign_attrs(diagonal=int(diagonal))
+    return data.assign(changed).assign_attrs(diagonal=int(diagonal))
+
+
+def _over_pairs(
+    data: "xarray.Dataset", measure: str, diagonal: bool
+) -> "tuple[xarray.DataArray, xarray.DataArray]":
+    """Return the mean of a measure and its null over the other choice of pairs."""
+    dims_of_map = data[measure].dims if measure in data else ()
+    if not {"layer", "other_layer"} <= set(dims_of_map):
+        raise ValueError(
+            f"{mean_name(measure)!r} cannot be taken over other pairs: "
+            f"there is no map {measure!r} in the data"
+        )
+    values = data[measure]
+    is_own = data["layer"] == data["other_layer"]
+    # A shallower model has fewer layers than the data have.
+    n_layers = data["n_layers"] if "n_layers" in data else data.sizes["layer"]
+    counts = is_own & diagonal | ~is_own
+    mean = values.where(counts).mean(("layer", "other_layer"))
+    # A mean over n² pairs has n of them on the diagonal.
+    own_share = values.where(is_own).mean(("layer", "other_layer")) / n_layers
+    null = data[null_name(measure)]
+    if diagonal:
+        return mean, null * (n_layers - 1) / n_layers + own_share
+    return mean, (null - own_share) * n_layers / (n_layers - 1)
 
 
 def joined(runs: "Mapping[str, Sequence[xarray.Dataset]]") -> "xarray.Dataset":
-    """The prompts of each run, the runs as checkpoints."""
+    """Return the data of every run's prompts as one; the runs are its checkpoints."""
     import xarray
 
-    found = [xarray.concat(of_prompts, "prompt") for of_prompts in runs.values()]
-    return xarray.concat(found, "checkpoint").assign_coords(checkpoint=list(runs))
+    of_runs = [xarray.concat(of_prompts, "prompt") for of_prompts in runs.values()]
+    data = xarray.concat(of_runs, "checkpoint")
+    return data.assign_coords(checkpoint=list(runs))
 
 
 @checked
 def one_orientation(
     data: "xarray.Dataset", orientation: Orientation | None = None
 ) -> "xarray.Dataset":
-    """Data of one orientation, by default the first that was measured; ValueError for
-    one that was not.
+    """Return data of one orientation, by default the first that was measured.
+
+    Raises ValueError for one that was not measured.
 
     Example:
-        >>> both = tlc.surveys.measure_prompts(model, "w1 w2 w3", tlc.Settings(k=(4,), orientation=("ujv", "vju")))
+        >>> settings = tlc.Settings(k=(4,), orientation=("ujv", "vju"))
+        >>> both = tlc.surveys.measure_prompts(model, "w1 w2 w3", settings)
         >>> tlc.surveys.one_orientation(both, "vju").mean_coupling.dims
         ('prompt', 'k')
     """
-    there = orientations_of(data)
-    chosen = there[0] if orientation is None else orientation
-    if chosen not in there:
+    measured = orientations_of(data)
+    if orientation is None:
+        orientation = measured[0]
+    if orientation not in measured:
         raise ValueError(
-            f"`orientation` {chosen!r} was not measured; there is {', '.join(there)}"
+            f"`orientation` {orientation!r} was not measured; "
+            f"there is {', '.join(measured)}"
         )
     if "orientation" not in data.dims:
         return data
-    return data.sel(orientation=chosen, drop=True).assign_attrs(orientation=chosen)
+    data = data.sel(orientation=orientation, drop=True)
+    return data.assign_attrs(orientation=orientation)
 
 
 def orientations_of(data: "xarray.Dataset") -> list[Orientation]:
-    """Those that were measured."""
-    both = "orientation" in data.dims
-    found: list[Orientation] = (
-        data["orientation"].values.tolist()
-        if both
-        else [data.attrs.get("orientation", "ujv")]
-    )
-    return found
+    """Return the orientations that were measured."""
+    if "orientation" not in data.dims:
+        return [data.attrs.get("orientation", "ujv")]
+    orientations: list[Orientation] = data["orientation"].values.tolist()
+    return orientations
 
 
 @checked
 def measure_table(data: "xarray.Dataset") -> "pandas.DataFrame":
-    """Every measure × orientation × choice of pairs × k, each with its null: which
-    choice makes which finding.
+    """Return every measure × orientation × choice of pairs × k, each with its null.
+
+    Shows which choice makes which finding.
 
     Args:
-        data: as for `with_diagonal`; what it has of measures and orientations, with
-            `Settings(measures=tuple(MEASURES), orientation=("ujv", "vju"))` all there are.
+        data: as for `with_diagonal`; what it has of measures and orientations. All
+            there are come of `Settings(measures=tuple(MEASURES), orientation=("ujv",
+            "vju"))`.
 
     Returns a row for each, and for each model and checkpoint (an untrained twin is
     one). Columns: `model` and `checkpoint` where the data have them; `measure`,
@@ -140,35 +152,44 @@ def measure_table(data: "xarray.Dataset") -> "pandas.DataFrame":
     prompt.
 
     Example:
-        >>> how = tlc.Settings(k=(2, 4), orientation=("ujv", "vju"), measures=("coupling", "released_norm"))
-        >>> data = tlc.surveys.measure_prompts(model, ["w1 w2 w3", "w4 w5"], how)
+        >>> settings = tlc.Settings(
+        ...     k=(2, 4), orientation=("ujv", "vju"), measures=("coupling", "released_norm")
+        ... )
+        >>> data = tlc.surveys.measure_prompts(model, ["w1 w2 w3", "w4 w5"], settings)
         >>> len(tlc.surveys.measure_table(data))
         16
     """
     import pandas
 
-    of = [str(dim) for dim in ("model", "checkpoint") if dim in data.dims]
-    found = []
+    tables = []
     for diagonal, pairs in PAIRS.items():
-        chosen = with_diagonal(data, diagonal)
+        of_pairs = with_diagonal(data, diagonal)
         for orientation in orientations_of(data):
-            one = one_orientation(chosen, orientation)
-            for measure in measured_in(one.data_vars):
-                means = one[mean_name(measure)]
-                columns: dict[str, Any] = {
-                    "mean": means.mean("prompt"),
-                    "spread": means.std("prompt", ddof=1)
-                    if means.sizes["prompt"] > 1
-                    else means.mean("prompt") * np.nan,
-                    "null": one[null_name(measure)].mean("prompt"),
-                }
-                table = pandas.DataFrame(
-                    {name: x.to_series() for name, x in columns.items()}
-                ).reset_index()
-                found.append(
+            of_choice = one_orientation(of_pairs, orientation)
+            for measure in measured_in(of_choice.data_vars):
+                table = _over_prompts(of_choice, measure)
+                tables.append(
                     table.assign(measure=measure, orientation=orientation, pairs=pairs)
                 )
-    rows = pandas.concat(found).dropna(subset=["mean"])
-    return rows[
-        [*of, "measure", "orientation", "pairs", "k", "mean", "spread", "null"]
-    ].reset_index(drop=True)
+    rows = pandas.concat(tables).dropna(subset=["mean"])
+    of_model = [name for name in ("model", "checkpoint") if name in data.dims]
+    choices = ["measure", "orientation", "pairs", "k"]
+    columns = [*of_model, *choices, "mean", "spread", "null"]
+    return rows[columns].reset_index(drop=True)
+
+
+def _over_prompts(data: "xarray.Dataset", measure: str) -> "pandas.DataFrame":
+    """Return mean, spread and null of one measure over prompts, a row for each k."""
+    import pandas
+
+    means = data[mean_name(measure)]
+    mean = means.mean("prompt")
+    if means.sizes["prompt"] > 1:
+        spread = means.std("prompt", ddof=1)
+    else:
+        # NaN in the same shape.
+        spread = mean * np.nan
+    null = data[null_name(measure)].mean("prompt")
+    columns = {"mean": mean, "spread": spread, "null": null}
+    series = {name: values.to_series() for name, values in columns.items()}
+    return pandas.DataFrame(series).reset_index()

@@ -6,22 +6,24 @@ import importlib.util
 import json
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.surveys.checkpoints import Checkpoint, step_order
-from tl_coupling.surveys.units import (
+from tl_coupling.surveys.records import (
     PLAN,
-    Folder,
+    Record,
     Unit,
     is_finished,
     is_of_its_plan,
     load_unit,
     record,
+    result_path,
     why_unfinished,
 )
+from tl_coupling.surveys.units import Folder
 
 if TYPE_CHECKING:
     import xarray
@@ -33,12 +35,18 @@ COSTS = ("seconds", "peak_memory")
 FACTS = {"n_layers": "n_layers", "d_model": "d_model", "n_parameters": "n_params"}
 # The same for all units, unless they were measured in different runs.
 _SAME_FOR_ALL = {"device", "versions"}
+# What the record of a survey's unit says of it.
+_OF_A_SURVEY = {"model", "checkpoint", "source", "prompts"}
+# A model and a checkpoint: the units of its prompts make one piece of data.
+Cell = tuple[str, Checkpoint]
+Provenance = dict[str, Any]
 
 
 @checked
 def open_survey(folder: AnyPath) -> "xarray.Dataset":
-    """The results in a folder of `run` or `checkpoint_sweep`, in memory unless they are
-    larger than half of it.
+    """Return the results in a folder of `run` or `checkpoint_sweep`.
+
+    They are in memory unless they are larger than half of it.
 
     Returns:
         what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model
@@ -60,157 +68,208 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
         >>> data.d_model.sel(model="width12").item(), data.attrs["failed"]
         (12, '{}')
     """
-    places = Path(folder), Path(folder, UNITS)
-    results = Folder(
-        next((place for place in places if (place / PLAN).exists()), places[0])
-    )
+    path = Path(folder)
+    is_of_a_command = not (path / PLAN).exists() and (path / UNITS / PLAN).exists()
+    results = Folder(path / UNITS if is_of_a_command else path)
     if results.plan.get("kind") != "survey":
         raise ValueError(
             f"{results.path} holds results of something else than a survey"
         )
-    if not (finished := finished_units(results)):
+    finished = finished_units(results)
+    if not finished:
         raise ValueError(
             f"{results.path} holds no finished results: run the survey first"
         )
-    known, keys = records_of(results), {unit.key for unit in finished}
-    failed = {key: one.get("error") for key, one in known.items() if key not in keys}
-    failed |= dict.fromkeys(
-        path.stem for path in results.path.glob("[!.]*.nc") if path.stem not in known
-    )
-    failed = {
-        key: error or why_unfinished(results.path, Unit(key, {}))
-        for key, error in sorted(failed.items())
-    }
+    failed = _errors(results, {unit.key for unit in finished})
     return joined_units(results, finished).assign_attrs(failed=json.dumps(failed))
 
 
-def records_of(folder: Folder) -> dict[str, dict[str, Any]]:
-    """What is known of every unit, by key.
+def _errors(folder: Folder, finished_keys: set[str]) -> dict[str, str]:
+    """Return why units are not finished, by key."""
+    records = records_of(folder)
+    result_keys = {path.stem for path in folder.path.glob("[!.]*.nc")}
+    unfinished_keys = records.keys() - finished_keys
+    # Of a result without a record nobody knows whether it is whole.
+    unrecorded_keys = result_keys - records.keys()
+    errors = {}
+    for key in sorted(unfinished_keys | unrecorded_keys):
+        recorded = records[key].get("error") if key in records else None
+        errors[key] = recorded or why_unfinished(folder.path, Unit(key, {}))
+    return errors
+
+
+def records_of(folder: Folder) -> dict[str, Record]:
+    """Return what is known of every unit, by key.
 
     Records that cannot be read, are of another plan, or are not of a survey's unit are
     left out.
     """
-    keys = sorted(
-        path.stem for path in folder.path.glob("[!.]*.json") if path.name != PLAN
-    )
-    found = {key: record(folder.path, Unit(key, {})) or {} for key in keys}
-    wanted = {"model", "checkpoint", "source", "prompts"}
-    return {
-        key: content
-        for key, content in found.items()
-        if isinstance(unit := content.get("what"), dict)
-        and unit.keys() >= wanted
-        and is_of_its_plan(folder.path, content)
-    }
+    paths = folder.path.glob("[!.]*.json")
+    records = {}
+    for key in sorted(path.stem for path in paths if path.name != PLAN):
+        content = record(folder.path, Unit(key, {})) or {}
+        if _is_of_a_survey(content) and is_of_its_plan(folder.path, content):
+            records[key] = content
+    return records
+
+
+def _is_of_a_survey(content: Record) -> bool:
+    subject = content.get("what")
+    return isinstance(subject, dict) and subject.keys() >= _OF_A_SURVEY
 
 
 def finished_units(folder: Folder) -> list[Unit]:
-    """All units whose results are there and undamaged."""
-    units = [Unit(key, one["what"]) for key, one in records_of(folder).items()]
+    """Return all units whose results are there and undamaged."""
+    units = [Unit(key, content["what"]) for key, content in records_of(folder).items()]
     return [unit for unit in units if is_finished(folder.path, unit)]
 
 
 def joined_units(folder: Folder, units: Sequence[Unit]) -> "xarray.Dataset":
-    """Finished units as one dataset, with the provenance that they share and a warning
-    about what differs.
+    """Return finished units as one dataset, with the provenance that they share.
+
+    Warns about what differs though it should not.
     """
-    mixed = len({type(unit.what["checkpoint"]) for unit in units}) > 1
-    cells: dict[tuple[str, Checkpoint], list[Unit]] = {}
-    for unit in sorted(
-        units, key=lambda unit: (step_order(unit.what["model"]), unit.what["prompts"])
-    ):
-        checkpoint = str(unit.what["checkpoint"]) if mixed else unit.what["checkpoint"]
-        cells.setdefault((unit.what["model"], checkpoint), []).append(unit)
+    cells = _cells(units)
     models = list(dict.fromkeys(model for model, _ in cells))
     labels = sorted({checkpoint for _, checkpoint in cells}, key=step_order)
-    lazily = _larger_than_memory(folder.path, len(models) * len(labels), cells.values())
+    n_cells = len(models) * len(labels)
+    lazily = _larger_than_memory(folder.path, n_cells, cells.values())
     pieces = {unit: load_unit(folder.path, unit, lazily) for unit in units}
-    provenances = {
+    provenances: dict[Unit, Provenance] = {
         unit: json.loads(piece.attrs.pop("provenance"))
         for unit, piece in pieces.items()
     }
-    common, records = _common(provenances.values()), records_of(folder)
-    # Between units of one model and checkpoint, or what usually is the same for all.
-    differing, of_cells = _SAME_FOR_ALL - common.keys(), {}
-    for cell, some in cells.items():
-        of_some = [provenances[unit] for unit in some]
-        differing |= {key for one in of_some for key in one.keys() - _common(of_some)}
-        seconds, memory = (
-            [records[unit.key].get(cost) or float("nan") for unit in some]
-            for cost in COSTS
-        )
-        facts = {name: of_some[0][key] for name, key in FACTS.items()}
-        data = _concat([pieces[unit].drop_vars("task") for unit in some], "prompt")
-        of_cells[cell] = data.assign(
-            facts | {"seconds": sum(seconds), "peak_memory": max(memory)}
-        )
+    records = records_of(folder)
     of_models = []
     for model in models:
-        there = [checkpoint for checkpoint in labels if (model, checkpoint) in cells]
-        of_model = _concat(
-            [of_cells[model, checkpoint] for checkpoint in there], "checkpoint"
-        )
-        of_models.append(of_model.assign_coords(checkpoint=there))
+        of_checkpoints = {
+            label: _joined_prompts(cells[model, label], pieces, provenances, records)
+            for label in labels
+            if (model, label) in cells
+        }
+        of_model = _concat(list(of_checkpoints.values()), "checkpoint")
+        of_models.append(of_model.assign_coords(checkpoint=list(of_checkpoints)))
     ids, tasks, texts = zip(*folder.plan["prompts"], strict=True)
-    data = (
-        _concat(of_models, "model")
-        .assign_coords(model=models)
-        .reindex(prompt=list(ids), checkpoint=labels)
-    )
-    data = data.assign_coords(
-        task=("prompt", [task or "" for task in tasks]), text=("prompt", list(texts))
-    )
+    task_names = [task or "" for task in tasks]
+    data = _concat(of_models, "model").assign_coords(model=models)
+    data = data.reindex(prompt=list(ids), checkpoint=labels)
+    data = data.assign_coords(task=("prompt", task_names), text=("prompt", list(texts)))
+    sources = {unit.subject["model"]: unit.subject["source"]["name"] for unit in units}
+    common = _common(provenances.values())
     # Which checkpoint it was is a coordinate.
     common.pop("checkpoint", None)
-    sources = {unit.what["model"]: unit.what["source"]["name"] for unit in units}
     data = data.assign_attrs(models=json.dumps(sources), provenance=json.dumps(common))
-    if differing:
-        warn_caller(
-            f"the units in {folder.path} were not all measured alike: {', '.join(sorted(differing))} differ, "
-            "attrs['provenance_by_unit'] says how"
-        )
-        by_unit = {
-            unit.key: {key: one.get(key) for key in sorted(differing)}
-            for unit, one in provenances.items()
-        }
-        data = data.assign_attrs(provenance_by_unit=json.dumps(by_unit))
-    return data
+    return _with_differences(data, folder, cells, provenances)
+
+
+def _cells(units: Sequence[Unit]) -> dict[Cell, list[Unit]]:
+    """Return the units of each model and checkpoint, in the order of their prompts."""
+    # Steps beside "main" or "untrained" are text, as these are.
+    checkpoint_types = {type(unit.subject["checkpoint"]) for unit in units}
+    is_mixed = len(checkpoint_types) > 1
+    in_order = sorted(
+        units,
+        key=lambda unit: (step_order(unit.subject["model"]), unit.subject["prompts"]),
+    )
+    cells: dict[Cell, list[Unit]] = {}
+    for unit in in_order:
+        checkpoint = unit.subject["checkpoint"]
+        label = str(checkpoint) if is_mixed else checkpoint
+        cells.setdefault((unit.subject["model"], label), []).append(unit)
+    return cells
+
+
+def _joined_prompts(
+    units: Sequence[Unit],
+    pieces: "Mapping[Unit, xarray.Dataset]",
+    provenances: Mapping[Unit, Provenance],
+    records: Mapping[str, Record],
+) -> "xarray.Dataset":
+    """Return the prompts of one model and checkpoint, its size, and what they cost."""
+    data = _concat([pieces[unit].drop_vars("task") for unit in units], "prompt")
+    provenance = provenances[units[0]]
+    facts = {name: provenance[key] for name, key in FACTS.items()}
+    # Not every system says how much memory was used.
+    seconds = [records[unit.key].get("seconds") or float("nan") for unit in units]
+    memory = [records[unit.key].get("peak_memory") or float("nan") for unit in units]
+    return data.assign({**facts, "seconds": sum(seconds), "peak_memory": max(memory)})
+
+
+def _with_differences(
+    data: "xarray.Dataset",
+    folder: Folder,
+    cells: Mapping[Cell, Sequence[Unit]],
+    provenances: Mapping[Unit, Provenance],
+) -> "xarray.Dataset":
+    """Return the data with what differs between units though it should not.
+
+    That is what differs between units of one model and checkpoint, or what usually is
+    the same for all. Warns where there is any.
+    """
+    differing = _SAME_FOR_ALL - _common(provenances.values()).keys()
+    for units in cells.values():
+        of_cell = [provenances[unit] for unit in units]
+        common_keys = _common(of_cell).keys()
+        for provenance in of_cell:
+            differing |= provenance.keys() - common_keys
+    if not differing:
+        return data
+    names = sorted(differing)
+    warn_caller(
+        f"the units in {folder.path} were not all measured alike: {', '.join(names)} "
+        "differ, attrs['provenance_by_unit'] says how"
+    )
+    by_unit = {
+        unit.key: {name: provenance.get(name) for name in names}
+        for unit, provenance in provenances.items()
+    }
+    return data.assign_attrs(provenance_by_unit=json.dumps(by_unit))
 
 
 def _concat(pieces: "list[xarray.Dataset]", dim: str) -> "xarray.Dataset":
-    """Datasets along a dimension; those of other sizes are filled up with NaN."""
+    """Join datasets along a dimension; fill up those of other sizes with NaN."""
     import xarray
 
-    which: Any = "minimal" if dim == "prompt" else "all"
+    # What has no prompts, such as a model's layers, stays without.
+    joined_vars: Literal["minimal", "all"] = "minimal" if dim == "prompt" else "all"
     with warnings.catch_warnings():
         # dask's, that filling up makes more chunks.
         warnings.simplefilter("ignore")
         return xarray.concat(
-            pieces, dim, join="outer", combine_attrs="drop_conflicts", data_vars=which
+            pieces,
+            dim,
+            join="outer",
+            combine_attrs="drop_conflicts",
+            data_vars=joined_vars,
         )
 
 
 def _larger_than_memory(
     folder: Path, n_cells: int, cells: Iterable[Sequence[Unit]]
 ) -> bool:
-    """Whether the results, filled up to equal sizes, take more than half of this
-    machine's memory.
+    """Say whether the results take more than half of this machine's memory.
+
+    They are filled up to equal sizes. Raises ValueError where they do and dask, which
+    would read them piece by piece, is missing.
     """
-    n_bytes = n_cells * max(
-        sum((folder / f"{unit.key}.nc").stat().st_size for unit in units)
+    largest = max(
+        sum(result_path(folder, unit).stat().st_size for unit in units)
         for units in cells
     )
-    if (is_larger := 2 * n_bytes > _memory()) and importlib.util.find_spec(
-        "dask"
-    ) is None:
+    n_bytes = n_cells * largest
+    if 2 * n_bytes <= _memory():
+        return False
+    if importlib.util.find_spec("dask") is None:
         raise ValueError(
-            f"the results in {folder} take {n_bytes / 2**30:.1f} GiB, over half of this machine's memory; to read "
-            'them piece by piece install dask: pip install "tl-coupling[survey]"'
+            f"the results in {folder} take {n_bytes / 2**30:.1f} GiB, over half of "
+            "this machine's memory; to read them piece by piece install dask: "
+            'pip install "tl-coupling[survey]"'
         )
-    return is_larger
+    return True
 
 
 def _memory() -> int:
+    """Return this machine's memory in bytes, 8 GiB where it does not say."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Not on Windows.
@@ -218,8 +277,8 @@ def _memory() -> int:
         return 8 << 30
 
 
-def _common(provenances: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What is the same in all."""
+def _common(provenances: Iterable[Provenance]) -> Provenance:
+    """Return the entries that are the same in all."""
     first, *others = provenances
     return {
         key: value

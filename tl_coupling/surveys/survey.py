@@ -6,13 +6,14 @@ import gc
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from tl_coupling.arguments import (
     AnyPath,
@@ -26,8 +27,10 @@ from tl_coupling.arguments import (
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.models import Backend, Memory, ModelError, Quantization, load_model
 from tl_coupling.progress import Progress
+from tl_coupling.prompts import Prompt
 from tl_coupling.surveys.checkpoints import (
     Checkpoint,
+    QuantizedSource,
     Source,
     checkpoint_sources,
     is_cached,
@@ -35,14 +38,8 @@ from tl_coupling.surveys.checkpoints import (
 )
 from tl_coupling.surveys.executors import Executor
 from tl_coupling.surveys.local_models import check_files, with_files
-from tl_coupling.surveys.measurements import (
-    IMPLIED,
-    PAPER_PROMPT,
-    Prompts,
-    Settings,
-    as_prompts,
-    measure_prompts,
-)
+from tl_coupling.surveys.measurements import measure_prompts
+from tl_coupling.surveys.records import Unit
 from tl_coupling.surveys.results import (
     COSTS,
     FACTS,
@@ -50,13 +47,26 @@ from tl_coupling.surveys.results import (
     joined_units,
     records_of,
 )
-from tl_coupling.surveys.units import Folder, Unit, one_line
+from tl_coupling.surveys.settings import (
+    IMPLIED,
+    PAPER_PROMPT,
+    Prompts,
+    Settings,
+    as_prompts,
+)
+from tl_coupling.surveys.units import Folder, Outcome, one_line
 
 if TYPE_CHECKING:
     import xarray
 
-MAIN, UNTRAINED = "main", "untrained"
-_LOADING = ("backend", "device", "dtype", "memory")
+# Labels of a model that is not a checkpoint of its training, and of its twin.
+MAIN = "main"
+UNTRAINED = "untrained"
+# How a path begins that cannot be the name of a hub model.
+_PATHS = ("/", "./", "../", "~")
+# A model whose checkpoint a unit measures (a hub name, a folder, a file), and how it is
+# quantised.
+_Model = tuple[str, str | None]
 
 
 @made_by("Survey(models, prompts)")
@@ -85,7 +95,8 @@ class Survey:
     a model that is not surveyed.
 
     Example:
-        >>> [unit.key for unit in tlc.Survey(["gpt2", "distilgpt2"], ["One and one is", "Two and two is"]).units()]
+        >>> survey = tlc.Survey(["gpt2", "distilgpt2"], ["One and one is"])
+        >>> [unit.key for unit in survey.units()]
         ['gpt2@main', 'distilgpt2@main']
     """
 
@@ -102,116 +113,137 @@ class Survey:
     memory: Memory = "resident"
 
     def __post_init__(self) -> None:
-        """Raise on what cannot be measured; keep paths as they are meant now, and
-        prompts as a list.
+        """Raise on what cannot be measured.
+
+        Paths are kept as they are meant now, and prompts as a list.
         """
-        one = (
-            [self.models] if isinstance(self.models, str | os.PathLike) else self.models
-        )
-        given = (
-            list(one.items())
-            if isinstance(one, Mapping)
-            else [(os.fspath(source), source) for source in one]
-        )
-        names = [name for name, _ in given]
+        sources = self._named_sources()
+        # A folder is the same however its path is written and wherever a worker starts.
+        models = {
+            name: str(Path(source).resolve()) if is_local(source) else os.fspath(source)
+            for name, source in sources.items()
+        }
+        self._check_models(models)
+        self._check_untrained()
+        self._check_checkpoints(list(models))
+        object.__setattr__(self, "models", models)
+        object.__setattr__(self, "prompts", as_prompts(self.prompts))
+
+    def _named_sources(self) -> dict[str, AnyPath]:
+        """Return what the models are loaded from, by the names used in the results."""
+        if isinstance(self.models, Mapping):
+            pairs = list(self.models.items())
+        elif isinstance(self.models, str | os.PathLike):
+            pairs = [(os.fspath(self.models), self.models)]
+        else:
+            pairs = [(os.fspath(source), source) for source in self.models]
+        names = [name for name, _ in pairs]
         if not names or "" in names or len(set(names)) < len(names):
             raise ValueError(
                 f"`models` must be one or more names, each once, got {names}"
             )
-        # A folder is the same however its path is written and wherever a worker starts.
-        models = {
-            name: str(Path(s).resolve()) if is_local(s) else os.fspath(s)
-            for name, s in given
-        }
-        if missing := [
-            s
-            for s in models.values()
-            if s.startswith(("/", "./", "../", "~")) and not is_local(s)
-        ]:
+        return dict(pairs)
+
+    def _check_models(self, models: dict[str, str]) -> None:
+        """Raise where a folder is missing, or is there under two paths."""
+        missing = [
+            source
+            for source in models.values()
+            if source.startswith(_PATHS) and not is_local(source)
+        ]
+        if missing:
             raise ValueError(f"there is no such folder: {', '.join(missing)}")
-        if self.untrained and (
-            self.quantization is not None or self.memory == "stream"
-        ):
+        # A mapping may give one model two names.
+        if isinstance(self.models, Mapping):
+            return
+        if len(set(models.values())) < len(models):
             raise ValueError(
-                '`untrained` goes with neither `quantization` nor `memory="stream"`: leave it out'
+                f"`models` must be different folders, got {list(models)}; "
+                "a mapping gives one several names"
             )
-        if not isinstance(one, Mapping) and len(set(models.values())) < len(models):
+
+    def _check_untrained(self) -> None:
+        """Raise where untrained twins are asked for that cannot be."""
+        if not self.untrained:
+            return
+        if self.quantization is not None or self.memory == "stream":
             raise ValueError(
-                f"`models` must be different folders, got {names}; a mapping gives one several names"
+                '`untrained` goes with neither `quantization` nor `memory="stream"`: '
+                "leave it out"
             )
-        by_model = (
-            self.checkpoints
-            if isinstance(self.checkpoints, Mapping)
-            else dict.fromkeys(names, self.checkpoints)
-        )
-        if unknown := set(by_model) - set(names):
+
+    def _check_checkpoints(self, names: list[str]) -> None:
+        """Raise where checkpoints are of no model, none, mixed or there twice."""
+        by_model: Mapping[str, Sequence[Checkpoint] | None]
+        if isinstance(self.checkpoints, Mapping):
+            by_model = self.checkpoints
+        else:
+            by_model = dict.fromkeys(names, self.checkpoints)
+        unknown = set(by_model) - set(names)
+        if unknown:
             raise ValueError(
-                f"`checkpoints` names models that are not surveyed: {sorted(unknown)}; there are {names}"
+                "`checkpoints` names models that are not surveyed: "
+                f"{sorted(unknown)}; there are {names}"
             )
-        for chosen in by_model.values():
-            if chosen is not None and not chosen:
-                raise ValueError("`checkpoints` is empty: wanted at least one")
-            if chosen and (
-                len(set(chosen)) < len(chosen) or len({type(c) for c in chosen}) > 1
-            ):
-                raise ValueError(
-                    f"`checkpoints` must be all steps or all revisions, each once, got {list(chosen)}"
-                )
-        if (
-            self.untrained
-            and self.checkpoints is not None
-            and not isinstance(self.checkpoints, Mapping)
-        ):
+        for checkpoints in by_model.values():
+            if checkpoints is not None:
+                _check_alike(checkpoints)
+        are_of_all = not isinstance(self.checkpoints, Mapping | None)
+        if self.untrained and are_of_all:
             raise ValueError(
-                "`untrained` does not go with `checkpoints` of all models: leave one out, or name models"
+                "`untrained` does not go with `checkpoints` of all models: leave one "
+                "out, or name models"
             )
-        object.__setattr__(self, "models", models)
-        object.__setattr__(self, "prompts", as_prompts(self.prompts))
 
     def units(self) -> list[Unit]:
-        """The pieces of work, in the order of models, checkpoints and prompts."""
-        prompts, found = as_prompts(self.prompts), []
-        size = self.prompts_per_unit or len(prompts)
-        how, suffix = (
-            ({}, "")
-            if (q := self.quantization) is None
-            else ({"quantization": q}, f" ({q})")
-        )
+        """Return the pieces of work, in the order of models, checkpoints, prompts."""
+        units: list[Unit] = []
         for label, name in dict[str, str](self.models).items():  # type: ignore[arg-type]
-            model = label + suffix
-            for checkpoint, plain in self._sources(label, name).items():
-                source: Source = plain | how
-                what = {"model": model, "checkpoint": checkpoint, "source": source}
-                for first in range(0, len(prompts), size):
-                    key = (
-                        f"{file_name(model)}@{file_name(str(checkpoint))}"
-                        + f"+{first}" * (size < len(prompts))
-                    )
-                    some = prompts[first : first + size]
-                    found.append(
-                        Unit(
-                            key,
-                            what | {"prompts": [first, first + len(some)]},
-                            (source, some),
-                        )
-                    )
-        return found
+            model = label
+            if self.quantization is not None:
+                model = f"{label} ({self.quantization})"
+            for checkpoint, source in self._sources(label, name).items():
+                quantized: QuantizedSource = {**source}
+                if self.quantization is not None:
+                    quantized["quantization"] = self.quantization
+                units += self._units_of(model, checkpoint, quantized)
+        return units
 
-    def _sources(self, model: str, name: str) -> dict[Any, Source]:
-        chosen = (
-            self.checkpoints.get(model)
-            if isinstance(self.checkpoints, Mapping)
-            else self.checkpoints
-        )
-        if chosen is not None or (
-            Path(name).is_dir() and not Path(name, "config.json").exists()
-        ):
-            return checkpoint_sources(name, chosen)
-        twin = {UNTRAINED: {"name": name, "untrained": True}} if self.untrained else {}
-        return {MAIN: {"name": name}} | twin
+    def _units_of(
+        self, model: str, checkpoint: Checkpoint, source: QuantizedSource
+    ) -> Iterator[Unit]:
+        """Yield the units of one model and checkpoint, some prompts each."""
+        prompts = as_prompts(self.prompts)
+        n_per_unit = self.prompts_per_unit or len(prompts)
+        key = f"{file_name(model)}@{file_name(str(checkpoint))}"
+        for first in range(0, len(prompts), n_per_unit):
+            of_unit = prompts[first : first + n_per_unit]
+            subject = {
+                "model": model,
+                "checkpoint": checkpoint,
+                "source": source,
+                "prompts": [first, first + len(of_unit)],
+            }
+            is_whole = n_per_unit >= len(prompts)
+            unit_key = key if is_whole else f"{key}+{first}"
+            yield Unit(unit_key, subject, UnitInputs(source, of_unit))
+
+    def _sources(self, model: str, name: str) -> dict[Checkpoint, Source]:
+        """Return what `load_model` takes for each checkpoint of a model."""
+        checkpoints = self.checkpoints
+        if isinstance(checkpoints, Mapping):
+            checkpoints = checkpoints.get(model)
+        path = Path(name)
+        is_folder_of_many = path.is_dir() and not (path / "config.json").exists()
+        if checkpoints is not None or is_folder_of_many:
+            return checkpoint_sources(name, checkpoints)
+        sources: dict[Checkpoint, Source] = {MAIN: {"name": name}}
+        if self.untrained:
+            sources[UNTRAINED] = {"name": name, "untrained": True}
+        return sources
 
     def plan(self) -> dict[str, Any]:
-        """What the results depend on beside the models, JSON-able."""
+        """Return what the results depend on beside the models, JSON-able."""
         return {
             "kind": "survey",
             "prompts_per_unit": self.prompts_per_unit,
@@ -220,6 +252,25 @@ class Survey:
             **self.settings.as_plan(),
             "prompts": [[p.id, p.task, p.text] for p in as_prompts(self.prompts)],
         }
+
+
+def _check_alike(checkpoints: Sequence[Checkpoint]) -> None:
+    """Raise ValueError unless these are all steps or all revisions, each once."""
+    if not checkpoints:
+        raise ValueError("`checkpoints` is empty: wanted at least one")
+    types = {type(checkpoint) for checkpoint in checkpoints}
+    if len(set(checkpoints)) < len(checkpoints) or len(types) > 1:
+        raise ValueError(
+            "`checkpoints` must be all steps or all revisions, each once, "
+            f"got {list(checkpoints)}"
+        )
+
+
+class UnitInputs(NamedTuple):
+    """What a unit of a survey measures."""
+
+    source: QuantizedSource
+    prompts: list[Prompt]
 
 
 @dataclass
@@ -240,37 +291,47 @@ class MeasureModel:
         # A bridge and its hook points refer to each other, and an error holds its model
         # until it is recorded.
         gc.collect()
-        (source, prompts), asked = unit.given, self.survey
-        if self.no_network and not is_cached(source):
+        inputs: UnitInputs = unit.inputs
+        if self.no_network and not is_cached(inputs.source):
             raise ModelError(f"not tried: {self.no_network}")
         self._check_inputs(unit)
-        try:
-            model = load_model(
-                **source, **{name: getattr(asked, name) for name in _LOADING}
-            )
-        except ModelError as error:
-            self.no_network = self.no_network or (
-                str(error) if "no network" in str(error) else None
-            )
-            raise
-        data = measure_prompts(model, prompts, asked.settings, self.progress)
+        model = self._loaded(inputs.source)
+        settings = self.survey.settings
+        data = measure_prompts(model, inputs.prompts, settings, self.progress)
         # They may have changed amid the loading.
         self._check_inputs(unit)
         return data
 
+    def _loaded(self, source: QuantizedSource) -> nn.Module:
+        """Return the model; note where there is no network."""
+        survey = self.survey
+        try:
+            return load_model(
+                **source,
+                backend=survey.backend,
+                device=survey.device,
+                dtype=survey.dtype,
+                memory=survey.memory,
+            )
+        except ModelError as error:
+            if self.no_network is None and "no network" in str(error):
+                self.no_network = str(error)
+            raise
+
     def _check_inputs(self, unit: Unit) -> None:
-        """Raise where the model or an image is no longer what it was when the run
-        began.
+        """Raise where the model or an image is no longer what it was.
+
+        What they were when the run began is in the plan and in the unit's facts.
         """
         check_files(unit)
-        _, prompts = unit.given
-        for prompt in prompts:
-            if prompt.image is not None and prompt.text != self.texts.get(
-                prompt.id, prompt.text
-            ):
+        inputs: UnitInputs = unit.inputs
+        for prompt in inputs.prompts:
+            text_of_plan = self.texts.get(prompt.id, prompt.text)
+            if prompt.image is not None and prompt.text != text_of_plan:
                 raise ValueError(
-                    f"prompt {prompt.id!r}: the image {prompt.image} was changed after this run began: restore it and "
-                    "run again, or choose another folder of results"
+                    f"prompt {prompt.id!r}: the image {prompt.image} was changed after "
+                    "this run began: restore it and run again, or choose another "
+                    "folder of results"
                 )
 
 
@@ -315,13 +376,24 @@ def run(
     Without a network, only cached models are tried after the first that is not.
 
     Example:
-        >>> models = {f"width{width}": f"models/width{width}/step2" for width in (8, 12, 16, 20, 24, 28)}
-        >>> survey = tlc.Survey(models, prompts, settings=tlc.Settings(k=(2, 4), window=1))
+        >>> widths = (8, 12, 16, 20, 24, 28)
+        >>> models = {f"width{width}": f"models/width{width}/step2" for width in widths}
+        >>> settings = tlc.Settings(k=(2, 4), window=1)
+        >>> survey = tlc.Survey(models, prompts, settings=settings)
         >>> data = tlc.run(survey, "survey", progress=False)
         >>> data.mean_coupling.dims, data.mean_coupling.shape
         (('model', 'checkpoint', 'prompt', 'k'), (6, 1, 4, 2))
     """
-    return _run(survey, folder, executor, progress)
+    units = survey.units()
+    with _results_folder(survey, folder) as results:
+        outcomes = _outcomes(survey, results, units, executor, progress)
+        labels = [unit.key for unit in units]
+        failed = _failed(outcomes, labels, "units")
+        # Those of earlier runs as well.
+        data = joined_units(results, finished_units(results))
+        # Of this run: other models may have failed in earlier ones.
+        data = data.assign_attrs(failed=json.dumps(failed))
+        return data.load() if folder is None else data
 
 
 @checked
@@ -360,106 +432,122 @@ def checkpoint_sweep(
     model is in memory at a time.
 
     Example:
-        >>> how = {"settings": tlc.Settings(k=(2, 4), window=1), "progress": False}
-        >>> sweep = tlc.checkpoint_sweep("models/width16", prompts=prompts, folder="sweep", **how)
+        >>> settings = tlc.Settings(k=(2, 4), window=1)
+        >>> sweep = tlc.checkpoint_sweep(
+        ...     "models/width16", None, prompts, settings=settings, folder="sweep", progress=False
+        ... )
         >>> sweep.checkpoint.values.tolist(), sweep.mean_coupling.dims
         ([0, 2], ('checkpoint', 'prompt', 'k'))
     """
     label = Path(name).resolve().name if Path(name).is_dir() else os.fspath(name)
-    wanted = (
-        list(checkpoint_sources(name, None)) if checkpoints is None else checkpoints
+    if checkpoints is None:
+        checkpoints = list(checkpoint_sources(name, None))
+    survey = Survey(
+        models={label: name},
+        prompts=prompts,
+        checkpoints={label: checkpoints},
+        settings=settings or Settings(),
+        backend=backend,
+        device=device,
+        dtype=dtype,
+        quantization=quantization,
+        memory=memory,
     )
-    loading = (backend, device, dtype, quantization, memory)
-    asked = Survey(
-        {label: name},
-        prompts,
-        {label: wanted},
-        False,
-        settings or Settings(),
-        None,
-        *loading,
-    )
-    data = _run(asked, folder, executor, progress, os.fspath(name))
-    failed = json.loads(data.attrs["failed"])
-    model, there = (
-        asked.units()[0].what["model"],
-        [c for c in wanted if str(c) not in failed],
-    )
-    data = data.sel(model=model, checkpoint=there, drop=True)
-    # Joined with a deeper model, one with fewer layers is filled up with NaN.
-    if len(set(data["n_layers"].values)) > 1:
-        depths = dict(
-            zip(
-                data["checkpoint"].values.tolist(),
-                data["n_layers"].values.tolist(),
-                strict=True,
-            )
-        )
-        raise ValueError(
-            f"the checkpoints of {name} are not of one architecture; layers: {depths}"
-        )
+    units = survey.units()
+    with _results_folder(survey, folder) as results:
+        outcomes = _outcomes(survey, results, units, executor, progress)
+        labels = [str(unit.subject["checkpoint"]) for unit in units]
+        failed = _failed(outcomes, labels, f"checkpoints of {os.fspath(name)}")
+        measured_units = [
+            outcome.unit for outcome in outcomes if outcome.status != "failed"
+        ]
+        data = joined_units(results, measured_units)
+        data = data.assign_attrs(failed=json.dumps(failed))
+        if folder is None:
+            data = data.load()
+    measured_checkpoints = [
+        checkpoint for checkpoint in checkpoints if str(checkpoint) not in failed
+    ]
+    model = units[0].subject["model"]
+    data = data.sel(model=model, checkpoint=measured_checkpoints, drop=True)
+    _check_depths(data, name)
     return data.drop_vars([*FACTS, *COSTS]).assign_attrs(model=os.fspath(name))
 
 
-def _run(
+def _check_depths(data: "xarray.Dataset", name: AnyPath) -> None:
+    """Raise ValueError where checkpoints have different numbers of layers.
+
+    Joined with a deeper model, one with fewer layers is filled up with NaN.
+    """
+    n_layers = data["n_layers"].values.tolist()
+    if len(set(n_layers)) > 1:
+        steps = data["checkpoint"].values.tolist()
+        depths = dict(zip(steps, n_layers, strict=True))
+        raise ValueError(
+            f"the checkpoints of {name} are not of one architecture; layers: {depths}"
+        )
+
+
+@contextmanager
+def _results_folder(survey: Survey, folder: AnyPath | None) -> Iterator[Folder]:
+    """Open the folder of results, or one that is removed after the block."""
+    with ExitStack() as at_end:
+        is_temporary = folder is None
+        if folder is None:
+            folder = at_end.enter_context(tempfile.TemporaryDirectory())
+        path = at_end.enter_context(output_folder(os.fspath(folder)))
+        yield Folder(path, survey.plan(), is_temporary, IMPLIED)
+
+
+def _outcomes(
     survey: Survey,
-    folder: AnyPath | None,
+    results: Folder,
+    units: list[Unit],
     executor: Executor | None,
     progress: Progress | None,
-    sweep_of: str = "",
-) -> "xarray.Dataset":
-    """`run`; or the units of a sweep alone, which are called by their checkpoints."""
-    units = survey.units()
-    place = (
-        tempfile.TemporaryDirectory()
-        if folder is None
-        else nullcontext(os.fspath(folder))
-    )
-    with place as where, output_folder(where) as path:
-        results = Folder(path, survey.plan(), folder is None, IMPLIED)
-        # Bars of several workers would overwrite each other.
-        within: Progress | None = (
-            None if executor is None and progress is None else False
+) -> list[Outcome]:
+    """Measure what is missing, and return what became of every unit."""
+    # Bars of several workers would overwrite each other.
+    shows_prompts = executor is None and progress is None
+    progress_of_prompts = None if shows_prompts else False
+    # What is there is still there when the units are run.
+    with results.held():
+        _check_names(results, units)
+        described_units = with_files(results, units)
+        texts = {prompt_id: text for prompt_id, _, text in results.plan["prompts"]}
+        measure = MeasureModel(survey, progress_of_prompts, texts=texts)
+        outcomes = results.run(described_units, measure, progress, executor)
+    gc.collect()
+    return outcomes
+
+
+def _failed(
+    outcomes: Sequence[Outcome], labels: Sequence[str], noun: str
+) -> dict[str, str | None]:
+    """Return the errors of units by label, with a warning; ModelError if all failed."""
+    failed = {
+        label: outcome.error
+        for label, outcome in zip(labels, outcomes, strict=True)
+        if outcome.status == "failed"
+    }
+    if len(failed) == len(outcomes):
+        first, error = next(iter(failed.items()))
+        raise ModelError(
+            f"none of the {len(failed)} {noun} could be measured; {first}: {error}"
         )
-        # What is there is still there when the units are run.
-        with results.held():
-            _check_names(results, units)
-            units = with_files(results, units)
-            texts = {prompt_id: text for prompt_id, _, text in results.plan["prompts"]}
-            measure = MeasureModel(survey, within, texts=texts)
-            outcomes = results.run(units, measure, progress, executor)
-        gc.collect()
-        what = f"checkpoints of {sweep_of}" if sweep_of else "units"
-        labels = [
-            str(unit.what["checkpoint"]) if sweep_of else unit.key for unit in units
-        ]
-        failed = {
-            label: o.error
-            for label, o in zip(labels, outcomes, strict=True)
-            if o.status == "failed"
-        }
-        if len(failed) == len(outcomes):
-            first, error = next(iter(failed.items()))
-            raise ModelError(
-                f"none of the {len(failed)} {what} could be measured; {first}: {error}"
-            )
-        if failed:
-            warn_caller(
-                f"{len(failed)} of {len(outcomes)} {what} failed and are left out: {one_line(failed)}"
-            )
-        finished = (
-            [o.unit for o in outcomes if o.status != "failed"]
-            if sweep_of
-            else finished_units(results)
+    if failed:
+        warn_caller(
+            f"{len(failed)} of {len(outcomes)} {noun} failed and are left out: "
+            f"{one_line(failed)}"
         )
-        # Of this run: other models may have failed in earlier ones.
-        data = joined_units(results, finished).assign_attrs(failed=json.dumps(failed))
-        return data.load() if folder is None else data
+    return failed
 
 
 def _check_names(results: Folder, units: Sequence[Unit]) -> None:
-    """Raise ValueError where a name would stand for two models of the folder, or one of
-    them would have two names.
+    """Raise ValueError where names in the folder and those asked for do not agree.
+
+    A name would stand for two models of the folder, or one of them would have two
+    names.
     """
     measured_units = [
         content["what"]
@@ -469,40 +557,38 @@ def _check_names(results: Folder, units: Sequence[Unit]) -> None:
     models = {unit["model"]: _model_of(unit) for unit in measured_units}
     names = {_model_of(unit): unit["model"] for unit in measured_units}
     for unit in units:
-        name = unit.what["model"]
-        model = _model_of(unit.what)
+        name = unit.subject["model"]
+        model = _model_of(unit.subject)
         # Results of two models under one name would be overwritten, or be taken
         # together in means.
-        if (before := models.get(name, model)) != model:
+        measured_model = models.get(name, model)
+        if measured_model != model:
             raise ValueError(
-                f"{results.path} holds results of {_in_words(before)} as {name!r}, asked for is {_in_words(model)}: "
+                f"{results.path} holds results of {_in_words(measured_model)} as "
+                f"{name!r}, asked for is {_in_words(model)}: "
                 "give it another name, or choose another folder"
             )
         # Two spellings of one path would be two models.
-        if (other := names.get(model, name)) != name and str(
-            Path(name).resolve()
-        ) == model[0]:
+        measured_name = names.get(model, name)
+        is_path_of_model = str(Path(name).resolve()) == model[0]
+        if measured_name != name and is_path_of_model:
             raise ValueError(
-                f"{results.path} holds results of {model[0]!r} as {other!r}: ask for it by that name, got {name!r}"
+                f"{results.path} holds results of {model[0]!r} as {measured_name!r}: "
+                f"ask for it by that name, got {name!r}"
             )
 
 
-def _model_of(unit: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The model whose checkpoint a unit measures (a hub name, a folder, a file), and
-    how it is quantised.
-    """
-    source = unit["source"]
+def _model_of(subject: Mapping[str, Any]) -> _Model:
+    """Return the model whose checkpoint a unit measures."""
+    source = subject["source"]
     name = source["name"]
     # A folder of checkpoints has one model in it, in a folder for each step.
-    is_local_checkpoint = "checkpoint" not in source and unit["checkpoint"] not in (
-        MAIN,
-        UNTRAINED,
-    )
-    if is_local_checkpoint:
+    has_step = subject["checkpoint"] not in (MAIN, UNTRAINED)
+    if has_step and "checkpoint" not in source:
         name = str(Path(name).parent)
     return name, source.get("quantization")
 
 
-def _in_words(model: tuple[str, str | None]) -> str:
+def _in_words(model: _Model) -> str:
     name, quantization = model
     return repr(name) if quantization is None else f"{name!r} in {quantization}"

@@ -10,51 +10,73 @@ import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
-from hashlib import sha256
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from urllib.parse import unquote
 
 from tl_coupling.arguments import AnyPath
-from tl_coupling.files import WRITING_SECONDS, remove_left_overs, write_atomically
-from tl_coupling.interrupts import interrupts_held
+from tl_coupling.files import remove_left_overs, write_atomically
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.surveys.executors import Executor, submitted
+from tl_coupling.surveys.records import (
+    PLAN,
+    VERSION,
+    Record,
+    Unit,
+    checksum,
+    is_finished,
+    is_of_its_plan,
+    load_unit,
+    plan_digest,
+    read_plan,
+    record,
+    result_path,
+    why_unfinished,
+    write_plan,
+    write_record,
+)
 
-PLAN = "plan.json"
-# The format of plans, records and results.
-VERSION = 2
+__all__ = [
+    "PLAN",
+    "VERSION",
+    "Folder",
+    "Outcome",
+    "Unit",
+    "is_finished",
+    "is_of_its_plan",
+    "load_unit",
+    "one_line",
+    "plan_digest",
+    "read_plan",
+    "record",
+    "run_unit",
+    "why_unfinished",
+]
+
 Status = Literal["computed", "kept", "failed"]
-# A unit's result is an xarray.Dataset, or what else has `to_netcdf`.
-Measure = Callable[["Unit"], Any]
 _OTHER_PLAN = (
     "the folder is now of another plan than this unit, which writes nothing there: "
     "end the jobs of the earlier plan, and run again"
 )
+# Characters of an error in its record, and of plans in an error.
+_MOST_OF_AN_ERROR = 500
+_MOST_OF_A_PLAN = 120
+# Units with the same error, and errors, that one line names.
+_MOST_NAMED = 5
 # The netCDF library is not thread-safe.
 _netcdf = threading.Lock()
 
 
-@dataclass(frozen=True)
-class Unit:
-    """One piece of work.
+class Result(Protocol):
+    """What a measurement gives: an xarray.Dataset, or what else can be written so."""
 
-    Attributes:
-        key: the name of its files.
-        what: what is measured, JSON-able; it is recorded, and a result of something
-            else does not count.
-        given: what else the measurement needs.
-        facts: what its record is to say beside `what`, JSON-able; a result does not
-            depend on it.
-    """
+    def to_netcdf(self, path: Any, *, engine: Any) -> Any:
+        """Write it to a file."""
 
-    key: str
-    what: dict[str, Any] = field(hash=False)
-    given: Any = field(default=None, compare=False, repr=False)
-    facts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+Measure = Callable[[Unit], Result]
 
 
 @dataclass(frozen=True)
@@ -72,23 +94,21 @@ class Folder:
     """A folder of results: checks that they are of one plan, runs what is missing,
     loads what is finished.
 
-    It holds `plan.json`, which says what is measured, and two files for each unit:
-    `KEY.nc`, its result, and `KEY.json`, its record: finished, with the result's
-    checksum, or failed, with the error. A result counts only if its record has its
+    Its files are those of `records`. A result counts only if its record has its
     checksum. The record is written last, so the folder is consistent whenever work is
-    interrupted. Plan and records hold a digest of their own content, so that one that
-    was damaged is not believed.
+    interrupted. A record also holds the digest of its plan: what a job of another plan
+    writes into the folder counts for nothing, and such a job writes nothing once the
+    plan has changed.
 
-    A record also holds the digest of its plan. What a job of another plan writes into
-    the folder counts for nothing, and such a job writes nothing once the plan has
-    changed. Records of earlier versions, which hold no plan, are taken to be of the
-    plan beside them.
+    Args:
+        path: of the folder.
+        plan: what the results depend on, JSON-able. It is written unless there are
+            results; `None` opens a folder that has one.
+        temporary: an interrupt does not mention a folder which will soon be gone.
+        implied: what a plan lacks because it was written before that could be chosen.
 
-    The plan, JSON-able, is written unless there are results; `None` opens a folder that
-    has one. What it lacks because it was written before that could be chosen is
-    `implied`. ValueError where there are results of another plan, of none, or in
-    another version of this format, or where the plan would change under another run. An
-    interrupt does not mention a `temporary` folder, which will soon be gone.
+    Raises ValueError where there are results of another plan, of none, or in another
+    version of this format, or where the plan would change under another run.
     """
 
     def __init__(
@@ -98,13 +118,14 @@ class Folder:
         temporary: bool = False,
         implied: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path, self.temporary = Path(path), temporary
+        self.path = Path(path)
+        self.temporary = temporary
         self._implied = dict(implied or {})
-        self._wanted = (
-            None
-            if plan is None
-            else json.loads(json.dumps({"version": VERSION, **plan}))
-        )
+        self._requested_plan: dict[str, Any] | None = None
+        if plan is not None:
+            # What JSON makes of it is compared with what was written.
+            text = json.dumps({"version": VERSION, **plan})
+            self._requested_plan = json.loads(text)
         self._is_held = False
         if self._has_to_write_its_plan():
             with self.held():
@@ -113,8 +134,9 @@ class Folder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context in which this folder is of this run alone, and of its plan;
-        ValueError where another run has it.
+        """Hold the folder for this run alone, and keep it of its plan.
+
+        Raises ValueError where another run has it.
         """
         # `run` may be called within a block that checks what is there.
         if self._is_held:
@@ -124,60 +146,62 @@ class Folder:
             self._is_held = True
             try:
                 # Another run may have come first.
-                if self._has_to_write_its_plan() and self._wanted is not None:
+                has_to_write = self._has_to_write_its_plan()
+                if has_to_write and self._requested_plan is not None:
                     remove_left_overs(self.path, Path(PLAN).stem)
-                    _write_json(self.path / PLAN, self._wanted)
+                    write_plan(self.path, self._requested_plan)
                 yield
             finally:
                 self._is_held = False
 
     def _has_to_write_its_plan(self) -> bool:
-        """Whether the folder holds no results, and not this plan; ValueError where it
-        cannot be used.
+        """Say whether the folder holds no results, and not this plan.
+
+        Raises ValueError where it cannot be used.
         """
-        file = self.path / PLAN
         has_results = any(self.path.glob("*.nc"))
-        found = read_plan(self.path)
-        wanted = self._wanted
-        if found is not None:
-            found = {**self._implied, **found}
-        if wanted is not None and not has_results:
-            return bool(found != wanted)
+        plan = read_plan(self.path)
+        if plan is not None:
+            plan = {**self._implied, **plan}
+        if self._requested_plan is not None and not has_results:
+            return plan != self._requested_plan
+        self._check_plan(plan, has_results)
+        return False
+
+    def _check_plan(self, plan: dict[str, Any] | None, has_results: bool) -> None:
+        """Raise ValueError unless the plan in the folder is the requested one."""
+        file = self.path / PLAN
         if has_results and not file.exists():
             raise ValueError(
-                f"{self.path} holds results, but no {PLAN}: put it back, or choose another folder"
+                f"{self.path} holds results, but no {PLAN}: put it back, or choose "
+                "another folder"
             )
         if not file.exists():
             raise ValueError(
                 f"{self.path} is not a folder of results: there is no {PLAN} in it"
             )
-        if found is None:
+        if plan is None:
             raise ValueError(f"{file} is damaged: restore it, or choose another folder")
-        if (version := found.get("version", 1)) != VERSION:
-            which = f"{'an older' if version == 1 else 'another'} version of tl_coupling (format {version})"
+        version = plan.get("version", 1)
+        if version != VERSION:
+            age = "an older" if version == 1 else "another"
             raise ValueError(
-                f"{self.path} was written by {which}: choose another folder and measure again"
+                f"{self.path} was written by {age} version of tl_coupling "
+                f"(format {version}): choose another folder and measure again"
             )
-        if wanted and (
-            differing := sorted(
-                k for k in {*found, *wanted} if found.get(k) != wanted.get(k)
-            )
-        ):
-            asked, kept = (
-                shorten(
-                    json.dumps(
-                        {key: plan.get(key) for key in differing}, ensure_ascii=False
-                    ),
-                    120,
-                    placeholder="…",
-                )
-                for plan in (wanted, found)
-            )
+        if self._requested_plan:
+            self._check_same(plan, self._requested_plan)
+
+    def _check_same(self, plan: dict[str, Any], requested: dict[str, Any]) -> None:
+        keys = {*plan, *requested}
+        differing = sorted(key for key in keys if plan.get(key) != requested.get(key))
+        if differing:
             raise ValueError(
-                f"{self.path} holds results of another plan ({', '.join(differing)}): wanted {asked}, found {kept}; "
+                f"{self.path} holds results of another plan ({', '.join(differing)}): "
+                f"wanted {_shortened(requested, differing)}, "
+                f"found {_shortened(plan, differing)}; "
                 "choose another folder, or ask for the same"
             )
-        return False
 
     def run(
         self,
@@ -186,89 +210,115 @@ class Folder:
         progress: Progress | None = None,
         executor: Executor | None = None,
     ) -> list[Outcome]:
-        """Measure every unit that is not finished; each is written as soon as it is
-        done.
+        """Measure every unit that is not finished; each is written when it is done.
 
-        One after the other in this process, or by an executor; then `measure` must be
-        picklable and every worker must see the folder. `progress` wraps the loop: over
-        all units, or over those that come back from the executor. A unit that fails is
-        recorded, and the others go on. OSError (a full disk) ends the run, and so does
-        Ctrl-C, with a message that says what is kept. ValueError where another run is
-        using the folder.
+        Units are measured one after the other in this process, or by an executor; then
+        `measure` must be picklable and every worker must see the folder. `progress`
+        wraps the loop: over all units, or over those that come back from the executor.
+        A unit that fails is recorded, and the others go on. OSError (a full disk) ends
+        the run, and so does Ctrl-C, with a message that says what is kept. ValueError
+        where another run is using the folder.
         """
         try:
             with self.held():
-                plan = plan_digest(self.path)
                 if executor is None:
-                    steps = with_progress(units, progress, "units")
-                    return self._checked(
-                        [run_unit(self.path, unit, measure, plan) for unit in steps]
-                    )
-                found = {
-                    unit: Outcome(unit, "kept")
-                    for unit in units
-                    if is_finished(self.path, unit)
-                }
-                work = {
-                    unit: (self.path.resolve(), unit, measure, plan)
-                    for unit in units
-                    if unit not in found
-                }
-                with submitted(executor, _run_elsewhere, work) as finished:
-                    for unit in with_progress(finished, progress, "units"):
-                        try:
-                            found[unit] = Outcome(
-                                unit, *finished.futures[unit].result()
-                            )
-                        except OSError:
-                            raise
-                        # The CancelledError of dask and asyncio is not an Exception.
-                        except (Exception, CancelledError) as error:
-                            # The worker is gone, perhaps after its last write.
-                            found[unit] = _after_error(
-                                self.path, unit, error, "computed", plan
-                            )
-                return self._checked([found[unit] for unit in units])
+                    outcomes = self._run_here(units, measure, progress)
+                else:
+                    outcomes = self._run_by(executor, units, measure, progress)
+                return [self._checked(outcome) for outcome in outcomes]
         except KeyboardInterrupt as error:
             if not self.temporary:
-                n = sum(
-                    (record(self.path, unit) or {}).get("status") == "finished"
-                    for unit in units
-                )
-                said = f"interrupted: {self.path} keeps {n} of {len(units)} finished; the same again does the rest"
-                error.args = (said,)
+                error.args = (self._kept_of(units),)
             raise
 
-    def _checked(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """The outcomes; those have failed whose results somebody else has replaced
-        since they were written.
-        """
-        return [
-            outcome
-            if outcome.status == "failed" or is_finished(self.path, outcome.unit)
-            else Outcome(
-                outcome.unit, "failed", why_unfinished(self.path, outcome.unit)
-            )
-            for outcome in outcomes
-        ]
+    def _run_here(
+        self, units: list[Unit], measure: Measure, progress: Progress | None
+    ) -> list[Outcome]:
+        """Measure units one after the other in this process."""
+        plan = plan_digest(self.path)
+        steps = with_progress(units, progress, "units")
+        return [run_unit(self.path, unit, measure, plan) for unit in steps]
+
+    def _run_by(
+        self,
+        executor: Executor,
+        units: list[Unit],
+        measure: Measure,
+        progress: Progress | None,
+    ) -> list[Outcome]:
+        """Let an executor measure the units that are not finished."""
+        plan = plan_digest(self.path)
+        outcomes = {
+            unit: Outcome(unit, "kept")
+            for unit in units
+            if is_finished(self.path, unit)
+        }
+        # Workers may have another working directory.
+        folder = self.path.resolve()
+        work = {
+            unit: (folder, unit, measure, plan)
+            for unit in units
+            if unit not in outcomes
+        }
+        with submitted(executor, _run_elsewhere, work) as ended:
+            for unit in with_progress(ended, progress, "units"):
+                try:
+                    status, error_text = ended.futures[unit].result()
+                    outcomes[unit] = Outcome(unit, status, error_text)
+                except OSError:
+                    raise
+                # The CancelledError of dask and asyncio is not an Exception.
+                except (Exception, CancelledError) as error:
+                    # The worker is gone, perhaps after its last write.
+                    outcomes[unit] = _after_error(
+                        self.path, unit, error, "computed", plan
+                    )
+        return [outcomes[unit] for unit in units]
+
+    def _checked(self, outcome: Outcome) -> Outcome:
+        """Return the outcome, failed if somebody else has replaced its result since."""
+        unit = outcome.unit
+        if outcome.status == "failed" or is_finished(self.path, unit):
+            return outcome
+        return Outcome(unit, "failed", why_unfinished(self.path, unit))
+
+    def _kept_of(self, units: list[Unit]) -> str:
+        """Say after an interrupt how many units are finished."""
+        records = [record(self.path, unit) or {} for unit in units]
+        n_finished = sum(content.get("status") == "finished" for content in records)
+        return (
+            f"interrupted: {self.path} keeps {n_finished} of {len(units)} finished; "
+            "the same again does the rest"
+        )
+
+
+def _shortened(plan: Mapping[str, Any], keys: list[str]) -> str:
+    """Return some entries of a plan in one short line."""
+    entries = {key: plan.get(key) for key in keys}
+    text = json.dumps(entries, ensure_ascii=False)
+    return shorten(text, _MOST_OF_A_PLAN, placeholder="…")
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Two runs would write the same units and remove each other's unfinished files."""
+    """Lock a folder for this process; ValueError where another has it.
+
+    Two runs would write the same units and remove each other's unfinished files.
+    """
     with ExitStack() as at_end:
         # A lock ends with its process. Where there are none (Windows, some network
         # drives), nothing is checked.
         with suppress(ImportError, OSError):
             import fcntl
 
-            at_end.callback(os.close, handle := os.open(folder, os.O_RDONLY))
+            handle = os.open(folder, os.O_RDONLY)
+            at_end.callback(os.close, handle)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                said = f"another run, or one of its workers, is using {folder}"
                 raise ValueError(
-                    f"{said}: wait for it, or choose another folder"
+                    f"another run, or one of its workers, is using {folder}: "
+                    "wait for it, or choose another folder"
                 ) from None
         yield
 
@@ -276,11 +326,11 @@ def _locked(folder: Path) -> Iterator[None]:
 def run_unit(
     folder: Path, unit: Unit, measure: Measure, plan: str | None = None
 ) -> Outcome:
-    """Measure one unit, unless it is finished; of a plan by its digest, or of that in
-    the folder.
+    """Measure one unit, unless it is finished.
 
-    A job may outlive its run, and the folder may be of another plan by then: it fails,
-    and writes nothing.
+    `plan` is the digest of its plan, by default that in the folder. A job may outlive
+    its run, and the folder may be of another plan by then: it fails, and writes
+    nothing.
     """
     plan = plan or plan_digest(folder)
     if plan_digest(folder) != plan:
@@ -290,7 +340,7 @@ def run_unit(
     remove_left_overs(folder, unit.key)
     start = time.perf_counter()
     try:
-        data = measure(unit)
+        result = measure(unit)
     # A model may fail in any way; the other units do not depend on it.
     except Exception as error:
         # Another process may have finished it, such as a worker whose driver was
@@ -300,33 +350,48 @@ def run_unit(
         return Outcome(unit, "failed", _OTHER_PLAN)
     with _writes_alone():
         path = write_atomically(
-            folder / f"{unit.key}.nc",
-            lambda unfinished: data.to_netcdf(unfinished, engine="netcdf4"),
+            result_path(folder, unit),
+            lambda unfinished: result.to_netcdf(unfinished, engine="netcdf4"),
         )
-    effort = {"seconds": round(time.perf_counter() - start, 3), "peak_memory": None}
-    # Not on Windows.
+    seconds = round(time.perf_counter() - start, 3)
+    _record_finished(folder, unit, plan, path, seconds)
+    return Outcome(unit, "computed")
+
+
+def _record_finished(
+    folder: Path, unit: Unit, plan: str | None, path: Path, seconds: float
+) -> None:
+    """Record the result in `path` with its checksum, and what it cost."""
+    peak_memory = _peak_memory()
+    recorded_checksum = None
+    # Another process may have replaced the result meanwhile: the record must be of what
+    # is there.
+    while recorded_checksum != (present_checksum := checksum(path)):
+        content: Record = {
+            "plan": plan,
+            "status": "finished",
+            "sha256": present_checksum,
+            "seconds": seconds,
+            "peak_memory": peak_memory,
+        }
+        write_record(folder, unit, content)
+        recorded_checksum = present_checksum
+
+
+def _peak_memory() -> int | None:
+    """Return the peak memory of this process in MiB; None on Windows."""
     with suppress(ImportError):
         import resource
 
-        unit_of_memory = 20 if sys.platform == "darwin" else 10
-        effort["peak_memory"] = (
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit_of_memory
-        )
-    checksum = None
-    # Another process may have replaced the result meanwhile: the record must be of what
-    # is there.
-    while checksum != (checksum := sha256(path.read_bytes()).hexdigest()):
-        _record(
-            folder,
-            unit,
-            {"plan": plan, "status": "finished", "sha256": checksum} | effort,
-        )
-    return Outcome(unit, "computed")
+        peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # Bytes on a Mac, KiB elsewhere.
+        return peak >> (20 if sys.platform == "darwin" else 10)
+    return None
 
 
 @contextmanager
 def _writes_alone() -> Iterator[None]:
-    """Context in which no other thread of this process writes netCDF."""
+    """Keep other threads of this process from writing netCDF."""
     with ExitStack() as at_end:
         at_end.enter_context(_netcdf)
         # Where a client of dask was made in this process, xarray asks its scheduler for
@@ -338,11 +403,14 @@ def _writes_alone() -> Iterator[None]:
         yield
 
 
-def _run_elsewhere(*of_unit: Any) -> tuple[Status, str | None]:
-    """`run_unit`, returning little: a pipe takes a short answer whole, even from a
-    worker that is then killed.
+def _run_elsewhere(
+    folder: Path, unit: Unit, measure: Measure, plan: str | None
+) -> tuple[Status, str | None]:
+    """Run a unit, and return little of its outcome.
+
+    A pipe takes a short answer whole, even from a worker that is then killed.
     """
-    outcome = run_unit(*of_unit)
+    outcome = run_unit(folder, unit, measure, plan)
     return outcome.status, outcome.error
 
 
@@ -353,125 +421,29 @@ def _after_error(
     if_finished: Status,
     plan: str | None,
 ) -> Outcome:
+    """Record a unit's error, unless its result is there all the same."""
     if plan_digest(folder) != plan:
         return Outcome(unit, "failed", _OTHER_PLAN)
     if is_finished(folder, unit):
         return Outcome(unit, if_finished)
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-    _record(folder, unit, {"plan": plan, "status": "failed", "error": text})
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    text = text[:_MOST_OF_AN_ERROR]
+    write_record(folder, unit, {"plan": plan, "status": "failed", "error": text})
     return Outcome(unit, "failed", text)
 
 
 def one_line(errors: Mapping[str, str | None]) -> str:
-    """Errors by unit in one line: units with the same error together, long lists cut
-    short.
+    """Return errors by unit in one line.
+
+    Units with the same error stand together, and long lists are cut short.
     """
-    alike: dict[str | None, list[str]] = {}
+    names_by_error: dict[str | None, list[str]] = {}
     for key, error in errors.items():
-        alike.setdefault(error, []).append(unquote(key))
-    more = {
-        error: f" and {len(keys) - 5} more" * (len(keys) > 5)
-        for error, keys in alike.items()
-    }
-    parts = [
-        f"{', '.join(keys[:5])}{more[error]}: {error}" for error, keys in alike.items()
-    ]
-    return "; ".join(parts[:5]) + "; …" * (len(parts) > 5)
-
-
-def is_finished(folder: Path, unit: Unit) -> bool:
-    """Whether the unit's result is there, undamaged, of this unit and of the folder's
-    plan.
-    """
-    found, path = record(folder, unit) or {}, folder / f"{unit.key}.nc"
-    if not path.is_file() or not is_of_its_plan(folder, found):
-        return False
-    wanted = {"status": "finished", "what": json.loads(json.dumps(unit.what))}
-    return (
-        wanted | {"sha256": sha256(path.read_bytes()).hexdigest()}
-    ).items() <= found.items()
-
-
-def is_of_its_plan(folder: Path, content: Mapping[str, Any]) -> bool:
-    """Whether a record is of the plan beside it, or of an earlier version, which did
-    not say.
-    """
-    return content.get("plan") in (None, plan_digest(folder))
-
-
-def why_unfinished(folder: Path, unit: Unit) -> str:
-    """What became of a result that was written and no longer counts, in one line."""
-    if is_of_its_plan(folder, record(folder, unit) or {}):
-        return "its result is missing or damaged: run again"
-    return (
-        "its result was replaced by a job of another plan: end that job, and run again"
-    )
-
-
-def load_unit(folder: Path, unit: Unit, lazily: bool = False) -> Any:
-    """The result of a finished unit, a Dataset; `lazily`, with dask, values are read
-    when they are used.
-    """
-    from xarray import load_dataset, open_dataset
-
-    path = folder / f"{unit.key}.nc"
-    with interrupts_held(WRITING_SECONDS):
-        return (
-            open_dataset(path, engine="netcdf4", chunks={})
-            if lazily
-            else load_dataset(path, engine="netcdf4")
-        )
-
-
-def record(folder: Path, unit: Unit) -> dict[str, Any] | None:
-    """What is known of a unit; `None` where nothing is, or it cannot be read."""
-    return _read_json(folder / f"{unit.key}.json")
-
-
-def read_plan(folder: Path) -> dict[str, Any] | None:
-    """The plan in a folder; `None` where there is none, or it was damaged."""
-    return _read_json(folder / PLAN)
-
-
-def plan_digest(folder: Path) -> str | None:
-    """What tells the plan in a folder from others; `None` where there is none, or it
-    was damaged.
-    """
-    with suppress(OSError):
-        state = (folder / PLAN).stat()
-        return _digest_of_plan(folder, state.st_ino, state.st_size, state.st_mtime_ns)
-    return None
-
-
-# A plan may hold thousands of prompts, and is asked for at every unit.
-@lru_cache(maxsize=8)
-def _digest_of_plan(folder: Path, *state: int) -> str | None:
-    plan = read_plan(folder)
-    return None if plan is None else _digest(plan)
-
-
-def _record(folder: Path, unit: Unit, content: dict[str, Any]) -> None:
-    _write_json(folder / f"{unit.key}.json", {"what": unit.what} | unit.facts | content)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object; `None` where there is none, or it was changed since it was
-    written.
-    """
-    with suppress(OSError, ValueError, RecursionError):
-        if isinstance(content := json.loads(path.read_text()), dict):
-            digest = content.pop("digest", None)
-            # Older plans have none.
-            return content if digest in (None, _digest(content)) else None
-    return None
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    whole = json.dumps(
-        content | {"digest": _digest(json.loads(json.dumps(content)))}, indent=1
-    )
-    write_atomically(path, lambda unfinished: unfinished.write_text(whole))
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        names_by_error.setdefault(error, []).append(unquote(key))
+    parts = []
+    for error, names in names_by_error.items():
+        n_more = len(names) - _MOST_NAMED
+        more = f" and {n_more} more" if n_more > 0 else ""
+        parts.append(f"{', '.join(names[:_MOST_NAMED])}{more}: {error}")
+    line = "; ".join(parts[:_MOST_NAMED])
+    return f"{line}; …" if len(parts) > _MOST_NAMED else line

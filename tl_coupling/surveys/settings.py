@@ -1,0 +1,128 @@
+"""How prompts are measured, and what prompts are."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from tl_coupling.arguments import Count, checked, made_by
+from tl_coupling.measures import MeasureName, Norm, Orientation
+from tl_coupling.prompts import Prompt
+from tl_coupling.trajectories import Window
+
+Prompts = str | Prompt | Sequence[str | Prompt]
+PAPER_PROMPT = "What is the capital of France? The capital is"
+# What surveys hold that were made before others could be chosen.
+_OF_THE_PAPERS: tuple[MeasureName, ...] = (
+    "coupling",
+    "normalized_miscoupling",
+    "miscoupling",
+    "spectral_miscoupling",
+    "captured_energy",
+)
+IMPLIED = {
+    "measures": list(_OF_THE_PAPERS),
+    "p": 2,
+    "absolute": False,
+    "diagonal": False,
+}
+
+
+@made_by("Settings(k=…)")
+@checked
+@dataclass(frozen=True)
+class Settings:
+    """How prompts are measured.
+
+    Attributes:
+        k: numbers of top singular vectors; one computation gives all.
+        position: as in `depth_coupling`.
+        orientation: `"ujv"`, `"vju"`, or both, from the same Jacobians: then they are a
+            dimension of the data.
+        final_norm, prepend_bos: as in `trace`.
+        window: steps in a window of the line-shape score; fewer if the model has fewer
+            blocks.
+        n_singular_values: how many singular values are kept, or the largest k if that
+            is more.
+        measures: which measures of coupling. By default those of the papers;
+            `tuple(measures.MEASURES)` are all, with what the released code reports,
+            `"released_norm"` and `"released_trace"`.
+        p, absolute: of `spectral_miscoupling`.
+        diagonal: whether means (and their nulls) are over all pairs of layers, as in
+            the paper's section 5.4; by default they are over pairs of different layers.
+            A layer is coupled with itself exactly, which adds `(1 − c) / n_layers` to a
+            mean coupling c: more in a shallow model. `with_diagonal` changes it
+            afterwards.
+
+    Example:
+        >>> settings = tlc.Settings(k=(2, 4), orientation=("ujv", "vju"), window=1)
+        >>> data = tlc.surveys.measure_prompts(model, "w1 w2 w3", settings)
+        >>> dict(data.mean_coupling.sizes)
+        {'prompt': 1, 'orientation': 2, 'k': 2}
+    """
+
+    k: tuple[Count, ...] = (10, 30, 50)
+    position: int = -1
+    orientation: Orientation | tuple[Orientation, ...] = "ujv"
+    final_norm: bool = False
+    prepend_bos: bool | None = None
+    window: Window = 11
+    n_singular_values: Count = 10
+    measures: tuple[MeasureName, ...] = _OF_THE_PAPERS
+    p: Norm = 2
+    absolute: bool = False
+    diagonal: bool = False
+
+    def __post_init__(self) -> None:
+        if not _are_different(self.k):
+            raise ValueError(
+                f"`k` must be different whole numbers, one or more, got {list(self.k)}"
+            )
+        if not _are_different(self.orientations):
+            raise ValueError(
+                "`orientation` must be different ones, one or more, "
+                f"got {list(self.orientations)}"
+            )
+        if not _are_different(self.measures):
+            raise ValueError(
+                "`measures` must be different ones, one or more, "
+                f"got {list(self.measures)}"
+            )
+
+    @property
+    def orientations(self) -> tuple[Orientation, ...]:
+        """One orientation, or both."""
+        if isinstance(self.orientation, str):
+            return (self.orientation,)
+        return self.orientation
+
+    def largest(self, d_model: int) -> int:
+        """Return how many singular vectors are needed of a model that wide."""
+        return max(*self.k, min(self.n_singular_values, d_model))
+
+    def as_plan(self) -> dict[str, object]:
+        """Return the settings, JSON-able."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
+
+
+def _are_different(values: Sequence[object]) -> bool:
+    """Say whether there are values, each once."""
+    return len(values) == len(set(values)) > 0
+
+
+def as_prompts(prompts: Prompts) -> list[Prompt]:
+    """Return prompts with ids; bare texts are numbered.
+
+    Raises ValueError where there are none, or an id twice.
+    """
+    texts_or_prompts = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
+    with_ids = [
+        prompt if isinstance(prompt, Prompt) else Prompt(str(number), prompt)
+        for number, prompt in enumerate(texts_or_prompts)
+    ]
+    if not with_ids:
+        raise ValueError("`prompts` is empty: wanted at least one")
+    if len({prompt.id for prompt in with_ids}) < len(with_ids):
+        raise ValueError("the ids of `prompts` must differ")
+    return with_ids
