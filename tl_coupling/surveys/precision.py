@@ -26,7 +26,12 @@ from tl_coupling.measures import MEASURES, mean_name, subspace_overlap
 from tl_coupling.models import Backend, ModelError, is_gguf, load_model, needs_package
 from tl_coupling.progress import Progress
 from tl_coupling.prompts import Prompt
-from tl_coupling.surveys.checkpoints import Checkpoint, Source, is_local
+from tl_coupling.surveys.checkpoints import (
+    Checkpoint,
+    QuantizedSource,
+    Source,
+    is_local,
+)
 from tl_coupling.surveys.local_models import check_files, with_files
 from tl_coupling.surveys.measurements import of_each_prompt
 from tl_coupling.surveys.settings import (
@@ -261,7 +266,7 @@ class _Sweep:
         check_files(unit)
         precision = unit.subject["precision"]
         source = unit.subject["source"]
-        is_first = precision == self.first.what["precision"]
+        is_first = precision == self.first.subject["precision"]
         reference = None if is_first else load_unit(self.folder, self.first)
         model = load_model(**source, **self.loading)
         architecture = _Architecture.of(model, is_gguf(source["name"]))
@@ -371,7 +376,7 @@ def _moved(values: "xarray.DataArray", measure: str, k: int | None) -> Iterator[
 
 def _sources(
     name: str, precisions: Sequence[str], checkpoint: Checkpoint | None
-) -> dict[str, Source]:
+) -> dict[str, QuantizedSource]:
     """Return what `load_model` takes for each precision, by its name."""
     weights: Source = {"name": name}
     if checkpoint is not None:
@@ -385,7 +390,7 @@ def _sources(
     return sources
 
 
-def _labelled_source(text: str, weights: Source) -> tuple[str, Source]:
+def _labelled_source(text: str, weights: Source) -> tuple[str, QuantizedSource]:
     """Return the name of a precision and what `load_model` takes for it.
 
     Args:
@@ -405,7 +410,9 @@ def _labelled_source(text: str, weights: Source) -> tuple[str, Source]:
     if text not in ("int8", "nf4"):
         return text, weights
     needs_package(f"{text!r}", "bitsandbytes")
-    return text, weights | {"quantization": text}
+    quantized: QuantizedSource = {**weights}
+    quantized["quantization"] = "int8" if text == "int8" else "nf4"
+    return text, quantized
 
 
 def _round_to_bfloat16(model: nn.Module) -> None:

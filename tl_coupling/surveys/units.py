@@ -69,14 +69,14 @@ _MOST_NAMED = 5
 _netcdf = threading.Lock()
 
 
-class Result(Protocol):
+class UnitResult(Protocol):
     """What a measurement gives: an xarray.Dataset, or what else can be written so."""
 
     def to_netcdf(self, path: Any, *, engine: Any) -> Any:
         """Write it to a file."""
 
 
-Measure = Callable[[Unit], Result]
+Measure = Callable[[Unit], UnitResult]
 
 
 @dataclass(frozen=True)
