@@ -407,10 +407,10 @@ def _labelled_source(text: str, weights: Source) -> tuple[str, QuantizedSource]:
             "weights of the same model (a GGUF file, a folder, a hub name); "
             f"got {text!r}"
         )
-    if text not in ("int8", "nf4"):
-        return text, weights
-    needs_package(f"{text!r}", "bitsandbytes")
     quantized: QuantizedSource = {**weights}
+    if text not in ("int8", "nf4"):
+        return text, quantized
+    needs_package(f"{text!r}", "bitsandbytes")
     quantized["quantization"] = "int8" if text == "int8" else "nf4"
     return text, quantized
 
