@@ -54,8 +54,10 @@ def robust(
     bread = np.linalg.inv(design.T @ design)
     hat = design @ bread @ design.T
     rest = np.eye(len(y)) - hat
-    coefficients, n_columns = bread @ design.T @ y, design.shape[1]
-    V, forms = np.zeros(n_columns), [[] for _ in range(n_columns)]
+    coefficients = bread @ design.T @ y
+    n_columns = design.shape[1]
+    V = np.zeros(n_columns)
+    forms = [[] for _ in range(n_columns)]
     for code in np.unique(codes):
         pick = np.diag((codes == code) * 1.0)
         values, vectors = np.linalg.eigh(pick @ rest @ pick)
@@ -236,9 +238,12 @@ def test_families_are_resampled_whole():
     codes = pandas.factorize(np.array(labels))[0]
     x = rng.random(8)[codes, None] + 0.2 * rng.standard_normal((16, 5))
     y = 4 * x.mean(1) + rng.standard_normal(8)[codes]
-    slopes, rhos, means = [], [], []
+    slopes = []
+    rhos = []
+    means = []
     for _ in range(1500):
-        families, prompts = rng.choice(8, 8), rng.choice(5, 5)
+        families = rng.choice(8, 8)
+        prompts = rng.choice(5, 5)
         models = np.concatenate(
             [np.flatnonzero(codes == family) for family in families]
         )
@@ -263,12 +268,11 @@ def test_families_are_resampled_whole():
 
 def test_families_of_one_model_change_no_number():
     rng = np.random.default_rng(2)
-    x, y = rng.random((9, 4)), rng.random(9)
+    x = rng.random((9, 4))
+    y = rng.random(9)
     x[8] = np.nan
-    alone, plain = (
-        bootstrap(x, y, families=list(range(9)), n_resamples=50),
-        bootstrap(x, y, n_resamples=50),
-    )
+    alone = bootstrap(x, y, families=list(range(9)), n_resamples=50)
+    plain = bootstrap(x, y, n_resamples=50)
     for name in ("slope", "rho", "r_squared", "mean", "n_families", "n_dropped"):
         assert getattr(alone, name) == getattr(plain, name)
     with pytest.raises(
@@ -279,7 +283,8 @@ def test_families_of_one_model_change_no_number():
 
 def test_few_models_or_families_are_too_few():
     rng = np.random.default_rng(3)
-    x, y = rng.random((20, 4)), rng.random(20)
+    x = rng.random((20, 4))
+    y = rng.random(20)
     with pytest.warns(
         UserWarning,
         match=r"^5 models are too few to resample \(wanted 6\): the t interval holds",
@@ -296,7 +301,8 @@ def test_few_models_or_families_are_too_few():
 def simpson() -> tuple:
     """Four families of three: up over all models, down inside each."""
     rng = np.random.default_rng(0)
-    place, inside = np.repeat(np.arange(4), 3), np.tile([-1, 0, 1], 4)
+    place = np.repeat(np.arange(4), 3)
+    inside = np.tile([-1, 0, 1], 4)
     coupling = 0.3 + 0.1 * place + 0.02 * inside
     data = survey(coupling[:, None] + 0.001 * rng.standard_normal((12, 6)))
     score = 10 * place - 2 * inside + 0.1 * rng.standard_normal(12)
@@ -345,12 +351,12 @@ def test_a_study_of_families():
     said = "\n".join(result.remarks)
     low, high = inside.slope_interval
     assert (
-        f"Simpson: inside families the slope is {inside.slope:.4g} ({low:.4g} to {high:.4g})"
-        in said
+        f"Simpson: inside families the slope is {inside.slope:.4g} ({low:.4g} to "
+        f"{high:.4g})" in said
     )
     assert (
-        "Simpson: the slope has the other sign inside the families Pythia, OPT, Llama, Qwen"
-        in said
+        "Simpson: the slope has the other sign inside the families Pythia, OPT, "
+        "Llama, Qwen" in said
     )
     assert "chosen by the score: good, best" in said
     assert "without one family R² is" in said

@@ -60,8 +60,10 @@ def test_many_prompts_are_split_at_random():
 
 def test_noise_shared_with_a_loss_drops_out():
     rng = np.random.default_rng(1)
-    truth, noise = rng.standard_normal((4000, 1)), rng.standard_normal((4000, 4))
-    x, loss = truth + noise, 2 * truth - 3 * noise
+    truth = rng.standard_normal((4000, 1))
+    noise = rng.standard_normal((4000, 4))
+    x = truth + noise
+    loss = 2 * truth - 3 * noise
     raw = np.polyfit(x.mean(1), loss.mean(1), 1)[0]
     # cov / var = (2 − 3 / 4) / (1 + 1 / 4).
     assert raw == pytest.approx(1, abs=0.1)
@@ -69,7 +71,8 @@ def test_noise_shared_with_a_loss_drops_out():
 
 
 def test_noise_alone_is_not_corrected():
-    x, y = np.random.default_rng(3).standard_normal((12, 4)), np.arange(12.0)
+    x = np.random.default_rng(3).standard_normal((12, 4))
+    y = np.arange(12.0)
     result = found(x, y)
     assert result.reliability < 0.5
     assert np.isnan([result.slope, *result.slope_interval]).all()

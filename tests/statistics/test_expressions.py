@@ -249,7 +249,8 @@ def test_everything_else_is_one_line_at_once_and_nothing_happens(
     tmp_path: Path, expression: str, message: str | None
 ) -> None:
     mark = tmp_path / "mark"
-    start, before = time.perf_counter(), TABLE.copy(deep=True)
+    start = time.perf_counter()
+    before = TABLE.copy(deep=True)
     text = expression.replace("{mark}", str(mark))
     if message is None:
         evaluate(TABLE, text)

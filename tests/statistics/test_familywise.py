@@ -44,7 +44,8 @@ def test_it_is_that_of_a_loop(families):
     codes = np.arange(9) if families is None else np.repeat(np.arange(3), 3)
     orders = [np.arange(9), *block_permutations(codes, 40, np.random.default_rng(0))]
     layers = data["n_layers"].values[:, 0]
-    smallest, own = [], {}
+    smallest = []
+    own = {}
     for order in orders:
         score = scores["score"].to_numpy()[order]
         ys = {

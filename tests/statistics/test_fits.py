@@ -172,7 +172,8 @@ def test_the_exponential_fit_is_least_squares_on_y():
 
 
 def test_spearman_by_its_rank_formula():
-    x, y = np.array([3.0, 1, 4, 15, 9, 2, 6]), np.array([2.0, 7, 1, 8, 28, 18, 4])
+    x = np.array([3.0, 1, 4, 15, 9, 2, 6])
+    y = np.array([2.0, 7, 1, 8, 28, 18, 4])
     # Ranks of x 3 1 4 7 6 2 5; of y 2 4 1 5 7 6 3.
     d = np.array([1, -3, 3, 2, -1, -4, 2])
     rho = 1 - 6 * (d**2).sum() / (7 * 48)
@@ -274,7 +275,8 @@ def test_a_fit_with_controls_is_frisch_waugh_lovell():
         values = table[name].to_numpy()
         return values - controls @ np.linalg.lstsq(controls, values, rcond=None)[0]
 
-    x, y = rest("coupling"), rest("score")
+    x = rest("coupling")
+    y = rest("score")
     fit = linear_fit(table, "coupling", "score", controls=["size"])
     assert fit.slope == pytest.approx(x @ y / (x @ x))
     assert fit.r_squared == pytest.approx((x @ y) ** 2 / (x @ x) / (y @ y))
@@ -368,7 +370,8 @@ def test_influence_by_hand():
     found = leave_one_out(table, "coupling", "score").table
     design = np.column_stack([np.ones(12), x])
     hat = design @ np.linalg.inv(design.T @ design) @ design.T
-    leverage, residuals = np.diag(hat), y - hat @ y
+    leverage = np.diag(hat)
+    residuals = y - hat @ y
     variance = residuals @ residuals / 10
     np.testing.assert_allclose(
         found["cooks_distance"],

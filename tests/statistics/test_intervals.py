@@ -37,14 +37,17 @@ def residuals(design: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def test_families_of_one_are_hc2():
-    design, y = random_design(), np.random.default_rng(1).standard_normal(8)
+    design = random_design()
+    y = np.random.default_rng(1).standard_normal(8)
     found, _ = cluster_robust(design, residuals(design, y), np.arange(8))
     np.testing.assert_allclose(found, sm.OLS(y, design).fit(cov_type="HC2").bse)
 
 
 def test_errors_of_families_are_as_written_down():
-    design, y = random_design(2), np.random.default_rng(3).standard_normal(8)
-    e, bread = residuals(design, y), np.linalg.inv(design.T @ design)
+    design = random_design(2)
+    y = np.random.default_rng(3).standard_normal(8)
+    e = residuals(design, y)
+    bread = np.linalg.inv(design.T @ design)
     meat = np.zeros((3, 3))
     for family in range(4):
         own = family == FAMILIES
@@ -183,7 +186,8 @@ def test_without_families_all_orders_are_drawn():
 
 def test_families_with_correlated_members_do_not_make_rank_correlations_significant():
     families = np.repeat(np.arange(6), 4)
-    found, as_if_independent = [], []
+    found = []
+    as_if_independent = []
     for seed in range(200):
         x, y = np.random.default_rng(seed).standard_normal((2, 6))[:, families]
         x, y = (
