@@ -77,7 +77,7 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
     by_name = {
         **{
             "trace": trace,
-            "traces": trace,
+            "traces": [trace],
             "model": trace.model,
             "layer": 0,
             "k": 1,
