@@ -194,7 +194,10 @@ def _by_width(ax: Axes, runs: list[dict[str, Any]]) -> None:
             label=stage,
         )
     _ticks(ax, widths)
-    measured = f"{shapes['n_layers']} random Llama block, {shapes['n_pos']} tokens, k = {shapes['k']}"
+    measured = (
+        f"{shapes['n_layers']} random Llama block, {shapes['n_pos']} "
+        f"tokens, k = {shapes['k']}"
+    )
     ax.set(xlabel="d_model", ylabel="seconds", title=measured)
     ax.legend()
 
