@@ -33,9 +33,12 @@ _COLUMNS_OF_TASK_MEANS = {
 class _Fit(Protocol):
     """A linear fit, or a row of the table of slopes."""
 
-    n: int
-    r_squared: float
-    p: float
+    @property
+    def n(self) -> int: ...
+    @property
+    def r_squared(self) -> float: ...
+    @property
+    def p(self) -> float: ...
 
 
 @checked

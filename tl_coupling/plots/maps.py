@@ -270,7 +270,8 @@ def plot_alignment_matrices(
         labels.name_ticks(axis, chosen, labels.MAX_LAYER_TICKS, centres)
         hand = "left" if side == "u" else "right"
         axis.set_label_text(f"layer of the {hand} singular vectors {side.upper()}")
-    row_side, column_side = sides.upper()
+    row_side = sides[0].upper()
+    column_side = sides[1].upper()
     title = f"Residual alignment · {row_side}ᵀ{column_side} · k = {result.k}"
     labels.entitle(ax, labels.heading(title, [result.provenance], [result.position]))
     bar = ax.figure.colorbar(

@@ -1,7 +1,7 @@
 """How far linear blocks, noise and inverse singular values explain a trajectory."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,8 +25,9 @@ _Linear = Linearisation | TrajectoryResult
 _Noisy = Perturbation | TrajectoryResult
 _WithSingularValues = CouplingMap | Linearisation
 _Inverted = _WithSingularValues | TrajectoryResult
+_Prediction = Literal["one_step", "product", "closed_form", "previous", "input"]
 # Each prediction's line style and name, by panel.
-_PREDICTIONS = {
+_PREDICTIONS: dict[str, dict[_Prediction, tuple[str, str]]] = {
     "one step from the true stream": {
         "one_step": ("-", "(I + J) x"),
         "previous": (":", "x, no step"),
@@ -100,7 +101,7 @@ def _draw_predictions(
     errors: Axes,
     cosines: Axes,
     by_name: Mapping[str, Linearisation],
-    predictions: Mapping[str, tuple[str, str]],
+    predictions: Mapping[_Prediction, tuple[str, str]],
 ) -> float:
     """Draw each prediction's error and direction; return the largest error."""
     largest = 0.0
@@ -108,7 +109,7 @@ def _draw_predictions(
         for prediction, (line_style, text) in predictions.items():
             if prediction == "closed_form" and result.closed_form is None:
                 continue
-            look = {
+            look: dict[str, Any] = {
                 "color": color,
                 "linestyle": line_style,
                 "linewidth": 1.4,

@@ -1,7 +1,7 @@
 """Tokens' paths through the residual stream, in two dimensions."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -72,7 +72,7 @@ def plot_trajectories(
     if isinstance(trace, Mapping) and not trace:
         raise ValueError("`trace` is empty: wanted at least one traced prompt")
     is_alone = not isinstance(trace, Mapping)
-    paths_by_name = {"": trace} if is_alone else dict(trace)
+    paths_by_name = dict(trace) if isinstance(trace, Mapping) else {"": trace}
 
     if is_alone:
         n_rows, n_columns = 1, len(views)
@@ -110,7 +110,7 @@ def plot_trajectories(
 def _name_tokens(
     fig: Figure,
     grid: np.ndarray,
-    provenances: Sequence[Mapping[str, object]],
+    provenances: Sequence[Mapping[str, Any]],
     shades: np.ndarray,
     black: int,
 ) -> None:
@@ -144,7 +144,7 @@ def _stream(paths: _Paths) -> Tensor:
     return paths.residual if isinstance(paths, Trace) else paths
 
 
-def _provenance(paths: _Paths) -> dict[str, object]:
+def _provenance(paths: _Paths) -> dict[str, Any]:
     return paths.provenance if isinstance(paths, Trace) else {}
 
 

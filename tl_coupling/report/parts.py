@@ -85,7 +85,7 @@ def image(drawn: Axes | Figure, alt: str, as_png: bool = False) -> str:
 
     Many small cells are smaller as PNG.
     """
-    picture = drawn
+    picture: Any = drawn
     if isinstance(drawn, Axes):
         picture = drawn.figure
         # The head of the page and the caption say what the title would.
