@@ -110,12 +110,14 @@ def test_its_entropy_is_that_of_its_trajectory(tiny_trace: tlc.Trace) -> None:
 
 
 def test_across_tokens_it_is_the_token_portrait(tiny_trace: tlc.Trace) -> None:
-    whole = tlc.portrait(tiny_trace, k=(4, 6), position=4, input_position=2, layer=0)
-    part = tlc.portraits.token_portrait(
+    portrait = tlc.portrait(tiny_trace, k=(4, 6), position=4, input_position=2, layer=0)
+    across_tokens = tlc.portraits.token_portrait(
         tiny_trace, 0, 1, k=4, position=4, input_position=2
     )
     assert (
-        list(part.maps) == list(whole.tokens) == ["self", "fixed input", "fixed output"]
+        list(across_tokens.maps)
+        == list(portrait.tokens)
+        == ["self", "fixed input", "fixed output"]
     )
     expected = {
         "self": tlc.self_coupling(tiny_trace, 0, 1, k=4),
@@ -127,12 +129,14 @@ def test_across_tokens_it_is_the_token_portrait(tiny_trace: tlc.Trace) -> None:
         ),
     }
     for name, result in expected.items():
-        torch.testing.assert_close(part.maps[name].coupling(), result.coupling())
-        torch.testing.assert_close(whole.tokens[name].coupling(), result.coupling())
+        torch.testing.assert_close(
+            across_tokens.maps[name].coupling(), result.coupling()
+        )
+        torch.testing.assert_close(portrait.tokens[name].coupling(), result.coupling())
     torch.testing.assert_close(
-        part.influence.frobenius_norm, whole.influence.frobenius_norm
+        across_tokens.influence.frobenius_norm, portrait.influence.frobenius_norm
     )
-    assert part.influence.output_position == 4
+    assert across_tokens.influence.output_position == 4
 
 
 def test_chosen_maps_of_chosen_tokens(tiny_trace: tlc.Trace) -> None:
@@ -150,10 +154,10 @@ def test_chosen_maps_of_chosen_tokens(tiny_trace: tlc.Trace) -> None:
 
 
 def test_one_token_has_no_map_across_tokens(tiny_trace: tlc.Trace) -> None:
-    one = tlc.portrait(tlc.trace(tiny_trace.model, [5]), k=(2,))
-    assert one.tokens == {}
+    portrait = tlc.portrait(tlc.trace(tiny_trace.model, [5]), k=(2,))
+    assert portrait.tokens == {}
     with pytest.raises(ValueError, match="use a longer prompt"):
-        tlc.portraits.token_portrait(one.trace, k=2)
+        tlc.portraits.token_portrait(portrait.trace, k=2)
 
 
 def test_what_fits_and_a_short_repr(tiny_trace: tlc.Trace) -> None:

@@ -44,13 +44,13 @@ def reordered(
         layers[merged[0]].load_state_dict(
             {name: (first[name] + second[name]) / 2 for name in first}
         )
-    chosen = [layers[i] for i in order]
+    in_order = [layers[i] for i in order]
     types = getattr(model.config, "layer_types", None)
     if types is not None:
         model.config.layer_types = [types[i] for i in order]
     while len(layers):
         del layers[-1]
-    layers.extend(chosen)
+    layers.extend(in_order)
     return model
 
 
@@ -64,12 +64,12 @@ def expected(
     hf_model: nn.Module, tokens: list[int], merge: bool = True
 ) -> dict[str, Any]:
     n = len(tiny.layers_of(hf_model))
-    every = list(range(n))
-    swaps = [[*every[:i], i + 1, i, *every[i + 2 :]] for i in range(n - 1)]
-    found: dict[str, Any] = {
+    layers = list(range(n))
+    swaps = [[*layers[:i], i + 1, i, *layers[i + 2 :]] for i in range(n - 1)]
+    losses: dict[str, Any] = {
         "loss": hf_loss(hf_model, tokens),
         "loss_dropped": [
-            hf_loss(reordered(hf_model, every[:i] + every[i + 1 :]), tokens)
+            hf_loss(reordered(hf_model, layers[:i] + layers[i + 1 :]), tokens)
             for i in range(n)
         ],
         "loss_swapped": [
@@ -77,13 +77,14 @@ def expected(
         ],
     }
     if merge:
-        found["loss_merged"] = [
+        losses["loss_merged"] = [
             hf_loss(
-                reordered(hf_model, every[: i + 1] + every[i + 2 :], (i, i + 1)), tokens
+                reordered(hf_model, layers[: i + 1] + layers[i + 2 :], (i, i + 1)),
+                tokens,
             )
             for i in range(n - 1)
         ]
-    return found
+    return losses
 
 
 def assert_agree(
@@ -231,12 +232,14 @@ def test_coupling_is_averaged_over_both_orders(
             .tolist()
         )
         pairs = [(C[i][i + 1] + C[i + 1][i]) / 2 for i in range(3)]
-        others = [
+        with_others = [
             np.mean([x for j in range(4) if j != i for x in (C[i][j], C[j][i])])
             for i in range(4)
         ]
         np.testing.assert_allclose(data.coupling_of_pair[0, i], pairs, atol=1e-6)
-        np.testing.assert_allclose(data.coupling_with_others[0, i], others, atol=1e-6)
+        np.testing.assert_allclose(
+            data.coupling_with_others[0, i], with_others, atol=1e-6
+        )
         assert float(data.null_coupling[i]) == pytest.approx(1 - (1 - 1 / k) ** 0.5)
 
 
@@ -301,10 +304,10 @@ def test_an_exit_is_a_model_without_its_last_blocks(
 ) -> None:
     hf_model, model = bridged(architecture, tokenizer_folder)
     data = layer_redundancy(model, words(tiny.TOKENS), k=[4])
-    wanted = [
+    losses = [
         hf_loss(last_blocks_removed(hf_model, n), tiny.TOKENS) for n in (1, 2, 3, 4)
     ]
-    np.testing.assert_allclose(data.loss_exited[0], wanted, atol=2e-5)
+    np.testing.assert_allclose(data.loss_exited[0], losses, atol=2e-5)
     assert data.loss_exited[0, 3] == data.loss[0]
 
 
@@ -342,11 +345,11 @@ def test_a_projected_block_writes_into_the_directions_that_jacobians_by_autograd
     assert values[-3] - values[-4] > 0.1
     P = torch.from_numpy(vectors[:, -3:] @ vectors[:, -3:].T).float()
     for layer in range(4):
-        wanted = projected_loss(hf_model, tiny.TOKENS, layer, P)
+        expected_loss = projected_loss(hf_model, tiny.TOKENS, layer, P)
         np.testing.assert_allclose(
-            data.loss_projected.sel(k=3)[0, layer], wanted, atol=1e-4
+            data.loss_projected.sel(k=3)[0, layer], expected_loss, atol=1e-4
         )
-        assert abs(wanted - float(data.loss_dropped[0, layer])) > 1e-4
+        assert abs(expected_loss - float(data.loss_dropped[0, layer])) > 1e-4
     # Onto all directions there are, nothing is lost.
     np.testing.assert_allclose(
         data.loss_projected.sel(k=tiny.D_MODEL)[0], float(data.loss[0]), atol=2e-5
@@ -373,10 +376,10 @@ def test_what_all_blocks_share_comes_first() -> None:
     torch.testing.assert_close(Q.mT @ Q, torch.eye(4, dtype=torch.float64))
     captured = (Q.mT @ U).square().sum()
     for _ in range(200):
-        other = torch.linalg.qr(
+        perturbed = torch.linalg.qr(
             Q + 0.3 * torch.randn(12, 4, generator=rng, dtype=torch.float64)
         ).Q
-        assert (other.mT @ U).square().sum() <= captured + 1e-12
+        assert (perturbed.mT @ U).square().sum() <= captured + 1e-12
 
 
 # The model afterwards
@@ -388,7 +391,9 @@ def test_the_model_is_left_as_it_was_also_by_an_error(
     dtype: torch.dtype, fails: bool, tokenizer_folder: Path
 ) -> None:
     model = tiny.bridge(tiny.huggingface_model("gpt2", dtype=dtype), tokenizer_folder)
-    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    parameters = {
+        name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()
+    }
     originals = [p.detach().float() for p in model.blocks[0].parameters()]
     merged: list[bool] = []
 
@@ -411,8 +416,8 @@ def test_the_model_is_left_as_it_was_also_by_an_error(
     assert any(merged)
     for name, p in model.named_parameters():
         assert p.dtype == dtype
-        assert p.data_ptr() == before[name][0]
-        assert torch.equal(p, before[name][1])
+        assert p.data_ptr() == parameters[name][0]
+        assert torch.equal(p, parameters[name][1])
 
 
 # Bad input

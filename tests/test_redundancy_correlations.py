@@ -71,15 +71,15 @@ def test_correlations_are_those_of_scipy_over_means_of_prompts() -> None:
     for change in CHANGES:
         for blocks in ("all", "inner"):
             for k in (5, 10):
-                one = rho.sel(change=change, blocks=blocks, k=k)
+                of_change = rho.sel(change=change, blocks=blocks, k=k)
                 coupling, influence = spearman_of(data, change, blocks == "inner", k)
                 np.testing.assert_allclose(
-                    (one.coupling, one.block_influence),
+                    (of_change.coupling, of_change.block_influence),
                     (coupling, influence),
                     atol=1e-12,
                 )
                 np.testing.assert_allclose(
-                    one.advantage, abs(coupling) - abs(influence), atol=1e-12
+                    of_change.advantage, abs(coupling) - abs(influence), atol=1e-12
                 )
     assert rho.n.values.tolist() == [[9, 7], [8, 6], [8, 6]]
 
@@ -96,10 +96,10 @@ def test_monotone_relations_have_a_correlation_of_one_and_a_point_for_an_interva
     data["coupling_with_others"] = xarray.zeros_like(
         data.coupling_with_others
     ) - xarray.DataArray(steps, dims="layer")
-    one = redundancy_correlations(data).sel(change="dropped", blocks="all", k=5)
-    np.testing.assert_allclose(one.coupling_interval, [-1, -1])
-    np.testing.assert_allclose(one.block_influence_interval, [1, 1])
-    np.testing.assert_allclose(one.advantage_interval, [0, 0], atol=1e-12)
+    of_drops = redundancy_correlations(data).sel(change="dropped", blocks="all", k=5)
+    np.testing.assert_allclose(of_drops.coupling_interval, [-1, -1])
+    np.testing.assert_allclose(of_drops.block_influence_interval, [1, 1])
+    np.testing.assert_allclose(of_drops.advantage_interval, [0, 0], atol=1e-12)
 
 
 def test_the_interval_resamples_prompts_and_all_measures_together() -> None:
@@ -110,7 +110,7 @@ def test_the_interval_resamples_prompts_and_all_measures_together() -> None:
     rho = redundancy_correlations(data, n_resamples=400)
     resamples = [data.isel(prompt=[i, j]) for i, j in ((0, 0), (0, 1), (1, 1))]
     for change in CHANGES:
-        one = rho.sel(change=change, blocks="inner", k=10)
+        of_change = rho.sel(change=change, blocks="inner", k=10)
         pairs = np.array(
             [spearman_of(resample, change, True, 10) for resample in resamples]
         )
@@ -122,18 +122,18 @@ def test_the_interval_resamples_prompts_and_all_measures_together() -> None:
             ("advantage", advantage),
         ):
             np.testing.assert_allclose(
-                one[f"{name}_interval"], (min(values), max(values)), atol=1e-12
+                of_change[f"{name}_interval"], (min(values), max(values)), atol=1e-12
             )
 
 
 def test_the_bootstrap_is_seeded() -> None:
     data = made()
-    first, second, other = (
+    first, second, of_another_seed = (
         redundancy_correlations(data, n_resamples=50, seed=seed) for seed in (1, 1, 2)
     )
     xarray.testing.assert_identical(first, second)
-    assert (first.coupling_interval != other.coupling_interval).any()
-    np.testing.assert_array_equal(first.coupling, other.coupling)
+    assert (first.coupling_interval != of_another_seed.coupling_interval).any()
+    np.testing.assert_array_equal(first.coupling, of_another_seed.coupling)
 
 
 def test_pairs_that_were_not_merged_are_left_out() -> None:
@@ -143,10 +143,10 @@ def test_pairs_that_were_not_merged_are_left_out() -> None:
         change="merged", blocks="all", k=5
     )
     assert rho.n == 6
-    kept = data.isel(pair=[0, 2, 4, 5, 6, 7])
+    merged = data.isel(pair=[0, 2, 4, 5, 6, 7])
     expected = stats.spearmanr(
-        (kept.loss_merged - kept.loss).mean("prompt"),
-        kept.coupling_of_pair.sel(k=5).mean("prompt"),
+        (merged.loss_merged - merged.loss).mean("prompt"),
+        merged.coupling_of_pair.sel(k=5).mean("prompt"),
     ).statistic
     np.testing.assert_allclose(rho.coupling, expected)
 

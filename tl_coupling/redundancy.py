@@ -95,8 +95,8 @@ def layer_redundancy(
             range; it names the prompt.
 
     Cost: for each prompt a depth coupling, whose Jacobians and SVDs give the shared
-    directions as well, `(3 + n_k) L² / 2` block evaluations and `(4 + n_k) L` unembeddings; memory for `(3 + n_k) L`
-    residual streams and one more block. Half precision is upcast block by block, but
+    directions as well, `(3 + n_k) L² / 2` block evaluations and `(4 + n_k) L`
+    unembeddings; memory for `(3 + n_k) L` residual streams and one more block. Half precision is upcast block by block, but
     not in the unembedding: small differences in loss are lost in the rounding of the
     logits.
 
@@ -331,8 +331,8 @@ def _dim_of(change: str) -> str:
 
 def check_redundancy(data: object) -> None:
     """Raise ValueError unless `data` is what `layer_redundancy` returns."""
-    wanted = {"loss", "block_influence", "coupling_of_pair", "coupling_with_others"}
-    missing = wanted - set(getattr(data, "data_vars", ()))
+    variables = {"loss", "block_influence", "coupling_of_pair", "coupling_with_others"}
+    missing = variables - set(getattr(data, "data_vars", ()))
     if missing:
         raise ValueError(
             "wanted what `layer_redundancy` returns, "

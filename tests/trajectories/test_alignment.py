@@ -69,7 +69,7 @@ def test_a_network_with_all_four_properties_has_them_exactly():
     torch.testing.assert_close(
         result.inverse_fit.r_squared, torch.ones(RANK, dtype=torch.float64)
     )
-    wanted = {
+    ideal = {
         "line_shape_score": 1,
         "equidistance": 0,
         "vector_alignment_within_blocks": 1,
@@ -78,7 +78,7 @@ def test_a_network_with_all_four_properties_has_them_exactly():
         "inverse_singular_value_slope": 1,
         "inverse_singular_value_r_squared": 1,
     }
-    assert result.summary() == pytest.approx(wanted, abs=1e-9)
+    assert result.summary() == pytest.approx(ideal, abs=1e-9)
 
 
 def test_shrinking_blocks_are_aligned_with_negative_cosines():
@@ -115,9 +115,9 @@ def test_alignment_within_blocks_alone_and_across_blocks_alone():
     turns = torch.stack([halves.roll(RANK * (layer % 2), 1) for layer in range(L)])
     within = residual_alignment(network(turns, gains(), turns), n_classes=RANK)
     assert within.within_blocks().min() > 1 - 1e-12
-    same = (torch.arange(L)[:, None] - torch.arange(L)) % 2 == 0
+    same_half = (torch.arange(L)[:, None] - torch.arange(L)) % 2 == 0
     for measure in MEASURES:
-        torch.testing.assert_close(within.across_blocks(measure), same.double())
+        torch.testing.assert_close(within.across_blocks(measure), same_half.double())
     # Of the 12 pairs of different layers 4 are two apart.
     assert within.summary()["vector_alignment_across_blocks"] == pytest.approx(1 / 3)
 
@@ -180,9 +180,9 @@ def test_alignment_matrices_are_the_cosines_one_by_one(sides, k):
     A = alignment_matrices(spectra, k, sides)
     k = D if k is None else k
     assert A.shape == (L, L, k, k)
-    for one, other, i, j in np.ndindex(*A.shape):
-        cosine = vectors[sides[0]][one, i] @ vectors[sides[1]][other, j]
-        assert float(A[one, other, i, j]) == pytest.approx(cosine, abs=1e-12)
+    for row, col, i, j in np.ndindex(*A.shape):
+        cosine = vectors[sides[0]][row, i] @ vectors[sides[1]][col, j]
+        assert float(A[row, col, i, j]) == pytest.approx(cosine, abs=1e-12)
     if sides != "uv":
         torch.testing.assert_close(A[2, 2], torch.eye(k, dtype=A.dtype))
 
@@ -194,23 +194,21 @@ def test_a_coupling_matrix_is_made_of_alignment_matrices():
         alignment_matrices(spectra, sides="uu"),
         alignment_matrices(spectra, sides="vv"),
     )
-    for one, other in ((0, 1), (3, 2)):
-        other_spectrum = Spectrum(spectra.U[other], spectra.S[other], spectra.Vh[other])
-        A = left[other, one] * spectra.S[one] @ right[one, other]
-        torch.testing.assert_close(A, tlc.coupling_matrix(J[one], other_spectrum, D))
+    for row, col in ((0, 1), (3, 2)):
+        other_spectrum = Spectrum(spectra.U[col], spectra.S[col], spectra.Vh[col])
+        A = left[col, row] * spectra.S[row] @ right[row, col]
+        torch.testing.assert_close(A, tlc.coupling_matrix(J[row], other_spectrum, D))
 
 
 def test_measures_of_a_matrix_entry_by_entry():
     A = alignment_matrices(tlc.svd(gaussian(L, D, D)), 4)
-    for one, other in np.ndindex(L, L):
-        entries = A[one, other].numpy()
-        assert float(vector_alignment(A)[one, other]) == pytest.approx(
+    for row, col in np.ndindex(L, L):
+        entries = A[row, col].numpy()
+        assert float(vector_alignment(A)[row, col]) == pytest.approx(
             sum(entries[i, i] ** 2 for i in range(4)) / 4
         )
         angles = np.linalg.svd(entries, compute_uv=False)
-        assert float(subspace_overlap(A)[one, other]) == pytest.approx(
-            (angles**2).mean()
-        )
+        assert float(subspace_overlap(A)[row, col]) == pytest.approx((angles**2).mean())
 
 
 seeds = st.integers(0, 2**16)
@@ -234,9 +232,9 @@ def test_measures_do_not_depend_on_signs_basis_or_scale(seed, k):
         for sides, value in values.items():
             assert value.min() >= 0
             assert value.max() <= 1 + 1e-12
-            for other in (flipped, turned, scaled):
+            for variant in (flipped, turned, scaled):
                 torch.testing.assert_close(
-                    measure(alignment_matrices(other, k, sides)), value
+                    measure(alignment_matrices(variant, k, sides)), value
                 )
         torch.testing.assert_close(
             measure(alignment_matrices(transposed, k, "uu")), values["vv"]
@@ -263,10 +261,10 @@ def test_rotations_inside_a_repeated_singular_value_change_vectors_and_not_subsp
         torch.ones_like(spectra.S[:, :3]),
         R.mT @ spectra.Vh[:, :3],
     )
-    before, after = (alignment_matrices(one, 3) for one in (spectra, turned))
-    torch.testing.assert_close(subspace_overlap(after), subspace_overlap(before))
+    A, A_turned = (alignment_matrices(vectors, 3) for vectors in (spectra, turned))
+    torch.testing.assert_close(subspace_overlap(A_turned), subspace_overlap(A))
     assert not torch.allclose(
-        vector_alignment(after), vector_alignment(before), rtol=1e-3
+        vector_alignment(A_turned), vector_alignment(A), rtol=1e-3
     )
 
 

@@ -22,23 +22,25 @@ def descent(A: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> list[torch.Ten
     for matrix in A:
         stream.append(stream[-1] + matrix @ stream[-1])
     loss = (stream[-1] - y).square().sum() / 2
-    return [-one for one in torch.autograd.grad(loss, stream)]
+    return [-gradient for gradient in torch.autograd.grad(loss, stream)]
 
 
 def test_the_formula_is_autograd_where_blocks_are_coupled():
     A, U, S = coupled()
     x, y = gaussian(D, seed=1), gaussian(D, seed=2)
-    wanted = descent(A, y, x)
-    error = wanted[-1]
+    expected = descent(A, y, x)
+    error = expected[-1]
     torch.testing.assert_close(
-        coupled_gradient(U, S, error), torch.stack(wanted), rtol=1e-10, atol=1e-10
+        coupled_gradient(U, S, error), torch.stack(expected), rtol=1e-10, atol=1e-10
     )
     # As the paper prints it, for one S at all layers; the sum runs over all directions.
-    same = S[:1].expand(L, D)
-    A = U * same[:, None] @ U.mT
-    paper = sum(U[:, j] * (1 + same[0, j]) ** L * (U[:, j] @ error) for j in range(D))
+    S_of_all = S[:1].expand(L, D)
+    A = U * S_of_all[:, None] @ U.mT
+    paper = sum(
+        U[:, j] * (1 + S_of_all[0, j]) ** L * (U[:, j] @ error) for j in range(D)
+    )
     torch.testing.assert_close(
-        coupled_gradient(U, same, error)[0], paper, rtol=1e-10, atol=1e-10
+        coupled_gradient(U, S_of_all, error)[0], paper, rtol=1e-10, atol=1e-10
     )
     end = x
     for matrix in A:
@@ -65,20 +67,20 @@ def test_fewer_directions_leave_the_rest_as_it_is():
 def test_a_prediction_is_exact_for_coupled_blocks_and_the_chain_rule_for_any():
     A, _, _ = coupled()
     trace, y = affine_trace(A), gaussian(D, seed=2)
-    wanted = torch.stack(descent(A, y, trace.residual[0, -1]))
-    found = gradient_prediction(trace, y - trace.residual[-1, -1])
-    for part in (found.exact, found.coupled):
-        torch.testing.assert_close(part, wanted, rtol=1e-6, atol=1e-6)
+    expected = torch.stack(descent(A, y, trace.residual[0, -1]))
+    prediction = gradient_prediction(trace, y - trace.residual[-1, -1])
+    for part in (prediction.exact, prediction.coupled):
+        torch.testing.assert_close(part, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(
-        found.cosine_similarity, torch.ones(L + 1, dtype=torch.float64)
+        prediction.cosine_similarity, torch.ones(L + 1, dtype=torch.float64)
     )
     A = gaussian(L, D, D, seed=7)
     trace = affine_trace(A)
-    wanted = torch.stack(descent(A, y, trace.residual[0, -1]))
-    found = gradient_prediction(trace, y - trace.residual[-1, -1])
-    torch.testing.assert_close(found.exact, wanted, rtol=1e-6, atol=1e-6)
-    assert float(found.cosine_similarity[0]) < 0.9
-    assert "if the blocks were coupled" in repr(found)
+    expected = torch.stack(descent(A, y, trace.residual[0, -1]))
+    prediction = gradient_prediction(trace, y - trace.residual[-1, -1])
+    torch.testing.assert_close(prediction.exact, expected, rtol=1e-6, atol=1e-6)
+    assert float(prediction.cosine_similarity[0]) < 0.9
+    assert "if the blocks were coupled" in repr(prediction)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
@@ -100,9 +102,9 @@ def test_of_the_last_token_it_is_the_whole_gradient(
     ).hidden_states[-1][0, -1]
     y = gaussian(tiny.D_MODEL).float()
     (gradient,) = torch.autograd.grad((end - y).square().sum() / 2, embedded)
-    found = gradient_prediction(trace, (y - end).detach())
+    prediction = gradient_prediction(trace, (y - end).detach())
     torch.testing.assert_close(
-        found.exact[0].float(), -gradient[0, -1], rtol=1e-3, atol=1e-4
+        prediction.exact[0].float(), -gradient[0, -1], rtol=1e-3, atol=1e-4
     )
 
 
@@ -124,9 +126,9 @@ def test_bad_input_is_one_line(tiny_trace: tlc.Trace):
 def test_errors_that_are_not_finite_are_refused(tiny_trace: tlc.Trace) -> None:
     with pytest.raises(ValueError, match=r"`error` must be finite in torch\.float64"):
         tlc.trajectories.gradient_prediction(tiny_trace, torch.full((32,), torch.nan))
-    given = {"U": torch.eye(2), "S": torch.ones(3, 2), "error": torch.ones(2)}
-    for name, values in given.items():
-        broken = given | {name: torch.full_like(values, torch.inf)}
+    arguments = {"U": torch.eye(2), "S": torch.ones(3, 2), "error": torch.ones(2)}
+    for name, values in arguments.items():
+        broken = arguments | {name: torch.full_like(values, torch.inf)}
         with pytest.raises(
             ValueError, match=rf"`{name}` must be finite in torch\.float32"
         ):

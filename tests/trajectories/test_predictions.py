@@ -56,14 +56,14 @@ def test_closed_form_takes_every_gain_as_positive():
     # those.
     A, U, S = coupled()
     trace = affine_trace(-0.1 * A)
-    wanted = torch.stack(
+    expected = torch.stack(
         [
             U @ ((1 + 0.1 * S[: layer + 1]).prod(0) * (U.mT @ trace.residual[0, -1]))
             for layer in range(L)
         ]
     )
     torch.testing.assert_close(
-        linearisation(trace).closed_form, wanted, rtol=1e-10, atol=1e-10
+        linearisation(trace).closed_form, expected, rtol=1e-10, atol=1e-10
     )
 
 
@@ -122,14 +122,14 @@ def test_predictions_of_no_block():
 
 def test_a_product_beyond_the_range_of_the_dtype_is_followed():
     # Gains of 1e30 at each of four layers: 1e120, where float32 ends at 3e38.
-    ones = torch.ones(N_POS, D)
-    call = affine_trace(1e30 * torch.eye(D)[None], x=ones).blocks[0].call
+    stream = torch.ones(N_POS, D)
+    call = affine_trace(1e30 * torch.eye(D)[None], x=stream).blocks[0].call
     blocks = tuple(
-        BlockFunction(layer, call, ones, call(ones).detach() - ones)
+        BlockFunction(layer, call, stream, call(stream).detach() - stream)
         for layer in range(L)
     )
     trace = dataclasses.replace(
-        affine_trace(torch.zeros(L, D, D), x=ones), blocks=blocks
+        affine_trace(torch.zeros(L, D, D), x=stream), blocks=blocks
     )
     for closed_form in (True, False):
         result = linearisation(trace, closed_form=closed_form)
@@ -176,9 +176,9 @@ def test_against_huggingfaces_jacobians(
     product = torch.stack(
         [x[0] + J[0] @ x[0], x[0] + J[0] @ x[0] + J[1] @ (x[0] + J[0] @ x[0])]
     )
-    for got, wanted in ((result.one_step, one_step), (result.product, product)):
+    for got, expected in ((result.one_step, one_step), (result.product, product)):
         torch.testing.assert_close(
-            got.float(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.norm())
+            got.float(), expected, rtol=1e-4, atol=1e-4 * float(expected.norm())
         )
     by_products = linearisation(trace, position, closed_form=False)
     torch.testing.assert_close(
@@ -321,12 +321,12 @@ def test_perturbation_against_huggingface(
         for j in range(n_samples):
             noise = scale * clean[0].norm() / math.sqrt(tiny.D_MODEL) * standard[j]
             noisy = [clean[0] + noise, *noisy_hidden_states(witness, position, noise)]
-            wanted = [
+            expected = [
                 float(torch.cosine_similarity(a, b, dim=0))
                 for a, b in zip(clean, noisy, strict=True)
             ]
             np.testing.assert_allclose(
-                result.cosine_similarity[i, j], wanted, rtol=0, atol=2e-5
+                result.cosine_similarity[i, j], expected, rtol=0, atol=2e-5
             )
 
 
@@ -352,11 +352,11 @@ def test_absolute_noise_is_relative_noise_of_other_scales(tiny_trace: Trace):
     """
     absolute = perturbation(tiny_trace, (0.02, 0.5), relative=False, n_samples=3)
     in_units = math.sqrt(tiny.D_MODEL) / float(tiny_trace.residual[0, -1].norm())
-    same = perturbation(tiny_trace, (0.02 * in_units, 0.5 * in_units), n_samples=3)
+    relative = perturbation(tiny_trace, (0.02 * in_units, 0.5 * in_units), n_samples=3)
     torch.testing.assert_close(
-        absolute.cosine_similarity, same.cosine_similarity, rtol=0, atol=1e-5
+        absolute.cosine_similarity, relative.cosine_similarity, rtol=0, atol=1e-5
     )
-    assert (absolute.relative, same.relative, absolute.scales) == (
+    assert (absolute.relative, relative.relative, absolute.scales) == (
         False,
         True,
         (0.02, 0.5),
@@ -377,9 +377,9 @@ def test_noise_is_seeded_and_the_callers_generator_left_alone(tiny_trace: Trace)
 
 
 def test_the_trace_is_left_as_it_was(tiny_trace: Trace):
-    before = tiny_trace.residual.clone()
+    stream = tiny_trace.residual.clone()
     perturbation(tiny_trace, (1.0,), n_samples=1)
-    assert torch.equal(tiny_trace.residual, before)
+    assert torch.equal(tiny_trace.residual, stream)
 
 
 def test_linear_blocks_that_scale_keep_every_angle():

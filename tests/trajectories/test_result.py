@@ -36,8 +36,8 @@ def naive_shapes(x: np.ndarray) -> dict[str, list[float]]:
 
 def test_shapes_are_those_of_the_formulas(tiny_trace: Trace) -> None:
     result = measure_trajectory(tiny_trace, linear=False, noise=False)
-    for name, wanted in naive_shapes(tiny_trace.residual.double().numpy()).items():
-        np.testing.assert_allclose(getattr(result, name), wanted, rtol=1e-3)
+    for name, expected in naive_shapes(tiny_trace.residual.double().numpy()).items():
+        np.testing.assert_allclose(getattr(result, name), expected, rtol=1e-3)
     assert result.window == 1
     assert result.linearisation is result.perturbation is None
     p = tiny_trace.model(tiny_trace.tokens[None])[0].double().softmax(-1)
@@ -50,11 +50,11 @@ def test_singular_values_are_those_of_the_jacobians(tiny_trace: Trace) -> None:
     result = linearisation(tiny_trace, position=3, k=5)
     witness = tiny.huggingface_model("llama")
     for layer in range(2):
-        wanted = torch.linalg.svdvals(
+        expected = torch.linalg.svdvals(
             tiny.oracle_jacobian(witness, tiny.TOKENS, layer, 3, 3)
         )[:5]
         np.testing.assert_allclose(
-            result.singular_values[layer], wanted, rtol=1e-3, atol=1e-5
+            result.singular_values[layer], expected, rtol=1e-3, atol=1e-5
         )
     assert linearisation(tiny_trace, closed_form=False).singular_values is None
 
@@ -78,10 +78,10 @@ def test_what_is_saved_is_what_is_loaded(
         ours, theirs = getattr(loaded, part), getattr(result, part)
         assert (ours is None) == (theirs is None)
         for name, value in vars(theirs).items() if theirs else ():
-            same = (
+            are_equal = (
                 torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
             )
-            assert same(
+            assert are_equal(
                 getattr(ours, name),
                 json.loads(json.dumps(value)) if name == "provenance" else value,
             ), name
@@ -93,12 +93,13 @@ def test_the_dataset_names_axes_units_and_derived_values(tiny_trace: Trace) -> N
     data = result.to_dataset()
     linear = result.linearisation
     for name in ("one_step", "product", "closed_form", "previous", "input"):
-        one = data.sel(prediction=name)
+        of_prediction = data.sel(prediction=name)
         np.testing.assert_array_equal(
-            one.linearisation_relative_error, linear.relative_error(name)
+            of_prediction.linearisation_relative_error, linear.relative_error(name)
         )
         np.testing.assert_array_equal(
-            one.linearisation_cosine_similarity, linear.cosine_similarity(name)
+            of_prediction.linearisation_cosine_similarity,
+            linear.cosine_similarity(name),
         )
     assert data.norm.attrs["units"] == "residual stream"
     assert data.logit_lens_entropy.attrs["units"] == "nat"
@@ -113,9 +114,9 @@ def test_the_dataset_names_axes_units_and_derived_values(tiny_trace: Trace) -> N
 
 def test_repr_fits_in_three_lines(tiny_trace: Trace) -> None:
     result = measure_trajectory(tiny_trace)
-    for one in (result, result.linearisation, result.perturbation):
-        assert len(repr(one)) <= 3 * 120
-        assert "\n" not in repr(one)
+    for part in (result, result.linearisation, result.perturbation):
+        assert len(repr(part)) <= 3 * 120
+        assert "\n" not in repr(part)
     assert "2 layers, 8 tokens, window=1" in repr(result)
     assert "k=32" in repr(result.linearisation)
     assert "6 scales × 8 samples × 3 depths" in repr(result.perturbation)

@@ -447,24 +447,24 @@ def normed(smollm2: nn.Module, reference: dict[str, Any]) -> tlc.Trace:
 def test_line_shape_scores_of_the_reference(
     normed: tlc.Trace, reference: dict[str, Any]
 ) -> None:
-    wanted = torch.tensor(reference["lss_hidden_states"])
+    expected = torch.tensor(reference["lss_hidden_states"])
     torch.testing.assert_close(
-        line_shape_score(normed.residual), wanted, rtol=0, atol=1e-4
+        line_shape_score(normed.residual), expected, rtol=0, atol=1e-4
     )
 
 
 def test_expodistances_of_the_reference(
     normed: tlc.Trace, reference: dict[str, Any]
 ) -> None:
-    got, wanted = (
+    got, expected = (
         expodistance(normed.residual),
         torch.tensor(reference["expodistance_population_hidden_states"]),
     )
-    torch.testing.assert_close(got[1:], wanted[1:], rtol=0, atol=1e-4)
+    torch.testing.assert_close(got[1:], expected[1:], rtol=0, atol=1e-4)
     # Token 0 goes from norm 2 over 10,660 back to 39, and its ED of 262 follows the
     # last norm's rounding in the model's own float32: the float64 model is 2.6e-4 below
     # the reference, the float32 bridge 5e-4 above.
-    torch.testing.assert_close(got[0], wanted[0], rtol=5e-6, atol=0)
+    torch.testing.assert_close(got[0], expected[0], rtol=5e-6, atol=0)
 
 
 def test_the_lens_at_the_last_layer_is_the_model(

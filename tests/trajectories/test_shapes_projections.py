@@ -25,9 +25,9 @@ def test_entropy_closed_forms() -> None:
         [[0.0, 0.0, 0.0], [2.0, 0.0, -math.inf], [500.0, 0.0, 0.0]], dtype=torch.float64
     )
     p = 1 / (1 + math.exp(-2))
-    wanted = [[math.log(3)], [-p * math.log(p) - (1 - p) * math.log(1 - p)], [0.0]]
+    expected = [[math.log(3)], [-p * math.log(p) - (1 - p) * math.log(1 - p)], [0.0]]
     x = torch.eye(3, dtype=torch.float64)[:, None]
-    close(logit_lens_entropy(x, lambda stream: logits[stream.argmax(-1)]), wanted)
+    close(logit_lens_entropy(x, lambda stream: logits[stream.argmax(-1)]), expected)
 
 
 @few
@@ -77,13 +77,15 @@ def test_pca_is_numpys(shape: tuple[int, ...], n_components: int) -> None:
     last = x[-1].reshape(-1, shape[-1]).numpy()
     mean = last.mean(0)
     _, S, Vh = np.linalg.svd(last - mean)
-    wanted = Vh[:n_components]
-    wanted = wanted * np.sign([row[np.abs(row).argmax()] for row in wanted])[:, None]
+    components = Vh[:n_components]
+    components = (
+        components * np.sign([row[np.abs(row).argmax()] for row in components])[:, None]
+    )
 
     pca = trajectory_pca(x, n_components=n_components)
     close(pca.mean, mean)
-    close(pca.components, wanted, 1e-10)
-    close(pca.projected, (x.numpy() - mean) @ wanted.T, 1e-10)
+    close(pca.components, components, 1e-10)
+    close(pca.projected, (x.numpy() - mean) @ components.T, 1e-10)
     close(pca.explained_variance_ratio, (S**2 / (S**2).sum())[:n_components])
     variance = pca.projected[-1].reshape(-1, n_components).var(0, correction=0)
     close(

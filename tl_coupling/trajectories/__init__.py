@@ -1,5 +1,6 @@
-"""Trajectories of tokens through the residual stream: their shape, their projections,
-and how far they are linear.
+"""Trajectories of tokens through the residual stream.
+
+Their shapes, their projections, and how far they are linear.
 """
 # ruff: noqa: F401
 

@@ -288,11 +288,11 @@ def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
         >>> tlc.trajectories.entropy_by_depth(trace).shape
         torch.Size([3, 8])
     """
-    before = shapes.logit_lens_entropy(trace.residual[:-1], trace.logits)
+    all_but_last = shapes.logit_lens_entropy(trace.residual[:-1], trace.logits)
     last = shapes.logit_lens_entropy(
         trace.residual[-1:], lambda x: trace.logits(x, trace.final_norm)
     )
-    return torch.cat([before, last])
+    return torch.cat([all_but_last, last])
 
 
 def _entropy_where_known(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"] | None:
