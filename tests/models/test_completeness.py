@@ -17,7 +17,7 @@ import tiny
 import tl_coupling as tlc
 from model_folders import save
 from tl_coupling.surveys import Settings, measures
-from tl_coupling.trajectories.result import entropy_where_known
+from tl_coupling.trajectories import measure_trajectory
 
 State = dict[str, Tensor]
 BACKENDS = ["bridge", pytest.param("hooked", marks=tiny.needs_hooked_transformer)]
@@ -303,7 +303,8 @@ def test_a_checkpoint_without_a_head_is_measured_without_logits(
     with pytest.warns(
         UserWarning, match="no logit-lens entropy: this model's head is random"
     ):
-        assert entropy_where_known(trace) is None
+        shapes = measure_trajectory(trace, linear=False, noise=False)
+    assert shapes.logit_lens_entropy is None
 
 
 def test_a_survey_of_it_has_no_loss_and_says_so(tmp_path: Path) -> None:
