@@ -162,6 +162,7 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         "plot_alignment_matrices": {
             "result": object.__new__(trajectories.ResidualAlignment)
         },
+        "plot_redundancy": {"correlations": xarray.Dataset()},
         "plot_spread": {"result": object.__new__(comparisons.MeanCouplingMap)},
         **{
             f"plot_{name}": {
@@ -633,7 +634,7 @@ def test_a_call_leaves_nothing_behind() -> None:
 
 def test_names_and_documentation_stay() -> None:
     assert tlc.svd.__name__ == "svd"
-    assert tlc.svd.__doc__.startswith("Singular value decomposition")
+    assert tlc.svd.__doc__.startswith("Return the singular value decomposition")
     assert list(inspect.signature(tlc.svd).parameters) == ["J", "k"]
 
 
