@@ -144,7 +144,7 @@ def call(
 
 @pytest.fixture
 def refused(call, tmp_path: Path):
-    """Run a command and return the one line of a command that ends with status 2 and writes nothing."""
+    """Run a command that must end with status 2 and write nothing; return its line."""
 
     def run(command: str, options: dict[str, object], arguments: list[str]) -> str:
         before = sorted(tmp_path.rglob("*"))

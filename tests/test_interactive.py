@@ -423,7 +423,8 @@ def test_the_pointer_over_a_map_reads_every_pair(
     colors = [
         chromium.execute_script(
             (
-                "return [...document.querySelector('canvas').getContext('2d').getImageData(...arguments, "
+                "return "
+                "[...document.querySelector('canvas').getContext('2d').getImageData(...arguments, "
                 "1, 1).data]"
             ),
             round(x - left),

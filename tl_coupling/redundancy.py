@@ -96,9 +96,9 @@ def layer_redundancy(
 
     Cost: for each prompt a depth coupling, whose Jacobians and SVDs give the shared
     directions as well, `(3 + n_k) L² / 2` block evaluations and `(4 + n_k) L`
-    unembeddings; memory for `(3 + n_k) L` residual streams and one more block. Half precision is upcast block by block, but
-    not in the unembedding: small differences in loss are lost in the rounding of the
-    logits.
+    unembeddings; memory for `(3 + n_k) L` residual streams and one more block. Half
+    precision is upcast block by block, but not in the unembedding: small differences in
+    loss are lost in the rounding of the logits.
 
     Example:
         >>> data = tlc.redundancy.layer_redundancy(model, ["w1 w2 w3", "w4 w5 w6"], k=(4,))

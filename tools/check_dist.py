@@ -29,7 +29,8 @@ IMPORTS = """
 import pkgutil, sys
 import tl_coupling
 dir(tl_coupling)
-heavy = {"matplotlib", "numpy", "torch", "transformer_lens", "transformers", "typer", "xarray"} & sys.modules.keys()
+heavy = {"matplotlib", "numpy", "torch", "transformer_lens", "transformers", "typer"}
+heavy = (heavy | {"xarray"}) & sys.modules.keys()
 assert not heavy, heavy
 for module in pkgutil.walk_packages(tl_coupling.__path__, "tl_coupling."):
     if not module.name.endswith("__main__"):

@@ -40,8 +40,8 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def digest() -> str:
-    """Return a digest that changes with the code that notebooks and reports run and how, not with its
-    comments and docstrings.
+    """Return a digest that changes with the code that notebooks and reports run and
+    how, not with its comments and docstrings.
     """
     found = hashlib.sha256()
     patterns = ("tl_coupling/**/*.py", "demos/**/*.py", "docs/conf.py")

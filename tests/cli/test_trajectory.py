@@ -93,8 +93,8 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
         out,
     )
     assert {path.name for path in out.iterdir()} == {
-        "trajectory.nc", "trajectory-untrained.nc", "summary.json", "trajectories.png", "trajectories-untrained.png",
-        "metrics.png", "linearisation.png", "inverse_singular_values.png", "perturbation.png",
+        "trajectory.nc", "trajectory-untrained.nc", "summary.json", "trajectories.png",
+        "trajectories-untrained.png", "metrics.png", "linearisation.png", "inverse_singular_values.png", "perturbation.png",
     }  # fmt: skip
     assert "warning" not in done.err
     trained, untrained = (

@@ -396,11 +396,13 @@ def test_checkpoints_that_were_measured_with_other_versions_are_named(
     [
         (
             PYTHIA,
-            "none of the 3 checkpoints of EleutherAI/pythia-14m could be measured; 1: ModelError: could not load",
+            "none of the 3 checkpoints of EleutherAI/pythia-14m could be measured; 1: "
+            "ModelError: could not load",
         ),
         (
             "gpt2",
-            "none of the 3 checkpoints of gpt2 could be measured; 1: ModelError: could not load 'gpt2' at",
+            "none of the 3 checkpoints of gpt2 could be measured; 1: ModelError: "
+            "could not load 'gpt2' at",
         ),
         ("smollm2-135m", "none of the 3 checkpoints .*has no checkpoints"),
     ],

@@ -337,12 +337,12 @@ def perturbation(
 
     The noise is Gaussian. The noisy embedding is `x^0_t + scale · ‖x^0_t‖ / √d_model ·
     ε` with standard normal `ε`: noise of scale 1 is about as long as the embedding, so
-    that models can be compared. With `relative=False` it is `x^0_t + scale · ε`, the paper's levels: the
-    same noise is then more to a model with a shorter embedding. Before the first layer
-    the expected similarity is close to `1 / √(1 + r²)`, with r the length of the noise
-    over that of the embedding; deeper it says whether the blocks damp the noise or
-    amplify it. The samples of ε, float64 from a CPU generator with the seed, are the
-    same for every scale.
+    that models can be compared. With `relative=False` it is `x^0_t + scale · ε`, the
+    paper's levels: the same noise is then more to a model with a shorter embedding.
+    Before the first layer the expected similarity is close to `1 / √(1 + r²)`, with r
+    the length of the noise over that of the embedding; deeper it says whether the
+    blocks damp the noise or amplify it. The samples of ε, float64 from a CPU generator
+    with the seed, are the same for every scale.
 
     With `final_norm=True` the trace's last depth is compared after the final norm.
 
