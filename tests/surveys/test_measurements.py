@@ -402,3 +402,31 @@ def test_settings_survive_json() -> None:
     plan = SMALL.as_plan()
     assert json.loads(json.dumps(plan)) == plan
     assert plan.keys() == Settings.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("orientation", ["ujv", ("ujv", "vju")])
+def test_a_prompt_computes_and_decomposes_each_jacobian_once(
+    model, monkeypatch, orientation
+) -> None:
+    from tl_coupling.jacobians import decomposed
+
+    computed = []
+    n_decomposed = []
+
+    def counted_jacobians(*arguments, **options):
+        for jacobian in compute(*arguments, **options):
+            computed.append(jacobian)
+            yield jacobian
+
+    def counted_svd(J, *arguments, **options):
+        n_decomposed.append(J.shape[:-2].numel())
+        return decompose(J, *arguments, **options)
+
+    compute = decomposed.jacobians_of
+    decompose = decomposed.svd
+    monkeypatch.setattr(decomposed, "jacobians_of", counted_jacobians)
+    monkeypatch.setattr(decomposed, "svd", counted_svd)
+    settings = Settings(k=(2, 4), orientation=orientation)
+    data = measure_prompts(model, PROMPTS[:1], settings, progress=False)
+    assert len(computed) == data.sizes["layer"]
+    assert sum(n_decomposed) == data.sizes["layer"]

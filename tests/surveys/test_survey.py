@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray
+from torch import nn
 
 import tiny
 import tl_coupling as tlc
@@ -216,7 +217,9 @@ def test_dask_gives_the_same_bits(
 
 
 # Where the tests and what they share can be imported from.
-PATHS = Path(__file__).parent, Path(tiny.__file__).parent
+TESTS = Path(__file__).parents[1]
+# Where a process of its own finds this file, what tests share, and the zoo.
+PATHS = (Path(__file__).parent, Path(tiny.__file__).parent, TESTS)
 
 _DRIVER = """
 import json, sys
@@ -810,7 +813,9 @@ def test_prompts_of_a_unit_have_a_bar_of_their_own_by_default(
         seen.append(progress)
         raise ValueError("enough")
 
-    monkeypatch.setattr("tl_coupling.surveys.survey.load_model", lambda **_: None)
+    monkeypatch.setattr(
+        "tl_coupling.surveys.survey.load_model", lambda **_: nn.Identity()
+    )
     monkeypatch.setattr("tl_coupling.surveys.survey.measure_prompts", measured)
     with ThreadPoolExecutor(1) as executor:
         for given in (
