@@ -92,10 +92,18 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
         "--out",
         out,
     )
-    assert {path.name for path in out.iterdir()} == {
-        "trajectory.nc", "trajectory-untrained.nc", "summary.json", "trajectories.png",
-        "trajectories-untrained.png", "metrics.png", "linearisation.png", "inverse_singular_values.png", "perturbation.png",
-    }  # fmt: skip
+    written = {path.name for path in out.iterdir()}
+    assert written == {
+        "trajectory.nc",
+        "trajectory-untrained.nc",
+        "summary.json",
+        "trajectories.png",
+        "trajectories-untrained.png",
+        "metrics.png",
+        "linearisation.png",
+        "inverse_singular_values.png",
+        "perturbation.png",
+    }
     assert "warning" not in done.err
     trained, untrained = (
         xarray.load_dataset(out / f"trajectory{run}.nc") for run in ("", "-untrained")
