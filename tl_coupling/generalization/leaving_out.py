@@ -71,7 +71,7 @@ def leave_one_out(
             "dfbetas": influence.dfbetas[:, 1],
         }
         line = linear_fit(table, x, y, families=families)
-        return _left_out("model", remaining, line, families, columns)
+        return _leave_each_out("model", remaining, line, families, columns)
 
 
 def leave_one_family_out(
@@ -92,18 +92,21 @@ def leave_one_family_out(
         (str(labels[codes == code][0]), table[codes != code]) for code in shared_codes
     )
     line = linear_fit(table, x, y, families=families)
-    return _left_out("family", remaining, line, families, {})
+    return _leave_each_out("family", remaining, line, families, {})
 
 
-def _left_out(
+def _leave_each_out(
     kind: str,
     remaining: Iterator[tuple[str, pandas.DataFrame]],
     line: LinearFit,
     families: str | None,
     columns: dict[str, Float[np.ndarray, " n"]],
 ) -> LeaveOneOut:
-    """Fit what remains without each model or family, and compare it with the line of
-    all; `columns` stand first in the table.
+    """Fit the line again without each model or family, and compare it with `line`.
+
+    `line` is the fit to all models. `remaining` yields the name of what is left out and
+    the table without it. The result's table has `kind` as the name of its index, and
+    `columns` before those of the fits.
     """
     names = []
     fits = []
@@ -117,11 +120,12 @@ def _left_out(
     index = pandas.Index(names, name=kind)
     without = pandas.DataFrame(fits, index, ["slope", "r_squared", "p"])
     r_squared = without["r_squared"].to_numpy()
+    changes = abs(r_squared - line.r_squared)
     has_other_sign = np.sign(without["slope"]) != np.sign(line.slope)
     loses_significance = (without["p"] > ALPHA) & (line.p <= ALPHA)
     return LeaveOneOut(
         table=pandas.concat([pandas.DataFrame(columns, index), without], axis=1),
-        most_influential=names[int(abs(r_squared - line.r_squared).argmax())],
+        most_influential=names[int(changes.argmax())],
         r_squared_range=(float(r_squared.min()), float(r_squared.max())),
         sign_changes=tuple(index[has_other_sign]),
         not_significant=tuple(index[loses_significance]),

@@ -259,11 +259,15 @@ class _HeadGradients(NamedTuple):
 
 
 def _attention(part: Part, context: Context) -> Attention | None:
-    """Return the Jacobian of attention whose heads meet in W_O alone."""
-    # HookedTransformer repeats keys and values of shared heads in W_K and W_V.
-    shared = "_" if hasattr(part.module, "_W_K") else ""
+    """Return the Jacobian of attention whose heads meet in W_O alone.
+
+    None for any other part: `_by_reverse_mode` takes that.
+    """
+    # Where heads share keys and values, HookedTransformer's W_K and W_V repeat these
+    # for every head; `_W_K` and `_W_V` hold them once.
+    prefix = "_" if hasattr(part.module, "_W_K") else ""
     points = ("hook_q", "hook_k", "hook_v")
-    weight_names = ("W_O", "W_Q", f"{shared}W_K", f"{shared}W_V")
+    weight_names = ("W_O", "W_Q", f"{prefix}W_K", f"{prefix}W_V")
     weights = _weights(part, weight_names, (*points, "hook_z"))
     if weights is None:
         return None
@@ -271,6 +275,7 @@ def _attention(part: Part, context: Context) -> Attention | None:
     heads = _Heads(W_O.shape[0], W_O.shape[1], len(W_K))
     if len(W_Q) != heads.n_heads or heads.n_heads % heads.n_shared:
         return None
+    # These are [heads, d_model, d_head]: a shift for each entry of each head.
     shifts = [W.new_zeros(W[:, 0].numel()) for W in (W_Q, W_K, W_V)]
     with _OwnRow(context):
         z, pull_back = vjp(part.between(points, "hook_z"), *shifts)
@@ -280,6 +285,7 @@ def _attention(part: Part, context: Context) -> Attention | None:
     if G is None:
         return None
     d_group = heads.group * heads.d_head
+    # G_q W_Qᵀ + G_k W_Kᵀ + G_v W_Vᵀ, for each group that shares keys and values.
     dz = (G.q.flatten(0, 1) @ W_Q.mT).reshape(heads.n_shared, d_group, -1)
     dz = dz.baddbmm_(G.k, W_K.mT).baddbmm_(G.v, W_V.mT)
     return Attention(part, W_O.flatten(0, 1), dz.flatten(0, 1))

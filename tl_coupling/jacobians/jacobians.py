@@ -150,9 +150,10 @@ def jacobians_of(
 ) -> Iterator[Computed]:
     """Yield the Jacobian of each connection, in order, computed when it is asked for.
 
-    Of a block that normalises the stream, J is that of its residual branches: block(X)
-    − X cannot be compared with others. Neighbours with a layer or an output in common
-    share work, up to `n_sharing`.
+    `function` as in `block_jacobian`, but "branches" by default, the one that can be
+    compared with other blocks'. Neighbouring connections of one layer share work, those
+    of one output more: up to `n_sharing` together, fewer where their Jacobians would
+    exceed `BATCH_BUDGET`.
     """
     n_together = max(1, min(n_sharing, MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
     computed = _in_groups(trace, connections, chunk_size, n_together, function)

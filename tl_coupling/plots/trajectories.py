@@ -155,9 +155,10 @@ def _draw_paths(
     positions: Sequence[int] | None,
     black: int,
 ) -> tuple[np.ndarray, str]:
-    """Draw one model's paths, in Axes for each view.
+    """Draw the paths of one prompt's tokens, in a panel for each view.
 
-    Returns the colours of all positions, and what to say of tokens that are left out.
+    Returns the colours of all positions, and what the title says of tokens that are
+    left out.
     """
     x = _stream(paths)
     provenance = _provenance(paths)
@@ -183,15 +184,17 @@ def _draw_paths(
     }
     # The palest shades of the map are lost on white.
     shades = colormaps["viridis"](np.linspace(0, 0.9, n_pos))
+    black_position = black % n_pos
     for ax, view in zip(panels, views, strict=True):
         first, last = spans[view]
         for i, position in enumerate(drawn):
             look = {"color": tuple(shades[position]), "zorder": 3}
-            if position == black % n_pos:
+            if position == black_position:
                 look = {"color": "black", "zorder": 4}
             path = projected[first : last + 1, i]
             name = labels.token_name(provenance, position)
             ax.plot(*path.T, linewidth=1.2, label=name, **look)
+            # A ring where the path begins, a dot where it ends.
             ax.plot(*path[0], "o", markerfacecolor="none", markersize=5, **look)
             ax.plot(*path[-1], "o", markersize=4, **look)
         ax.set_title(f"{view}: depth {first} to {last}", fontsize="medium")

@@ -80,10 +80,10 @@ def _centred_ranks(
     values: Float[np.ndarray, "n_samples n"], is_known: Bool[np.ndarray, "n_samples n"]
 ) -> Float[np.ndarray, "n_samples n"]:
     """Return the ranks of each row less their mean; 0 where a value is not known."""
-    middle = (is_known.sum(1, keepdims=True) + 1) / 2
-    # Infinity has the last ranks.
+    # n known values have the ranks 1 to n: infinity stands for the others, and is last.
+    mean_rank = (is_known.sum(1, keepdims=True) + 1) / 2
     ranks = stats.rankdata(np.where(is_known, values, np.inf), axis=1)
-    return np.where(is_known, ranks - middle, 0.0)
+    return np.where(is_known, ranks - mean_rank, 0.0)
 
 
 @dataclass(frozen=True)

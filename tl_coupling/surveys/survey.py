@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 MAIN = "main"
 UNTRAINED = "untrained"
 # How a path begins that cannot be the name of a hub model.
-_PATHS = ("/", "./", "../", "~")
+_PATH_PREFIXES = ("/", "./", "../", "~")
 # A model whose checkpoint a unit measures (a hub name, a folder, a file), and how it is
 # quantised.
 _Model = tuple[str, str | None]
@@ -145,15 +145,18 @@ class Survey:
         return dict(pairs)
 
     def _check_models(self, models: dict[str, str]) -> None:
-        """Raise where a folder is missing, or is there under two paths."""
+        """Raise where a folder is missing, or is given twice by different paths.
+
+        `models` are resolved paths or hub names, by the names used in the results.
+        """
         missing = [
             source
             for source in models.values()
-            if source.startswith(_PATHS) and not is_local(source)
+            if source.startswith(_PATH_PREFIXES) and not is_local(source)
         ]
         if missing:
             raise ValueError(f"there is no such folder: {', '.join(missing)}")
-        # A mapping may give one model two names.
+        # A mapping may give one model two names on purpose.
         if isinstance(self.models, Mapping):
             return
         if len(set(models.values())) < len(models):

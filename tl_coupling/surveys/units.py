@@ -328,9 +328,9 @@ def run_unit(
 ) -> Outcome:
     """Measure one unit, unless it is finished.
 
-    `plan` is the digest of its plan, by default that in the folder. A job may outlive
-    its run, and the folder may be of another plan by then: it fails, and writes
-    nothing.
+    `plan` is the digest of the plan that the unit is of, by default the folder's. A job
+    may outlive its run, and the folder may have another plan by then: the unit fails,
+    and nothing is written.
     """
     plan = plan or plan_digest(folder)
     if plan_digest(folder) != plan:
@@ -343,8 +343,8 @@ def run_unit(
         result = measure(unit)
     # A model may fail in any way; the other units do not depend on it.
     except Exception as error:
-        # Another process may have finished it, such as a worker whose driver was
-        # killed.
+        # Another process may have finished the unit meanwhile, such as a worker whose
+        # driver was killed: then it is kept.
         return _after_error(folder, unit, error, "kept", plan)
     if plan_digest(folder) != plan:
         return Outcome(unit, "failed", _OTHER_PLAN)

@@ -50,10 +50,10 @@ def norms(x: Trajectories) -> Float[Tensor, "n_layers_plus_1 *batch"]:
 
 @checked
 def attention_sinks(x: Float[Tensor, "n_layers_plus_1 n_pos d_model"]) -> list[int]:
-    """Return the positions of tokens that are far longer than the others.
+    """Return the positions of tokens whose norms are far above those of the others.
 
-    These are the tokens whose largest norm over depth exceeds ten times the median over
-    tokens of that largest norm.
+    A token counts with its largest norm over depth: that of a sink exceeds ten times
+    the median over tokens.
 
     Example:
         >>> x = torch.tensor([[[1.0], [1.0], [1.0]], [[500.0], [2.0], [3.0]]])
