@@ -44,23 +44,32 @@ ON_THE_CPU = {
         "torch.tensor(math.sqrt(1 - 1 / k), dtype=torch.float64)"
     ): "a single number goes with any device",
     (
-        "torch.randn(J.shape[0], width, "
-        "generator=torch.Generator().manual_seed(0), dtype=J.dtype)"
-    ): "moved in the next",
+        "torch.randn(J.shape[0], width, generator=generator, dtype=J.dtype)"
+    ): "moved in the next line",
+    (
+        "torch.randn(X.shape, generator=generator, dtype=torch.float64)"
+    ): "moved in the next line",
+    (
+        "torch.randn(size, dtype=torch.float64, generator=generator)"
+    ): "moved in the next line",
+    "torch.tensor(self.row_layers)": "their distances are moved",
+    "torch.tensor(self.col_layers)": "their distances are moved",
     "torch.empty(self._size, dtype=self._like.dtype)": "read from a file and moved",
     (
         "torch.randn(*batch, d, columns or d, generator=generator, dtype=torch.float64)"
     ): "drawn on the CPU, as nulls are",
-    "torch.randint(len(drawn), (len(places),), generator=generator)": "nulls are drawn on the CPU",
-    "torch.arange(others.shape[1])": "nulls are drawn on the CPU",
-    "torch.tensor(found.steps)": "a single number goes with any device",
     (
-        "torch.tensor([*before, *text, *after], dtype=torch.long)"
+        "torch.randint(len(draws), (len(cols),), generator=generator)"
+    ): "nulls are drawn on the CPU",
+    "torch.arange(n_cols)": "nulls are drawn on the CPU",
+    "torch.tensor(triplets.steps)": "a single number goes with any device",
+    (
+        "torch.tensor([*prefix, *text, *suffix], dtype=torch.long)"
     ): "token ids go to the model when it runs",
     "torch.empty(1, 0, 0, 1)": "only its shape is read",
     "torch.empty(0)": "only its dtype and device are read",
-    "torch.zeros(len(self.X), dtype=torch.bool)": "part of an error message",
-    "torch.tensor(how[name], dtype=x.dtype)": "drawn",
+    "torch.zeros(len(X), dtype=torch.bool)": "part of an error message",
+    "torch.tensor(numbers, dtype=x.dtype)": "drawn",
     (
         "torch.full((len(influence.layers), run.trace.n_pos), "
         "torch.nan, dtype=influence.frobenius_norm.dtype)"
