@@ -145,14 +145,14 @@ def test_the_record_is_of_the_result_that_stands_there(
     """Between our checksum and our record another process puts its own result and
     record in place.
     """
-    write_record = units._record
+    write_record = units.write_record
 
     def after_another(folder: Path, unit: Unit, content: dict[str, object]) -> None:
-        monkeypatch.setattr(units, "_record", write_record)
+        monkeypatch.setattr(units, "write_record", write_record)
         run_unit(folder, unit, lambda unit: result(2))
         write_record(folder, unit, content)
 
-    monkeypatch.setattr(units, "_record", after_another)
+    monkeypatch.setattr(units, "write_record", after_another)
     run_unit(tmp_path, UNIT, lambda unit: result(1))
     assert is_finished(tmp_path, UNIT)
     xarray.testing.assert_identical(load_unit(tmp_path, UNIT), result(2))

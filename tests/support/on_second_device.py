@@ -417,15 +417,15 @@ def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
     [
         pytest.param(
             shapes,
-            "dtype=units.dtype, device=units.device",
-            "dtype=units.dtype",
+            "torch.arange(1, len(unit_steps) + 1).to(unit_steps)",
+            "torch.arange(1, len(unit_steps) + 1).to(unit_steps.dtype)",
             lambda module, trace: module.line_shape_score_by_depth(trace.residual),
             id="positions that are counted on the CPU",
         ),
         pytest.param(
             maps,
-            "torch.tensor(side, device=self.matrices.device).T",
-            "torch.tensor(side).T",
+            "device = self.matrices.device",
+            "device = None",
             lambda module, trace: module.CouplingMap(
                 **vars(tlc.depth_coupling(trace, K))
             ).mean(),
@@ -440,8 +440,8 @@ def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
         ),
         pytest.param(
             predictions,
-            "generator=generator).to(clean)",
-            "generator=generator, device=clean.device).to(clean)",
+            "torch.randn(size, dtype=torch.float64, generator=generator)",
+            "torch.randn(size, device=clean.device, generator=generator)",
             lambda module, trace: module.perturbation(trace, n_samples=1),
             id="the generator of the CPU",
         ),
