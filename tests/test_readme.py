@@ -64,7 +64,7 @@ def test_python_runs_from_top_to_bottom(folder: Path) -> None:
     pictures = [
         name
         for block in PYTHON
-        for name in re.findall(r'savefig\("(.+?)"\)', block.text)
+        for name in re.findall(r'savefig\(\s*"(.+?)"', block.text)
     ]
     assert len(pictures) >= 12
     assert all((folder / name).stat().st_size > 5_000 for name in pictures)
