@@ -274,6 +274,15 @@ def short_path(model: str) -> str:
     return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
 
 
+def short_names(models: Sequence[str]) -> list[str]:
+    """Return names without organisation or folder, where they stay different."""
+    last_parts = [model.rsplit("/", 1)[-1] for model in models]
+    return [
+        last_part if last_parts.count(last_part) == 1 else model
+        for model, last_part in zip(models, last_parts, strict=True)
+    ]
+
+
 def entitle(drawn: Axes | Figure, text: str) -> None:
     """Set a title that is not read as mathematics."""
     set_title = drawn.set_title if isinstance(drawn, Axes) else drawn.suptitle

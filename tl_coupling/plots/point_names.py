@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox, BboxBase
 
+from tl_coupling.plots import labels
+
 _POINTS_PER_INCH = 72
 # Where a name may stand, seen from its point: beside it first, further away where
 # something is in the way.
@@ -46,7 +48,7 @@ def name_points(
     taken = [_box_around(point, 3 * pixels_per_point) for point in points]
     taken += _boxes_along_curves(ax, pixels_per_point)
     for xy, point, name in zip(
-        zip(x, y, strict=True), points, _short_names(models), strict=True
+        zip(x, y, strict=True), points, labels.short_names(models), strict=True
     ):
         label = ax.annotate(
             name,
@@ -67,15 +69,6 @@ def name_points(
         best = _least_covering(boxes, taken, axes_box)
         taken.append(boxes[best])
         label.set_position(tuple((corners[best] - point) / pixels_per_point))
-
-
-def _short_names(models: Sequence[str]) -> list[str]:
-    """Return names without the organisation, unless two models then have the same."""
-    short_names = [model.rsplit("/", 1)[-1] for model in models]
-    return [
-        short if short_names.count(short) == 1 else model
-        for short, model in zip(short_names, models, strict=True)
-    ]
 
 
 def _box_around(point: Float[np.ndarray, "2"], half_width: float) -> Bbox:

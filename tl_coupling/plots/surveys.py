@@ -117,7 +117,7 @@ def plot_quartiles(
         ax.tick_params(axis="x", labelsize="small")
         if variable.is_log:
             ax.set_xscale("log", nonpositive="mask")
-    names = _short_names(models).values()
+    names = labels.short_names(models)
     panels[0].set_yticks(range(len(models)), names, parse_math=False)
     panels[0].set_ylim(len(models) - 0.5, -0.5)
     _add_legend_of_quartiles(fig, any(run.is_untrained for run in runs))
@@ -204,7 +204,7 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
     runs = _runs(data)
     models, _ = _sorted_models(runs)
     drawn_models = models[-_MOST_MODELS:]
-    names = _short_names(models)
+    names = dict(zip(models, labels.short_names(models), strict=True))
     fig = fig or labels.new_figure(7.4, 5.6)
     fig.subplots(2, 2, sharex=True)
     panels = fig.axes
@@ -310,7 +310,7 @@ def plot_prompts(
     grid = fig.subplots(len(drawn_runs), n_columns, squeeze=False)
     x_label = "length in tokens" if against is None else "difficulty"
     y_label = f"{measure.replace('_', ' ')} (k = {k})"
-    names = _short_names(models)
+    names = dict(zip(models, labels.short_names(models), strict=True))
     for run, axes in zip(drawn_runs, grid, strict=True):
         if against is None:
             x = run.values["n_pos"].values.astype(float)
@@ -502,15 +502,6 @@ def _sorted_models(
         key=lambda model: (np.isnan(numbers[model]), numbers[model]),
     )
     return models, name
-
-
-def _short_names(models: Sequence[str]) -> dict[str, str]:
-    """Return names without organisation or folder, where they stay different."""
-    short_names = [model.rsplit("/", 1)[-1] for model in models]
-    return {
-        model: name if short_names.count(name) == 1 else model
-        for model, name in zip(models, short_names, strict=True)
-    }
 
 
 def _measured_k(data: "xarray.Dataset", k: int | None, measure: str) -> int:
