@@ -12,10 +12,14 @@ PER_TASK ?=
 DATA ?=
 ONLY ?=
 SMALL ?=
+BEFORE ?=
+AFTER ?=
+NOTEBOOKS ?=
+KEEP ?=
 TAG ?=
 PYTHONS ?= python3.11 python3.13
 
-.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo real attack check
+.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo real attack same check
 .PHONY: study-capacity study-generalization docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
 # Two at a time: environments, checks, the tests of each line.
@@ -96,6 +100,11 @@ real: .venv/ready
 # Kills, interrupts, full disks, damaged folders and hostile input; ONLY="kills disks", SEED=1, SHARE=0.1: fewer, others.
 attack: .venv/ready
 	PYTHONPATH=tests:tests/support .venv/bin/python -m attack $(if $(ONLY),--only $(ONLY)) --seed $(or $(SEED),0) --share $(or $(SHARE),1) --save out/attack.json
+
+# Whether a commit and the working tree, or AFTER=another, give the same numbers: BEFORE=main; NOTEBOOKS=1: those too;
+# ONLY="survey depth": some commands; KEEP=out/same: what was written stays there.
+same: .venv/ready
+	PYTHONPATH=tools .venv/bin/python -m same_numbers $(BEFORE) $(AFTER) $(if $(NOTEBOOKS),--notebooks) $(if $(ONLY),--only $(ONLY)) $(if $(KEEP),--keep $(KEEP))
 
 check: .venv/ready
 	.venv/bin/ruff format --check .
