@@ -7,6 +7,7 @@ import io
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from same_numbers.comparison import (
 )
 from same_numbers.in_tree import check_package, outcome_of
 from same_numbers.outcome import Outcome, Outcomes, take_outcomes, write_outcomes
+from same_numbers.run import KERNEL_START
 from same_numbers.scenario import COMMANDS, selected_commands
 from same_numbers.values import Difference, differences, digest
 from tl_coupling.cli.app import app
@@ -84,15 +86,19 @@ def write_notebook(
     path: Path,
     text: str = "coupling 0.5\n",
     picture: np.ndarray | None = None,
-    stderr: str = "1 s",
+    loss: float = 1.5,
+    seconds: float = 1.0,
 ) -> None:
     png = in_text(pixels() if picture is None else picture)
+    data = xarray.Dataset({"loss": ("x", [loss, 2]), "seconds": ("x", [seconds, 3])})
+    shown = {"text/plain": repr(data), "text/html": data._repr_html_()}
     # In two pieces; a time decides in how many.
     outputs = [
         v4.new_output("stream", name="stdout", text="k = 10\n"),
-        v4.new_output("stream", name="stderr", text=stderr),
+        v4.new_output("stream", name="stderr", text=f"{seconds} s"),
         v4.new_output("stream", name="stdout", text=text),
         v4.new_output("display_data", {"image/png": png, "text/plain": "<Figure>"}),
+        v4.new_output("execute_result", shown),
     ]
     cells = [v4.new_markdown_cell("Text"), v4.new_code_cell("f()", outputs=outputs)]
     nbformat.write(v4.new_notebook(cells=cells), path)
@@ -294,6 +300,12 @@ PLANTED: list[tuple[str, str, str, Callable[[Path], object]]] = [
         "1 of 80 numbers differ",
         lambda path: write_notebook(path, picture=changed_pixel()),
     ),
+    (
+        "notebook.ipynb",
+        "cell 0 output 1 text/plain",
+        "1 of 3 numbers differ, by up to 0.1 absolute",
+        lambda path: write_notebook(path, loss=1.6),
+    ),
     ("units/depth.nc", "file", "is missing after", lambda path: path.unlink()),
 ]
 
@@ -308,7 +320,8 @@ def test_a_planted_change_is_reported(
 ) -> None:
     plant(folders[1] / name)
     reported = [str(difference) for difference in compared_differences(folders)]
-    assert len(reported) == 1 or "shape" in message
+    # Another shape has other dimensions; an object has text and HTML.
+    assert len(reported) == 1 or "shape" in message or "output 1" in variable
     line = next(line for line in reported if f"  {variable}: " in line)
     assert line.startswith(f"{name}  ")
     assert message in line
@@ -342,7 +355,7 @@ def test_times_alone_are_no_difference(folders: tuple[Path, Path]) -> None:
     wider = PRINTED.format(seconds="12.36").replace("━┓", "━━┓")
     wider = wider.replace("of the\n    ", "of the ")
     (after / "survey.txt").write_text(wider)
-    write_notebook(after / "notebook.ipynb", stderr="9 s")
+    write_notebook(after / "notebook.ipynb", seconds=9.0)
     assert not compared_differences(folders)
 
 
@@ -397,6 +410,19 @@ def test_every_command_is_in_the_scenario() -> None:
     assert {command.arguments[0] for command in COMMANDS} == registered
     names = [command.name for command in COMMANDS]
     assert len(set(names)) == len(names)
+
+
+def test_temporary_names_in_notebooks_are_counted(tmp_path: Path) -> None:
+    made = "print(tempfile.mkdtemp(), tempfile.mkdtemp())"
+    printed = subprocess.run(
+        [sys.executable, "-c", KERNEL_START + made],
+        env={"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    names = [Path(name).name for name in printed.split()]
+    assert names == ["tmp00000000", "tmp00000001"]
 
 
 def test_a_command_brings_what_it_reads() -> None:

@@ -18,7 +18,7 @@ class ComparedFile:
     Attributes:
         file: relative to the folder of results.
         kind: its format.
-        before: a hash of what is compared, or None where it is missing.
+        before: a hash of what is compared; None where one of the trees has no such file.
         after: the same in the other tree.
         n_numbers: how many numbers were compared.
         differences: of its values; none where all are equal.

@@ -18,6 +18,8 @@ from same_numbers.left_out import NOT_CONTENT, NOT_NUMBERS, NOT_RESULTS
 from same_numbers.values import Array, Values
 
 PNG_IN_TEXT = "data:image/png;base64,"
+# The class of a variable in xarray's tables, an item of a list.
+XARRAY_VARIABLE = "xr-var-item"
 # Of the tables that are printed; a line of them is no text.
 BORDERS = "┏┓┗┛┡┩┳┻╇┴└┘─━ "
 
@@ -175,9 +177,13 @@ class _Page(HTMLParser):
         self.texts: list[str] = []
         self.elements: list[str] = []
         self.pictures: list[Array] = []
+        # Where the texts and elements of xarray's variable begin.
+        self.variable_start: tuple[int, int] | None = None
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note an element, with its attributes."""
+        if ("class", XARRAY_VARIABLE) in attrs:
+            self.variable_start = (len(self.texts), len(self.elements))
         described = [tag]
         for name, content in attrs:
             if name in NOT_CONTENT:
@@ -189,10 +195,22 @@ class _Page(HTMLParser):
             described.append(f'{name}="{content}"')
         self.elements.append(" ".join(described))
 
+    def handle_endtag(self, tag: str) -> None:
+        """Drop a variable of xarray's that is no number."""
+        if tag != "li" or self.variable_start is None:
+            return
+        first_text, first_element = self.variable_start
+        self.variable_start = None
+        name = self.texts[first_text]
+        if name in NOT_NUMBERS:
+            del self.texts[first_text:]
+            del self.elements[first_element:]
+
     def handle_data(self, data: str) -> None:
         """Note the text between two tags; scripts, and the data in them, are text."""
         if data.strip():
-            self.texts.append(data.strip())
+            # Beside its tables xarray has a plain text of the whole.
+            self.texts.append(_without_times(data.strip()))
 
 
 def _read_notebook(path: Path) -> Values:
@@ -230,10 +248,20 @@ def _object_values(output: Any, name: str) -> Values:
             parts = page_values(content)
             values |= {f"{described} {part}": value for part, value in parts.items()}
         elif isinstance(content, str):
-            values[described] = content
+            values[described] = _without_times(content)
         else:
             values |= _entries(content, described)
     return values
+
+
+def _without_times(text: str) -> str:
+    """Return an object's text; a dataset's without the variables that are left out."""
+    if not text.startswith("<xarray."):
+        return text
+    lines = text.splitlines()
+    return "\n".join(
+        line for line in lines if NOT_NUMBERS.keys().isdisjoint(line.split()[:1])
+    )
 
 
 def _read_printed(path: Path) -> Values:

@@ -1,6 +1,7 @@
 """A tree's scenario in a fresh process, whose surroundings are the same for every tree."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,13 @@ FIXED = {
 }
 # Names within an SVG are random unless salted.
 MATPLOTLIBRC = "svg.hashsalt: same numbers\n"
+# Notebooks show the names of temporary folders, which are random unless counted.
+KERNEL_START = """\
+import itertools
+import tempfile
+
+tempfile._name_sequence = (f"{number:08}" for number in itertools.count())
+"""
 PROCESS = "the process of all steps"
 
 
@@ -55,8 +63,12 @@ def run_scenario(tree: Path, results: Path, selection: Selection) -> Outcomes:
         command.append("--notebooks")
     if selection.only:
         command += ["--only", *selection.only]
-    surroundings = environment(tree, results.parent)
+    # As empty for the second tree as for the first.
+    temporary = results.parent / "temporary"
+    temporary.mkdir()
+    surroundings = environment(tree, results.parent, temporary)
     ended = subprocess.run(command, cwd=running, env=surroundings)
+    shutil.rmtree(temporary)
     outcomes = take_outcomes(running)
     message = f"exit status {ended.returncode}"
     outcomes[PROCESS] = Outcome(ended.returncode, message)
@@ -64,11 +76,20 @@ def run_scenario(tree: Path, results: Path, selection: Selection) -> Outcomes:
     return outcomes
 
 
-def environment(tree: Path, folder: Path) -> Mapping[str, str]:
+def environment(tree: Path, folder: Path, temporary: Path) -> Mapping[str, str]:
     """Return the variables of the process; the tree comes first on its path."""
     rc_file = folder / "matplotlibrc"
     rc_file.write_text(MATPLOTLIBRC)
+    start_folder = folder / "ipython" / "profile_default" / "startup"
+    start_folder.mkdir(parents=True, exist_ok=True)
+    (start_folder / "names.py").write_text(KERNEL_START)
     path = os.pathsep.join([str(tree), str(TOOLS)])
-    # No hub's cache: what is not embedded or an input is not found.
-    hub = {"HF_HOME": str(folder / "hub"), "MATPLOTLIBRC": str(rc_file)}
-    return {**os.environ, **FIXED, **hub, "PYTHONPATH": path}
+    places = {
+        "PYTHONPATH": path,
+        # No hub's cache: what is not embedded or an input is not found.
+        "HF_HOME": str(folder / "hub"),
+        "MATPLOTLIBRC": str(rc_file),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "TMPDIR": str(temporary),
+    }
+    return {**os.environ, **FIXED, **places}
