@@ -13,6 +13,7 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
+from linear_blocks import affine_trace
 from tl_coupling.blocks import BlockError
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.gradients import DerivativeError, StepError
@@ -45,6 +46,22 @@ def measurements(trace: tlc.Trace) -> list:
 
 def doubled(z, hook=None):
     return 2 * z
+
+
+# A small J has the rounding of I + J
+
+
+def test_the_rounding_of_the_identity_is_not_a_disagreement() -> None:
+    """On processors where products round by address it came to 20 bits of a stiff block."""
+    trace = affine_trace(1e-4 * torch.randn(32, 32))
+    block = trace.blocks[0]
+    reference = block.reference(0)
+    uJ = reference.rows[0]
+    assert uJ.norm() < 1e-3 * reference.u.norm()
+    bit = torch.finfo(uJ.dtype).eps * reference.u
+    assert block.agrees(reference.y, [uJ + 20 * bit], [0], 0)
+    assert not block.agrees(reference.y, [uJ + 60 * bit], [0], 0)
+    assert not block.agrees(reference.y + 0.1, [uJ], [0], 0)
 
 
 # The step

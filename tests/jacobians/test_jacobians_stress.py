@@ -154,7 +154,7 @@ def test_stressed_blocks_are_measured_and_right(
     stress(hf_model)
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
     # float32 rounds what is small beside what is massive.
-    relative = 1e-4 if stress in (stiff, dominant_direction) else 1e-5
+    relative = 2e-4 if stress in (stiff, dominant_direction) else 1e-5
     for layer in range(tiny.N_LAYERS):
         pairs = [(position, position) for position in POSITIONS]
         expected = tiny.oracle_jacobians(hf_model, tiny.TOKENS, layer, pairs)

@@ -34,7 +34,7 @@ def logits(
 ) -> Float[Tensor, "*batch d_vocab"]:
     """Return the logits of residual rows `x`, as `Trace.logits` does.
 
-    Rows are computed in batches as long as the prompt. Which prompt that is has no
+    Rows are computed in batches, as tokens of as many texts. Which prompt it is has no
     effect on the logits.
     """
     lacking = missing_head(model)

@@ -37,6 +37,9 @@ TOLERANCE = 1e-4
 # difference, so that its rounding error grows with the stream, and a vanishing
 # J_{t1 t2} has no norm.
 _SHARE_OF_STREAM = 1e-2
+# What is computed is I + J: J has the rounding of the identity that is taken from it,
+# so many least bits where a block is stiff.
+_BITS_OF_IDENTITY = 32
 _MOST_REFERENCES = 32
 _CAUSES = (
     "Likely causes: weights or hooks changed after `trace`, the block draws random "
@@ -121,12 +124,17 @@ class Gate:
         scale = reference.y.norm() + _SHARE_OF_STREAM * stream_norm
         if not bool((y - reference.y).norm() <= TOLERANCE * scale):
             return False
-        expected_products = reference.rows[list(t1)]
-        least = _SHARE_OF_STREAM * reference.rows.norm()
-        return all(
-            bool((uJ - expected).norm() <= TOLERANCE * (expected.norm() + least))
-            for uJ, expected in zip(products, expected_products, strict=True)
-        )
+        u = reference.u
+        of_identity = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u.norm()
+        of_all_rows = TOLERANCE * _SHARE_OF_STREAM * reference.rows.norm()
+        for uJ, position in zip(products, t1, strict=True):
+            expected = reference.rows[position]
+            tolerance = TOLERANCE * expected.norm() + of_all_rows
+            if position == t2:
+                tolerance = tolerance + of_identity
+            if not bool((uJ - expected).norm() <= tolerance):
+                return False
+        return True
 
     def changed(self) -> StepError:
         """Return the error where the full sequence no longer agrees with itself."""

@@ -14,26 +14,31 @@ from tl_coupling.models.images import described_type, image_provenance
 from tl_coupling.models.loaded import is_bridge, reads_pixels
 from tl_coupling.models.tokenization import check_tokens, str_tokens, tokenize
 
-# Rows of a residual stream in one run of an image classifier.
-_N_CLASSIFIED_AT_ONCE = 64
+# Rows of a residual stream in one run of what follows the blocks: so many that reading
+# the unembedding does not take longer than multiplying with it.
+_N_ROWS_AT_ONCE = 64
 
 
 @runtime_checkable
 class ModelInput(Protocol):
     """One input of a model.
 
-    A residual stream has a row for every token of a text. An image classifier reads its
-    class token alone, so that several rows are the class tokens of as many images.
+    A residual stream has a row for every token of a text. What follows the blocks
+    treats each row by itself, so that several rows are run as the one token of as many
+    texts. An image classifier reads its class token alone: several rows are the class
+    tokens of as many images.
 
     Attributes:
         kind: "tokens" or "pixels".
         when_it_fails: what to try where the model fails on such an input.
         head: what kind of head makes logits of it.
+        n_rows_at_once: how many rows the model makes logits of in one run.
     """
 
     kind: ClassVar[str]
     when_it_fails: ClassVar[str]
     head: ClassVar[str]
+    n_rows_at_once: ClassVar[int]
 
     @property
     def batch(self) -> Tensor:
@@ -65,10 +70,6 @@ class ModelInput(Protocol):
     def str_tokens(self, model: nn.Module, n_pos: int, /) -> tuple[str, ...]:
         """Return the names of the tokens of a stream of `n_pos` rows."""
 
-    @property
-    def n_rows_at_once(self) -> int:
-        """How many rows the model makes logits of in one run."""
-
     def of_several_rows(self) -> "ModelInput":
         """Return an input whose stream has two rows at least."""
 
@@ -93,8 +94,9 @@ class TokenIds:
     kind: ClassVar[str] = "tokens"
     when_it_fails: ClassVar[str] = "another dtype"
     head: ClassVar[str] = "a language-model"
+    n_rows_at_once: ClassVar[int] = _N_ROWS_AT_ONCE
 
-    batch: Int[Tensor, "1 n_pos"]
+    batch: Int[Tensor, "n_texts n_pos"]
     provenance: dict[str, object] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
@@ -121,34 +123,29 @@ class TokenIds:
         """Return each token as text; its id where the model has no tokenizer."""
         return str_tokens(model, self.tokens)
 
-    @property
-    def n_rows_at_once(self) -> int:
-        """How many rows the model makes logits of in one run: as many as tokens."""
-        return self.n_pos
-
     def of_several_rows(self) -> "TokenIds":
         """Return the same text, or one token twice."""
         return TokenIds(self.batch.repeat(1, 2)) if self.n_pos == 1 else self
 
     def of_rows(self, n_rows: int, /) -> "TokenIds":
-        """Return the first tokens, as many as rows."""
-        return TokenIds(self.batch[:, :n_rows])
+        """Return the first token, as so many texts of one token each."""
+        return TokenIds(self.batch[:, :1].expand(n_rows, 1))
 
     def stream(
         self, rows: Float[Tensor, "n_rows d_model"]
-    ) -> Float[Tensor, "1 n_rows d_model"]:
-        """Return rows as those of one text."""
-        return rows[None]
+    ) -> Float[Tensor, "n_rows 1 d_model"]:
+        """Return rows as the tokens of as many texts."""
+        return rows[:, None]
 
     @property
     def wanted_logits(self) -> str:
         """What logits the model should return, in words."""
         return f"every token, [1 {self.n_pos} d_vocab]"
 
-    def rows_of_logits(self, logits: Tensor) -> Float[Tensor, "n_pos d_vocab"] | None:
+    def rows_of_logits(self, logits: Tensor) -> Float[Tensor, "n_rows d_vocab"] | None:
         """Return the logits of every token; None if their shape is another."""
         has_every_token = logits.ndim == 3 and logits.shape[:-1] == self.batch.shape
-        return logits[0] if has_every_token else None
+        return logits.flatten(0, 1) if has_every_token else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +156,7 @@ class Pixels:
     when_it_fails: ClassVar[str] = "pixels of the shape it was made for"
     head: ClassVar[str] = "an image classifier's"
     wanted_logits: ClassVar[str] = "an image, [1 n_classes]"
-    n_rows_at_once: ClassVar[int] = _N_CLASSIFIED_AT_ONCE
+    n_rows_at_once: ClassVar[int] = _N_ROWS_AT_ONCE
 
     batch: Float[Tensor, "1 channels height width"]
     provenance: dict[str, Any] = field(default_factory=dict)

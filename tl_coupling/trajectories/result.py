@@ -26,6 +26,8 @@ from tl_coupling.trajectories.predictions import (
 if TYPE_CHECKING:
     import xarray
 
+# Rows of the stream whose logits are in memory at a time.
+_ROWS_OF_LOGITS = 64
 # The axes of every array in the file: of those in a result, of those in its parts, and
 # of those that are made for the file alone.
 _OF_TOKENS = ("line_shape_score", "expodistance", "equidistance")
@@ -282,17 +284,22 @@ def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
     Raises:
         ValueError: the model has no unembedding.
 
-    Cost: `n_layers + 1` unembeddings of the prompt.
+    Cost: `n_layers + 1` unembeddings of the prompt, of which some rows at a time are in
+    memory.
 
     Example:
         >>> tlc.trajectories.entropy_by_depth(trace).shape
         torch.Size([3, 8])
     """
-    all_but_last = shapes.logit_lens_entropy(trace.residual[:-1], trace.logits)
-    last = shapes.logit_lens_entropy(
-        trace.residual[-1:], lambda x: trace.logits(x, trace.final_norm)
-    )
-    return torch.cat([all_but_last, last])
+    x = trace.residual
+    before_last = x[:-1].flatten(0, 1)
+    entropies = [
+        shapes.entropy_of(trace.logits(rows))
+        for rows in before_last.split(_ROWS_OF_LOGITS)
+    ]
+    entropies.append(shapes.entropy_of(trace.logits(x[-1], trace.final_norm)))
+    by_depth = torch.cat(entropies).reshape(x.shape[:2])
+    return shapes.entropies_by_depth(by_depth, x)
 
 
 def _entropy_where_known(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"] | None:

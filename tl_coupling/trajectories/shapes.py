@@ -257,7 +257,7 @@ def logit_lens_entropy(
     """
     _finite(x, at_least=1)
     entropies = []
-    for depth, stream in enumerate(x):
+    for stream in x:
         with torch.no_grad():
             logits = unembed(stream)
         if logits.ndim != stream.ndim or logits.shape[:-1] != stream.shape[:-1]:
@@ -265,15 +265,27 @@ def logit_lens_entropy(
                 "`unembed` must map [*batch d_model] to [*batch d_vocab], "
                 f"got {list(logits.shape)} for {list(stream.shape)}"
             )
-        probabilities = logits.double().softmax(-1)
-        entropy = torch.special.entr(probabilities).sum(-1)
-        if not entropy.isfinite().all():
+        entropies.append(entropy_of(logits))
+    return entropies_by_depth(torch.stack(entropies), x)
+
+
+def entropy_of(logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch"]:
+    """Return the entropy of each row of logits in nats, in float64."""
+    probabilities = logits.double().softmax(-1)
+    return torch.special.entr(probabilities).sum(-1)
+
+
+def entropies_by_depth(
+    entropies: Float[Tensor, "n_layers_plus_1 *batch"], x: Trajectories
+) -> Float[Tensor, "n_layers_plus_1 *batch"]:
+    """Return entropies in x's dtype; ValueError unless all are finite."""
+    for depth, of_depth in enumerate(entropies):
+        if not of_depth.isfinite().all():
             raise ValueError(
                 "`unembed` must return logits without NaN or +inf, "
                 f"got some at depth {depth}: use a wider dtype?"
             )
-        entropies.append(entropy)
-    return _narrowed(torch.stack(entropies), x)
+    return _narrowed(entropies, x)
 
 
 @dataclass(frozen=True, eq=False)
