@@ -172,6 +172,40 @@ class BlockCall:
             return keys, values
         raise _no_context()
 
+    def with_keys_and_values(
+        self, X: Float[Tensor, "n_pos d_model"]
+    ) -> tuple[Float[Tensor, "n_pos d_model"], tuple[Tensor, Tensor]]:
+        """Return the block's output for the whole sequence, and its keys and values.
+
+        Raises:
+            BlockError: it does not give them.
+        """
+        recording = Context(None, self.position_dim, 0)
+        recording.runs_on = True
+        Y = self._in_context(recording, X.clone(), None, 1)
+        if len(recording.seen) != 2:
+            raise _no_context()
+        keys, values = recording.seen
+        return self.rows(Y), (keys, values)
+
+    def of_each(
+        self, streams: Float[Tensor, "n_streams n_pos d_model"]
+    ) -> Float[Tensor, "n_streams n_pos d_model"]:
+        """Return the block's output for each of several sequences, by one call.
+
+        Raises:
+            BlockError: it is not called with an axis of sequences, or does not give one
+                output for each.
+        """
+        if "1" not in self.layout:
+            raise BlockError("the block takes one sequence at a time")
+        layout = self.layout.replace("1", "s")
+        laid_out = rearrange(streams, f"s n d -> {layout}").clone()
+        output = hidden_states(self.module(laid_out, **self.arguments))
+        if output.shape != laid_out.shape:
+            raise BlockError("the block gives another number of sequences than it got")
+        return rearrange(output, f"{layout} -> s n d")
+
     def row(
         self, x: Float[Tensor, " d_model"], position: int, context: tuple[Tensor, ...]
     ) -> Float[Tensor, " d_model"]:

@@ -46,10 +46,12 @@ class Context:
     without `rows` it records.
 
     `completed` puts them around the new ones, which have `before` rows in front of
-    them. With `moved`, a list that collects them, the new ones are constants there.
+    them. With `moved`, a list that collects them, the new ones are constants there. A
+    recording context ends the block's run when it has both, unless `runs_on`.
     """
 
     moved: list[Tensor] | None = None
+    runs_on = False
 
     def __init__(self, rows: tuple[Tensor, ...] | None, dim: int, before: int) -> None:
         self.rows = rows
@@ -72,7 +74,7 @@ class Context:
         part = len(self.seen)  # 0 for keys, 1 for values.
         self.seen.append(new)
         if self.rows is None:
-            if part:
+            if part and not self.runs_on:
                 raise KeysAndValues(*self.seen)
             return new
         if self.moved is not None:

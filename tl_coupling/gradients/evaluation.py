@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import is_out_of_memory, map_tensors
+from tl_coupling.blocks import BlockError, is_out_of_memory, map_tensors
 from tl_coupling.interrupts import hear_interrupts
 
 _Output = TypeVar("_Output", bound=Tensor | tuple[Tensor, ...])
@@ -45,6 +45,24 @@ def vjp(function: Callable[..., _Output], *inputs: Tensor) -> tuple[_Output, Pul
         )
 
     return map_tensors(output, Tensor.detach), pull_back
+
+
+def vjp_with_aux(
+    function: Callable[..., tuple[Tensor, tuple[Tensor, ...]]], *inputs: Tensor
+) -> tuple[Tensor, PullBack, tuple[Tensor, ...]]:
+    """Return a function's output, its pull-back, and what else it returns.
+
+    Raises:
+        BlockError: a custom autograd Function rules out torch.func.
+    """
+    try:
+        return torch.func.vjp(function, *inputs, has_aux=True)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if "setup_context" in str(error):
+            raise BlockError(
+                "a custom autograd Function rules out torch.func"
+            ) from None
+        raise
 
 
 def over_seeds(

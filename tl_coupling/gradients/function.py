@@ -70,7 +70,8 @@ class BlockFunction:
         """Say whether the block normalises the stream itself, and remark on it.
 
         `block(X) − X` then holds `−I`. A function that includes the model's final norm
-        does not count. Cost: one forward pass of the block, once.
+        does not count. Cost: one forward pass of the block, once; none where `refer_to`
+        was called before.
         """
         if self._normalises:
             self.remarks.add(
@@ -84,6 +85,9 @@ class BlockFunction:
     @cached_property
     def _normalises(self) -> bool:
         if self.norm is not None or self.stream_norms is not None:
+            return False
+        # Seen in passing; a block that seems to is looked at by itself.
+        if self._gate.normalises == [False]:
             return False
         # Where the MLP treats each row by itself, one row of it will do: it is most of
         # the work.
@@ -108,7 +112,8 @@ class BlockFunction:
             ValueError: the block normalises the stream by something else than a module
                 that is called on it.
 
-        Cost: one forward pass of the block, once; a few more if it normalises.
+        Cost: none after `refer_to`, else one forward pass of the block, once; a few more
+        if it normalises.
         """
         return self._branches if self.remark_on_norms() else self
 
@@ -184,8 +189,8 @@ class BlockFunction:
             StepError: the block is not the function that was traced.
             DerivativeError: its derivative is not the function's.
         """
-        self.remark_on_norms()
         self._gate.refer_to(output_positions)
+        self.remark_on_norms()
 
     def agrees(
         self, y: Tensor, products: Iterable[Tensor], t1: Sequence[int], t2: int

@@ -1,7 +1,7 @@
 """The gate: what is measured of a block is compared with the block's own function.
 
 Three checks, from one forward and one backward pass of the block and one or two forward
-passes more (at most 22, where a block is stiff):
+passes more (a few more where a block is stiff):
 
 * **the step**: called again, the block adds to the stream what it added when it was
   traced;
@@ -24,13 +24,19 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_coupling.blocks import BlockError, RecordedCall, own_arithmetic
+from tl_coupling.blocks import (
+    BlockError,
+    RecordedCall,
+    is_out_of_memory,
+    own_arithmetic,
+)
 from tl_coupling.gradients.errors import DerivativeError, StepError
-from tl_coupling.gradients.evaluation import PullBack, vjp
+from tl_coupling.gradients.evaluation import PullBack, vjp, vjp_with_aux
 from tl_coupling.gradients.remarks import Remarks
 from tl_coupling.gradients.rows import BlockRows, mlp_on_rows
-from tl_coupling.gradients.slopes import converges
+from tl_coupling.gradients.slopes import converges, moves_ahead
 from tl_coupling.gradients.stairs import Stairs
+from tl_coupling.gradients.stream_norms import FAR, stays_small
 
 TOLERANCE = 1e-4
 # Relative to the norm of the residual stream, or of all rows of a reference: f is a
@@ -63,13 +69,18 @@ class _Pass(NamedTuple):
     """One forward pass of the block, differentiated.
 
     `around` makes the context in which it ran, and `stairs` is a function without a
-    slope that it called.
+    slope that it called. Keys and values are known where the block gives them.
     """
 
     Y: Float[Tensor, "n_pos d_model"]
     pull_back: PullBack
     around: Callable[[], AbstractContextManager[None]]
     stairs: str | None
+    keys_and_values: tuple[Tensor, ...] | None
+
+
+# From several streams to f of each.
+_OfEach = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +97,8 @@ class Gate:
     recorded: RecordedCall | None
     remarks: Remarks
     references: dict[int, Reference] = field(default_factory=dict)
+    # Whether the block normalises the stream, once a reference was made; empty until.
+    normalises: list[bool] = field(default_factory=list)
 
     def refer_to(self, output_positions: Iterable[int]) -> None:
         """Make references of several positions, with two forward passes for all.
@@ -157,20 +170,35 @@ class Gate:
         """Return a pass that gives the traced step at these positions, or the last one.
 
         Most of the work is the MLP's. Where it treats each row by itself, the step is
-        the same with it on these rows alone; else all are computed.
+        the same with it on these rows alone; else all are computed. Keys and values are
+        recorded in passing, where the step is the same with that.
         """
-        X = self.rows.X
-        on_rows = partial(mlp_on_rows, self.rows.call.module, positions, len(X))
+        on_rows = partial(
+            mlp_on_rows, self.rows.call.module, positions, len(self.rows.X)
+        )
         forward: _Pass | None = None
-        for around in (on_rows, nullcontext):
+        for differentiate, around in (
+            (self._recorded_pass, on_rows),
+            (self._plain_pass, on_rows),
+            (self._plain_pass, nullcontext),
+        ):
             with suppress(BlockError), around(), Stairs() as stairs:
-                Y, pull_back = vjp(self.rows.of_all, X)
-                forward = _Pass(Y, pull_back, around, stairs.called)
+                Y, pull_back, keys_and_values = differentiate()
+                forward = _Pass(Y, pull_back, around, stairs.called, keys_and_values)
                 if not bool(self._is_another_step(Y)[positions].any()):
                     break
         if forward is None:
             raise self.changed()
+        if forward.keys_and_values is not None:
+            self.rows.remember(forward.keys_and_values)
         return forward
+
+    def _recorded_pass(self) -> tuple[Tensor, PullBack, tuple[Tensor, ...] | None]:
+        return vjp_with_aux(self.rows.with_keys_and_values, self.rows.X)
+
+    def _plain_pass(self) -> tuple[Tensor, PullBack, tuple[Tensor, ...] | None]:
+        Y, pull_back = vjp(self.rows.of_all, self.rows.X)
+        return Y, pull_back, None
 
     def _pulled_back(self, forward: _Pass, t: int) -> Reference:
         """Return the reference of a position from one backward pass."""
@@ -260,7 +288,8 @@ class Gate:
     def _check_slopes(self, forward: _Pass, references: dict[int, Reference]) -> None:
         """Raise DerivativeError unless f changes as its derivative predicts (`slopes`).
 
-        It is moved along one random direction V.
+        It is moved along one random direction V. Moves that are likely to be asked for
+        together are computed by one call of the block.
         """
         X = self.rows.X
         size = X.norm(dim=1, keepdim=True) / math.sqrt(X.shape[1])
@@ -271,28 +300,73 @@ class Gate:
         Y = forward.Y
         u = torch.stack([reference.u for reference in references.values()])
         uJ = torch.stack([reference.rows for reference in references.values()])
-
-        def deviation(move: float) -> Tensor:
-            moved = X + move * V
-            with forward.around():
-                change = self.rows.of_all(moved)[positions] - Y[positions]
-            predicted = einsum(
-                uJ, moved - X, "output n_pos d_model, n_pos d_model -> output"
-            )
-            return (
-                einsum(change, u, "output d_model, output d_model -> output")
-                - predicted
-            )
-
         scale = (uJ * size).flatten(1).norm(dim=1)
         rounded_size = (X.norm(dim=1) + Y.norm(dim=1))[positions]
-        converged = converges(deviation, scale, rounded_size)
+
+        def converge(of_each: _OfEach) -> Bool[Tensor, " n_outputs"]:
+            deviations: dict[float, Tensor] = {}
+
+            def deviation(move: float) -> Tensor:
+                if move not in deviations:
+                    moves = moves_ahead(move)
+                    moved = torch.stack([X + m * V for m in moves])
+                    with forward.around():
+                        of_moved = of_each(moved)
+                    change = of_moved[:, positions] - Y[positions]
+                    predicted = einsum(
+                        uJ,
+                        moved - X,
+                        "output n_pos d_model, move n_pos d_model -> move output",
+                    )
+                    along_u = einsum(
+                        change, u, "move output d_model, output d_model -> move output"
+                    )
+                    deviations.update(
+                        zip(moves, (along_u - predicted).unbind(), strict=True)
+                    )
+                return deviations[move]
+
+            return converges(deviation, scale, rounded_size)
+
+        converged = converge(self._of_each)
+        if not bool(converged.all()):
+            # Several streams by one call may not be what each is by itself.
+            converged = converge(self._one_by_one)
         if not bool(converged.all()):
             is_wrong = torch.zeros(len(X), dtype=torch.bool)
             is_wrong[positions] = ~converged.cpu()
             raise self._no_derivative(
                 f"at {_in_words(is_wrong)} its slope is not the one that autograd gives"
             )
+
+    def _of_each(
+        self, streams: Float[Tensor, "n_streams n_pos d_model"]
+    ) -> Float[Tensor, "n_streams n_pos d_model"]:
+        """Return f of each of several streams, by one call of the block if it can.
+
+        The first call also moves the stream far out, to see whether the block
+        normalises it.
+        """
+        with_far = streams
+        if not self.normalises:
+            far = FAR * self.rows.X
+            with_far = torch.cat([streams, far[None]])
+        try:
+            outputs = self.rows.of_each(with_far)
+        except Exception as error:
+            # A foreign block may raise anything where it gets several streams.
+            if is_out_of_memory(error):
+                raise
+            return self._one_by_one(streams)
+        if not self.normalises:
+            of_far = outputs[-1] + far
+            self.normalises.append(stays_small(of_far, self.rows.X))
+        return outputs[: len(streams)]
+
+    def _one_by_one(
+        self, streams: Float[Tensor, "n_streams n_pos d_model"]
+    ) -> Float[Tensor, "n_streams n_pos d_model"]:
+        return torch.stack([self.rows.of_all(stream) for stream in streams])
 
     def _no_derivative(self, reason: str) -> DerivativeError:
         return DerivativeError(

@@ -81,23 +81,32 @@ class Part(NamedTuple):
         """
 
         def value(*shifts: Tensor) -> Tensor:
-            seen: list[Tensor] = []
-
-            def note(_: nn.Module, __: tuple[object, ...], output: Tensor) -> None:
-                seen.append(output)
-
             with ExitStack() as hooks:
                 for name, shift in zip(names, shifts, strict=True):
                     point = getattr(self.module, name)
                     hooks.enter_context(point.register_forward_hook(_adding(shift)))
                 point = getattr(self.module, last)
-                hooks.enter_context(point.register_forward_hook(note))
-                self()
-            if len(seen) != 1:
-                raise BlockError(f"{last} did not fire once")
-            return seen[0].reshape(-1)
+                hooks.enter_context(point.register_forward_hook(_ending))
+                try:
+                    self()
+                except _Seen as seen:
+                    return seen.value.reshape(-1)
+            raise BlockError(f"{last} did not fire")
 
         return value
+
+
+class _Seen(Exception):
+    """What a hook point saw: the rest of the part need not run."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+def _ending(_: nn.Module, __: tuple[object, ...], output: Tensor) -> None:
+    """End the part's run with what a hook point gives."""
+    raise _Seen(output)
 
 
 def _adding(shift: Tensor) -> Callable[[nn.Module, tuple[object, ...], Tensor], Tensor]:

@@ -42,6 +42,34 @@ class BlockRows:
         """Return f(X)."""
         return self._output(lambda: self.call(X)) - X
 
+    def with_keys_and_values(
+        self, X: Float[Tensor, "n_pos d_model"]
+    ) -> tuple[Float[Tensor, "n_pos d_model"], tuple[Tensor, Tensor]]:
+        """Return f(X), and the keys and values of its rows.
+
+        Raises:
+            BlockError: the block does not give them.
+        """
+        recorded: list[tuple[Tensor, Tensor]] = []
+
+        def run() -> Tensor:
+            Y, keys_and_values = self.call.with_keys_and_values(X)
+            recorded.append(keys_and_values)
+            return Y
+
+        Y = self._output(run) - X
+        return Y, recorded[0]
+
+    def of_each(
+        self, streams: Float[Tensor, "n_streams n_pos d_model"]
+    ) -> Float[Tensor, "n_streams n_pos d_model"]:
+        """Return f of each of several streams, by one call of the block.
+
+        Raises:
+            BlockError: the block does not take several.
+        """
+        return self._output(lambda: self.call.of_each(streams)) - streams
+
     def of_one(
         self, x: Float[Tensor, " d_model"], t2: int, context: tuple[Tensor, ...]
     ) -> Float[Tensor, " d_model"]:
@@ -68,10 +96,14 @@ class BlockRows:
         return normalised.reshape(Y.shape)
 
     @cached_property
-    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self) -> tuple[Tensor, ...]:
         """Keys and values of the rows of X."""
         with self.evaluation():
             return self.call.keys_and_values(self.X)
+
+    def remember(self, keys_and_values: tuple[Tensor, ...]) -> None:
+        """Take these for the keys and values of the rows of X."""
+        vars(self)["keys_and_values"] = keys_and_values
 
 
 @contextmanager
@@ -87,18 +119,16 @@ def mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]
         _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Tensor], dict[str, object]]:
         match args:
-            case (Tensor() as stream,) if not kwargs and stream.shape[:-1] == (
-                1,
-                n_pos,
-            ):
-                return (stream[:, rows],), {}
+            case (Tensor() as stream,) if not kwargs and stream.ndim == 3:
+                if stream.shape[1] == n_pos:
+                    return (stream[:, rows],), {}
         raise BlockError("the MLP's input is not all rows, alone")
 
     def put_back(_: nn.Module, __: tuple[object, ...], output: object) -> Tensor:
         if not isinstance(output, Tensor):
             raise BlockError("the MLP gives more than its rows")
         at = torch.tensor(rows, device=output.device)
-        zeros = output.new_zeros(1, n_pos, output.shape[-1])
+        zeros = output.new_zeros(len(output), n_pos, output.shape[-1])
         return zeros.index_copy(1, at, output)
 
     mlp = getattr(block, "mlp", None)

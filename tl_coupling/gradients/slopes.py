@@ -110,6 +110,19 @@ def converges(
     return converged
 
 
+def moves_ahead(move: float) -> list[float]:
+    """Return a move that `converges` asks for, and those that it may ask for next.
+
+    The first decides in most blocks. Where it does not, the same to the other side is
+    next, and both sides of half the move.
+    """
+    if move == _FIRST_MOVE:
+        return [move]
+    half = abs(move) / 2
+    both_sides = [move] if move == -_FIRST_MOVE else [move, -move]
+    return [*both_sides, half, -half]
+
+
 class _Errors(NamedTuple):
     """The errors at one move, from above, from below and in the mean, as judged."""
 

@@ -27,7 +27,7 @@ from tl_coupling.blocks import BlockCall, BlockError, map_tensors
 
 # How far an input is moved out. A stream that is added to keeps its length, 2³⁰; the
 # largest stream known, 10⁵, is finite in float32 that far out, squared.
-_FAR = 2.0**30
+FAR = 2.0**30
 # How large the output of what normalises is at most, in units of the input.
 _LARGEST = 2.0**20
 # The relative difference up to which two outputs are equal.
@@ -84,7 +84,7 @@ class StreamNorms:
 
 def normalises(call: BlockCall, X: Float[Tensor, "n_pos d_model"]) -> bool:
     """Say whether a block normalises the stream, by one forward pass of it."""
-    return _stays_small(call(_FAR * X), X)
+    return stays_small(call(FAR * X), X)
 
 
 def stream_norms(call: BlockCall, X: Float[Tensor, "n_pos d_model"]) -> StreamNorms:
@@ -121,12 +121,12 @@ def _is_stream_norm(
     if observed.output.numel() != X.numel():
         return False
     of_far = _moved_out(norm.module, observed.args, observed.kwargs)
-    return _stays_small(of_far, observed.input) and _nothing_passes_by(
+    return stays_small(of_far, observed.input) and _nothing_passes_by(
         norm, observed.output, call, X
     )
 
 
-def _stays_small(of_far: Tensor, x: Tensor) -> bool:
+def stays_small(of_far: Tensor, x: Tensor) -> bool:
     """Say whether what a function makes of x, moved far out, is not far out."""
     return bool(x.any()) and bool(of_far.norm() <= _LARGEST * x.norm())
 
@@ -135,7 +135,7 @@ def _moved_out(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Tensor:
     """Return what a module gives where its inputs are moved far out."""
-    far_args, far_kwargs = map_tensors([args, kwargs], lambda x: _FAR * x)
+    far_args, far_kwargs = map_tensors([args, kwargs], lambda x: FAR * x)
     output: Tensor = module(*far_args, **far_kwargs)
     return output
 
@@ -172,12 +172,12 @@ def _grows_between(
     starts = [X, *(observed[norm].output for norm in norms)]
     for i, start in enumerate(starts):
         # Either the stream that enters is moved out, or what a norm gives.
-        stream = _FAR * X if i == 0 else X.clone()
-        moved_out = {} if i == 0 else {norms[i - 1]: partial(torch.mul, _FAR)}
+        stream = FAR * X if i == 0 else X.clone()
+        moved_out = {} if i == 0 else {norms[i - 1]: partial(torch.mul, FAR)}
         with _observing(modules, moved_out) as seen:
             output = call(stream)
         of_far = output if i == len(norms) else seen[norms[i]].input
-        if _stays_small(of_far, start):
+        if stays_small(of_far, start):
             return False
     return True
 

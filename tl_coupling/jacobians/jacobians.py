@@ -171,14 +171,18 @@ def _in_groups(
     """Yield Jacobians; those of a layer share a reference, those of an output more."""
     held = held_of(trace)
     for layer, of_layer in groupby(connections, lambda connection: connection.layer):
-        block = _measured(trace.blocks[layer], function)
         while sharing := list(islice(of_layer, n_together)):
             by_output = groupby(sharing, lambda connection: connection.output_position)
             groups = [list(of_output) for _, of_output in by_output]
             keys = [key_of(group, chunk_size, function) for group in groups]
             are_held = held is not None and all(key in held for key in keys)
-            if len(sharing) > 1 and not are_held:
-                block.refer_to([connection.output_position for connection in sharing])
+            block = trace.blocks[layer]
+            if not are_held:
+                # Before its branches are asked for: it shows whether it has others.
+                block.refer_to([group[0].output_position for group in groups])
+            block = _measured(block, function)
+            if not are_held:
+                block.refer_to([group[0].output_position for group in groups])
             for key, group in zip(keys, groups, strict=True):
                 inputs = [connection.input_position for connection in group]
                 compute = partial(
