@@ -9,7 +9,6 @@ import xarray
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 
-from tl_coupling.measures import mean_name, measured_in
 from tl_coupling.statistics.expressions import columns_of
 from tl_coupling.statistics.fits import Subset, subset_mask
 from tl_coupling.statistics.intervals import block_permutations
@@ -44,6 +43,7 @@ class Familywise:
 
 def familywise(
     rows: xarray.Dataset,
+    measures: Mapping[str, str],
     table: pandas.DataFrame,
     tasks: Mapping[str, Bool[np.ndarray, " n_prompts"]],
     scores: Mapping[str, str] | None,
@@ -67,6 +67,7 @@ def familywise(
     Args:
         rows, table: of `in_rows`, with all means and k; one row per model, its place
             along `row` as the index.
+        measures: by the name of each measure, the variable of `rows` with its means.
         tasks, scores: which prompts, and the score's column, by task and for all;
             `None` for the loss on those prompts.
         subsets: queries over the table, or masks.
@@ -90,12 +91,11 @@ def familywise(
         for name, subset in subsets.items()
     }
     members[ALL_MODELS] = np.ones(orders.shape, bool)
-    measures = measured_in(rows)
     labels = []
     looks = []
     smallest_p = np.ones(len(orders))
     for task, prompts in tasks.items():
-        means = [_means(rows[mean_name(name)], table, prompts) for name in measures]
+        means = [_means(rows[name], table, prompts) for name in measures.values()]
         x = np.concatenate([of_measure.T for of_measure in means])
         if scores is None:
             y = _means(rows["loss"], table, prompts)
