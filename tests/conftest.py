@@ -29,6 +29,7 @@ from torch import nn  # noqa: E402
 
 import tiny  # noqa: E402
 import tl_coupling as tlc  # noqa: E402
+from command_line import typed  # noqa: E402
 
 # Threads that wait for each other in operations of a microsecond cost far more than
 # they save.
@@ -126,13 +127,16 @@ def call(
 ):
     """Provide the `tl-coupling` command in this process: what it says as `.out` and
     `.err`.
+
+    Options may be given by name, as to `typed`.
     """
     from tl_coupling.cli import main
 
     monkeypatch.setenv("COLUMNS", "120")
 
-    def run(*arguments: object, status: int = 0) -> Any:
-        monkeypatch.setattr(sys, "argv", ["tl-coupling", *map(str, arguments)])
+    def run(*arguments: object, status: int = 0, **options: object) -> Any:
+        words = ["tl-coupling", *map(str, arguments), *typed(**options)]
+        monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as stopped:
             main()
         said = capsys.readouterr()
@@ -144,14 +148,16 @@ def call(
 
 @pytest.fixture
 def refused(call, tmp_path: Path):
-    """Run a command that must end with status 2 and write nothing; return its line."""
+    """Run a command that must end with status 2 and write nothing; return its line.
+
+    `arguments`, flags and their values, replace options of the same name.
+    """
 
     def run(command: str, options: dict[str, object], arguments: list[str]) -> str:
         before = sorted(tmp_path.rglob("*"))
-        given = options | dict(zip(arguments[::2], arguments[1::2], strict=True))
-        said = call(
-            command, *(part for pair in given.items() for part in pair), status=2
-        ).err
+        names = [flag[2:].replace("-", "_") for flag in arguments[::2]]
+        replaced = dict(zip(names, arguments[1::2], strict=True))
+        said = call(command, status=2, **options | replaced).err
         lines = [
             line
             for line in said.splitlines()

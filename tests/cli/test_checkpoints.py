@@ -26,19 +26,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path, out: Path) -> list[object]:
-    return [
-        "checkpoints",
-        "--model",
-        model,
-        "--prompt",
-        "w1 w2 w3 w4",
-        "--k",
-        3,
-        "--k",
-        8,
-        "--out",
-        out,
-    ]
+    prompt = ("--prompt", "w1 w2 w3 w4")
+    return ["checkpoints", "--model", model, *prompt, "--k", 3, "--k", 8, "--out", out]
 
 
 def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import tl_coupling as tlc
+from command_line import typed
 from tl_coupling.measures import MEASURES
 
 pytestmark = pytest.mark.on_4_only
@@ -26,22 +27,12 @@ def test_depth_writes_results_and_pictures_and_prints_a_table(
     folder_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "new" / "out"
-    options = [
-        "--model",
-        folder_model,
-        "--prompt",
-        "w3 w14 w15",
-        "--k",
-        4,
-        "--k",
-        8,
-        "--untrained",
-        "--out",
-        out,
-    ]
+    options = typed(
+        model=folder_model, prompt="w3 w14 w15", k=[4, 8], untrained=True, out=out
+    )
     # In a process of its own, as the other commands are not: the entry point is tried
     # as well.
-    command = [sys.executable, "-m", "tl_coupling", "depth", *map(str, options)]
+    command = [sys.executable, "-m", "tl_coupling", "depth", *options]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -143,14 +134,9 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w1"}\n{"promt": "w2"}\n')
-    options = {
-        "--model": folder_model,
-        "--prompt": "w1 w2",
-        "--k": 4,
-        "--out": tmp_path / "out",
-    }
-    if "--prompts" in arguments:
-        del options["--prompt"]
+    options = {"model": folder_model, "k": 4, "out": tmp_path / "out"}
+    if "--prompts" not in arguments:
+        options["prompt"] = "w1 w2"
     given = [part.replace("{file}", str(file)) for part in arguments]
     assert message in refused("depth", options, given)
 
@@ -239,27 +225,10 @@ def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> 
     """
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w3 w4"}\n{"prompt": "w5 w6 w7"}\n')
-    options = [
-        "--model",
-        folder_model,
-        "--prompts",
-        file,
-        "--k",
-        2,
-        "--k",
-        4,
-        "--orientation",
-        "vju",
-    ]
-    done = call(
-        "depth",
-        *options,
-        "--out",
-        tmp_path / "out",
-        "--untrained",
-        "--all-measures",
-        "--diagonal",
-    )
+    options = {"model": folder_model, "prompts": file, "k": [2, 4]}
+    options |= {"orientation": "vju", "untrained": True}
+    options |= {"all_measures": True, "diagonal": True}
+    done = call("depth", **options, out=tmp_path / "out")
     rows = pandas.read_csv(tmp_path / "out" / "measures.csv")
     assert len(rows) == len(MEASURES) * 2 * 2 * 2 * 2
     model = tlc.load_model(str(folder_model))

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 import tiny
+from command_line import typed
 from fake_survey import survey
 from tl_coupling import Settings
 from tl_coupling.cli import main
@@ -31,10 +32,9 @@ def call(monkeypatch, capsys, as_a_user):
     as one line.
     """
 
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(
-            sys, "argv", ["tl-coupling", "generalization", *map(str, arguments)]
-        )
+    def run(*arguments: object, **options: object) -> tuple[int, str, str]:
+        words = [*map(str, arguments), *typed(**options)]
+        monkeypatch.setattr(sys, "argv", ["tl-coupling", "generalization", *words])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as stopped:
             main()
@@ -74,14 +74,7 @@ def test_scores_of_the_papers_table(call, given, tmp_path):
     data.assign_coords(model=table["model"].tolist()).to_netcdf(tmp_path / "hub.nc")
     out = tmp_path / "out"
     status, _, said = call(
-        "--survey",
-        tmp_path / "hub.nc",
-        "--scores",
-        "table1",
-        "--resamples",
-        20,
-        "--out",
-        out,
+        survey=tmp_path / "hub.nc", scores="table1", resamples=20, out=out
     )
     assert status == 0
     assert "were not measured" not in said
@@ -93,21 +86,9 @@ def test_scores_of_the_papers_table(call, given, tmp_path):
 
 def test_scores_of_a_file(call, given, tmp_path):
     file, scores, _, table = given
-    arguments = [
-        "--survey",
-        file,
-        "--scores",
-        scores,
-        "--k",
-        5,
-        "--subset",
-        "high=score > 45",
-        "--resamples",
-        100,
-    ]
-    status, said, _ = call(
-        *arguments, "--control", "log10(n_parameters)", "--out", tmp_path / "out"
-    )
+    options = {"survey": file, "scores": scores, "k": 5, "resamples": 100}
+    options |= {"subset": "high=score > 45", "control": "log10(n_parameters)"}
+    status, said, _ = call(**options, out=tmp_path / "out")
     assert status == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["association"]["linear"]["r_squared"] == pytest.approx(1)
@@ -126,18 +107,7 @@ def test_scores_of_a_file(call, given, tmp_path):
 def test_another_column_is_the_score(call, given, tmp_path):
     file, scores, data, table = given
     call(
-        "--survey",
-        file,
-        "--scores",
-        scores,
-        "--score-column",
-        "arc",
-        "--k",
-        5,
-        "--resamples",
-        100,
-        "--out",
-        tmp_path,
+        survey=file, scores=scores, score_column="arc", k=5, resamples=100, out=tmp_path
     )
     fit = json.loads((tmp_path / "summary.json").read_text())["association"]["linear"]
     expected = stats.linregress(
@@ -171,24 +141,11 @@ def test_without_scores_the_loss_stands_in(call, given, tmp_path, scores):
 def test_families_by_patterns(call, given, tmp_path):
     file, scores, _, table = given
     table.assign(score=range(10)).to_csv(scores, index=False)
-    patterns = ("a=org/m[0-3]", "b=org/m[4-7]", "c=org/m[89]")
-    arguments = [
-        "--survey",
-        file,
-        "--scores",
-        scores,
-        "--subset",
-        "high=score > 4",
-        "--resamples",
-        50,
-    ]
+    patterns = ["a=org/m[0-3]", "b=org/m[4-7]", "c=org/m[89]"]
+    options = {"survey": file, "scores": scores, "resamples": 50}
+    options |= {"subset": "high=score > 4", "family": patterns}
     out = tmp_path / "out"
-    status, said, _ = call(
-        *arguments,
-        *(part for one in patterns for part in ("--family", one)),
-        "--out",
-        out,
-    )
+    status, said, _ = call(**options, out=out)
     assert status == 0
     summary = json.loads((out / "summary.json").read_text())
     assert summary["association"]["linear"]["n_families"] == 3
@@ -259,14 +216,7 @@ def test_scores_of_models_that_were_not_measured(call, given, tmp_path):
     file, scores, _, table = given
     table.assign(model=[*table["model"][:-1], "gpt-5"]).to_csv(scores, index=False)
     status, _, said = call(
-        "--survey",
-        file,
-        "--scores",
-        scores,
-        "--resamples",
-        50,
-        "--out",
-        tmp_path / "out",
+        survey=file, scores=scores, resamples=50, out=tmp_path / "out"
     )
     assert status == 0
     assert (

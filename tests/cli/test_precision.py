@@ -73,23 +73,9 @@ def by_hand(model: nn.Module, k: int) -> dict[str, dict[str, Any]]:
 def test_how_far_measures_move(
     call, folder_model: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    chosen = [
-        part for one in ("float32", "bfloat16", "nf4") for part in ("--precision", one)
-    ]
-    options = [
-        "--model",
-        folder_model,
-        "--prompts",
-        prompts,
-        "--k",
-        4,
-        "--k",
-        8,
-        *chosen,
-        "--out",
-        tmp_path / "out",
-    ]
-    said = call("precision", *options).out
+    options = {"model": folder_model, "prompts": prompts, "k": [4, 8]}
+    precisions = ["float32", "bfloat16", "nf4"]
+    said = call("precision", **options, precision=precisions, out=tmp_path / "out").out
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
         "precisions",
@@ -269,13 +255,7 @@ def test_bad_precisions(
     call, folder_model: Path, tmp_path: Path, options: list[str], message: str
 ) -> None:
     said = call(
-        "precision",
-        "--model",
-        folder_model,
-        *options,
-        "--out",
-        tmp_path / "out",
-        status=2,
+        "precision", *options, model=folder_model, out=tmp_path / "out", status=2
     ).err
     assert message in said
     assert said.count("\n") == 1
@@ -308,25 +288,14 @@ def test_another_model_is_not_compared(
         tmp_path / "deeper"
     )
     tiny.save_tokenizer(tmp_path / "deeper")
-    options = [
-        "--precision",
-        "float32",
-        "--precision",
-        f"deeper={tmp_path / 'deeper'}",
-        "--prompt",
-        "w3 w4",
-        "--k",
-        4,
-    ]
-    done = call(
-        "precision",
-        "--model",
-        folder_model,
-        *options,
-        "--out",
-        tmp_path / "out",
-        status=1,
-    )
+    precisions = ["float32", f"deeper={tmp_path / 'deeper'}"]
+    options = {
+        "model": folder_model,
+        "prompt": "w3 w4",
+        "k": 4,
+        "precision": precisions,
+    }
+    done = call("precision", **options, out=tmp_path / "out", status=1)
     assert (
         "deeper is not the model it is compared with: they have 3 "
         "blocks of width 32 and 2 blocks of"
@@ -359,19 +328,14 @@ def test_another_architecture_of_the_same_width_is_not_compared(
     for name, of, given in (("a", "llama", {}), ("b", architecture, changes)):
         tiny.huggingface_model(of, **(sizes | given)).save_pretrained(tmp_path / name)
         tiny.save_tokenizer(tmp_path / name)
-    options = [
-        "--model",
-        tmp_path / "a",
-        "--precision",
-        "float32",
-        "--precision",
-        f"b={tmp_path / 'b'}",
-        "--k",
-        4,
-    ]
-    done = call(
-        "precision", *options, "--prompt", "w3 w4", "--out", tmp_path / "out", status=1
-    )
+    precisions = ["float32", f"b={tmp_path / 'b'}"]
+    options = {
+        "model": tmp_path / "a",
+        "prompt": "w3 w4",
+        "k": 4,
+        "precision": precisions,
+    }
+    done = call("precision", **options, out=tmp_path / "out", status=1)
     said = [
         line
         for line in done.err.splitlines()
@@ -395,25 +359,14 @@ def test_another_tokenizer_is_not_compared(
         .replace('"w4":', '"w3":')
         .replace('"w3?":', '"w4":')
     )
-    options = [
-        "--precision",
-        "float32",
-        "--precision",
-        f"other={tmp_path / 'other'}",
-        "--prompt",
-        "w3 w5",
-        "--k",
-        4,
-    ]
-    done = call(
-        "precision",
-        "--model",
-        folder_model,
-        *options,
-        "--out",
-        tmp_path / "out",
-        status=1,
-    )
+    precisions = ["float32", f"other={tmp_path / 'other'}"]
+    options = {
+        "model": folder_model,
+        "prompt": "w3 w5",
+        "k": 4,
+        "precision": precisions,
+    }
+    done = call("precision", **options, out=tmp_path / "out", status=1)
     assert (
         "other is not the model it is compared with: it splits the prompts into other tokens"
         in done.err
@@ -452,17 +405,8 @@ def test_other_commands_quantise(
         path: path.stat().st_mtime_ns
         for path in (tmp_path / "survey" / "units").glob("it@main*")
     }
-    survey = [
-        "--model",
-        f"it={folder_model}",
-        "--prompts",
-        prompts,
-        "--k",
-        4,
-        "--out",
-        tmp_path / "survey",
-    ]
-    call("survey", *survey, "--quantization", "nf4")
+    options = {"model": f"it={folder_model}", "prompts": prompts, "k": 4}
+    call("survey", **options, quantization="nf4", out=tmp_path / "survey")
     data = tlc.open_survey(tmp_path / "survey" / "units").load()
     assert {path: path.stat().st_mtime_ns for path in units} == units
     assert data["model"].values.tolist() == ["it", "it (nf4)"]

@@ -38,18 +38,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(models: Path, prompts: Path, tmp_path: Path) -> list[object]:
     named = ("--model", models / "one", "--model", f"second={models / 'other'}")
-    return [
-        "survey",
-        *named,
-        "--prompts",
-        prompts,
-        "--k",
-        3,
-        "--k",
-        8,
-        "--out",
-        tmp_path / "out",
-    ]
+    out = tmp_path / "out"
+    return ["survey", *named, "--prompts", prompts, "--k", 3, "--k", 8, "--out", out]
 
 
 def test_a_survey_by_task_and_its_rerun(
@@ -192,11 +182,7 @@ def test_a_model_that_fails_is_said_and_the_status_is_1(
 def test_bad_input_is_one_line(
     refused, models: Path, prompts: Path, tmp_path: Path, arguments, message
 ) -> None:
-    options = {
-        "--model": models / "one",
-        "--prompts": prompts,
-        "--out": tmp_path / "out",
-    }
+    options = {"model": models / "one", "prompts": prompts, "out": tmp_path / "out"}
     assert message in refused("survey", options, arguments)
 
 

@@ -243,21 +243,9 @@ def test_the_command_hands_its_units_to_the_cluster(
             for p in survey.prompts
         )
     )
-    options = [
-        "--model",
-        f"{name}={path}",
-        "--prompts",
-        prompts,
-        "--k",
-        2,
-        "--k",
-        4,
-        "--out",
-        tmp_path / "out",
-    ]
-    said = call(
-        "survey", *options, "--slurm", "partition=local,cpus_per_task=1,timeout_min=5"
-    ).out
+    options = {"model": f"{name}={path}", "prompts": prompts, "k": [2, 4]}
+    slurm = "partition=local,cpus_per_task=1,timeout_min=5"
+    said = call("survey", **options, slurm=slurm, out=tmp_path / "out").out
     data = open_survey(tmp_path / "out" / "units").load()
     xarray.testing.assert_equal(data.drop_vars(COSTS), here.drop_vars(COSTS))
     assert f"{float(here['mean_coupling'].sel(k=2).mean()):.3f}" in said
