@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from matplotlib import colormaps, rcParams
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
@@ -75,21 +75,15 @@ def plot_coupling(
         high = vmax
     if low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
-    if isinstance(cmap, str) and cmap not in colormaps:
-        raise ValueError(
-            f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}"
-        )
+    colors = labels.color_map(cmap).with_extremes(bad=labels.UNDEFINED)
     side = 6.4
     if result.kind != "depth":
         # Every token has a name, which takes room.
         side = min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
     ax = ax or labels.new_figure(side, 0.9 * side, "compressed").subplots()
-    cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(
-        bad=labels.UNDEFINED
-    )
     k = result.k if k is None else k
     label = f"{labels.measure_label(measure, k, **options)}; null: random subspaces"
-    bar = _draw_pairs(ax, result, values, k, label, vmin=low, vmax=high, cmap=cmap)
+    bar = _draw_pairs(ax, result, values, k, label, vmin=low, vmax=high, cmap=colors)
     null = result.null(k, measure, **options)
     if low <= null <= high:
         labels.mark_null(bar, null)
