@@ -12,6 +12,7 @@ from scipy import stats
 from tl_coupling.statistics import (
     block_permutations,
     cluster_robust,
+    crossed_mean,
     percentile_interval,
     rank_correlation,
     rank_correlation_of_rows,
@@ -31,6 +32,27 @@ def random_design(seed: int = 0, n_columns: int = 3) -> np.ndarray:
 
 def residuals(design: np.ndarray, y: np.ndarray) -> np.ndarray:
     return y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
+
+
+# means over two axes
+
+
+def test_a_crossed_mean_of_two_axes_is_that_of_each_entry():
+    x = np.random.default_rng(4).standard_normal((5, 3, 2))
+    x[1, 2] = np.nan
+    mean, half_width = crossed_mean(x)
+    for i in range(2):
+        mean_of_entry, half_width_of_entry = crossed_mean(x[..., i])
+        assert mean_of_entry.shape == half_width_of_entry.shape == ()
+        assert mean_of_entry == pytest.approx(mean[i])
+        assert half_width_of_entry == pytest.approx(half_width[i])
+
+
+def test_a_crossed_mean_of_one_column_has_the_t_interval():
+    x = np.random.default_rng(5).standard_normal((6, 1))
+    mean, half_width = crossed_mean(x)
+    low, high = stats.t.interval(0.95, 5, x.mean(), stats.sem(x[:, 0]))
+    assert [mean - half_width, mean + half_width] == pytest.approx([low, high])
 
 
 # cluster-robust errors
