@@ -156,14 +156,9 @@ def precision_sweep(
             missing.
 
     Example:
-        >>> data = tlc.surveys.precision_sweep(
-        ...     "models/width16/step2",
-        ...     ["float32", "bfloat16"],
-        ...     prompts,
-        ...     settings=tlc.Settings(k=(2, 4)),
-        ...     folder="rounded",
-        ...     progress=False,
-        ... )
+        >>> weights = ("models/width16/step2", ["float32", "bfloat16"])
+        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded"}
+        >>> data = tlc.surveys.precision_sweep(*weights, prompts, **how, progress=False)
         >>> change = data.pair_change.sel(k=4).mean("prompt").values.tolist()
         >>> 0 == change[0] < change[1] < 0.1
         True
@@ -338,14 +333,9 @@ def movements(data: "xarray.Dataset") -> list[Moved]:
         prompts, and `change` from the first precision with its `spread` over prompts.
 
     Example:
-        >>> data = tlc.surveys.precision_sweep(
-        ...     "models/width16/step2",
-        ...     ["float32", "bfloat16"],
-        ...     prompts,
-        ...     settings=tlc.Settings(k=(2, 4)),
-        ...     folder="rounded",
-        ...     progress=False,
-        ... )
+        >>> weights = ("models/width16/step2", ["float32", "bfloat16"])
+        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded"}
+        >>> data = tlc.surveys.precision_sweep(*weights, prompts, **how, progress=False)
         >>> tlc.surveys.movements(data)[0][:3]
         ('mean_coupling', 2, 'float32')
     """
