@@ -115,10 +115,10 @@ def pyplot_untouched():
     """
     import matplotlib.pyplot as plt
 
-    before = dict(plt.rcParams)
+    settings = dict(plt.rcParams)
     yield
     plt.close("all")
-    assert dict(plt.rcParams) == before
+    assert dict(plt.rcParams) == settings
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ def call(
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as stopped:
             main()
-        said = capsys.readouterr()
-        assert (stopped.value.code or 0) == status, said.err
-        return said
+        streams = capsys.readouterr()
+        assert (stopped.value.code or 0) == status, streams.err
+        return streams
 
     return run
 
@@ -154,17 +154,17 @@ def refused(call, tmp_path: Path):
     """
 
     def run(command: str, options: dict[str, object], arguments: list[str]) -> str:
-        before = sorted(tmp_path.rglob("*"))
+        paths_before = sorted(tmp_path.rglob("*"))
         names = [flag[2:].replace("-", "_") for flag in arguments[::2]]
         replaced = dict(zip(names, arguments[1::2], strict=True))
-        said = call(command, status=2, **options | replaced).err
+        errors = call(command, status=2, **options | replaced).err
         lines = [
             line
-            for line in said.splitlines()
+            for line in errors.splitlines()
             if line.startswith(("tl-coupling: ", "Traceback"))
         ]
-        assert len(lines) == 1, said
-        assert sorted(tmp_path.rglob("*")) == before
+        assert len(lines) == 1, errors
+        assert sorted(tmp_path.rglob("*")) == paths_before
         return lines[0]
 
     return run

@@ -168,7 +168,7 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         statistics,
         "COVERED",
-        tuple(one for one in statistics.COVERED if sum(one.sizes) == 12),
+        tuple(design for design in statistics.COVERED if sum(design.sizes) == 12),
     )
     monkeypatch.setattr(
         statistics, "LOOKED_AT", (statistics.Design((2, 2, 1, 1, 1), True),)
@@ -223,7 +223,7 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
             "false_positives": {"max-statistic, any look": 0.07},
         }
     ]
-    assert [one.split(":")[0] for one in statistics.missed(wrong)] == ["d", "e"]
+    assert [miss.split(":")[0] for miss in statistics.missed(wrong)] == ["d", "e"]
     assert "coverage of the 95 %" in capsys.readouterr().out
 
 

@@ -156,9 +156,9 @@ def test_every_command_runs_and_prints(
 def test_what_needs_the_hub_knows_its_options_and_has_a_test(
     command: list[str], call
 ) -> None:
-    said = call(command[0], "--help").out
+    help_text = call(command[0], "--help").out
     assert all(
-        re.search(rf"(?<!\S){option}\b", said)
+        re.search(rf"(?<!\S){option}\b", help_text)
         for option in command
         if option.startswith("--")
     )
@@ -206,7 +206,7 @@ def test_names_on_the_hub_are_in_transformer_lens_registry() -> None:
         Path(transformer_lens.__file__).parent
         / "tools/model_registry/data/supported_models.json"
     )
-    known = {one["model_id"] for one in json.loads(file.read_text())["models"]}
+    known = {model["model_id"] for model in json.loads(file.read_text())["models"]}
     names = paper_table1()["model"]
     assert names.is_unique
     assert set(names) - known == {"mosaicml/mpt-30b", "mosaicml/mpt-7b"}

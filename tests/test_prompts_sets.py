@@ -423,15 +423,15 @@ def test_the_genuine_call_downloads_once(sets: Path, tmp_path: Path) -> None:
         {path: sets / path for path in (CARDS[name][0] for name in names)}
     ) as hub:
         *first, said = output_of(hub, tmp_path, _LOAD, "0", *names, "gsm8k")
-        asked = list(hub.requests)
+        requests = list(hub.requests)
         again = output_of(hub, tmp_path, _LOAD, "1", *names)
     for name, line in zip(names, first, strict=True):
         wanted = [dataclasses.astuple(prompt) for prompt in drawn_here(sets, name)]
         assert [tuple(entry) for entry in json.loads(line)] == wanted
     assert again == first
-    assert hub.requests == asked
-    assert "GET main/ARC-Challenge/test-00000-of-00001.parquet" in asked
-    assert "GET main/E2H-GSM8K/eval-00000-of-00001.parquet" in asked
+    assert hub.requests == requests
+    assert "GET main/ARC-Challenge/test-00000-of-00001.parquet" in requests
+    assert "GET main/E2H-GSM8K/eval-00000-of-00001.parquet" in requests
     assert said.startswith(
         "could not load 'gsm8k' (openai/gsm8k, main, split 'test', column 'question')"
     )

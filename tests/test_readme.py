@@ -76,9 +76,9 @@ def test_python_runs_from_top_to_bottom(folder: Path) -> None:
 def test_pages_print_what_they_say(folder: Path) -> None:
     """Word by word; of numbers, what differs between machines is left open."""
     printed = json.loads((folder / "printed.json").read_text())
-    said = [block for block in PYTHON if block.prints]
-    assert len(said) > 10
-    for block in said:
+    with_output = [block for block in PYTHON if block.prints]
+    assert len(with_output) > 10
+    for block in with_output:
         wanted, got = block.prints or "", printed[f"{block.page}:{block.line}"]
         assert NUMBER.sub("#", wanted) == NUMBER.sub("#", got), (
             f"{block.page}:{block.line}"
@@ -139,9 +139,11 @@ def test_commands_that_are_not_run_know_their_options(call) -> None:
         )
     assert len(NOT_RUN) >= 6
     for name, options in wanted.items():
-        said = call(name, "--help").out
+        help_text = call(name, "--help").out
         assert not [
-            option for option in options if not re.search(rf"(?<!\S){option}\b", said)
+            option
+            for option in options
+            if not re.search(rf"(?<!\S){option}\b", help_text)
         ], name
 
 

@@ -104,9 +104,9 @@ def main() -> int:
             n, start = max(1, round(usual * options.share)), time.perf_counter()
             rng = random.Random(f"{options.seed} {name}")
             found = [
-                one
+                fault
                 for trial in tqdm(attack(subject, rng, n), name, n, disable=None)
-                for one in trial
+                for fault in trial
             ]
             counts = {
                 fault: sum(one.startswith(fault) for one in found) for fault in FAULTS
@@ -142,9 +142,9 @@ def table(rows: dict[str, dict[str, int]]) -> str:
         *([name, *(str(row[head]) for head in heads)] for name, row in rows.items()),
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    first, *others = widths
+    first, *other_widths = widths
     return "\n".join(
-        "  ".join([name.ljust(first), *map(str.rjust, cells, others)])
+        "  ".join([name.ljust(first), *map(str.rjust, cells, other_widths)])
         for name, *cells in lines
     )
 

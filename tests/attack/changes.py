@@ -86,8 +86,8 @@ def _survey(folder: Path, memory: str) -> tlc.Survey:
 
 def _calm(survey: tlc.Survey, folder: Path) -> tuple[object, dict[str, bytes]]:
     """Return what an undisturbed run gives: the whole, and the values of each unit."""
-    whole = without_costs(tlc.run(survey, folder, progress=False))
-    return whole, {name: _values(folder / name) for name in finished(folder)}
+    undisturbed = without_costs(tlc.run(survey, folder, progress=False))
+    return undisturbed, {name: _values(folder / name) for name in finished(folder)}
 
 
 def _values(path: Path) -> bytes:

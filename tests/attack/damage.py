@@ -28,7 +28,7 @@ def damaged_folders(
         # What says what the results are of may be refused; a damaged result never is.
         expected = (
             (DONE, REFUSED)
-            if any("json" in one or "folder" in one for one in done)
+            if any("json" in damage or "folder" in damage for damage in done)
             else (DONE,)
         )
         # A record that was changed counts for nothing, whatever it says.
@@ -38,14 +38,16 @@ def damaged_folders(
             if _content(folder / path.name) == path.read_bytes()
         ]
         there = finished(folder).items()
-        before = {
-            name: one for name, one in there if {name, f"{name[:-3]}.json"} <= {*same}
+        finished_before = {
+            name: content
+            for name, content in there
+            if {name, f"{name[:-3]}.json"} <= {*same}
         }
         found = Child(lambda folder=folder: subject.check_opened(folder)).faults(
             f"opening after {what}", expected
         )
         found += subject.completed(folder, what, expected)
-        yield found + subject.faults(folder, before, what)
+        yield found + subject.faults(folder, finished_before, what)
 
 
 def _content(path: Path) -> bytes | None:

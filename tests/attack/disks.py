@@ -53,12 +53,12 @@ def full_disks(subject: Subject, rng: random.Random, n: int) -> Iterator[list[st
             found = child.faults(what, (DONE, REFUSED))
             if child.status == REFUSED and "is the disk full" not in child.said():
                 found.append(f"said {child.said()!r}: {what}")
-            before = finished(folder)
+            finished_before = finished(folder)
             found += subject.faults(folder, Finished(), what) + _halves(folder)
             if is_small:
                 subprocess.run(["mount", "-o", "remount,size=64m", folder], check=True)
             found += subject.completed(folder, what) + subject.faults(
-                folder, before, what
+                folder, finished_before, what
             )
         yield found
 

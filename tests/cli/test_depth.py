@@ -154,18 +154,18 @@ def test_debug_shows_a_traceback_of_bad_usage_and_bad_files(
     call, tmp_path: Path, arguments: list[str]
 ) -> None:
     given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
-    said = call("--debug", *given, status=2).err
-    assert said.startswith("Traceback")
-    assert said.splitlines()[-1].startswith("tl-coupling: ")
+    errors = call("--debug", *given, status=2).err
+    assert errors.startswith("Traceback")
+    assert errors.splitlines()[-1].startswith("tl-coupling: ")
     assert "Traceback" not in call(*given, status=2).err
 
 
 def test_debug_as_the_value_of_an_option_is_not_the_flag(call, tmp_path: Path) -> None:
-    said = call(
+    errors = call(
         "depth", "--prompt", "--debug", "--k", "0", "--out", tmp_path, status=2
     ).err
-    assert "`--k` must be at least 1, got 0" in said
-    assert "Traceback" not in said
+    assert "`--k` must be at least 1, got 0" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.skipif(
@@ -176,16 +176,16 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_model_is_loaded(
     call,
 ) -> None:
     # /proc refuses even root.
-    said = call(
+    errors = call(
         "depth", "--model", "no-such/model", "--out", "/proc/tl_coupling", status=2
     ).err
-    assert "cannot write to the output folder" in said
+    assert "cannot write to the output folder" in errors
 
 
 def test_the_embedded_model_beats_null_and_twin(
     call, smollm2: nn.Module, tmp_path: Path
 ) -> None:
-    said = call("depth", "--untrained", "--out", tmp_path).out
+    output = call("depth", "--untrained", "--out", tmp_path).out
     summary = json.loads((tmp_path / "summary.json").read_text())
     trained, untrained = (
         summary["mean"][run]["prompt"]["10"] for run in ("trained", "untrained")
@@ -204,7 +204,7 @@ def test_the_embedded_model_beats_null_and_twin(
     assert shown
     wanted, got = (
         re.findall(r"│ +(\d+) │ +(\S+) │ +(\S+) │ +(\S+) │", text)
-        for text in (shown[1], said)
+        for text in (shown[1], output)
     )
     assert len(wanted) == 3
     for numbers, others in zip(wanted, got, strict=True):
@@ -236,7 +236,9 @@ def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> 
     for orientation, measure, off in itertools.product(
         ("ujv", "vju"), MEASURES, (True, False)
     ):
-        maps = [tlc.depth_coupling(one, 4, orientation=orientation) for one in traces]
+        maps = [
+            tlc.depth_coupling(trace, 4, orientation=orientation) for trace in traces
+        ]
         query = (
             f"measure == '{measure}' and orientation == '{orientation}' "
             f"and k == 2 and checkpoint == 'trained'"
@@ -244,13 +246,14 @@ def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> 
         row = rows.query(
             f"{query} and pairs == '{'different' if off else 'all'}'"
         ).squeeze()
-        means = [one.mean(2, measure, off_diagonal=off) for one in maps]
+        means = [of_prompt.mean(2, measure, off_diagonal=off) for of_prompt in maps]
         assert row["mean"] == pytest.approx(sum(means) / 2, rel=1e-4)
         assert row["spread"] == pytest.approx(
             statistics.stdev(means), rel=1e-2, abs=1e-6
         )
         assert row["null"] == pytest.approx(
-            sum(one.null(2, measure, off_diagonal=off) for one in maps) / 2, rel=1e-4
+            sum(of_prompt.null(2, measure, off_diagonal=off) for of_prompt in maps) / 2,
+            rel=1e-4,
         )
         assert re.search(
             rf"{measure} .*{orientation} .*{'different' if off else 'all'} .*{row['mean']:.3f}",

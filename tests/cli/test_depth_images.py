@@ -84,9 +84,9 @@ def test_report(call, options: dict[str, object], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["depth", "tokens", "trajectory", "report"])
 def test_help_says_which_token_is_measured(call, command: str) -> None:
-    said = " ".join(call(command, "--help").out.replace("│", " ").split())
-    assert "--image" in said
-    assert "of an image the class token" in said
+    help_text = " ".join(call(command, "--help").out.replace("│", " ").split())
+    assert "--image" in help_text
+    assert "of an image the class token" in help_text
 
 
 @pytest.mark.parametrize(

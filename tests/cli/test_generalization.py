@@ -38,11 +38,11 @@ def call(monkeypatch, capsys, as_a_user):
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as stopped:
             main()
-        said = capsys.readouterr()
+        streams = capsys.readouterr()
         return (
             stopped.value.code or 0,
-            " ".join(said.out.split()),
-            " ".join(said.err.split()),
+            " ".join(streams.out.split()),
+            " ".join(streams.err.split()),
         )
 
     return run
@@ -73,11 +73,11 @@ def test_scores_of_the_papers_table(call, given, tmp_path):
     table = paper_table1().dropna(subset=["score"]).head(10)
     data.assign_coords(model=table["model"].tolist()).to_netcdf(tmp_path / "hub.nc")
     out = tmp_path / "out"
-    status, _, said = call(
+    status, _, errors = call(
         survey=tmp_path / "hub.nc", scores="table1", resamples=20, out=out
     )
     assert status == 0
-    assert "were not measured" not in said
+    assert "were not measured" not in errors
     written = pandas.read_csv(out / "table.csv")
     assert dict(zip(written["model"], written["score"], strict=True)) == dict(
         zip(table["model"], table["score"], strict=True)
@@ -88,7 +88,7 @@ def test_scores_of_a_file(call, given, tmp_path):
     file, scores, _, table = given
     options = {"survey": file, "scores": scores, "k": 5, "resamples": 100}
     options |= {"subset": "high=score > 45", "control": "log10(n_parameters)"}
-    status, said, _ = call(**options, out=tmp_path / "out")
+    status, output, _ = call(**options, out=tmp_path / "out")
     assert status == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["association"]["linear"]["r_squared"] == pytest.approx(1)
@@ -98,10 +98,10 @@ def test_scores_of_a_file(call, given, tmp_path):
     written = pandas.read_csv(tmp_path / "out" / "table.csv")
     assert written["score"].tolist() == pytest.approx(table["score"].tolist())
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == PICTURES
-    assert "score against coupling (k = 5)" in said
-    assert "given log10(n_parameters)" in said
+    assert "score against coupling (k = 5)" in output
+    assert "given log10(n_parameters)" in output
     low, high = summary["association"]["bootstrap"]["r_squared"]
-    assert f"R² = 1.000 ({low:.3f} to {high:.3f})" in said
+    assert f"R² = 1.000 ({low:.3f} to {high:.3f})" in output
 
 
 def test_another_column_is_the_score(call, given, tmp_path):
@@ -123,11 +123,11 @@ def test_another_column_is_the_score(call, given, tmp_path):
 @pytest.mark.parametrize("scores", [[], ["--scores", "loss"]])
 def test_without_scores_the_loss_stands_in(call, given, tmp_path, scores):
     file, _, data, _ = given
-    status, said, _ = call(
+    status, output, _ = call(
         "--survey", file, *scores, "--resamples", 100, "--out", tmp_path / "out"
     )
     assert status == 0
-    assert "loss against coupling (k = 10)" in said
+    assert "loss against coupling (k = 10)" in output
     fit = json.loads((tmp_path / "out" / "summary.json").read_text())["association"][
         "linear"
     ]
@@ -145,21 +145,21 @@ def test_families_by_patterns(call, given, tmp_path):
     options = {"survey": file, "scores": scores, "resamples": 50}
     options |= {"subset": "high=score > 4", "family": patterns}
     out = tmp_path / "out"
-    status, said, _ = call(**options, out=out)
+    status, output, _ = call(**options, out=out)
     assert status == 0
     summary = json.loads((out / "summary.json").read_text())
     assert summary["association"]["linear"]["n_families"] == 3
-    assert "10 models in 3 families, cluster-robust, 6 prompts" in said
-    assert "given family" in said
-    assert "all models, bootstrap" not in said
+    assert "10 models in 3 families, cluster-robust, 6 prompts" in output
+    assert "given family" in output
+    assert "all models, bootstrap" not in output
     assert (
         "left out: bootstrap: 3 families are too few to resample (wanted 6): the t interval holds"
-        in said
+        in output
     )
-    assert "chosen by the score: high" in said
+    assert "chosen by the score: high" in output
     assert (
         f"p = {summary['familywise']['p']:.3g} by permutation of the scores, over 12 looks"
-        in said
+        in output
     )
     assert pandas.read_csv(out / "table.csv")["family"].tolist() == [*"aaaabbbbcc"]
 
@@ -205,9 +205,11 @@ def test_bad_input_overwrites_nothing(call, given, tmp_path, arguments, message)
     out.mkdir()
     (out / "summary.json").write_text("earlier")
     filled = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
-    status, _, said = call("--survey", file, "--scores", scores, "--out", out, *filled)
+    status, _, errors = call(
+        "--survey", file, "--scores", scores, "--out", out, *filled
+    )
     assert status == 2
-    assert message.replace("{tmp}", str(tmp_path)) in said
+    assert message.replace("{tmp}", str(tmp_path)) in errors
     assert [path.name for path in out.iterdir()] == ["summary.json"]
     assert (out / "summary.json").read_text() == "earlier"
 
@@ -215,12 +217,12 @@ def test_bad_input_overwrites_nothing(call, given, tmp_path, arguments, message)
 def test_scores_of_models_that_were_not_measured(call, given, tmp_path):
     file, scores, _, table = given
     table.assign(model=[*table["model"][:-1], "gpt-5"]).to_csv(scores, index=False)
-    status, _, said = call(
+    status, _, errors = call(
         survey=file, scores=scores, resamples=50, out=tmp_path / "out"
     )
     assert status == 0
     assert (
-        said.count("models that were not measured: gpt-5; measured: org/m0, org/m1")
+        errors.count("models that were not measured: gpt-5; measured: org/m0, org/m1")
         == 1
     )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -245,7 +247,7 @@ def test_the_folder_of_a_survey(call, tmp_path):
         prompts_per_unit=1,
     )
     data = run(asked, tmp_path / "survey").load()
-    status, said, _ = call(
+    status, output, _ = call(
         "--survey", tmp_path / "survey", "--resamples", 100, "--out", tmp_path / "out"
     )
     assert status == 0
@@ -258,7 +260,8 @@ def test_the_folder_of_a_survey(call, tmp_path):
         )
         assert table.loc[model, "n_parameters"] == measured["n_parameters"].item()
     assert (
-        "left out: influence: leaving one model out needs at least four, got 3" in said
+        "left out: influence: leaving one model out needs at least four, got 3"
+        in output
     )
 
 

@@ -38,17 +38,17 @@ def stream_and_entropy() -> tuple[list[torch.Tensor], list[float]]:
     prediction at every token.
     """
     hf_model: Any = tiny.huggingface_model("llama")
-    kept: list[torch.Tensor] = []
+    streams: list[torch.Tensor] = []
     layers = tiny.layers_of(hf_model)
     handles = [
         layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: kept.append(args[0][0]), with_kwargs=True
+            lambda _, args, kwargs: streams.append(args[0][0]), with_kwargs=True
         )
     ]
     for layer in layers:
         handles.append(
             layer.register_forward_hook(
-                lambda _, __, out: kept.append(
+                lambda _, __, out: streams.append(
                     (out[0] if isinstance(out, tuple) else out)[0]
                 )
             )
@@ -58,7 +58,7 @@ def stream_and_entropy() -> tuple[list[torch.Tensor], list[float]]:
     for handle in handles:
         handle.remove()
     p = logits.softmax(-1)
-    return [x.reshape(len(TOKENS), -1).double() for x in kept], (
+    return [x.reshape(len(TOKENS), -1).double() for x in streams], (
         -(p * p.log()).sum(-1)
     ).tolist()
 

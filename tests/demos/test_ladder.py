@@ -71,7 +71,7 @@ def test_held_out_loss_is_that_of_the_unigram_model_for_constant_logits(
 
 def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
     assert ladder.main(options) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     scores = pandas.read_csv(out / "scores.csv")
     assert len(scores) == 8
     assert set(scores["training_tokens"]) == {4 * 16 * 16, 12 * 16 * 16}
@@ -103,17 +103,17 @@ def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
             change="dropped", blocks="all", k=4
         )
     )
-    assert f"{rho:+.2f}" in said
-    assert "the paper's Table 1" in said
-    assert "log10(params_billion) with depth and width held fixed: partial R²" in said
+    assert f"{rho:+.2f}" in output
+    assert "the paper's Table 1" in output
+    assert "log10(params_billion) with depth and width held fixed: partial R²" in output
     line = summary["association"]["linear"]
-    assert f"slope {line['slope']:.4g} ({line['slope_interval'][0]:.4g} to" in said
+    assert f"slope {line['slope']:.4g} ({line['slope_interval'][0]:.4g} to" in output
     assert (
         "given log10(n_parameters) + n_layers + d_model + log10(training_tokens)"
-        in said
+        in output
         or summary["left_out"]
     )
-    assert "smollm2" not in said
+    assert "smollm2" not in output
 
 
 def test_what_is_finished_is_kept(options, out):
@@ -126,10 +126,10 @@ def test_what_is_finished_is_kept(options, out):
         ]
         return {str(path): path.stat().st_mtime_ns for path in files}
 
-    before = written()
-    assert len(before) == 16
+    files_before = written()
+    assert len(files_before) == 16
     assert ladder.main(options) == 0
-    assert written() == before
+    assert written() == files_before
 
 
 @pytest.mark.parametrize(

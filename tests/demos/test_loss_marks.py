@@ -153,9 +153,9 @@ def test_stochastic_depth_is_the_seeds_and_leaves_a_plain_model(
     small_config, small_corpus, tmp_path
 ):
     config = replace(small_config, stochastic_depth=0.5)
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     one, again = (trained(config, small_corpus, tmp_path / name) for name in "ab")
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(one[name], again[name]) for name in one)
     without = trained(small_config, small_corpus, tmp_path / "c")
     assert one.keys() == without.keys()
@@ -176,11 +176,11 @@ def test_branches_are_dropped_while_training_at_the_rate_of_their_block(
     branch = torch.ones(4000, 2, 3)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        kept = DropPath(0.4)(branch)
-    assert kept.unique().tolist() == pytest.approx([0, 1 / 0.6])
+        dropped = DropPath(0.4)(branch)
+    assert dropped.unique().tolist() == pytest.approx([0, 1 / 0.6])
     # A sample is dropped as a whole; four standard errors.
-    assert (kept.flatten(1).amin(1) == kept.flatten(1).amax(1)).all()
-    assert (kept[:, 0, 0] == 0).double().mean() == pytest.approx(
+    assert (dropped.flatten(1).amin(1) == dropped.flatten(1).amax(1)).all()
+    assert (dropped[:, 0, 0] == 0).double().mean() == pytest.approx(
         0.4, abs=4 * (0.24 / 4000) ** 0.5
     )
     plain, tokens = (

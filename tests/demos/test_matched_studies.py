@@ -187,21 +187,22 @@ def of_capacity(
 
 
 def test_models_are_measured_where_their_losses_are_equal(of_capacity, small_text):
-    out, said = of_capacity
+    out, output = of_capacity
     table = pandas.read_csv(out / "measured.csv")
     assert set(zip(table["width"], table["n_layers"], table["seed"], strict=True)) == {
         (16, 2, 0),
         (32, 2, 1),
     }
     losses = dict(
-        one.rsplit(" ", 1) for one in said.split("nats: ")[1].split("\n")[0].split(", ")
+        one.rsplit(" ", 1)
+        for one in output.split("nats: ")[1].split("\n")[0].split(", ")
     )
     at_mark = table[table["mark"] == "unigram"]
     unigram = float(losses["unigram"])
     assert at_mark["loss_held_out"].between(unigram - 0.3, unigram + 1e-3).all()
     # No model has a loss below 0.
     assert table.loc[table["mark"] == "bigram − 9", "value"].isna().all()
-    assert said.count("not reached") >= 6
+    assert output.count("not reached") >= 6
     assert table.loc[table["mark"] == "untrained", "step"].eq(0).all()
     # One cell, as measured by the library.
     (checkpoint,) = (out / "models").glob("width32-*/step0")
@@ -213,14 +214,14 @@ def test_models_are_measured_where_their_losses_are_equal(of_capacity, small_tex
     ).set_index("measure")
     coupling = tlc.depth_coupling(tlc.trace(model, prompt), k=4).mean()
     assert here.loc["coupling", "value"] == pytest.approx(coupling)
-    assert f"{coupling:.3f} [{coupling:.3f}, {coupling:.3f}]" in said
+    assert f"{coupling:.3f} [{coupling:.3f}, {coupling:.3f}]" in output
     assert (out / "capacity.png").stat().st_size > 20_000
 
 
 def test_what_is_finished_is_kept_and_the_rest_done_again(
     of_capacity, small_text, monkeypatch
 ):
-    out, said = of_capacity
+    out, output = of_capacity
     files = sorted((out / "measured").glob("*.nc"))
     assert len(files) == 2
     before = {
@@ -230,14 +231,14 @@ def test_what_is_finished_is_kept_and_the_rest_done_again(
     # As after a kill between two measurements.
     files[0].unlink()
     monkeypatch.setattr(small_models, "learn", None)
-    assert run(capacity, CAPACITY, small_text, out) == said
+    assert run(capacity, CAPACITY, small_text, out) == output
     assert [path for path in before if before[path] != path.stat().st_mtime_ns] == [
         files[0]
     ]
 
 
 def test_the_gap_is_compared_where_training_losses_are_equal(small_text, tmp_path):
-    said = run(gap, f"{GAP} --resamples 50 --below -3", small_text, tmp_path)
+    output = run(gap, f"{GAP} --resamples 50 --below -3", small_text, tmp_path)
     table = pandas.read_csv(tmp_path / "measured.csv")
     assert (
         table["gap"] - (table["loss_held_out"] - table["loss_training"])
@@ -252,7 +253,7 @@ def test_the_gap_is_compared_where_training_losses_are_equal(small_text, tmp_pat
     line = stats.linregress(there["value"], there["gap"])
     study = json.loads((tmp_path / "study.json").read_text())
     assert study[name]["association"]["linear"]["slope"] == pytest.approx(line.slope)
-    assert f"slope {line.slope:.4g}" in said
+    assert f"slope {line.slope:.4g}" in output
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "generalization.png",
         "slopes-1.png",

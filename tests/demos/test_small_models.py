@@ -52,7 +52,7 @@ def test_text_is_learned_without_what_is_held_out(small_text, small_corpus):
     documents = small_models.read_documents(small_text)
     assert "".join(documents) == small_text.read_text()
     assert small_corpus.held_out == tuple(documents[::20])
-    learned = [one for i, one in enumerate(documents) if i % 20]
+    learned = [document for i, document in enumerate(documents) if i % 20]
     end = small_models.END_OF_TEXT
     assert small_corpus.tokenizer.decode(small_corpus.tokens.tolist()) == "".join(
         document + end for document in learned
@@ -95,9 +95,9 @@ def test_batches_are_windows_of_the_text_in_the_order_of_the_seed(small_config):
 
 
 def test_model_has_the_size_asked_for_and_leaves_the_generator_alone(small_config):
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     model = small_models.new_model(small_config)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert model.config.use_parallel_residual
     assert len(model.gpt_neox.layers) == 2
     assert model.gpt_neox.embed_in.weight.shape == (300, 32)

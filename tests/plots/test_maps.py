@@ -186,7 +186,7 @@ def test_one_scale_holds_several_maps():
     maps = [random_map(), random_map(seed=3)]
     assert color_scale(maps, 3) == (
         0,
-        max(plot_coupling(one, k=3).images[0].get_clim()[1] for one in maps),
+        max(plot_coupling(each_map, k=3).images[0].get_clim()[1] for each_map in maps),
     )
 
 

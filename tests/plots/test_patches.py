@@ -64,9 +64,9 @@ def test_pixels_without_a_processor_go_from_black_to_white() -> None:
     picture = picture_of(given)
     assert (picture.shape, picture.min(), picture.max()) == ((16, 8, 3), 0, 1)
     ax = plot_patches(given, torch.arange(given.n_pos).float())
-    before = given.n_pos - 8
+    n_before = given.n_pos - 8
     assert np.asarray(ax.images[1].get_array()).ravel().tolist() == list(
-        range(before, given.n_pos)
+        range(n_before, given.n_pos)
     )
 
 

@@ -361,7 +361,11 @@ def test_strip_and_shapes_want_checkpoints_that_are_there(checkpoints):
 def widths(ax) -> dict[tuple[int, int], float]:
     """Widths of the edges by their layers, which stand clockwise from the top."""
     places = {int(text.get_text()): np.array(text.get_position()) for text in ax.texts}
-    (edges,) = [one for one in ax.collections if isinstance(one, LineCollection)]
+    (edges,) = [
+        collection
+        for collection in ax.collections
+        if isinstance(collection, LineCollection)
+    ]
 
     def layer_at(point: np.ndarray) -> int:
         return min(
@@ -383,10 +387,14 @@ def test_graphs_of_chosen_steps_are_on_one_scale():
         data.coupling.sel(k=5).mean(("seed", "prompt")).sel(checkpoint=[0, 256]).values
     )
     weights = [
-        {(i, j): (one[i, j] + one[j, i]) / 2 for i in range(6) for j in range(i + 1, 6)}
-        for one in maps
+        {
+            (i, j): (each_map[i, j] + each_map[j, i]) / 2
+            for i in range(6)
+            for j in range(i + 1, 6)
+        }
+        for each_map in maps
     ]
-    full = max(max(one.values()) for one in weights)
+    full = max(max(of_map.values()) for of_map in weights)
     for ax, wanted in zip(fig.axes, weights, strict=True):
         drawn = widths(ax)
         assert set(drawn) == set(sorted(wanted, key=wanted.get)[-4:])

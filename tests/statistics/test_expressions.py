@@ -250,7 +250,7 @@ def test_everything_else_is_one_line_at_once_and_nothing_happens(
 ) -> None:
     mark = tmp_path / "mark"
     start = time.perf_counter()
-    before = TABLE.copy(deep=True)
+    table_before = TABLE.copy(deep=True)
     text = expression.replace("{mark}", str(mark))
     if message is None:
         evaluate(TABLE, text)
@@ -264,7 +264,7 @@ def test_everything_else_is_one_line_at_once_and_nothing_happens(
         str(caught.value).encode()
     assert time.perf_counter() - start < 2
     assert not mark.exists()
-    pandas.testing.assert_frame_equal(TABLE, before)
+    pandas.testing.assert_frame_equal(TABLE, table_before)
 
 
 def test_the_public_functions_read_text_no_other_way(tmp_path: Path) -> None:

@@ -76,10 +76,10 @@ def test_it_is_that_of_a_loop(families):
                         ]
                     )
                     for name, mask in masks.items():
-                        kept = mask & np.isfinite(x)
-                        if kept.sum() > 2:
+                        is_used = mask & np.isfinite(x)
+                        if is_used.sum() > 2:
                             ps[k, measure, task, name] = stats.pearsonr(
-                                x[kept], ys[task][kept]
+                                x[is_used], ys[task][is_used]
                             ).pvalue
         smallest.append(min(ps.values()))
         own = own or ps

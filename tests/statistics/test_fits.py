@@ -320,13 +320,13 @@ def test_covariates_are_compared_on_the_same_models():
     table = random_table().assign(tokens=lambda t: t["score"] ** 2)
     table.loc[:3, "tokens"] = np.nan
     found = covariate_fits(table, "coupling", "score", covariates=["size", "tokens"])
-    kept = table[4:]
+    last_rows = table[4:]
     assert found.loc["tokens", "n"] == 8
     assert found.loc["tokens", "r_squared"] == pytest.approx(
-        stats.linregress(kept["tokens"], kept["score"]).rvalue ** 2
+        stats.linregress(last_rows["tokens"], last_rows["score"]).rvalue ** 2
     )
     assert found.loc["tokens", "x_r_squared"] == pytest.approx(
-        stats.linregress(kept["coupling"], kept["score"]).rvalue ** 2
+        stats.linregress(last_rows["coupling"], last_rows["score"]).rvalue ** 2
     )
     assert found.loc["size", "x_p"] == pytest.approx(
         stats.linregress(table["coupling"], table["score"]).pvalue
@@ -379,10 +379,11 @@ def test_influence_by_hand():
     )
     slope = stats.linregress(x, y).slope
     for i in range(12):
-        rest = np.arange(12) != i
-        fit = stats.linregress(x[rest], y[rest])
+        is_other = np.arange(12) != i
+        fit = stats.linregress(x[is_other], y[is_other])
         spread = fit.stderr * np.sqrt(
-            ((x[rest] - x[rest].mean()) ** 2).sum() / ((x - x.mean()) ** 2).sum()
+            ((x[is_other] - x[is_other].mean()) ** 2).sum()
+            / ((x - x.mean()) ** 2).sum()
         )
         assert found["dfbetas"].iloc[i] == pytest.approx((slope - fit.slope) / spread)
         assert found["r_squared"].iloc[i] == pytest.approx(fit.rvalue**2)
@@ -417,11 +418,11 @@ def test_table_1():
 )
 def test_sizes_of_table_1_against_its_scores(column):
     table = paper_table1()
-    there = table[[column, "score"]].dropna()
-    by_numpy = np.corrcoef(there[column], there["score"])[0, 1] ** 2
+    complete = table[[column, "score"]].dropna()
+    by_numpy = np.corrcoef(complete[column], complete["score"])[0, 1] ** 2
     fit = linear_fit(table, column, "score")
     assert fit.r_squared == pytest.approx(by_numpy)
-    assert fit.n == len(there)
+    assert fit.n == len(complete)
     # The paper: each of them says less about the score than coupling does.
     assert fit.r_squared < 0.2
 

@@ -145,7 +145,7 @@ def test_exact_p_is_that_of_a_loop_over_all_orders(ties):
         (found.tau, found.tau_p, stats.kendalltau),
     ):
         assert statistic == pytest.approx(of(x, y).statistic)
-        all_of_them = np.abs([of(x, one).statistic for one in orders])
+        all_of_them = np.abs([of(x, order).statistic for order in orders])
         assert p == pytest.approx(np.mean(all_of_them >= abs(statistic) - 1e-12))
 
 
@@ -220,7 +220,7 @@ def test_families_with_correlated_members_do_not_make_rank_correlations_signific
             rank_correlation(x, y, families=families, n_permutations=100, seed=seed)
         )
         as_if_independent.append(rank_correlation(x, y).p)
-    rejected = np.array([[one.p, one.tau_p] for one in found]) <= 0.05
+    rejected = np.array([[ranked.p, ranked.tau_p] for ranked in found]) <= 0.05
     # Three standard errors of 200 draws at .05.
     assert (rejected.mean(0) <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 200)).all()
     assert np.mean(np.array(as_if_independent) <= 0.05) > 0.2
