@@ -63,8 +63,8 @@ def test_a_wrong_value_and_a_unit_computed_again_are_found(subject: Subject) -> 
     record["sha256"] = json.loads(other.with_suffix(".json").read_text())["sha256"]
     one.with_suffix(".json").write_text(json.dumps(record))
     one.with_suffix(".nc").write_bytes(other.with_suffix(".nc").read_bytes())
-    found = subject.faults(folder, finished_before, "a forgery")
-    assert [fault.partition(":")[0] for fault in found] == [
+    faults = subject.faults(folder, finished_before, "a forgery")
+    assert [fault.partition(":")[0] for fault in faults] == [
         "wrong value",
         "recomputed or lost",
     ]

@@ -80,11 +80,11 @@ def rows() -> list[Row]:
 
 def commands(needs_hub: bool) -> list[list[str]]:
     """What stands after `tl-coupling`, each once."""
-    found: dict[str, None] = {}
+    commands: dict[str, None] = {}
     for row in rows():
         if ("needs the hub" in row.command) == needs_hub:
-            found |= dict.fromkeys(re.findall(r"`tl-coupling (.+?)`", row.command))
-    return [shlex.split(command) for command in found]
+            commands |= dict.fromkeys(re.findall(r"`tl-coupling (.+?)`", row.command))
+    return [shlex.split(command) for command in commands]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_what_needs_the_hub_names_a_test_against_the_loopback_hub() -> None:
 
 
 def test_every_figure_has_a_row_with_a_command_and_what_was_seen() -> None:
-    named = {what.strip() for row in rows() for what in row.what.split(",")}
+    named = {name.strip() for row in rows() for name in row.what.split(",")}
     assert not set(SHOWN) - named
     for row in rows():
         assert row.claim, row

@@ -76,8 +76,8 @@ SHARED = {"torch", "tlc", "model", "trace", "image_trace", "prompts", "data", "s
 
 def examples(thing: Any) -> list[doctest.Example]:
     """Those of its docstring that are run."""
-    found = doctest.DocTestParser().get_examples(inspect.getdoc(thing) or "")
-    return [example for example in found if doctest.SKIP not in example.options]
+    all_examples = doctest.DocTestParser().get_examples(inspect.getdoc(thing) or "")
+    return [example for example in all_examples if doctest.SKIP not in example.options]
 
 
 def taken_from_elsewhere(thing: Any) -> set[str]:
@@ -86,17 +86,17 @@ def taken_from_elsewhere(thing: Any) -> set[str]:
         ast.walk(ast.parse("".join(example.source for example in examples(thing))))
     )
     names = [node for node in nodes if isinstance(node, ast.Name)]
-    made = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(
+    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(
         dir(builtins)
     )
-    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    made |= {
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {
         node.name
         for node in nodes
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.ExceptHandler)
     }
-    made |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
-    return {node.id for node in names} - made
+    bound |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    return {node.id for node in names} - bound
 
 
 def test_rooms_hand_out_functions_and_classes_of_their_own_or_of_statistics() -> None:

@@ -103,15 +103,15 @@ def main() -> int:
                 continue
             n, start = max(1, round(usual * options.share)), time.perf_counter()
             rng = random.Random(f"{options.seed} {name}")
-            found = [
+            faults = [
                 fault
                 for trial in tqdm(attack(subject, rng, n), name, n, disable=None)
                 for fault in trial
             ]
             counts = {
-                fault: sum(one.startswith(fault) for one in found) for fault in FAULTS
+                fault: sum(one.startswith(fault) for one in faults) for fault in FAULTS
             }
-            counts["other"] = len(found) - sum(counts.values())
+            counts["other"] = len(faults) - sum(counts.values())
             rows[name] = {
                 "attacks": n,
                 **counts,
@@ -119,10 +119,10 @@ def main() -> int:
             }
             # At once: a run of all takes a quarter of an hour.
             print(
-                "\n".join([f"{name}: {n} attacks, {len(found)} findings", *found]),
+                "\n".join([f"{name}: {n} attacks, {len(faults)} findings", *faults]),
                 flush=True,
             )
-            findings += found
+            findings += faults
     print(table(rows))
     if options.save:
         options.save.parent.mkdir(parents=True, exist_ok=True)

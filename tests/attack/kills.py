@@ -29,15 +29,15 @@ def kills(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
         child.signal(signal.SIGKILL)
         child.wait(LIMIT)
         n_done += 1
-        what = f"a kill in {folder.name}"
-        found = subject.faults(folder, finished_before, what)
+        event = f"a kill in {folder.name}"
+        faults = subject.faults(folder, finished_before, event)
         finished_before = finished(folder)
         if rng.random() < 0.3:
-            found += subject.completed(folder, what) + subject.faults(
-                folder, finished_before, what
+            faults += subject.completed(folder, event) + subject.faults(
+                folder, finished_before, event
             )
             folder, finished_before = subject.new_folder(), Finished()
-        yield found
+        yield faults
 
 
 def kills_of_workers(
@@ -52,22 +52,22 @@ def kills_of_workers(
         child.wait(rng.uniform(0, _SECONDS_OF_WORKERS))
         family = child.family()
         victim = rng.choice(family)
-        what = (
+        event = (
             f"a kill of {'a run with workers' if victim == child.pid else 'a worker'} "
             f"in {folder.name}"
         )
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        found = child.faults(
-            what, (DONE, -signal.SIGKILL) if victim == child.pid else (DONE,)
+        faults = child.faults(
+            event, (DONE, -signal.SIGKILL) if victim == child.pid else (DONE,)
         )
-        found += left_over(family, what)
+        faults += left_over(family, event)
         finished_before = finished(folder)
-        found += subject.faults(folder, finished_before, what)
+        faults += subject.faults(folder, finished_before, event)
         yield (
-            found
-            + subject.completed(folder, what)
-            + subject.faults(folder, finished_before, what)
+            faults
+            + subject.completed(folder, event)
+            + subject.faults(folder, finished_before, event)
         )
 
 

@@ -106,8 +106,8 @@ def test_bad_input(
     call, run_folder: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     out = tmp_path / "out"
-    given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
-    errors = call(*options(run_folder, out), *given, status=2).err
+    options_given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
+    errors = call(*options(run_folder, out), *options_given, status=2).err
     assert message in " ".join(errors.split())
     assert not (out / "sweep.nc").exists()
 

@@ -64,9 +64,9 @@ def test_many_prompts(call, folder_model: Path, tmp_path: Path) -> None:
     done = call("depth", *options, "--out", tmp_path / "out", "--untrained")
     files = {path.name for path in (tmp_path / "out").rglob("*.nc")}
     assert files == {"depth.nc", "depth-untrained.nc"}
-    assert {f"{what}-k{k}.png" for what in ("coupling", "spread") for k in (2, 4)} < {
-        path.name for path in (tmp_path / "out").iterdir()
-    }
+    assert {
+        f"{measure}-k{k}.png" for measure in ("coupling", "spread") for k in (2, 4)
+    } < {path.name for path in (tmp_path / "out").iterdir()}
     mean = tlc.CouplingMap.load(tmp_path / "out" / "depth.nc")
     model = tlc.load_model(str(folder_model))
     maps = [
@@ -137,8 +137,8 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
     options = {"model": folder_model, "k": 4, "out": tmp_path / "out"}
     if "--prompts" not in arguments:
         options["prompt"] = "w1 w2"
-    given = [part.replace("{file}", str(file)) for part in arguments]
-    assert message in refused("depth", options, given)
+    with_paths = [part.replace("{file}", str(file)) for part in arguments]
+    assert message in refused("depth", options, with_paths)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
 def test_debug_shows_a_traceback_of_bad_usage_and_bad_files(
     call, tmp_path: Path, arguments: list[str]
 ) -> None:
-    given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
-    errors = call("--debug", *given, status=2).err
+    with_paths = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
+    errors = call("--debug", *with_paths, status=2).err
     assert errors.startswith("Traceback")
     assert errors.splitlines()[-1].startswith("tl-coupling: ")
-    assert "Traceback" not in call(*given, status=2).err
+    assert "Traceback" not in call(*with_paths, status=2).err
 
 
 def test_debug_as_the_value_of_an_option_is_not_the_flag(call, tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_the_embedded_model_beats_null_and_twin(
     )
     shown = re.search(r"```text\n(.+?)```", readme, re.DOTALL)
     assert shown
-    wanted, got = (
+    expected, got = (
         re.findall(r"│ +(\d+) │ +(\S+) │ +(\S+) │ +(\S+) │", text)
         for text in (shown[1], output)
     )
-    assert len(wanted) == 3
-    for numbers, others in zip(wanted, got, strict=True):
+    assert len(expected) == 3
+    for numbers, others in zip(expected, got, strict=True):
         assert [*map(float, numbers)] == pytest.approx(
             [*map(float, others)], abs=0.0015
         )

@@ -111,8 +111,8 @@ def test_bad_input_is_one_line(
 ) -> None:
     options = {"model": folder_vit, "image": folder_vit / "image.png", "k": 4}
     options["out"] = tmp_path / "out.html"
-    given = [part.replace("{text}", str(folder_model)) for part in arguments]
-    assert message in refused(command, options, given)
+    with_paths = [part.replace("{text}", str(folder_model)) for part in arguments]
+    assert message in refused(command, options, with_paths)
 
 
 def test_an_image_of_too_many_pixels(

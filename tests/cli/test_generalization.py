@@ -239,14 +239,14 @@ def test_the_folder_of_a_survey(call, tmp_path):
         tiny.huggingface_model(family).save_pretrained(models[family])
         tiny.save_tokenizer(tmp_path / family)
     prompts = ["w1 w2 w3 w4", "w5 w6 w7 w8 w9"]
-    asked = Survey(
+    one_model = Survey(
         models,
         prompts,
         untrained=True,
         settings=Settings(k=(4, 8), n_singular_values=4),
         prompts_per_unit=1,
     )
-    data = run(asked, tmp_path / "survey").load()
+    data = run(one_model, tmp_path / "survey").load()
     status, output, _ = call(
         "--survey", tmp_path / "survey", "--resamples", 100, "--out", tmp_path / "out"
     )

@@ -152,7 +152,7 @@ def test_how_far_measures_move(
     }
     assert len(written_at) == 3
     settings = Settings(k=(4, 8))
-    given = {
+    options_of_sweep = {
         "settings": settings,
         "folder": tmp_path / "out" / "precisions",
         "progress": False,
@@ -162,7 +162,7 @@ def test_how_far_measures_move(
         str(folder_model),
         more,
         [tlc.Prompt(*id_and_text) for id_and_text in TEXTS.items()],
-        **given,
+        **options_of_sweep,
     )
     assert {path: path.stat().st_mtime_ns for path in written_at} == written_at
     assert len(list((tmp_path / "out" / "precisions").glob("*.nc"))) == 4

@@ -57,5 +57,5 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
     file.write_text("")
     options = {"model": folder_model, "prompt": "w1 w2", "k": 4}
     options["out"] = tmp_path / "out.html"
-    given = [part.replace("{file}", str(file)) for part in arguments]
-    assert message in refused("report", options, given)
+    with_paths = [part.replace("{file}", str(file)) for part in arguments]
+    assert message in refused("report", options, with_paths)

@@ -130,10 +130,10 @@ def test_own_top_pair_is_taken_away():
 
 def test_random_vectors_keep_singular_values_and_nothing_else():
     J = DECAYING.expand(N_LAYERS, D, D)
-    found = probes.with_random_vectors(J, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(torch.linalg.svdvals(found), torch.linalg.svdvals(J))
-    assert probes.mean_coupling(found, K) == pytest.approx(NULL, abs=0.05)
-    assert abs(probes.mean_cosine(found)) < 0.05
+    probed = probes.with_random_vectors(J, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(torch.linalg.svdvals(probed), torch.linalg.svdvals(J))
+    assert probes.mean_coupling(probed, K) == pytest.approx(NULL, abs=0.05)
+    assert abs(probes.mean_cosine(probed)) < 0.05
 
 
 def test_rotations_are_orthogonal_and_independent():

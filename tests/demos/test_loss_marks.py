@@ -40,12 +40,12 @@ def test_counting_is_witten_and_bells():
         )
 
     after = [pair for window in windows for pair in itertools.pairwise(window)]
-    found = counting_losses(torch.tensor(text), torch.tensor(windows), 8)
-    assert found["unigram"] == pytest.approx(
+    losses = counting_losses(torch.tensor(text), torch.tensor(windows), 8)
+    assert losses["unigram"] == pytest.approx(
         -np.mean([math.log(unigram(t)) for _, t in after])
     )
     # Token 7 never came: what follows it is what comes at all.
-    assert found["bigram"] == pytest.approx(
+    assert losses["bigram"] == pytest.approx(
         -np.mean([math.log(bigram(s, t)) for s, t in after])
     )
 
@@ -58,9 +58,9 @@ def test_what_counting_gives_are_distributions():
 
 
 def test_windows_are_spread_and_do_not_overlap():
-    found = windows_of(torch.arange(103), 10, 4)
-    assert found[:, 0].tolist() == [0, 30, 60, 90]
-    assert (found.diff(dim=1) == 1).all()
+    windows = windows_of(torch.arange(103), 10, 4)
+    assert windows[:, 0].tolist() == [0, 30, 60, 90]
+    assert (windows.diff(dim=1) == 1).all()
     assert len(windows_of(torch.arange(103), 10, 99)) == 10
     with pytest.raises(ValueError, match="a text of at least 10 tokens, got 9"):
         windows_of(torch.arange(9), 10, 1)

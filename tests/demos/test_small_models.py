@@ -68,11 +68,13 @@ def test_the_standard_library_is_always_there(monkeypatch):
 
 
 def test_passages_come_from_documents_as_they_are(small_corpus):
-    found = small_models.passages(small_corpus.held_out, small_corpus.tokenizer, 5, 12)
-    assert len(set(found)) == 5
+    passages = small_models.passages(
+        small_corpus.held_out, small_corpus.tokenizer, 5, 12
+    )
+    assert len(set(passages)) == 5
     assert all(
         any(passage in document for document in small_corpus.held_out)
-        for passage in found
+        for passage in passages
     )
     with pytest.raises(
         ValueError, match="wanted 5 held-out passages of 5000 tokens, the text has 0"

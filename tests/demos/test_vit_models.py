@@ -178,10 +178,10 @@ def test_both_branches_of_a_block_are_dropped_each_for_itself():
     torch.manual_seed(0)
     layer = vit_models.new_model(CONFIG, 8, 10).vit.layers[-1].train()
     x = torch.randn(1, 17, 16).expand(200, -1, -1)
-    found = layer(x).detach()
+    output = layer(x).detach()
     # Neither, the first, the second, both.
-    assert len(torch.unique(found[:, 0].mul(1e4).round(), dim=0)) == 4
-    n_untouched = int((found == x).all((1, 2)).sum())
+    assert len(torch.unique(output[:, 0].mul(1e4).round(), dim=0)) == 4
+    n_untouched = int((output == x).all((1, 2)).sum())
     assert 0.3**2 * 200 - 15 < n_untouched < 0.3**2 * 200 + 15
     assert (
         len(torch.unique(layer.eval()(x).detach()[:, 0].mul(1e4).round(), dim=0)) == 1

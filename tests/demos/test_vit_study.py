@@ -244,11 +244,11 @@ def test_figures_show_the_models(synthetic):
     drawn_models = synthetic.table[synthetic.table["stochastic_depth"] == 0]
     np.testing.assert_allclose(points.get_ydata(), 100 * drawn_models["test_accuracy"])
     slope = np.diff(line.get_ydata()) / np.diff(line.get_xdata())
-    wanted = least_squares(
+    expected = least_squares(
         100 * drawn_models["test_accuracy"].to_numpy(),
         drawn_models["class token"].to_numpy(),
     )[0]
-    assert slope[0] == pytest.approx(wanted)
+    assert slope[0] == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
@@ -268,17 +268,17 @@ def test_the_study_measures_what_a_trace_gives(out):
     name = table.index[-1]
     model = tlc.load_model(str(out / "models" / name), device="cpu")
     (images,) = (out / "measured").glob("*/images")
-    found = {0: [], 1: [], 16: []}
+    drawn = {0: [], 1: [], 16: []}
     for path in sorted(images.iterdir()):
         x = vit_models.pixels(np.array(Image.open(path))[None])
-        for position, values in found.items():
+        for position, values in drawn.items():
             values.append(tlc.depth_coupling(tlc.trace(model, x), 4, position).mean(4))
-    at = {position: np.mean(values) for position, values in found.items()}
-    wanted = [at[0], at[16], (at[1] + at[16]) / 2]
+    at = {position: np.mean(values) for position, values in drawn.items()}
+    expected = [at[0], at[16], (at[1] + at[16]) / 2]
     assert table.loc[
         name, ["class token", "last patch", "patches"]
-    ].tolist() == pytest.approx(wanted, abs=1e-5)
-    assert len({round(value, 6) for value in wanted}) == 3
+    ].tolist() == pytest.approx(expected, abs=1e-5)
+    assert len({round(value, 6) for value in expected}) == 3
 
 
 def test_the_study_says_what_it_found_and_what_it_left_out(out):

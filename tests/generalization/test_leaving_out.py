@@ -200,9 +200,9 @@ def test_every_fit_takes_families():
 
 def test_without_each_family():
     table = related()
-    found = leave_one_family_out(table, "x", "y", families="family")
-    assert found.table.index.tolist() == ["a", "b", "c"]
-    for name, row in found.table.iterrows():
+    influence = leave_one_family_out(table, "x", "y", families="family")
+    assert influence.table.index.tolist() == ["a", "b", "c"]
+    for name, row in influence.table.iterrows():
         other_families = table[table["family"] != name]
         by_hand = stats.linregress(other_families["x"], other_families["y"])
         assert (row["slope"], row["r_squared"]) == pytest.approx(
@@ -227,9 +227,9 @@ def test_one_family_carries_the_claim():
     table = pandas.DataFrame(
         {"x": x, "y": y, "family": [*"aabbccdd", "far", "far", "far"]}
     )
-    found = leave_one_family_out(table, "x", "y", families="family")
-    assert found.most_influential == "far"
-    assert found.sign_changes == ("far",)
+    influence = leave_one_family_out(table, "x", "y", families="family")
+    assert influence.most_influential == "far"
+    assert influence.sign_changes == ("far",)
     # No single model does.
     assert leave_one_out(table, "x", "y").sign_changes == ()
 
@@ -377,13 +377,13 @@ def test_a_study_of_families():
 def test_families_are_given_or_read_or_neither():
     data, scores = simpson()
     read = generalization_study(data, scores, n_resamples=50)
-    given = dict(zip(scores["model"], scores["family"], strict=True))
+    family_of = dict(zip(scores["model"], scores["family"], strict=True))
     alone = scores.drop(columns="family")
     assert (
-        generalization_study(data, alone, families=given, n_resamples=50).to_dict()
+        generalization_study(data, alone, families=family_of, n_resamples=50).to_dict()
         == read.to_dict()
     )
-    by_loss = generalization_study(data, families=given, n_resamples=50)
+    by_loss = generalization_study(data, families=family_of, n_resamples=50)
     assert by_loss.association.linear.n_families == 4
     # Models that are not named are families of their own.
     some = generalization_study(
@@ -414,13 +414,15 @@ def test_a_reversal_over_the_prompts_of_a_model_is_said():
     )
     data["mean_coupling"][:] = x[:, None, :, None]
     result = generalization_study(data, k=5, n_resamples=50)
-    for i, found in enumerate(result.prompt_length.values()):
+    for i, correlation in enumerate(result.prompt_length.values()):
         inside = [
             stats.spearmanr(x[i, part], length[part]).statistic
             for part in (slice(0, 5), slice(5, 12))
         ]
-        assert found.within_tasks == pytest.approx((5 * inside[0] + 7 * inside[1]) / 12)
-        assert found.within_tasks < 0 < found.rho
+        assert correlation.within_tasks == pytest.approx(
+            (5 * inside[0] + 7 * inside[1]) / 12
+        )
+        assert correlation.within_tasks < 0 < correlation.rho
     remark = (
         "Simpson: ρ with prompt length has the other sign within "
         "tasks for org/m0, org/m1, org/m2, org/m3"
@@ -446,12 +448,12 @@ def test_a_reversal_on_tasks_and_prompts_that_are_too_few_are_said():
         {"model": data["model"].values, "score": x.mean(1), "arc": -x[:, :3].mean(1)}
     )
     result = generalization_study(data, up, k=5, n_resamples=100)
-    found = result.attenuation
+    attenuation = result.attenuation
     remarks = "\n".join(result.remarks)
     assert "Simpson: the slope has the other sign on the tasks arc" in remarks
     assert (
         f"6 prompts are too few: reliability of the models' means "
-        f"{found.reliability:.2f}, 0.9 needs"
+        f"{attenuation.reliability:.2f}, 0.9 needs"
     ) in remarks
     assert "below 0.5 the slope is not corrected for it" in remarks
     assert "all models, corrected" not in result.slopes.index

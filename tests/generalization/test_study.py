@@ -151,11 +151,11 @@ def test_scores_go_to_their_models_whatever_their_order():
 def test_columns_of_the_surveys_own_are_refused(name):
     data = survey()
     scores = scores_of(data, **{name: 99.0})
-    wanted = (
+    message = (
         f"the survey has a column {name!r} of its own, and the scores "
         f"another one .*org/m0.*; rename that"
     )
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match=message):
         generalization_study(data, scores, n_resamples=50)
     with pytest.raises(
         ValueError, match=f"column {name!r} of its own: rename that of the scores"
@@ -173,10 +173,10 @@ def test_a_score_is_not_called_as_the_surveys_loss_is():
         ValueError, match="column 'loss' of its own: rename that of the scores"
     ):
         generalization_study(data, scores, score="loss", n_resamples=50)
-    found = generalization_study(
+    study = generalization_study(
         data.drop_vars("loss"), scores, score="loss", n_resamples=50
     )
-    assert found.table["loss"].tolist() == scores["loss"].tolist()
+    assert study.table["loss"].tolist() == scores["loss"].tolist()
 
 
 def test_what_scores_say_as_the_survey_does_is_taken():
@@ -502,14 +502,14 @@ def test_within_a_model_across_tasks():
     scores = pandas.DataFrame(
         {"model": data["model"].values} | {task: rng.random(4) for task in "abc"}
     )
-    found = generalization_study(
+    across_tasks = generalization_study(
         data, scores, score="a", k=5, n_resamples=50
     ).across_tasks
     x = data["mean_coupling"].values[2, 0, :, 0].reshape(3, 2).mean(1)
-    assert found["org/m2"].r_squared == pytest.approx(
+    assert across_tasks["org/m2"].r_squared == pytest.approx(
         np.corrcoef(x, scores.loc[2, [*"abc"]].astype(float))[0, 1] ** 2
     )
-    assert found["org/m2"].n == 3
+    assert across_tasks["org/m2"].n == 3
     with pytest.raises(ValueError, match="at least three tasks"):
         fits_across_tasks(
             data, scores[["model", "a", "b"]], k=5, measure="coupling", checkpoint=None
@@ -647,10 +647,10 @@ def test_a_model_that_lacks_the_last_checkpoint_is_named_and_left_out_unless_it_
     assert result.table["coupling"][0] == pytest.approx(
         data["mean_coupling"].values[0, 0, :, 1].mean()
     )
-    asked = generalization_study(data, "loss", checkpoint="last", n_resamples=50)
-    assert asked.table["checkpoint"].tolist() == [1000, 1000, 20, 1000, 1000]
-    assert "org/m2" not in asked.left_out
-    assert asked.prompt_length["org/m2"].n == 6
+    at_last = generalization_study(data, "loss", checkpoint="last", n_resamples=50)
+    assert at_last.table["checkpoint"].tolist() == [1000, 1000, 20, 1000, 1000]
+    assert "org/m2" not in at_last.left_out
+    assert at_last.prompt_length["org/m2"].n == 6
     named = generalization_study(data, "loss", checkpoint="0", n_resamples=50).table
     assert named["checkpoint"].tolist() == [0] * 5
     with pytest.raises(
@@ -670,17 +670,19 @@ def test_a_model_scored_at_an_earlier_step_alone_is_not_without_a_score():
         left_out["org/m2"]
         == "no score at checkpoint 1000, only at 0 (“last” takes each model's last)"
     )
-    asked = generalization_study(data, scores, checkpoint="last", n_resamples=50).table
-    assert asked["checkpoint"].tolist() == [1000, 1000, 0, 1000, 1000]
-    assert asked["score"].tolist() == [3, 1, 4, 1, 5]
+    at_last = generalization_study(
+        data, scores, checkpoint="last", n_resamples=50
+    ).table
+    assert at_last["checkpoint"].tolist() == [1000, 1000, 0, 1000, 1000]
+    assert at_last["score"].tolist() == [3, 1, 4, 1, 5]
     # Without a score at any step; with too few of them at the last.
-    asked = generalization_study(
+    at_last = generalization_study(
         data,
         scores.assign(score=[3, 1, np.nan, 1, 5]),
         checkpoint="last",
         n_resamples=50,
     )
-    assert asked.left_out["org/m2"] == "no score"
+    assert at_last.left_out["org/m2"] == "no score"
     scores["checkpoint"] = [1000, 0, 0, 0, 1000]
     with pytest.raises(
         ValueError,

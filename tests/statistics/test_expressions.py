@@ -113,9 +113,9 @@ def test_numbers_are_what_pandas_makes_of_them(expression: str) -> None:
 @given(st.recursive(comparisons, joined, max_leaves=5))
 def test_queries_are_what_pandas_makes_of_them(expression: str) -> None:
     expected = FLOATS.eval(expression, engine="python")
-    found = evaluate(TABLE, expression)
-    assert found.dtype == bool
-    np.testing.assert_array_equal(found, expected.to_numpy(bool))
+    value = evaluate(TABLE, expression)
+    assert value.dtype == bool
+    np.testing.assert_array_equal(value, expected.to_numpy(bool))
 
 
 def test_what_pandas_does_not_know_or_gets_wrong() -> None:

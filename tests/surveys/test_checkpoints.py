@@ -111,8 +111,8 @@ def test_local_checkpoints_are_ordered_by_step(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "step5").mkdir()
     (tmp_path / "step6").write_text("a file")
-    found = local_checkpoints(tmp_path)
-    assert [(step, path.name) for step, path in found.items()] == [
+    checkpoints = local_checkpoints(tmp_path)
+    assert [(step, path.name) for step, path in checkpoints.items()] == [
         (7, "7"),
         (20, "run2-step20"),
         (900, "step_0000900"),
@@ -373,8 +373,8 @@ def test_a_folder_of_an_older_sweep_is_refused_with_what_to_do(
 def test_checkpoints_that_were_measured_with_other_versions_are_named(
     run: Path, tmp_path: Path
 ) -> None:
-    given = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path}
-    checkpoint_sweep(run, **given)
+    arguments = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path}
+    checkpoint_sweep(run, **arguments)
     path, record = tmp_path / "run0@20.nc", tmp_path / "run0@20.json"
     data = xarray.load_dataset(path)
     provenance = json.loads(data.attrs["provenance"]) | {"versions": {"torch": "1.0"}}
@@ -386,7 +386,7 @@ def test_checkpoints_that_were_measured_with_other_versions_are_named(
     with pytest.warns(
         UserWarning, match="were not all measured alike: versions differ"
     ):
-        swept = checkpoint_sweep(run, **given)
+        swept = checkpoint_sweep(run, **arguments)
     by_unit = json.loads(swept.attrs["provenance_by_unit"])
     assert by_unit["run0@20"] == {"versions": {"torch": "1.0"}}
     assert by_unit["run0@0"]["versions"]["torch"] == torch.__version__
@@ -631,9 +631,9 @@ def test_an_executor_gives_the_same_values(
 def test_a_local_folder_is_the_same_however_its_path_is_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path}
-    checkpoint_sweep(run, [0], **given)
+    arguments = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path}
+    checkpoint_sweep(run, [0], **arguments)
     state_before = state(tmp_path)
     monkeypatch.chdir(run.parent)
-    checkpoint_sweep(run.name, [0], **given)
+    checkpoint_sweep(run.name, [0], **arguments)
     assert state(tmp_path) == state_before

@@ -148,10 +148,10 @@ def test_a_killed_worker_loses_nothing_finished_and_a_rerun_completes(
         "failed",
         "computed",
     ]
-    found = record(folder, UNITS[2])
-    assert found is not None
-    assert found["status"] == "failed"
-    assert found["error"].startswith("WorkerDied: its worker died, twice")
+    read_back = record(folder, UNITS[2])
+    assert read_back is not None
+    assert read_back["status"] == "failed"
+    assert read_back["error"].startswith("WorkerDied: its worker died, twice")
     before = {
         path.name: path.stat().st_mtime_ns for path in folder.glob("unit-[013].*")
     }

@@ -256,11 +256,11 @@ def test_the_command_hands_its_units_to_the_cluster(
 def test_parameters_that_slurm_does_not_take_are_said(
     slurm: None, tmp_path: Path
 ) -> None:
-    for given in ({"prtition": "local"}, {"timeout_min": "12h"}):
+    for options in ({"prtition": "local"}, {"timeout_min": "12h"}):
         with pytest.raises(
-            ValueError, match=f"SLURM does not accept .*{next(iter(given))}.*: "
+            ValueError, match=f"SLURM does not accept .*{next(iter(options))}.*: "
         ) as caught:
-            slurm_executor(tmp_path, **given)
+            slurm_executor(tmp_path, **options)
         assert "\n" not in str(caught.value)
 
 

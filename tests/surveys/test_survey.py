@@ -727,9 +727,9 @@ def test_units_of_different_versions_open_and_are_named(
     prompts_per_unit: int | None,
 ) -> None:
     """As after an upgrade between two runs: within one model, or between two."""
-    asked = replace(survey, prompts_per_unit=prompts_per_unit)
-    run(asked, tmp_path)
-    key = asked.units()[0].key
+    survey_in_units = replace(survey, prompts_per_unit=prompts_per_unit)
+    run(survey_in_units, tmp_path)
+    key = survey_in_units.units()[0].key
     path, record = tmp_path / f"{key}.nc", tmp_path / f"{key}.json"
     data = xarray.load_dataset(path)
     provenance = json.loads(data.attrs["provenance"])
@@ -748,7 +748,8 @@ def test_units_of_different_versions_open_and_are_named(
         opened = open_survey(tmp_path)
     by_unit = json.loads(opened.attrs["provenance_by_unit"])
     assert {unit: provenance["device"] for unit, provenance in by_unit.items()} == {
-        unit.key: "cuda" if unit.key == key else "cpu" for unit in asked.units()
+        unit.key: "cuda" if unit.key == key else "cpu"
+        for unit in survey_in_units.units()
     }
     assert by_unit[key]["versions"] == versions
     common = json.loads(opened.attrs["provenance"])
@@ -757,7 +758,7 @@ def test_units_of_different_versions_open_and_are_named(
     np.testing.assert_array_equal(opened.coupling, undisturbed.coupling)
     with pytest.warns(UserWarning, match="were not all measured alike"):
         assert (
-            run(asked, tmp_path).attrs["provenance_by_unit"]
+            run(survey_in_units, tmp_path).attrs["provenance_by_unit"]
             == opened.attrs["provenance_by_unit"]
         )
 
@@ -839,12 +840,12 @@ def test_prompts_of_a_unit_have_a_bar_of_their_own_by_default(
     )
     monkeypatch.setattr("tl_coupling.surveys.survey.measure_prompts", measured)
     with ThreadPoolExecutor(1) as executor:
-        for given in (
+        for options in (
             {},
             {"progress": False},
             {"progress": iter},
             {"executor": executor},
         ):
             with pytest.raises(ModelError, match="enough"):
-                run(Survey(["a"], ["w1"]), **given)
+                run(Survey(["a"], ["w1"]), **options)
     assert seen == [None, False, False, False]
