@@ -12,27 +12,27 @@ Jacobians is part of the result.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
 import tl_coupling as tlc
+from benchmarks.options import add_k, add_model, add_out, add_tokens
 from benchmarks.timing import (
     BenchmarkError,
     Memory,
     chosen_device,
     console,
     environment,
+    stop,
     timed,
     token_ids,
     write,
 )
 from tl_coupling.jacobians import jacobians_of_output
-from tl_coupling.models import EMBEDDED_MODEL, ModelError
+from tl_coupling.models import ModelError
 
 LAYERS = 8, 9
 LONG = 128
@@ -151,26 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.across_tokens", description=__doc__.splitlines()[0]
     )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=64,
-        help="length of the prompt (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--k", type=int, default=50, help="singular vectors (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--model",
-        default=EMBEDDED_MODEL,
-        help="as tl_coupling loads it (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("benchmarks/results"),
-        help="folder for the JSON",
-    )
+    add_tokens(parser)
+    add_k(parser)
+    add_model(parser)
+    add_out(parser)
     options = parser.parse_args(arguments)
     device = chosen_device("auto")
     results = {"model": options.model, "environment": environment(device)}
@@ -178,8 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results["long"] = memory(options.model, device, options.k)
         results["run"] = measure(options.model, options.tokens, device, options.k)
     except (BenchmarkError, ModelError, ValueError, OSError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        raise SystemExit(2) from None
+        stop(error)
     out = console()
     for table in tables(results):
         out.print(table)

@@ -14,15 +14,14 @@ work, on other streams.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
 import tl_coupling as tlc
+from benchmarks.options import add_k, add_out, add_tokens
 from benchmarks.stages import (
     STAGES,
     bare_products,
@@ -37,6 +36,7 @@ from benchmarks.timing import (
     chosen_device,
     console,
     environment,
+    stop,
     timed,
     write,
 )
@@ -160,15 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--width", type=int, default=4096, help="of the stream (default: %(default)s)"
     )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=64,
-        help="length of the prompt (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--k", type=int, default=50, help="singular vectors (default: %(default)s)"
-    )
+    add_tokens(parser)
+    add_k(parser)
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -185,25 +178,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=int,
         help="of the large product (default: 8192 on a GPU, else 2048)",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("benchmarks/results"),
-        help="folder for the JSON",
-    )
+    add_out(parser)
     options = parser.parse_args(arguments)
     try:
         device = chosen_device(options.device)
         results = {"environment": environment(device), "run": measure(options, device)}
     except (BenchmarkError, ValueError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        raise SystemExit(2) from None
+        stop(error)
     except torch.OutOfMemoryError:
-        print(
-            "the GPU has too little memory for these blocks: use --one-at-a-time",
-            file=sys.stderr,
-        )
-        raise SystemExit(2) from None
+        stop("the GPU has too little memory for these blocks: use --one-at-a-time")
     out = console()
     for table in tables(results):
         out.print(table)

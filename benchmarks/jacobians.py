@@ -15,9 +15,7 @@ and random models in Llama's proportions of several widths.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import tl_coupling as tlc
+from benchmarks.options import add_k, add_model, add_out
 from benchmarks.stages import (
     STAGES,
     bare_products,
@@ -38,10 +37,11 @@ from benchmarks.timing import (
     chosen_device,
     console,
     environment,
+    stop,
     token_ids,
     write,
 )
-from tl_coupling.models import EMBEDDED_MODEL, ModelError
+from tl_coupling.models import ModelError
 
 
 def measure(
@@ -119,11 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.jacobians", description=__doc__.splitlines()[0]
     )
-    parser.add_argument(
-        "--model",
-        default=EMBEDDED_MODEL,
-        help="as tl_coupling loads it (default: %(default)s)",
-    )
+    add_model(parser)
     parser.add_argument(
         "--tokens",
         type=int,
@@ -149,9 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=1,
         help="of the random models (default: %(default)s)",
     )
-    parser.add_argument(
-        "--k", type=int, default=50, help="singular vectors (default: %(default)s)"
-    )
+    add_k(parser)
     parser.add_argument(
         "--repeats",
         type=int,
@@ -159,12 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="the fewest seconds count (default: %(default)s)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("benchmarks/results"),
-        help="folder for the JSON",
-    )
+    add_out(parser)
     options = parser.parse_args(arguments)
     out = console()
     try:
@@ -197,8 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "random", random_llama(width, options.blocks, device), random_ids(usual)
             )
     except (BenchmarkError, ModelError, ValueError, OSError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        raise SystemExit(2) from None
+        stop(error)
     for table in tables(results):
         out.print(table)
     out.print(f"wrote {write(options.out, 'jacobians', results)}")

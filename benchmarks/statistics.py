@@ -231,7 +231,7 @@ def false_positives(
         n = len(design.families)
         # Half of the variance of coupling is the same at every k, measure and prompt.
         means = {
-            f"mean_{measure}": (("row", "prompt", "k"), unrelated(design, rng))
+            measure: (("row", "prompt", "k"), unrelated(design, rng))
             for measure in MEASURES
         }
         rows = xarray.Dataset(means, {"k": list(KS)})
@@ -250,7 +250,10 @@ def false_positives(
             "n_permutations": n_permutations,
             "seed": seed,
         }
-        result = familywise(rows, table, prompts, names, SUBSETS, families, **look)
+        measures = {measure: measure for measure in MEASURES}
+        result = familywise(
+            rows, measures, table, prompts, names, SUBSETS, families, **look
+        )
         at_every_k = result.table.query(
             "task == 'all prompts' and subset == 'all models' and measure == 'coupling'"
         )

@@ -27,7 +27,8 @@ from unittest.mock import patch
 import torch
 
 import tl_coupling as tlc
-from benchmarks.timing import BenchmarkError, Memory, environment
+from benchmarks.options import add_k, add_out
+from benchmarks.timing import BenchmarkError, Memory, environment, write
 from tl_coupling.jacobians import coupled, decomposed
 from tl_coupling.models import streaming
 
@@ -230,9 +231,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, default=64, help="of the prompt (default: %(default)s)"
     )
-    parser.add_argument(
-        "--k", type=int, default=50, help="singular vectors (default: %(default)s)"
-    )
+    add_k(parser)
     parser.add_argument(
         "--device",
         default="cpu",
@@ -251,12 +250,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         "--folder",
         help="where the model is, or is to be written (default: a temporary folder)",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("benchmarks/results"),
-        help="folder for the JSON",
-    )
+    add_out(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -309,10 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
         "environment": environment(torch.device(options.device)),
         "runs": runs,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"streaming_{options.shape}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"wrote {path}")
+    print(f"wrote {write(options.out, f'streaming_{options.shape}', results)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -193,6 +193,12 @@ def chosen_device(name: str) -> torch.device:
             "--device cuda, but torch sees no GPU: use cpu, or install torch with CUDA"
         )
     return torch.device(name)
+
+
+def stop(reason: Exception | str) -> NoReturn:
+    """Say on one line what was wrong, and exit with status 2."""
+    print(" ".join(str(reason).split()), file=sys.stderr)
+    raise SystemExit(2) from None
 
 
 def write(folder: Path, name: str, content: dict[str, Any]) -> Path:

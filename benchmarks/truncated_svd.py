@@ -14,7 +14,6 @@ on the machine disturb least.
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 import tl_coupling as tlc
-from benchmarks.timing import environment
+from benchmarks.timing import environment, write
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.spectra.iteration import TOLERANCE, block_width
 from tl_coupling.surveys import PAPER_PROMPT
@@ -277,16 +276,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ("its last layer's spectrum", last),
         ):
             add(name, *planted(stretched(S, d), seed=d))
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "truncated_svd.json"
-    content = {
-        "benchmark": "truncated_svd",
+    results = {
         "repeats": options.repeats,
         "environment": environment(CPU),
         "runs": runs,
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(f"wrote {path}")
+    console.print(f"wrote {write(options.out, 'truncated_svd', results)}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from torch import nn  # noqa: E402
 
 import tiny  # noqa: E402
 import tl_coupling as tlc  # noqa: E402
+from command_line import typed  # noqa: E402
 
 # Threads that wait for each other in operations of a microsecond cost far more than
 # they save.
@@ -114,10 +115,10 @@ def pyplot_untouched():
     """
     import matplotlib.pyplot as plt
 
-    before = dict(plt.rcParams)
+    settings = dict(plt.rcParams)
     yield
     plt.close("all")
-    assert dict(plt.rcParams) == before
+    assert dict(plt.rcParams) == settings
 
 
 @pytest.fixture
@@ -126,39 +127,44 @@ def call(
 ):
     """Provide the `tl-coupling` command in this process: what it says as `.out` and
     `.err`.
+
+    Options may be given by name, as to `typed`.
     """
     from tl_coupling.cli import main
 
     monkeypatch.setenv("COLUMNS", "120")
 
-    def run(*arguments: object, status: int = 0) -> Any:
-        monkeypatch.setattr(sys, "argv", ["tl-coupling", *map(str, arguments)])
+    def run(*arguments: object, status: int = 0, **options: object) -> Any:
+        words = ["tl-coupling", *map(str, arguments), *typed(**options)]
+        monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as stopped:
             main()
-        said = capsys.readouterr()
-        assert (stopped.value.code or 0) == status, said.err
-        return said
+        streams = capsys.readouterr()
+        assert (stopped.value.code or 0) == status, streams.err
+        return streams
 
     return run
 
 
 @pytest.fixture
 def refused(call, tmp_path: Path):
-    """Run a command that must end with status 2 and write nothing; return its line."""
+    """Run a command that must end with status 2 and write nothing; return its line.
+
+    `arguments`, flags and their values, replace options of the same name.
+    """
 
     def run(command: str, options: dict[str, object], arguments: list[str]) -> str:
-        before = sorted(tmp_path.rglob("*"))
-        given = options | dict(zip(arguments[::2], arguments[1::2], strict=True))
-        said = call(
-            command, *(part for pair in given.items() for part in pair), status=2
-        ).err
+        paths_before = sorted(tmp_path.rglob("*"))
+        names = [flag[2:].replace("-", "_") for flag in arguments[::2]]
+        replaced = dict(zip(names, arguments[1::2], strict=True))
+        errors = call(command, status=2, **options | replaced).err
         lines = [
             line
-            for line in said.splitlines()
+            for line in errors.splitlines()
             if line.startswith(("tl-coupling: ", "Traceback"))
         ]
-        assert len(lines) == 1, said
-        assert sorted(tmp_path.rglob("*")) == before
+        assert len(lines) == 1, errors
+        assert sorted(tmp_path.rglob("*")) == paths_before
         return lines[0]
 
     return run

@@ -53,9 +53,9 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 def test_a_wrong_value_and_a_unit_computed_again_are_found(subject: Subject) -> None:
     folder = subject.new_folder()
     subject.run(folder)
-    before = finished(folder)
-    assert len(before) == subject.n_units == 6
-    assert subject.faults(folder, before, "nothing") == []
+    finished_before = finished(folder)
+    assert len(finished_before) == subject.n_units == 6
+    assert subject.faults(folder, finished_before, "nothing") == []
     # Another model's values under a checksum of their own.
     one, other = folder / "a@main+0", folder / "b@main+0"
     record = json.loads(one.with_suffix(".json").read_text())
@@ -63,8 +63,8 @@ def test_a_wrong_value_and_a_unit_computed_again_are_found(subject: Subject) -> 
     record["sha256"] = json.loads(other.with_suffix(".json").read_text())["sha256"]
     one.with_suffix(".json").write_text(json.dumps(record))
     one.with_suffix(".nc").write_bytes(other.with_suffix(".nc").read_bytes())
-    found = subject.faults(folder, before, "a forgery")
-    assert [one.partition(":")[0] for one in found] == [
+    faults = subject.faults(folder, finished_before, "a forgery")
+    assert [fault.partition(":")[0] for fault in faults] == [
         "wrong value",
         "recomputed or lost",
     ]

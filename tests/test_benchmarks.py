@@ -41,7 +41,7 @@ def test_depth_coupling_agrees_with_the_released_algorithm(
 
     monkeypatch.setattr(released_algorithm, "KS", (2, 4))
     monkeypatch.setattr(depth_coupling, "in_own_process", here)
-    given = [
+    arguments = [
         "--model",
         folder_model,
         "--tokens",
@@ -54,7 +54,7 @@ def test_depth_coupling_agrees_with_the_released_algorithm(
         "--out",
         tmp_path,
     ]
-    depth_coupling.main(list(map(str, given)))
+    depth_coupling.main(list(map(str, arguments)))
     both, alone = read(tmp_path, "depth_coupling")["runs"]
     assert both["largest_difference"] < 1e-4
     assert both["ratio"]["end to end"] > 0
@@ -66,9 +66,19 @@ def test_depth_coupling_agrees_with_the_released_algorithm(
 
 
 def test_jacobians_and_their_table_and_picture(folder_model, tmp_path, capsys):
-    given = ["--model", folder_model, "--tokens", 5, "--depths", 1, "--widths", 64, 128]
-    given += ["--k", 4, "--repeats", 1, "--device", "cpu", "--out", tmp_path]
-    jacobians.main(list(map(str, given)))
+    arguments = [
+        "--model",
+        folder_model,
+        "--tokens",
+        5,
+        "--depths",
+        1,
+        "--widths",
+        64,
+        128,
+    ]
+    arguments += ["--k", 4, "--repeats", 1, "--device", "cpu", "--out", tmp_path]
+    jacobians.main(list(map(str, arguments)))
     results = read(tmp_path, "jacobians")
     sizes = [
         [run["shapes"][name] for name in ("n_layers", "d_model", "n_pos")]
@@ -109,12 +119,12 @@ def test_a_picture_shows_every_run_and_its_ratio():
 
 def test_a_benchmark_without_tables_has_its_numbers_listed(monkeypatch):
     monkeypatch.setattr(table, "_module", lambda _: SimpleNamespace())
-    found = {
+    results = {
         "benchmark": "b",
         "environment": {"cpu": "c"},
         "runs": [{"seconds": 1.23456, "tokens": [1, 2]}],
     }
-    (listed,) = table.tables_of(found)
+    (listed,) = table.tables_of(results)
     assert "| runs, 0, seconds | 1.235 |" in table.markdown(listed)
     assert "tokens" not in table.markdown(listed)
 
@@ -128,7 +138,7 @@ def test_the_table_of_nothing_is_refused_in_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("more", [[], ["--one-at-a-time", "--dtype", "float32"]])
 def test_the_lines_for_a_gpu_run_on_a_cpu(more, tmp_path):
-    given = [
+    arguments = [
         "--device",
         "cpu",
         "--layers",
@@ -142,7 +152,7 @@ def test_the_lines_for_a_gpu_run_on_a_cpu(more, tmp_path):
         "--peak-size",
         64,
     ]
-    gpu.main([*map(str, given), *more, "--out", str(tmp_path)])
+    gpu.main([*map(str, arguments), *more, "--out", str(tmp_path)])
     run = read(tmp_path, "gpu")["run"]
     assert run["shapes"] == {"n_pos": 8, "n_layers": 2, "d_model": 64, "k": 4}
     assert run["share_of_peak"] > 0
@@ -168,12 +178,12 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         statistics,
         "COVERED",
-        tuple(one for one in statistics.COVERED if sum(one.sizes) == 12),
+        tuple(design for design in statistics.COVERED if sum(design.sizes) == 12),
     )
     monkeypatch.setattr(
         statistics, "LOOKED_AT", (statistics.Design((2, 2, 1, 1, 1), True),)
     )
-    given = [
+    arguments = [
         "--studies",
         150,
         "--resampled",
@@ -186,11 +196,11 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
         19,
     ]
     # With so few studies what is wanted may be missed: it is said then.
-    status = statistics.main([*map(str, given), "--out", str(tmp_path)])
-    found = read(tmp_path, "statistics")
-    assert status == bool(statistics.missed(found))
-    alone, related = (row["coverage"] for row in found["coverage"])
-    assert [row["design"] for row in found["coverage"]] == [
+    status = statistics.main([*map(str, arguments), "--out", str(tmp_path)])
+    results = read(tmp_path, "statistics")
+    assert status == bool(statistics.missed(results))
+    alone, related = (row["coverage"] for row in results["coverage"])
+    assert [row["design"] for row in results["coverage"]] == [
         "12 models",
         "12 models in 3 families of 4",
     ]
@@ -201,13 +211,13 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
         > 0.9
         > related["as if independent"]
     )
-    (false,) = found["familywise"]
+    (false,) = results["familywise"]
     assert (false["design"], false["n_looks"]) == (
         "7 models in 5 families of 1 to 2",
         180,
     )
     assert false["false_positives"]["own p, any look"] == 1
-    assert [row["reliability"] for row in found["attenuation"]] == [0.9, 0.8, 0.7]
+    assert [row["reliability"] for row in results["attenuation"]] == [0.9, 0.8, 0.7]
     reliable = next(statistics.attenuations(20))
     found_ones = reliable["said"], reliable["raw"], reliable["corrected"]
     assert found_ones == pytest.approx((0.9, 0.9, 1), abs=0.06)
@@ -223,7 +233,7 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
             "false_positives": {"max-statistic, any look": 0.07},
         }
     ]
-    assert [one.split(":")[0] for one in statistics.missed(wrong)] == ["d", "e"]
+    assert [miss.split(":")[0] for miss in statistics.missed(wrong)] == ["d", "e"]
     assert "coverage of the 95 %" in capsys.readouterr().out
 
 
@@ -253,7 +263,7 @@ def test_across_tokens(folder_model, tmp_path, monkeypatch):
 def test_engines(folder_model, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "prompt": "w1 w2 w3", "task": "t"}\n')
-    given = [
+    arguments = [
         "--model",
         folder_model,
         "--prompts",
@@ -268,5 +278,5 @@ def test_engines(folder_model, tmp_path, monkeypatch):
     # Set by the benchmark for good.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
-    assert engines.main([*map(str, given), "--out", str(tmp_path)]) == 0
+    assert engines.main([*map(str, arguments), "--out", str(tmp_path)]) == 0
     assert read(tmp_path, "engines")["engines"]["here"]["identical"]

@@ -29,6 +29,17 @@ FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 # There is none today; more than a handful would be a habit.
 MOST_REACH_INS = 5
 
+# Rooms of one level, side by side, do not know each other but for these.
+WITHIN_A_LEVEL = {
+    ("files", "interrupts"),
+    ("saved", "arguments"),
+    ("saved", "files"),
+    ("measures", "spectra"),
+    ("influence", "comparisons"),
+    ("interactive", "plots"),
+    ("report", "interactive"),
+    ("report", "plots"),
+}
 SHOWING = ("plots", "interactive", "report")
 NEEDED_BY_ALL = ("arguments", "files", "progress", "interrupts")
 # Of these, pictures and the report need not even know a class.
@@ -91,6 +102,18 @@ def test_nothing_is_imported_from_above():
         if other and LEVEL[other] > LEVEL[room]
     ]
     assert not upward, upward
+
+
+def test_rooms_of_one_level_import_each_other_only_where_listed():
+    """Statistics, for one, know no measure: what they need is passed to them."""
+    sideways = {
+        (room, other): where
+        for room, other, where in imports_between_rooms()
+        if other and LEVEL[other] == LEVEL[room]
+    }
+    unlisted = [sideways[pair] for pair in sideways.keys() - WITHIN_A_LEVEL]
+    assert not unlisted, unlisted
+    assert sideways.keys() >= WITHIN_A_LEVEL, "take what is not imported off the list"
 
 
 def test_no_room_imports_the_package_itself():

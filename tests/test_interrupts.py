@@ -169,16 +169,7 @@ def test_a_command_without_units_says_what_it_has_written(
     own_handler = signal.getsignal(signal.SIGINT)
     try:
         output = call(
-            "depth",
-            "--model",
-            folder_model,
-            "--prompt",
-            "w3 w4",
-            "--k",
-            4,
-            "--out",
-            tmp_path,
-            status=130,
+            "depth", model=folder_model, prompt="w3 w4", k=4, out=tmp_path, status=130
         ).err
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:

@@ -80,11 +80,11 @@ def rows() -> list[Row]:
 
 def commands(needs_hub: bool) -> list[list[str]]:
     """What stands after `tl-coupling`, each once."""
-    found: dict[str, None] = {}
+    commands: dict[str, None] = {}
     for row in rows():
         if ("needs the hub" in row.command) == needs_hub:
-            found |= dict.fromkeys(re.findall(r"`tl-coupling (.+?)`", row.command))
-    return [shlex.split(command) for command in found]
+            commands |= dict.fromkeys(re.findall(r"`tl-coupling (.+?)`", row.command))
+    return [shlex.split(command) for command in commands]
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +156,9 @@ def test_every_command_runs_and_prints(
 def test_what_needs_the_hub_knows_its_options_and_has_a_test(
     command: list[str], call
 ) -> None:
-    said = call(command[0], "--help").out
+    help_text = call(command[0], "--help").out
     assert all(
-        re.search(rf"(?<!\S){option}\b", said)
+        re.search(rf"(?<!\S){option}\b", help_text)
         for option in command
         if option.startswith("--")
     )
@@ -175,7 +175,7 @@ def test_what_needs_the_hub_names_a_test_against_the_loopback_hub() -> None:
 
 
 def test_every_figure_has_a_row_with_a_command_and_what_was_seen() -> None:
-    named = {what.strip() for row in rows() for what in row.what.split(",")}
+    named = {name.strip() for row in rows() for name in row.what.split(",")}
     assert not set(SHOWN) - named
     for row in rows():
         assert row.claim, row
@@ -206,7 +206,7 @@ def test_names_on_the_hub_are_in_transformer_lens_registry() -> None:
         Path(transformer_lens.__file__).parent
         / "tools/model_registry/data/supported_models.json"
     )
-    known = {one["model_id"] for one in json.loads(file.read_text())["models"]}
+    known = {model["model_id"] for model in json.loads(file.read_text())["models"]}
     names = paper_table1()["model"]
     assert names.is_unique
     assert set(names) - known == {"mosaicml/mpt-30b", "mosaicml/mpt-7b"}

@@ -182,11 +182,11 @@ def expected_id(name: str, i: int) -> str:
 
 @pytest.mark.parametrize("name", CARDS)
 def test_a_set_is_the_questions_of_its_split_alone(here: None, name: str) -> None:
-    wanted = [
+    expected = [
         Prompt(expected_id(name, i), a_text(name, i), name, None, difficulty(name, i))
         for i in range(N_ROWS)
     ]
-    assert load_prompts(name, n=None) == wanted
+    assert load_prompts(name, n=None) == expected
 
 
 def test_the_draw_is_random_repeatable_and_in_row_order(here: None) -> None:
@@ -423,15 +423,15 @@ def test_the_genuine_call_downloads_once(sets: Path, tmp_path: Path) -> None:
         {path: sets / path for path in (CARDS[name][0] for name in names)}
     ) as hub:
         *first, said = output_of(hub, tmp_path, _LOAD, "0", *names, "gsm8k")
-        asked = list(hub.requests)
+        requests = list(hub.requests)
         again = output_of(hub, tmp_path, _LOAD, "1", *names)
     for name, line in zip(names, first, strict=True):
-        wanted = [dataclasses.astuple(prompt) for prompt in drawn_here(sets, name)]
-        assert [tuple(entry) for entry in json.loads(line)] == wanted
+        expected = [dataclasses.astuple(prompt) for prompt in drawn_here(sets, name)]
+        assert [tuple(entry) for entry in json.loads(line)] == expected
     assert again == first
-    assert hub.requests == asked
-    assert "GET main/ARC-Challenge/test-00000-of-00001.parquet" in asked
-    assert "GET main/E2H-GSM8K/eval-00000-of-00001.parquet" in asked
+    assert hub.requests == requests
+    assert "GET main/ARC-Challenge/test-00000-of-00001.parquet" in requests
+    assert "GET main/E2H-GSM8K/eval-00000-of-00001.parquet" in requests
     assert said.startswith(
         "could not load 'gsm8k' (openai/gsm8k, main, split 'test', column 'question')"
     )

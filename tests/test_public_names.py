@@ -76,25 +76,27 @@ SHARED = {"torch", "tlc", "model", "trace", "image_trace", "prompts", "data", "s
 
 def examples(thing: Any) -> list[doctest.Example]:
     """Those of its docstring that are run."""
-    found = doctest.DocTestParser().get_examples(inspect.getdoc(thing) or "")
-    return [one for one in found if doctest.SKIP not in one.options]
+    all_examples = doctest.DocTestParser().get_examples(inspect.getdoc(thing) or "")
+    return [example for example in all_examples if doctest.SKIP not in example.options]
 
 
 def taken_from_elsewhere(thing: Any) -> set[str]:
     """Names that its example neither makes nor imports."""
-    nodes = list(ast.walk(ast.parse("".join(one.source for one in examples(thing)))))
+    nodes = list(
+        ast.walk(ast.parse("".join(example.source for example in examples(thing))))
+    )
     names = [node for node in nodes if isinstance(node, ast.Name)]
-    made = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(
+    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(
         dir(builtins)
     )
-    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    made |= {
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {
         node.name
         for node in nodes
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.ExceptHandler)
     }
-    made |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
-    return {node.id for node in names} - made
+    bound |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    return {node.id for node in names} - bound
 
 
 def test_rooms_hand_out_functions_and_classes_of_their_own_or_of_statistics() -> None:
@@ -127,8 +129,8 @@ def test_a_public_name_has_an_example_that_runs_as_it_stands(name: str) -> None:
     assert taken_from_elsewhere(thing) <= SHARED
     if inspect.isfunction(thing):
         assert any(
-            f"{name.replace('tl_coupling', 'tlc', 1)}(" in one.source
-            for one in examples(thing)
+            f"{name.replace('tl_coupling', 'tlc', 1)}(" in example.source
+            for example in examples(thing)
         )
 
 

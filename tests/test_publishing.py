@@ -40,12 +40,12 @@ def matrix(job: dict[str, Any]) -> dict[str, list[str]]:
 
 def targets(job: dict[str, Any]) -> set[str]:
     """What `make` is called with, for every value of the job's matrix."""
-    said = "\n".join(step.get("run", "") for step in job["steps"])
+    commands = "\n".join(step.get("run", "") for step in job["steps"])
     for name, values in matrix(job).items():
-        said = "\n".join(
-            said.replace(f"${{{{ matrix.{name} }}}}", value) for value in values
+        commands = "\n".join(
+            commands.replace(f"${{{{ matrix.{name} }}}}", value) for value in values
         )
-    return set(re.findall(r"\bmake ([\w-]+)", said))
+    return set(re.findall(r"\bmake ([\w-]+)", commands))
 
 
 def test_no_file_has_another_address() -> None:
@@ -79,7 +79,9 @@ def test_a_project_that_moves_takes_its_address_along(said: str) -> None:
 
 def test_pyproject_and_citation_agree() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert PROJECT["authors"] == [{"name": one["name"]} for one in citation["authors"]]
+    assert PROJECT["authors"] == [
+        {"name": author["name"]} for author in citation["authors"]
+    ]
     assert citation["version"] == tlc.__version__
     assert citation["license"] == PROJECT["license"]
     assert citation["repository-code"] == PROJECT["urls"]["Repository"]
@@ -90,10 +92,10 @@ def test_every_link_of_readme_leads_somewhere_on_a_package_index() -> None:
     relative = re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
     assert relative
     assert all((ROOT / name).exists() for name in relative)
-    for one in PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"][
+    for part in PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"][
         "substitutions"
     ]:
-        text = re.sub(one["pattern"], one["replacement"], text)
+        text = re.sub(part["pattern"], part["replacement"], text)
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", text)
     assert all(url.startswith(("https://", "#")) for _, url in links)
     pictures = {url for mark, url in links if mark}

@@ -76,14 +76,16 @@ def test_python_runs_from_top_to_bottom(folder: Path) -> None:
 def test_pages_print_what_they_say(folder: Path) -> None:
     """Word by word; of numbers, what differs between machines is left open."""
     printed = json.loads((folder / "printed.json").read_text())
-    said = [block for block in PYTHON if block.prints]
-    assert len(said) > 10
-    for block in said:
-        wanted, got = block.prints or "", printed[f"{block.page}:{block.line}"]
-        assert NUMBER.sub("#", wanted) == NUMBER.sub("#", got), (
+    with_output = [block for block in PYTHON if block.prints]
+    assert len(with_output) > 10
+    for block in with_output:
+        expected, got = block.prints or "", printed[f"{block.page}:{block.line}"]
+        assert NUMBER.sub("#", expected) == NUMBER.sub("#", got), (
             f"{block.page}:{block.line}"
         )
-        for one, other in zip(NUMBER.findall(wanted), NUMBER.findall(got), strict=True):
+        for one, other in zip(
+            NUMBER.findall(expected), NUMBER.findall(got), strict=True
+        ):
             in_last_place = 10.0 ** -len(one.partition(".")[2])
             assert math.isclose(
                 float(one), float(other), rel_tol=0.005, abs_tol=1.5 * in_last_place
@@ -132,16 +134,18 @@ def test_commands_that_are_not_run_know_their_options(call) -> None:
         for text in TEXTS.values()
         for found in re.findall(r"`tl-coupling ([a-z][^`]*)`", text)
     ]
-    wanted: dict[str, set[str]] = {}
+    options_of: dict[str, set[str]] = {}
     for name, *options in [*NOT_RUN, *in_text]:
-        wanted.setdefault(name, set()).update(
+        options_of.setdefault(name, set()).update(
             option for option in options if option.startswith("--")
         )
     assert len(NOT_RUN) >= 6
-    for name, options in wanted.items():
-        said = call(name, "--help").out
+    for name, options in options_of.items():
+        help_text = call(name, "--help").out
         assert not [
-            option for option in options if not re.search(rf"(?<!\S){option}\b", said)
+            option
+            for option in options
+            if not re.search(rf"(?<!\S){option}\b", help_text)
         ], name
 
 

@@ -150,15 +150,8 @@ def show_token_coupling(
         raise ValueError(
             f"wanted at least one map and one k, got {len(named)} and {len(ks)}"
         )
-    if of_layers := [
-        repr(name) if name else "this"
-        for name, result in named.items()
-        if result.kind == "depth"
-    ]:
-        wanted = "wanted maps of tokens (`self_coupling`, `context_coupling`)"
-        raise ValueError(
-            f"{wanted}, {of_layers[0]} is of kind 'depth': use `plot_coupling`"
-        )
+    for name, result in named.items():
+        _check_of_tokens(name, result)
     maps = [
         (name, result, result.k if n is None else n)
         for name, result in named.items()
@@ -169,18 +162,10 @@ def show_token_coupling(
     )
     parts = []
     for name, result, n in maps:
-        layers = f"layers {result.row_layers[0]}, {result.col_layers[0]}"
-        words = (
-            name or result.kind,
-            layers,
-            f"k = {n}",
-            f"null {result.null(n, measure, **options):.3g}",
-        )
+        null = result.null(n, measure, **options)
+        title = _title_of_map(name, result, n, null)
         values = result.values(n, measure, **options).tolist()
-        parts.append(
-            f"<div><h4>{html.escape(' · '.join(words))}</h4>"
-            f"{_map_widget(result, values, vmax)}</div>"
-        )
+        parts.append(f"<div>{title}{_map_widget(result, values, vmax)}</div>")
     scale = (
         f"{measure}: white 0, blue {vmax:.3g}; grey: not compared, or undefined; "
         "null: random subspaces"
@@ -339,6 +324,22 @@ def _by_name(
     return {name: given.tolist() for name, given in named.items()}
 
 
+def _check_of_tokens(name: str, result: CouplingMap) -> None:
+    """Raise ValueError for a map of layers."""
+    if result.kind == "depth":
+        which = repr(name) if name else "this"
+        raise ValueError(
+            "wanted maps of tokens (`self_coupling`, `context_coupling`), "
+            f"{which} is of kind 'depth': use `plot_coupling`"
+        )
+
+
+def _title_of_map(name: str, result: CouplingMap, k: int, null: float) -> str:
+    layers = f"layers {result.row_layers[0]}, {result.col_layers[0]}"
+    words = (name or result.kind, layers, f"k = {k}", f"null {null:.3g}")
+    return f"<h4>{html.escape(' · '.join(words))}</h4>"
+
+
 def _map_widget(result: CouplingMap, values: list[list[float]], vmax: float) -> str:
     """Return the widget of one map.
 
@@ -352,33 +353,36 @@ def _map_widget(result: CouplingMap, values: list[list[float]], vmax: float) -> 
         for col, value in zip(result.col_positions, of_row, strict=True)
     }
     missing = {"text": "not compared", "shade": -1.0}
-    tokens = [str(place) for place in places]
-    if str_tokens := result.provenance.get("str_tokens"):
-        short = [visible_token(str_tokens[place]).strip() or "␣" for place in places]
-        short = [
-            t if len(t) <= _LONGEST_LABEL else t[: _LONGEST_LABEL - 1] + "…"
-            for t in short
-        ]
-        # The widget counts what it shows from 0; where that is not the position, the
-        # position is named as well.
-        counted = places == list(range(len(places)))
-        tokens = (
-            short
-            if counted
-            else [
-                f"{place}:{token}" for place, token in zip(places, short, strict=True)
-            ]
-        )
     return _widget(
         "AttentionPattern",
         "An interactive map of all pairs, drawn where scripts run.",
         attention=[
             [known.get((row, col), missing) for col in places] for row in places
         ],
-        tokens=tokens,
+        tokens=_names_of_tokens(result, places),
         maskUpperTri=False,
         negativeColor=_UNDEFINED,
     )
+
+
+def _names_of_tokens(result: CouplingMap, places: Sequence[int]) -> list[str]:
+    """Return the text of each token, short, or its position where it is not known."""
+    str_tokens = result.provenance.get("str_tokens")
+    if not str_tokens:
+        return [str(place) for place in places]
+    names = [_short_name(str_tokens[place]) for place in places]
+    # The widget counts what it shows from 0; where that is not the position, the
+    # position is named as well.
+    if list(places) == list(range(len(places))):
+        return names
+    return [f"{place}:{name}" for place, name in zip(places, names, strict=True)]
+
+
+def _short_name(token: str) -> str:
+    name = visible_token(token).strip() or "␣"
+    if len(name) <= _LONGEST_LABEL:
+        return name
+    return name[: _LONGEST_LABEL - 1] + "…"
 
 
 def _tokens_widget(
@@ -402,8 +406,12 @@ def _tokens_widget(
 
 def _scale(values: Sequence[float]) -> tuple[float, float]:
     finite = [value for value in values if math.isfinite(value)] or [0.0]
-    low, high = min(finite), max(finite)
-    return (-max(-low, high), max(-low, high)) if low < 0 else (low, high)
+    low = min(finite)
+    high = max(finite)
+    if low >= 0:
+        return low, high
+    largest = max(-low, high)
+    return -largest, largest
 
 
 def _title(name: str, values: Sequence[float]) -> str:

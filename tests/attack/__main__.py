@@ -103,15 +103,15 @@ def main() -> int:
                 continue
             n, start = max(1, round(usual * options.share)), time.perf_counter()
             rng = random.Random(f"{options.seed} {name}")
-            found = [
-                one
+            faults = [
+                fault
                 for trial in tqdm(attack(subject, rng, n), name, n, disable=None)
-                for one in trial
+                for fault in trial
             ]
             counts = {
-                fault: sum(one.startswith(fault) for one in found) for fault in FAULTS
+                fault: sum(one.startswith(fault) for one in faults) for fault in FAULTS
             }
-            counts["other"] = len(found) - sum(counts.values())
+            counts["other"] = len(faults) - sum(counts.values())
             rows[name] = {
                 "attacks": n,
                 **counts,
@@ -119,10 +119,10 @@ def main() -> int:
             }
             # At once: a run of all takes a quarter of an hour.
             print(
-                "\n".join([f"{name}: {n} attacks, {len(found)} findings", *found]),
+                "\n".join([f"{name}: {n} attacks, {len(faults)} findings", *faults]),
                 flush=True,
             )
-            findings += found
+            findings += faults
     print(table(rows))
     if options.save:
         options.save.parent.mkdir(parents=True, exist_ok=True)
@@ -142,9 +142,9 @@ def table(rows: dict[str, dict[str, int]]) -> str:
         *([name, *(str(row[head]) for head in heads)] for name, row in rows.items()),
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    first, *others = widths
+    first, *other_widths = widths
     return "\n".join(
-        "  ".join([name.ljust(first), *map(str.rjust, cells, others)])
+        "  ".join([name.ljust(first), *map(str.rjust, cells, other_widths)])
         for name, *cells in lines
     )
 

@@ -52,8 +52,8 @@ def _changes(
         child.wait(rng.uniform(0, 0.7) * subject.seconds)
         change = rng.choice(_CHANGES)
         change(model / _WEIGHTS, (folders[1] / _WEIGHTS).read_bytes())
-        what = f"{change.__name__} under a {memory} model in {results.name}"
-        found = child.faults(what, (DONE, REFUSED))
+        event = f"{change.__name__} under a {memory} model in {results.name}"
+        faults = child.faults(event, (DONE, REFUSED))
         values = {name: _values(results / name) for name in finished(results)}
         # The run may not have begun when the files changed.
         sources = [
@@ -62,19 +62,19 @@ def _changes(
             if values and all(calm[i][1][name] == values[name] for name in values)
         ]
         if values and not sources:
-            found.append(
-                f"wrong value: {', '.join(values)} are not of one model after {what}"
+            faults.append(
+                f"wrong value: {', '.join(values)} are not of one model after {event}"
             )
         for i in sources[:1]:
             shutil.copy(folders[1 - i] / _WEIGHTS, model)
             refused = Child(partial(check_run, survey, results, calm[1 - i][0]))
-            found += refused.faults(
-                f"run again with other weights after {what}", (REFUSED,)
+            faults += refused.faults(
+                f"run again with other weights after {event}", (REFUSED,)
             )
             shutil.copy(folders[i] / _WEIGHTS, model)
             again = Child(partial(check_run, survey, results, calm[i][0]))
-            found += again.faults(f"run again with its own weights after {what}")
-        yield found
+            faults += again.faults(f"run again with its own weights after {event}")
+        yield faults
 
 
 def _survey(folder: Path, memory: str) -> tlc.Survey:
@@ -86,8 +86,8 @@ def _survey(folder: Path, memory: str) -> tlc.Survey:
 
 def _calm(survey: tlc.Survey, folder: Path) -> tuple[object, dict[str, bytes]]:
     """Return what an undisturbed run gives: the whole, and the values of each unit."""
-    whole = without_costs(tlc.run(survey, folder, progress=False))
-    return whole, {name: _values(folder / name) for name in finished(folder)}
+    undisturbed = without_costs(tlc.run(survey, folder, progress=False))
+    return undisturbed, {name: _values(folder / name) for name in finished(folder)}
 
 
 def _values(path: Path) -> bytes:
@@ -109,9 +109,9 @@ def _in_place(shard: Path, content: bytes) -> None:
 
 
 def _replaced(shard: Path, content: bytes) -> None:
-    other = shard.with_suffix(".new")
-    other.write_bytes(content)
-    os.replace(other, shard)
+    replacement = shard.with_suffix(".new")
+    replacement.write_bytes(content)
+    os.replace(replacement, shard)
 
 
 def _removed(shard: Path, content: bytes) -> None:

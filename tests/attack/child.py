@@ -118,15 +118,18 @@ class Child:
             self.signal(signal.SIGKILL)
             self.wait(LIMIT)
             return [f"hang: {what}"]
-        said = self.said()
-        if "AssertionError: wrong value" in said:
+        output = self.said()
+        if "AssertionError: wrong value" in output:
             return [f"wrong value: {what}"]
-        if "Traceback" in said or self.status == BUG:
-            return [f"traceback: {what}: {said[-1500:]}"]
+        if "Traceback" in output or self.status == BUG:
+            return [f"traceback: {what}: {output[-1500:]}"]
         if self.status not in expected:
-            return [f"status {self.status}: {what}: {said[-300:]}"]
-        if self.status in (REFUSED, INTERRUPTED) and len(said.strip().splitlines()) > 1:
-            return [f"more than a line: {what}: {said[-300:]}"]
+            return [f"status {self.status}: {what}: {output[-300:]}"]
+        if (
+            self.status in (REFUSED, INTERRUPTED)
+            and len(output.strip().splitlines()) > 1
+        ):
+            return [f"more than a line: {what}: {output[-300:]}"]
         return []
 
     def said(self) -> str:

@@ -24,28 +24,30 @@ def damaged_folders(
         folder = subject.new_folder()
         shutil.copytree(subject.calm, folder)
         done = [rng.choice(_DAMAGES)(folder, rng) for _ in range(rng.randint(1, 3))]
-        what = f"{', '.join(done)} in {folder.name}"
+        event = f"{', '.join(done)} in {folder.name}"
         # What says what the results are of may be refused; a damaged result never is.
         expected = (
             (DONE, REFUSED)
-            if any("json" in one or "folder" in one for one in done)
+            if any("json" in damage or "folder" in damage for damage in done)
             else (DONE,)
         )
         # A record that was changed counts for nothing, whatever it says.
-        same = [
+        undamaged = [
             path.name
             for path in subject.calm.iterdir()
             if _content(folder / path.name) == path.read_bytes()
         ]
-        there = finished(folder).items()
-        before = {
-            name: one for name, one in there if {name, f"{name[:-3]}.json"} <= {*same}
+        contents = finished(folder).items()
+        finished_before = {
+            name: content
+            for name, content in contents
+            if {name, f"{name[:-3]}.json"} <= {*undamaged}
         }
-        found = Child(lambda folder=folder: subject.check_opened(folder)).faults(
-            f"opening after {what}", expected
+        faults = Child(lambda folder=folder: subject.check_opened(folder)).faults(
+            f"opening after {event}", expected
         )
-        found += subject.completed(folder, what, expected)
-        yield found + subject.faults(folder, before, what)
+        faults += subject.completed(folder, event, expected)
+        yield faults + subject.faults(folder, finished_before, event)
 
 
 def _content(path: Path) -> bytes | None:

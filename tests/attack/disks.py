@@ -40,7 +40,7 @@ def full_disks(subject: Subject, rng: random.Random, n: int) -> Iterator[list[st
                 f"a full disk under `{name}`", (DONE, REFUSED)
             ) + _halves(folder)
             continue
-        what = f"a full disk under {folder.name}"
+        event = f"a full disk under {folder.name}"
         with _small_disk(folder, rng.randrange(4_000, sum(sizes))) as is_small:
             # The limit is on one file: nothing fits, or records do, or all but the
             # largest result.
@@ -50,17 +50,17 @@ def full_disks(subject: Subject, rng: random.Random, n: int) -> Iterator[list[st
                     limit, lambda: subject.run(folder)
                 )
             )
-            found = child.faults(what, (DONE, REFUSED))
+            faults = child.faults(event, (DONE, REFUSED))
             if child.status == REFUSED and "is the disk full" not in child.said():
-                found.append(f"said {child.said()!r}: {what}")
-            before = finished(folder)
-            found += subject.faults(folder, Finished(), what) + _halves(folder)
+                faults.append(f"said {child.said()!r}: {event}")
+            finished_before = finished(folder)
+            faults += subject.faults(folder, Finished(), event) + _halves(folder)
             if is_small:
                 subprocess.run(["mount", "-o", "remount,size=64m", folder], check=True)
-            found += subject.completed(folder, what) + subject.faults(
-                folder, before, what
+            faults += subject.completed(folder, event) + subject.faults(
+                folder, finished_before, event
             )
-        yield found
+        yield faults
 
 
 def _limited(limit: int | None, work: Callable[[], object]) -> None:
@@ -73,14 +73,14 @@ def _limited(limit: int | None, work: Callable[[], object]) -> None:
 @contextmanager
 def _small_disk(folder: Path, n_bytes: int) -> Iterator[bool]:
     """Provide a file system of that size in the folder, if this user may make one."""
-    made = subprocess.run(
+    mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "tmpfs", folder],
         capture_output=True,
     )
     try:
-        yield made.returncode == 0
+        yield mounted.returncode == 0
     finally:
-        if made.returncode == 0:
+        if mounted.returncode == 0:
             subprocess.run(["umount", folder], check=True)
 
 

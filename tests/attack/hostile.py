@@ -92,7 +92,8 @@ def hostile_inputs(subject: Subject, rng: random.Random, n: int) -> Iterator[lis
     for i in range(n):
         arguments = _arguments(subject, rng, folder, i)
         shown = " ".join(
-            one if len(one) < 40 else f"{one[:40]}…" for one in map(ascii, arguments)
+            argument if len(argument) < 40 else f"{argument[:40]}…"
+            for argument in map(ascii, arguments)
         )
         yield Child(lambda arguments=arguments: command(arguments)).faults(
             shown, (DONE, 1, REFUSED)
@@ -107,7 +108,7 @@ def _arguments(subject: Subject, rng: random.Random, folder: Path, i: int) -> li
         file.write_bytes(content.encode(errors="surrogatepass"))
         return str(file)
 
-    whole = {"--model": model, "--prompt": "w3 w14", "--k": "2", "--out": out}
+    options = {"--model": model, "--prompt": "w3 w14", "--k": "2", "--out": out}
     numbers = ["0", "-1", "1.5", "nan", "99999999999999999999", "", "two"]
     kind = rng.choice(
         [
@@ -123,42 +124,44 @@ def _arguments(subject: Subject, rng: random.Random, folder: Path, i: int) -> li
         ]
     )
     if kind == "text":
-        command, whole["--prompt"] = (
+        command, options["--prompt"] = (
             rng.choice(["depth", "trajectory", "report"]),
             rng.choice(_TEXTS),
         )
     elif kind == "number":
         command = rng.choice(["depth", "trajectory"])
-        whole[rng.choice(["--k", "--position", "--window"])] = rng.choice(numbers)
+        options[rng.choice(["--k", "--position", "--window"])] = rng.choice(numbers)
     elif kind in ("table", "expression"):
         table = (
             rng.choice(_TABLES) if kind == "table" else "model,score\na,1\nb,2\nc,3\n"
         )
-        whole = {
+        options = {
             "--survey": str(subject.calm),
             "--scores": written(table),
             "--out": out,
         }
-        whole |= {"--control": rng.choice(_EXPRESSIONS)} if kind == "expression" else {}
+        options |= (
+            {"--control": rng.choice(_EXPRESSIONS)} if kind == "expression" else {}
+        )
         command = "generalization"
     elif kind == "device":
-        command, whole["--device"] = (
+        command, options["--device"] = (
             rng.choice(["depth", "report"]),
             rng.choice(["toaster", "cuda:99", "meta", "", "cpu:7"]),
         )
     elif kind == "out":
-        command, whole["--out"] = (
+        command, options["--out"] = (
             "depth",
             rng.choice([written("a file"), "/proc/nowhere", "/dev/null/x", "\0"]),
         )
     else:
-        del whole["--prompt"]
-        command, whole["--prompts"] = (
+        del options["--prompt"]
+        command, options["--prompts"] = (
             "survey",
             written(rng.choice(_RECORDS) if kind == "records" else '{"prompt": "w1"}'),
         )
         if kind == "slurm":
-            whole["--slurm"] = rng.choice(
+            options["--slurm"] = rng.choice(
                 [
                     "partition=x,partition=y",
                     "=",
@@ -169,5 +172,5 @@ def _arguments(subject: Subject, rng: random.Random, folder: Path, i: int) -> li
                 ]
             )
         if kind == "json":
-            whole["--checkpoint"] = rng.choice(_TEXTS)
-    return [command, *(part for pair in whole.items() for part in pair)]
+            options["--checkpoint"] = rng.choice(_TEXTS)
+    return [command, *(part for pair in options.items() for part in pair)]

@@ -38,55 +38,55 @@ def interrupts_of_measurements(
     n_done = 0
     while n_done < n:
         i = rng.randrange(len(models))
-        before = state_of(models[i])
+        state_before = state_of(models[i])
         after = rng.uniform(1e-4, seconds)
         if not _interrupted(models[i], after):
             continue
         n_done += 1
-        what = f"an interrupt after {after:.4f} s in a measurement"
-        found = [
-            f"left behind: {key} by {what}"
-            for key, one in state_of(models[i]).items()
-            if one != before[key]
+        event = f"an interrupt after {after:.4f} s in a measurement"
+        faults = [
+            f"left behind: {key} by {event}"
+            for key, value in state_of(models[i]).items()
+            if value != state_before[key]
         ]
         if not torch.equal(_measured(models[i]), expected[i]):
-            found.append(f"wrong value: after {what}")
-        yield found
+            faults.append(f"wrong value: after {event}")
+        yield faults
 
 
 def interrupts_of_runs(
     subject: Subject, rng: random.Random, n: int
 ) -> Iterator[list[str]]:
     """Of a run in one process, which says in one line what it keeps."""
-    folder, before, n_done = subject.new_folder(), Finished(), 0
+    folder, finished_before, n_done = subject.new_folder(), Finished(), 0
     while n_done < n:
         child = subject.start(folder)
         ended = child.wait(rng.uniform(0.05, 1) * subject.seconds)
         child.signal(signal.SIGINT)
-        what = f"an interrupt in {folder.name}"
-        found = child.faults(what, (DONE,) if ended else (DONE, INTERRUPTED))
+        event = f"an interrupt in {folder.name}"
+        faults = child.faults(event, (DONE,) if ended else (DONE, INTERRUPTED))
         if child.status == INTERRUPTED:
             n_done += 1
             n_finished = len(finished(folder))
-            said = (
+            message = (
                 f"interrupted: {folder} keeps {n_finished} of "
                 f"{subject.n_units} finished; the same again does the rest"
             )
             # Before it has begun there is nothing to say.
-            found += (
-                [f"said {child.said()!r}: {what}"]
-                if child.said().strip() not in (said, "")
+            faults += (
+                [f"said {child.said()!r}: {event}"]
+                if child.said().strip() not in (message, "")
                 else []
             )
-            found += subject.faults(folder, before, what)
-            before = finished(folder)
+            faults += subject.faults(folder, finished_before, event)
+            finished_before = finished(folder)
         if child.status != INTERRUPTED or rng.random() < 0.3:
-            found += subject.completed(folder, what) + subject.faults(
-                folder, before, what
+            faults += subject.completed(folder, event) + subject.faults(
+                folder, finished_before, event
             )
-            folder, before = subject.new_folder(), Finished()
-        if found or child.status == INTERRUPTED:
-            yield found
+            folder, finished_before = subject.new_folder(), Finished()
+        if faults or child.status == INTERRUPTED:
+            yield faults
 
 
 def interrupts_of_commands(
@@ -129,21 +129,21 @@ def interrupts_of_commands(
         for _ in range(rng.choice([1, 1, 2, 3])):
             child.signal(number)
             child.wait(rng.uniform(0, 0.3))
-        what = f"{number.name} of a command in {out.name}"
-        found = child.faults(what, (DONE, 128 + number)) + left_over(family, what)
+        event = f"{number.name} of a command in {out.name}"
+        faults = child.faults(event, (DONE, 128 + number)) + left_over(family, event)
         if child.status == 128 + number and len(child.said().strip().splitlines()) != 1:
-            found.append(f"said {child.said()[-500:]!r}: {what}")
+            faults.append(f"said {child.said()[-500:]!r}: {event}")
         units = out / "units"
-        before = finished(units)
+        finished_before = finished(units)
         again = Child(lambda options=options: command(options))
-        found += again.faults(f"the command again after {what}")
-        now = finished(units)
-        found += [
-            f"recomputed or lost: {name} after {what}"
-            for name in before
-            if now.get(name) != before[name]
+        faults += again.faults(f"the command again after {event}")
+        finished_after = finished(units)
+        faults += [
+            f"recomputed or lost: {name} after {event}"
+            for name in finished_before
+            if finished_after.get(name) != finished_before[name]
         ]
-        yield found
+        yield faults
 
 
 def command(arguments: list[str]) -> None:
@@ -175,7 +175,7 @@ def _seconds_of(model: nn.Module) -> float:
 
 def _interrupted(model: nn.Module, after: float) -> bool:
     """Whether a measurement was cut off by Ctrl-C that long after its start."""
-    before = signal.signal(
+    handler_before = signal.signal(
         signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT)
     )
     try:
@@ -186,7 +186,7 @@ def _interrupted(model: nn.Module, after: float) -> bool:
         return True
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler_before)
     return False
 
 

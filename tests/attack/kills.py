@@ -19,25 +19,25 @@ _SECONDS_OF_WORKERS = 12.0
 
 def kills(subject: Subject, rng: random.Random, n: int) -> Iterator[list[str]]:
     """Yield a run in one process, killed again and again until it is through."""
-    folder, before, n_done = subject.new_folder(), Finished(), 0
+    folder, finished_before, n_done = subject.new_folder(), Finished(), 0
     while n_done < n:
         child = subject.start(folder)
         if child.wait(rng.uniform(0, subject.seconds)):
             # It was faster.
-            folder, before = subject.new_folder(), Finished()
+            folder, finished_before = subject.new_folder(), Finished()
             continue
         child.signal(signal.SIGKILL)
         child.wait(LIMIT)
         n_done += 1
-        what = f"a kill in {folder.name}"
-        found = subject.faults(folder, before, what)
-        before = finished(folder)
+        event = f"a kill in {folder.name}"
+        faults = subject.faults(folder, finished_before, event)
+        finished_before = finished(folder)
         if rng.random() < 0.3:
-            found += subject.completed(folder, what) + subject.faults(
-                folder, before, what
+            faults += subject.completed(folder, event) + subject.faults(
+                folder, finished_before, event
             )
-            folder, before = subject.new_folder(), Finished()
-        yield found
+            folder, finished_before = subject.new_folder(), Finished()
+        yield faults
 
 
 def kills_of_workers(
@@ -52,22 +52,22 @@ def kills_of_workers(
         child.wait(rng.uniform(0, _SECONDS_OF_WORKERS))
         family = child.family()
         victim = rng.choice(family)
-        what = (
+        event = (
             f"a kill of {'a run with workers' if victim == child.pid else 'a worker'} "
             f"in {folder.name}"
         )
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        found = child.faults(
-            what, (DONE, -signal.SIGKILL) if victim == child.pid else (DONE,)
+        faults = child.faults(
+            event, (DONE, -signal.SIGKILL) if victim == child.pid else (DONE,)
         )
-        found += left_over(family, what)
-        before = finished(folder)
-        found += subject.faults(folder, before, what)
+        faults += left_over(family, event)
+        finished_before = finished(folder)
+        faults += subject.faults(folder, finished_before, event)
         yield (
-            found
-            + subject.completed(folder, what)
-            + subject.faults(folder, before, what)
+            faults
+            + subject.completed(folder, event)
+            + subject.faults(folder, finished_before, event)
         )
 
 
@@ -75,13 +75,13 @@ def left_over(pids: list[int], what: str) -> list[str]:
     """Return the processes that do not end within seconds."""
     deadline = time.monotonic() + 30
     while (
-        there := [pid for pid in pids if _is_running(pid)]
+        running := [pid for pid in pids if _is_running(pid)]
     ) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for pid in there:
+    for pid in running:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return [f"hang: process {pid} is left after {what}" for pid in there]
+    return [f"hang: process {pid} is left after {what}" for pid in running]
 
 
 def _run_in_processes(subject: Subject, folder: Path) -> None:

@@ -30,26 +30,26 @@ def racing_plans(subject: Subject, rng: random.Random, n: int) -> Iterator[list[
     wholes = [without_costs(tlc.run(survey, progress=False)) for survey in surveys]
     for _ in range(n):
         folder = subject.new_folder()
-        what = f"a race for {folder.name}"
+        event = f"a race for {folder.name}"
         children = []
         for survey in rng.sample(surveys, 2):
             children.append(Child(partial(tlc.run, survey, folder, progress=False)))
             children[-1].wait(rng.uniform(0, 0.5) * subject.seconds)
         if rng.random() < 0.3:
             rng.choice(children).signal(signal.SIGKILL)
-        found = [
+        faults = [
             fault
             for child in children
-            for fault in child.faults(what, (DONE, REFUSED, _KILLED))
+            for fault in child.faults(event, (DONE, REFUSED, _KILLED))
         ]
         statuses = []
         for survey, whole in zip(surveys, wholes, strict=True):
             again = Child(partial(check_run, survey, folder, whole))
-            found += again.faults(f"run again after {what}", (DONE, REFUSED))
+            faults += again.faults(f"run again after {event}", (DONE, REFUSED))
             statuses.append(again.status)
-        if not found and sorted(statuses) != [DONE, REFUSED]:
-            found.append(f"status {statuses}: both plans run again after {what}")
-        yield found
+        if not faults and sorted(statuses) != [DONE, REFUSED]:
+            faults.append(f"status {statuses}: both plans run again after {event}")
+        yield faults
 
 
 def orphans_of_an_earlier_plan(
@@ -60,7 +60,7 @@ def orphans_of_an_earlier_plan(
     """
     for _ in range(n):
         folder = subject.new_folder()
-        what = f"orphans in {folder.name}"
+        event = f"orphans in {folder.name}"
         jobs = _jobs_left_in(folder, _other_survey(subject))
         work = partial(_work_off, rng.sample(jobs, len(jobs)))
         # Either may come first.
@@ -75,17 +75,17 @@ def orphans_of_an_earlier_plan(
         if rng.random() < 0.3:
             orphans.wait(rng.uniform(0, 1) * subject.seconds)
             orphans.signal(signal.SIGKILL)
-        found = child.faults(what, (DONE, REFUSED)) + orphans.faults(
-            what, (DONE, _KILLED)
+        faults = child.faults(event, (DONE, REFUSED)) + orphans.faults(
+            event, (DONE, _KILLED)
         )
         # Where the orphans finished a unit before the run began, the folder is of their
         # plan.
         if child.status == DONE:
-            found += subject.faults(folder, Finished(), what)
-            found += subject.completed(folder, what) + subject.faults(
-                folder, Finished(), what
+            faults += subject.faults(folder, Finished(), event)
+            faults += subject.completed(folder, event) + subject.faults(
+                folder, Finished(), event
             )
-        yield found
+        yield faults
 
 
 def _other_survey(subject: Subject) -> tlc.Survey:

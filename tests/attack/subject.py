@@ -68,7 +68,7 @@ class Subject:
             for name, (content, _) in now.items()
             if not self._is_right(name, content)
         ]
-        again = [name for name, one in before.items() if now.get(name) != one]
+        again = [name for name, content in before.items() if now.get(name) != content]
         found = [f"wrong value: {name} after {what}" for name in wrong]
         return found + [f"recomputed or lost: {name} after {what}" for name in again]
 

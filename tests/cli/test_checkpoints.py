@@ -26,23 +26,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path, out: Path) -> list[object]:
-    return [
-        "checkpoints",
-        "--model",
-        model,
-        "--prompt",
-        "w1 w2 w3 w4",
-        "--k",
-        3,
-        "--k",
-        8,
-        "--out",
-        out,
-    ]
+    prompt = ("--prompt", "w1 w2 w3 w4")
+    return ["checkpoints", "--model", model, *prompt, "--k", 3, "--k", 8, "--out", out]
 
 
 def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
-    said = call(*options(run_folder, tmp_path)).out
+    output = call(*options(run_folder, tmp_path)).out
     with xarray.open_dataset(tmp_path / "sweep.nc") as file:
         data = file.load()
     assert data["checkpoint"].values.tolist() == list(STEPS)
@@ -50,7 +39,7 @@ def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
     coupling = data["mean_coupling"].sel(k=3).mean("prompt").values
     assert summary["coupling"]["3"] == pytest.approx(coupling.tolist())
     assert summary["null"]["8"] == pytest.approx([1 - (1 - 1 / 8) ** 0.5] * 3)
-    assert all(f"{value:.3f}" in said for value in coupling)
+    assert all(f"{value:.3f}" in output for value in coupling)
     results = {
         path: path.stat().st_mtime_ns
         for path in (tmp_path / "checkpoints").glob("*.nc")
@@ -63,13 +52,13 @@ def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
 
 
 def test_means_over_all_pairs_say_so(call, run_folder: Path, tmp_path: Path) -> None:
-    said = call(*options(run_folder, tmp_path), "--diagonal", "--checkpoint", 16).out
+    output = call(*options(run_folder, tmp_path), "--diagonal", "--checkpoint", 16).out
     with xarray.open_dataset(tmp_path / "sweep.nc") as data:
         assert data["mean_coupling"].sel(k=3).item() == pytest.approx(
             data["coupling"].sel(k=3).mean().item()
         )
     assert "mean over all pairs of layers, l = l' among them and 1 prompt" in " ".join(
-        said.split()
+        output.split()
     )
     assert (
         "mean over all pairs"
@@ -95,9 +84,9 @@ def test_a_checkpoint_that_fails_is_said_and_the_status_is_1(
     shutil.copytree(run_folder, model)
     (model / "step16" / "model.safetensors").write_bytes(b"not weights")
     out = tmp_path / "out"
-    said = call(*options(model, out), status=1).err
+    errors = call(*options(model, out), status=1).err
     assert f"1 of 3 checkpoints of {model} failed and are left out: 16: " in " ".join(
-        said.split()
+        errors.split()
     )
     assert list(json.loads((out / "summary.json").read_text())["failed"]) == ["16"]
     shutil.copytree(run_folder / "step16", model / "step16", dirs_exist_ok=True)
@@ -117,9 +106,9 @@ def test_bad_input(
     call, run_folder: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     out = tmp_path / "out"
-    given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
-    said = call(*options(run_folder, out), *given, status=2).err
-    assert message in " ".join(said.split())
+    options_given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
+    errors = call(*options(run_folder, out), *options_given, status=2).err
+    assert message in " ".join(errors.split())
     assert not (out / "sweep.nc").exists()
 
 
@@ -127,7 +116,7 @@ def test_results_of_other_settings_are_left_alone(
     call, run_folder: Path, tmp_path: Path
 ) -> None:
     call(*options(run_folder, tmp_path))
-    before = (tmp_path / "sweep.nc").read_bytes()
-    said = call(*options(run_folder, tmp_path), "--k", 5, status=2).err
-    assert "holds results of another plan" in " ".join(said.split())
-    assert (tmp_path / "sweep.nc").read_bytes() == before
+    bytes_before = (tmp_path / "sweep.nc").read_bytes()
+    errors = call(*options(run_folder, tmp_path), "--k", 5, status=2).err
+    assert "holds results of another plan" in " ".join(errors.split())
+    assert (tmp_path / "sweep.nc").read_bytes() == bytes_before

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import tl_coupling as tlc
+from command_line import typed
 from tl_coupling.measures import MEASURES
 
 pytestmark = pytest.mark.on_4_only
@@ -26,22 +27,12 @@ def test_depth_writes_results_and_pictures_and_prints_a_table(
     folder_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "new" / "out"
-    options = [
-        "--model",
-        folder_model,
-        "--prompt",
-        "w3 w14 w15",
-        "--k",
-        4,
-        "--k",
-        8,
-        "--untrained",
-        "--out",
-        out,
-    ]
+    options = typed(
+        model=folder_model, prompt="w3 w14 w15", k=[4, 8], untrained=True, out=out
+    )
     # In a process of its own, as the other commands are not: the entry point is tried
     # as well.
-    command = [sys.executable, "-m", "tl_coupling", "depth", *map(str, options)]
+    command = [sys.executable, "-m", "tl_coupling", "depth", *options]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -73,9 +64,9 @@ def test_many_prompts(call, folder_model: Path, tmp_path: Path) -> None:
     done = call("depth", *options, "--out", tmp_path / "out", "--untrained")
     files = {path.name for path in (tmp_path / "out").rglob("*.nc")}
     assert files == {"depth.nc", "depth-untrained.nc"}
-    assert {f"{what}-k{k}.png" for what in ("coupling", "spread") for k in (2, 4)} < {
-        path.name for path in (tmp_path / "out").iterdir()
-    }
+    assert {
+        f"{measure}-k{k}.png" for measure in ("coupling", "spread") for k in (2, 4)
+    } < {path.name for path in (tmp_path / "out").iterdir()}
     mean = tlc.CouplingMap.load(tmp_path / "out" / "depth.nc")
     model = tlc.load_model(str(folder_model))
     maps = [
@@ -143,16 +134,11 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w1"}\n{"promt": "w2"}\n')
-    options = {
-        "--model": folder_model,
-        "--prompt": "w1 w2",
-        "--k": 4,
-        "--out": tmp_path / "out",
-    }
-    if "--prompts" in arguments:
-        del options["--prompt"]
-    given = [part.replace("{file}", str(file)) for part in arguments]
-    assert message in refused("depth", options, given)
+    options = {"model": folder_model, "k": 4, "out": tmp_path / "out"}
+    if "--prompts" not in arguments:
+        options["prompt"] = "w1 w2"
+    with_paths = [part.replace("{file}", str(file)) for part in arguments]
+    assert message in refused("depth", options, with_paths)
 
 
 @pytest.mark.parametrize(
@@ -167,19 +153,19 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
 def test_debug_shows_a_traceback_of_bad_usage_and_bad_files(
     call, tmp_path: Path, arguments: list[str]
 ) -> None:
-    given = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
-    said = call("--debug", *given, status=2).err
-    assert said.startswith("Traceback")
-    assert said.splitlines()[-1].startswith("tl-coupling: ")
-    assert "Traceback" not in call(*given, status=2).err
+    with_paths = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
+    errors = call("--debug", *with_paths, status=2).err
+    assert errors.startswith("Traceback")
+    assert errors.splitlines()[-1].startswith("tl-coupling: ")
+    assert "Traceback" not in call(*with_paths, status=2).err
 
 
 def test_debug_as_the_value_of_an_option_is_not_the_flag(call, tmp_path: Path) -> None:
-    said = call(
+    errors = call(
         "depth", "--prompt", "--debug", "--k", "0", "--out", tmp_path, status=2
     ).err
-    assert "`--k` must be at least 1, got 0" in said
-    assert "Traceback" not in said
+    assert "`--k` must be at least 1, got 0" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.skipif(
@@ -190,16 +176,16 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_model_is_loaded(
     call,
 ) -> None:
     # /proc refuses even root.
-    said = call(
+    errors = call(
         "depth", "--model", "no-such/model", "--out", "/proc/tl_coupling", status=2
     ).err
-    assert "cannot write to the output folder" in said
+    assert "cannot write to the output folder" in errors
 
 
 def test_the_embedded_model_beats_null_and_twin(
     call, smollm2: nn.Module, tmp_path: Path
 ) -> None:
-    said = call("depth", "--untrained", "--out", tmp_path).out
+    output = call("depth", "--untrained", "--out", tmp_path).out
     summary = json.loads((tmp_path / "summary.json").read_text())
     trained, untrained = (
         summary["mean"][run]["prompt"]["10"] for run in ("trained", "untrained")
@@ -216,12 +202,12 @@ def test_the_embedded_model_beats_null_and_twin(
     )
     shown = re.search(r"```text\n(.+?)```", readme, re.DOTALL)
     assert shown
-    wanted, got = (
+    expected, got = (
         re.findall(r"│ +(\d+) │ +(\S+) │ +(\S+) │ +(\S+) │", text)
-        for text in (shown[1], said)
+        for text in (shown[1], output)
     )
-    assert len(wanted) == 3
-    for numbers, others in zip(wanted, got, strict=True):
+    assert len(expected) == 3
+    for numbers, others in zip(expected, got, strict=True):
         assert [*map(float, numbers)] == pytest.approx(
             [*map(float, others)], abs=0.0015
         )
@@ -239,27 +225,10 @@ def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> 
     """
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w3 w4"}\n{"prompt": "w5 w6 w7"}\n')
-    options = [
-        "--model",
-        folder_model,
-        "--prompts",
-        file,
-        "--k",
-        2,
-        "--k",
-        4,
-        "--orientation",
-        "vju",
-    ]
-    done = call(
-        "depth",
-        *options,
-        "--out",
-        tmp_path / "out",
-        "--untrained",
-        "--all-measures",
-        "--diagonal",
-    )
+    options = {"model": folder_model, "prompts": file, "k": [2, 4]}
+    options |= {"orientation": "vju", "untrained": True}
+    options |= {"all_measures": True, "diagonal": True}
+    done = call("depth", **options, out=tmp_path / "out")
     rows = pandas.read_csv(tmp_path / "out" / "measures.csv")
     assert len(rows) == len(MEASURES) * 2 * 2 * 2 * 2
     model = tlc.load_model(str(folder_model))
@@ -267,7 +236,9 @@ def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> 
     for orientation, measure, off in itertools.product(
         ("ujv", "vju"), MEASURES, (True, False)
     ):
-        maps = [tlc.depth_coupling(one, 4, orientation=orientation) for one in traces]
+        maps = [
+            tlc.depth_coupling(trace, 4, orientation=orientation) for trace in traces
+        ]
         query = (
             f"measure == '{measure}' and orientation == '{orientation}' "
             f"and k == 2 and checkpoint == 'trained'"
@@ -275,13 +246,14 @@ def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> 
         row = rows.query(
             f"{query} and pairs == '{'different' if off else 'all'}'"
         ).squeeze()
-        means = [one.mean(2, measure, off_diagonal=off) for one in maps]
+        means = [of_prompt.mean(2, measure, off_diagonal=off) for of_prompt in maps]
         assert row["mean"] == pytest.approx(sum(means) / 2, rel=1e-4)
         assert row["spread"] == pytest.approx(
             statistics.stdev(means), rel=1e-2, abs=1e-6
         )
         assert row["null"] == pytest.approx(
-            sum(one.null(2, measure, off_diagonal=off) for one in maps) / 2, rel=1e-4
+            sum(of_prompt.null(2, measure, off_diagonal=off) for of_prompt in maps) / 2,
+            rel=1e-4,
         )
         assert re.search(
             rf"{measure} .*{orientation} .*{'different' if off else 'all'} .*{row['mean']:.3f}",

@@ -12,15 +12,9 @@ pytestmark = pytest.mark.on_3_only
 
 
 @pytest.fixture
-def options(folder_vit: Path, tmp_path: Path) -> list[object]:
-    return [
-        "--model",
-        folder_vit,
-        "--image",
-        folder_vit / "image.png",
-        "--out",
-        tmp_path / "out",
-    ]
+def options(folder_vit: Path, tmp_path: Path) -> dict[str, object]:
+    image = folder_vit / "image.png"
+    return {"model": folder_vit, "image": image, "out": tmp_path / "out"}
 
 
 def summary(tmp_path: Path) -> dict:
@@ -28,9 +22,9 @@ def summary(tmp_path: Path) -> dict:
 
 
 def test_depth_measures_the_class_token(
-    call, options: list[object], folder_vit: Path, tmp_path: Path
+    call, options: dict[str, object], folder_vit: Path, tmp_path: Path
 ) -> None:
-    done = call("depth", *options, "--k", 4, "--untrained")
+    done = call("depth", **options, k=4, untrained=True)
     trace = tlc.trace(tlc.load_model(str(folder_vit)), folder_vit / "image.png")
     expected = tlc.depth_coupling(trace, 4, position=0).mean()
     assert tlc.CouplingMap.load(tmp_path / "out" / "depth.nc").mean() == pytest.approx(
@@ -42,7 +36,7 @@ def test_depth_measures_the_class_token(
     assert facts["mean"]["trained"] == {
         "image.png": {"4": pytest.approx(expected, abs=1e-5)}
     }
-    call("depth", *options, "--k", 4, "--position", -1)
+    call("depth", **options, k=4, position=-1)
     last = tlc.depth_coupling(trace, 4, position=-1).mean()
     assert abs(last - expected) > 1e-3
     assert summary(tmp_path)["mean"]["trained"]["image.png"]["4"] == pytest.approx(
@@ -55,17 +49,7 @@ def test_depth_of_many_images(call, folder_vit: Path, tmp_path: Path) -> None:
     file.write_text(
         '{"id": "a", "image": "image.png"}\n{"id": "b", "image": "image.png"}\n'
     )
-    call(
-        "depth",
-        "--model",
-        folder_vit,
-        "--prompts",
-        file,
-        "--k",
-        4,
-        "--out",
-        tmp_path / "out",
-    )
+    call("depth", model=folder_vit, prompts=file, k=4, out=tmp_path / "out")
     trace = tlc.trace(tlc.load_model(str(folder_vit)), folder_vit / "image.png")
     expected = pytest.approx(tlc.depth_coupling(trace, 4, position=0).mean(), abs=1e-5)
     assert summary(tmp_path)["mean"]["trained"] == {
@@ -74,8 +58,10 @@ def test_depth_of_many_images(call, folder_vit: Path, tmp_path: Path) -> None:
     }
 
 
-def test_tokens_and_trajectory(call, options: list[object], tmp_path: Path) -> None:
-    call("tokens", *options, "--k", 4)
+def test_tokens_and_trajectory(
+    call, options: dict[str, object], tmp_path: Path
+) -> None:
+    call("tokens", **options, k=4)
     influence = summary(tmp_path)["influence"]
     # Patches come after the class token, and act on it.
     assert (influence["output_position"], influence["source_positions"]) == (
@@ -83,13 +69,14 @@ def test_tokens_and_trajectory(call, options: list[object], tmp_path: Path) -> N
         list(range(9)),
     )
     assert all(value > 0 for value in influence["trained"]["frobenius_norm"])
-    call("trajectory", *options, "--no-perturbation")
+    call("trajectory", **options, no_perturbation=True)
     assert summary(tmp_path)["position"] == 0
     assert len(summary(tmp_path)["tokens"]["trained"]["line_shape_score"]) == 9
 
 
-def test_report(call, options: list[object], tmp_path: Path) -> None:
-    call("report", *options[:-1], tmp_path / "page.html", "--k", 4, "--no-untrained")
+def test_report(call, options: dict[str, object], tmp_path: Path) -> None:
+    options["out"] = tmp_path / "page.html"
+    call("report", **options, k=4, no_untrained=True)
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "The image image.png" in page
     assert 'id="patches"' in page
@@ -97,9 +84,9 @@ def test_report(call, options: list[object], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["depth", "tokens", "trajectory", "report"])
 def test_help_says_which_token_is_measured(call, command: str) -> None:
-    said = " ".join(call(command, "--help").out.replace("│", " ").split())
-    assert "--image" in said
-    assert "of an image the class token" in said
+    help_text = " ".join(call(command, "--help").out.replace("│", " ").split())
+    assert "--image" in help_text
+    assert "of an image the class token" in help_text
 
 
 @pytest.mark.parametrize(
@@ -122,39 +109,29 @@ def test_bad_input_is_one_line(
     arguments: list[str],
     message: str,
 ) -> None:
-    options = {
-        "--model": folder_vit,
-        "--image": folder_vit / "image.png",
-        "--k": 4,
-        "--out": tmp_path / "out.html",
-    }
-    assert message in refused(
-        command,
-        options,
-        [part.replace("{text}", str(folder_model)) for part in arguments],
-    )
+    options = {"model": folder_vit, "image": folder_vit / "image.png", "k": 4}
+    options["out"] = tmp_path / "out.html"
+    with_paths = [part.replace("{text}", str(folder_model)) for part in arguments]
+    assert message in refused(command, options, with_paths)
 
 
 def test_an_image_of_too_many_pixels(
-    refused, options: list[object], tmp_path: Path
+    refused, options: dict[str, object], tmp_path: Path
 ) -> None:
     (tmp_path / "bomb.png").write_bytes(png_header(30_000, 30_000))
-    given = dict(zip(options[::2], options[1::2], strict=True))
     message = "bomb.png' has too many pixels"
-    assert message in refused("depth", given, ["--image", str(tmp_path / "bomb.png")])
+    assert message in refused("depth", options, ["--image", str(tmp_path / "bomb.png")])
 
 
-def test_an_image_and_a_file_of_prompts(refused, options: list[object]) -> None:
-    given = dict(zip(options[::2], options[1::2], strict=True))
-    assert "give --image or --prompts, not both" in refused(
-        "depth", given, ["--prompts", "prompts.jsonl"]
-    )
+def test_an_image_and_a_file_of_prompts(refused, options: dict[str, object]) -> None:
+    message = "give --image or --prompts, not both"
+    assert message in refused("depth", options, ["--prompts", "prompts.jsonl"])
 
 
 def test_a_vision_model_without_an_image(
     refused, folder_vit: Path, tmp_path: Path
 ) -> None:
-    options = {"--model": folder_vit, "--out": tmp_path / "out"}
+    options = {"model": folder_vit, "out": tmp_path / "out"}
     assert f"'{folder_vit}' reads images: give one, with --image" in refused(
         "tokens", options, []
     )

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 import tiny
+from command_line import typed
 from fake_survey import survey
 from tl_coupling import Settings
 from tl_coupling.cli import main
@@ -31,18 +32,17 @@ def call(monkeypatch, capsys, as_a_user):
     as one line.
     """
 
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(
-            sys, "argv", ["tl-coupling", "generalization", *map(str, arguments)]
-        )
+    def run(*arguments: object, **options: object) -> tuple[int, str, str]:
+        words = [*map(str, arguments), *typed(**options)]
+        monkeypatch.setattr(sys, "argv", ["tl-coupling", "generalization", *words])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as stopped:
             main()
-        said = capsys.readouterr()
+        streams = capsys.readouterr()
         return (
             stopped.value.code or 0,
-            " ".join(said.out.split()),
-            " ".join(said.err.split()),
+            " ".join(streams.out.split()),
+            " ".join(streams.err.split()),
         )
 
     return run
@@ -73,18 +73,11 @@ def test_scores_of_the_papers_table(call, given, tmp_path):
     table = paper_table1().dropna(subset=["score"]).head(10)
     data.assign_coords(model=table["model"].tolist()).to_netcdf(tmp_path / "hub.nc")
     out = tmp_path / "out"
-    status, _, said = call(
-        "--survey",
-        tmp_path / "hub.nc",
-        "--scores",
-        "table1",
-        "--resamples",
-        20,
-        "--out",
-        out,
+    status, _, errors = call(
+        survey=tmp_path / "hub.nc", scores="table1", resamples=20, out=out
     )
     assert status == 0
-    assert "were not measured" not in said
+    assert "were not measured" not in errors
     written = pandas.read_csv(out / "table.csv")
     assert dict(zip(written["model"], written["score"], strict=True)) == dict(
         zip(table["model"], table["score"], strict=True)
@@ -93,21 +86,9 @@ def test_scores_of_the_papers_table(call, given, tmp_path):
 
 def test_scores_of_a_file(call, given, tmp_path):
     file, scores, _, table = given
-    arguments = [
-        "--survey",
-        file,
-        "--scores",
-        scores,
-        "--k",
-        5,
-        "--subset",
-        "high=score > 45",
-        "--resamples",
-        100,
-    ]
-    status, said, _ = call(
-        *arguments, "--control", "log10(n_parameters)", "--out", tmp_path / "out"
-    )
+    options = {"survey": file, "scores": scores, "k": 5, "resamples": 100}
+    options |= {"subset": "high=score > 45", "control": "log10(n_parameters)"}
+    status, output, _ = call(**options, out=tmp_path / "out")
     assert status == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["association"]["linear"]["r_squared"] == pytest.approx(1)
@@ -117,27 +98,16 @@ def test_scores_of_a_file(call, given, tmp_path):
     written = pandas.read_csv(tmp_path / "out" / "table.csv")
     assert written["score"].tolist() == pytest.approx(table["score"].tolist())
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == PICTURES
-    assert "score against coupling (k = 5)" in said
-    assert "given log10(n_parameters)" in said
+    assert "score against coupling (k = 5)" in output
+    assert "given log10(n_parameters)" in output
     low, high = summary["association"]["bootstrap"]["r_squared"]
-    assert f"R² = 1.000 ({low:.3f} to {high:.3f})" in said
+    assert f"R² = 1.000 ({low:.3f} to {high:.3f})" in output
 
 
 def test_another_column_is_the_score(call, given, tmp_path):
     file, scores, data, table = given
     call(
-        "--survey",
-        file,
-        "--scores",
-        scores,
-        "--score-column",
-        "arc",
-        "--k",
-        5,
-        "--resamples",
-        100,
-        "--out",
-        tmp_path,
+        survey=file, scores=scores, score_column="arc", k=5, resamples=100, out=tmp_path
     )
     fit = json.loads((tmp_path / "summary.json").read_text())["association"]["linear"]
     expected = stats.linregress(
@@ -153,11 +123,11 @@ def test_another_column_is_the_score(call, given, tmp_path):
 @pytest.mark.parametrize("scores", [[], ["--scores", "loss"]])
 def test_without_scores_the_loss_stands_in(call, given, tmp_path, scores):
     file, _, data, _ = given
-    status, said, _ = call(
+    status, output, _ = call(
         "--survey", file, *scores, "--resamples", 100, "--out", tmp_path / "out"
     )
     assert status == 0
-    assert "loss against coupling (k = 10)" in said
+    assert "loss against coupling (k = 10)" in output
     fit = json.loads((tmp_path / "out" / "summary.json").read_text())["association"][
         "linear"
     ]
@@ -171,38 +141,25 @@ def test_without_scores_the_loss_stands_in(call, given, tmp_path, scores):
 def test_families_by_patterns(call, given, tmp_path):
     file, scores, _, table = given
     table.assign(score=range(10)).to_csv(scores, index=False)
-    patterns = ("a=org/m[0-3]", "b=org/m[4-7]", "c=org/m[89]")
-    arguments = [
-        "--survey",
-        file,
-        "--scores",
-        scores,
-        "--subset",
-        "high=score > 4",
-        "--resamples",
-        50,
-    ]
+    patterns = ["a=org/m[0-3]", "b=org/m[4-7]", "c=org/m[89]"]
+    options = {"survey": file, "scores": scores, "resamples": 50}
+    options |= {"subset": "high=score > 4", "family": patterns}
     out = tmp_path / "out"
-    status, said, _ = call(
-        *arguments,
-        *(part for one in patterns for part in ("--family", one)),
-        "--out",
-        out,
-    )
+    status, output, _ = call(**options, out=out)
     assert status == 0
     summary = json.loads((out / "summary.json").read_text())
     assert summary["association"]["linear"]["n_families"] == 3
-    assert "10 models in 3 families, cluster-robust, 6 prompts" in said
-    assert "given family" in said
-    assert "all models, bootstrap" not in said
+    assert "10 models in 3 families, cluster-robust, 6 prompts" in output
+    assert "given family" in output
+    assert "all models, bootstrap" not in output
     assert (
         "left out: bootstrap: 3 families are too few to resample (wanted 6): the t interval holds"
-        in said
+        in output
     )
-    assert "chosen by the score: high" in said
+    assert "chosen by the score: high" in output
     assert (
         f"p = {summary['familywise']['p']:.3g} by permutation of the scores, over 12 looks"
-        in said
+        in output
     )
     assert pandas.read_csv(out / "table.csv")["family"].tolist() == [*"aaaabbbbcc"]
 
@@ -248,9 +205,11 @@ def test_bad_input_overwrites_nothing(call, given, tmp_path, arguments, message)
     out.mkdir()
     (out / "summary.json").write_text("earlier")
     filled = [part.replace("{tmp}", str(tmp_path)) for part in arguments]
-    status, _, said = call("--survey", file, "--scores", scores, "--out", out, *filled)
+    status, _, errors = call(
+        "--survey", file, "--scores", scores, "--out", out, *filled
+    )
     assert status == 2
-    assert message.replace("{tmp}", str(tmp_path)) in said
+    assert message.replace("{tmp}", str(tmp_path)) in errors
     assert [path.name for path in out.iterdir()] == ["summary.json"]
     assert (out / "summary.json").read_text() == "earlier"
 
@@ -258,19 +217,12 @@ def test_bad_input_overwrites_nothing(call, given, tmp_path, arguments, message)
 def test_scores_of_models_that_were_not_measured(call, given, tmp_path):
     file, scores, _, table = given
     table.assign(model=[*table["model"][:-1], "gpt-5"]).to_csv(scores, index=False)
-    status, _, said = call(
-        "--survey",
-        file,
-        "--scores",
-        scores,
-        "--resamples",
-        50,
-        "--out",
-        tmp_path / "out",
+    status, _, errors = call(
+        survey=file, scores=scores, resamples=50, out=tmp_path / "out"
     )
     assert status == 0
     assert (
-        said.count("models that were not measured: gpt-5; measured: org/m0, org/m1")
+        errors.count("models that were not measured: gpt-5; measured: org/m0, org/m1")
         == 1
     )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -287,15 +239,15 @@ def test_the_folder_of_a_survey(call, tmp_path):
         tiny.huggingface_model(family).save_pretrained(models[family])
         tiny.save_tokenizer(tmp_path / family)
     prompts = ["w1 w2 w3 w4", "w5 w6 w7 w8 w9"]
-    asked = Survey(
+    one_model = Survey(
         models,
         prompts,
         untrained=True,
         settings=Settings(k=(4, 8), n_singular_values=4),
         prompts_per_unit=1,
     )
-    data = run(asked, tmp_path / "survey").load()
-    status, said, _ = call(
+    data = run(one_model, tmp_path / "survey").load()
+    status, output, _ = call(
         "--survey", tmp_path / "survey", "--resamples", 100, "--out", tmp_path / "out"
     )
     assert status == 0
@@ -308,7 +260,8 @@ def test_the_folder_of_a_survey(call, tmp_path):
         )
         assert table.loc[model, "n_parameters"] == measured["n_parameters"].item()
     assert (
-        "left out: influence: leaving one model out needs at least four, got 3" in said
+        "left out: influence: leaving one model out needs at least four, got 3"
+        in output
     )
 
 

@@ -37,8 +37,8 @@ def said(call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setenv("COLUMNS", "600")
     monkeypatch.setenv("FORCE_COLOR", "1")
 
-    def run(*arguments: object, status: int = 0) -> str:
-        streams = call(*arguments, status=status)
+    def run(*arguments: object, **options: Any) -> str:
+        streams = call(*arguments, **options)
         text = f"{streams.out}\n{streams.err}"
         # But for rich's own: colours, the cursor, lines that are drawn again.
         text = re.sub(r"\x1b\[(?:[\d;]*[mA]|2K|\?25[lh])", "", text)
@@ -74,47 +74,28 @@ def test_what_terminals_act_on_is_shown_as_an_escape(text: str, shown: str) -> N
 def test_a_label(said, folder_model: Path, tmp_path: Path) -> None:
     # netCDF takes a backslash for a slash.
     out = tmp_path / HOSTILE.replace(BACKSLASH, "")
-    arguments = [
-        "--model",
-        folder_model,
-        "--label",
-        HOSTILE,
-        "--prompt",
-        "w1 w2 w3",
-        "--k",
-        4,
-        "--out",
-        out,
-    ]
+    options = {"model": folder_model, "label": HOSTILE, "k": 4, "out": out}
+    options["prompt"] = "w1 w2 w3"
     # Titles are as narrow as their tables.
-    shown = " ".join(said("depth", *arguments, "--untrained", "--all-measures").split())
+    shown = " ".join(
+        said("depth", **options, untrained=True, all_measures=True).split()
+    )
     assert f"{SHOWN}: depth coupling" in shown
     assert f"{SHOWN}: every choice" in shown
     assert (
         f"wrote {tmp_path}/{MARKUP.replace(BACKSLASH, '')}{AS_TEXT}/depth.nc" in shown
     )
-    shown = " ".join(said("redundancy", *arguments).split())
+    shown = " ".join(said("redundancy", **options).split())
     assert f"{SHOWN}: change in loss" in shown
 
 
 @pytest.mark.parametrize("command", ["depth", "trajectories", "precision"])
 def test_an_error_is_one_line_of_text(said, tmp_path: Path, command: str) -> None:
     name = f"./{HOSTILE}"
-    shown = said(
-        command, "--model", name, "--prompt", "w1", "--out", tmp_path / "out", status=2
-    )
+    options = {"model": name, "prompt": "w1", "out": tmp_path / "out"}
+    shown = said(command, **options, status=2)
     assert SHOWN in shown.splitlines()[-1]
-    shown = said(
-        "--debug",
-        command,
-        "--model",
-        name,
-        "--prompt",
-        "w1",
-        "--out",
-        tmp_path / "out",
-        status=2,
-    )
+    shown = said("--debug", command, **options, status=2)
     assert "Traceback" in shown
     assert SHOWN in shown.splitlines()[-1]
 
@@ -122,15 +103,8 @@ def test_an_error_is_one_line_of_text(said, tmp_path: Path, command: str) -> Non
 def test_bars_and_columns_of_several_models(
     said, hostile_folder: Path, folder_model: Path, tmp_path: Path
 ) -> None:
-    arguments = [
-        "--model",
-        hostile_folder,
-        "--model",
-        folder_model,
-        "--prompt",
-        "w1 w2 w3",
-    ]
-    shown = said("trajectories", *arguments, "--out", tmp_path / "paths")
+    options = {"model": [hostile_folder, folder_model], "prompt": "w1 w2 w3"}
+    shown = said("trajectories", **options, out=tmp_path / "paths")
     assert f"measuring {tmp_path}/{SHOWN} …" in shown
     # In the table.
     assert f"│ {tmp_path}/{SHOWN} │" in shown
@@ -138,19 +112,9 @@ def test_bars_and_columns_of_several_models(
 
 
 def test_names_of_precisions(said, folder_model: Path, tmp_path: Path) -> None:
-    chosen = ["--precision", f"{HOSTILE}={folder_model}", "--precision", "bfloat16"]
-    arguments = [
-        "--model",
-        folder_model,
-        *chosen,
-        "--prompt",
-        "w1 w2 w3",
-        "--k",
-        4,
-        "--out",
-        tmp_path,
-    ]
-    shown = said("precision", *arguments)
+    precisions = [f"{HOSTILE}={folder_model}", "bfloat16"]
+    options = {"model": folder_model, "prompt": "w1 w2 w3", "k": 4, "out": tmp_path}
+    shown = said("precision", **options, precision=precisions)
     assert f"┃ {SHOWN} ┃" in shown
     assert f"{SHOWN}: mean over 1 prompt" in shown
     ElementTree.parse(tmp_path / "precision.svg")
@@ -163,26 +127,13 @@ def test_names_in_a_survey(said, folder_model: Path, tmp_path: Path) -> None:
         for i in range(3)
     ]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    models = [
-        "--model",
-        f"{HOSTILE}={folder_model}",
-        "--model",
-        f"none{HOSTILE}={tmp_path / 'missing'}",
-    ]
+    models = [f"{HOSTILE}={folder_model}", f"none{HOSTILE}={tmp_path / 'missing'}"]
     (tmp_path / "missing").mkdir()
     (tmp_path / "missing" / "config.json").write_text(
         json.dumps({"model_type": HOSTILE})
     )
-    arguments = [
-        "--prompts",
-        prompts,
-        "--k",
-        4,
-        "--all-measures",
-        "--out",
-        tmp_path / "out",
-    ]
-    shown = said("survey", *models, *arguments, status=1)
+    options = {"prompts": prompts, "k": 4, "all_measures": True}
+    shown = said("survey", model=models, **options, out=tmp_path / "out", status=1)
     assert f"warning: 1 of 2 units failed and are left out: none{SHOWN}@main" in shown
     assert f"│ {SHOWN} │" in shown
     assert f"(k = 4), {SHOWN}" in shown
@@ -209,27 +160,18 @@ def study(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_names_in_a_study(said, study: tuple[Path, Path], tmp_path: Path) -> None:
     file, scores = study
-    arguments = [
-        "--survey",
-        file,
-        "--scores",
-        scores,
-        "--score-column",
-        HOSTILE,
-        "--resamples",
-        20,
-    ]
-    arguments += ["--subset", f"{HOSTILE}=n_layers > 5", "--out", tmp_path / "out"]
-    shown = said("generalization", *arguments)
+    options = {"survey": file, "scores": scores, "score_column": HOSTILE}
+    options |= {"subset": f"{HOSTILE}=n_layers > 5", "resamples": 20}
+    options["out"] = tmp_path / "out"
+    shown = said("generalization", **options)
     assert f"{SHOWN} against coupling (k = 10)" in shown
     assert re.search(
         rf"without one family R² is .*; {re.escape(SHOWN)} changes it most", shown
     )
     assert len(list((tmp_path / "out").glob("*.png"))) == 5
-    arguments[5] = f"no{HOSTILE}"
-    assert f"no column 'no{MARKUP}" in said(
-        "generalization", *arguments, status=2
-    ).replace("\\\\", "\\")
+    options["score_column"] = f"no{HOSTILE}"
+    shown = said("generalization", **options, status=2)
+    assert f"no column 'no{MARKUP}" in shown.replace("\\\\", "\\")
 
 
 # spreadsheets
@@ -282,62 +224,26 @@ def test_a_table_of_formulas_is_read_again(tmp_path: Path) -> None:
 
 def test_no_command_writes_a_formula(call, folder_model: Path, tmp_path: Path) -> None:
     """Labels, names of precisions, and of columns, models and families in scores."""
-    prompt = ["--prompt", "w1 w2 w3", "--k", 4]
-    chosen = ["--precision", f"@x={folder_model}", "--precision", "bfloat16"]
-    call(
-        "precision",
-        "--model",
-        folder_model,
-        *chosen,
-        *prompt,
-        "--out",
-        tmp_path / "precision",
-    )
+    options = {"model": folder_model, "prompt": "w1 w2 w3", "k": 4}
+    precisions = [f"@x={folder_model}", "bfloat16"]
+    call("precision", **options, precision=precisions, out=tmp_path / "precision")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         '{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n{"prompt": "w6 w7"}\n'
     )
-    models = [
-        part
-        for i in range(3)
-        for part in (
-            "--model",
-            f"@m{i}={folder_model if i == 0 else tmp_path / f'm{i}'}",
-        )
-    ]
+    models = [f"@m0={folder_model}"]
     for i in (1, 2):
         tiny.huggingface_model("llama", seed=i).save_pretrained(tmp_path / f"m{i}")
         tiny.save_tokenizer(tmp_path / f"m{i}")
-    call(
-        "survey",
-        *models,
-        "--prompts",
-        prompts,
-        "--k",
-        4,
-        "--all-measures",
-        "--out",
-        tmp_path / "survey",
-    )
+        models.append(f"@m{i}={tmp_path / f'm{i}'}")
+    options = {"model": models, "prompts": prompts, "k": 4, "all_measures": True}
+    call("survey", **options, out=tmp_path / "survey")
     (tmp_path / "scores.csv").write_text(
         "model,+score,family,-note\n'@m0,1,=a,+\n@m1,2,=a,x\n@m2,4,=b,-1\n"
     )
-    scores = [
-        "--scores",
-        tmp_path / "scores.csv",
-        "--score-column",
-        "+score",
-        "--resamples",
-        20,
-    ]
-    call(
-        "generalization",
-        "--survey",
-        tmp_path / "survey",
-        *scores,
-        "--out",
-        tmp_path / "study",
-    )
+    options = {"scores": tmp_path / "scores.csv", "score_column": "+score"}
+    options |= {"survey": tmp_path / "survey", "resamples": 20}
+    call("generalization", **options, out=tmp_path / "study")
     written = sorted(tmp_path.glob("*/*.csv"))
     assert [path.name for path in written] == ["table.csv", "table.csv", "measures.csv"]
     for path in written:

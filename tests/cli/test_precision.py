@@ -42,7 +42,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def by_hand(model: nn.Module, k: int) -> dict[str, dict[str, Any]]:
     """Of each prompt what should be compared, with numpy's SVD and plain loops."""
-    found: dict[str, dict[str, Any]] = {}
+    expected: dict[str, dict[str, Any]] = {}
     for name, text in TEXTS.items():
         trace = tlc.trace(model, text)
         J = np.stack(
@@ -60,36 +60,24 @@ def by_hand(model: nn.Module, k: int) -> dict[str, dict[str, Any]]:
                     A
                 )
         score = float(tlc.line_shape_score(trace.residual)[-1])
-        found[name] = {
+        expected[name] = {
             "C": C[~np.eye(len(J), dtype=bool)],
             "U": U[..., :k],
             "S": S,
             "line_shape_score": score,
         }
-    return found
+    return expected
 
 
 @needs_bitsandbytes
 def test_how_far_measures_move(
     call, folder_model: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    chosen = [
-        part for one in ("float32", "bfloat16", "nf4") for part in ("--precision", one)
-    ]
-    options = [
-        "--model",
-        folder_model,
-        "--prompts",
-        prompts,
-        "--k",
-        4,
-        "--k",
-        8,
-        *chosen,
-        "--out",
-        tmp_path / "out",
-    ]
-    said = call("precision", *options).out
+    options = {"model": folder_model, "prompts": prompts, "k": [4, 8]}
+    precisions = ["float32", "bfloat16", "nf4"]
+    output = call(
+        "precision", **options, precision=precisions, out=tmp_path / "out"
+    ).out
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
         "precisions",
@@ -152,28 +140,31 @@ def test_how_far_measures_move(
     assert abs(float(rows["pair_change", "8", "nf4"]["change"])) > abs(
         float(rows["pair_change", "8", "bfloat16"]["change"])
     )
-    assert f"{float(rows['mean_coupling', '8', 'nf4']['change']):+.2g} ±" in said
+    assert f"{float(rows['mean_coupling', '8', 'nf4']['change']):+.2g} ±" in output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["provenance"]["nf4"]["quantization"] == "nf4"
     assert "quantization" not in summary["provenance"]["bfloat16"]
 
     # Again, with one more: what is there is kept.
-    kept = {
+    written_at = {
         path: path.stat().st_mtime_ns
         for path in (tmp_path / "out" / "precisions").glob("*.nc")
     }
-    assert len(kept) == 3
+    assert len(written_at) == 3
     settings = Settings(k=(4, 8))
-    given = {
+    options_of_sweep = {
         "settings": settings,
         "folder": tmp_path / "out" / "precisions",
         "progress": False,
     }
     more = ["float32", "bfloat16", "nf4", "int8"]
     precision_sweep(
-        str(folder_model), more, [tlc.Prompt(*one) for one in TEXTS.items()], **given
+        str(folder_model),
+        more,
+        [tlc.Prompt(*id_and_text) for id_and_text in TEXTS.items()],
+        **options_of_sweep,
     )
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert {path: path.stat().st_mtime_ns for path in written_at} == written_at
     assert len(list((tmp_path / "out" / "precisions").glob("*.nc"))) == 4
 
 
@@ -189,9 +180,13 @@ def test_bfloat16_rounds_every_weight_and_nothing_else(
         parameter.data = parameter.data.bfloat16().float()
     plain.save_pretrained(tmp_path / "rounded")
     tiny.save_tokenizer(tmp_path / "rounded")
-    given = [f"same={tmp_path / 'rounded'}", "bfloat16"]
+    precisions = [f"same={tmp_path / 'rounded'}", "bfloat16"]
     data = precision_sweep(
-        tmp_path / "model", given, "w3 w4 w5", settings=Settings(k=(4,)), progress=False
+        tmp_path / "model",
+        precisions,
+        "w3 w4 w5",
+        settings=Settings(k=(4,)),
+        progress=False,
     )
     assert float(data["pair_change"].sel(precision="bfloat16").max()) == 0
     assert float(data["loss"].diff("precision")[0, 0]) == 0
@@ -212,9 +207,9 @@ def save_tokenizer_of(gguf_file: Path, folder: Path) -> None:
 def test_a_gguf_file_against_the_same_weights(tmp_path: Path) -> None:
     save_gguf(tmp_path / "tiny.gguf").save_pretrained(tmp_path / "same")
     save_tokenizer_of(tmp_path / "tiny.gguf", tmp_path / "same")
-    given = ["float32", f"file={tmp_path / 'tiny.gguf'}"]
+    precisions = ["float32", f"file={tmp_path / 'tiny.gguf'}"]
     data = precision_sweep(
-        tmp_path / "same", given, "w3w4", settings=Settings(k=(4,)), progress=False
+        tmp_path / "same", precisions, "w3w4", settings=Settings(k=(4,)), progress=False
     )
     assert data["precision"].values.tolist() == ["float32", "file"]
     assert max(abs(row.change) for row in movements(data)) < 1e-6
@@ -236,9 +231,9 @@ def test_a_gguf_file_of_a_mistral_is_called_a_llama(tmp_path: Path) -> None:
     )
     mistral.save_pretrained(tmp_path / "same")
     save_tokenizer_of(tmp_path / "tiny.gguf", tmp_path / "same")
-    given = ["float32", f"file={tmp_path / 'tiny.gguf'}"]
+    precisions = ["float32", f"file={tmp_path / 'tiny.gguf'}"]
     data = precision_sweep(
-        tmp_path / "same", given, "w3w4", settings=Settings(k=(4,)), progress=False
+        tmp_path / "same", precisions, "w3w4", settings=Settings(k=(4,)), progress=False
     )
     assert data["precision"].values.tolist() == ["float32", "file"]
     assert max(abs(row.change) for row in movements(data)) < 1e-6
@@ -268,17 +263,11 @@ def test_a_gguf_file_of_a_mistral_is_called_a_llama(tmp_path: Path) -> None:
 def test_bad_precisions(
     call, folder_model: Path, tmp_path: Path, options: list[str], message: str
 ) -> None:
-    said = call(
-        "precision",
-        "--model",
-        folder_model,
-        *options,
-        "--out",
-        tmp_path / "out",
-        status=2,
+    errors = call(
+        "precision", *options, model=folder_model, out=tmp_path / "out", status=2
     ).err
-    assert message in said
-    assert said.count("\n") == 1
+    assert message in errors
+    assert errors.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -291,12 +280,12 @@ def test_without_bitsandbytes_nothing_is_begun(
         "find_spec",
         lambda name: None if name == "bitsandbytes" else find_spec(name),
     )
-    said = call(
+    errors = call(
         "precision", "--model", folder_model, "--out", tmp_path / "out", status=2
     ).err
     assert (
         "'int8' needs bitsandbytes, which is not installed: pip install \"tl-coupling[quantized]\""
-        in said
+        in errors
     )
     assert not (tmp_path / "out").exists()
 
@@ -308,25 +297,14 @@ def test_another_model_is_not_compared(
         tmp_path / "deeper"
     )
     tiny.save_tokenizer(tmp_path / "deeper")
-    options = [
-        "--precision",
-        "float32",
-        "--precision",
-        f"deeper={tmp_path / 'deeper'}",
-        "--prompt",
-        "w3 w4",
-        "--k",
-        4,
-    ]
-    done = call(
-        "precision",
-        "--model",
-        folder_model,
-        *options,
-        "--out",
-        tmp_path / "out",
-        status=1,
-    )
+    precisions = ["float32", f"deeper={tmp_path / 'deeper'}"]
+    options = {
+        "model": folder_model,
+        "prompt": "w3 w4",
+        "k": 4,
+        "precision": precisions,
+    }
+    done = call("precision", **options, out=tmp_path / "out", status=1)
     assert (
         "deeper is not the model it is compared with: they have 3 "
         "blocks of width 32 and 2 blocks of"
@@ -359,19 +337,14 @@ def test_another_architecture_of_the_same_width_is_not_compared(
     for name, of, given in (("a", "llama", {}), ("b", architecture, changes)):
         tiny.huggingface_model(of, **(sizes | given)).save_pretrained(tmp_path / name)
         tiny.save_tokenizer(tmp_path / name)
-    options = [
-        "--model",
-        tmp_path / "a",
-        "--precision",
-        "float32",
-        "--precision",
-        f"b={tmp_path / 'b'}",
-        "--k",
-        4,
-    ]
-    done = call(
-        "precision", *options, "--prompt", "w3 w4", "--out", tmp_path / "out", status=1
-    )
+    precisions = ["float32", f"b={tmp_path / 'b'}"]
+    options = {
+        "model": tmp_path / "a",
+        "prompt": "w3 w4",
+        "k": 4,
+        "precision": precisions,
+    }
+    done = call("precision", **options, out=tmp_path / "out", status=1)
     said = [
         line
         for line in done.err.splitlines()
@@ -395,25 +368,14 @@ def test_another_tokenizer_is_not_compared(
         .replace('"w4":', '"w3":')
         .replace('"w3?":', '"w4":')
     )
-    options = [
-        "--precision",
-        "float32",
-        "--precision",
-        f"other={tmp_path / 'other'}",
-        "--prompt",
-        "w3 w5",
-        "--k",
-        4,
-    ]
-    done = call(
-        "precision",
-        "--model",
-        folder_model,
-        *options,
-        "--out",
-        tmp_path / "out",
-        status=1,
-    )
+    precisions = ["float32", f"other={tmp_path / 'other'}"]
+    options = {
+        "model": folder_model,
+        "prompt": "w3 w5",
+        "k": 4,
+        "precision": precisions,
+    }
+    done = call("precision", **options, out=tmp_path / "out", status=1)
     assert (
         "other is not the model it is compared with: it splits the prompts into other tokens"
         in done.err
@@ -433,36 +395,27 @@ def test_other_commands_quantise(
         tlc.depth_coupling(tlc.trace(model, TEXTS["one"]), 4).coupling(4),
     )
     assert got.provenance["quantization"] == "nf4"
-    said = call(
+    errors = call(
         "depth", *options, "--untrained", "--out", tmp_path / "no", status=2
     ).err
     assert (
         "`--quantization` is for weights in files, which an "
         "untrained twin has none of: --no-untrained"
-    ) in said
-    said = call("depth", *options[:-1], "nf5", status=2).err
-    assert "'nf5' is not one of 'nf4', 'int8'" in said
+    ) in errors
+    errors = call("depth", *options[:-1], "nf5", status=2).err
+    assert "'nf5' is not one of 'nf4', 'int8'" in errors
 
     # The same model twice in one survey's folder, and an older survey's units as they
     # were.
-    named = [tlc.Prompt(*one) for one in TEXTS.items()]
-    asked = tlc.Survey({"it": folder_model}, named, settings=Settings(k=(4,)))
-    tlc.run(asked, tmp_path / "survey" / "units", progress=False)
+    named = [tlc.Prompt(*id_and_text) for id_and_text in TEXTS.items()]
+    survey = tlc.Survey({"it": folder_model}, named, settings=Settings(k=(4,)))
+    tlc.run(survey, tmp_path / "survey" / "units", progress=False)
     units = {
         path: path.stat().st_mtime_ns
         for path in (tmp_path / "survey" / "units").glob("it@main*")
     }
-    survey = [
-        "--model",
-        f"it={folder_model}",
-        "--prompts",
-        prompts,
-        "--k",
-        4,
-        "--out",
-        tmp_path / "survey",
-    ]
-    call("survey", *survey, "--quantization", "nf4")
+    options = {"model": f"it={folder_model}", "prompts": prompts, "k": 4}
+    call("survey", **options, quantization="nf4", out=tmp_path / "survey")
     data = tlc.open_survey(tmp_path / "survey" / "units").load()
     assert {path: path.stat().st_mtime_ns for path in units} == units
     assert data["model"].values.tolist() == ["it", "it (nf4)"]

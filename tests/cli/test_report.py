@@ -11,19 +11,7 @@ pytestmark = pytest.mark.on_3_only
 
 def test_the_command_writes_one_page(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "page.html"
-    done = call(
-        "report",
-        "--model",
-        folder_model,
-        "--prompt",
-        "w3 w14 w15",
-        "--k",
-        4,
-        "--k",
-        8,
-        "--out",
-        out,
-    )
+    done = call("report", model=folder_model, prompt="w3 w14 w15", k=[4, 8], out=out)
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
     assert str(out) in done.out
     assert not done.err.strip()
@@ -34,35 +22,15 @@ def test_the_command_writes_one_page(call, folder_model: Path, tmp_path: Path) -
     ]
     for trace in traces:
         assert f"{tlc.depth_coupling(trace, 8).mean(4):.3f}" in page
-    call(
-        "report",
-        "--model",
-        folder_model,
-        "--prompt",
-        "w3 w14",
-        "--k",
-        4,
-        "--no-untrained",
-        "--out",
-        out,
-    )
+    call("report", model=folder_model, prompt="w3 w14", k=4, no_untrained=True, out=out)
     assert "untrained, " not in out.read_text(encoding="utf-8")
 
 
 def test_a_label_in_place_of_a_path(call, folder_model: Path, tmp_path: Path) -> None:
-    options = [
-        "--prompt",
-        "w3 w14",
-        "--k",
-        4,
-        "--no-untrained",
-        "--label",
-        "model A",
-        "--out",
-        tmp_path / "page.html",
-    ]
-    call("report", "--model", folder_model, *options)
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    out = tmp_path / "page.html"
+    options = {"prompt": "w3 w14", "k": 4, "no_untrained": True, "out": out}
+    call("report", model=folder_model, label="model A", **options)
+    page = out.read_text(encoding="utf-8")
     assert "Transformer block coupling: model A" in page
     assert str(folder_model) not in page
 
@@ -87,11 +55,7 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    options = {
-        "--model": folder_model,
-        "--prompt": "w1 w2",
-        "--k": 4,
-        "--out": tmp_path / "out.html",
-    }
-    given = [part.replace("{file}", str(file)) for part in arguments]
-    assert message in refused("report", options, given)
+    options = {"model": folder_model, "prompt": "w1 w2", "k": 4}
+    options["out"] = tmp_path / "out.html"
+    with_paths = [part.replace("{file}", str(file)) for part in arguments]
+    assert message in refused("report", options, with_paths)

@@ -38,24 +38,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def options(models: Path, prompts: Path, tmp_path: Path) -> list[object]:
     named = ("--model", models / "one", "--model", f"second={models / 'other'}")
-    return [
-        "survey",
-        *named,
-        "--prompts",
-        prompts,
-        "--k",
-        3,
-        "--k",
-        8,
-        "--out",
-        tmp_path / "out",
-    ]
+    out = tmp_path / "out"
+    return ["survey", *named, "--prompts", prompts, "--k", 3, "--k", 8, "--out", out]
 
 
 def test_a_survey_by_task_and_its_rerun(
     call, options, models: Path, tmp_path: Path
 ) -> None:
-    said = call(*options, "--per-task", 3, "--prompts-per-unit", 4).out
+    output = call(*options, "--per-task", 3, "--prompts-per-unit", 4).out
     data = open_survey(tmp_path / "out" / "units").load()
     assert data["model"].values.tolist() == [str(models / "one"), "second"]
     assert data["task"].values.tolist() == ["sums"] * 3 + ["riddles"] * 3
@@ -74,8 +64,8 @@ def test_a_survey_by_task_and_its_rerun(
     assert rows["second", "all prompts"]["mean"] == pytest.approx(
         float(coupling.mean())
     )
-    assert f"{float(coupling.mean()):.3f}" in said
-    assert "seconds per prompt" in said
+    assert f"{float(coupling.mean()):.3f}" in output
+    assert "seconds per prompt" in output
     pictures = {
         "tasks-k3.png",
         "tasks-k8.png",
@@ -98,7 +88,7 @@ def test_a_survey_by_task_and_its_rerun(
 
 
 def test_every_choice_of_one_run(call, options, models: Path, tmp_path: Path) -> None:
-    said = call(*options, "--n", 2, "--untrained", "--all-measures", "--diagonal").out
+    output = call(*options, "--n", 2, "--untrained", "--all-measures", "--diagonal").out
     data = open_survey(tmp_path / "out" / "units").load()
     assert data["orientation"].values.tolist() == ["ujv", "vju"]
     assert data.attrs["diagonal"] == 1
@@ -123,8 +113,10 @@ def test_every_choice_of_one_run(call, options, models: Path, tmp_path: Path) ->
             + f" and pairs == '{pairs}'"
         )
         assert float(row["mean"].item()) == pytest.approx(values.mean(), rel=1e-5)
-    assert "second: every choice" in said
-    assert "mean over all pairs of layers, l = l' among them" in " ".join(said.split())
+    assert "second: every choice" in output
+    assert "mean over all pairs of layers, l = l' among them" in " ".join(
+        output.split()
+    )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     mean = (
         data["mean_coupling"]
@@ -143,10 +135,10 @@ def test_every_choice_of_one_run(call, options, models: Path, tmp_path: Path) ->
 
 def test_workers_give_the_same_values(call, options, tmp_path: Path) -> None:
     call(*options, "--n", 2)
-    one = open_survey(tmp_path / "out" / "units").load()
+    of_one_run = open_survey(tmp_path / "out" / "units").load()
     call(*options[:-1], tmp_path / "again", "--n", 2, "--workers", 1)
     other = open_survey(tmp_path / "again" / "units").load()
-    assert one.drop_vars(["seconds", "peak_memory"]).equals(
+    assert of_one_run.drop_vars(["seconds", "peak_memory"]).equals(
         other.drop_vars(["seconds", "peak_memory"])
     )
 
@@ -154,9 +146,9 @@ def test_workers_give_the_same_values(call, options, tmp_path: Path) -> None:
 def test_a_model_that_fails_is_said_and_the_status_is_1(
     call, options, tmp_path: Path
 ) -> None:
-    said = call(*options, "--model", "no/such-model", "--n", 2, status=1).err
+    errors = call(*options, "--model", "no/such-model", "--n", 2, status=1).err
     assert "1 of 3 units failed and are left out: no/such-model@main" in " ".join(
-        said.split()
+        errors.split()
     )
     assert list(
         json.loads((tmp_path / "out" / "summary.json").read_text())["failed"]
@@ -192,26 +184,22 @@ def test_a_model_that_fails_is_said_and_the_status_is_1(
 def test_bad_input_is_one_line(
     refused, models: Path, prompts: Path, tmp_path: Path, arguments, message
 ) -> None:
-    options = {
-        "--model": models / "one",
-        "--prompts": prompts,
-        "--out": tmp_path / "out",
-    }
+    options = {"model": models / "one", "prompts": prompts, "out": tmp_path / "out"}
     assert message in refused("survey", options, arguments)
 
 
 def test_a_model_named_twice(call, options, tmp_path: Path) -> None:
-    said = call(*options, "--model", "second=gpt2", status=2).err
-    assert "must name each model once" in said
-    assert "NAME=MODEL tells two of them apart" in " ".join(said.split())
+    errors = call(*options, "--model", "second=gpt2", status=2).err
+    assert "must name each model once" in errors
+    assert "NAME=MODEL tells two of them apart" in " ".join(errors.split())
     assert not (tmp_path / "out").exists()
 
 
 def test_results_of_another_survey_are_kept(call, options, tmp_path: Path) -> None:
     call(*options, "--n", 2)
-    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")}
-    said = call(*options, "--n", 3, status=2).err
-    assert "holds results of another plan (prompts)" in " ".join(said.split())
+    bytes_before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")}
+    errors = call(*options, "--n", 3, status=2).err
+    assert "holds results of another plan (prompts)" in " ".join(errors.split())
     assert {
         path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")
-    } == before
+    } == bytes_before

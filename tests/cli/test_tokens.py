@@ -34,21 +34,10 @@ def jacobian(layer: int, t1: int, t2: int) -> torch.Tensor:
 def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     done = call(
-        "tokens",
-        "--model",
-        folder_model,
-        "--prompt",
-        PROMPT,
-        "--k",
-        4,
-        "--k",
-        8,
-        "--untrained",
-        "--out",
-        out,
+        "tokens", model=folder_model, prompt=PROMPT, k=[4, 8], untrained=True, out=out
     )
     pictures = {
-        f"{name}-{what}.png" for name in MAPS for what in ("k4", "k8", "matrices")
+        f"{name}-{ending}.png" for name in MAPS for ending in ("k4", "k8", "matrices")
     } | {"influence.png"}
     results = {
         f"{name}{suffix}.nc"
@@ -98,21 +87,10 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
 
 
 def test_chosen_layers_and_tokens(call, folder_model: Path, tmp_path: Path) -> None:
-    chosen = ["--layer", 1, "--other-layer", 0, "--position", 2, "--input-position", 1]
-    positions = [part for t in (3, 0, -2, 1) for part in ("--positions", t)]
-    call(
-        "tokens",
-        "--model",
-        folder_model,
-        "--prompt",
-        PROMPT,
-        "--k",
-        4,
-        *chosen,
-        *positions,
-        "--out",
-        tmp_path,
-    )
+    layers = {"layer": 1, "other_layer": 0}
+    tokens = {"position": 2, "input_position": 1, "positions": [3, 0, -2, 1]}
+    options = {"model": folder_model, "prompt": PROMPT, "k": 4, "out": tmp_path}
+    call("tokens", **options, **layers, **tokens)
     maps = {name: tlc.CouplingMap.load(tmp_path / f"{name}.nc") for name in MAPS}
     assert {(m.row_layers[0], m.col_layers[0]) for m in maps.values()} == {(1, 0)}
     # In the order asked for; in context maps without those that causality forbids.
@@ -155,30 +133,16 @@ def test_help_has_examples(call) -> None:
 def test_bad_input_is_one_line_status_2_and_nothing_written(
     refused, folder_model: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    options = {
-        "--model": folder_model,
-        "--prompt": "w1 w2 w3",
-        "--k": 4,
-        "--out": tmp_path / "out",
-    }
+    options = {"model": folder_model, "prompt": "w1 w2 w3", "k": 4}
+    options["out"] = tmp_path / "out"
     assert message in refused("tokens", options, arguments)
 
 
 def test_the_embedded_model_beats_null_and_twin(
     call, smollm2: nn.Module, tmp_path: Path
 ) -> None:
-    positions = [part for t in (0, 4, 7, 9) for part in ("--positions", t)]
-    call(
-        "tokens",
-        "--untrained",
-        "--k",
-        10,
-        *positions,
-        "--position",
-        4,
-        "--out",
-        tmp_path,
-    )
+    positions = [0, 4, 7, 9]
+    call("tokens", untrained=True, k=10, positions=positions, position=4, out=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["layers"] == {"J_1": 14, "singular_vectors": 15}
     null = summary["null"]["self"]["10"]

@@ -38,17 +38,17 @@ def stream_and_entropy() -> tuple[list[torch.Tensor], list[float]]:
     prediction at every token.
     """
     hf_model: Any = tiny.huggingface_model("llama")
-    kept: list[torch.Tensor] = []
+    streams: list[torch.Tensor] = []
     layers = tiny.layers_of(hf_model)
     handles = [
         layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: kept.append(args[0][0]), with_kwargs=True
+            lambda _, args, kwargs: streams.append(args[0][0]), with_kwargs=True
         )
     ]
     for layer in layers:
         handles.append(
             layer.register_forward_hook(
-                lambda _, __, out: kept.append(
+                lambda _, __, out: streams.append(
                     (out[0] if isinstance(out, tuple) else out)[0]
                 )
             )
@@ -58,7 +58,7 @@ def stream_and_entropy() -> tuple[list[torch.Tensor], list[float]]:
     for handle in handles:
         handle.remove()
     p = logits.softmax(-1)
-    return [x.reshape(len(TOKENS), -1).double() for x in kept], (
+    return [x.reshape(len(TOKENS), -1).double() for x in streams], (
         -(p * p.log()).sum(-1)
     ).tolist()
 
@@ -83,14 +83,7 @@ def shapes(x: list[torch.Tensor], token: int) -> dict[str, float]:
 def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     done = call(
-        "trajectory",
-        "--model",
-        folder_model,
-        "--prompt",
-        PROMPT,
-        "--untrained",
-        "--out",
-        out,
+        "trajectory", model=folder_model, prompt=PROMPT, untrained=True, out=out
     )
     written = {path.name for path in out.iterdir()}
     assert written == {
@@ -160,17 +153,9 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
 def test_final_norm_is_not_applied_twice(
     call, folder_model: Path, tmp_path: Path
 ) -> None:
-    options = [
-        "--model",
-        folder_model,
-        "--prompt",
-        PROMPT,
-        "--final-norm",
-        "--no-perturbation",
-        "--window",
-        1,
-    ]
-    call("trajectory", *options, "--position", 1, "--out", tmp_path)
+    options = {"model": folder_model, "prompt": PROMPT, "position": 1, "window": 1}
+    options |= {"final_norm": True, "no_perturbation": True}
+    call("trajectory", **options, out=tmp_path)
     assert not (tmp_path / "perturbation.png").exists()
     data = xarray.load_dataset(tmp_path / "trajectory.nc")
     assert "cosine_similarity" not in data
@@ -194,16 +179,8 @@ def test_final_norm_is_not_applied_twice(
 
 
 def test_undefined_values_are_said(call, still_model: Path, tmp_path: Path) -> None:
-    done = call(
-        "trajectory",
-        "--model",
-        still_model,
-        "--prompt",
-        PROMPT,
-        "--no-perturbation",
-        "--out",
-        tmp_path,
-    )
+    options = {"model": still_model, "prompt": PROMPT, "no_perturbation": True}
+    done = call("trajectory", **options, out=tmp_path)
     row = next(
         line
         for line in done.out.splitlines()
@@ -223,16 +200,8 @@ def test_undefined_values_are_said(call, still_model: Path, tmp_path: Path) -> N
 def test_one_token_has_a_trajectory_and_no_components(
     call, folder_model: Path, tmp_path: Path
 ) -> None:
-    done = call(
-        "trajectory",
-        "--model",
-        folder_model,
-        "--prompt",
-        "w3",
-        "--no-perturbation",
-        "--out",
-        tmp_path,
-    )
+    options = {"model": folder_model, "prompt": "w3", "no_perturbation": True}
+    done = call("trajectory", **options, out=tmp_path)
     assert "trajectories.png is left out" in done.err
     names = {path.name for path in tmp_path.iterdir()}
     assert "trajectories.png" not in names
@@ -263,11 +232,7 @@ def test_help_has_examples(call) -> None:
 def test_bad_input_is_one_line_status_2_and_nothing_written(
     refused, folder_model: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    options = {
-        "--model": folder_model,
-        "--prompt": "w1 w2 w3",
-        "--out": tmp_path / "out",
-    }
+    options = {"model": folder_model, "prompt": "w1 w2 w3", "out": tmp_path / "out"}
     assert message in refused("trajectory", options, arguments)
 
 

@@ -213,10 +213,13 @@ def test_two_orientations_from_the_same_jacobians(deep, monkeypatch):
 
 def test_chunk_size_changes_nothing(deep):
     trace = deep[0]
-    whole = tlc.block_jacobians(trace)
+    all_layers = tlc.block_jacobians(trace)
     for chunk_size in (1, 5, tiny.D_MODEL, 10**6):
         torch.testing.assert_close(
-            tlc.block_jacobians(trace, chunk_size=chunk_size), whole, rtol=0, atol=1e-6
+            tlc.block_jacobians(trace, chunk_size=chunk_size),
+            all_layers,
+            rtol=0,
+            atol=1e-6,
         )
         values = tlc.depth_coupling(trace, K, chunk_size=chunk_size).coupling()
         torch.testing.assert_close(
@@ -407,15 +410,15 @@ def test_nulls_within_the_spans_are_those_of_rotated_vectors(deep, within):
             A[:, col] = (U @ Q).T @ J @ (V @ (Q if within == "pairs" else R))
         off = np.linalg.norm(A * (1 - np.eye(k)), axis=(-2, -1)) ** 2
         squares.append([off, off / np.linalg.norm(A, axis=(-2, -1)) ** 2])
-    others = ~np.eye(len(J), dtype=bool)
+    is_off_diagonal = ~np.eye(len(J), dtype=bool)
     for measure, sampled in zip(
         ("miscoupling", "normalized_miscoupling"), np.mean(squares, 0), strict=True
     ):
         assert result.null(k, measure, within=within) == pytest.approx(
-            np.sqrt(sampled)[others].mean(), rel=0.01
+            np.sqrt(sampled)[is_off_diagonal].mean(), rel=0.01
         )
     low, high = result.null_interval(k, within=within)
-    assert low < 1 - np.sqrt(squares)[:, 1][:, others].mean() < high
+    assert low < 1 - np.sqrt(squares)[:, 1][:, is_off_diagonal].mean() < high
 
 
 def test_an_interval_of_the_null_holds_what_is_drawn(deep):
@@ -423,12 +426,12 @@ def test_an_interval_of_the_null_holds_what_is_drawn(deep):
     of unrelated ones.
     """
     rng, k, d = np.random.default_rng(1), 3, 24
-    one = haar(d, rng) * np.geomspace(1, 0.05, d) @ haar(d, rng)
+    jacobian = haar(d, rng) * np.geomspace(1, 0.05, d) @ haar(d, rng)
     unrelated = np.stack(
         [haar(d, rng) * np.geomspace(1, 0.05, d) @ haar(d, rng) for _ in range(5)]
     )
-    others, widths = ~np.eye(5, dtype=bool), []
-    for J in (np.stack([one] * 5), unrelated):
+    is_off_diagonal, widths = ~np.eye(5, dtype=bool), []
+    for J in (np.stack([jacobian] * 5), unrelated):
         result = tlc.comparisons.jacobian_coupling(torch.from_numpy(J), k)
         low, high = result.null_interval(k, n_draws=1000)
         means = []
@@ -438,7 +441,7 @@ def test_an_interval_of_the_null_holds_what_is_drawn(deep):
             m = np.linalg.norm(A * (1 - np.eye(k)), axis=(-2, -1)) / np.linalg.norm(
                 A, axis=(-2, -1)
             )
-            means.append(1 - m[others].mean())
+            means.append(1 - m[is_off_diagonal].mean())
         inside = np.mean([low < mean < high for mean in means])
         widths.append(np.diff(np.quantile(means, (0.025, 0.975)))[0] / (high - low))
         assert inside > 0.92, inside

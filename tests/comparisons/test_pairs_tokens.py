@@ -168,17 +168,19 @@ def test_context_coupling(llama, fixed, position):
 
 def test_a_selection_is_a_part_of_the_whole(llama):
     trace, _ = llama
-    whole = tlc.self_coupling(trace, 0, 1, k=K)
+    all_positions = tlc.self_coupling(trace, 0, 1, k=K)
     part = tlc.self_coupling(trace, 0, 1, positions=[5, -1, 2], k=K)
     assert part.row_positions == (5, N - 1, 2)
     torch.testing.assert_close(
-        part.coupling(), whole.coupling()[[5, N - 1, 2]][:, [5, N - 1, 2]]
+        part.coupling(), all_positions.coupling()[[5, N - 1, 2]][:, [5, N - 1, 2]]
     )
-    whole = tlc.context_coupling(trace, 1, 1, fixed="output", position=6, k=K)
+    all_positions = tlc.context_coupling(trace, 1, 1, fixed="output", position=6, k=K)
     part = tlc.context_coupling(
         trace, 1, 1, fixed="output", position=6, positions=[6, 0], k=K
     )
-    torch.testing.assert_close(part.coupling(), whole.coupling()[[6, 0]][:, [6, 0]])
+    torch.testing.assert_close(
+        part.coupling(), all_positions.coupling()[[6, 0]][:, [6, 0]]
+    )
 
 
 def test_defaults(llama):
@@ -297,10 +299,10 @@ def test_progress_counts_jacobians(llama):
 def test_bad_input(llama, tokenizer_folder):
     trace, _ = llama
     model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
-    one = tlc.trace(model, [5])
+    one_token = tlc.trace(model, [5])
     for call in (
-        lambda: tlc.self_coupling(one, 0),
-        lambda: tlc.context_coupling(one, 0, fixed="input"),
+        lambda: tlc.self_coupling(one_token, 0),
+        lambda: tlc.context_coupling(one_token, 0, fixed="input"),
     ):
         with pytest.raises(
             ValueError,

@@ -130,10 +130,10 @@ def test_own_top_pair_is_taken_away():
 
 def test_random_vectors_keep_singular_values_and_nothing_else():
     J = DECAYING.expand(N_LAYERS, D, D)
-    found = probes.with_random_vectors(J, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(torch.linalg.svdvals(found), torch.linalg.svdvals(J))
-    assert probes.mean_coupling(found, K) == pytest.approx(NULL, abs=0.05)
-    assert abs(probes.mean_cosine(found)) < 0.05
+    probed = probes.with_random_vectors(J, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(torch.linalg.svdvals(probed), torch.linalg.svdvals(J))
+    assert probes.mean_coupling(probed, K) == pytest.approx(NULL, abs=0.05)
+    assert abs(probes.mean_cosine(probed)) < 0.05
 
 
 def test_rotations_are_orthogonal_and_independent():
@@ -215,10 +215,10 @@ def test_feedback_is_turned_and_nothing_else(small_config, batch, rotations):
 
 def test_turned_outputs_fold_into_the_weights(small_config, batch, rotations):
     model = small_models.new_model(small_config)
-    before = backward(model, batch)
+    gradients_before = backward(model, batch)
     surge_interventions.turn_output(model, rotations)
     logits = backward(model, batch)
-    assert float((logits - before).abs().max()) > 0.01
+    assert float((logits - gradients_before).abs().max()) > 0.01
     torch.testing.assert_close(
         surge_interventions.fold_output(model, rotations)(batch).logits, logits
     )
@@ -231,11 +231,11 @@ def test_only_the_blocks_that_may_learn_do(small_config, small_corpus):
     assert [step for step, _ in small_models.learn(model, small_config, data)] == list(
         range(7)
     )
-    before = untouched.state_dict()
+    weights_before = untouched.state_dict()
     changed = {
         name
         for name, value in model.state_dict().items()
-        if not torch.equal(value, before[name])
+        if not torch.equal(value, weights_before[name])
     }
     assert changed
     assert all(name.startswith("gpt_neox.layers.1.") for name in changed)

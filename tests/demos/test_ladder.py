@@ -52,11 +52,11 @@ def test_held_out_loss_is_that_of_the_unigram_model_for_constant_logits(
             return type("Output", (), {"logits": logits})
 
     model = Constant()
-    found = ladder.held_out_loss(model, small_corpus, small_config)
+    loss = ladder.held_out_loss(model, small_corpus, small_config)
     total = 299 + np.exp(3.0)
     # The mean of two numbers, by how often token 7 comes.
     low, high = np.log(total) - 3, np.log(total)
-    assert low <= found <= high
+    assert low <= loss <= high
     ids = [
         i
         for text in small_corpus.held_out
@@ -66,12 +66,12 @@ def test_held_out_loss_is_that_of_the_unigram_model_for_constant_logits(
     windows = np.array(ids[: n * 16]).reshape(n, 16)[
         np.linspace(0, n - 1, min(ladder.EVALUATED, n)).astype(int), 1:
     ]
-    assert found == pytest.approx(high - 3 * (windows == 7).mean(), rel=1e-5)
+    assert loss == pytest.approx(high - 3 * (windows == 7).mean(), rel=1e-5)
 
 
 def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
     assert ladder.main(options) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     scores = pandas.read_csv(out / "scores.csv")
     assert len(scores) == 8
     assert set(scores["training_tokens"]) == {4 * 16 * 16, 12 * 16 * 16}
@@ -103,17 +103,17 @@ def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
             change="dropped", blocks="all", k=4
         )
     )
-    assert f"{rho:+.2f}" in said
-    assert "the paper's Table 1" in said
-    assert "log10(params_billion) with depth and width held fixed: partial R²" in said
+    assert f"{rho:+.2f}" in output
+    assert "the paper's Table 1" in output
+    assert "log10(params_billion) with depth and width held fixed: partial R²" in output
     line = summary["association"]["linear"]
-    assert f"slope {line['slope']:.4g} ({line['slope_interval'][0]:.4g} to" in said
+    assert f"slope {line['slope']:.4g} ({line['slope_interval'][0]:.4g} to" in output
     assert (
         "given log10(n_parameters) + n_layers + d_model + log10(training_tokens)"
-        in said
+        in output
         or summary["left_out"]
     )
-    assert "smollm2" not in said
+    assert "smollm2" not in output
 
 
 def test_what_is_finished_is_kept(options, out):
@@ -126,10 +126,10 @@ def test_what_is_finished_is_kept(options, out):
         ]
         return {str(path): path.stat().st_mtime_ns for path in files}
 
-    before = written()
-    assert len(before) == 16
+    files_before = written()
+    assert len(files_before) == 16
     assert ladder.main(options) == 0
-    assert written() == before
+    assert written() == files_before
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,9 @@ def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(
     monkeypatch.setattr(ladder, "EMBEDDED_MODEL", str(folder_model))
     monkeypatch.setattr(ladder, "K_SMOLLM2", (4, 8))
     changed = []
-    monkeypatch.setattr(ladder, "redundancy", lambda *given: changed.append(given))
+    monkeypatch.setattr(
+        ladder, "redundancy", lambda *arguments: changed.append(arguments)
+    )
     lines = [
         {"id": f"{task}{i}", "prompt": f"w{i} w2 w3", "task": task}
         for task in "ab"
@@ -163,7 +165,7 @@ def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(
     (tmp_path / "p.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines)
     )
-    given = [
+    arguments = [
         "--out",
         str(tmp_path),
         "--prompts",
@@ -173,7 +175,7 @@ def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(
         "--jobs",
         "1",
     ]
-    ladder.survey_smollm2(ladder.arguments_of(given))
+    ladder.survey_smollm2(ladder.arguments_of(arguments))
     assert (tmp_path / "smollm2-tasks.png").stat().st_size > 10_000
     rows = [
         line.split()

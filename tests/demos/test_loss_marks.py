@@ -40,12 +40,12 @@ def test_counting_is_witten_and_bells():
         )
 
     after = [pair for window in windows for pair in itertools.pairwise(window)]
-    found = counting_losses(torch.tensor(text), torch.tensor(windows), 8)
-    assert found["unigram"] == pytest.approx(
+    losses = counting_losses(torch.tensor(text), torch.tensor(windows), 8)
+    assert losses["unigram"] == pytest.approx(
         -np.mean([math.log(unigram(t)) for _, t in after])
     )
     # Token 7 never came: what follows it is what comes at all.
-    assert found["bigram"] == pytest.approx(
+    assert losses["bigram"] == pytest.approx(
         -np.mean([math.log(bigram(s, t)) for s, t in after])
     )
 
@@ -58,9 +58,9 @@ def test_what_counting_gives_are_distributions():
 
 
 def test_windows_are_spread_and_do_not_overlap():
-    found = windows_of(torch.arange(103), 10, 4)
-    assert found[:, 0].tolist() == [0, 30, 60, 90]
-    assert (found.diff(dim=1) == 1).all()
+    windows = windows_of(torch.arange(103), 10, 4)
+    assert windows[:, 0].tolist() == [0, 30, 60, 90]
+    assert (windows.diff(dim=1) == 1).all()
     assert len(windows_of(torch.arange(103), 10, 99)) == 10
     with pytest.raises(ValueError, match="a text of at least 10 tokens, got 9"):
         windows_of(torch.arange(9), 10, 1)
@@ -153,9 +153,9 @@ def test_stochastic_depth_is_the_seeds_and_leaves_a_plain_model(
     small_config, small_corpus, tmp_path
 ):
     config = replace(small_config, stochastic_depth=0.5)
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     one, again = (trained(config, small_corpus, tmp_path / name) for name in "ab")
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(one[name], again[name]) for name in one)
     without = trained(small_config, small_corpus, tmp_path / "c")
     assert one.keys() == without.keys()
@@ -176,11 +176,11 @@ def test_branches_are_dropped_while_training_at_the_rate_of_their_block(
     branch = torch.ones(4000, 2, 3)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        kept = DropPath(0.4)(branch)
-    assert kept.unique().tolist() == pytest.approx([0, 1 / 0.6])
+        dropped = DropPath(0.4)(branch)
+    assert dropped.unique().tolist() == pytest.approx([0, 1 / 0.6])
     # A sample is dropped as a whole; four standard errors.
-    assert (kept.flatten(1).amin(1) == kept.flatten(1).amax(1)).all()
-    assert (kept[:, 0, 0] == 0).double().mean() == pytest.approx(
+    assert (dropped.flatten(1).amin(1) == dropped.flatten(1).amax(1)).all()
+    assert (dropped[:, 0, 0] == 0).double().mean() == pytest.approx(
         0.4, abs=4 * (0.24 / 4000) ** 0.5
     )
     plain, tokens = (

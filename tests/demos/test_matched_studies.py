@@ -80,7 +80,7 @@ def synthetic() -> pandas.DataFrame:
 
 
 def test_trends_are_least_squares_over_shapes(synthetic):
-    found = capacity_report.trends(synthetic, MARKS).set_index("mark")
+    trends = capacity_report.trends(synthetic, MARKS).set_index("mark")
     means = (
         synthetic[synthetic["mark"] == "bigram"]
         .groupby(["width", "n_layers"])["above_chance"]
@@ -90,14 +90,14 @@ def test_trends_are_least_squares_over_shapes(synthetic):
     slopes, residuals, *_ = np.linalg.lstsq(X, means.to_numpy(), rcond=None)
     errors = np.sqrt(np.diag(np.linalg.inv(X.T @ X)) * residuals[0] / 3)
     half = stats.t.ppf(0.975, 3) * errors
-    row = found.loc["bigram"]
+    row = trends.loc["bigram"]
     for i, name in ((1, "width"), (2, "depth")):
         expected = slopes[i], slopes[i] - half[i], slopes[i] + half[i]
         assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(
             expected
         )
     assert row["width"] == pytest.approx(0.05, abs=0.005)
-    assert found["n"].to_dict() == {
+    assert trends["n"].to_dict() == {
         "untrained": 6,
         "unigram": 6,
         "bigram": 6,
@@ -106,8 +106,8 @@ def test_trends_are_least_squares_over_shapes(synthetic):
         "left of the peak": 5,
     }
     # Where a shape is missing, and where losses are not matched, nothing is permuted.
-    assert found["p"].notna().to_dict() == {
-        mark: mark in ("unigram", "bigram") for mark in found.index
+    assert trends["p"].notna().to_dict() == {
+        mark: mark in ("unigram", "bigram") for mark in trends.index
     }
 
 
@@ -134,16 +134,16 @@ def test_permutations_are_those_of_widths_within_depths():
 
 
 def test_the_peak_and_what_is_left_of_it(synthetic):
-    found = capacity_report.peaks(synthetic, MARKS)
-    assert len(found) == 12
-    assert set(found["peak at"]) == {"unigram"}
+    peaks = capacity_report.peaks(synthetic, MARKS)
+    assert len(peaks) == 12
+    assert set(peaks["peak at"]) == {"unigram"}
     by_seed = synthetic.set_index(["seed", "mark"])["above_chance"]
-    for row in found.itertuples():
+    for row in peaks.itertuples():
         assert row.left == pytest.approx(
             by_seed[row.seed, "bigram − 0.2"] / by_seed[row.seed, "unigram"],
             nan_ok=True,
         )
-    assert found["left"].isna().sum() == 2
+    assert peaks["left"].isna().sum() == 2
 
 
 def test_above_chance_is_0_for_random_subspaces_and_1_for_shared_ones():
@@ -187,21 +187,22 @@ def of_capacity(
 
 
 def test_models_are_measured_where_their_losses_are_equal(of_capacity, small_text):
-    out, said = of_capacity
+    out, output = of_capacity
     table = pandas.read_csv(out / "measured.csv")
     assert set(zip(table["width"], table["n_layers"], table["seed"], strict=True)) == {
         (16, 2, 0),
         (32, 2, 1),
     }
     losses = dict(
-        one.rsplit(" ", 1) for one in said.split("nats: ")[1].split("\n")[0].split(", ")
+        one.rsplit(" ", 1)
+        for one in output.split("nats: ")[1].split("\n")[0].split(", ")
     )
     at_mark = table[table["mark"] == "unigram"]
     unigram = float(losses["unigram"])
     assert at_mark["loss_held_out"].between(unigram - 0.3, unigram + 1e-3).all()
     # No model has a loss below 0.
     assert table.loc[table["mark"] == "bigram − 9", "value"].isna().all()
-    assert said.count("not reached") >= 6
+    assert output.count("not reached") >= 6
     assert table.loc[table["mark"] == "untrained", "step"].eq(0).all()
     # One cell, as measured by the library.
     (checkpoint,) = (out / "models").glob("width32-*/step0")
@@ -213,14 +214,14 @@ def test_models_are_measured_where_their_losses_are_equal(of_capacity, small_tex
     ).set_index("measure")
     coupling = tlc.depth_coupling(tlc.trace(model, prompt), k=4).mean()
     assert here.loc["coupling", "value"] == pytest.approx(coupling)
-    assert f"{coupling:.3f} [{coupling:.3f}, {coupling:.3f}]" in said
+    assert f"{coupling:.3f} [{coupling:.3f}, {coupling:.3f}]" in output
     assert (out / "capacity.png").stat().st_size > 20_000
 
 
 def test_what_is_finished_is_kept_and_the_rest_done_again(
     of_capacity, small_text, monkeypatch
 ):
-    out, said = of_capacity
+    out, output = of_capacity
     files = sorted((out / "measured").glob("*.nc"))
     assert len(files) == 2
     before = {
@@ -230,14 +231,14 @@ def test_what_is_finished_is_kept_and_the_rest_done_again(
     # As after a kill between two measurements.
     files[0].unlink()
     monkeypatch.setattr(small_models, "learn", None)
-    assert run(capacity, CAPACITY, small_text, out) == said
+    assert run(capacity, CAPACITY, small_text, out) == output
     assert [path for path in before if before[path] != path.stat().st_mtime_ns] == [
         files[0]
     ]
 
 
 def test_the_gap_is_compared_where_training_losses_are_equal(small_text, tmp_path):
-    said = run(gap, f"{GAP} --resamples 50 --below -3", small_text, tmp_path)
+    output = run(gap, f"{GAP} --resamples 50 --below -3", small_text, tmp_path)
     table = pandas.read_csv(tmp_path / "measured.csv")
     assert (
         table["gap"] - (table["loss_held_out"] - table["loss_training"])
@@ -246,13 +247,13 @@ def test_the_gap_is_compared_where_training_losses_are_equal(small_text, tmp_pat
     (name,) = [
         mark for mark in table["mark"].unique() if mark.startswith("training loss")
     ]
-    there = table[table["mark"] == name]
+    of_mark = table[table["mark"] == name]
     mark = float(name.removeprefix("training loss "))
-    assert there["loss_training"].between(mark - 0.3, mark + 0.01).all()
-    line = stats.linregress(there["value"], there["gap"])
+    assert of_mark["loss_training"].between(mark - 0.3, mark + 0.01).all()
+    line = stats.linregress(of_mark["value"], of_mark["gap"])
     study = json.loads((tmp_path / "study.json").read_text())
     assert study[name]["association"]["linear"]["slope"] == pytest.approx(line.slope)
-    assert f"slope {line.slope:.4g}" in said
+    assert f"slope {line.slope:.4g}" in output
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "generalization.png",
         "slopes-1.png",

@@ -52,7 +52,7 @@ def test_text_is_learned_without_what_is_held_out(small_text, small_corpus):
     documents = small_models.read_documents(small_text)
     assert "".join(documents) == small_text.read_text()
     assert small_corpus.held_out == tuple(documents[::20])
-    learned = [one for i, one in enumerate(documents) if i % 20]
+    learned = [document for i, document in enumerate(documents) if i % 20]
     end = small_models.END_OF_TEXT
     assert small_corpus.tokenizer.decode(small_corpus.tokens.tolist()) == "".join(
         document + end for document in learned
@@ -68,11 +68,13 @@ def test_the_standard_library_is_always_there(monkeypatch):
 
 
 def test_passages_come_from_documents_as_they_are(small_corpus):
-    found = small_models.passages(small_corpus.held_out, small_corpus.tokenizer, 5, 12)
-    assert len(set(found)) == 5
+    passages = small_models.passages(
+        small_corpus.held_out, small_corpus.tokenizer, 5, 12
+    )
+    assert len(set(passages)) == 5
     assert all(
         any(passage in document for document in small_corpus.held_out)
-        for passage in found
+        for passage in passages
     )
     with pytest.raises(
         ValueError, match="wanted 5 held-out passages of 5000 tokens, the text has 0"
@@ -95,9 +97,9 @@ def test_batches_are_windows_of_the_text_in_the_order_of_the_seed(small_config):
 
 
 def test_model_has_the_size_asked_for_and_leaves_the_generator_alone(small_config):
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     model = small_models.new_model(small_config)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert model.config.use_parallel_residual
     assert len(model.gpt_neox.layers) == 2
     assert model.gpt_neox.embed_in.weight.shape == (300, 32)

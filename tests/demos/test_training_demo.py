@@ -26,12 +26,12 @@ def test_rank_correlations_split_at_the_peak():
         },
         {"checkpoint": [0, 1, 2, 4, 8], "k": [5]},
     )
-    found = train_and_trace.rank_correlations(data, 5)
+    correlations = train_and_trace.rank_correlations(data, 5)
     # Ranks of coupling 1 2 5 4 3, of loss 5 4 3 2 1: 1 − 6 Σd² / n(n² − 1) with Σd² =
     # 16 + 4 + 4 + 4 + 4.
-    assert found["all"] == [pytest.approx(1 - 6 * 32 / 120)]
-    assert found["up to the peak"] == [pytest.approx(-1)]
-    assert found["from the peak on"] == [pytest.approx(1)]
+    assert correlations["all"] == [pytest.approx(1 - 6 * 32 / 120)]
+    assert correlations["up to the peak"] == [pytest.approx(-1)]
+    assert correlations["from the peak on"] == [pytest.approx(1)]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_demo_traces_checkpoints_that_are_there(
     options, small_corpus, small_config, small_text, tmp_path
 ):
     folder = small_models.train(replace(small_config, steps=2), small_corpus, tmp_path)
-    given = [
+    arguments = [
         "--model",
         str(folder),
         "--text",
@@ -102,7 +102,9 @@ def test_demo_traces_checkpoints_that_are_there(
         str(tmp_path / "out"),
     ]
     assert (
-        train_and_trace.main([*given, "--n-ctx", "16", "--prompts", "2", "--k", "4"])
+        train_and_trace.main(
+            [*arguments, "--n-ctx", "16", "--prompts", "2", "--k", "4"]
+        )
         == 0
     )
     data = xarray.load_dataset(tmp_path / "out" / "training.nc")

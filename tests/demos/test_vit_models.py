@@ -54,8 +54,8 @@ def test_digits_are_split_once_and_for_all():
     assert len(fewer.train) == 200
     np.testing.assert_array_equal(fewer.test, images.test)
     # None of the 200 is a test image that came in again.
-    learned = {one.tobytes() for one in images.train}
-    assert all(one.tobytes() in learned for one in fewer.train)
+    learned = {image.tobytes() for image in images.train}
+    assert all(image.tobytes() in learned for image in fewer.train)
     np.testing.assert_array_equal(images.train[..., 0], images.train[..., 2])
 
 
@@ -122,20 +122,20 @@ def test_cifar10_is_read_as_datasets_gives_it(monkeypatch):
     def loaded(name):
         assert name == "uoft-cs/cifar10"
         columns = {
-            "img": [Image.fromarray(one) for one in colours],
+            "img": [Image.fromarray(pixels) for pixels in colours],
             "label": [3, 0, 9, 1, 2],
         }
         whole = datasets.Dataset.from_dict(columns, kinds)
         return {"train": whole.select(range(3)), "test": whole.select(range(3, 5))}
 
     monkeypatch.setattr(datasets, "load_dataset", loaded)
-    found = vit_models.load_images("cifar10")
-    np.testing.assert_array_equal(np.concatenate([found.train, found.test]), colours)
-    assert (found.train_labels.tolist(), found.test_labels.tolist()) == (
+    images = vit_models.load_images("cifar10")
+    np.testing.assert_array_equal(np.concatenate([images.train, images.test]), colours)
+    assert (images.train_labels.tolist(), images.test_labels.tolist()) == (
         [3, 0, 9],
         [1, 2],
     )
-    assert (found.side, found.n_classes) == (32, 10)
+    assert (images.side, images.n_classes) == (32, 10)
 
 
 def test_pixels_are_what_the_saved_processor_makes_of_png_files(trained, tmp_path):
@@ -164,12 +164,12 @@ def test_rates_of_stochastic_depth_rise_linearly(digits):
 def test_dropped_branches_keep_the_mean():
     torch.manual_seed(0)
     branch = torch.ones(40_000, 2, 3)
-    found = DropPath(0.3)(branch)
+    scaled = DropPath(0.3)(branch)
     # A sample is dropped as a whole.
-    np.testing.assert_allclose(np.unique(found), [0, 1 / 0.7], rtol=1e-6)
-    assert (found == found[:, :1, :1]).all()
+    np.testing.assert_allclose(np.unique(scaled), [0, 1 / 0.7], rtol=1e-6)
+    assert (scaled == scaled[:, :1, :1]).all()
     # Five standard errors.
-    assert float(found.mean()) == pytest.approx(1, abs=5 * np.sqrt(0.3 / 0.7 / 40_000))
+    assert float(scaled.mean()) == pytest.approx(1, abs=5 * np.sqrt(0.3 / 0.7 / 40_000))
     assert DropPath(0.3).eval()(branch) is branch
     assert DropPath(0.0)(branch) is branch
 
@@ -178,10 +178,10 @@ def test_both_branches_of_a_block_are_dropped_each_for_itself():
     torch.manual_seed(0)
     layer = vit_models.new_model(CONFIG, 8, 10).vit.layers[-1].train()
     x = torch.randn(1, 17, 16).expand(200, -1, -1)
-    found = layer(x).detach()
+    output = layer(x).detach()
     # Neither, the first, the second, both.
-    assert len(torch.unique(found[:, 0].mul(1e4).round(), dim=0)) == 4
-    n_untouched = int((found == x).all((1, 2)).sum())
+    assert len(torch.unique(output[:, 0].mul(1e4).round(), dim=0)) == 4
+    n_untouched = int((output == x).all((1, 2)).sum())
     assert 0.3**2 * 200 - 15 < n_untouched < 0.3**2 * 200 + 15
     assert (
         len(torch.unique(layer.eval()(x).detach()[:, 0].mul(1e4).round(), dim=0)) == 1
@@ -234,14 +234,14 @@ def test_what_weight_decay_leaves_of_an_idle_weight_is_what_adamw_leaves():
 
 def test_weight_decay_is_of_matrices_alone(digits):
     model = vit_models.new_model(CONFIG, 8, 10)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
     # So strong that the first step, at the full rate, leaves nothing of what decays but
     # Adam's own step.
     config = replace(CONFIG, batch=200, weight_decay=1000.0, learning_rate=1e-3)
     next(vit_models.learn(model, config, digits, np.random.default_rng(0)))
     for name, p in model.named_parameters():
         is_matrix = name.endswith("weight") and "layernorm" not in name
-        moved = p.detach() if is_matrix else p.detach() - before[name]
+        moved = p.detach() if is_matrix else p.detach() - weights_before[name]
         assert float(moved.abs().max()) < 1.1e-3, name
 
 
@@ -261,14 +261,14 @@ def test_a_model_learns(digits):
     losses = list(vit_models.learn(model, config, digits, np.random.default_rng(0)))
     assert not model.training
     assert losses[-1] < losses[0] - 0.5
-    found = vit_models.evaluate(model, digits.test, digits.test_labels)
+    accuracy_and_loss = vit_models.evaluate(model, digits.test, digits.test_labels)
     # Chance is a tenth, and ln 10.
-    assert found["accuracy"] > 0.35
-    assert found["loss"] < 2
+    assert accuracy_and_loss["accuracy"] > 0.35
+    assert accuracy_and_loss["loss"] < 2
 
 
 def test_a_saved_model_is_a_plain_one_with_the_recorded_accuracy(trained, digits):
-    said = json.loads((trained / "training.json").read_text())
+    record = json.loads((trained / "training.json").read_text())
     config = json.loads((trained / "config.json").read_text())
     assert config["architectures"] == ["ViTForImageClassification"]
     model, notes = ViTForImageClassification.from_pretrained(
@@ -286,11 +286,11 @@ def test_a_saved_model_is_a_plain_one_with_the_recorded_accuracy(trained, digits
     )
     with torch.no_grad():
         predicted = model.eval()(**processed).logits.argmax(1).numpy()
-    assert said["test_accuracy"] == pytest.approx(
+    assert record["test_accuracy"] == pytest.approx(
         (predicted == digits.test_labels).mean()
     )
-    assert len(said["loss"]) == 2
-    assert (said["stochastic_depth"], said["seed"], said["images"]) == (
+    assert len(record["loss"]) == 2
+    assert (record["stochastic_depth"], record["seed"], record["images"]) == (
         0.3,
         0,
         digits.digest,
@@ -300,9 +300,9 @@ def test_a_saved_model_is_a_plain_one_with_the_recorded_accuracy(trained, digits
 def test_a_finished_model_is_kept_and_an_interrupted_one_leaves_none(
     trained, digits, tmp_path
 ):
-    before = {path: path.stat().st_mtime_ns for path in trained.iterdir()}
+    written_at = {path: path.stat().st_mtime_ns for path in trained.iterdir()}
     assert vit_models.train(CONFIG, digits, trained.parent) == trained
-    assert {path: path.stat().st_mtime_ns for path in trained.iterdir()} == before
+    assert {path: path.stat().st_mtime_ns for path in trained.iterdir()} == written_at
 
     def interrupted(losses):
         next(losses)

@@ -90,12 +90,12 @@ def least_squares(y: np.ndarray, *columns: np.ndarray) -> tuple[float, float, fl
 
 
 def test_claims_are_least_squares_by_hand(synthetic):
-    found, left_out = vit_report.claims(synthetic)
+    claims, left_out = vit_report.claims(synthetic)
     assert not left_out
     # 2 weight decays and one over all; 3 rates and four over all; for each of three
     # tokens.
-    assert len(found) == 3 * (2 + 1 + 3 + 4)
-    rows = found.set_index(["claim", "token", "among"]).sort_index()
+    assert len(claims) == 3 * (2 + 1 + 3 + 4)
+    rows = claims.set_index(["claim", "token", "among"]).sort_index()
     rate, decay, accuracy = (
         synthetic.models[n].to_numpy()
         for n in ("stochastic_depth", "weight_decay", "test_accuracy")
@@ -163,21 +163,21 @@ def test_claims_are_least_squares_by_hand(synthetic):
 
 
 def test_means_of_a_rate_are_over_its_models(synthetic):
-    found = vit_report.means(synthetic, "stochastic_depth").set_index(
+    means = vit_report.means(synthetic, "stochastic_depth").set_index(
         "stochastic_depth"
     )
     values = synthetic.coupling.values[0][
         (synthetic.models["stochastic_depth"] == 0.1).to_numpy()
     ]
-    assert found.loc[0.1, "n"] == 6
-    assert found.loc[0.1, "class token"] == pytest.approx(values.mean())
+    assert means.loc[0.1, "n"] == 6
+    assert means.loc[0.1, "class token"] == pytest.approx(values.mean())
     of_models, of_images = (
         values.mean(axis).var(ddof=1) / values.shape[1 - axis] for axis in (1, 0)
     )
     freedom = (of_models + of_images) ** 2 / (of_models**2 / 5 + of_images**2 / 4)
     half = stats.t.ppf(0.975, freedom) * np.sqrt(of_models + of_images)
-    assert found.loc[0.1, "class token_low"] == pytest.approx(values.mean() - half)
-    assert found.loc[0.1, "class token_high"] == pytest.approx(values.mean() + half)
+    assert means.loc[0.1, "class token_low"] == pytest.approx(values.mean() - half)
+    assert means.loc[0.1, "class token_high"] == pytest.approx(values.mean() + half)
 
 
 def test_too_few_models_are_left_out_and_said(synthetic):
@@ -190,16 +190,16 @@ def test_too_few_models_are_left_out_and_said(synthetic):
         synthetic.coupling[:, first.to_numpy()],
         10,
     )
-    found, left_out = vit_report.claims(few)
+    claims, left_out = vit_report.claims(few)
     assert "accuracy on coupling, patches, stochastic depth 0.1: a fit" in "\n".join(
         left_out
     )
-    assert not found["among"].isin(["stochastic depth 0.1"]).any()
-    assert {"weight decay 0.1", "all models"} <= set(found["among"])
+    assert not claims["among"].isin(["stochastic depth 0.1"]).any()
+    assert {"weight decay 0.1", "all models"} <= set(claims["among"])
     # Three models at each weight decay, six in all.
-    is_resampled = found["boot_low"].notna() & found["rho_low"].notna()
-    assert set(found["among"][is_resampled]) == {"all models"}
-    assert found["rho"][found["among"] == "weight decay 0.1"].notna().all()
+    is_resampled = claims["boot_low"].notna() & claims["rho_low"].notna()
+    assert set(claims["among"][is_resampled]) == {"all models"}
+    assert claims["rho"][claims["among"] == "weight decay 0.1"].notna().all()
 
 
 def test_intervals_stand_behind_their_estimates():
@@ -234,19 +234,21 @@ def test_figures_show_the_models(synthetic):
         assert "18 ViTs on noise, mean over 5 test images" in figure.get_suptitle()
     mean, points = rates.axes[0].lines[:2]
     assert mean.get_label() == "weight decay 0.01"
-    chosen = synthetic.table[synthetic.table["weight_decay"] == 0.01]
+    drawn_models = synthetic.table[synthetic.table["weight_decay"] == 0.01]
     np.testing.assert_allclose(
-        mean.get_ydata(), chosen.groupby("stochastic_depth")["class token"].mean()
+        mean.get_ydata(),
+        drawn_models.groupby("stochastic_depth")["class token"].mean(),
     )
-    np.testing.assert_allclose(points.get_ydata(), chosen["class token"])
+    np.testing.assert_allclose(points.get_ydata(), drawn_models["class token"])
     points, line = accuracy.axes[0].lines[:2]
-    chosen = synthetic.table[synthetic.table["stochastic_depth"] == 0]
-    np.testing.assert_allclose(points.get_ydata(), 100 * chosen["test_accuracy"])
+    drawn_models = synthetic.table[synthetic.table["stochastic_depth"] == 0]
+    np.testing.assert_allclose(points.get_ydata(), 100 * drawn_models["test_accuracy"])
     slope = np.diff(line.get_ydata()) / np.diff(line.get_xdata())
-    wanted = least_squares(
-        100 * chosen["test_accuracy"].to_numpy(), chosen["class token"].to_numpy()
+    expected = least_squares(
+        100 * drawn_models["test_accuracy"].to_numpy(),
+        drawn_models["class token"].to_numpy(),
     )[0]
-    assert slope[0] == pytest.approx(wanted)
+    assert slope[0] == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
@@ -266,38 +268,43 @@ def test_the_study_measures_what_a_trace_gives(out):
     name = table.index[-1]
     model = tlc.load_model(str(out / "models" / name), device="cpu")
     (images,) = (out / "measured").glob("*/images")
-    found = {0: [], 1: [], 16: []}
+    drawn = {0: [], 1: [], 16: []}
     for path in sorted(images.iterdir()):
         x = vit_models.pixels(np.array(Image.open(path))[None])
-        for position, values in found.items():
+        for position, values in drawn.items():
             values.append(tlc.depth_coupling(tlc.trace(model, x), 4, position).mean(4))
-    at = {position: np.mean(values) for position, values in found.items()}
-    wanted = [at[0], at[16], (at[1] + at[16]) / 2]
+    at = {position: np.mean(values) for position, values in drawn.items()}
+    expected = [at[0], at[16], (at[1] + at[16]) / 2]
     assert table.loc[
         name, ["class token", "last patch", "patches"]
-    ].tolist() == pytest.approx(wanted, abs=1e-5)
-    assert len({round(value, 6) for value in wanted}) == 3
+    ].tolist() == pytest.approx(expected, abs=1e-5)
+    assert len({round(value, 6) for value in expected}) == 3
 
 
 def test_the_study_says_what_it_found_and_what_it_left_out(out):
-    said = json.loads((out / "study.json").read_text())
-    assert (said["images"], said["n_measured"], said["positions"], said["k"]) == (
+    record = json.loads((out / "study.json").read_text())
+    assert (
+        record["images"],
+        record["n_measured"],
+        record["positions"],
+        record["k"],
+    ) == (
         "digits",
         3,
         [0, 1, 16],
         4,
     )
-    assert (said["n_train"], said["n_test"]) == (200, 450)
+    assert (record["n_train"], record["n_test"]) == (200, 450)
     # Two models at each weight decay and each rate are too few for a line, and four for
     # both factors.
-    assert len(said["left_out"]) == 3 * 5
-    assert {row["among"] for row in said["claims"]} == {
+    assert len(record["left_out"]) == 3 * 5
+    assert {row["among"] for row in record["claims"]} == {
         "weight decay held fixed",
         "all models",
         *HELD_FIXED,
     }
     pandas.testing.assert_frame_equal(
-        pandas.DataFrame(said["claims"]), pandas.read_csv(out / "claims.csv")
+        pandas.DataFrame(record["claims"]), pandas.read_csv(out / "claims.csv")
     )
     for name in ("coupling-rates", "coupling-accuracy"):
         assert (out / f"{name}.png").stat().st_size > 20_000
@@ -308,31 +315,33 @@ def test_a_second_run_trains_and_measures_nothing(out, capsys):
         files = [*(out / "models").rglob("*"), *(out / "measured").rglob("*.nc")]
         return {path: path.stat().st_mtime_ns for path in files if path.is_file()}
 
-    before, text = written(), (out / "claims.csv").read_text()
+    written_before, text = written(), (out / "claims.csv").read_text()
     # Of each model weights, two configs and what is known of its training; and what was
     # measured at three tokens.
-    assert len(before) == 4 * 4 + 4 * 3
+    assert len(written_before) == 4 * 4 + 4 * 3
     assert vit.main([*SMALL.split(), "--jobs", "2", "--out", str(out)]) == 0
-    assert written() == before
+    assert written() == written_before
     assert (out / "claims.csv").read_text() == text
-    said = capsys.readouterr().out
-    assert "4 ViTs on digits, mean over 3 test images" in said
+    output = capsys.readouterr().out
+    assert "4 ViTs on digits, mean over 3 test images" in output
     mean = pandas.read_csv(out / "models.csv")["test_accuracy"].mean()
-    assert f"on average {100 * mean:.1f} %" in said
+    assert f"on average {100 * mean:.1f} %" in output
     assert (
         f"over 450 images: {100 * np.sqrt(mean * (1 - mean) / 450):.2f} percentage points"
-        in said
+        in output
     )
 
 
 def test_the_script_runs_by_itself_and_shows_an_example():
     """From another folder, without the paths of the tests."""
-    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }
     script = subprocess.run(
         [sys.executable, vit.__file__, "--help"],
         capture_output=True,
         text=True,
-        env=given,
+        env=variables,
         cwd="/",
     )
     assert script.returncode == 0, script.stderr

@@ -90,7 +90,9 @@ def visit(browser, address):
 def seen(driver: Any, css: str) -> Any:
     """Return the first element that can be seen."""
     return next(
-        one for one in driver.find_elements("css selector", css) if one.is_displayed()
+        element
+        for element in driver.find_elements("css selector", css)
+        if element.is_displayed()
     )
 
 
@@ -188,9 +190,9 @@ def test_navigation(visit, width):
     driver = visit("index.html", width)
     if width == NARROW:
         assert not [
-            one
-            for one in driver.find_elements("css selector", ".sidebar-tree a")
-            if on_screen(driver, one)
+            link
+            for link in driver.find_elements("css selector", ".sidebar-tree a")
+            if on_screen(driver, link)
         ]
         seen(driver, "label[for='__navigation']").click()
         wait(
@@ -348,7 +350,7 @@ def test_notebooks_have_their_outputs(visit, page):
     assert len(sizes) >= 4
     assert min(sizes) > 100
     assert "Warning" not in "".join(
-        one.text for one in driver.find_elements("css selector", ".cell_output")
+        output.text for output in driver.find_elements("css selector", ".cell_output")
     )
     badge = driver.find_element(
         "css selector", "a[href^='https://colab.research.google.com/github/']"

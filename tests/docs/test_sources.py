@@ -143,8 +143,8 @@ def where_the_house_says() -> list[tuple[str, list[str]]]:
     it: `path.py`, or `path.py`: `name`, `name`.
     """
     text = (DOCS / "house.md").read_text()
-    said = re.findall(r"`([\w/]+\.py)`((?::\s+`\w+`(?:,\s+`\w+`)*)?)", text)
-    return [(path, re.findall(r"`(\w+)`", names)) for path, names in said]
+    named = re.findall(r"`([\w/]+\.py)`((?::\s+`\w+`(?:,\s+`\w+`)*)?)", text)
+    return [(path, re.findall(r"`(\w+)`", names)) for path, names in named]
 
 
 @pytest.mark.parametrize(("path", "names"), where_the_house_says())

@@ -53,20 +53,20 @@ def robust(
     """
     bread = np.linalg.inv(design.T @ design)
     hat = design @ bread @ design.T
-    rest = np.eye(len(y)) - hat
+    annihilator = np.eye(len(y)) - hat
     coefficients = bread @ design.T @ y
     n_columns = design.shape[1]
     V = np.zeros(n_columns)
     forms = [[] for _ in range(n_columns)]
     for code in np.unique(codes):
         pick = np.diag((codes == code) * 1.0)
-        values, vectors = np.linalg.eigh(pick @ rest @ pick)
+        values, vectors = np.linalg.eigh(pick @ annihilator @ pick)
         root = sum(
             v**-0.5 * np.outer(u, u)
             for v, u in zip(values, vectors.T, strict=True)
             if v > 1e-9
         )
-        weights = bread @ design.T @ pick @ root @ rest
+        weights = bread @ design.T @ pick @ root @ annihilator
         V += (weights @ y) ** 2
         for column in range(n_columns):
             forms[column].append(weights[column])
@@ -74,7 +74,9 @@ def robust(
     return (
         coefficients,
         np.sqrt(V),
-        np.array([one.sum() ** 2 / (one**2).sum() for one in lambdas]),
+        np.array(
+            [eigenvalues.sum() ** 2 / (eigenvalues**2).sum() for eigenvalues in lambdas]
+        ),
     )
 
 
@@ -133,8 +135,8 @@ def test_within_families_is_the_regression_of_what_is_left_of_their_means():
     own = several.groupby("family")[["x", "y"]]
     x, y = (several[["x", "y"]] - own.transform("mean")).to_numpy().T
     slope = x @ y / (x @ x)
-    rest = y - slope * x
-    error = np.sqrt(rest @ rest / (9 - 3 - 1) / (x @ x))
+    residuals = y - slope * x
+    error = np.sqrt(residuals @ residuals / (9 - 3 - 1) / (x @ x))
     fit = linear_fit(table, "x", "y", within="family")
     assert (fit.n, fit.controls, fit.freedom) == (9, ("family",), 5)
     assert fit.slope == pytest.approx(slope)
@@ -198,15 +200,15 @@ def test_every_fit_takes_families():
 
 def test_without_each_family():
     table = related()
-    found = leave_one_family_out(table, "x", "y", families="family")
-    assert found.table.index.tolist() == ["a", "b", "c"]
-    for name, row in found.table.iterrows():
-        rest = table[table["family"] != name]
-        by_hand = stats.linregress(rest["x"], rest["y"])
+    influence = leave_one_family_out(table, "x", "y", families="family")
+    assert influence.table.index.tolist() == ["a", "b", "c"]
+    for name, row in influence.table.iterrows():
+        other_families = table[table["family"] != name]
+        by_hand = stats.linregress(other_families["x"], other_families["y"])
         assert (row["slope"], row["r_squared"]) == pytest.approx(
             (by_hand.slope, by_hand.rvalue**2)
         )
-        assert row["p"] == linear_fit(rest, "x", "y", families="family").p
+        assert row["p"] == linear_fit(other_families, "x", "y", families="family").p
     with pytest.raises(ValueError, match="no two models have the same 'model'"):
         leave_one_family_out(table, "x", "y", families="model")
     with pytest.raises(
@@ -225,9 +227,9 @@ def test_one_family_carries_the_claim():
     table = pandas.DataFrame(
         {"x": x, "y": y, "family": [*"aabbccdd", "far", "far", "far"]}
     )
-    found = leave_one_family_out(table, "x", "y", families="family")
-    assert found.most_influential == "far"
-    assert found.sign_changes == ("far",)
+    influence = leave_one_family_out(table, "x", "y", families="family")
+    assert influence.most_influential == "far"
+    assert influence.sign_changes == ("far",)
     # No single model does.
     assert leave_one_out(table, "x", "y").sign_changes == ()
 
@@ -348,18 +350,18 @@ def test_a_study_of_families():
         "4 families are too few to resample (wanted 6)"
     )
     assert "all models, bootstrap" not in result.slopes.index
-    said = "\n".join(result.remarks)
+    remarks = "\n".join(result.remarks)
     low, high = inside.slope_interval
     assert (
         f"Simpson: inside families the slope is {inside.slope:.4g} ({low:.4g} to "
-        f"{high:.4g})" in said
+        f"{high:.4g})" in remarks
     )
     assert (
         "Simpson: the slope has the other sign inside the families Pythia, OPT, "
-        "Llama, Qwen" in said
+        "Llama, Qwen" in remarks
     )
-    assert "chosen by the score: good, best" in said
-    assert "without one family R² is" in said
+    assert "chosen by the score: good, best" in remarks
+    assert "without one family R² is" in remarks
     read = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert read["remarks"] == result.remarks
     assert read["partial"]["family"]["n_families"] == 4
@@ -375,13 +377,13 @@ def test_a_study_of_families():
 def test_families_are_given_or_read_or_neither():
     data, scores = simpson()
     read = generalization_study(data, scores, n_resamples=50)
-    given = dict(zip(scores["model"], scores["family"], strict=True))
+    family_of = dict(zip(scores["model"], scores["family"], strict=True))
     alone = scores.drop(columns="family")
     assert (
-        generalization_study(data, alone, families=given, n_resamples=50).to_dict()
+        generalization_study(data, alone, families=family_of, n_resamples=50).to_dict()
         == read.to_dict()
     )
-    by_loss = generalization_study(data, families=given, n_resamples=50)
+    by_loss = generalization_study(data, families=family_of, n_resamples=50)
     assert by_loss.association.linear.n_families == 4
     # Models that are not named are families of their own.
     some = generalization_study(
@@ -412,18 +414,20 @@ def test_a_reversal_over_the_prompts_of_a_model_is_said():
     )
     data["mean_coupling"][:] = x[:, None, :, None]
     result = generalization_study(data, k=5, n_resamples=50)
-    for i, found in enumerate(result.prompt_length.values()):
+    for i, correlation in enumerate(result.prompt_length.values()):
         inside = [
             stats.spearmanr(x[i, part], length[part]).statistic
             for part in (slice(0, 5), slice(5, 12))
         ]
-        assert found.within_tasks == pytest.approx((5 * inside[0] + 7 * inside[1]) / 12)
-        assert found.within_tasks < 0 < found.rho
-    said = (
+        assert correlation.within_tasks == pytest.approx(
+            (5 * inside[0] + 7 * inside[1]) / 12
+        )
+        assert correlation.within_tasks < 0 < correlation.rho
+    remark = (
         "Simpson: ρ with prompt length has the other sign within "
         "tasks for org/m0, org/m1, org/m2, org/m3"
     )
-    assert said in result.remarks
+    assert remark in result.remarks
 
 
 def test_one_family_says_nothing_of_others():
@@ -444,16 +448,16 @@ def test_a_reversal_on_tasks_and_prompts_that_are_too_few_are_said():
         {"model": data["model"].values, "score": x.mean(1), "arc": -x[:, :3].mean(1)}
     )
     result = generalization_study(data, up, k=5, n_resamples=100)
-    found = result.attenuation
-    said = "\n".join(result.remarks)
-    assert "Simpson: the slope has the other sign on the tasks arc" in said
+    attenuation = result.attenuation
+    remarks = "\n".join(result.remarks)
+    assert "Simpson: the slope has the other sign on the tasks arc" in remarks
     assert (
         f"6 prompts are too few: reliability of the models' means "
-        f"{found.reliability:.2f}, 0.9 needs"
-    ) in said
-    assert "below 0.5 the slope is not corrected for it" in said
+        f"{attenuation.reliability:.2f}, 0.9 needs"
+    ) in remarks
+    assert "below 0.5 the slope is not corrected for it" in remarks
     assert "all models, corrected" not in result.slopes.index
     assert (
         f"p = {result.familywise.p:.3g} by permutation of the scores, over 6 looks"
-        in said
+        in remarks
     )

@@ -137,9 +137,9 @@ def test_a_table_has_a_row_for_every_model_and_checkpoint_measured():
 
 def test_scores_go_to_their_models_whatever_their_order():
     data = survey(n_models=4, checkpoints=(0, 1000))
-    given = scores_of(data, family=[*"wxyz"], training_tokens=[1.0, 2, 3, 4])
-    table = table_of(data, 5, scores=given[::-1])
-    expected = dict(zip(given["model"], given["score"], strict=True))
+    scores = scores_of(data, family=[*"wxyz"], training_tokens=[1.0, 2, 3, 4])
+    table = table_of(data, 5, scores=scores[::-1])
+    expected = dict(zip(scores["model"], scores["score"], strict=True))
     assert table["score"].tolist() == [expected[model] for model in table["model"]]
     assert list(table)[:5] == ["model", "checkpoint", "coupling", "null", "score"]
     assert set(table["training_tokens"]) == {1, 2, 3, 4}
@@ -150,33 +150,33 @@ def test_scores_go_to_their_models_whatever_their_order():
 )
 def test_columns_of_the_surveys_own_are_refused(name):
     data = survey()
-    given = scores_of(data, **{name: 99.0})
-    wanted = (
+    scores = scores_of(data, **{name: 99.0})
+    message = (
         f"the survey has a column {name!r} of its own, and the scores "
         f"another one .*org/m0.*; rename that"
     )
-    with pytest.raises(ValueError, match=wanted):
-        generalization_study(data, given, n_resamples=50)
+    with pytest.raises(ValueError, match=message):
+        generalization_study(data, scores, n_resamples=50)
     with pytest.raises(
         ValueError, match=f"column {name!r} of its own: rename that of the scores"
     ):
         generalization_study(
-            data, given.assign(**{name: range(8)}), score=name, n_resamples=50
+            data, scores.assign(**{name: range(8)}), score=name, n_resamples=50
         )
 
 
 def test_a_score_is_not_called_as_the_surveys_loss_is():
     """It would be taken for the loss on the survey's prompts, in nats per token."""
     data = survey()
-    given = scores_of(data).rename(columns={"score": "loss"})
+    scores = scores_of(data).rename(columns={"score": "loss"})
     with pytest.raises(
         ValueError, match="column 'loss' of its own: rename that of the scores"
     ):
-        generalization_study(data, given, score="loss", n_resamples=50)
-    found = generalization_study(
-        data.drop_vars("loss"), given, score="loss", n_resamples=50
+        generalization_study(data, scores, score="loss", n_resamples=50)
+    study = generalization_study(
+        data.drop_vars("loss"), scores, score="loss", n_resamples=50
     )
-    assert found.table["loss"].tolist() == given["loss"].tolist()
+    assert study.table["loss"].tolist() == scores["loss"].tolist()
 
 
 def test_what_scores_say_as_the_survey_does_is_taken():
@@ -186,20 +186,20 @@ def test_what_scores_say_as_the_survey_does_is_taken():
         name: data[name].values[:, 0].copy() for name in ("n_layers", "n_parameters")
     }
     data["n_parameters"][0] = np.nan
-    found = generalization_study(data, scores_of(data, **sizes), n_resamples=50)
-    assert found.table["n_parameters"].tolist() == sizes["n_parameters"].tolist()
+    study = generalization_study(data, scores_of(data, **sizes), n_resamples=50)
+    assert study.table["n_parameters"].tolist() == sizes["n_parameters"].tolist()
 
 
 def test_scores_of_checkpoints():
     data = survey(n_models=3, checkpoints=(0, 1000))
-    given = pandas.DataFrame(
+    scores = pandas.DataFrame(
         {
             "model": data["model"].values.repeat(2),
             "checkpoint": [1000, 0] * 3,
             "score": [10.0, 1, 20, 2, 30, 3],
         }
     )
-    table = table_of(data, 5, scores=given)
+    table = table_of(data, 5, scores=scores)
     assert table["score"].tolist() == [1, 10, 2, 20, 3, 30]
 
 
@@ -216,19 +216,22 @@ def test_one_model_across_training_is_a_table_too():
 
 def test_scores_of_models_that_were_not_measured_are_named_and_left_out():
     data = survey(n_models=5)
-    given = scores_of(data)
+    scores = scores_of(data)
     more = pandas.concat(
-        [given, pandas.DataFrame({"model": ["org/m9", "gpt-5"], "score": [1.0, 2.0]})]
+        [scores, pandas.DataFrame({"model": ["org/m9", "gpt-5"], "score": [1.0, 2.0]})]
     )
-    expected = generalization_study(data, given, n_resamples=50)
+    expected = generalization_study(data, scores, n_resamples=50)
     with pytest.warns(
         UserWarning,
         match=r"that were not measured: gpt-5, org/m9; measured: org/m0, .*org/m4",
     ) as caught:
-        found = generalization_study(data, more, n_resamples=50)
-    assert len([one for one in caught if "not measured" in str(one.message)]) == 1
+        study = generalization_study(data, more, n_resamples=50)
+    assert (
+        len([warning for warning in caught if "not measured" in str(warning.message)])
+        == 1
+    )
     assert caught[0].filename == __file__
-    assert found.to_dict() == expected.to_dict()
+    assert study.to_dict() == expected.to_dict()
     with (
         pytest.warns(UserWarning, match="not measured: org/m9"),
         pytest.raises(
@@ -238,7 +241,7 @@ def test_scores_of_models_that_were_not_measured_are_named_and_left_out():
     ):
         generalization_study(
             data,
-            given.assign(model=["org/m0", "org/m1", "org/m9", "x", "y"]),
+            scores.assign(model=["org/m0", "org/m1", "org/m9", "x", "y"]),
             n_resamples=50,
         )
 
@@ -466,29 +469,29 @@ def test_each_k_has_its_own_fit():
     data = survey()
     rng = np.random.default_rng(0)
     data["mean_coupling"][..., 1] = rng.random((8, 1, 6))
-    given = scores_of(data, noise=0)
-    found = generalization_study(data, given, n_resamples=50).by_k
-    assert list(found) == list(KS)
-    assert found[5].linear.r_squared == pytest.approx(1)
+    scores = scores_of(data, noise=0)
+    by_k = generalization_study(data, scores, n_resamples=50).by_k
+    assert list(by_k) == list(KS)
+    assert by_k[5].linear.r_squared == pytest.approx(1)
     x = data["mean_coupling"].values[:, 0, :, 1].mean(1)
-    assert found[10].linear.r_squared == pytest.approx(
-        np.corrcoef(x, given["score"])[0, 1] ** 2
+    assert by_k[10].linear.r_squared == pytest.approx(
+        np.corrcoef(x, scores["score"])[0, 1] ** 2
     )
 
 
 def test_tasks_have_their_prompts_and_their_scores():
     data = survey()
-    given = scores_of(data, arc=np.random.default_rng(3).random(8))
-    found = generalization_study(data, given, k=5, n_resamples=50).by_task
+    scores = scores_of(data, arc=np.random.default_rng(3).random(8))
+    by_task = generalization_study(data, scores, k=5, n_resamples=50).by_task
     x = data["mean_coupling"].values[:, 0, :, 0]
     for task, prompts, score in (
-        ("arc", x[:, :3], given["arc"]),
-        ("mmlu", x[:, 3:], given["score"]),
+        ("arc", x[:, :3], scores["arc"]),
+        ("mmlu", x[:, 3:], scores["score"]),
     ):
-        assert found[task].linear.r_squared == pytest.approx(
+        assert by_task[task].linear.r_squared == pytest.approx(
             np.corrcoef(prompts.mean(1), score)[0, 1] ** 2
         )
-        assert found[task].bootstrap.n_prompts == 3
+        assert by_task[task].bootstrap.n_prompts == 3
 
 
 def test_within_a_model_across_tasks():
@@ -496,20 +499,20 @@ def test_within_a_model_across_tasks():
         task=("prompt", ["a", "a", "b", "b", "c", "c"])
     )
     rng = np.random.default_rng(0)
-    given = pandas.DataFrame(
+    scores = pandas.DataFrame(
         {"model": data["model"].values} | {task: rng.random(4) for task in "abc"}
     )
-    found = generalization_study(
-        data, given, score="a", k=5, n_resamples=50
+    across_tasks = generalization_study(
+        data, scores, score="a", k=5, n_resamples=50
     ).across_tasks
     x = data["mean_coupling"].values[2, 0, :, 0].reshape(3, 2).mean(1)
-    assert found["org/m2"].r_squared == pytest.approx(
-        np.corrcoef(x, given.loc[2, [*"abc"]].astype(float))[0, 1] ** 2
+    assert across_tasks["org/m2"].r_squared == pytest.approx(
+        np.corrcoef(x, scores.loc[2, [*"abc"]].astype(float))[0, 1] ** 2
     )
-    assert found["org/m2"].n == 3
+    assert across_tasks["org/m2"].n == 3
     with pytest.raises(ValueError, match="at least three tasks"):
         fits_across_tasks(
-            data, given[["model", "a", "b"]], k=5, measure="coupling", checkpoint=None
+            data, scores[["model", "a", "b"]], k=5, measure="coupling", checkpoint=None
         )
 
 
@@ -552,18 +555,18 @@ def test_nothing_known_of_prompts(against, message):
 
 def test_the_summary_holds_it_all_and_is_json():
     data = survey(n_models=12)
-    given = scores_of(data, training_tokens=np.arange(12) * 1e12)
-    given.loc[0, "score"] = np.nan
+    scores = scores_of(data, training_tokens=np.arange(12) * 1e12)
+    scores.loc[0, "score"] = np.nan
     result = generalization_study(
         data,
-        given,
+        scores,
         k=5,
         subsets={"deep": "n_layers > 15"},
         difficulty={f"p{i}": float(i) for i in range(6)},
         n_resamples=100,
     )
     x = data["mean_coupling"].values[1:, 0, :, 0].mean(1)
-    by_hand = stats.linregress(x, given["score"][1:])
+    by_hand = stats.linregress(x, scores["score"][1:])
     assert result.association.linear.slope == pytest.approx(by_hand.slope)
     assert result.association.linear.p == pytest.approx(by_hand.pvalue)
     assert result.left_out["org/m0"] == "no score"
@@ -644,10 +647,10 @@ def test_a_model_that_lacks_the_last_checkpoint_is_named_and_left_out_unless_it_
     assert result.table["coupling"][0] == pytest.approx(
         data["mean_coupling"].values[0, 0, :, 1].mean()
     )
-    asked = generalization_study(data, "loss", checkpoint="last", n_resamples=50)
-    assert asked.table["checkpoint"].tolist() == [1000, 1000, 20, 1000, 1000]
-    assert "org/m2" not in asked.left_out
-    assert asked.prompt_length["org/m2"].n == 6
+    at_last = generalization_study(data, "loss", checkpoint="last", n_resamples=50)
+    assert at_last.table["checkpoint"].tolist() == [1000, 1000, 20, 1000, 1000]
+    assert "org/m2" not in at_last.left_out
+    assert at_last.prompt_length["org/m2"].n == 6
     named = generalization_study(data, "loss", checkpoint="0", n_resamples=50).table
     assert named["checkpoint"].tolist() == [0] * 5
     with pytest.raises(
@@ -658,32 +661,34 @@ def test_a_model_that_lacks_the_last_checkpoint_is_named_and_left_out_unless_it_
 
 def test_a_model_scored_at_an_earlier_step_alone_is_not_without_a_score():
     data = survey(n_models=5, checkpoints=(0, 1000))
-    given = pandas.DataFrame(
+    scores = pandas.DataFrame(
         {"model": data["model"].values, "checkpoint": [1000, 1000, 0, 1000, 1000]}
     )
-    given["score"] = [3.0, 1, 4, 1, 5]
-    left_out = generalization_study(data, given, n_resamples=50).left_out
+    scores["score"] = [3.0, 1, 4, 1, 5]
+    left_out = generalization_study(data, scores, n_resamples=50).left_out
     assert (
         left_out["org/m2"]
         == "no score at checkpoint 1000, only at 0 (“last” takes each model's last)"
     )
-    asked = generalization_study(data, given, checkpoint="last", n_resamples=50).table
-    assert asked["checkpoint"].tolist() == [1000, 1000, 0, 1000, 1000]
-    assert asked["score"].tolist() == [3, 1, 4, 1, 5]
+    at_last = generalization_study(
+        data, scores, checkpoint="last", n_resamples=50
+    ).table
+    assert at_last["checkpoint"].tolist() == [1000, 1000, 0, 1000, 1000]
+    assert at_last["score"].tolist() == [3, 1, 4, 1, 5]
     # Without a score at any step; with too few of them at the last.
-    asked = generalization_study(
+    at_last = generalization_study(
         data,
-        given.assign(score=[3, 1, np.nan, 1, 5]),
+        scores.assign(score=[3, 1, np.nan, 1, 5]),
         checkpoint="last",
         n_resamples=50,
     )
-    assert asked.left_out["org/m2"] == "no score"
-    given["checkpoint"] = [1000, 0, 0, 0, 1000]
+    assert at_last.left_out["org/m2"] == "no score"
+    scores["checkpoint"] = [1000, 0, 0, 0, 1000]
     with pytest.raises(
         ValueError,
         match=r"got 2: org/m0, org/m4; org/m1: no score at checkpoint 1000, only at 0 \(“last”",
     ):
-        generalization_study(data, given, n_resamples=50)
+        generalization_study(data, scores, n_resamples=50)
 
 
 def test_numbered_checkpoints_are_in_order_as_text_too():

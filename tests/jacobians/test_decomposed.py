@@ -118,8 +118,8 @@ def test_several_readers_of_one_decomposition(
     tiny_trace: tlc.Trace, counts: Counts
 ) -> None:
     (layers,) = decomposed_layers([tiny_trace], K)
-    before = counts.totals()
-    assert before == (tiny.N_LAYERS, tiny.N_LAYERS, 0)
+    totals_before = counts.totals()
+    assert totals_before == (tiny.N_LAYERS, tiny.N_LAYERS, 0)
     maps = depth_maps(layers, ("ujv", "vju"))
     again = depth_maps(layers, ("ujv",))
     assert torch.equal(again["ujv"].matrices, maps["ujv"].matrices)
@@ -128,7 +128,7 @@ def test_several_readers_of_one_decomposition(
         S = torch.linalg.svdvals(layers.jacobian(layer))
         torch.testing.assert_close(S[: K + 1], layers.spectra.S[layer])
         torch.testing.assert_close(S.norm(), layers.frobenius_norms[layer])
-    assert counts.totals() == before
+    assert counts.totals() == totals_before
     expected = tlc.depth_coupling(tiny_trace, K)
     assert torch.equal(maps["ujv"].matrices, expected.matrices)
     assert maps["ujv"].provenance == expected.provenance
@@ -206,7 +206,7 @@ def test_within_a_block_each_jacobian_is_computed_once(
         context = tlc.context_coupling(tiny_trace, 0, 1, fixed="output", k=K)
         influence = tlc.cross_token_influence(tiny_trace)
         maps = [depth, of_tokens, context]
-        return [*(one.matrices for one in maps), influence.effective_rank]
+        return [*(each_map.matrices for each_map in maps), influence.effective_rank]
 
     expected = measured()
     n_alone = counts.totals()[0]

@@ -137,13 +137,13 @@ def test_a_bfloat16_model_is_linearised_in_float32_and_left_as_it_was(
     """
     hf_model = tiny.huggingface_model("gpt2", dtype=torch.bfloat16)
     model = tiny.bridge(hf_model, tokenizer_folder)
-    before = {name: p.clone() for name, p in model.named_parameters()}
+    weights_before = {name: p.clone() for name, p in model.named_parameters()}
     trace = tlc.trace(model, tiny.TOKENS)
     J, path = jacobian_and_path(trace.blocks[1], LAST, LAST)
     assert (J.dtype, path) == (torch.float32, "token_local_linearised")
     after = dict(model.named_parameters())
     assert all(
-        p.dtype == torch.bfloat16 and torch.equal(p, before[name])
+        p.dtype == torch.bfloat16 and torch.equal(p, weights_before[name])
         for name, p in after.items()
     )
 

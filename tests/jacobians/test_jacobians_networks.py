@@ -82,7 +82,8 @@ def test_a_bert_through_its_modules_is_the_bert_of_a_bridge(tokenizer_folder) ->
     )
     for layer in range(N_LAYERS):
         ours, theirs = (
-            tlc.block_jacobian(one, layer) for one in (through_modules, through_bridge)
+            tlc.block_jacobian(traced, layer)
+            for traced in (through_modules, through_bridge)
         )
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
@@ -236,13 +237,13 @@ class NormalisesABatch(nn.Module):
 def test_batch_norm_in_train_mode_is_refused_and_keeps_its_statistics() -> None:
     blocks, x = [NormalisesABatch() for _ in range(2)], torch.randn(1, 5, 8)
     net = nn.Sequential(*blocks)
-    before = blocks[0].norm.running_mean.clone()
+    mean_before = blocks[0].norm.running_mean.clone()
     with pytest.raises(
         ValueError,
         match=r"`blocks` must be the same .* 0\.norm is a BatchNorm1d .* call \.eval\(\)",
     ):
         tlc.trace_modules(blocks, lambda: net(x))
-    assert torch.equal(blocks[0].norm.running_mean, before)
+    assert torch.equal(blocks[0].norm.running_mean, mean_before)
     net.eval()
     J = tlc.block_jacobian(tlc.trace_modules(blocks, lambda: net(x)), 0)
     torch.testing.assert_close(J, blocks[0].f.weight / (1 + 1e-5) ** 0.5)

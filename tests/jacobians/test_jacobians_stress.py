@@ -160,10 +160,10 @@ def test_stressed_blocks_are_measured_and_right(
         expected = tiny.oracle_jacobians(hf_model, tiny.TOKENS, layer, pairs)
         for position in POSITIONS:
             J = tlc.block_jacobian(trace, layer, position=position)
-            wanted = expected[position, position]
+            of_token = expected[position, position]
             # J comes with the rounding of the identity that is taken from it.
             assert (
-                float((J - wanted).norm()) <= relative * float(wanted.norm()) + 1e-5
+                float((J - of_token).norm()) <= relative * float(of_token.norm()) + 1e-5
             ), (layer, position)
 
 

@@ -101,13 +101,15 @@ def test_with_the_least_memory_the_result_is_the_same(
         make(self, n, like, in_memory)
 
     monkeypatch.setattr(Shelf, "__init__", noted)
-    found = compare(
+    result = compare(
         tiny_trace, max_memory=least(tiny_trace, compare, **options), **options
     )
     assert kept == [False] * (expected.row_layers == expected.col_layers)
-    torch.testing.assert_close(found.coupling(), expected.coupling(), rtol=0, atol=1e-5)
     torch.testing.assert_close(
-        found.singular_values, expected.singular_values, rtol=1e-5, atol=1e-6
+        result.coupling(), expected.coupling(), rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        result.singular_values, expected.singular_values, rtol=1e-5, atol=1e-6
     )
 
 
@@ -158,9 +160,9 @@ def test_where_memory_runs_out_fewer_matrices_are_decomposed_at_once(
             tlc.self_coupling(tiny_trace, 0, 1, k=4)
         assert sizes == [8, 4, 2, 1]
         return
-    found = tlc.self_coupling(tiny_trace, 0, 1, k=4)
-    assert torch.equal(found.matrices, expected.matrices)
-    assert torch.equal(found.singular_values, expected.singular_values)
+    result = tlc.self_coupling(tiny_trace, 0, 1, k=4)
+    assert torch.equal(result.matrices, expected.matrices)
+    assert torch.equal(result.singular_values, expected.singular_values)
     assert sum(size for size in sizes if size <= fitting) == 2 * tiny_trace.n_pos
 
 
@@ -199,12 +201,12 @@ def test_prompts_share_a_sweep(
     monkeypatch.setattr(
         streaming.Stored, "read", lambda self: (reads.append(self.name), read(self))[1]
     )
-    found = tlc.mean_depth_coupling(
+    result = tlc.mean_depth_coupling(
         [tlc.trace(streamed, prompt) for prompt in prompts], k=4
     )
     assert len(reads) == len(set(reads))
-    assert torch.equal(found.coupling(), expected.coupling())
-    assert torch.equal(found.spread(), expected.spread())
+    assert torch.equal(result.coupling(), expected.coupling())
+    assert torch.equal(result.spread(), expected.spread())
     monkeypatch.setattr(decomposed, "MOST_PROMPTS", 2)
     assert [
         len(group)
@@ -250,8 +252,8 @@ def counted(function, *given) -> tuple[object, int]:
     them.
     """
     with FlopCounterMode(display=False) as counter:
-        found = function(*given)
-    return found, counter.get_total_flops()
+        result = function(*given)
+    return result, counter.get_total_flops()
 
 
 @pytest.fixture

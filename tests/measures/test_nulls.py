@@ -13,6 +13,7 @@ from random_matrices import haar
 from tl_coupling.measures import (
     MEASURES,
     draws_of_random_subspaces,
+    measure_named,
     measure_of,
     nulls_at_every_k,
     random_rotations,
@@ -185,22 +186,35 @@ def test_null_of_a_batch_is_its_rows_one_by_one():
     unordered = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(5))
     S = unordered.sort(descending=True).values
     norm = 1.5 * S.norm(dim=-1)
-    for measure in ("miscoupling", "captured_energy", "spectral_miscoupling"):
-        for absolute in (False, True):
-            options = {"d_model": 9, "absolute": absolute}
-            value = tlc.random_subspace_null(
-                4, measure, S_1=S, frobenius_norm=norm, **options
+    absolute = measure_named("spectral_miscoupling", absolute=True)
+    for measure in ("miscoupling", "captured_energy", "spectral_miscoupling", absolute):
+        value = tlc.random_subspace_null(
+            4, measure, d_model=9, S_1=S, frobenius_norm=norm
+        )
+        assert value.shape == (2, 3)
+        for i, j in np.ndindex(2, 3):
+            of_row = tlc.random_subspace_null(
+                4,
+                measure,
+                d_model=9,
+                S_1=S[i, j][None],
+                frobenius_norm=norm[i, j][None],
             )
-            assert value.shape == (2, 3)
-            for i, j in np.ndindex(2, 3):
-                of_row = tlc.random_subspace_null(
-                    4,
-                    measure,
-                    S_1=S[i, j][None],
-                    frobenius_norm=norm[i, j][None],
-                    **options,
-                )
-                torch.testing.assert_close(value[i, j], of_row[0])
+            torch.testing.assert_close(value[i, j], of_row[0])
+
+
+@pytest.mark.parametrize("options", [{"p": 1}, {"absolute": True}])
+@pytest.mark.parametrize("measure", ["coupling", "captured_energy", "released_trace"])
+def test_options_of_another_measure_are_refused(measure: str, options: dict):
+    """They would be ignored, and the null would not be of what was asked for."""
+    S = torch.tensor([2.0, 1.0])
+    message = f"options of 'spectral_miscoupling', not of '{measure}'"
+    with pytest.raises(ValueError, match=message):
+        tlc.random_subspace_null(
+            2, measure, d_model=3, S_1=S, frobenius_norm=S.norm(), **options
+        )
+    with pytest.raises(ValueError, match=message):
+        rotation_null(torch.diag(S), S, measure, **options)
 
 
 def test_absolute_null_of_a_single_jacobian():

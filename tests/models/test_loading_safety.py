@@ -246,13 +246,10 @@ def test_every_command_names_a_device_that_nobody_knows(
     out = tmp_path / "out"
     printed = call(
         command,
-        "--model",
-        "no/model",
         *COMMANDS[command],
-        "--device",
-        "toaster",
-        "--out",
-        out,
+        model="no/model",
+        device="toaster",
+        out=out,
         status=2,
     ).err
     assert printed == (

@@ -61,7 +61,7 @@ def test_the_scatter_holds_models_line_band_and_null(result):
     assert band[:, 1].min() == pytest.approx(drawn.band_low.min())
     assert band[:, 1].max() == pytest.approx(drawn.band_high.max())
     (exponential,) = [
-        one for label, one in found.items() if label.startswith("exponential")
+        line for label, line in found.items() if label.startswith("exponential")
     ]
     fit = result.exponential
     np.testing.assert_allclose(
@@ -125,7 +125,7 @@ def test_the_forest_has_a_row_for_each_slope(result):
     expected.append(result.attenuation.slope_interval)
     expected += [
         result.subsets["deep $x$"].slope_interval,
-        *(one.slope_interval for one in result.partial.values()),
+        *(fit.slope_interval for fit in result.partial.values()),
     ]
     np.testing.assert_allclose(ends, expected)
     values = ax.lines[0].get_xdata()

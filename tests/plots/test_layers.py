@@ -104,9 +104,9 @@ def test_adjacency_draws_the_strongest_edges_and_says_how_many():
         ax = plot_adjacency(result, **options)
         widths = sorted(width for width, _ in edges_of(ax).values())
         assert widths == pytest.approx(8 * weights[-n:])
-        said = ax.get_legend().get_title().get_text()
-        assert f"{n} of 28 edges" in said
-        assert ("the strongest" in said) == (n < 28)
+        title = ax.get_legend().get_title().get_text()
+        assert f"{n} of 28 edges" in title
+        assert ("the strongest" in title) == (n < 28)
 
 
 def test_adjacency_runs_clockwise_from_the_top():

@@ -144,8 +144,8 @@ def test_coupling_thins_the_ticks_of_many_layers():
 @pytest.mark.parametrize("kind", ["self", "context"])
 def test_coupling_ticks_are_tokens(kind):
     ax = plot_coupling(random_map(layers=range(1, 6), kind=kind))
-    wanted = ["1 ‘costs’", "2 ‘$5’", "3 ‘\\n’", "4 ‘␣’", "5 ‘$6’"]
-    assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == wanted
+    expected = ["1 ‘costs’", "2 ‘$5’", "3 ‘\\n’", "4 ‘␣’", "5 ‘$6’"]
+    assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == expected
     assert ax.get_ylabel() == "token of J₁, layer 8"
     assert ax.get_xlabel() == "token of the singular vectors, layer 9"
     assert ax.get_title().startswith(f"{kind.capitalize()} coupling")
@@ -186,7 +186,7 @@ def test_one_scale_holds_several_maps():
     maps = [random_map(), random_map(seed=3)]
     assert color_scale(maps, 3) == (
         0,
-        max(plot_coupling(one, k=3).images[0].get_clim()[1] for one in maps),
+        max(plot_coupling(each_map, k=3).images[0].get_clim()[1] for each_map in maps),
     )
 
 
@@ -255,10 +255,10 @@ def test_matrices_are_drawn_relative_to_the_largest_singular_value():
     ax, bar = fig.axes
     drawn = panels(ax, 2)
     for panel, (row, col) in zip(drawn, [(3, 3), (3, 1), (1, 3), (1, 1)], strict=True):
-        wanted = (
+        expected = (
             result.matrices[row, col, :4, :4].abs() / result.singular_values[row, 0]
         )
-        np.testing.assert_allclose(panel, wanted, rtol=1e-12)
+        np.testing.assert_allclose(panel, expected, rtol=1e-12)
     assert ax.images[0].get_clim() == (0, 0.25)
     assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == ["3", "1"]
     assert list(ax.get_xticks()) == [1.5, 6.5]
@@ -300,9 +300,9 @@ def test_matrices_of_the_untrained_twin_lie_below_on_the_same_scale():
     assert "(untrained)" not in above.get_title()
     assert "(untrained)" in below.get_title()
     for part, result in ((above, trained), (below, twin)):
-        wanted = result.at(2).abs() / result.singular_values[:, :1, None, None]
+        expected = result.at(2).abs() / result.singular_values[:, :1, None, None]
         np.testing.assert_allclose(
-            np.stack(panels(part, 4)), wanted.flatten(0, 1), rtol=1e-12
+            np.stack(panels(part, 4)), expected.flatten(0, 1), rtol=1e-12
         )
         assert part.images[0].get_clim() == (0, 0.5)
 

@@ -60,13 +60,13 @@ def test_the_picture_is_the_image_that_the_model_read(
 
 
 def test_pixels_without_a_processor_go_from_black_to_white() -> None:
-    given = tlc.trace(vit("DeiTForImageClassification")[0], pixels())
-    picture = picture_of(given)
+    trace = tlc.trace(vit("DeiTForImageClassification")[0], pixels())
+    picture = picture_of(trace)
     assert (picture.shape, picture.min(), picture.max()) == ((16, 8, 3), 0, 1)
-    ax = plot_patches(given, torch.arange(given.n_pos).float())
-    before = given.n_pos - 8
+    ax = plot_patches(trace, torch.arange(trace.n_pos).float())
+    n_before = trace.n_pos - 8
     assert np.asarray(ax.images[1].get_array()).ravel().tolist() == list(
-        range(before, given.n_pos)
+        range(n_before, trace.n_pos)
     )
 
 

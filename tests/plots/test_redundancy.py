@@ -130,9 +130,9 @@ def test_labels_say_the_correlations():
     rho = redundancy_correlations(data).sel(k=10, change="swapped")
     label = plot_redundancy(data).axes[1].get_legend().get_texts()[1].get_text()
     for blocks in ("all", "inner"):
-        one = rho.sel(blocks=blocks)
+        of_block = rho.sel(blocks=blocks)
         assert (
-            f"{float(one.coupling):+.2f} [{float(one.coupling_interval[0]):+.2f}, "
+            f"{float(of_block.coupling):+.2f} [{float(of_block.coupling_interval[0]):+.2f}, "
             in label
         )
     influence = plot_redundancy(data).axes[2].get_legend().get_texts()[1].get_text()

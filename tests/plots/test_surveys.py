@@ -149,8 +149,8 @@ def test_names_are_short_unless_two_are_then_the_same():
 def test_the_last_checkpoint_counts():
     data = measured((2, 10), n_prompts=4)
     ax = plot_quartiles(data, k=5).axes[0]
-    wanted = data.mean_coupling.sel(model="org/m1", checkpoint=10, k=5).median()
-    assert marks(ax)["org/m1 10"][0] == pytest.approx(float(wanted))
+    expected = data.mean_coupling.sel(model="org/m1", checkpoint=10, k=5).median()
+    assert marks(ax)["org/m1 10"][0] == pytest.approx(float(expected))
     assert "org/m1 2" not in marks(ax)
 
 
@@ -163,8 +163,10 @@ def test_profiles_are_over_each_models_own_depth():
     norm, score, steps, entropy = fig.axes
     by = {line.get_label(): line for line in norm.lines}
     np.testing.assert_allclose(by["m3"].get_xdata(), np.arange(10) / 9)
-    wanted = np.median(data.norm.sel(model="org/m3", checkpoint="main").values, axis=0)
-    np.testing.assert_allclose(by["m3"].get_ydata(), wanted)
+    expected = np.median(
+        data.norm.sel(model="org/m3", checkpoint="main").values, axis=0
+    )
+    np.testing.assert_allclose(by["m3"].get_ydata(), expected)
     assert by["_org/m3 untrained"].get_linestyle() == "--"
     assert by["_org/m3 untrained"].get_color() == by["m3"].get_color()
     short = {line.get_label(): line for line in steps.lines}["m0"]
@@ -298,13 +300,13 @@ def test_each_model_has_a_column_and_its_own_components():
     fig = plot_trajectories({"small $x$": small, "large": large})
     panels = np.reshape(fig.axes[:6], (3, 2))
     for trace, column, depth in ((small, panels[:, 0], 20), (large, panels[:, 1], 9)):
-        wanted = trajectory_pca(trace.residual).projected.numpy()
+        expected = trajectory_pca(trace.residual).projected.numpy()
         for ax, (first, last) in zip(
             column, [(0, depth), (0, depth // 2), (depth // 2, depth)], strict=True
         ):
             for t, line in enumerate(named_lines(ax)):
                 np.testing.assert_array_equal(
-                    line.get_xydata(), wanted[first : last + 1, t]
+                    line.get_xydata(), expected[first : last + 1, t]
                 )
     assert panels[0, 0].get_title().startswith("small $x$\nall: depth 0 to 20")
     assert len(fig.legends) == 1

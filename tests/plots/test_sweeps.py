@@ -361,7 +361,11 @@ def test_strip_and_shapes_want_checkpoints_that_are_there(checkpoints):
 def widths(ax) -> dict[tuple[int, int], float]:
     """Widths of the edges by their layers, which stand clockwise from the top."""
     places = {int(text.get_text()): np.array(text.get_position()) for text in ax.texts}
-    (edges,) = [one for one in ax.collections if isinstance(one, LineCollection)]
+    (edges,) = [
+        collection
+        for collection in ax.collections
+        if isinstance(collection, LineCollection)
+    ]
 
     def layer_at(point: np.ndarray) -> int:
         return min(
@@ -383,15 +387,19 @@ def test_graphs_of_chosen_steps_are_on_one_scale():
         data.coupling.sel(k=5).mean(("seed", "prompt")).sel(checkpoint=[0, 256]).values
     )
     weights = [
-        {(i, j): (one[i, j] + one[j, i]) / 2 for i in range(6) for j in range(i + 1, 6)}
-        for one in maps
+        {
+            (i, j): (each_map[i, j] + each_map[j, i]) / 2
+            for i in range(6)
+            for j in range(i + 1, 6)
+        }
+        for each_map in maps
     ]
-    full = max(max(one.values()) for one in weights)
-    for ax, wanted in zip(fig.axes, weights, strict=True):
+    full = max(max(of_map.values()) for of_map in weights)
+    for ax, expected in zip(fig.axes, weights, strict=True):
         drawn = widths(ax)
-        assert set(drawn) == set(sorted(wanted, key=wanted.get)[-4:])
+        assert set(drawn) == set(sorted(expected, key=expected.get)[-4:])
         for pair, width in drawn.items():
-            assert width == pytest.approx(8 * wanted[pair] / full)
+            assert width == pytest.approx(8 * expected[pair] / full)
     (legend,) = fig.legends
     assert (
         "4 strongest of 15 edges in each; random subspaces: 0.11"
@@ -414,8 +422,8 @@ def test_growth_is_medians_against_step_and_depth():
     np.testing.assert_allclose((low, high), quartiles)
     for curve, step in zip(right.lines, (0, 256), strict=True):
         np.testing.assert_array_equal(curve.get_xdata(), range(7))
-        wanted = np.median(data.norm.sel(checkpoint=step).values, axis=(0, 1))
-        np.testing.assert_allclose(curve.get_ydata(), wanted)
+        expected = np.median(data.norm.sel(checkpoint=step).values, axis=(0, 1))
+        np.testing.assert_allclose(curve.get_ydata(), expected)
     assert left.get_yscale() == right.get_yscale() == "log"
     assert [text.get_text() for text in bar.get_yticklabels()] == ["0", "256"]
     with pytest.raises(ValueError, match="holds no 'norm'"):

@@ -58,11 +58,11 @@ def lines(ax, label: str):
 def test_trajectories_are_the_principal_components_of_the_last_depth():
     trace = walk()
     fig = plot_trajectories(trace)
-    wanted = trajectory_pca(trace.residual).projected.numpy()
+    expected = trajectory_pca(trace.residual).projected.numpy()
     for ax, (first, last) in zip(fig.axes, [(0, 20), (0, 10), (10, 20)], strict=True):
         for t, line in enumerate(named_lines(ax)):
             np.testing.assert_array_equal(
-                line.get_xydata(), wanted[first : last + 1, t]
+                line.get_xydata(), expected[first : last + 1, t]
             )
         assert f"depth {first} to {last}" in ax.get_title()
         assert "PC 1" in ax.get_xlabel()
@@ -99,10 +99,10 @@ def test_a_ring_where_a_token_enters_and_a_dot_where_it_leaves():
 def test_an_attention_sink_is_left_out_and_named():
     trace = walk(sink=0)
     fig = plot_trajectories(trace)
-    wanted = trajectory_pca(trace.residual[:, 1:]).projected.numpy()
+    expected = trajectory_pca(trace.residual[:, 1:]).projected.numpy()
     assert len(named_lines(fig.axes[0])) == len(TOKENS) - 1
     np.testing.assert_array_equal(
-        named_lines(fig.axes[0])[0].get_xydata(), wanted[:, 0]
+        named_lines(fig.axes[0])[0].get_xydata(), expected[:, 0]
     )
     assert "without attention sink: token 0 ‘It’" in fig.get_suptitle()
     assert "sink" not in plot_trajectories(walk()).get_suptitle()
@@ -154,12 +154,12 @@ def test_a_residual_stream_is_drawn_like_its_trace():
     trace = walk(sink=0)
     for stream in (trace.residual, trace.residual.numpy()):
         fig = plot_trajectories(stream)
-        for ours, wanted in zip(
+        for ours, expected in zip(
             named_lines(fig.axes[0]),
             named_lines(plot_trajectories(trace).axes[0]),
             strict=True,
         ):
-            np.testing.assert_array_equal(ours.get_xydata(), wanted.get_xydata())
+            np.testing.assert_array_equal(ours.get_xydata(), expected.get_xydata())
         assert [line.get_label() for line in named_lines(fig.axes[0])] == [
             "1",
             "2",
@@ -214,14 +214,14 @@ def test_metrics_are_the_measures_of_each_token_and_their_mean():
         line_shape_score(x, window=5),
         line_shape_score_by_depth(x),
     ]
-    for ax, wanted, start in zip(fig.axes, measures, (0, 0, 2, 0), strict=True):
+    for ax, expected, start in zip(fig.axes, measures, (0, 0, 2, 0), strict=True):
         faint = lines(ax, "_tokens")
         np.testing.assert_array_equal(
-            np.stack([line.get_ydata() for line in faint], axis=1), wanted
+            np.stack([line.get_ydata() for line in faint], axis=1), expected
         )
         (mean,) = lines(ax, "tiny")
-        np.testing.assert_allclose(mean.get_ydata(), wanted.mean(1))
-        assert list(mean.get_xdata()) == list(range(start, start + len(wanted)))
+        np.testing.assert_allclose(mean.get_ydata(), expected.mean(1))
+        assert list(mean.get_xdata()) == list(range(start, start + len(expected)))
         assert mean.get_color() == faint[0].get_color()
         assert faint[0].get_alpha() < 0.5
     assert [ax.get_yscale() for ax in fig.axes] == ["log", "log", "linear", "linear"]
@@ -315,21 +315,21 @@ def test_linearisation_lines_are_its_errors_and_cosines(tiny_trace: Trace):
     error, compounded_error, cosine, compounded_cosine = plot_linearisation(
         {"mine": result}
     ).axes
-    wanted = {
+    expected = {
         error: ("one_step", "previous"),
         compounded_error: ("product", "closed_form", "input"),
     }
-    for ax, predictions in wanted.items():
+    for ax, predictions in expected.items():
         for line, prediction in zip(named_lines(ax), predictions, strict=True):
             np.testing.assert_allclose(
                 line.get_ydata(), result.relative_error(prediction)
             )
         assert ax.get_yscale() == "log"
-    wanted = {
+    expected = {
         cosine: ("one_step", "previous"),
         compounded_cosine: ("product", "closed_form", "input"),
     }
-    for ax, predictions in wanted.items():
+    for ax, predictions in expected.items():
         for line, prediction in zip(named_lines(ax), predictions, strict=True):
             np.testing.assert_allclose(
                 line.get_ydata(), result.cosine_similarity(prediction)

@@ -113,9 +113,9 @@ def test_numbers_are_what_pandas_makes_of_them(expression: str) -> None:
 @given(st.recursive(comparisons, joined, max_leaves=5))
 def test_queries_are_what_pandas_makes_of_them(expression: str) -> None:
     expected = FLOATS.eval(expression, engine="python")
-    found = evaluate(TABLE, expression)
-    assert found.dtype == bool
-    np.testing.assert_array_equal(found, expected.to_numpy(bool))
+    value = evaluate(TABLE, expression)
+    assert value.dtype == bool
+    np.testing.assert_array_equal(value, expected.to_numpy(bool))
 
 
 def test_what_pandas_does_not_know_or_gets_wrong() -> None:
@@ -250,7 +250,7 @@ def test_everything_else_is_one_line_at_once_and_nothing_happens(
 ) -> None:
     mark = tmp_path / "mark"
     start = time.perf_counter()
-    before = TABLE.copy(deep=True)
+    table_before = TABLE.copy(deep=True)
     text = expression.replace("{mark}", str(mark))
     if message is None:
         evaluate(TABLE, text)
@@ -264,7 +264,7 @@ def test_everything_else_is_one_line_at_once_and_nothing_happens(
         str(caught.value).encode()
     assert time.perf_counter() - start < 2
     assert not mark.exists()
-    pandas.testing.assert_frame_equal(TABLE, before)
+    pandas.testing.assert_frame_equal(TABLE, table_before)
 
 
 def test_the_public_functions_read_text_no_other_way(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def given() -> tuple:
 @pytest.mark.parametrize("families", [None, FAMILIES])
 def test_it_is_that_of_a_loop(families):
     data, scores = given()
-    found = generalization_study(
+    result = generalization_study(
         data, scores, k=5, subsets=SUBSETS, families=families, n_resamples=40
     ).familywise
     codes = np.arange(9) if families is None else np.repeat(np.arange(3), 3)
@@ -76,14 +76,14 @@ def test_it_is_that_of_a_loop(families):
                         ]
                     )
                     for name, mask in masks.items():
-                        kept = mask & np.isfinite(x)
-                        if kept.sum() > 2:
+                        is_used = mask & np.isfinite(x)
+                        if is_used.sum() > 2:
                             ps[k, measure, task, name] = stats.pearsonr(
-                                x[kept], ys[task][kept]
+                                x[is_used], ys[task][is_used]
                             ).pvalue
         smallest.append(min(ps.values()))
         own = own or ps
-    table = found.table.set_index(["k", "measure", "task", "subset"])
+    table = result.table.set_index(["k", "measure", "task", "subset"])
     assert set(table.index) == set(own)
     assert len(table) == 2 * 2 * 3 * 3
     for look, p in own.items():
@@ -92,10 +92,10 @@ def test_it_is_that_of_a_loop(families):
             np.mean(np.array(smallest) <= p + 1e-12)
         )
     assert (
-        found.p
+        result.p
         == table.loc[(5, "coupling", "all prompts", "all models"), "familywise_p"]
     )
-    assert found.smallest_p == pytest.approx(
+    assert result.smallest_p == pytest.approx(
         np.mean(np.array(smallest) <= smallest[0] + 1e-12)
     )
     assert table.loc[(5, "miscoupling", "arc", "all models"), "n"] == 8
@@ -103,10 +103,10 @@ def test_it_is_that_of_a_loop(families):
 
 def test_a_loss_is_that_of_the_prompts_of_the_task():
     data = survey(n_models=7)
-    found = generalization_study(
+    result = generalization_study(
         data, subsets={"high": "loss > 3.4"}, n_resamples=20
     ).familywise
-    table = found.table.set_index(["k", "measure", "task", "subset"])
+    table = result.table.set_index(["k", "measure", "task", "subset"])
     x, y = (data[name].values[:, 0, 3:] for name in ("mean_coupling", "loss"))
     assert table.loc[(5, "coupling", "mmlu", "all models"), "p"] == pytest.approx(
         stats.pearsonr(x[..., 0].mean(1), y.mean(1)).pvalue
@@ -125,5 +125,7 @@ def test_what_is_beyond_chance_stays_so_and_the_rest_does_not():
     assert generalization_study(
         data, scores, n_resamples=200
     ).familywise.p == pytest.approx(1 / 201)
-    found = generalization_study(data, scores, score="none", n_resamples=200).familywise
-    assert found.p >= found.smallest_p > 0.05
+    result = generalization_study(
+        data, scores, score="none", n_resamples=200
+    ).familywise
+    assert result.p >= result.smallest_p > 0.05

@@ -319,16 +319,16 @@ def test_controls_that_cannot_be_held_fixed(table, controls, message):
 def test_covariates_are_compared_on_the_same_models():
     table = random_table().assign(tokens=lambda t: t["score"] ** 2)
     table.loc[:3, "tokens"] = np.nan
-    found = covariate_fits(table, "coupling", "score", covariates=["size", "tokens"])
-    kept = table[4:]
-    assert found.loc["tokens", "n"] == 8
-    assert found.loc["tokens", "r_squared"] == pytest.approx(
-        stats.linregress(kept["tokens"], kept["score"]).rvalue ** 2
+    fits = covariate_fits(table, "coupling", "score", covariates=["size", "tokens"])
+    last_rows = table[4:]
+    assert fits.loc["tokens", "n"] == 8
+    assert fits.loc["tokens", "r_squared"] == pytest.approx(
+        stats.linregress(last_rows["tokens"], last_rows["score"]).rvalue ** 2
     )
-    assert found.loc["tokens", "x_r_squared"] == pytest.approx(
-        stats.linregress(kept["coupling"], kept["score"]).rvalue ** 2
+    assert fits.loc["tokens", "x_r_squared"] == pytest.approx(
+        stats.linregress(last_rows["coupling"], last_rows["score"]).rvalue ** 2
     )
-    assert found.loc["size", "x_p"] == pytest.approx(
+    assert fits.loc["size", "x_p"] == pytest.approx(
         stats.linregress(table["coupling"], table["score"]).pvalue
     )
 
@@ -337,13 +337,15 @@ def test_covariates_are_compared_on_the_same_models():
 
 
 def test_anscombes_third_hangs_on_one_point():
-    found = leave_one_out(anscombe("III").assign(model=[f"m{x}" for x in X]), "x", "y")
-    assert found.most_influential == "m13"
+    influence = leave_one_out(
+        anscombe("III").assign(model=[f"m{x}" for x in X]), "x", "y"
+    )
+    assert influence.most_influential == "m13"
     # The other ten lie on y = 4.00 + 0.346 x.
-    assert found.table.loc["m13", "slope"] == pytest.approx(0.345, abs=1e-3)
-    assert found.table.loc["m13", "r_squared"] > 0.9999
-    assert found.table["cooks_distance"].idxmax() == "m13"
-    assert found.table.loc["m13", "cooks_distance"] == pytest.approx(1.39, abs=0.01)
+    assert influence.table.loc["m13", "slope"] == pytest.approx(0.345, abs=1e-3)
+    assert influence.table.loc["m13", "r_squared"] > 0.9999
+    assert influence.table["cooks_distance"].idxmax() == "m13"
+    assert influence.table.loc["m13", "cooks_distance"] == pytest.approx(1.39, abs=0.01)
 
 
 def test_anscombes_fourth_is_one_point():
@@ -355,38 +357,41 @@ def test_one_planted_model_carries_the_claim():
     rng = np.random.default_rng(3)
     x = np.append(rng.random(9), 6.0)
     y = np.append(-0.2 * x[:9] + 0.3 * rng.standard_normal(9), 6.0)
-    found = leave_one_out(
+    influence = leave_one_out(
         pandas.DataFrame({"model": [*"abcdefghi", "planted"], "x": x, "y": y}), "x", "y"
     )
-    assert found.most_influential == "planted"
-    assert found.sign_changes == ("planted",)
-    assert found.not_significant == ("planted",)
-    assert found.r_squared_range[0] == found.table.loc["planted", "r_squared"]
+    assert influence.most_influential == "planted"
+    assert influence.sign_changes == ("planted",)
+    assert influence.not_significant == ("planted",)
+    assert influence.r_squared_range[0] == influence.table.loc["planted", "r_squared"]
 
 
 def test_influence_by_hand():
     table = random_table()
     x, y = (table[name].to_numpy() for name in ("coupling", "score"))
-    found = leave_one_out(table, "coupling", "score").table
+    influence = leave_one_out(table, "coupling", "score").table
     design = np.column_stack([np.ones(12), x])
     hat = design @ np.linalg.inv(design.T @ design) @ design.T
     leverage = np.diag(hat)
     residuals = y - hat @ y
     variance = residuals @ residuals / 10
     np.testing.assert_allclose(
-        found["cooks_distance"],
+        influence["cooks_distance"],
         residuals**2 * leverage / (2 * variance * (1 - leverage) ** 2),
     )
     slope = stats.linregress(x, y).slope
     for i in range(12):
-        rest = np.arange(12) != i
-        fit = stats.linregress(x[rest], y[rest])
+        is_other = np.arange(12) != i
+        fit = stats.linregress(x[is_other], y[is_other])
         spread = fit.stderr * np.sqrt(
-            ((x[rest] - x[rest].mean()) ** 2).sum() / ((x - x.mean()) ** 2).sum()
+            ((x[is_other] - x[is_other].mean()) ** 2).sum()
+            / ((x - x.mean()) ** 2).sum()
         )
-        assert found["dfbetas"].iloc[i] == pytest.approx((slope - fit.slope) / spread)
-        assert found["r_squared"].iloc[i] == pytest.approx(fit.rvalue**2)
-        assert found["p"].iloc[i] == pytest.approx(fit.pvalue)
+        assert influence["dfbetas"].iloc[i] == pytest.approx(
+            (slope - fit.slope) / spread
+        )
+        assert influence["r_squared"].iloc[i] == pytest.approx(fit.rvalue**2)
+        assert influence["p"].iloc[i] == pytest.approx(fit.pvalue)
 
 
 def test_leaving_out_wants_four_models():
@@ -417,11 +422,11 @@ def test_table_1():
 )
 def test_sizes_of_table_1_against_its_scores(column):
     table = paper_table1()
-    there = table[[column, "score"]].dropna()
-    by_numpy = np.corrcoef(there[column], there["score"])[0, 1] ** 2
+    complete = table[[column, "score"]].dropna()
+    by_numpy = np.corrcoef(complete[column], complete["score"])[0, 1] ** 2
     fit = linear_fit(table, column, "score")
     assert fit.r_squared == pytest.approx(by_numpy)
-    assert fit.n == len(there)
+    assert fit.n == len(complete)
     # The paper: each of them says less about the score than coupling does.
     assert fit.r_squared < 0.2
 

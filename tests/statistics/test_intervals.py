@@ -12,6 +12,7 @@ from scipy import stats
 from tl_coupling.statistics import (
     block_permutations,
     cluster_robust,
+    crossed_mean,
     percentile_interval,
     rank_correlation,
     rank_correlation_of_rows,
@@ -33,14 +34,35 @@ def residuals(design: np.ndarray, y: np.ndarray) -> np.ndarray:
     return y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
 
 
+# means over two axes
+
+
+def test_a_crossed_mean_of_two_axes_is_that_of_each_entry():
+    x = np.random.default_rng(4).standard_normal((5, 3, 2))
+    x[1, 2] = np.nan
+    mean, half_width = crossed_mean(x)
+    for i in range(2):
+        mean_of_entry, half_width_of_entry = crossed_mean(x[..., i])
+        assert mean_of_entry.shape == half_width_of_entry.shape == ()
+        assert mean_of_entry == pytest.approx(mean[i])
+        assert half_width_of_entry == pytest.approx(half_width[i])
+
+
+def test_a_crossed_mean_of_one_column_has_the_t_interval():
+    x = np.random.default_rng(5).standard_normal((6, 1))
+    mean, half_width = crossed_mean(x)
+    low, high = stats.t.interval(0.95, 5, x.mean(), stats.sem(x[:, 0]))
+    assert [mean - half_width, mean + half_width] == pytest.approx([low, high])
+
+
 # cluster-robust errors
 
 
 def test_families_of_one_are_hc2():
     design = random_design()
     y = np.random.default_rng(1).standard_normal(8)
-    found, _ = cluster_robust(design, residuals(design, y), np.arange(8))
-    np.testing.assert_allclose(found, sm.OLS(y, design).fit(cov_type="HC2").bse)
+    errors, _ = cluster_robust(design, residuals(design, y), np.arange(8))
+    np.testing.assert_allclose(errors, sm.OLS(y, design).fit(cov_type="HC2").bse)
 
 
 def test_errors_of_families_are_as_written_down():
@@ -62,8 +84,8 @@ def test_errors_of_families_are_as_written_down():
             @ e[own]
         )
         meat += np.outer(score, score)
-    found, _ = cluster_robust(design, e, FAMILIES)
-    np.testing.assert_allclose(found, np.sqrt(np.diag(bread @ meat @ bread)))
+    errors, _ = cluster_robust(design, e, FAMILIES)
+    np.testing.assert_allclose(errors, np.sqrt(np.diag(bread @ meat @ bread)))
 
 
 def test_variances_are_unbiased_and_have_their_degrees_of_freedom():
@@ -103,9 +125,9 @@ def test_a_mean_of_equal_families_has_the_error_of_their_means():
 
 @pytest.mark.parametrize("n", [4, 5])
 def test_perfect_order_has_the_p_of_its_two_orders(n):
-    found = rank_correlation(np.arange(n) ** 3.0, np.arange(n) * 1.0)
-    assert (found.rho, found.tau) == pytest.approx((1, 1))
-    assert (found.p, found.tau_p) == pytest.approx(
+    correlation = rank_correlation(np.arange(n) ** 3.0, np.arange(n) * 1.0)
+    assert (correlation.rho, correlation.tau) == pytest.approx((1, 1))
+    assert (correlation.p, correlation.tau_p) == pytest.approx(
         (2 / len(list(permutations(range(n)))),) * 2
     )
 
@@ -117,40 +139,42 @@ def test_exact_p_is_that_of_a_loop_over_all_orders(ties):
     if ties:
         x, y = np.round(x), np.round(2 * y)
     orders = [y[list(order)] for order in permutations(range(6))]
-    found = rank_correlation(x, y)
+    correlation = rank_correlation(x, y)
     for statistic, p, of in (
-        (found.rho, found.p, stats.spearmanr),
-        (found.tau, found.tau_p, stats.kendalltau),
+        (correlation.rho, correlation.p, stats.spearmanr),
+        (correlation.tau, correlation.tau_p, stats.kendalltau),
     ):
         assert statistic == pytest.approx(of(x, y).statistic)
-        all_of_them = np.abs([of(x, one).statistic for one in orders])
+        all_of_them = np.abs([of(x, order).statistic for order in orders])
         assert p == pytest.approx(np.mean(all_of_them >= abs(statistic) - 1e-12))
 
 
 def test_kendall_is_exact_as_scipys():
     x, y = np.random.default_rng(5).standard_normal((2, 8))
     expected = stats.kendalltau(x, y, method="exact")
-    found = rank_correlation(x, y)
-    assert (found.tau, found.tau_p) == pytest.approx(
+    correlation = rank_correlation(x, y)
+    assert (correlation.tau, correlation.tau_p) == pytest.approx(
         (expected.statistic, expected.pvalue)
     )
 
 
 def test_nothing_to_rank():
     with pytest.warns(stats.ConstantInputWarning):
-        found = rank_correlation(np.ones(5), np.arange(5.0))
-    assert np.isnan([found.rho, found.p, found.tau, found.tau_p]).all()
+        correlation = rank_correlation(np.ones(5), np.arange(5.0))
+    assert np.isnan(
+        [correlation.rho, correlation.p, correlation.tau, correlation.tau_p]
+    ).all()
 
 
 def test_rows_that_end_earlier():
     rng = np.random.default_rng(6)
     a, b = rng.integers(0, 4, (2, 3, 9)).astype(float)
     a[1, 6:] = b[1, 6:] = np.nan
-    found = rank_correlation_of_rows(a, b)
+    rho = rank_correlation_of_rows(a, b)
     expected = [
         stats.spearmanr(a[i, :n], b[i, :n]).statistic for i, n in enumerate((9, 6, 9))
     ]
-    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(rho, expected)
 
 
 # permutations
@@ -186,7 +210,7 @@ def test_without_families_all_orders_are_drawn():
 
 def test_families_with_correlated_members_do_not_make_rank_correlations_significant():
     families = np.repeat(np.arange(6), 4)
-    found = []
+    correlations = []
     as_if_independent = []
     for seed in range(200):
         x, y = np.random.default_rng(seed).standard_normal((2, 6))[:, families]
@@ -194,11 +218,11 @@ def test_families_with_correlated_members_do_not_make_rank_correlations_signific
             values + 0.3 * np.random.default_rng((seed, i)).standard_normal(24)
             for i, values in enumerate((x, y))
         )
-        found.append(
+        correlations.append(
             rank_correlation(x, y, families=families, n_permutations=100, seed=seed)
         )
         as_if_independent.append(rank_correlation(x, y).p)
-    rejected = np.array([[one.p, one.tau_p] for one in found]) <= 0.05
+    rejected = np.array([[ranked.p, ranked.tau_p] for ranked in correlations]) <= 0.05
     # Three standard errors of 200 draws at .05.
     assert (rejected.mean(0) <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 200)).all()
     assert np.mean(np.array(as_if_independent) <= 0.05) > 0.2

@@ -26,13 +26,13 @@ def write_dataset(
     )
     (folder / config).mkdir(parents=True)
     card, head = folder / "README.md", "---\nconfigs:\n"
-    before = (
+    earlier_configs = (
         card.read_text().removeprefix(head).removesuffix("---\n")
         if card.exists()
         else ""
     )
     card.write_text(
-        f"{head}{before}  - config_name: {config}\n    data_files:\n{listed}---\n"
+        f"{head}{earlier_configs}  - config_name: {config}\n    data_files:\n{listed}---\n"
     )
     for split, rows in splits.items():
         Dataset.from_list([dict(row) for row in rows]).to_parquet(

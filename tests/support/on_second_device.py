@@ -49,10 +49,10 @@ def agree(
     """Check that a model on the CPU and one of the same weights on the second device
     give the same, and that tensors stay there.
     """
-    on_cpu, there = compute(make(), *given), compute(make().to(SECOND), *given)
-    assert on_cpu.keys() == there.keys()
+    on_cpu, on_second = compute(make(), *given), compute(make().to(SECOND), *given)
+    assert on_cpu.keys() == on_second.keys()
     for name, expected in on_cpu.items():
-        got = there[name]
+        got = on_second[name]
         if isinstance(expected, Tensor):
             assert got.device.type == SECOND.type, name
             size = float(expected.double().nan_to_num().norm())
@@ -113,7 +113,7 @@ def of_comparisons(model: nn.Module, given: Any) -> dict[str, Any]:
         "S_1": full.S,
         "frobenius_norm": full.S.norm(dim=-1),
     }
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "S": spectrum.S,
         "A": tlc.coupling_matrix(J, spectrum, K).abs(),
         "reconstructed": full.U @ full.S.diag_embed() @ full.Vh,
@@ -135,18 +135,18 @@ def of_comparisons(model: nn.Module, given: Any) -> dict[str, Any]:
     }
     for name, result in maps.items():
         for measure in MEASURES:
-            found[f"{name} {measure}"] = result.values(3, measure)
-            found[f"{name} {measure} mean"] = result.mean(3, measure)
-        found |= {
+            values[f"{name} {measure}"] = result.values(3, measure)
+            values[f"{name} {measure} mean"] = result.mean(3, measure)
+        values |= {
             f"{name} null": result.null(
                 3, "spectral_miscoupling", absolute=name == "depth"
             )
         }
-        found |= {
+        values |= {
             f"{name} locality": result.locality_profile(),
             f"{name} repr": bool(repr(result)),
         }
-    return found | {
+    return values | {
         "spread": maps["mean"].spread(),
         "spread of mean": maps["mean"].spread_of_mean(),
     }
@@ -168,10 +168,10 @@ def of_trajectories(model: nn.Module, given: Any) -> dict[str, Any]:
         "step_length",
         "line_shape_score_by_depth",
     )
-    found = {name: getattr(result, name) for name in names}
+    values = {name: getattr(result, name) for name in names}
     for name in ("one_step", "product", "closed_form", "singular_values"):
-        found[name] = getattr(result.linearisation, name)
-    return found | {
+        values[name] = getattr(result.linearisation, name)
+    return values | {
         "perturbation": result.perturbation.cosine_similarity,
         "alignment": aligned.within_blocks(),
         "across": aligned.across_blocks(),
@@ -275,11 +275,11 @@ def test_a_model_on_two_devices(
     torch.testing.assert_close(
         tlc.block_jacobians(halves), tlc.block_jacobians(on_cpu), rtol=1e-4, atol=1e-4
     )
-    there, expected = (tlc.depth_coupling(trace, K) for trace in (halves, on_cpu))
+    on_second, expected = (tlc.depth_coupling(trace, K) for trace in (halves, on_cpu))
     torch.testing.assert_close(
-        there.coupling(), expected.coupling(), rtol=1e-3, atol=1e-4
+        on_second.coupling(), expected.coupling(), rtol=1e-3, atol=1e-4
     )
-    assert there.provenance["paths"] == expected.provenance["paths"]
+    assert on_second.provenance["paths"] == expected.provenance["paths"]
     assert not halves.provenance["remarks"]
     x = on_cpu.residual[-1]
     torch.testing.assert_close(
@@ -324,22 +324,24 @@ def test_a_model_whose_weights_stay_on_the_disk(folder_model: Path) -> None:
     def load(device: torch.device | str) -> nn.Module:
         return tlc.load_model(str(folder_model), device=device, memory="stream")
 
-    on_cpu, there = (of_jacobians(load(device), TOKENS) for device in ("cpu", SECOND))
+    on_cpu, on_second = (
+        of_jacobians(load(device), TOKENS) for device in ("cpu", SECOND)
+    )
     for name in ("residual", "J", "J across tokens", "vjp"):
-        assert there[name].device.type == SECOND.type
+        assert on_second[name].device.type == SECOND.type
         torch.testing.assert_close(
-            there[name].cpu(), on_cpu[name], rtol=1e-4, atol=1e-5
+            on_second[name].cpu(), on_cpu[name], rtol=1e-4, atol=1e-5
         )
-    assert there["paths"] == on_cpu["paths"]
+    assert on_second["paths"] == on_cpu["paths"]
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0])
 def test_the_top_of_a_large_spectrum(decay: float) -> None:
     noise = torch.randn(2, 300, 300, generator=torch.Generator().manual_seed(0))
     J = noise * torch.arange(1, 301) ** -decay
-    on_cpu, there = tlc.svd(J, 8), tlc.svd(J.to(SECOND), 8)
-    torch.testing.assert_close(there.S.cpu(), on_cpu.S, rtol=1e-5, atol=0)
-    images = (there.U.mT @ J.to(SECOND) @ there.Vh.mT).cpu()
+    on_cpu, on_second = tlc.svd(J, 8), tlc.svd(J.to(SECOND), 8)
+    torch.testing.assert_close(on_second.S.cpu(), on_cpu.S, rtol=1e-5, atol=0)
+    images = (on_second.U.mT @ J.to(SECOND) @ on_second.Vh.mT).cpu()
     torch.testing.assert_close(images, on_cpu.S.diag_embed(), rtol=1e-3, atol=1e-3)
 
 
@@ -454,14 +456,14 @@ def test_mistakes_are_caught(
     wrong: str,
     use: Callable[..., Any],
 ) -> None:
-    on_cpu, there = (
+    on_cpu, on_second = (
         tlc.trace(model, TOKENS) for model in (llama(), llama().to(SECOND))
     )
     mistaken = _planted(module, right, wrong)
     use(mistaken, on_cpu)
-    use(module, there)
+    use(module, on_second)
     with pytest.raises((RuntimeError, TypeError), match=SECOND.type):
-        use(mistaken, there)
+        use(mistaken, on_second)
 
 
 def test_the_device_refuses_what_cuda_refuses() -> None:

@@ -135,8 +135,8 @@ def _computed_by_the_cpu(
 ) -> Any:
     """Any other kernel."""
     if any(
-        one.alias_info is not None and not one.alias_info.is_write
-        for one in operation._schema.returns
+        returned.alias_info is not None and not returned.alias_info.is_write
+        for returned in operation._schema.returns
     ):
         raise NotImplementedError(f"{operation} makes a view: add it to `_VIEWS`")
     # What is given, by what the CPU gets for it: in-place operations return what they
@@ -158,9 +158,9 @@ def _computed_by_the_cpu(
         return theirs
 
     outs = {
-        one.name: kwargs.pop(one.name)
-        for one in operation._schema.arguments
-        if one.is_out and one.name in kwargs
+        argument.name: kwargs.pop(argument.name)
+        for argument in operation._schema.arguments
+        if argument.is_out and argument.name in kwargs
     }
     args, kwargs = (
         _each(on_cpu, args),
@@ -185,7 +185,7 @@ def _computed_by_the_cpu(
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
     """Return a value, or what a list or tuple holds, changed."""
     return (
-        type(value)(_each(change, one) for one in value)
+        type(value)(_each(change, item) for item in value)
         if isinstance(value, list | tuple)
         else change(value)
     )

@@ -111,8 +111,8 @@ def test_local_checkpoints_are_ordered_by_step(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "step5").mkdir()
     (tmp_path / "step6").write_text("a file")
-    found = local_checkpoints(tmp_path)
-    assert [(step, path.name) for step, path in found.items()] == [
+    checkpoints = local_checkpoints(tmp_path)
+    assert [(step, path.name) for step, path in checkpoints.items()] == [
         (7, "7"),
         (20, "run2-step20"),
         (900, "step_0000900"),
@@ -191,18 +191,18 @@ def test_results_are_written_and_read_back_the_same(
     folder = tmp_path / "new" / "results"
     first = checkpoint_sweep(run, prompts=PROMPTS, settings=SETTINGS, folder=folder)
     xarray.testing.assert_identical(first, undisturbed)
-    before = state(folder)
-    assert set(before) == {
+    state_before = state(folder)
+    assert set(state_before) == {
         "plan.json",
         *(f"run0@{s}.{e}" for s in (0, 20, 100) for e in ("nc", "json")),
     }
     xarray.testing.assert_identical(
         checkpoint_sweep(run, prompts=PROMPTS, settings=SETTINGS, folder=folder), first
     )
-    assert state(folder) == before
+    assert state(folder) == state_before
     # A part of it, in another order, from the same folder.
     part = checkpoint_sweep(run, [100, 0], PROMPTS, settings=SETTINGS, folder=folder)
-    assert state(folder) == before
+    assert state(folder) == state_before
     xarray.testing.assert_equal(part, first.sel(checkpoint=[100, 0]))
 
 
@@ -235,11 +235,11 @@ def test_a_folder_of_another_sweep_is_left_alone(
         "folder": tmp_path,
     }
     checkpoint_sweep(**arguments)
-    before = state(tmp_path)
+    state_before = state(tmp_path)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         checkpoint_sweep(**arguments | change)
     assert f"holds results of another plan {named}" in str(caught.value)
-    assert state(tmp_path) == before
+    assert state(tmp_path) == state_before
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_fails_is_left_out_with_a_warning_and_tried_again(
         "failed",
         failed["3"],
     )
-    before = state(tmp_path)
+    state_before = state(tmp_path)
     seen = []
     monitored = {
         **arguments,
@@ -278,24 +278,26 @@ def test_a_checkpoint_that_fails_is_left_out_with_a_warning_and_tried_again(
         again = checkpoint_sweep(PYTHIA, [1000], **monitored)
     assert seen == ["EleutherAI%2Fpythia-14m@1000"]
     assert again.attrs["failed"] == "{}"
-    assert state(tmp_path) == before
+    assert state(tmp_path) == state_before
 
 
 @pytest.mark.on_4_only
 def test_a_folder_that_lost_a_checkpoint_goes_on_and_comes_back(tmp_path: Path) -> None:
-    there = save_checkpoints(tmp_path / "run", {"step1": 1, "step2": 2})
-    whole = checkpoint_sweep(there, prompts=PROMPTS, settings=SETTINGS)
-    weights = there / "step1" / "model.safetensors"
+    run_folder = save_checkpoints(tmp_path / "run", {"step1": 1, "step2": 2})
+    whole = checkpoint_sweep(run_folder, prompts=PROMPTS, settings=SETTINGS)
+    weights = run_folder / "step1" / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
     folder = tmp_path / "results"
     with pytest.warns(UserWarning, match="1 of 2 checkpoints of .*run failed"):
         half = checkpoint_sweep(
-            there, prompts=PROMPTS, settings=SETTINGS, folder=folder
+            run_folder, prompts=PROMPTS, settings=SETTINGS, folder=folder
         )
     assert half["checkpoint"].values.tolist() == [2]
     weights.write_bytes(content)
-    again = checkpoint_sweep(there, prompts=PROMPTS, settings=SETTINGS, folder=folder)
+    again = checkpoint_sweep(
+        run_folder, prompts=PROMPTS, settings=SETTINGS, folder=folder
+    )
     xarray.testing.assert_identical(again, whole)
 
 
@@ -371,8 +373,8 @@ def test_a_folder_of_an_older_sweep_is_refused_with_what_to_do(
 def test_checkpoints_that_were_measured_with_other_versions_are_named(
     run: Path, tmp_path: Path
 ) -> None:
-    given = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path}
-    checkpoint_sweep(run, **given)
+    arguments = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path}
+    checkpoint_sweep(run, **arguments)
     path, record = tmp_path / "run0@20.nc", tmp_path / "run0@20.json"
     data = xarray.load_dataset(path)
     provenance = json.loads(data.attrs["provenance"]) | {"versions": {"torch": "1.0"}}
@@ -384,7 +386,7 @@ def test_checkpoints_that_were_measured_with_other_versions_are_named(
     with pytest.warns(
         UserWarning, match="were not all measured alike: versions differ"
     ):
-        swept = checkpoint_sweep(run, **given)
+        swept = checkpoint_sweep(run, **arguments)
     by_unit = json.loads(swept.attrs["provenance_by_unit"])
     assert by_unit["run0@20"] == {"versions": {"torch": "1.0"}}
     assert by_unit["run0@0"]["versions"]["torch"] == torch.__version__
@@ -583,15 +585,15 @@ def test_a_sweep_that_was_killed_goes_on_to_the_same_bits(
         timeout=120,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-500:]
-    before = state(tmp_path)
+    state_before = state(tmp_path)
     finished = {
         name: content
-        for name, content in before.items()
+        for name, content in state_before.items()
         if name in ("run0@0.nc", "run0@0.json")
     }
     assert len(finished) == 2
-    assert "run0@100.nc" not in before
-    assert sum(name.startswith(".") for name in before) == left_over
+    assert "run0@100.nc" not in state_before
+    assert sum(name.startswith(".") for name in state_before) == left_over
     again = checkpoint_sweep(run, prompts=PROMPTS, settings=SETTINGS, folder=tmp_path)
     xarray.testing.assert_identical(again, undisturbed)
     for name in undisturbed.data_vars:
@@ -629,9 +631,9 @@ def test_an_executor_gives_the_same_values(
 def test_a_local_folder_is_the_same_however_its_path_is_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path}
-    checkpoint_sweep(run, [0], **given)
-    before = state(tmp_path)
+    arguments = {"prompts": PROMPTS, "settings": SETTINGS, "folder": tmp_path}
+    checkpoint_sweep(run, [0], **arguments)
+    state_before = state(tmp_path)
     monkeypatch.chdir(run.parent)
-    checkpoint_sweep(run.name, [0], **given)
-    assert state(tmp_path) == before
+    checkpoint_sweep(run.name, [0], **arguments)
+    assert state(tmp_path) == state_before

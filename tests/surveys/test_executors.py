@@ -148,10 +148,10 @@ def test_a_killed_worker_loses_nothing_finished_and_a_rerun_completes(
         "failed",
         "computed",
     ]
-    found = record(folder, UNITS[2])
-    assert found is not None
-    assert found["status"] == "failed"
-    assert found["error"].startswith("WorkerDied: its worker died, twice")
+    read_back = record(folder, UNITS[2])
+    assert read_back is not None
+    assert read_back["status"] == "failed"
+    assert read_back["error"].startswith("WorkerDied: its worker died, twice")
     before = {
         path.name: path.stat().st_mtime_ns for path in folder.glob("unit-[013].*")
     }
@@ -202,8 +202,8 @@ def test_a_worker_that_dies_amid_its_answer_has_died(
 
 def test_more_workers_than_a_machine_can_bear_are_refused() -> None:
     n_cores = os.cpu_count() or 1
-    said = rf"`workers` must be at most (32|{4 * n_cores}) on this machine of {n_cores} cores: .*; got 1000000000"
-    with pytest.raises(ValueError, match=said):
+    message = rf"`workers` must be at most (32|{4 * n_cores}) on this machine of {n_cores} cores: .*; got 1000000000"
+    with pytest.raises(ValueError, match=message):
         process_pool(10**9)
     with process_pool(32) as pool:
         assert pool.workers == 32
@@ -283,12 +283,12 @@ def test_a_killed_driver_loses_nothing_finished_and_a_rerun_completes(
         time.sleep(0.02)
     driver.kill()
     driver.wait()
-    before = bytes_of(folder)
+    bytes_before = bytes_of(folder)
     # Its worker may still be writing what it was given.
     outcomes = Folder(folder, {}).run(UNITS, measure)
     assert outcomes[0].status == "kept"
     assert bytes_of(folder) == bytes_of(alone)
-    assert before.items() <= bytes_of(folder).items()
+    assert bytes_before.items() <= bytes_of(folder).items()
 
 
 def test_a_worker_that_died_after_its_last_write_has_done_its_work(

@@ -70,7 +70,7 @@ def test_without_its_commands_the_error_names_them(
 
 @needs_slurm
 def test_the_cluster_leaves_no_process_and_no_variable_behind(tmp_path: Path) -> None:
-    before, cluster = dict(os.environ), tmp_path / "cluster"
+    variables, cluster = dict(os.environ), tmp_path / "cluster"
     stubborn = f"trap '' TERM; touch {tmp_path}/runs; while :; do sleep 0.1; done"
 
     def block_that_fails() -> None:
@@ -86,7 +86,7 @@ def test_the_cluster_leaves_no_process_and_no_variable_behind(tmp_path: Path) ->
     with pytest.raises(ZeroDivisionError):
         block_that_fails()
     wait_until(lambda: not processes_of(cluster), "the end of all processes", timeout=2)
-    assert dict(os.environ) == before
+    assert dict(os.environ) == variables
 
 
 # How submitit hears of preemption, and how a cluster preempts that sends no such
@@ -243,24 +243,12 @@ def test_the_command_hands_its_units_to_the_cluster(
             for p in survey.prompts
         )
     )
-    options = [
-        "--model",
-        f"{name}={path}",
-        "--prompts",
-        prompts,
-        "--k",
-        2,
-        "--k",
-        4,
-        "--out",
-        tmp_path / "out",
-    ]
-    said = call(
-        "survey", *options, "--slurm", "partition=local,cpus_per_task=1,timeout_min=5"
-    ).out
+    options = {"model": f"{name}={path}", "prompts": prompts, "k": [2, 4]}
+    slurm = "partition=local,cpus_per_task=1,timeout_min=5"
+    output = call("survey", **options, slurm=slurm, out=tmp_path / "out").out
     data = open_survey(tmp_path / "out" / "units").load()
     xarray.testing.assert_equal(data.drop_vars(COSTS), here.drop_vars(COSTS))
-    assert f"{float(here['mean_coupling'].sel(k=2).mean()):.3f}" in said
+    assert f"{float(here['mean_coupling'].sel(k=2).mean()):.3f}" in output
     assert list((tmp_path / "out" / "jobs").glob("*_submission.sh"))
 
 
@@ -268,11 +256,11 @@ def test_the_command_hands_its_units_to_the_cluster(
 def test_parameters_that_slurm_does_not_take_are_said(
     slurm: None, tmp_path: Path
 ) -> None:
-    for given in ({"prtition": "local"}, {"timeout_min": "12h"}):
+    for options in ({"prtition": "local"}, {"timeout_min": "12h"}):
         with pytest.raises(
-            ValueError, match=f"SLURM does not accept .*{next(iter(given))}.*: "
+            ValueError, match=f"SLURM does not accept .*{next(iter(options))}.*: "
         ) as caught:
-            slurm_executor(tmp_path, **given)
+            slurm_executor(tmp_path, **options)
         assert "\n" not in str(caught.value)
 
 

@@ -56,7 +56,7 @@ def test_one_run_holds_what_the_released_code_reports_in_both_orientations(
             tiny.oracle_jacobian(hf_model, tokens, layer, t, t).double().numpy()
             for layer in range(2)
         ]
-        svds = [np.linalg.svd(one) for one in J]
+        svds = [np.linalg.svd(jacobian) for jacobian in J]
         for orientation in ("ujv", "vju"):
             for row, col, k in np.ndindex(2, 2, 2):
                 K, (U, _, Vh), s = 2 * (k + 1), svds[col], svds[row][1][: 2 * (k + 1)]
@@ -131,10 +131,14 @@ def test_the_diagonal_can_be_chosen_before_and_after(model, measured) -> None:
 def test_the_table_is_the_means_of_the_maps(measured) -> None:
     table = measure_table(measured)
     assert len(table) == len(MEASURES) * 2 * 2 * 2
-    others = ~np.eye(2, dtype=bool)
+    is_off_diagonal = ~np.eye(2, dtype=bool)
     for row in table.itertuples():
         maps = measured[row.measure].sel(orientation=row.orientation, k=row.k).values
-        means = maps.mean((1, 2)) if row.pairs == "all" else maps[:, others].mean(1)
+        means = (
+            maps.mean((1, 2))
+            if row.pairs == "all"
+            else maps[:, is_off_diagonal].mean(1)
+        )
         assert row.mean == pytest.approx(means.mean(), rel=1e-6, abs=1e-7)
         assert row.spread == pytest.approx(means.std(ddof=1), rel=1e-4, abs=1e-7)
         assert math.isfinite(row.null)
@@ -182,8 +186,8 @@ def test_a_shallower_model_is_read_over_its_own_layers(model, measured) -> None:
 def test_folders_of_before_these_could_be_chosen_can_go_on(
     folder_model: Path, tmp_path: Path
 ) -> None:
-    asked = tlc.Survey(folder_model, PROMPTS[:1], settings=tlc.Settings(k=(2,)))
-    before = tlc.run(asked, tmp_path, progress=False)
+    survey = tlc.Survey(folder_model, PROMPTS[:1], settings=tlc.Settings(k=(2,)))
+    before = tlc.run(survey, tmp_path, progress=False)
     plan = json.loads((tmp_path / "plan.json").read_text())
     # As written before these could be chosen.
     for name in ("measures", "p", "absolute", "diagonal", "digest"):
@@ -200,7 +204,7 @@ def test_folders_of_before_these_could_be_chosen_can_go_on(
                 }
             )
         )
-    xarray.testing.assert_identical(tlc.run(asked, tmp_path, progress=False), before)
+    xarray.testing.assert_identical(tlc.run(survey, tmp_path, progress=False), before)
     with pytest.raises(
         ValueError,
         match=r"holds results of another plan \(diagonal\): wanted .*true.* found .*false",

@@ -47,11 +47,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     checkpoints.
     """
     folder = tmp_path_factory.mktemp("models")
-    whole = {
+    model_of = {
         "two": tiny.huggingface_model("llama"),
         "three": tiny.huggingface_model("gpt_neox", 1, num_hidden_layers=3),
     }
-    for name, model in whole.items():
+    for name, model in model_of.items():
         model.save_pretrained(folder / name)
         tiny.save_tokenizer(folder / name)
     for step in (0, 100):
@@ -99,8 +99,8 @@ def test_a_unit_is_one_model_and_checkpoint_with_some_prompts(survey: Survey) ->
         "three@main+0": [0, 2],
         "three@main+2": [2, 3],
     }
-    whole = replace(survey, prompts_per_unit=None).units()
-    assert {unit.key: unit.subject["prompts"] for unit in whole} == {
+    undivided = replace(survey, prompts_per_unit=None).units()
+    assert {unit.key: unit.subject["prompts"] for unit in undivided} == {
         "two@main": [0, 3],
         "three@main": [0, 3],
     }
@@ -269,24 +269,32 @@ def test_a_killed_process_loses_nothing_finished(
         ]
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
-    _, said = driver.communicate()
+    _, errors = driver.communicate()
     if victim == "worker":
         # Its units are done again by a new one.
-        assert (driver.returncode, "units failed" in said) == (0, False)
-    before = {
+        assert (driver.returncode, "units failed" in errors) == (0, False)
+    finished_units = {
         name: content
         for name, content in state(folder).items()
         if name.endswith(".nc") and name[0] != "."
     }
-    assert before
+    assert finished_units
     data = run(survey, folder)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
-    kept = {name: content for name, content in state(folder).items() if name in before}
+    units_after = {
+        name: content
+        for name, content in state(folder).items()
+        if name in finished_units
+    }
     # The worker of a driver that was killed may have finished one more, and written it
     # again.
-    assert {name: content for name, content in kept.items() if content == before[name]}
-    assert {name: content[0] for name, content in kept.items()} == {
-        name: content[0] for name, content in before.items()
+    assert {
+        name: content
+        for name, content in units_after.items()
+        if content == finished_units[name]
+    }
+    assert {name: content[0] for name, content in units_after.items()} == {
+        name: content[0] for name, content in finished_units.items()
     }
     again = state(folder)
     run(survey, folder)
@@ -365,13 +373,17 @@ def test_a_model_that_fails_fails_alone_and_a_rerun_completes(
         data = run(broken, tmp_path / "results")
     assert data["model"].values.tolist() == ["two"]
     assert set(json.loads(data.attrs["failed"])) == {"three@main+0", "three@main+2"}
-    before = state(tmp_path / "results")
+    state_before = state(tmp_path / "results")
     for path in Path(models["three"]).iterdir():
         (link / path.name).write_bytes(path.read_bytes())
     data = run(broken, tmp_path / "results")
     xarray.testing.assert_equal(values_of(data), values_of(undisturbed))
     after = state(tmp_path / "results")
-    assert all(after[name] == before[name] for name in before if name.startswith("two"))
+    assert all(
+        after[name] == state_before[name]
+        for name in state_before
+        if name.startswith("two")
+    )
 
 
 def test_nothing_measured_is_an_error(tmp_path: Path) -> None:
@@ -390,8 +402,8 @@ def test_results_of_another_survey_are_not_overwritten(
     survey: Survey, models: dict[str, str], tmp_path: Path
 ) -> None:
     run(survey, tmp_path)
-    before = state(tmp_path)
-    others = {
+    state_before = state(tmp_path)
+    other_plans = {
         r"another plan \(prompts\)": replace(survey, prompts=PROMPTS[:2]),
         r"another plan \(k\)": replace(survey, settings=replace(SETTINGS, k=(3,))),
         r"another plan \(prompts_per_unit\)": replace(survey, prompts_per_unit=1),
@@ -399,19 +411,21 @@ def test_results_of_another_survey_are_not_overwritten(
             survey, models={"two": models["three"]}
         ),
     }
-    for message, other in others.items():
+    for message, other_survey in other_plans.items():
         with pytest.raises(ValueError, match=message):
-            run(other, tmp_path)
+            run(other_survey, tmp_path)
     with pytest.raises(ValueError, match="another plan"):
         tlc.checkpoint_sweep(
             models["run"], prompts=PROMPTS, settings=SETTINGS, folder=tmp_path
         )
-    assert state(tmp_path) == before
+    assert state(tmp_path) == state_before
     more = run(replace(survey, models={"four": models["two"]}), tmp_path)
     assert more["model"].values.tolist() == ["four", "three", "two"]
     assert {
-        name: content for name, content in state(tmp_path).items() if name in before
-    } == before
+        name: content
+        for name, content in state(tmp_path).items()
+        if name in state_before
+    } == state_before
 
 
 def test_two_models_are_not_taken_together_under_one_name(
@@ -420,37 +434,41 @@ def test_two_models_are_not_taken_together_under_one_name(
     """Neither as two checkpoints of one, nor of two training runs whose folders have
     one name.
     """
-    given = {"prompts": PROMPTS[:1], "settings": SETTINGS}
+    of_one_prompt = {"prompts": PROMPTS[:1], "settings": SETTINGS}
     run(
-        Survey({"name": models["run"]}, checkpoints=[100], **given),
+        Survey({"name": models["run"]}, checkpoints=[100], **of_one_prompt),
         tmp_path / "results",
     )
-    before = state(tmp_path / "results")
-    said = (
+    state_before = state(tmp_path / "results")
+    message = (
         "holds results of '.*run' as 'name', asked for is '.*two': give it another name"
     )
-    with pytest.raises(ValueError, match=said):
-        run(Survey({"name": models["two"]}, **given), tmp_path / "results")
-    other = tmp_path / "run"
-    shutil.copytree(Path(models["run"]) / "step0", other / "step0")
-    tlc.checkpoint_sweep(models["run"], [100], **given, folder=tmp_path / "sweep")
+    with pytest.raises(ValueError, match=message):
+        run(Survey({"name": models["two"]}, **of_one_prompt), tmp_path / "results")
+    same_named_run = tmp_path / "run"
+    shutil.copytree(Path(models["run"]) / "step0", same_named_run / "step0")
+    tlc.checkpoint_sweep(
+        models["run"], [100], **of_one_prompt, folder=tmp_path / "sweep"
+    )
     with pytest.raises(
         ValueError, match=r"as 'run', asked for is '.*run': give it another name"
     ):
-        tlc.checkpoint_sweep(other, [0], **given, folder=tmp_path / "sweep")
-    assert state(tmp_path / "results") == before
+        tlc.checkpoint_sweep(
+            same_named_run, [0], **of_one_prompt, folder=tmp_path / "sweep"
+        )
+    assert state(tmp_path / "results") == state_before
     # More checkpoints of the same model are welcome, and a name under which nothing was
     # measured is free.
     more = tlc.checkpoint_sweep(
-        models["run"], [0, 100], **given, folder=tmp_path / "sweep"
+        models["run"], [0, 100], **of_one_prompt, folder=tmp_path / "sweep"
     )
     assert more["checkpoint"].values.tolist() == [0, 100]
     with pytest.warns(UserWarning, match="1 of 2 units failed"):
         run(
-            Survey({"two": models["two"], "three": "no/three"}, **given),
+            Survey({"two": models["two"], "three": "no/three"}, **of_one_prompt),
             tmp_path / "free",
         )
-    free = run(Survey({"three": models["three"]}, **given), tmp_path / "free")
+    free = run(Survey({"three": models["three"]}, **of_one_prompt), tmp_path / "free")
     assert free["model"].values.tolist() == ["three", "two"]
 
 
@@ -519,11 +537,11 @@ def test_a_local_model_that_changes_between_units_is_an_error(
         data.loss.sel(prompt="sums-0").squeeze(), first.loss.squeeze()
     )
     # A later run notices as well, and goes on when the model is again what it was.
-    before = state(tmp_path / "results")
-    said = rf"holds results of .*own, where '{name}' is another file now: restore it, or measure the new model in"
-    with pytest.raises(ValueError, match=said):
+    state_before = state(tmp_path / "results")
+    message = rf"holds results of .*own, where '{name}' is another file now: restore it, or measure the new model in"
+    with pytest.raises(ValueError, match=message):
         run(survey, tmp_path / "results")
-    assert state(tmp_path / "results") == before
+    assert state(tmp_path / "results") == state_before
     shutil.copytree(original, own_model, dirs_exist_ok=True)
     whole = run(survey, tmp_path / "results")
     expected = run(replace(survey, models={"own": original}))
@@ -575,9 +593,9 @@ def test_a_model_that_is_the_same_is_not_refused(
 
     data = run(survey, tmp_path / "results", progress=progress)
     xarray.testing.assert_identical(values_of(data), values_of(expected))
-    before = state(tmp_path / "results")
+    state_before = state(tmp_path / "results")
     run(survey, tmp_path / "results")
-    assert state(tmp_path / "results") == before
+    assert state(tmp_path / "results") == state_before
 
 
 def test_results_that_do_not_say_which_files_they_are_of_are_kept(
@@ -596,9 +614,9 @@ def test_results_that_do_not_say_which_files_they_are_of_are_kept(
     del content["files"], content["plan"], content["digest"]
     path.write_text(json.dumps(content))
     touch(own_model)
-    before = state(tmp_path / "results")
+    state_before = state(tmp_path / "results")
     run(survey, tmp_path / "results")
-    assert state(tmp_path / "results") == before
+    assert state(tmp_path / "results") == state_before
 
 
 def test_a_folder_of_something_else_is_said(tmp_path: Path) -> None:
@@ -654,16 +672,16 @@ def test_threads_get_the_untrained_twins_that_one_alone_gets(
     models: dict[str, str],
 ) -> None:
     """Seeds are of the whole process."""
-    asked = Survey(
+    with_twins = Survey(
         {"two": models["two"], "three": models["three"]},
         PROMPTS,
         settings=SETTINGS,
         untrained=True,
     )
-    asked = replace(asked, prompts_per_unit=1)
+    with_twins = replace(with_twins, prompts_per_unit=1)
     with ThreadPoolExecutor(4) as executor:
-        together = run(asked, executor=executor)
-    xarray.testing.assert_identical(values_of(together), values_of(run(asked)))
+        together = run(with_twins, executor=executor)
+    xarray.testing.assert_identical(values_of(together), values_of(run(with_twins)))
 
 
 def test_revisions_are_in_the_order_of_their_steps() -> None:
@@ -688,10 +706,10 @@ def test_results_that_were_damaged_since_are_said(
     path.write_bytes(path.read_bytes()[:-10])
     (tmp_path / "three@main+0.json").write_text('{"what": {}, "status": "finished"}')
     data = open_survey(tmp_path)
-    said = "its result is missing or damaged: run again"
+    message = "its result is missing or damaged: run again"
     assert json.loads(data.attrs["failed"]) == {
-        "three@main+0": said,
-        "two@main+0": said,
+        "three@main+0": message,
+        "two@main+0": message,
     }
     assert data.loss.sel(model="two", checkpoint="main").isnull().values.tolist() == [
         True,
@@ -709,9 +727,9 @@ def test_units_of_different_versions_open_and_are_named(
     prompts_per_unit: int | None,
 ) -> None:
     """As after an upgrade between two runs: within one model, or between two."""
-    asked = replace(survey, prompts_per_unit=prompts_per_unit)
-    run(asked, tmp_path)
-    key = asked.units()[0].key
+    survey_in_units = replace(survey, prompts_per_unit=prompts_per_unit)
+    run(survey_in_units, tmp_path)
+    key = survey_in_units.units()[0].key
     path, record = tmp_path / f"{key}.nc", tmp_path / f"{key}.json"
     data = xarray.load_dataset(path)
     provenance = json.loads(data.attrs["provenance"])
@@ -729,8 +747,9 @@ def test_units_of_different_versions_open_and_are_named(
     ):
         opened = open_survey(tmp_path)
     by_unit = json.loads(opened.attrs["provenance_by_unit"])
-    assert {unit: one["device"] for unit, one in by_unit.items()} == {
-        unit.key: "cuda" if unit.key == key else "cpu" for unit in asked.units()
+    assert {unit: provenance["device"] for unit, provenance in by_unit.items()} == {
+        unit.key: "cuda" if unit.key == key else "cpu"
+        for unit in survey_in_units.units()
     }
     assert by_unit[key]["versions"] == versions
     common = json.loads(opened.attrs["provenance"])
@@ -739,7 +758,7 @@ def test_units_of_different_versions_open_and_are_named(
     np.testing.assert_array_equal(opened.coupling, undisturbed.coupling)
     with pytest.warns(UserWarning, match="were not all measured alike"):
         assert (
-            run(asked, tmp_path).attrs["provenance_by_unit"]
+            run(survey_in_units, tmp_path).attrs["provenance_by_unit"]
             == opened.attrs["provenance_by_unit"]
         )
 
@@ -747,11 +766,14 @@ def test_units_of_different_versions_open_and_are_named(
 def test_failures_of_earlier_runs_are_not_those_of_this_one(
     models: dict[str, str], tmp_path: Path
 ) -> None:
-    given = {"prompts": PROMPTS[:1], "settings": SETTINGS}
+    of_one_prompt = {"prompts": PROMPTS[:1], "settings": SETTINGS}
     with pytest.warns(UserWarning, match="1 of 2 units failed"):
-        run(Survey({"two": models["two"], "thre": "no/thre"}, **given), tmp_path)
+        run(
+            Survey({"two": models["two"], "thre": "no/thre"}, **of_one_prompt), tmp_path
+        )
     data = run(
-        Survey({"two": models["two"], "three": models["three"]}, **given), tmp_path
+        Survey({"two": models["two"], "three": models["three"]}, **of_one_prompt),
+        tmp_path,
     )
     assert json.loads(data.attrs["failed"]) == {}
     assert set(json.loads(open_survey(tmp_path).attrs["failed"])) == {"thre@main"}
@@ -818,12 +840,12 @@ def test_prompts_of_a_unit_have_a_bar_of_their_own_by_default(
     )
     monkeypatch.setattr("tl_coupling.surveys.survey.measure_prompts", measured)
     with ThreadPoolExecutor(1) as executor:
-        for given in (
+        for options in (
             {},
             {"progress": False},
             {"progress": iter},
             {"executor": executor},
         ):
             with pytest.raises(ModelError, match="enough"):
-                run(Survey(["a"], ["w1"]), **given)
+                run(Survey(["a"], ["w1"]), **options)
     assert seen == [None, False, False, False]

@@ -67,17 +67,17 @@ def test_each_unit_is_a_result_and_a_record(finished: Path) -> None:
         np.testing.assert_array_equal(
             load_unit(finished, unit)["x"], np.arange(5) + 100 * i
         )
-        found = record(finished, unit)
-        assert found is not None
-        assert (found["status"], found["what"]) == ("finished", {"number": i})
+        read_back = record(finished, unit)
+        assert read_back is not None
+        assert (read_back["status"], read_back["what"]) == ("finished", {"number": i})
 
 
 def test_what_is_finished_is_kept_and_not_touched(finished: Path) -> None:
-    before, again = snapshot(finished), Measurement()
+    files_before, again = snapshot(finished), Measurement()
     outcomes = Folder(finished, PLAN).run(UNITS, again)
     assert [outcome.status for outcome in outcomes] == ["kept"] * 3
     assert again.asked == []
-    assert snapshot(finished) == before
+    assert snapshot(finished) == files_before
 
 
 def truncated(folder: Path) -> None:
@@ -136,7 +136,7 @@ def both_of_another_unit(folder: Path) -> None:
 def test_what_is_missing_or_damaged_is_done_again_and_nothing_else(
     finished: Path, damage
 ) -> None:
-    before = snapshot(finished)
+    files_before = snapshot(finished)
     damage(finished)
     again = Measurement()
     assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == [
@@ -146,8 +146,8 @@ def test_what_is_missing_or_damaged_is_done_again_and_nothing_else(
     ]
     assert again.asked == [1]
     after = snapshot(finished)
-    assert after.keys() == before.keys()
-    assert {name for name in before if after[name] != before[name]} <= {
+    assert after.keys() == files_before.keys()
+    assert {name for name in files_before if after[name] != files_before[name]} <= {
         "unit-1.nc",
         "unit-1.json",
     }
@@ -196,9 +196,9 @@ def test_an_old_result_does_not_pass_for_that_of_a_unit_that_failed_since(
     finished: Path,
 ) -> None:
     truncated(finished)
-    whole = (finished / "unit-2.nc").read_bytes()
+    undamaged = (finished / "unit-2.nc").read_bytes()
     Folder(finished, PLAN).run(UNITS, Measurement(failing=(1,)))
-    (finished / "unit-1.nc").write_bytes(whole)
+    (finished / "unit-1.nc").write_bytes(undamaged)
     again = Measurement()
     Folder(finished, PLAN).run(UNITS, again)
     assert again.asked == [1]
@@ -235,7 +235,7 @@ def test_progress_wraps_the_loop(tmp_path: Path) -> None:
 def test_another_plan_is_refused_by_name_and_nothing_is_overwritten(
     finished: Path,
 ) -> None:
-    before = snapshot(finished)
+    files_before = snapshot(finished)
     Folder(finished, {"of": "units"})
     with pytest.raises(
         ValueError,
@@ -243,7 +243,7 @@ def test_another_plan_is_refused_by_name_and_nothing_is_overwritten(
     ) as caught:
         Folder(finished, {"of": "ünits", "k": 3})
     assert str(finished) in str(caught.value)
-    assert snapshot(finished) == before
+    assert snapshot(finished) == files_before
 
 
 def test_a_plan_is_what_json_makes_of_it(tmp_path: Path) -> None:
@@ -265,12 +265,12 @@ def test_what_differs_is_named_however_long_it_is(finished: Path) -> None:
 )
 def test_a_damaged_plan_is_said(finished: Path, content: bytes) -> None:
     (finished / "plan.json").write_bytes(content)
-    before = snapshot(finished)
+    files_before = snapshot(finished)
     with pytest.raises(
         ValueError, match=r"plan\.json is damaged: restore it, or choose"
     ):
         Folder(finished, {"of": "units"})
-    assert snapshot(finished) == before
+    assert snapshot(finished) == files_before
 
 
 def test_a_plan_that_was_changed_is_not_believed(finished: Path) -> None:
@@ -317,14 +317,14 @@ def test_folders_of_other_versions_are_refused_with_what_to_do(
     (finished / "plan.json").write_text(
         json.dumps(PLAN if version is None else {"version": version} | PLAN)
     )
-    before = snapshot(finished)
+    files_before = snapshot(finished)
     for plan in (None, PLAN):
         with pytest.raises(
             ValueError,
             match=f"was written by {said} of tl_coupling .*choose another folder",
         ):
             Folder(finished, plan)
-    assert snapshot(finished) == before
+    assert snapshot(finished) == files_before
 
 
 def one_only(unit: Unit) -> xarray.Dataset:
@@ -337,12 +337,12 @@ def test_a_run_that_is_refused_leaves_the_plan_of_the_other(tmp_path: Path) -> N
     other_plan = {"of": "other prompts"}
 
     def inside(units):
-        before = (tmp_path / "plan.json").read_bytes()
+        plan_before = (tmp_path / "plan.json").read_bytes()
         with pytest.raises(
             ValueError, match="another run, or one of its workers, is using"
         ):
             Folder(tmp_path, other_plan).run(UNITS, one_only)
-        assert (tmp_path / "plan.json").read_bytes() == before
+        assert (tmp_path / "plan.json").read_bytes() == plan_before
         yield from units
 
     Folder(tmp_path, PLAN).run(UNITS, Measurement(), inside)
@@ -386,12 +386,12 @@ def test_jobs_that_an_earlier_plan_left_write_nothing(
         UNITS, Measurement((0, 1, 2)) if fails else one_only, None, queue
     )
     Folder(tmp_path, {"position": -1}).run(UNITS, Measurement())
-    before = snapshot(tmp_path)
+    files_before = snapshot(tmp_path)
     for job in queue.jobs:
         status, error = job()
         assert status == "failed"
         assert "the folder is now of another plan" in error
-    assert snapshot(tmp_path) == before
+    assert snapshot(tmp_path) == files_before
 
 
 def test_a_job_of_an_earlier_plan_that_is_measuring_writes_nothing_either(
@@ -414,11 +414,11 @@ def test_a_job_of_an_earlier_plan_that_is_measuring_writes_nothing_either(
 
 def result_of_another_plan(folder: Path) -> None:
     """What came too late to be stopped."""
-    other = folder.parent / f"{folder.name}-other"
-    other.mkdir()
-    Folder(other, {"of": "another plan"}).run(UNITS[1:2], one_only)
+    other_folder = folder.parent / f"{folder.name}-other"
+    other_folder.mkdir()
+    Folder(other_folder, {"of": "another plan"}).run(UNITS[1:2], one_only)
     for ending in ("nc", "json"):
-        shutil.copy(other / f"unit-1.{ending}", folder)
+        shutil.copy(other_folder / f"unit-1.{ending}", folder)
 
 
 def test_results_of_another_plan_are_done_again(finished: Path) -> None:
@@ -450,10 +450,10 @@ def test_a_unit_that_another_plan_replaced_during_the_run_has_failed(
         "failed",
         "computed",
     ]
-    said = (
+    message = (
         "its result was replaced by a job of another plan: end that job, and run again"
     )
-    assert outcomes[1].error == said
+    assert outcomes[1].error == message
 
 
 def test_records_of_earlier_versions_are_of_the_plan_beside_them(
@@ -464,11 +464,11 @@ def test_records_of_earlier_versions_are_of_the_plan_beside_them(
         content = json.loads(path.read_text())
         del content["plan"], content["digest"]
         path.write_text(json.dumps(content))
-    before = snapshot(finished)
+    files_before = snapshot(finished)
     assert [o.status for o in Folder(finished, PLAN).run(UNITS, one_only)] == [
         "kept"
     ] * 3
-    assert snapshot(finished) == before
+    assert snapshot(finished) == files_before
 
 
 def test_results_without_a_plan_are_not_ours(finished: Path) -> None:
@@ -553,11 +553,13 @@ def test_a_full_disk_is_one_clear_error_and_a_rerun_completes(tmp_path: Path) ->
         "small.nc",
         "small.json",
     }
-    before = snapshot(tmp_path)
+    files_before = snapshot(tmp_path)
     assert write_under(0, tmp_path) == ["asked large", "asked last"]
     assert {
-        name: content for name, content in snapshot(tmp_path).items() if name in before
-    } == before
+        name: content
+        for name, content in snapshot(tmp_path).items()
+        if name in files_before
+    } == files_before
     np.testing.assert_array_equal(
         load_unit(tmp_path, Unit("large", {}))["x"], np.arange(9999)
     )

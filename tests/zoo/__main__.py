@@ -81,17 +81,17 @@ def main() -> int:
             disable=None,
         )
     )
-    found = {line: {name: rows[name] for name in names}}
+    results = {line: {name: rows[name] for name in names}}
     if options.save:
         options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text(json.dumps(found, indent=1))
+        options.save.write_text(json.dumps(results, indent=1))
     for file in options.beside:
-        found |= json.loads(file.read_text())
-    print("\n".join(lines(found)))
+        results |= json.loads(file.read_text())
+    print("\n".join(lines(results)))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(page(found))
-    return int(failed(found))
+        options.out.write_text(page(results))
+    return int(failed(results))
 
 
 if __name__ == "__main__":

@@ -46,15 +46,17 @@ class Oracle:
         skip left out.
         """
         [(X, Y)] = self.steps([layer])
-        found = {}
+        jacobians = {}
         for t2 in {t2 for _, t2 in pairs}:
             rows = [
                 torch.autograd.grad(y, X, retain_graph=True)[0][0] for y in Y[0, t2]
             ]
             for t1 in {t1 for t1, t2_ in pairs if t2_ == t2}:
                 J = torch.stack([row[t1] for row in rows])
-                found[t1, t2] = J - torch.eye(len(J), dtype=J.dtype) if t1 == t2 else J
-        return found
+                jacobians[t1, t2] = (
+                    J - torch.eye(len(J), dtype=J.dtype) if t1 == t2 else J
+                )
+        return jacobians
 
     def steps(self, layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """`(X, Y)` of each of these blocks from one run of the model; X is a leaf, so Y

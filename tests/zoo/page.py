@@ -161,12 +161,12 @@ def _remark(name: str, row: Row) -> str:
     """Return what is measured under this name, and what the precisions that are not
     correct said.
     """
-    said: dict[str, list[str]] = {}
+    sentences: dict[str, list[str]] = {}
     for precision, finding in row.items():
         if finding["sentence"]:
-            said.setdefault(finding["sentence"], []).append(precision)
+            sentences.setdefault(finding["sentence"], []).append(precision)
     parts = [MEASURED_AS[name]] if name in MEASURED_AS else []
-    for sentence, precisions in said.items():
+    for sentence, precisions in sentences.items():
         parts.append(
             sentence
             if len(precisions) == len(row)

@@ -162,12 +162,7 @@ def resampled(
     """Resample as `bootstrap` does, families being numbered, without its warning."""
     if y.ndim == 1:
         y = np.broadcast_to(y[:, None], x.shape)
-    has_both = np.isfinite(x).any(1) & np.isfinite(y).any(1)
-    if has_both.sum() < 3:
-        raise ValueError(
-            "resampling models needs at least three that have both values, "
-            f"got {has_both.sum()}"
-        )
+    has_both = _have_both(x, y)
     x = x[has_both]
     y = y[has_both]
     check_size(x, "`x`")
@@ -206,6 +201,20 @@ def resampled(
         n_families=n_families,
         resampled=f"{'' if n_families is None else 'whole families of '}{_RESAMPLED}",
     )
+
+
+def _have_both(
+    x: Float[np.ndarray, "n_models n_prompts"],
+    y: Float[np.ndarray, "n_models n_prompts"],
+) -> Bool[np.ndarray, " n_models"]:
+    """Say which models have both values; ValueError where fewer than three do."""
+    has_both = np.isfinite(x).any(1) & np.isfinite(y).any(1)
+    if has_both.sum() < 3:
+        raise ValueError(
+            "resampling models needs at least three that have both values, "
+            f"got {has_both.sum()}"
+        )
+    return has_both
 
 
 def _band(

@@ -415,6 +415,7 @@ class Study:
             scores[ALL_PROMPTS] = question.score
         return familywise(
             in_rows(data, data),
+            {name: mean_name(name) for name in measured_in(data.data_vars)},
             self.models.table,
             prompts,
             scores,

@@ -299,7 +299,7 @@ def measure_named(
         >>> tlc.measures.measure_named("spectral_miscoupling", p=1).label_at(10)
         'spectral mis-coupling $m_K$ (k = 10, p = 1)'
     """
-    with_these = with_options(measure, p, absolute)
+    with_these = _with_options(measure, p, absolute)
     options_are_its_own = (
         with_these.takes_options
         and with_these.p == p
@@ -313,7 +313,7 @@ def measure_named(
     return with_these
 
 
-def with_options(measure: AnyMeasure, p: Norm, absolute: bool) -> Measure:
+def _with_options(measure: AnyMeasure, p: Norm, absolute: bool) -> Measure:
     """Return the measure of a name; options are for that which takes them."""
     if isinstance(measure, Measure):
         return measure

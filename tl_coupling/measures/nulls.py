@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.measures.matrices import Norm, finite, top_values
-from tl_coupling.measures.measure import MEASURES, AnyMeasure, Measure, with_options
+from tl_coupling.measures.measure import MEASURES, AnyMeasure, Measure, measure_named
 from tl_coupling.measures.moments import (
     mean_absolute_entry,
     moments_in_space,
@@ -71,10 +71,11 @@ def random_subspace_null(
         k: size of A.
         measure: `"coupling"` gives `1 − √(1 − 1/k)`: 0.051 at k = 10, 0.010 at k = 50.
         d_model, S_1, frobenius_norm: of J_1; needed by the measures that depend on it.
-        p, absolute: as in `spectral_miscoupling`.
+        p, absolute: as in `measure_of`.
 
     Raises:
-        ValueError: k above `d_model`, or what the measure needs is missing.
+        ValueError: k above `d_model`, or what the measure needs is missing; `p` or
+            `absolute` of a measure without such options.
 
     Example:
         >>> tlc.random_subspace_null(10)
@@ -86,7 +87,7 @@ def random_subspace_null(
     """
     if d_model is not None:
         check_k(k, d_model)
-    measured = with_options(measure, p, absolute)
+    measured = measure_named(measure, p=p, absolute=absolute)
     if measured.null_tends_to is not None:
         return measured.null_of_any_jacobian(k)
     if d_model is None or S_1 is None or frobenius_norm is None:
@@ -172,7 +173,7 @@ def rotation_null(
         >>> 1 - tlc.measures.rotation_null(A, S_1, "normalized_miscoupling") ** 2, 1 - 1 / 20
         (tensor(0.9500, dtype=torch.float64), 0.95)
     """
-    measured = with_options(measure, p, absolute)
+    measured = measure_named(measure, p=p, absolute=absolute)
     s = top_values(S_1, A.shape[-1]).double()
     A = finite(A, "A").double()
     moments = moments_in_spans(A, s, paired=paired, absolute=measured.absolute)

@@ -9,8 +9,10 @@ from typing import Any, Literal, TypeVar
 
 import matplotlib
 import numpy as np
+from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
@@ -107,6 +109,19 @@ def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
                 f"{name!r} is of kind {result.kind!r}"
             )
     return dict(results)
+
+
+def color_map(cmap: str | Colormap | None) -> Colormap:
+    """Return a colour map, matplotlib's default for None.
+
+    Raises:
+        ValueError: a name that matplotlib does not know.
+    """
+    if isinstance(cmap, str) and cmap not in colormaps:
+        raise ValueError(
+            f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}"
+        )
+    return colormaps.get_cmap(cmap or rcParams["image.cmap"])
 
 
 def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:

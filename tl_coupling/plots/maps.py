@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from matplotlib import colormaps, rcParams
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
@@ -75,21 +75,15 @@ def plot_coupling(
         high = vmax
     if low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
-    if isinstance(cmap, str) and cmap not in colormaps:
-        raise ValueError(
-            f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}"
-        )
+    colors = labels.color_map(cmap).with_extremes(bad=labels.UNDEFINED)
     side = 6.4
     if result.kind != "depth":
         # Every token has a name, which takes room.
         side = min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
     ax = ax or labels.new_figure(side, 0.9 * side, "compressed").subplots()
-    cmap = colormaps.get_cmap(cmap or rcParams["image.cmap"]).with_extremes(
-        bad=labels.UNDEFINED
-    )
     k = result.k if k is None else k
     label = f"{labels.measure_label(measure, k, **options)}; null: random subspaces"
-    bar = _draw_pairs(ax, result, values, k, label, vmin=low, vmax=high, cmap=cmap)
+    bar = _draw_pairs(ax, result, values, k, label, vmin=low, vmax=high, cmap=colors)
     null = result.null(k, measure, **options)
     if low <= null <= high:
         labels.mark_null(bar, null)
@@ -151,11 +145,11 @@ def color_scale(
     nulls = [result.null(k, measure, **options) for result in results]
     null_tends_to = measure_named(measure).null_tends_to
     least = [min(1.0, 4 * max(nulls))] if null_tends_to == 0 else []
-    known = np.concatenate([*values, nulls, least])
-    known = known[np.isfinite(known)]
+    on_scale = np.concatenate([*values, nulls, least])
+    finite = on_scale[np.isfinite(on_scale)]
     if null_tends_to == 1:
-        return float(known.min(initial=1.0)), 1.0
-    return 0.0, float(known.max(initial=0.0)) or 1.0
+        return float(finite.min(initial=1.0)), 1.0
+    return 0.0, float(finite.max(initial=0.0)) or 1.0
 
 
 @checked
@@ -204,15 +198,15 @@ def plot_coupling_matrices(
         raise ValueError(
             f"`untrained` must be a map of kind {result.kind!r} as well, got {untrained.kind!r}"
         )
-    chosen = _chosen(result, layers, positions)
+    places = _places_drawn(result, layers, positions)
     k = labels.common_k(list(grids.values()), k)
-    panels = [_panels(grid, chosen, k, name) for name, grid in grids.items()]
-    side = min(6.4, max(4.0, 0.8 * len(chosen)))
+    panels = [_panels(grid, places, k, name) for name, grid in grids.items()]
+    side = min(6.4, max(4.0, 0.8 * len(places)))
     fig = fig or labels.new_figure(side + 1.0, (side + 0.4) * len(grids), "compressed")
     axes = fig.subplots(len(grids), 1, squeeze=False)[:, 0]
     for ax, grid, panel in zip(axes, grids.values(), panels, strict=True):
         image, centres = _draw_mosaic(ax, panel, PowerNorm(0.5, vmin=0, vmax=vmax))
-        _name_sides(ax, grid, chosen, centres)
+        _name_sides(ax, grid, places, centres)
         labels.entitle(ax, labels.map_heading([grid], k))
     extend = "max" if vmax < 1 else "neither"
     fig.colorbar(
@@ -255,19 +249,20 @@ def plot_alignment_matrices(
         >>> ax = tlc.plots.plot_alignment_matrices(result, sides="uu")
     """
     n_layers = len(result.singular_values)
-    chosen = list(range(n_layers))
+    drawn_layers = list(range(n_layers))
     if layers is not None:
-        chosen = [i + n_layers if -n_layers <= i < 0 else i for i in layers]
-    if not chosen or not set(chosen) <= set(range(n_layers)):
+        drawn_layers = [i + n_layers if -n_layers <= i < 0 else i for i in layers]
+    if not drawn_layers or not set(drawn_layers) <= set(range(n_layers)):
         raise ValueError(
             f"`layers` must be some of the {n_layers} layers, 0 to {n_layers - 1}, "
-            f"got {chosen}"
+            f"got {drawn_layers}"
         )
-    panels = getattr(result, sides)[chosen][:, chosen].abs().cpu().numpy()
+    matrices = getattr(result, sides)[drawn_layers][:, drawn_layers]
+    panels = matrices.abs().cpu().numpy()
     ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
     image, centres = _draw_mosaic(ax, panels, PowerNorm(0.5, 0, 1))
     for axis, side in zip((ax.yaxis, ax.xaxis), sides, strict=True):
-        labels.name_ticks(axis, chosen, labels.MAX_LAYER_TICKS, centres)
+        labels.name_ticks(axis, drawn_layers, labels.MAX_LAYER_TICKS, centres)
         hand = "left" if side == "u" else "right"
         axis.set_label_text(f"layer of the {hand} singular vectors {side.upper()}")
     row_side = sides[0].upper()
@@ -307,16 +302,16 @@ def plot_influence(
         name: getattr(result, measure).detach().cpu().double().numpy()
         for name, result in panels.items()
     }
-    most = max(len(result.source_positions) for result in panels.values())
-    width = min((_WIDEST - 1) / len(panels), max(3.0, 1.2 + 0.22 * most))
+    n_sources = max(len(result.source_positions) for result in panels.values())
+    width = min((_WIDEST - 1) / len(panels), max(3.0, 1.2 + 0.22 * n_sources))
     fig = fig or labels.new_figure(width * len(panels) + 1, 5.6)
     axes = fig.subplots(1, len(panels), squeeze=False)[0]
-    known = np.concatenate(
+    positive = np.concatenate(
         [value[np.isfinite(value) & (value > 0)] for value in values.values()]
     )
-    norm = Normalize(0, known.max(initial=0) or 1)
-    if len(known) and measure in ("frobenius_norm", "largest_singular_value"):
-        norm = LogNorm(known.min(), known.max())
+    norm = Normalize(0, positive.max(initial=0) or 1)
+    if len(positive) and measure in ("frobenius_norm", "largest_singular_value"):
+        norm = LogNorm(positive.min(), positive.max())
     for ax, (name, result) in zip(axes, panels.items(), strict=True):
         image = ax.imshow(
             np.where(values[name] > 0, values[name], np.nan), norm=norm, aspect="auto"
@@ -378,12 +373,12 @@ def _draw_pairs(
 def _name_sides(
     ax: Axes,
     result: CouplingMap,
-    chosen: Sequence[int] | None = None,
+    drawn_places: Sequence[int] | None = None,
     centres: np.ndarray | None = None,
 ) -> None:
-    """Say what rows and columns are, with a tick for each that is chosen.
+    """Say what rows and columns are, with a tick for each place that is drawn.
 
-    Without a choice there are as many ticks as have room.
+    Where all are drawn there are as many ticks as have room.
     """
     is_depth = result.kind == "depth"
     if is_depth:
@@ -397,18 +392,18 @@ def _name_sides(
         column_layer = f", layer {result.col_layers[0]}"
     ax.set_ylabel(f"{connection} of J₁{row_layer}")
     ax.set_xlabel(f"{connection} of the singular vectors{column_layer}")
-    for axis, places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
-        shown = chosen or places
+    for axis, all_places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
+        places = drawn_places or all_places
         if is_depth:
-            names: list[Any] = list(shown)
-            most = labels.MAX_LAYER_TICKS
+            names: list[Any] = list(places)
+            max_ticks = labels.MAX_LAYER_TICKS
         else:
-            names = [labels.token_name(result.provenance, place) for place in shown]
-            most = labels.MAX_TOKEN_TICKS
-        if chosen:
-            most = len(names)
+            names = [labels.token_name(result.provenance, place) for place in places]
+            max_ticks = labels.MAX_TOKEN_TICKS
+        if drawn_places:
+            max_ticks = len(names)
         rotation = 0 if is_depth or axis is ax.yaxis else 90
-        labels.name_ticks(axis, names, most, centres, rotation=rotation)
+        labels.name_ticks(axis, names, max_ticks, centres, rotation=rotation)
 
 
 def _without_own(
@@ -425,7 +420,7 @@ def _without_own(
     return values if own.all() else np.where(own, np.nan, values)
 
 
-def _chosen(
+def _places_drawn(
     result: CouplingMap, layers: Sequence[int] | None, positions: Sequence[int] | None
 ) -> list[int]:
     """Return the layers or positions to draw, counted from 0.
@@ -447,34 +442,34 @@ def _chosen(
     if selection is None:
         row_places, column_places = _places(result)
         in_both = [place for place in row_places if place in column_places]
-        chosen = in_both[-len(_PAPER_LAYERS) :]
+        places = in_both[-len(_PAPER_LAYERS) :]
         if is_depth:
             of_the_paper = [layer for layer in in_both if layer in _PAPER_LAYERS]
-            chosen = of_the_paper or chosen
+            places = of_the_paper or places
     else:
         n_places = len(result.provenance.get("str_tokens", ()))
         if is_depth:
             n_places = result.provenance.get("n_layers", 0)
-        chosen = [i + n_places if -n_places <= i < 0 else i for i in selection]
-    if not chosen:
+        places = [i + n_places if -n_places <= i < 0 else i for i in selection]
+    if not places:
         raise ValueError(f"`{name}` is empty: wanted at least one of the map's")
-    return chosen
+    return places
 
 
 def _panels(
-    result: CouplingMap, chosen: Sequence[int], k: int, name: str
+    result: CouplingMap, places: Sequence[int], k: int, name: str
 ) -> Float[np.ndarray, "n n k k"]:
-    """Return `|A| / σ_1(J_1)` for pairs of the chosen connections."""
+    """Return `|A| / σ_1(J_1)` for pairs of the connections at these places."""
     row_places, column_places = _places(result)
-    for places in (row_places, column_places):
-        if missing := [place for place in chosen if place not in places]:
+    for side_places in (row_places, column_places):
+        if missing := [place for place in places if place not in side_places]:
             side = "layers" if result.kind == "depth" else "positions"
             raise ValueError(
-                f"`{side}` must be among those of {name!r}, {list(places)}, "
+                f"`{side}` must be among those of {name!r}, {list(side_places)}, "
                 f"got {missing}"
             )
-    rows = [row_places.index(place) for place in chosen]
-    columns = [column_places.index(place) for place in chosen]
+    rows = [row_places.index(place) for place in places]
+    columns = [column_places.index(place) for place in places]
     smallest = torch.finfo(result.singular_values.dtype).tiny
     largest = result.singular_values[rows, 0].clamp_min(smallest)
     panels = result.at(k)[rows][:, columns].abs() / largest[:, None, None, None]

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
 from matplotlib.patches import Rectangle
@@ -71,10 +70,7 @@ def plot_patches(
             f"`values` must hold one for each of the {trace.n_pos} tokens, "
             f"got {len(values)}"
         )
-    if isinstance(cmap, str) and cmap not in colormaps:
-        raise ValueError(
-            f"`cmap` must be a colour map that matplotlib knows, got {cmap!r}"
-        )
+    colors = labels.color_map(cmap)
     rows, columns = grid
     n_before = trace.n_pos - rows * columns
     numbers = values.detach().cpu().double().numpy()
@@ -82,15 +78,9 @@ def plot_patches(
     low, high = _ends(of_patches, vmin, vmax)
     ax = ax or labels.new_figure(4.6, 4.2, "compressed").subplots()
     picture = picture_of(trace)
-    height = picture.shape[0] / rows
-    width = picture.shape[1] / columns
-    in_patches: dict[str, Any] = {
-        "extent": (-0.5, columns - 0.5, rows - 0.5, -0.5),
-        "aspect": height / width,
-    }
+    in_patches = _units_of_patches(picture, rows, columns)
     grey = _DARKEST + (1 - _DARKEST) * picture.mean(-1)
     ax.imshow(grey, cmap="gray", vmin=0, vmax=1, **in_patches)
-    colors = colormaps.get_cmap(cmap or rcParams["image.cmap"])
     squares = ax.imshow(
         of_patches, cmap=colors, alpha=_ALPHA, vmin=low, vmax=high, **in_patches
     )
@@ -101,12 +91,8 @@ def plot_patches(
         row, column = divmod(title_positions[0] - n_before, columns)
         if row >= 0:
             _outline(ax, row, column)
-    ax.set_ylabel("row of patches")
-    x_label = "column of patches"
-    before_patches = _in_words(trace.str_tokens[:n_before], numbers[:n_before])
-    if before_patches:
-        x_label += f"\n{before_patches}"
-    ax.set_xlabel(x_label, parse_math=False)
+    other_tokens = _in_words(trace.str_tokens[:n_before], numbers[:n_before])
+    _label_sides(ax, other_tokens)
     title = labels.heading(
         "Patches of the picture", [trace.provenance], title_positions
     )
@@ -128,6 +114,25 @@ def _ends(
     if vmin is not None and vmax is not None and low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
     return low, high
+
+
+def _units_of_patches(
+    picture: Float[np.ndarray, "height width 3"], rows: int, columns: int
+) -> dict[str, Any]:
+    """Return what `imshow` takes to put patch 0, 0 around the origin."""
+    height = picture.shape[0] / rows
+    width = picture.shape[1] / columns
+    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    return {"extent": extent, "aspect": height / width}
+
+
+def _label_sides(ax: Axes, other_tokens: str) -> None:
+    """Name rows and columns; below them stand the tokens that are no patch."""
+    ax.set_ylabel("row of patches")
+    x_label = "column of patches"
+    if other_tokens:
+        x_label += f"\n{other_tokens}"
+    ax.set_xlabel(x_label, parse_math=False)
 
 
 def _draw_grid(ax: Axes, rows: int, columns: int) -> None:

@@ -47,15 +47,10 @@ def plot_precision(
         ValueError: a k that was not measured, or one precision alone.
 
     Example:
-        >>> rounded = tlc.surveys.precision_sweep(
-        ...     "models/width16/step2",
-        ...     ["float32", "bfloat16"],
-        ...     prompts,
-        ...     settings=tlc.Settings(k=(2, 4)),
-        ...     folder="rounded",
-        ...     progress=False,
-        ... )
-        >>> fig = tlc.plots.plot_precision(rounded)
+        >>> weights = ("models/width16/step2", ["float32", "bfloat16"])
+        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded"}
+        >>> data = tlc.surveys.precision_sweep(*weights, prompts, **how, progress=False)
+        >>> fig = tlc.plots.plot_precision(data)
     """
     if data.sizes.get("precision", 0) < 2:
         raise ValueError(

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from tl_coupling.arguments import checked
 from tl_coupling.generalization import (
     PromptPoints,
+    PromptRelation,
     by_task,
     covariate_lines,
     prompt_relation,
@@ -300,7 +301,7 @@ def plot_prompts(
     drawn_runs = [
         run for model in models[-_MOST_ROWS:] for run in runs if run.model == model
     ]
-    prompt_ids = [str(prompt) for prompt in data["prompt"].values]
+    prompt_ids = data["prompt"].values.astype(str)
     tasks = {
         task: np.isin(prompt_ids, of_task["prompt"].values.astype(str))
         for task, of_task in by_task(data).items()
@@ -312,10 +313,7 @@ def plot_prompts(
     y_label = f"{measure.replace('_', ' ')} (k = {k})"
     names = dict(zip(models, labels.short_names(models), strict=True))
     for run, axes in zip(drawn_runs, grid, strict=True):
-        if against is None:
-            x = run.values["n_pos"].values.astype(float)
-        else:
-            x = np.array([against.get(prompt, np.nan) for prompt in prompt_ids])
+        x = _length_or_difficulty(run, against)
         y = _of_prompts(run.values, mean_name(measure), k)
         relation = prompt_relation(x, y, tasks)
         if relation.n_prompts < 3:
@@ -323,15 +321,7 @@ def plot_prompts(
                 f"{run.model!r}: wanted at least three prompts with a {x_label}, "
                 f"got {relation.n_prompts}"
             )
-        _draw_prompts(axes[0], relation.pooled, "all prompts", x_label, y_label)
-        if relation.within_tasks is not None:
-            _draw_prompts(
-                axes[1],
-                relation.within_tasks,
-                "within tasks",
-                f"{x_label}, less its task's mean",
-                f"{y_label} less mean",
-            )
+        _draw_relation(axes, relation, x_label, y_label)
         if len(drawn_runs) > 1:
             title = f"{names[run.model]}\n{axes[0].get_title()}"
             axes[0].set_title(title, fontsize="small", parse_math=False)
@@ -349,6 +339,31 @@ def plot_prompts(
     title = f"Coupling of {pairs} against a prompt's {property_name}\n{models_drawn}"
     labels.entitle(fig, title)
     return fig
+
+
+def _length_or_difficulty(
+    run: _Run, difficulty: Mapping[str, float] | None
+) -> Float[np.ndarray, " n_prompts"]:
+    """Return the difficulty of each prompt, NaN where it has none; or its length."""
+    if difficulty is None:
+        return run.values["n_pos"].values.astype(float)
+    prompt_ids = run.values["prompt"].values.astype(str)
+    return np.array([difficulty.get(prompt, np.nan) for prompt in prompt_ids])
+
+
+def _draw_relation(
+    axes: np.ndarray, relation: PromptRelation, x_label: str, y_label: str
+) -> None:
+    """Draw the prompts as they are, and beside them less the mean of their task."""
+    _draw_prompts(axes[0], relation.pooled, "all prompts", x_label, y_label)
+    if relation.within_tasks is not None:
+        _draw_prompts(
+            axes[1],
+            relation.within_tasks,
+            "within tasks",
+            f"{x_label}, less its task's mean",
+            f"{y_label} less mean",
+        )
 
 
 def _draw_prompts(

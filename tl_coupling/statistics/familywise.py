@@ -9,7 +9,6 @@ import xarray
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 
-from tl_coupling.measures import mean_name, measured_in
 from tl_coupling.statistics.expressions import columns_of
 from tl_coupling.statistics.fits import Subset, subset_mask
 from tl_coupling.statistics.intervals import block_permutations
@@ -44,6 +43,7 @@ class Familywise:
 
 def familywise(
     rows: xarray.Dataset,
+    measures: Mapping[str, str],
     table: pandas.DataFrame,
     tasks: Mapping[str, Bool[np.ndarray, " n_prompts"]],
     scores: Mapping[str, str] | None,
@@ -67,6 +67,7 @@ def familywise(
     Args:
         rows, table: of `in_rows`, with all means and k; one row per model, its place
             along `row` as the index.
+        measures: by the name of each measure, the variable of `rows` with its means.
         tasks, scores: which prompts, and the score's column, by task and for all;
             `None` for the loss on those prompts.
         subsets: queries over the table, or masks.
@@ -76,26 +77,18 @@ def familywise(
 
     Source: Westfall and Young 1993, *Resampling-based multiple testing*.
     """
-    models = np.arange(len(table))
-    permuted = block_permutations(
-        models if families is None else families,
-        n_permutations,
-        np.random.default_rng(seed),
-    )
-    # The scores as they are come first.
-    orders = np.vstack([models, permuted])
+    orders = _orders(len(table), families, n_permutations, seed)
     columns = ["loss"] if scores is None else list(dict.fromkeys(scores.values()))
     members = {
         name: _members(table, subset, columns, orders)
         for name, subset in subsets.items()
     }
     members[ALL_MODELS] = np.ones(orders.shape, bool)
-    measures = measured_in(rows)
     labels = []
     looks = []
     smallest_p = np.ones(len(orders))
     for task, prompts in tasks.items():
-        means = [_means(rows[mean_name(name)], table, prompts) for name in measures]
+        means = [_means(rows[name], table, prompts) for name in measures.values()]
         x = np.concatenate([of_measure.T for of_measure in means])
         if scores is None:
             y = _means(rows["loss"], table, prompts)
@@ -112,14 +105,9 @@ def familywise(
                 for k in rows["k"].values
             ]
     n, r, p = np.concatenate(looks, axis=1)
-    is_as_small = smallest_p[:, None] <= p * (1 + _SAME)
-    columns_of_looks = {
-        "n": n.astype(int),
-        "r": r,
-        "p": p,
-        "familywise_p": np.where(np.isnan(p), np.nan, is_as_small.mean(0)),
-    }
-    looked_at = pandas.DataFrame(labels, columns=_LOOK).assign(**columns_of_looks)
+    looked_at = pandas.DataFrame(labels, columns=_LOOK).assign(
+        n=n.astype(int), r=r, p=p, familywise_p=_corrected(p, smallest_p)
+    )
     corrected = looked_at.set_index(_LOOK)["familywise_p"]
     return Familywise(
         p=float(corrected[(*look, ALL_PROMPTS, ALL_MODELS)]),
@@ -127,6 +115,30 @@ def familywise(
         table=looked_at,
         n_permutations=n_permutations,
     )
+
+
+def _orders(
+    n_models: int,
+    families: Int[np.ndarray, " n"] | None,
+    n_permutations: int,
+    seed: int,
+) -> Int[np.ndarray, "n_orders n"]:
+    """Return whose score each model takes: its own first, then permuted."""
+    models = np.arange(n_models)
+    permuted = block_permutations(
+        models if families is None else families,
+        n_permutations,
+        np.random.default_rng(seed),
+    )
+    return np.vstack([models, permuted])
+
+
+def _corrected(
+    p: Float[np.ndarray, " n_looks"], smallest_p: Float[np.ndarray, " n_orders"]
+) -> Float[np.ndarray, " n_looks"]:
+    """Return the share of orders whose smallest p is no larger; NaN where p is."""
+    is_as_small = smallest_p[:, None] <= p * (1 + _SAME)
+    return np.where(np.isnan(p), np.nan, is_as_small.mean(0))
 
 
 def _p_of(

@@ -156,12 +156,7 @@ def linear_fit(
     # In standard units: parameters are counted in billions, coupling in hundredths.
     scale = design.std(0)
     standard = (design - design.mean(0)) / scale
-    tolerance = 1e-10 * np.linalg.norm(standard, 2)
-    if np.linalg.matrix_rank(standard, tol=tolerance) < design.shape[1]:
-        raise ValueError(
-            f"{', '.join([x, *fixed])} determine each other over {len(rows)} models: "
-            "leave out a control"
-        )
+    _check_independent(standard, [x, *fixed])
     # x is not centred, so that the intercept is at x = 0.
     predictors = np.column_stack([design[:, 0] / scale[0], standard[:, 1:]])
     result = least_squares(rows[y].to_numpy(), predictors)
@@ -175,11 +170,6 @@ def linear_fit(
     intercept, slope = result.params[:2]
     intercept_error, slope_error = errors.errors[:2]
     intercept_freedom, slope_freedom = errors.freedom[:2]
-    r_squared = result.rsquared
-    if fixed:
-        # Of what the controls leave.
-        t_squared = result.tvalues[1] ** 2
-        r_squared = t_squared / (t_squared + result.df_resid)
     correlations = standard.T @ standard / len(rows)
     return LinearFit(
         x=x,
@@ -192,7 +182,7 @@ def linear_fit(
         ),
         intercept=float(intercept),
         intercept_interval=t_interval(intercept, intercept_error, intercept_freedom),
-        r_squared=float(r_squared),
+        r_squared=_r_squared_given(result) if fixed else float(result.rsquared),
         p=_p(slope, slope_error, slope_freedom),
         vif=float(np.linalg.inv(correlations)[0, 0]),
         condition_number=float(np.linalg.cond(standard)),
@@ -217,6 +207,25 @@ def _with_intercepts(
             f"got {len(design)}"
         )
     return design
+
+
+def _check_independent(
+    standard: Float[np.ndarray, "n n_columns"], names: Sequence[str]
+) -> None:
+    """Raise ValueError where columns in standard units determine each other."""
+    n_models, n_columns = standard.shape
+    tolerance = 1e-10 * np.linalg.norm(standard, 2)
+    if np.linalg.matrix_rank(standard, tol=tolerance) < n_columns:
+        raise ValueError(
+            f"{', '.join(names)} determine each other over {n_models} models: "
+            "leave out a control"
+        )
+
+
+def _r_squared_given(result: Any) -> float:
+    """Return the share that x explains of the variance that the controls leave."""
+    t_squared = result.tvalues[1] ** 2
+    return float(t_squared / (t_squared + result.df_resid))
 
 
 def exponential_fit(

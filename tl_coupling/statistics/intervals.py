@@ -38,6 +38,10 @@ def crossed_mean(
     and columns counts twice, so intervals are rather too wide. NaN is left out; an axis
     of one is not a sample, and with none the interval is NaN.
     """
+    if x.ndim == 2:
+        # Sums over both axes would be plain numbers, which have no mask.
+        mean, half_width = crossed_mean(x[..., None])
+        return mean.squeeze(-1), half_width.squeeze(-1)
     masked = np.ma.masked_invalid(x)
     squares = np.zeros(x.shape[2:])
     squares_by_freedom = np.zeros(x.shape[2:])

@@ -40,7 +40,7 @@ from tl_coupling.surveys.settings import (
     Settings,
     as_prompts,
 )
-from tl_coupling.surveys.units import Folder, Unit, load_unit, one_line
+from tl_coupling.surveys.units import Folder, Outcome, Unit, load_unit, one_line
 from tl_coupling.surveys.variables import measures
 from tl_coupling.traces import Trace
 
@@ -156,14 +156,9 @@ def precision_sweep(
             missing.
 
     Example:
-        >>> data = tlc.surveys.precision_sweep(
-        ...     "models/width16/step2",
-        ...     ["float32", "bfloat16"],
-        ...     prompts,
-        ...     settings=tlc.Settings(k=(2, 4)),
-        ...     folder="rounded",
-        ...     progress=False,
-        ... )
+        >>> weights = ("models/width16/step2", ["float32", "bfloat16"])
+        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded"}
+        >>> data = tlc.surveys.precision_sweep(*weights, prompts, **how, progress=False)
         >>> change = data.pair_change.sel(k=4).mean("prompt").values.tolist()
         >>> 0 == change[0] < change[1] < 0.1
         True
@@ -202,14 +197,7 @@ def precision_sweep(
                 loading={"backend": backend, "device": device},
                 progress=progress,
             )
-            # What is compared needs what it is compared with.
-            outcomes = results.run(units[:1], sweep.measure, progress=False)
-            if outcomes[0].error:
-                raise ModelError(
-                    f"{first} could not be measured, with which the others are "
-                    f"compared: {outcomes[0].error}"
-                )
-            outcomes += results.run(units[1:], sweep.measure, progress)
+            outcomes = sweep.run(results, units)
         measured = {
             precision: load_unit(path, unit)
             for precision, unit, outcome in zip(sources, units, outcomes, strict=True)
@@ -249,7 +237,7 @@ class _Sweep:
         folder: where the results are.
         first: the precision that the others are compared with.
         loading: further arguments of `load_model`.
-        progress: wraps the loop over prompts.
+        progress: wraps the loops over precisions and over prompts.
     """
 
     prompts: list[Prompt]
@@ -258,6 +246,20 @@ class _Sweep:
     first: Unit
     loading: dict[str, Any]
     progress: Progress | None
+
+    def run(self, results: Folder, units: list[Unit]) -> list[Outcome]:
+        """Measure the first precision, and then the others, which need it.
+
+        Raises:
+            ModelError: the first could not be measured.
+        """
+        (outcome,) = results.run([self.first], self.measure, progress=False)
+        if outcome.error:
+            raise ModelError(
+                f"{self.first.subject['precision']} could not be measured, with which "
+                f"the others are compared: {outcome.error}"
+            )
+        return [outcome, *results.run(units[1:], self.measure, self.progress)]
 
     def measure(self, unit: Unit) -> "xarray.Dataset":
         """Measure one precision, and compare it with the first."""
@@ -331,14 +333,9 @@ def movements(data: "xarray.Dataset") -> list[Moved]:
         prompts, and `change` from the first precision with its `spread` over prompts.
 
     Example:
-        >>> data = tlc.surveys.precision_sweep(
-        ...     "models/width16/step2",
-        ...     ["float32", "bfloat16"],
-        ...     prompts,
-        ...     settings=tlc.Settings(k=(2, 4)),
-        ...     folder="rounded",
-        ...     progress=False,
-        ... )
+        >>> weights = ("models/width16/step2", ["float32", "bfloat16"])
+        >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded"}
+        >>> data = tlc.surveys.precision_sweep(*weights, prompts, **how, progress=False)
         >>> tlc.surveys.movements(data)[0][:3]
         ('mean_coupling', 2, 'float32')
     """

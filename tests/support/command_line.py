@@ -1,0 +1,18 @@
+"""The options of a command as they are typed."""
+
+from collections.abc import Iterator
+
+
+def typed(**options: object) -> Iterator[str]:
+    """Yield the words of options: a list's once for each value, and no value for True.
+
+    `typed(all_measures=True, k=[2, 4])` is `--all-measures --k 2 --k 4`.
+    """
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            yield flag
+            continue
+        values = value if isinstance(value, list) else [value]
+        for each_value in values:
+            yield from (flag, str(each_value))
