@@ -127,6 +127,7 @@ check-docs: docs
 # A GPU has its own: python -m benchmarks.gpu
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.depth_coupling --out benchmarks/results
+	.venv/bin/python -m benchmarks.floor --out benchmarks/results
 	.venv/bin/python -m benchmarks.jacobians --out benchmarks/results
 	.venv/bin/python -m benchmarks.across_tokens --out benchmarks/results
 	.venv/bin/python -m benchmarks.engines --out benchmarks/results

@@ -15,6 +15,7 @@ from benchmarks import (
     across_tokens,
     depth_coupling,
     engines,
+    floor,
     gpu,
     jacobians,
     released_algorithm,
@@ -63,6 +64,17 @@ def test_depth_coupling_agrees_with_the_released_algorithm(
     table.main(["--results", str(tmp_path)])
     assert "end to end" in capsys.readouterr().out
     assert "| end to end |" in (tmp_path / "table.md").read_text()
+
+
+def test_the_floor_is_the_sum_of_its_parts(folder_model, tmp_path, capsys):
+    arguments = ["--model", folder_model, "--tokens", 4, "--k", 4, "--prompts", 2]
+    floor.main(list(map(str, [*arguments, "--repeats", 1, "--out", tmp_path])))
+    results = read(tmp_path, "floor")
+    for measured in (*results["runs"], results["survey"]):
+        total = sum(measured["floor"].values())
+        assert measured["ratio"] == pytest.approx(measured["seconds"] / total)
+        assert min(measured["floor"].values()) > 0
+    assert "ratio" in capsys.readouterr().out
 
 
 def test_jacobians_and_their_table_and_picture(folder_model, tmp_path, capsys):

@@ -53,7 +53,9 @@ def doubled(z, hook=None):
 
 def test_the_rounding_of_the_identity_is_not_a_disagreement() -> None:
     """On processors where products round by address it came to 20 bits of a stiff block."""
-    trace = affine_trace(1e-4 * torch.randn(32, 32))
+    generator = torch.Generator().manual_seed(0)
+    A = 1e-4 * torch.randn(1, 6, 6, generator=generator)
+    trace = affine_trace(A, x=torch.randn(3, 6, generator=generator))
     block = trace.blocks[0]
     reference = block.reference(0)
     uJ = reference.rows[0]
@@ -62,6 +64,51 @@ def test_the_rounding_of_the_identity_is_not_a_disagreement() -> None:
     assert block.agrees(reference.y, [uJ + 20 * bit], [0], 0)
     assert not block.agrees(reference.y, [uJ + 60 * bit], [0], 0)
     assert not block.agrees(reference.y + 0.1, [uJ], [0], 0)
+
+
+# Several streams by one call of a block
+
+
+def test_a_block_is_called_on_several_streams_at_once(model: nn.Module) -> None:
+    trace = tlc.trace(model, tiny.TOKENS)
+    block = trace.blocks[1]
+    streams = torch.stack([block.X, 2 * block.X, -block.X])
+    with block.evaluation():
+        together = block._rows.of_each(streams)
+    for stream, f_of_stream in zip(streams, together, strict=True):
+        torch.testing.assert_close(f_of_stream, block(stream), rtol=1e-4, atol=1e-5)
+
+
+def first_stream_doubled(z, hook=None):
+    return torch.cat([2 * z[:1], z[1:]])
+
+
+def first_stream_alone(z, hook=None):
+    assert len(z) == 1
+    return 2 * z
+
+
+@pytest.mark.parametrize("hook", [first_stream_doubled, first_stream_alone])
+def test_hooks_that_know_one_stream_are_measured_as_ever(
+    model: nn.Module, hook
+) -> None:
+    """Such a hook makes another block of a second stream, or none."""
+    point = "blocks.1.hook_mlp_out"
+    with model.hooks(fwd_hooks=[(point, doubled)]):
+        expected = tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
+    with model.hooks(fwd_hooks=[(point, hook)]):
+        J = tlc.block_jacobian(tlc.trace(model, tiny.TOKENS), 1)
+    torch.testing.assert_close(J, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_keys_and_values_are_those_of_a_call_of_their_own(model: nn.Module) -> None:
+    block = tlc.trace(model, tiny.TOKENS).blocks[1]
+    block.refer_to([LAST])
+    recorded = vars(block._rows)["keys_and_values"]
+    with block.evaluation():
+        expected = block.call.keys_and_values(block.X)
+    for of_rows, expected_rows in zip(recorded, expected, strict=True):
+        torch.testing.assert_close(of_rows, expected_rows, rtol=1e-5, atol=1e-6)
 
 
 # The step

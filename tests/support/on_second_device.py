@@ -36,7 +36,7 @@ from tl_coupling.trajectories import (
 from zoo.models import hooked_transformer
 
 SECOND = second_device.install()
-K, TOKENS = 4, tiny.TOKENS[:6]
+K, TOKENS = 4, tiny.TOKENS[:4]
 # A standard block with shared keys; a custom autograd Function, which rules out
 # torch.func; experts; a cheap way that is wrong; recurrence; attention that reads both
 # ways and takes no key/value cache.

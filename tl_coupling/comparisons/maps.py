@@ -180,6 +180,11 @@ class CouplingMap(Saved):
         many; NaN if all are.
         """
         values = self.values(k, measure, **options)
+        name = measure.name if isinstance(measure, Measure) else measure
+        return self.mean_of_pairs(values, name, off_diagonal)
+
+    def mean_of_pairs(self, values: PerPair, name: str, off_diagonal: bool) -> float:
+        """Return the mean of a value of every pair, as `mean` does of a measure."""
         if off_diagonal:
             values = values[~self.own_pairs()]
             if not len(values):
@@ -189,7 +194,6 @@ class CouplingMap(Saved):
                 )
         n_undefined = int(values.isnan().sum())
         if n_undefined:
-            name = measure.name if isinstance(measure, Measure) else measure
             result = "NaN"
             if n_undefined < values.numel():
                 result = "the mean is over the others"

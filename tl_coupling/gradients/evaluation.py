@@ -1,7 +1,7 @@
 """Reverse mode through a function, with as many seeds at a time as fit into memory."""
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -53,16 +53,16 @@ def vjp_with_aux(
     """Return a function's output, its pull-back, and what else it returns.
 
     Raises:
-        BlockError: a custom autograd Function rules out torch.func.
+        BlockError: a custom autograd Function forbids torch.func.
     """
     try:
-        return torch.func.vjp(function, *inputs, has_aux=True)  # type: ignore[no-any-return]
+        result: Any = torch.func.vjp(function, *inputs, has_aux=True)
     except RuntimeError as error:
         if "setup_context" in str(error):
-            raise BlockError(
-                "a custom autograd Function rules out torch.func"
-            ) from None
+            raise BlockError("a custom autograd Function forbids torch.func") from None
         raise
+    output, pull_back, aux = result
+    return output, pull_back, aux
 
 
 def over_seeds(

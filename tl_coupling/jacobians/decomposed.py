@@ -8,7 +8,7 @@ takes them from here: from a `Decomposed`, which holds what is needed again, or 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import is_out_of_memory
+from tl_coupling.jacobians.background import InBackground
 from tl_coupling.jacobians.connections import Connection, Function
 from tl_coupling.jacobians.jacobians import MOST_SHARING, jacobians_of
 from tl_coupling.jacobians.memory import Budget, MapSizes
@@ -377,18 +378,20 @@ def _decomposed(
     n_prompts = len(requests)
     n_jacobians = sum(len(request.connections) for request in requests)
     shelf: Shelf | None = None
-    spectra: list[Spectrum] = []
     norms: list[Tensor] = []
-    for J in batches:
-        if keep is not None:
-            shelf = shelf or Shelf(n_jacobians, J[0], keep.in_memory)
-            shelf.put(len(norms), J)
-        # One by one: rounding depends on how many are summed at once.
-        norms += [torch.linalg.matrix_norm(matrix[None]) for matrix in J]
-        spectra += _in_halves(lambda some: svd(some, n_triplets), J)
-        # Not kept while the next are computed.
-        del J
-    of_all = Spectrum.cat(spectra)
+    is_on_cpu = requests[0].trace.blocks[0].X.device.type == "cpu"
+    with InBackground(partial(_spectra, n_triplets=n_triplets), is_on_cpu) as svds:
+        for J in batches:
+            if keep is not None:
+                shelf = shelf or Shelf(n_jacobians, J[0], keep.in_memory)
+                shelf.put(len(norms), J)
+            # One by one: rounding depends on how many are summed at once.
+            norms += [torch.linalg.matrix_norm(matrix[None]) for matrix in J]
+            svds.begin(J)
+            # Not kept while the next are computed.
+            del J
+        spectra = svds.results()
+    of_all = Spectrum.cat(list(chain.from_iterable(spectra)))
     norms_of_all = torch.cat(norms)
     return [
         Decomposed(
@@ -402,6 +405,10 @@ def _decomposed(
         )
         for i, (request, paths) in enumerate(zip(requests, source.paths, strict=True))
     ]
+
+
+def _spectra(J: Float[Tensor, "n d d"], n_triplets: int) -> list[Spectrum]:
+    return _in_halves(lambda some: svd(some, n_triplets), J)
 
 
 def _take_from(

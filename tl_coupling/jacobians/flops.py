@@ -96,6 +96,7 @@ def _flops_of_standard(
     d_head, d_z, group = sizes.d_head, sizes.d_z, sizes.group
     qkv = 2.0 * d * (d_z + 2 * d_z // group)
     mlp = 2.0 * sizes.n_mlp * d * sizes.d_mlp
+    mlp_before = 2.0 * (sizes.n_mlp - 1) * d * sizes.d_mlp
     attention = qkv + 2.0 * d * d_z
     rows_meet = 4.0 * n_pos**2 * d_z
     # W_out after the slopes, W_O after the heads' Jacobians, and in sequence the MLP's
@@ -106,6 +107,7 @@ def _flops_of_standard(
         "trace": n_pos * (attention + mlp) + rows_meet,
         # The backward pass of q Kᵀ and P V is two products for each.
         "gate": 4 * (n_pos * attention + mlp) + 5 * rows_meet,
-        # Keys and values of the prompt, and the block on the token, its MLP once more.
-        "jacobians": products + heads + n_pos * qkv + attention + 2 * mlp,
+        # The block on the token, and its queries, keys, values and what enters the
+        # MLP's nonlinearity once more.
+        "jacobians": products + heads + attention + mlp + qkv + mlp_before,
     }

@@ -175,15 +175,17 @@ def _of_measure(
     if measure.takes_options:
         measure = measure_named(name, p=settings.p, absolute=settings.absolute)
     off_diagonal = not settings.diagonal
-    values = [result.values(k, measure).cpu().numpy() for k in settings.k]
+    of_pairs = [result.values(k, measure) for k in settings.k]
     if settings.diagonal or len(result.row_layers) > 1:
-        means = [result.mean(k, measure, off_diagonal) for k in settings.k]
+        means = [
+            result.mean_of_pairs(values, name, off_diagonal) for values in of_pairs
+        ]
     else:
         # A model of one block has no pairs of different ones.
         means = [float("nan") for _ in settings.k]
     nulls = [result.null(k, measure, off_diagonal=off_diagonal) for k in settings.k]
     return {
-        name: (("k", "layer", "other_layer"), np.stack(values)),
+        name: (("k", "layer", "other_layer"), torch.stack(of_pairs).cpu().numpy()),
         mean_name(name): ("k", means),
         null_name(name): ("k", nulls),
     }

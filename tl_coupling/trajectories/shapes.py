@@ -271,6 +271,7 @@ def logit_lens_entropy(
 
 def entropy_of(logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch"]:
     """Return the entropy of each row of logits in nats, in float64."""
+    # In float32 the last bits of a sum depend on where the logits lie in memory.
     probabilities = logits.double().softmax(-1)
     return torch.special.entr(probabilities).sum(-1)
 
