@@ -26,6 +26,9 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, checked, warn_caller
 
+# In float64, e to this is 0.
+_LEAST_LOGIT = -1e4
+_LOGITS_AT_ONCE = 2**18
 Trajectories = Float[Tensor, "n_layers_plus_1 *batch d_model"]
 
 
@@ -271,9 +274,24 @@ def logit_lens_entropy(
 
 def entropy_of(logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch"]:
     """Return the entropy of each row of logits in nats, in float64."""
-    # In float32 the last bits of a sum depend on where the logits lie in memory.
-    probabilities = logits.double().softmax(-1)
-    return torch.special.entr(probabilities).sum(-1)
+    # A few rows at a time stay in the processor's cache.
+    n_rows = max(1, _LOGITS_AT_ONCE // logits.shape[-1])
+    rows = logits.reshape(-1, logits.shape[-1])
+    entropies = [_entropy_of_rows(some) for some in rows.split(n_rows)]
+    return torch.cat(entropies).reshape(logits.shape[:-1])
+
+
+def _entropy_of_rows(
+    logits: Float[Tensor, "n_rows d_vocab"],
+) -> Float[Tensor, " n_rows"]:
+    """Return `ln Σ e^z − Σ z e^z / Σ e^z`, of logits z less the largest."""
+    z = logits.double()
+    z -= z.amax(-1, keepdim=True)
+    # Of a token that is ruled out it is −inf, and the product not a number.
+    z.clamp_min_(_LEAST_LOGIT)
+    weights = z.exp()
+    total = weights.sum(-1)
+    return total.log() - (weights * z).sum(-1) / total
 
 
 def entropies_by_depth(
