@@ -164,7 +164,7 @@ def seconds_at(commit: str, name: str, texts: Sequence[str]) -> float:
     return seconds
 
 
-def table(results: dict[str, Any]) -> Table:
+def tables(results: dict[str, Any]) -> list[Table]:
     """Return a row for each part of the floor, and one for what is compared with it."""
     measured = {f"T = {run['n_pos']}": run for run in results["runs"]}
     measured["a survey's prompt"] = results["survey"]
@@ -186,7 +186,7 @@ def table(results: dict[str, Any]) -> Table:
         others = f"{survey['other_seconds']:.3f} ({times:.2f} ×)"
         blanks = [""] * len(results["runs"])
         shown.add_row(f"at {survey['other_commit']}", *blanks, others)
-    return shown
+    return [shown]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ),
     }
     out = console()
-    out.print(table(results))
+    out.print(*tables(results))
     out.print(f"wrote {write(options.out, 'floor', results)}")
 
 
