@@ -239,6 +239,23 @@ def test_a_model_is_run_once_and_then_only_its_ends(tokenizer_folder: Path) -> N
         assert len(calls) == 3
 
 
+def test_rows_of_many_depths_are_unembedded_together(tokenizer_folder: Path) -> None:
+    model = tiny.bridge(huggingface_model("llama"), tokenizer_folder)
+    trace = tlc.trace(model, tiny.TOKENS)
+    trace.logits(trace.residual[-1])
+    sizes: list[int] = []
+    handle = model.unembed.register_forward_hook(
+        lambda _, __, logits: sizes.append(logits[..., 0].numel())
+    )
+    rows = trace.residual.repeat(5, 1, 1)
+    assert rows.shape[:2] == (15, 8)
+    together = trace.logits(rows)
+    handle.remove()
+    assert sizes == [64, 56]
+    for of_depth, expected in zip(together, map(trace.logits, rows), strict=True):
+        close(of_depth, expected)
+
+
 def test_the_model_is_as_before_even_after_an_exception(tokenizer_folder: Path) -> None:
     hf_model = huggingface_model("llama")
     model = tiny.bridge(hf_model, tokenizer_folder)
