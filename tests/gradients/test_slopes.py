@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_coupling.gradients.slopes import converges
+from tl_coupling.gradients.slopes import converges, with_moves_ahead
 
 pytestmark = pytest.mark.on_4_only
 
@@ -175,3 +175,22 @@ def test_rounding_of_a_large_stream_is_no_disagreement() -> None:
 
 def test_a_function_that_gives_nan_is_refused() -> None:
     assert not along(lambda move: float("nan"))
+
+
+def test_moves_are_computed_together_and_are_the_same() -> None:
+    calls: list[list[float]] = []
+
+    def deviations(moves: list[float]) -> Tensor:
+        calls.append(moves)
+        return torch.tensor([[move**2] for move in moves])
+
+    deviation = with_moves_ahead(deviations)
+    asked = [0.01, -0.01, 0.005, -0.005, 0.0025, -0.0025, 0.00125]
+    assert [float(deviation(move)) for move in asked] == pytest.approx(
+        [move**2 for move in asked]
+    )
+    assert calls == [
+        [0.01],
+        [-0.01, 0.005, -0.005],
+        [0.0025, -0.0025, 0.00125, -0.00125],
+    ]

@@ -34,7 +34,7 @@ from tl_coupling.gradients.errors import DerivativeError, StepError
 from tl_coupling.gradients.evaluation import PullBack, vjp, vjp_with_aux
 from tl_coupling.gradients.remarks import Remarks
 from tl_coupling.gradients.rows import BlockRows, mlp_on_rows
-from tl_coupling.gradients.slopes import converges, moves_ahead
+from tl_coupling.gradients.slopes import converges, with_moves_ahead
 from tl_coupling.gradients.stairs import Stairs
 from tl_coupling.gradients.stream_norms import FAR, stays_small
 
@@ -303,41 +303,29 @@ class Gate:
         scale = (uJ * size).flatten(1).norm(dim=1)
         rounded_size = (X.norm(dim=1) + Y.norm(dim=1))[positions]
 
-        def converge(of_each: _OfEach) -> Bool[Tensor, " n_outputs"]:
-            deviations: dict[float, Tensor] = {}
-
-            def deviation(move: float) -> Tensor:
-                if move not in deviations:
-                    moves = moves_ahead(move)
-                    moved = torch.stack([X + m * V for m in moves])
-                    with forward.around():
-                        of_moved = of_each(moved)
-                    change = of_moved[:, positions] - Y[positions]
-                    predicted = einsum(
-                        uJ,
-                        moved - X,
-                        "output n_pos d_model, move n_pos d_model -> move output",
-                    )
-                    along_u = einsum(
-                        change, u, "move output d_model, output d_model -> move output"
-                    )
-                    deviations.update(
-                        zip(moves, (along_u - predicted).unbind(), strict=True)
-                    )
-                return deviations[move]
-
-            return converges(deviation, scale, rounded_size)
-
-        converged = converge(self._of_each)
-        if not bool(converged.all()):
-            # Several streams by one call may not be what each is by itself.
-            converged = converge(self._one_by_one)
-        if not bool(converged.all()):
-            is_wrong = torch.zeros(len(X), dtype=torch.bool)
-            is_wrong[positions] = ~converged.cpu()
-            raise self._no_derivative(
-                f"at {_in_words(is_wrong)} its slope is not the one that autograd gives"
+        def deviations(of_each: _OfEach, moves: list[float]) -> Tensor:
+            moved = torch.stack([X + move * V for move in moves])
+            with forward.around():
+                change = of_each(moved)[:, positions] - Y[positions]
+            predicted = einsum(
+                uJ, moved - X, "output n_pos d_model, move n_pos d_model -> move output"
             )
+            along_u = einsum(
+                change, u, "move output d_model, output d_model -> move output"
+            )
+            return along_u - predicted
+
+        # Several streams by one call may not be what each is by itself.
+        for of_each in (self._of_each, self._one_by_one):
+            deviation = with_moves_ahead(partial(deviations, of_each))
+            converged = converges(deviation, scale, rounded_size)
+            if bool(converged.all()):
+                return
+        is_wrong = torch.zeros(len(X), dtype=torch.bool)
+        is_wrong[positions] = ~converged.cpu()
+        raise self._no_derivative(
+            f"at {_in_words(is_wrong)} its slope is not the one that autograd gives"
+        )
 
     def _of_each(
         self, streams: Float[Tensor, "n_streams n_pos d_model"]

@@ -110,12 +110,27 @@ def converges(
     return converged
 
 
-def moves_ahead(move: float) -> list[float]:
-    """Return a move that `converges` asks for, and those that it may ask for next.
+def with_moves_ahead(deviations: Callable[[list[float]], Tensor]) -> Deviation:
+    """Return the deviation of one move, from those of several computed together.
 
-    The first decides in most blocks. Where it does not, the same to the other side is
-    next, and both sides of half the move.
+    The first move decides in most blocks. Where it does not, the same to the other side
+    is asked for next, and then both sides of half of it.
+
+    Args:
+        deviations: of several moves, `[n_moves n_outputs]`.
     """
+    known: dict[float, Tensor] = {}
+
+    def deviation(move: float) -> Tensor:
+        if move not in known:
+            moves = _asked_together(move)
+            known.update(zip(moves, deviations(moves), strict=True))
+        return known[move]
+
+    return deviation
+
+
+def _asked_together(move: float) -> list[float]:
     if move == _FIRST_MOVE:
         return [move]
     half = abs(move) / 2
