@@ -14,6 +14,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from same_bits import round_alike
+
+# Read when torch is imported: values are compared bit for bit.
+round_alike()
 # Read when transformers is imported: nothing is looked up on the hub.
 _HUB = tempfile.TemporaryDirectory(prefix="tl_coupling_attack_")
 os.environ |= {
