@@ -181,27 +181,7 @@ class CouplingMap(Saved):
         """
         values = self.values(k, measure, **options)
         name = measure.name if isinstance(measure, Measure) else measure
-        return self.mean_of_pairs(values, name, off_diagonal)
-
-    def mean_of_pairs(self, values: PerPair, name: str, off_diagonal: bool) -> float:
-        """Return the mean of a value of every pair, as `mean` does of a measure."""
-        if off_diagonal:
-            values = values[~self.own_pairs()]
-            if not len(values):
-                raise ValueError(
-                    "every pair here compares a connection with itself: "
-                    "use `off_diagonal=False`"
-                )
-        n_undefined = int(values.isnan().sum())
-        if n_undefined:
-            result = "NaN"
-            if n_undefined < values.numel():
-                result = "the mean is over the others"
-            warn_caller(
-                f"{name} is undefined for {n_undefined} of {values.numel()} pairs, "
-                f"where A or S_1 is 0: {result}"
-            )
-        return float(values.nanmean())
+        return mean_over_pairs(values, self.own_pairs(), name, off_diagonal)
 
     @checked
     def null(
@@ -361,3 +341,36 @@ class CouplingMap(Saved):
         k = self.k if k is None else k
         check_k(k, self.k)
         return k
+
+
+def mean_over_pairs(
+    values: PerPair,
+    own_pairs: Bool[Tensor, "n_rows n_cols"],
+    name: str,
+    off_diagonal: bool,
+) -> float:
+    """Return the mean of a value of every pair, as `CouplingMap.mean` does.
+
+    Args:
+        values: of every pair.
+        own_pairs: which pairs compare a connection with itself.
+        name: what the values are, for a warning.
+        off_diagonal: whether those pairs are left out.
+    """
+    if off_diagonal:
+        values = values[~own_pairs]
+        if not len(values):
+            raise ValueError(
+                "every pair here compares a connection with itself: "
+                "use `off_diagonal=False`"
+            )
+    n_undefined = int(values.isnan().sum())
+    if n_undefined:
+        result = "NaN"
+        if n_undefined < values.numel():
+            result = "the mean is over the others"
+        warn_caller(
+            f"{name} is undefined for {n_undefined} of {values.numel()} pairs, "
+            f"where A or S_1 is 0: {result}"
+        )
+    return float(values.nanmean())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tl_coupling.comparisons import CouplingMap
+from tl_coupling.comparisons.maps import mean_over_pairs
 from tl_coupling.measures import (
     MEASURES,
     MeasureName,
@@ -177,8 +178,10 @@ def _of_measure(
     off_diagonal = not settings.diagonal
     of_pairs = [result.values(k, measure) for k in settings.k]
     if settings.diagonal or len(result.row_layers) > 1:
+        own_pairs = result.own_pairs()
         means = [
-            result.mean_of_pairs(values, name, off_diagonal) for values in of_pairs
+            mean_over_pairs(values, own_pairs, name, off_diagonal)
+            for values in of_pairs
         ]
     else:
         # A model of one block has no pairs of different ones.
