@@ -7,6 +7,7 @@ singular vectors (columns).
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Annotated, Literal
 
 from tl_coupling.arguments import Count, checked
@@ -18,6 +19,7 @@ from tl_coupling.comparisons.choices import (
 )
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.means import MeanCouplingMap
+from tl_coupling.forks import of_each
 from tl_coupling.jacobians import (
     DEFAULT_OPTIONS,
     Connection,
@@ -30,6 +32,7 @@ from tl_coupling.jacobians import (
     couple,
     decompose_each,
     decompose_sides,
+    plan,
 )
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress, with_progress
@@ -133,9 +136,10 @@ def mean_depth_coupling(
             layers or positions.
         TypeError: something that is not a trace.
 
-    Cost: that of `depth_coupling` for each prompt. From a generator of traces one
-    prompt at a time is held in memory; of a model that is read from disk as many as
-    have Jacobians no larger than its weights, so that one reading serves all.
+    Cost: that of `depth_coupling` for each prompt; several at a time, as in
+    `surveys.measure_prompts`, unless `max_memory` is given. From a generator of traces
+    one prompt, or these few, are held in memory; of a model that is read from disk as
+    many as have Jacobians no larger than its weights, so that one reading serves all.
 
     Example:
         >>> texts = ["w3 w14 w15", "w9 w2 w6 w5"]
@@ -144,10 +148,44 @@ def mean_depth_coupling(
         (torch.Size([2, 2]), torch.Size([2, 2]), 2)
     """
     options = JacobianOptions(chunk_size, max_memory, progress=False)
-    traced = with_progress(map(_traced, traces), progress, "prompts")
-    prompts = decomposed_layers(traced, k, position, layers, options)
-    # `map` holds no prompt's Jacobians while the next prompt's are computed.
-    return MeanCouplingMap.over(map(partial(_depth_map, orientation), prompts))
+    traced = iter(with_progress(map(_traced, traces), progress, "prompts"))
+    of_group = partial(
+        _depth_maps_of_each,
+        k=k,
+        position=position,
+        orientation=orientation,
+        layers=layers,
+        options=options,
+    )
+    first = next(traced, None)
+    if first is None:
+        return MeanCouplingMap.over([])
+    traced = chain([first], traced)
+    at_once = 1
+    if max_memory is None:
+        at_once = plan(first, k).prompts_at_once
+    if at_once == 1:
+        # Prompts of a model that is read from disk share its readings.
+        return MeanCouplingMap.over(of_group(traced))
+    return MeanCouplingMap.over(
+        of_each(lambda trace: next(of_group([trace])), traced, at_once)
+    )
+
+
+def _depth_maps_of_each(
+    traces: Iterable[Trace],
+    k: int | None,
+    position: int,
+    orientation: Orientation,
+    layers: Sequence[int] | None,
+    options: JacobianOptions,
+) -> Iterator[CouplingMap]:
+    """Yield the map across depth of each prompt.
+
+    No prompt's Jacobians are held while the next prompt's are computed.
+    """
+    prompts = decomposed_layers(traces, k, position, layers, options)
+    return map(partial(_depth_map, orientation), prompts)
 
 
 @checked

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tl_coupling.forks import can_fork
 from tl_coupling.gradients import chunk_that_fits
 from tl_coupling.jacobians.options import JacobianOptions
 from tl_coupling.jacobians.sizes import in_words, n_bytes
 from tl_coupling.models import facts_of
-from tl_coupling.traces import Trace
+from tl_coupling.traces import Trace, hooks_of_user
 
 # Copies of the widest activation of a chunk, and of a matrix in its SVD, that are in
 # memory at once: measured.
@@ -188,6 +189,25 @@ def fits_in_memory(size: int, block: nn.Module) -> bool:
         return size <= 4 * sum(p.numel() for p in weights)
     device = weights[0].device if weights else torch.device("cpu")
     return size <= _SHARE * _free_memory(device)
+
+
+def prompts_at_once(model: nn.Module, needs: Needs) -> int:
+    """Return how many prompts of a model are measured at a time, each by a fork.
+
+    As many as there are threads, if what they need is no more than half of the memory
+    that is free. One of a model that is on another device than the CPU, that is read
+    from disk, because prompts share its readings, or that has hooks of the user's:
+    what these write down must be found in this process.
+    """
+    devices = {p.device.type for p in model.parameters()}
+    # Of a model that is only named, the weights will be on the CPU.
+    is_on_cpu = devices <= {"cpu", "meta"}
+    is_plain = is_on_cpu and not facts_of(model).is_streamed
+    if not is_plain or hooks_of_user(model) or not can_fork():
+        return 1
+    of_one = needs.beside_jacobians + needs.jacobians
+    n_that_fit = int(_SHARE * _free_memory(torch.device("cpu")) / of_one)
+    return max(1, min(torch.get_num_threads(), n_that_fit))
 
 
 def _free_memory(device: torch.device) -> float:

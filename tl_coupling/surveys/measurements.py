@@ -8,6 +8,8 @@ from torch import nn
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons import depth_couplings
+from tl_coupling.forks import of_each
+from tl_coupling.jacobians import plan
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
@@ -66,6 +68,9 @@ def measure_prompts(
           before, in nats; NaN for one token.
 
     Cost: for each prompt, a trace, `depth_coupling`, and an unembedding at every depth.
+    On Linux, of a model in memory without hooks, as many prompts at a time as there are
+    threads and memory (`plan` says how many), each in a process that shares the model's
+    weights; after `torch.set_num_threads(1)` one after the other.
 
     Example:
         >>> settings = tlc.Settings(k=(2, 4))
@@ -104,16 +109,20 @@ def of_each_prompt(
 ) -> "xarray.Dataset":
     """Return what `measure` gives of each traced prompt, along a dimension `prompt`.
 
-    Errors name the prompt.
+    Several prompts are measured at a time, where they fit in memory. Errors name the
+    prompt.
     """
     import xarray
 
+    at_once = 1
     # If it is not a model, `trace` says so.
     if hasattr(model, "cfg"):
         _check_kinds(model, prompts)
         _check_lengths(model, prompts, settings)
-    of_prompts = []
-    for prompt in with_progress(prompts, progress, "prompts"):
+        largest_k = settings.largest(model.cfg.d_model)
+        at_once = plan(model, largest_k).prompts_at_once
+
+    def of_prompt(prompt: Prompt) -> "xarray.Dataset":
         with _errors_of(prompt):
             traced = trace(
                 model,
@@ -121,7 +130,10 @@ def of_each_prompt(
                 prepend_bos=settings.prepend_bos,
                 final_norm=settings.final_norm,
             )
-            of_prompts.append(measure(traced))
+            return measure(traced)
+
+    watched = with_progress(prompts, progress, "prompts")
+    of_prompts = list(of_each(of_prompt, watched, at_once))
     data = xarray.concat(of_prompts, "prompt", combine_attrs="drop_conflicts")
     ids = [prompt.id for prompt in prompts]
     tasks = [prompt.task or "" for prompt in prompts]
