@@ -21,7 +21,7 @@ _FASTEST = math.log(20)
 # beside the k-th triplet;
 _ROOM = 100.0
 # by how much more than the estimate they lower them;
-_SAFETY = 6
+_SAFETY = 20
 # their highest degree;
 _HIGHEST_DEGREE = 20
 # residuals, as multiples of the tolerance, that may be rounding;
