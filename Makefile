@@ -19,12 +19,12 @@ KEEP ?=
 TAG ?=
 PYTHONS ?= python3.11 python3.13
 
-.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl3 zoo real attack same check
+.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl4-alone test-tl4-beside test-tl3 zoo real attack same check
 .PHONY: study-capacity study-generalization docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
-# Two at a time: environments, checks, the tests of each line.
+# Three at a time: environments, checks, the tests of each line in parts.
 ifneq ($(filter check test,$(MAKECMDGOALS)),)
-MAKEFLAGS += --jobs=2 --output-sync=target
+MAKEFLAGS += --jobs=3 --output-sync=target
 endif
 
 setup: .venv/ready .venv-tl3/ready
@@ -73,10 +73,18 @@ pictures: .venv/ready
 test: test-tl4 test-tl3
 
 # One thread each: threads that wait for each other cost more than they save.
-test-tl4 test-tl3: export OMP_NUM_THREADS = 1
+test-tl4-alone test-tl4-beside test-tl3: export OMP_NUM_THREADS = 1
 
-test-tl4: .venv/ready
-	.venv/bin/python -m pytest -m 'not on_3_only' $(PYTEST)
+# Tests that wait for other processes run beside those that compute.
+WAITING = tests/surveys tests/models tests/test_attack.py tests/test_interrupts.py tests/test_readme.py
+
+test-tl4: test-tl4-alone test-tl4-beside
+
+test-tl4-alone: .venv/ready
+	.venv/bin/python -m pytest -m 'not on_3_only' $(WAITING:%=--ignore=%) $(PYTEST)
+
+test-tl4-beside: .venv/ready
+	.venv/bin/python -m pytest -m 'not on_3_only' $(WAITING) $(PYTEST)
 
 test-tl3: .venv-tl3/ready
 	.venv-tl3/bin/python -m pytest -m 'not on_4_only' $(PYTEST)
