@@ -105,7 +105,7 @@ class _Sent(NamedTuple):
     """What a fork sends: the function's value, and the warnings on the way."""
 
     value: Any
-    warnings: list[tuple[Warning, type[Warning], str, int]]
+    warnings: list[tuple[Any, type[Warning], str, int]]
 
 
 class _Fork(Generic[Item, Result]):
@@ -148,8 +148,8 @@ class _Fork(Generic[Item, Result]):
         """Return the function's value, computed here where the process gave none."""
         if self._sent is None:
             return self.function(self.item)
-        for warning in self._sent.warnings:
-            warnings.warn_explicit(*warning, registry=_shown)
+        for text, category, file, line in self._sent.warnings:
+            warnings.warn_explicit(text, category, file, line, registry=_shown)
         value: Result = self._sent.value
         return value
 

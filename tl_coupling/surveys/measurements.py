@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -119,7 +119,8 @@ def of_each_prompt(
     if hasattr(model, "cfg"):
         _check_kinds(model, prompts)
         _check_lengths(model, prompts, settings)
-        largest_k = settings.largest(model.cfg.d_model)
+        cfg: Any = model.cfg
+        largest_k = settings.largest(cfg.d_model)
         at_once = plan(model, largest_k).prompts_at_once
 
     def of_prompt(prompt: Prompt) -> "xarray.Dataset":
