@@ -91,9 +91,9 @@ class Plan:
             f"{self.n_pos} tokens, k = {self.k}"
         )
         lines = [f"  {name:<31}{in_words(size):>10}" for name, size in sizes.items()]
-        lines.append(
-            f"  {'prompts of a survey at a time':<31}{self.prompts_at_once:>10}"
-        )
+        if self.prompts_at_once > 1:
+            name = "prompts of a survey at a time"
+            lines.append(f"  {name:<31}{self.prompts_at_once:>10}")
         for stage, flops in self.flops.items():
             lines.append(f"  {stage:<31}{flops / 1e9:>10.3g} GFLOP")
         return "\n".join([head, *lines])
