@@ -19,7 +19,6 @@ from tl_coupling.comparisons.choices import (
 )
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.means import MeanCouplingMap
-from tl_coupling.forks import of_each
 from tl_coupling.jacobians import (
     DEFAULT_OPTIONS,
     Connection,
@@ -32,6 +31,7 @@ from tl_coupling.jacobians import (
     couple,
     decompose_each,
     decompose_sides,
+    of_each,
     plan,
 )
 from tl_coupling.measures import Orientation

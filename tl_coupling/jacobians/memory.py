@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tl_coupling.forks import can_fork
 from tl_coupling.gradients import chunk_that_fits
+from tl_coupling.jacobians.forks import can_fork
 from tl_coupling.jacobians.options import JacobianOptions
 from tl_coupling.jacobians.sizes import in_words, n_bytes
 from tl_coupling.models import facts_of

@@ -8,8 +8,7 @@ from torch import nn
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons import depth_couplings
-from tl_coupling.forks import of_each
-from tl_coupling.jacobians import plan
+from tl_coupling.jacobians import of_each, plan
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt

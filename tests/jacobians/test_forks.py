@@ -21,8 +21,8 @@ import torch
 import tiny
 import tl_coupling as tlc
 import tl_coupling.jacobians
-from tl_coupling.forks import can_fork, of_each
 from tl_coupling.jacobians import Decomposed
+from tl_coupling.jacobians.forks import can_fork, of_each
 from tl_coupling.surveys import Settings, measure_prompts
 
 HERE = os.getpid()
@@ -153,7 +153,7 @@ def test_an_interrupt_ends_them():
     """Ctrl-C in a terminal goes to all processes of a group."""
     program = """
         import sys, time, torch
-        from tl_coupling.forks import of_each
+        from tl_coupling.jacobians.forks import of_each
         torch.set_num_threads(2)
 
         def pause(item):
@@ -175,7 +175,7 @@ def test_an_interrupt_ends_them():
 def test_they_end_with_the_process_that_forked_them():
     program = """
         import os, time, torch
-        from tl_coupling.forks import of_each
+        from tl_coupling.jacobians.forks import of_each
         torch.set_num_threads(2)
 
         def pause(item):
