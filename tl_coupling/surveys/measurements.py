@@ -120,7 +120,9 @@ def of_each_prompt(
         _check_lengths(model, prompts, settings)
         cfg: Any = model.cfg
         largest_k = settings.largest(cfg.d_model)
-        at_once = plan(model, largest_k).prompts_at_once
+        # Where k is too large, the first prompt says so.
+        if largest_k <= cfg.d_model:
+            at_once = plan(model, largest_k).prompts_at_once
 
     def of_prompt(prompt: Prompt) -> "xarray.Dataset":
         with _errors_of(prompt):
