@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import xarray
-from torch import nn
 
 import tiny
 import tl_coupling as tlc
@@ -136,18 +135,3 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
     options = {"model": folder_model, "prompt": "w1 w2 w3", "k": 4}
     options["out"] = tmp_path / "out"
     assert message in refused("tokens", options, arguments)
-
-
-def test_the_embedded_model_beats_null_and_twin(
-    call, smollm2: nn.Module, tmp_path: Path
-) -> None:
-    positions = [0, 4, 7, 9]
-    call("tokens", untrained=True, k=10, positions=positions, position=4, out=tmp_path)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["layers"] == {"J_1": 14, "singular_vectors": 15}
-    null = summary["null"]["self"]["10"]
-    assert summary["mean"]["trained"]["self"]["10"] > 2 * null
-    assert (
-        summary["mean"]["trained"]["self"]["10"]
-        > 3 * summary["mean"]["untrained"]["self"]["10"]
-    )
