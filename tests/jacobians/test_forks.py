@@ -87,14 +87,34 @@ def test_only_a_few_items_are_read_ahead(two_threads):
     assert not multiprocessing.active_children()
 
 
-def test_each_has_its_share_of_the_threads(two_threads):
+def test_each_has_one_thread(two_threads):
     def n_threads(_: int) -> int:
         return torch.get_num_threads()
 
     assert list(of_each(n_threads, range(2), 2)) == [1, 1]
     torch.set_num_threads(4)
-    assert list(of_each(n_threads, range(2), 2)) == [2, 2]
-    assert torch.get_num_threads() == 4
+    assert list(of_each(n_threads, range(2), 2)) == [1, 1]
+    # Two forks would leave most of five threads without work.
+    torch.set_num_threads(5)
+    assert list(of_each(n_threads, range(2), 2)) == [5, 5]
+
+
+def test_they_compute_after_several_threads_have(two_threads):
+    # In a process of its own: with several threads a fork would wait forever.
+    code = """
+        import torch
+        from tl_coupling.jacobians.forks import of_each
+        torch.set_num_threads(4)
+        matrix = torch.ones(600, 600)
+        def total(factor):
+            product = (factor * matrix).exp() @ matrix
+            return float(torch.linalg.qr(product)[1].abs().max())
+        here = [total(factor) for factor in range(2)]
+        forked = list(of_each(total, range(2), 2))
+        assert torch.allclose(torch.tensor(here), torch.tensor(forked)), (here, forked)
+    """
+    code = textwrap.dedent(code)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_an_error_is_the_one_of_one_by_one(two_threads):

@@ -3,6 +3,9 @@
 A fork has everything that is in memory, such as a model, without a copy of it. Several
 items with a thread each take less time than one after the other with all threads: much
 of the work on one item is Python, or products too small for several threads.
+
+A fork has one thread: torch's threads (libgomp) wait forever for each other in a fork
+of a process in which several have run.
 """
 
 import multiprocessing
@@ -51,10 +54,11 @@ def of_each(
 ) -> Iterator[Result]:
     """Yield the function of each item, in order.
 
-    With `at_once` above 1 that many are computed at a time, each by a fork with its
-    share of the threads. What a fork does not give, because it raised an error or was
-    killed, is computed here: errors are those of one by one. Warnings of a fork are
-    given here too; what else it changes is lost.
+    With `at_once` above 1 that many are computed at a time, each by a fork with one
+    thread, unless more than half of the threads would have nothing to do. What a fork
+    does not give, because it raised an error or was killed, is computed here: errors
+    are those of one by one. Warnings of a fork are given here too; what else it changes
+    is lost.
 
     Args:
         function: of one item. Its result must be picklable.
@@ -65,10 +69,9 @@ def of_each(
     first = list(islice(unread, at_once))
     unread = chain(first, unread)
     at_once = len(first)
-    if at_once <= 1:
+    if at_once <= 1 or 2 * at_once < torch.get_num_threads():
         yield from map(function, unread)
         return
-    n_threads = max(1, torch.get_num_threads() // at_once)
     begun: deque[_Fork[Item, Result]] = deque()
     is_read = False
     try:
@@ -77,7 +80,7 @@ def of_each(
             has_room = n_running < at_once and len(begun) < _MOST_AHEAD * at_once
             if has_room and not is_read:
                 for item in unread:
-                    begun.append(_Fork(function, item, n_threads))
+                    begun.append(_Fork(function, item))
                     break
                 else:
                     is_read = True
@@ -111,9 +114,7 @@ class _Sent(NamedTuple):
 class _Fork(Generic[Item, Result]):
     """A process that computes the function of one item."""
 
-    def __init__(
-        self, function: Callable[[Item], Result], item: Item, n_threads: int
-    ) -> None:
+    def __init__(self, function: Callable[[Item], Result], item: Item) -> None:
         context = multiprocessing.get_context("fork")
         self.function = function
         self.item = item
@@ -122,7 +123,7 @@ class _Fork(Generic[Item, Result]):
         self.is_running = True
         self._sent: _Sent | None = None
         self.process: BaseProcess = context.Process(
-            target=_compute, args=(function, item, n_threads, theirs), daemon=True
+            target=_compute, args=(function, item, theirs), daemon=True
         )
         with warnings.catch_warnings():
             # Python 3.12 warns of threads; those of this process hold no lock that a
@@ -155,12 +156,12 @@ class _Fork(Generic[Item, Result]):
 
 
 def _compute(
-    function: Callable[[Item], Result], item: Item, n_threads: int, pipe: Connection
+    function: Callable[[Item], Result], item: Item, pipe: Connection
 ) -> None:
     """Send the function of an item; what a fork does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(n_threads)
+    torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     # What went wrong is seen where it is computed again.
     with suppress(Exception), warnings.catch_warnings(record=True) as caught:
