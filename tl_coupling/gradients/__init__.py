@@ -10,7 +10,7 @@ Every derivative is checked against the function itself.
 from tl_coupling.gradients.errors import DerivativeError, StepError
 from tl_coupling.gradients.evaluation import chunk_that_fits, vjp
 from tl_coupling.gradients.function import BlockFunction
-from tl_coupling.gradients.remarks import Remarks
+from tl_coupling.gradients.remarks import CollectedRemarks, Remarks
 from tl_coupling.gradients.ways import Evaluation, Path, RowFunction
 
 __all__ = ["BlockFunction", "DerivativeError", "StepError"]

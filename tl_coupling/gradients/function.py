@@ -129,8 +129,7 @@ class BlockFunction:
                 "the norm as a module, or take the Jacobian of block(X) − X from "
                 "`block_jacobian`"
             )
-        if self.layer not in self.remarks.normalising_layers:
-            self.remarks.normalising_layers.append(self.layer)
+        self.remarks.add_normalising_layer(self.layer)
         of_branches = replace(self, stream_norms=norms)
         return replace(of_branches, step=self.step + of_branches(self.X) - self(self.X))
 

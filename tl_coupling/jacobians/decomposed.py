@@ -22,6 +22,7 @@ from tl_coupling.jacobians.jacobians import MOST_SHARING, jacobians_of
 from tl_coupling.jacobians.memory import Budget, MapSizes
 from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.shelf import Shelf
+from tl_coupling.jacobians.spans import decompose_spans, spans_of
 from tl_coupling.spectra import Spectrum, check_cut, fitting_k, singular_values, svd
 from tl_coupling.traces import Trace
 
@@ -221,6 +222,10 @@ def decompose_each(
         k_of_group = fitting_k(k, trace.d_model)
         sizes = MapSizes.of(trace, n, n, k_of_group)
         sizes = replace(sizes, n_maps=n_maps, n_prompts=len(group))
+        spans = spans_of(trace, connections, sizes, options)
+        if len(spans) > 1:
+            yield _decomposed_in_spans(group[0], spans, k_of_group, options)
+            continue
         budget = Budget.of(trace.blocks[0].call.module, sizes, options)
         source = _Source(group, options, budget)
         batches = source.batches(n * len(group), budget.at_once)
@@ -405,6 +410,28 @@ def _decomposed(
         )
         for i, (request, paths) in enumerate(zip(requests, source.paths, strict=True))
     ]
+
+
+def _decomposed_in_spans(
+    request: Request, spans: Sequence[range], k: int, options: JacobianOptions
+) -> Decomposed:
+    """Decompose and keep one prompt's Jacobians, several spans of layers at once."""
+    trace, connections = request
+    n_triplets = min(k + 1, trace.d_model)
+
+    def decompose_batch(J: Tensor) -> Spectrum:
+        return Spectrum.cat(_spectra(J, n_triplets))
+
+    J, known = decompose_spans(trace, connections, spans, decompose_batch, options)
+    return Decomposed(
+        connections,
+        k,
+        known.spectra,
+        known.frobenius_norms,
+        known.paths,
+        trace,
+        J.__getitem__,
+    )
 
 
 def _spectra(J: Float[Tensor, "n d d"], n_triplets: int) -> list[Spectrum]:

@@ -195,17 +195,42 @@ def prompts_at_once(model: nn.Module, needs: Needs) -> int:
     """Return how many prompts of a model are measured at a time, each by a fork.
 
     As many as there are threads, if what they need is no more than half of the memory
-    that is free. One of a model that is on another device than the CPU, that is read
-    from disk, because prompts share its readings, or that has hooks of the user's:
-    what these write down must be found in this process.
+    that is free; one where the model cannot be forked.
+    """
+    if not can_be_forked(model):
+        return 1
+    return _forks_that_fit(needs.beside_jacobians + needs.jacobians)
+
+
+def spans_at_once(trace: Trace, sizes: MapSizes, options: JacobianOptions) -> int:
+    """Return how many spans of a prompt's layers are decomposed at a time, each by a
+    fork: as many as `prompts_at_once`, but one where a limit is given.
+    """
+    if options.max_memory is not None or not can_be_forked(trace.model):
+        return 1
+    block = trace.blocks[0].call.module
+    needs = Needs.of(block, sizes)
+    if not needs.kept_in_memory(None, block):
+        return 1
+    return _forks_that_fit(needs.working)
+
+
+def can_be_forked(model: nn.Module) -> bool:
+    """Say whether forks may measure a model.
+
+    Not one that is on another device than the CPU, that is read from disk, because
+    prompts share its readings, or that has hooks of the user's: what these write down
+    must be found in this process.
     """
     devices = {p.device.type for p in model.parameters()}
     # Of a model that is only named, the weights will be on the CPU.
     is_on_cpu = devices <= {"cpu", "meta"}
     is_plain = is_on_cpu and not facts_of(model).is_streamed
-    if not is_plain or hooks_of_user(model) or not can_fork():
-        return 1
-    of_one = needs.beside_jacobians + needs.jacobians
+    return is_plain and can_fork() and not hooks_of_user(model)
+
+
+def _forks_that_fit(of_one: int) -> int:
+    """Return how many forks, each of which needs so many bytes, are run at a time."""
     n_that_fit = int(_SHARE * _free_memory(torch.device("cpu")) / of_one)
     return max(1, min(torch.get_num_threads(), n_that_fit))
 
