@@ -27,7 +27,7 @@ from tl_coupling.traces import Trace
 # Work is counted as entries of the Jacobians times their width: a core does so much in
 # about half a second.
 _LEAST_WORK = 2**29
-_WORK_OF_SPAN = 2**30
+_WORK_OF_SPAN = 2**31
 
 
 class Span(NamedTuple):
