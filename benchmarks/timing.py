@@ -184,13 +184,24 @@ def most_of_forks(function: Callable[[], object]) -> float:
 
 
 def _private(process: BaseProcess) -> float:
-    """Return the memory of a process that no other shares, in MiB; 0 if it is gone."""
+    """Return the memory of a process that no other shares, in MiB; 0 if it is gone.
+
+    What it writes for the process that forked it, Jacobians, is counted there.
+    """
     try:
-        report = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        report = Path(f"/proc/{process.pid}/smaps").read_text()
     except OSError:
         return 0
-    lines = [line.split() for line in report.splitlines()]
-    return sum(int(line[1]) for line in lines if line[0].startswith("Private_")) / 2**10
+    kibibytes = 0
+    is_shared = False
+    for line in report.splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            # The first line of a mapping; memory that forks share has this name.
+            is_shared = "/dev/zero" in words
+        elif words[0].startswith("Private_") and not is_shared:
+            kibibytes += int(words[1])
+    return kibibytes / 2**10
 
 
 def environment(device: torch.device) -> dict[str, Any]:
