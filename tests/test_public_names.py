@@ -177,3 +177,13 @@ def test_methods_and_properties_are_documented(name: str) -> None:
         for n, v in members.items()
         if not (getattr(v, "__func__", v).__doc__ or "").strip()
     ]
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_a_signature_shows_types_without_the_rules_on_values(name: str) -> None:
+    thing = public_names()[name]
+    if inspect.isclass(thing) and issubclass(thing, Exception):
+        pytest.skip("Python knows no signature of an exception")
+    shown = str(inspect.signature(thing))
+    assert "Annotated[" not in shown
+    assert "<function" not in shown

@@ -22,6 +22,7 @@ from tl_coupling import surveys as surveys
 from tl_coupling import traces as traces
 from tl_coupling import trajectories as trajectories
 from tl_coupling.comparisons import CouplingMap as CouplingMap
+from tl_coupling.comparisons import compare as compare
 from tl_coupling.comparisons import context_coupling as context_coupling
 from tl_coupling.comparisons import depth_coupling as depth_coupling
 from tl_coupling.comparisons import mean_depth_coupling as mean_depth_coupling
@@ -41,6 +42,7 @@ from tl_coupling.measures import spectral_miscoupling as spectral_miscoupling
 from tl_coupling.models import ModelError as ModelError
 from tl_coupling.models import load_model as load_model
 from tl_coupling.plots import plot_adjacency as plot_adjacency
+from tl_coupling.plots import plot_comparison as plot_comparison
 from tl_coupling.plots import plot_coupling as plot_coupling
 from tl_coupling.plots import plot_coupling_matrices as plot_coupling_matrices
 from tl_coupling.plots import plot_trajectories as plot_trajectories

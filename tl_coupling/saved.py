@@ -46,6 +46,9 @@ class Saved:
                 coords[_name_of_coordinate(field.name)] = (dims, list(value))
             elif isinstance(value, dict):
                 attrs[field.name] = json.dumps(value)
+            elif isinstance(value, bool):
+                # netCDF has no truth values.
+                attrs[field.name] = int(value)
             else:
                 attrs[field.name] = value
         return xarray.Dataset(arrays, coords, attrs)
@@ -102,7 +105,7 @@ def _from_dataset(dataset: "xarray.Dataset", result_class: type[_Result]) -> _Re
     values = {}
     for field in fields(saved_class):
         name = field.name if field.name in stored else _name_of_coordinate(field.name)
-        values[field.name] = stored[name]
+        values[field.name] = bool(stored[name]) if field.type is bool else stored[name]
     return saved_class(**values)
 
 

@@ -167,3 +167,76 @@ def test_a_file_that_is_no_coupling_map_is_one_clear_error(result, tmp_path, dam
 def test_load_names_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.nc"):
         CouplingMap.load(tmp_path / "absent.nc")
+
+
+def test_the_file_has_every_pair_at_every_k(result, tmp_path):
+    with xarray.open_dataset(result.save(tmp_path / "map.nc")) as file:
+        assert file["coupling"].dims == ("k", "row", "col")
+        assert file["k"].values.tolist() == [1, 2, 3, 4, 5, 6]
+        for k in (1, 3, 6):
+            A = result.matrices[..., :k, :k]
+            expected = tlc.normalized_miscoupling(A)
+            of_k = file.sel(k=k)
+            for name, values in (
+                ("coupling", 1 - expected),
+                ("normalized_miscoupling", expected),
+            ):
+                torch.testing.assert_close(
+                    torch.tensor(of_k[name].values), values.double(), rtol=0, atol=1e-6
+                )
+            assert of_k["null"].values == pytest.approx(result.null(k))
+
+
+def test_a_file_without_them_is_read(result, tmp_path):
+    older = result.to_dataset().drop_vars(
+        ["coupling", "normalized_miscoupling", "null"]
+    )
+    older.drop_vars("k").to_netcdf(tmp_path / "older.nc")
+    assert_same(CouplingMap.load(tmp_path / "older.nc"), result)
+
+
+def test_a_table_has_a_row_for_each_pair_and_k(result):
+    table = result.to_dataframe([2, 5])
+    assert len(table) == 2 * tiny.N_LAYERS**2
+    assert set(table["model"]) == {result.provenance["model"]}
+    for row in table.itertuples():
+        pair = (
+            result.row_layers.index(row.row_layer),
+            result.col_layers.index(row.col_layer),
+        )
+        assert row.coupling == pytest.approx(
+            float(result.coupling(row.k)[pair]), abs=1e-6
+        )
+        assert row.null == pytest.approx(result.null(row.k))
+        assert row.row_position == row.col_position == len(tiny.TOKENS) - 1
+    assert len(result.to_dataframe()) == 6 * tiny.N_LAYERS**2
+    with pytest.raises(ValueError, match="`k` must lie in"):
+        result.to_dataframe([7])
+
+
+def test_a_mean_has_means_in_its_table(tiny_trace):
+    mean = tlc.mean_depth_coupling([tiny_trace, tiny_trace], 3)
+    table = mean.to_dataframe([3]).set_index(["row_layer", "col_layer"])
+    expected = mean.coupling(3)
+    for pair, value in table["coupling"].items():
+        assert value == pytest.approx(float(expected[pair]), abs=1e-6)
+    assert table["null"].to_numpy() == pytest.approx(mean.null(3))
+
+
+@pytest.mark.parametrize("of", ["jacobian", "vectors"])
+def test_a_profile_is_a_row_or_column_without_the_layer_itself(result, of):
+    values = result.coupling(4)
+    profile = result.profile(1, 4, of=of)
+    assert bool(profile[1].isnan())
+    expected = values[1, 0] if of == "jacobian" else values[0, 1]
+    assert float(profile[0]) == float(expected)
+    with pytest.raises(
+        ValueError, match=r"one of the layers .* got 2; there are \[0, 1\]"
+    ):
+        result.profile(2, of=of)
+
+
+def test_of_tokens_there_is_no_profile(tiny_trace):
+    tokens = tlc.self_coupling(tiny_trace, 0, k=2)
+    with pytest.raises(ValueError, match="each of which has one, got 0"):
+        tokens.profile(0)

@@ -680,3 +680,25 @@ def test_the_embedded_model_against_the_authors_algorithm(smollm2, reference):
             np.testing.assert_allclose(
                 values, expected[name], rtol=0, atol=1e-4, err_msg=f"{name}, K = {k}"
             )
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols"), [([1], None), (None, [3, 0]), ([2, -1], [1])]
+)
+def test_some_rows_and_columns_are_a_part_of_the_map(deep, result, rows, cols):
+    part = tlc.depth_coupling(deep[0], K, rows=rows, cols=cols)
+    chosen_rows = [layer % N_LAYERS for layer in rows or range(N_LAYERS)]
+    chosen_cols = [layer % N_LAYERS for layer in cols or range(N_LAYERS)]
+    assert part.row_layers == tuple(chosen_rows)
+    assert part.col_layers == tuple(chosen_cols)
+    expected = result.matrices[chosen_rows][:, chosen_cols]
+    torch.testing.assert_close(part.matrices.abs(), expected.abs(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        part.coupling(3), result.coupling(3)[chosen_rows][:, chosen_cols]
+    )
+    assert part.frobenius_norms == pytest.approx(result.frobenius_norms[chosen_rows])
+
+
+def test_layers_beside_rows_are_refused(deep):
+    with pytest.raises(ValueError, match="give `layers`, for rows and columns, or"):
+        tlc.depth_coupling(deep[0], layers=[1], rows=[1])

@@ -3,9 +3,11 @@
 import functools
 import importlib
 import inspect
+import operator
+import types
 import typing
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tl_coupling.arguments.annotations import Text
 from tl_coupling.arguments.argument import Argument, Kind, Sizes, WrongType
@@ -39,6 +41,8 @@ def checked(public: _Public) -> _Public:
         taken = signature().taken(args, kwargs)
         return public(*taken.args, **taken.kwargs)
 
+    # What `help` and Jupyter show: types, without the rules on their values.
+    with_checks.__signature__ = _without_rules(inspect.signature(public))  # type: ignore[attr-defined]
     return typing.cast(_Public, with_checks)
 
 
@@ -89,6 +93,32 @@ def _taken(kind: Kind, argument: Argument) -> object:
         raise TypeError(f"`{argument.name}` {message}") from None
     except ValueError as error:
         raise ValueError(f"`{argument.name}` {error}") from None
+
+
+def _without_rules(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature whose annotations hold no `Annotated`."""
+    parameters = [
+        parameter.replace(annotation=_plain_type(parameter.annotation))
+        for parameter in signature.parameters.values()
+    ]
+    return signature.replace(
+        parameters=parameters,
+        return_annotation=_plain_type(signature.return_annotation),
+    )
+
+
+def _plain_type(annotation: Any) -> Any:
+    """Return an annotation without `Annotated`, also inside of others."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _plain_type(typing.get_args(annotation)[0])
+    parts = typing.get_args(annotation)
+    plain_parts = tuple(map(_plain_type, parts))
+    if plain_parts == parts:
+        return annotation
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, plain_parts)
+    return origin[plain_parts]
 
 
 def _evaluated_signature(public: Callable[..., object]) -> inspect.Signature:

@@ -102,19 +102,20 @@ class Work:
         The twin is measured where `untrained` says so.
         """
         if not untrained:
-            return {"trained": self._measured_as("trained", setup, measure)}
+            return {"trained": self.measured_as("trained", setup, measure)}
         if setup.quantization is not None:
             _refuse_untrained("--quantization")
         if setup.memory == "stream":
             _refuse_untrained("--memory stream")
         return {
-            role: self._measured_as(role, setup, measure)
+            role: self.measured_as(role, setup, measure)
             for role in ("trained", "untrained")
         }
 
-    def _measured_as(
+    def measured_as(
         self, role: str, setup: OneModel, measure: Callable[[Run], Measured]
     ) -> Measured:
+        """Return what `measure` gives of a model, "trained" or "untrained"."""
         # A function of its own, so that one model is freed before the next is loaded.
         run = Run(setup, role, self.console)
         self.seconds[role] = run.seconds

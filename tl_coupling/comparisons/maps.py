@@ -1,8 +1,8 @@
 """The result of comparing connections of one prompt."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,12 +15,15 @@ from tl_coupling.comparisons.nulls import (
     means_of_draws,
 )
 from tl_coupling.measures import (
+    MEASURES,
     AnyMeasure,
     Measure,
     Norm,
     Null,
     Orientation,
     measure_named,
+    measures_at_every_k,
+    nulls_at_every_k,
     random_subspace_null,
     rotation_null,
 )
@@ -28,7 +31,13 @@ from tl_coupling.saved import Saved
 from tl_coupling.spectra import check_k
 from tl_coupling.statistics import LEVEL, Interval
 
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+
 PerPair = Float[Tensor, "n_rows n_cols"]
+# What is saved and tabulated of every pair at every k.
+_BY_K = ("coupling", "normalized_miscoupling", "null")
 # `p` and `absolute`, as keywords of a public method.
 Options = Mapping[str, Any]
 
@@ -313,6 +322,108 @@ class CouplingMap(Saved):
         ]
         return torch.stack(means)
 
+    @checked
+    def profile(
+        self,
+        layer: int,
+        k: int | None = None,
+        measure: AnyMeasure = "coupling",
+        *,
+        of: Literal["jacobian", "vectors"] = "jacobian",
+        **options: Any,
+    ) -> Float[Tensor, " n_layers"]:
+        """Return a measure of one layer with every other layer; NaN with itself.
+
+        In the order of `col_layers`, or of `row_layers` for `of="vectors"`.
+
+        Args:
+            layer: which one; negative ones are no layers of a map.
+            of: "jacobian" for this layer's Jacobian in the singular vectors of every
+                layer, a row; "vectors" for every layer's Jacobian in its singular
+                vectors, a column.
+            k, measure, options: as in `values`.
+
+        Raises:
+            ValueError: a layer that the map does not have, or has more than once
+                (tokens).
+
+        Example:
+            >>> result = tlc.depth_coupling(trace, k=4)
+            >>> result.profile(0).shape, result.profile(0).isnan().tolist()
+            (torch.Size([2]), [True, False])
+        """
+        layers = self.row_layers if of == "jacobian" else self.col_layers
+        if layers.count(layer) != 1:
+            side = "rows" if of == "jacobian" else "columns"
+            raise ValueError(
+                f"`layer` must be one of the layers of the map's {side}, each of which "
+                f"has one, got {layer}; there are {sorted(set(layers))}"
+            )
+        values = self.values(k, measure, **options)
+        values = values.where(~self.own_pairs(), torch.nan)
+        place = layers.index(layer)
+        return values[place] if of == "jacobian" else values[:, place]
+
+    def to_dataset(self) -> "xarray.Dataset":
+        """Return the result as an `xarray.Dataset`: what `save` writes.
+
+        Beside the matrices it has `coupling`, `normalized_miscoupling` and `null` of
+        every pair at every k, `[k row col]`, with layers and positions as coordinates:
+        a saved file can be read without this package. Whatever is not an array is an
+        attribute (the provenance as JSON). Matrices that are not finite have no
+        measure: then there are the matrices alone.
+
+        Example:
+            >>> data = tlc.depth_coupling(trace, k=4).to_dataset()
+            >>> data["coupling"].sel(k=2).shape
+            (2, 2)
+        """
+        dataset = super().to_dataset()
+        tensors = (self.matrices, self.singular_values, self.frobenius_norms)
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            return dataset
+        dataset = dataset.assign_coords(k=list(range(1, self.k + 1)))
+        values = {
+            name: (["k", "row", "col"], of_pairs.cpu().numpy())
+            for name, of_pairs in self._at_every_k().items()
+        }
+        return dataset.assign(values)
+
+    @checked
+    def to_dataframe(self, ks: Sequence[int] | None = None) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each k and pair.
+
+        Columns are `k`, `row_layer`, `row_position`, `col_layer`, `col_position`,
+        `coupling`, `normalized_miscoupling`, `null`, and `model` and `prompt`.
+
+        Args:
+            ks: numbers of singular vectors; all that the map holds by default.
+
+        Example:
+            >>> table = tlc.depth_coupling(trace, k=4).to_dataframe([2, 4])
+            >>> len(table), table["coupling"].between(0, 1).all()
+            (8, True)
+        """
+        names = ["row_layer", "row_position", "col_layer", "col_position"]
+        data = self.to_dataset()
+        if ks is not None:
+            data = data.sel(k=[self._k(k) for k in ks])
+        columns = [*_BY_K, *names]
+        table = data.reset_coords()[columns].to_dataframe().reset_index()
+        table = table[["k", *names, *_BY_K]]
+        return table.assign(
+            model=self.provenance.get("model"), prompt=self.provenance.get("prompt")
+        )
+
+    def _at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
+        """Return each of `_BY_K`, of every pair at every k."""
+        rows = zip(self.matrices, self.singular_values, strict=True)
+        values = torch.stack([measures_at_every_k(A, S_1) for A, S_1 in rows], 2)
+        nulls = nulls_at_every_k(
+            self.singular_values.cpu(), self.frobenius_norms.cpu(), self.d_model
+        )
+        return _by_k(values, nulls[..., None].expand(values.shape))
+
     def own_pairs(self) -> Bool[Tensor, "n_rows n_cols"]:
         """Say which pairs compare a connection with itself.
 
@@ -341,6 +452,20 @@ class CouplingMap(Saved):
         k = self.k if k is None else k
         check_k(k, self.k)
         return k
+
+
+def _by_k(
+    values: Float[Tensor, "n_measures k n_rows n_cols"],
+    nulls: Float[Tensor, "n_measures k n_rows n_cols"],
+) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
+    """Return each of `_BY_K` from all measures and their nulls."""
+    names = list(MEASURES)
+    coupling = names.index("coupling")
+    return {
+        "coupling": values[coupling],
+        "normalized_miscoupling": values[names.index("normalized_miscoupling")],
+        "null": nulls[coupling],
+    }
 
 
 def mean_over_pairs(

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -19,9 +19,6 @@ from tl_coupling.measures import (
     measures_at_every_k,
     nulls_at_every_k,
 )
-
-if TYPE_CHECKING:
-    import xarray
 
 # What all maps must have in common for a mean; of the provenance, and of the map.
 _OF_TRACE = (
@@ -164,9 +161,17 @@ class MeanCouplingMap(CouplingMap):
         """Return the standard deviation over the prompts of their `mean(k, measure)`."""
         return float(self._held(self.spreads_of_mean, k, measure, {}))
 
-    def to_dataset(self) -> "xarray.Dataset":
-        """Return an `xarray.Dataset`, with the measures by name and k from 1."""
-        return super().to_dataset().assign_coords(k=list(range(1, self.k + 1)))
+    def _at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
+        """Return the mean over the prompts of each."""
+        coupling = self.measures.index("coupling")
+        null = self.nulls[coupling]
+        return {
+            "coupling": self.means[coupling],
+            "normalized_miscoupling": self.means[
+                self.measures.index("normalized_miscoupling")
+            ],
+            "null": null[:, None, None].expand(self.means[coupling].shape),
+        }
 
     def _nulls(
         self, k: int, measure: AnyMeasure, within: Null, options: Options

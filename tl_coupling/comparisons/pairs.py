@@ -53,6 +53,8 @@ def depth_coupling(
     orientation: Orientation = "ujv",
     *,
     layers: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
+    cols: Sequence[int] | None = None,
     chunk_size: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
@@ -73,6 +75,8 @@ def depth_coupling(
         position: the token; the last by default, as in the paper.
         orientation: `"ujv"` (the paper's) or `"vju"`.
         layers: a selection of layers, in this order; all by default.
+        rows, cols: layers of J_1 alone, and of the singular vectors alone; all by
+            default. `rows=[5]` is one row of the map.
         chunk_size: as in `block_jacobian`.
         max_memory: bytes, or a text such as "3GiB", that this may take beside the model
             and the trace. Chunks become smaller, and Jacobians that do not fit are kept
@@ -86,9 +90,9 @@ def depth_coupling(
         singular vectors.
 
     Raises:
-        ValueError: k outside `[1, d_model]`, a layer or position out of range, less
-            `max_memory` than is needed, a block that normalises the stream by something
-            else than a module.
+        ValueError: k outside `[1, d_model]`, a layer or position out of range, `layers`
+            beside `rows` or `cols`, a `max_memory` that is too small, a block that
+            normalises the stream by something else than a module.
         TypeError: several traces.
 
     Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary);
@@ -103,8 +107,17 @@ def depth_coupling(
         (torch.Size([2, 2]), 0.134)
     """
     options = JacobianOptions(chunk_size, max_memory, progress)
-    (decomposed,) = decomposed_layers([trace], k, position, layers, options)
-    return _depth_map(orientation, decomposed)
+    if rows is None and cols is None:
+        (decomposed,) = decomposed_layers([trace], k, position, layers, options)
+        return _depth_map(orientation, decomposed)
+    if layers is not None:
+        raise ValueError("give `layers`, for rows and columns, or `rows` and `cols`")
+    of_rows, of_columns = [
+        _layers_at(trace, position, chosen).connections for chosen in (rows, cols)
+    ]
+    sides = decompose_sides(trace, of_rows, of_columns, k, options)
+    at = {"position": of_rows[0].position}
+    return _maps(*sides, "depth", (orientation,), at)[orientation]
 
 
 @checked

@@ -155,9 +155,7 @@ class _Fork(Generic[Item, Result]):
         return value
 
 
-def _compute(
-    function: Callable[[Item], Result], item: Item, pipe: Connection
-) -> None:
+def _compute(function: Callable[[Item], Result], item: Item, pipe: Connection) -> None:
     """Send the function of an item; what a fork does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -128,7 +128,7 @@ def _fill(
     options: JacobianOptions,
 ) -> dict[str, str]:
     """Write the Jacobians of connections into J, and return the ways to them."""
-    paths = {}
+    paths: dict[str, str] = {}
     computed = jacobians_of(
         trace, connections, chunk_size=options.chunk_size, progress=False
     )

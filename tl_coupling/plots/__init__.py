@@ -9,6 +9,7 @@ figures: for programs that only save them.
 """
 
 # ruff: noqa: F401
+from tl_coupling.plots.differences import plot_comparison
 from tl_coupling.plots.generalization import (
     plot_forest,
     plot_generalization,

@@ -4,6 +4,12 @@ of models.
 
 # ruff: noqa: F401
 from tl_coupling.statistics.attenuation import LEAST, WANTED, Attenuation, attenuation
+from tl_coupling.statistics.differences import (
+    Difference,
+    holm,
+    paired_difference,
+    unpaired_difference,
+)
 from tl_coupling.statistics.expressions import columns_of, evaluate
 from tl_coupling.statistics.familywise import (
     ALL_MODELS,
@@ -42,4 +48,10 @@ from tl_coupling.statistics.intervals import (
     t_interval,
 )
 
-__all__ = ["LinearFit", "linear_fit"]
+__all__ = [
+    "LinearFit",
+    "holm",
+    "linear_fit",
+    "paired_difference",
+    "unpaired_difference",
+]

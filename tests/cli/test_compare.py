@@ -1,0 +1,49 @@
+"""The command that compares two models: what it writes equals what the library says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tl_coupling as tlc
+from command_line import typed
+from tl_coupling.comparisons import Comparison
+
+pytestmark = pytest.mark.on_4_only
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text}) for text in ("w3 w14 w15", "w9 w2", "w6 w5")]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_model_beside_its_untrained_twin(call, folder_model, prompts, tmp_path):
+    out = tmp_path / "out"
+    options = typed(model=folder_model, prompts=prompts, k=[2, 4], out=out)
+    streams = call("compare", *options, "--other-untrained")
+    names = {path.name for path in out.iterdir()}
+    files = {f"comparison-k{k}.{kind}" for k in (2, 4) for kind in ("nc", "png")}
+    assert names == {*files, "summary.json"}
+    maps = []
+    for untrained in (False, True):
+        model = tlc.load_model(str(folder_model), untrained=untrained)
+        traces = [tlc.trace(model, prompt) for prompt in tlc.load_prompts(prompts)]
+        maps.append([tlc.depth_coupling(trace, 4) for trace in traces])
+    expected = tlc.compare(*maps, k=2)
+    written = Comparison.load(out / "comparison-k2.nc")
+    assert written.mean_difference == pytest.approx(expected.mean_difference, abs=1e-6)
+    assert written.interval == pytest.approx(expected.interval, abs=1e-6)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["by_k"]["2"]["interval"] == pytest.approx(
+        expected.interval, abs=1e-6
+    )
+    assert f"{expected.mean_difference:+.3f}" in streams.out
+    assert "paired, over the same prompts" in streams.out
+
+
+def test_one_must_say_what_to_compare_with(call, folder_model):
+    streams = call("compare", "--model", str(folder_model), status=2)
+    assert "say what to compare with: --other-model" in streams.err

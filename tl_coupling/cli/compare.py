@@ -1,0 +1,197 @@
+"""The command that compares two models, or one with itself: compare."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+import tl_coupling as tlc
+from tl_coupling.cli.app import command
+from tl_coupling.cli.console import Pictures, Run, at_work
+from tl_coupling.cli.options import (
+    OUT,
+    OWN_POSITION,
+    Comparing,
+    OneModel,
+    Out,
+    Prompts,
+    own_position,
+)
+from tl_coupling.cli.tables import table_of
+from tl_coupling.comparisons import Comparison, CouplingMap
+from tl_coupling.prompts import Prompt, load_prompts
+
+
+@command
+def compare(
+    setup: OneModel,
+    comparing: Comparing,
+    prompts: Prompts,
+    other_model: Annotated[
+        str | None, typer.Option(help="The second model. [the same as --model]")
+    ] = None,
+    other_checkpoint: Annotated[
+        str | None,
+        typer.Option(help="Training step, or hub revision, of the second model."),
+    ] = None,
+    other_untrained: Annotated[
+        bool,
+        typer.Option("--other-untrained", help="The second is the untrained twin."),
+    ] = False,
+    other_prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts of the second, a JSONL file. [the same]", dir_okay=False
+        ),
+    ] = None,
+    position: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Token position; negative counts from the end. {OWN_POSITION}"
+        ),
+    ] = None,
+    out: Out = OUT,
+) -> None:
+    """Compare the coupling of two models, revisions or prompt sets.
+
+    Measures both, and prints the mean coupling of each at every k, the difference
+    (second − first) with its 95 % interval over prompts, and what random subspaces
+    give. Over the same prompts differences are paired; over different prompts the
+    interval is Welch's. Writes netCDF, JSON, and a picture of both maps and of the
+    difference.
+
+    Examples:
+
+      tl-coupling compare --prompts prompts.jsonl --other-untrained --out compared
+
+      tl-coupling compare --model gpt2 --other-model distilgpt2 --prompts prompts.jsonl
+
+      tl-coupling compare --model EleutherAI/pythia-160m --checkpoint 1000 --other-checkpoint 143000
+
+      tl-coupling compare --prompts capitals.jsonl --other-prompts sums.jsonl
+    """
+    first = _Measured(setup, "trained", prompts.selected())
+    second = first.beside(other_model, other_checkpoint, other_untrained, other_prompts)
+    with at_work(out) as work:
+        measured = []
+        for side in (first, second):
+            measure = partial(side.maps, comparing=comparing, position=position)
+            measured.append(work.measured_as(side.role, side.setup, measure))
+        a, b = measured
+        largest = min(result.k for result in (*a, *b))
+        comparisons = {k: tlc.compare(a, b, k) for k in comparing.up_to(largest)}
+        pictures: Pictures = {}
+        for k, comparison in comparisons.items():
+            work.save({"trained": {f"comparison-k{k}": comparison}})
+            pictures[f"comparison-k{k}.png"] = partial(tlc.plot_comparison, comparison)
+        work.finish(_summary(comparisons), pictures)
+        work.shown.append(_table(comparisons))
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One side of the comparison: a model in its role, and prompts."""
+
+    setup: OneModel
+    role: str
+    prompts: list[Prompt]
+
+    def beside(
+        self,
+        model: str | None,
+        checkpoint: str | None,
+        untrained: bool,
+        prompts: Path | None,
+    ) -> "_Measured":
+        """Return the other side. Raises ValueError where it would be this one."""
+        if model is None and checkpoint is None and not untrained and prompts is None:
+            raise ValueError(
+                "say what to compare with: --other-model, --other-checkpoint, "
+                "--other-untrained or --other-prompts"
+            )
+        setup = self.setup
+        if model is not None:
+            setup = replace(setup, model=model, checkpoint=None)
+        if checkpoint is not None:
+            setup = replace(setup, checkpoint=checkpoint)
+        other_prompts = self.prompts if prompts is None else load_prompts(prompts)
+        role = "untrained" if untrained else "trained"
+        return _Measured(setup, role, other_prompts)
+
+    def maps(
+        self, run: Run, comparing: Comparing, position: int | None
+    ) -> list[CouplingMap]:
+        """Return the map of each prompt."""
+        return [
+            tlc.depth_coupling(
+                run.trace(prompt),
+                comparing.largest,
+                own_position(prompt, position),
+                comparing.orientation,
+                progress=partial(run.bar, "layers"),
+            )
+            for prompt in run.bar("prompts", self.prompts)
+        ]
+
+
+def _summary(comparisons: dict[int, Comparison]) -> dict[str, object]:
+    """Return what `summary.json` holds."""
+    one = next(iter(comparisons.values()))
+    return {
+        "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of "
+        "different layers",
+        "names": list(one.names),
+        "paired": one.paired,
+        "n_prompts": list(one.n_prompts),
+        "by_k": {
+            k: {
+                "means": comparison.means.tolist(),
+                "difference": comparison.mean_difference,
+                "interval": list(comparison.interval),
+                "p": comparison.mean_p,
+                "degrees_of_freedom": comparison.degrees_of_freedom,
+                "nulls": comparison.nulls.tolist(),
+                "pairs_that_differ": int(comparison.differing().sum()),
+            }
+            for k, comparison in comparisons.items()
+        },
+        "provenance": one.provenance,
+    }
+
+
+def _table(comparisons: dict[int, Comparison]) -> Table:
+    """Return the table of means and differences."""
+    one = next(iter(comparisons.values()))
+    rows = []
+    for k, comparison in comparisons.items():
+        low, high = comparison.interval
+        first, second = comparison.means.tolist()
+        n_pairs = int((~comparison.own_pairs).sum())
+        rows.append(
+            [
+                k,
+                f"{first:.3f}",
+                f"{second:.3f}",
+                f"{comparison.mean_difference:+.3f}",
+                f"{low:+.3f} to {high:+.3f}",
+                f"{comparison.degrees_of_freedom:.1f}",
+                f"{int(comparison.differing().sum())} of {n_pairs}",
+                f"{comparison.nulls.mean():.3f}",
+            ]
+        )
+    numbers = ["k", "first", "second", "difference", "95 %", "df", "pairs", "null"]
+    first_name, second_name = one.names
+    how = "paired, over the same prompts"
+    if not one.paired:
+        how = "of different prompts (Welch)"
+    n_first, n_second = one.n_prompts
+    caption = (
+        f"first: {first_name}\nsecond: {second_name}\n"
+        f"{n_first} and {n_second} prompts; difference: second − first, {how}\n"
+        "pairs: of layers that differ (Holm, 5 %); null: random subspaces"
+    )
+    title = "depth coupling 1 − m̃, mean over pairs of different layers"
+    return table_of(title, [], numbers, rows, caption)

@@ -1,0 +1,334 @@
+"""The difference of two sets of coupling maps, such as of two models."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_coupling.arguments import Count, checked, made_by
+from tl_coupling.comparisons.maps import CouplingMap, PerPair
+from tl_coupling.comparisons.means import MeanCouplingMap
+from tl_coupling.measures import AnyMeasure, MeasureName, measure_named
+from tl_coupling.saved import Saved
+from tl_coupling.statistics import (
+    LEVEL,
+    Difference,
+    Interval,
+    holm,
+    paired_difference,
+    unpaired_difference,
+)
+
+_SEVERAL_MAPS = "a coupling map, or maps of several prompts in a list or a generator"
+# What both sides have in common.
+_SHARED = ("orientation", "row_layers", "col_layers")
+
+
+@made_by("compare(a, b)")
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison(Saved):
+    """The difference of two sets of coupling maps, b − a, by pair and in the mean.
+
+    Intervals are over prompts, 95 %, by the t distribution. With one prompt a side
+    there are none (NaN).
+
+    Attributes:
+        values: mean over prompts of each pair, of a and of b, `[2 n_rows n_cols]`.
+        differences: `b − a`, `[n_rows n_cols]`.
+        intervals: of the differences, `[2 n_rows n_cols]`: low, high.
+        corrected_p: of no difference, two-sided, by Holm's method over all pairs of
+            different connections; NaN of other pairs.
+        means: mean over pairs of different connections (all pairs where none differ),
+            of a and of b, `[2]`.
+        mean_interval: of the difference of these means, `[2]`: low, high.
+        mean_p: of no difference in the mean, two-sided; not corrected.
+        degrees_of_freedom: of that interval.
+        nulls: what random subspaces give in the mean, for a and for b, `[2]`.
+        paired: whether a and b are of the same prompts, one by one. If not, intervals
+            are Welch's.
+        n_prompts: of a and of b.
+        row_layers, col_layers: of rows and columns.
+        orientation, k, measure: what was compared.
+        provenance: of a and of b, `first` and `second`; JSON-able.
+
+    Example:
+        >>> maps = [tlc.depth_coupling(tlc.trace(model, prompt), k=4) for prompt in prompts]
+        >>> comparison = tlc.compare(maps, maps, k=2)
+        >>> comparison.differences.shape, comparison.mean_difference
+        (torch.Size([2, 2]), 0.0)
+    """
+
+    values: Float[Tensor, "2 n_rows n_cols"]
+    differences: Float[Tensor, "n_rows n_cols"]
+    intervals: Float[Tensor, "2 n_rows n_cols"]
+    corrected_p: Float[Tensor, "n_rows n_cols"]
+    means: Float[Tensor, "2"]
+    mean_interval: Float[Tensor, "2"]
+    mean_p: float
+    degrees_of_freedom: float
+    nulls: Float[Tensor, "2"]
+    paired: bool
+    n_prompts: tuple[int, ...]
+    row_layers: tuple[int, ...]
+    col_layers: tuple[int, ...]
+    orientation: str
+    k: Count
+    measure: MeasureName
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        "values": "side row col",
+        "differences": "row col",
+        "intervals": "end row col",
+        "corrected_p": "row col",
+        "means": "side",
+        "mean_interval": "end",
+        "nulls": "side",
+        "n_prompts": "side",
+        "row_layers": "row",
+        "col_layers": "col",
+    }
+
+    @property
+    def mean_difference(self) -> float:
+        """The difference of the means over pairs, b − a."""
+        return float(self.means[1] - self.means[0])
+
+    @property
+    def interval(self) -> Interval:
+        """The 95 % interval of `mean_difference`; NaN for one prompt."""
+        low, high = self.mean_interval.tolist()
+        return low, high
+
+    @checked
+    def differing(self, level: float = 1 - LEVEL) -> Bool[Tensor, "n_rows n_cols"]:
+        """Say which pairs differ, by `corrected_p` below a level."""
+        return self.corrected_p < level
+
+    @property
+    def own_pairs(self) -> Bool[Tensor, "n_rows n_cols"]:
+        """Which pairs compare a layer with itself."""
+        rows = torch.tensor(self.row_layers)
+        return rows[:, None] == torch.tensor(self.col_layers)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What a and b are called: the model, and what tells the two apart."""
+        first, second = self.provenance["first"], self.provenance["second"]
+        return _name_beside(first, second), _name_beside(second, first)
+
+    def __repr__(self) -> str:
+        first, second = self.names
+        low, high = self.interval
+        how = "paired" if self.paired else "unpaired"
+        return (
+            f"Comparison({second!r} − {first!r}, k={self.k}, "
+            f"{how}, n_prompts={self.n_prompts}: mean {self.measure} "
+            f"{self.means[1]:.3f} − {self.means[0]:.3f} = {self.mean_difference:.3f}, "
+            f"95 % [{low:.3f}, {high:.3f}])"
+        )
+
+
+@checked
+def compare(
+    a: Annotated[CouplingMap | Iterable[object], _SEVERAL_MAPS],
+    b: Annotated[CouplingMap | Iterable[object], _SEVERAL_MAPS],
+    k: Count | None = None,
+    measure: AnyMeasure = "coupling",
+) -> Comparison:
+    """Compare two sets of coupling maps: two models, revisions, prompt sets, or one
+    model with and without an ablation.
+
+    Differences are b − a, of each pair of layers and of the mean over pairs. Where both
+    are of the same prompts, in the same order, they are paired: the interval is that of
+    the mean of one difference for each prompt. Where no prompt is in both, the
+    interval is Welch's. Intervals are over prompts: they say what other prompts like
+    these would give, of these two models.
+
+    Args:
+        a, b: one map, or the maps of several prompts; an iterator is read one map at a
+            time.
+        k: how many top singular vectors; the most that all maps hold by default.
+        measure: as in `CouplingMap.values`.
+
+    Raises:
+        ValueError: no map; a mean over prompts, which has lost the single prompts; maps
+            of tokens, of different layers or orientations; a k that a map does not
+            hold; some prompts in both, others not, or in another order.
+
+    Cost: that of the measure, for each map.
+
+    Example:
+        >>> a = [tlc.depth_coupling(tlc.trace(model, prompt), k=4) for prompt in prompts]
+        >>> hook = ("blocks.0.hook_out", lambda stream, hook: 1.5 * stream)
+        >>> with model.hooks(fwd_hooks=[hook]):
+        ...     b = [tlc.depth_coupling(tlc.trace(model, prompt), k=4) for prompt in prompts]
+        >>> comparison = tlc.compare(a, b)
+        >>> comparison.paired, comparison.n_prompts
+        (True, (4, 4))
+    """
+    sides = [_Side.of(maps, name, k, measure) for name, maps in (("a", a), ("b", b))]
+    first, second = sides
+    for name in (*_SHARED, "k"):
+        values = getattr(first, name), getattr(second, name)
+        if values[0] != values[1]:
+            raise ValueError(_differ_in(name, *values))
+    is_paired = _are_paired(first, second)
+    difference_of = paired_difference if is_paired else unpaired_difference
+    of_pairs = difference_of(np.stack(first.values), np.stack(second.values))
+    of_means = difference_of(np.array(first.means), np.array(second.means))
+    return Comparison(
+        values=_tensor([of_pairs.first, of_pairs.second]),
+        differences=_tensor(of_pairs.estimate),
+        intervals=_tensor([of_pairs.low, of_pairs.high]),
+        corrected_p=_corrected_p(of_pairs, first.own_pairs),
+        means=_tensor([of_means.first, of_means.second]),
+        mean_interval=_tensor([of_means.low, of_means.high]),
+        mean_p=float(of_means.p),
+        degrees_of_freedom=float(of_means.degrees_of_freedom),
+        nulls=_tensor([np.mean(side.nulls) for side in sides]),
+        paired=is_paired,
+        n_prompts=(len(first.values), len(second.values)),
+        row_layers=first.row_layers,
+        col_layers=first.col_layers,
+        orientation=first.orientation,
+        k=first.k,
+        measure=measure_named(measure).name,
+        provenance={"first": first.provenance, "second": second.provenance},
+    )
+
+
+class _Side:
+    """What is compared of one set of maps: an entry for each prompt."""
+
+    def __init__(self, first_map: CouplingMap, k: int | None) -> None:
+        self.orientation = first_map.orientation
+        self.row_layers = first_map.row_layers
+        self.col_layers = first_map.col_layers
+        self.k = first_map.k if k is None else k
+        self.own_pairs = first_map.own_pairs().cpu().numpy()
+        self.provenance = dict(first_map.provenance)
+        self.prompts: list[object] = []
+        self.values: list[Float[np.ndarray, "n_rows n_cols"]] = []
+        self.means: list[float] = []
+        self.nulls: list[float] = []
+
+    @classmethod
+    def of(
+        cls,
+        maps: CouplingMap | Iterable[object],
+        name: str,
+        k: int | None,
+        measure: AnyMeasure,
+    ) -> "_Side":
+        """Return one side, read one map at a time."""
+        side: _Side | None = None
+        if isinstance(maps, CouplingMap):
+            maps = [maps]
+        for result in maps:
+            if not isinstance(result, CouplingMap):
+                kind = type(result).__name__
+                raise TypeError(f"`{name}` must be {_SEVERAL_MAPS}, got a {kind} in it")
+            if result.kind != "depth":
+                raise ValueError(
+                    f"`{name}` must hold maps of layers, kind 'depth' "
+                    f"(`depth_coupling`), got one of kind {result.kind!r}"
+                )
+            if isinstance(result, MeanCouplingMap):
+                raise ValueError(
+                    f"`{name}` is a mean over prompts, which has lost the single "
+                    "prompts: give the maps of the prompts, in a list"
+                )
+            side = side or cls(result, k)
+            side.add(result, name, measure)
+        if side is None:
+            raise ValueError(f"`{name}` is empty: wanted {_SEVERAL_MAPS}")
+        side.provenance["prompts"] = side.prompts
+        return side
+
+    def add(self, result: CouplingMap, name: str, measure: AnyMeasure) -> None:
+        """Take the map of one more prompt."""
+        for shared in _SHARED:
+            expected, got = getattr(self, shared), getattr(result, shared)
+            if expected != got:
+                raise ValueError(f"in `{name}`: {_differ_in(shared, expected, got)}")
+        # A single layer meets itself alone.
+        off_diagonal = not self.own_pairs.all()
+        self.prompts.append(_prompt_of(result))
+        self.values.append(
+            result.values(self.k, measure).detach().cpu().double().numpy()
+        )
+        self.means.append(result.mean(self.k, measure, off_diagonal=off_diagonal))
+        self.nulls.append(result.null(self.k, measure, off_diagonal=off_diagonal))
+
+
+def _differ_in(name: str, first: object, second: object) -> str:
+    message = f"maps to compare must have the same {name}, got {first} and {second}"
+    if name.endswith("layers"):
+        message += (
+            "; of models of different depth only means can be compared: "
+            "`statistics.paired_difference` of `result.mean(k)` of each prompt"
+        )
+    return message
+
+
+def _prompt_of(result: CouplingMap) -> object:
+    """Return what tells a prompt from others: its text, or else its image or tokens."""
+    image = result.provenance.get("image", {})
+    # Two models may prepare one image in different ways.
+    told_by = [
+        result.provenance.get("prompt"),
+        image.get("name"),
+        image.get("pixels_sha256"),
+        result.provenance.get("tokens"),
+    ]
+    return next((value for value in told_by if value is not None), None)
+
+
+def _are_paired(first: _Side, second: _Side) -> bool:
+    """Say whether both sides are of the same prompts, one by one.
+
+    Raises ValueError where only some are the same.
+    """
+    if first.prompts == second.prompts:
+        return True
+    in_both = [prompt for prompt in first.prompts if prompt in second.prompts]
+    if in_both:
+        raise ValueError(
+            f"`a` and `b` share {len(in_both)} of {len(first.prompts)} and "
+            f"{len(second.prompts)} prompts, or have them in another order: give the "
+            "same prompts in the same order, or sets without a common prompt"
+        )
+    return False
+
+
+def _corrected_p(
+    difference: Difference, own_pairs: Bool[np.ndarray, "n_rows n_cols"]
+) -> PerPair:
+    corrected = np.full(own_pairs.shape, np.nan)
+    corrected[~own_pairs] = holm(difference.p[~own_pairs])
+    return _tensor(corrected)
+
+
+def _name_beside(own: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return a model's name, with what tells it from the other."""
+    name = str(own.get("model"))
+    parts = []
+    if own.get("untrained"):
+        parts.append("untrained")
+    if own.get("checkpoint") != other.get("checkpoint"):
+        parts.append(f"checkpoint {own.get('checkpoint')}")
+    if own.get("hooks") != other.get("hooks"):
+        hooks: Sequence[str] = own.get("hooks") or ()
+        parts.append(f"hooks on {', '.join(hooks)}" if hooks else "no hooks")
+    if own.get("prompts") != other.get("prompts"):
+        parts.append(f"{len(own['prompts'])} prompts")
+    return f"{name} ({', '.join(parts)})" if parts else name
+
+
+def _tensor(values: Any) -> Float[Tensor, "..."]:
+    return torch.as_tensor(np.asarray(values, float))

@@ -1,0 +1,74 @@
+"""Draw the difference of two sets of coupling maps."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tl_coupling.arguments import checked
+from tl_coupling.comparisons import Comparison
+from tl_coupling.plots import labels
+
+_PANEL = 3.6
+
+
+@checked
+def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Figure:
+    """Draw two maps on one scale, and their difference.
+
+    Read off where the second is coupled more than the first (red) or less (blue). A dot
+    marks pairs that differ after the correction for all pairs
+    (`Comparison.differing`). Grey are the pairs of a layer with itself. The mark on the
+    first colour bar is what random subspaces give.
+
+    Returns the Figure: a panel for each map, one for the difference, and two colour
+    bars.
+
+    Example:
+        >>> maps = [tlc.depth_coupling(tlc.trace(model, prompt), k=4) for prompt in prompts]
+        >>> fig = tlc.plot_comparison(tlc.compare(maps[:2], maps[2:]))
+    """
+    fig = fig or labels.new_figure(3 * _PANEL + 1.6, _PANEL + 0.4, "compressed")
+    axes = fig.subplots(1, 3, sharex=True, sharey=True)
+    is_own = comparison.own_pairs.numpy()
+    values = [np.where(is_own, np.nan, side) for side in comparison.values.numpy()]
+    difference = np.where(is_own, np.nan, comparison.differences.numpy())
+    nulls = comparison.nulls.tolist()
+    label = labels.measure_label(comparison.measure, comparison.k)
+    top = np.nanmax([*values[0].ravel(), *values[1].ravel(), *nulls], initial=1e-9)
+    for ax, side, name in zip(axes, values, comparison.names, strict=False):
+        image = ax.imshow(side, vmin=0, vmax=top)
+        labels.entitle(ax, labels.short_path(name))
+    bar = fig.colorbar(image, ax=list(axes[:2]), label=label).ax
+    null = labels.one_null(nulls)
+    if null is not None:
+        labels.mark_null(bar, null)
+        beside: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
+        bar.text(-0.2, null, "null ▸", transform=bar.get_yaxis_transform(), **beside)
+    largest = np.nanmax(np.abs(difference), initial=1e-9)
+    image = axes[2].imshow(difference, cmap="RdBu_r", vmin=-largest, vmax=largest)
+    rows, columns = np.nonzero(comparison.differing().numpy())
+    axes[2].scatter(columns, rows, s=4, color="black", linewidths=0)
+    labels.entitle(axes[2], _in_words(comparison))
+    fig.colorbar(image, ax=axes[2], label="second − first")
+    for ax in axes:
+        _name_layers(ax, comparison)
+    axes[0].set_ylabel("whose Jacobian (layer)")
+    return fig
+
+
+def _in_words(comparison: Comparison) -> str:
+    """Return the difference in the mean, with its interval."""
+    low, high = comparison.interval
+    text = f"difference {comparison.mean_difference:+.3f}"
+    if np.isnan(low):
+        return f"{text}, one prompt"
+    return f"{text}, 95 % [{low:+.3f}, {high:+.3f}]"
+
+
+def _name_layers(ax: Axes, comparison: Comparison) -> None:
+    ax.set_facecolor(labels.UNDEFINED)
+    ax.set_xlabel("whose singular vectors (layer)")
+    labels.name_ticks(ax.xaxis, comparison.col_layers, labels.MAX_LAYER_TICKS // 2)
+    labels.name_ticks(ax.yaxis, comparison.row_layers, labels.MAX_LAYER_TICKS)
