@@ -42,7 +42,7 @@ def test_depth_writes_results_and_pictures_and_prints_a_table(
     )
     expected = {
         "depth.nc", "depth-untrained.nc", "summary.json", "coupling-k4.png", "coupling-k8.png",
-        "matrices.png", "adjacency.png", "locality.png", "singular_values.png",
+        "matrices.png", "locality.png", "singular_values.png",
     }  # fmt: skip
     assert {path.name for path in out.iterdir()} == expected
     result = tlc.CouplingMap.load(out / "depth.nc")

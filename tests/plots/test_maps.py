@@ -15,6 +15,7 @@ from axes import colour_bar, panels, tick_labels
 from made_up_results import random_map
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.plots import (
+    paper_style,
     plot_adjacency,
     plot_coupling,
     plot_coupling_matrices,
@@ -49,8 +50,7 @@ def test_coupling_image_is_the_measure():
         max(4 * (1 - (2 / 3) ** 0.5), off_diagonal(result.coupling(3), 0).max()),
     )
     assert "k = 3" in ax.get_title()
-    assert colour_bar(ax).get_ylabel().startswith("coupling")
-    assert "k = 3" in colour_bar(ax).get_ylabel()
+    assert colour_bar(ax).get_ylabel() == "coupling"
 
 
 def test_coupling_of_all_singular_vectors_by_default():
@@ -59,7 +59,7 @@ def test_coupling_of_all_singular_vectors_by_default():
     np.testing.assert_array_equal(
         ax.images[0].get_array().filled(-1), off_diagonal(result.coupling(5), -1)
     )
-    assert "k = 5" in colour_bar(ax).get_ylabel()
+    assert "k = 5" in ax.get_title()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_coupling_ticks_are_layers():
     ax = plot_coupling(random_map(layers=(2, 5, 11)))
     assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == ["2", "5", "11"]
     assert list(ax.get_xticks()) == [0, 1, 2]
-    assert "J₁" in ax.get_ylabel()
+    assert ax.get_ylabel() == "whose Jacobian (layer)"
     assert "singular vectors" in ax.get_xlabel()
 
 
@@ -146,8 +146,8 @@ def test_coupling_ticks_are_tokens(kind):
     ax = plot_coupling(random_map(layers=range(1, 6), kind=kind))
     expected = ["1 ‘costs’", "2 ‘$5’", "3 ‘\\n’", "4 ‘␣’", "5 ‘$6’"]
     assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == expected
-    assert ax.get_ylabel() == "token of J₁, layer 8"
-    assert ax.get_xlabel() == "token of the singular vectors, layer 9"
+    assert ax.get_ylabel() == "whose Jacobian (token, layer 8)"
+    assert ax.get_xlabel() == "whose singular vectors (token, layer 9)"
     assert ax.get_title().startswith(f"{kind.capitalize()} coupling")
     assert not any(label.get_parse_math() for label in ax.get_xticklabels())
 
@@ -211,7 +211,7 @@ def test_a_mean_over_prompts_is_drawn_and_says_of_how_many():
     np.testing.assert_allclose(
         ax.images[0].get_array().filled(-1), off_diagonal(result.coupling(3) / 2, -1)
     )
-    assert ax.get_title() == "Depth coupling · ujv · k = 3 · mean over 3 prompts\ntiny"
+    assert ax.get_title() == "Depth coupling · k = 3 · mean over 3 prompts\ntiny"
     assert "mean over 3 prompts" in plot_adjacency(mean).get_title()
     assert (
         "mean over 3 prompts"
@@ -222,7 +222,7 @@ def test_a_mean_over_prompts_is_drawn_and_says_of_how_many():
 def test_coupling_title_tells_model_prompt_and_token():
     ax = plot_coupling(random_map(untrained=True, checkpoint=0), k=2)
     assert ax.get_title() == (
-        "Depth coupling · ujv · k = 2\ntiny at checkpoint 0 "
+        "Depth coupling · k = 2\ntiny at checkpoint 0 "
         "(untrained)\n“It costs $5 or $6” · token 3 ‘\\n’"
     )
     assert not ax.title.get_parse_math()
@@ -234,7 +234,7 @@ def test_coupling_title_shortens_a_long_prompt_and_bears_an_empty_provenance():
     assert "…”" in long
     assert len(long) < 70
     bare = dataclasses.replace(random_map(), provenance={})
-    assert plot_coupling(bare).get_title() == "Depth coupling · ujv · k = 5\ntoken 3"
+    assert plot_coupling(bare).get_title() == "Depth coupling · k = 5\ntoken 3"
 
 
 @pytest.mark.parametrize("k", [0, 6])
@@ -255,14 +255,12 @@ def test_matrices_are_drawn_relative_to_the_largest_singular_value():
     ax, bar = fig.axes
     drawn = panels(ax, 2)
     for panel, (row, col) in zip(drawn, [(3, 3), (3, 1), (1, 3), (1, 1)], strict=True):
-        expected = (
-            result.matrices[row, col, :4, :4].abs() / result.singular_values[row, 0]
-        )
+        expected = result.matrices[row, col, :4, :4] / result.singular_values[row, 0]
         np.testing.assert_allclose(panel, expected, rtol=1e-12)
-    assert ax.images[0].get_clim() == (0, 0.25)
+    assert ax.images[0].get_clim() == (-0.12, 0.12)
     assert tick_labels(ax.xaxis) == tick_labels(ax.yaxis) == ["3", "1"]
     assert list(ax.get_xticks()) == [1.5, 6.5]
-    assert "|A| / σ₁ of J₁" in bar.get_ylabel()
+    assert "A / σ₁ of the Jacobian" in bar.get_ylabel()
     assert "k = 4" in ax.get_title()
 
 
@@ -271,7 +269,7 @@ def test_matrices_find_layers_that_rows_and_columns_order_differently():
     one_above_two = panels(plot_coupling_matrices(result, layers=[1, 2]).axes[0], 2)[1]
     np.testing.assert_allclose(
         one_above_two,
-        result.matrices[1, 3].abs() / result.singular_values[1, 0],
+        result.matrices[1, 3] / result.singular_values[1, 0],
         rtol=1e-12,
     )
 
@@ -279,32 +277,70 @@ def test_matrices_find_layers_that_rows_and_columns_order_differently():
 @pytest.mark.parametrize(
     ("held", "drawn"),
     [
-        (range(18), range(8, 16)),
-        (range(10), [8, 9]),
+        (range(18), range(6, 11)),
+        (range(10), range(2, 7)),
         (range(4), range(4)),
-        ((0, 1, 2, 3, 4, 5, 6, 7, 19), (1, 2, 3, 4, 5, 6, 7, 19)),
+        ((0, 1, 2, 3, 4, 5, 6, 7, 19), (2, 3, 4, 5, 6)),
     ],
 )
-def test_matrices_of_the_papers_layers_by_default(held, drawn):
+def test_matrices_of_the_layers_in_the_middle_by_default(held, drawn):
     ax, _ = plot_coupling_matrices(random_map(layers=held, k=1)).axes
     assert tick_labels(ax.xaxis) == [str(layer) for layer in drawn]
     assert len(panels(ax, len(drawn))) == len(drawn) ** 2
 
 
-def test_matrices_of_the_untrained_twin_lie_below_on_the_same_scale():
+def test_matrices_are_of_twenty_vectors_by_default():
+    narrow = random_map()
+    wide = dataclasses.replace(
+        narrow, matrices=torch.ones(4, 4, 21, 21), singular_values=torch.ones(4, 21)
+    )
+    ax, _ = plot_coupling_matrices(wide).axes
+    assert "k = 20" in ax.get_title()
+
+
+def test_the_untrained_twin_stands_beside_on_one_scale():
+    trained, twin = random_map(), random_map(seed=1, untrained=True)
+    ax = plot_coupling(trained, untrained=twin, k=3)
+    ax.figure.draw_without_rendering()
+    left, right, bar = ax.figure.axes
+    assert left is ax
+    assert left.bbox.x1 <= right.bbox.x0
+    for part, result in ((left, trained), (right, twin)):
+        np.testing.assert_array_equal(
+            part.images[0].get_array().filled(-1),
+            off_diagonal(result.coupling(3), -1),
+        )
+        assert part.images[0].get_clim() == color_scale([trained, twin], 3)
+        assert f"mean {result.mean(3):.3f}" in part.get_title()
+    assert bar.get_ylabel() == "coupling"
+    with pytest.raises(ValueError, match="leave `ax` out"):
+        plot_coupling(trained, untrained=twin, ax=ax)
+
+
+def test_in_the_style_of_papers_figures_have_its_width_and_no_title():
+    with paper_style(6.8):
+        ax = plot_coupling(random_map(), untrained=random_map(seed=1))
+        assert matplotlib.rcParams["font.size"] == 7
+    assert ax.figure.get_figwidth() == 6.8
+    assert ax.get_title() == ""
+    assert matplotlib.rcParams["font.size"] == 10
+    assert plot_coupling(random_map()).get_title()
+
+
+def test_matrices_of_the_untrained_twin_lie_beside_on_the_same_scale():
     trained, twin = random_map(), random_map(seed=1, untrained=True)
     fig = plot_coupling_matrices(trained, untrained=twin, k=2, vmax=0.5)
     fig.draw_without_rendering()
-    above, below, _ = fig.axes
-    assert above.bbox.y0 >= below.bbox.y1
-    assert "(untrained)" not in above.get_title()
-    assert "(untrained)" in below.get_title()
-    for part, result in ((above, trained), (below, twin)):
-        expected = result.at(2).abs() / result.singular_values[:, :1, None, None]
+    left, right, _ = fig.axes
+    assert left.bbox.x1 <= right.bbox.x0
+    assert left.get_title() == "trained"
+    assert right.get_title() == "untrained"
+    for part, result in ((left, trained), (right, twin)):
+        expected = result.at(2) / result.singular_values[:, :1, None, None]
         np.testing.assert_allclose(
             np.stack(panels(part, 4)), expected.flatten(0, 1), rtol=1e-12
         )
-        assert part.images[0].get_clim() == (0, 0.5)
+        assert part.images[0].get_clim() == (-0.5, 0.5)
 
 
 def test_matrices_of_a_dead_block_are_dark_and_finite():

@@ -30,6 +30,7 @@ PAGES = [
         ),
         *(
             "concepts/trajectories",
+            "how-to/second-hour",
             "how-to/models",
             "how-to/checkpoints",
             "how-to/surveys",

@@ -266,8 +266,13 @@ class DepthResults:
         trained = self.trained
         untrained = self.maps.get("untrained")
         pictures: Pictures = {}
+        maps = list(self.maps.values())
+        # One scale over all k.
+        top = max(tlc.plots.color_scale(maps, k)[1] for k in self.ks)
         for k in self.ks:
-            pictures[f"coupling-k{k}.png"] = partial(tlc.plot_coupling, trained, k=k)
+            pictures[f"coupling-k{k}.png"] = partial(
+                tlc.plot_coupling, trained, untrained=untrained, k=k, vmax=top
+            )
         if isinstance(trained, MeanCouplingMap):
             for k in self.ks:
                 pictures[f"spread-k{k}.png"] = partial(
@@ -276,7 +281,6 @@ class DepthResults:
         pictures["matrices.png"] = partial(
             tlc.plot_coupling_matrices, trained, untrained=untrained
         )
-        pictures["adjacency.png"] = partial(tlc.plot_adjacency, trained)
         pictures["locality.png"] = partial(tlc.plots.plot_locality, self.maps)
         pictures["singular_values.png"] = partial(
             tlc.plots.plot_singular_values, self.maps

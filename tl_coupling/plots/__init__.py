@@ -17,7 +17,7 @@ from tl_coupling.plots.generalization import (
     plot_task_means,
 )
 from tl_coupling.plots.growth import plot_growth, plot_shapes
-from tl_coupling.plots.labels import measure_label, new_figure, off_screen
+from tl_coupling.plots.labels import measure_label, new_figure, off_screen, paper_style
 from tl_coupling.plots.layers import (
     plot_adjacency,
     plot_locality,
@@ -53,4 +53,8 @@ from tl_coupling.plots.sweeps import (
 from tl_coupling.plots.trajectories import plot_trajectories
 from tl_coupling.plots.trajectory_metrics import plot_trajectory_metrics
 
-__all__ = ["off_screen", *(name for name in dir() if name.startswith("plot_"))]
+__all__ = [
+    "off_screen",
+    "paper_style",
+    *(name for name in dir() if name.startswith("plot_")),
+]

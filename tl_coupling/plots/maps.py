@@ -20,7 +20,9 @@ from tl_coupling.plots import labels
 from tl_coupling.trajectories import ResidualAlignment
 
 _Influences = Influence | Mapping[str, Influence]
-_PAPER_LAYERS = range(8, 16)
+# Of a map of many places, how many are drawn as matrices; and how large.
+_MOST_PLACES = 5
+_LARGEST_PANEL = 20
 _WIDEST = 9.0
 _ROOM_FOR_A_TICK = 0.2
 _INFLUENCE = {
@@ -35,6 +37,7 @@ _INFLUENCE = {
 def plot_coupling(
     result: CouplingMap,
     *,
+    untrained: CouplingMap | None = None,
     k: int | None = None,
     measure: AnyMeasure = "coupling",
     ax: Axes | None = None,
@@ -54,6 +57,8 @@ def plot_coupling(
     Args:
         result: any map, or a mean of them; ticks are layers for kind "depth", tokens
             for "self" and "context".
+        untrained: the same connections of the untrained twin, drawn beside it on the
+            same scale, in a figure of their own.
         k: how many top singular vectors; as many as the map holds by default.
         measure: as in `CouplingMap.values`, with its `options`.
         vmin, vmax: ends of the colour scale; those of `color_scale([result], …)` by
@@ -61,14 +66,18 @@ def plot_coupling(
         cmap: a colour map; matplotlib's default unless given.
 
     Returns the Axes; the heat map is its only image. Raises ValueError for a k or
-    measure that the map does not have.
+    measure that the map does not have, and for `ax` beside `untrained`.
 
     Example:
         >>> ax = tlc.plot_coupling(tlc.depth_coupling(trace, k=8), k=4)
         >>> ax.figure.savefig("coupling.png")
     """
-    values = _without_own(result, k, measure, options)
-    low, high = color_scale([result], k, measure, **options)
+    shown = {"trained": result}
+    if untrained is not None:
+        if ax is not None:
+            raise ValueError("two maps have a figure of their own: leave `ax` out")
+        shown["untrained"] = untrained
+    low, high = color_scale(list(shown.values()), k, measure, **options)
     if vmin is not None:
         low = vmin
     if vmax is not None:
@@ -79,17 +88,41 @@ def plot_coupling(
     side = 6.4
     if result.kind != "depth":
         # Every token has a name, which takes room.
-        side = min(12.0, max(6.4, 2.5 + 0.2 * max(values.shape)))
-    ax = ax or labels.new_figure(side, 0.9 * side, "compressed").subplots()
+        n_most = max(result.matrices.shape[:2])
+        side = min(12.0, max(6.4, 2.5 + 0.2 * n_most))
+    axes = [ax] if ax is not None else _side_by_side(len(shown), side)
     k = result.k if k is None else k
-    label = f"{labels.measure_label(measure, k, **options)}; null: random subspaces"
-    bar = _draw_pairs(ax, result, values, k, label, vmin=low, vmax=high, cmap=colors)
+    for drawn, (role, of_role) in zip(axes, shown.items(), strict=True):
+        values = _without_own(of_role, k, measure, options)
+        image = drawn.imshow(values, vmin=low, vmax=high, cmap=colors)
+        _name_sides(drawn, of_role)
+        title = labels.map_heading([of_role], k)
+        if untrained is not None:
+            mean = of_role.mean(k, measure, **options)
+            title = f"{role}: mean {mean:.3f}"
+        labels.entitle(drawn, title)
+    figure: Any = axes[0].figure
+    if untrained is not None:
+        axes[1].set_ylabel("")
+        labels.entitle(figure, labels.map_heading([result], k))
+    # Without the formula, which is for the caption.
+    name = measure_named(measure, **options).label.partition("$")[0].strip()
+    if options:
+        name = labels.measure_label(measure, k, **options)
+    bar = figure.colorbar(image, ax=axes, label=name).ax
     null = result.null(k, measure, **options)
     if low <= null <= high:
         labels.mark_null(bar, null)
         beside: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
         bar.text(-0.2, null, "null ▸", transform=bar.get_yaxis_transform(), **beside)
-    return ax
+    return axes[0]
+
+
+def _side_by_side(n: int, side: float) -> list[Axes]:
+    """Return so many Axes beside each other, in a new figure."""
+    width = side if n == 1 else 0.8 * side * n + 1.2
+    figure = labels.new_figure(width, 0.9 * side, "compressed")
+    return list(figure.subplots(1, n, squeeze=False)[0])
 
 
 @checked
@@ -160,29 +193,29 @@ def plot_coupling_matrices(
     layers: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
     untrained: CouplingMap | None = None,
-    vmax: Positive = 0.25,
+    vmax: Positive = 0.12,
     fig: Figure | None = None,
 ) -> Figure:
-    """Draw the coupling matrices themselves, a panel `|A|` for every pair.
+    """Draw the coupling matrices themselves, a panel A for every pair.
 
     Pairs are of layers, or of tokens.
 
-    Read off whether A is diagonal: coupled connections show a bright diagonal,
-    uncoupled ones an even speckle. Divided by the largest singular value σ_1 of its
-    J_1, `|A|` is at most 1: all panels share one colour scale. Colours follow the
-    square root and end at `vmax`, well below 1: the diagonals of different connections
-    are faint beside those of a connection with itself (its singular values, for
+    Read off whether A is diagonal: coupled connections show a diagonal line, uncoupled
+    ones an even speckle. Divided by the largest singular value σ_1 of its J_1, `|A|` is
+    at most 1: all panels share one colour scale, linear, red above 0 and blue below. It
+    ends at `vmax`, well below 1: the diagonals of different connections are small
+    beside those of a connection with itself (its singular values, for
     `orientation="ujv"`).
 
     Args:
         result: any map.
-        k: size of the panels; as many singular vectors as the map holds by default.
-        layers: for a map of layers, which ones, in this order; by default those of 8 …
-            15 (the paper's blocks 9 … 16) that the map has, or else its last eight.
-        positions: for a map of tokens, which ones, in this order; its last eight by
+        k: size of the panels; 20, or as many singular vectors as the map holds, by
             default.
-        untrained: the same connections of the untrained twin, drawn as a second grid
-            below.
+        layers: for a map of layers, which ones, in this order; by default the five in
+            the middle of the model, which nobody chose by what they show.
+        positions: for a map of tokens, which ones, in this order; its last five by
+            default.
+        untrained: the same connections of the untrained twin, drawn beside it.
         vmax: share of σ_1 where the colours end.
 
     Returns the Figure; an Axes with one image for each grid, then the colour bar.
@@ -199,22 +232,25 @@ def plot_coupling_matrices(
             f"`untrained` must be a map of kind {result.kind!r} as well, got {untrained.kind!r}"
         )
     places = _places_drawn(result, layers, positions)
-    k = labels.common_k(list(grids.values()), k)
+    largest_k = labels.common_k(list(grids.values()), k)
+    k = min(_LARGEST_PANEL, largest_k) if k is None else k
     panels = [_panels(grid, places, k, name) for name, grid in grids.items()]
-    side = min(6.4, max(4.0, 0.8 * len(places)))
-    fig = fig or labels.new_figure(side + 1.0, (side + 0.4) * len(grids), "compressed")
-    axes = fig.subplots(len(grids), 1, squeeze=False)[:, 0]
-    for ax, grid, panel in zip(axes, grids.values(), panels, strict=True):
-        image, centres = _draw_mosaic(ax, panel, PowerNorm(0.5, vmin=0, vmax=vmax))
+    side = min(6.4, max(4.0, 1.1 * len(places)))
+    fig = fig or labels.new_figure(side * len(grids) + 1.2, side + 0.6, "compressed")
+    axes = fig.subplots(1, len(grids), squeeze=False)[0]
+    for ax, (name, grid), panel in zip(axes, grids.items(), panels, strict=True):
+        image, centres = _draw_mosaic(ax, panel, Normalize(-vmax, vmax), "RdBu_r")
         _name_sides(ax, grid, places, centres)
-        labels.entitle(ax, labels.map_heading([grid], k))
-    extend = "max" if vmax < 1 else "neither"
+        title = labels.map_heading([grid], k)
+        if untrained is not None:
+            title = "trained" if name == "result" else name
+        labels.entitle(ax, title)
+    if untrained is not None:
+        axes[1].set_ylabel("")
+        labels.entitle(fig, labels.map_heading([result], k))
+    extend = "both" if vmax < 1 else "neither"
     fig.colorbar(
-        image,
-        ax=list(axes),
-        label="|A| / σ₁ of J₁ (square-root colours)",
-        extend=extend,
-        aspect=40,
+        image, ax=list(axes), label="A / σ₁ of the Jacobian", extend=extend, aspect=40
     )
     return fig
 
@@ -260,7 +296,7 @@ def plot_alignment_matrices(
     matrices = getattr(result, sides)[drawn_layers][:, drawn_layers]
     panels = matrices.abs().cpu().numpy()
     ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
-    image, centres = _draw_mosaic(ax, panels, PowerNorm(0.5, 0, 1))
+    image, centres = _draw_mosaic(ax, panels, PowerNorm(0.5, 0, 1), "magma")
     for axis, side in zip((ax.yaxis, ax.xaxis), sides, strict=True):
         labels.name_ticks(axis, drawn_layers, labels.MAX_LAYER_TICKS, centres)
         hand = "left" if side == "u" else "right"
@@ -340,7 +376,7 @@ def plot_influence(
 
 
 def _draw_mosaic(
-    ax: Axes, panels: np.ndarray, norm: Normalize
+    ax: Axes, panels: np.ndarray, norm: Normalize, cmap: str
 ) -> tuple[AxesImage, np.ndarray]:
     """Draw panels `[n n k k]` as one image with white lines; return their centres too.
 
@@ -352,9 +388,9 @@ def _draw_mosaic(
         panels, [(0, 0), (0, 0), (0, gap), (0, gap)], constant_values=np.nan
     )
     mosaic = spaced.transpose(0, 2, 1, 3).reshape(2 * (n * (k + gap),))[:-gap, :-gap]
-    image = ax.imshow(
-        mosaic, norm=norm, cmap=colormaps["magma"].with_extremes(bad="white")
-    )
+    # A gap that is seen beside white, the middle of a scale.
+    gaps = "0.6" if cmap == "RdBu_r" else "white"
+    image = ax.imshow(mosaic, norm=norm, cmap=colormaps[cmap].with_extremes(bad=gaps))
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return image, np.arange(n) * (k + gap) + (k - 1) / 2
@@ -390,8 +426,8 @@ def _name_sides(
         connection = free_ends.get(fixed, "token")
         row_layer = f", layer {result.row_layers[0]}"
         column_layer = f", layer {result.col_layers[0]}"
-    ax.set_ylabel(f"{connection} of J₁{row_layer}")
-    ax.set_xlabel(f"{connection} of the singular vectors{column_layer}")
+    ax.set_ylabel(f"whose Jacobian ({connection}{row_layer})")
+    ax.set_xlabel(f"whose singular vectors ({connection}{column_layer})")
     for axis, all_places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
         places = drawn_places or all_places
         if is_depth:
@@ -442,10 +478,10 @@ def _places_drawn(
     if selection is None:
         row_places, column_places = _places(result)
         in_both = [place for place in row_places if place in column_places]
-        places = in_both[-len(_PAPER_LAYERS) :]
+        first = len(in_both) - _MOST_PLACES
         if is_depth:
-            of_the_paper = [layer for layer in in_both if layer in _PAPER_LAYERS]
-            places = of_the_paper or places
+            first = first // 2
+        places = in_both[max(0, first) :][:_MOST_PLACES]
     else:
         n_places = len(result.provenance.get("str_tokens", ()))
         if is_depth:
@@ -459,7 +495,7 @@ def _places_drawn(
 def _panels(
     result: CouplingMap, places: Sequence[int], k: int, name: str
 ) -> Float[np.ndarray, "n n k k"]:
-    """Return `|A| / σ_1(J_1)` for pairs of the connections at these places."""
+    """Return `A / σ_1(J_1)` for pairs of the connections at these places."""
     row_places, column_places = _places(result)
     for side_places in (row_places, column_places):
         if missing := [place for place in places if place not in side_places]:
@@ -472,7 +508,7 @@ def _panels(
     columns = [column_places.index(place) for place in places]
     smallest = torch.finfo(result.singular_values.dtype).tiny
     largest = result.singular_values[rows, 0].clamp_min(smallest)
-    panels = result.at(k)[rows][:, columns].abs() / largest[:, None, None, None]
+    panels = result.at(k)[rows][:, columns] / largest[:, None, None, None]
     return panels.detach().cpu().numpy()
 
 
