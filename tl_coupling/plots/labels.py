@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
 
+from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import plain
 from tl_coupling.measures import AnyMeasure, measure_named
@@ -94,8 +95,9 @@ def off_screen() -> Iterator[None]:
         _OFF_SCREEN.reset(token)
 
 
+@checked
 @contextmanager
-def paper_style(width: float = 3.3) -> Iterator[None]:
+def paper_style(width: Positive = 3.3) -> Iterator[None]:
     """Draw figures for print: of a column's width, with small type and no titles.
 
     Type of 7 points, thin lines, and letters that stay text in a PDF. What a title
@@ -106,7 +108,7 @@ def paper_style(width: float = 3.3) -> Iterator[None]:
         >>> with tlc.plots.paper_style():
         ...     ax = tlc.plot_coupling(tlc.depth_coupling(trace, k=4))
         >>> ax.figure.savefig("coupling.pdf")
-        >>> ax.figure.get_figwidth(), ax.get_title()
+        >>> float(ax.figure.get_figwidth()), ax.get_title()
         (3.3, '')
     """
     token = _PAPER_WIDTH.set(width)
