@@ -12,6 +12,7 @@ from tl_coupling.jacobians import of_each, plan
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
+from tl_coupling.surveys.kept import KeptPrompts
 from tl_coupling.surveys.settings import Prompts, Settings, as_prompts
 from tl_coupling.surveys.variables import measures
 from tl_coupling.traces import Trace, trace
@@ -77,13 +78,26 @@ def measure_prompts(
         >>> dict(data.coupling.sizes)
         {'prompt': 2, 'k': 2, 'layer': 2, 'other_layer': 2}
     """
-    settings = settings or Settings()
-    with_ids = as_prompts(prompts)
+    return measured_prompts(
+        model, as_prompts(prompts), settings or Settings(), progress
+    )
+
+
+def measured_prompts(
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    progress: Progress | None,
+    kept: KeptPrompts | None = None,
+) -> "xarray.Dataset":
+    """Return what `measure_prompts` does; prompts that are `kept` are not measured
+    again.
+    """
 
     def of_prompt(traced: Trace) -> "xarray.Dataset":
         return _of_prompt(traced, settings)
 
-    return of_each_prompt(model, with_ids, settings, of_prompt, progress)
+    return of_each_prompt(model, prompts, settings, of_prompt, progress, kept)
 
 
 def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
@@ -105,11 +119,12 @@ def of_each_prompt(
     settings: Settings,
     measure: "Callable[[Trace], xarray.Dataset]",
     progress: Progress | None,
+    kept: KeptPrompts | None = None,
 ) -> "xarray.Dataset":
     """Return what `measure` gives of each traced prompt, along a dimension `prompt`.
 
     Several prompts are measured at a time, where they fit in memory. Errors name the
-    prompt.
+    prompt. Prompts that are `kept` are not measured again, and others are kept.
     """
     import xarray
 
@@ -134,8 +149,12 @@ def of_each_prompt(
             )
             return measure(traced)
 
-    watched = with_progress(prompts, progress, "prompts")
-    of_prompts = list(of_each(of_prompt, watched, at_once))
+    missing = prompts if kept is None else kept.missing(prompts)
+    watched = with_progress(missing, progress, "prompts")
+    measured = of_each(of_prompt, watched, at_once)
+    if kept is not None:
+        measured = kept.joined(prompts, missing, measured)
+    of_prompts = list(measured)
     data = xarray.concat(of_prompts, "prompt", combine_attrs="drop_conflicts")
     ids = [prompt.id for prompt in prompts]
     tasks = [prompt.task or "" for prompt in prompts]

@@ -9,8 +9,10 @@ beside them.
 """
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 PLAN = "plan.json"
 # The format of plans, records and results.
 VERSION = 2
+# The netCDF library is not thread-safe.
+_netcdf = threading.Lock()
 # What a record calls the description of its model's files.
 FILES = "files"
 
@@ -153,6 +157,20 @@ def load_unit(folder: Path, unit: Unit, lazily: bool = False) -> "xarray.Dataset
         if lazily:
             return open_dataset(path, engine="netcdf4", chunks={})
         return load_dataset(path, engine="netcdf4")
+
+
+@contextmanager
+def writes_alone() -> Iterator[None]:
+    """Keep other threads of this process from writing netCDF."""
+    with ExitStack() as at_end:
+        at_end.enter_context(_netcdf)
+        # Where a client of dask was made in this process, xarray asks its scheduler for
+        # a lock on every file, though it may have died long ago.
+        if "dask" in sys.modules:
+            import dask
+
+            at_end.enter_context(dask.config.set(scheduler="threads"))
+        yield
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

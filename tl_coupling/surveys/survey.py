@@ -37,8 +37,9 @@ from tl_coupling.surveys.checkpoints import (
     is_local,
 )
 from tl_coupling.surveys.executors import Executor
+from tl_coupling.surveys.kept import KeptPrompts
 from tl_coupling.surveys.local_models import check_files, with_files
-from tl_coupling.surveys.measurements import measure_prompts
+from tl_coupling.surveys.measurements import measured_prompts
 from tl_coupling.surveys.records import Unit
 from tl_coupling.surveys.results import (
     COSTS,
@@ -281,13 +282,15 @@ class MeasureModel:
     """Measures a unit. After the first model that is not there without a network, only
     cached ones are tried.
 
-    `texts` are those of the prompts in the plan, by id.
+    `texts` are those of the prompts in the plan, by id; `folder` is where results are,
+    and measured prompts of a unit are kept, if they are.
     """
 
     survey: Survey
     progress: Progress | None = None
     no_network: str | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
 
     def __call__(self, unit: Unit) -> "xarray.Dataset":
         """Load its model and measure its prompts."""
@@ -300,7 +303,8 @@ class MeasureModel:
         self._check_inputs(unit)
         model = self._loaded(inputs.source)
         settings = self.survey.settings
-        data = measure_prompts(model, inputs.prompts, settings, self.progress)
+        kept = None if self.folder is None else KeptPrompts(self.folder, unit)
+        data = measured_prompts(model, inputs.prompts, settings, self.progress, kept)
         # They may have changed amid the loading.
         self._check_inputs(unit)
         return data
@@ -518,7 +522,9 @@ def _outcomes(
         _check_names(results, units)
         described_units = with_files(results, units)
         texts = {prompt_id: text for prompt_id, _, text in results.plan["prompts"]}
-        measure = MeasureModel(survey, progress_of_prompts, texts=texts)
+        # Workers may have another working directory.
+        folder = None if results.temporary else results.path.resolve()
+        measure = MeasureModel(survey, progress_of_prompts, texts=texts, folder=folder)
         outcomes = results.run(described_units, measure, progress, executor)
     gc.collect()
     return outcomes

@@ -5,7 +5,6 @@ ones are done again.
 import json
 import os
 import sys
-import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from tl_coupling.arguments import AnyPath
 from tl_coupling.files import remove_left_overs, write_atomically
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.surveys.executors import Executor, submitted
+from tl_coupling.surveys.kept import forget, n_kept
 from tl_coupling.surveys.records import (
     PLAN,
     VERSION,
@@ -36,6 +36,7 @@ from tl_coupling.surveys.records import (
     why_unfinished,
     write_plan,
     write_record,
+    writes_alone,
 )
 
 __all__ = [
@@ -65,8 +66,6 @@ _MOST_OF_AN_ERROR = 500
 _MOST_OF_A_PLAN = 120
 # Units with the same error, and errors, that one line names.
 _MOST_NAMED = 5
-# The netCDF library is not thread-safe.
-_netcdf = threading.Lock()
 
 
 class UnitResult(Protocol):
@@ -286,9 +285,14 @@ class Folder:
         """Say after an interrupt how many units are finished."""
         records = [record(self.path, unit) or {} for unit in units]
         n_finished = sum(content.get("status") == "finished" for content in records)
+        n_prompts = sum(n_kept(self.path, unit) for unit in units)
+        and_prompts = ""
+        if n_prompts:
+            noun = "prompt" if n_prompts == 1 else "prompts"
+            and_prompts = f", and {n_prompts} {noun} of others"
         return (
-            f"interrupted: {self.path} keeps {n_finished} of {len(units)} finished; "
-            "the same again does the rest"
+            f"interrupted: {self.path} keeps {n_finished} of {len(units)} finished"
+            f"{and_prompts}; the same again does the rest"
         )
 
 
@@ -348,13 +352,14 @@ def run_unit(
         return _after_error(folder, unit, error, "kept", plan)
     if plan_digest(folder) != plan:
         return Outcome(unit, "failed", _OTHER_PLAN)
-    with _writes_alone():
+    with writes_alone():
         path = write_atomically(
             result_path(folder, unit),
             lambda unfinished: result.to_netcdf(unfinished, engine="netcdf4"),
         )
     seconds = round(time.perf_counter() - start, 3)
     _record_finished(folder, unit, plan, path, seconds)
+    forget(folder, unit)
     return Outcome(unit, "computed")
 
 
@@ -387,20 +392,6 @@ def _peak_memory() -> int | None:
         # Bytes on a Mac, KiB elsewhere.
         return peak >> (20 if sys.platform == "darwin" else 10)
     return None
-
-
-@contextmanager
-def _writes_alone() -> Iterator[None]:
-    """Keep other threads of this process from writing netCDF."""
-    with ExitStack() as at_end:
-        at_end.enter_context(_netcdf)
-        # Where a client of dask was made in this process, xarray asks its scheduler for
-        # a lock on every file, though it may have died long ago.
-        if "dask" in sys.modules:
-            import dask
-
-            at_end.enter_context(dask.config.set(scheduler="threads"))
-        yield
 
 
 def _run_elsewhere(
