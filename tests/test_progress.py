@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 import tl_coupling as tlc
-from tl_coupling.progress import with_progress
+from tl_coupling.progress import lines_in_logs, with_progress
 
 pytestmark = pytest.mark.on_4_only
 
@@ -112,3 +112,50 @@ def test_no_measure_is_of_a_part_of_its_loop(
     progress, _ = WRONG[wrong]
     with pytest.raises(ValueError, match="`progress` must yield each item of the loop"):
         measure(tiny_trace, progress=progress)
+
+
+class Clock:
+    """A clock that goes on by so many seconds for each item of a loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("tl_coupling.progress.time.monotonic", lambda: self.now)
+
+    def slow(self, items: Iterable[int], seconds: float) -> None:
+        for _ in items:
+            self.now += seconds
+
+
+def test_a_log_gets_a_line_after_ten_seconds_and_then_every_thirty(monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+    with lines_in_logs():
+        clock.slow(with_progress(range(20), None, "layers"), 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "layers: 3 of 20, 0:00:12, about 0:01:08 left",
+        "layers: 11 of 20, 0:00:44, about 0:00:36 left",
+        "layers: 19 of 20, 0:01:16, about 0:00:04 left",
+    ]
+
+
+def test_how_many_there_are_need_not_be_known(monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+    clock.slow(with_progress(iter(range(4)), True, "prompts"), 11)
+    lines = ["prompts: 1 done, 0:00:11"]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+@pytest.mark.parametrize("progress", [None, False])
+def test_a_log_of_a_library_call_stays_empty(progress, monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+    clock.slow(with_progress(range(20), progress, "layers"), 40)
+    if progress is False:
+        with lines_in_logs():
+            clock.slow(with_progress(range(20), progress, "layers"), 40)
+    assert not capsys.readouterr().err
+
+
+def test_short_loops_say_nothing(monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+    with lines_in_logs():
+        clock.slow(with_progress(range(20), None, "layers"), 0.4)
+    assert not capsys.readouterr().err

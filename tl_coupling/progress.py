@@ -1,8 +1,12 @@
-"""Progress bars: the caller's own, or one in a terminal or notebook."""
+"""Progress bars: the caller's own, or one in a terminal or notebook; lines in a log."""
 
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from tqdm.auto import tqdm
@@ -11,6 +15,10 @@ Item = TypeVar("Item")
 # Wraps a loop, as `tqdm.tqdm` does; True for a bar, False for none.
 Progress = Callable[[Iterable[Any]], Iterable[Any]] | bool
 _END = object()
+# A log gets no line of a loop that is done sooner, and then one so often.
+_SECONDS_TO_FIRST_LINE = 10.0
+_SECONDS_BETWEEN_LINES = 30.0
+_prints_lines: ContextVar[bool] = ContextVar("prints_lines", default=False)
 
 
 def with_progress(
@@ -21,7 +29,8 @@ def with_progress(
     Args:
         items: what is looped over.
         progress: `None` shows a bar in a terminal or notebook if they take over a
-            second.
+            second; in a log, within `lines_in_logs`, a line now and then. `True` shows
+            one or the other.
         description: of what is measured in the loop, for the bar.
 
     Raises:
@@ -31,12 +40,49 @@ def with_progress(
     """
     if callable(progress):
         return _checked_items(_Loop(items), progress)
-    if progress or (progress is None and _is_watched()):
+    is_wanted = progress is True or (progress is None and _prints_lines.get())
+    if is_watched() and progress is not False:
         return tqdm(items, desc=description, leave=False, delay=1)
-    return items
+    return with_lines(items, description) if is_wanted else items
 
 
-def _is_watched() -> bool:
+@contextmanager
+def lines_in_logs() -> Iterator[None]:
+    """Say how far long loops are where nobody sees a bar: in the log of a job."""
+    token = _prints_lines.set(True)
+    try:
+        yield
+    finally:
+        _prints_lines.reset(token)
+
+
+def with_lines(items: Iterable[Item], description: str) -> Iterator[Item]:
+    """Yield the items; on standard error a line now and then says how many are done."""
+    total = len(items) if isinstance(items, Sized) else None
+    start = time.monotonic()
+    next_line = start + _SECONDS_TO_FIRST_LINE
+    for n_done, item in enumerate(items):
+        now = time.monotonic()
+        if now >= next_line:
+            text = _line(description, n_done, total, now - start)
+            print(text, file=sys.stderr, flush=True)
+            next_line = now + _SECONDS_BETWEEN_LINES
+        yield item
+
+
+def _line(description: str, n_done: int, total: int | None, seconds: float) -> str:
+    """Return how far a loop is: `layers: 12 of 30, 0:00:20, about 0:00:30 left`."""
+    elapsed = timedelta(seconds=round(seconds))
+    if total is None:
+        return f"{description}: {n_done} done, {elapsed}"
+    line = f"{description}: {n_done} of {total}, {elapsed}"
+    if n_done == 0:
+        return line
+    left = timedelta(seconds=round(seconds / n_done * (total - n_done)))
+    return f"{line}, about {left} left"
+
+
+def is_watched() -> bool:
     """Say whether somebody sees a bar: in a terminal or a notebook."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     is_notebook = type(get_ipython()).__name__ == "ZMQInteractiveShell"

@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 import tiny
 from fake_survey import survey
+from tl_coupling.cli.plain_console import PlainConsole
 from tl_coupling.files import as_cell, of_cell, plain, write_table
 from tl_coupling.generalization import read_scores
 
@@ -258,3 +260,15 @@ def test_no_command_writes_a_formula(call, folder_model: Path, tmp_path: Path) -
     assert again["model"].tolist() == ["@m0", "@m1", "@m2"]
     assert again["family"].tolist() == ["=a", "=a", "=b"]
     assert again["-note"].tolist() == ["+", "x", "-1"]
+
+
+def test_a_stage_that_takes_long_is_a_line_in_a_log(capsys, monkeypatch):
+    monkeypatch.setattr("tl_coupling.cli.plain_console._SECONDS_TO_LINE", 0.05)
+    console = PlainConsole(stderr=True)
+    with console.stage("loading [gpt2] …"):
+        time.sleep(0.5)
+    assert capsys.readouterr().err == "loading [gpt2] …\n"
+    monkeypatch.setattr("tl_coupling.cli.plain_console._SECONDS_TO_LINE", 60)
+    with console.stage("drawing …"):
+        pass
+    assert not capsys.readouterr().err

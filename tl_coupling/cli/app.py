@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 
 from tl_coupling.files import plain
+from tl_coupling.progress import lines_in_logs
 
 app = typer.Typer(
     help="Transformer block coupling and residual-stream trajectories for "
@@ -111,7 +112,7 @@ def main() -> None:
     """
     shared: dict[str, bool] = {}
     try:
-        with _stoppable():
+        with _stoppable(), lines_in_logs():
             sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False, obj=shared))
     except Exception as error:
         message, status = _message_and_status(error)

@@ -25,6 +25,7 @@ import tl_coupling as tlc
 from tl_coupling.cli.options import OneModel
 from tl_coupling.cli.plain_console import PlainConsole
 from tl_coupling.files import output_folder, plain, write_atomically
+from tl_coupling.progress import with_lines
 from tl_coupling.prompts import Prompt
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace
@@ -55,7 +56,7 @@ class Run:
             console=console,
             transient=True,
         )
-        with console.status(f"loading {self.name} …"), self.timed("loading"):
+        with console.stage(f"loading {self.name} …"), self.timed("loading"):
             self.model = setup.load(untrained=role == "untrained")
 
     def trace(self, prompt: Prompt) -> Trace:
@@ -66,6 +67,9 @@ class Run:
     def bar(self, description: str, items: Iterable[Item]) -> Iterator[Item]:
         """Yield the items, with a bar that goes away with them."""
         text = plain(f"{self.name}: {description}")
+        if not self.bars.console.is_terminal:
+            yield from with_lines(list(items), text)
+            return
         task = self.bars.add_task(text, total=None)
         yield from self.bars.track(list(items), task_id=task)
         self.bars.remove_task(task)
@@ -143,7 +147,7 @@ class Work:
         without_nan = json.loads(json.dumps(summary), parse_constant=lambda _: None)
         text = json.dumps(without_nan, indent=1)
         self.write("summary.json", lambda path: path.write_text(text))
-        with self.console.status("drawing …"):
+        with self.console.stage("drawing …"):
             for name, draw in pictures.items():
                 self._draw(name, draw)
 

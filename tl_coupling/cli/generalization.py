@@ -117,7 +117,7 @@ def generalization(
         data = tlc.surveys.one_orientation(opened, orientation)
         if diagonal is not None:
             data = tlc.surveys.with_diagonal(data, diagonal)
-        with work.console.status("resampling models and prompts …"):
+        with work.console.stage("resampling models and prompts …"):
             result = tlc.generalization.generalization_study(
                 data,
                 _scores(scores, score_column, data),

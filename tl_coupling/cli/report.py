@@ -62,5 +62,5 @@ def report(
 
     with at_work(out.parent) as work:
         portraits = work.measured(setup, untrained, measure)
-        with work.console.status("drawing …"):
+        with work.console.stage("drawing …"):
             work.written.append(tlc.write_report(out, portraits))

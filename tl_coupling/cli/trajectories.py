@@ -62,7 +62,7 @@ def trajectories(
     with at_work(out) as work:
         measured_models: dict[str, MeasuredTrajectory] = {}
         for name, source in _sources(model, checkpoint):
-            with work.console.status(f"measuring {name} …"):
+            with work.console.stage(f"measuring {name} …"):
                 measured_models[name] = _measured(source, setup, single_prompt)
         black = own_position(single_prompt, None)
         means = {
