@@ -455,3 +455,22 @@ def test_html_is_escaped_once(read: Reader) -> None:
     for token in HOSTILE[:-1]:
         assert visible_token(token) in read.text
     assert html.escape("&amp;") not in read.text
+
+
+def test_the_page_opens_with_what_was_found(page: Path, runs) -> None:
+    source = page.read_text(encoding="utf-8")
+    start = source.index('<ul class="conclusions">')
+    opening = source[start : source.index("</ul>", start)]
+    how, where, which = re.findall(r"<li>(.*?)</li>", opening, re.DOTALL)
+    depth = runs["trained"].depth
+    mean, null = depth.mean(4), depth.null(4)
+    assert f"is {mean:.3f} at k = 4, {mean / null:.1f} times the {null:.3f}" in how
+    assert f"(untrained: {runs['untrained'].depth.mean(4):.3f})" in how
+    values = depth.coupling(4).tolist()
+    pairs = [(values[0][1], 0, 1), (values[1][0], 1, 0)]
+    value, row, column = max(pairs)
+    expected = f"Jacobian of layer {row} in the singular vectors of layer {column}"
+    assert f"{expected}: {value:.3f}." in where
+    norms = runs["trained"].influence.frobenius_norm[:, :-1]
+    shares = (norms / norms.sum(1, keepdim=True)).mean(0)
+    assert f"it has {float(shares.max()):.0%} of their influence" in which

@@ -150,11 +150,12 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
         "n_pos": trace.n_pos,
         "str_tokens": _names(first),
         "measured": named_token(first, first.position),
+        "conclusions": _conclusions(runs, first),
         "means": _table_of_means(maps, first.ks),
         "remarks": _remarks(maps),
         "depth": grid(heat_maps),
         "matrices": grid(_matrices(name, result) for name, result in maps.items()),
-        "locality": grid([*by_distance, *_graphs(maps, first.ks[0])]),
+        "locality": grid(by_distance),
         "gains": image(gains, "Singular values of the Jacobians against depth"),
         "peaks": sentence(map(_peak, maps, maps.values())),
         "inverse_gains": _inverse_gains(maps) if trace.n_layers > 1 else "",
@@ -164,6 +165,69 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
         **_trajectories(runs, first),
         "provenance": "".join(map(_provenance, maps, maps.values())),
     }
+
+
+def _conclusions(runs: Mapping[str, Portrait], first: Portrait) -> str:
+    """Say in three lines how coupled the model is, where, and which token acts most."""
+    conclusions = []
+    if len(first.depth.row_layers) > 1:
+        conclusions += [_how_coupled(runs, first), _where_coupled(first)]
+    strongest = _strongest_token(first)
+    if strongest is not None:
+        token, share = strongest
+        conclusions.append(
+            f"Of the other tokens {token} acts most on "
+            f"{named_token(first, first.position)}: it has {share:.0%} of their "
+            "influence in the mean over layers."
+        )
+    items = "".join(f"<li>{conclusion}</li>" for conclusion in conclusions)
+    return f'<ul class="conclusions">{items}</ul>' if items else ""
+
+
+def _how_coupled(runs: Mapping[str, Portrait], first: Portrait) -> str:
+    k = first.ks[0]
+    mean = first.depth.mean(k)
+    null = first.depth.null(k)
+    text = (
+        f"The mean coupling of different layers is {mean:.3f} at k = {k}, "
+        f"{mean / null:.1f} times the {null:.3f} of random subspaces"
+    )
+    others = [
+        f"{html.escape(name)}: {run.depth.mean(k):.3f}"
+        for name, run in runs.items()
+        if run is not first
+    ]
+    return f"{text} ({', '.join(others)})." if others else f"{text}."
+
+
+def _where_coupled(first: Portrait) -> str:
+    depth = first.depth
+    values = depth.coupling(first.ks[0])
+    values = values.where(~depth.own_pairs(), torch.nan)
+    best = int(values.nan_to_num(-1).argmax())
+    row, column = divmod(best, values.shape[1])
+    of_columns = values.nanmean(0).nan_to_num(-1)
+    brightest = of_columns.argsort(descending=True)[:3].tolist()
+    layers = ", ".join(str(depth.col_layers[i]) for i in sorted(brightest))
+    return (
+        f"The most coupled pair is the Jacobian of layer {depth.row_layers[row]} in "
+        f"the singular vectors of layer {depth.col_layers[column]}: "
+        f"{values[row, column]:.3f}. Over all Jacobians, the vectors of layers "
+        f"{layers} diagonalise most."
+    )
+
+
+def _strongest_token(run: Portrait) -> tuple[str, float] | None:
+    """Return the token that acts most on the measured one, and its mean share."""
+    sources = run.influence.source_positions
+    others = [i for i, position in enumerate(sources) if position != run.position]
+    if not others:
+        return None
+    norms = run.influence.frobenius_norm[:, others]
+    share = norms / norms.sum(1, keepdim=True)
+    strongest = int(share.nan_to_num(0).mean(0).argmax())
+    token = named_token(run, sources[others[strongest]])
+    return token, float(share[:, strongest].nanmean())
 
 
 def _table_of_means(maps: Mapping[str, CouplingMap], ks: Sequence[int]) -> str:
@@ -178,10 +242,11 @@ def _table_of_means(maps: Mapping[str, CouplingMap], ks: Sequence[int]) -> str:
 
 def _matrices(name: str, result: CouplingMap) -> str:
     """Draw the coupling matrices of one run."""
+    drawn = plots.plot_coupling_matrices(result)
     return figure(
-        plots.plot_coupling_matrices(result).axes[0],
+        drawn.axes[0],
         f"Coupling matrices, one panel for each pair of layers, {name}",
-        f"<strong>The matrices A, {html.escape(name)}</strong>, k = {result.k}.",
+        f"<strong>The matrices A, {html.escape(name)}</strong>, k = {min(20, result.k)}.",
         as_png=True,
     )
 
@@ -227,22 +292,6 @@ def _locality(maps: Mapping[str, CouplingMap], k: int) -> str:
     return figure(plots.plot_locality(maps, k=k), f"{title}, k = {k}", caption)
 
 
-def _graphs(maps: Mapping[str, CouplingMap], k: int) -> Iterator[str]:
-    for name, result in maps.items():
-        caption = (
-            f"<strong>Layers as a graph, {html.escape(name)}.</strong> The wider an "
-            "edge, the more its two layers are "
-            f"coupled (k = {k}); only the strongest edges are drawn. Groups of them "
-            "share singular vectors."
-        )
-        drawn = plots.plot_adjacency(result, k=k)
-        yield figure(
-            drawn,
-            f"Graph of layers with edges as wide as their coupling, {name}",
-            caption,
-        )
-
-
 def _peak(name: str, result: CouplingMap) -> str:
     sigma = result.singular_values[:, 0]
     at = result.row_layers[int(sigma.argmax())]
@@ -278,7 +327,7 @@ def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
     return (
         f"<p>The layers are fixed, {own.row_layers[0]} for J₁ and {own.col_layers[0]} "
         "for the singular vectors; the "
-        "tokens vary. Row: the token of J₁. Column: the token of the singular "
+        "tokens vary. Row: whose Jacobian J₁. Column: whose singular "
         "vectors. <em>Self</em>: the Jacobian of "
         "each token's output by its own input. <em>Fixed input</em>: of each token's "
         "output by the input "
@@ -306,9 +355,9 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
         ranks[f"effective rank, {name}"] = run.influence.effective_rank[
             :, other_columns
         ]
-        strongest = int(share.nan_to_num(0).mean(0).argmax())
-        token = named_token(run, sources[other_columns[strongest]])
-        mean_share = float(share[:, strongest].nanmean())
+        strongest = _strongest_token(run)
+        assert strongest is not None
+        token, mean_share = strongest
         strongest_tokens.append(
             f"{html.escape(name)}: {token} has the largest share, "
             f"{mean_share:.0%} in the mean over layers"
