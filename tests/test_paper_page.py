@@ -1,5 +1,5 @@
-"""docs/PAPER.md: each row's command runs on a tiny model, or says what it needs; each
-figure of the paper has a row.
+"""docs/PAPER.md: each command runs on a tiny model, or says what it needs; each
+figure of the paper has a heading.
 """
 
 import ast
@@ -19,8 +19,7 @@ pytestmark = pytest.mark.on_4_only
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "PAPER.md").read_text()
-# What the paper shows, by its own numbers or, where the text has lost them, its own
-# names; ViT has an issue of its own.
+# What the paper shows, by its numbers or, where its text has none, its labels; ViT has an issue of its own.
 SHOWN = [
     "1a",
     "1b",
@@ -57,25 +56,18 @@ SHOWN = [
 
 
 class Row(NamedTuple):
-    """A row of the table."""
+    """A figure, table or claim of the paper."""
 
     what: str
     claim: str
-    command: str
     seen: str
+    command: str
 
 
 def rows() -> list[Row]:
-    lines = [
-        line
-        for line in PAGE.splitlines()
-        if line.startswith("| ") and not line.startswith("| ---")
-    ]
-    return [
-        Row(*(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]))
-        for line in lines
-        if "`" in line
-    ]
+    parts = ("The paper", "Seen here", "Command")
+    pattern = "\n\n".join(rf"\*\*{part}:\*\* (.+)" for part in parts)
+    return [Row(*found) for found in re.findall(rf"### (?:Figures? )?(.+)\n\n{pattern}", PAGE)]
 
 
 def commands(needs_hub: bool) -> list[list[str]]:
@@ -184,7 +176,7 @@ def test_every_figure_has_a_row_with_a_command_and_what_was_seen() -> None:
 
 
 def test_pictures_that_are_named_are_drawn(folder: Path) -> None:
-    """Runs after the commands: each picture in the third column is in the folder of its
+    """Runs after the commands: each picture that is named is in the folder of its
     command.
     """
     for row in rows():

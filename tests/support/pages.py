@@ -31,6 +31,7 @@ PAGES = [
         *(
             "concepts/trajectories",
             "how-to/second-hour",
+            "how-to/from-transformerlens",
             "how-to/models",
             "how-to/checkpoints",
             "how-to/surveys",
