@@ -121,8 +121,8 @@ def plan(
         max_memory: as in `depth_coupling`.
 
     Raises:
-        ValueError: `memory` for a model that is loaded, k out of range, less
-            `max_memory` than is needed.
+        ValueError: `memory` for a model that is loaded, k out of range, a
+            `max_memory` that is too small.
         ModelError: an unknown name.
 
     Flops count an addition and a multiplication as two, of products of matrices alone.
