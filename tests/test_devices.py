@@ -62,6 +62,7 @@ ON_THE_CPU = {
         "torch.randint(len(draws), (len(cols),), generator=generator)"
     ): "nulls are drawn on the CPU",
     "torch.arange(n_cols)": "nulls are drawn on the CPU",
+    "torch.as_tensor(np.asarray(values, float))": "a comparison is held on the CPU",
     "torch.tensor(triplets.steps)": "a single number goes with any device",
     (
         "torch.tensor([*prefix, *text, *suffix], dtype=torch.long)"

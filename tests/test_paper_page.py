@@ -19,7 +19,8 @@ pytestmark = pytest.mark.on_4_only
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "PAPER.md").read_text()
-# What the paper shows, by its numbers or, where its text has none, its labels; ViT has an issue of its own.
+# What the paper shows, by its numbers or, where its text has none, its labels; ViT has
+# an issue of its own.
 SHOWN = [
     "1a",
     "1b",
@@ -67,7 +68,10 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     parts = ("The paper", "Seen here", "Command")
     pattern = "\n\n".join(rf"\*\*{part}:\*\* (.+)" for part in parts)
-    return [Row(*found) for found in re.findall(rf"### (?:Figures? )?(.+)\n\n{pattern}", PAGE)]
+    return [
+        Row(*found)
+        for found in re.findall(rf"### (?:Figures? )?(.+)\n\n{pattern}", PAGE)
+    ]
 
 
 def commands(needs_hub: bool) -> list[list[str]]:

@@ -175,3 +175,44 @@ def test_the_picture_has_both_maps_on_one_scale(maps, hooked):
     np.testing.assert_allclose(drawn[~own], comparison.differences.numpy()[~own])
     assert np.isnan(drawn[own]).all()
     assert f"{comparison.mean_difference:+.3f}" in fig.axes[2].get_title()
+
+
+def test_two_positions_of_the_same_prompts_are_told_apart(model):
+    sides = [
+        [tlc.depth_coupling(tlc.trace(model, text), K, position) for text in PROMPTS]
+        for position in (0, 1)
+    ]
+    comparison = tlc.compare(*sides)
+    assert comparison.paired
+    first, second = comparison.names
+    assert first.endswith("(token 0)")
+    assert second.endswith("(token 1)")
+
+
+def test_a_prompt_counts_once(maps):
+    with pytest.raises(
+        ValueError, match=r"`a` has the prompt 'w3 .*' twice: give each"
+    ):
+        tlc.compare([maps[0], maps[0]], maps)
+
+
+def test_maps_that_do_not_say_what_they_are_of(maps, hooked):
+    def unnamed(result: CouplingMap) -> CouplingMap:
+        provenance = {"model": result.provenance["model"]}
+        return CouplingMap(**vars(result) | {"provenance": provenance})
+
+    sides = [unnamed(result) for result in maps], [unnamed(result) for result in hooked]
+    with pytest.raises(ValueError, match="say whether they are `paired`"):
+        tlc.compare(*sides)
+    paired = tlc.compare(*sides, paired=True)
+    assert paired.interval == tlc.compare(maps, hooked).interval
+    assert not tlc.compare(*sides, paired=False).paired
+    with pytest.raises(ValueError, match="as many on both sides, got 3 and 2"):
+        tlc.compare(sides[0], sides[1][:2], paired=True)
+
+
+def test_k_is_that_of_the_first_map(model, maps):
+    wider = [tlc.depth_coupling(tlc.trace(model, text), K + 1) for text in PROMPTS]
+    assert tlc.compare(maps, wider).k == K
+    with pytest.raises(ValueError, match=r"`k` must lie in \[1, 5\]"):
+        tlc.compare(wider, maps)

@@ -139,6 +139,8 @@ def compare(
     b: Annotated[CouplingMap | Iterable[object], _SEVERAL_MAPS],
     k: Count | None = None,
     measure: AnyMeasure = "coupling",
+    *,
+    paired: bool | None = None,
 ) -> Comparison:
     """Compare two sets of coupling maps: two models, revisions, prompt sets, or one
     model with and without an ablation.
@@ -152,13 +154,17 @@ def compare(
     Args:
         a, b: one map, or the maps of several prompts; an iterator is read one map at a
             time.
-        k: how many top singular vectors; the most that all maps hold by default.
+        k: how many top singular vectors; as many as the first map of `a` holds by
+            default.
         measure: as in `CouplingMap.values`.
+        paired: whether a and b are of the same prompts, one by one; by default their
+            texts, images or tokens say.
 
     Raises:
         ValueError: no map; a mean over prompts, which has lost the single prompts; maps
             of tokens, of different layers or orientations; a k that a map does not
-            hold; some prompts in both, others not, or in another order.
+            hold; some prompts in both, others not, or in another order; a prompt twice
+            on one side; maps that do not say what they are of, without `paired`.
 
     Cost: that of the measure, for each map.
 
@@ -171,13 +177,14 @@ def compare(
         >>> comparison.paired, comparison.n_prompts
         (True, (4, 4))
     """
-    sides = [_Side.of(maps, name, k, measure) for name, maps in (("a", a), ("b", b))]
-    first, second = sides
-    for name in (*_SHARED, "k"):
+    first = _Side.of(a, "a", k, measure)
+    second = _Side.of(b, "b", first.k, measure)
+    sides = [first, second]
+    for name in _SHARED:
         values = getattr(first, name), getattr(second, name)
         if values[0] != values[1]:
             raise ValueError(_differ_in(name, *values))
-    is_paired = _are_paired(first, second)
+    is_paired = _are_paired(first, second, paired)
     difference_of = paired_difference if is_paired else unpaired_difference
     of_pairs = difference_of(np.stack(first.values), np.stack(second.values))
     of_means = difference_of(np.array(first.means), np.array(second.means))
@@ -213,6 +220,7 @@ class _Side:
         self.own_pairs = first_map.own_pairs().cpu().numpy()
         self.provenance = dict(first_map.provenance)
         self.prompts: list[object] = []
+        self.positions: list[int] = []
         self.values: list[Float[np.ndarray, "n_rows n_cols"]] = []
         self.means: list[float] = []
         self.nulls: list[float] = []
@@ -248,7 +256,12 @@ class _Side:
         if side is None:
             raise ValueError(f"`{name}` is empty: wanted {_SEVERAL_MAPS}")
         side.provenance["prompts"] = side.prompts
+        side.provenance["positions"] = side.positions
         return side
+
+    @property
+    def _prompts_and_positions(self) -> list[tuple[object, int]]:
+        return list(zip(self.prompts, self.positions, strict=True))
 
     def add(self, result: CouplingMap, name: str, measure: AnyMeasure) -> None:
         """Take the map of one more prompt."""
@@ -258,7 +271,14 @@ class _Side:
                 raise ValueError(f"in `{name}`: {_differ_in(shared, expected, got)}")
         # A single layer meets itself alone.
         off_diagonal = not self.own_pairs.all()
-        self.prompts.append(_prompt_of(result))
+        prompt, position = _prompt_of(result), result.row_positions[0]
+        if prompt is not None and (prompt, position) in self._prompts_and_positions:
+            raise ValueError(
+                f"`{name}` has the prompt {prompt!r} twice: give each once, or the "
+                "interval would be too narrow"
+            )
+        self.prompts.append(prompt)
+        self.positions.append(position)
         self.values.append(
             result.values(self.k, measure).detach().cpu().double().numpy()
         )
@@ -289,11 +309,23 @@ def _prompt_of(result: CouplingMap) -> object:
     return next((value for value in told_by if value is not None), None)
 
 
-def _are_paired(first: _Side, second: _Side) -> bool:
+def _are_paired(first: _Side, second: _Side, paired: bool | None) -> bool:
     """Say whether both sides are of the same prompts, one by one.
 
-    Raises ValueError where only some are the same.
+    Raises ValueError where only some are the same, or it is not known.
     """
+    if paired and len(first.prompts) != len(second.prompts):
+        raise ValueError(
+            "paired maps must be as many on both sides, got "
+            f"{len(first.prompts)} and {len(second.prompts)}"
+        )
+    if paired is not None:
+        return paired
+    if None in (*first.prompts, *second.prompts):
+        raise ValueError(
+            "these maps do not say what prompt they are of: say whether they are "
+            "`paired`"
+        )
     if first.prompts == second.prompts:
         return True
     in_both = [prompt for prompt in first.prompts if prompt in second.prompts]
@@ -327,6 +359,9 @@ def _name_beside(own: dict[str, Any], other: dict[str, Any]) -> str:
         parts.append(f"hooks on {', '.join(hooks)}" if hooks else "no hooks")
     if own.get("prompts") != other.get("prompts"):
         parts.append(f"{len(own['prompts'])} prompts")
+    elif own.get("positions") != other.get("positions"):
+        positions = sorted(set(own["positions"]))
+        parts.append(f"token {', '.join(map(str, positions))}")
     return f"{name} ({', '.join(parts)})" if parts else name
 
 
