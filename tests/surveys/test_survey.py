@@ -838,7 +838,7 @@ def test_prompts_of_a_unit_have_a_bar_of_their_own_by_default(
     monkeypatch.setattr(
         "tl_coupling.surveys.survey.load_model", lambda **_: nn.Identity()
     )
-    monkeypatch.setattr("tl_coupling.surveys.survey.measure_prompts", measured)
+    monkeypatch.setattr("tl_coupling.surveys.survey.measured_prompts", measured)
     with ThreadPoolExecutor(1) as executor:
         for options in (
             {},

@@ -36,6 +36,8 @@ from tl_coupling.report.parts import (
 )
 from tl_coupling.report.patches import over_picture, shown_picture
 
+# Layers of a map whose brightest columns are worth naming.
+_FEWEST_COLUMNS = 8
 _SHAPES = {
     "line-shape score": "line_shape_score",
     "expodistance": "expodistance",
@@ -206,14 +208,19 @@ def _where_coupled(first: Portrait) -> str:
     values = values.where(~depth.own_pairs(), torch.nan)
     best = int(values.nan_to_num(-1).argmax())
     row, column = divmod(best, values.shape[1])
+    pair = (
+        f"The most coupled pair is the Jacobian of layer {depth.row_layers[row]} in "
+        f"the singular vectors of layer {depth.col_layers[column]}: "
+        f"{values[row, column]:.3f}."
+    )
+    # Three of a few layers would say nothing.
+    if values.shape[1] < _FEWEST_COLUMNS:
+        return pair
     of_columns = values.nanmean(0).nan_to_num(-1)
     brightest = of_columns.argsort(descending=True)[:3].tolist()
     layers = ", ".join(str(depth.col_layers[i]) for i in sorted(brightest))
     return (
-        f"The most coupled pair is the Jacobian of layer {depth.row_layers[row]} in "
-        f"the singular vectors of layer {depth.col_layers[column]}: "
-        f"{values[row, column]:.3f}. Over all Jacobians, the vectors of layers "
-        f"{layers} diagonalise most."
+        f"{pair} Over all Jacobians, the vectors of layers {layers} diagonalise most."
     )
 
 
