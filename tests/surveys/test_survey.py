@@ -830,7 +830,11 @@ def test_prompts_of_a_unit_have_a_bar_of_their_own_by_default(
     seen = []
 
     def measured(
-        model: object, prompts: object, settings: object, progress: object
+        model: object,
+        prompts: object,
+        settings: object,
+        progress: object,
+        kept: object,
     ) -> None:
         seen.append(progress)
         raise ValueError("enough")
