@@ -14,7 +14,9 @@ def test_the_command_writes_one_page(call, folder_model: Path, tmp_path: Path) -
     done = call("report", model=folder_model, prompt="w3 w14 w15", k=[4, 8], out=out)
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
     assert str(out) in done.out
-    assert not done.err.strip()
+    # On a slow machine stages that take over five seconds are said.
+    said = [line for line in done.err.splitlines() if not line.endswith(" …")]
+    assert not any(line.strip() for line in said)
     page = out.read_text(encoding="utf-8")
     traces = [
         tlc.trace(tlc.load_model(str(folder_model), untrained=u), "w3 w14 w15")
