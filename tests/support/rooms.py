@@ -18,6 +18,7 @@ LEVELS = [
     "traces",
     "jacobians",
     "comparisons influence trajectories",
+    "dynamics",
     "portraits",
     "surveys",
     "redundancy generalization",

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from torch import Tensor
+
 from tl_coupling.arguments import checked
 from tl_coupling.jacobians import Connection
 from tl_coupling.traces import Trace
@@ -56,6 +58,20 @@ def chosen_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
     if not len(layers):
         raise ValueError("`layers` is empty: wanted at least one layer")
     return [trace.layer_index(layer) for layer in layers]
+
+
+def named_layers(J: Tensor, layers: Sequence[int] | None) -> list[int]:
+    """Return what Jacobians that are there already are called: from 0 on by default.
+
+    Raises ValueError unless each has one name, and there is at least one.
+    """
+    names = list(range(len(J)) if layers is None else layers)
+    if names and len(names) == len(J):
+        return names
+    raise ValueError(
+        f"`layers` must name each of the {len(J)} matrices of `J`, at least one, "
+        f"got {len(names)}"
+    )
 
 
 def at_both_layers(

@@ -16,7 +16,7 @@ from tl_coupling.jacobians.decomposed import (
     decompose_sides,
     passing,
 )
-from tl_coupling.jacobians.forks import of_each
+from tl_coupling.jacobians.forks import can_fork, of_each
 from tl_coupling.jacobians.held import each_once
 from tl_coupling.jacobians.jacobians import (
     Computed,

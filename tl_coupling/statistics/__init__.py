@@ -42,6 +42,7 @@ from tl_coupling.statistics.intervals import (
     crossed_mean,
     is_constant,
     percentile_interval,
+    prediction_interval,
     rank_correlation,
     rank_correlation_of_rows,
     resamples,

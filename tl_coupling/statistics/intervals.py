@@ -293,6 +293,20 @@ def t_interval(estimate: float, error: float, freedom: float) -> Interval:
     return float(estimate) - half_width, float(estimate) + half_width
 
 
+def prediction_interval(
+    draws: Float[np.ndarray, "draws ..."],
+) -> Float[np.ndarray, "2 ..."]:
+    """Return the ends of the interval in which one more draw lies with 95 %.
+
+    `mean ± t s √(1 + 1/n)`, of n draws along the first axis, at least 2, that are about
+    normal; t has n − 1 degrees of freedom.
+    """
+    n = len(draws)
+    mean = draws.mean(0)
+    half_width = stats.t.ppf(_UPPER, n - 1) * np.sqrt(1 + 1 / n) * draws.std(0, ddof=1)
+    return np.stack([mean - half_width, mean + half_width])
+
+
 def percentile_interval(
     draws: Float[np.ndarray, "draws ..."], n_resampled: int | None = None
 ) -> Float[np.ndarray, "2 ..."]:

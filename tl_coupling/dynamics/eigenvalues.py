@@ -1,0 +1,274 @@
+"""Eigenvalues of each block's Jacobian, beside those of matrices of the same spectrum."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Complex, Float
+from scipy.sparse import linalg as sparse
+from torch import Tensor
+
+from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.comparisons import chosen_layers, named_layers
+from tl_coupling.dynamics.conjugation import rotated
+from tl_coupling.jacobians import block_jacobians, block_jvp
+from tl_coupling.progress import Progress, with_progress
+from tl_coupling.saved import Saved
+from tl_coupling.traces import Trace
+
+
+@made_by("dynamics.eigenvalues(trace)")
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class Eigenvalues(Saved):
+    """Eigenvalues of each block's Jacobian J, with those of a null.
+
+    Those of `I + J`, what the block does to the stream, are `1 + values`. The null are
+    matrices `Σ R` with the singular values Σ of J and a Haar-random rotation R: all
+    matrices with J's singular values and no relation between what they read and what
+    they write.
+
+    Attributes:
+        real, imaginary: parts of the eigenvalues, by falling modulus.
+        null_real, null_imaginary: the same of one matrix of the null.
+        henrici: the departure from normality, `√(1 − Σ|λ|²/‖J‖_F²)`, in [0, 1]; 0 for a
+            normal matrix.
+        null_henrici: that of each matrix of the null.
+        complex_share: share of the eigenvalues that are not real.
+        null_complex_share: that of each matrix of the null.
+        largest_symmetric: the largest eigenvalue of `(J + Jᵀ)/2`: how fast the block
+            stretches the stream in the direction that it stretches most.
+        layers: the blocks.
+        position: the token, from 0.
+        provenance: how it was made; JSON-able.
+
+    Example:
+        >>> result = tlc.dynamics.eigenvalues(trace)
+        >>> result.values.shape, result.henrici.shape
+        (torch.Size([2, 32]), torch.Size([2]))
+        >>> tlc.dynamics.Eigenvalues.load(result.save("eigenvalues.nc")).layers
+        (0, 1)
+    """
+
+    real: Float[Tensor, "n_layers d_model"]
+    imaginary: Float[Tensor, "n_layers d_model"]
+    null_real: Float[Tensor, "n_layers d_model"]
+    null_imaginary: Float[Tensor, "n_layers d_model"]
+    henrici: Float[Tensor, " n_layers"]
+    null_henrici: Float[Tensor, "n_draws n_layers"]
+    complex_share: Float[Tensor, " n_layers"]
+    null_complex_share: Float[Tensor, "n_draws n_layers"]
+    largest_symmetric: Float[Tensor, " n_layers"]
+    layers: tuple[int, ...]
+    position: int
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        "real": "layer eigenvalue",
+        "imaginary": "layer eigenvalue",
+        "null_real": "layer eigenvalue",
+        "null_imaginary": "layer eigenvalue",
+        "henrici": "layer",
+        "null_henrici": "draw layer",
+        "complex_share": "layer",
+        "null_complex_share": "draw layer",
+        "largest_symmetric": "layer",
+        "layers": "layer",
+    }
+
+    def __repr__(self) -> str:
+        return (
+            f"Eigenvalues({self.provenance.get('model')!r}, {len(self.layers)} blocks at "
+            f"token {self.position}; mean Henrici {float(self.henrici.mean()):.3f}, "
+            f"null {float(self.null_henrici.mean()):.3f})"
+        )
+
+    @property
+    def values(self) -> Complex[Tensor, "n_layers d_model"]:
+        """The eigenvalues of J, by falling modulus."""
+        return torch.complex(self.real, self.imaginary)
+
+    @property
+    def null_values(self) -> Complex[Tensor, "n_layers d_model"]:
+        """The eigenvalues of one matrix of the null, by falling modulus."""
+        return torch.complex(self.null_real, self.null_imaginary)
+
+
+@checked
+def eigenvalues(
+    trace: Trace,
+    *,
+    layers: Sequence[int] | None = None,
+    position: int = -1,
+    n_draws: Count = 4,
+    seed: Seed = 0,
+    progress: Progress | None = None,
+) -> Eigenvalues:
+    """Return the eigenvalues of each block's Jacobian at one token, with a null.
+
+    Args:
+        trace: a traced prompt.
+        layers: the blocks; all by default.
+        position: the token; the last by default.
+        n_draws: how many matrices of the null are drawn for each block.
+        seed: of the draws.
+        progress: as in `depth_coupling`.
+
+    Raises:
+        ValueError: a layer or position out of range.
+
+    Warns where a Jacobian is exactly zero: its departure from normality is NaN.
+
+    Cost: as `block_jacobians`; then for each block `1 + n_draws` times all eigenvalues
+    of a d×d matrix in float64, about 25 d³ flops each, on the CPU.
+
+    Example:
+        >>> result = tlc.dynamics.eigenvalues(trace, layers=[1])
+        >>> J = tlc.block_jacobian(trace, 1).double()
+        >>> torch.allclose(result.values.sum().real, J.trace())
+        True
+
+    Source: Henrici 1962 for the departure from normality.
+    """
+    selected_layers = chosen_layers(trace, layers)
+    t = trace.position_index(position)
+    J = block_jacobians(trace, selected_layers, position=t, progress=progress)
+    return jacobian_eigenvalues(
+        J,
+        layers=selected_layers,
+        position=t,
+        n_draws=n_draws,
+        seed=seed,
+        provenance=trace.provenance,
+        progress=progress,
+    )
+
+
+@checked
+def jacobian_eigenvalues(
+    J: Float[Tensor, "n_layers d_model d_model"],
+    *,
+    layers: Sequence[int] | None = None,
+    position: int = -1,
+    n_draws: Count = 4,
+    seed: Seed = 0,
+    provenance: Mapping[str, object] | None = None,
+    progress: Progress | None = None,
+) -> Eigenvalues:
+    """Return the eigenvalues of Jacobians that are there already, as `eigenvalues`.
+
+    Args:
+        J: Jacobians of blocks without their skip connections.
+        layers: what they are called; from 0 on by default.
+        position: the token that they are of.
+        n_draws: as in `eigenvalues`.
+        seed: as in `eigenvalues`.
+        provenance: what the result should say of where they are from.
+        progress: as in `eigenvalues`.
+
+    Raises:
+        ValueError: no Jacobians, more or fewer layers.
+
+    Example:
+        >>> J = tlc.block_jacobians(trace)
+        >>> tlc.dynamics.jacobian_eigenvalues(J, n_draws=1).complex_share.shape
+        torch.Size([2])
+    """
+    names = named_layers(J, layers)
+    generator = torch.Generator().manual_seed(seed)
+    values, null_values, symmetric = [], [], []
+    for matrix in with_progress(J.double().cpu(), progress, "eigenvalues"):
+        values.append(_by_modulus(matrix))
+        symmetric.append(torch.linalg.eigvalsh((matrix + matrix.mT) / 2)[-1])
+        S = torch.linalg.svdvals(matrix)
+        drawn = [
+            _by_modulus(S[:, None] * rotated(torch.eye(len(S)).double(), generator))
+            for _ in range(n_draws)
+        ]
+        null_values.append(torch.stack(drawn))
+    of_blocks = torch.stack(values)
+    of_null = torch.stack(null_values, dim=1)
+    norms = torch.linalg.matrix_norm(J.double().cpu())
+    return Eigenvalues(
+        real=of_blocks.real,
+        imaginary=of_blocks.imag,
+        null_real=of_null[0].real,
+        null_imaginary=of_null[0].imag,
+        henrici=_henrici(of_blocks, norms),
+        null_henrici=_henrici(of_null, norms),
+        complex_share=_complex_share(of_blocks),
+        null_complex_share=_complex_share(of_null),
+        largest_symmetric=torch.stack(symmetric),
+        layers=tuple(names),
+        position=position,
+        provenance={**(provenance or {}), "seed": seed, "n_draws": n_draws},
+    )
+
+
+@checked
+def leading_eigenvalues(
+    trace: Trace, layer: int, n: Count = 6, *, position: int = -1
+) -> Complex[Tensor, " n"]:
+    """Return the eigenvalues of largest modulus of one block's Jacobian.
+
+    By Arnoldi's iteration on products with J, which is never built: for wide models,
+    where `eigenvalues` takes long.
+
+    Args:
+        trace: a traced prompt.
+        layer: the block.
+        n: how many; at most `d_model − 2`.
+        position: the token; the last by default.
+
+    Raises:
+        ValueError: a layer or position out of range, n too large.
+        ArpackNoConvergence: the iteration did not converge.
+
+    Cost: some tens of `block_jvp`.
+
+    Example:
+        >>> leading = tlc.dynamics.leading_eigenvalues(trace, 1, n=2)
+        >>> every = tlc.dynamics.eigenvalues(trace, layers=[1]).values[0]
+        >>> torch.allclose(leading.abs(), every[:2].abs(), rtol=1e-4)
+        True
+    """
+    d = trace.d_model
+    if n > d - 2:
+        raise ValueError(f"`n` must be at most d_model − 2 = {d - 2}, got {n}")
+    X = trace.blocks[trace.layer_index(layer)].X
+
+    def times(vector: np.ndarray) -> np.ndarray:
+        tangent = torch.from_numpy(vector.ravel()).to(X)
+        product = block_jvp(
+            trace, layer, tangent, input_position=position, output_position=position
+        )
+        return product.double().cpu().numpy()
+
+    operator = sparse.LinearOperator((d, d), matvec=times, dtype=np.float64)
+    start = np.random.default_rng(0).standard_normal(d)
+    found = sparse.eigs(
+        operator, n, which="LM", v0=start, tol=1e-6, return_eigenvectors=False
+    )
+    return _sorted(torch.from_numpy(found))
+
+
+def _by_modulus(matrix: Float[Tensor, "d d"]) -> Complex[Tensor, " d"]:
+    return _sorted(torch.linalg.eigvals(matrix))
+
+
+def _sorted(values: Complex[Tensor, " n"]) -> Complex[Tensor, " n"]:
+    return values[values.abs().argsort(descending=True)]
+
+
+def _henrici(
+    values: Complex[Tensor, "*batch n_layers d"], norms: Float[Tensor, " n_layers"]
+) -> Float[Tensor, "*batch n_layers"]:
+    energy = values.abs().square().sum(-1)
+    return (1 - energy / norms.square()).clamp(min=0).sqrt()
+
+
+def _complex_share(
+    values: Complex[Tensor, "*batch n_layers d"],
+) -> Float[Tensor, "*batch n_layers"]:
+    return (values.imag != 0).double().mean(-1)

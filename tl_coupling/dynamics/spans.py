@@ -1,0 +1,148 @@
+"""How much every run of neighbouring blocks amplifies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.comparisons import chosen_layers
+from tl_coupling.dynamics.conjugation import log_largest_singular_value, rotated
+from tl_coupling.jacobians import block_jacobians
+from tl_coupling.progress import Progress, with_progress
+from tl_coupling.saved import Saved
+from tl_coupling.traces import Trace
+
+
+@made_by("dynamics.product_map(trace)")
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class ProductMap(Saved):
+    """log σ₁ of the product of blocks l to m, for every l ≤ m, with its null.
+
+    Rows are the last block m, columns the first block l; NaN where l > m.
+
+    Attributes:
+        log_largest: natural logarithm of σ₁ of `(I + J^m) … (I + J^l)`.
+        null_log_largest: the same of conjugated blocks, `[n_draws n_layers n_layers]`;
+            see `Products`.
+        layers: the blocks.
+        position: the token, from 0.
+        provenance: how it was made; JSON-able.
+
+    Example:
+        >>> result = tlc.dynamics.product_map(trace)
+        >>> result.log_largest.isnan().tolist()
+        [[False, True], [False, False]]
+        >>> tlc.dynamics.ProductMap.load(result.save("map.nc")).layers
+        (0, 1)
+    """
+
+    log_largest: Float[Tensor, "n_layers n_layers"]
+    null_log_largest: Float[Tensor, "n_draws n_layers n_layers"]
+    layers: tuple[int, ...]
+    position: int
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        "log_largest": "last first",
+        "null_log_largest": "draw last first",
+        "layers": "first",
+    }
+
+    def __repr__(self) -> str:
+        return (
+            f"ProductMap({self.provenance.get('model')!r}, {len(self.layers)} blocks at "
+            f"token {self.position}; log σ₁ of all {float(self.log_largest[-1, 0]):.2f}, "
+            f"alignment gain {float(self.alignment_gain[-1, 0]):+.2f})"
+        )
+
+    @property
+    def alignment_gain(self) -> Float[Tensor, "n_layers n_layers"]:
+        """log σ₁ less its mean over conjugated products; 0 where l = m, NaN for l > m."""
+        return self.log_largest - self.null_log_largest.mean(0)
+
+
+@checked
+def product_map(
+    trace: Trace,
+    *,
+    layers: Sequence[int] | None = None,
+    position: int = -1,
+    n_draws: Count = 2,
+    seed: Seed = 0,
+    progress: Progress | None = None,
+) -> ProductMap:
+    r"""Measure how much every run of neighbouring blocks amplifies, at one token.
+
+    .. math:: \log \sigma_1\big((I + J^m) \cdots (I + J^l)\big), \qquad l \le m
+
+    Args:
+        trace: a traced prompt.
+        layers: the blocks, the first to run first; all by default.
+        position: the token; the last by default.
+        n_draws: how many maps of conjugated blocks are drawn; see `Products`.
+        seed: of the draws.
+        progress: as in `depth_coupling`.
+
+    Raises:
+        ValueError: a layer or position out of range.
+
+    Cost: as `block_jacobians`; then for each of the `L (L + 1) / 2` products, and again
+    for each draw, two d×d products; memory for L matrices.
+
+    Example:
+        >>> tlc.dynamics.product_map(trace).alignment_gain.shape
+        torch.Size([2, 2])
+    """
+    selected_layers = chosen_layers(trace, layers)
+    t = trace.position_index(position)
+    J = block_jacobians(trace, selected_layers, position=t, progress=progress)
+    steps = J.clone()
+    steps.diagonal(dim1=-2, dim2=-1).add_(1)
+    step_values = torch.linalg.svdvals(steps)
+    generator = torch.Generator().manual_seed(seed)
+    n_layers = len(selected_layers)
+    maps = torch.full((n_draws + 1, n_layers, n_layers), torch.nan).double()
+    for draw in with_progress(range(n_draws + 1), progress, "products of runs"):
+        _fill(maps[draw], steps, step_values if draw else None, generator)
+    return ProductMap(
+        log_largest=maps[0],
+        null_log_largest=maps[1:],
+        layers=tuple(selected_layers),
+        position=t,
+        provenance={**trace.provenance, "seed": seed, "n_draws": n_draws},
+    )
+
+
+def _fill(
+    log_largest: Float[Tensor, "n_layers n_layers"],
+    steps: Float[Tensor, "n_layers d d"],
+    conjugated_values: Float[Tensor, "n_layers d"] | None,
+    generator: torch.Generator,
+) -> None:
+    """Write log σ₁ of every run into a map: of the blocks, or of conjugated ones.
+
+    All products that end in a block are multiplied by the next together.
+    """
+    n_layers, d, _ = steps.shape
+    products = steps.new_empty(n_layers, d, d)
+    log_divisors = torch.zeros(n_layers, dtype=torch.float64)
+    for last in range(n_layers):
+        products[last] = torch.eye(d)
+        before = rearrange(products[: last + 1], "run d e -> d (run e)")
+        if conjugated_values is None:
+            after = steps[last] @ before
+        else:
+            after = conjugated_values[last][:, None] * rotated(before, generator)
+        products[: last + 1] = rearrange(after, "d (run e) -> run d e", e=d)
+        sizes = torch.linalg.matrix_norm(products[: last + 1])
+        products[: last + 1] /= sizes[:, None, None]
+        log_divisors[: last + 1] += sizes.double().log().cpu()
+        for first in range(last + 1):
+            P = products[first]
+            of_quotient = log_largest_singular_value(P.mT @ P)
+            log_largest[last, first] = of_quotient + float(log_divisors[first])
