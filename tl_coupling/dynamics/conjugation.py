@@ -9,12 +9,19 @@ product are those of `Σ_m R_m … Σ_2 R_2 Σ_1`, with Σ those of `I + J`.
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 # Of Lanczos' iteration.
 _MOST_STEPS = 160
+
+
+def generator_of(seed: int, draw: int) -> torch.Generator:
+    """Return the random numbers of one draw: the same whichever process draws it."""
+    (state,) = np.random.SeedSequence([seed, draw]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state) >> 1)
 
 
 def rotated(

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.comparisons import chosen_layers, named_layers
-from tl_coupling.dynamics.conjugation import rotated
-from tl_coupling.jacobians import block_jacobians, block_jvp
+from tl_coupling.dynamics.conjugation import generator_of, rotated
+from tl_coupling.jacobians import block_jacobians, block_jvp, can_fork, of_each
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace
@@ -176,19 +177,14 @@ def jacobian_eigenvalues(
         torch.Size([2])
     """
     names = named_layers(J, layers)
-    generator = torch.Generator().manual_seed(seed)
-    values, null_values, symmetric = [], [], []
-    for matrix in with_progress(J.double().cpu(), progress, "eigenvalues"):
-        values.append(_by_modulus(matrix))
-        symmetric.append(torch.linalg.eigvalsh((matrix + matrix.mT) / 2)[-1])
-        S = torch.linalg.svdvals(matrix)
-        drawn = [
-            _by_modulus(S[:, None] * rotated(torch.eye(len(S)).double(), generator))
-            for _ in range(n_draws)
-        ]
-        null_values.append(torch.stack(drawn))
-    of_blocks = torch.stack(values)
-    of_null = torch.stack(null_values, dim=1)
+    at_once = torch.get_num_threads() if can_fork() else 1
+    matrices = enumerate(J.double().cpu())
+    measure = partial(_of_block, n_draws=n_draws, seed=seed)
+    blocks = list(
+        with_progress(of_each(measure, matrices, at_once), progress, "eigenvalues")
+    )
+    of_blocks = torch.stack([block.values for block in blocks])
+    of_null = torch.stack([block.null_values for block in blocks], dim=1)
     norms = torch.linalg.matrix_norm(J.double().cpu())
     return Eigenvalues(
         real=of_blocks.real,
@@ -199,11 +195,36 @@ def jacobian_eigenvalues(
         null_henrici=_henrici(of_null, norms),
         complex_share=_complex_share(of_blocks),
         null_complex_share=_complex_share(of_null),
-        largest_symmetric=torch.stack(symmetric),
+        largest_symmetric=torch.tensor(
+            [block.largest_symmetric for block in blocks]
+        ).double(),
         layers=tuple(names),
         position=position,
         provenance={**(provenance or {}), "seed": seed, "n_draws": n_draws},
     )
+
+
+class _OfBlock(NamedTuple):
+    """Eigenvalues of one Jacobian, and of the draws of its null."""
+
+    values: Complex[Tensor, " d"]
+    null_values: Complex[Tensor, "n_draws d"]
+    largest_symmetric: float
+
+
+def _of_block(
+    numbered: tuple[int, Float[Tensor, "d d"]], n_draws: int, seed: int
+) -> _OfBlock:
+    """Decompose one Jacobian: the same whichever process does."""
+    number, matrix = numbered
+    generator = generator_of(seed, number)
+    S = torch.linalg.svdvals(matrix)
+    drawn = [
+        _by_modulus(S[:, None] * rotated(torch.eye(len(S)).double(), generator))
+        for _ in range(n_draws)
+    ]
+    symmetric = torch.linalg.eigvalsh((matrix + matrix.mT) / 2)
+    return _OfBlock(_by_modulus(matrix), torch.stack(drawn), float(symmetric[-1]))
 
 
 @checked

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,6 +13,7 @@ from tl_coupling.arguments import Seed, at_least, checked, made_by
 from tl_coupling.comparisons import chosen_layers, named_layers
 from tl_coupling.dynamics.conjugation import (
     conjugated_grams,
+    generator_of,
     log_largest_singular_value,
 )
 from tl_coupling.dynamics.factored import FactoredProduct, step_matrix
@@ -231,10 +231,11 @@ def jacobian_products(
     names = named_layers(J, layers)
     on_cpu = J.device.type == "cpu"
     at_once = torch.get_num_threads() if on_cpu and can_fork() else 1
-    up_to_layers = _up_to_each_layer(J)
     spectra = list(
         with_progress(
-            of_each(_spectra, up_to_layers, at_once), progress, "products of blocks"
+            of_each(_spectra, _up_to_each_layer(J), at_once),
+            progress,
+            "products of blocks",
         )
     )
     of_products = torch.stack([product for product, _ in spectra])
@@ -298,8 +299,7 @@ class _Null:
 
     def draw(self, i: int) -> _Draw:
         """Return the i-th draw: the same whichever process computes it."""
-        (state,) = np.random.SeedSequence([self.seed, i]).generate_state(1, np.uint64)
-        generator = torch.Generator().manual_seed(int(state) >> 1)
+        generator = generator_of(self.seed, i)
         of_layers = []
         for gram, log_divisor in conjugated_grams(self.step_values, generator):
             log_largest = log_largest_singular_value(gram) + log_divisor

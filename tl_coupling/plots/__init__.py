@@ -10,6 +10,11 @@ figures: for programs that only save them.
 
 # ruff: noqa: F401
 from tl_coupling.plots.differences import plot_comparison
+from tl_coupling.plots.dynamics import (
+    plot_eigenvalues,
+    plot_product_map,
+    plot_products,
+)
 from tl_coupling.plots.generalization import (
     plot_forest,
     plot_generalization,

@@ -1,0 +1,186 @@
+"""The command that measures what blocks do together: dynamics."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+import tl_coupling as tlc
+from tl_coupling.cli.app import command
+from tl_coupling.cli.console import Pictures, Run, at_work, with_suffix
+from tl_coupling.cli.options import (
+    OUT,
+    OWN_POSITION,
+    OneModel,
+    OnePrompt,
+    Out,
+    Untrained,
+    own_position,
+)
+from tl_coupling.cli.tables import plural, table_of
+from tl_coupling.dynamics import Eigenvalues, ProductMap, Products
+from tl_coupling.saved import Saved
+
+
+@command
+def dynamics(
+    setup: OneModel,
+    prompt: OnePrompt,
+    position: Annotated[
+        int | None, typer.Option(help=f"Token position. {OWN_POSITION}")
+    ] = None,
+    draws: Annotated[
+        int, typer.Option(help="Products of unrelated blocks that are drawn.", min=2)
+    ] = 20,
+    seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
+    runs: Annotated[
+        bool, typer.Option(help="Measure every run of neighbouring blocks.")
+    ] = False,
+    eigenvalues: Annotated[
+        bool, typer.Option(help="Measure the eigenvalues of each block.")
+    ] = True,
+    untrained: Untrained = False,
+    out: Out = OUT,
+) -> None:
+    """Measure the products of blocks, (I + J) … (I + J), and the blocks' eigenvalues.
+
+    Prints, up to several depths, log σ₁ of the product, its alignment gain (by how much
+    it exceeds products of the same blocks, each turned by a random rotation) and the
+    participation ratio (how many directions carry the product).
+
+    Examples:
+
+      tl-coupling dynamics --prompt "The capital of France is" --untrained --out out
+
+      tl-coupling dynamics --model gpt2 --runs --no-eigenvalues --out gpt2
+    """
+    single_prompt = prompt.single_prompt()
+    measured_position = own_position(single_prompt, position)
+
+    def measure(run: Run) -> MeasuredDynamics:
+        traced = run.trace(single_prompt)
+        options: Any = {
+            "position": measured_position,
+            "seed": seed,
+            "progress": partial(run.bar, "dynamics"),
+        }
+        with run.timed("products"):
+            products = tlc.dynamics.products(traced, n_draws=draws, **options)
+        every_run = None
+        if runs:
+            with run.timed("runs"):
+                every_run = tlc.dynamics.product_map(traced, **options)
+        of_blocks = None
+        if eigenvalues:
+            with run.timed("eigenvalues"):
+                of_blocks = tlc.dynamics.eigenvalues(traced, **options)
+        return MeasuredDynamics(products, every_run, of_blocks)
+
+    with at_work(out) as work:
+        measured = work.measured(setup, untrained, measure)
+        work.save({role: result.saved() for role, result in measured.items()})
+        summary = _summary(measured) | {"seconds": work.seconds}
+        work.finish(summary, _pictures(measured))
+        work.shown.append(_table(measured))
+
+
+@dataclass(frozen=True)
+class MeasuredDynamics:
+    """What was measured of one model."""
+
+    products: Products
+    runs: ProductMap | None
+    eigenvalues: Eigenvalues | None
+
+    def saved(self) -> dict[str, Saved]:
+        """Return the results by the names of their files."""
+        named = {
+            "products": self.products,
+            "runs": self.runs,
+            "eigenvalues": self.eigenvalues,
+        }
+        return {name: result for name, result in named.items() if result is not None}
+
+
+def _pictures(measured: dict[str, MeasuredDynamics]) -> Pictures:
+    """Return the pictures by file name."""
+    plots = tlc.plots
+    products = {role: result.products for role, result in measured.items()}
+    pictures: Pictures = {"products.png": partial(plots.plot_products, products)}
+    for role, result in measured.items():
+        if result.runs is not None:
+            name = with_suffix("runs", role)
+            pictures[f"{name}.png"] = partial(plots.plot_product_map, result.runs)
+    eigenvalues = {
+        role: result.eigenvalues
+        for role, result in measured.items()
+        if result.eigenvalues is not None
+    }
+    if eigenvalues:
+        pictures["eigenvalues.png"] = partial(plots.plot_eigenvalues, eigenvalues)
+    return pictures
+
+
+def _summary(measured: dict[str, MeasuredDynamics]) -> dict[str, object]:
+    """Return what `summary.json` holds, without the seconds."""
+    summary: dict[str, object] = {
+        "measure": "products (I + J^l) … (I + J^0) of blocks, and eigenvalues of J^l"
+    }
+    for role, result in measured.items():
+        products = result.products
+        of_role: dict[str, object] = {
+            "layers": list(products.layers),
+            "log_largest": products.log_largest.tolist(),
+            "alignment_gain": products.alignment_gain.tolist(),
+            "alignment_gain_interval": products.alignment_gain_interval.tolist(),
+            "participation_ratio": products.participation_ratio.tolist(),
+            "null_participation_ratio": products.null_participation_ratio.mean(
+                0
+            ).tolist(),
+            "provenance": products.provenance,
+        }
+        if result.eigenvalues is not None:
+            of_role["henrici"] = result.eigenvalues.henrici.tolist()
+            null = result.eigenvalues.null_henrici.mean(0)
+            of_role["null_henrici"] = null.tolist()
+        summary[role] = of_role
+    return summary
+
+
+def _table(measured: dict[str, MeasuredDynamics]) -> Table:
+    """Return the table of products up to about six depths."""
+    trained = measured["trained"].products
+    n_layers = len(trained.layers)
+    step = max(1, n_layers // 6)
+    shown_layers = sorted({*range(step - 1, n_layers, step), n_layers - 1})
+    columns = [
+        name if role == "trained" else f"{role} {name}"
+        for role in measured
+        for name in ("log σ₁", "gain", "directions")
+    ]
+    rows = []
+    for i in shown_layers:
+        cells = []
+        for result in measured.values():
+            products = result.products
+            low, high = products.alignment_gain_interval[i].tolist()
+            gain = float(products.alignment_gain[i])
+            cells += [
+                f"{float(products.log_largest[i]):.2f}",
+                f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]",
+                f"{float(products.participation_ratio[i]):.1f} "
+                f"({float(products.null_participation_ratio[:, i].mean()):.1f})",
+            ]
+        rows.append([trained.layers[i], *cells])
+    n_draws = len(trained.null_log_largest)
+    title = (
+        f"{trained.provenance.get('model')}: products of {plural(n_layers, 'block')}"
+    )
+    caption = (
+        f"gain: log σ₁ less that of blocks turned at random, {n_draws} draws, with the "
+        "95 % of them\ndirections: participation ratio, of blocks turned at random in "
+        "brackets"
+    )
+    return table_of(title, ["up to layer"], columns, rows, caption)
