@@ -68,6 +68,24 @@ ON_THE_CPU = {
         "torch.tensor([*prefix, *text, *suffix], dtype=torch.long)"
     ): "token ids go to the model when it runs",
     "torch.empty(1, 0, 0, 1)": "only its shape is read",
+    "torch.randn(d, d, generator=generator, dtype=X.dtype)": "moved in the next line",
+    (
+        "torch.zeros(n_steps, n_steps, dtype=torch.float64)"
+    ): "Lanczos' small matrix is decomposed on the CPU",
+    (
+        "torch.tensor([block.largest_symmetric for block in blocks])"
+    ): "eigenvalues are computed on the CPU",
+    "torch.eye(len(S))": "eigenvalues are computed on the CPU",
+    "torch.arange(1, len(self.layers) + 1)": "results are on the CPU",
+    (
+        "torch.tensor([draw.shuffled for draw in draws], dtype=torch.float64)"
+    ): "results are on the CPU",
+    "torch.tensor(of_layers, dtype=torch.float64)": "results are on the CPU",
+    "torch.randperm(len(self.J), generator=generator)": "an order, as numbers",
+    (
+        "torch.full((n_draws + 1, n_layers, n_layers), torch.nan)"
+    ): "results are on the CPU",
+    "torch.zeros(n_layers, dtype=torch.float64)": "numbers beside the matrices",
     "torch.empty(0)": "only its dtype and device are read",
     "torch.zeros(len(X), dtype=torch.bool)": "part of an error message",
     "torch.tensor(numbers, dtype=x.dtype)": "drawn",

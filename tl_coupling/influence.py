@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked, made_by
-from tl_coupling.comparisons import chosen_layers, free_end
-from tl_coupling.jacobians import Connection, JacobianOptions, passing
+from tl_coupling.comparisons import free_end
+from tl_coupling.jacobians import Connection, JacobianOptions, chosen_layers, passing
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import effective_rank, participation_ratio

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import tl_coupling as tlc
 from public_api import public_names
-from tl_coupling import comparisons, trajectories
+from tl_coupling import comparisons, dynamics, trajectories
 from tl_coupling.arguments import checked, kinds
 
 pytestmark = pytest.mark.on_4_only
@@ -157,7 +157,12 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
     by_name |= {"x": "coupling"} if function.__name__ in OF_COLUMNS else {}
     by_name |= {
         "bootstrap": {"x": np.ones((3, 2)), "y": np.ones(3)},
-        "jacobian_coupling": {"J": SQUARE[None]},
+        **{
+            f"jacobian_{name}": {"J": SQUARE[None]}
+            for name in ("coupling", "eigenvalues", "products")
+        },
+        "plot_product_map": {"result": object.__new__(dynamics.ProductMap)},
+        "then": {"M": SQUARE},
         "without_shared": {"J": SQUARE[None]},
         "draws_of_random_subspaces": {"d_model": 2},
         "coupled_gradient": {"S": torch.ones(1, 2), "error": torch.ones(2)},
@@ -214,7 +219,7 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
 
 def test_classes_of_every_room_say_how_they_are_made() -> None:
     # Fewer would mean that the test below looks at nothing.
-    assert len(kinds.MAKERS) == 14
+    assert len(kinds.MAKERS) == 17
     assert {tlc.Trace, tlc.Spectrum, tlc.Survey, nn.Module} <= kinds.MAKERS.keys()
 
 

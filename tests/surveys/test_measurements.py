@@ -4,6 +4,7 @@ library's single measures.
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -401,7 +402,8 @@ def test_settings_that_no_model_fits_are_refused_at_once(
 def test_settings_survive_json() -> None:
     plan = SMALL.as_plan()
     assert json.loads(json.dumps(plan)) == plan
-    assert plan.keys() == Settings.__dataclass_fields__.keys()
+    whole = replace(SMALL, dynamics=True).as_plan()
+    assert whole.keys() == Settings.__dataclass_fields__.keys()
 
 
 @pytest.mark.parametrize("orientation", ["ujv", ("ujv", "vju")])
@@ -430,3 +432,18 @@ def test_a_prompt_computes_and_decomposes_each_jacobian_once(
     data = measure_prompts(model, PROMPTS[:1], settings, progress=False)
     assert len(computed) == data.sizes["layer"]
     assert sum(n_decomposed) == data.sizes["layer"]
+
+
+def test_products_of_blocks_are_those_of_the_room_and_wanted_only_where_asked(model):
+    settings = Settings(k=(2,), window=1, dynamics=True)
+    data = measure_prompts(model, PROMPTS[:2], settings)
+    result = tlc.dynamics.products(tlc.trace(model, PROMPTS[1]))
+    of_prompt = data.isel(prompt=1)
+    assert np.allclose(of_prompt["log_largest"], result.log_largest)
+    assert np.allclose(of_prompt["alignment_gain"], result.alignment_gain)
+    low = of_prompt["alignment_gain_low"]
+    assert np.allclose(low, result.alignment_gain_interval[:, 0])
+    without = measure_prompts(model, PROMPTS[:1], Settings(k=(2,), window=1))
+    assert "log_largest" not in without
+    assert "dynamics" not in Settings().as_plan()
+    assert settings.as_plan()["dynamics"] is True

@@ -260,11 +260,18 @@ class Sweep(Measuring, Setup, Choosing):
             help="Training step or hub revision, of every model; may be repeated."
         ),
     ] = None
+    dynamics: Annotated[
+        bool,
+        typer.Option(
+            "--dynamics", help="Products of blocks too: about five times as long."
+        ),
+    ] = False
 
     @property
     def settings(self) -> Settings:
         """The settings of the library."""
-        return self.settings_for(super().settings)
+        settings = self.settings_for(super().settings)
+        return replace(settings, dynamics=self.dynamics)
 
     @property
     def checkpoints(self) -> list[Checkpoint] | None:

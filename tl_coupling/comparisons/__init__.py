@@ -1,12 +1,7 @@
 """Which connections are compared, and the result of comparing them."""
 
 # ruff: noqa: F401
-from tl_coupling.comparisons.choices import (
-    chosen_layers,
-    free_end,
-    named_layers,
-    neighbours,
-)
+from tl_coupling.comparisons.choices import free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.matrices import jacobian_coupling

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from torch import Tensor
-
 from tl_coupling.arguments import checked
 from tl_coupling.jacobians import Connection
 from tl_coupling.traces import Trace
@@ -49,29 +47,6 @@ def neighbours(
     if other_layer is None:
         second = min(first + 1, trace.n_layers - 1)
     return first, second
-
-
-def chosen_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
-    """Return the layers that are selected, counted from 0, or all."""
-    if layers is None:
-        return list(range(trace.n_layers))
-    if not len(layers):
-        raise ValueError("`layers` is empty: wanted at least one layer")
-    return [trace.layer_index(layer) for layer in layers]
-
-
-def named_layers(J: Tensor, layers: Sequence[int] | None) -> list[int]:
-    """Return what Jacobians that are there already are called: from 0 on by default.
-
-    Raises ValueError unless each has one name, and there is at least one.
-    """
-    names = list(range(len(J)) if layers is None else layers)
-    if names and len(names) == len(J):
-        return names
-    raise ValueError(
-        f"`layers` must name each of the {len(J)} matrices of `J`, at least one, "
-        f"got {len(names)}"
-    )
 
 
 def at_both_layers(

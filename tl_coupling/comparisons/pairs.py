@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 from tl_coupling.arguments import Count, checked
 from tl_coupling.comparisons.choices import (
     at_both_layers,
-    chosen_layers,
     chosen_positions,
     free_end,
 )
@@ -28,6 +27,7 @@ from tl_coupling.jacobians import (
     MemoryLimit,
     Passing,
     Request,
+    chosen_layers,
     couple,
     decompose_each,
     decompose_sides,

@@ -12,9 +12,15 @@ from scipy.sparse import linalg as sparse
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
-from tl_coupling.comparisons import chosen_layers, named_layers
 from tl_coupling.dynamics.conjugation import generator_of, rotated
-from tl_coupling.jacobians import block_jacobians, block_jvp, can_fork, of_each
+from tl_coupling.jacobians import (
+    block_jacobians,
+    block_jvp,
+    can_fork,
+    chosen_layers,
+    named_layers,
+    of_each,
+)
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace

@@ -10,14 +10,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Seed, at_least, checked, made_by
-from tl_coupling.comparisons import chosen_layers, named_layers
 from tl_coupling.dynamics.conjugation import (
     conjugated_grams,
     generator_of,
     log_largest_singular_value,
 )
 from tl_coupling.dynamics.factored import FactoredProduct, step_matrix
-from tl_coupling.jacobians import block_jacobians, can_fork, of_each
+from tl_coupling.jacobians import (
+    block_jacobians,
+    can_fork,
+    chosen_layers,
+    named_layers,
+    of_each,
+)
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import effective_rank, participation_ratio

@@ -10,9 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
-from tl_coupling.comparisons import chosen_layers
 from tl_coupling.dynamics.conjugation import log_largest_singular_value, rotated
-from tl_coupling.jacobians import block_jacobians
+from tl_coupling.jacobians import block_jacobians, chosen_layers
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace
@@ -132,7 +131,7 @@ def _fill(
     products = steps.new_empty(n_layers, d, d)
     log_divisors = torch.zeros(n_layers, dtype=torch.float64)
     for last in range(n_layers):
-        products[last] = torch.eye(d)
+        products[last] = torch.eye(d, device=steps.device)
         before = rearrange(products[: last + 1], "run d e -> d (run e)")
         if conjugated_values is None:
             after = steps[last] @ before

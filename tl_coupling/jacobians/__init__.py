@@ -4,7 +4,12 @@ Products with them never build the matrix; a plan says what they take.
 """
 
 # ruff: noqa: F401
-from tl_coupling.jacobians.connections import Connection, Function
+from tl_coupling.jacobians.connections import (
+    Connection,
+    Function,
+    chosen_layers,
+    named_layers,
+)
 from tl_coupling.jacobians.coupled import Coupled, couple, fill_pairs
 from tl_coupling.jacobians.decomposed import (
     Decomposed,

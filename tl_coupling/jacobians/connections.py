@@ -1,6 +1,9 @@
 """Connections: a block, from one token to another. Each has one Jacobian."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
+
+from torch import Tensor
 
 from tl_coupling.gradients import BlockFunction
 from tl_coupling.traces import Trace
@@ -47,3 +50,26 @@ def connected(
     t1 = trace.position_index(input_position, "input_position")
     t2 = trace.position_index(output_position, "output_position")
     return trace.blocks[trace.layer_index(layer)], t1, t2
+
+
+def chosen_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
+    """Return the layers that are selected, counted from 0, or all."""
+    if layers is None:
+        return list(range(trace.n_layers))
+    if not len(layers):
+        raise ValueError("`layers` is empty: wanted at least one layer")
+    return [trace.layer_index(layer) for layer in layers]
+
+
+def named_layers(J: Tensor, layers: Sequence[int] | None) -> list[int]:
+    """Return what Jacobians that are there already are called: from 0 on by default.
+
+    Raises ValueError unless each has one name, and there is at least one.
+    """
+    names = list(range(len(J)) if layers is None else layers)
+    if names and len(names) == len(J):
+        return names
+    raise ValueError(
+        f"`layers` must name each of the {len(J)} matrices of `J`, at least one, "
+        f"got {len(names)}"
+    )

@@ -14,7 +14,7 @@ from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.surveys.kept import KeptPrompts
 from tl_coupling.surveys.settings import Prompts, Settings, as_prompts
-from tl_coupling.surveys.variables import measures
+from tl_coupling.surveys.variables import measures, products_of_blocks
 from tl_coupling.traces import Trace, trace
 
 if TYPE_CHECKING:
@@ -62,6 +62,10 @@ def measure_prompts(
           others together): `norm` and `logit_lens_entropy` (NaN for a model without
           logits), `[prompt depth]`; `step_length` and `line_shape_score_by_depth`,
           `[prompt layer]`;
+        - with `Settings(dynamics=True)`, of the product of the blocks up to each layer,
+          `[prompt layer]`: `log_largest`, `alignment_gain` with its ends
+          `alignment_gain_low` and `alignment_gain_high`, `product_participation_ratio`
+          and its mean over conjugated products, `null_product_participation_ratio`;
         - `n_pos`, `[prompt]`: number of tokens; `remarks`: anything unusual about the
           trace, a line each;
         - `loss`: mean negative log-likelihood of the prompt's tokens given those
@@ -110,7 +114,12 @@ def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
         # `iter` shows no bar: there is one for the prompts.
         progress=iter,
     )
-    return measures(traced, settings, *maps.values())
+    data = measures(traced, settings, *maps.values())
+    return (
+        data.assign(products_of_blocks(traced, settings.position))
+        if settings.dynamics
+        else data
+    )
 
 
 def of_each_prompt(

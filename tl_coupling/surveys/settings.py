@@ -51,6 +51,8 @@ class Settings:
             A layer is coupled with itself exactly, which adds `(1 − c) / n_layers` to a
             mean coupling c: more in a shallow model. `with_diagonal` changes it
             afterwards.
+        dynamics: whether products of blocks are measured too; see
+            `dynamics.products`, whose 20 draws take longer than coupling.
 
     Example:
         >>> settings = tlc.Settings(k=(2, 4), orientation=("ujv", "vju"), window=1)
@@ -70,6 +72,7 @@ class Settings:
     p: Norm = 2
     absolute: bool = False
     diagonal: bool = False
+    dynamics: bool = False
 
     def __post_init__(self) -> None:
         if not _are_different(self.k):
@@ -100,10 +103,14 @@ class Settings:
 
     def as_plan(self) -> dict[str, object]:
         """Return the settings, JSON-able."""
-        return {
+        plan = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
         }
+        if not self.dynamics:
+            # Surveys that are older than this setting go on.
+            del plan["dynamics"]
+        return plan
 
 
 def _are_different(values: Sequence[object]) -> bool:

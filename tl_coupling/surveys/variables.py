@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.comparisons.maps import mean_over_pairs
+from tl_coupling.dynamics import products
 from tl_coupling.measures import (
     MEASURES,
     MeasureName,
@@ -101,6 +102,22 @@ def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.D
     attrs = {"window": window, "provenance": json.dumps(_of_all_prompts(result))}
     data = of_maps(maps, settings).assign(variables)
     return data.assign_coords(coords).assign_attrs(attrs)
+
+
+def products_of_blocks(traced: Trace, position: int) -> dict[str, Variable]:
+    """Return what `dynamics.products` gives at each depth."""
+    result = products(traced, position=position, progress=False)
+    low, high = result.alignment_gain_interval.unbind(-1)
+    null_ratio = result.null_participation_ratio.mean(0)
+    by_layer = {
+        "log_largest": result.log_largest,
+        "alignment_gain": result.alignment_gain,
+        "alignment_gain_low": low,
+        "alignment_gain_high": high,
+        "product_participation_ratio": result.participation_ratio,
+        "null_product_participation_ratio": null_ratio,
+    }
+    return {name: ("layer", values.numpy()) for name, values in by_layer.items()}
 
 
 def _shapes(traced: Trace, position: int) -> dict[str, Variable]:
