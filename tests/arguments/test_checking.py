@@ -90,6 +90,8 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
             "A": SQUARE,
             "S": torch.ones(2),
             "S_1": torch.ones(2),
+            "S_2": torch.ones(2),
+            "cosines": SQUARE,
             "x": torch.ones(3, 4),
         },
         **{
@@ -168,6 +170,12 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         "plot_alignment_matrices": {
             "result": object.__new__(trajectories.ResidualAlignment)
         },
+        **{
+            f"plot_prompt_{name}": {
+                "result": object.__new__(comparisons.PromptCoupling)
+            }
+            for name in ("coupling", "map")
+        },
         "plot_redundancy": {"correlations": xarray.Dataset()},
         "plot_spread": {"result": object.__new__(comparisons.MeanCouplingMap)},
         **{
@@ -214,7 +222,7 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
 
 def test_classes_of_every_room_say_how_they_are_made() -> None:
     # Fewer would mean that the test below looks at nothing.
-    assert len(kinds.MAKERS) == 14
+    assert len(kinds.MAKERS) == 15
     assert {tlc.Trace, tlc.Spectrum, tlc.Survey, nn.Module} <= kinds.MAKERS.keys()
 
 
