@@ -52,6 +52,11 @@ ON_THE_CPU = {
     (
         "torch.randn(size, dtype=torch.float64, generator=generator)"
     ): "moved in the next line",
+    "torch.eye(self.n_prompts, dtype=torch.bool)": "moved where it is used",
+    (
+        "torch.triu_indices(self.n_prompts, self.n_prompts, 1)"
+    ): "indices of values on the CPU",
+    "torch.zeros(d_model, d_model)": "of a lens, which is on the CPU",
     "torch.tensor(self.row_layers)": "their distances are moved",
     "torch.tensor(self.col_layers)": "their distances are moved",
     "torch.empty(self._size, dtype=self._like.dtype)": "read from a file and moved",

@@ -90,6 +90,8 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
             "A": SQUARE,
             "S": torch.ones(2),
             "S_1": torch.ones(2),
+            "S_2": torch.ones(2),
+            "cosines": SQUARE,
             "x": torch.ones(3, 4),
         },
         **{
@@ -172,6 +174,12 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         "show_layers_by_token": {"values": torch.ones(1, 1)},
         "plot_alignment_matrices": {
             "result": object.__new__(trajectories.ResidualAlignment)
+        },
+        **{
+            f"plot_prompt_{name}": {
+                "result": object.__new__(comparisons.PromptCoupling)
+            }
+            for name in ("coupling", "map")
         },
         "plot_redundancy": {"correlations": xarray.Dataset()},
         "plot_spread": {"result": object.__new__(comparisons.MeanCouplingMap)},

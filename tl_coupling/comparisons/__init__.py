@@ -1,6 +1,11 @@
 """Which connections are compared, and the result of comparing them."""
 
 # ruff: noqa: F401
+from tl_coupling.comparisons.across_prompts import (
+    PromptCoupling,
+    PromptMeasure,
+    prompt_coupling,
+)
 from tl_coupling.comparisons.choices import free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
 from tl_coupling.comparisons.maps import CouplingMap
@@ -21,6 +26,7 @@ __all__ = [
     "Comparison",
     "CouplingMap",
     "MeanCouplingMap",
+    "PromptCoupling",
     "compare",
     "context_coupling",
     "depth_coupling",
@@ -28,5 +34,6 @@ __all__ = [
     "jacobian_coupling",
     "mean_depth_coupling",
     "neighbours",
+    "prompt_coupling",
     "self_coupling",
 ]

@@ -161,7 +161,7 @@ def mean_depth_coupling(
         (torch.Size([2, 2]), torch.Size([2, 2]), 2)
     """
     options = JacobianOptions(chunk_size, max_memory, progress=False)
-    traced = iter(with_progress(map(_traced, traces), progress, "prompts"))
+    traced = iter(with_progress(map(as_trace, traces), progress, "prompts"))
     of_group = partial(
         _depth_maps_of_each,
         k=k,
@@ -458,7 +458,8 @@ def maps_of(
     }
 
 
-def _traced(item: object) -> Trace:
+def as_trace(item: object) -> Trace:
+    """Return a trace; raise TypeError for anything else."""
     if not isinstance(item, Trace):
         raise TypeError(
             "`traces` must be an iterable of traces, got "

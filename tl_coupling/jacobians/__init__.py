@@ -21,6 +21,7 @@ from tl_coupling.jacobians.decomposed import (
     decompose_sides,
     passing,
 )
+from tl_coupling.jacobians.directions import BlockDirections, block_directions
 from tl_coupling.jacobians.forks import can_fork, of_each
 from tl_coupling.jacobians.held import each_once
 from tl_coupling.jacobians.jacobians import (
@@ -36,7 +37,9 @@ from tl_coupling.jacobians.sizes import MemoryLimit
 from tl_coupling.jacobians.ways import jacobian_and_path, jacobians_of_output
 
 __all__ = [
+    "BlockDirections",
     "Plan",
+    "block_directions",
     "block_jacobian",
     "block_jacobians",
     "block_jvp",

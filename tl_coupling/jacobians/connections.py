@@ -24,6 +24,16 @@ class Connection(NamedTuple):
     output_position: int
     position: int
 
+    @property
+    def read_hook_point(self) -> str:
+        """The hook point of TransformerLens where the block reads the stream."""
+        return f"blocks.{self.layer}.hook_resid_pre"
+
+    @property
+    def write_hook_point(self) -> str:
+        """The hook point of TransformerLens behind what the block writes."""
+        return f"blocks.{self.layer}.hook_resid_post"
+
     def __str__(self) -> str:
         if self.input_position == self.output_position:
             return f"layer {self.layer}, token {self.position}"

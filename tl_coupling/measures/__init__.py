@@ -38,16 +38,19 @@ from tl_coupling.measures.nulls import (
     random_subspace_null,
     rotation_null,
 )
+from tl_coupling.measures.overlaps import draws_of_nuclear_overlap, nuclear_overlap
 from tl_coupling.measures.removals import without_shared, without_top
 
 __all__ = [
     "alignment_matrices",
     "captured_energy",
     "coupling_matrix",
+    "draws_of_nuclear_overlap",
     "draws_of_random_subspaces",
     "measure_of",
     "miscoupling",
     "normalized_miscoupling",
+    "nuclear_overlap",
     "random_subspace_null",
     "rotation_null",
     "spectral_miscoupling",

@@ -7,6 +7,13 @@ from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import BlockOutputs, ModelFacts, facts_of
 from tl_coupling.models.gguf_files import is_gguf
 from tl_coupling.models.inputs import ModelInput, Pixels, TokenIds, model_input
+from tl_coupling.models.lens_tools import (
+    JacobianLens,
+    check_takes_lens,
+    described_for_lens,
+    factored_matrix,
+    jacobian_lens,
+)
 from tl_coupling.models.load_request import Backend, Memory
 from tl_coupling.models.loaded import (
     Change,

@@ -43,6 +43,7 @@ from tl_coupling.plots.predictions import (
     plot_linearisation,
     plot_perturbation,
 )
+from tl_coupling.plots.prompts import plot_prompt_coupling, plot_prompt_map
 from tl_coupling.plots.redundancy import plot_redundancy
 from tl_coupling.plots.surveys import (
     plot_covariates,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from tl_coupling.arguments import checked, made_by
 from tl_coupling.spectra.checks import check_k
+
+if TYPE_CHECKING:
+    from transformer_lens import FactoredMatrix
 
 
 @made_by("svd(J)")
@@ -50,6 +53,38 @@ class Spectrum:
     def k(self) -> int:
         """How many triplets there are."""
         return self.S.shape[-1]
+
+    @property
+    def read(self) -> Float[Tensor, "*batch d_in k"]:
+        """Directions that J reads, as columns: V, of `J V = U diag(S)`.
+
+        Along column i of `read`, an input of length 1 gives an output of length `S[i]`
+        along column i of `write`. The names do not depend on how matrices are applied:
+        TransformerLens multiplies rows, `x @ A @ B`, so that its `U` is what is read
+        and its `V` what is written.
+        """
+        return self.Vh.mT
+
+    @property
+    def write(self) -> Float[Tensor, "*batch d_out k"]:
+        """Directions that J writes, as columns: U. See `read`."""
+        return self.U
+
+    def factored(self) -> "FactoredMatrix":
+        """Return the triplets as a `FactoredMatrix` of TransformerLens.
+
+        It multiplies rows: `x @ spectrum.factored()` is `J x`, of the triplets that
+        there are. Of its `svd()`, `U` is `read` and `V` is `write`, up to signs.
+
+        Example:
+            >>> J = tlc.block_jacobian(trace, layer=1)
+            >>> factored = tlc.svd(J, k=4).factored()
+            >>> factored.shape, factored.mdim
+            (torch.Size([32, 32]), 4)
+        """
+        from tl_coupling.models import factored_matrix
+
+        return factored_matrix(self.read * self.S[..., None, :], self.write.mT)
 
     @property
     def uncaptured(self) -> Float[Tensor, "*batch"]:

@@ -10,6 +10,7 @@ from tl_coupling.trajectories.gradients import (
     coupled_gradient,
     gradient_prediction,
 )
+from tl_coupling.trajectories.lenses import product_lens
 from tl_coupling.trajectories.predictions import (
     Linearisation,
     Perturbation,
@@ -56,6 +57,7 @@ __all__ = [
     "measure_trajectory",
     "norms",
     "perturbation",
+    "product_lens",
     "residual_alignment",
     "step_lengths",
     "trajectory_pca",

@@ -9,11 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import AnyPath, checked, warn_caller
+from tl_coupling.models import JacobianLens
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories import shapes
+from tl_coupling.trajectories.lenses import check_lens
 from tl_coupling.trajectories.predictions import (
     PREDICTIONS,
     Linearisation,
@@ -275,14 +277,25 @@ def _perturbation_in(
 
 
 @checked
-def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
+def entropy_by_depth(
+    trace: Trace, lens: JacobianLens | None = None
+) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
     """Return the entropy of the model's logit lens in nats, by depth and token.
 
     This is `logit_lens_entropy` with the model's own logits. A last depth that is
     normalised already (`final_norm=True`) is not normalised again.
 
+    Args:
+        trace: a traced prompt.
+        lens: a `JacobianLens` of TransformerLens, fitted, loaded, or made by
+            `product_lens`: each depth is mapped by its matrix before the logits are
+            computed. Depth `l + 1`, what leaves block l, has matrix l, and the last
+            depth needs none. NaN where the lens has no matrix: at depth 0, which no
+            block has written, and for layers to which it was not fitted.
+
     Raises:
-        ValueError: the model has no unembedding.
+        ValueError: the model has no unembedding, or is not the lens's.
+        TypeError: with a lens, the model is no `TransformerBridge`.
 
     Cost: `n_layers + 1` unembeddings of the prompt, of which some rows at a time are in
     memory.
@@ -290,16 +303,32 @@ def entropy_by_depth(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
     Example:
         >>> tlc.trajectories.entropy_by_depth(trace).shape
         torch.Size([3, 8])
+        >>> lens = tlc.trajectories.product_lens([trace])
+        >>> tlc.trajectories.entropy_by_depth(trace, lens).isfinite().all(1)
+        tensor([False,  True,  True])
     """
     x = trace.residual
-    before_last = x[:-1].flatten(0, 1)
+    depths = list(range(trace.n_layers))
+    before_last = x[:-1]
+    if lens is not None:
+        check_lens(lens, trace)
+        depths = [depth for depth in depths if depth - 1 in lens.jacobians]
+        before_last = torch.stack(
+            [lens.transport(x[depth], depth - 1) for depth in depths]
+        )
     entropies = [
         shapes.entropy_of(trace.logits(rows))
-        for rows in before_last.split(_ROWS_OF_LOGITS)
+        for rows in before_last.flatten(0, 1).split(_ROWS_OF_LOGITS)
     ]
     entropies.append(shapes.entropy_of(trace.logits(x[-1], trace.final_norm)))
-    by_depth = torch.cat(entropies).reshape(x.shape[:2])
-    return shapes.entropies_by_depth(by_depth, x)
+    read_depths = [*depths, trace.n_layers]
+    by_depth = torch.cat(entropies).reshape(len(read_depths), trace.n_pos)
+    known = shapes.entropies_by_depth(by_depth, x[read_depths])
+    if len(known) == len(x):
+        return known
+    result = known.new_full(x.shape[:2], torch.nan)
+    result[read_depths] = known
+    return result
 
 
 def _entropy_where_known(trace: Trace) -> Float[Tensor, "n_layers_plus_1 n_pos"] | None:

@@ -1,0 +1,136 @@
+"""Products of blocks against TransformerLens's own lens, fitted on one valid token."""
+
+import pytest
+import torch
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.trajectories import entropy_by_depth, product_lens
+
+PROMPTS = ["w3 w14 w15 w92 w7", "w65 w35 w2 w8"]
+N_LAYERS = 3
+
+
+def bridge(architecture, folder, **config):
+    original = tiny.huggingface_model(
+        architecture, seed=1, num_hidden_layers=N_LAYERS, **config
+    )
+    return tiny.bridge(original, folder)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer_folder):
+    return bridge("llama", tokenizer_folder)
+
+
+def their_lens(model, prompts):
+    """TransformerLens's lens of the last token but one of each prompt."""
+    from transformer_lens.tools.analysis import JacobianLens
+
+    fitted = [
+        JacobianLens.fit(
+            model,
+            [prompt],
+            corpus="c",
+            skip_first_positions=model.to_tokens(prompt).shape[1] - 2,
+            show_progress=False,
+        )
+        for prompt in prompts
+    ]
+    means = {
+        layer: sum(lens.jacobians[layer] for lens in fitted) / len(fitted)
+        for layer in fitted[0].jacobians
+    }
+    return JacobianLens(
+        means, n_prompts=len(prompts), d_model=model.cfg.d_model, metadata={}
+    )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "olmo2"])
+def test_the_product_is_their_lens_on_one_token(architecture, tokenizer_folder):
+    model = bridge(architecture, tokenizer_folder)
+    theirs = their_lens(model, PROMPTS)
+    # `fit` puts a BOS token first: the same tokens.
+    traces = (tlc.trace(model, model.to_tokens(prompt)) for prompt in PROMPTS)
+    ours = product_lens(traces, position=-2, progress=False)
+    assert ours.source_layers == theirs.source_layers == [0, 1]
+    assert ours.n_prompts == 2
+    for layer, matrix in theirs.jacobians.items():
+        assert (ours.jacobians[layer] - matrix).abs().max() <= 2e-6
+        # It is far from what has no product in it.
+        assert (matrix - torch.eye(len(matrix))).norm() > 1e-2
+
+
+def test_merging_refuses_other_estimators(model, tmp_path):
+    from transformer_lens.tools.analysis import JacobianLens
+
+    traces = [tlc.trace(model, prompt) for prompt in PROMPTS]
+    first, second, both = (
+        product_lens(some, corpus="c") for some in (traces[:1], traces[1:], traces)
+    )
+    merged = JacobianLens.merge([first, second])
+    torch.testing.assert_close(merged.jacobians, both.jacobians)
+    assert merged.metadata == both.metadata
+    fitted = JacobianLens.fit(
+        model, PROMPTS[:1], corpus="c", skip_first_positions=1, show_progress=False
+    )
+    with pytest.raises(ValueError, match="same provenance metadata"):
+        JacobianLens.merge([first, fitted])
+    first.save(str(tmp_path / "lens.pt"), dtype=torch.float32)
+    loaded = JacobianLens.load(str(tmp_path / "lens.pt"))
+    assert loaded.metadata["estimator"] == "tl_coupling.product_of_blocks"
+    torch.testing.assert_close(loaded.jacobians, first.jacobians)
+
+
+def test_entropy_is_that_of_their_readout(model):
+    trace = tlc.trace(model, PROMPTS[0])
+    lens = product_lens([tlc.trace(model, PROMPTS[1])])
+    readout = lens.readout(model, trace.tokens[None], return_full_logits=True)
+    entropies = entropy_by_depth(trace, lens)
+    for layer, logits in readout.lens_logits.items():
+        expected = torch.distributions.Categorical(logits=logits.double()).entropy()
+        torch.testing.assert_close(
+            entropies[layer + 1].double(), expected, atol=1e-5, rtol=1e-5
+        )
+    assert entropies[0].isnan().all()
+    own = entropy_by_depth(trace)
+    torch.testing.assert_close(entropies[-1], own[-1])
+    assert (entropies[1:-1] - own[1:-1]).abs().max() > 1e-4
+    del lens.jacobians[0]
+    assert entropy_by_depth(trace, lens).isnan().all(1).tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.on_4_only
+def test_what_has_no_lens_is_refused(model, tokenizer_folder):
+    with pytest.raises(ValueError, match="`traces` is empty"):
+        product_lens([])
+    with pytest.raises(TypeError, match="iterable of traces, got str"):
+        product_lens(PROMPTS)
+    normed = tlc.trace(model, PROMPTS[0], final_norm=True)
+    with pytest.raises(ValueError, match="before the final norm"):
+        product_lens([normed])
+    trace = tlc.trace(model, PROMPTS[0])
+    other = bridge("llama", tokenizer_folder, rms_norm_eps=1e-3)
+    other_trace = tlc.trace(other, PROMPTS[0])
+    with pytest.raises(ValueError, match="of one model"):
+        product_lens([trace, other_trace])
+    blocks = [torch.nn.Identity(), torch.nn.Identity()]
+
+    def run():
+        x = torch.ones(1, 2, 4)
+        for block in blocks:
+            x = block(x)
+
+    lens = product_lens([trace])
+    with pytest.raises((TypeError, ValueError)):
+        product_lens([tlc.trace_modules(blocks, run)])
+    lens.metadata["weights_digest"] = "another"
+    with pytest.raises(ValueError, match="with other weights"):
+        entropy_by_depth(trace, lens)
+    with pytest.raises(TypeError, match="`lens` must be a JacobianLens or None, got"):
+        entropy_by_depth(trace, 3)

@@ -1,0 +1,428 @@
+"""Coupling across prompts: one layer on every two prompts."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from einops import einsum, reduce
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.comparisons.pairs import as_trace
+from tl_coupling.jacobians import (
+    Connection,
+    Decomposed,
+    JacobianOptions,
+    MemoryLimit,
+    Request,
+    chosen_layers,
+    decompose_each,
+)
+from tl_coupling.measures import (
+    MeasureName,
+    coupling_matrix,
+    draws_of_nuclear_overlap,
+    measure_named,
+    nuclear_overlap,
+    random_subspace_null,
+)
+from tl_coupling.progress import Progress, with_progress
+from tl_coupling.saved import Saved
+from tl_coupling.spectra import Spectrum, check_k, fitting_k
+from tl_coupling.traces import Trace
+
+if TYPE_CHECKING:
+    import xarray
+
+PromptMeasure = Literal[MeasureName, "write_overlap", "read_overlap"]
+PerPrompts = Float[Tensor, "n_layers n_prompts n_prompts"]
+_SEVERAL_TRACES = "a list of traced prompts: `trace(model, prompt)` makes one"
+# What a saved file holds of every pair of prompts, beside the matrices.
+_SAVED_MEASURES: tuple[PromptMeasure, ...] = (
+    "coupling",
+    "write_overlap",
+    "read_overlap",
+)
+# What the prompts' traces must have in common.
+_OF_MODEL = (
+    "model",
+    "checkpoint",
+    "untrained",
+    "architecture",
+    "weight_processing",
+    "weights_digest",
+    "final_norm",
+)
+
+
+@made_by("prompt_coupling(traces)")
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class PromptCoupling(Saved):
+    """One layer's Jacobians on every two prompts, for each of several layers.
+
+    Three measures of each pair, each with its null:
+
+    * `"coupling"`, `1 − m̃(A)`: whether the top k singular vectors of the layer on one
+      prompt (column) diagonalise its Jacobian on another (row). All other measures of a
+      coupling matrix can be asked for, too.
+    * `"write_overlap"`, `‖S₁U₁ᵀU₂S₂‖_* / (‖s₁‖ ‖s₂‖)`: whether the layer writes in the
+      same directions. See `measures.nuclear_overlap`.
+    * `"read_overlap"`: the same of V, the directions that the layer reads.
+
+    Attributes:
+        matrices: `A = U_{q,k}ᵀ J_p V_{q,k}`, `[n_layers n_prompts n_prompts k k]`; rows
+            are the prompts p of the Jacobian, columns those of the singular vectors.
+        write_cosines, read_cosines: `U_pᵀ U_q` and `V_pᵀ V_q`, of the same shape.
+        singular_values: of each J, `[n_layers n_prompts k]`, largest first.
+        frobenius_norms: of each J, `[n_layers n_prompts]`.
+        d_model: size of the Jacobians.
+        layers: counted from 0.
+        prompts: the texts, or other names.
+        positions: the token of each prompt, counted from 0.
+        provenance: what all prompts have in common; JSON-able.
+
+    Example:
+        >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
+        >>> result = tlc.prompt_coupling(traces, k=4)
+        >>> result.values().shape, result.by_layer(2, "write_overlap").shape
+        (torch.Size([2, 4, 4]), torch.Size([2]))
+        >>> tlc.comparisons.PromptCoupling.load(result.save("p.nc")).mean() == result.mean()
+        True
+    """
+
+    matrices: Float[Tensor, "n_layers n_prompts n_prompts k k"]
+    write_cosines: Float[Tensor, "n_layers n_prompts n_prompts k k"]
+    read_cosines: Float[Tensor, "n_layers n_prompts n_prompts k k"]
+    singular_values: Float[Tensor, "n_layers n_prompts k"]
+    frobenius_norms: Float[Tensor, "n_layers n_prompts"]
+    d_model: Count
+    layers: tuple[int, ...]
+    prompts: tuple[str, ...]
+    positions: tuple[int, ...]
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        **dict.fromkeys(
+            ("matrices", "write_cosines", "read_cosines"), "layer row col i j"
+        ),
+        "singular_values": "layer row i",
+        "frobenius_norms": "layer row",
+        "layers": "layer",
+        "prompts": "row",
+        "positions": "row",
+    }
+
+    @property
+    def k(self) -> int:
+        """The largest k that can be asked for."""
+        return self.matrices.shape[-1]
+
+    @property
+    def n_prompts(self) -> int:
+        """How many prompts are compared."""
+        return self.matrices.shape[1]
+
+    @checked
+    def values(
+        self, k: int | None = None, measure: PromptMeasure = "coupling"
+    ) -> PerPrompts:
+        """Return a measure of every two prompts, for each layer.
+
+        A prompt with itself has the largest value: 1 for coupling and overlaps.
+
+        Args:
+            k: how many top singular vectors; as many as are held by default.
+            measure: a measure of A, "write_overlap" or "read_overlap".
+        """
+        k = self._k(k)
+        S = self.singular_values
+        if measure == "write_overlap":
+            cosines = self.write_cosines[..., :k, :k]
+            return nuclear_overlap(cosines, S[:, :, None], S[:, None])
+        if measure == "read_overlap":
+            cosines = self.read_cosines[..., :k, :k]
+            return nuclear_overlap(cosines, S[:, :, None], S[:, None])
+        return measure_named(measure).of(self.matrices[..., :k, :k], S[:, :, None])
+
+    @checked
+    def by_layer(
+        self, k: int | None = None, measure: PromptMeasure = "coupling"
+    ) -> Float[Tensor, " n_layers"]:
+        """Return the mean of a measure over pairs of different prompts, by layer."""
+        return self._over_pairs(self.values(k, measure))
+
+    @checked
+    def mean(self, k: int | None = None, measure: PromptMeasure = "coupling") -> float:
+        """Return the mean of a measure over layers and pairs of different prompts."""
+        return float(self.by_layer(k, measure).mean())
+
+    @checked
+    def null_by_layer(
+        self,
+        k: int | None = None,
+        measure: PromptMeasure = "coupling",
+        *,
+        n_draws: Count = 20,
+        seed: Seed = 0,
+    ) -> Float[Tensor, " n_layers"]:
+        """Return what `by_layer` would be if every prompt had Haar-random bases.
+
+        The singular values stay as they are. Of measures of A it is the closed form of
+        `random_subspace_null`; of overlaps, for which there is none, the mean of draws.
+
+        Args:
+            k, measure: as in `values`.
+            n_draws: for overlaps, how many.
+            seed: for overlaps, of the random numbers.
+
+        Cost: for overlaps the singular values of a k×k matrix for each layer, pair of
+        prompts and draw.
+        """
+        k = self._k(k)
+        S = self.singular_values.cpu()
+        if measure == "write_overlap" or measure == "read_overlap":
+            # Both sides, and both orders of a pair, have the same null.
+            first, second = torch.triu_indices(self.n_prompts, self.n_prompts, 1)
+            draws = draws_of_nuclear_overlap(
+                S[:, first, :k],
+                S[:, second, :k],
+                n_draws,
+                d_model=self.d_model,
+                generator=torch.Generator().manual_seed(seed),
+            )
+            return reduce(draws, "draw layer pair -> layer", "mean")
+        of_rows = random_subspace_null(
+            k,
+            measure,
+            d_model=self.d_model,
+            S_1=S,
+            frobenius_norm=self.frobenius_norms.cpu(),
+        )
+        # A measure whose null is the same for every J_1 has one number for all rows.
+        return reduce(of_rows.expand(S.shape[:2]), "layer row -> layer", "mean")
+
+    @checked
+    def null(
+        self,
+        k: int | None = None,
+        measure: PromptMeasure = "coupling",
+        *,
+        n_draws: Count = 20,
+        seed: Seed = 0,
+    ) -> float:
+        """Return the mean of `null_by_layer` over the layers; arguments as there."""
+        nulls = self.null_by_layer(k, measure, n_draws=n_draws, seed=seed)
+        return float(nulls.mean())
+
+    def to_dataset(self) -> "xarray.Dataset":
+        """Return the result as an `xarray.Dataset`: what `save` writes.
+
+        Beside the matrices it has `coupling`, `write_overlap` and `read_overlap` of
+        every two prompts at the largest k, `[layer row col]`, and `…_null` of each,
+        `[layer]`.
+
+        Example:
+            >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
+            >>> data = tlc.prompt_coupling(traces, k=4).to_dataset()
+            >>> data["coupling"].sel(layer=1).shape, data["write_overlap_null"].shape
+            ((4, 4), (2,))
+        """
+        dataset = super().to_dataset()
+        dataset = dataset.assign_coords(other_prompt=("col", list(self.prompts)))
+        arrays: dict[str, tuple[list[str], Any]] = {}
+        for measure in _SAVED_MEASURES:
+            values = self.values(measure=measure).cpu().numpy()
+            nulls = self.null_by_layer(measure=measure).cpu().numpy()
+            arrays[measure] = (["layer", "row", "col"], values)
+            arrays[f"{measure}_null"] = (["layer"], nulls)
+        return dataset.assign(arrays)
+
+    def __repr__(self) -> str:
+        return (
+            f"PromptCoupling({self.provenance.get('model')!r}, "
+            f"{len(self.layers)} layers, {self.n_prompts} prompts, k≤{self.k}; "
+            f"at k={self.k}: mean coupling {self.mean():.3f}, null {self.null():.3f})"
+        )
+
+    def _over_pairs(self, values: PerPrompts) -> Float[Tensor, " n_layers"]:
+        """Return the mean over pairs of different prompts."""
+        return values[:, self._differ().to(values.device)].mean(-1)
+
+    def _differ(self) -> Bool[Tensor, "n_prompts n_prompts"]:
+        """Say which pairs are of different prompts."""
+        return ~torch.eye(self.n_prompts, dtype=torch.bool)
+
+    def _k(self, k: int | None) -> int:
+        """Return k, by default the largest; ValueError for one that is not held."""
+        k = self.k if k is None else k
+        check_k(k, self.k)
+        return k
+
+
+@checked
+def prompt_coupling(
+    traces: Annotated[Iterable[object], _SEVERAL_TRACES],
+    layers: int | Sequence[int] | None = None,
+    k: int | None = None,
+    position: int = -1,
+    *,
+    chunk_size: Count | None = None,
+    max_memory: MemoryLimit | None = None,
+    progress: Progress | None = None,
+) -> PromptCoupling:
+    r"""Coupling across prompts: each layer's Jacobians on every two prompts.
+
+    .. math::
+
+        A^l_{p q} = U_{q,k}^\top J^l_p V_{q,k}, \qquad
+        \frac{\|S_p U_p^\top U_q S_q\|_*}{\|s_p\| \|s_q\|}
+
+    Are the axes of a layer the model's, or the prompt's? The axes are the model's as
+    far as the values are high. Two things that are not 0 must be known beside them:
+    the null, random bases with the same singular values, and the untrained twin, whose
+    Jacobians on two prompts have the same random weights in them.
+
+    Args:
+        traces: at least two prompts, traced with one model; an iterator is read to its
+            end.
+        layers: one, or several; all by default.
+        k: how many top singular vectors; 50, or all of a narrower model, by default.
+        position: the token of each prompt; the last by default.
+        chunk_size, max_memory: as in `depth_coupling`.
+        progress: wraps the loop over layers: `progress=tqdm.tqdm`. By default a bar in
+            a terminal or notebook; `False` for none.
+
+    Returns:
+        a `PromptCoupling`.
+
+    Raises:
+        ValueError: fewer than two prompts; prompts of different models, or traced in
+            different ways; k, a layer or a position out of range.
+        TypeError: something that is not a trace.
+
+    Warnings as in `depth_coupling`.
+
+    Cost: a Jacobian and an SVD for each layer and prompt, and `2 n² k d²` flops a layer
+    for n prompts; memory for one layer's Jacobians, `n d²` numbers, and for the result,
+    `3 L n² k²`.
+
+    Example:
+        >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
+        >>> result = tlc.prompt_coupling(traces, layers=1, k=4)
+        >>> result.values(2).shape, round(result.null(2), 3)
+        (torch.Size([1, 4, 4]), 0.293)
+    """
+    traced = [as_trace(item) for item in traces]
+    common = _in_common(traced)
+    k = fitting_k(k, traced[0].d_model)
+    if isinstance(layers, int):
+        layers = [layers]
+    selected_layers = chosen_layers(traced[0], layers)
+    positions = [trace.position_index(position) for trace in traced]
+    options = JacobianOptions(chunk_size, max_memory, progress=False)
+    of_layers: list[_OfLayer] = []
+    paths: dict[str, str] = {}
+    for layer in with_progress(selected_layers, progress, "layers"):
+        decomposed = _decomposed(traced, layer, positions, k, options)
+        of_layers.append(_compared(decomposed, k))
+        paths |= decomposed[0].paths
+    return PromptCoupling(
+        matrices=torch.stack([of_layer.matrices for of_layer in of_layers]),
+        write_cosines=torch.stack([of_layer.write_cosines for of_layer in of_layers]),
+        read_cosines=torch.stack([of_layer.read_cosines for of_layer in of_layers]),
+        singular_values=torch.stack([of_layer.S for of_layer in of_layers]),
+        frobenius_norms=torch.stack([of_layer.norms for of_layer in of_layers]),
+        d_model=traced[0].d_model,
+        layers=tuple(selected_layers),
+        prompts=tuple(_name(trace) for trace in traced),
+        positions=tuple(positions),
+        provenance={
+            **common,
+            "prompts": [_name(trace) for trace in traced],
+            "str_tokens_at_position": [
+                trace.str_tokens[t] for trace, t in zip(traced, positions, strict=True)
+            ],
+            "paths": paths,
+        },
+    )
+
+
+class _OfLayer(NamedTuple):
+    """What is kept of one layer: matrices of pairs, and the spectrum of each prompt."""
+
+    matrices: Float[Tensor, "n n k k"]
+    write_cosines: Float[Tensor, "n n k k"]
+    read_cosines: Float[Tensor, "n n k k"]
+    S: Float[Tensor, "n k"]
+    norms: Float[Tensor, " n"]
+
+
+def _decomposed(
+    traces: Sequence[Trace],
+    layer: int,
+    positions: Sequence[int],
+    k: int,
+    options: JacobianOptions,
+) -> list[Decomposed]:
+    """Decompose and keep one layer's Jacobian on each prompt."""
+    requests = [
+        Request(trace, [Connection(layer, t, t, t)])
+        for trace, t in zip(traces, positions, strict=True)
+    ]
+    decomposed = list(decompose_each(requests, k, options))
+    for of_prompt in decomposed:
+        of_prompt.check_cut()
+    return decomposed
+
+
+def _compared(decomposed: Sequence[Decomposed], k: int) -> _OfLayer:
+    """Compare one layer's Jacobians on every two prompts."""
+    spectra = Spectrum.cat([of_prompt.leading for of_prompt in decomposed])
+    n = len(decomposed)
+    rows = []
+    for of_prompt in decomposed:
+        J = of_prompt.jacobian(0)
+        rows.append(coupling_matrix(J.expand(n, *J.shape), spectra, k))
+    U = spectra.U
+    V = spectra.Vh.mT
+    return _OfLayer(
+        matrices=torch.stack(rows),
+        write_cosines=einsum(U, U, "row d i, col d j -> row col i j"),
+        read_cosines=einsum(V, V, "row d i, col d j -> row col i j"),
+        S=spectra.S,
+        norms=torch.cat([of_prompt.frobenius_norms for of_prompt in decomposed]),
+    )
+
+
+def _in_common(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Return what the provenances of all traces say alike.
+
+    Raises ValueError for fewer than two, and unless all are of one model.
+    """
+    if len(traces) < 2:
+        raise ValueError(
+            f"`traces` must be of at least two prompts, got {len(traces)}: coupling "
+            "across prompts compares them"
+        )
+    first = traces[0].provenance
+    for trace in traces[1:]:
+        for name in _OF_MODEL:
+            if trace.provenance.get(name) != first.get(name):
+                raise ValueError(
+                    f"`traces` must have the same {name}, "
+                    f"got {first.get(name)!r} and {trace.provenance.get(name)!r}"
+                )
+    return {
+        name: fact
+        for name, fact in first.items()
+        if all(trace.provenance.get(name) == fact for trace in traces)
+    }
+
+
+def _name(trace: Trace) -> str:
+    """Return the prompt's text; of token ids their texts, of an image its name."""
+    image = trace.provenance.get("image") or {}
+    name = trace.provenance.get("prompt") or image.get("name")
+    return name or "".join(trace.str_tokens)

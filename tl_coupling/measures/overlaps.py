@@ -1,0 +1,116 @@
+"""Overlap of two spectra on one side, write or read: pure tensors."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.arguments import Count, checked
+from tl_coupling.measures.draws import random_rotations
+from tl_coupling.measures.matrices import finite, nan_where_zero, top_values
+from tl_coupling.spectra import check_entries, check_k
+
+
+@checked
+def nuclear_overlap(
+    cosines: Float[Tensor, "*batch k k"],
+    S_1: Float[Tensor, "*#batch n_1"],
+    S_2: Float[Tensor, "*#batch n_2"],
+) -> Float[Tensor, "*batch"]:
+    r"""Return how far two Jacobians share singular vectors on one side.
+
+    .. math::
+
+        \frac{\|S_1 U_1^\top U_2 S_2\|_*}{\|s_1\|_2 \, \|s_2\|_2}
+
+    Dimensionless, in [0, 1]: 1 where both have the same top k vectors with proportional
+    singular values, 0 where the spans are orthogonal. The nuclear norm `‖·‖_*`, the sum
+    of singular values, does not depend on the signs of singular vectors, nor on how
+    those of one repeated singular value are turned. With `U`, the write side, this is
+    what the code of arXiv 2604.19018 calls coupling. It sees one side at a time: which
+    read direction goes with which write direction has no part in it, and in the
+    coupling matrix `A = U_2ᵀ J_1 V_2` it has.
+
+    Args:
+        cosines: `U_1ᵀ U_2` of the top k vectors (or `V_1ᵀ V_2`, the read side), or many.
+        S_1, S_2: singular values, largest first, at least k of each; the top k count.
+
+    Raises ValueError for too few singular values, and for NaN or infinite entries.
+    Undefined where all singular values of one are 0: NaN, with a warning.
+
+    Cost: the singular values of a k×k matrix for each.
+
+    Example:
+        >>> cosines, S = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([2.0, 1.0])
+        >>> tlc.measures.nuclear_overlap(torch.eye(2), S, S)
+        tensor(1.)
+        >>> tlc.measures.nuclear_overlap(cosines, S, S)  # 2 · 2 · 1 of 2² + 1²
+        tensor(0.8000)
+    """
+    check_entries(cosines, "cosines")
+    k = cosines.shape[-1]
+    s_1 = top_values(S_1, k)
+    s_2 = top_values(S_2, k)
+    lengths = s_1.norm(dim=-1) * s_2.norm(dim=-1)
+    nuclear_norm = _nuclear_norm(finite(cosines, "cosines"), s_1, s_2)
+    return nuclear_norm / nan_where_zero(lengths, "‖s_1‖ ‖s_2‖")
+
+
+@checked
+def draws_of_nuclear_overlap(
+    S_1: Float[Tensor, "*batch k"],
+    S_2: Float[Tensor, "*batch k"],
+    n: Count,
+    *,
+    d_model: Count,
+    generator: torch.Generator,
+) -> Float[Tensor, "*draws_and_batch"]:
+    r"""Draw `nuclear_overlap` of independent Haar-random bases, n times: its null.
+
+    The singular values stay as they are. For k = 1 the mean is known,
+
+    .. math::
+
+        \mathbb{E}\,|u_1^\top u_2|
+        = \frac{\Gamma(d/2)}{\sqrt{\pi}\,\Gamma((d+1)/2)}
+
+    For other k there is no closed form, but bounds for the mean of squares: it lies in
+    `[1/d, k/d]`. All pairs of a batch meet the same bases in one draw, so that means
+    over a batch vary more than those of independent pairs.
+
+    Args:
+        S_1, S_2: the top k singular values of each pair.
+        n: how many draws.
+        d_model: size of the Jacobians.
+        generator: of the random numbers.
+
+    Raises ValueError for a k above `d_model`, and for NaN or infinite singular values.
+
+    Cost: a QR decomposition of `[d_model, k]` a draw, and the singular values of a k×k
+    matrix for each pair and draw, in float64.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> draws = tlc.measures.draws_of_nuclear_overlap(
+        ...     torch.ones(1), torch.ones(1), 4000, d_model=3, generator=generator
+        ... )
+        >>> round(float(draws.mean()), 2)  # 1/2 in three dimensions
+        0.5
+    """
+    k = S_1.shape[-1]
+    check_k(k, d_model)
+    s_1 = finite(S_1, "S_1").double()
+    s_2 = finite(S_2, "S_2").double()
+    draws = []
+    for _ in range(n):
+        # The first basis is that of the coordinates: only their relation is random.
+        second_basis = random_rotations(d_model, columns=k, generator=generator)
+        cosines = second_basis[:k].to(s_1.device)
+        draws.append(_nuclear_norm(cosines, s_1, s_2))
+    lengths = s_1.norm(dim=-1) * s_2.norm(dim=-1)
+    return torch.stack(draws) / nan_where_zero(lengths, "‖s_1‖ ‖s_2‖")
+
+
+def _nuclear_norm(cosines: Tensor, s_1: Tensor, s_2: Tensor) -> Tensor:
+    """Return `‖S_1 C S_2‖_*` of each pair."""
+    weighted = s_1[..., :, None] * cosines * s_2[..., None, :]
+    return torch.linalg.svdvals(weighted).sum(-1)

@@ -1,0 +1,77 @@
+"""TransformerLens's own tools: its Jacobian lens and its factored matrices."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tl_coupling.arguments import made_by
+
+if TYPE_CHECKING:
+    from transformer_lens import FactoredMatrix
+
+
+@made_by("trajectories.product_lens(traces)")
+@runtime_checkable
+class JacobianLens(Protocol):
+    """What a `JacobianLens` of TransformerLens is taken for here.
+
+    It holds one matrix for each layer, which maps what leaves the layer to what leaves
+    the last.
+    """
+
+    jacobians: dict[int, Tensor]
+    n_prompts: int
+    d_model: int
+    metadata: dict[str, Any]
+
+    def transport(self, residual: Tensor, layer: int) -> Tensor:
+        """Return `J_layer @ x` of each row x."""
+
+    def validate_model(self, model: Any) -> object:
+        """Raise TypeError or ValueError unless the lens fits the model."""
+
+
+def jacobian_lens(
+    jacobians: Mapping[int, Float[Tensor, "d_model d_model"]],
+    n_prompts: int,
+    metadata: Mapping[str, Any],
+) -> JacobianLens:
+    """Return matrices by layer as a `JacobianLens` of TransformerLens."""
+    from transformer_lens.tools.analysis import JacobianLens as TheirLens
+
+    d_model = next(iter(jacobians.values())).shape[0]
+    lens: JacobianLens = TheirLens(
+        dict(jacobians), n_prompts=n_prompts, d_model=d_model, metadata=dict(metadata)
+    )
+    return lens
+
+
+def check_takes_lens(model: nn.Module, d_model: int) -> None:
+    """Raise what TransformerLens raises for a model that its lens does not read.
+
+    It reads causal language models with raw weights, as bridges.
+    """
+    jacobian_lens({0: torch.zeros(d_model, d_model)}, 1, {}).validate_model(model)
+
+
+def described_for_lens(model: Any) -> dict[str, Any]:
+    """Return what a lens says of its model, by the names that TransformerLens reads."""
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    return {
+        "model_name": getattr(model.cfg, "model_name", None),
+        "model_revision": getattr(config, "_commit_hash", None) or None,
+        "target_layer": model.cfg.n_layers - 1,
+        "hook_convention": "blocks.{layer}.hook_out",
+    }
+
+
+def factored_matrix(
+    A: Float[Tensor, "*batch d_in k"], B: Float[Tensor, "*batch k d_out"]
+) -> "FactoredMatrix":
+    """Return `A @ B`, for rows x of `x @ A @ B`, as TransformerLens's `FactoredMatrix`."""
+    from transformer_lens import FactoredMatrix
+
+    return FactoredMatrix(A, B)
