@@ -33,6 +33,7 @@ PAGES = [
             "how-to/second-hour",
             "how-to/from-transformerlens",
             "how-to/models",
+            "how-to/other-models",
             "how-to/checkpoints",
             "how-to/surveys",
             "how-to/cluster",
@@ -42,6 +43,7 @@ PAGES = [
             "how-to/vision",
             "how-to/statistics",
             "findings",
+            "faq",
             "house",
         ),
     )
