@@ -6,39 +6,39 @@ import networkx
 
 from rooms import LEVELS, imports_between_rooms
 
-WIDTH = 540
+WIDTH = 640
 HEIGHT = 30
 FLOOR = 60
 MARGIN = 4
 # Where the middle of each room is, from left to right, so that no arrow runs through a
 # room.
 MIDDLES = {
-    "cli": 218,
-    "plots": 84,
-    "interactive": 295,
-    "report": 481,
-    "redundancy": 158,
-    "generalization": 301,
-    "surveys": 423,
-    "portraits": 230,
-    "comparisons": 180,
-    "influence": 60,
-    "trajectories": 430,
-    "dynamics": 296,
-    "jacobians": 131,
-    "traces": 269,
-    "gradients": 382,
-    "blocks": 178,
-    "spectra": 496,
-    "measures": 336,
-    "statistics": 70,
-    "models": 332,
-    "prompts": 484,
-    "arguments": 330,
-    "interrupts": 61,
-    "progress": 484,
-    "files": 166,
-    "saved": 240,
+    "cli": 217,
+    "plots": 46,
+    "interactive": 379,
+    "report": 488,
+    "redundancy": 167,
+    "generalization": 322,
+    "surveys": 594,
+    "portraits": 269,
+    "comparisons": 179,
+    "influence": 65,
+    "trajectories": 546,
+    "dynamics": 399,
+    "jacobians": 75,
+    "traces": 196,
+    "gradients": 406,
+    "blocks": 238,
+    "spectra": 549,
+    "measures": 368,
+    "statistics": 96,
+    "models": 316,
+    "prompts": 547,
+    "arguments": 368,
+    "interrupts": 57,
+    "progress": 532,
+    "files": 176,
+    "saved": 257,
 }
 
 

@@ -30,6 +30,7 @@ PAGES = [
         ),
         *(
             "concepts/trajectories",
+            "concepts/dynamics",
             "how-to/second-hour",
             "how-to/from-transformerlens",
             "how-to/models",
