@@ -243,6 +243,23 @@ def test_shades_of_tokens(values: list[float], shades: list[float | None]) -> No
     ]
 
 
+@pytest.mark.parametrize(
+    ("values", "ends", "colors"),
+    [
+        ([1.0, 3.0], ("1", "3"), ["white", "#2166ac"]),
+        ([-1.0, 4.0], ("-4", "4"), ["#b2182b", "white", "#2166ac"]),
+    ],
+)
+def test_a_color_bar_has_its_ends_labelled(
+    values: list[float], ends: tuple[str, str], colors: list[str]
+) -> None:
+    body = show_tokens(["a", "b"], torch.tensor(values)).body
+    (bar,) = re.findall(r'<span class="tlc-bar">(.*?)</span>', body)
+    (gradient,) = re.findall(r"linear-gradient\(to right, (.*?)\)", bar)
+    assert gradient.split(", ") == colors
+    assert tuple(re.sub("<.*?>", "", bar).split()) == ends
+
+
 def test_layers_by_token_share_one_scale_and_begin_with_the_first() -> None:
     values = torch.arange(6.0).reshape(3, 2)
     body = show_layers_by_token(["a", "b"], values, layers=["x", "y", "z"]).body

@@ -166,10 +166,8 @@ def show_token_coupling(
         title = _title_of_map(name, result, n, null)
         values = result.values(n, measure, **options).tolist()
         parts.append(f"<div>{title}{_map_widget(result, values, vmax)}</div>")
-    scale = (
-        f"{measure}: white 0, blue {vmax:.3g}; grey: not compared, or undefined; "
-        "null: random subspaces"
-    )
+    bar = _color_bar(0.0, vmax)
+    scale = f"{measure} {bar} grey: not compared, or undefined; null: random subspaces"
     return View(
         f'<p class="scale">{scale}</p><div class="tlc-maps">{"".join(parts)}</div>'
     )
@@ -418,13 +416,23 @@ def _title(name: str, values: Sequence[float]) -> str:
     low, high = _scale(values)
     # 1e-22 beside 10 is 0 to the eye.
     low = 0.0 if abs(low) < 1e-6 * high else low
-    scale = (
-        f"red {low:.3g}, white 0, blue {high:.3g}"
-        if low < 0
-        else f"white {low:.3g}, blue {high:.3g}"
-    )
-    scale += ", hatched: undefined" if any(map(math.isnan, values)) else ""
+    scale = _color_bar(low, high)
+    if any(map(math.isnan, values)):
+        scale += " hatched: undefined"
     return f'<h4>{html.escape(name)} <span class="scale">{scale}</span></h4>'
+
+
+def _color_bar(low: float, high: float) -> str:
+    """Draw a colour bar with its ends labelled.
+
+    It runs from white to blue, or from red over white to blue where `low` is negative.
+    """
+    colors = f"{_NEGATIVE}, white, {_POSITIVE}" if low < 0 else f"white, {_POSITIVE}"
+    return (
+        f'<span class="tlc-bar">{low:.3g} '
+        f'<i style="background: linear-gradient(to right, {colors})"></i> '
+        f"{high:.3g}</span>"
+    )
 
 
 def _cell(value: float, shade: float, undefined: float | None) -> dict[str, Any]:

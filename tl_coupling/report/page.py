@@ -469,7 +469,7 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
         f"{show_layers_by_token(spaced_tokens(first.trace), drawn).body}</div>"
         "<figcaption><strong>How certain the "
         f"{certain} is</strong>, read off every depth (0: what enters the first "
-        f"block) by {read_by}. White is "
+        f"block) by {read_by}. Near 0 it is "
         f"certain. At {named_token(first, first.position)}, {ends}.</figcaption></figure>"
     )
 
