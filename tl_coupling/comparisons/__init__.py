@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 from tl_coupling.comparisons.choices import chosen_layers, free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
+from tl_coupling.comparisons.frozen import FrozenCoupling, frozen_coupling
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.matrices import jacobian_coupling
 from tl_coupling.comparisons.means import MeanCouplingMap
@@ -20,11 +21,13 @@ from tl_coupling.comparisons.pairs import (
 __all__ = [
     "Comparison",
     "CouplingMap",
+    "FrozenCoupling",
     "MeanCouplingMap",
     "compare",
     "context_coupling",
     "depth_coupling",
     "depth_couplings",
+    "frozen_coupling",
     "jacobian_coupling",
     "mean_depth_coupling",
     "neighbours",

@@ -57,7 +57,7 @@ _ACTIVATIONS = {
 }
 # Their ratio is held, but they are no gates.
 _BOUNDS = {"clamp", "clip", "clamp_max", "clamp_min"}
-_PRODUCTS = {"mul", "multiply", "matmul", "__matmul__", "bmm"}
+_PRODUCTS = {"mul", "multiply"}
 _QUOTIENTS = {"div", "divide", "true_divide"}
 # What they give is no gate, whatever they get.
 _MIXING = {
@@ -119,13 +119,15 @@ class Freezing(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a function, or what it is with constants in it."""
-        options = kwargs or {}
+        options = dict(kwargs or {})
+        if not args and "input" in options:
+            args = (options.pop("input"),)
         inputs = list(_tensors([args, options]))
         if not any(map(self._varies, inputs)):
             return func(*args, **options)
         name = _name_of(func)
         if name in _PRODUCTS and len(args) == 2:
-            output = self._product(func, name, *args)
+            output = self._product(func, *args)
         else:
             output = self._called(func, name, args, options)
         is_gate = name in _ACTIVATIONS or name in _GATES
@@ -145,7 +147,7 @@ class Freezing(TorchFunctionMode):
             return self._attention(func, *args, **options)
         if name in _QUOTIENTS and len(args) > 1 and _is_differentiated(args[1]):
             return func(args[0], self._held(args[1]), *args[2:], **options)
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         if not _is_differentiated(x):
             return func(*args, **options)
         if name == "__rdiv__":
@@ -169,15 +171,20 @@ class Freezing(TorchFunctionMode):
         is_choice = isinstance(output, Tensor) and not output.is_floating_point()
         return self._held(output) if is_choice else output
 
-    def _product(self, func: _Function, name: str, left: Any, right: Any) -> Any:
-        """Hold the gate of a product constant; of a square, the ratio."""
+    def _product(self, func: _Function, left: Any, right: Any) -> Any:
+        """Hold the gate of a product constant; of a square, the ratio.
+
+        Where both factors are gates, or neither is, nothing says which to hold.
+        """
         if not (_is_differentiated(left) and _is_differentiated(right)):
+            return func(left, right)
+        if left is right:
+            return func(left, self._held(right))
+        if self._is_gate(left) == self._is_gate(right):
             return func(left, right)
         if self._is_gate(left):
             return func(self._held(left), right)
-        if self._is_gate(right) or left is right:
-            return func(left, self._held(right))
-        return func(left, right)
+        return func(left, self._held(right))
 
     def _times_ratio(self, x: Tensor, value: Tensor) -> Tensor:
         """Return `x · (value / x)`, the ratio held constant."""
@@ -246,9 +253,7 @@ class Freezing(TorchFunctionMode):
 
     def _makes_gate(self, name: str, inputs: Sequence[Tensor]) -> bool:
         """Say whether a function makes an activation: a product with a gate."""
-        if name in _MIXING or name not in _PRODUCTS:
-            return False
-        return any(map(self._is_gate, inputs))
+        return name in _PRODUCTS and any(map(self._is_gate, inputs))
 
 
 def _name_of(func: _Function) -> str:

@@ -29,8 +29,11 @@ from tl_coupling.gradients.parts import Norm
 from tl_coupling.gradients.rows import BlockRows
 from tl_coupling.gradients.ways import Ways
 
-# How far the frozen function may be from an affine one, relative to its changes.
-_TOLERANCE = 1e-4
+# How far the frozen function may be from an affine one, relative to its changes; float32
+# gives 1e-7. And how far the stream is moved, in its own lengths: what is of second
+# order shows more the farther.
+_TOLERANCE = 1e-5
+_MOVES = (1, 16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +67,16 @@ class FrozenFunction(BlockFunction):
 
     @cached_property
     def _gate(self) -> "FrozenGate":
-        return FrozenGate(self.layer, self._rows, self.step, self.recorded, self.remarks)
+        return FrozenGate(
+            self.layer, self._rows, self.step, self.recorded, self.remarks
+        )
 
     @property
     def _ways(self) -> Ways:
         return Ways(self._rows, self._looks_ahead, FrozenLinearisation)
 
     def remark_on_norms(self) -> bool:
-        """Say that the block does not normalise the stream: its norms are constant."""
+        """Say that nothing normalises the stream: norms divide by constants."""
         return False
 
 
@@ -143,7 +148,7 @@ class FrozenGate(Gate):
     def _check_slopes(self, forward: Any, references: dict[int, Reference]) -> None:
         """Raise DerivativeError unless f⁺ changes by J⁺ as the stream does.
 
-        It is moved to zero, and along a random direction V as long as the stream.
+        It is moved to zero, and along a random direction V.
         """
         X = self.rows.X
         generator = torch.Generator().manual_seed(self.layer)
@@ -153,8 +158,9 @@ class FrozenGate(Gate):
         u = torch.stack([reference.u for reference in references.values()])
         uJ = torch.stack([reference.rows for reference in references.values()])
         size = X.norm(dim=1) + forward.Y.norm(dim=1)
-        rounding = _TOLERANCE**2 * size[positions] * u.norm(dim=1)
-        for moved in (torch.zeros_like(X), X + V):
+        eps = torch.finfo(torch.float32).eps
+        rounding = eps * size[positions] * u.norm(dim=1)
+        for moved in (torch.zeros_like(X), *(X + move * V for move in _MOVES)):
             change = (self._affine(moved) - forward.Y)[positions]
             along_u = einsum(change, u, "output d_model, output d_model -> output")
             by_rows = einsum(
@@ -199,6 +205,3 @@ class FrozenLinearisation(Linearisation):
 def _frozen_norm(J: Norm) -> Norm:
     """Return a norm's Jacobian without the direction of its input."""
     return Norm(J.gain, J.basis[1:])
-
-
-__all__ = ["FrozenFunction"]

@@ -4,7 +4,7 @@ Products with them never build the matrix; a plan says what they take.
 """
 
 # ruff: noqa: F401
-from tl_coupling.jacobians.connections import Connection, Function
+from tl_coupling.jacobians.connections import AnyFunction, Connection, Function
 from tl_coupling.jacobians.coupled import Coupled, couple, fill_pairs
 from tl_coupling.jacobians.decomposed import (
     Decomposed,
@@ -17,6 +17,7 @@ from tl_coupling.jacobians.decomposed import (
     passing,
 )
 from tl_coupling.jacobians.forks import of_each
+from tl_coupling.jacobians.frozen import frozen_bias, frozen_jacobian
 from tl_coupling.jacobians.held import each_once
 from tl_coupling.jacobians.jacobians import (
     Computed,
@@ -36,5 +37,7 @@ __all__ = [
     "block_jacobians",
     "block_jvp",
     "block_vjp",
+    "frozen_bias",
+    "frozen_jacobian",
     "plan",
 ]
