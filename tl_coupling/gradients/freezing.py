@@ -252,8 +252,9 @@ class Freezing(TorchFunctionMode):
         return _is_differentiated(tensor) or self._is_gate(tensor)
 
     def _makes_gate(self, name: str, inputs: Sequence[Tensor]) -> bool:
-        """Say whether a function makes an activation: a product with a gate."""
-        return name in _PRODUCTS and any(map(self._is_gate, inputs))
+        """Say whether a function makes an activation: it multiplies with a gate."""
+        multiplies = name in _PRODUCTS or name in _QUOTIENTS
+        return multiplies and any(map(self._is_gate, inputs))
 
 
 def _name_of(func: _Function) -> str:
