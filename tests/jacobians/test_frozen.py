@@ -215,6 +215,25 @@ def test_a_frozen_function_is_affine_and_leaves_the_model_alone(
     assert torch.equal(tlc.block_jacobian(trace, 1), before)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torch_s_own_encoder(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(
+        16, 2, 24, norm_first=True, batch_first=batch_first
+    ).eval()
+    X = gaussian(1, 5, 16).float()
+    trace = tlc.trace_modules(
+        [block], lambda: block(X if batch_first else X.transpose(0, 1))
+    )
+    total = frozen_bias(trace, 0, 2)
+    J, _ = jacobians_of_output(FrozenFunction.of(trace.blocks[0]), range(5), 2)
+    for J_s, x in zip(J, trace.residual[0], strict=True):
+        total = total + J_s @ x
+    assert_close(total, trace.blocks[0].step[2], 1e-5)
+    # It reads both ways.
+    assert J[4].any()
+
+
 class Network(nn.Module):
     """One block, `Y = X + f(X)`."""
 

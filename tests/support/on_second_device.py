@@ -91,6 +91,7 @@ def of_jacobians(
         "J from a later token": tlc.block_jacobian(
             trace, 1, input_position=last, output_position=1
         ),
+        "J frozen": tlc.jacobians.frozen_jacobian(trace, 1, input_position=1),
         "J in chunks": tlc.block_jacobian(trace, 0, chunk_size=7),
         "vjp": tlc.block_vjp(trace, 1, v, input_position=1),
         "jvp": tlc.block_jvp(trace, 1, v, input_position=1),

@@ -19,9 +19,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from tl_coupling.blocks import attributes_set
 
 # Held as they are: scales, patterns, choices.
 _CONSTANTS = {
@@ -145,6 +147,8 @@ class Freezing(TorchFunctionMode):
     ) -> Any:
         if name == "scaled_dot_product_attention":
             return self._attention(func, *args, **options)
+        if name == "multi_head_attention_forward":
+            return self._within(func, *args, **options)
         if name in _QUOTIENTS and len(args) > 1 and _is_differentiated(args[1]):
             return func(args[0], self._held(args[1]), *args[2:], **options)
         x: Any = args[0] if args else None
@@ -224,6 +228,15 @@ class Freezing(TorchFunctionMode):
         self, func: _Function, query: Tensor, key: Tensor, *args: Any, **options: Any
     ) -> Any:
         return func(self._held(query), self._held(key), *args, **options)
+
+    def _within(self, func: _Function, *args: Any, **options: Any) -> Any:
+        """Run a function of torch that is made of others, with constants in those.
+
+        It would hand itself over once more: it asks `has_torch_function`.
+        """
+        does_not = (nn.functional, "has_torch_function", lambda _: False)
+        with attributes_set([does_not]), self:
+            return func(*args, **options)
 
     # Constants
 

@@ -182,7 +182,7 @@ class FrozenGate(Gate):
             f"block {self.layer} has no frozen Jacobian: with norm scales, attention "
             "patterns and gates held constant it is not an affine function of the "
             "stream (it multiplies activations with each other in another way, as "
-            "recurrent layers do)"
+            "recurrent layers do, or computes them by a function that is not known)"
         )
 
 
