@@ -91,7 +91,6 @@ def of_jacobians(
         "J from a later token": tlc.block_jacobian(
             trace, 1, input_position=last, output_position=1
         ),
-        "J frozen": tlc.jacobians.frozen_jacobian(trace, 1, input_position=1),
         "J in chunks": tlc.block_jacobian(trace, 0, chunk_size=7),
         "vjp": tlc.block_vjp(trace, 1, v, input_position=1),
         "jvp": tlc.block_jvp(trace, 1, v, input_position=1),
@@ -195,6 +194,24 @@ def llama(tokenizer_folder: Path) -> Callable[[], nn.Module]:
 def test_jacobians(architecture: str, tokenizer_folder: Path) -> None:
     hf_model = tiny.huggingface_model(architecture)
     agree(of_jacobians, lambda: tiny.bridge(hf_model, tokenizer_folder), TOKENS)
+
+
+def of_frozen_jacobians(
+    model: nn.Module, given: Any, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Trace, and what is held constant."""
+    trace = tlc.trace(model, given, dtype=dtype)
+    return {
+        "J": tlc.jacobians.frozen_jacobian(trace, 1, input_position=1),
+        "bias": tlc.jacobians.frozen_bias(trace, 1),
+        "difference": tlc.comparisons.frozen_coupling(trace, K).differences,
+    }
+
+
+@pytest.mark.parametrize("architecture", ["gpt2"])
+def test_frozen_jacobians(architecture: str, tokenizer_folder: Path) -> None:
+    hf_model = tiny.huggingface_model(architecture)
+    agree(of_frozen_jacobians, lambda: tiny.bridge(hf_model, tokenizer_folder), TOKENS)
 
 
 @tiny.needs_hooked_transformer
