@@ -234,6 +234,7 @@ def test_nothing_is_run_twice() -> None:
 def test_what_is_not_run_says_why() -> None:
     reasons = {block.needs for block in (*BLOCKS, *OF_README)}
     assert reasons == {
+        "a minute",
         *(
             None,
             "the hub",

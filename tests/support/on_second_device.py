@@ -196,6 +196,24 @@ def test_jacobians(architecture: str, tokenizer_folder: Path) -> None:
     agree(of_jacobians, lambda: tiny.bridge(hf_model, tokenizer_folder), TOKENS)
 
 
+def of_frozen_jacobians(
+    model: nn.Module, given: Any, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Trace, and what is held constant."""
+    trace = tlc.trace(model, given, dtype=dtype)
+    return {
+        "J": tlc.jacobians.frozen_jacobian(trace, 1, input_position=1),
+        "bias": tlc.jacobians.frozen_bias(trace, 1),
+        "difference": tlc.comparisons.frozen_coupling(trace, K).differences,
+    }
+
+
+@pytest.mark.parametrize("architecture", ["gpt2"])
+def test_frozen_jacobians(architecture: str, tokenizer_folder: Path) -> None:
+    hf_model = tiny.huggingface_model(architecture)
+    agree(of_frozen_jacobians, lambda: tiny.bridge(hf_model, tokenizer_folder), TOKENS)
+
+
 @tiny.needs_hooked_transformer
 @pytest.mark.filterwarnings("ignore")
 def test_jacobians_of_a_hooked_transformer() -> None:

@@ -4,6 +4,7 @@ between them.
 # ruff: noqa: F401
 
 from tl_coupling.blocks.arithmetic import (
+    attributes_set,
     exact_arithmetic,
     forwards_replaced,
     is_out_of_memory,

@@ -8,6 +8,7 @@ from tl_coupling.comparisons.across_prompts import (
 )
 from tl_coupling.comparisons.choices import free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
+from tl_coupling.comparisons.frozen import FrozenCoupling, frozen_coupling
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.matrices import jacobian_coupling
 from tl_coupling.comparisons.means import MeanCouplingMap
@@ -25,12 +26,14 @@ from tl_coupling.comparisons.pairs import (
 __all__ = [
     "Comparison",
     "CouplingMap",
+    "FrozenCoupling",
     "MeanCouplingMap",
     "PromptCoupling",
     "compare",
     "context_coupling",
     "depth_coupling",
     "depth_couplings",
+    "frozen_coupling",
     "jacobian_coupling",
     "mean_depth_coupling",
     "neighbours",

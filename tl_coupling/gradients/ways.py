@@ -46,11 +46,13 @@ Evaluation = Callable[[int | None], Evaluated]
 class Ways:
     """The ways to evaluate Jacobians of a block.
 
-    `looks_ahead` says of an output row whether later rows act on it (vision, BERT).
+    `looks_ahead` says of an output row whether later rows act on it (vision, BERT), and
+    `linearisation` what the parts of the block are replaced by.
     """
 
     rows: BlockRows
     looks_ahead: Callable[[int], bool]
+    linearisation: type[Linearisation] = Linearisation
 
     def to(
         self, input_positions: Sequence[int], output_position: int
@@ -165,7 +167,7 @@ class Ways:
         def run(X: Tensor) -> Tensor:
             return self.rows.output_at(X, context)
 
-        linearised, y = Linearisation.at(x, run, parts, context, chunk_size)
+        linearised, y = self.linearisation.at(x, run, parts, context, chunk_size)
         J: dict[int, Tensor] = {}
         if t2 in t1s:
             J[t2] = linearised.jacobian(y)

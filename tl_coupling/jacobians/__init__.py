@@ -5,6 +5,7 @@ Products with them never build the matrix; a plan says what they take.
 
 # ruff: noqa: F401
 from tl_coupling.jacobians.connections import (
+    AnyFunction,
     Connection,
     Function,
     chosen_layers,
@@ -23,6 +24,7 @@ from tl_coupling.jacobians.decomposed import (
 )
 from tl_coupling.jacobians.directions import BlockDirections, block_directions
 from tl_coupling.jacobians.forks import can_fork, of_each
+from tl_coupling.jacobians.frozen import frozen_bias, frozen_jacobian
 from tl_coupling.jacobians.held import each_once
 from tl_coupling.jacobians.jacobians import (
     Computed,
@@ -44,5 +46,7 @@ __all__ = [
     "block_jacobians",
     "block_jvp",
     "block_vjp",
+    "frozen_bias",
+    "frozen_jacobian",
     "plan",
 ]

@@ -11,6 +11,8 @@ from tl_coupling.traces import Trace
 # Of a block that normalises the stream: block(X) − X, or what its residual branches add
 # before the norms.
 Function = Literal["block", "branches"]
+# And what those add with norms, attention patterns and gates held constant.
+AnyFunction = Literal["block", "branches", "frozen"]
 
 
 class Connection(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tl_coupling.gradients import Path
-from tl_coupling.jacobians.connections import Connection, Function
+from tl_coupling.jacobians.connections import AnyFunction, Connection
 from tl_coupling.jacobians.memory import fits_in_memory
 from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.traces import Trace
@@ -60,7 +60,7 @@ class HeldJacobians:
 
 
 def key_of(
-    group: Sequence[Connection], chunk_size: int | None, function: Function
+    group: Sequence[Connection], chunk_size: int | None, function: AnyFunction
 ) -> object:
     """Return what a group of connections with one output is held by."""
     return (*map(_ends, group), chunk_size, function)

@@ -9,8 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.gradients import BlockFunction, Path
-from tl_coupling.jacobians.connections import Connection, Function, connected
+from tl_coupling.gradients import BlockFunction, FrozenFunction, Path
+from tl_coupling.jacobians.connections import (
+    AnyFunction,
+    Connection,
+    Function,
+    connected,
+)
 from tl_coupling.jacobians.held import held_of, key_of
 from tl_coupling.jacobians.ways import jacobian_and_path, jacobians_of_output
 from tl_coupling.progress import Progress, with_progress
@@ -146,12 +151,13 @@ def jacobians_of(
     chunk_size: int | None = None,
     progress: Progress | None = None,
     n_sharing: int = MOST_SHARING,
-    function: Function = "branches",
+    function: AnyFunction = "branches",
 ) -> Iterator[Computed]:
     """Yield the Jacobian of each connection, in order, computed when it is asked for.
 
     `function` as in `block_jacobian`, but "branches" by default, the one that can be
-    compared with other blocks'. Neighbouring connections of one layer share work, those
+    compared with other blocks', or "frozen", what those are with norms, attention
+    patterns and gates held constant. Neighbouring connections of one layer share work, those
     of one output more: up to `n_sharing` together, fewer where their Jacobians would
     exceed `BATCH_BUDGET`.
     """
@@ -166,7 +172,7 @@ def _in_groups(
     connections: Sequence[Connection],
     chunk_size: int | None,
     n_together: int,
-    function: Function,
+    function: AnyFunction,
 ) -> Iterator[Computed]:
     """Yield Jacobians; those of a layer share a reference, those of an output more."""
     held = held_of(trace)
@@ -202,7 +208,9 @@ def _in_groups(
                 del matrices, J
 
 
-def _measured(block: BlockFunction, function: Function) -> BlockFunction:
+def _measured(block: BlockFunction, function: AnyFunction) -> BlockFunction:
     if function == "branches":
         return block.branches()
+    if function == "frozen":
+        return FrozenFunction.of(block.branches())
     return block

@@ -1,0 +1,194 @@
+"""The coupling of frozen Jacobians beside that of the blocks' own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.arguments import Count, checked, made_by
+from tl_coupling.comparisons.choices import chosen_layers
+from tl_coupling.comparisons.maps import CouplingMap
+from tl_coupling.comparisons.pairs import depth_maps
+from tl_coupling.jacobians import AnyFunction, Connection, Decomposed, jacobians_of
+from tl_coupling.measures import Orientation
+from tl_coupling.progress import Progress
+from tl_coupling.saved import Saved
+from tl_coupling.spectra import fitting_k
+from tl_coupling.traces import Trace
+
+
+@made_by("comparisons.frozen_coupling(trace)")
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class FrozenCoupling(Saved):
+    """Coupling across depth of the blocks, and of the blocks with coefficients frozen.
+
+    Attributes:
+        matrices: A of every pair of layers, of J and of J⁺, `[2 n_layers n_layers k k]`.
+        singular_values: of each J and each J⁺, `[2 n_layers k]`.
+        frobenius_norms: of each J and each J⁺, `[2 n_layers]`.
+        differences: `‖J − J⁺‖ / ‖J‖` of each layer, in the Frobenius norm; NaN where J
+            is zero.
+        layers: the layers that were compared.
+        position: the token.
+        d_model: size of the Jacobians.
+        orientation: "ujv" or "vju".
+        provenance: how it was made; JSON-able.
+
+    Example:
+        >>> result = tlc.comparisons.frozen_coupling(trace, k=4)
+        >>> result.full.coupling(2).shape, result.frozen.coupling(2).shape
+        (torch.Size([2, 2]), torch.Size([2, 2]))
+        >>> path = result.save("frozen.nc")
+        >>> tlc.comparisons.FrozenCoupling.load(path).layers
+        (0, 1)
+    """
+
+    matrices: Float[Tensor, "2 n_layers n_layers k k"]
+    singular_values: Float[Tensor, "2 n_layers k"]
+    frobenius_norms: Float[Tensor, "2 n_layers"]
+    differences: Float[Tensor, " n_layers"]
+    layers: tuple[int, ...]
+    position: int
+    d_model: Count
+    orientation: Orientation
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        "matrices": "function row col i j",
+        "singular_values": "function row i",
+        "frobenius_norms": "function row",
+        "differences": "row",
+        "layers": "row",
+    }
+
+    @property
+    def full(self) -> CouplingMap:
+        """The map of the blocks' own Jacobians, as `depth_coupling` gives it."""
+        return self._map(0, self.provenance)
+
+    @property
+    def frozen(self) -> CouplingMap:
+        """The map of their frozen Jacobians."""
+        return self._map(1, {**self.provenance, "function": "frozen"})
+
+    def _map(self, i: int, provenance: dict[str, Any]) -> CouplingMap:
+        positions = (self.position,) * len(self.layers)
+        return CouplingMap(
+            matrices=self.matrices[i],
+            singular_values=self.singular_values[i],
+            frobenius_norms=self.frobenius_norms[i],
+            d_model=self.d_model,
+            row_layers=self.layers,
+            col_layers=self.layers,
+            row_positions=positions,
+            col_positions=positions,
+            kind="depth",
+            orientation=self.orientation,
+            provenance=provenance,
+        )
+
+    def __repr__(self) -> str:
+        k = self.matrices.shape[-1]
+        full, frozen = self.full, self.frozen
+        has_other_pairs = len(self.layers) > 1
+        return (
+            f"FrozenCoupling({self.provenance.get('model')!r}, {len(self.layers)} "
+            f"layers, {self.orientation}, k≤{k}; at k={k}: mean coupling "
+            f"{full.mean(off_diagonal=has_other_pairs):.3f}, null {full.null():.3f}, "
+            f"frozen {frozen.mean(off_diagonal=has_other_pairs):.3f}, null "
+            f"{frozen.null():.3f}; mean ‖J − J⁺‖/‖J‖ {self.differences.mean():.3f})"
+        )
+
+
+@checked
+def frozen_coupling(
+    trace: Trace,
+    k: int | None = None,
+    position: int = -1,
+    orientation: Orientation = "ujv",
+    *,
+    layers: Sequence[int] | None = None,
+    chunk_size: Count | None = None,
+    progress: Progress | None = None,
+) -> FrozenCoupling:
+    r"""Coupling across depth with norms, attention patterns and gates held constant.
+
+    J of every layer at one token and its frozen J⁺ (`jacobians.frozen_jacobian`), each
+    coupled with those of the other layers, and how far the two are apart,
+
+    .. math:: \|J^l - J^{+l}\|_F / \|J^l\|_F
+
+    Coupling that J⁺ has too is one of the linear maps that the blocks apply; what only
+    J has comes from how these maps change with the stream.
+
+    Args:
+        trace, k, position, orientation, layers, chunk_size, progress: as in
+            `depth_coupling`, with the same errors and warnings. A bar for J, and one
+            for J⁺.
+
+    Returns:
+        a `FrozenCoupling`: `full` and `frozen` are maps as `depth_coupling` gives them,
+        each with its null, and `differences` is by layer.
+
+    Raises:
+        DerivativeError: a block has no frozen Jacobian, as `jacobians.frozen_jacobian`
+            says.
+
+    Cost: about twice that of `depth_coupling`; memory for `2 L d²` numbers.
+
+    Example:
+        >>> result = tlc.comparisons.frozen_coupling(trace, k=4)
+        >>> bool((result.differences > 0).all())
+        True
+    """
+    t = trace.position_index(position)
+    connections = [Connection(layer, t, t, t) for layer in chosen_layers(trace, layers)]
+    k = fitting_k(k, trace.d_model)
+    functions: tuple[AnyFunction, ...] = ("branches", "frozen")
+    full, frozen = [
+        _decomposed(trace, connections, k, function, chunk_size, progress)
+        for function in functions
+    ]
+    maps = [depth_maps(each, (orientation,))[orientation] for each in (full, frozen)]
+    differences = [
+        torch.linalg.matrix_norm(full.jacobian(i) - frozen.jacobian(i))
+        for i in range(len(connections))
+    ]
+    return FrozenCoupling(
+        matrices=torch.stack([each.matrices for each in maps]),
+        singular_values=torch.stack([each.singular_values for each in maps]),
+        frobenius_norms=torch.stack([each.frobenius_norms for each in maps]),
+        differences=torch.stack(differences) / full.frobenius_norms,
+        layers=maps[0].row_layers,
+        position=t,
+        d_model=trace.d_model,
+        orientation=orientation,
+        provenance=maps[0].provenance | {"frozen_paths": maps[1].provenance["paths"]},
+    )
+
+
+def _decomposed(
+    trace: Trace,
+    connections: Sequence[Connection],
+    k: int,
+    function: AnyFunction,
+    chunk_size: int | None,
+    progress: Progress | None,
+) -> Decomposed:
+    """Decompose and keep the Jacobians of one function of the blocks."""
+    computed = list(
+        jacobians_of(
+            trace,
+            connections,
+            chunk_size=chunk_size,
+            progress=progress,
+            function=function,
+        )
+    )
+    device = trace.blocks[0].X.device
+    J = torch.stack([each.J.to(device) for each in computed])
+    paths: dict[str, str] = {str(each.connection): each.path for each in computed}
+    return replace(Decomposed.of(J, connections, k), paths=paths, trace=trace)

@@ -1,0 +1,207 @@
+"""A block with what makes it nonlinear held constant: what it adds to the stream is then
+an affine function,
+
+    f⁺(X')_t = Σ_s J⁺_{ts} x'_s + b_t, with f⁺(X) = f(X) at the stream X that was traced.
+
+It is the block's own code within `Freezing`, so that it is evaluated in the same ways
+as the block, and a cheap way is compared with the full sequence as the block's is. The
+full sequence is compared with the function itself: an affine one changes by exactly
+what its Jacobian says, however far the stream is moved.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.gradients.errors import DerivativeError
+from tl_coupling.gradients.freezing import Freezing
+from tl_coupling.gradients.function import BlockFunction
+from tl_coupling.gradients.gate import Gate, Reference
+from tl_coupling.gradients.linearisation import Linearisation
+from tl_coupling.gradients.parts import Norm
+from tl_coupling.gradients.rows import BlockRows
+from tl_coupling.gradients.ways import Ways
+
+# How far the frozen function may be from an affine one, relative to its changes; float32
+# gives 1e-7. And how far the stream is moved, in its own lengths: what is of second
+# order shows more the farther.
+_TOLERANCE = 1e-5
+_MOVES = (1, 16)
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenFunction(BlockFunction):
+    """What a block adds to the stream, with norms, attention and gates held constant.
+
+    `f⁺` of `X` is `f(X)`; its Jacobian is J⁺.
+    """
+
+    @classmethod
+    def of(cls, block: BlockFunction) -> "FrozenFunction":
+        """Return a block's function with its coefficients held constant."""
+        values: dict[str, Any] = {
+            part.name: getattr(block, part.name) for part in fields(BlockFunction)
+        }
+        return cls(**values)
+
+    def affine(
+        self, X: Float[Tensor, "n_pos d_model"]
+    ) -> Float[Tensor, "n_pos d_model"]:
+        """Return `f⁺` of another stream, with the coefficients of the traced one.
+
+        Of zeros it is the bias.
+        """
+        with self.evaluation():
+            return self._rows.affine(X)
+
+    @cached_property
+    def _rows(self) -> "FrozenRows":
+        return FrozenRows(self.call, self.X, self.norm, self.stream_norms)
+
+    @cached_property
+    def _gate(self) -> "FrozenGate":
+        return FrozenGate(
+            self.layer, self._rows, self.step, self.recorded, self.remarks
+        )
+
+    @property
+    def _ways(self) -> Ways:
+        return Ways(self._rows, self._looks_ahead, FrozenLinearisation)
+
+    def remark_on_norms(self) -> bool:
+        """Say that nothing normalises the stream: norms divide by constants."""
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenRows(BlockRows):
+    """The frozen function near the stream X that was traced."""
+
+    freezing: Freezing = field(default_factory=Freezing)
+    # Whether the context of `evaluation` has been entered.
+    entered: list[bool] = field(default_factory=list)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Enter the context in which the block is evaluated, its coefficients constant."""
+        with super().evaluation(), ExitStack() as stack:
+            if not self.entered:
+                stack.enter_context(self._without_gradients_of_weights())
+                stack.enter_context(self.freezing)
+                self.entered.append(True)
+                stack.callback(self.entered.clear)
+            yield
+
+    @contextmanager
+    def _without_gradients_of_weights(self) -> Iterator[None]:
+        """Let no weight require gradients, so that only the stream does."""
+        modules = [self.call.module]
+        if self.norm is not None:
+            modules.append(self.norm)
+        weights = [
+            weight
+            for module in modules
+            for weight in module.parameters()
+            if weight.requires_grad
+        ]
+        try:
+            for weight in weights:
+                weight.requires_grad_(False)
+            yield
+        finally:
+            for weight in weights:
+                weight.requires_grad_(True)
+
+    @cached_property
+    def constants(self) -> list[Tensor]:
+        """The coefficients at X, in the order of the block's code."""
+        with self.freezing.recorded() as constants:
+            self._of_differentiated(self.X)
+        return constants
+
+    def affine(
+        self, X: Float[Tensor, "n_pos d_model"]
+    ) -> Float[Tensor, "n_pos d_model"]:
+        """Return `f⁺(X)`, within `evaluation()`."""
+        constants = self.constants
+        with self.freezing.replayed(constants):
+            return self._of_differentiated(X)
+
+    def _of_differentiated(self, X: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return self.of_all(X.detach().clone().requires_grad_()).detach()
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenGate(Gate):
+    """The references of a frozen function, which must be affine."""
+
+    rows: FrozenRows
+
+    def _check_slopes(self, forward: Any, references: dict[int, Reference]) -> None:
+        """Raise DerivativeError unless f⁺ changes by J⁺ as the stream does.
+
+        It is moved to zero, and along a random direction V.
+        """
+        X = self.rows.X
+        generator = torch.Generator().manual_seed(self.layer)
+        V = torch.randn(X.shape, generator=generator, dtype=torch.float64).to(X)
+        V = V * X.norm(dim=1, keepdim=True) / V.norm(dim=1, keepdim=True)
+        positions = list(references)
+        u = torch.stack([reference.u for reference in references.values()])
+        uJ = torch.stack([reference.rows for reference in references.values()])
+        size = X.norm(dim=1) + forward.Y.norm(dim=1)
+        eps = torch.finfo(torch.float32).eps
+        rounding = eps * size[positions] * u.norm(dim=1)
+        for moved in (torch.zeros_like(X), *(X + move * V for move in _MOVES)):
+            change = (self._affine(moved) - forward.Y)[positions]
+            along_u = einsum(change, u, "output d_model, output d_model -> output")
+            by_rows = einsum(
+                uJ, moved - X, "output n_pos d_model, n_pos d_model -> output n_pos"
+            )
+            scale = by_rows.norm(dim=1) + change.norm(dim=1) * u.norm(dim=1)
+            deviation = (along_u - by_rows.sum(1)).abs()
+            if not bool((deviation <= _TOLERANCE * scale + rounding).all()):
+                raise self._not_affine()
+
+    def _affine(self, X: Tensor) -> Tensor:
+        try:
+            return self.rows.affine(X)
+        except (RuntimeError, StopIteration):
+            raise self._not_affine() from None
+
+    def _not_affine(self) -> DerivativeError:
+        return DerivativeError(
+            f"block {self.layer} has no frozen Jacobian: with norm scales, attention "
+            "patterns and gates held constant it is not an affine function of the "
+            "stream (it multiplies activations with each other in another way, as "
+            "recurrent layers do, or computes them by a function that is not known)"
+        )
+
+
+class FrozenLinearisation(Linearisation):
+    """A block at one token, as parts whose Jacobians are those of frozen parts.
+
+    Of a norm, the mean is subtracted, and the scale is constant; other parts are
+    differentiated within `Freezing`.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for calls in self.calls.values():
+            calls[:] = [
+                (part, _frozen_norm(J) if isinstance(J, Norm) else J)
+                for part, J in calls
+            ]
+
+
+def _frozen_norm(J: Norm) -> Norm:
+    """Return a norm's Jacobian without the direction of its input."""
+    return Norm(J.gain, J.basis[1:])
