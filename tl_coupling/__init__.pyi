@@ -31,6 +31,7 @@ from tl_coupling.influence import cross_token_influence as cross_token_influence
 from tl_coupling.jacobians import block_jacobian as block_jacobian
 from tl_coupling.jacobians import block_jacobians as block_jacobians
 from tl_coupling.jacobians import block_jvp as block_jvp
+from tl_coupling.jacobians import block_parts as block_parts
 from tl_coupling.jacobians import block_vjp as block_vjp
 from tl_coupling.jacobians import plan as plan
 from tl_coupling.measures import captured_energy as captured_energy
