@@ -22,6 +22,7 @@ from tl_coupling import surveys as surveys
 from tl_coupling import traces as traces
 from tl_coupling import trajectories as trajectories
 from tl_coupling.comparisons import CouplingMap as CouplingMap
+from tl_coupling.comparisons import carriers as carriers
 from tl_coupling.comparisons import compare as compare
 from tl_coupling.comparisons import context_coupling as context_coupling
 from tl_coupling.comparisons import depth_coupling as depth_coupling

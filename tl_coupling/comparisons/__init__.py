@@ -1,6 +1,7 @@
 """Which connections are compared, and the result of comparing them."""
 
 # ruff: noqa: F401
+from tl_coupling.comparisons.carriers import Carriers, carriers
 from tl_coupling.comparisons.choices import chosen_layers, free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
 from tl_coupling.comparisons.maps import CouplingMap
@@ -18,9 +19,11 @@ from tl_coupling.comparisons.pairs import (
 )
 
 __all__ = [
+    "Carriers",
     "Comparison",
     "CouplingMap",
     "MeanCouplingMap",
+    "carriers",
     "compare",
     "context_coupling",
     "depth_coupling",

@@ -91,6 +91,49 @@ class Components:
             matrices.append(self.skip)
         return torch.stack(matrices)
 
+    def between(
+        self,
+        left: Float[Tensor, "n_frames k d_model"],
+        right: Float[Tensor, "n_frames k d_model"],
+    ) -> Float[Tensor, "n_frames component k k"]:
+        """Return `L J Rᵀ` of each component, in the order of their names.
+
+        Heads are never built as matrices: the cost is that of two matrices for each
+        matrix among the components.
+        """
+        in_z = einsum(self.read, right, "head z d, frame k d -> frame k head z")
+        from_z = einsum(self.write, left, "head z d, frame k d -> frame k head z")
+        pattern = "frame i head z, frame j head z -> frame head i j"
+        terms = [einsum(from_z, in_z, pattern)]
+        if self.mlp is not None:
+            terms.append(left @ self.mlp @ right.mT)
+        if self.through_mlp is not None:
+            from_z = einsum(
+                self.through_mlp, left, "head z d, frame k d -> frame k head z"
+            )
+            pattern = "frame i head z, frame j head z -> frame i j"
+            terms.append(einsum(from_z, in_z, pattern))
+        if self.skip is not None:
+            terms.append(left @ self.skip @ right.mT)
+        return torch.cat(
+            [term if term.ndim == 4 else term[:, None] for term in terms], 1
+        )
+
+    def inner_products(
+        self, J: Float[Tensor, "d_model d_model"]
+    ) -> Float[Tensor, " component"]:
+        """Return `⟨J_c, J⟩` of each component, in the order of their names."""
+        pattern = "head z d, head z d -> head"
+        terms = [einsum(self.write @ J, self.read, pattern)]
+        if self.mlp is not None:
+            terms.append((self.mlp * J).sum()[None])
+        if self.through_mlp is not None:
+            of_heads = einsum(self.through_mlp @ J, self.read, pattern)
+            terms.append(of_heads.sum()[None])
+        if self.skip is not None:
+            terms.append((self.skip * J).sum()[None])
+        return torch.cat(terms)
+
     def left_product(self, u: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
         """Return `uᵀ J`, of the sum of the components."""
         write = self.write

@@ -39,6 +39,7 @@ from tl_coupling.measures.nulls import (
     rotation_null,
 )
 from tl_coupling.measures.removals import without_shared, without_top
+from tl_coupling.measures.shares import diagonal_shares, energy_shares
 
 __all__ = [
     "alignment_matrices",
