@@ -168,6 +168,10 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         "plot_alignment_matrices": {
             "result": object.__new__(trajectories.ResidualAlignment)
         },
+        **{
+            f"plot_{name}": {"result": object.__new__(comparisons.Carriers)}
+            for name in ("carriers", "carriers_by_depth")
+        },
         "plot_redundancy": {"correlations": xarray.Dataset()},
         "plot_spread": {"result": object.__new__(comparisons.MeanCouplingMap)},
         **{
@@ -214,7 +218,7 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
 
 def test_classes_of_every_room_say_how_they_are_made() -> None:
     # Fewer would mean that the test below looks at nothing.
-    assert len(kinds.MAKERS) == 14
+    assert len(kinds.MAKERS) == 16
     assert {tlc.Trace, tlc.Spectrum, tlc.Survey, nn.Module} <= kinds.MAKERS.keys()
 
 

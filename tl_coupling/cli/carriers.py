@@ -20,11 +20,12 @@ from tl_coupling.cli.options import (
     own_position,
 )
 from tl_coupling.cli.tables import table_of
-from tl_coupling.comparisons import Carriers
+from tl_coupling.comparisons import Carriers, Share
 from tl_coupling.measures import Orientation
 from tl_coupling.prompts import Prompt
 
-_SHARES = ("diagonal_share", "jacobian_share", "excess")
+_SHOWN: tuple[Share, ...] = ("diagonal_share", "jacobian_share", "excess")
+_SHARES: tuple[Share, ...] = (*_SHOWN, "energy_share")
 # In the line under the table.
 _N_HEADS_SHOWN = 5
 
@@ -68,6 +69,10 @@ def carriers(
 
       tl-coupling carriers --model gpt2 --k 30 --position 3 --out gpt2
     """
+    if layer and len(set(layer)) < 2:
+        raise ValueError(
+            "means over pairs of different layers need two: give --layer twice or more"
+        )
     measurement = _Measurement(
         prompt.single_prompt(), k, orientation, position, layer or None
     )
@@ -124,7 +129,7 @@ def _means(result: Carriers) -> dict[str, dict[str, float]]:
     """Return each share by component, a mean over pairs of layers."""
     return {
         share: dict(zip(result.labels, result.mean(share).tolist(), strict=True))
-        for share in (*_SHARES, "energy_share")
+        for share in _SHARES
     }
 
 
@@ -150,7 +155,7 @@ def _table(results: dict[str, Carriers]) -> Table:
     rows: list[list[object]] = []
     for role, result in results.items():
         merged = result.by_branch()
-        means = {share: merged.mean(share).tolist() for share in _SHARES}
+        means = {share: merged.mean(share).tolist() for share in _SHOWN}
         for place, label in enumerate(merged.labels):
             low, high = merged.null_interval(label)
             rows.append(

@@ -1,7 +1,7 @@
 """Which connections are compared, and the result of comparing them."""
 
 # ruff: noqa: F401
-from tl_coupling.comparisons.carrying import Carriers, carriers
+from tl_coupling.comparisons.carrying import Carriers, Share, carriers
 from tl_coupling.comparisons.choices import chosen_layers, free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
 from tl_coupling.comparisons.maps import CouplingMap
