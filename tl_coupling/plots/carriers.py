@@ -63,7 +63,11 @@ def plot_carriers(
     colors = labels.color_map("RdBu_r").with_extremes(bad=labels.UNDEFINED)
     for drawn, (role, of_role) in zip(axes, shown.items(), strict=True):
         image = drawn.imshow(
-            excess[role].cpu(), vmin=-largest, vmax=largest, cmap=colors, aspect="auto"
+            excess[role].cpu().numpy(),
+            vmin=-largest,
+            vmax=largest,
+            cmap=colors,
+            aspect="auto",
         )
         names = [label.removeprefix("H") for label in _head_labels(of_role)]
         labels.name_ticks(drawn.xaxis, names, _MOST_HEADS)
@@ -99,8 +103,8 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
         ['attention', '_attention, of J']
     """
     merged = result.by_branch()
-    of_diagonal = merged.by_layer("diagonal_share").cpu()
-    of_jacobian = merged.by_layer("jacobian_share").cpu()
+    of_diagonal = merged.by_layer("diagonal_share").cpu().numpy()
+    of_jacobian = merged.by_layer("jacobian_share").cpu().numpy()
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
     for place, label in enumerate(merged.labels):
         name = _NAMES[label]
