@@ -23,6 +23,7 @@ from tl_coupling import surveys as surveys
 from tl_coupling import traces as traces
 from tl_coupling import trajectories as trajectories
 from tl_coupling.comparisons import CouplingMap as CouplingMap
+from tl_coupling.comparisons import carriers as carriers
 from tl_coupling.comparisons import compare as compare
 from tl_coupling.comparisons import context_coupling as context_coupling
 from tl_coupling.comparisons import depth_coupling as depth_coupling
@@ -33,6 +34,7 @@ from tl_coupling.influence import cross_token_influence as cross_token_influence
 from tl_coupling.jacobians import block_jacobian as block_jacobian
 from tl_coupling.jacobians import block_jacobians as block_jacobians
 from tl_coupling.jacobians import block_jvp as block_jvp
+from tl_coupling.jacobians import block_parts as block_parts
 from tl_coupling.jacobians import block_vjp as block_vjp
 from tl_coupling.jacobians import plan as plan
 from tl_coupling.measures import captured_energy as captured_energy

@@ -181,6 +181,10 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
             }
             for name in ("coupling", "map")
         },
+        **{
+            f"plot_{name}": {"result": object.__new__(comparisons.Carriers)}
+            for name in ("carriers", "carriers_by_depth")
+        },
         "plot_redundancy": {"correlations": xarray.Dataset()},
         "plot_spread": {"result": object.__new__(comparisons.MeanCouplingMap)},
         **{
@@ -227,7 +231,7 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
 
 def test_classes_of_every_room_say_how_they_are_made() -> None:
     # Fewer would mean that the test below looks at nothing.
-    assert len(kinds.MAKERS) == 17
+    assert len(kinds.MAKERS) == 23
     assert {tlc.Trace, tlc.Spectrum, tlc.Survey, nn.Module} <= kinds.MAKERS.keys()
 
 

@@ -27,6 +27,7 @@ PAGES = [
             "concepts/coupling",
             "concepts/measures",
             "concepts/nulls",
+            "concepts/carriers",
         ),
         *(
             "concepts/trajectories",

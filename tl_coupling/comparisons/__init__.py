@@ -6,6 +6,7 @@ from tl_coupling.comparisons.across_prompts import (
     PromptMeasure,
     prompt_coupling,
 )
+from tl_coupling.comparisons.carrying import Carriers, Share, carriers
 from tl_coupling.comparisons.choices import free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
 from tl_coupling.comparisons.frozen import FrozenCoupling, frozen_coupling
@@ -24,11 +25,13 @@ from tl_coupling.comparisons.pairs import (
 )
 
 __all__ = [
+    "Carriers",
     "Comparison",
     "CouplingMap",
     "FrozenCoupling",
     "MeanCouplingMap",
     "PromptCoupling",
+    "carriers",
     "compare",
     "context_coupling",
     "depth_coupling",

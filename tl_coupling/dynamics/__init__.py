@@ -10,6 +10,7 @@ from tl_coupling.dynamics.eigenvalues import (
 from tl_coupling.dynamics.factored import FactoredProduct, block_product
 from tl_coupling.dynamics.products import Products, jacobian_products, products
 from tl_coupling.dynamics.spans import ProductMap, product_map
+from tl_coupling.jacobians import frozen_bias, frozen_jacobian
 
 __all__ = [
     "block_product",

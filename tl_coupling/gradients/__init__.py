@@ -7,11 +7,17 @@ Every derivative is checked against the function itself.
 """
 
 # ruff: noqa: F401
+from tl_coupling.gradients.components import Components
 from tl_coupling.gradients.errors import DerivativeError, StepError
 from tl_coupling.gradients.evaluation import chunk_that_fits, vjp
 from tl_coupling.gradients.frozen import FrozenFunction
 from tl_coupling.gradients.function import BlockFunction
 from tl_coupling.gradients.remarks import CollectedRemarks, Remarks
-from tl_coupling.gradients.ways import Evaluation, Path, RowFunction
+from tl_coupling.gradients.ways import (
+    ComponentsEvaluation,
+    Evaluation,
+    Path,
+    RowFunction,
+)
 
 __all__ = ["BlockFunction", "DerivativeError", "StepError"]

@@ -17,7 +17,13 @@ from tl_coupling.gradients.gate import Gate, Reference
 from tl_coupling.gradients.remarks import Remarks
 from tl_coupling.gradients.rows import BlockRows, mlp_on_rows
 from tl_coupling.gradients.stream_norms import StreamNorms, normalises, stream_norms
-from tl_coupling.gradients.ways import Evaluation, Path, RowFunction, Ways
+from tl_coupling.gradients.ways import (
+    ComponentsEvaluation,
+    Evaluation,
+    Path,
+    RowFunction,
+    Ways,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +149,12 @@ class BlockFunction:
         The cheapest comes first.
         """
         return self._ways.to(input_positions, output_position)
+
+    def ways_to_components(
+        self, position: int
+    ) -> Iterator[tuple[Path, ComponentsEvaluation]]:
+        """Return every way to the components of `J_{tt}`; the cheapest comes first."""
+        return self._ways.components(position)
 
     def full_sequence(self, t1: int, t2: int) -> RowFunction:
         """Return `x ↦ f(X with row t1 replaced by x)[t2]`, on all rows."""

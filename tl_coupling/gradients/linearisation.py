@@ -30,6 +30,9 @@ from tl_coupling.gradients.parts import (
     jacobian_of_part,
 )
 
+# From a part, its Jacobian and the tangents that it gets, to those that it gives.
+Replaced = Callable[[Part, Jacobian, Sequence[Tensor]], Tensor | None]
+
 
 class Linearisation:
     """A block at one token, as parts with Jacobians.
@@ -73,7 +76,10 @@ class Linearisation:
             kwargs: dict[str, object],
             output: object,
         ) -> None:
-            part = Part(module, args, kwargs, output, context.entered)
+            has_met_context = len(context.seen) == 2 and not any(
+                earlier.meets_context for earlier in parts
+            )
+            part = Part(module, args, kwargs, output, context.entered, has_met_context)
             # Not those without rows (rotations), or that give what they got (dropout,
             # hook points).
             inputs = [row.data_ptr() for row in part.inputs.values()]
@@ -118,19 +124,38 @@ class Linearisation:
 
         `from_attention` takes the place of attention's output.
         """
-        return self._through_parts(rows, _Tangents(), from_attention)
+
+        def replaced(
+            _: Part, J: Jacobian, __: Sequence[Tensor]
+        ) -> Float[Tensor, "n d_model"] | None:
+            return from_attention if isinstance(J, Attention) else None
+
+        return self.through_parts(rows, replaced)
 
     def jacobian(
         self, like: Float[Tensor, " d_model"]
     ) -> Float[Tensor, "d_model d_model"]:
         """Return `∂ block(X)[t] / ∂ x_t`."""
         identity = torch.eye(len(like), dtype=like.dtype, device=like.device)
-        return self._through_parts(identity, _Tangents(identity)).mT
+        return self.through_parts(identity, is_identity=True).mT
 
-    def _through_parts(
-        self, rows: Tensor, tangents: "_Tangents", from_attention: Tensor | None = None
-    ) -> Tensor:
-        """Return what the block's code makes of rows, with Jacobians for its parts."""
+    def through_parts(
+        self,
+        rows: Float[Tensor, "n d_model"],
+        replaced: "Replaced | None" = None,
+        *,
+        is_identity: bool = False,
+    ) -> Float[Tensor, "n d_model"]:
+        """Return what the block's code makes of rows, with Jacobians for its parts.
+
+        Args:
+            rows: tangents in the stream.
+            replaced: gives what a part makes of its rows, or None for what its
+                Jacobian makes of them.
+            is_identity: whether the rows are the identity, with which no product is
+                computed.
+        """
+        tangents = _Tangents(*([rows] if is_identity else []))
 
         def forward(
             calls: Iterator[tuple[Part, Jacobian]], *args: Any, **kwargs: Any
@@ -145,10 +170,12 @@ class Linearisation:
                 args[key] if isinstance(key, int) else kwargs[key]
                 for key in part.inputs
             ]
-            if from_attention is not None and isinstance(J, Attention):
-                moved = from_attention
-            else:
-                moved = tangents.through(J, [x.flatten(0, -2) for x in inputs])
+            tangents_in = [x.flatten(0, -2) for x in inputs]
+            moved = None
+            if replaced is not None:
+                moved = replaced(part, J, tangents_in)
+            if moved is None:
+                moved = tangents.through(J, tangents_in)
             output = moved.reshape(*inputs[0].shape[:-1], -1)
             if isinstance(part.output, tuple | list):
                 return type(part.output)((output, *part.output[1:]))

@@ -40,7 +40,8 @@ _HEADS_TOLERANCE = 1e-4
 class Part(NamedTuple):
     """One call of a module within a block, on one token.
 
-    `context` is entered to repeat it.
+    `context` is entered to repeat it. `meets_context` says that keys and values of
+    other rows were met in it: it is attention, or holds it.
     """
 
     module: nn.Module
@@ -48,6 +49,7 @@ class Part(NamedTuple):
     kwargs: dict[str, object]
     output: object
     context: Callable[[], AbstractContextManager[object]]
+    meets_context: bool
 
     @property
     def inputs(self) -> dict[int | str, Tensor]:
@@ -137,6 +139,7 @@ class Attention(NamedTuple):
     part: Part
     W_O: Float[Tensor, "d_z d_model"]
     dz: Float[Tensor, "d_z d_model"]
+    n_heads: int
 
 
 # Of a part: a norm's, attention's, or a matrix for each input.
@@ -297,7 +300,7 @@ def _attention(part: Part, context: Context) -> Attention | None:
     # G_q W_Qᵀ + G_k W_Kᵀ + G_v W_Vᵀ, for each group that shares keys and values.
     dz = (G.q.flatten(0, 1) @ W_Q.mT).reshape(heads.n_shared, d_group, -1)
     dz = dz.baddbmm_(G.k, W_K.mT).baddbmm_(G.v, W_V.mT)
-    return Attention(part, W_O.flatten(0, 1), dz.flatten(0, 1))
+    return Attention(part, W_O.flatten(0, 1), dz.flatten(0, 1), heads.n_heads)
 
 
 def _head_gradients(

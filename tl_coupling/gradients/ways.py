@@ -24,6 +24,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import BlockError
+from tl_coupling.gradients.components import (
+    Components,
+    hooked_components,
+    linearised_components,
+)
 from tl_coupling.gradients.evaluation import PullBack, for_seeds, reverse_mode, vjp
 from tl_coupling.gradients.linearisation import Linearisation
 from tl_coupling.gradients.rows import BlockRows
@@ -40,6 +45,9 @@ RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
 Evaluated = tuple[Float[Tensor, " d_model"], Sequence[Float[Tensor, "d_model d_model"]]]
 # From a chunk size.
 Evaluation = Callable[[int | None], Evaluated]
+# `f(X)[t]`, and the components of `J_{tt}`.
+EvaluatedComponents = tuple[Float[Tensor, " d_model"], Components]
+ComponentsEvaluation = Callable[[int | None], EvaluatedComponents]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,18 +164,8 @@ class Ways:
         Keys and values of other input rows are treated as in `_query_local`.
         """
         x = self.rows.X[t2]
-        block = self.rows.call.module
         keys_and_values = self._context(t2)
-        context = self.rows.call.context(t2, keys_and_values)
-        # A bridge's block wraps the original one, whose parts are called.
-        parts = list((getattr(block, "original_component", None) or block).children())
-        if self.rows.norm is not None:
-            parts.append(self.rows.norm)
-
-        def run(X: Tensor) -> Tensor:
-            return self.rows.output_at(X, context)
-
-        linearised, y = self.linearisation.at(x, run, parts, context, chunk_size)
+        linearised, y = self._linearisation(t2, keys_and_values, chunk_size)
         J: dict[int, Tensor] = {}
         if t2 in t1s:
             J[t2] = linearised.jacobian(y)
@@ -177,6 +175,58 @@ class Ways:
             of_rows = _through_attention(linearised, context_rows, chunk_size)
             J |= zip(in_context, of_rows, strict=True)
         return y - x, [J[t1] for t1 in t1s]
+
+    def _linearisation(
+        self, t2: int, keys_and_values: tuple[Tensor, ...], chunk_size: int | None
+    ) -> tuple[Linearisation, Float[Tensor, " d_model"]]:
+        """Return the block as parts with Jacobians, and its output at t2."""
+        block = self.rows.call.module
+        context = self.rows.call.context(t2, keys_and_values)
+        # A bridge's block wraps the original one, whose parts are called.
+        parts = list((getattr(block, "original_component", None) or block).children())
+        if self.rows.norm is not None:
+            parts.append(self.rows.norm)
+
+        def run(X: Tensor) -> Tensor:
+            return self.rows.output_at(X, context)
+
+        x = self.rows.X[t2]
+        return self.linearisation.at(x, run, parts, context, chunk_size)
+
+    # As components
+
+    def components(self, t: int) -> Iterator[tuple[Path, ComponentsEvaluation]]:
+        """Yield every way to the components of `J_{tt}`, the cheapest first."""
+        yield "token_local_linearised", partial(self._linearised_components, t)
+        yield "token_local", partial(self._token_local_components, t)
+        yield "full_sequence", partial(self._full_sequence_components, t)
+
+    def _linearised_components(
+        self, t: int, chunk_size: int | None
+    ) -> EvaluatedComponents:
+        """Evaluate from the Jacobians of the block's parts."""
+        linearised, y = self._linearisation(t, self._context(t), chunk_size)
+        block = self.rows.call.module
+        components = linearised_components(linearised, y, block, chunk_size)
+        return y - self.rows.X[t], components
+
+    def _token_local_components(
+        self, t: int, chunk_size: int | None
+    ) -> EvaluatedComponents:
+        """Evaluate by reverse mode through hook points, on one row."""
+        function = self.token_local(t, t)
+        x = self.rows.X[t]
+        block = self.rows.call.module
+        return function(x), hooked_components(function, x, block, 0, chunk_size)
+
+    def _full_sequence_components(
+        self, t: int, chunk_size: int | None
+    ) -> EvaluatedComponents:
+        """Evaluate by reverse mode through hook points, on all rows."""
+        function = self.full_sequence(t, t)
+        x = self.rows.X[t]
+        block = self.rows.call.module
+        return function(x), hooked_components(function, x, block, t, chunk_size)
 
     def _context(self, t2: int) -> tuple[Tensor, ...]:
         """Return keys and values of the rows that act on t2, without its own.

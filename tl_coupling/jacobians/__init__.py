@@ -33,6 +33,11 @@ from tl_coupling.jacobians.jacobians import (
     jacobians_of,
 )
 from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
+from tl_coupling.jacobians.parts import (
+    BlockParts,
+    block_parts,
+    components_and_path,
+)
 from tl_coupling.jacobians.plan import Plan, plan
 from tl_coupling.jacobians.products import block_jvp, block_vjp
 from tl_coupling.jacobians.sizes import MemoryLimit
@@ -40,11 +45,13 @@ from tl_coupling.jacobians.ways import jacobian_and_path, jacobians_of_output
 
 __all__ = [
     "BlockDirections",
+    "BlockParts",
     "Plan",
     "block_directions",
     "block_jacobian",
     "block_jacobians",
     "block_jvp",
+    "block_parts",
     "block_vjp",
     "frozen_bias",
     "frozen_jacobian",

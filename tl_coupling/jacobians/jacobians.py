@@ -78,7 +78,7 @@ def block_jacobian(
         tensor(False)
     """
     block, t1, t2 = connected(trace, layer, position, input_position, output_position)
-    J, _ = jacobian_and_path(_measured(block, function), t1, t2, chunk_size)
+    J, _ = jacobian_and_path(measured(block, function), t1, t2, chunk_size)
     return J
 
 
@@ -186,7 +186,7 @@ def _in_groups(
             if not are_held:
                 # Before its branches are asked for: it shows whether it has others.
                 block.refer_to([group[0].output_position for group in groups])
-            block = _measured(block, function)
+            block = measured(block, function)
             if not are_held:
                 block.refer_to([group[0].output_position for group in groups])
             for key, group in zip(keys, groups, strict=True):
@@ -208,7 +208,8 @@ def _in_groups(
                 del matrices, J
 
 
-def _measured(block: BlockFunction, function: AnyFunction) -> BlockFunction:
+def measured(block: BlockFunction, function: AnyFunction) -> BlockFunction:
+    """Return the function of a block whose Jacobians are measured."""
     if function == "branches":
         return block.branches()
     if function == "frozen":

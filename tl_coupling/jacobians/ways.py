@@ -70,6 +70,7 @@ def cheapest(
     t1: Sequence[int],
     t2: int,
     compute: Callable[[Way], Tried[Result]],
+    refusal: Callable[[], Exception] | None = None,
 ) -> tuple[Result, Path]:
     """Return the result of the first way that agrees with the full sequence.
 
@@ -84,6 +85,8 @@ def cheapest(
         t2: the output position.
         compute: gives f(X)[t2], the products `uᵀ J_{t1 t2}` with the reference's u, and
             the result.
+        refusal: makes the error where no way agrees; by default it says that the block
+            changed.
 
     Returns:
         the result, and the name of the way.
@@ -101,7 +104,7 @@ def cheapest(
                 continue
             if block.agrees(y, products, t1, t2):
                 return result, path
-    raise block.changed()
+    raise block.changed() if refusal is None else refusal()
 
 
 def _remark_on_failure(block: BlockFunction, path: Path, error: Exception) -> None:

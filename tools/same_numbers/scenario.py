@@ -56,6 +56,10 @@ COMMANDS = (
         *("--untrained", "--all-measures", "--save-maps"),
     ),
     _command(
+        "tiny-carriers",
+        *("--model", LLAMA, "--prompt", WORDS, "--k", "4", "--untrained"),
+    ),
+    _command(
         "tiny-compare",
         *("--model", LLAMA, "--prompts", WORD_PROMPTS, "--k", "4", "--other-untrained"),
     ),

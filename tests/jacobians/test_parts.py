@@ -1,0 +1,115 @@
+"""Components of block Jacobians: against autograd through hook points, with the other
+parts held constant, and against the whole.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+import tl_coupling as tlc
+from zoo.oracle import Oracle
+
+LAYER, LAST = 1, 7
+# Grouped queries, biases, soft caps and norms behind branches, a mixture, branches side
+# by side, attention that TransformerLens does not read, and attention that holds the
+# skip connection and a norm.
+KINDS = ("llama", "gpt2", "gemma2", "mixtral", "phi", "gpt_neo", "bloom", "bert")
+
+
+def relative_error(value: Tensor, expected: Tensor, scale: Tensor) -> float:
+    return float((value - expected).norm() / scale.norm())
+
+
+@contextmanager
+def held_constant(
+    block: nn.Module, head: int | None, keeps_mlp: bool
+) -> Iterator[None]:
+    """Let gradients through one head, or none, and through the MLP or not."""
+
+    def only_head(_: nn.Module, __: object, z: Tensor) -> Tensor:
+        kept = torch.zeros_like(z)
+        if head is not None:
+            by_head = kept.reshape(*z.shape[:2], tiny.CONFIGS["gpt2"]["n_head"], -1)
+            by_head[:, :, head] = 1
+            kept = by_head.reshape(z.shape)
+        return kept * z + (1 - kept) * z.detach()
+
+    with ExitStack() as hooks:
+        hooks.enter_context(block.attn.hook_z.register_forward_hook(only_head))
+        if not keeps_mlp:
+            # Of BERT, hook_out is behind the skip connection.
+            point = getattr(block.mlp, "hook_post", None) or block.mlp.hook_out
+            hooks.enter_context(
+                point.register_forward_hook(lambda _, __, output: output.detach())
+            )
+        yield
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_components_are_autograds_with_the_other_parts_held_constant(
+    architecture: str, tokenizer_folder: Path
+) -> None:
+    model = tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder)
+    parts = tlc.block_parts(tlc.trace(model, tiny.TOKENS), LAYER)
+    inputs = {"input": torch.tensor([tiny.TOKENS]), "use_cache": False}
+    if architecture == "bert":
+        del inputs["use_cache"]
+    oracle = Oracle(model, "blocks", inputs)
+
+    def jacobian(head: int | None = None, keeps_mlp: bool = False) -> Tensor:
+        with held_constant(model.blocks[LAYER], head, keeps_mlp):
+            return oracle.jacobians(LAYER, [(LAST, LAST)])[LAST, LAST]
+
+    J = oracle.jacobians(LAYER, [(LAST, LAST)])[LAST, LAST]
+    skip = jacobian()
+    n_heads = model.cfg.n_heads
+    expected = {f"L1H{head}": jacobian(head) - skip for head in range(n_heads)}
+    expected["1_mlp_out"] = jacobian(keeps_mlp=True) - skip
+    rest = J - skip - sum(expected.values())
+    if architecture != "phi":
+        expected["1_mlp∘attn"] = rest
+    if architecture == "bert":
+        expected["1_skip"] = skip
+    assert parts.labels == tuple(expected)
+    for label, component in expected.items():
+        assert relative_error(parts[label], component, J) < 5e-6, label
+        assert float(component.norm()) > 1e-2 * float(J.norm()), label
+
+
+def test_last_term_is_the_product_of_the_others(tiny_trace: tlc.Trace) -> None:
+    parts = tlc.block_parts(tiny_trace, 0, position=3)
+    attention = sum(parts[f"L0H{head}"] for head in range(4))
+    product = parts["0_mlp_out"] @ attention
+    assert relative_error(parts["0_mlp∘attn"], product, product) < 1e-5
+    assert float(product.norm()) > 0.1
+
+
+def test_branches_of_a_block_that_normalises_have_no_skip(
+    tokenizer_folder: Path,
+) -> None:
+    hf_model = tiny.huggingface_model("bert")
+    trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
+    parts = tlc.block_parts(trace, LAYER, function="branches")
+    J = tlc.block_jacobian(trace, LAYER, function="branches")
+    assert relative_error(parts.matrices.sum(0), J, J) < 1e-5
+    assert "1_skip" not in parts.labels
+
+
+def test_result_is_saved_and_knows_its_labels(
+    tiny_trace: tlc.Trace, tmp_path: Path
+) -> None:
+    parts = tlc.block_parts(tiny_trace, -1, position=-2)
+    assert (parts.layer, parts.position) == (1, 6)
+    loaded = tlc.jacobians.BlockParts.load(parts.save(tmp_path / "parts.nc"))
+    assert loaded.labels == parts.labels
+    assert loaded.matrices.equal(parts.matrices)
+    assert loaded.provenance == parts.provenance
+    with pytest.raises(KeyError, match="L1H9"):
+        parts["L1H9"]
+    with pytest.raises(ValueError, match="labels"):
+        tlc.jacobians.BlockParts(parts.matrices, ("a",), 1, 6, {})

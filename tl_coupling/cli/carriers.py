@@ -1,0 +1,190 @@
+"""The command that measures which heads and MLPs carry coupling: carriers."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+import tl_coupling as tlc
+from tl_coupling.cli.app import command
+from tl_coupling.cli.console import Pictures, Run, at_work
+from tl_coupling.cli.options import (
+    OUT,
+    OWN_POSITION,
+    OneModel,
+    OnePrompt,
+    Out,
+    Untrained,
+    own_position,
+)
+from tl_coupling.cli.tables import table_of
+from tl_coupling.comparisons import Carriers, Share
+from tl_coupling.measures import Orientation
+from tl_coupling.prompts import Prompt
+
+_SHOWN: tuple[Share, ...] = ("diagonal_share", "jacobian_share", "excess")
+_SHARES: tuple[Share, ...] = (*_SHOWN, "energy_share")
+# In the line under the table.
+_N_HEADS_SHOWN = 5
+
+
+@command
+def carriers(
+    setup: OneModel,
+    prompt: OnePrompt,
+    k: Annotated[int, typer.Option(help="Number of top singular vectors.")] = 10,
+    orientation: Annotated[
+        Orientation, typer.Option(help="A = U' J V of the paper, or V' J U.")
+    ] = "ujv",
+    position: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Token position; negative counts from the end. {OWN_POSITION}"
+        ),
+    ] = None,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Layers to compare, each with its own --layer; a hybrid model has "
+            "some without attention. [all]"
+        ),
+    ] = None,
+    untrained: Untrained = False,
+    out: Out = OUT,
+) -> None:
+    """Measure which heads and MLPs carry the coupling of blocks across depth.
+
+    The Jacobian of a block is a sum: its heads, its MLP, and the MLP acting on what
+    attention adds. So are the coupling matrices A, and each of these components has a
+    share of the diagonal of A, beside its share of the Jacobian J itself, which random
+    singular vectors would give. Prints both and the excess of the one over the other,
+    means over pairs of different layers; writes the shares of every head and pair as
+    netCDF, JSON and pictures. With --untrained, those of the untrained twin as well.
+
+    Examples:
+
+      tl-coupling carriers --prompt "The capital of France is" --untrained --out out
+
+      tl-coupling carriers --model gpt2 --k 30 --position 3 --out gpt2
+    """
+    if layer and len(set(layer)) < 2:
+        raise ValueError(
+            "means over pairs of different layers need two: give --layer twice or more"
+        )
+    measurement = _Measurement(
+        prompt.single_prompt(), k, orientation, position, layer or None
+    )
+    with at_work(out) as work:
+        results = work.measured(setup, untrained, measurement.of_run)
+        work.save({role: {"carriers": result} for role, result in results.items()})
+        work.finish(_summary(results), _pictures(results))
+        work.shown.append(_table(results))
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """Measures what carries coupling in one model, as the options say."""
+
+    prompt: Prompt
+    k: int
+    orientation: Orientation
+    position: int | None
+    layers: list[int] | None
+
+    def of_run(self, run: Run) -> Carriers:
+        """Return the shares of every component."""
+        return tlc.carriers(
+            run.trace(self.prompt),
+            self.k,
+            own_position(self.prompt, self.position),
+            self.orientation,
+            layers=self.layers,
+            progress=partial(run.bar, "layers"),
+        )
+
+
+def _summary(results: dict[str, Carriers]) -> dict[str, object]:
+    """Return what `summary.json` holds."""
+    return {
+        "measure": "share of diag A less share of J, mean over pairs of different layers",
+        "k": results["trained"].k,
+        "mean": {role: _means(result) for role, result in results.items()},
+        "branches": {
+            role: _means(result.by_branch()) for role, result in results.items()
+        },
+        "null_interval": {
+            role: {
+                label: result.by_branch().null_interval(label)
+                for label in result.by_branch().labels
+            }
+            for role, result in results.items()
+        },
+        "provenance": {role: result.provenance for role, result in results.items()},
+    }
+
+
+def _means(result: Carriers) -> dict[str, dict[str, float]]:
+    """Return each share by component, a mean over pairs of layers."""
+    return {
+        share: dict(zip(result.labels, result.mean(share).tolist(), strict=True))
+        for share in _SHARES
+    }
+
+
+def _pictures(results: dict[str, Carriers]) -> Pictures:
+    """Return the pictures by file name."""
+    pictures: Pictures = {
+        "heads.png": partial(
+            tlc.plots.plot_carriers,
+            results["trained"],
+            untrained=results.get("untrained"),
+        )
+    }
+    for role, result in results.items():
+        suffix = "" if role == "trained" else f"-{role}"
+        pictures[f"by_depth{suffix}.png"] = partial(
+            tlc.plots.plot_carriers_by_depth, result
+        )
+    return pictures
+
+
+def _table(results: dict[str, Carriers]) -> Table:
+    """Return the table of branches, with the heads of most excess below."""
+    rows: list[list[object]] = []
+    for role, result in results.items():
+        merged = result.by_branch()
+        means = {share: merged.mean(share).tolist() for share in _SHOWN}
+        for place, label in enumerate(merged.labels):
+            low, high = merged.null_interval(label)
+            rows.append(
+                [
+                    role if place == 0 else "",
+                    label,
+                    f"{means['diagonal_share'][place]:.3f}",
+                    f"{means['jacobian_share'][place]:.3f}",
+                    f"{means['excess'][place]:+.3f}",
+                    f"{low:+.3f} to {high:+.3f}",
+                ]
+            )
+    trained = results["trained"]
+    title = f"{trained.provenance['model']}: what carries coupling, k = {trained.k}"
+    caption = (
+        "means over pairs of different layers; excess: diag A less J\n"
+        f"null: 95 % of random subspaces\nmost excess: {_strongest_heads(trained)}"
+    )
+    numbers = ["diag A", "J", "excess", "null"]
+    return table_of(title, ["run", "component"], numbers, rows, caption)
+
+
+def _strongest_heads(result: Carriers) -> str:
+    """Return the heads that carry most beyond their size, each with its layer."""
+    table = result.to_dataframe()
+    heads = table[table["component"].str.startswith("H")]
+    strongest = heads.nlargest(_N_HEADS_SHOWN, "excess")
+    names = [
+        f"L{row.layer}{row.component} {row.excess:+.3f}"
+        for row in strongest.itertuples()
+    ]
+    return ", ".join(names) or "no heads are told apart"

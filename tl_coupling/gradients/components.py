@@ -1,0 +1,443 @@
+"""The components of a block's Jacobian at one token: each head, the MLP, and the MLP
+acting on what attention adds.
+
+Of a block `H = x + attn(x)`, `Y = H + mlp(H)` with `A = Σ_h A_h` the derivative of
+attention and M that of the MLP at H,
+
+    J = Σ_h A_h + M + M Σ_h A_h.
+
+The block's derivative is linear in what its attention and its MLP do to tangents. With
+one or both held constant, what is left are its terms, whatever the block's code does
+with them: norms behind its branches, multipliers, branches side by side (no last term).
+
+Attention meets keys and values of other rows, which tells it from the MLP: all other
+parts with a matrix.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tl_coupling.blocks import BlockError, is_out_of_memory
+from tl_coupling.gradients.evaluation import reverse_mode
+from tl_coupling.gradients.linearisation import Linearisation, Replaced
+from tl_coupling.gradients.parts import Attention, Jacobian, Part
+
+# What is smaller than this share is rounding.
+_NOTHING = 1e-5
+# How well the two factors of a foreign attention's heads reproduce its Jacobian.
+_HEADS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """The terms of `J = Σ_h W_hᵀ Z_h + M + Σ_h (M W_hᵀ) Z_h`.
+
+    Attributes:
+        read: Z_h, the derivative of each head's output z.
+        write: W_h, what each entry of z adds to the stream.
+        through_mlp: what the MLP adds because of it; None of a block where the MLP does
+            not act on attention.
+        mlp: M; None of a block without one.
+        skip: what becomes of the stream that enters, less the identity; None where it
+            is passed on as it is.
+        has_heads: whether attention is split into heads; if not, it is one.
+    """
+
+    read: Float[Tensor, "n_heads d_head d_model"]
+    write: Float[Tensor, "n_heads d_head d_model"]
+    through_mlp: Float[Tensor, "n_heads d_head d_model"] | None
+    mlp: Float[Tensor, "d_model d_model"] | None
+    skip: Float[Tensor, "d_model d_model"] | None
+    has_heads: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the components, without their layer: H0, H1, …, mlp_out, mlp∘attn."""
+        names = ["attn_out"]
+        if self.has_heads:
+            names = [f"H{head}" for head in range(len(self.read))]
+        if self.mlp is not None:
+            names.append("mlp_out")
+        if self.through_mlp is not None:
+            names.append("mlp∘attn")
+        if self.skip is not None:
+            names.append("skip")
+        return names
+
+    def matrices(self) -> Float[Tensor, "component d_model d_model"]:
+        """Return the components as matrices, in the order of their names."""
+        of_heads = einsum(
+            self.write, self.read, "head z d_out, head z d_in -> head d_out d_in"
+        )
+        matrices = list(of_heads)
+        if self.mlp is not None:
+            matrices.append(self.mlp)
+        if self.through_mlp is not None:
+            matrices.append(
+                einsum(
+                    self.through_mlp,
+                    self.read,
+                    "head z d_out, head z d_in -> d_out d_in",
+                )
+            )
+        if self.skip is not None:
+            matrices.append(self.skip)
+        return torch.stack(matrices)
+
+    def between(
+        self,
+        left: Float[Tensor, "n_frames k d_model"],
+        right: Float[Tensor, "n_frames k d_model"],
+    ) -> Float[Tensor, "n_frames component k k"]:
+        """Return `L J Rᵀ` of each component, in the order of their names.
+
+        Heads are never built as matrices: the cost is that of two matrices for each
+        matrix among the components.
+        """
+        in_z = einsum(self.read, right, "head z d, frame k d -> frame k head z")
+        from_z = einsum(self.write, left, "head z d, frame k d -> frame k head z")
+        pattern = "frame i head z, frame j head z -> frame head i j"
+        terms = [einsum(from_z, in_z, pattern)]
+        if self.mlp is not None:
+            terms.append(left @ self.mlp @ right.mT)
+        if self.through_mlp is not None:
+            from_z = einsum(
+                self.through_mlp, left, "head z d, frame k d -> frame k head z"
+            )
+            pattern = "frame i head z, frame j head z -> frame i j"
+            terms.append(einsum(from_z, in_z, pattern))
+        if self.skip is not None:
+            terms.append(left @ self.skip @ right.mT)
+        return torch.cat(
+            [term if term.ndim == 4 else term[:, None] for term in terms], 1
+        )
+
+    def inner_products(
+        self, J: Float[Tensor, "d_model d_model"]
+    ) -> Float[Tensor, " component"]:
+        """Return `⟨J_c, J⟩` of each component, in the order of their names."""
+        pattern = "head z d, head z d -> head"
+        terms = [einsum(self.write @ J, self.read, pattern)]
+        if self.mlp is not None:
+            terms.append((self.mlp * J).sum()[None])
+        if self.through_mlp is not None:
+            of_heads = einsum(self.through_mlp @ J, self.read, pattern)
+            terms.append(of_heads.sum()[None])
+        if self.skip is not None:
+            terms.append((self.skip * J).sum()[None])
+        return torch.cat(terms)
+
+    def left_product(self, u: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
+        """Return `uᵀ J`, of the sum of the components."""
+        write = self.write
+        if self.through_mlp is not None:
+            write = write + self.through_mlp
+        product = (write @ u).flatten() @ self.read.flatten(0, 1)
+        for J in (self.mlp, self.skip):
+            if J is not None:
+                product = product + u @ J
+        return product
+
+
+class _Factors(NamedTuple):
+    """Attention's Jacobian as `writeᵀ reads`, one read for each of its inputs.
+
+    `n_heads` is None where it is not split.
+    """
+
+    write: Float[Tensor, "d_z d_model"]
+    reads: Sequence[Tensor]
+    n_heads: int | None
+
+
+def linearised_components(
+    linearised: Linearisation,
+    like: Float[Tensor, " d_model"],
+    block: nn.Module,
+    chunk_size: int | None,
+) -> Components:
+    """Return the components from the Jacobians of a block's parts.
+
+    Args:
+        linearised: the block at the token.
+        like: its output there.
+        block: it itself, which knows its heads.
+        chunk_size: as in `block_jacobian`.
+
+    Raises:
+        BlockError: the parts are not one attention and an MLP beside or behind it.
+    """
+    calls = [call for calls in linearised.calls.values() for call in calls]
+    attentions = [call for call in calls if call[0].meets_context]
+    if len(attentions) != 1:
+        raise BlockError("no single part of the block is its attention")
+    ((attention, J),) = attentions
+    factors = _factors(attention, J, block, chunk_size)
+    reached: list[list[Tensor]] = []
+
+    def cut(from_attention: Tensor | None, *, keeps_mlp: bool) -> Replaced:
+        """Replace what attention gives, by zero for None, and leave out the MLP."""
+
+        def replaced(part: Part, _: Jacobian, rows: Sequence[Tensor]) -> Tensor | None:
+            if part is attention:
+                reached.append([row.clone() for row in rows])
+                if from_attention is None:
+                    return _zeros_of(part, rows)
+                return from_attention
+            if not keeps_mlp and _has_matrix(part.module):
+                return _zeros_of(part, rows)
+            return None
+
+        return replaced
+
+    identity = torch.eye(len(like), dtype=like.dtype, device=like.device)
+    through = linearised.through_parts
+    skip = through(identity.clone(), cut(None, keeps_mlp=False))
+    with_mlp = through(identity.clone(), cut(None, keeps_mlp=True))
+    for row, row_with_mlp in zip(*reached, strict=True):
+        if not _is_nothing(row_with_mlp - row, row):
+            raise BlockError("the MLP acts on attention")
+    zeros = like.new_zeros(len(factors.write), len(like))
+    write = through(zeros.clone(), cut(factors.write, keeps_mlp=False))
+    both = through(zeros.clone(), cut(factors.write, keeps_mlp=True))
+    read = sum(dz @ rows.mT for dz, rows in zip(factors.reads, reached[0], strict=True))
+    assert isinstance(read, Tensor)
+    return _components(read, write, both, skip.mT, with_mlp.mT, factors.n_heads)
+
+
+def hooked_components(
+    function: Callable[[Tensor], Tensor],
+    x: Float[Tensor, " d_model"],
+    block: nn.Module,
+    row: int,
+    chunk_size: int | None,
+) -> Components:
+    """Return the components by reverse mode through TransformerLens' hook points.
+
+    Args:
+        function: `f(X)` at the token, as a function of its row x.
+        x: that row.
+        block: what it calls.
+        row: the token's place among the rows that the block is called on.
+        chunk_size: as in `block_jacobian`.
+
+    Raises:
+        BlockError: the block has not these hook points, or they do not fire.
+    """
+    z_point = _hook_point(block, "attn", "hook_z")
+    if z_point is None:
+        raise BlockError("the block has no hook_z")
+    mlp_point = _hook_point(block, "mlp", "hook_post") or _hook_point(
+        block, "mlp", "hook_out"
+    )
+    if mlp_point is None and getattr(block, "mlp", None) is not None:
+        raise BlockError("the block's MLP has no hook point")
+    shapes: list[torch.Size] = []
+
+    def z_of(x: Tensor) -> Tensor:
+        with _Noted(z_point) as noted:
+            function(x)
+        shapes.append(noted.value.shape)
+        return noted.value[0, row].reshape(-1)
+
+    z, reads = reverse_mode(z_of, (x,), lambda dz: [dz], 4, chunk_size)
+    n_heads = _n_heads(shapes[-1], block.get_submodule("attn"))
+
+    def held(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        return output.detach()
+
+    def with_held(*points: nn.Module | None) -> Callable[[Tensor], Tensor]:
+        def value(x: Tensor) -> Tensor:
+            with ExitStack() as hooks:
+                for point in points:
+                    if point is not None:
+                        hooks.enter_context(point.register_forward_hook(held))
+                return function(x)
+
+        return value
+
+    def of_shift(*points: nn.Module | None) -> Callable[[Tensor], Tensor]:
+        def value(shift: Tensor) -> Tensor:
+            def shifted(_: nn.Module, __: object, output: Tensor) -> Tensor:
+                of_row = torch.zeros_like(output[0, :, ...].flatten(1))
+                index = torch.tensor([row], device=output.device)
+                moved = of_row.index_add(0, index, shift[None])
+                return output.detach() + moved.view_as(output)
+
+            with z_point.register_forward_hook(shifted):
+                return with_held(*points)(x)
+
+        return value
+
+    def jacobian(of: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+        return reverse_mode(of, (at,), lambda J: [J], 4, chunk_size)[1][0]
+
+    zero = torch.zeros_like(z)
+    skip = jacobian(with_held(z_point, mlp_point), x)
+    with_mlp = skip
+    write = jacobian(of_shift(mlp_point), zero).mT
+    both = write
+    if mlp_point is not None:
+        with_mlp = jacobian(with_held(z_point), x)
+        both = jacobian(of_shift(), zero).mT
+    identity = torch.eye(len(x), dtype=x.dtype, device=x.device)
+    return _components(
+        reads[0], write, both, skip + identity, with_mlp + identity, n_heads
+    )
+
+
+def _components(
+    read: Float[Tensor, "d_z d_model"],
+    write: Float[Tensor, "d_z d_model"],
+    write_with_mlp: Float[Tensor, "d_z d_model"],
+    skip: Float[Tensor, "d_model d_model"],
+    skip_with_mlp: Float[Tensor, "d_model d_model"],
+    n_heads: int | None,
+) -> Components:
+    """Return the components, without those that are nothing.
+
+    `skip` is the block's derivative with attention and MLP held constant,
+    `skip_with_mlp` that with attention held constant.
+    """
+    if not bool(write.any()) or not bool(skip.any()):
+        # A part that holds the skip connection, or one that is two parts.
+        raise BlockError("attention and MLP are not what is added to the stream")
+    identity = torch.eye(len(skip), dtype=skip.dtype, device=skip.device)
+    mlp = skip_with_mlp - skip
+    through_mlp = write_with_mlp - write
+    changed = skip - identity
+    shape = (n_heads or 1, -1, read.shape[1])
+    return Components(
+        read=read.reshape(shape),
+        write=write.reshape(shape),
+        through_mlp=None
+        if _is_nothing(through_mlp, write)
+        else through_mlp.reshape(shape),
+        mlp=mlp if bool(mlp.any()) else None,
+        skip=None if _is_nothing(changed, identity) else changed,
+        has_heads=n_heads is not None,
+    )
+
+
+def _is_nothing(difference: Tensor, beside: Tensor) -> bool:
+    return bool(difference.norm() <= _NOTHING * beside.norm())
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Say whether a part is (of) the MLP: not a norm, a scale or an activation."""
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def _zeros_of(part: Part, rows: Sequence[Tensor]) -> Tensor:
+    return rows[0].new_zeros(len(rows[0]), part.value.shape[-1])
+
+
+def _factors(
+    part: Part, J: Jacobian, block: nn.Module, chunk_size: int | None
+) -> _Factors:
+    """Return the factors of an attention part, by heads where it has them."""
+    if isinstance(J, Attention):
+        return _Factors(J.W_O, [J.dz], J.n_heads)
+    if not isinstance(J, list):
+        raise BlockError("a norm meets other rows")
+    at_z = _factors_at_z(part, J, block, chunk_size)
+    if at_z is not None:
+        return at_z
+    identity = torch.eye(len(J[0]), dtype=J[0].dtype, device=J[0].device)
+    return _Factors(identity, J, None)
+
+
+def _factors_at_z(
+    part: Part, J: Sequence[Tensor], block: nn.Module, chunk_size: int | None
+) -> _Factors | None:
+    """Return the factors of attention at its `hook_z`, if it has heads there."""
+    point = _hook_point(block, "attn", "hook_z")
+    if point is None:
+        return None
+    shapes: list[torch.Size] = []
+
+    def z_of(*inputs: Tensor) -> Tensor:
+        with _Noted(point) as noted:
+            part(*inputs)
+        shapes.append(noted.value.shape)
+        return noted.value.reshape(-1)
+
+    def of_inputs(*gradients: Tensor) -> list[Tensor]:
+        return [gradient.flatten(1) for gradient in gradients]
+
+    def of_shift(shift: Tensor) -> Tensor:
+        def shifted(_: nn.Module, __: object, z: Tensor) -> Tensor:
+            return z.detach() + shift.view_as(z)
+
+        with point.register_forward_hook(shifted):
+            return part().reshape(-1)
+
+    inputs = tuple(part.inputs.values())
+    try:
+        z, reads = reverse_mode(z_of, inputs, of_inputs, 4, chunk_size)
+    except BlockError:
+        return None
+    n_heads = _n_heads(shapes[-1], block.get_submodule("attn"))
+    if n_heads is None:
+        return None
+    zero = torch.zeros_like(z)
+    write = reverse_mode(of_shift, (zero,), of_inputs, 4, chunk_size)[1][0].mT
+    for expected, read in zip(J, reads, strict=True):
+        error = write.mT @ read - expected
+        if not bool(error.norm() <= _HEADS_TOLERANCE * expected.norm()):
+            return None
+    return _Factors(write, reads, n_heads)
+
+
+class _Noted:
+    """Context that notes what a hook point gives, which must fire once."""
+
+    def __init__(self, point: nn.Module) -> None:
+        self.point = point
+        self._values: list[Tensor] = []
+
+    def __enter__(self) -> "_Noted":
+        self._hook = self.point.register_forward_hook(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _note(self, _: nn.Module, __: object, output: Tensor) -> None:
+        self._values.append(output)
+
+    @property
+    def value(self) -> Tensor:
+        """What it gave: the positions of one sequence."""
+        if len(self._values) != 1 or len(self._values[0]) != 1:
+            raise BlockError("hook_z does not fire once")
+        return self._values[0]
+
+
+def _n_heads(shape: torch.Size, attention: nn.Module) -> int | None:
+    """Return how many heads z has: `[1 n_pos n_heads d_head]` or `[1 n_pos d_z]`."""
+    if len(shape) == 4:
+        return shape[2]
+    n_heads = getattr(getattr(attention, "config", None), "n_heads", None)
+    if not isinstance(n_heads, int) or shape[-1] % n_heads:
+        return None
+    return n_heads
+
+
+def _hook_point(block: nn.Module, part: str, name: str) -> nn.Module | None:
+    """Return a hook point of a block's part, if there is one."""
+    try:
+        point = getattr(getattr(block, part), name)
+    except Exception as error:
+        # Bridges of other kinds of attention refuse, each with an error of its own.
+        if is_out_of_memory(error):
+            raise
+        return None
+    return point if isinstance(point, nn.Module) else None

@@ -1,0 +1,173 @@
+"""What a block's Jacobian is the sum of: its heads, its MLP, and the MLP acting on what
+attention adds.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.arguments import Count, checked, made_by
+from tl_coupling.gradients import (
+    BlockFunction,
+    Components,
+    ComponentsEvaluation,
+    Path,
+)
+from tl_coupling.jacobians.connections import Connection, Function
+from tl_coupling.jacobians.jacobians import measured
+from tl_coupling.jacobians.ways import Tried, cheapest
+from tl_coupling.saved import Saved
+from tl_coupling.traces import Trace
+
+
+@made_by("block_parts(trace, layer)")
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockParts(Saved):
+    """The components of one block's Jacobian at one token.
+
+    Attributes:
+        matrices: J of each component, `[component d_model d_model]`; their sum is that
+            of the block.
+        labels: of each component, as TransformerLens has them: "L9H3" a head,
+            "9_mlp_out" the MLP, and "9_mlp∘attn" the MLP acting on what attention
+            adds.
+        layer, position: the block and the token.
+        provenance: how it was made; JSON-able.
+
+    Example:
+        >>> parts = tlc.block_parts(trace, layer=1)
+        >>> parts["L1H2"].shape
+        torch.Size([32, 32])
+        >>> tlc.jacobians.BlockParts.load(parts.save("parts.nc")).labels == parts.labels
+        True
+    """
+
+    matrices: Float[Tensor, "component d_model d_model"]
+    labels: tuple[str, ...]
+    layer: int
+    position: int
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {"matrices": "component output input", "labels": "component"}
+
+    def __post_init__(self) -> None:
+        """Raise unless every component has a label."""
+        if len(self.labels) != len(self.matrices):
+            raise ValueError(
+                f"`labels` must name the {len(self.matrices)} components of "
+                f"`matrices`, got {len(self.labels)}"
+            )
+
+    def __getitem__(self, label: str) -> Float[Tensor, "d_model d_model"]:
+        """Return the component of a label. Raises KeyError where there is none."""
+        if label not in self.labels:
+            raise KeyError(f"{label!r} is none of {', '.join(self.labels)}")
+        return self.matrices[self.labels.index(label)]
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockParts({self.provenance.get('model')!r}, layer {self.layer}, token "
+            f"{self.position}; {', '.join(self.labels)})"
+        )
+
+
+@checked
+def block_parts(
+    trace: Trace,
+    layer: int,
+    position: int = -1,
+    *,
+    chunk_size: Count | None = None,
+    function: Function = "block",
+) -> BlockParts:
+    r"""Split the Jacobian of one block into its heads, its MLP, and what both make.
+
+    .. math:: J = \sum_h J_h + M + M \sum_h J_h
+
+    of a block that adds attention, `H = x + attn(x)`, and then its MLP, `Y = H +
+    mlp(H)`. `J_h` is the derivative of what head h adds, of its pattern, its values and
+    the norm before it; M that of the MLP and its norm, at H. The last term is what the
+    MLP makes of what attention adds; a block whose attention and MLP stand side by side
+    has none. Norms behind a branch, and multipliers, belong to the parts that they act
+    on. A mixture of experts is one MLP, its router included. All are matrices `[d_model
+    d_model]`, rows index outputs, an entry is a dimensionless gain, and they sum to
+    `block_jacobian`.
+
+    What is not split is one component: attention without heads that could be told apart
+    is "9_attn_out". A block that changes the stream itself, by a norm (`function`) or a
+    multiplier, has a component "9_skip", which holds what it takes away.
+
+    Args:
+        trace: a traced prompt.
+        layer: the block.
+        position: the token, as in `block_jacobian`; the last by default.
+        chunk_size: as there.
+        function: as there.
+
+    Raises:
+        ValueError: a layer or position out of range, or a block whose attention and MLP
+            cannot be told apart: one without attention (Mamba), or with several.
+
+    Cost: `block_jacobian`, and about as much again; memory for a matrix for each
+    component.
+
+    Example:
+        >>> parts = tlc.block_parts(trace, layer=1)
+        >>> parts.labels
+        ('L1H0', 'L1H1', 'L1H2', 'L1H3', '1_mlp_out', '1_mlp∘attn')
+        >>> J = tlc.block_jacobian(trace, layer=1)
+        >>> torch.allclose(parts.matrices.sum(0), J, atol=1e-5)
+        True
+    """
+    t = trace.position_index(position)
+    index = trace.layer_index(layer)
+    block = measured(trace.blocks[index], function)
+    components, path = components_and_path(block, t, chunk_size)
+    paths = {str(Connection(index, t, t, t)): path}
+    return BlockParts(
+        matrices=components.matrices(),
+        labels=tuple(label(name, index) for name in components.names),
+        layer=index,
+        position=t,
+        provenance=trace.provenance | {"paths": paths},
+    )
+
+
+def label(name: str, layer: int) -> str:
+    """Return TransformerLens' label of a component: "L9H3", "9_mlp_out"."""
+    if name.startswith("H"):
+        return f"L{layer}{name}"
+    return f"{layer}_{name}"
+
+
+def components_and_path(
+    block: BlockFunction, position: int, chunk_size: int | None = None
+) -> tuple[Components, Path]:
+    """Return the components of `J_{tt}`, and the way in which they were evaluated.
+
+    Their sum agrees with the full sequence.
+
+    Raises:
+        ValueError: the block's attention and MLP cannot be told apart.
+    """
+    block.refer_to([position])
+    expected = block.reference(position)
+
+    def compute(evaluate: ComponentsEvaluation) -> Tried[Components]:
+        y, components = evaluate(chunk_size)
+        return y, [components.left_product(expected.u)], components
+
+    ways = block.ways_to_components(position)
+    refusal = partial(_refusal, block.layer)
+    return cheapest(block, ways, [position], position, compute, refusal)
+
+
+def _refusal(layer: int) -> ValueError:
+    return ValueError(
+        f"layer {layer}: the block has no attention and MLP that can be told apart (one "
+        "attention, with TransformerLens' hook_z or as a module of its own, and an MLP "
+        "beside or behind it): take its whole Jacobian from `block_jacobian`"
+    )

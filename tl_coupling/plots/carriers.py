@@ -1,0 +1,148 @@
+"""Draw what carries coupling: each head of each layer, and attention and MLP by depth."""
+
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from tl_coupling.arguments import checked
+from tl_coupling.comparisons import Carriers
+from tl_coupling.plots import labels
+
+# One colour for each branch, in all pictures.
+_COLORS = {"attn_out": "C2", "mlp_out": "C4", "mlp∘attn": "C8", "skip": "C5"}
+_NAMES = {
+    "attn_out": "attention",
+    "mlp_out": "MLP",
+    "mlp∘attn": "MLP of attention",
+    "skip": "skip connection",
+}
+_MOST_HEADS = 24
+
+
+@checked
+def plot_carriers(
+    result: Carriers, *, untrained: Carriers | None = None, ax: Axes | None = None
+) -> Axes:
+    """Draw each head's excess by layer: how much more of coupling it carries than of J.
+
+    Rows are layers of J_1, columns heads; a value is the mean over the singular vectors
+    of all other layers. Red heads carry more of the diagonal of A than their share of
+    the Jacobian, blue ones less. Attention without heads is one column; MLPs are in
+    `plot_carriers_by_depth`.
+
+    Args:
+        result: what `carriers` returned.
+        untrained: the same of the untrained twin, drawn beside it on the same scale, in
+            a figure of their own.
+        ax: where to draw; a new figure by default.
+
+    Returns the Axes; the heat map is its only image. Raises ValueError for a result
+    without attention, or of one layer, and for `ax` beside `untrained`.
+
+    Example:
+        >>> ax = tlc.plots.plot_carriers(tlc.carriers(trace, k=4))
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('head', 'layer')
+    """
+    shown = {"trained": result}
+    if untrained is not None:
+        if ax is not None:
+            raise ValueError("two results have a figure of their own: leave `ax` out")
+        shown["untrained"] = untrained
+    excess = {role: _of_heads(of_role) for role, of_role in shown.items()}
+    finite = torch.cat([values[values.isfinite()] for values in excess.values()])
+    largest = 1e-12
+    if len(finite):
+        largest = max(largest, float(finite.abs().max()))
+    axes: list[Any] = [ax]
+    if ax is None:
+        figure = labels.new_figure(6.4 + 4.8 * (len(shown) - 1), 6.4)
+        axes = figure.subplots(1, len(shown), squeeze=False)[0].tolist()
+    colors = labels.color_map("RdBu_r").with_extremes(bad=labels.UNDEFINED)
+    for drawn, (role, of_role) in zip(axes, shown.items(), strict=True):
+        image = drawn.imshow(
+            excess[role].cpu().numpy(),
+            vmin=-largest,
+            vmax=largest,
+            cmap=colors,
+            aspect="auto",
+        )
+        names = [label.removeprefix("H") for label in _head_labels(of_role)]
+        labels.name_ticks(drawn.xaxis, names, _MOST_HEADS)
+        labels.name_ticks(drawn.yaxis, of_role.row_layers, labels.MAX_LAYER_TICKS)
+        drawn.set(xlabel="head", ylabel="layer")
+        labels.entitle(drawn, _heading(of_role) if untrained is None else role)
+    figure = axes[0].figure
+    if untrained is not None:
+        labels.entitle(figure, _heading(result))
+    figure.colorbar(image, ax=axes, label="share of diag A less share of J")
+    return axes[0]
+
+
+@checked
+def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
+    """Draw the shares of attention and MLP by layer: of the diagonal of A, and of J.
+
+    Solid lines are shares of the diagonal of A, means over the singular vectors of all
+    other layers; dashed ones shares of the Jacobian, which random singular vectors
+    would give. Where the solid line lies above the dashed one of its colour, the branch
+    carries more of coupling than its size explains. All heads are one branch.
+
+    Args:
+        result: what `carriers` returned.
+        ax: where to draw; a new figure by default.
+
+    Returns the Axes; its lines are, for each branch, the share of the diagonal and then
+    that of J. Raises ValueError for a result of one layer.
+
+    Example:
+        >>> ax = tlc.plots.plot_carriers_by_depth(tlc.carriers(trace, k=4))
+        >>> [line.get_label() for line in ax.lines][:2]
+        ['attention', '_attention, of J']
+    """
+    merged = result.by_branch()
+    of_diagonal = merged.by_layer("diagonal_share").cpu().numpy()
+    of_jacobian = merged.by_layer("jacobian_share").cpu().numpy()
+    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    for place, label in enumerate(merged.labels):
+        name = _NAMES[label]
+        look: dict[str, Any] = {"color": _COLORS[label], "markersize": 3}
+        ax.plot(
+            result.row_layers, of_diagonal[:, place], marker="o", label=name, **look
+        )
+        dashed = labels.NULL_LINE | {"color": _COLORS[label]}
+        ax.plot(
+            result.row_layers,
+            of_jacobian[:, place],
+            label=f"_{name}, of J",
+            **dashed,
+        )
+    ax.plot([], [], label="share of J", **labels.NULL_LINE)
+    ax.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+    ax.set(xlabel="layer", ylabel="share of the diagonal of A, or of J")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    labels.finish_lines(
+        ax,
+        _heading(result),
+        **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 4},
+    )
+    return ax
+
+
+def _head_labels(result: Carriers) -> list[str]:
+    names = [label for label in result.labels if label[0] == "H" or label == "attn_out"]
+    if not names:
+        raise ValueError("`result` has no attention: there are no heads to draw")
+    return names
+
+
+def _of_heads(result: Carriers) -> torch.Tensor:
+    places = [result.labels.index(label) for label in _head_labels(result)]
+    return result.by_layer()[:, places]
+
+
+def _heading(result: Carriers) -> str:
+    what = f"What carries coupling · k = {result.k}"
+    return labels.heading(what, [result.provenance], [result.position])
