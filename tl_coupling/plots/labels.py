@@ -228,6 +228,13 @@ def mark_null(bar: Axes, null: float) -> None:
         bar.axhline(null, color=color, linewidth=linewidth)
 
 
+def mark_and_name_null(bar: Axes, null: float) -> None:
+    """Draw the line of `mark_null`, and write what it is beside it."""
+    mark_null(bar, null)
+    beside: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
+    bar.text(-0.2, null, "null ▸", transform=bar.get_yaxis_transform(), **beside)
+
+
 def name_ticks(
     axis: Axis,
     names: Sequence[Any],
@@ -261,6 +268,11 @@ def measure_label(
 ) -> str:
     """Return a measure in words, with k and its options."""
     return measure_named(measure, p=p, absolute=absolute).label_at(k)
+
+
+def short_measure(measure: AnyMeasure) -> str:
+    """Return a measure in words, without the formula, which is for the caption."""
+    return measure_named(measure).label.partition("$")[0].strip()
 
 
 def map_heading(maps: Sequence[Any], k: int | None = None) -> str:
