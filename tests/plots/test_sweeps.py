@@ -2,6 +2,9 @@
 leave pyplot alone.
 """
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import xarray
@@ -106,7 +109,7 @@ def band(ax) -> tuple[np.ndarray, np.ndarray]:
 def test_emergence_draws_mean_null_and_loss():
     data = sweep()
     coupling, loss = plot_emergence(data, k=5).axes
-    line = named_lines(coupling)["tiny $x$"]
+    line = named_lines(coupling)["_tiny $x$"]
     np.testing.assert_array_equal(line.get_xdata(), STEPS)
     np.testing.assert_allclose(
         line.get_ydata(), data.mean_coupling.values[:, :, 0].mean(1)
@@ -502,3 +505,12 @@ def test_pictures_render_and_take_a_figure():
         fig = Figure()
         assert plot(seeds(), fig=fig) is fig
         fig.canvas.draw()
+
+
+def test_titles_leave_out_the_name_of_a_temporary_folder():
+    folder = Path(tempfile.gettempdir())
+    data = sweep().assign_attrs(model=str(folder / "tmpa1b2c3" / "width64"))
+    words = plot_emergence(data).get_suptitle().splitlines()
+    assert words[1] == "width64"
+    kept = sweep().assign_attrs(model=str(folder / "runs" / "width64"))
+    assert plot_emergence(kept).get_suptitle().splitlines()[1] == "runs/width64"

@@ -1,6 +1,7 @@
 """Make what all pictures share: figures, colours, and the words on them."""
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -347,8 +348,17 @@ def heading(
 
 
 def short_path(model: str) -> str:
-    """Return the last two parts of a local model's path, and other names as they are."""
-    return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
+    """Return the last two parts of a local model's path, and other names as they are.
+
+    The random name of a temporary folder says nothing and is left out.
+    """
+    path = Path(model)
+    if not path.is_absolute():
+        return model
+    is_temporary = path.parent.parent == Path(tempfile.gettempdir())
+    if is_temporary and path.parent.name.startswith("tmp"):
+        return path.name
+    return "/".join(path.parts[-2:])
 
 
 def short_names(models: Sequence[str]) -> list[str]:

@@ -75,7 +75,9 @@ def plot_emergence(
     )[:, 0]
     for ax, (variable, text) in zip(panels, shown.items(), strict=True):
         for number, (name, sweep) in enumerate(by.items()):
-            draw_line(ax, sweep[variable], f"C{number}", name)
+            # The title names one sweep alone.
+            label = name if len(by) > 1 else f"_{name}"
+            draw_line(ax, sweep[variable], f"C{number}", label)
         ax.set_ylabel(text)
     nulls = {
         name: mean_of(sweep[null_name(measure)]).sortby("checkpoint")
