@@ -109,7 +109,7 @@ def band(ax) -> tuple[np.ndarray, np.ndarray]:
 def test_emergence_draws_mean_null_and_loss():
     data = sweep()
     coupling, loss = plot_emergence(data, k=5).axes
-    line = named_lines(coupling)["_tiny $x$"]
+    line = coupling.lines[0]
     np.testing.assert_array_equal(line.get_xdata(), STEPS)
     np.testing.assert_allclose(
         line.get_ydata(), data.mean_coupling.values[:, :, 0].mean(1)
