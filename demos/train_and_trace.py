@@ -228,7 +228,7 @@ def report(data: xarray.Dataset, k: int, console: Console) -> None:
 
 @tlc.plots.off_screen()
 def draw(data: xarray.Dataset, run: Run, k: int, out: Path) -> list[Path]:
-    """All figures; graphs of layers and trajectories are of the first run and passage,
+    """All figures; arcs between layers and trajectories are of the first run and passage,
     at four steps at most.
     """
     figures = {
@@ -239,9 +239,11 @@ def draw(data: xarray.Dataset, run: Run, k: int, out: Path) -> list[Path]:
     steps = data["checkpoint"].values.tolist()
     highest = data["mean_coupling"].sel(k=k).mean(["seed", "prompt"]).idxmax()
     drawn_steps = sorted({steps[0], steps[len(steps) // 2], int(highest), steps[-1]})
-    graphs = Figure(figsize=(5 * len(drawn_steps), 5.8), layout="constrained")
+    arcs = Figure(figsize=(7.4, 3 * len(drawn_steps)), layout="constrained")
     for ax, step in zip(
-        graphs.subplots(1, len(drawn_steps), squeeze=False)[0], drawn_steps, strict=True
+        arcs.subplots(len(drawn_steps), 1, squeeze=False)[:, 0],
+        drawn_steps,
+        strict=True,
     ):
         local = Path(run.name).is_dir()
         source = (
@@ -254,7 +256,7 @@ def draw(data: xarray.Dataset, run: Run, k: int, out: Path) -> list[Path]:
             f"step {step}"
         )
         figures[f"trajectories-step{step}"] = tlc.plot_trajectories(traced)
-    figures["adjacency"] = graphs
+    figures["adjacency"] = arcs
     paths = [out / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):
         write_atomically(path, partial(figure.savefig, dpi=120, format="png"))

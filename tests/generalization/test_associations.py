@@ -56,7 +56,8 @@ def test_task_means_leave_out_what_was_not_measured():
 
 
 def test_picture_of_task_means_has_a_row_for_each_task():
-    table = task_means(survey(n_models=2), k=5)
+    table = task_means(survey(n_models=2).drop_vars("d_model"), k=5)
+    assert table["d_model"].isna().all()
     ax = tlc.plots.plot_task_means(table)
     assert [label.get_text() for label in ax.get_yticklabels()] == [
         "arc (n = 3)",
@@ -101,3 +102,25 @@ def test_a_twin_has_the_colour_of_its_model_and_a_legend_of_many_stays_short():
     ax = tlc.plots.plot_task_means(task_means(survey(n_models=24), k=5))
     named = [text.get_text() for text in ax.get_legend().get_texts()]
     assert named == ["each of 24 models", "random subspaces, 0.106"]
+
+
+def test_task_means_of_a_few_sizes_are_drawn_in_their_colours_and_shapes():
+    data = survey(n_models=4, checkpoints=("main", "untrained"))
+    data["d_model"][:] = np.array([64, 64, 128, 128])[:, None]
+    data["n_layers"][:] = np.array([2, 5, 2, 5])[:, None]
+    table = task_means(data, k=5)
+    assert set(table["d_model"]) == {64, 128}
+    assert set(table["n_layers"]) == {2, 5}
+    ax = tlc.plots.plot_task_means(table)
+    drawn = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert [line.get_marker() for line in drawn] == ["o", "o", "s", "s"] * 2
+    colors = [tuple(line.get_color()) for line in drawn]
+    assert len(set(colors[:4])) == len(set(colors[4:])) == 1
+    assert colors[0] != colors[4]
+    hollow = [line.get_markerfacecolor() == "white" for line in drawn]
+    assert hollow == [False, True] * 4
+    named = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert named[:4] == ["width 64", "width 128", "2 layers", "5 layers"]
+    assert named[-1] == "untrained"
+    beside = [text.get_text() for text in ax.texts]
+    assert beside[:3] == ["m0 main", "m0 untrained", "m1 main"]

@@ -112,6 +112,41 @@ def test_a_null_that_differs_is_a_mark_for_each_model(result):
     np.testing.assert_array_equal(lines(ax)["random subspaces"].get_xdata(), nulls)
 
 
+def test_a_null_far_away_is_named_at_the_edge_and_leaves_room_to_the_models(result):
+    x = result.table["coupling"]
+    far = x.min() - 2 * np.ptp(x)
+    table = result.table.assign(null=far)
+    ax = plot_generalization(Generalization(**{**vars(result), "table": table}))
+    assert f"◂ null {far:.3f}" in [text.get_text() for text in ax.texts]
+    assert not any("random subspaces" in label for label in lines(ax))
+    left, right = ax.get_xlim()
+    assert left < x.min() < x.max() < right
+    assert right - left < 1.5 * np.ptp(x)
+    beyond = result.table.assign(null=x.max() + 2 * np.ptp(x) + np.linspace(0, 1, 14))
+    ax = plot_generalization(Generalization(**{**vars(result), "table": beyond}))
+    low, high = beyond["null"].min(), beyond["null"].max()
+    assert f"null {low:.3f} to {high:.3f} ▸" in [text.get_text() for text in ax.texts]
+
+
+def test_colours_are_widths_and_shapes_are_depths_where_these_are_few(result):
+    table = result.table.assign(d_model=[64, 128] * 7, n_layers=[2] * 8 + [6] * 6)
+    ax = plot_generalization(Generalization(**{**vars(result), "table": table}))
+    models = [line for line in ax.lines if line.get_label() == "_models"]
+    drawn = {
+        (x, y): (tuple(line.get_color()), line.get_marker())
+        for line in models
+        for x, y in line.get_xydata()
+    }
+    assert len(drawn) == 14
+    points = zip(table.coupling, table.score, strict=True)
+    looks = [drawn[point] for point in points]
+    for sizes, part in ((table.d_model, 0), (table.n_layers, 1)):
+        seen = set(zip(sizes, (look[part] for look in looks), strict=True))
+        assert len(seen) == len({look for _, look in seen}) == 2
+    named = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert named[-4:] == ["width 64", "width 128", "2 layers", "6 layers"]
+
+
 def test_the_forest_has_a_row_for_each_slope(result):
     ax = plot_forest(result)
     labels = [text.get_text().split("\n")[0] for text in ax.get_yticklabels()]
@@ -149,6 +184,11 @@ def test_the_k_sweep_has_a_point_and_an_interval_for_each_k(result):
     )
     ends = np.array([path.vertices[:, 1] for path in ax.collections[0].get_paths()])
     np.testing.assert_allclose(ends, [result.by_k[k].bootstrap.r_squared for k in KS])
+    # Two points are not joined.
+    assert ax.lines[0].get_linestyle() == "None"
+    three = dict(result.by_k) | {20: result.by_k[10]}
+    joined = plot_k_sweep(Generalization(**{**vars(result), "by_k": three}))
+    assert joined.lines[0].get_linestyle() == "-"
     labels = [text.get_text() for text in ax.get_xticklabels()]
     assert labels == [f"{k}\np = {result.by_k[k].linear.p:.2g}" for k in KS]
     assert "k = 5: n = 14" in ax.get_title()

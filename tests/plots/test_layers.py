@@ -16,125 +16,110 @@ pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")
 # plot_adjacency
 
 
-def edges_of(ax):
-    """Width and opacity of every edge, with its end points."""
-    if not ax.collections or not hasattr(ax.collections[0], "get_segments"):
-        return {}
-    lines = ax.collections[0]
-    places = {text.get_text(): text.get_position() for text in ax.texts}
-
-    def node(point):
-        return min(
-            places, key=lambda name: np.linalg.norm(np.subtract(places[name], point))
-        )
-
+def arcs_of(ax):
+    """Width and value of every arc, by the layers at its ends."""
+    (arcs,) = ax.collections
     return {
-        frozenset(int(node(point)) for point in (segment[0], segment[-1])): (
-            width,
-            color[3],
-        )
-        for segment, width, color in zip(
-            lines.get_segments(),
-            lines.get_linewidths(),
-            lines.get_colors(),
-            strict=True,
+        (round(segment[0, 0]), round(segment[-1, 0])): (width, value)
+        for segment, width, value in zip(
+            arcs.get_segments(), arcs.get_linewidths(), arcs.get_array(), strict=True
         )
     }
+
+
+def scale_of(result, k=None):
+    """The largest value of a pair of different layers, or four times the null."""
+    values = result.coupling(k).numpy().copy()
+    np.fill_diagonal(values, 0)
+    return max(values.max(), 4 * result.null(k))
 
 
 def test_adjacency_draws_the_mean_of_both_orders():
     result = random_map(layers=(4, 5, 6, 9))
     ax = plot_adjacency(result, k=3)
     values = result.coupling(3).numpy()
-    drawn = edges_of(ax)
+    drawn = arcs_of(plot_adjacency(result, k=3, strongest=6))
     assert len(drawn) == 6
     for i, j in [(0, 1), (0, 3), (2, 3)]:
         weight = (values[i, j] + values[j, i]) / 2
         assert values[i, j] != values[j, i]
-        width, alpha = drawn[frozenset((result.row_layers[i], result.row_layers[j]))]
-        assert width == pytest.approx(8 * weight)
-        assert alpha == pytest.approx(weight**0.5)
-    assert [text.get_text() for text in ax.texts] == ["4", "5", "6", "9"]
-    legend = ax.get_legend()
-    assert "mean of (l, l′) and (l′, l)" in legend.get_title().get_text()
-    assert "6 of 6 edges" in legend.get_title().get_text()
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "0.1",
-        "0.25",
-        "0.5",
-        "1",
-    ]
+        width, value = drawn[result.row_layers[i], result.row_layers[j]]
+        assert width == pytest.approx(4 * weight / scale_of(result, 3))
+        assert value == pytest.approx(weight)
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["4", "5", "6", "9"]
+    assert ax.get_xticks().tolist() == [4, 5, 6, 9]
+    assert "4 of 6 pairs, the strongest" in ax.get_xlabel()
+    bar = ax.figure.axes[-1]
+    assert bar.get_ylabel() == "coupling, mean of both orders"
+    assert bar.get_ylim() == (0, pytest.approx(scale_of(result, 3)))
+    assert bar.lines[-1].get_ydata()[0] == pytest.approx(result.null(3))
     assert "k = 3" in ax.get_title()
 
 
-def test_adjacency_nodes_lie_on_a_circle_the_same_way_each_time():
-    result = random_map(layers=range(7), k=2)
-    first, second = (
-        [text.get_position() for text in plot_adjacency(result).texts] for _ in range(2)
-    )
-    np.testing.assert_array_equal(first, second)
-    np.testing.assert_allclose(np.linalg.norm(first, axis=1), 1, atol=1e-6)
+def test_adjacency_arcs_are_half_circles_over_their_layers():
+    ax = plot_adjacency(random_map(layers=range(7), k=2), threshold=0)
+    for arc in ax.collections[0].get_segments():
+        radius = (arc[-1, 0] - arc[0, 0]) / 2
+        middle = (arc[-1, 0] + arc[0, 0]) / 2
+        away = np.linalg.norm(arc - [middle, 0], axis=1)
+        np.testing.assert_allclose(away, radius)
+        assert arc[:, 1].max() <= ax.get_ylim()[1]
+        assert arc[:, 1].min() >= -1e-9
 
 
-def test_adjacency_keeps_edges_from_the_threshold_on():
+def test_adjacency_keeps_arcs_from_the_threshold_on():
     result = random_map()
     values = result.coupling().numpy()
     weights = np.sort(((values + values.T) / 2)[np.tril_indices(4, -1)])
     ax = plot_adjacency(result, threshold=weights[2])
-    assert sorted(width for width, _ in edges_of(ax).values()) == pytest.approx(
-        8 * weights[2:]
-    )
-    assert "4 of 6 edges, at least" in ax.get_legend().get_title().get_text()
+    assert [value for _, value in arcs_of(ax).values()] == pytest.approx(weights[2:])
+    assert f"4 of 6 pairs at {weights[2]:g} or more" in ax.get_xlabel()
     none = plot_adjacency(result, threshold=2.0)
-    assert edges_of(none) == {}
-    assert "0 of 6 edges" in none.get_legend().get_title().get_text()
-    assert len(none.texts) == 4
+    assert arcs_of(none) == {}
+    assert "0 of 6 pairs" in none.get_xlabel()
+    assert len(none.get_xticks()) == 4
 
 
-def test_adjacency_draws_the_strongest_edges_and_says_how_many():
+def test_adjacency_draws_the_strongest_arcs_and_says_how_many():
     result = random_map(layers=range(8), k=3)
     values = result.coupling().numpy()
     weights = np.sort(((values + values.T) / 2)[np.tril_indices(8, -1)])
     for options, n in (
-        ({}, 16),
+        ({}, 8),
         ({"strongest": 3}, 3),
         ({"strongest": 3, "threshold": 0.0}, 3),
         ({"threshold": 0}, 28),
     ):
         ax = plot_adjacency(result, **options)
-        widths = sorted(width for width, _ in edges_of(ax).values())
-        assert widths == pytest.approx(8 * weights[-n:])
-        title = ax.get_legend().get_title().get_text()
-        assert f"{n} of 28 edges" in title
-        assert ("the strongest" in title) == (n < 28)
+        drawn = [value for _, value in arcs_of(ax).values()]
+        assert drawn == pytest.approx(weights[-n:])
+        assert f"{n} of 28 pairs" in ax.get_xlabel()
+        assert ("the strongest" in ax.get_xlabel()) == (n < 28)
 
 
-def test_adjacency_runs_clockwise_from_the_top():
-    first, second, *_ = (
-        np.array(text.get_position())
-        for text in plot_adjacency(random_map(layers=range(8), k=2)).texts
-    )
-    np.testing.assert_allclose(first, [0, 1], atol=1e-9)
-    assert second[0] > 0.5
+def test_adjacency_draws_at_most_twenty_arcs_unless_told():
+    result = random_map(layers=range(23), k=2)
+    assert len(arcs_of(plot_adjacency(result))) == 20
+    assert len(arcs_of(plot_adjacency(result, strongest=30))) == 30
 
 
-def test_adjacency_of_an_unbounded_measure_is_full_at_its_largest_weight():
+def test_adjacency_of_an_unbounded_measure_ends_at_its_largest_value():
     result = random_map()
     ax = plot_adjacency(result, measure="miscoupling")
-    values = result.miscoupling().numpy()
-    largest = ((values + values.T) / 2)[np.tril_indices(4, -1)].max()
-    assert max(width for width, _ in edges_of(ax).values()) == pytest.approx(8)
-    assert ax.get_legend().get_texts()[-1].get_text() == f"{largest:.2g}"
+    values = result.miscoupling().numpy().copy()
+    np.fill_diagonal(values, 0)
+    largest = max(values.max(), result.null(5, "miscoupling"))
+    assert ax.collections[0].get_clim() == (0, pytest.approx(largest))
 
 
-def test_adjacency_leaves_out_undefined_edges():
+def test_adjacency_leaves_out_undefined_pairs():
     result = random_map()
     dead = dataclasses.replace(
         result, matrices=result.matrices * (torch.arange(4) != 1)[:, None, None, None]
     )
     with pytest.warns(UserWarning, match="undefined"):
         ax = plot_adjacency(dead)
-    assert set(edges_of(ax)) == {frozenset(pair) for pair in [(0, 2), (0, 3), (2, 3)]}
+    assert set(arcs_of(ax)) == {(0, 2), (0, 3), (2, 3)}
 
 
 def test_adjacency_takes_axes():

@@ -56,64 +56,61 @@ def plot_redundancy(data: xarray.Dataset, **options) -> Figure:
 pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
 
 
-def named_lines(ax) -> dict:
-    return {
-        line.get_label().split(":")[0]: line
-        for line in ax.lines
-        if not line.get_label().startswith("_")
-    }
+CHANGES = ("dropped", "swapped", "merged")
+
+
+def rows_of(fig: Figure) -> dict[str, list]:
+    """Axes by depth, against coupling and against influence, for each change."""
+    return {name: fig.axes[3 * i : 3 * i + 3] for i, name in enumerate(CHANGES)}
 
 
 def test_changes_stand_at_their_layer_or_between_two():
     data = made()
-    depth = plot_redundancy(data).axes[0]
-    lines = named_lines(depth)
-    assert list(lines) == ["dropped", "swapped", "merged"]
-    np.testing.assert_array_equal(lines["dropped"].get_xdata(), range(8))
-    np.testing.assert_array_equal(lines["swapped"].get_xdata(), np.arange(7) + 0.5)
-    for change, line in lines.items():
+    rows = rows_of(plot_redundancy(data))
+    titles = [axes[0].get_title() for axes in rows.values()]
+    assert titles == ["block dropped", "neighbours swapped", "neighbours merged"]
+    for change, (depth, *_) in rows.items():
         expected = (data[f"loss_{change}"].values - data.loss.values[:, None]).mean(0)
+        line = depth.lines[0]
+        first = 0 if change == "dropped" else 0.5
+        np.testing.assert_array_equal(
+            line.get_xdata(), np.arange(len(expected)) + first
+        )
         np.testing.assert_allclose(line.get_ydata(), expected)
-    assert depth.get_ylabel() == "change in loss (nats per token)"
-    assert depth.get_yscale() == "symlog"
+        assert depth.get_ylabel() == "nats per token"
+        assert depth.get_yscale() == "linear"
 
 
-def test_bands_are_t_intervals_over_prompts():
+def test_bars_are_t_intervals_over_prompts():
     data = made()
     changes = data.loss_dropped.values - data.loss.values[:, None]
-    path = plot_redundancy(data).axes[0].collections[0].get_paths()[0].vertices
+    bars = plot_redundancy(data).axes[0].collections[0].get_segments()
     for layer in range(8):
         low, high = stats.t.interval(
             0.95, 4, changes[:, layer].mean(), stats.sem(changes[:, layer])
         )
-        ends = path[path[:, 0] == layer, 1]
-        np.testing.assert_allclose((ends.min(), ends.max()), (low, high))
+        np.testing.assert_allclose(bars[layer], [(layer, low), (layer, high)])
 
 
 def test_points_stand_at_coupling_and_influence():
     data = made()
-    _, coupling, influence = plot_redundancy(data, k=5).axes
+    rows = rows_of(plot_redundancy(data, k=5))
     means = data.mean("prompt")
-    np.testing.assert_allclose(
-        named_lines(coupling)["dropped"].get_xdata(),
-        means.coupling_with_others.sel(k=5).values,
-    )
-    np.testing.assert_allclose(
-        named_lines(coupling)["merged"].get_xdata(),
-        means.coupling_of_pair.sel(k=5).values,
-    )
-    np.testing.assert_allclose(
-        named_lines(influence)["dropped"].get_xdata(), means.block_influence.values
-    )
+    _, coupling, influence = rows["dropped"]
     of_pairs = [
         (means.block_influence.values[i] + means.block_influence.values[i + 1]) / 2
         for i in range(7)
     ]
-    np.testing.assert_allclose(named_lines(influence)["swapped"].get_xdata(), of_pairs)
-    for ax in (coupling, influence):
-        for change, line in named_lines(ax).items():
+    expected = {
+        "dropped": (means.coupling_with_others.sel(k=5), means.block_influence),
+        "swapped": (means.coupling_of_pair.sel(k=5), of_pairs),
+        "merged": (means.coupling_of_pair.sel(k=5), of_pairs),
+    }
+    for change, (_, *axes) in rows.items():
+        for ax, x in zip(axes, expected[change], strict=True):
+            np.testing.assert_allclose(ax.lines[0].get_xdata(), x)
             np.testing.assert_allclose(
-                line.get_ydata(), (means[f"loss_{change}"] - means.loss).values
+                ax.lines[0].get_ydata(), (means[f"loss_{change}"] - means.loss).values
             )
     hollow = next(
         line for line in coupling.lines if line.get_markerfacecolor() == "white"
@@ -121,22 +118,47 @@ def test_points_stand_at_coupling_and_influence():
     np.testing.assert_allclose(
         hollow.get_xdata(), means.coupling_with_others.sel(k=5).values[[0, -1]]
     )
-    assert r"coupling $1 - \tilde{m}$ (k = 5)" in coupling.get_xlabel()
+    last_row = rows["merged"]
+    assert r"coupling $1 - \tilde{m}$ (k = 5)" in last_row[1].get_xlabel()
     assert any(list(line.get_xdata()) == [0.1056, 0.1056] for line in coupling.lines)
+    assert influence.get_xscale() == "log"
 
 
-def test_labels_say_the_correlations():
+def test_a_first_block_that_costs_a_hundred_times_more_stands_at_the_edge():
+    data = made()
+    rng = np.random.default_rng(3)
+    losses = data.loss.values[:, None] + 0.02 * rng.random((5, 8))
+    losses[:, 0] += 4.0
+    fig = plot_redundancy(data.assign(loss_dropped=(("prompt", "layer"), losses)))
+    change = (losses - data.loss.values[:, None]).mean(0)
+    for ax in fig.axes[:3]:
+        top = ax.get_ylim()[1]
+        assert change[1:].max() < top < 0.2
+        (triangle,) = [line for line in ax.lines if line.get_marker() == "^"]
+        assert triangle.get_ydata().tolist() == [top]
+    assert [text.get_text() for text in fig.axes[0].texts] == [f"{change[0]:.2g}"]
+
+
+def test_changes_of_one_size_are_all_inside():
+    for ax in plot_redundancy(made()).axes:
+        low, high = ax.get_ylim()
+        values = ax.lines[0].get_ydata()
+        assert low < min(values) <= max(values) < high
+        assert not [line for line in ax.lines if line.get_marker() in ("^", "v")]
+
+
+def test_titles_say_the_correlations():
     data = made()
     rho = redundancy_correlations(data).sel(k=10, change="swapped")
-    label = plot_redundancy(data).axes[1].get_legend().get_texts()[1].get_text()
+    _, coupling, influence = rows_of(plot_redundancy(data))["swapped"]
     for blocks in ("all", "inner"):
         of_block = rho.sel(blocks=blocks)
         assert (
             f"{float(of_block.coupling):+.2f} [{float(of_block.coupling_interval[0]):+.2f}, "
-            in label
+            in coupling.get_title()
         )
-    influence = plot_redundancy(data).axes[2].get_legend().get_texts()[1].get_text()
-    assert f"{float(rho.block_influence.sel(blocks='all')):+.2f} [" in influence
+    words = influence.get_title()
+    assert f"{float(rho.block_influence.sel(blocks='all')):+.2f} [" in words
 
 
 def test_projections_and_exits_are_drawn_by_depth_alone():
@@ -144,22 +166,15 @@ def test_projections_and_exits_are_drawn_by_depth_alone():
     rng = np.random.default_rng(1)
     data["loss_projected"] = (("prompt", "k", "layer"), 3 + rng.random((5, 2, 8)))
     data["loss_exited"] = (("prompt", "layer"), 3 + rng.random((5, 8)))
-    depth, coupling, influence = plot_redundancy(data, k=5).axes
-    lines = named_lines(depth)
-    assert list(lines)[3:] == ["projected onto 5 shared directions", "left after it"]
+    axes = plot_redundancy(data, k=5).axes[9:]
+    titles = [ax.get_title() for ax in axes]
+    assert titles == ["projected onto 5 shared directions", "left after the block"]
     means = data.sel(k=5).mean("prompt")
-    for line, name in zip(
-        list(lines.values())[3:], ("projected", "exited"), strict=True
-    ):
-        np.testing.assert_array_equal(line.get_xdata(), range(8))
+    for ax, name in zip(axes, ("projected", "exited"), strict=True):
+        np.testing.assert_array_equal(ax.lines[0].get_xdata(), range(8))
         np.testing.assert_allclose(
-            line.get_ydata(), (means[f"loss_{name}"] - means.loss).values
+            ax.lines[0].get_ydata(), (means[f"loss_{name}"] - means.loss).values
         )
-    assert (
-        list(named_lines(coupling))
-        == list(named_lines(influence))
-        == ["dropped", "swapped", "merged"]
-    )
 
 
 def test_heading_names_model_and_prompts():
@@ -168,20 +183,20 @@ def test_heading_names_model_and_prompts():
     assert "mean over 5 prompts" in words
 
 
-def test_one_prompt_has_no_band_and_no_interval():
-    depth, coupling, _ = plot_redundancy(made(n_prompts=1)).axes
-    assert not depth.collections
-    assert "[" not in coupling.get_legend().get_texts()[0].get_text()
+def test_one_prompt_has_no_bars_and_no_interval():
+    fig = plot_redundancy(made(n_prompts=1))
+    assert not fig.axes[0].collections
+    assert "[" not in fig.axes[1].get_title()
+    assert "[" not in fig.get_suptitle()
 
 
 def test_what_could_not_be_merged_is_not_drawn():
     data = made()
     some = data.assign(loss_merged=data.loss_merged.where(data.pair != 2))
-    drawn = named_lines(plot_redundancy(some).axes[0])["merged"].get_ydata()
+    drawn = rows_of(plot_redundancy(some))["merged"][0].lines[0].get_ydata()
     assert np.isnan(drawn).tolist() == [False, False, True, False, False, False, False]
     none = data.assign(loss_merged=data.loss_merged * np.nan)
-    for ax in plot_redundancy(none).axes:
-        assert list(named_lines(ax)) == ["dropped", "swapped"]
+    assert len(plot_redundancy(none).axes) == 6
 
 
 def test_bad_input_is_one_line():

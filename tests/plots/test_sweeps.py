@@ -2,6 +2,9 @@
 leave pyplot alone.
 """
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import xarray
@@ -106,7 +109,7 @@ def band(ax) -> tuple[np.ndarray, np.ndarray]:
 def test_emergence_draws_mean_null_and_loss():
     data = sweep()
     coupling, loss = plot_emergence(data, k=5).axes
-    line = named_lines(coupling)["tiny $x$"]
+    line = coupling.lines[0]
     np.testing.assert_array_equal(line.get_xdata(), STEPS)
     np.testing.assert_allclose(
         line.get_ydata(), data.mean_coupling.values[:, :, 0].mean(1)
@@ -358,31 +361,23 @@ def test_strip_and_shapes_want_checkpoints_that_are_there(checkpoints):
 # plot_adjacency_strip
 
 
-def widths(ax) -> dict[tuple[int, int], float]:
-    """Widths of the edges by their layers, which stand clockwise from the top."""
-    places = {int(text.get_text()): np.array(text.get_position()) for text in ax.texts}
-    (edges,) = [
+def arcs_of(ax) -> dict[tuple[int, int], tuple[float, float]]:
+    """Values and widths of the arcs by the layers at their ends."""
+    (arcs,) = [
         collection
         for collection in ax.collections
         if isinstance(collection, LineCollection)
     ]
-
-    def layer_at(point: np.ndarray) -> int:
-        return min(
-            places, key=lambda layer: float(np.linalg.norm(places[layer] - point))
-        )
-
-    ends = [
-        tuple(sorted((layer_at(line[0]), layer_at(line[-1]))))
-        for line in edges.get_segments()
-    ]
-    return dict(zip(ends, edges.get_linewidths(), strict=True))
+    ends = [(round(arc[0, 0]), round(arc[-1, 0])) for arc in arcs.get_segments()]
+    looks = zip(arcs.get_array(), arcs.get_linewidths(), strict=True)
+    return dict(zip(ends, looks, strict=True))
 
 
-def test_graphs_of_chosen_steps_are_on_one_scale():
+def test_arcs_of_chosen_steps_are_on_one_scale():
     data = seeds()
     fig = plot_adjacency_strip(data, checkpoints=[0, 256], k=5, strongest=4)
-    assert [ax.get_title() for ax in fig.axes] == ["step 0, untrained", "step 256"]
+    *panels, bar = fig.axes
+    assert [ax.get_title() for ax in panels] == ["step 0, untrained", "step 256"]
     maps = (
         data.coupling.sel(k=5).mean(("seed", "prompt")).sel(checkpoint=[0, 256]).values
     )
@@ -395,17 +390,18 @@ def test_graphs_of_chosen_steps_are_on_one_scale():
         for each_map in maps
     ]
     full = max(max(of_map.values()) for of_map in weights)
-    for ax, expected in zip(fig.axes, weights, strict=True):
-        drawn = widths(ax)
+    for ax, expected in zip(panels, weights, strict=True):
+        drawn = arcs_of(ax)
         assert set(drawn) == set(sorted(expected, key=expected.get)[-4:])
-        for pair, width in drawn.items():
-            assert width == pytest.approx(8 * expected[pair] / full)
-    (legend,) = fig.legends
-    assert (
-        "4 strongest of 15 edges in each; random subspaces: 0.11"
-        in legend.get_title().get_text()
-    )
-    assert legend.get_texts()[-1].get_text() == f"{full:.2g}"
+        highest = max(j - i for i, j in drawn) / 2
+        assert ax.get_ylim()[1] > highest
+        for pair, (value, width) in drawn.items():
+            assert value == pytest.approx(expected[pair])
+            assert width == pytest.approx(4 * expected[pair] / full)
+    assert "4 of 15 pairs, the strongest" in fig.get_supxlabel()
+    assert bar.get_ylim() == (0, pytest.approx(full))
+    null = float(data.null_coupling.sel(k=5).mean())
+    assert bar.lines[-1].get_ydata()[0] == pytest.approx(null)
 
 
 # plot_growth
@@ -509,3 +505,12 @@ def test_pictures_render_and_take_a_figure():
         fig = Figure()
         assert plot(seeds(), fig=fig) is fig
         fig.canvas.draw()
+
+
+def test_titles_leave_out_the_name_of_a_temporary_folder():
+    folder = Path(tempfile.gettempdir())
+    data = sweep().assign_attrs(model=str(folder / "tmpa1b2c3" / "width64"))
+    words = plot_emergence(data).get_suptitle().splitlines()
+    assert words[1] == "width64"
+    kept = sweep().assign_attrs(model=str(folder / "runs" / "width64"))
+    assert plot_emergence(kept).get_suptitle().splitlines()[1] == "runs/width64"

@@ -93,7 +93,6 @@ def _pictures(data: "xarray.Dataset") -> Pictures:
     }
     for k in data["k"].values.tolist():
         pictures |= {
-            f"adjacency-k{k}.png": partial(plots.plot_adjacency_strip, data, k=k),
             f"emergence-k{k}.png": partial(plots.plot_emergence, data, k=k),
             f"strip-k{k}.png": partial(plots.plot_coupling_strip, data, k=k),
         }

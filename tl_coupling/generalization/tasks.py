@@ -34,6 +34,8 @@ _COLUMNS = (
     "high",
     "null",
     "loss",
+    "d_model",
+    "n_layers",
 )
 
 
@@ -70,8 +72,8 @@ def task_means(
         columns `model`, `checkpoint`, `task` ("all prompts" last; alone where prompts
         have no task), `n_prompts`, `mean`, `low` and `high` (95 % interval; NaN with
         one prompt), `null` (what random subspaces would give), `loss` (mean, in nats
-        per token). `attrs` names `k`, `measure` and the `pairs` of layers that the
-        means are over.
+        per token), `d_model` and `n_layers` (NaN where unknown).
+        `attrs` names `k`, `measure` and the `pairs` of layers that the means are over.
 
     Raises:
         ValueError: the k or the measure was not measured; fewer than one draw.
@@ -101,6 +103,8 @@ def task_means(
                     "high": high,
                     "null": _mean(part, "null"),
                     "loss": _mean(part, "loss"),
+                    "d_model": _mean(part, "d_model"),
+                    "n_layers": _mean(part, "n_layers"),
                 }
             )
     table = pandas.DataFrame(rows, columns=list(_COLUMNS))

@@ -1,7 +1,5 @@
 """Draw the difference of two sets of coupling maps."""
 
-from typing import Any
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -43,9 +41,7 @@ def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Fig
     bar = fig.colorbar(image, ax=list(axes[:2]), label=label).ax
     null = labels.one_null(nulls)
     if null is not None:
-        labels.mark_null(bar, null)
-        beside: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
-        bar.text(-0.2, null, "null ▸", transform=bar.get_yaxis_transform(), **beside)
+        labels.mark_and_name_null(bar, null)
     largest = np.nanmax(np.abs(difference), initial=1e-9)
     image = axes[2].imshow(difference, cmap="RdBu_r", vmin=-largest, vmax=largest)
     rows, columns = np.nonzero(comparison.differing().numpy())

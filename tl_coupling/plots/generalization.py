@@ -1,14 +1,17 @@
 """Coupling across models: against a score, what its slope rests on, and by task."""
 
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from tl_coupling.arguments import checked
 from tl_coupling.generalization import Generalization
 from tl_coupling.plots import labels
+from tl_coupling.plots.model_sizes import ModelSizes, sizes_of
 from tl_coupling.plots.point_names import name_points
 
 if TYPE_CHECKING:
@@ -45,10 +48,12 @@ class _Fit(Protocol):
 def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """Draw the score of each model against its mean coupling, with the fitted line.
 
-    The band is the bootstrap's, pointwise, over models (or families) and prompts, if
-    there are enough; the dotted curve is the exponential fit. The dashed line is what
-    random subspaces would give. Where the null differs between models (spectral
-    mis-coupling), each has a mark at the foot.
+    A colour is a width and a shape a depth, where the study knows both and they are
+    few. The band is the bootstrap's, pointwise, over models (or families) and prompts,
+    if there are enough; the dotted curve is the exponential fit. The dashed line is
+    what random subspaces would give; far from all models it is named at the edge
+    instead. Where the null differs between models (spectral mis-coupling), each has a
+    mark at the foot.
 
     Args:
         result: a study.
@@ -75,42 +80,100 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
         label = "linear fit, bootstrap band"
         low = bootstrap.band_low
         high = bootstrap.band_high
-        ax.fill_between(across, low, high, color="C0", alpha=0.15, linewidth=0)
-    ax.plot(across, line.predict(across), label=label, color="C0")
+        ax.fill_between(across, low, high, color="0.5", alpha=0.15, linewidth=0)
+    ax.plot(across, line.predict(across), label=label, color="0.3")
     if result.exponential is not None:
         fit = result.exponential
         label = f"exponential fit $a\\,e^{{bx}}$, R² = {fit.r_squared:.2f}"
-        ax.plot(across, fit.predict(across), linestyle=":", label=label, color="C0")
-    ax.plot(x, y, "o", color="C0", markeredgecolor="white", label="_models")
+        ax.plot(across, fit.predict(across), linestyle=":", label=label, color="0.3")
+    sizes = sizes_of(result.table)
+    _draw_models(ax, x, y, result.table, sizes)
     # Bands of few models are wide: the points decide what is shown.
     room = 0.15 * np.ptp(y)
     ax.set_ylim(y.min() - room, y.max() + room)
-    _draw_nulls(ax, result)
+    _draw_nulls(ax, x, result.table.get("null", []))
     ax.set_xlabel(f"mean {labels.measure_label(result.measure, result.k)}")
     y_label = "loss (nats per token)" if result.score == "loss" else result.score
     ax.set_ylabel(y_label, parse_math=False)
     labels.entitle(ax, f"{_heading(result)}\n{_statistics(line)}")
+    handles, _ = ax.get_legend_handles_labels()
+    if sizes is not None:
+        handles += sizes.handles()
     # Fits are named with formulas.
-    ax.legend(frameon=False, ncols=3, **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14)})
+    below = labels.BELOW | {"bbox_to_anchor": (0.5, -0.14)}
+    ax.legend(handles=handles, frameon=False, ncols=3, **below)
     name_points(ax, x, y, result.table["model"].tolist())
     return ax
 
 
-def _draw_nulls(ax: Axes, result: Generalization) -> None:
-    """Draw what random subspaces give: one line, or a mark for each model."""
-    nulls = result.table["null"].dropna() if "null" in result.table else []
-    is_one_line = labels.draw_null(ax.axvline, nulls)
-    if is_one_line or not len(nulls):
+def _draw_models(
+    ax: Axes,
+    x: Float[np.ndarray, " n_models"],
+    y: Float[np.ndarray, " n_models"],
+    table: "pandas.DataFrame",
+    sizes: ModelSizes | None,
+) -> None:
+    """Draw a point for each model, of the look of its size."""
+    edge: dict[str, Any] = {
+        "linestyle": "",
+        "markeredgecolor": "white",
+        "markersize": 6,
+    }
+    if sizes is None:
+        ax.plot(x, y, "o", color="C0", label="_models", **edge)
+        return
+    widths = table["d_model"].to_numpy(int)
+    depths = table["n_layers"].to_numpy(int)
+    for width, depth in product(sizes.widths, sizes.depths):
+        rows = (widths == width) & (depths == depth)
+        look = sizes.look(width, depth)
+        ax.plot(x[rows], y[rows], label="_models", **look, **edge)
+
+
+def _draw_nulls(ax: Axes, x: Float[np.ndarray, " n_points"], nulls: Any) -> None:
+    """Limit the axis to the points, and draw or name what random subspaces give.
+
+    One null is a line, different ones are a mark each. Where they lie further away than
+    the points spread, they are named at the edge.
+    """
+    span = float(np.nanmax(x) - np.nanmin(x)) or 0.1
+    left = float(np.nanmin(x)) - 0.2 * span
+    right = float(np.nanmax(x)) + 0.2 * span
+    ax.set_xlim(left, right)
+    known = np.asarray(nulls, float)
+    known = known[np.isfinite(known)]
+    if not known.size:
+        return
+    if known.max() < np.nanmin(x) - span or known.min() > np.nanmax(x) + span:
+        _name_null_at_the_edge(ax, known)
+        return
+    left = min(left, float(known.min()) - 0.05 * span)
+    right = max(right, float(known.max()) + 0.05 * span)
+    ax.set_xlim(left, right)
+    if labels.draw_null(ax.axvline, known):
         return
     ax.plot(
-        nulls,
-        np.zeros(len(nulls)),
+        known,
+        np.zeros(len(known)),
         "|",
         transform=ax.get_xaxis_transform(),
         color="0.4",
         markersize=14,
         label="random subspaces",
     )
+
+
+def _name_null_at_the_edge(ax: Axes, nulls: Float[np.ndarray, " n_nulls"]) -> None:
+    """Write the null beyond the edge that it lies behind."""
+    text = f"null {nulls.min():.3f}"
+    if labels.one_null(nulls) is None:
+        text += f" to {nulls.max():.3f}"
+    if nulls.max() < ax.get_xlim()[0]:
+        place, side, text = 0.01, "left", f"◂ {text}"
+    else:
+        place, side, text = 0.99, "right", f"{text} ▸"
+    words: dict[str, Any] = {"fontsize": "small", "color": "0.3", "va": "bottom"}
+    ax.text(place, 0.01, text, ha=side, transform=ax.transAxes, **words)
 
 
 @checked
@@ -175,7 +238,7 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
 
     The picture shows whether the finding depends on the choice of k, the number of
     singular vectors. Intervals are over models and prompts. The p of the slope stands
-    below each k.
+    below each k. Points are joined where there are at least three.
 
     Args:
         result: a study.
@@ -200,12 +263,14 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
         low, high = np.transpose(intervals)
         ax.vlines(places, low, high, color="C0", alpha=0.5)
     r_squared = [association.linear.r_squared for association in associations]
-    ax.plot(places, r_squared, color="C0", marker="o")
+    # A line through two points would say nothing.
+    line_style = "-" if len(places) > 2 else ""
+    ax.plot(places, r_squared, color="C0", marker="o", linestyle=line_style)
     names = [
         f"{k}\np = {association.linear.p:.2g}" for k, association in result.by_k.items()
     ]
     ax.set_xticks(places, names)
-    ax.margins(x=0.1)
+    ax.set_xlim(-0.5, len(places) - 0.5)
     ax.set_xlabel("k, number of top singular vectors")
     ax.set(ylabel="R² of the linear fit", ylim=(0, 1))
     linear = _statistics(result.association.linear)
@@ -220,9 +285,11 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
 def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axes:
     """Draw mean coupling on each task with its interval over prompts, and the null.
 
-    A colour is a model, up to ten of them; a marker is a checkpoint, open for untrained
-    twins. Rows are the tasks from top to bottom, all prompts last. The dashed line is
-    the null.
+    A colour is a width and a shape a depth, where the table knows both and they are
+    few: then models are named beside their mean over all prompts. Otherwise a colour is
+    a model, up to ten of them, and a marker is a checkpoint. Marks of untrained twins
+    are open. Rows are the tasks from top to bottom, all prompts last. The dashed line
+    is the null, named at the edge where it lies far away.
 
     Args:
         table: what `task_means` returns.
@@ -244,24 +311,22 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
         )
     tasks = table["task"].unique().tolist()
     models = table["model"].unique().tolist()
-    looks = _Looks(models, table["checkpoint"].unique().tolist())
+    looks = _Looks(models, table["checkpoint"].unique().tolist(), sizes_of(table))
     runs = list(table.groupby(["model", "checkpoint"], sort=False))
-    height = 1.6 + len(tasks) * (0.3 + 0.1 * len(runs))
+    height = 1.6 + len(tasks) * (0.3 + 0.13 * len(runs))
     ax = ax or labels.new_figure(7.0, height).subplots()
     # Side by side within a row.
     offsets = np.linspace(-0.35, 0.35, len(runs)) if len(runs) > 1 else [0.0]
     for offset, ((model, checkpoint), rows) in zip(offsets, runs, strict=True):
         places = np.array([tasks.index(task) for task in rows["task"]]) + offset
-        color = looks.color(model)
-        ax.hlines(places, rows["low"], rows["high"], color=color, linewidth=1)
-        ax.plot(
-            rows["mean"],
-            places,
-            markersize=5,
-            label=looks.label(model, checkpoint),
-            **looks.mark(checkpoint, color),
-        )
-    labels.draw_null(ax.axvline, table["null"])
+        look = looks.mark(model, checkpoint, rows)
+        ax.hlines(places, rows["low"], rows["high"], color=look["color"], linewidth=1)
+        label = looks.label(model, checkpoint)
+        ax.plot(rows["mean"], places, markersize=5, label=label, **look)
+        if looks.sizes is not None and looks.names_models:
+            _name_run(ax, rows.iloc[-1], places[-1], looks)
+    known = table[["mean", "low", "high"]].to_numpy(float)
+    _draw_nulls(ax, known.ravel(), table["null"])
     for row in range(1, len(tasks)):
         ax.axhline(row - 0.5, color="0.9", linewidth=0.8, zorder=0)
     n_prompts = table.groupby("task")["n_prompts"].max()
@@ -283,50 +348,82 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
     return ax
 
 
+def _name_run(ax: Axes, row: "pandas.Series", place: float, looks: "_Looks") -> None:
+    """Write the model beside the mean over all prompts."""
+    name = labels.short_path(str(row["model"])).rsplit("/", 1)[-1]
+    if len(looks.checkpoints) > 1:
+        name += f" {row['checkpoint']}"
+    end = np.nanmax([row["mean"], row["high"]])
+    words: dict[str, Any] = {
+        "xytext": (6, 0),
+        "textcoords": "offset points",
+        "va": "center",
+        "fontsize": 7,
+        "color": "0.3",
+    }
+    ax.annotate(name, (end, place), parse_math=False, **words)
+
+
 class _Looks(NamedTuple):
     """How models and checkpoints are told apart: by colours, and by markers."""
 
     models: list[object]
     checkpoints: list[object]
+    sizes: ModelSizes | None
 
     @property
     def names_models(self) -> bool:
-        """Whether the legend names every model."""
+        """Whether every model is named."""
         return len(self.models) <= _MAX_NAMED
-
-    def color(self, model: object) -> str:
-        return f"C{self.models.index(model)}" if self.names_models else "C0"
 
     def label(self, model: object, checkpoint: object) -> str:
         """Name a model once; a leading underscore keeps a line out of the legend."""
-        if self.names_models and checkpoint == self.checkpoints[0]:
+        is_in_legend = self.names_models and self.sizes is None
+        if is_in_legend and checkpoint == self.checkpoints[0]:
             return str(model)
         return f"_{model} {checkpoint}"
 
-    def mark(self, checkpoint: object, color: str) -> dict[str, Any]:
-        """Return matplotlib's options for the marks of a checkpoint."""
+    def mark(
+        self, model: object, checkpoint: object, rows: "pandas.DataFrame"
+    ) -> dict[str, Any]:
+        """Return matplotlib's options for the marks of one model and checkpoint."""
+        if self.sizes is not None:
+            first = rows.iloc[0]
+            look = self.sizes.look(int(first["d_model"]), int(first["n_layers"]))
+        else:
+            look = self._of_checkpoint(checkpoint)
+            index = self.models.index(model) if self.names_models else 0
+            look["color"] = f"C{index}"
+        is_untrained = checkpoint == "untrained"
+        look["markerfacecolor"] = "white" if is_untrained else look["color"]
+        return look | {"linestyle": ""}
+
+    def _of_checkpoint(self, checkpoint: object) -> dict[str, Any]:
         index = self.checkpoints.index(checkpoint)
-        return {
-            "color": color,
-            "markerfacecolor": "white" if checkpoint == "untrained" else color,
-            "marker": _MARKERS[index % len(_MARKERS)],
-            "linestyle": "",
-        }
+        return {"color": "0.3", "marker": _MARKERS[index % len(_MARKERS)]}
 
     def legend(self, handles: list[Any]) -> list[Any]:
-        """Return what the legend shows: what is drawn, all models, the checkpoints."""
-        all_models = []
-        if not self.names_models:
+        """Return what the legend shows: what is drawn, sizes or models, checkpoints."""
+        if self.sizes is not None:
+            handles = self.sizes.handles() + handles
+        elif not self.names_models:
             label = f"each of {len(self.models)} models"
             mark = Line2D([], [], color="C0", marker="o", linestyle="", label=label)
-            all_models = [mark]
-        checkpoints = []
-        if len(self.checkpoints) > 1:
-            checkpoints = [
-                Line2D([], [], label=str(checkpoint), **self.mark(checkpoint, "0.3"))
-                for checkpoint in self.checkpoints
-            ]
-        return all_models + handles + checkpoints
+            handles = [mark, *handles]
+        if len(self.checkpoints) == 1:
+            return handles
+        if self.sizes is None:
+            named = self.checkpoints
+        else:
+            named = [each for each in self.checkpoints if each == "untrained"]
+        for checkpoint in named:
+            look = self._of_checkpoint(checkpoint)
+            if self.sizes is not None:
+                look["marker"] = "o"
+            face = "white" if checkpoint == "untrained" else look["color"]
+            look |= {"markerfacecolor": face, "linestyle": ""}
+            handles.append(Line2D([], [], label=str(checkpoint), **look))
+        return handles
 
 
 def _heading(result: Generalization) -> str:

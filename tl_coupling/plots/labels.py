@@ -1,6 +1,7 @@
 """Make what all pictures share: figures, colours, and the words on them."""
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -228,6 +229,13 @@ def mark_null(bar: Axes, null: float) -> None:
         bar.axhline(null, color=color, linewidth=linewidth)
 
 
+def mark_and_name_null(bar: Axes, null: float) -> None:
+    """Draw the line of `mark_null`, and write what it is beside it."""
+    mark_null(bar, null)
+    beside: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
+    bar.text(-0.2, null, "null ▸", transform=bar.get_yaxis_transform(), **beside)
+
+
 def name_ticks(
     axis: Axis,
     names: Sequence[Any],
@@ -261,6 +269,11 @@ def measure_label(
 ) -> str:
     """Return a measure in words, with k and its options."""
     return measure_named(measure, p=p, absolute=absolute).label_at(k)
+
+
+def short_measure(measure: AnyMeasure) -> str:
+    """Return a measure in words, without the formula, which is for the caption."""
+    return measure_named(measure).label.partition("$")[0].strip()
 
 
 def map_heading(maps: Sequence[Any], k: int | None = None) -> str:
@@ -335,8 +348,17 @@ def heading(
 
 
 def short_path(model: str) -> str:
-    """Return the last two parts of a local model's path, and other names as they are."""
-    return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
+    """Return the last two parts of a local model's path, and other names as they are.
+
+    The random name of a temporary folder says nothing and is left out.
+    """
+    path = Path(model)
+    if not path.is_absolute():
+        return model
+    is_temporary = path.parent.parent == Path(tempfile.gettempdir())
+    if is_temporary and path.parent.name.startswith("tmp"):
+        return path.name
+    return "/".join(path.parts[-2:])
 
 
 def short_names(models: Sequence[str]) -> list[str]:

@@ -1,20 +1,25 @@
-"""Draw layers: their coupling as a graph and by distance, and their singular values."""
+"""Draw layers: their coupling as arcs and by distance, and their singular values."""
 
 from collections.abc import Mapping, Sequence
 
-import networkx as nx
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from matplotlib.lines import Line2D
+from matplotlib.collections import LineCollection
+from matplotlib.colors import ListedColormap, to_rgb
 
 from tl_coupling.arguments import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.measures import AnyMeasure, measure_named, random_subspace_null
+from tl_coupling.measures import AnyMeasure, random_subspace_null
 from tl_coupling.plots import labels
+from tl_coupling.plots.maps import color_scale
 
 _Maps = CouplingMap | Mapping[str, CouplingMap]
-_MAX_EDGE_WIDTH = 8.0
+_MAX_ARC_WIDTH = 4.0
+# More arcs than these hide each other.
+_MOST_ARCS = 20
+# The palest shades of the map are lost on white.
+_ARC_COLORS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))
 
 
 @checked
@@ -27,27 +32,26 @@ def plot_adjacency(
     threshold: Finite | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw layers as a graph, clockwise on a circle.
+    """Draw the strongest couplings as arcs over a line of layers.
 
-    Each edge is as wide and as opaque as its two layers are coupled.
-
-    Shows which groups of layers are coupled. The weight of an edge is the mean of the
-    map's two values for a pair of layers, (l, l′) and (l′, l). Width is proportional to
-    the weight and opacity to its square root; both are full at 1 for the measures
-    bounded by 1, so that two pictures compare (trained and untrained), else at the
-    largest weight.
+    Read off which groups of layers are coupled, and how far couplings reach: an arc
+    joins two layers and is the higher the further apart they are. It is as wide and as
+    dark as they are coupled. Its weight is the mean of the map's two values for a pair
+    of layers, (l, l′) and (l′, l). Colours are on the scale of `plot_coupling`: those
+    of an untrained model stay pale. The mark on the colour bar is what random subspaces
+    would give.
 
     Args:
         result: a map of kind "depth".
         k, measure: as in `plot_coupling`.
-        strongest: draw this many edges, those of the largest weights; two for each
-            layer by default.
-        threshold: draw all edges of at least this weight instead, or at most
-            `strongest` of them if both are given.
+        strongest: draw this many arcs, those of the largest weights; by default one for
+            each layer, at most 20.
+        threshold: draw all arcs of at least this weight instead, or at most `strongest`
+            of them if both are given.
 
-    Returns the Axes; its legend gives the scale of the edges. Raises ValueError for a k
-    or measure that the map does not have, a map of tokens, and rows and columns of
-    different layers.
+    Returns the Axes; its only collection are the arcs, from the weakest. Raises
+    ValueError for a k or measure that the map does not have, a map of tokens, and rows
+    and columns of different layers.
 
     Example:
         >>> ax = tlc.plot_adjacency(tlc.depth_coupling(trace, k=8), k=4)
@@ -56,48 +60,47 @@ def plot_adjacency(
     layers = labels.named({"result": result}, CouplingMap)["result"].row_layers
     if layers != result.col_layers or len(set(layers)) != len(layers):
         raise ValueError(
-            "a graph of layers wants a map with the same layers, each once, as rows and "
-            f"columns; got rows {list(layers)} and columns {list(result.col_layers)}"
+            "arcs between layers want a map with the same layers, each once, as rows "
+            f"and columns; got rows {list(layers)} and columns {list(result.col_layers)}"
         )
-    pairs = weighted_edges(
-        result.values(k, measure).detach().cpu().double().numpy(), layers
-    )
-    edges = pairs
+    values = result.values(k, measure).detach().cpu().double().numpy()
+    pairs = weighted_pairs(values, layers)
+    drawn_pairs = pairs
     if threshold is not None:
-        edges = [pair for pair in pairs if pair[0] >= threshold]
-    n_allowed = len(edges)
+        drawn_pairs = [pair for pair in pairs if pair[0] >= threshold]
+    n_allowed = len(drawn_pairs)
     if strongest is not None or threshold is None:
-        edges = edges[-(strongest or 2 * len(layers)) :]
-    full = 1.0
-    if edges and not measure_named(measure).bounded:
-        full = edges[-1][0] or 1.0
-    ax = ax or labels.new_figure(6.4, 7.0).subplots()
-    draw_graph(ax, layers, edges, full)
+        drawn_pairs = drawn_pairs[-(strongest or most_arcs(layers)) :]
+    full = color_scale([result], k, measure)[1]
+    ax = ax or labels.new_figure(7.4, 3.6).subplots()
+    arcs = draw_arcs(ax, layers, drawn_pairs, full)
     k = result.k if k is None else k
-    drawn = f"{len(edges)} of {len(pairs)} edges"
+    drawn = f"{len(drawn_pairs)} of {len(pairs)} pairs"
     if threshold is not None:
-        drawn += f", at least {threshold:g}"
-    if len(edges) < n_allowed:
+        drawn += f" at {threshold:g} or more"
+    if len(drawn_pairs) < n_allowed:
         drawn += ", the strongest"
-    measure_name = labels.measure_label(measure, k)
-    scale = edge_scale(full)
-    labels.plain_legend(
-        ax,
-        handles=scale,
-        title=f"{measure_name}, mean of (l, l′) and (l′, l)\n{drawn}",
-        ncols=len(scale),
-        **labels.BELOW | {"fontsize": "medium"},
-    )
+    ax.set_xlabel(f"layer ({drawn})")
+    name = labels.short_measure(measure)
+    bar = ax.figure.colorbar(arcs, ax=ax, label=f"{name}, mean of both orders").ax
+    null = result.null(k, measure)
+    if 0 <= null <= full:
+        labels.mark_and_name_null(bar, null)
     labels.entitle(ax, labels.map_heading([result], k))
     return ax
 
 
-def weighted_edges(
+def most_arcs(layers: Sequence[int]) -> int:
+    """Return how many arcs are drawn over these layers by default."""
+    return min(len(layers), _MOST_ARCS)
+
+
+def weighted_pairs(
     values: np.ndarray, layers: Sequence[int]
 ) -> list[tuple[float, int, int]]:
     """Return weight, layer and other layer of every pair, from the lightest.
 
-    Strong edges are drawn on top of weak ones.
+    Strong couplings are drawn on top of weak ones.
     """
     weights = (values + values.T) / 2
     below = np.argwhere(np.tri(len(layers), k=-1)).tolist()
@@ -108,42 +111,54 @@ def weighted_edges(
     )
 
 
-def draw_graph(
+def draw_arcs(
     ax: Axes,
     layers: Sequence[int],
-    edges: Sequence[tuple[float, int, int]],
+    pairs: Sequence[tuple[float, int, int]],
     full: float,
-    node_size: int = 260,
-) -> None:
-    """Draw layers clockwise on a circle from the top.
+    most_ticks: int = 2 * labels.MAX_LAYER_TICKS,
+) -> LineCollection:
+    """Draw layers on a line, and an arc over it for each pair.
 
-    Edges of weight `full` and more have full width.
+    Arcs of weight `full` and more have full width.
     """
-    graph = nx.Graph()
-    graph.add_nodes_from(layers)
-    angles = np.pi / 2 - 2 * np.pi * np.arange(len(layers)) / len(layers)
-    places = {
-        layer: (np.cos(angle), np.sin(angle))
-        for layer, angle in zip(layers, angles, strict=True)
-    }
-    style = _edge_style(np.array([weight for weight, *_ in edges]) / full)
-    nx.draw_networkx_edges(graph, places, [ends for _, *ends in edges], ax=ax, **style)
-    nx.draw_networkx_nodes(
-        graph, places, ax=ax, node_color="white", edgecolors="0.3", node_size=node_size
+    weights = np.array([weight for weight, *_ in pairs])
+    angles = np.linspace(np.pi, 0, 60)
+    segments = []
+    for _, layer, other_layer in pairs:
+        middle = (layer + other_layer) / 2
+        radius = abs(layer - other_layer) / 2
+        x = middle + radius * np.cos(angles)
+        segments.append(np.column_stack([x, radius * np.sin(angles)]))
+    arcs = LineCollection(
+        segments,
+        array=weights,
+        cmap=_ARC_COLORS,
+        linewidths=_MAX_ARC_WIDTH * np.clip(weights / full, 0, 1),
+        capstyle="round",
     )
-    nx.draw_networkx_labels(graph, places, ax=ax, font_size=8 if node_size > 200 else 6)
-    ax.set_aspect("equal")
-    ax.axis("off")
-
-
-def edge_scale(full: float) -> list[Line2D]:
-    """Return what a legend shows of the edges."""
-    shares = np.array([0.1, 0.25, 0.5, 1])
-    looks = zip(shares, *_edge_style(shares).values(), strict=True)
-    return [
-        Line2D([], [], label=f"{full * share:.2g}", linewidth=w, color=color)
-        for share, w, color in looks
-    ]
+    arcs.set_clim(0, full)
+    ax.add_collection(arcs)
+    ax.plot(
+        layers,
+        np.zeros(len(layers)),
+        "o",
+        color="0.35",
+        markersize=3,
+        label="_layers",
+        clip_on=False,
+        zorder=3,
+    )
+    furthest = max([abs(layer - other) for _, layer, other in pairs], default=1)
+    room = 0.02 * max(1, max(layers) - min(layers))
+    ax.set_xlim(min(layers) - room, max(layers) + room)
+    ax.set_ylim(0, 0.53 * furthest)
+    ax.set_yticks([])
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    order = sorted(layers)
+    labels.name_ticks(ax.xaxis, order, most_ticks, np.array(order), fontsize="small")
+    return arcs
 
 
 @checked
@@ -233,11 +248,3 @@ def plot_singular_values(
     ax.set(xlabel="layer", ylabel="singular value of J")
     labels.finish_lines(ax, labels.map_heading(list(maps.values())))
     return ax
-
-
-def _edge_style(shares: np.ndarray) -> dict[str, list]:
-    shares = np.clip(shares, 0, 1)
-    return {
-        "width": list(_MAX_EDGE_WIDTH * shares),
-        "edge_color": [(*to_rgb("C0"), a) for a in np.sqrt(shares)],
-    }

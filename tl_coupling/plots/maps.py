@@ -105,16 +105,13 @@ def plot_coupling(
     if untrained is not None:
         axes[1].set_ylabel("")
         labels.entitle(figure, labels.map_heading([result], k))
-    # Without the formula, which is for the caption.
-    name = measure_named(measure, **options).label.partition("$")[0].strip()
+    name = labels.short_measure(measure)
     if options:
         name = labels.measure_label(measure, k, **options)
     bar = figure.colorbar(image, ax=axes, label=name).ax
     null = result.null(k, measure, **options)
     if low <= null <= high:
-        labels.mark_null(bar, null)
-        beside: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
-        bar.text(-0.2, null, "null ▸", transform=bar.get_yaxis_transform(), **beside)
+        labels.mark_and_name_null(bar, null)
     return axes[0]
 
 

@@ -50,7 +50,8 @@ def plot_linearisation(
     at all: a solid line has to lie below the dotted one of its colour (relative error,
     above), or above it (cosine similarity, below). On the left each step starts from
     the true stream, on the right only the first one does. Relative errors above 100 are
-    clipped, and the title of their panel says how large they become.
+    clipped, and the title of their panel says how large they become. The axis of one
+    step's errors is linear, and the legend gives their means over the layers.
 
     Args:
         results: one linearisation or a result that holds one; or several by name.
@@ -67,7 +68,7 @@ def plot_linearisation(
     """
     by_name = _parts(results, Linearisation, "linearisation")
     fig = fig or labels.new_figure(8.4, 6.4)
-    panels = fig.subplots(2, 2, sharex=True, sharey="row")
+    panels = fig.subplots(2, 2, sharex=True)
     for (errors, cosines), (title, predictions) in zip(
         panels.T, _PREDICTIONS.items(), strict=True
     ):
@@ -80,11 +81,16 @@ def plot_linearisation(
         cosines.set_xlabel("after layer")
         cosines.xaxis.set_major_locator(MaxNLocator(integer=True))
         labels.plain_legend(cosines, **_BELOW)
-    errors, cosines = panels[:, 0]
-    errors.set_yscale("log", nonpositive="mask")
-    top = min(errors.get_ylim()[1], _MOST_ERROR)
-    errors.set(ylabel="relative error", ylim=(None, top))
-    cosines.set(ylabel="cosine similarity", ylim=(None, 1.03))
+    one_step, compounded = panels[0]
+    # Errors of one step lie close together: a logarithmic axis would hide by how much
+    # they differ.
+    one_step.set_ylim(0, min(one_step.get_ylim()[1], _MOST_ERROR))
+    compounded.set_yscale("log", nonpositive="mask")
+    compounded.set_ylim(top=min(compounded.get_ylim()[1], _MOST_ERROR))
+    one_step.set_ylabel("relative error")
+    panels[1, 0].set_ylabel("cosine similarity")
+    for cosines in panels[1]:
+        cosines.set_ylim(top=1.03)
     title = "Linearised trajectory"
     reference_layers = {
         result.reference_layer
@@ -116,6 +122,8 @@ def _draw_predictions(
                 "label": f"{name}: {text}",
             }
             error = result.relative_error(prediction).cpu().numpy()
+            if prediction in ("one_step", "previous"):
+                look["label"] += f", mean error {error.mean():.2f}"
             cosine = result.cosine_similarity(prediction).cpu().numpy()
             largest = max(largest, error.max())
             errors.plot(error, **look)

@@ -16,7 +16,7 @@ from matplotlib.ticker import NullLocator
 from tl_coupling.arguments import Count, checked
 from tl_coupling.measures import MeasureName, mean_name, null_name
 from tl_coupling.plots import labels
-from tl_coupling.plots.layers import draw_graph, edge_scale, weighted_edges
+from tl_coupling.plots.layers import draw_arcs, most_arcs, weighted_pairs
 from tl_coupling.statistics import LEVEL, crossed_mean
 from tl_coupling.surveys import pairs_of_layers
 
@@ -75,7 +75,9 @@ def plot_emergence(
     )[:, 0]
     for ax, (variable, text) in zip(panels, shown.items(), strict=True):
         for number, (name, sweep) in enumerate(by.items()):
-            draw_line(ax, sweep[variable], f"C{number}", name)
+            # The title names one sweep alone.
+            label = name if len(by) > 1 else f"_{name}"
+            draw_line(ax, sweep[variable], f"C{number}", label)
         ax.set_ylabel(text)
     nulls = {
         name: mean_of(sweep[null_name(measure)]).sortby("checkpoint")
@@ -159,22 +161,23 @@ def plot_adjacency_strip(
     strongest: Count | None = None,
     fig: Figure | None = None,
 ) -> Figure:
-    """Draw layers as a graph at several checkpoints, side by side.
+    """Draw the strongest couplings as arcs at several checkpoints, side by side.
 
-    All have one scale of edges; see `plot_adjacency`.
+    All have one scale; see `plot_adjacency`.
 
     Shows which layers couple first, and whether neighbours do. Means over prompts and
-    seeds, and over both orders of a pair. An edge is at full width at the largest
-    weight in any panel.
+    seeds, and over both orders of a pair. An arc is at full width and darkest at the
+    largest weight in any panel.
 
     Args:
         checkpoints, k, measure: as in `plot_coupling_strip`; the paper has steps 1,
             4000 and 143000.
-        strongest: how many edges in each panel, those of the largest weights; two for
-            each layer by default.
+        strongest: how many arcs in each panel, those of the largest weights; by default
+            as in `plot_adjacency`.
 
-    Returns the Figure, with an Axes for each checkpoint. Raises as
-    `plot_coupling_strip`. Source: Aubry et al. 2025, figure 1c–e.
+    Returns the Figure, with an Axes for each checkpoint, then the colour bar. Raises as
+    `plot_coupling_strip`. Source: Aubry et al. 2025, figure 1c–e, as graphs on a
+    circle.
 
     Example:
         >>> fig = tlc.plots.plot_adjacency_strip(sweep, checkpoints=[0, 2])
@@ -182,26 +185,25 @@ def plot_adjacency_strip(
     k = _common_k({"data": data}, k, measure)
     steps, maps = _maps(data, checkpoints, k, measure)
     layers = data["layer"].values.tolist()
-    n_edges = strongest or 2 * len(layers)
-    edges = [weighted_edges(values, layers)[-n_edges:] for values in maps]
-    full = max((weight for panel in edges for weight, *_ in panel[-1:]), default=1.0)
-    fig, grid = _grid(len(steps), 2.6, 2.75, fig)
-    for ax, step, panel in zip(grid.flat, steps, edges, strict=False):
-        draw_graph(ax, layers, panel, full, node_size=110)
+    n_arcs = strongest or most_arcs(layers)
+    pairs = [weighted_pairs(values, layers)[-n_arcs:] for values in maps]
+    full = max((weight for panel in pairs for weight, *_ in panel[-1:]), default=1.0)
+    fig, grid = _grid(len(steps), 2.4, 1.5, fig, shared=True)
+    for ax, step, panel in zip(grid.flat, steps, pairs, strict=False):
+        arcs = draw_arcs(ax, layers, panel, full, most_ticks=8)
         ax.set_title(_step_name(step), fontsize="small")
-    drawn = f"{len(edges[0])} strongest of {len(layers) * (len(layers) - 1) // 2} edges in each"
-    if (
-        null := labels.one_null(data[null_name(measure)].sel(k=k, checkpoint=steps))
-    ) is not None:
-        drawn += f"; random subspaces: {null:.2g}"
-    scale, what = edge_scale(full), f"{labels.measure_label(measure, k)}, {drawn}"
-    below = {
-        "loc": "outside lower center",
-        "ncols": len(scale),
-        "fontsize": "small",
-        "title_fontsize": "small",
-    }
-    labels.plain_legend(fig, handles=scale, title=what, **below)
+    # Room for the highest arc of any panel.
+    every_pair = [pair for panel in pairs for pair in panel]
+    furthest = max((abs(i - j) for _, i, j in every_pair), default=1)
+    fig.axes[0].set_ylim(0, 0.53 * furthest)
+    n_pairs = len(layers) * (len(layers) - 1) // 2
+    drawn = f"{len(pairs[0])} of {n_pairs} pairs, the strongest"
+    fig.supxlabel(f"layer ({drawn})", fontsize="medium")
+    name = f"{labels.short_measure(measure)} (k = {k}),\nmean of both orders"
+    bar = fig.colorbar(arcs, ax=fig.axes, label=name).ax
+    null = labels.one_null(data[null_name(measure)].sel(k=k, checkpoint=steps))
+    if null is not None and null <= full:
+        labels.mark_and_name_null(bar, null)
     labels.entitle(
         fig, heading("Depth coupling across training", {"data": data}, "mean")
     )
