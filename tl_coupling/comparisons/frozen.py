@@ -9,10 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked, made_by
-from tl_coupling.comparisons.choices import chosen_layers
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.pairs import depth_maps
-from tl_coupling.jacobians import AnyFunction, Connection, Decomposed, jacobians_of
+from tl_coupling.jacobians import (
+    AnyFunction,
+    Connection,
+    Decomposed,
+    chosen_layers,
+    jacobians_of,
+)
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
