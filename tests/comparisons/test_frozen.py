@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tl_coupling as tlc
 from tl_coupling.comparisons import FrozenCoupling, frozen_coupling
-from tl_coupling.jacobians import frozen_jacobian
+from tl_coupling.dynamics import frozen_jacobian
 
 K = 4
 

@@ -202,8 +202,8 @@ def of_frozen_jacobians(
     """Trace, and what is held constant."""
     trace = tlc.trace(model, given, dtype=dtype)
     return {
-        "J": tlc.jacobians.frozen_jacobian(trace, 1, input_position=1),
-        "bias": tlc.jacobians.frozen_bias(trace, 1),
+        "J": tlc.dynamics.frozen_jacobian(trace, 1, input_position=1),
+        "bias": tlc.dynamics.frozen_bias(trace, 1),
         "difference": tlc.comparisons.frozen_coupling(trace, K).differences,
     }
 

@@ -121,7 +121,7 @@ def frozen_coupling(
 ) -> FrozenCoupling:
     r"""Coupling across depth with norms, attention patterns and gates held constant.
 
-    J of every layer at one token and its frozen J⁺ (`jacobians.frozen_jacobian`), each
+    J of every layer at one token and its frozen J⁺ (`dynamics.frozen_jacobian`), each
     coupled with those of the other layers, and how far the two are apart,
 
     .. math:: \|J^l - J^{+l}\|_F / \|J^l\|_F
@@ -139,7 +139,7 @@ def frozen_coupling(
         each with its null, and `differences` is by layer.
 
     Raises:
-        DerivativeError: a block has no frozen Jacobian, as `jacobians.frozen_jacobian`
+        DerivativeError: a block has no frozen Jacobian, as `dynamics.frozen_jacobian`
             says.
 
     Cost: about twice that of `depth_coupling`; memory for `2 L d²` numbers.

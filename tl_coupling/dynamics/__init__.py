@@ -1,4 +1,6 @@
-"""What blocks do together: their products, and the eigenvalues of each."""
+"""What blocks do together: their products; the eigenvalues of each, and what is left of
+each with its coefficients held constant.
+"""
 
 # ruff: noqa: F401
 from tl_coupling.dynamics.eigenvalues import (
@@ -8,13 +10,15 @@ from tl_coupling.dynamics.eigenvalues import (
     leading_eigenvalues,
 )
 from tl_coupling.dynamics.factored import FactoredProduct, block_product
+from tl_coupling.dynamics.frozen import frozen_bias, frozen_jacobian
 from tl_coupling.dynamics.products import Products, jacobian_products, products
 from tl_coupling.dynamics.spans import ProductMap, product_map
-from tl_coupling.jacobians import frozen_bias, frozen_jacobian
 
 __all__ = [
     "block_product",
     "eigenvalues",
+    "frozen_bias",
+    "frozen_jacobian",
     "jacobian_eigenvalues",
     "jacobian_products",
     "leading_eigenvalues",

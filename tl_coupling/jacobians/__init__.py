@@ -9,6 +9,7 @@ from tl_coupling.jacobians.connections import (
     Connection,
     Function,
     chosen_layers,
+    connected,
     named_layers,
 )
 from tl_coupling.jacobians.coupled import Coupled, couple, fill_pairs
@@ -24,7 +25,6 @@ from tl_coupling.jacobians.decomposed import (
 )
 from tl_coupling.jacobians.directions import BlockDirections, block_directions
 from tl_coupling.jacobians.forks import can_fork, of_each
-from tl_coupling.jacobians.frozen import frozen_bias, frozen_jacobian
 from tl_coupling.jacobians.held import each_once
 from tl_coupling.jacobians.jacobians import (
     Computed,
@@ -53,7 +53,5 @@ __all__ = [
     "block_jvp",
     "block_parts",
     "block_vjp",
-    "frozen_bias",
-    "frozen_jacobian",
     "plan",
 ]

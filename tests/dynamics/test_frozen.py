@@ -15,13 +15,9 @@ import tiny
 import tl_coupling as tlc
 from linear_blocks import affine_trace
 from random_matrices import gaussian
+from tl_coupling.dynamics import frozen_bias, frozen_jacobian
 from tl_coupling.gradients import DerivativeError, FrozenFunction
-from tl_coupling.jacobians import (
-    frozen_bias,
-    frozen_jacobian,
-    jacobian_and_path,
-    jacobians_of_output,
-)
+from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
 
 LAST = len(tiny.TOKENS) - 1
 D_HEAD = 8

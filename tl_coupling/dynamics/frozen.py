@@ -7,8 +7,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.gradients import BlockFunction, FrozenFunction
-from tl_coupling.jacobians.connections import Function, connected
-from tl_coupling.jacobians.ways import jacobian_and_path
+from tl_coupling.jacobians import Function, connected, jacobian_and_path
 from tl_coupling.traces import Trace
 
 
@@ -58,10 +57,10 @@ def frozen_jacobian(
 
     Example:
         >>> J_frozen = [
-        ...     tlc.jacobians.frozen_jacobian(trace, 1, input_position=s)
+        ...     tlc.dynamics.frozen_jacobian(trace, 1, input_position=s)
         ...     for s in range(trace.n_pos)
         ... ]
-        >>> total = tlc.jacobians.frozen_bias(trace, 1)
+        >>> total = tlc.dynamics.frozen_bias(trace, 1)
         >>> for J, x in zip(J_frozen, trace.residual[1]):
         ...     total = total + J @ x
         >>> added = trace.residual[2, -1] - trace.residual[1, -1]
@@ -96,7 +95,7 @@ def frozen_bias(
     Cost: a few forward passes of the block on the whole prompt, and one backward pass.
 
     Example:
-        >>> tlc.jacobians.frozen_bias(trace, 1).shape
+        >>> tlc.dynamics.frozen_bias(trace, 1).shape
         torch.Size([32])
     """
     t = trace.position_index(position)
