@@ -270,6 +270,16 @@ def test_layers_by_token_share_one_scale_and_begin_with_the_first() -> None:
     assert shades == [[0.0, 0.2], [0.4, 0.6], [0.8, 1.0]]
 
 
+def test_of_many_layers_some_are_shown_and_all_are_behind_a_click() -> None:
+    body = show_layers_by_token(["a"], torch.arange(30.0)[:, None]).body
+    shown, behind = body.split("<details>")
+    assert re.findall(r"<b>(\d+)</b>", shown) == [str(i) for i in range(0, 30, 3)]
+    assert re.findall(r"<b>(\d+)</b>", behind) == [str(i) for i in range(30)]
+    assert "<summary>all 30 rows</summary>" in behind
+    few = show_layers_by_token(["a"], torch.arange(10.0)[:, None]).body
+    assert "<details>" not in few
+
+
 def test_named_values_by_layer_share_one_scale() -> None:
     body = show_layers_by_token(
         ["a"], {"x": torch.tensor([[0.0]]), "y": torch.tensor([[1.0], [4.0]])}

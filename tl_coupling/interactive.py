@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 _LONGEST_LABEL = 14
+# Rows of a box that are shown before a reader asks for all.
+_MOST_UNFOLDED = 10
 _POSITIVE, _NEGATIVE, _UNDEFINED = "#2166ac", "#b2182b", "#bbbbbb"
 # Control characters, halves of characters, and what would turn the text after it
 # around.
@@ -216,7 +218,8 @@ def show_layers_by_token(
 ) -> View:
     """Show a value of every layer and token, the prompt once for each layer.
 
-    The first layer is on top.
+    The first layer is on top. Of more than 10, some evenly spaced ones are shown, and all
+    of them where a reader asks for them.
 
     Colours as in `show_tokens`, with one scale for everything shown. Read along a row
     how tokens differ, and down a column how a token changes with depth.
@@ -241,16 +244,25 @@ def show_layers_by_token(
         labels = [
             str(label) for label in (range(len(rows)) if layers is None else layers)
         ]
-        lines = (
+        lines = [
             f"<div><b>{html.escape(label)}</b>{_tokens_widget(str_tokens, row, scale)}</div>"
             for label, row in zip(labels, rows, strict=True)
-        )
+        ]
         width = max(map(len, labels)) + 2
-        opening = f'<div class="tlc-layers" tabindex="0" style="--label: {width}ch">'
-        parts.append(
-            f"<div>{_title(name, everything)}{opening}{''.join(lines)}</div></div>"
-        )
+        parts.append(f"<div>{_title(name, everything)}{_folded(lines, width)}</div>")
     return View(f'<div class="tlc-columns">{"".join(parts)}</div>')
+
+
+def _folded(lines: Sequence[str], label_width: int) -> str:
+    """Make a box of lines; of many, some evenly spaced ones, and all behind a click."""
+    opening = f'<div class="tlc-layers" tabindex="0" style="--label: {label_width}ch">'
+    every_line = f"{opening}{''.join(lines)}</div>"
+    if len(lines) <= _MOST_UNFOLDED:
+        return every_line
+    step = math.ceil(len(lines) / _MOST_UNFOLDED)
+    some_lines = f"{opening}{''.join(lines[::step])}</div>"
+    summary = f"<summary>all {len(lines)} rows</summary>"
+    return f"{some_lines}<details>{summary}{every_line}</details>"
 
 
 @lru_cache(maxsize=1)

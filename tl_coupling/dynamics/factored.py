@@ -32,10 +32,10 @@ class FactoredProduct:
     Example:
         >>> product = tlc.dynamics.FactoredProduct.identity(2)
         >>> half = torch.tensor([[0.5, 0.0], [0.0, 1.0]])
-        >>> for _ in range(2000):
+        >>> for _ in range(900):
         ...     product = product.then(half)
-        >>> product.log_singular_values().round(decimals=1)
-        tensor([    0.0000, -1386.3000], dtype=torch.float64)
+        >>> [round(log, 1) for log in product.log_singular_values().tolist()]
+        [0.0, -623.8]
     """
 
     Q: Float[Tensor, "d d"]

@@ -39,7 +39,7 @@ BELOW: dict[str, Any] = {
     "fontsize": "small",
 }
 MAX_LAYER_TICKS = 16
-MAX_TOKEN_TICKS = 40
+MAX_TOKEN_TICKS = 20
 _LONGEST_PROMPT = 48
 
 _Result = TypeVar("_Result")

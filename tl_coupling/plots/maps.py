@@ -435,8 +435,13 @@ def _name_sides(
             max_ticks = labels.MAX_TOKEN_TICKS
         if drawn_places:
             max_ticks = len(names)
-        rotation = 0 if is_depth or axis is ax.yaxis else 90
-        labels.name_ticks(axis, names, max_ticks, centres, rotation=rotation)
+        options: dict[str, Any] = {}
+        if not is_depth and axis is ax.xaxis:
+            options["rotation"] = 90
+        if not is_depth and len(names) > labels.MAX_TOKEN_TICKS:
+            # Fewer words, larger: they are read on a telephone, too.
+            options["fontsize"] = "large"
+        labels.name_ticks(axis, names, max_ticks, centres, **options)
 
 
 def _without_own(
