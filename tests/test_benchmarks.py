@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
     across_tokens,
+    beside_coupling,
     depth_coupling,
     engines,
     floor,
@@ -75,6 +76,16 @@ def test_the_floor_is_the_sum_of_its_parts(folder_model, tmp_path, capsys):
         assert measured["ratio"] == pytest.approx(measured["seconds"] / total)
         assert min(measured["floor"].values()) > 0
     assert "ratio" in capsys.readouterr().out
+
+
+def test_what_else_is_measured_is_timed_beside_coupling(folder_model, tmp_path, capsys):
+    arguments = ["--model", folder_model, "--tokens", 4, "--k", 4, "--repeats", 1]
+    beside_coupling.main(list(map(str, [*arguments, "--out", tmp_path])))
+    seconds = read(tmp_path, "beside_coupling")["seconds"]
+    assert list(seconds) == list(beside_coupling.measures(4))
+    assert min(seconds.values()) > 0
+    ratio = seconds["dynamics.products"] / seconds["depth_coupling"]
+    assert f"{ratio:.1f}" in capsys.readouterr().out
 
 
 def test_jacobians_and_their_table_and_picture(folder_model, tmp_path, capsys):
