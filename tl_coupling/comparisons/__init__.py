@@ -23,6 +23,7 @@ from tl_coupling.comparisons.pairs import (
     mean_depth_coupling,
     self_coupling,
 )
+from tl_coupling.comparisons.same_parts import part_coupling
 
 __all__ = [
     "Carriers",
@@ -40,6 +41,7 @@ __all__ = [
     "jacobian_coupling",
     "mean_depth_coupling",
     "neighbours",
+    "part_coupling",
     "prompt_coupling",
     "self_coupling",
 ]
