@@ -32,9 +32,9 @@ def dynamics(
         int | None, typer.Option(help=f"Token position. {OWN_POSITION}")
     ] = None,
     draws: Annotated[
-        int, typer.Option(help="Products of unrelated blocks that are drawn.", min=2)
+        int, typer.Option(help="Number of products of blocks turned at random.", min=2)
     ] = 20,
-    seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.", min=0)] = 0,
     runs: Annotated[
         bool, typer.Option(help="Measure every run of neighbouring blocks.")
     ] = False,

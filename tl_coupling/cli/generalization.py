@@ -58,12 +58,13 @@ def generalization(
         ),
     ] = None,
     orientation: Annotated[
-        Orientation | None, typer.Option(help="Of those measured. [the first]")
+        Orientation | None,
+        typer.Option(help="One of the measured orientations. [the first]"),
     ] = None,
     diagonal: Annotated[
         bool | None,
         typer.Option(
-            help="Means over all pairs of layers, l = l' too, or over different ones. "
+            help="Average over all pairs of layers, also l = l', or over different layers. "
             "[as measured]"
         ),
     ] = None,

@@ -96,13 +96,13 @@ class Setup(Tracing):
     quantization: Annotated[
         Quantization | None,
         typer.Option(
-            help="Quantise on loading, with bitsandbytes; what is measured are the "
-            "dequantised weights."
+            help="Quantise on loading, with bitsandbytes; the dequantised weights "
+            "are measured."
         ),
     ] = None
     memory: Annotated[
         Memory,
-        typer.Option(help="Leave weights in their files but for one block at a time."),
+        typer.Option(help="Keep weights in memory, or read one block at a time."),
     ] = "resident"
 
     @property
@@ -134,8 +134,8 @@ class OneModel(Setup):
     label: Annotated[
         str | None,
         typer.Option(
-            help="What results call the model. [default: as --model, with a local "
-            "folder's path]"
+            help="Name of the model in results. [default: --model, with the path of "
+            "a local folder]"
         ),
     ] = None
 
@@ -228,8 +228,8 @@ class Choosing:
         bool,
         typer.Option(
             "--diagonal",
-            help="Means over all pairs of layers, l = l' too, as in the paper. "
-            "[different ones]",
+            help="Average over all pairs of layers, also l = l', as in the paper. "
+            "[different layers]",
         ),
     ] = False
     all_measures: Annotated[
@@ -263,7 +263,8 @@ class Sweep(Measuring, Setup, Choosing):
     dynamics: Annotated[
         bool,
         typer.Option(
-            "--dynamics", help="Products of blocks too: about five times as long."
+            "--dynamics",
+            help="Measure products of blocks too; takes about five times as long.",
         ),
     ] = False
 
@@ -317,7 +318,7 @@ class OnePrompt:
     """One prompt, or one image."""
 
     prompt: Annotated[
-        str | None, typer.Option(help=f"One prompt. Without any: {PAPER_PROMPT!r}.")
+        str | None, typer.Option(help=f"One prompt. [default: {PAPER_PROMPT!r}]")
     ] = None
     image: Annotated[
         Path | None,

@@ -52,11 +52,11 @@ def precision(
 ) -> None:
     """Measure how far each measure moves when weights are rounded.
 
-    The same prompts are measured at float32, bfloat16, int8 and nf4. Compared are
-    weights: rounded to bfloat16, or as bitsandbytes quantises the linear layers to int8
-    or to 4 bits (nf4), dequantised. Not compared are kernels: at every precision
-    activations, Jacobians and SVDs are in float32, so that what half precision or
-    integers do to activations is left out.
+    The same prompts are measured at float32, bfloat16, int8 and nf4. It
+    compares weights: rounded to bfloat16, or quantised by bitsandbytes in the linear
+    layers to int8 or to 4 bits (nf4) and dequantised. It does not compare kernels:
+    activations, Jacobians and SVDs are in float32 at every precision, so the effect of
+    half precision or integers on activations is left out.
 
     Prints the mean over prompts of each measure at the first precision, and of its
     change at the others, with the standard deviation; writes these and the values of

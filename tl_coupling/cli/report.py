@@ -34,9 +34,9 @@ def report(
 
     Coupling across depth and across tokens, singular values, the influence of tokens on
     each other, and trajectories; each figure with a caption that says what to read off
-    it and how it was made. The page loads nothing from anywhere. Of an image that a
-    vision model reads, what each patch does is shown over the picture. The same
-    architecture at its initialisation stands beside the model, unless --no-untrained.
+    it and how it was made. The page needs no network. For a vision model it shows
+    what each patch does over the picture. The same architecture at its initialisation
+    stands beside the model, unless --no-untrained is given.
 
     Examples:
 

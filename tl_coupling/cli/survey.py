@@ -52,12 +52,12 @@ def survey(
     n: Annotated[
         int | None,
         typer.Option(
-            help="How many, drawn at random. [all of a file, 200 of a set, 1200 of the "
+            help="Number of prompts, drawn at random. [all of a file, 200 of a set, 1200 of the "
             "leaderboard]"
         ),
     ] = None,
     per_task: Annotated[
-        int | None, typer.Option(help="How many of each task, instead of --n.")
+        int | None, typer.Option(help="Number of prompts of each task, instead of --n.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random draw.", min=0)] = 0,
     untrained: Untrained = False,

@@ -58,7 +58,8 @@ def trajectory(
         bool,
         typer.Option(
             "--absolute-noise",
-            help="Of these standard deviations, not relative to its length.",
+            help="Take the standard deviations as they are, not relative to the "
+            "length of the embedding.",
         ),
     ] = False,
     untrained: Untrained = False,
