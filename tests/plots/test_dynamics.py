@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 import tl_coupling as tlc
 from axes import named_lines
@@ -10,12 +12,16 @@ from tl_coupling.plots import plot_eigenvalues, plot_product_map, plot_products
 pytestmark = pytest.mark.on_4_only
 
 
+def by_label(ax: Axes) -> dict[str, Line2D]:
+    return {str(line.get_label()): line for line in named_lines(ax)}
+
+
 def test_products_stand_beside_their_bands(tiny_trace):
     result = tlc.dynamics.products(tiny_trace, n_draws=5)
     other = tlc.dynamics.products(tiny_trace, position=2, n_draws=5)
     fig = plot_products({"trained": result, "untrained": other})
     largest, ratio = fig.axes
-    lines = named_lines(largest)
+    lines = by_label(largest)
     for name, shown in (("trained", result), ("untrained", other)):
         assert np.allclose(lines[name].get_ydata(), shown.log_largest)
         band = next(
@@ -27,7 +33,7 @@ def test_products_stand_beside_their_bands(tiny_trace):
         ends = shown.null_interval.numpy()
         assert heights.min() == pytest.approx(ends.min())
         assert heights.max() == pytest.approx(ends.max())
-    of_ratio = named_lines(ratio)
+    of_ratio = by_label(ratio)
     assert np.allclose(of_ratio["trained"].get_ydata(), result.participation_ratio)
     assert np.allclose(
         of_ratio["trained, blocks turned at random"].get_ydata(),

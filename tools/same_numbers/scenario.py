@@ -72,6 +72,10 @@ COMMANDS = (
         *("--model", LLAMA, "--prompt", WORDS, "--untrained"),
     ),
     _command(
+        "tiny-dynamics",
+        *("--model", LLAMA, "--prompt", WORDS, "--runs", "--untrained"),
+    ),
+    _command(
         "tiny-trajectories",
         *("--model", TRAINING, "--checkpoint", "0", "--checkpoint", "8"),
         *("--prompt", WORDS),
