@@ -357,7 +357,9 @@ def test_the_embedded_model_on_a_page(
             chromium.execute_script(
                 "return document.querySelectorAll('.colored-tokens').length"
             )
-            == 3 * 30 + 1 + 3
+            # Rows of influence, of entropies and of shapes; of the first three views
+            # some are shown, and all behind a click.
+            == 3 * 30 + 1 + 3 + 10 + 10 + 8
         )
 
 
