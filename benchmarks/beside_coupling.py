@@ -53,7 +53,7 @@ def seconds_of_each(
     return {name: min(of_runs) for name, of_runs in seconds.items()}
 
 
-def table(results: dict[str, Any]) -> Table:
+def tables(results: dict[str, Any]) -> list[Table]:
     """Return a row for each measure."""
     seconds = results["seconds"]
     coupling = seconds["depth_coupling"]
@@ -63,7 +63,7 @@ def table(results: dict[str, Any]) -> Table:
     shown.add_column("times depth_coupling", justify="right")
     for name, taken in seconds.items():
         shown.add_row(name, f"{taken:.2f}", f"{taken / coupling:.1f}")
-    return shown
+    return [shown]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ),
     }
     out = console()
-    out.print(table(results))
+    out.print(*tables(results))
     out.print(f"wrote {write(options.out, 'beside_coupling', results)}")
 
 

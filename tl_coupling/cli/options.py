@@ -264,7 +264,7 @@ class Sweep(Measuring, Setup, Choosing):
         bool,
         typer.Option(
             "--dynamics",
-            help="Measure products of blocks too; takes about five times as long.",
+            help="Measure products of blocks too; takes about eight times as long.",
         ),
     ] = False
 
