@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tl_coupling as tlc
@@ -42,6 +43,11 @@ def test_the_command_saves_draws_and_prints_what_the_functions_give(
     assert summary["trained"]["alignment_gain"] == pytest.approx(
         expected.alignment_gain.tolist(), abs=1e-5
     )
+    of_blocks = np.linalg.eigvals(tlc.block_jacobians(trace).double().numpy())
+    assert summary["trained"]["share_left_of_zero"] == pytest.approx(
+        (of_blocks.real < 0).mean(1).tolist()
+    )
+    assert len(summary["trained"]["shuffled_log_largest"]) == 3
     assert f"{float(expected.log_largest[-1]):.2f}" in done.out
     assert f"{float(expected.alignment_gain[-1]):+.2f}" in done.out
     assert len(ProductMap.load(tmp_path / "runs.nc").layers) == 2

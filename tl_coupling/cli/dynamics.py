@@ -5,7 +5,9 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
+from jaxtyping import Float
 from rich.table import Table
+from torch import Tensor
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
@@ -135,6 +137,8 @@ def _summary(measured: dict[str, MeasuredDynamics]) -> dict[str, object]:
             "log_largest": products.log_largest.tolist(),
             "alignment_gain": products.alignment_gain.tolist(),
             "alignment_gain_interval": products.alignment_gain_interval.tolist(),
+            "null_interval": products.null_interval.tolist(),
+            "shuffled_log_largest": products.shuffled_log_largest.tolist(),
             "participation_ratio": products.participation_ratio.tolist(),
             "null_participation_ratio": products.null_participation_ratio.mean(
                 0
@@ -145,8 +149,22 @@ def _summary(measured: dict[str, MeasuredDynamics]) -> dict[str, object]:
             of_role["henrici"] = result.eigenvalues.henrici.tolist()
             null = result.eigenvalues.null_henrici.mean(0)
             of_role["null_henrici"] = null.tolist()
+            of_role["share_left_of_zero"] = _shares_below_zero(result.eigenvalues.real)
+            of_role["null_share_left_of_zero"] = _shares_below_zero(
+                result.eigenvalues.null_real
+            )
+            complex_share = result.eigenvalues.complex_share
+            of_role["complex_share"] = complex_share.tolist()
+            null_share = result.eigenvalues.null_complex_share.mean(0)
+            of_role["null_complex_share"] = null_share.tolist()
         summary[role] = of_role
     return summary
+
+
+def _shares_below_zero(real: Float[Tensor, "n_layers d_model"]) -> list[float]:
+    """Return, by layer, how many of the eigenvalues have a negative real part."""
+    shares: list[float] = (real < 0).double().mean(1).tolist()
+    return shares
 
 
 def _table(measured: dict[str, MeasuredDynamics]) -> Table:

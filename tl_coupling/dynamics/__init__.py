@@ -12,7 +12,7 @@ from tl_coupling.dynamics.eigenvalues import (
 from tl_coupling.dynamics.factored import FactoredProduct, block_product
 from tl_coupling.dynamics.frozen import frozen_bias, frozen_jacobian
 from tl_coupling.dynamics.products import Products, jacobian_products, products
-from tl_coupling.dynamics.spans import ProductMap, product_map
+from tl_coupling.dynamics.runs import ProductMap, product_map
 
 __all__ = [
     "block_product",
