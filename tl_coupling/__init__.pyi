@@ -4,6 +4,7 @@ __version__: str
 
 from tl_coupling import blocks as blocks
 from tl_coupling import comparisons as comparisons
+from tl_coupling import directions as directions
 from tl_coupling import dynamics as dynamics
 from tl_coupling import generalization as generalization
 from tl_coupling import gradients as gradients

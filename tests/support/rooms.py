@@ -20,7 +20,7 @@ LEVELS = [
     "comparisons influence trajectories dynamics",
     "portraits",
     "surveys",
-    "redundancy generalization",
+    "redundancy directions generalization",
     "plots interactive report",
     "cli",
 ]

@@ -26,6 +26,7 @@ from tl_coupling.models.loaded import (
     is_packed,
     missing_head,
     reads_pixels,
+    weights_digest,
 )
 from tl_coupling.models.loading import empty_model, load_model
 from tl_coupling.models.model_files import changed_file, described_files

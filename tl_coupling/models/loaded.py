@@ -190,13 +190,13 @@ def _sizes(model: nn.Module, residual: Tensor) -> dict[str, object]:
         "n_params": n_params or sum(map(n_weights, model.parameters())),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": str(weight.device),
-        "weights_digest": _weights_digest(model),
+        "weights_digest": weights_digest(model),
         **_quantization(model),
         "versions": {package: version(package) for package in _PACKAGES},
     }
 
 
-def _weights_digest(model: nn.Module) -> str | None:
+def weights_digest(model: nn.Module) -> str | None:
     """Return what tells models of one name apart: a checksum of a few weights of every
     parameter.
 

@@ -10,7 +10,7 @@ from tl_coupling.trajectories.gradients import (
     coupled_gradient,
     gradient_prediction,
 )
-from tl_coupling.trajectories.lenses import product_lens
+from tl_coupling.trajectories.lenses import check_lens, product_lens
 from tl_coupling.trajectories.predictions import (
     Linearisation,
     Perturbation,

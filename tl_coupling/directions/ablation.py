@@ -1,0 +1,376 @@
+"""Removing subspaces from what blocks read or write: what it costs, beside controls."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tl_coupling.arguments import Count, Seed, at_least, checked, made_by
+from tl_coupling.directions.draws import frames
+from tl_coupling.directions.effects import (
+    check_takes_hooks,
+    kl,
+    log_probabilities,
+    losses,
+    rows_at_once,
+)
+from tl_coupling.directions.interventions import Side, check_belongs, removal_hooks
+from tl_coupling.directions.removals import Projection
+from tl_coupling.directions.subspaces import SIDES, Subspace
+from tl_coupling.models import tokenize
+from tl_coupling.progress import Progress, with_progress
+from tl_coupling.prompts import Prompt
+from tl_coupling.saved import Saved
+from tl_coupling.statistics import Difference, paired_difference
+from tl_coupling.surveys import as_prompts
+
+if TYPE_CHECKING:
+    import pandas
+
+Control = Literal["random", "norm_matched", "principal", "span", "unshared", "low_gain"]
+Kind = Literal["shared", Control]
+Effect = Literal["loss_change", "kl", "removed"]
+
+
+@made_by("directions.ablate(model, prompts, subspace)")
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class Ablation(Saved):
+    """What a model loses without a subspace, beside controls of the same rank.
+
+    Attributes:
+        loss: of the unchanged model on each prompt: mean negative log-likelihood per
+            token, in nats.
+        loss_change: the loss with the subspace removed, less `loss`, `[condition
+            prompt]`.
+        kl: `KL(unchanged ‖ ablated)` of the next token, mean over tokens, in nats.
+        removed: share of the energy that was removed, over the layers and tokens: of
+            what blocks write, or of what they read less its mean.
+        kinds: of each condition: "shared", or its control: "random", a subspace of the
+            whole stream; "norm_matched", the same, scaled to remove as much at each
+            token as the shared one does; "principal", the leading principal directions of
+            each block's own activations, of which there is one draw; "span", in the
+            span of the 50 leading ones; "unshared", directions of each block that are
+            orthogonal to the shared ones and have about their gains; "low_gain",
+            directions of each block with small gains.
+        layers: where it was removed, at all of them together.
+        prompts: ids.
+        side: "read", blocks read `h − (h − μ)BBᵀ` and the stream keeps h; "write", the
+            stream gets `f − fBBᵀ`.
+        rank: of the subspace and of all controls.
+        provenance: how it was made; JSON-able.
+
+    Example:
+        >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
+        >>> subspace = tlc.directions.shared_subspace(traces, rank=2, k=4)
+        >>> result = tlc.directions.ablate(model, ["w1 w2 w3", "w4 w5"], subspace, n_draws=3)
+        >>> result.loss_change.shape  # the subspace, 5 controls of 3 draws and 1 of 1
+        torch.Size([17, 2])
+        >>> result.against("span").estimate.shape
+        ()
+        >>> tlc.directions.Ablation.load(result.save("ablation.nc")).side
+        'write'
+    """
+
+    loss: Float[Tensor, " n_prompts"]
+    loss_change: Float[Tensor, "n_conditions n_prompts"]
+    kl: Float[Tensor, "n_conditions n_prompts"]
+    removed: Float[Tensor, "n_conditions n_prompts"]
+    kinds: tuple[str, ...]
+    layers: tuple[int, ...]
+    prompts: tuple[str, ...]
+    side: Side
+    rank: int
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        "loss": "prompt",
+        **dict.fromkeys(("loss_change", "kl", "removed"), "condition prompt"),
+        "kinds": "condition",
+        "layers": "layer",
+        "prompts": "prompt",
+    }
+
+    @checked
+    def of(
+        self, kind: Kind = "shared", effect: Effect = "loss_change"
+    ) -> Float[np.ndarray, " n_prompts"]:
+        """Return an effect on each prompt: of a control, its mean over draws.
+
+        Raises:
+            ValueError: a control that could not be drawn.
+        """
+        return self._draws_of(kind, effect).mean(0)
+
+    @checked
+    def against(self, control: Control, effect: Effect = "loss_change") -> Difference:
+        """Return the effect of the subspace less that of a control.
+
+        The interval is over prompts: a paired t interval of each prompt's effect less
+        its mean over draws.
+        """
+        return paired_difference(self.of(control, effect), self.of("shared", effect))
+
+    @checked
+    def draws(
+        self, kind: Kind, effect: Effect = "loss_change"
+    ) -> Float[np.ndarray, " n_draws"]:
+        """Return the mean effect over prompts of each draw of a kind."""
+        return self._draws_of(kind, effect).mean(1)
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return one row for each kind: means, and intervals over prompts.
+
+        `draws_low` and `draws_high` are the smallest and the largest mean of a draw.
+
+        Example:
+            >>> subspace = tlc.directions.shared_subspace([trace], rank=2, k=4)
+            >>> result = tlc.directions.ablate(model, ["w1 w2 w3"], subspace, n_draws=2)
+            >>> result.to_dataframe().kind.tolist()[:3]
+            ['shared', 'random', 'norm_matched']
+        """
+        import pandas
+
+        rows: list[dict[str, object]] = []
+        shared = self.of("shared")
+        for kind in dict.fromkeys(self.kinds):
+            of_draws = self._draws_of(kind, "loss_change")
+            of_kind = of_draws.mean(0)
+            interval = paired_difference(np.zeros_like(of_kind), of_kind)
+            less = paired_difference(of_kind, shared)
+            rows.append(
+                {
+                    "kind": kind,
+                    "removed": self._draws_of(kind, "removed").mean(),
+                    "loss_change": float(interval.estimate),
+                    "low": float(interval.low),
+                    "high": float(interval.high),
+                    "draws_low": of_draws.mean(1).min(),
+                    "draws_high": of_draws.mean(1).max(),
+                    "shared_less_this": float(less.estimate),
+                    "shared_less_this_low": float(less.low),
+                    "shared_less_this_high": float(less.high),
+                    "kl": self._draws_of(kind, "kl").mean(),
+                    "n_prompts": len(self.prompts),
+                }
+            )
+        return pandas.DataFrame(rows)
+
+    def _draws_of(
+        self, kind: str, effect: Effect
+    ) -> Float[np.ndarray, "n_draws n_prompts"]:
+        is_of_kind = np.array(self.kinds) == kind
+        if not is_of_kind.any():
+            raise ValueError(
+                f"there is no {kind!r} here, only {', '.join(dict.fromkeys(self.kinds))}"
+            )
+        values: np.ndarray = getattr(self, effect).double().numpy()[is_of_kind]
+        return values
+
+    def __repr__(self) -> str:
+        return (
+            f"Ablation({self.provenance.get('model')!r}, rank {self.rank}, {self.side} "
+            f"side, {len(self.layers)} layers, {len(self.prompts)} prompts: loss "
+            f"{float(self.loss.mean()):.2f} {self.of('shared').mean():+.3g} nats)"
+        )
+
+
+@checked
+def ablate(
+    model: nn.Module,
+    prompts: str | Prompt | Sequence[str | Prompt],
+    subspace: Subspace,
+    layers: Sequence[int] | None = None,
+    side: Side = "write",
+    *,
+    rank: Annotated[int, at_least(0)] | None = None,
+    n_draws: Count = 20,
+    seed: Seed = 0,
+    prepend_bos: bool | None = None,
+    progress: Progress | None = None,
+) -> Ablation:
+    r"""Remove a subspace from what blocks read, or from what they write.
+
+    .. math::
+
+        \text{read: } f(h - (h - \mu) B B^\top), \qquad
+        \text{write: } f(h) - f(h) B B^\top
+
+    The skip connection keeps what it has. Controls have the same rank. A random
+    subspace of the whole stream holds a share `rank / d_model` of what is there, and
+    flatters any other: the controls in the span of activations, and those with the same
+    gains, are the ones to beat.
+
+    Args:
+        model: a TransformerBridge or HookedTransformer, in eval mode.
+        prompts: texts, or `Prompt` objects, of at least two tokens; others than those
+            the subspace was found on.
+        subspace: what `shared_subspace` found.
+        layers: where it is removed, at all of them together; those of the subspace by
+            default.
+        side: "read" or "write".
+        rank: how many of its directions, the most shared first; all by default.
+        n_draws: how many subspaces of each control are drawn.
+        seed: of the draws.
+        prepend_bos: as in `trace`.
+        progress: wraps the loop over prompts.
+
+    Raises:
+        ValueError: no prompts, a prompt of one token, layers that the subspace does not
+            have, a rank that it does not have, a model with other weights.
+
+    Cost: for each prompt `2 + 5 · n_draws` passes of the model, in batches; memory for
+    `d_model · rank` numbers for each of them and layer.
+
+    Example:
+        >>> subspace = tlc.directions.shared_subspace([trace], rank=4, k=4)
+        >>> nothing = tlc.directions.ablate(model, ["w1 w2 w3"], subspace, rank=0)
+        >>> bool(abs(nothing.of("shared")[0]) < 1e-6)
+        True
+
+    Source: `shared_subspace` for the directions; Geiger et al. 2021 for interventions
+    on subspaces.
+    """
+    check_takes_hooks(model)
+    check_belongs(subspace.provenance, model)
+    rank = subspace.rank if rank is None else rank
+    if rank > subspace.rank:
+        raise ValueError(
+            f"`rank` must be at most that of the subspace, {subspace.rank}, got {rank}"
+        )
+    chosen = subspace.layers if layers is None else tuple(layers)
+    missing = sorted(set(chosen) - set(subspace.layers))
+    if missing or not chosen:
+        raise ValueError(
+            f"`layers` must be among those of the subspace, {list(subspace.layers)}, "
+            f"at least one, got {list(chosen)}"
+        )
+    named_prompts = as_prompts(prompts)
+    generator = torch.Generator().manual_seed(seed)
+    conditions = _conditions(subspace, chosen, side, rank, n_draws, generator)
+    ablated = []
+    for prompt in with_progress(named_prompts, progress, "ablation"):
+        tokens, _ = tokenize(model, prompt.prompt, prepend_bos)
+        if len(tokens) < 2:
+            raise ValueError(
+                f"prompt {prompt.id!r}: wanted at least 2 tokens, to predict one from "
+                f"the other, got {len(tokens)}"
+            )
+        ablated.append(_ablated(model, tokens, conditions, chosen, side))
+    return Ablation(
+        loss=torch.stack([of_prompt.loss for of_prompt in ablated]),
+        loss_change=torch.stack([of_prompt.loss_change for of_prompt in ablated], -1),
+        kl=torch.stack([of_prompt.kl for of_prompt in ablated], -1),
+        removed=torch.stack([of_prompt.removed for of_prompt in ablated], -1),
+        kinds=conditions.kinds,
+        layers=chosen,
+        prompts=tuple(prompt.id for prompt in named_prompts),
+        side=side,
+        rank=rank,
+        provenance={**subspace.provenance, "n_draws": n_draws, "seed_of_draws": seed},
+    )
+
+
+class _Conditions(NamedTuple):
+    """The subspaces that are removed, one after the other.
+
+    Attributes:
+        kinds: of each.
+        bases: by layer, `[condition d_model rank]`.
+        means: by layer, what the streams are centred at; none on the write side.
+    """
+
+    kinds: tuple[str, ...]
+    bases: dict[int, Float[Tensor, "n_conditions d_model rank"]]
+    means: dict[int, Float[Tensor, " d_model"]]
+
+    def some(self, which: slice) -> Projection:
+        """Return what removes some of them, one in each row of a batch."""
+        is_matched = [kind == "norm_matched" for kind in self.kinds[which]]
+        return Projection(
+            {layer: bases[which] for layer, bases in self.bases.items()},
+            self.means,
+            # The subspace itself is the first.
+            {layer: bases[0] for layer, bases in self.bases.items()},
+            torch.tensor(is_matched) if any(is_matched) else None,
+        )
+
+
+def _conditions(
+    subspace: Subspace,
+    layers: Sequence[int],
+    side: Side,
+    rank: int,
+    n_draws: int,
+    generator: torch.Generator,
+) -> _Conditions:
+    """Draw the controls."""
+    index = SIDES.index(side)
+    basis = subspace.bases[index][:, :rank]
+    whole = torch.eye(len(basis))
+    # The same subspace at every layer, as the shared one is.
+    random = list(frames(2 * n_draws, whole, rank, generator))
+    kinds = ["shared"] + ["random"] * n_draws + ["norm_matched"] * n_draws
+    span = subspace.span[index]
+    has_principal = span.shape[-1] >= rank
+    kinds += ["principal"] * has_principal
+    spans = {
+        "span": span,
+        "unshared": subspace.unshared[index],
+        "low_gain": subspace.low_gain[index],
+    }
+    drawn = {
+        kind: columns for kind, columns in spans.items() if columns.shape[-1] >= rank
+    }
+    kinds += [kind for kind in drawn for _ in range(n_draws)]
+    bases: dict[int, Tensor] = {}
+    for layer in layers:
+        row = subspace.layers.index(layer)
+        of_layer = [basis, *random]
+        if has_principal:
+            of_layer.append(span[row, :, :rank])
+        for columns in drawn.values():
+            of_layer += frames(n_draws, columns[row], rank, generator)
+        bases[layer] = torch.stack(of_layer)
+    means = dict(zip(subspace.layers, subspace.mean, strict=True))
+    return _Conditions(tuple(kinds), bases, means if side == "read" else {})
+
+
+class _Ablated(NamedTuple):
+    """Effects on one prompt."""
+
+    loss: Float[Tensor, ""]
+    loss_change: Float[Tensor, " n_conditions"]
+    kl: Float[Tensor, " n_conditions"]
+    removed: Float[Tensor, " n_conditions"]
+
+
+def _ablated(
+    model: nn.Module,
+    tokens: Tensor,
+    conditions: _Conditions,
+    layers: Sequence[int],
+    side: Side,
+) -> _Ablated:
+    """Measure the effects on one prompt."""
+    before = log_probabilities(model, tokens)
+    loss = losses(before, tokens)
+    parts = []
+    for which in _batches(len(conditions.kinds), rows_at_once(*before.shape[1:])):
+        n_rows = which.stop - which.start
+        projection = conditions.some(which)
+        hooks = removal_hooks(projection, layers, side)
+        after = log_probabilities(model, tokens, hooks, n_rows)
+        change = losses(after, tokens) - loss
+        kl_of_tokens = kl(before, after).mean(1)
+        parts.append((change, kl_of_tokens, projection.removed.double()))
+    change, divergence, removed = (torch.cat(part) for part in zip(*parts, strict=True))
+    return _Ablated(loss[0].cpu(), change.cpu(), divergence.cpu(), removed.cpu())
+
+
+def _batches(n: int, size: int) -> Iterator[slice]:
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))

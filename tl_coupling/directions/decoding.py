@@ -1,0 +1,448 @@
+"""What a block's singular vectors read and write, in tokens and components."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.directions.downstream import after_last_block, change_of_logits
+from tl_coupling.directions.draws import unit_vectors, within
+from tl_coupling.jacobians import block_directions
+from tl_coupling.models import JacobianLens
+from tl_coupling.saved import Saved
+from tl_coupling.traces import Trace
+from tl_coupling.trajectories import check_lens
+
+if TYPE_CHECKING:
+    import pandas
+
+Way = Literal["unembedding", "final_norm", "network", "lens"]
+Control = Literal["random", "rotated", "other_prompts"]
+CONTROLS: tuple[Control, ...] = ("random", "rotated", "other_prompts")
+ENDS = ("+", "-")
+# Gains closer than this are one group: inside it, singular vectors are one frame of
+# many, and no claim about a single one of them can be made.
+SAME_GAIN = 0.01
+_SEVERAL_TRACES = "a list of traced prompts: `trace(model, prompt)` makes one"
+
+
+@made_by("directions.decode(trace, layer)")
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class Decoded(Saved):
+    """Tokens that a block's `write` directions promote, and components that its `read`
+    directions answer to, with controls.
+
+    The sign of a direction is arbitrary: both ends are given. Token lists can always be
+    read: `kurtosis` and `next_token_rank` say whether there is more in them than in
+    those of the controls.
+
+    Attributes:
+        gains: the singular values, `[direction]`.
+        groups: of each direction; those whose gains differ by less than 1 % from one to
+            the next are one group, and no claim is made inside it.
+        tokens: entries of `texts`, `[way direction end rank]`: what each end promotes
+            most, by each way.
+        logits: their logits, for a direction of length 1.
+        kurtosis: excess kurtosis of a direction's logits over the vocabulary, `[way
+            direction]`: 0 for a normal distribution.
+        next_token_rank: the place of the model's own next token among the logits of
+            each end, from 1, `[way direction end]`.
+        control_kurtosis, control_next_token_rank: the same of controls, the rank at the
+            better end, `[control way draw]`; NaN where there is none.
+        reads: product of each `read` direction with what each component wrote,
+            `[direction component]`; its sum over components is that with the stream.
+        control_reads: root mean square of the same of random directions,
+            `[component]`.
+        components: labels, as TransformerLens has them: "embed", "L3H2", "3_mlp_out";
+            "rest" is what is none of them, such as biases of attention.
+        ways: "unembedding", `u W_U` alone; "final_norm", with the derivative of what
+            follows the last block at this token; "network", through the later blocks
+            first; "lens", through a lens instead.
+        texts: of the tokens that occur.
+        token_ids: their ids.
+        layer, position: of the Jacobian, counted from 0.
+        provenance: how it was made; JSON-able.
+
+    Example:
+        >>> decoded = tlc.directions.decode(trace, layer=0, k=2, n_tokens=3)
+        >>> decoded.ways, decoded.tokens.shape
+        (('unembedding', 'final_norm', 'network'), torch.Size([3, 2, 2, 3]))
+        >>> x = trace.residual[0, -1]
+        >>> read = tlc.jacobians.block_directions(trace, layer=0, k=2).read
+        >>> torch.allclose(decoded.reads.sum(1), x @ read, atol=1e-5)
+        True
+        >>> tlc.directions.Decoded.load(decoded.save("decoded.nc")).texts == decoded.texts
+        True
+    """
+
+    gains: Float[Tensor, " k"]
+    groups: Int[Tensor, " k"]
+    tokens: Int[Tensor, "n_ways k 2 n_tokens"]
+    logits: Float[Tensor, "n_ways k 2 n_tokens"]
+    kurtosis: Float[Tensor, "n_ways k"]
+    next_token_rank: Int[Tensor, "n_ways k 2"]
+    control_kurtosis: Float[Tensor, "n_controls n_ways n_draws"]
+    control_next_token_rank: Float[Tensor, "n_controls n_ways n_draws"]
+    reads: Float[Tensor, "k n_components"]
+    control_reads: Float[Tensor, " n_components"]
+    components: tuple[str, ...]
+    ways: tuple[str, ...]
+    texts: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    layer: int
+    position: int
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        "gains": "direction",
+        "groups": "direction",
+        "tokens": "way direction end rank",
+        "logits": "way direction end rank",
+        "kurtosis": "way direction",
+        "next_token_rank": "way direction end",
+        "control_kurtosis": "control way draw",
+        "control_next_token_rank": "control way draw",
+        "reads": "direction component",
+        "control_reads": "component",
+        "components": "component",
+        "ways": "way",
+        "texts": "text",
+        "token_ids": "text",
+    }
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return one row for each way, direction, end and token.
+
+        `kurtosis_exceeded` is the share of a control's draws with at least the
+        direction's kurtosis, for each control.
+
+        Example:
+            >>> table = tlc.directions.decode(trace, layer=0, k=2, n_tokens=3).to_dataframe()
+            >>> len(table), list(table.columns)[:4]
+            (36, ['way', 'direction', 'end', 'rank'])
+        """
+        import pandas
+
+        rows: list[dict[str, object]] = []
+        for w, way in enumerate(self.ways):
+            for i, group in enumerate(self.groups.tolist()):
+                of_direction = {
+                    "gain": float(self.gains[i]),
+                    "group": group,
+                    "kurtosis": float(self.kurtosis[w, i]),
+                    **self._exceeded(w, i),
+                }
+                for e, end in enumerate(ENDS):
+                    next_rank = int(self.next_token_rank[w, i, e])
+                    for rank, text in enumerate(self.texts_of(w, i, e)):
+                        rows.append(
+                            {
+                                "way": way,
+                                "direction": i,
+                                "end": end,
+                                "rank": rank + 1,
+                                "token": text,
+                                "logit": float(self.logits[w, i, e, rank]),
+                                "next_token_rank": next_rank,
+                                **of_direction,
+                            }
+                        )
+        return pandas.DataFrame(rows)
+
+    def texts_of(self, way: int, direction: int, end: int) -> list[str]:
+        """Return the tokens that an end of a direction promotes most, by index."""
+        return [self.texts[index] for index in self.tokens[way, direction, end]]
+
+    def _exceeded(self, way: int, direction: int) -> dict[str, float]:
+        own = self.kurtosis[way, direction]
+        shares = {}
+        for control, of_control in zip(CONTROLS, self.control_kurtosis, strict=True):
+            drawn = of_control[way][of_control[way].isfinite()]
+            share = (
+                float((drawn >= own).double().mean()) if len(drawn) else float("nan")
+            )
+            shares[f"kurtosis_exceeded_by_{control}"] = share
+        return shares
+
+    def __repr__(self) -> str:
+        n_groups = len(set(self.groups.tolist()))
+        return (
+            f"Decoded({self.provenance.get('model')!r}, layer {self.layer}, token "
+            f"{self.position}, {len(self.gains)} directions in {n_groups} groups, by "
+            f"{', '.join(self.ways)})"
+        )
+
+
+@checked
+def decode(
+    trace: Trace,
+    layer: int,
+    k: Count = 10,
+    *,
+    position: int = -1,
+    n_tokens: Count = 10,
+    lens: JacobianLens | None = None,
+    others: Annotated[Iterable[object], _SEVERAL_TRACES] = (),
+    n_draws: Count = 20,
+    seed: Seed = 0,
+) -> Decoded:
+    r"""Say what the top k singular vectors of a block read and write, at one token.
+
+    .. math::
+
+        u^\top W_U, \qquad W_U \, DN \, u, \qquad
+        W_U \, DN \, (I + J^{L-1}) \cdots (I + J^{l+1}) \, u, \qquad v \cdot c
+
+    for each `write` direction u, with DN the derivative of the final norm at this
+    token's stream, and for each `read` direction v and what each component c (the
+    embedding, each head, each MLP before this block) wrote at this token.
+
+    Args:
+        trace: a traced prompt of a language model.
+        layer: the block.
+        k: how many singular vectors.
+        position: the token; the last by default.
+        n_tokens: how many tokens are listed at each end.
+        lens: a `JacobianLens` of TransformerLens, or `trajectories.product_lens`, for
+            one more way.
+        others: other prompts of the same model: the block's singular vectors there are
+            one more control.
+        n_draws: how many random directions, and rotations inside the span of the k, are
+            drawn.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a layer, position or k out of range; a model without an unembedding.
+
+    Cost: the Jacobians of this and of all later blocks; the logits of `k + 2 n_draws`
+    directions, two or three times; one pass of the model with TransformerLens's cache.
+
+    Example:
+        >>> decoded = tlc.directions.decode(trace, layer=1, k=2, n_tokens=3)
+        >>> decoded.next_token_rank.shape, decoded.components[:2]
+        (torch.Size([3, 2, 2]), ('embed', 'L0H0'))
+
+    Source: TransformerLens's `SVDInterpreter` for the first way, of weights there.
+    """
+    t = trace.position_index(position)
+    index = trace.layer_index(layer)
+    if lens is not None:
+        check_lens(lens, trace)
+    found = block_directions(trace, index, k, t)
+    generator = torch.Generator().manual_seed(seed)
+    write = found.write.mT
+    drawn = {
+        "random": unit_vectors(n_draws, trace.d_model, generator).to(write),
+        "rotated": within(n_draws, found.write, generator),
+    }
+    later = _Later(trace, index, t, lens)
+    of_directions = later.read_out(write)
+    next_token = int(trace.logits(trace.residual[-1, t], trace.final_norm).argmax())
+    of_controls = [later.read_out(vectors) for vectors in drawn.values()]
+    of_controls.append(_of_others(others, trace, index, k, position, later))
+    tops = _tops(of_directions, n_tokens)
+    token_ids = sorted(set(tops.indices.flatten().tolist()))
+    components, labels = _components(trace, index, t)
+    random_reads = drawn["random"].to(components) @ components.mT
+    statistics = [_statistics(logits, next_token) for logits in of_controls]
+    return Decoded(
+        gains=found.gains,
+        groups=_groups(found.gains),
+        tokens=torch.searchsorted(torch.tensor(token_ids), tops.indices.cpu()),
+        logits=tops.values,
+        kurtosis=_kurtosis(of_directions),
+        next_token_rank=_ranks(of_directions, next_token),
+        control_kurtosis=_padded([kurtosis for kurtosis, _ in statistics]),
+        control_next_token_rank=_padded([rank for _, rank in statistics]),
+        reads=found.read.mT.to(components) @ components.mT,
+        control_reads=random_reads.square().mean(0).sqrt(),
+        components=labels,
+        ways=later.ways,
+        texts=_texts(trace, token_ids),
+        token_ids=tuple(token_ids),
+        layer=index,
+        position=t,
+        provenance={
+            **found.provenance,
+            "n_draws": n_draws,
+            "seed": seed,
+            "controls": list(CONTROLS),
+            "next_token": next_token,
+        },
+    )
+
+
+class _Later(NamedTuple):
+    """The ways from a direction behind a block to the logits of one token."""
+
+    trace: Trace
+    layer: int
+    position: int
+    lens: JacobianLens | None
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        names = ("unembedding", "final_norm", "network")
+        return names if self.lens is None else (*names, "lens")
+
+    def read_out(self, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n_ways n v"]:
+        """Return the logits of each direction, by each way."""
+        trace, t = self.trace, self.position
+        arrived = after_last_block(trace, vectors, self.layer + 1, t)
+        by_way = [
+            _unembedded(trace, vectors),
+            change_of_logits(trace, vectors, t),
+            change_of_logits(trace, arrived, t),
+        ]
+        if self.lens is not None:
+            transported = self.lens.transport(vectors, self.layer)
+            by_way.append(change_of_logits(trace, transported, t))
+        return torch.stack([logits.float() for logits in by_way])
+
+
+def _unembedded(trace: Trace, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
+    """Return `u W_U` of each direction."""
+    W_U = getattr(trace.model, "W_U", None)
+    if not isinstance(W_U, Tensor):
+        raise ValueError(
+            "this model has no unembedding `W_U`: its directions have no tokens"
+        )
+    return vectors.to(W_U) @ W_U.detach()
+
+
+def _of_others(
+    others: Iterable[object],
+    trace: Trace,
+    layer: int,
+    k: int,
+    position: int,
+    later: _Later,
+) -> Float[Tensor, "n_ways n v"]:
+    """Return the logits of the same block's directions on other prompts, read out where
+    those of this prompt are.
+    """
+    found = []
+    for other in others:
+        if not isinstance(other, Trace):
+            raise TypeError(
+                f"`others` must hold traced prompts, got {type(other).__name__}: "
+                "`tl_coupling.trace(model, prompt)` makes one"
+            )
+        if other.model is not trace.model:
+            raise ValueError("`others` must be traced with the model of `trace`")
+        found.append(block_directions(other, layer, k, position).write.mT)
+    if not found:
+        return torch.zeros(len(later.ways), 0, 1)
+    return later.read_out(torch.cat(found))
+
+
+class _Tops(NamedTuple):
+    """Largest logits of both ends, and whose they are."""
+
+    values: Float[Tensor, "n_ways k 2 n_tokens"]
+    indices: Int[Tensor, "n_ways k 2 n_tokens"]
+
+
+def _tops(logits: Float[Tensor, "n_ways k v"], n_tokens: int) -> _Tops:
+    n_tokens = min(n_tokens, logits.shape[-1])
+    largest = torch.stack([logits, -logits], dim=2).topk(n_tokens)
+    return _Tops(largest.values, largest.indices)
+
+
+def _groups(gains: Float[Tensor, " k"]) -> Int[Tensor, " k"]:
+    """Number the groups of gains that differ by less than 1 % from one to the next."""
+    is_apart = gains[1:] < (1 - SAME_GAIN) * gains[:-1]
+    return torch.cat([torch.zeros(1).long(), is_apart.long().cumsum(0).cpu()])
+
+
+def _kurtosis(logits: Float[Tensor, "*batch v"]) -> Float[Tensor, "*batch"]:
+    """Return excess kurtosis over the vocabulary."""
+    centred = logits.double() - logits.double().mean(-1, keepdim=True)
+    variance = centred.square().mean(-1)
+    return (centred.pow(4).mean(-1) / variance.square() - 3).float()
+
+
+def _ranks(
+    logits: Float[Tensor, "n_ways n v"], token: int
+) -> Int[Tensor, "n_ways n 2"]:
+    """Return the place of a token among the logits of both ends, from 1."""
+    own = logits[..., token, None]
+    return torch.stack([(logits > own).sum(-1), (logits < own).sum(-1)], -1) + 1
+
+
+def _statistics(
+    logits: Float[Tensor, "n_ways n v"], next_token: int
+) -> tuple[Tensor, Tensor]:
+    """Return the kurtosis of controls, and the next token's rank at the better end."""
+    if not logits.shape[1]:
+        nothing = torch.zeros(logits.shape[:2])
+        return nothing, nothing
+    return _kurtosis(logits), _ranks(logits, next_token).amin(-1).float()
+
+
+def _padded(
+    of_controls: Sequence[Float[Tensor, "n_ways n"]],
+) -> Float[Tensor, "n_controls n_ways n_most"]:
+    """Stack controls of different numbers of draws, with NaN where there is none."""
+    n_most = max(values.shape[1] for values in of_controls)
+    padded = [
+        torch.nn.functional.pad(
+            values.cpu(), (0, n_most - values.shape[1]), value=torch.nan
+        )
+        for values in of_controls
+    ]
+    return torch.stack(padded)
+
+
+def _texts(trace: Trace, token_ids: Sequence[int]) -> tuple[str, ...]:
+    """Return the texts of tokens; their ids where the model has no tokenizer."""
+    tokenizer = getattr(trace.model, "tokenizer", None)
+    if tokenizer is None:
+        return tuple(str(token) for token in token_ids)
+    return tuple(tokenizer.decode([token]) for token in token_ids)
+
+
+def _components(
+    trace: Trace, layer: int, position: int
+) -> tuple[Float[Tensor, "n_components d"], tuple[str, ...]]:
+    """Return what each component before a block wrote at one token, and its label.
+
+    The last, "rest", is what the stream has beside them.
+    """
+    model: Any = trace.model
+    assert trace.tokens is not None
+    with torch.no_grad():
+        _, cache = model.run_with_cache(trace.tokens[None])
+        parts, labels = cache.decompose_resid(layer, mode="all", return_labels=True)
+        rows = dict(zip(labels, parts[:, 0, position], strict=True))
+        rows = _with_heads(cache, rows, layer, position)
+    components = torch.stack(list(rows.values())).to(trace.residual)
+    x = trace.residual[layer, position]
+    rest = x - components.sum(0)
+    stacked = torch.cat([components, rest[None]])
+    return stacked, (*rows, "rest")
+
+
+def _with_heads(
+    cache: Any, rows: dict[str, Tensor], layer: int, position: int
+) -> dict[str, Tensor]:
+    """Put heads in the place of attention outputs, where TransformerLens has them."""
+    if not layer:
+        return rows
+    try:
+        results, labels = cache.stack_head_results(layer, return_labels=True)
+    except (AttributeError, KeyError, NotImplementedError, ValueError, RuntimeError):
+        return rows
+    of_heads = dict(zip(labels, results[:, 0, position], strict=True))
+    split: dict[str, Tensor] = {}
+    for label, row in rows.items():
+        block = label.removesuffix("_attn_out")
+        heads = {
+            name: of_heads[name] for name in of_heads if name.startswith(f"L{block}H")
+        }
+        split |= heads if label.endswith("_attn_out") and heads else {label: row}
+    return split

@@ -1,0 +1,58 @@
+"""What becomes of a direction on its way to the logits, to first order."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.jacobians import block_jacobians
+from tl_coupling.traces import Trace
+
+# Directions whose logits are differentiated at once.
+_AT_ONCE = 16
+
+
+def after_last_block(
+    trace: Trace,
+    vectors: Float[Tensor, "n d_model"],
+    first_layer: int,
+    position: int,
+) -> Float[Tensor, "n d_model"]:
+    """Return `(I + J^{L−1}) ⋯ (I + J^{first})` times each vector, at one token."""
+    layers = range(first_layer, trace.n_layers)
+    if not layers:
+        return vectors
+    J = block_jacobians(trace, layers, position=position, progress=False)
+    return through(J, vectors)
+
+
+def through(
+    J: Float[Tensor, "n_layers d_model d_model"], vectors: Float[Tensor, "n d_model"]
+) -> Float[Tensor, "n d_model"]:
+    """Return the product of `I + J` of all layers, the first one first, times vectors."""
+    moved = vectors.to(J)
+    for J_of_layer in J:
+        moved = moved + moved @ J_of_layer.mT
+    return moved
+
+
+def change_of_logits(
+    trace: Trace, vectors: Float[Tensor, "n d_model"], position: int
+) -> Float[Tensor, "n d_vocab"]:
+    """Return the derivative of one token's logits along directions of the last stream.
+
+    Norm, unembedding and soft cap are the model's own, differentiated at the stream that
+    left the last block.
+    """
+    x = trace.residual[-1, position]
+
+    def logits(row: Tensor) -> Tensor:
+        return trace.logits(row, normalised=trace.final_norm)
+
+    def along(vector: Tensor) -> Tensor:
+        change: Tensor = torch.func.jvp(logits, (x,), (vector,))[1]
+        return change
+
+    rows: Sequence[Tensor] = vectors.to(x).split(_AT_ONCE)
+    return torch.cat([torch.func.vmap(along)(some) for some in rows])

@@ -1,0 +1,420 @@
+"""Steering along directions: what it does, what the derivative says, and controls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tl_coupling.arguments import Count, Positive, Seed, checked, made_by
+from tl_coupling.directions.downstream import change_of_logits, through
+from tl_coupling.directions.draws import unit_vectors, within
+from tl_coupling.directions.effects import (
+    check_takes_hooks,
+    kl,
+    log_probabilities,
+    rows_at_once,
+)
+from tl_coupling.directions.interventions import (
+    Directions,
+    check_belongs,
+    steering_hooks,
+)
+from tl_coupling.jacobians import block_jacobians
+from tl_coupling.progress import Progress, with_progress
+from tl_coupling.prompts import Prompt
+from tl_coupling.saved import Saved
+from tl_coupling.statistics import Difference, paired_difference
+from tl_coupling.surveys import as_prompts
+from tl_coupling.traces import Trace, trace
+
+if TYPE_CHECKING:
+    import pandas
+
+Control = Literal["random", "rotated", "low_gain", "activations"]
+Kind = Literal["direction", Control]
+Effect = Literal["kl", "predicted_kl", "surprise", "logit_difference"]
+SIGNS = (1, -1)
+
+
+@made_by("directions.steer(model, prompts, directions)")
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class Steering(Saved):
+    r"""What steering along directions does to a model's next token, with controls.
+
+    The stream at one token is moved by `± ε ‖h‖ v`, and the model's prediction at that
+    token is compared with its own. Controls are moved as far.
+
+    Attributes:
+        kl: `KL(unchanged ‖ steered)` of the next token, in nats.
+        surprise: change of `−log p` of the token that the unchanged model finds most
+            likely, in nats.
+        logit_difference: change of the difference of the two largest logits of the
+            unchanged model.
+        predicted_kl: `½ ε² ‖h‖² gᵀ(diag p − ppᵀ)g`, with g the derivative of the logits
+            along v. The measured one tends to it as ε falls.
+        amplification: `‖P v‖`, how much longer v is where it leaves the last block.
+        alignment: `gᵀ(diag p − ppᵀ)g / ‖P v‖²`, how much the prediction depends on what
+            arrives there.
+        kinds: of each direction: "direction", or its control: "random", of the whole
+            stream; "rotated", in the span of the directions; "low_gain", in the span of
+            the half of the block's singular vectors with the smaller gains;
+            "activations", drawn as the stream's activations vary.
+        scales: ε.
+        prompts: ids.
+        provenance: how it was made; JSON-able.
+
+    Example:
+        >>> directions = tlc.directions.directions_of(trace, layer=1, k=2)
+        >>> result = tlc.directions.steer(model, ["w1 w2 w3", "w4 w5"], directions, n_draws=3)
+        >>> result.kl.shape  # directions and 4 controls of 3, scales, signs, prompts
+        torch.Size([14, 3, 2, 2])
+        >>> result.against("random").estimate.shape
+        (3,)
+        >>> path = result.save("steering.nc")
+        >>> tlc.directions.Steering.load(path).scales == result.scales
+        True
+    """
+
+    kl: Float[Tensor, "n_directions n_scales n_signs n_prompts"]
+    surprise: Float[Tensor, "n_directions n_scales n_signs n_prompts"]
+    logit_difference: Float[Tensor, "n_directions n_scales n_signs n_prompts"]
+    predicted_kl: Float[Tensor, "n_directions n_scales n_prompts"]
+    amplification: Float[Tensor, "n_directions n_prompts"]
+    alignment: Float[Tensor, "n_directions n_prompts"]
+    kinds: tuple[str, ...]
+    scales: tuple[float, ...]
+    prompts: tuple[str, ...]
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        **dict.fromkeys(
+            ("kl", "surprise", "logit_difference"), "direction scale sign prompt"
+        ),
+        "predicted_kl": "direction scale prompt",
+        "amplification": "direction prompt",
+        "alignment": "direction prompt",
+        "kinds": "direction",
+        "scales": "scale",
+        "prompts": "prompt",
+    }
+
+    @checked
+    def of(
+        self, kind: Kind = "direction", effect: Effect = "kl"
+    ) -> Float[np.ndarray, "n_prompts n_scales"]:
+        """Return an effect's mean over the directions of a kind, and over both signs.
+
+        Raises:
+            ValueError: a control that could not be drawn.
+        """
+        return self._mean(kind, effect)
+
+    @checked
+    def against(self, control: Control, effect: Effect = "kl") -> Difference:
+        """Return the mean effect less that of a control, at each scale.
+
+        The interval is over prompts: a paired t interval of each prompt's mean over
+        directions less its mean over draws.
+        """
+        return paired_difference(self.of(control, effect), self.of("direction", effect))
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return one row for each kind and scale: means, and intervals over prompts.
+
+        Example:
+            >>> directions = tlc.directions.directions_of(trace, layer=1, k=2)
+            >>> prompts = ["w1 w2 w3", "w4 w5"]
+            >>> result = tlc.directions.steer(model, prompts, directions, scales=[0.1])
+            >>> result.to_dataframe().kind.tolist()
+            ['direction', 'random', 'rotated', 'low_gain', 'activations']
+        """
+        import pandas
+
+        rows: list[dict[str, object]] = []
+        for kind in dict.fromkeys(self.kinds):
+            of_kind = self._mean(kind, "kl")
+            interval = paired_difference(np.zeros_like(of_kind), of_kind)
+            predicted = self._mean(kind, "predicted_kl").mean(0)
+            less = paired_difference(of_kind, self.of("direction"))
+            for i, scale in enumerate(self.scales):
+                rows.append(
+                    {
+                        "kind": kind,
+                        "scale": scale,
+                        "kl": interval.estimate[i],
+                        "kl_low": interval.low[i],
+                        "kl_high": interval.high[i],
+                        "predicted_kl": predicted[i],
+                        "direction_less_this": less.estimate[i],
+                        "direction_less_this_low": less.low[i],
+                        "direction_less_this_high": less.high[i],
+                        "n_prompts": len(self.prompts),
+                    }
+                )
+        return pandas.DataFrame(rows)
+
+    def _mean(
+        self, kind: str, effect: Effect
+    ) -> Float[np.ndarray, "n_prompts n_scales"]:
+        is_of_kind = np.array(self.kinds) == kind
+        if not is_of_kind.any():
+            raise ValueError(
+                f"there are no {kind!r} directions, only {', '.join(sorted(set(self.kinds)))}"
+            )
+        values = getattr(self, effect).double().cpu().numpy()[is_of_kind]
+        if effect != "predicted_kl":
+            values = values.mean(2)
+        means: np.ndarray = values.mean(0).T
+        return means
+
+    def __repr__(self) -> str:
+        n = self.kinds.count("direction")
+        kl_of = self.of("direction")[:, -1].mean()
+        kl_of_random = self.of("random")[:, -1].mean()
+        return (
+            f"Steering({self.provenance.get('model')!r}, {n} directions, "
+            f"{len(self.prompts)} prompts; at ε = {self.scales[-1]:g}: KL "
+            f"{kl_of:.3g} nats, random {kl_of_random:.3g})"
+        )
+
+
+@checked
+def steer(
+    model: nn.Module,
+    prompts: str | Prompt | Sequence[str | Prompt],
+    directions: Directions,
+    scales: Sequence[Positive] = (0.03, 0.1, 0.3),
+    *,
+    position: int = -1,
+    n_draws: Count = 20,
+    seed: Seed = 0,
+    prepend_bos: bool | None = None,
+    progress: Progress | None = None,
+) -> Steering:
+    r"""Steer a model along directions, and along controls, at one token of each prompt.
+
+    .. math::
+
+        h_t \leftarrow h_t \pm \varepsilon \|h_t\| v, \qquad
+        \mathrm{KL} \approx \tfrac12 \varepsilon^2 \|h_t\|^2
+        \, g^\top (\mathrm{diag}\, p - p p^\top) g
+
+    Args:
+        model: a TransformerBridge or HookedTransformer, in eval mode.
+        prompts: texts, or `Prompt` objects.
+        directions: at their hook point they are added; `directions_of` makes them. Of
+            the prompt that they were found on nothing is assumed.
+        scales: ε.
+        position: the token that is moved and whose prediction is read; the last by
+            default.
+        n_draws: how many directions of each control are drawn.
+        seed: of the draws.
+        prepend_bos: as in `trace`.
+        progress: wraps the loop over prompts.
+
+    Raises:
+        ValueError: no prompts, a position out of range, directions of a model with
+            other weights.
+
+    Cost: for each prompt the Jacobians from the layer on, and a pass of the model for
+    every direction, draw, scale and sign, in batches.
+
+    Example:
+        >>> directions = tlc.directions.directions_of(trace, layer=0, k=2)
+        >>> result = tlc.directions.steer(model, ["w1 w2 w3"], directions, [0.01, 0.1])
+        >>> ratio = result.of("direction", "kl") / result.of("direction", "predicted_kl")
+        >>> bool(abs(ratio[0, 0] - 1) < 0.1)
+        True
+    """
+    check_takes_hooks(model)
+    check_belongs(directions.provenance, model)
+    named_prompts = as_prompts(prompts)
+    places = []
+    for prompt in with_progress(named_prompts, progress, "tracing"):
+        traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)
+        places.append(_Place.of(traced, directions, position))
+    generator = torch.Generator().manual_seed(seed)
+    vectors, kinds = _with_controls(directions, places, n_draws, generator)
+    steered = [
+        _steered(model, place, vectors, directions, scales)
+        for place in with_progress(places, progress, "steering")
+    ]
+    return Steering(
+        kl=torch.stack([of_prompt.kl for of_prompt in steered], -1),
+        surprise=torch.stack([of_prompt.surprise for of_prompt in steered], -1),
+        logit_difference=torch.stack(
+            [of_prompt.logit_difference for of_prompt in steered], -1
+        ),
+        predicted_kl=torch.stack([of_prompt.predicted_kl for of_prompt in steered], -1),
+        amplification=torch.stack(
+            [of_prompt.amplification for of_prompt in steered], -1
+        ),
+        alignment=torch.stack([of_prompt.alignment for of_prompt in steered], -1),
+        kinds=kinds,
+        scales=tuple(scales),
+        prompts=tuple(prompt.id for prompt in named_prompts),
+        provenance={
+            **directions.provenance,
+            "hook_point": directions.hook_point,
+            "position": position,
+            "n_draws": n_draws,
+            "seed": seed,
+        },
+    )
+
+
+class _Place(NamedTuple):
+    """One token of one prompt, where directions are added.
+
+    Attributes:
+        trace: the prompt.
+        position: the token, from 0.
+        J: of the block whose directions these are, and of all later ones.
+        first: how many of these the directions do not pass: 1 on the write side.
+    """
+
+    trace: Trace
+    position: int
+    J: Float[Tensor, "n_layers d d"]
+    first: int
+
+    @classmethod
+    def of(cls, traced: Trace, directions: Directions, position: int) -> "_Place":
+        t = traced.position_index(position)
+        layers = range(traced.layer_index(directions.layer), traced.n_layers)
+        J = block_jacobians(traced, layers, position=t, progress=False)
+        return cls(traced, t, J, 1 if directions.side == "write" else 0)
+
+    @property
+    def row(self) -> slice:
+        """The position, as a slice."""
+        return slice(self.position, self.position + 1)
+
+    def stream(self, directions: Directions) -> Float[Tensor, "n_pos d_model"]:
+        """Return the stream where the directions are added."""
+        return self.trace.residual[directions.layer + self.first]
+
+
+def _with_controls(
+    directions: Directions,
+    places: Sequence[_Place],
+    n_draws: int,
+    generator: torch.Generator,
+) -> tuple[Float[Tensor, "n d"], tuple[str, ...]]:
+    """Return the directions and those of all controls, and the kind of each."""
+    own = directions.vectors
+    d = own.shape[1]
+    span = torch.linalg.qr(own.mT).Q
+    low_gain = _low_gains(directions, places)
+    stream = torch.cat([_after_first(place.stream(directions)) for place in places])
+    centred = (stream - stream.mean(0)).to(own)
+    mixed = torch.randn(n_draws, len(centred), generator=generator).to(own) @ centred
+    drawn = {
+        "direction": own,
+        "random": unit_vectors(n_draws, d, generator).to(own),
+        "rotated": within(n_draws, span, generator),
+        "low_gain": within(n_draws, low_gain.to(own), generator),
+        "activations": mixed,
+    }
+    if not bool(centred.any()):
+        # One token alone does not vary.
+        del drawn["activations"]
+    kinds = [kind for kind, vectors in drawn.items() for _ in vectors]
+    vectors = torch.cat(list(drawn.values()))
+    return vectors / vectors.norm(dim=1, keepdim=True), tuple(kinds)
+
+
+def _low_gains(
+    directions: Directions, places: Sequence[_Place]
+) -> Float[Tensor, "d half"]:
+    """Return the singular vectors of smaller gain of the block, over all prompts."""
+    J = torch.stack([place.J[0] for place in places]).double()
+    if directions.side == "write":
+        J = J.mT
+    gram = (J.mT @ J).mean(0)
+    # Eigenvalues ascend.
+    return torch.linalg.eigh(gram).eigenvectors[:, : len(gram) // 2]
+
+
+def _after_first(
+    stream: Float[Tensor, "n_pos d_model"],
+) -> Float[Tensor, "n_rows d_model"]:
+    """Return the rows of all tokens but the first, which is many times longer than
+    others where attention sinks into it; of one token, its row.
+    """
+    return stream[1:] if len(stream) > 1 else stream
+
+
+class _Steered(NamedTuple):
+    """Effects on one prompt."""
+
+    kl: Float[Tensor, "n n_scales n_signs"]
+    surprise: Float[Tensor, "n n_scales n_signs"]
+    logit_difference: Float[Tensor, "n n_scales n_signs"]
+    predicted_kl: Float[Tensor, "n n_scales"]
+    amplification: Float[Tensor, " n"]
+    alignment: Float[Tensor, " n"]
+
+
+def _steered(
+    model: nn.Module,
+    place: _Place,
+    vectors: Float[Tensor, "n d"],
+    directions: Directions,
+    scales: Sequence[float],
+) -> _Steered:
+    """Measure the effects on one prompt, and predict them."""
+    tokens = place.trace.tokens
+    assert tokens is not None
+    before = log_probabilities(model, tokens, positions=place.row)[0, 0]
+    effects = torch.stack(
+        [
+            _effects(model, place, before, vectors, scale * sign, directions.hook_point)
+            for scale, sign in product(scales, SIGNS)
+        ],
+        dim=1,
+    )
+    of_signs = effects.reshape(len(vectors), len(scales), len(SIGNS), -1)
+    arrived = through(place.J[place.first :], vectors)
+    amplification = arrived.norm(dim=1).double()
+    change = change_of_logits(place.trace, arrived, place.position).double()
+    p = before.exp().to(change)
+    variance = (change.square() @ p) - (change @ p).square()
+    h = place.stream(directions)[place.position].double()
+    distances = torch.tensor(scales).double().to(h) * h.norm()
+    return _Steered(
+        kl=of_signs[..., 0],
+        surprise=of_signs[..., 1],
+        logit_difference=of_signs[..., 2],
+        predicted_kl=variance[:, None] * distances.square() / 2,
+        amplification=amplification,
+        alignment=variance / amplification.square(),
+    )
+
+
+def _effects(
+    model: nn.Module,
+    place: _Place,
+    before: Float[Tensor, " d_vocab"],
+    vectors: Float[Tensor, "n d"],
+    scale: float,
+    name: str,
+) -> Float[Tensor, "n effect"]:
+    """Return KL, surprise and logit difference of one step along each vector."""
+    tokens = place.trace.tokens
+    assert tokens is not None
+    first, second = before.topk(2).indices.tolist()
+    of_batches = []
+    for batch in vectors.split(rows_at_once(len(tokens), len(before))):
+        scales = torch.full((len(batch),), scale)
+        hooks = steering_hooks(batch, scales, name, place.position)
+        after = log_probabilities(model, tokens, hooks, len(batch), place.row)[:, 0]
+        surprise = before[first] - after[:, first]
+        margin = after[:, first] - after[:, second] - (before[first] - before[second])
+        of_batches.append(torch.stack([kl(before, after), surprise, margin], dim=1))
+    return torch.cat(of_batches)

@@ -1,0 +1,468 @@
+"""The subspaces that blocks share, and the ones to compare them with."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.comparisons import decomposed_layers, depth_maps
+from tl_coupling.directions.draws import frames
+from tl_coupling.directions.interventions import (
+    Hook,
+    Side,
+    check_belongs,
+    removal_hooks,
+)
+from tl_coupling.directions.removals import Projection
+from tl_coupling.jacobians import Decomposed, JacobianOptions
+from tl_coupling.progress import Progress, with_progress
+from tl_coupling.saved import Saved
+from tl_coupling.traces import Trace
+
+Weights = Literal["equal", "coupling"]
+SIDES: tuple[Side, ...] = ("read", "write")
+_SEVERAL_TRACES = "a list of traced prompts: `trace(model, prompt)` makes one"
+# Principal directions of activations that the controls are drawn in.
+_MOST_OF_SPAN = 50
+
+
+@made_by("directions.shared_subspace(traces)")
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class Subspace(Saved):
+    r"""Directions that all blocks read, and directions that all blocks write.
+
+    Leading eigenvectors of the mean projector onto each block's top k singular vectors,
+    `G = (1/n) Σ V_l V_lᵀ` for what is read, and the same of U for what is written. An
+    eigenvalue is the share of blocks and prompts whose top k contain that direction.
+
+    The other attributes are what `ablate` draws its controls from.
+
+    Attributes:
+        bases: orthonormal columns, `[side d_model rank]`; `read` and `write` are one
+            side each.
+        eigenvalues: of G, `[side rank]`; their mean over all d_model is k / d_model.
+        null_eigenvalues: of as many independent random frames, `[side draw rank]`.
+        cosines: of the principal angles between the subspaces of every second prompt
+            and of the others, `[side rank]`; NaN of one prompt.
+        null_cosines: of two random subspaces of this rank, `[draw rank]`.
+        span: leading principal directions of what blocks read, centred, and of what
+            they write, `[side layer d_model m]`, over all tokens but the first.
+        mean: of what blocks read, `[layer d_model]`.
+        unshared: directions of each block orthogonal to the shared ones, whose gains
+            are the closest to theirs, `[side layer d_model 2·rank]`.
+        low_gain: those of small gain: the 2·rank behind the median.
+        gains: root mean square gain of the shared, the unshared and the low-gain
+            directions, `[side layer 3]`.
+        layers: the blocks.
+        k: how many singular vectors of each block counted.
+        provenance: how it was made; JSON-able.
+
+    Example:
+        >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
+        >>> subspace = tlc.directions.shared_subspace(traces, rank=2, k=4)
+        >>> subspace.read.shape, subspace.rank
+        (torch.Size([32, 2]), 2)
+        >>> subspace.eigenvalues.shape, subspace.null_eigenvalues.shape
+        (torch.Size([2, 2]), torch.Size([2, 20, 2]))
+        >>> tlc.directions.Subspace.load(subspace.save("shared.nc")).layers
+        (0, 1)
+    """
+
+    bases: Float[Tensor, "2 d_model rank"]
+    eigenvalues: Float[Tensor, "2 rank"]
+    null_eigenvalues: Float[Tensor, "2 n_draws rank"]
+    cosines: Float[Tensor, "2 rank"]
+    null_cosines: Float[Tensor, "n_draws rank"]
+    span: Float[Tensor, "2 n_layers d_model n_span"]
+    mean: Float[Tensor, "n_layers d_model"]
+    unshared: Float[Tensor, "2 n_layers d_model n_unshared"]
+    low_gain: Float[Tensor, "2 n_layers d_model n_low"]
+    gains: Float[Tensor, "2 n_layers 3"]
+    layers: tuple[int, ...]
+    k: int
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        "bases": "side d_model direction",
+        "eigenvalues": "side direction",
+        "null_eigenvalues": "side draw direction",
+        "cosines": "side direction",
+        "null_cosines": "draw direction",
+        "span": "side layer d_model principal",
+        "mean": "layer d_model",
+        "unshared": "side layer d_model unshared_direction",
+        "low_gain": "side layer d_model low_gain_direction",
+        "gains": "side layer group",
+        "layers": "layer",
+    }
+
+    @property
+    def read(self) -> Float[Tensor, "d_model rank"]:
+        """What all blocks read, the most shared direction first, orthonormal."""
+        return self.bases[0]
+
+    @property
+    def write(self) -> Float[Tensor, "d_model rank"]:
+        """What all blocks write, the most shared direction first, orthonormal."""
+        return self.bases[1]
+
+    @property
+    def rank(self) -> int:
+        """How many directions each side has."""
+        return self.bases.shape[2]
+
+    def hooks(self, model: nn.Module, side: Side = "write") -> list[Hook]:
+        """Return hooks that remove the subspace at every layer, as `ablate` does.
+
+        For `model.hooks(fwd_hooks=…)`. Raises ValueError for a model with other
+        weights.
+
+        Example:
+            >>> subspace = tlc.directions.shared_subspace([trace], rank=2, k=4)
+            >>> with model.hooks(fwd_hooks=subspace.hooks(model, side="read")):
+            ...     logits = model(trace.tokens[None])
+        """
+        check_belongs(self.provenance, model)
+        basis = self.bases[SIDES.index(side)]
+        bases = dict.fromkeys(self.layers, basis)
+        return removal_hooks(self._projection(bases, side), self.layers, side)
+
+    def _projection(self, bases: dict[int, Tensor], side: Side) -> Projection:
+        means = dict(zip(self.layers, self.mean, strict=True))
+        return Projection(bases, means if side == "read" else {})
+
+    def __repr__(self) -> str:
+        shares = ", ".join(
+            f"{side} {float(values[0]):.2f} (random {float(null[:, 0].mean()):.2f})"
+            for side, values, null in zip(
+                SIDES, self.eigenvalues, self.null_eigenvalues, strict=True
+            )
+        )
+        return (
+            f"Subspace({self.provenance.get('model')!r}, rank {self.rank}, k={self.k}, "
+            f"{len(self.layers)} layers; most shared: {shares})"
+        )
+
+
+@checked
+def shared_subspace(
+    traces: Annotated[Iterable[object], _SEVERAL_TRACES],
+    rank: Count = 10,
+    k: Count = 10,
+    *,
+    layers: list[int] | None = None,
+    position: int = -1,
+    weights: Weights = "equal",
+    n_draws: Count = 20,
+    seed: Seed = 0,
+    progress: Progress | None = None,
+) -> Subspace:
+    r"""Find the directions that the blocks of a model share, over prompts.
+
+    .. math::
+
+        G_{\mathrm{read}} = \frac{1}{n} \sum_{p, l} V^{p,l}_k {V^{p,l}_k}^\top, \qquad
+        G_{\mathrm{write}} = \frac{1}{n} \sum_{p, l} U^{p,l}_k {U^{p,l}_k}^\top
+
+    Args:
+        traces: prompts traced with one model; of a generator one is held at a time.
+        rank: how many directions.
+        k: how many singular vectors of each block count, all the same.
+        layers: the blocks; all by default.
+        position: the token of each prompt whose Jacobians are taken; the last by
+            default.
+        weights: whether each block counts the same, or as much as it is coupled with
+            the others, in the mean over pairs.
+        n_draws: how often as many random frames are drawn.
+        seed: of the draws.
+        progress: wraps the loop over prompts.
+
+    Raises:
+        ValueError: no prompts, prompts of several models, rank or k out of range, or
+            blocks that normalise the stream themselves (BERT): what they add is not in
+            the stream.
+
+    Cost: a depth coupling for each prompt, 2 L eigendecompositions of d×d matrices, and
+    for each draw and side one of a matrix of rank `n k`; memory for `4 L d²` numbers.
+
+    Example:
+        >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
+        >>> subspace = tlc.directions.shared_subspace(traces, rank=3, k=4)
+        >>> torch.allclose(subspace.write.mT @ subspace.write, torch.eye(3), atol=1e-5)
+        True
+    """
+    sums: _Sums | None = None
+    for item in with_progress(traces, progress, "prompts"):
+        traced = _as_trace(item)
+        if sums is None:
+            sums = _Sums.empty(traced, layers)
+        sums.add(traced, k, position, weights)
+    if sums is None:
+        raise ValueError("`traces` is empty: wanted at least one traced prompt")
+    d = sums.d_model
+    if rank > d:
+        raise ValueError(f"`rank` must be at most d_model = {d}, got {rank}")
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.stack(
+        [_Shared.of(sums.G.sum(0)[side], rank).basis for side in (0, 1)]
+    )
+    eigenvalues = torch.stack(
+        [_Shared.of(sums.G.sum(0)[side], rank).eigenvalues for side in (0, 1)]
+    )
+    n_frames = sums.n_prompts * len(sums.layers)
+    null = torch.stack([_null(n_frames, d, k, rank, n_draws, generator)] * 2)
+    material = _Material.of(sums, whole)
+    return Subspace(
+        bases=whole.float(),
+        eigenvalues=(eigenvalues / sums.weight).float(),
+        null_eigenvalues=null.float(),
+        cosines=_cosines_of_halves(sums, rank).float(),
+        null_cosines=_null_cosines(d, rank, n_draws, generator).float(),
+        span=material.span.float(),
+        mean=material.mean.float(),
+        unshared=material.unshared.float(),
+        low_gain=material.low_gain.float(),
+        gains=material.gains.float(),
+        layers=tuple(sums.layers),
+        k=k,
+        provenance={
+            **sums.provenance,
+            "n_prompts": sums.n_prompts,
+            "position": position,
+            "weights": weights,
+            "n_draws": n_draws,
+            "seed": seed,
+        },
+    )
+
+
+class _Shared(NamedTuple):
+    """Leading eigenvectors of a symmetric matrix, and their eigenvalues."""
+
+    basis: Float[Tensor, "d rank"]
+    eigenvalues: Float[Tensor, " rank"]
+
+    @classmethod
+    def of(cls, G: Float[Tensor, "d d"], rank: int) -> "_Shared":
+        # Eigenvalues ascend.
+        eigenvalues, eigenvectors = torch.linalg.eigh(G)
+        return cls(eigenvectors[:, -rank:].flip(1), eigenvalues[-rank:].flip(0))
+
+
+@dataclass
+class _Sums:
+    """What is summed over prompts.
+
+    Attributes:
+        layers: the blocks.
+        provenance: of the first prompt.
+        G: sums of projectors, of even and of odd prompts, `[half side d d]`.
+        energies: sums of `JᵀJ` and of `JJᵀ`, `[side layer d d]`.
+        streams: what each block read and wrote at all tokens but the first.
+        n_prompts: how many there were.
+        weight: sum of the weights of all blocks.
+    """
+
+    layers: list[int]
+    provenance: dict[str, Any]
+    G: Float[Tensor, "2 2 d d"]
+    energies: Float[Tensor, "2 n_layers d d"]
+    streams: list[Float[Tensor, "2 n_layers n_tokens d"]]
+    n_prompts: int = 0
+    weight: float = 0.0
+
+    @classmethod
+    def empty(cls, traced: Trace, layers: list[int] | None) -> "_Sums":
+        chosen = range(traced.n_layers) if layers is None else layers
+        indices = [traced.layer_index(layer) for layer in chosen]
+        if not indices:
+            raise ValueError("`layers` is empty: wanted at least one layer")
+        d = traced.d_model
+        return cls(
+            indices,
+            dict(traced.provenance),
+            torch.zeros(2, 2, d, d, dtype=torch.float64),
+            torch.zeros(2, len(indices), d, d),
+            [],
+        )
+
+    @property
+    def d_model(self) -> int:
+        return self.G.shape[-1]
+
+    def add(self, traced: Trace, k: int, position: int, weights: Weights) -> None:
+        """Add one prompt."""
+        self._check(traced)
+        options = JacobianOptions(progress=False)
+        (decomposed,) = decomposed_layers(
+            [traced], k, position, self.layers, options=options
+        )
+        leading = decomposed.leading
+        of_layers = _weights_of(decomposed, weights)
+        half = self.n_prompts % 2
+        for side, frame in enumerate((leading.Vh.mT, leading.U)):
+            columns = frame.double().cpu()
+            weighted = columns * of_layers[:, None, None]
+            self.G[half, side] += torch.einsum("ldk,lek->de", weighted, columns)
+        for i in range(len(self.layers)):
+            J = decomposed.jacobian(i).float().cpu()
+            self.energies[0, i] += J.mT @ J
+            self.energies[1, i] += J @ J.mT
+        self.streams.append(_streams(traced, self.layers))
+        self.n_prompts += 1
+        self.weight += float(of_layers.sum())
+
+    def _check(self, traced: Trace) -> None:
+        digest = traced.provenance.get("weights_digest")
+        if digest != self.provenance.get("weights_digest"):
+            raise ValueError("`traces` must be of one model, got several")
+        for layer in self.layers:
+            if traced.blocks[layer].remark_on_norms():
+                raise ValueError(
+                    f"layer {layer} normalises the stream itself, so that what its "
+                    "branches write is not in the stream as it is: a subspace cannot be "
+                    "removed from it by a hook"
+                )
+
+
+def _as_trace(item: object) -> Trace:
+    if isinstance(item, Trace):
+        return item
+    raise TypeError(
+        f"`traces` must hold traced prompts, got {type(item).__name__}: "
+        "`tl_coupling.trace(model, prompt)` makes one"
+    )
+
+
+def _weights_of(decomposed: Decomposed, weights: Weights) -> Float[Tensor, " n_layers"]:
+    """Return how much each block counts: 1 in the mean."""
+    n_layers = len(decomposed)
+    if weights == "equal" or n_layers == 1:
+        return torch.ones(n_layers, dtype=torch.float64)
+    coupling = depth_maps(decomposed, ("ujv",))["ujv"].coupling().double().cpu()
+    both_ways = coupling + coupling.mT
+    others = both_ways.sum(1) - both_ways.diagonal()
+    return others / others.mean()
+
+
+def _streams(
+    traced: Trace, layers: list[int]
+) -> Float[Tensor, "2 n_layers n_tokens d"]:
+    """Return what blocks read and write, at all tokens but the first where there are
+    others: attention sinks there are many times longer.
+    """
+    first = 1 if traced.n_pos > 1 else 0
+    stream = traced.residual[:, first:].float().cpu()
+    read = stream[layers]
+    write = stream[[layer + 1 for layer in layers]] - read
+    return torch.stack([read, write])
+
+
+def _null(
+    n_frames: int, d: int, k: int, rank: int, n_draws: int, generator: torch.Generator
+) -> Float[Tensor, "n_draws rank"]:
+    """Return leading eigenvalues of the mean projector of independent random frames."""
+    draws = []
+    for _ in range(n_draws):
+        stacked = torch.cat(list(frames(n_frames, torch.eye(d), k, generator)), dim=1)
+        gram = stacked @ stacked.mT if d < stacked.shape[1] else stacked.mT @ stacked
+        values = torch.linalg.eigvalsh(gram.double()).flip(0)[:rank] / n_frames
+        draws.append(torch.nn.functional.pad(values, (0, rank - len(values))))
+    return torch.stack(draws)
+
+
+def _cosines_of_halves(sums: _Sums, rank: int) -> Float[Tensor, "2 rank"]:
+    """Return the principal cosines of the subspaces of even and of odd prompts."""
+    if sums.n_prompts < 2:
+        return torch.full((2, rank), torch.nan).double()
+    of_sides = []
+    for side in (0, 1):
+        even, odd = (_Shared.of(sums.G[half, side], rank).basis for half in (0, 1))
+        of_sides.append(torch.linalg.svdvals(even.mT @ odd))
+    return torch.stack(of_sides)
+
+
+def _null_cosines(
+    d: int, rank: int, n_draws: int, generator: torch.Generator
+) -> Float[Tensor, "n_draws rank"]:
+    drawn = frames(2 * n_draws, torch.eye(d), rank, generator)
+    return torch.stack(
+        [torch.linalg.svdvals(first.mT @ next(drawn)) for first in drawn]
+    )
+
+
+class _Material(NamedTuple):
+    """What controls are drawn from; see `Subspace`."""
+
+    span: Float[Tensor, "2 n_layers d m"]
+    mean: Float[Tensor, "n_layers d"]
+    unshared: Float[Tensor, "2 n_layers d n"]
+    low_gain: Float[Tensor, "2 n_layers d n"]
+    gains: Float[Tensor, "2 n_layers 3"]
+
+    @classmethod
+    def of(cls, sums: _Sums, bases: Float[Tensor, "2 d rank"]) -> "_Material":
+        streams = torch.cat(sums.streams, dim=2)
+        mean = streams[0].mean(1)
+        centred = torch.stack([streams[0] - mean[:, None], streams[1]])
+        n_span = min(_MOST_OF_SPAN, centred.shape[2] - 1, sums.d_model)
+        n_span = max(n_span, 1)
+        right = torch.linalg.svd(centred, full_matrices=False).Vh
+        others = [
+            [
+                _Others.of(energy.double() / sums.n_prompts, bases[side])
+                for energy in sums.energies[side]
+            ]
+            for side in (0, 1)
+        ]
+        return cls(
+            span=right[:, :, :n_span].mT,
+            mean=mean,
+            unshared=_stacked([[one.unshared for one in side] for side in others]),
+            low_gain=_stacked([[one.low_gain for one in side] for side in others]),
+            gains=_stacked([[one.gains for one in side] for side in others]),
+        )
+
+
+def _stacked(of_sides: list[list[Tensor]]) -> Tensor:
+    return torch.stack([torch.stack(of_layers) for of_layers in of_sides])
+
+
+class _Others(NamedTuple):
+    """Directions of one block that are orthogonal to the shared ones."""
+
+    unshared: Float[Tensor, "d n"]
+    low_gain: Float[Tensor, "d n"]
+    gains: Float[Tensor, "3"]
+
+    @classmethod
+    def of(
+        cls, energy: Float[Tensor, "d d"], basis: Float[Tensor, "d rank"]
+    ) -> "_Others":
+        """Choose them by their gains, from the mean `JᵀJ` or `JJᵀ`."""
+        d, rank = basis.shape
+        complement = torch.eye(d).double() - basis.double() @ basis.double().mT
+        values, vectors = torch.linalg.eigh(complement @ energy @ complement)
+        # Those that are in the shared subspace have gain 0 here, and come first.
+        values = values[rank:].flip(0)
+        vectors = vectors[:, rank:].flip(1)
+        size = min(2 * rank, d - rank)
+        of_shared = float((basis.double() * (energy @ basis.double())).sum() / rank)
+        # Of a window of neighbours, the mean energy of a random frame in it.
+        windows = values.unfold(0, size, 1).mean(1) if size else values
+        start = int((windows - of_shared).abs().argmin()) if size else 0
+        low = min((d - rank) // 2, d - rank - size)
+        energies = [
+            of_shared,
+            float(values[start : start + size].mean()),
+            float(values[low : low + size].mean()),
+        ]
+        return cls(
+            vectors[:, start : start + size],
+            vectors[:, low : low + size],
+            torch.tensor(energies).clamp(min=0).sqrt(),
+        )
