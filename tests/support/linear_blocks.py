@@ -15,12 +15,13 @@ def affine_trace(A: Tensor, b: Tensor | None = None, x: Tensor | None = None) ->
     """Return a trace of a model whose block `l` adds `A[layer] x + b[l]` to every
     token, and nothing else.
     """
-    X = gaussian(N_POS, D, seed=9) if x is None else x
+    X = gaussian(N_POS, A.shape[-1], seed=9) if x is None else x
     stream, blocks = [X], []
     for layer, matrix in enumerate(A):
-        module = nn.Linear(D, D, dtype=A.dtype)
-        module.weight.data = torch.eye(D, dtype=A.dtype) + matrix
-        module.bias.data = torch.zeros(D, dtype=A.dtype) if b is None else b[layer]
+        d = len(matrix)
+        module = nn.Linear(d, d, dtype=A.dtype)
+        module.weight.data = torch.eye(d, dtype=A.dtype) + matrix
+        module.bias.data = torch.zeros(d, dtype=A.dtype) if b is None else b[layer]
         call = BlockCall(module, {}, None, False, -2)
         stream.append(module(stream[-1]).detach())
         blocks.append(BlockFunction(layer, call, stream[-2], stream[-1] - stream[-2]))

@@ -187,6 +187,7 @@ def ablate(
     side: Side = "write",
     *,
     rank: Annotated[int, at_least(0)] | None = None,
+    first_position: Annotated[int, at_least(0)] = 0,
     n_draws: Count = 20,
     seed: Seed = 0,
     prepend_bos: bool | None = None,
@@ -213,6 +214,8 @@ def ablate(
             default.
         side: "read" or "write".
         rank: how many of its directions, the most shared first; all by default.
+        first_position: tokens before it are left as they are: with 1, the first token,
+            which attention sinks into in many models and which is many times longer.
         n_draws: how many subspaces of each control are drawn.
         seed: of the draws.
         prepend_bos: as in `trace`.
@@ -259,7 +262,9 @@ def ablate(
                 f"prompt {prompt.id!r}: wanted at least 2 tokens, to predict one from "
                 f"the other, got {len(tokens)}"
             )
-        ablated.append(_ablated(model, tokens, conditions, chosen, side))
+        ablated.append(
+            _ablated(model, tokens, conditions, chosen, side, first_position)
+        )
     return Ablation(
         loss=torch.stack([of_prompt.loss for of_prompt in ablated]),
         loss_change=torch.stack([of_prompt.loss_change for of_prompt in ablated], -1),
@@ -270,7 +275,12 @@ def ablate(
         prompts=tuple(prompt.id for prompt in named_prompts),
         side=side,
         rank=rank,
-        provenance={**subspace.provenance, "n_draws": n_draws, "seed_of_draws": seed},
+        provenance={
+            **subspace.provenance,
+            "first_position": first_position,
+            "n_draws": n_draws,
+            "seed_of_draws": seed,
+        },
     )
 
 
@@ -287,7 +297,7 @@ class _Conditions(NamedTuple):
     bases: dict[int, Float[Tensor, "n_conditions d_model rank"]]
     means: dict[int, Float[Tensor, " d_model"]]
 
-    def some(self, which: slice) -> Projection:
+    def some(self, which: slice, first_position: int) -> Projection:
         """Return what removes some of them, one in each row of a batch."""
         is_matched = [kind == "norm_matched" for kind in self.kinds[which]]
         return Projection(
@@ -296,6 +306,7 @@ class _Conditions(NamedTuple):
             # The subspace itself is the first.
             {layer: bases[0] for layer, bases in self.bases.items()},
             torch.tensor(is_matched) if any(is_matched) else None,
+            first_position,
         )
 
 
@@ -354,6 +365,7 @@ def _ablated(
     conditions: _Conditions,
     layers: Sequence[int],
     side: Side,
+    first_position: int,
 ) -> _Ablated:
     """Measure the effects on one prompt."""
     before = log_probabilities(model, tokens)
@@ -361,7 +373,7 @@ def _ablated(
     parts = []
     for which in _batches(len(conditions.kinds), rows_at_once(*before.shape[1:])):
         n_rows = which.stop - which.start
-        projection = conditions.some(which)
+        projection = conditions.some(which, first_position)
         hooks = removal_hooks(projection, layers, side)
         after = log_probabilities(model, tokens, hooks, n_rows)
         change = losses(after, tokens) - loss

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, checked, made_by, warn_caller
+from tl_coupling.directions.removals import Projection
 from tl_coupling.jacobians import Connection, block_directions
 from tl_coupling.models import weights_digest
 from tl_coupling.saved import Saved
@@ -21,13 +22,6 @@ Hook = tuple[str, HookFunction]
 Stream = Float[Tensor, "batch n_pos d_model"]
 # Longer or shorter vectors are normalised, and that is said.
 _LENGTH_TOLERANCE = 1e-3
-
-
-class Removal(Protocol):
-    """What is taken from a stream, or from what a block adds to it."""
-
-    def of(self, x: Stream, layer: int) -> Stream:
-        """Return what is taken from x at a layer."""
 
 
 def hook_point(layer: int, side: Side) -> str:
@@ -195,7 +189,7 @@ def steering_hooks(
     return [(name, add)]
 
 
-def removal_hooks(removal: Removal, layers: Sequence[int], side: Side) -> list[Hook]:
+def removal_hooks(removal: Projection, layers: Sequence[int], side: Side) -> list[Hook]:
     """Return hooks that take something from what blocks read, or from what they write.
 
     On the read side the block reads `h − removal.of(h)`, and the stream keeps h. On the
@@ -207,7 +201,7 @@ def removal_hooks(removal: Removal, layers: Sequence[int], side: Side) -> list[H
     return hooks
 
 
-def _removal_hooks(removal: Removal, layer: int, side: Side) -> list[Hook]:
+def _removal_hooks(removal: Projection, layer: int, side: Side) -> list[Hook]:
     # What the second hook needs of the first, in one pass of the block.
     kept: list[Tensor] = []
 

@@ -21,6 +21,7 @@ class Projection:
         matched: bases by layer; rows of the batch that are true in `is_matched` are
             scaled so that as much is taken at each token as these would.
         is_matched: `[batch]`.
+        first_position: tokens before it keep everything.
         taken, present: sums over layers and tokens of the squared lengths of what was
             taken and of what was there, added to by `of`, `[batch]`.
     """
@@ -29,6 +30,7 @@ class Projection:
     means: Mapping[int, Float[Tensor, " d_model"]] = field(default_factory=dict)
     matched: Mapping[int, Float[Tensor, "d_model rank"]] = field(default_factory=dict)
     is_matched: Tensor | None = None
+    first_position: int = 0
     taken: list[Tensor] = field(default_factory=list)
     present: list[Tensor] = field(default_factory=list)
 
@@ -43,8 +45,9 @@ class Projection:
         move = (centred @ basis) @ basis.mT
         if self.is_matched is not None:
             move = move * self._scales(centred, move, layer)
+        move[:, : self.first_position] = 0
         self.taken.append(move.square().sum((1, 2)))
-        self.present.append(centred.square().sum((1, 2)))
+        self.present.append(centred[:, self.first_position :].square().sum((1, 2)))
         return move
 
     @property

@@ -1,0 +1,142 @@
+"""Decoding against TransformerLens's unembedding, derivatives of logits, and the parts of
+the stream.
+"""
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.directions.decoding import _groups
+from tl_coupling.jacobians import block_directions
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer_folder):
+    return tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+
+
+@pytest.fixture(scope="module")
+def trace(model):
+    return tlc.trace(model, "w3 w14 w15 w92 w65 w35")
+
+
+@pytest.fixture(scope="module")
+def decoded(trace):
+    return tlc.directions.decode(trace, 0, K, n_tokens=99, n_draws=6)
+
+
+def logits_of(decoded, way):
+    """All logits of each direction, from the lists of all tokens at the first end."""
+    ids = torch.tensor(decoded.token_ids)
+    w = decoded.ways.index(way)
+    logits = torch.full((K, max(decoded.token_ids) + 1), torch.nan)
+    for i in range(K):
+        logits[i, ids[decoded.tokens[w, i, 0]]] = decoded.logits[w, i, 0]
+    return logits
+
+
+def test_the_raw_way_is_the_unembedding_of_transformerlens(model, trace, decoded):
+    """`SVDInterpreter` multiplies `W_Uᵀ` with columns: the same convention."""
+    write = block_directions(trace, 0, K).write
+    expected = model.W_U.detach().mT @ write
+    found = logits_of(decoded, "unembedding")
+    seen = found.isfinite()
+    torch.testing.assert_close(
+        found[seen], expected.mT[:, : found.shape[1]][seen], atol=1e-6, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("way", ["final_norm", "network"])
+def test_other_ways_are_central_differences_of_logits(model, trace, decoded, way):
+    """Of the model's own logits, with the stream moved by a hook of TransformerLens."""
+    name = (
+        "blocks.1.hook_resid_post"
+        if way == "final_norm"
+        else "blocks.0.hook_resid_post"
+    )
+    write = block_directions(trace, 0, K).write
+    epsilon = 1e-2
+
+    def logits(direction, sign):
+        def add(stream, hook):
+            stream = stream.clone()
+            stream[0, -1] += sign * epsilon * direction
+            return stream
+
+        with torch.no_grad(), model.hooks(fwd_hooks=[(name, add)]):
+            return model(trace.tokens[None])[0, -1]
+
+    found = logits_of(decoded, way)
+    for i in range(K):
+        expected = logits(write[:, i], 1) - logits(write[:, i], -1)
+        expected = expected[: found.shape[1]] / (2 * epsilon)
+        seen = found[i].isfinite()
+        error = (found[i][seen] - expected[seen]).norm() / expected[seen].norm()
+        assert float(error) < 1e-3
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_components_sum_to_the_stream(trace, layer):
+    decoded = tlc.directions.decode(trace, layer, K, n_draws=2)
+    read = block_directions(trace, layer, K).read
+    torch.testing.assert_close(
+        decoded.reads.sum(1), trace.residual[layer, -1] @ read, atol=1e-5, rtol=1e-4
+    )
+    expected = ["embed"]
+    if layer:
+        expected += ["L0H0", "L0H1", "L0H2", "L0H3", "0_mlp_out"]
+    assert list(decoded.components) == [*expected, "rest"]
+    # A Llama has no biases: nothing is left.
+    assert float(decoded.reads[:, -1].abs().max()) < 1e-5
+
+
+@pytest.mark.on_4_only
+def test_heads_are_what_transformerlens_says(model, trace):
+    decoded = tlc.directions.decode(trace, 1, K, n_draws=2)
+    read = block_directions(trace, 1, K).read
+    with torch.no_grad():
+        _, cache = model.run_with_cache(trace.tokens[None])
+    head = cache.stack_head_results(1)[2, 0, -1]
+    i = decoded.components.index("L0H2")
+    torch.testing.assert_close(decoded.reads[:, i], head @ read, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.on_4_only
+def test_statistics_are_those_of_scipy(trace, decoded):
+    logits = (block_directions(trace, 0, K).write.mT @ trace.model.W_U.detach()).numpy()
+    kurtosis = scipy.stats.kurtosis(logits.astype(float), axis=1)
+    np.testing.assert_allclose(decoded.kurtosis[0], kurtosis, rtol=1e-3, atol=1e-4)
+    next_token = int(trace.logits(trace.residual[-1, -1]).argmax())
+    place = scipy.stats.rankdata(-logits, axis=1, method="min")[:, next_token]
+    assert decoded.next_token_rank[0, :, 0].tolist() == place.astype(int).tolist()
+
+
+@pytest.mark.on_4_only
+def test_gains_that_are_close_are_one_group():
+    gains = torch.tensor([2.0, 1.99, 1.975, 1.5, 1.0, 0.995])
+    assert _groups(gains).tolist() == [0, 0, 0, 1, 2, 2]
+
+
+@pytest.mark.on_4_only
+def test_other_prompts_and_a_lens(model, trace):
+    others = [tlc.trace(model, text) for text in ("w1 w2", "w5 w6 w7")]
+    lens = tlc.trajectories.product_lens([trace])
+    decoded = tlc.directions.decode(
+        trace, 0, K, others=others, lens=lens, n_draws=4, n_tokens=2
+    )
+    assert decoded.ways[-1] == "lens"
+    # A lens of this prompt alone is the rest of the network.
+    torch.testing.assert_close(
+        decoded.logits[-1], decoded.logits[2], atol=1e-4, rtol=1e-3
+    )
+    n_drawn = decoded.control_kurtosis[:, 0].isfinite().sum(1)
+    assert n_drawn.tolist() == [4, 4, 2 * K]
+    with pytest.raises(TypeError, match="others"):
+        tlc.directions.decode(trace, 0, K, others=["w1"])
+    with pytest.raises(ValueError, match="layer"):
+        tlc.directions.decode(trace, 5, K)

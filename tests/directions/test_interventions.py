@@ -1,0 +1,151 @@
+"""Directions as hooks: against the stream by hand, TransformerLens's own interchange, and
+what redundancy drops.
+"""
+
+import pytest
+import torch
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.directions import Directions
+from tl_coupling.directions.interventions import removal_hooks
+from tl_coupling.directions.removals import Projection
+
+TOKENS = torch.tensor(tiny.TOKENS)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer_folder):
+    return tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+
+
+@pytest.fixture(scope="module")
+def trace(model):
+    return tlc.trace(model, TOKENS)
+
+
+def logits_with(model, hooks, n_rows=1):
+    batch = TOKENS.expand(n_rows, -1)
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        return model(batch)
+
+
+def frame(rank, seed=0, d=32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(d, rank, generator=generator)).Q
+
+
+@pytest.mark.parametrize("side", ["read", "write"])
+def test_steering_moves_the_stream_by_a_share_of_its_length(model, trace, side):
+    """By hand: the stream is moved, and the later blocks run on it."""
+    directions = tlc.directions.directions_of(trace, 0, k=1, side=side)
+    logits = logits_with(model, directions.hooks(model, 0.3, position=4))
+    at = 0 if side == "read" else 1
+    X = trace.residual[at].clone()
+    X[4] += 0.3 * X[4].norm() * directions.vectors[0]
+    for block in trace.blocks[at:]:
+        X = X + block(X)
+    torch.testing.assert_close(logits[0], trace.logits(X), atol=1e-4, rtol=1e-4)
+
+
+def test_each_row_of_a_batch_gets_its_own_direction(model, trace):
+    directions = tlc.directions.directions_of(trace, 1, k=3)
+    together = logits_with(model, directions.hooks(model, 0.5), n_rows=3)
+    for i in range(3):
+        alone = logits_with(model, directions[i : i + 1].hooks(model, 0.5))
+        torch.testing.assert_close(together[i], alone[0], atol=1e-5, rtol=1e-4)
+
+
+def test_steering_acts_in_generation_with_a_cache(model, trace):
+    """A direction strong enough changes what is generated, the same as without a cache."""
+    directions = tlc.directions.directions_of(trace, 1, k=1)
+    options = {"max_new_tokens": 4, "do_sample": False, "verbose": False}
+    with model.hooks(fwd_hooks=directions.hooks(model, 3.0)):
+        steered = model.generate(TOKENS[None], **options)
+        uncached = TOKENS[None]
+        for _ in range(4):
+            with torch.no_grad():
+                following = model(uncached)[:, -1].argmax(-1, keepdim=True)
+            uncached = torch.cat([uncached, following], dim=1)
+    plain = model.generate(TOKENS[None], **options)
+    assert steered.tolist() == uncached.tolist()
+    assert steered.tolist() != plain.tolist()
+
+
+@pytest.mark.parametrize("side", ["read", "write"])
+def test_removal_of_rank_0_changes_nothing(model, side):
+    nothing = Projection(dict.fromkeys((0, 1), torch.zeros(32, 0)))
+    hooks = removal_hooks(nothing, (0, 1), side)
+    assert torch.equal(logits_with(model, hooks), logits_with(model, []))
+
+
+def test_removal_of_everything_written_drops_the_block(model, trace):
+    """As `layer_redundancy` drops it: the stream passes the block as it is."""
+    everything = Projection({1: torch.eye(32)})
+    hooks = removal_hooks(everything, (1,), "write")
+    dropped = trace.logits(trace.residual[1])
+    torch.testing.assert_close(
+        logits_with(model, hooks)[0], dropped, atol=1e-5, rtol=1e-4
+    )
+
+
+def test_reading_less_leaves_the_stream(model, trace):
+    """By hand: `X + f(X − (X − μ)BBᵀ)`."""
+    B, mean = frame(3), trace.residual[1].mean(0)
+    hooks = removal_hooks(Projection({1: B}, {1: mean}), (1,), "read")
+    X = trace.residual[1]
+    expected = X + trace.blocks[1](X - (X - mean) @ B @ B.mT)
+    torch.testing.assert_close(
+        logits_with(model, hooks)[0], trace.logits(expected), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.on_4_only
+def test_removal_is_an_interchange_with_the_mean(trace):
+    """TransformerLens's `SubspaceInterchange`, with the mean as its source."""
+    interchange = pytest.importorskip("transformer_lens.tools.analysis.interchange")
+    B, mean = frame(3), trace.residual[1].mean(0)
+    x = trace.residual[1]
+    kept = x - Projection({1: B}, {1: mean}).of(x[None], 1)[0]
+    theirs = interchange.SubspaceInterchange(B)(x, mean.expand_as(x))
+    torch.testing.assert_close(kept, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.on_4_only
+def test_vectors_are_normalised_and_that_is_said(trace):
+    with pytest.warns(UserWarning, match="lengths 2 to 2 were normalised"):
+        directions = Directions(2 * torch.eye(32)[:2], 1, "read", trace.provenance)
+    assert directions.vectors.norm(dim=1).tolist() == [1, 1]
+    with pytest.raises(ValueError, match="not 0"):
+        Directions(torch.zeros(1, 32), 1, "read", trace.provenance)
+
+
+@pytest.mark.on_4_only
+def test_directions_are_refused_by_other_weights(
+    model, trace, tokenizer_folder, tmp_path
+):
+    directions = tlc.directions.directions_of(trace, 1, k=1)
+    saved = Directions.load(directions.save(tmp_path / "directions.nc"))
+    assert saved.hooks(model, 0.1)[0][0] == "blocks.1.hook_resid_pre"
+    other = tiny.bridge(tiny.huggingface_model("llama", seed=1), tokenizer_folder)
+    with pytest.raises(ValueError, match="other weights"):
+        saved.hooks(other, 0.1)
+    subspace = tlc.directions.shared_subspace([trace], rank=2, k=2)
+    with pytest.raises(ValueError, match="other weights"):
+        subspace.hooks(other)
+    with pytest.raises(ValueError, match="other weights"):
+        tlc.directions.ablate(other, "w1 w2", subspace)
+
+
+@tiny.needs_hooked_transformer
+@pytest.mark.on_3_only
+def test_hooked_transformers_take_the_hooks():
+    from zoo.models import hooked_transformer
+
+    model = hooked_transformer("gpt2", 2, torch.float32)
+    traced = tlc.trace(model, TOKENS)
+    directions = tlc.directions.directions_of(traced, 1, k=1, side="write")
+    logits = logits_with(model, directions.hooks(model, 0.2))
+    X = traced.residual[2]
+    moved = X + 0.2 * X.norm(dim=1, keepdim=True) * directions.vectors[0]
+    torch.testing.assert_close(logits[0], traced.logits(moved), atol=1e-4, rtol=1e-4)
