@@ -38,6 +38,18 @@ FACTORIES |= {
 }
 # Calls that name no device, for a reason.
 ON_THE_CPU = {
+    # Directions: their sums over prompts and their draws are on the CPU.
+    "torch.tensor(is_matched)": "moved where it is used",
+    "torch.tensor(token_ids)": "indices of a table",
+    "torch.zeros(1)": "of a table",
+    "torch.randn(n, d, generator=generator)": "drawn on the CPU, and moved",
+    "torch.randn(span.shape[1], rank, generator=generator)": "drawn, and moved",
+    "torch.zeros(2, 2, d, d, dtype=torch.float64)": "a sum over prompts",
+    "torch.zeros(2, len(indices), d, d)": "a sum over prompts",
+    "torch.ones(n_layers, dtype=torch.float64)": "weights of such a sum",
+    "torch.eye(d)": "draws are made on the CPU",
+    "torch.full((2, rank), torch.nan)": "of such sums",
+    "torch.tensor(energies)": "of such sums",
     # Random numbers are the same on every device.
     "torch.Generator()": "drawn on the CPU and moved",
     (

@@ -28,13 +28,14 @@ drawn as the stream varies. Directions come from another text than those steered
 
 Texts are paragraphs of Python's own documentation, which every Python brings. Results
 are kept in `demos/studies/results/`, one file for each model and step; what is there is
-not run again. About 40 minutes on two cores for SmolLM2-135M; `SMALL=1`: a minute.
+not run again. About an hour of one core for SmolLM2-135M; `SMALL=1`: a minute.
 """
 
 import argparse
 import os
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Literal
 
 import pandas
 from torch import nn
@@ -47,12 +48,14 @@ IS_SMALL = bool(os.environ.get("SMALL"))
 N_FOUND_ON = 2 if IS_SMALL else 16
 N_TESTED_ON = 2 if IS_SMALL else 40
 N_DRAWS = 2 if IS_SMALL else 20
-RANKS = (1, 10)
+RANK = 10
+SIDES: tuple[Literal["read", "write"], ...] = ("read", "write")
 SCALE = 0.1
 K = 10
 FEWEST_WORDS = 30
-WORDS_REMOVED_FROM = 24
-WORDS_STEERED = 12
+# Paragraphs are cut: what matters is how many there are.
+N_WORDS = 12
+N_WORDS_STEERED = 8
 
 
 def texts(n_words: int) -> list[str]:
@@ -70,43 +73,40 @@ def texts(n_words: int) -> list[str]:
 
 def ablation(model: nn.Module, name: str) -> None:
     """Remove what blocks share from what they read and write, and keep the results."""
-    found_on = texts(WORDS_REMOVED_FROM)[:N_FOUND_ON]
-    tested_on = texts(WORDS_REMOVED_FROM)[N_FOUND_ON:][:N_TESTED_ON]
+    found_on = texts(N_WORDS)[:N_FOUND_ON]
+    tested_on = texts(N_WORDS)[N_FOUND_ON:][:N_TESTED_ON]
     traces = (tlc.trace(model, text) for text in found_on)
-    subspace = tlc.directions.shared_subspace(traces, rank=max(RANKS), k=K)
+    subspace = tlc.directions.shared_subspace(traces, rank=RANK, k=K)
     print(subspace)
     print("cosines of halves of the texts:")
     for side, cosines in zip(("read", "write"), subspace.cosines, strict=True):
         print(f"  {side}: {', '.join(f'{float(c):.2f}' for c in cosines)}")
     middle = subspace.layers[2:-2] or subspace.layers
-    for side in ("read", "write"):
+    for side in SIDES:
         for first_position in (0, 1):
-            for rank in RANKS:
-                path = RESULTS / f"{name}-{side}-{first_position}-{rank}.csv"
-                if path.exists():
-                    continue
-                result = tlc.directions.ablate(
-                    model,
-                    tested_on,
-                    subspace,
-                    middle,
-                    side,
-                    rank=rank,
-                    first_position=first_position,
-                    n_draws=N_DRAWS,
-                )
-                table = result.to_dataframe()
-                table.insert(0, "loss", float(result.loss.mean()))
-                table.insert(0, "rank", rank)
-                table.insert(0, "first_token", "kept" if first_position else "changed")
-                table.insert(0, "side", side)
-                table.insert(0, "model", name)
-                keep(table, path)
+            path = RESULTS / f"{name}-{side}-{first_position}.csv"
+            if path.exists():
+                continue
+            result = tlc.directions.ablate(
+                model,
+                tested_on,
+                subspace,
+                middle,
+                side,
+                first_position=first_position,
+                n_draws=N_DRAWS,
+            )
+            table = result.to_dataframe()
+            table.insert(0, "loss", float(result.loss.mean()))
+            table.insert(0, "first_token", "kept" if first_position else "changed")
+            table.insert(0, "side", side)
+            table.insert(0, "model", name)
+            keep(table, path)
 
 
 def steering(model: nn.Module, name: str) -> None:
     """Steer along the directions that three blocks read, and keep the results."""
-    found_on, *tested_on = texts(WORDS_STEERED)[: N_TESTED_ON + 1]
+    found_on, *tested_on = texts(N_WORDS_STEERED)[: N_TESTED_ON + 1]
     traced = tlc.trace(model, found_on)
     n = traced.n_layers
     for layer in dict.fromkeys((n // 6, n // 2, 5 * n // 6)):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import tl_coupling as tlc
 from public_api import public_names
-from tl_coupling import comparisons, dynamics, trajectories
+from tl_coupling import comparisons, directions, dynamics, trajectories
 from tl_coupling.arguments import checked, kinds
 
 pytestmark = pytest.mark.on_4_only
@@ -149,6 +149,8 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
             "p": np.ones(3),
             "comparison": object.__new__(comparisons.Comparison),
             "spectra": tlc.svd(SQUARE[None]),
+            "directions": object.__new__(directions.Directions),
+            "subspace": object.__new__(directions.Subspace),
         },
         **{name: getattr(depth, name) for name in depth.__dataclass_fields__},
     }
@@ -231,7 +233,7 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
 
 def test_classes_of_every_room_say_how_they_are_made() -> None:
     # Fewer would mean that the test below looks at nothing.
-    assert len(kinds.MAKERS) == 23
+    assert len(kinds.MAKERS) == 28
     assert {tlc.Trace, tlc.Spectrum, tlc.Survey, nn.Module} <= kinds.MAKERS.keys()
 
 

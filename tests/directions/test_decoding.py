@@ -136,7 +136,7 @@ def test_other_prompts_and_a_lens(model, trace):
     )
     n_drawn = decoded.control_kurtosis[:, 0].isfinite().sum(1)
     assert n_drawn.tolist() == [4, 4, 2 * K]
-    with pytest.raises(TypeError, match="others"):
+    with pytest.raises(TypeError, match="`others` must be"):
         tlc.directions.decode(trace, 0, K, others=["w1"])
     with pytest.raises(ValueError, match="layer"):
         tlc.directions.decode(trace, 5, K)

@@ -142,7 +142,9 @@ def test_directions_are_refused_by_other_weights(
 def test_hooked_transformers_take_the_hooks():
     from zoo.models import hooked_transformer
 
-    model = hooked_transformer("gpt2", 2, torch.float32)
+    model = hooked_transformer(
+        "HookedTransformer, parallel attention and MLP", 2, torch.float32
+    )
     traced = tlc.trace(model, TOKENS)
     directions = tlc.directions.directions_of(traced, 1, k=1, side="write")
     logits = logits_with(model, directions.hooks(model, 0.2))

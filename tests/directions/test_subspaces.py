@@ -163,7 +163,7 @@ def test_bad_arguments(model, subspace, tokenizer_folder):
         tlc.directions.ablate(model, "w1", subspace)
     with pytest.raises(ValueError, match="empty"):
         tlc.directions.shared_subspace([])
-    with pytest.raises(TypeError, match="traced prompts"):
+    with pytest.raises(TypeError, match="`traces` must be"):
         tlc.directions.shared_subspace(["w1"])
     trace = tlc.trace(model, "w1 w2")
     with pytest.raises(ValueError, match="rank"):

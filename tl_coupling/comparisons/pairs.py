@@ -458,11 +458,11 @@ def maps_of(
     }
 
 
-def as_trace(item: object) -> Trace:
+def as_trace(item: object, name: str = "traces") -> Trace:
     """Return a trace; raise TypeError for anything else."""
     if not isinstance(item, Trace):
         raise TypeError(
-            "`traces` must be an iterable of traces, got "
+            f"`{name}` must be an iterable of traces, got "
             f"{type(item).__name__}: trace the prompts first, "
             "`(tl_coupling.trace(model, prompt) for prompt in prompts)`"
         )

@@ -321,7 +321,7 @@ def _conditions(
     """Draw the controls."""
     index = SIDES.index(side)
     basis = subspace.bases[index][:, :rank]
-    whole = torch.eye(len(basis))
+    whole = torch.eye(len(basis), device=basis.device)
     # The same subspace at every layer, as the shared one is.
     random = list(frames(2 * n_draws, whole, rank, generator))
     kinds = ["shared"] + ["random"] * n_draws + ["norm_matched"] * n_draws
@@ -368,14 +368,14 @@ def _ablated(
     first_position: int,
 ) -> _Ablated:
     """Measure the effects on one prompt."""
-    before = log_probabilities(model, tokens)
+    before = log_probabilities(model, tokens, dtype=torch.float32)
     loss = losses(before, tokens)
     parts = []
     for which in _batches(len(conditions.kinds), rows_at_once(*before.shape[1:])):
         n_rows = which.stop - which.start
         projection = conditions.some(which, first_position)
         hooks = removal_hooks(projection, layers, side)
-        after = log_probabilities(model, tokens, hooks, n_rows)
+        after = log_probabilities(model, tokens, hooks, n_rows, dtype=torch.float32)
         change = losses(after, tokens) - loss
         kl_of_tokens = kl(before, after).mean(1)
         parts.append((change, kl_of_tokens, projection.removed.double()))

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.comparisons import as_trace
 from tl_coupling.directions.downstream import after_last_block, change_of_logits
 from tl_coupling.directions.draws import unit_vectors, within
 from tl_coupling.jacobians import block_directions
@@ -326,17 +327,13 @@ def _of_others(
     those of this prompt are.
     """
     found = []
-    for other in others:
-        if not isinstance(other, Trace):
-            raise TypeError(
-                f"`others` must hold traced prompts, got {type(other).__name__}: "
-                "`tl_coupling.trace(model, prompt)` makes one"
-            )
+    for item in others:
+        other = as_trace(item, "others")
         if other.model is not trace.model:
             raise ValueError("`others` must be traced with the model of `trace`")
         found.append(block_directions(other, layer, k, position).write.mT)
     if not found:
-        return torch.zeros(len(later.ways), 0, 1)
+        return trace.residual.new_zeros(len(later.ways), 0, 1)
     return later.read_out(torch.cat(found))
 
 
@@ -379,7 +376,7 @@ def _statistics(
 ) -> tuple[Tensor, Tensor]:
     """Return the kurtosis of controls, and the next token's rank at the better end."""
     if not logits.shape[1]:
-        nothing = torch.zeros(logits.shape[:2])
+        nothing = logits.new_zeros(logits.shape[:2])
         return nothing, nothing
     return _kurtosis(logits), _ranks(logits, next_token).amin(-1).float()
 

@@ -26,6 +26,7 @@ def log_probabilities(
     hooks: Sequence[Hook] = (),
     n_rows: int = 1,
     positions: slice = slice(None),
+    dtype: torch.dtype = torch.float64,
 ) -> Float[Tensor, "n_rows n_some d_vocab"]:
     """Return log-probabilities of a batch of copies of one prompt, with hooks in place,
     at some of its positions.
@@ -33,7 +34,7 @@ def log_probabilities(
     batch = tokens.expand(n_rows, -1)
     with torch.no_grad(), own_arithmetic(model), model.hooks(fwd_hooks=list(hooks)):
         logits = model(batch, return_type="logits")
-    return logits[:, positions].double().log_softmax(-1)
+    return logits[:, positions].to(dtype).log_softmax(-1)
 
 
 def check_takes_hooks(model: nn.Module) -> None:
@@ -58,4 +59,4 @@ def losses(
 ) -> Float[Tensor, " n_rows"]:
     """Return the mean negative log-likelihood of the tokens from the second on, nats."""
     next_tokens = tokens[1:].expand(len(log_p), -1)[..., None]
-    return -log_p[:, :-1].gather(-1, next_tokens).mean((1, 2))
+    return -log_p[:, :-1].gather(-1, next_tokens).double().mean((1, 2))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -114,9 +113,7 @@ class Directions(Saved):
             ValueError: a model with other weights.
         """
         check_belongs(self.provenance, model)
-        return steering_hooks(
-            self.vectors, torch.full((len(self),), scale), self.hook_point, position
-        )
+        return steering_hooks(self.vectors, scale, self.hook_point, position)
 
     def __repr__(self) -> str:
         plural = "" if len(self) == 1 else "s"
@@ -172,18 +169,17 @@ def check_belongs(provenance: dict[str, Any], model: nn.Module) -> None:
 
 def steering_hooks(
     vectors: Float[Tensor, "n_directions d_model"],
-    scales: Float[Tensor, " n_directions"],
+    scale: float,
     name: str,
     position: int | None,
 ) -> list[Hook]:
     """Return hooks that add `scale ‖h‖ v` to the stream, as `Directions.hooks` says."""
-    scaled = vectors * scales[:, None].to(vectors)
 
     def add(h: Stream, hook: object) -> Stream:
         at = slice(None) if position is None else [position]
         moved = h.clone()
-        moves = scaled.to(h)[:, None]
-        moved[:, at] += h[:, at].norm(dim=-1, keepdim=True) * moves
+        lengths = h[:, at].norm(dim=-1, keepdim=True)
+        moved[:, at] += scale * lengths * vectors.to(h)[:, None]
         return moved
 
     return [(name, add)]

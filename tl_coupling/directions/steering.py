@@ -411,8 +411,7 @@ def _effects(
     first, second = before.topk(2).indices.tolist()
     of_batches = []
     for batch in vectors.split(rows_at_once(len(tokens), len(before))):
-        scales = torch.full((len(batch),), scale)
-        hooks = steering_hooks(batch, scales, name, place.position)
+        hooks = steering_hooks(batch, scale, name, place.position)
         after = log_probabilities(model, tokens, hooks, len(batch), place.row)[:, 0]
         surprise = before[first] - after[:, first]
         margin = after[:, first] - after[:, second] - (before[first] - before[second])

@@ -1,6 +1,6 @@
 """The subspaces that blocks share, and the ones to compare them with."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
-from tl_coupling.comparisons import decomposed_layers, depth_maps
+from tl_coupling.comparisons import as_trace, decomposed_layers, depth_maps
 from tl_coupling.directions.draws import frames
 from tl_coupling.directions.interventions import (
     Hook,
@@ -154,7 +154,7 @@ def shared_subspace(
     rank: Count = 10,
     k: Count = 10,
     *,
-    layers: list[int] | None = None,
+    layers: Sequence[int] | None = None,
     position: int = -1,
     weights: Weights = "equal",
     n_draws: Count = 20,
@@ -197,7 +197,7 @@ def shared_subspace(
     """
     sums: _Sums | None = None
     for item in with_progress(traces, progress, "prompts"):
-        traced = _as_trace(item)
+        traced = as_trace(item)
         if sums is None:
             sums = _Sums.empty(traced, layers)
         sums.add(traced, k, position, weights)
@@ -276,7 +276,7 @@ class _Sums:
     weight: float = 0.0
 
     @classmethod
-    def empty(cls, traced: Trace, layers: list[int] | None) -> "_Sums":
+    def empty(cls, traced: Trace, layers: Sequence[int] | None) -> "_Sums":
         chosen = range(traced.n_layers) if layers is None else layers
         indices = [traced.layer_index(layer) for layer in chosen]
         if not indices:
@@ -327,15 +327,6 @@ class _Sums:
                     "branches write is not in the stream as it is: a subspace cannot be "
                     "removed from it by a hook"
                 )
-
-
-def _as_trace(item: object) -> Trace:
-    if isinstance(item, Trace):
-        return item
-    raise TypeError(
-        f"`traces` must hold traced prompts, got {type(item).__name__}: "
-        "`tl_coupling.trace(model, prompt)` makes one"
-    )
 
 
 def _weights_of(decomposed: Decomposed, weights: Weights) -> Float[Tensor, " n_layers"]:
