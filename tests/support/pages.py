@@ -32,6 +32,7 @@ PAGES = [
         *(
             "concepts/trajectories",
             "concepts/dynamics",
+            "concepts/directions",
             "how-to/second-hour",
             "how-to/from-transformerlens",
             "how-to/models",

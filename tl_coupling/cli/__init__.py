@@ -8,6 +8,7 @@ from tl_coupling.cli import (
     compare,
     tokens,
     trajectory,
+    directions,
     dynamics,
     report,
 )

@@ -60,6 +60,11 @@ COMMANDS = (
         *("--model", LLAMA, "--prompt", WORDS, "--k", "4", "--untrained"),
     ),
     _command(
+        "tiny-directions",
+        *("--model", LLAMA, "--prompts", WORD_PROMPTS, "--k", "2", "--draws", "3"),
+        *("--steer", "--ablate", "--rank", "2"),
+    ),
+    _command(
         "tiny-compare",
         *("--model", LLAMA, "--prompts", WORD_PROMPTS, "--k", "4", "--other-untrained"),
     ),

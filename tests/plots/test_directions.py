@@ -1,0 +1,96 @@
+"""Pictures of directions, of made-up effects."""
+
+import numpy as np
+import pytest
+import torch
+
+from made_up_results import PROVENANCE
+from tl_coupling.directions import Ablation, Steering, Subspace
+from tl_coupling.plots import plot_ablation, plot_steering, plot_subspace
+
+pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(*shape, generator=generator, dtype=torch.float64) + 0.1
+
+
+def test_steering_is_a_line_for_each_kind_and_the_prediction() -> None:
+    kinds = ("direction", "direction", "random", "random", "low_gain")
+    result = Steering(
+        kl=drawn(5, 3, 2, 4),
+        surprise=drawn(5, 3, 2, 4),
+        logit_difference=drawn(5, 3, 2, 4),
+        predicted_kl=drawn(5, 3, 4, seed=1),
+        amplification=drawn(5, 4),
+        alignment=drawn(5, 4),
+        kinds=kinds,
+        scales=(0.01, 0.1, 0.5),
+        prompts=("a", "b", "c", "d"),
+        provenance=PROVENANCE,
+    )
+    ax = plot_steering(result)
+    lines = {line.get_label(): line for line in ax.lines}
+    names = ["predicted", "singular vectors", "random", "of small gain"]
+    assert list(lines) == names
+    expected = result.kl[:2].mean((0, 2, 3))
+    np.testing.assert_allclose(lines["singular vectors"].get_ydata(), expected)
+    predicted = result.predicted_kl[:2].mean((0, 2))
+    np.testing.assert_allclose(lines["predicted"].get_ydata(), predicted)
+    assert list(lines["random"].get_xdata()) == [0.01, 0.1, 0.5]
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["0.01", "0.1", "0.5"]
+    assert "4 prompts" in ax.get_title()
+
+
+def test_ablation_is_a_row_for_each_kind_with_its_draws() -> None:
+    kinds = ("shared", "random", "random", "random", "principal")
+    result = Ablation(
+        loss=drawn(6),
+        loss_change=drawn(5, 6),
+        kl=drawn(5, 6),
+        removed=drawn(5, 6),
+        kinds=kinds,
+        layers=(1, 2),
+        prompts=tuple("abcdef"),
+        side="write",
+        rank=3,
+        provenance=PROVENANCE,
+    )
+    ax = plot_ablation(result)
+    rows = [tick.get_text() for tick in ax.get_yticklabels()]
+    assert rows == ["shared subspace", "random", "most of the activations"]
+    marks = [line for line in ax.lines if line.get_marker() == "D"]
+    expected = [result.of(kind).mean() for kind in ("shared", "random", "principal")]
+    np.testing.assert_allclose([mark.get_xdata()[0] for mark in marks], expected)
+    (draws,) = [line for line in ax.lines if line.get_marker() == "o"]
+    np.testing.assert_allclose(draws.get_xdata(), result.draws("random"))
+    removed = [text.get_text() for text in ax.texts]
+    assert removed[0] == f"{result.of('shared', 'removed').mean():.1%} removed"
+    assert "write" in ax.get_title()
+
+
+def test_subspace_is_a_line_for_each_side_beside_random_frames() -> None:
+    rank = 4
+    result = Subspace(
+        bases=drawn(2, 8, rank),
+        eigenvalues=drawn(2, rank),
+        null_eigenvalues=drawn(2, 5, rank),
+        cosines=drawn(2, rank),
+        null_cosines=drawn(5, rank),
+        span=drawn(2, 3, 8, 2),
+        mean=drawn(3, 8),
+        unshared=drawn(2, 3, 8, 2),
+        low_gain=drawn(2, 3, 8, 2),
+        gains=drawn(2, 3, 3),
+        layers=(0, 1, 2),
+        k=4,
+        provenance=PROVENANCE,
+    )
+    ax = plot_subspace(result)
+    written, read = ax.lines
+    np.testing.assert_allclose(written.get_ydata(), result.eigenvalues[1])
+    np.testing.assert_allclose(read.get_ydata(), result.eigenvalues[0])
+    (band,) = ax.collections
+    lowest = band.get_paths()[0].vertices[:, 1].min()
+    assert lowest == pytest.approx(float(result.null_eigenvalues.min()))

@@ -1,0 +1,279 @@
+"""The command that reads, adds and removes directions: directions."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.table import Table
+
+import tl_coupling as tlc
+from tl_coupling.cli.app import command
+from tl_coupling.cli.console import Pictures, Run, at_work
+from tl_coupling.cli.options import OUT, OneModel, Out, Position, Prompts
+from tl_coupling.cli.tables import table_of
+from tl_coupling.directions import Ablation, Decoded, Steering, Subspace
+from tl_coupling.prompts import Prompt
+
+# Of each end of a direction, in the table; the files hold more.
+_N_TOKENS_SHOWN = 4
+_N_COMPONENTS_SHOWN = 2
+_SCALES = (0.03, 0.1, 0.3)
+
+
+@command
+def directions(
+    setup: OneModel,
+    prompts: Prompts,
+    layer: Annotated[
+        int,
+        typer.Option(
+            help="The block whose directions are read; negative: from the end."
+        ),
+    ] = -2,
+    k: Annotated[int, typer.Option(help="Number of top singular vectors.")] = 5,
+    position: Position = -1,
+    steer: Annotated[
+        bool, typer.Option(help="Steer the other prompts along what the block reads.")
+    ] = False,
+    ablate: Annotated[
+        bool,
+        typer.Option(
+            help="Find what all blocks share on the first half of the prompts, and "
+            "remove it on the second."
+        ),
+    ] = False,
+    rank: Annotated[
+        int, typer.Option(help="Number of shared directions that are removed.")
+    ] = 10,
+    draws: Annotated[int, typer.Option(help="Number of draws of each control.")] = 20,
+    out: Out = OUT,
+) -> None:
+    """Say what a block's singular vectors read and write, and what they do.
+
+    Prints, for each of the top k singular vectors of one block's Jacobian, the tokens
+    that its write direction promotes through the rest of the network, at both ends, and
+    the components that its read direction answers to. Beside it the excess kurtosis of
+    its logits, with the share of random directions that have at least as much: token
+    lists can always be read. Other prompts of a file are a control, and are steered
+    with --steer; --ablate removes what blocks share.
+
+    Examples:
+
+      tl-coupling directions --prompt "The capital of France is" --layer 28 --out out
+
+      tl-coupling directions --model gpt2 --prompts prompts.jsonl --steer --ablate
+    """
+    selected = prompts.selected()
+    if (steer or ablate) and len(selected) < 2:
+        raise ValueError(
+            "--steer and --ablate need several prompts, other than those the directions "
+            "come from: give --prompts"
+        )
+    measurement = _Measurement(selected, layer, k, position, steer, ablate, rank, draws)
+    with at_work(out) as work:
+        results = work.measured_as("trained", setup, measurement.of_run)
+        work.save({"trained": results.named()})
+        work.finish(_summary(results), _pictures(results))
+        work.shown.append(_decoded_table(results.decoded))
+        if results.steering is not None:
+            work.shown.append(_steering_table(results.steering))
+        if results.ablation is not None:
+            work.shown.append(_ablation_table(results.ablation))
+
+
+class _Results(NamedTuple):
+    """What was asked for."""
+
+    decoded: Decoded
+    steering: Steering | None
+    subspace: Subspace | None
+    ablation: Ablation | None
+
+    def named(self) -> dict[str, Decoded | Steering | Subspace | Ablation]:
+        """Return those that there are, by name."""
+        named = self._asdict().items()
+        return {name: result for name, result in named if result is not None}
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """Reads, and changes, one model as the options say."""
+
+    prompts: list[Prompt]
+    layer: int
+    k: int
+    position: int
+    steer: bool
+    ablate: bool
+    rank: int
+    draws: int
+
+    def of_run(self, run: Run) -> _Results:
+        """Return everything that was asked for."""
+        first, *others = (run.trace(prompt) for prompt in self.prompts)
+        with run.timed("decode"):
+            decoded = tlc.directions.decode(
+                first,
+                self.layer,
+                self.k,
+                position=self.position,
+                others=others,
+                n_draws=self.draws,
+            )
+        steering = None
+        if self.steer:
+            found = tlc.directions.directions_of(
+                first, self.layer, self.k, position=self.position
+            )
+            with run.timed("steer"):
+                steering = tlc.directions.steer(
+                    run.model,
+                    self.prompts[1:],
+                    found,
+                    _SCALES,
+                    position=self.position,
+                    n_draws=self.draws,
+                    progress=partial(run.bar, "steering"),
+                )
+        subspace = ablation = None
+        if self.ablate:
+            middle = len(self.prompts) // 2
+            traces = [first, *others][:middle]
+            subspace = tlc.directions.shared_subspace(
+                traces,
+                min(self.rank, first.d_model),
+                self.k,
+                position=self.position,
+                progress=partial(run.bar, "shared directions"),
+            )
+            with run.timed("ablate"):
+                ablation = tlc.directions.ablate(
+                    run.model,
+                    self.prompts[middle:],
+                    subspace,
+                    n_draws=self.draws,
+                    progress=partial(run.bar, "ablation"),
+                )
+        return _Results(decoded, steering, subspace, ablation)
+
+
+def _summary(results: _Results) -> dict[str, object]:
+    """Return what `summary.json` holds."""
+    decoded = results.decoded
+    tables: dict[str, object] = {}
+    for name, result in (
+        ("steering", results.steering),
+        ("ablation", results.ablation),
+    ):
+        if result is not None:
+            tables[name] = result.to_dataframe().to_dict("records")
+    return {
+        "layer": decoded.layer,
+        "position": decoded.position,
+        "gains": decoded.gains.tolist(),
+        "groups": decoded.groups.tolist(),
+        "kurtosis": dict(zip(decoded.ways, decoded.kurtosis.tolist(), strict=True)),
+        "decoded": decoded.to_dataframe().to_dict("records"),
+        **tables,
+        "provenance": decoded.provenance,
+    }
+
+
+def _pictures(results: _Results) -> Pictures:
+    """Return the pictures by file name."""
+    pictures: Pictures = {}
+    if results.steering is not None:
+        pictures["steering.png"] = partial(tlc.plots.plot_steering, results.steering)
+    if results.subspace is not None:
+        pictures["subspace.png"] = partial(tlc.plots.plot_subspace, results.subspace)
+    if results.ablation is not None:
+        pictures["ablation.png"] = partial(tlc.plots.plot_ablation, results.ablation)
+    return pictures
+
+
+def _decoded_table(decoded: Decoded) -> Table:
+    """Return the table of directions, by what they do through the rest of the network."""
+    way = decoded.ways.index("network")
+    drawn = decoded.control_kurtosis[0, way]
+    rows: list[list[object]] = []
+    for i, gain in enumerate(decoded.gains.tolist()):
+        kurtosis = decoded.kurtosis[way, i]
+        exceeded = float((drawn >= kurtosis).double().mean())
+        ends = [
+            " ".join(
+                repr(text) for text in decoded.texts_of(way, i, end)[:_N_TOKENS_SHOWN]
+            )
+            for end in (0, 1)
+        ]
+        rows.append(
+            [
+                f"{i} (group {int(decoded.groups[i])})",
+                *ends,
+                _components(decoded, i),
+                f"{gain:.2f}",
+                f"{float(kurtosis):.2f}",
+                f"{exceeded:.2f}",
+            ]
+        )
+    title = (
+        f"{decoded.provenance['model']}: what block {decoded.layer} writes and reads, "
+        f"token {decoded.position}"
+    )
+    caption = (
+        "tokens through the rest of the network; the sign of a direction is arbitrary\n"
+        "gains of one group differ by less than 1 %: no claim about one of its directions\n"
+        "random: share of random directions with at least this kurtosis"
+    )
+    numbers = ["gain", "kurtosis", "random"]
+    return table_of(title, ["", "+", "-", "reads"], numbers, rows, caption)
+
+
+def _components(decoded: Decoded, direction: int) -> str:
+    """Return the components that a read direction answers to most."""
+    reads = decoded.reads[direction]
+    largest = reads.abs().topk(min(_N_COMPONENTS_SHOWN, len(reads))).indices.tolist()
+    return ", ".join(f"{decoded.components[i]} {float(reads[i]):+.2f}" for i in largest)
+
+
+def _steering_table(steering: Steering) -> Table:
+    """Return the table of what each kind of direction does to the next token."""
+    rows = [
+        [
+            line["kind"] if line["scale"] == steering.scales[0] else "",
+            f"{line['scale']:g}",
+            f"{line['kl']:.3g}",
+            f"{line['predicted_kl']:.3g}",
+            f"{line['direction_less_this_low']:+.3g} to {line['direction_less_this_high']:+.3g}",
+        ]
+        for line in steering.to_dataframe().to_dict("records")
+    ]
+    caption = (
+        f"KL of the next token in nats, mean over {len(steering.prompts)} prompts\n"
+        "difference: singular vectors less this, 95 % t interval over prompts"
+    )
+    numbers = ["ε", "KL", "predicted", "difference"]
+    model = steering.provenance["model"]
+    return table_of(f"{model}: steering", ["along"], numbers, rows, caption)
+
+
+def _ablation_table(ablation: Ablation) -> Table:
+    """Return the table of what the model loses without each kind of subspace."""
+    rows = [
+        [
+            line["kind"],
+            f"{line['removed']:.1%}",
+            f"{line['loss_change']:+.3f}",
+            f"{line['low']:+.3f} to {line['high']:+.3f}",
+            f"{line['shared_less_this_low']:+.3f} to {line['shared_less_this_high']:+.3f}",
+        ]
+        for line in ablation.to_dataframe().to_dict("records")
+    ]
+    caption = (
+        f"rank {ablation.rank}, mean over {len(ablation.prompts)} prompts, loss "
+        f"{float(ablation.loss.mean()):.2f} nats\n"
+        "intervals: 95 % t over prompts; difference: shared less this"
+    )
+    numbers = ["removed", "loss", "interval", "difference"]
+    title = f"{ablation.provenance['model']}: without what its blocks {ablation.side} in common"
+    return table_of(title, ["subspace"], numbers, rows, caption)
