@@ -165,6 +165,9 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
             f"jacobian_{name}": {"J": SQUARE[None]}
             for name in ("coupling", "eigenvalues", "products")
         },
+        "plot_ablation": {"result": object.__new__(directions.Ablation)},
+        "plot_steering": {"result": object.__new__(directions.Steering)},
+        "plot_subspace": {"result": object.__new__(directions.Subspace)},
         "plot_product_map": {"result": object.__new__(dynamics.ProductMap)},
         "then": {"M": SQUARE},
         "without_shared": {"J": SQUARE[None]},
