@@ -42,6 +42,21 @@ def test_task_means_are_means_with_intervals_over_prompts():
     np.testing.assert_allclose(table["mean"][:3] - table["low"][:3], half, rtol=0.1)
 
 
+@pytest.mark.parametrize("n_prompts", [2, 3, 4])
+def test_intervals_over_few_prompts_cover_their_mean(n_prompts: int):
+    """95 % of 400 made-up models; percentiles of resamples cover .50, .74 and .86."""
+    x = np.random.default_rng(n_prompts).standard_normal((400, n_prompts))
+    table = task_means(survey(x), k=5, n_resamples=20)
+    of_all = table[table["task"] == "all prompts"]
+    covers = (of_all["low"] < 0) & (of_all["high"] > 0)
+    assert len(covers) == 400
+    assert 0.91 < covers.mean() < 0.99
+    np.testing.assert_allclose(
+        of_all["high"][:1],
+        stats.ttest_1samp(x[0], 0).confidence_interval().high,
+    )
+
+
 def test_task_means_leave_out_what_was_not_measured():
     data = survey(n_models=2, n_prompts=4)
     data["mean_coupling"][1, 0, :2] = np.nan

@@ -510,6 +510,10 @@ def test_within_a_model_across_tasks():
         np.corrcoef(x, scores.loc[2, [*"abc"]].astype(float))[0, 1] ** 2
     )
     assert across_tasks["org/m2"].n == 3
+    # A leaderboard has a column of the mean as well, which is none of the tasks.
+    with_mean = scores.assign(score=rng.random(4))
+    again = fits_across_tasks(data, with_mean, k=5, measure="coupling", checkpoint=None)
+    assert again["org/m2"].slope == pytest.approx(across_tasks["org/m2"].slope)
     with pytest.raises(ValueError, match="at least three tasks"):
         fits_across_tasks(
             data, scores[["model", "a", "b"]], k=5, measure="coupling", checkpoint=None

@@ -8,6 +8,7 @@ import xarray
 from jaxtyping import Float
 
 from tl_coupling.arguments import Count, Seed, checked
+from tl_coupling.generalization.associations import FEWEST_RESAMPLED
 from tl_coupling.generalization.tables import (
     at_one_checkpoint,
     coupling_table,
@@ -21,6 +22,7 @@ from tl_coupling.statistics import (
     linear_fit,
     percentile_interval,
     resamples,
+    t_interval,
 )
 from tl_coupling.surveys import pairs_of_layers
 
@@ -62,7 +64,7 @@ def task_means(
 ) -> pandas.DataFrame:
     """Return the mean coupling of every model and checkpoint on each task.
 
-    Means have an interval over prompts.
+    Means have an interval over prompts: of fewer than six prompts the t interval.
 
     Args:
         data, k, measure: as in `generalization_study`.
@@ -123,12 +125,17 @@ def _mean(part: xarray.Dataset, name: str) -> float:
 def _interval_of_mean(
     values: Float[np.ndarray, " n"], n_resamples: int, rng: np.random.Generator
 ) -> Interval:
-    """Return the bootstrap interval of a mean; NaN of one value."""
+    """Return the bootstrap interval of a mean: the t interval of fewer than six values,
+    whose resamples say too little; NaN of one value.
+    """
     n = len(values)
-    # Drawn even of one value, so that later tasks see the same draws.
+    # Drawn even of few values, so that later tasks see the same draws.
     means = [values[drawn].mean(1) for drawn in resamples(n, n_resamples, rng)]
     if n < 2:
         return np.nan, np.nan
+    if n < FEWEST_RESAMPLED:
+        error = values.std(ddof=1) / np.sqrt(n)
+        return t_interval(float(values.mean()), float(error), float(n - 1))
     low, high = percentile_interval(np.concatenate(means), n)
     return low, high
 
@@ -165,8 +172,10 @@ def fits_across_tasks(
         survey = per_prompt(part, k, measure)
         table = coupling_table(survey, scores, measure=measure, score=task)
         table = at_one_checkpoint(table, checkpoint)
-        table = table.rename(columns={task: "score", "loss": "score"})
-        tables.append(table[["model", measure, "score"]].dropna())
+        # The scores may have a column "score" as well: that of all tasks.
+        of_task = table[["model", measure]]
+        of_task = of_task.assign(score=table[task if task in table else "loss"])
+        tables.append(of_task.dropna())
     models = pandas.concat(tables, ignore_index=True).groupby("model", sort=False)
     return {
         str(model): linear_fit(points, measure, "score")
