@@ -132,7 +132,7 @@ def test_every_command_runs_and_prints(
                 "--prompt",
                 "w1 w2 w3 w4",
             ]
-        if command[0] == "trajectories":
+        if command[0] == "compare-trajectories":
             command[command.index("--prompt") + 1] = "w1 w2 w3 w4"
         assert call(
             *(8 if part in ("30", "50") else part for part in command)

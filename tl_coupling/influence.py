@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
@@ -98,8 +97,9 @@ def cross_token_influence(
 
     Warns where a Jacobian is exactly zero: it has no rank (NaN).
 
-    Cost: for each layer little more than one token's Jacobian, and each source's
-    singular values.
+    Cost: for each layer and source a Jacobian, and all its singular values. Where
+    grouped queries leave these Jacobians a low rank, the values are read off a sketch
+    of it, which holds each Jacobian to the rounding of float32.
 
     Example:
         >>> influence = tlc.cross_token_influence(trace, output_position=3)
@@ -113,9 +113,8 @@ def cross_token_influence(
         Connection(layer, t1, t2, t1) for layer in selected_layers for t1 in sources
     ]
     jacobians = passing(trace, connections, JacobianOptions(progress=progress))
-    of_connections = torch.cat([part.singular_values for part in jacobians.parts()])
     S = rearrange(
-        of_connections,
+        jacobians.all_singular_values(),
         "(layer source) singular -> layer source singular",
         layer=len(selected_layers),
     )

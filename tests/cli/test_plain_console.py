@@ -91,7 +91,7 @@ def test_a_label(said, folder_model: Path, tmp_path: Path) -> None:
     assert f"{SHOWN}: change in loss" in shown
 
 
-@pytest.mark.parametrize("command", ["depth", "trajectories", "precision"])
+@pytest.mark.parametrize("command", ["depth", "compare-trajectories", "precision"])
 def test_an_error_is_one_line_of_text(said, tmp_path: Path, command: str) -> None:
     name = f"./{HOSTILE}"
     options = {"model": name, "prompt": "w1", "out": tmp_path / "out"}
@@ -106,7 +106,7 @@ def test_bars_and_columns_of_several_models(
     said, hostile_folder: Path, folder_model: Path, tmp_path: Path
 ) -> None:
     options = {"model": [hostile_folder, folder_model], "prompt": "w1 w2 w3"}
-    shown = said("trajectories", **options, out=tmp_path / "paths")
+    shown = said("compare-trajectories", **options, out=tmp_path / "paths")
     assert f"measuring {tmp_path}/{SHOWN} …" in shown
     # In the table.
     assert f"│ {tmp_path}/{SHOWN} │" in shown

@@ -1,4 +1,4 @@
-"""`tl-coupling trajectories` as a user meets it."""
+"""`tl-coupling compare-trajectories` as a user meets it."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_checkpoints_side_by_side(call, run_folder: Path, tmp_path: Path) -> None:
     steps = ["--checkpoint", 0, "--checkpoint", 16]
     options = ["--model", run_folder, *steps, "--prompt", PROMPT]
-    printed = call("trajectories", *options, "--out", tmp_path).out
+    printed = call("compare-trajectories", *options, "--out", tmp_path).out
     means = json.loads((tmp_path / "summary.json").read_text())["mean"]
     assert list(means) == ["step 0", "step 16"]
     for step in STEPS:
@@ -48,6 +48,21 @@ def test_a_checkpoint_that_is_not_there_is_refused(
     call, run_folder: Path, tmp_path: Path
 ) -> None:
     options = ["--model", run_folder, "--prompt", "w1 w2", "--checkpoint", 7]
-    refused = call("trajectories", *options, "--out", tmp_path / "out", status=2)
+    refused = call(
+        "compare-trajectories", *options, "--out", tmp_path / "out", status=2
+    )
     expected = "has no checkpoints [7]; there are [0, 16]"
     assert expected in " ".join(refused.err.split())
+
+
+def test_the_old_name_still_works_and_names_the_new_one(
+    call, run_folder: Path, tmp_path: Path
+) -> None:
+    options = ["--model", run_folder / "step0", "--prompt", PROMPT]
+    new = call("compare-trajectories", *options, "--out", tmp_path)
+    old = call("trajectories", *options, "--out", tmp_path)
+    assert old.out == new.out
+    assert "trajectories is now called compare-trajectories" in old.err
+    listed = [line.split()[0] for line in call("--help").out.splitlines() if line]
+    assert "compare-trajectories" in listed
+    assert "trajectories" not in listed

@@ -92,8 +92,23 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.Signature(options_of_all)
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options_of_all}
-    app.command(function.__name__)(run)
+    app.command(function.__name__.replace("_", "-"))(run)
     return function
+
+
+def renamed(old_name: str, function: Callable[..., None]) -> None:
+    """Let a command answer to its old name too, which no help lists, with a hint."""
+    new_name = function.__name__.replace("_", "-")
+    (registered,) = [c for c in app.registered_commands if c.name == new_name]
+    run = registered.callback
+    assert run is not None
+
+    @wraps(run)
+    def run_with_hint(**options: object) -> None:
+        typer.echo(f"tl-coupling: {old_name} is now called {new_name}", err=True)
+        run(**options)
+
+    app.command(old_name, hidden=True)(run_with_hint)
 
 
 def _options_of(kind: type) -> list[inspect.Parameter]:

@@ -1,4 +1,4 @@
-"""The command that draws trajectories through several models: trajectories."""
+"""The command that draws trajectories through several models: compare-trajectories."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import tl_coupling as tlc
-from tl_coupling.cli.app import command
+from tl_coupling.cli.app import command, renamed
 from tl_coupling.cli.console import Pictures, at_work
 from tl_coupling.cli.options import (
     OUT,
@@ -25,7 +25,7 @@ from tl_coupling.trajectories import measure_trajectory
 
 
 @command
-def trajectories(
+def compare_trajectories(
     setup: Setup,
     prompt: OnePrompt,
     model: Annotated[
@@ -52,11 +52,11 @@ def trajectories(
 
     Examples:
 
-      tl-coupling trajectories --model runs/my-model --checkpoint 1 --checkpoint 4000
-      --checkpoint 143000 --out paths
+      tl-coupling compare-trajectories --model runs/my-model --checkpoint 1
+      --checkpoint 4000 --checkpoint 143000 --out paths
 
-      tl-coupling trajectories --model gpt2 --model EleutherAI/pythia-160m --prompt "The
-      capital of France is" --out two
+      tl-coupling compare-trajectories --model gpt2 --model EleutherAI/pythia-160m
+      --prompt "The capital of France is" --out two
     """
     single_prompt = prompt.single_prompt()
     with at_work(out) as work:
@@ -83,6 +83,9 @@ def trajectories(
         numbers = ["layers", *SHAPES.values(), "score of random steps"]
         table = table_of("trajectories", ["model"], numbers, rows, "mean over tokens")
         work.shown.append(table)
+
+
+renamed("trajectories", compare_trajectories)
 
 
 def _sources(

@@ -23,7 +23,14 @@ from tl_coupling.jacobians.memory import Budget, MapSizes
 from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.jacobians.spans import decompose_spans, spans_of
-from tl_coupling.spectra import Spectrum, check_cut, fitting_k, singular_values, svd
+from tl_coupling.spectra import (
+    SimilarRanks,
+    Spectrum,
+    check_cut,
+    fitting_k,
+    singular_values,
+    svd,
+)
 from tl_coupling.traces import Trace
 
 Result = TypeVar("Result")
@@ -132,9 +139,11 @@ class Passing:
         connections: Sequence[Connection],
         batches: Iterator[Float[Tensor, "n d d"]],
         paths: dict[str, str],
+        is_on_cpu: bool = True,
     ) -> None:
         self.connections = connections
         self.paths = paths
+        self._is_on_cpu = is_on_cpu
         self._batches = batches
 
     def __len__(self) -> int:
@@ -148,6 +157,20 @@ class Passing:
             yield Part(J, S, norms)
             # Not kept while the next are computed.
             del J
+
+    def all_singular_values(self) -> Float[Tensor, "n d"]:
+        """Compute the Jacobians and return all singular values of each.
+
+        Those of one are computed beside the next Jacobian. For neighbours in the list
+        that have about the same rank, such as of one block and one output.
+        """
+        decompose_batch = SimilarRanks()
+        with InBackground(decompose_batch, self._is_on_cpu) as values:
+            for J in self._batches:
+                values.begin(J)
+                # Not kept while the next are computed.
+                del J
+            return torch.cat(values.results())
 
 
 def decompose(
@@ -194,7 +217,8 @@ def passing(
         dtype: what they are converted to before they are decomposed.
     """
     source = _Source([Request(trace, connections)], options, function=function)
-    return Passing(connections, source.singles(dtype), source.paths[0])
+    is_on_cpu = trace.blocks[0].X.device.type == "cpu"
+    return Passing(connections, source.singles(dtype), source.paths[0], is_on_cpu)
 
 
 def decompose_each(

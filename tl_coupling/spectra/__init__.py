@@ -18,10 +18,12 @@ from tl_coupling.spectra.readings import (
     participation_ratio,
     tail_energy,
 )
+from tl_coupling.spectra.similar_ranks import SimilarRanks
 from tl_coupling.spectra.spectrum import Spectrum
 
 __all__ = [
     "InverseSingularValueFit",
+    "SimilarRanks",
     "Spectrum",
     "asymmetry",
     "effective_rank",
