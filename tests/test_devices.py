@@ -50,6 +50,9 @@ ON_THE_CPU = {
     "torch.eye(d)": "draws are made on the CPU",
     "torch.full((2, rank), torch.nan)": "of such sums",
     "torch.tensor(energies)": "of such sums",
+    (
+        "torch.randn(d, width + _N_PROBES, generator=generator)"
+    ): "drawn on the CPU, and moved",
     # Random numbers are the same on every device.
     "torch.Generator()": "drawn on the CPU and moved",
     (
