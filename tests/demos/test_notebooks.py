@@ -102,6 +102,34 @@ def tokens_and_trajectories(printed: Printed) -> None:
     )
 
 
+def directions(printed: Printed) -> None:
+    _, summed, product = printed.numbers(
+        "sum over # components #, product with the stream #"
+    )
+    assert summed == pytest.approx(product, abs=0.01)
+    unchanged = re.search("unchanged: (.*)", printed.text)
+    steered = re.findall(r"scale [-+]0.3: (.*)", printed.text)
+    assert unchanged
+    assert "Paris" in unchanged[1]
+    assert len(steered) == 2
+    assert set(steered) != {unchanged[1]}
+    (ratio,) = printed.numbers("measured over predicted KL at 0.01: #")
+    assert ratio == pytest.approx(1, abs=0.05)
+    random, rotated, own = (
+        printed.numbers(f"KL at 0.3, {kind}: # nats")[0]
+        for kind in ("random", "rotated", "singular vectors")
+    )
+    assert min(own, rotated) > 2 * random
+    read, written, random = printed.numbers("most shared: read #, written #, random #")
+    assert min(read, written) > random
+    for side in ("write", "read"):
+        shared, random, principal = (
+            printed.numbers(f"{side}, {kind}: # nats per token")[0]
+            for kind in ("shared", "random", "principal")
+        )
+        assert principal > shared > 2 * random
+
+
 def emergence(printed: Printed) -> None:
     line = "step {}: coupling # (null #), loss #, line-shape score #"
     first, middle, last = (printed.numbers(line.format(step)) for step in (0, 32, 256))
@@ -157,6 +185,7 @@ CHECKS: dict[str, Callable[[Printed], None]] = {
     for check in (
         quickstart,
         tokens_and_trajectories,
+        directions,
         emergence,
         generalization,
         vision,

@@ -84,9 +84,12 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
         xlabel="ε, move of the stream as a share of its length",
         ylabel="KL of the next token (nats)",
     )
-    what = f"Steering · {len(result.prompts)} prompts"
-    below = labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 3}
-    labels.finish_lines(ax, _heading(what, result.provenance), **below)
+    n_prompts = len(result.prompts)
+    what = f"Steering · {n_prompts} prompt{'s' * (n_prompts > 1)}"
+    labels.entitle(ax, _heading(what, result.provenance))
+    labels.plain_legend(
+        ax, **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 3}
+    )
     return ax
 
 
