@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
 
@@ -146,6 +147,8 @@ def test_every_command_runs_and_prints(
                 )
             )
     assert Path("sizes.png").exists()
+    # As a script leaves them.
+    plt.close("all")
 
 
 @pytest.mark.parametrize("command", commands(True), ids=lambda command: command[0])

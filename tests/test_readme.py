@@ -153,7 +153,7 @@ def test_every_command_is_shown() -> None:
     from tl_coupling.cli import app
 
     assert {command[0] for command in COMMANDS} == {
-        command.name for command in app.registered_commands
+        command.name for command in app.registered_commands if not command.hidden
     }
 
 
