@@ -406,7 +406,9 @@ def test_another_trees_package_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_command_is_in_the_scenario() -> None:
-    registered = {command.name for command in app.registered_commands}
+    registered = {
+        command.name for command in app.registered_commands if not command.hidden
+    }
     assert {command.arguments[0] for command in COMMANDS} == registered
     names = [command.name for command in COMMANDS]
     assert len(set(names)) == len(names)

@@ -1,8 +1,8 @@
 """Is what blocks share more needed than what they do not? Do their directions act more?
 
-    python demos/studies/shared_directions.py
+    python demos/studies/shared_directions.py --out out/directions
     python demos/studies/shared_directions.py --models smollm2-135m path/to/model.gguf
-    python demos/studies/shared_directions.py --table  # of the results that are there
+    python demos/studies/shared_directions.py --out out/directions --table  # only prints
 
 **Ablation.** The ten directions that the blocks of a model read most in common, and the
 ten that they write, are found on 16 texts. On 40 others they are removed at the blocks
@@ -10,8 +10,8 @@ between the first two and the last two, all together, and the loss is compared w
 of controls of the same rank. What differs between the groups, and how it is seen:
 
 - *the energy that is removed*, since shared directions hold much of it: "principal"
-  removes most of all, "norm_matched" as much at each token as the shared ones do, and
-  the removed share is printed;
+  removes most of all, "norm_matched" as much at each token as the shared ones would
+  take there, and the removed share is printed;
 - *the gains of the blocks along them*: "unshared" has the same gains, and is orthogonal
   to what is shared. If it is as needed, being shared says nothing;
 - *the first token*, into which attention sinks, and whose stream is many times longer:
@@ -27,8 +27,9 @@ random directions, random mixtures of the ten, directions of small gain, and dir
 drawn as the stream varies. Directions come from another text than those steered.
 
 Texts are paragraphs of Python's own documentation, which every Python brings. Results
-are kept in `demos/studies/results/`, one file for each model and step; what is there is
-not run again. About an hour of one core for SmolLM2-135M; `SMALL=1`: a minute.
+are one file for each model and step; what is there is not run again. Those that the
+findings cite are in `demos/studies/results/shared_directions`. About an hour of one core
+for SmolLM2-135M; `SMALL=1`: a minute.
 """
 
 import argparse
@@ -43,7 +44,6 @@ from torch import nn
 import tl_coupling as tlc
 from tl_coupling.files import write_atomically
 
-RESULTS = Path(__file__).parent / "results" / "shared_directions"
 IS_SMALL = bool(os.environ.get("SMALL"))
 N_FOUND_ON = 2 if IS_SMALL else 16
 N_TESTED_ON = 2 if IS_SMALL else 40
@@ -71,7 +71,7 @@ def texts(n_words: int) -> list[str]:
     return found
 
 
-def ablation(model: nn.Module, name: str) -> None:
+def ablation(model: nn.Module, name: str, folder: Path) -> None:
     """Remove what blocks share from what they read and write, and keep the results."""
     found_on = texts(N_WORDS)[:N_FOUND_ON]
     tested_on = texts(N_WORDS)[N_FOUND_ON:][:N_TESTED_ON]
@@ -84,7 +84,7 @@ def ablation(model: nn.Module, name: str) -> None:
     middle = subspace.layers[2:-2] or subspace.layers
     for side in SIDES:
         for first_position in (0, 1):
-            path = RESULTS / f"{name}-{side}-{first_position}.csv"
+            path = folder / f"{name}-{side}-{first_position}.csv"
             if path.exists():
                 continue
             result = tlc.directions.ablate(
@@ -104,13 +104,13 @@ def ablation(model: nn.Module, name: str) -> None:
             keep(table, path)
 
 
-def steering(model: nn.Module, name: str) -> None:
+def steering(model: nn.Module, name: str, folder: Path) -> None:
     """Steer along the directions that three blocks read, and keep the results."""
     found_on, *tested_on = texts(N_WORDS_STEERED)[: N_TESTED_ON + 1]
     traced = tlc.trace(model, found_on)
     n = traced.n_layers
     for layer in dict.fromkeys((n // 6, n // 2, 5 * n // 6)):
-        path = RESULTS / f"{name}-steered-{layer}.csv"
+        path = folder / f"{name}-steered-{layer}.csv"
         if path.exists():
             continue
         directions = tlc.directions.directions_of(traced, layer, K)
@@ -131,9 +131,9 @@ def keep(table: pandas.DataFrame, path: Path) -> None:
     )
 
 
-def show() -> None:
+def show(folder: Path) -> None:
     """Print the results that are there."""
-    for path in sorted(RESULTS.glob("*.csv")):
+    for path in sorted(folder.glob("*.csv")):
         table = pandas.read_csv(path)
         print(f"\n{path.stem}")
         print(table.drop(columns=["model"]).round(3).to_string(index=False))
@@ -143,14 +143,15 @@ def main() -> None:
     """Run what is not there yet, and print everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
+    parser.add_argument("--out", type=Path, default=Path("out/directions"))
     parser.add_argument("--table", action="store_true", help="only print what is there")
     arguments = parser.parse_args()
     for source in [] if arguments.table else arguments.models:
         model = tlc.load_model(source)
         name = Path(source).stem
-        ablation(model, name)
-        steering(model, name)
-    show()
+        ablation(model, name, arguments.out)
+        steering(model, name, arguments.out)
+    show(arguments.out)
 
 
 if __name__ == "__main__":

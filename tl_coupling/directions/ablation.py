@@ -9,7 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.arguments import Count, Seed, at_least, checked, made_by
+from tl_coupling.arguments import (
+    Count,
+    Seed,
+    at_least,
+    checked,
+    made_by,
+    warn_caller,
+)
 from tl_coupling.directions.draws import frames
 from tl_coupling.directions.effects import (
     check_takes_hooks,
@@ -51,8 +58,9 @@ class Ablation(Saved):
         removed: share of the energy that was removed, over the layers and tokens: of
             what blocks write, or of what they read less its mean.
         kinds: of each condition: "shared", or its control: "random", a subspace of the
-            whole stream; "norm_matched", the same, scaled to remove as much at each
-            token as the shared one does; "principal", the leading principal directions of
+            whole stream; "norm_matched", the same, scaled at each token to
+            the length that the shared one would remove there, of the stream as this
+            control has changed it; "principal", the leading principal directions of
             each block's own activations, of which there is one draw; "span", in the
             span of the 50 leading ones; "unshared", directions of each block that are
             orthogonal to the shared ones and have about their gains; "low_gain",
@@ -327,6 +335,11 @@ def _conditions(
     kinds = ["shared"] + ["random"] * n_draws + ["norm_matched"] * n_draws
     span = subspace.span[index]
     has_principal = span.shape[-1] >= rank
+    if not has_principal:
+        warn_caller(
+            f"there are no 'principal' and 'span' controls: the prompts of the subspace "
+            f"had tokens for {span.shape[-1]} directions, wanted {rank}: give more"
+        )
     kinds += ["principal"] * has_principal
     spans = {
         "span": span,

@@ -27,7 +27,7 @@ _NAMES = {
     "rotated": "random, in their span",
     "low_gain": "of small gain",
     "activations": "as the stream varies",
-    "norm_matched": "random, as much removed",
+    "norm_matched": "random, scaled to it",
     "principal": "most of the activations",
     "span": "in the activations' span",
     "unshared": "not shared, same gain",
@@ -185,4 +185,4 @@ def plot_subspace(result: Subspace, *, ax: Axes | None = None) -> Axes:
 
 
 def _heading(what: str, provenance: dict[str, object]) -> str:
-    return f"{what} · {provenance.get('model')}"
+    return f"{what} · {labels.short_path(str(provenance.get('model')))}"

@@ -38,7 +38,7 @@ class Command:
 def _command(
     name: str, *arguments: str, suffix: str = "", reads: str | None = None
 ) -> Command:
-    subcommand = name.split("-")[1]
+    _, subcommand = name.split("-", maxsplit=1)
     return Command(name, (subcommand, *arguments), suffix, reads)
 
 
@@ -81,7 +81,7 @@ COMMANDS = (
         *("--model", LLAMA, "--prompt", WORDS, "--runs", "--untrained"),
     ),
     _command(
-        "tiny-trajectories",
+        "tiny-compare-trajectories",
         *("--model", TRAINING, "--checkpoint", "0", "--checkpoint", "8"),
         *("--prompt", WORDS),
     ),
@@ -118,7 +118,7 @@ COMMANDS = (
     _command("smollm2-tokens", "--prompt", ENGLISH, "--k", "10"),
     _command("smollm2-trajectory", "--prompt", ENGLISH),
     _command(
-        "smollm2-trajectories",
+        "smollm2-compare-trajectories",
         *("--model", "smollm2-135m", "--prompt", ENGLISH),
     ),
     _command(
