@@ -142,9 +142,7 @@ def random_llama(
 
     Heads are 128 wide from `d = 2048` on, as there, and 64 below.
     """
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformer_lens.model_bridge.sources import transformers as _  # noqa: F401  (attaches boot_transformers)
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
     d_head = 128 if width >= 2048 else 64
     n_heads = max(1, width // d_head)
@@ -162,12 +160,30 @@ def random_llama(
         head_dim=d_head,
         max_position_embeddings=n_ctx,
     )
+    config.architectures = ["LlamaForCausalLM"]
+    return random_model(config, f"llama-{width}", device, dtype, seed)
+
+
+def random_model(
+    config: Any,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> nn.Module:
+    """Return a bridge of a causal model of random weights, of a transformers
+    configuration that names its architecture.
+    """
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge.sources import transformers as _  # noqa: F401  (attaches boot_transformers)
+    from transformers import AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        hf_model = LlamaForCausalLM._from_config(
+        hf_model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager"
         ).eval()
-    hf_model.config.architectures = ["LlamaForCausalLM"]
+    hf_model.config.architectures = config.architectures
     hf_model.requires_grad_(False)
     options: dict[str, Any] = {
         "hf_model": hf_model,
@@ -175,9 +191,8 @@ def random_llama(
         "dtype": dtype,
     }
     with tempfile.TemporaryDirectory() as folder:
-        name = f"random/llama-{width}"
         return TransformerBridge.boot_transformers(
-            name, tokenizer=_tokenizer(folder), **options
+            f"random/{name}", tokenizer=_tokenizer(folder), **options
         ).eval()
 
 

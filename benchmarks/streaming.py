@@ -5,13 +5,13 @@ it, and peak memory.
     python -m benchmarks.streaming --shape 1b
 
 A random Llama is written to a folder block by block, and measured in a process of its
-own. With --compare it is measured in memory as well, and the two results must be the
-same bit for bit. Memory is counted above what the interpreter has taken with all its
+own. With --compare it is measured in memory as well, and the largest difference between
+the two results is printed: rounding, as blocks that are in memory are shared out to
+processes of one thread each. Memory is counted above what the interpreter has taken with all its
 libraries loaded and the code warm on a tiny model.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
+from rich.table import Table
 
 import tl_coupling as tlc
 from benchmarks.options import add_k, add_out
-from benchmarks.timing import BenchmarkError, Memory, environment, write
+from benchmarks.timing import BenchmarkError, Memory, console, environment, write
 from tl_coupling.jacobians import coupled, decomposed
 from tl_coupling.models import streaming
 
@@ -174,10 +176,7 @@ def measured(folder: str, memory: str, options: argparse.Namespace) -> dict[str,
         )
         end = time.perf_counter()
     mib = taken.stop()
-    content = (
-        result.matrices.cpu().contiguous().numpy().tobytes()
-        + trace.residual.cpu().numpy().tobytes()
-    )
+    np.save(_map_of(folder, memory), result.coupling(options.k).cpu().numpy())
     seconds["trace and jacobians"] = end - loaded - sum(seconds.values())
     return {
         "memory": memory,
@@ -186,8 +185,19 @@ def measured(folder: str, memory: str, options: argparse.Namespace) -> dict[str,
         "memory_mib": mib,
         "mean_coupling": result.mean(options.k),
         "paths": sorted(set(result.provenance["paths"].values())),
-        "sha256": hashlib.sha256(content).hexdigest(),
     }
+
+
+def _map_of(folder: str | Path, memory: str) -> Path:
+    return Path(folder, f"{memory}.npy")
+
+
+def largest_difference(folder: str | Path) -> float:
+    """Return the largest difference between the two ways of the coupling of a pair."""
+    streamed, resident = (
+        np.load(_map_of(folder, memory)) for memory in ("stream", "resident")
+    )
+    return float(np.nanmax(np.abs(streamed - resident)))
 
 
 def in_own_process(
@@ -214,6 +224,28 @@ def in_own_process(
             f"measuring with memory={memory!r} failed with status {done.returncode}"
         )
     return {"load_average_before": load} | json.loads(done.stdout.splitlines()[-1])
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    """Return a row for each way: its seconds by stage, and its memory."""
+    shape = results["shape"]
+    shown = Table(
+        title=f"{shape['n_layers']} layers of width {shape['d_model']} in "
+        f"{shape['dtype']}, T = {results['tokens']}, k = {results['k']}: seconds"
+    )
+    stages = list(results["runs"][0]["seconds"])
+    headers = ("weights", *stages, "MiB", "of weights")
+    for header in headers:
+        shown.add_column(header, justify="left" if header == "weights" else "right")
+    for run in results["runs"]:
+        mebibytes = run["peak_above_interpreter_mib"]
+        share = mebibytes * 2**20 / results["weights_bytes"]
+        seconds = [f"{run['seconds'][stage]:.1f}" for stage in stages]
+        shown.add_row(run["memory"], *seconds, f"{mebibytes:.0f}", f"{share:.0%}")
+    if "largest_difference" in results:
+        difference = results["largest_difference"]
+        shown.caption = f"largest difference of a pair's coupling {difference:.1e}"
+    return [shown]
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -272,23 +304,10 @@ def main(arguments: list[str] | None = None) -> None:
             in_own_process(folder, memory, options)
             for memory in ["stream", *["resident"] * options.compare]
         ]
-    for run in runs:
-        share = 100 * run["peak_above_interpreter_mib"] * 2**20 / weights
-        times = ", ".join(
-            f"{stage} {seconds:.1f} s" for stage, seconds in run["seconds"].items()
-        )
-        print(
-            f"{run['memory']}: {times}; peak "
-            f"{run['peak_above_interpreter_mib']:.0f} MiB above the interpreter's own,"
-        )
-        print(
-            f"  {share:.0f} % of {weights / 2**20:.0f} MiB of weights; in "
-            f"all {run['memory_mib']['peak']:.0f} MiB"
-        )
-    if options.compare:
-        is_same = runs[0]["sha256"] == runs[1]["sha256"]
-        print("the same numbers, bit for bit" if is_same else "THE NUMBERS DIFFER")
-    results = {
+        compared = {}
+        if options.compare:
+            compared["largest_difference"] = largest_difference(folder)
+    results: dict[str, Any] = {
         "benchmark": "streaming",
         "shape": dict(
             zip(
@@ -302,8 +321,11 @@ def main(arguments: list[str] | None = None) -> None:
         "weights_bytes": weights,
         "environment": environment(torch.device(options.device)),
         "runs": runs,
+        **compared,
     }
-    print(f"wrote {write(options.out, f'streaming_{options.shape}', results)}")
+    out = console()
+    out.print(*tables(results))
+    out.print(f"wrote {write(options.out, f'streaming_{options.shape}', results)}")
 
 
 if __name__ == "__main__":

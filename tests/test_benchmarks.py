@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPTNeoXConfig
 
 from benchmarks import (
     across_tokens,
     beside_coupling,
     depth_coupling,
     engines,
+    expected,
     floor,
     gpu,
     jacobians,
@@ -24,6 +26,7 @@ from benchmarks import (
     statistics,
     table,
 )
+from tl_coupling.generalization import paper_table1
 
 pytestmark = pytest.mark.on_4_only
 
@@ -86,6 +89,30 @@ def test_what_else_is_measured_is_timed_beside_coupling(folder_model, tmp_path, 
     assert min(seconds.values()) > 0
     ratio = seconds["dynamics.products"] / seconds["depth_coupling"]
     assert f"{ratio:.1f}" in capsys.readouterr().out
+
+
+def test_what_to_expect_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64}
+    config = GPTNeoXConfig(**shape, num_hidden_layers=2, num_attention_heads=2)
+    config.architectures = ["GPTNeoXForCausalLM"]
+    monkeypatch.setattr(expected, "configuration", lambda name: config)
+    figures = expected.measured("pythia-160m", n_tokens=4, k=2, repeats=1)
+    assert (figures["n_layers"], figures["d_model"]) == (2, 32)
+    assert figures["seconds"] > 0
+    weights = 2 * (4 * 32**2 + 2 * 32 * 64)
+    assert figures["peak_mib"] * 2**20 > 4 * weights
+    assert figures["planned_tflop"] * 1e12 > 2 * 4 * weights
+
+
+@pytest.mark.parametrize(
+    ("name", "in_the_paper"),
+    [("gpt2", "openai-community/gpt2"), ("pythia-1b", "EleutherAI/pythia-1b")],
+)
+def test_shapes_are_those_of_the_papers_table(name: str, in_the_paper: str) -> None:
+    config = expected.configuration(name)
+    known = paper_table1().set_index("model").loc[in_the_paper]
+    assert config.num_hidden_layers == known.n_layers
+    assert config.hidden_size == known.d_model
 
 
 def test_jacobians_and_their_table_and_picture(folder_model, tmp_path, capsys):

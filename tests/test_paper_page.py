@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from scipy import stats
 
 import tiny
 from tl_coupling.generalization import paper_table1
@@ -180,6 +182,19 @@ def test_every_figure_has_a_row_with_a_command_and_what_was_seen() -> None:
         assert row.claim, row
         assert row.seen, row
         assert "`" in row.command, row
+
+
+def test_what_sizes_explain_in_table_1_is_what_the_pages_say() -> None:
+    table = paper_table1().dropna(subset="score")
+    is_base = table.variant == "base"
+    is_of_code = table.family.isin(["CodeLlama", "CodeGemma"])
+    findings = (ROOT / "docs" / "findings.md").read_text()
+    for models in (table[is_base & ~is_of_code], table):
+        for x in (np.log(models.params_billion), models.d_model, models.n_layers):
+            r_squared = f"{stats.linregress(x, models.score).rvalue ** 2:.3f}"
+            assert r_squared in PAGE
+            assert r_squared in findings
+    assert len(table[is_base & ~is_of_code]) == 23
 
 
 def test_pictures_that_are_named_are_drawn(folder: Path) -> None:

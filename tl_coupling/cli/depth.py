@@ -62,6 +62,9 @@ def depth(
     --all-measures a second table has every measure, in both orientations, over both
     choices of pairs.
 
+    On two cores a prompt of 64 tokens takes about 2 s with GPT-2 or Pythia-160M, 8 s with
+    Pythia-410M and 27 s with Pythia-1B; `tl_coupling.plan` says what any model takes.
+
     Examples:
 
       tl-coupling depth --prompt "The capital of France is" --untrained --out out

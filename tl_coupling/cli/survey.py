@@ -82,8 +82,9 @@ def survey(
     depth, and coupling against the prompts' length, and against their difficulty if
     they have one. Each finished unit (one model and checkpoint, some prompts) is
     written at once; run the same command again to do the rest, or to add models. A unit
-    that fails is left out, with its error, and the exit status is 1. Analyse the
-    results with `tl-coupling generalization`.
+    that fails is left out, with its error, and the exit status is 1. A prompt takes a
+    little longer than `tl-coupling depth` says. Analyse the results with `tl-coupling
+    generalization`.
 
     Examples:
 
