@@ -82,8 +82,9 @@ def ablation(model: nn.Module, name: str, folder: Path) -> None:
     for side, cosines in zip(("read", "write"), subspace.cosines, strict=True):
         print(f"  {side}: {', '.join(f'{float(c):.2f}' for c in cosines)}")
     middle = subspace.layers[2:-2] or subspace.layers
-    for side in SIDES:
-        for first_position in (0, 1):
+    # What the findings state comes first: with the first token left as it is.
+    for first_position in (1, 0):
+        for side in SIDES:
             path = folder / f"{name}-{side}-{first_position}.csv"
             if path.exists():
                 continue
