@@ -65,9 +65,9 @@ study-generalization: .venv/ready
 notebooks: .venv/ready
 	HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 PYTHONWARNINGS='ignore:IProgress not found' .venv/bin/jupyter execute --inplace demos/*.ipynb
 
-# The one at the top of README.
+# Those of README and of the findings.
 pictures: .venv/ready
-	.venv/bin/python demos/readme_picture.py
+	.venv/bin/python demos/pictures.py --out docs
 
 # Both lines side by side; what hardly depends on the line is marked to run on one of them.
 test: test-tl4 test-tl3

@@ -1,0 +1,164 @@
+"""The pictures of README and of the page of findings, from the package's own plots and
+from the committed results of studies.
+
+    python demos/pictures.py --out docs
+    python demos/pictures.py --out docs --only ablation paths  # some of them
+
+A minute of one core.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import tl_coupling as tlc
+
+RESULTS = Path(__file__).parent / "studies" / "results"
+K = 10
+PROMPT = "What is the capital of France? The capital is"
+COLORS = {"trained": "C0", "untrained": "0.55"}
+# As the studies' files call the controls.
+CONTROLS = {
+    "shared": "shared",
+    "principal": "principal directions\nof the activations",
+    "span": "random, in their span",
+    "norm_matched": "random, of the same length",
+    "unshared": "not shared, of the same gain",
+    "low_gain": "of small gain",
+}
+
+
+def traces() -> dict[str, tlc.Trace]:
+    """Return traces of SmolLM2 and its untrained twin."""
+    return {
+        name: tlc.trace(
+            tlc.load_model("smollm2-135m", untrained=name == "untrained"), PROMPT
+        )
+        for name in COLORS
+    }
+
+
+def coupling() -> Figure:
+    """Coupling of every two layers, trained and untrained."""
+    trained, untrained = [tlc.depth_coupling(trace, k=K) for trace in traces().values()]
+    figure = tlc.plot_coupling(trained, untrained=untrained).figure
+    figure.suptitle(
+        "Coupling between layers of SmolLM2-135M "
+        f"(random subspaces: {trained.null():.3f})"
+    )
+    return figure
+
+
+def carriers() -> Figure:
+    """Shares of attention and MLP by layer, trained and untrained."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for ax, (name, trace) in zip(axes, traces().items(), strict=True):
+        tlc.plots.plot_carriers_by_depth(tlc.carriers(trace, k=K), ax=ax)
+        ax.set_title(name)
+    return figure
+
+
+def products() -> Figure:
+    """What the blocks amplify together, trained and untrained."""
+    results = {
+        name: tlc.dynamics.products(trace, progress=False)
+        for name, trace in traces().items()
+    }
+    return tlc.plots.plot_products(results)
+
+
+def ablation() -> Figure:
+    """What removing shared directions costs, beside controls; the first token is kept."""
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    for ax, side in zip(figure.subplots(1, 2), ("read", "write"), strict=True):
+        path = RESULTS / "shared_directions" / f"smollm2-135m-{side}-1.csv"
+        rows = pandas.read_csv(path).set_index("kind").loc[list(CONTROLS)]
+        places = -np.arange(len(rows))
+        colors = ["C3", *["0.5"] * (len(rows) - 1)]
+        ax.barh(places, rows["loss_change"], color=colors)
+        ax.hlines(places, rows["low"], rows["high"], color="black")
+        ax.set_yticks(places, list(CONTROLS.values()) if side == "read" else [])
+        ax.set(
+            title=f"directions that blocks {side}",
+            xlabel="change in loss, nats per token [95 % t]",
+        )
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def paths() -> Figure:
+    """Shapes of trajectories, and what of the stream blocks' eigenvectors hold."""
+    shapes = pandas.read_csv(RESULTS / "paths" / "shapes.csv")
+    others = shapes[shapes["tokens"] == "others"]
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    histograms(left, others, "line_shape_score", "line-shape score (1: a line)")
+    n_layers = 30
+    left.axvline(n_layers**0.5, color="black", linestyle=":", label="random steps")
+    left.legend(frameon=False, fontsize="small", loc="upper center")
+    histograms(middle, others, "expodistance", "expodistance (0: exponential)")
+    by_layer = pandas.read_csv(RESULTS / "paths" / "eigenvectors.csv")
+    for name, color in COLORS.items():
+        of_model = by_layer[by_layer["model"] == name].groupby("layer")
+        for column, style in (("write", "--"), ("eigenvectors", "-")):
+            values = of_model[column].mean()
+            label = {"write": "written", "eigenvectors": "eigenvectors"}[column]
+            right.plot(values, style, color=color, label=f"{label}, {name}")
+    right.set(xlabel="layer", ylabel=f"share of ‖x‖² in {K} directions", ylim=(0, 0.8))
+    right.legend(frameon=False, fontsize="x-small")
+    for ax in (left, middle, right):
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def histograms(ax: Axes, table: pandas.DataFrame, column: str, label: str) -> None:
+    """Draw a column's distribution over texts for both models, on the same bins."""
+    bins = np.histogram_bin_edges(table[column], 24).tolist()
+    for name, color in COLORS.items():
+        values = table.loc[table["model"] == name, column]
+        ax.hist(values, bins, color=color, alpha=0.8, label=name)
+    ax.set(xlabel=label, ylabel="texts")
+    ax.legend(frameon=False, fontsize="small")
+
+
+def sizes() -> Figure:
+    """What size explains of the scores in the paper's own table."""
+    table = tlc.generalization.paper_table1()
+    of_code = table["family"].isin(["CodeLlama", "CodeGemma"])
+    return tlc.plots.plot_covariates(table[(table["variant"] == "base") & ~of_code])
+
+
+# README's picture lies beside the pages, those of findings in a folder.
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "coupling.png": coupling,
+    "pictures/carriers.png": carriers,
+    "pictures/products.png": products,
+    "pictures/ablation.png": ablation,
+    "pictures/paths.png": paths,
+    "pictures/sizes.png": sizes,
+}
+
+
+def main() -> None:
+    """Draw what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    names = {Path(path).stem: path for path in PICTURES}
+    parser.add_argument("--only", nargs="+", choices=list(names), default=list(names))
+    arguments = parser.parse_args()
+    for name in arguments.only:
+        path = arguments.out / names[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure = PICTURES[names[name]]()
+        figure.savefig(path, dpi=90, metadata={"Software": None})
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The pictures of README and findings: all are drawn by one script, those of committed
+results show them.
+"""
+
+import re
+from pathlib import Path
+
+import pandas
+import pytest
+
+import pictures
+
+pytestmark = pytest.mark.on_4_only
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_pages_show_what_the_script_draws() -> None:
+    shown = re.findall(r"!\[[^]]+\]\((.+?\.png)\)", (DOCS / "findings.md").read_text())
+    assert {*shown, "coupling.png"} == set(pictures.PICTURES)
+    assert all((DOCS / name).exists() for name in pictures.PICTURES)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_bars_are_the_committed_changes_in_loss(side: int) -> None:
+    ax = pictures.ablation().axes[side]
+    name = f"smollm2-135m-{('read', 'write')[side]}-1.csv"
+    path = pictures.RESULTS / "shared_directions" / name
+    table = pandas.read_csv(path).set_index("kind")["loss_change"]
+    widths = [bar.get_width() for bar in ax.patches]
+    assert widths == table[list(pictures.CONTROLS)].tolist()
+
+
+def test_every_text_is_counted_for_each_model() -> None:
+    for ax in pictures.paths().axes[:2]:
+        counts = [sum(bar.get_height() for bar in bars) for bars in ax.containers]
+        assert counts == [40, 40]
