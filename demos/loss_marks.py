@@ -33,7 +33,7 @@ class LossMarks:
     def digest(self) -> str:
         tokens = {name: windows.tolist() for name, windows in self.windows.items()}
         return hashlib.sha256(
-            repr((self.values, self.of, self.stops, tokens)).encode()
+            repr(("both sides", self.values, self.of, self.stops, tokens)).encode()
         ).hexdigest()[:8]
 
     def losses(self, model: Any) -> dict[str, float]:

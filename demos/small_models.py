@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xarray
@@ -431,6 +431,25 @@ def learn(
         yield step, loss.item()
 
 
+class Snapshot(NamedTuple):
+    """A copy of a model's weights after a step."""
+
+    step: int
+    weights: dict[str, Tensor]
+
+
+def snapshot(model: nn.Module, step: int) -> Snapshot:
+    """Return a copy of the weights."""
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return Snapshot(step, weights)
+
+
+def save(model: Any, corpus: Corpus, folder: Path) -> None:
+    """Write a model and its tokenizer in HuggingFace format."""
+    model.save_pretrained(folder)
+    corpus.tokenizer.save_pretrained(folder)
+
+
 def train(
     config: TrainingConfig,
     corpus: Corpus,
@@ -443,11 +462,12 @@ def train(
     folder named after the run.
 
     By default at `checkpoint_steps(config.steps)`; with `LossMarks` the first, the
-    last, and where each is reached, which may end the training. A finished run is kept,
-    with the checkpoints it has. The folder gets its name when everything is in it, so
-    an interrupted run leaves none; it also holds `training.json`: the config, and the
-    loss of every step in nats; with marks the losses that were taken, by step, and each
-    mark with the step at which it was `reached`, or null.
+    last, and those on both sides of each mark, the last of which may end the training.
+    A finished run is kept, with the checkpoints it has. The folder gets its name when
+    everything is in it, so an interrupted run leaves none; it also holds
+    `training.json`: the config, and the loss of every step in nats; with marks the
+    losses that were taken, by step, and each mark with the step at which it was
+    `reached` and the one before at which losses were taken, or null.
     """
     marks = checkpoints if isinstance(checkpoints, LossMarks) else None
     steps = checkpoint_steps(config.steps) if checkpoints is None else checkpoints
@@ -471,7 +491,10 @@ def train(
     data = batches(config, corpus.tokens)
     losses: list[float] = []
     evaluated: dict[int, dict[str, float]] = {}
-    reached: dict[float, int | None] = dict.fromkeys(marks.values if marks else ())
+    reached: dict[float, tuple[int, int] | None] = dict.fromkeys(
+        marks.values if marks else ()
+    )
+    before = snapshot(model, 0)
     # What stochastic depth drops is drawn from torch's generator.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -485,11 +508,16 @@ def train(
                     for value, at in reached.items()
                     if at is None and evaluated[step][marks.of] <= value
                 ]
-                reached |= dict.fromkeys(new, step)
+                reached |= dict.fromkeys(new, (before.step, step))
+                if new and not (unfinished / f"step{before.step}").exists():
+                    now = snapshot(model, step)
+                    model.load_state_dict(before.weights)
+                    save(model, corpus, unfinished / f"step{before.step}")
+                    model.load_state_dict(now.weights)
+                before = snapshot(model, step)
             is_over = bool(marks and marks.stops and None not in reached.values())
             if new or step in steps_to_save:
-                model.save_pretrained(unfinished / f"step{step}")
-                corpus.tokenizer.save_pretrained(unfinished / f"step{step}")
+                save(model, corpus, unfinished / f"step{step}")
             if is_over:
                 break
     measured = {"loss": losses} | (

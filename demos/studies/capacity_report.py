@@ -1,346 +1,180 @@
 """The statistics, tables and figure of `capacity.py`."""
 
-from collections.abc import Mapping
-from itertools import permutations, product
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import pandas
-from jaxtyping import Float
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from scipy import stats
 
 from matched_losses import END, UNTRAINED, spread_out
-from tl_coupling.generalization import linear_fit
 from tl_coupling.plots import labels
-from tl_coupling.statistics import rank_correlation
+from tl_coupling.statistics import cluster_robust
 from vit_report import readable
 
-SHAPE = ["width", "n_layers"]
-LOOK = ["measure", "size", "mark"]
-WIDTH = "log2(width)"
-DEPTH = "log2(n_layers)"
-LEFT = "left of the peak"
+KIND = ["width", "learning_rate"]
+LOOK = ["size", "mark"]
+WIDTH = "width"
+RATE = "learning_rate"
+ALL = "all"
+LEVEL = 0.05
+# Slopes per doubling; the other factor is held fixed by indicators.
+FACTORS = {WIDTH: RATE, RATE: WIDTH}
+FEWEST_MODELS = 6
 
 
-def tables_of(
-    table: pandas.DataFrame, marks: Mapping[str, float]
-) -> dict[str, pandas.DataFrame]:
-    """Return what is printed and written, by name; `table` is of
+def tables_of(measured: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
+    """Return what is printed and written, by name; `measured` is of
     `matched_losses.table_of`.
     """
-    return {
-        "levels": levels(table),
-        "peaks": peaks(table, marks),
-        "trends": trends(table, marks),
-    }
+    table = measured[measured["measure"] == "coupling"]
+    return {"levels": levels(table), "slopes": slopes(table)}
 
 
 def levels(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Each shape's mean over its seeds, and their range, at each mark: one row per look
-    and shape.
+    """Each kind's mean over its seeds, and their range: one row per look, width and
+    rate.
     """
-    groups = table.groupby([*LOOK, *SHAPE], sort=False)
-    means = groups[
-        ["k", "null", "step", "loss_held_out", "value", "above_chance"]
-    ].mean()
-    spread = groups["value"].agg(value_low="min", value_high="max", reached="count")
-    return means.join(spread).reset_index()
+    groups = table.groupby([*LOOK, *KIND], sort=False)
+    means = groups[["k", "null", "step", "loss_held_out", "value", "above_chance"]]
+    spread = groups["above_chance"].agg(low="min", high="max", reached="count")
+    return means.mean().join(spread).reset_index()
 
 
-def peaks(table: pandas.DataFrame, marks: Mapping[str, float]) -> pandas.DataFrame:
-    """Where each model's coupling is highest among the marks; what is left of it, above
-    chance, at the last mark.
+class Slope(NamedTuple):
+    """A slope with its standard error and degrees of freedom, over n models."""
+
+    slope: float
+    error: float
+    df: float
+    n: int
+
+
+def slopes(table: pandas.DataFrame) -> pandas.DataFrame:
+    """Coupling above chance per doubling of width and of the learning rate, for every
+    look.
+
+    Rows: `of` width or rate; `at` one level of the other factor, or `all`, where the
+    other factor is held fixed by indicators. Least squares over models; HC2 with Bell
+    and McCaffrey's degrees of freedom `df`, because seeds differ more where coupling is
+    high. Columns: `slope`; `low` and `high`, its 95 % t interval; `low_all` and
+    `high_all`, those of level 1 − .05/m for the m slopes of the table (Bonferroni),
+    which hold all at once with 95 %; `n` models.
     """
-    rows = []
-    on_the_way = table[
-        (table["measure"] == "coupling") & table["mark"].isin(marks)
-    ].dropna(subset=["value"])
-    for (size, width, n_layers, seed), of_run in on_the_way.groupby(
-        ["size", *SHAPE, "seed"], sort=False
-    ):
-        top = of_run.loc[of_run["above_chance"].idxmax()]
-        last = of_run[of_run["mark"] == list(marks)[-1]]["above_chance"].to_numpy()
-        row = {
-            "size": size,
-            "width": width,
-            "n_layers": n_layers,
-            "seed": seed,
-            "n_parameters": top["n_parameters"],
-        }
-        row |= {
-            "peak at": top["mark"],
-            "step": int(top["step"]),
-            "loss": top["loss_held_out"],
-            "peak": top["value"],
-        }
-        rows.append(
-            row
-            | {"left": float(last[0]) / top["above_chance"] if len(last) else np.nan}
-        )
-    return pandas.DataFrame(rows)
-
-
-def trends(table: pandas.DataFrame, marks: Mapping[str, float]) -> pandas.DataFrame:
-    """Coupling above chance on width and depth over shapes, each the mean over its
-    seeds, for every look.
-
-    Columns: `n` shapes that got there; `width`, the slope per doubling at equal depth,
-    and `depth`, the reverse, with t intervals over shapes; `rho` and `rho_p`,
-    Spearman's with the number of parameters; `p`, of a permutation of widths among the
-    shapes of each depth, exact; `p_of_all`, the same for the largest correlation of all
-    looks (max-T), which takes account of how many there are. Both p only where every
-    shape got there: for others NaN.
-    """
-    left = (
-        peaks(table, marks)
-        .assign(measure="coupling", mark=LEFT)
-        .rename(columns={"left": "above_chance"})
-    )
-    columns = [*LOOK, *SHAPE, "above_chance", "n_parameters"]
-    looks = pandas.concat([table[columns], left[columns]])
-    # As they come, but one size after the other.
-    looks = looks.sort_values(
-        LOOK[:2], kind="stable", key=lambda names: pandas.factorize(names)[0]
-    )
-    shapes = (
-        looks.groupby([*LOOK, *SHAPE], sort=False)[["above_chance", "n_parameters"]]
-        .mean()
-        .reset_index()
-    )
-    rows = []
-    complete = []
-    for look, of_look in shapes.groupby(LOOK, sort=False):
-        reached = of_look.dropna(subset=["above_chance"])
-        row = dict(zip(LOOK, look, strict=True)) | {"n": len(reached)}
-        for name, x, control in (("width", WIDTH, DEPTH), ("depth", DEPTH, WIDTH)):
-            try:
-                fit = linear_fit(
-                    reached,
-                    x,
-                    "above_chance",
-                    controls=[control] if of_look["n_layers"].nunique() > 1 else [],
-                )
-            except ValueError:
-                # Too few shapes got there.
-                continue
-            row |= {
-                name: fit.slope,
-                f"{name}_low": fit.slope_interval[0],
-                f"{name}_high": fit.slope_interval[1],
-            }
-        if len(reached) > 2:
-            rank = rank_correlation(
-                *reached[["n_parameters", "above_chance"]].to_numpy(float).T
-            )
-            row |= {"rho": rank.rho, "rho_p": rank.p}
-        rows.append(row)
-        # Before training there is nothing to find, and the end is at no one loss.
-        complete.append(len(reached) == len(of_look) and row["mark"] in (*marks, LEFT))
-    slopes = pandas.DataFrame(rows).assign(p=np.nan, p_of_all=np.nan)
-    if any(complete):
-        grids = [
-            of_look.sort_values(SHAPE[::-1])["above_chance"]
-            .to_numpy()
-            .reshape(of_look["n_layers"].nunique(), -1)
-            for _, of_look in shapes.groupby(LOOK, sort=False)
+    rows = list(fits(table))
+    m = max(1, len(rows))
+    return pandas.DataFrame(
+        [
+            known
+            | {"slope": fit.slope}
+            | dict(zip(("low", "high"), interval(fit, LEVEL), strict=True))
+            | dict(zip(("low_all", "high_all"), interval(fit, LEVEL / m), strict=True))
+            | {"df": fit.df, "n": fit.n}
+            for known, fit in rows
         ]
-        widths = np.log2(np.sort(shapes["width"].unique()))
-        slopes.loc[complete, ["p", "p_of_all"]] = permuted(
-            np.stack(grids)[complete], widths
-        )
-    return slopes
+    )
 
 
-def permuted(
-    values: Float[np.ndarray, "n_looks n_depths n_widths"],
-    x: Float[np.ndarray, " n_widths"],
-) -> Float[np.ndarray, "n_looks 2"]:
-    """Two-sided p of the correlation with x at equal depth, for each look alone, and
-    for the largest of all looks.
+def interval(fit: Slope, level: float) -> tuple[float, float]:
+    """Return the t interval that leaves out the true slope with this probability."""
+    half = float(stats.t.ppf(1 - level / 2, fit.df)) * fit.error
+    return fit.slope - half, fit.slope + half
 
-    Over all orders of x within each depth, independently: exact.
+
+def fits(table: pandas.DataFrame) -> Iterator[tuple[dict[str, object], Slope]]:
+    """Yield what each slope is of, and the fit; looks with too few models are left out."""
+    trained = table[~table["mark"].isin((UNTRAINED, END))]
+    reached = trained.dropna(subset=["above_chance"])
+    for look, of_look in reached.groupby(LOOK, sort=False):
+        for factor, other in FACTORS.items():
+            groups = [(ALL, of_look), *of_look.groupby(other)]
+            for at, models in groups:
+                if models[factor].nunique() < 2 or len(models) < FEWEST_MODELS:
+                    continue
+                known = dict(zip(LOOK, look, strict=True)) | {"of": factor, "at": at}
+                yield known, fitted(models, factor, other)
+
+
+def fitted(models: pandas.DataFrame, factor: str, other: str) -> Slope:
+    """Return the slope on the factor's binary logarithm, the other's levels held
+    fixed.
     """
-    centred = values - values.mean(2, keepdims=True)
-    unit = centred / np.sqrt((centred**2).sum((1, 2), keepdims=True))
-    x = (x - x.mean()) / np.sqrt(values.shape[1] * ((x - x.mean()) ** 2).sum())
-    # What each order of x gives at each depth; sums over depths are all combinations.
-    orders = np.array(list(permutations(x)))
-    at_depth = np.einsum("ldw,ow->dol", unit, orders)
-    r = np.abs([sum(terms) for terms in product(*at_depth)])
-    # The first is the order as it is; others may equal it but for rounding.
-    own = r[0] * (1 - 1e-9)
-    return np.stack([(r >= own).mean(0), (r.max(1, keepdims=True) >= own).mean(0)], 1)
+    levels_of_other = sorted(models[other].unique())
+    held = [models[other] == level for level in levels_of_other[1:]]
+    design = np.column_stack([np.log2(models[factor]), np.ones(len(models)), *held])
+    design = design.astype(float)
+    y = models["above_chance"].to_numpy(float)
+    estimates, *_ = np.linalg.lstsq(design, y)
+    residuals = y - design @ estimates
+    errors, df = cluster_robust(design, residuals, np.arange(len(models)))
+    return Slope(float(estimates[0]), float(errors[0]), float(df[0]), len(models))
 
 
-def print_report(
-    tables: Mapping[str, pandas.DataFrame], marks: Mapping[str, float]
-) -> None:
+def print_report(tables: Mapping[str, pandas.DataFrame]) -> None:
     """Print the tables, one after the other."""
+    rows = tables["levels"]
+    marks = [mark for mark in dict.fromkeys(rows["mark"]) if mark != END]
+    losses = rows.groupby("mark")["loss_held_out"].mean()
     print(
         "held-out losses, in nats:",
-        ", ".join(f"{name} {loss:.3f}" for name, loss in marks.items()),
+        ", ".join(f"{name} {losses[name]:.3f}" for name in marks),
     )
-    coupling = tables["levels"][tables["levels"]["measure"] == "coupling"]
-    first = coupling[coupling["size"] == coupling["size"].iloc[0]]
-    print(
-        "\nSteps to each mark, means over seeds; the end: after how many, and the "
-        "loss there"
-    )
-    print(
-        spread_out(
-            first,
-            SHAPE,
-            [*marks, END],
-            lambda row: (
-                f"{row['step']:.0f}"
-                + (f", {row['loss_held_out']:.3f}" if row["mark"] == END else "")
-            ),
-        )
-    )
-    # Not known of marks that were not reached, and the same at all.
-    coupling = coupling.assign(
-        null=coupling.groupby(["size", *SHAPE])["null"].transform("max")
-    )
-    for size, rows in coupling.groupby("size", sort=False):
+    first = rows[rows["size"] == rows["size"].iloc[0]]
+    print("\nSteps to each mark, means over seeds")
+    print(spread_out(first, KIND, marks[1:], "{step:.0f}".format_map))
+    for size, of_size in rows.groupby("size", sort=False):
         print(
-            f"\nCoupling of different layers, {size}: means over seeds "
-            f"[their range]; null: random subspaces"
+            f"\nCoupling above chance, (c − null) / (1 − null), {size}: means over "
+            "seeds [their range]"
         )
-        cell = "{value:.3f} [{value_low:.3f}, {value_high:.3f}]".format_map
-        print(spread_out(rows, [*SHAPE, "null"], [UNTRAINED, *marks, END], cell))
+        cell = "{above_chance:.3f} [{low:.3f}, {high:.3f}]".format_map
+        print(spread_out(of_size, KIND, marks, cell))
+    m = len(tables["slopes"])
     print(
-        "\nPeak of coupling among the marks, and what is left of it, above chance, "
-        "at the last"
+        "\nSlopes of coupling above chance per doubling, least squares over models: 95 "
+        "% t intervals\nwith HC2 and Bell and McCaffrey's df, and those that hold all "
+        f"{m} at once (Bonferroni); at all: the other factor held fixed"
     )
-    print(readable(tables["peaks"]))
-    for size, rows in tables["peaks"].groupby("size", sort=False):
-        losses = rows["loss"]
-        steps = rows["step"]
-        middle = (losses.max() + losses.min()) / 2
-        half = (losses.max() - losses.min()) / 2
-        print(
-            f"{size}: peaks at losses of {middle:.2f} ± "
-            f"{half / middle:.0%}, at steps {steps.min()} to {steps.max()}"
-        )
-    print(
-        "\nCoupling above chance, (c − null) / (1 − null), per "
-        "doubling of width and of depth: slopes with 95 % t "
-        "intervals\nover shapes; p: permutations of widths within "
-        "depths; p of all: of the largest of all looks"
-    )
-    print(readable(tables["trends"]))
+    print(readable(tables["slopes"]))
 
 
-def draw(table: pandas.DataFrame, marks: Mapping[str, float]) -> Figure:
-    """For every size: coupling against the loss, and coupling above chance after the
-    landmark against parameters.
-
-    Colours are widths, lines and filled points the fewest blocks; points are models,
-    lines join means over seeds.
+def draw(measured: pandas.DataFrame) -> Figure:
+    """Coupling above chance against the learning rate: a row for each size, a column
+    for each mark that some model reached, a line for each width, a point for each
+    model.
     """
-    coupling = table[table["measure"] == "coupling"]
-    sizes = list(dict.fromkeys(coupling["size"]))
-    widths = sorted(coupling["width"].unique())
-    depths = sorted(coupling["n_layers"].unique())
-    colors = dict(
-        zip(
-            widths, colormaps["viridis"](np.linspace(0, 0.85, len(widths))), strict=True
-        )
+    table = measured[measured["measure"] == "coupling"].dropna(subset="above_chance")
+    sizes = list(dict.fromkeys(table["size"]))
+    marks = [m for m in dict.fromkeys(table["mark"]) if m not in (UNTRAINED, END)]
+    widths = sorted(table[WIDTH].unique())
+    colors = colormaps["viridis"](np.linspace(0, 0.85, len(widths)))
+    figure = labels.new_figure(2.9 * len(marks) + 0.6, 0.9 + 2.7 * len(sizes))
+    grid = figure.subplots(
+        len(sizes), len(marks), sharex=True, sharey=True, squeeze=False
     )
-    figure = labels.new_figure(11.0, 4.2 * len(sizes))
-    for (left, right), size in zip(
-        figure.subplots(len(sizes), 2, squeeze=False), sizes, strict=True
-    ):
-        of_size = coupling[coupling["size"] == size]
-        for (width, n_layers), of_shape in of_size.groupby(SHAPE, sort=False):
-            is_first = n_layers == depths[0]
-            line = (
-                of_shape[of_shape["mark"].isin(marks)]
-                .groupby("mark", sort=False)[["loss_held_out", "value"]]
-                .mean()
-            )
-            look = {"color": colors[width], "linestyle": "-" if is_first else "--"}
-            left.plot(
-                *line.to_numpy().T, **look, label=f"width {width}, {n_layers} blocks"
-            )
-            left.plot(
-                of_shape["loss_held_out"],
-                of_shape["value"],
-                "o",
-                **points(colors[width], is_first),
-            )
-        for name in ("unigram", "bigram"):
-            left.axvline(marks[name], color="grey", linewidth=0.8)
-            left.annotate(
-                name,
-                (marks[name], 1),
-                xycoords=("data", "axes fraction"),
-                ha="center",
-                va="bottom",
-            )
-        for null, widths_of in of_size.groupby("null")["width"]:
-            color = (
-                "grey" if of_size["null"].nunique() == 1 else colors[widths_of.iloc[0]]
-            )
-            left.axhline(null, color=color, linestyle=":", linewidth=1)
-        # Untrained models lie far to the left, at the logarithm of the vocabulary.
-        left.set_xlim(
-            marks["unigram"] + 0.25,
-            min(of_size["loss_held_out"].min(), *marks.values()) - 0.1,
-        )
-        left.set(
-            xlabel="held-out loss, nats; dotted: random subspaces",
-            ylabel=f"coupling, {size}",
-            ylim=(0, None),
-        )
-        after = list(marks)[list(marks).index("bigram") :]
-        shades = colormaps["plasma"](np.linspace(0, 0.8, len(after)))
-        for name, shade in zip(after, shades, strict=True):
-            at = of_size[of_size["mark"] == name]
-            means = at.groupby(SHAPE, sort=False)[
-                ["n_parameters", "above_chance"]
-            ].mean()
-            for n_layers, line in means.groupby("n_layers"):
-                linestyle = "-" if n_layers == depths[0] else "--"
-                right.plot(
-                    *line.to_numpy().T,
-                    color=shade,
-                    linestyle=linestyle,
-                    label=f"{name}, {n_layers} blocks",
+    for row, size in zip(grid, sizes, strict=True):
+        for ax, mark in zip(row, marks, strict=True):
+            of_look = table[(table["size"] == size) & (table["mark"] == mark)]
+            for width, color in zip(widths, colors, strict=True):
+                models = of_look[of_look[WIDTH] == width]
+                means = models.groupby(RATE)["above_chance"].mean()
+                ax.plot(means, color=color, label=f"width {width}")
+                ax.plot(
+                    models[RATE], models["above_chance"], "o", color=color, markersize=3
                 )
-            for n_layers, models in at.groupby("n_layers"):
-                look = points(shade, n_layers == depths[0])
-                right.plot(models["n_parameters"], models["above_chance"], "o", **look)
-        right.axhline(0, color="grey", linestyle="--", linewidth=0.8)
-        right.set(
-            xscale="log",
-            xlim=(
-                of_size["n_parameters"].min() / 1.5,
-                1.5 * of_size["n_parameters"].max(),
-            ),
-        )
-        right.set(
-            xlabel="parameters of the blocks", ylabel=f"coupling above chance, {size}"
-        )
-    for ax, place in zip(
-        figure.axes,
-        ({"loc": "upper right"}, {"loc": "upper left", "ncols": 2}),
-        strict=False,
-    ):
-        ax.legend(frameon=False, fontsize="x-small", **place)
-    labels.entitle(
-        figure,
-        "Coupling where models have the same held-out loss; lines through means over "
-        "seeds",
-    )
+            ax.axhline(0, color="grey", linestyle=":", linewidth=1)
+            ax.set(xscale="log")
+        row[0].set_ylabel(f"coupling above chance, {size}")
+    for ax, mark in zip(grid[0], marks, strict=True):
+        loss = table.loc[table["mark"] == mark, "loss_held_out"].mean()
+        ax.set_title(f"{mark}: {loss:.2f} nats", fontsize="medium")
+    for ax in grid[-1]:
+        ticks = sorted(table[RATE].unique())
+        ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+        ax.minorticks_off()
+        ax.set_xlabel("learning rate")
+    grid[0, 0].legend(frameon=False, fontsize="small")
+    labels.entitle(figure, "Coupling of models with the same held-out loss")
     return figure
-
-
-def points(color: Any, is_filled: bool) -> dict[str, Any]:
-    """How models are drawn; those of few blocks are filled."""
-    return {
-        "color": color,
-        "markerfacecolor": color if is_filled else "none",
-        "markersize": 4,
-    }

@@ -121,7 +121,8 @@ def one_run(run: Run, study: Study) -> xarray.Dataset:
 
     Variables: `value`, `[mark prompt size measure]`; `null`, what random subspaces
     would give, `[mark size measure]`; by `mark` its `step` and every loss of the run's
-    marks, as `loss_…`. NaN where a mark was never reached.
+    marks, as `loss_…`. At a mark they lie between those of the two checkpoints around
+    it, linearly in the loss that is marked. NaN where a mark was never reached.
     """
     torch.set_num_threads(1)
     # Again, because this may be a process of its own.
@@ -144,26 +145,35 @@ def train_and_measure(run: Run, study: Study) -> xarray.Dataset:
         run.config, run.corpus, study.out / "models", checkpoints=run.marks
     )
     training = json.loads((folder / "training.json").read_text())
-    reached = [step for _, step in training["reached"]]
-    last = max(map(int, training["evaluated"]))
-    steps = dict(zip((UNTRAINED, *study.marks, END), (0, *reached, last), strict=True))
+    evaluated = {int(step): losses for step, losses in training["evaluated"].items()}
+    last = max(evaluated)
+    around = {UNTRAINED: (0, 0)}
+    around |= {
+        name: steps
+        for name, (_, steps) in zip(study.marks, training["reached"], strict=True)
+    }
+    around |= {END: (last, last)}
     k_of = study.k_of(run.config.width)
     measured = {
-        step: measure(folder / f"step{step}", study.prompts, k_of)
-        for step in {*steps.values()}
-        if step is not None
+        step: measure(folder / f"step{step}", study.prompts, k_of).assign(
+            step=float(step), **{f"loss_{name}": x for name, x in losses.items()}
+        )
+        for step, losses in evaluated.items()
+        if any(step in steps for steps in around.values() if steps is not None)
     }
     unknown = xarray.full_like(measured[0], np.nan)
-    rows = []
-    for mark, step in steps.items():
-        of_step = unknown if step is None else measured[step]
-        losses = {} if step is None else training["evaluated"][str(step)]
-        known = {f"loss_{name}": losses.get(name, np.nan) for name in run.marks.windows}
-        rows.append(
-            of_step.assign(
-                step=np.nan if step is None else float(step), **known
-            ).assign_coords(mark=mark)
-        )
+    rows = [
+        (
+            unknown
+            if steps is None
+            else between(
+                *[measured[step] for step in steps],
+                f"loss_{run.marks.of}",
+                dict(zip(study.marks, run.marks.values, strict=True)).get(mark),
+            )
+        ).assign_coords(mark=mark)
+        for mark, steps in around.items()
+    ]
     known = {"run": folder.name, "n_parameters": parameters_of(run.config), **run.known}
     known |= {name: getattr(run.config, name) for name in ("width", "n_layers", "seed")}
     return (
@@ -171,6 +181,19 @@ def train_and_measure(run: Run, study: Study) -> xarray.Dataset:
         .assign_coords(k=("size", list(k_of.values())))
         .assign_coords(known)
     )
+
+
+def between(
+    before: xarray.Dataset, after: xarray.Dataset, loss: str, value: float | None
+) -> xarray.Dataset:
+    """Return what two checkpoints have where a loss is a value between theirs, linearly
+    in the loss; what the later one has where there is none, or they are the same.
+    """
+    fall = float(before[loss] - after[loss])
+    if value is None or fall <= 0:
+        return after
+    share = (float(before[loss]) - value) / fall
+    return before + (after - before) * share
 
 
 def parameters_of(config: small.TrainingConfig) -> int:

@@ -5,12 +5,13 @@ by hand, runs of seconds.
 import json
 from contextlib import redirect_stdout
 from io import StringIO
-from itertools import permutations, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
+import statsmodels.api as sm
 import xarray
 from scipy import stats
 
@@ -25,125 +26,98 @@ import tl_coupling as tlc
 pytestmark = pytest.mark.on_4_only
 
 NULL = 1 - np.sqrt(1 - 1 / 4)
-MARKS = {"unigram": 4.0, "bigram": 3.0, "bigram − 0.2": 2.8}
-SHAPES = list(product((16, 32, 64), (2, 4), (0, 1)))
-SIZE = (
-    "--vocabulary 300 --n-ctx 16 --windows 4 --passages 1 --k 4 "
-    "--warmup 2 --jobs 1 --learning-rate 0.01"
+KINDS = list(product((16, 32, 64), (0.001, 0.002, 0.004), range(5)))
+SIZE = "--vocabulary 300 --n-ctx 16 --windows 4 --passages 1 --k 4 --warmup 2 --jobs 1"
+CAPACITY = (
+    "--widths 16 32 --learning-rates 0.01 0.02 --steps 24 --n-layers 2 --seeds 1 "
+    "--between 0.5 --below -1 9"
 )
-CAPACITY = "--widths 16 32 --steps 16 12 --depths 2 --seeds 1 --between 0.5 --below 9"
 GAP = (
     "--tokens 1024 4096 --weight-decay 0 --stochastic-depth 0 "
-    "0.3 --seeds 1 --width 16 --n-layers 2 --steps 16"
+    "0.3 --seeds 1 --width 16 --n-layers 2 --steps 16 --learning-rate 0.01"
 )
 
 
 @pytest.fixture(scope="module")
 def synthetic() -> pandas.DataFrame:
-    """Coupling that rises by 0.05 for each doubling of width and by 0.02 of depth,
-    after a peak at the first mark.
+    """Coupling that rises by 0.05 for each doubling of width and falls by 0.03 for each
+    doubling of the rate; one model did not reach the last mark.
     """
     rng = np.random.default_rng(0)
     rows = []
-    for seed, (width, n_layers, _) in enumerate(SHAPES):
-        for mark, loss in {"untrained": 5.7, **MARKS, "end": 2.7}.items():
-            true = (
-                0.05 * np.log2(width)
-                + 0.02 * np.log2(n_layers)
-                + (0.2 if mark == "unigram" else 0)
-            )
-            missing = mark == "bigram − 0.2" and width == 16 and n_layers == 2
+    for seed, (width, rate, _) in enumerate(KINDS):
+        for mark in ("untrained", "early", "late"):
+            true = 0.6 + 0.05 * np.log2(width) + -0.03 * np.log2(rate)
+            missing = mark == "late" and seed == 0
             found = np.nan if missing else true + 0.002 * rng.standard_normal()
-            row = {
-                "measure": "coupling",
-                "size": "K = 4",
-                "mark": mark,
-                "width": width,
-                "n_layers": n_layers,
-            }
-            row |= {
-                "seed": seed,
-                "n_parameters": 12 * n_layers * width**2,
-                "k": 4,
-                "null": NULL,
-                "step": 10.0,
-            }
-            rows.append(
-                row
-                | {
-                    "loss_held_out": loss,
-                    "above_chance": found,
-                    "value": NULL + (1 - NULL) * found,
-                }
-            )
+            row = {"measure": "coupling", "size": "K = 4", "mark": mark}
+            row |= {"width": width, "learning_rate": rate, "seed": seed, "k": 4}
+            row |= {"null": NULL, "step": 10.0, "loss_held_out": 3.0}
+            value = NULL + (1 - NULL) * found
+            rows.append(row | {"above_chance": found, "value": value})
     return pandas.DataFrame(rows)
 
 
-def test_trends_are_least_squares_over_shapes(synthetic):
-    trends = capacity_report.trends(synthetic, MARKS).set_index("mark")
-    means = (
-        synthetic[synthetic["mark"] == "bigram"]
-        .groupby(["width", "n_layers"])["above_chance"]
-        .mean()
-    )
-    X = np.column_stack([np.ones(6), *np.log2(np.array(means.index.tolist()).T)])
-    slopes, residuals, *_ = np.linalg.lstsq(X, means.to_numpy(), rcond=None)
-    errors = np.sqrt(np.diag(np.linalg.inv(X.T @ X)) * residuals[0] / 3)
-    half = stats.t.ppf(0.975, 3) * errors
-    row = trends.loc["bigram"]
-    for i, name in ((1, "width"), (2, "depth")):
-        expected = slopes[i], slopes[i] - half[i], slopes[i] + half[i]
-        assert tuple(row[[name, f"{name}_low", f"{name}_high"]]) == pytest.approx(
-            expected
-        )
-    assert row["width"] == pytest.approx(0.05, abs=0.005)
-    assert trends["n"].to_dict() == {
-        "untrained": 6,
-        "unigram": 6,
-        "bigram": 6,
-        "bigram − 0.2": 5,
-        "end": 6,
-        "left of the peak": 5,
-    }
-    # Where a shape is missing, and where losses are not matched, nothing is permuted.
-    assert trends["p"].notna().to_dict() == {
-        mark: mark in ("unigram", "bigram") for mark in trends.index
-    }
-
-
-def test_permutations_are_those_of_widths_within_depths():
-    """Against Pearson's r of every order, one by one."""
-    rng = np.random.default_rng(1)
-    x, values = (
-        np.array([4.0, 5.0, 7.0]),
-        rng.standard_normal((3, 2, 3)) + np.array([0, 0.4, 1.0]),
-    )
-
-    def correlation(of, orders):
-        centred = of - of.mean(1, keepdims=True)
-        return abs(stats.pearsonr(centred.ravel(), np.ravel(orders)).statistic)
-
-    every = list(product(permutations(x), repeat=2))
-    r = np.array([[correlation(look, orders) for look in values] for orders in every])
-    own = [correlation(look, (x, x)) for look in values]
-    expected = [
-        [(r[:, i] >= own[i] - 1e-9).mean(), (r.max(1) >= own[i] - 1e-9).mean()]
-        for i in range(3)
+def test_slopes_are_least_squares_with_hc2_over_models(synthetic):
+    """Standard errors by statsmodels; Satterthwaite's degrees of freedom by drawing what
+    an HC2 variance is where errors are equal.
+    """
+    slopes = capacity_report.slopes(synthetic).set_index(["mark", "of", "at"])
+    models = synthetic[synthetic["mark"] == "early"]
+    rates = sorted(models["learning_rate"].unique())
+    X = np.column_stack(
+        [np.ones(45), np.log2(models["width"])]
+        + [models["learning_rate"] == rate for rate in rates[1:]]
+    ).astype(float)
+    y = models["above_chance"].to_numpy()
+    fit = sm.OLS(y, X).fit(cov_type="HC2")
+    row = slopes.loc["early", "width", "all"]
+    m = len(slopes)
+    assert row["slope"] == pytest.approx(fit.params[1])
+    for columns, level in (
+        (("low", "high"), 0.05),
+        (("low_all", "high_all"), 0.05 / m),
+    ):
+        half = stats.t.ppf(1 - level / 2, row["df"]) * fit.bse[1]
+        expected = fit.params[1] - half, fit.params[1] + half
+        assert tuple(row[list(columns)]) == pytest.approx(expected)
+    rng = np.random.default_rng(2)
+    variances = [
+        sm.OLS(rng.standard_normal(45), X).fit(cov_type="HC2").bse[1] ** 2
+        for _ in range(3000)
     ]
-    np.testing.assert_allclose(capacity_report.permuted(values, x), expected)
+    df = 2 * np.mean(variances) ** 2 / np.var(variances)
+    assert row["df"] == pytest.approx(df, rel=0.1)
 
 
-def test_the_peak_and_what_is_left_of_it(synthetic):
-    peaks = capacity_report.peaks(synthetic, MARKS)
-    assert len(peaks) == 12
-    assert set(peaks["peak at"]) == {"unigram"}
-    by_seed = synthetic.set_index(["seed", "mark"])["above_chance"]
-    for row in peaks.itertuples():
-        assert row.left == pytest.approx(
-            by_seed[row.seed, "bigram − 0.2"] / by_seed[row.seed, "unigram"],
-            nan_ok=True,
-        )
-    assert peaks["left"].isna().sum() == 2
+def test_what_was_planted_is_found_and_looks_are_counted(synthetic):
+    slopes = capacity_report.slopes(synthetic)
+    # Two marks, two factors, each at three levels and over all.
+    assert len(slopes) == 2 * 2 * 4
+    planted = slopes["of"].map({"width": 0.05, "learning_rate": -0.03})
+    assert slopes["low_all"].lt(planted).all()
+    assert slopes["high_all"].gt(planted).all()
+    of_all = slopes[slopes["at"] == "all"].set_index(["mark", "of"])
+    assert of_all["n"].to_dict() == {
+        ("early", "width"): 45,
+        ("early", "learning_rate"): 45,
+        ("late", "width"): 44,
+        ("late", "learning_rate"): 44,
+    }
+
+
+def test_no_slope_where_coupling_depends_on_the_loss_alone(synthetic):
+    """What the study prints if neither width nor rate does anything: in at
+    most one in twenty of such studies, a slope whose joint interval leaves out 0.
+    """
+    rng = np.random.default_rng(1)
+    found = 0
+    for _ in range(200):
+        noise = 0.2 + 0.02 * rng.standard_normal(len(synthetic))
+        slopes = capacity_report.slopes(synthetic.assign(above_chance=noise))
+        found += bool((slopes["low_all"].gt(0) | slopes["high_all"].lt(0)).any())
+    # 95 % of binomial draws with p = .05.
+    assert found <= 15
 
 
 def test_above_chance_is_0_for_random_subspaces_and_1_for_shared_ones():
@@ -189,33 +163,52 @@ def of_capacity(
 def test_models_are_measured_where_their_losses_are_equal(of_capacity, small_text):
     out, output = of_capacity
     table = pandas.read_csv(out / "measured.csv")
-    assert set(zip(table["width"], table["n_layers"], table["seed"], strict=True)) == {
-        (16, 2, 0),
-        (32, 2, 1),
-    }
+    kinds = set(zip(table["width"], table["learning_rate"], table["seed"], strict=True))
+    assert kinds == {(16, 0.01, 0), (16, 0.02, 1), (32, 0.01, 2), (32, 0.02, 3)}
     losses = dict(
         one.rsplit(" ", 1)
         for one in output.split("nats: ")[1].split("\n")[0].split(", ")
     )
-    at_mark = table[table["mark"] == "unigram"]
-    unigram = float(losses["unigram"])
-    assert at_mark["loss_held_out"].between(unigram - 0.3, unigram + 1e-3).all()
+    at_mark = table[table["mark"] == "bigram + 1"].dropna(subset="value")
+    assert at_mark["seed"].nunique() >= 3
+    assert at_mark["loss_held_out"].round(3).eq(float(losses["bigram + 1"])).all()
     # No model has a loss below 0.
     assert table.loc[table["mark"] == "bigram − 9", "value"].isna().all()
-    assert output.count("not reached") >= 6
+    assert "not reached" in output
     assert table.loc[table["mark"] == "untrained", "step"].eq(0).all()
-    # One cell, as measured by the library.
-    (checkpoint,) = (out / "models").glob("width32-*/step0")
-    model = tlc.load_model(str(checkpoint), device="cpu")
+    assert (out / "capacity.png").stat().st_size > 10_000
+
+
+def test_values_at_a_mark_lie_between_those_of_the_checkpoints_around_it(
+    of_capacity, small_text
+):
+    """Measured again by the library, at the checkpoints that were kept."""
+    out, _ = of_capacity
+    (folder,) = (out / "models").glob("width32-layers2-seed2-*")
+    training = json.loads((folder / "training.json").read_text())
+    marks = [mark for mark in ("50% of the way", "bigram + 1", "bigram", "bigram − 9")]
+    by_name = sorted(training["reached"], key=lambda mark: -mark[0])
+    names = sorted(marks[:2], key=lambda name: -loss_of(out, name)) + marks[2:]
+    value, steps = dict(zip(names, by_name, strict=True))["bigram + 1"]
     corpus = small_models.build_corpus(small_models.read_documents(small_text), 300)
     (prompt,) = small_models.passages(corpus.held_out, corpus.tokenizer, 1, 16)
-    here = table.query(
-        "width == 32 and mark == 'untrained' and size == 'K = d/8'"
-    ).set_index("measure")
-    coupling = tlc.depth_coupling(tlc.trace(model, prompt), k=4).mean()
-    assert here.loc["coupling", "value"] == pytest.approx(coupling)
-    assert f"{coupling:.3f} [{coupling:.3f}, {coupling:.3f}]" in output
-    assert (out / "capacity.png").stat().st_size > 20_000
+    couplings = []
+    for step in steps:
+        model = tlc.load_model(str(folder / f"step{step}"), device="cpu")
+        couplings.append(tlc.depth_coupling(tlc.trace(model, prompt), k=4).mean())
+    before, after = [training["evaluated"][str(step)]["held_out"] for step in steps]
+    assert before > value >= after
+    expected = np.interp(-value, [-before, -after], couplings)
+    table = pandas.read_csv(out / "measured.csv").query(
+        "seed == 2 and mark == 'bigram + 1' and size == 'K = d/8'"
+    )
+    found = table.set_index("measure").loc["coupling", "value"]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def loss_of(out: Path, mark: str) -> float:
+    table = pandas.read_csv(out / "measured.csv")
+    return table.loc[table["mark"] == mark, "loss_held_out"].mean()
 
 
 def test_what_is_finished_is_kept_and_the_rest_done_again(
@@ -223,7 +216,7 @@ def test_what_is_finished_is_kept_and_the_rest_done_again(
 ):
     out, output = of_capacity
     files = sorted((out / "measured").glob("*.nc"))
-    assert len(files) == 2
+    assert len(files) == 4
     before = {
         path: path.stat().st_mtime_ns
         for path in (*files, *(out / "models").rglob("*.safetensors"))
@@ -294,18 +287,18 @@ def test_effects_of_text_and_regularisation_are_those_planted():
     [
         (
             capacity,
-            "--steps 5",
-            "one number of steps for each, got widths [16, 32] and steps [5]",
+            "--learning-rates 0.01 0.01",
+            "`--learning-rates` wants at least two, got [0.01, 0.01]",
         ),
         (
             capacity,
-            "--depths 1 2",
-            "`--depths` must be at least 2: coupling is between blocks, got 1",
+            "--n-layers 1",
+            "`--n-layers` must be at least 2: coupling is between blocks, got 1",
         ),
         (
             capacity,
             "--between 1.5",
-            "`--between` must lie in (0, 1) and `--below` above 0, got [1.5] and [9.0]",
+            "`--between` must lie in (0, 1), got [1.5]",
         ),
         (capacity, "--k 17", "must give 2 to 16 vectors at width 16; K = 17 gives 17"),
         (
