@@ -237,6 +237,27 @@ class BlockCall:
         n_keys = context.rows[0].shape[self.position_dim] + 1
         return self._in_context(context, X, context.before, n_keys).reshape(X.shape)
 
+    def at_each(
+        self, rows: Float[Tensor, "n_rows d_model"], context: Context
+    ) -> Float[Tensor, "n_rows d_model"]:
+        """Return the block's output at the context's place for each of several rows,
+        which do not see each other, by one call.
+
+        Raises:
+            BlockError: the block is not called with an axis of sequences, or does not
+                ask for keys and values.
+        """
+        if "1" not in self.layout:
+            raise BlockError("the block takes one sequence at a time")
+        assert context.rows is not None
+        layout = self.layout.replace("1", "s")
+        laid_out = rearrange(rows[:, None], f"s n d -> {layout}").clone()
+        n_keys = context.rows[0].shape[self.position_dim] + 1
+        output = self._run(context, laid_out, 1, context.before, n_keys)
+        if len(context.seen) < 2:
+            raise _no_context()
+        return output.reshape(rows.shape)
+
     def _in_context(
         self,
         context: Context,
@@ -244,6 +265,17 @@ class BlockCall:
         position: int | None,
         n_keys: int,
     ) -> Tensor:
+        return self._run(context, self._laid_out(X), len(X), position, n_keys)
+
+    def _run(
+        self,
+        context: Context,
+        stream: Tensor,
+        n_rows: int,
+        position: int | None,
+        n_keys: int,
+    ) -> Tensor:
+        """Run the block on a stream in its layout, of sequences of `n_rows` rows."""
         arguments = dict(self.arguments)
         if position is not None:
             for name, value in self.arguments.items():
@@ -252,8 +284,8 @@ class BlockCall:
             arguments[self.cache_argument] = ReadOnlyCache(context)
             if self.takes_use_cache:
                 arguments["use_cache"] = True
-        with context.entered(len(X)):
-            return hidden_states(self.module(self._laid_out(X), **arguments))
+        with context.entered(n_rows):
+            return hidden_states(self.module(stream, **arguments))
 
 
 def _cache_argument(

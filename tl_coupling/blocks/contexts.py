@@ -81,6 +81,9 @@ class Context:
             self.moved.append(new)
             new = new.detach()
         around = self.rows[part]
+        if len(new) != len(around):
+            # Several sequences with the same rows around the new ones.
+            around = around.expand(len(new), *around.shape[1:])
         n_after = around.shape[self.dim] - self.before
         rows_before = around.narrow(self.dim, 0, self.before)
         rows_after = around.narrow(self.dim, self.before, n_after)

@@ -54,5 +54,7 @@ def change_of_logits(
         change: Tensor = torch.func.jvp(logits, (x,), (vector,))[1]
         return change
 
+    # The first call runs the whole model once, which need not be differentiable forwards.
+    logits(x)
     rows: Sequence[Tensor] = vectors.to(x).split(_AT_ONCE)
     return torch.cat([torch.func.vmap(along)(some) for some in rows])

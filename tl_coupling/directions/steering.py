@@ -1,7 +1,8 @@
 """Steering along directions: what it does, what the derivative says, and controls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from tl_coupling.directions.interventions import (
     check_belongs,
     steering_hooks,
 )
+from tl_coupling.directions.onward import Onward
 from tl_coupling.jacobians import block_jacobians
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
@@ -221,8 +223,10 @@ def steer(
         ValueError: no prompts, a position out of range, directions of a model with
             other weights.
 
-    Cost: for each prompt the Jacobians from the layer on, and a pass of the model for
-    every direction, draw, scale and sign, in batches.
+    Cost: for each prompt the Jacobians from the layer on, and for every direction, draw,
+    scale and sign a pass of the later blocks on the one token, in batches. Of a model
+    whose rest cannot be run so, or does not give the whole model's prediction, a pass of
+    the whole model each.
 
     Example:
         >>> directions = tlc.directions.directions_of(trace, layer=0, k=2)
@@ -369,23 +373,25 @@ def _steered(
     scales: Sequence[float],
 ) -> _Steered:
     """Measure the effects on one prompt, and predict them."""
-    tokens = place.trace.tokens
-    assert tokens is not None
-    before = log_probabilities(model, tokens, positions=place.row)[0, 0]
-    effects = torch.stack(
-        [
-            _effects(model, place, before, vectors, scale * sign, directions.hook_point)
-            for scale, sign in product(scales, SIGNS)
-        ],
-        dim=1,
+    steps = [scale * sign for scale, sign in product(scales, SIGNS)]
+    h = place.stream(directions)[place.position].double()
+    moved = h + h.norm() * torch.einsum(
+        "s,nd->nsd", torch.tensor(steps).to(h), vectors.to(h)
     )
+    onward = Onward(place.trace, directions.layer + place.first, place.position)
+    whole = _Whole(model, place, directions.hook_point)
+    if onward.agrees(moved[0, -1], whole.log_probabilities(vectors[:1], steps[-1])[0]):
+        before = onward.log_probabilities(h[None])[0]
+        effects = onward.of_batches(moved.flatten(0, 1), partial(_effects, before))
+    else:
+        before = whole.unchanged()
+        effects = whole.of_steps(vectors, steps, partial(_effects, before))
     of_signs = effects.reshape(len(vectors), len(scales), len(SIGNS), -1)
     arrived = through(place.J[place.first :], vectors)
     amplification = arrived.norm(dim=1).double()
     change = change_of_logits(place.trace, arrived, place.position).double()
     p = before.exp().to(change)
     variance = (change.square() @ p) - (change @ p).square()
-    h = place.stream(directions)[place.position].double()
     distances = torch.tensor(scales).double().to(h) * h.norm()
     return _Steered(
         kl=of_signs[..., 0],
@@ -397,23 +403,58 @@ def _steered(
     )
 
 
+class _Whole(NamedTuple):
+    """The whole model with the directions added by hooks at one token.
+
+    Attributes:
+        model: with TransformerLens's hooks.
+        place: the token.
+        name: the hook point.
+    """
+
+    model: nn.Module
+    place: _Place
+    name: str
+
+    def log_probabilities(
+        self, vectors: Float[Tensor, "n d"], scale: float
+    ) -> Float[Tensor, "n d_vocab"]:
+        """Return the prediction after one step along each vector."""
+        tokens = self.place.trace.tokens
+        assert tokens is not None
+        hooks = steering_hooks(vectors, scale, self.name, self.place.position)
+        return log_probabilities(
+            self.model, tokens, hooks, len(vectors), self.place.row
+        )[:, 0]
+
+    def unchanged(self) -> Float[Tensor, " d_vocab"]:
+        """Return the model's own prediction."""
+        tokens = self.place.trace.tokens
+        assert tokens is not None
+        return log_probabilities(self.model, tokens, positions=self.place.row)[0, 0]
+
+    def of_steps(
+        self,
+        vectors: Float[Tensor, "n d"],
+        steps: Sequence[float],
+        measure: Callable[[Float[Tensor, "n d_vocab"]], Float[Tensor, "n effect"]],
+    ) -> Float[Tensor, "n_rows effect"]:
+        """Return what is measured of the predictions, for each vector and step."""
+        n_pos = self.place.trace.n_pos
+        d_vocab = len(self.unchanged())
+        batches = vectors.split(rows_at_once(n_pos, d_vocab))
+        by_step = [
+            torch.cat([measure(self.log_probabilities(b, step)) for b in batches])
+            for step in steps
+        ]
+        return torch.stack(by_step, dim=1).flatten(0, 1)
+
+
 def _effects(
-    model: nn.Module,
-    place: _Place,
-    before: Float[Tensor, " d_vocab"],
-    vectors: Float[Tensor, "n d"],
-    scale: float,
-    name: str,
+    before: Float[Tensor, " d_vocab"], after: Float[Tensor, "n d_vocab"]
 ) -> Float[Tensor, "n effect"]:
-    """Return KL, surprise and logit difference of one step along each vector."""
-    tokens = place.trace.tokens
-    assert tokens is not None
+    """Return KL, surprise and logit difference of each prediction."""
     first, second = before.topk(2).indices.tolist()
-    of_batches = []
-    for batch in vectors.split(rows_at_once(len(tokens), len(before))):
-        hooks = steering_hooks(batch, scale, name, place.position)
-        after = log_probabilities(model, tokens, hooks, len(batch), place.row)[:, 0]
-        surprise = before[first] - after[:, first]
-        margin = after[:, first] - after[:, second] - (before[first] - before[second])
-        of_batches.append(torch.stack([kl(before, after), surprise, margin], dim=1))
-    return torch.cat(of_batches)
+    surprise = before[first] - after[:, first]
+    margin = after[:, first] - after[:, second] - (before[first] - before[second])
+    return torch.stack([kl(before, after), surprise, margin], dim=1)

@@ -171,6 +171,19 @@ class BlockFunction:
         """
         return self._ways.token_local(t1, t2)
 
+    def outputs_of_each(
+        self, rows: Float[Tensor, "n_rows d_model"], position: int
+    ) -> Float[Tensor, "n_rows d_model"]:
+        """Return `x + f(x)` of each of several rows x, each in the place of the row at
+        `position`; the other rows are as traced.
+
+        Raises:
+            BlockError: rows meet in something else than keys and values, or the block
+                takes one sequence at a time.
+        """
+        with self.evaluation():
+            return self._ways.outputs_of_each(rows, position)
+
     @property
     def _ways(self) -> Ways:
         # Not kept: it refers to this object, which must be freed when it is let go.

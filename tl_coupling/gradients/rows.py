@@ -85,6 +85,12 @@ class BlockRows:
         """Return `x + f(x)` of rows that all stand at the context's place."""
         return self._output(lambda: self.call.at(X, context))
 
+    def outputs_of_each(
+        self, rows: Float[Tensor, "n_rows d_model"], context: Context
+    ) -> Float[Tensor, "n_rows d_model"]:
+        """Return `x + f(x)` of each of several rows, each alone at the context's place."""
+        return self._output(lambda: self.call.at_each(rows, context))
+
     def _output(
         self, run: Callable[[], Float[Tensor, "*rows d_model"]]
     ) -> Float[Tensor, "*rows d_model"]:

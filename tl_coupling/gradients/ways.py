@@ -112,6 +112,13 @@ class Ways:
 
         return function
 
+    def outputs_of_each(
+        self, rows: Float[Tensor, "n_rows d_model"], t2: int
+    ) -> Float[Tensor, "n_rows d_model"]:
+        """Return `x + f(x)` of each of several rows x in the place of t2's."""
+        context = self.rows.call.context(t2, self._context(t2))
+        return self.rows.outputs_of_each(rows, context)
+
     # As Jacobians
 
     def _full_sequence(

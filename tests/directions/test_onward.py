@@ -1,0 +1,75 @@
+"""The rest of a model on one token, against the whole model moved by hooks."""
+
+import pytest
+import torch
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.directions.onward import Onward
+
+PROMPTS = ["w3 w14 w15 w92", "w6 w5 w35 w89 w7"]
+# Rotary and learned positions, parallel blocks, grouped queries, sandwich norms, a soft
+# cap; BLOOM's keys have heads and sequences in one axis, and it is run as a whole.
+KINDS = {"llama": True, "gpt2": True, "gpt_neox": True, "gemma2": True, "bloom": False}
+
+
+def steered(model, side="read", **options):
+    traced = tlc.trace(model, PROMPTS[0])
+    directions = tlc.directions.directions_of(traced, 0, k=2, side=side)
+    return tlc.directions.steer(
+        model, PROMPTS, directions, [0.03, 0.3], n_draws=2, **options
+    )
+
+
+@pytest.mark.parametrize("side", ["read", "write"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rest_gives_what_the_whole_model_gives(
+    kind, side, tokenizer_folder, monkeypatch
+):
+    model = tiny.bridge(tiny.huggingface_model(kind), tokenizer_folder)
+    said = []
+    agrees = Onward.agrees
+    monkeypatch.setattr(
+        Onward, "agrees", lambda *args: said.append(agrees(*args)) or said[-1]
+    )
+    of_rest = steered(model, side)
+    assert said == 2 * [KINDS[kind]]
+    monkeypatch.setattr(Onward, "agrees", lambda *_: False)
+    of_whole = steered(model, side)
+    for name in ("kl", "surprise", "logit_difference"):
+        torch.testing.assert_close(
+            getattr(of_rest, name), getattr(of_whole, name), atol=2e-5, rtol=1e-3
+        )
+    assert float(of_whole.kl.max()) > 1e-3
+
+
+def test_a_token_that_is_not_the_last(tokenizer_folder, monkeypatch):
+    model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+    of_rest = steered(model, position=1)
+    monkeypatch.setattr(Onward, "agrees", lambda *_: False)
+    of_whole = steered(model, position=1)
+    torch.testing.assert_close(of_rest.kl, of_whole.kl, atol=2e-5, rtol=1e-3)
+
+
+def test_a_rest_that_is_not_the_models_is_not_used(tokenizer_folder):
+    """Logits that hooks change are not those of the stream that leaves the blocks."""
+    model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+    traced = tlc.trace(model, PROMPTS[0])
+    last = traced.n_pos - 1
+    onward = Onward(traced, 1, last)
+    row = traced.residual[1, last]
+    with torch.no_grad():
+        own = model(traced.tokens[None])[0, last].double().log_softmax(-1)
+    assert onward.agrees(row, own)
+    assert not onward.agrees(1.1 * traced.residual[1, 0], own)
+    shifted = (own.exp() + torch.tensor([1e-4, *[0] * (len(own) - 1)])).log()
+    assert not onward.agrees(row, shifted)
+
+
+def test_tokens_that_act_on_earlier_ones_are_no_context(monkeypatch, tokenizer_folder):
+    model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+    traced = tlc.trace(model, PROMPTS[0])
+    monkeypatch.setattr(type(traced), "is_causal", False)
+    onward = Onward(traced, 1, 3)
+    row = traced.residual[1, 3]
+    assert not onward.agrees(row, onward.log_probabilities(row[None])[0])

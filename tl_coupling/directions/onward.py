@@ -1,0 +1,78 @@
+"""What follows from a moved stream at one token: the blocks from a layer on, on that
+token alone.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_coupling.directions.effects import rows_at_once
+from tl_coupling.traces import Trace
+
+# Probabilities may differ by this from those of the whole model.
+_TOLERANCE = 2e-5
+
+
+class Onward(NamedTuple):
+    """The rest of a model from the stream before a layer on, at one token.
+
+    Earlier tokens are as traced: in a causal model nothing of what is moved at the token
+    reaches them, and its own prediction needs nothing of later ones.
+
+    Attributes:
+        trace: the prompt.
+        layer: the first block to run; the number of blocks for none.
+        position: the token, from 0.
+    """
+
+    trace: Trace
+    layer: int
+    position: int
+
+    def log_probabilities(
+        self, rows: Float[Tensor, "n_rows d_model"]
+    ) -> Float[Tensor, "n_rows d_vocab"]:
+        """Return the prediction at the token for each of several streams there.
+
+        Raises:
+            RuntimeError: a block cannot be run on one row, or on several apart.
+        """
+        x = rows.to(self.trace.residual)
+        with torch.no_grad():
+            for block in self.trace.blocks[self.layer :]:
+                x = block.outputs_of_each(x, self.position)
+            logits = self.trace.logits(x, normalised=self.trace.final_norm)
+        return logits.double().log_softmax(-1)
+
+    def of_batches(
+        self,
+        rows: Float[Tensor, "n_rows d_model"],
+        measure: Callable[[Float[Tensor, "n d_vocab"]], Float[Tensor, "n effect"]],
+    ) -> Float[Tensor, "n_rows effect"]:
+        """Return what is measured of the predictions, for as many rows at a time as have
+        logits that fit into memory.
+        """
+        d_vocab = self.log_probabilities(rows[:1]).shape[-1]
+        batches = rows.split(rows_at_once(1, d_vocab))
+        return torch.cat([measure(self.log_probabilities(batch)) for batch in batches])
+
+    def agrees(
+        self,
+        row: Float[Tensor, " d_model"],
+        log_p: Float[Tensor, " d_vocab"],
+    ) -> bool:
+        """Say whether a prediction of the whole model, moved by hooks, is that of its
+        rest with this row.
+        """
+        if not self.trace.is_causal:
+            return False
+        try:
+            # Two, so that several at once are tried.
+            own = self.log_probabilities(row.expand(2, -1))
+        except (RuntimeError, ValueError):
+            # Not a model whose rest can be run on one row, or on several apart.
+            return False
+        return bool((own.exp() - log_p.exp()).abs().max() <= _TOLERANCE)
