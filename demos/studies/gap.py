@@ -25,8 +25,7 @@ move the gap alone. What else differs with the share: the steps to a mark, and h
 varied the text is.
 
 Models and measurements that are finished are kept: a second run does what is missing,
-and the statistics anew. The results in `results/gap` are `models.csv`, `report.txt` and
-`gap.png` of such a run.
+and the statistics anew. `--table` prints them from a folder's `measured.csv` alone.
 """
 
 import argparse
@@ -39,6 +38,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 
 from tl_coupling.files import output_folder, write_atomically
@@ -125,7 +125,11 @@ class Cell:
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options; `--small` changes the defaults of some."""
-    return small.parsed(small.parser_of(str(__doc__), OPTIONS), argv, SMALL)
+    parser = small.parser_of(str(__doc__), OPTIONS)
+    parser.add_argument(
+        "--table", type=Path, help="a folder whose results are only printed"
+    )
+    return small.parsed(parser, argv, SMALL)
 
 
 def cells_of(arguments: argparse.Namespace) -> list[Cell]:
@@ -241,23 +245,21 @@ def study(arguments: argparse.Namespace) -> None:
         shared = Study(tuple(marks), sizes, tuple(prompts), out)
         n_first = len(runs) // arguments.subsets
         first = all_runs(runs[:n_first], shared, arguments.jobs)
-        power = power_of(
-            models_of(table_of(first)), marks, arguments.subsets, arguments.draws
-        )
-        print(power, flush=True)
+        models_of_first = models_of(table_of(first))
+        print(power_of(models_of_first, arguments.subsets, arguments.draws), flush=True)
         others = all_runs(runs[n_first:], shared, arguments.jobs)
         measurements = [*first, *others]
         table = models_of(table_of(measurements))
-        tables = {"models": table, "effects": effects(table, marks)}
-        report = report_of(tables, marks, power)
+        report = report_of(table, arguments.draws)
         print(report)
+        tables = {"measured": table, "effects": effects(table)}
         paths = write(out, measurements, tables)
         paths.append(
             write_atomically(
                 out / "report.txt", lambda path: path.write_text(report + "\n")
             )
         )
-        save = partial(draw(table, marks).savefig, dpi=120, format="png")
+        save = partial(draw(table).savefig, dpi=90, format="png")
         paths.append(write_atomically(out / "gap.png", save))
     print(*paths, sep="\n")
 
@@ -265,6 +267,9 @@ def study(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     arguments = arguments_of(argv)
+    if arguments.table is not None:
+        table = pandas.read_csv(arguments.table / "measured.csv")
+        return small.status_of(lambda: print(report_of(table, arguments.draws)))
     return small.status_of(lambda: study(arguments))
 
 

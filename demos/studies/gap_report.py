@@ -1,6 +1,5 @@
 """The statistics, tables and figure of `gap.py`."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,13 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
-from matched_losses import spread_out
+from matched_losses import END, UNTRAINED, spread_out
 from slopes import Design, design_of
 from tl_coupling.plots import labels
 from vit_report import readable
 
 CELL = ["n_tokens", "other_text", "learning_rate"]
 STEP = "log2(step)"
+COLUMNS = ["run", "seed", "subset", *CELL, "mark", "step", STEP]
+COLUMNS += ["loss_training", "loss_held_out", "gap"]
+COLUMNS += ["size", "null", "value", "coupling"]
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,14 @@ def models_of(table: pandas.DataFrame) -> pandas.DataFrame:
     is_first = table["size"] == table["size"].iloc[0]
     is_coupling = table["measure"] == "coupling"
     models = table[is_first & is_coupling].rename(columns={"above_chance": "coupling"})
-    return models.assign(
-        gap=models["loss_held_out"] - models["loss_training"],
-        **{STEP: np.log2(models["step"].where(models["step"] > 0))},
-    )
+    gap = models["loss_held_out"] - models["loss_training"]
+    octaves = np.log2(models["step"].where(models["step"] > 0))
+    return models.assign(gap=gap, **{STEP: octaves})[COLUMNS]
+
+
+def marks_in(table: pandas.DataFrame) -> list[str]:
+    """Return the losses that are marked, in order."""
+    return [mark for mark in table["mark"].unique() if mark not in (UNTRAINED, END)]
 
 
 def reached_of(table: pandas.DataFrame, mark: str) -> pandas.DataFrame:
@@ -71,13 +77,14 @@ def design_at(reached: pandas.DataFrame, question: Question) -> Design:
     return design_of(reached, question.x, question.covariates, question.fixed, "subset")
 
 
-def effects(table: pandas.DataFrame, marks: Sequence[str]) -> pandas.DataFrame:
+def effects(table: pandas.DataFrame) -> pandas.DataFrame:
     """Every question's slope at every mark.
 
     Columns: `slope` with intervals that hold together with 95 % over all rows (CR2 with
     subsets as clusters, Bell and McCaffrey's degrees of freedom `df`); `vif`, see
     `slopes.Slope`.
     """
+    marks = marks_in(table)
     n_looks = len(QUESTIONS) * len(marks)
     rows = []
     for mark in marks:
@@ -107,9 +114,7 @@ def slope_of(
     }
 
 
-def power_of(
-    pilot: pandas.DataFrame, marks: Sequence[str], n_subsets: int, n_draws: int
-) -> str:
+def power_of(pilot: pandas.DataFrame, n_subsets: int, n_draws: int) -> str:
     """Say which slope of the gap on coupling the whole study can see with 80 %.
 
     The pilot's rows stand for every further subset. To its slope 0 noise is added that
@@ -117,6 +122,7 @@ def power_of(
     is taken of it.
     """
     question = QUESTIONS[DECIDING]
+    marks = marks_in(pilot)
     n_looks = len(QUESTIONS) * len(marks)
     lines = [
         f"Power, said before the other subsets were learned: gap on coupling, {DECIDING}"
@@ -167,36 +173,37 @@ def detectable(design: Design, noise: float, n_looks: int, n_draws: int) -> floa
     return float(np.quantile(needed, 0.8))
 
 
-def report_of(
-    tables: Mapping[str, pandas.DataFrame], marks: Sequence[str], power: str
-) -> str:
-    """Return the tables as text, one after the other."""
-    models = tables["models"]
-    groups = models.groupby(["mark", *CELL], sort=False)
+def report_of(table: pandas.DataFrame, n_draws: int) -> str:
+    """Return all tables as text, one after the other; `table` is of `models_of`."""
+    marks = marks_in(table)
+    slopes = effects(table)
+    groups = table.groupby(["mark", *CELL], sort=False)
     means = groups[["step", "gap", "coupling"]].mean()
     means = means.join(groups["coupling"].agg(reached="count")).reset_index()
     cell = "{gap:.2f}, {coupling:.3f}, {step:.0f}".format_map
-    is_mark = means["mark"].isin(marks)
+    is_first = table["subset"].str.endswith(", 0")
+    n_subsets = table["subset"].nunique()
+    per_amount = n_subsets // table["n_tokens"].nunique()
     return "\n\n".join(
         [
             "Gap between held-out and training loss in nats, coupling above chance, "
-            f"{models['size'].iloc[0]}, and step: means over subsets",
-            spread_out(means[is_mark], CELL, list(marks), cell),
-            power,
+            f"{table['size'].iloc[0]}, and step: means over subsets",
+            spread_out(means[means["mark"].isin(marks)], CELL, marks, cell),
+            power_of(table[is_first], per_amount, n_draws),
             "Slopes: of the gap and of coupling per unit of share, of the gap per unit "
-            f"of coupling.\nIntervals: CR2, t, over {models['subset'].nunique()} subsets "
-            f"as clusters; the {len(tables['effects'])} hold together with 95 % "
-            "(Bonferroni).\nvif: by how much covariates inflate the variance, beside "
-            "what is held fixed",
-            readable(tables["effects"]),
+            f"of coupling.\nIntervals: CR2, t, over {n_subsets} subsets as clusters; "
+            f"the {len(slopes)} hold together with 95 % (Bonferroni).\nvif: by how much "
+            "covariates inflate the variance, beside what is held fixed",
+            readable(slopes),
         ]
     )
 
 
-def draw(table: pandas.DataFrame, marks: Sequence[str]) -> Figure:
+def draw(table: pandas.DataFrame) -> Figure:
     """Gap and coupling against the share of other text, and one against the other
     within subsets, a row for each mark.
     """
+    marks = marks_in(table)
     figure = labels.new_figure(11.0, 3.4 * len(marks))
     rows = figure.subplots(len(marks), 3, squeeze=False)
     for axes, mark in zip(rows, marks, strict=True):

@@ -3,7 +3,6 @@ by hand, runs of seconds.
 """
 
 import json
-import os
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import product
@@ -241,7 +240,7 @@ def of_gap(
 
 def test_the_gap_is_compared_where_training_losses_are_equal(of_gap):
     out, output = of_gap
-    table = pandas.read_csv(out / "models.csv")
+    table = pandas.read_csv(out / "measured.csv")
     assert table["subset"].nunique() == 2
     assert table["run"].nunique() == 8
     gaps = table["loss_held_out"] - table["loss_training"]
@@ -261,7 +260,11 @@ def test_the_gap_is_compared_where_training_losses_are_equal(of_gap):
     slope = effects.loc["gap on coupling, over all", "slope"]
     assert slope == pytest.approx(line.slope)
     assert f"{line.slope:.3f} [" in output
-    assert (out / "report.txt").read_text() in output
+    report = (out / "report.txt").read_text()
+    assert report in output
+    with redirect_stdout(StringIO()) as printed:
+        assert gap.main(["--draws", "20", "--table", str(out)]) == 0
+    assert printed.getvalue() == report
     assert (out / "gap.png").stat().st_size > 10_000
 
 
@@ -336,7 +339,7 @@ def planted(
 
 def test_effects_are_those_planted_within_subsets():
     table = planted(np.random.default_rng(0), -0.5, 2.0)
-    effects = gap_report.effects(table, ["m"]).set_index("question")
+    effects = gap_report.effects(table).set_index("question")
     for question, slope in (
         ("gap on share of other text", -0.5),
         ("step on share of other text", 1.0),
@@ -359,7 +362,7 @@ def test_the_gap_has_no_slope_where_coupling_does_not_go_with_it():
     rng = np.random.default_rng(1)
     found = 0
     for _ in range(60):
-        effects = gap_report.effects(planted(rng, -0.5, 0.0), ["m"])
+        effects = gap_report.effects(planted(rng, -0.5, 0.0))
         row = effects.set_index("question").loc[gap_report.DECIDING]
         found += bool(row["slope_low"] > 0 or row["slope_high"] < 0)
     # 95 % of binomial draws with p = .05.
@@ -445,8 +448,7 @@ def test_a_small_study_is_smaller_and_what_is_given_counts(study):
 
 @pytest.mark.parametrize("study", [capacity, gap])
 def test_a_small_study_of_the_library_s_source_works(study, tmp_path):
-    jobs = str(os.cpu_count() or 1)
     with redirect_stdout(StringIO()) as said:
-        assert study.main(["--small", "--jobs", jobs, "--out", str(tmp_path)]) == 0
+        assert study.main(["--small", "--jobs", "1", "--out", str(tmp_path)]) == 0
     assert "[" in said.getvalue()
     assert list(tmp_path.glob("*.png"))
