@@ -28,6 +28,16 @@ def test_the_command_writes_one_page(call, folder_model: Path, tmp_path: Path) -
     assert "untrained, " not in out.read_text(encoding="utf-8")
 
 
+def test_what_takes_long_is_said_before(
+    call, folder_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tl_coupling.cli.report._MANY_INFLUENCES", 5)
+    out = tmp_path / "page.html"
+    options = {"model": folder_model, "k": 4, "no_untrained": True, "out": out}
+    said = call("report", prompt="w3 w14 w15", **options).err
+    assert "the influence of 3 tokens at 2 layers takes longest: up to 6 Jac" in said
+
+
 def test_a_label_in_place_of_a_path(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     options = {"prompt": "w3 w14", "k": 4, "no_untrained": True, "out": out}

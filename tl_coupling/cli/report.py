@@ -18,6 +18,9 @@ from tl_coupling.cli.options import (
 )
 from tl_coupling.portraits import Portrait
 
+# About a minute of one core, for a stream of 576 dimensions.
+_MANY_INFLUENCES = 1000
+
 
 @command
 def report(
@@ -52,8 +55,15 @@ def report(
     ks = comparing.ks if comparing.k else None
 
     def measure(run: Run) -> Portrait:
+        trace = run.trace(single_prompt)
+        n_influences = trace.n_pos * trace.n_layers
+        if n_influences > _MANY_INFLUENCES:
+            run.bars.console.print(
+                f"{run.name}: the influence of {trace.n_pos} tokens at "
+                f"{trace.n_layers} layers takes longest: up to {n_influences:,} Jacobians"
+            )
         return tlc.portrait(
-            run.trace(single_prompt),
+            trace,
             k=ks,
             orientation=comparing.orientation,
             progress=partial(run.bar, "measuring"),
