@@ -213,7 +213,7 @@ def draw(table: pandas.DataFrame) -> Figure:
         draw_within(axes[2], reached)
         labels.entitle(axes[1], f"{mark} nats")
     rows[0][0].legend(frameon=False, fontsize="x-small")
-    rows[0][2].legend(frameon=False, fontsize="x-small")
+    rows[0][2].legend(frameon=False, fontsize="x-small", loc="upper left")
     return figure
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas
 import pytest
 
+import gap_report
 import pictures
 
 pytestmark = pytest.mark.on_4_only
@@ -29,6 +30,21 @@ def test_bars_are_the_committed_changes_in_loss(side: int) -> None:
     table = pandas.read_csv(path).set_index("kind")["loss_change"]
     widths = [bar.get_width() for bar in ax.patches]
     assert widths == table[list(pictures.CONTROLS)].tolist()
+
+
+def test_the_page_says_what_the_committed_gaps_give() -> None:
+    """The table of slopes, and each number of the levels that it speaks of."""
+    table = pandas.read_csv(pictures.RESULTS / "gap" / "measured.csv")
+    effects = gap_report.effects(table).set_index(["question", "mark"])
+    page = (DOCS / "findings.md").read_text()
+    for question in gap_report.QUESTIONS:
+        cells = []
+        for mark in gap_report.marks_in(table):
+            row = effects.loc[question, mark]
+            interval = f"[{row['slope_low']:.2f}, {row['slope_high']:.2f}]"
+            cells.append(f"{row['slope']:.2f} {interval} | {row['vif']:.1f}")
+        expected = f"| {question} | {' | '.join(cells)} |".replace("-", "−")
+        assert expected in page
 
 
 def test_every_text_is_counted_for_each_model() -> None:
