@@ -23,7 +23,19 @@ def test_each_covariate_has_its_points_and_its_line():
     size = lines["log10(params_billion)"]
     np.testing.assert_array_equal(size.x, np.log10(table["params_billion"]))
     np.testing.assert_array_equal(size.y, table["score"])
-    assert size.fit == linear_fit(table, "log10(params_billion)", "score")
+    fit = linear_fit(table, "log10(params_billion)", "score", families="family")
+    assert size.fit == fit
+    # Models of 16 families; as if all were independent p would be 0.0014.
+    assert size.fit.p == pytest.approx(0.076, abs=0.001)
+    assert linear_fit(table, "log10(params_billion)", "score").p < 0.002
+
+
+def test_parameters_are_drawn_once():
+    table = paper_table1()
+    both = table.assign(n_parameters=1e9 * table["params_billion"])
+    names = [line.covariate for line in covariate_lines(both, "score")]
+    assert names[0] == "log10(n_parameters)"
+    assert "log10(params_billion)" not in names
 
 
 def test_a_covariate_that_cannot_be_fitted_is_left_out_unless_it_was_asked_for():

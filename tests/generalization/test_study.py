@@ -13,8 +13,10 @@ import tl_coupling as tlc
 from fake_survey import KS, survey
 from tl_coupling.generalization import (
     bootstrap,
+    covariate_lines,
     fits_across_tasks,
     generalization_study,
+    linear_fit,
     prompt_correlations,
     read_scores,
     task_means,
@@ -608,6 +610,9 @@ def test_the_summary_holds_it_all_and_is_json():
     )
     assert len(repr(result).splitlines()) <= 3
     assert "k = 5" in repr(result)
+    corrected = f"({result.familywise.p:.2g}\n  corrected for"
+    assert corrected in repr(result)
+
     slopes, fit = result.slopes, result.partial["n_layers"]
     assert list(slopes.index) == [
         "all models",
@@ -622,6 +627,21 @@ def test_the_summary_holds_it_all_and_is_json():
         tuple(slopes.loc["all models, bootstrap"][["low", "high"]])
         == result.association.bootstrap.slope
     )
+
+
+def test_the_table_of_covariates_has_the_p_of_their_picture():
+    """Models of four families, whose size is that of the family."""
+    data = survey(n_models=12)
+    scores = scores_of(data, training_tokens=np.repeat(np.arange(1, 5), 3) * 1e12)
+    families = {model: f"family {i // 3}" for i, model in enumerate(data.model.values)}
+    result = generalization_study(data, scores, k=5, families=families, n_resamples=50)
+    lines = covariate_lines(result.table, result.score, list(result.covariates.index))
+    assert len(lines) >= 3
+    drawn = {line.covariate: line.fit.p for line in lines}
+    assert drawn == pytest.approx(result.covariates["p"].to_dict())
+    (tokens,) = (line for line in lines if "tokens" in line.covariate)
+    independent = linear_fit(result.table, tokens.covariate, result.score)
+    assert tokens.fit.p != pytest.approx(independent.p, rel=0.05)
 
 
 def test_maps_of_layers_change_nothing():

@@ -7,6 +7,7 @@ import numpy as np
 import pandas
 from jaxtyping import Float
 
+from tl_coupling.generalization.tables import with_families
 from tl_coupling.statistics import LinearFit, evaluate, linear_fit
 
 # Beside coupling itself; sizes that span decades by their logarithms.
@@ -43,30 +44,36 @@ def covariate_lines(
     """Fit y on each covariate alone, on the rows that have both.
 
     Args:
-        table: one model per row.
+        table: one model per row. Where it has a column `family`, and only some models
+            are related, intervals and p are cluster-robust, as in a study.
         y: the column, or the expression of columns, that is to be explained.
         covariates: columns or expressions; by default coupling, parameters, depth,
-            width and training tokens, as far as they can be fitted.
+            width and training tokens, as far as they can be fitted. Parameters in
+            billions are left out where their number is a column, too.
 
     Raises:
         ValueError: a covariate that was asked for cannot be fitted; see `linear_fit`.
     """
+    table, families = with_families(table, None)
     if covariates is not None:
-        return [_covariate_line(table, y, name) for name in covariates]
+        return [_covariate_line(table, y, name, families) for name in covariates]
     lines = []
     for name in _USUAL_COVARIATES:
-        if name == y:
+        is_given_twice = name == "log10(params_billion)" and "n_parameters" in table
+        if name == y or is_given_twice:
             continue
         try:
-            lines.append(_covariate_line(table, y, name))
+            lines.append(_covariate_line(table, y, name, families))
         except ValueError:
             # The table lacks the column, or too many of its values.
             continue
     return lines
 
 
-def _covariate_line(table: pandas.DataFrame, y: str, covariate: str) -> CovariateLine:
-    fit = linear_fit(table, covariate, y)
+def _covariate_line(
+    table: pandas.DataFrame, y: str, covariate: str, families: str | None
+) -> CovariateLine:
+    fit = linear_fit(table, covariate, y, families=families)
     return CovariateLine(covariate, _numbers(table, covariate), _numbers(table, y), fit)
 
 

@@ -90,8 +90,10 @@ class Generalization:
             f"Generalization({self.score} against {self.measure}, k = {self.k}, "
             f"{line.n} models{families}, {self.n_prompts} prompts:\n"
             f"  slope {line.slope:.4g} ({low:.4g} to {high:.4g}), "
-            f"R² = {line.r_squared:.3f}, p = {line.p:.2g}, "
-            f"Spearman's ρ = {self.association.spearman.rho:.3f})"
+            f"R² = {line.r_squared:.3f}, "
+            f"Spearman's ρ = {self.association.spearman.rho:.3f}, "
+            f"p = {line.p:.2g} ({self.familywise.p:.2g}\n"
+            f"  corrected for {len(self.familywise.table)} looks))"
         )
 
     @property

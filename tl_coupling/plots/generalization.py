@@ -95,7 +95,9 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     ax.set_xlabel(f"mean {labels.measure_label(result.measure, result.k)}")
     y_label = "loss (nats per token)" if result.score == "loss" else result.score
     ax.set_ylabel(y_label, parse_math=False)
-    labels.entitle(ax, f"{_heading(result)}\n{_statistics(line)}")
+    n_looks = len(result.familywise.table)
+    looks = f"{result.familywise.p:.2g} corrected for {n_looks} looks"
+    labels.entitle(ax, f"{_heading(result)}\n{_statistics(line)} ({looks})")
     handles, _ = ax.get_legend_handles_labels()
     if sizes is not None:
         handles += sizes.handles()

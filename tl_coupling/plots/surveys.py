@@ -403,6 +403,8 @@ def plot_covariates(
 
     The picture shows which facts go with the score at all, and on how many models: rows
     that lack a value are left out, panel by panel. Each panel has its line, R² and p.
+    Where the table has a column `family`, p is cluster-robust, as in a study, and the
+    title says how many families there are.
 
     Args:
         table: one model per row, such as `paper_table1()` or the table of a
@@ -451,6 +453,8 @@ def plot_covariates(
         ax.plot(ends, line.fit.predict(ends), color="C0")
         fit = line.fit
         title = f"R² = {fit.r_squared:.3f}, p = {fit.p:.2g}, n = {fit.n}"
+        if fit.n_families is not None:
+            title += f"\n{fit.n_families} families"
         ax.set_title(title, fontsize="small")
         ax.set_xlabel(line.covariate, parse_math=False)
         ax.tick_params(labelsize="small")
