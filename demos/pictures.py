@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 import tl_coupling as tlc
 
 sys.path.append(str(Path(__file__).parent / "studies"))
+import capacity_report
 import gap_report
 
 RESULTS = Path(__file__).parent / "studies" / "results"
@@ -138,6 +139,12 @@ def sizes() -> Figure:
     return tlc.plots.plot_covariates(table[(table["variant"] == "base") & ~of_code])
 
 
+def capacity() -> Figure:
+    """Coupling against the learning rate where held-out losses are equal."""
+    table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
+    return capacity_report.draw(table)
+
+
 def gap() -> Figure:
     """Gap and coupling where training losses are equal, by what moves the gap."""
     return gap_report.draw(pandas.read_csv(RESULTS / "gap" / "measured.csv"))
@@ -151,6 +158,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pictures/ablation.png": ablation,
     "pictures/paths.png": paths,
     "pictures/sizes.png": sizes,
+    "pictures/capacity.png": capacity,
     "pictures/gap.png": gap,
 }
 
