@@ -8,6 +8,7 @@ A minute of one core.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import tl_coupling as tlc
+
+sys.path.append(str(Path(__file__).parent / "studies"))
+import capacity_report
+import gap_report
 
 RESULTS = Path(__file__).parent / "studies" / "results"
 K = 10
@@ -134,6 +139,17 @@ def sizes() -> Figure:
     return tlc.plots.plot_covariates(table[(table["variant"] == "base") & ~of_code])
 
 
+def capacity() -> Figure:
+    """Coupling against the learning rate where held-out losses are equal."""
+    table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
+    return capacity_report.draw(table)
+
+
+def gap() -> Figure:
+    """Gap and coupling where training losses are equal, by what moves the gap."""
+    return gap_report.draw(pandas.read_csv(RESULTS / "gap" / "measured.csv"))
+
+
 # README's picture lies beside the pages, those of findings in a folder.
 PICTURES: dict[str, Callable[[], Figure]] = {
     "coupling.png": coupling,
@@ -142,6 +158,8 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pictures/ablation.png": ablation,
     "pictures/paths.png": paths,
     "pictures/sizes.png": sizes,
+    "pictures/capacity.png": capacity,
+    "pictures/gap.png": gap,
 }
 
 

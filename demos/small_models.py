@@ -100,27 +100,31 @@ class Corpus:
         ]
         return torch.tensor([i for document in ids for i in document])
 
-    def subset(self, n_tokens: int) -> "Corpus":
+    def subset(self, n_tokens: int, first: int = 0) -> "Corpus":
         """Return the same with less to learn from: pieces of `PIECE` tokens from all
-        over; smaller subsets lie in larger.
+        over, in one random order, from the piece `first` on.
+
+        Smaller subsets from one place lie in larger.
 
         Raises:
             ValueError: there are not so many tokens, or not one piece is wanted.
         """
         n_pieces = n_tokens // PIECE
         n_there = len(self.tokens) // PIECE
-        if not 1 <= n_pieces <= n_there:
+        if n_pieces < 1 or first < 0 or first + n_pieces > n_there:
+            after = f", after {first} pieces" if first else ""
             raise ValueError(
                 f"wanted {n_tokens} tokens to learn from, in pieces of "
-                f"{PIECE}, of {len(self.tokens)}"
+                f"{PIECE}, of {len(self.tokens)}{after}"
             )
         order = torch.randperm(n_there, generator=torch.Generator().manual_seed(0))
         tokens = (
             self.tokens[: n_there * PIECE]
-            .view(n_there, PIECE)[order[:n_pieces]]
+            .view(n_there, PIECE)[order[first : first + n_pieces]]
             .flatten()
         )
-        return replace(self, tokens=tokens, digest=f"{self.digest}-{n_tokens}")
+        place = f"-{first}" if first else ""
+        return replace(self, tokens=tokens, digest=f"{self.digest}-{n_tokens}{place}")
 
 
 def parser_of(

@@ -1,275 +1,254 @@
 """The statistics, tables and figure of `gap.py`."""
 
-import json
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import pandas
-import xarray
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from scipy import stats
 
-from matched_losses import END, UNTRAINED, spread_out, table_of, write
-from tl_coupling.files import write_atomically
-from tl_coupling.generalization import Generalization, generalization_study, linear_fit
-from tl_coupling.plots import labels, plot_forest
+from matched_losses import END, UNTRAINED, spread_out
+from slopes import Design, design_of
+from tl_coupling.plots import labels
 from vit_report import readable
 
-# What is varied. Tokens span decades.
-VARIED = ("log2(n_tokens)", "weight_decay", "stochastic_depth")
-# Of passages of one length, without tasks.
-UNASKED = ("across tasks", "prompt length")
-CELL = ["n_tokens", "weight_decay", "stochastic_depth"]
+CELL = ["n_tokens", "other_text", "learning_rate"]
+STEP = "log2(step)"
+COLUMNS = ["run", "seed", "subset", *CELL, "mark", "step", STEP]
+COLUMNS += ["loss_training", "loss_held_out", "gap"]
+COLUMNS += ["size", "null", "value", "coupling"]
 
 
-def report(
-    measurements: Sequence[xarray.Dataset],
-    marks: Sequence[str],
-    out: Path,
-    n_resamples: int,
-) -> list[Path]:
-    """Print the tables, write them and the figure, and say where."""
-    table = table_of(measurements)
-    table["gap"] = table["loss_held_out"] - table["loss_training"]
-    table = table[table["measure"] == "coupling"].drop(columns="measure")
-    first = table[table["size"] == table["size"].iloc[0]]
-    studies = {}
-    left_out = []
-    for mark in marks:
-        try:
-            studies[mark] = study_at(
-                measurements,
-                first[first["mark"] == mark].dropna(subset=["value"]),
-                n_resamples,
-            )
-        except ValueError as error:
-            left_out.append(f"{mark}: {error}")
-    tables = {"cells": cells(first), "effects": effects(first, marks)}
-    print_report(first, tables, studies, left_out)
-    paths = write(out, measurements, {"measured": table, **tables})
-    contents = {mark: study.to_dict() for mark, study in studies.items()} | {
-        "left_out": left_out
-    }
-    paths.append(
-        write_atomically(
-            out / "study.json",
-            lambda path: path.write_text(json.dumps(contents, indent=1)),
-        )
-    )
-    drawn = {"generalization": draw(first, studies)} if studies else {}
-    for i, (mark, study) in enumerate(studies.items(), 1):
-        drawn[f"slopes-{i}"] = plot_forest(study).figure
-        labels.entitle(drawn[f"slopes-{i}"], f"{mark} nats")
-    for name, figure in drawn.items():
-        paths.append(
-            write_atomically(
-                out / f"{name}.png", partial(figure.savefig, dpi=120, format="png")
-            )
-        )
-    return paths
+@dataclass(frozen=True)
+class Question:
+    """A slope of `y` on `x` within the groups of `fixed`, beside covariates."""
+
+    y: str
+    x: str
+    fixed: tuple[str, ...]
+    covariates: tuple[str, ...] = ()
 
 
-def study_at(
-    measurements: Sequence[xarray.Dataset], models: pandas.DataFrame, n_resamples: int
-) -> Generalization:
-    """Return the gap against coupling over the models that reached a mark; text and
-    regularisation held fixed, or apart.
+TEXT = ("subset",)
+TEXT_AND_RATE = ("subset", "learning_rate")
+# What is asked, and what is held fixed.
+QUESTIONS = {
+    "gap on share of other text": Question("gap", "other_text", TEXT_AND_RATE),
+    "step on share of other text": Question(STEP, "other_text", TEXT_AND_RATE),
+    "coupling on share of other text": Question(
+        "coupling", "other_text", TEXT_AND_RATE
+    ),
+    "the same, and step": Question("coupling", "other_text", TEXT_AND_RATE, (STEP,)),
+    "gap on coupling, over all": Question("gap", "coupling", ()),
+    "given text": Question("gap", "coupling", TEXT),
+    "given text and step": Question("gap", "coupling", TEXT, (STEP,)),
+    "given text, step and rate": Question("gap", "coupling", TEXT_AND_RATE, (STEP,)),
+}
+# The question that the power is about.
+DECIDING = "given text, step and rate"
 
-    Raises:
-        ValueError: fewer than three did.
+
+def models_of(table: pandas.DataFrame) -> pandas.DataFrame:
+    """Return one row per model and mark, of the first size, with the gap, coupling
+    above chance, and the step in octaves; `table` is of `matched_losses.table_of`.
     """
-    if len(models) < 3:
-        raise ValueError(
-            "wanted at least three models whose training loss got there, got "
-            f"{len(models)}"
-        )
-    mark = models["mark"].iloc[0]
-    by_name = {str(of_run["run"].item()): of_run for of_run in measurements}
-    measured = [
-        by_name[name].sel(mark=mark, measure="coupling") for name in models["run"]
-    ]
-    values = np.stack(
-        [of_run["value"].transpose("prompt", "size").values for of_run in measured]
-    )
-    variables = {
-        "mean_coupling": (("model", "prompt", "k"), values),
-        "null_coupling": (
-            ("model", "k"),
-            [of_run["null"].values for of_run in measured],
-        ),
-    }
-    data = xarray.Dataset(
-        variables, {"model": models["run"].to_list(), "k": measured[0]["k"].values}
-    )
-    amounts = sorted(models["n_tokens"].unique())
-    return generalization_study(
-        data,
-        models.rename(columns={"run": "model"})[["model", "gap", "family", *CELL]],
-        k=int(models["k"].iloc[0]),
-        score="gap",
-        controls=varied_in(models),
-        subsets={
-            f"{n} tokens": f"n_tokens == {n}"
-            for n in amounts
-            if (models["n_tokens"] == n).sum() > 3
-        },
-        n_resamples=n_resamples,
-    )
+    is_first = table["size"] == table["size"].iloc[0]
+    is_coupling = table["measure"] == "coupling"
+    models = table[is_first & is_coupling].rename(columns={"above_chance": "coupling"})
+    gap = models["loss_held_out"] - models["loss_training"]
+    octaves = np.log2(models["step"].where(models["step"] > 0))
+    return models.assign(gap=gap, **{STEP: octaves})[COLUMNS]
 
 
-def cells(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Means over the seeds of each cell of the grid, at each mark; `reached`: how many
-    got there.
+def marks_in(table: pandas.DataFrame) -> list[str]:
+    """Return the losses that are marked, in order."""
+    return [mark for mark in table["mark"].unique() if mark not in (UNTRAINED, END)]
+
+
+def reached_of(table: pandas.DataFrame, mark: str) -> pandas.DataFrame:
+    """Return the models that reached a mark."""
+    return table[table["mark"] == mark].dropna(subset=["coupling", "gap", STEP])
+
+
+def design_at(reached: pandas.DataFrame, question: Question) -> Design:
+    """Return the design of a question; subsets are the clusters."""
+    return design_of(reached, question.x, question.covariates, question.fixed, "subset")
+
+
+def effects(table: pandas.DataFrame) -> pandas.DataFrame:
+    """Every question's slope at every mark.
+
+    Columns: `slope` with intervals that hold together with 95 % over all rows (CR2 with
+    subsets as clusters, Bell and McCaffrey's degrees of freedom `df`); `vif`, see
+    `slopes.Slope`.
     """
-    groups = table.groupby(["mark", *CELL], sort=False)
-    means = groups[
-        ["step", "loss_training", "loss_held_out", "gap", "value", "null"]
-    ].mean()
-    return means.join(groups["value"].agg(reached="count")).reset_index()
-
-
-def effects(table: pandas.DataFrame, marks: Sequence[str]) -> pandas.DataFrame:
-    """Return what the amount of text and regularisation do to coupling and to the gap,
-    over cells, each the mean over seeds.
-
-    Columns: `n` cells that reached the mark; the slope of `text` per doubling, `decay`
-    and `drop` per unit, with the others held fixed, with t intervals over cells.
-    """
+    marks = marks_in(table)
+    n_looks = len(QUESTIONS) * len(marks)
     rows = []
     for mark in marks:
-        reached = cells(table[table["mark"] == mark]).dropna(subset=["value"])
-        for outcome, y in (("coupling", "value"), ("gap", "gap")):
-            row = {"mark": mark, "of": outcome, "n": len(reached)}
-            for name, x in zip(("text", "decay", "drop"), VARIED, strict=True):
-                try:
-                    fit = linear_fit(
-                        reached,
-                        x,
-                        y,
-                        controls=[
-                            control for control in varied_in(reached) if control != x
-                        ],
-                    )
-                except ValueError:
-                    # Too few cells got there, or this was not varied.
-                    continue
-                row |= {
-                    name: fit.slope,
-                    f"{name}_low": fit.slope_interval[0],
-                    f"{name}_high": fit.slope_interval[1],
-                }
-            rows.append(row)
+        reached = reached_of(table, mark)
+        for name, question in QUESTIONS.items():
+            row = {"mark": mark, "question": name, "n": len(reached)}
+            rows.append(row | slope_of(reached, question, n_looks))
     return pandas.DataFrame(rows)
 
 
-def varied_in(table: pandas.DataFrame) -> list[str]:
-    """Those of `VARIED` that differ between these models."""
-    return [
-        x for x, column in zip(VARIED, CELL, strict=True) if table[column].nunique() > 1
-    ]
+def slope_of(
+    reached: pandas.DataFrame, question: Question, n_looks: int
+) -> dict[str, float]:
+    """Return a row's numbers; none where models are too few."""
+    try:
+        design = design_at(reached, question)
+    except ValueError:
+        return {}
+    slope = design.slope(reached[question.y].to_numpy())
+    low, high = slope.interval(n_looks)
+    return {
+        "df": slope.freedom,
+        "slope": slope.estimate,
+        "slope_low": low,
+        "slope_high": high,
+        "vif": slope.vif,
+    }
 
 
-def print_report(
-    table: pandas.DataFrame,
-    tables: Mapping[str, pandas.DataFrame],
-    studies: Mapping[str, Generalization],
-    left_out: list[str],
-) -> None:
-    """Print the tables, one after the other; `table` has one row per model and mark."""
-    size = table["size"].iloc[0]
-    null = table["null"].mean()
-    marks = tables["effects"]["mark"].unique()
-    print(
-        f"\nGap between held-out and training loss, nats, and "
-        f"coupling of different layers, {size}: means over seeds"
-    )
-    print(f"Random subspaces have a coupling of {null:.3f}")
-    cell = "{gap:.2f}, {value:.3f}".format_map
-    print(spread_out(tables["cells"], CELL, [UNTRAINED, *marks, END], cell))
-    print(
-        "\nSlopes over cells with 95 % t intervals: per doubling of "
-        "the text, per unit of weight decay and drop rate"
-    )
-    print(readable(tables["effects"]))
-    for mark, study in studies.items():
-        print(
-            f"\n{mark}: gap on coupling; intervals: cluster-robust t, "
-            f"kinds of model being the clusters"
-        )
-        print(
-            study,
-            study.slopes.to_string(float_format="{:.3g}".format, na_rep=""),
-            sep="\n",
-        )
-        print(*study.remarks, sep="\n")
-        left_out += [
-            f"{mark}: {statistic}: {reason}"
-            for statistic, reason in study.left_out.items()
-            if not statistic.startswith(UNASKED)
-        ]
-    print(*(f"left out: {line}" for line in left_out), sep="\n")
+def power_of(pilot: pandas.DataFrame, n_subsets: int, n_draws: int) -> str:
+    """Say which slope of the gap on coupling the whole study can see with 80 %.
 
-
-def draw(table: pandas.DataFrame, studies: Mapping[str, Generalization]) -> Figure:
-    """At every mark the gap against coupling; points are models, lines are fits within
-    one amount of text.
-
-    Colours are amounts of text; the larger a point, the more weight decay; the paler,
-    the more stochastic depth.
+    The pilot's rows stand for every further subset. To its slope 0 noise is added that
+    is normal, with the variance of the pilot's residuals, and the study's own interval
+    is taken of it.
     """
-    figure = labels.new_figure(4.6 * len(studies), 4.4)
-    amounts = sorted(table["n_tokens"].unique())
-    colors = dict(
-        zip(
-            amounts,
-            colormaps["viridis"](np.linspace(0, 0.85, len(amounts))),
-            strict=True,
+    question = QUESTIONS[DECIDING]
+    marks = marks_in(pilot)
+    n_looks = len(QUESTIONS) * len(marks)
+    lines = [
+        f"Power, said before the other subsets were learned: gap on coupling, {DECIDING}"
+    ]
+    for mark in marks:
+        reached = reached_of(pilot, mark)
+        try:
+            design = design_at(reached, question)
+            y = reached[question.y].to_numpy()
+            residuals = y - design.columns @ np.linalg.lstsq(design.columns, y)[0]
+            freedom = len(y) - np.linalg.matrix_rank(design.columns)
+            noise = np.sqrt((residuals**2).sum() / freedom)
+            copies = [
+                reached.assign(subset=reached["subset"] + f", copy {i}")
+                for i in range(n_subsets)
+            ]
+            whole = design_at(pandas.concat(copies), question)
+        except ValueError as error:
+            lines.append(f"{mark}: not known: {error}")
+            continue
+        slope = detectable(whole, noise, n_looks, n_draws)
+        lines.append(
+            f"{mark}: 80 % of simulated studies see a slope of {slope:.2f} nats per unit "
+            f"of coupling;\n  noise {noise:.3f} nats; coupling within texts and rates, "
+            f"beside the step: sd {left_of(whole):.4f}"
         )
+    return "\n".join(lines)
+
+
+def left_of(design: Design) -> float:
+    """Return the standard deviation of x that the other columns do not explain."""
+    x = design.columns[:, 0]
+    others = design.columns[:, 1:]
+    return float((x - others @ np.linalg.lstsq(others, x)[0]).std())
+
+
+def detectable(design: Design, noise: float, n_looks: int, n_draws: int) -> float:
+    """Return the smallest slope that is seen in 80 % of draws: its interval leaves out
+    0.
+    """
+    rng = np.random.default_rng(0)
+    needed = []
+    for _ in range(n_draws):
+        slope = design.slope(noise * rng.standard_normal(len(design.columns)))
+        # A true slope b is seen where b + estimate exceeds the half width.
+        half_width = slope.error * stats.t.ppf(1 - 0.025 / n_looks, slope.freedom)
+        needed.append(half_width - slope.estimate)
+    return float(np.quantile(needed, 0.8))
+
+
+def report_of(table: pandas.DataFrame, n_draws: int) -> str:
+    """Return all tables as text, one after the other; `table` is of `models_of`."""
+    marks = marks_in(table)
+    slopes = effects(table)
+    groups = table.groupby(["mark", *CELL], sort=False)
+    means = groups[["step", "gap", "coupling"]].mean()
+    means = means.join(groups["coupling"].agg(reached="count")).reset_index()
+    cell = "{gap:.2f}, {coupling:.3f}, {step:.0f}".format_map
+    is_first = table["subset"].str.endswith(", 0")
+    n_subsets = table["subset"].nunique()
+    per_amount = n_subsets // table["n_tokens"].nunique()
+    return "\n\n".join(
+        [
+            "Gap between held-out and training loss in nats, coupling above chance, "
+            f"{table['size'].iloc[0]}, and step: means over subsets",
+            spread_out(means[means["mark"].isin(marks)], CELL, marks, cell),
+            power_of(table[is_first], per_amount, n_draws),
+            "Slopes: of the gap and of coupling per unit of share, of the gap per unit "
+            f"of coupling.\nIntervals: CR2, t, over {n_subsets} subsets as clusters; "
+            f"the {len(slopes)} hold together with 95 % (Bonferroni).\nvif: by how much "
+            "covariates inflate the variance, beside what is held fixed",
+            readable(slopes),
+        ]
     )
-    axes = figure.subplots(1, len(studies), squeeze=False)[0]
-    for ax, (mark, study) in zip(axes, studies.items(), strict=True):
-        scatter(ax, study, table, colors)
-        labels.entitle(ax, f"{mark} nats")
-    axes[0].legend(frameon=False, fontsize="x-small")
-    labels.entitle(
-        figure,
-        "Larger points: more weight decay; paler: more stochastic depth; lines: "
-        "within one amount",
-    )
+
+
+def draw(table: pandas.DataFrame) -> Figure:
+    """Gap and coupling against the share of other text, and one against the other
+    within subsets, a row for each mark.
+    """
+    marks = marks_in(table)
+    figure = labels.new_figure(11.0, 3.4 * len(marks))
+    rows = figure.subplots(len(marks), 3, squeeze=False)
+    for axes, mark in zip(rows, marks, strict=True):
+        reached = reached_of(table, mark)
+        draw_against_share(axes[0], reached, "gap", "gap, nats")
+        draw_against_share(axes[1], reached, "coupling", "coupling above chance")
+        draw_within(axes[2], reached)
+        labels.entitle(axes[1], f"{mark} nats")
+    rows[0][0].legend(frameon=False, fontsize="x-small")
+    rows[0][2].legend(frameon=False, fontsize="x-small", loc="upper left")
     return figure
 
 
-def scatter(
-    ax: Axes,
-    study: Generalization,
-    table: pandas.DataFrame,
-    colors: Mapping[int, Sequence[float]],
-) -> None:
-    most_decay = table["weight_decay"].max()
-    most_drop = table["stochastic_depth"].max()
-    for n_tokens, rows in study.table.groupby("n_tokens"):
-        color = colors[n_tokens]
-        label = f"{n_tokens} tokens"
-        for row in rows.itertuples():
-            look = {
-                "alpha": 1 - 0.7 * row.stochastic_depth / (most_drop or 1),
-                "color": color,
-                "linewidth": 0,
-            }
-            size = 3 + 5 * (row.weight_decay / (most_decay or 1)) ** 0.5
-            ax.plot(row.coupling, row.gap, "o", markersize=size, label=label, **look)
-            label = f"_{label}"
-        fit = study.subsets.get(f"{n_tokens} tokens")
-        if fit is not None:
-            x = np.array([rows["coupling"].min(), rows["coupling"].max()])
-            ax.plot(x, fit.predict(x), color=color, linewidth=1)
-    null = f"random subspaces: {study.table['null'].mean():.3f}"
+def colors_of(values: pandas.Series, name: str) -> dict[float, np.ndarray]:
+    """Return a colour for each value."""
+    kinds = sorted(values.unique())
+    shades = colormaps[name](np.linspace(0, 0.8, len(kinds)))
+    return dict(zip(kinds, shades, strict=True))
+
+
+def draw_against_share(ax: Axes, reached: pandas.DataFrame, y: str, label: str) -> None:
+    """A line through means for each amount of text; points are models."""
+    for n_tokens, color in colors_of(reached["n_tokens"], "viridis").items():
+        rows = reached[reached["n_tokens"] == n_tokens]
+        means = rows.groupby("other_text")[y].mean()
+        ax.plot(means.index, means, color=color, label=f"{n_tokens} tokens")
+        ax.plot(rows["other_text"], rows[y], "o", color=color, markersize=3)
+    ax.set(xlabel="share of other text", ylabel=label)
+
+
+def draw_within(ax: Axes, reached: pandas.DataFrame) -> None:
+    """Both less the means of their subset; colours are learning rates."""
+    columns = ["coupling", "gap"]
+    means = reached.groupby("subset")[columns].transform("mean")
+    within = reached[columns] - means
+    for rate, color in colors_of(reached["learning_rate"], "plasma").items():
+        rows = within[reached["learning_rate"] == rate]
+        ax.plot(
+            rows["coupling"],
+            rows["gap"],
+            "o",
+            color=color,
+            markersize=3,
+            label=f"rate {rate:g}",
+        )
     ax.set(
-        xlabel=f"{labels.measure_label('coupling', study.k)}; {null}",
-        ylabel="held-out minus training loss, nats",
+        xlabel="coupling less its subset's mean", ylabel="gap less its subset's mean"
     )
-    ax.xaxis.set_major_locator(MaxNLocator(5))

@@ -202,6 +202,9 @@ def test_a_subset_is_different_pieces_of_the_text_and_part_of_a_larger_one(
     assert part.tokens.tolist() == larger.tokens[: 4 * small_models.PIECE].tolist()
     assert part.held_out == small_corpus.held_out
     assert part.digest != small_corpus.digest
+    next_part = small_corpus.subset(5 * small_models.PIECE, first=4)
+    assert next_part.tokens.tolist() == larger.tokens[4 * small_models.PIECE :].tolist()
+    assert len({part.digest, next_part.digest, larger.digest}) == 3
     for wanted in (100, 10**7):
         with pytest.raises(
             ValueError,

@@ -8,6 +8,8 @@ from pathlib import Path
 import pandas
 import pytest
 
+import capacity_report
+import gap_report
 import pictures
 
 pytestmark = pytest.mark.on_4_only
@@ -29,6 +31,39 @@ def test_bars_are_the_committed_changes_in_loss(side: int) -> None:
     table = pandas.read_csv(path).set_index("kind")["loss_change"]
     widths = [bar.get_width() for bar in ax.patches]
     assert widths == table[list(pictures.CONTROLS)].tolist()
+
+
+def test_the_page_says_what_the_committed_capacities_give() -> None:
+    """The table of slopes at all levels of the other factor."""
+    table = pandas.read_csv(pictures.RESULTS / "capacity" / "measured.csv")
+    slopes = capacity_report.slopes(table)
+    of_all = slopes[slopes["at"] == "all"].set_index(["mark", "of", "size"])
+    page = (DOCS / "findings.md").read_text()
+    assert f"all {len(slopes)} hold together" in page
+    for mark in slopes["mark"].unique():
+        cells = []
+        for factor in ("width", "learning_rate"):
+            for size in ("K = 8", "K = d/8"):
+                row = of_all.loc[mark, factor, size]
+                interval = f"[{row['low_all']:.3f}, {row['high_all']:.3f}]"
+                cells.append(f"{row['slope']:.3f} {interval}")
+        expected = f"| {mark} | {' | '.join(cells)} |".replace("-", "−")
+        assert expected in page
+
+
+def test_the_page_says_what_the_committed_gaps_give() -> None:
+    """The table of slopes, and each number of the levels that it speaks of."""
+    table = pandas.read_csv(pictures.RESULTS / "gap" / "measured.csv")
+    effects = gap_report.effects(table).set_index(["question", "mark"])
+    page = (DOCS / "findings.md").read_text()
+    for question in gap_report.QUESTIONS:
+        cells = []
+        for mark in gap_report.marks_in(table):
+            row = effects.loc[question, mark]
+            interval = f"[{row['slope_low']:.2f}, {row['slope_high']:.2f}]"
+            cells.append(f"{row['slope']:.2f} {interval} | {row['vif']:.1f}")
+        expected = f"| {question} | {' | '.join(cells)} |".replace("-", "−")
+        assert expected in page
 
 
 def test_every_text_is_counted_for_each_model() -> None:
