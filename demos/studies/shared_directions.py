@@ -137,7 +137,7 @@ def show(folder: Path) -> None:
     for path in sorted(folder.glob("*.csv")):
         table = pandas.read_csv(path)
         print(f"\n{path.stem}")
-        print(table.drop(columns=["model"]).round(3).to_string(index=False))
+        print(table.drop(columns=["model"]).round(4).to_string(index=False))
 
 
 def main() -> None:
