@@ -3,7 +3,8 @@
     python -m benchmarks.beside_coupling --tokens 10
 
 Coupling, carriers, products of blocks with their draws, frozen coupling and eigenvalues
-are measured in turn in one process, each with its default settings.
+are measured in turn in one process, each with its default settings; and 50 directions of
+the middle layer are steered along, at five lengths on eight prompts.
 """
 
 import argparse
@@ -20,6 +21,18 @@ from benchmarks.timing import console, environment, timed, token_ids, write
 from tl_coupling.traces import Trace
 
 CPU = torch.device("cpu")
+N_DIRECTIONS = 50
+SCALES = (0.01, 0.03, 0.1, 0.2, 0.3)
+STEERED = (
+    "What is the capital of France? The capital is",
+    "The mitochondria is the powerhouse of the",
+    "In 1969, astronauts landed for the first time on the",
+    "If Anna has three apples and eats one, she has",
+    "The opposite of hot is",
+    "Water boils at one hundred degrees",
+    "The largest planet in the solar system is",
+    "def fibonacci(n): return fibonacci(n - 1) + fibonacci(n -",
+)
 Measure = Callable[[Trace], object]
 
 
@@ -33,7 +46,17 @@ def measures(k: int) -> dict[str, Measure]:
             tlc.comparisons.frozen_coupling, k=k, progress=False
         ),
         "dynamics.eigenvalues": partial(tlc.dynamics.eigenvalues, progress=False),
+        "directions.steer": steer,
     }
+
+
+def steer(trace: Trace) -> tlc.directions.Steering:
+    """Steer the traced model along the top directions of its middle layer."""
+    k = min(N_DIRECTIONS, trace.d_model)
+    directions = tlc.directions.directions_of(trace, trace.n_layers // 2, k)
+    return tlc.directions.steer(
+        trace.model, STEERED, directions, SCALES, progress=False
+    )
 
 
 def seconds_of_each(
