@@ -402,7 +402,7 @@ def test_settings_that_no_model_fits_are_refused_at_once(
 def test_settings_survive_json() -> None:
     plan = SMALL.as_plan()
     assert json.loads(json.dumps(plan)) == plan
-    whole = replace(SMALL, dynamics=True).as_plan()
+    whole = replace(SMALL, dynamics=True, carriers=True).as_plan()
     assert whole.keys() == Settings.__dataclass_fields__.keys()
 
 
@@ -447,3 +447,29 @@ def test_products_of_blocks_are_those_of_the_room_and_wanted_only_where_asked(mo
     assert "log_largest" not in without
     assert "dynamics" not in Settings().as_plan()
     assert settings.as_plan()["dynamics"] is True
+
+
+def test_what_branches_carry_is_measured_only_where_asked(model):
+    settings = Settings(k=(2, 4), window=1, carriers=True)
+    data = measure_prompts(model, PROMPTS[:2], settings)
+    whole = tlc.carriers(tlc.trace(model, PROMPTS[1]), k=2)
+    result = whole.by_branch()
+    of_prompt = data.isel(prompt=1)
+    assert of_prompt["branch"].values.tolist() == list(result.labels)
+    for name, share in (
+        ("carried_share", "diagonal_share"),
+        ("jacobian_share", "jacobian_share"),
+    ):
+        assert of_prompt[name].dims == ("layer", "branch")
+        assert np.allclose(of_prompt[name], result.by_layer(share))
+    # Heads are summed up by hand.
+    heads = [label.startswith("H") for label in whole.labels]
+    shares = whole.by_layer("diagonal_share")[:, heads].sum(-1)
+    assert np.allclose(of_prompt["carried_share"].sel(branch="attn_out"), shares)
+    low, high = result.null_interval("mlp_out")
+    of_mlp = of_prompt.sel(branch="mlp_out")
+    assert float(of_mlp["null_excess_low"]) == pytest.approx(low)
+    assert float(of_mlp["null_excess_high"]) == pytest.approx(high)
+    without = measure_prompts(model, PROMPTS[:1], Settings(k=(2,), window=1))
+    assert "carried_share" not in without
+    assert "carriers" not in Settings().as_plan()

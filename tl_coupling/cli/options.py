@@ -267,12 +267,22 @@ class Sweep(Measuring, Setup, Choosing):
             help="Measure products of blocks too; takes about eight times as long.",
         ),
     ] = False
+    carriers: Annotated[
+        bool,
+        typer.Option(
+            "--carriers",
+            help=(
+                "Measure what attention and MLPs carry of coupling too; takes about "
+                "three times as long."
+            ),
+        ),
+    ] = False
 
     @property
     def settings(self) -> Settings:
         """The settings of the library."""
         settings = self.settings_for(super().settings)
-        return replace(settings, dynamics=self.dynamics)
+        return replace(settings, dynamics=self.dynamics, carriers=self.carriers)
 
     @property
     def checkpoints(self) -> list[Checkpoint] | None:

@@ -14,7 +14,11 @@ from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.surveys.kept import KeptPrompts
 from tl_coupling.surveys.settings import Prompts, Settings, as_prompts
-from tl_coupling.surveys.variables import measures, products_of_blocks
+from tl_coupling.surveys.variables import (
+    carried_by_branch,
+    measures,
+    products_of_blocks,
+)
 from tl_coupling.traces import Trace, trace
 
 if TYPE_CHECKING:
@@ -66,6 +70,11 @@ def measure_prompts(
           `[prompt layer]`: `log_largest`, `alignment_gain` with its ends
           `alignment_gain_low` and `alignment_gain_high`, `product_participation_ratio`
           and its mean over conjugated products, `null_product_participation_ratio`;
+        - with `Settings(carriers=True)`, of attention, MLP and the MLP acting on what
+          attention adds, `[prompt layer branch]`: `carried_share` of the couplings'
+          diagonals and `jacobian_share`, whose difference is the excess; and where its
+          mean over layers lies with random singular vectors, `[prompt branch]`:
+          `null_excess_low` and `null_excess_high`;
         - `n_pos`, `[prompt]`: number of tokens; `remarks`: anything unusual about the
           trace, a line each;
         - `loss`: mean negative log-likelihood of the prompt's tokens given those
@@ -115,11 +124,11 @@ def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
         progress=iter,
     )
     data = measures(traced, settings, *maps.values())
-    return (
-        data.assign(products_of_blocks(traced, settings.position))
-        if settings.dynamics
-        else data
-    )
+    if settings.dynamics:
+        data = data.assign(products_of_blocks(traced, settings.position))
+    if settings.carriers:
+        data = data.merge(carried_by_branch(traced, settings))
+    return data
 
 
 def of_each_prompt(

@@ -53,6 +53,8 @@ class Settings:
             afterwards.
         dynamics: whether products of blocks are measured too; see
             `dynamics.products`, whose 20 draws take longer than coupling.
+        carriers: whether the shares of attention and MLP are measured too, at the
+            smallest k; see `carriers`.
 
     Example:
         >>> settings = tlc.Settings(k=(2, 4), orientation=("ujv", "vju"), window=1)
@@ -73,6 +75,7 @@ class Settings:
     absolute: bool = False
     diagonal: bool = False
     dynamics: bool = False
+    carriers: bool = False
 
     def __post_init__(self) -> None:
         if not _are_different(self.k):
@@ -107,9 +110,10 @@ class Settings:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
         }
-        if not self.dynamics:
-            # Surveys that are older than this setting go on.
-            del plan["dynamics"]
+        for added_later in ("dynamics", "carriers"):
+            # Surveys that are older than these settings go on.
+            if not plan[added_later]:
+                del plan[added_later]
         return plan
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tl_coupling.comparisons import CouplingMap
+from tl_coupling.comparisons import CouplingMap, carriers
 from tl_coupling.comparisons.maps import mean_over_pairs
 from tl_coupling.dynamics import products
 from tl_coupling.measures import (
@@ -118,6 +118,33 @@ def products_of_blocks(traced: Trace, position: int) -> dict[str, Variable]:
         "null_product_participation_ratio": null_ratio,
     }
     return {name: ("layer", values.numpy()) for name, values in by_layer.items()}
+
+
+def carried_by_branch(traced: Trace, settings: Settings) -> "xarray.Dataset":
+    """Return what `carriers` gives of attention, MLP and the MLP acting on attention:
+    shares of each layer, and the null of the mean excess.
+    """
+    import xarray
+
+    result = carriers(
+        traced,
+        min(*settings.k, traced.d_model),
+        settings.position,
+        settings.orientations[0],
+        progress=False,
+    ).by_branch()
+    ends = [result.null_interval(label) for label in result.labels]
+    low, high = np.array(ends).T
+    by_layer = {
+        "carried_share": result.by_layer("diagonal_share"),
+        "jacobian_share": result.by_layer("jacobian_share"),
+    }
+    data = {
+        name: (("layer", "branch"), shares.cpu().numpy())
+        for name, shares in by_layer.items()
+    }
+    null = {"null_excess_low": ("branch", low), "null_excess_high": ("branch", high)}
+    return xarray.Dataset({**data, **null}, {"branch": list(result.labels)})
 
 
 def _shapes(traced: Trace, position: int) -> dict[str, Variable]:
