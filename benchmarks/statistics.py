@@ -289,9 +289,12 @@ def unrelated(design: Design, rng: np.random.Generator) -> np.ndarray:
 
 
 def attenuations(n_studies: int) -> Iterator[dict[str, Any]]:
-    """Mean slopes, raw and corrected, by the share of noise in the models' means."""
-    for reliability in (0.9, 0.8, 0.7):
+    """Slopes, raw and corrected, by the share of noise in the models' means; of those
+    that are corrected, the share, and how often their interval holds the slope.
+    """
+    for reliability in (0.9, 0.8, 0.7, 0.5):
         slopes = []
+        covered = []
         for seed in range(n_studies):
             rng = np.random.default_rng(seed)
             truth = rng.standard_normal(36)
@@ -305,12 +308,17 @@ def attenuations(n_studies: int) -> Iterator[dict[str, Any]]:
             slopes.append(
                 (noise_of_prompts.reliability, line.slope, noise_of_prompts.slope)
             )
+            low, high = noise_of_prompts.slope_interval
+            if np.isfinite(low):
+                covered.append(low <= SLOPE <= high)
         estimated, raw, corrected = np.nanmedian(slopes, 0).tolist()
         yield {
             "reliability": reliability,
             "said": estimated,
             "raw": raw,
             "corrected": corrected,
+            "share_corrected": len(covered) / n_studies,
+            "coverage": float(np.mean(covered)),
         }
 
 
@@ -345,24 +353,24 @@ def tables(results: dict[str, Any]) -> list[Table]:
         ),
     )
     corrected = Table(
-        "true reliability",
-        *(3 * ("",)),
         title=f"medians of 36 models on {N_PROMPTS} prompts, slope 1",
     )
-    for column, name in zip(
-        corrected.columns[1:],
-        ("reliability said", "raw slope", "corrected slope"),
-        strict=True,
-    ):
-        column.header = name
-        column.justify = "right"
-    for row in results["attenuation"]:
-        corrected.add_row(
-            *(
-                f"{row[name]:.2f}"
-                for name in ("reliability", "said", "raw", "corrected")
-            )
+    columns = {
+        "reliability": "true reliability",
+        "said": "reliability said",
+        "raw": "raw slope",
+        "corrected": "corrected slope",
+        "share_corrected": "share corrected",
+        "coverage": "coverage",
+    }
+    # Older results lack the last two.
+    names = [name for name in columns if name in results["attenuation"][0]]
+    for name in names:
+        corrected.add_column(
+            columns[name], justify="left" if name == "reliability" else "right"
         )
+    for row in results["attenuation"]:
+        corrected.add_row(*(f"{row[name]:.2f}" for name in names))
     other_methods = Table(
         "",
         title="other methods for families: coverage, and width over that of the study's interval",

@@ -267,8 +267,15 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
         180,
     )
     assert false["false_positives"]["own p, any look"] == 1
-    assert [row["reliability"] for row in results["attenuation"]] == [0.9, 0.8, 0.7]
+    assert [row["reliability"] for row in results["attenuation"]] == [
+        0.9,
+        0.8,
+        0.7,
+        0.5,
+    ]
     reliable = next(statistics.attenuations(20))
+    assert reliable["share_corrected"] == 1
+    assert reliable["coverage"] > 0.8
     found_ones = reliable["said"], reliable["raw"], reliable["corrected"]
     assert found_ones == pytest.approx((0.9, 0.9, 1), abs=0.06)
     wrong = {

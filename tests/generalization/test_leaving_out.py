@@ -455,7 +455,7 @@ def test_a_reversal_on_tasks_and_prompts_that_are_too_few_are_said():
         f"6 prompts are too few: reliability of the models' means "
         f"{attenuation.reliability:.2f}, 0.9 needs"
     ) in remarks
-    assert "below 0.5 the slope is not corrected for it" in remarks
+    assert "is too wide to correct the slope for it" in remarks
     assert "all models, corrected" not in result.slopes.index
     assert (
         f"p = {result.familywise.p:.3g} by permutation of the scores, over 6 looks"

@@ -5,6 +5,7 @@ slope without noise.
 import numpy as np
 import pandas
 import pytest
+from scipy import stats
 
 from tl_coupling.generalization import linear_fit
 from tl_coupling.statistics.attenuation import Attenuation, attenuation
@@ -37,7 +38,8 @@ def test_reliability_over_all_halves_is_cronbachs_alpha(n_prompts):
     assert result.reliability == pytest.approx(alpha)
     raw = np.polyfit(x.mean(1), y, 1)[0]
     assert result.slope == pytest.approx(raw / alpha)
-    assert sum(result.slope_interval) / 2 == pytest.approx(result.slope)
+    low, high = result.slope_interval
+    assert low < result.slope < high
     # Spearman and Brown: what so many prompts give, and one less does not.
     one = alpha / (n_prompts - (n_prompts - 1) * alpha)
     reached = [
@@ -70,11 +72,54 @@ def test_noise_shared_with_a_loss_drops_out():
     assert found(x, loss).slope == pytest.approx(2, abs=0.1)
 
 
+def test_the_interval_covers_the_true_slope_at_a_reliability_of_a_half():
+    covered = []
+    slopes = []
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        truth = rng.standard_normal(36)
+        x = truth[:, None] + np.sqrt(5) * rng.standard_normal((36, 5))
+        result = found(x, truth + 0.3 * rng.standard_normal(36))
+        if np.isfinite(result.slope):
+            low, high = result.slope_interval
+            covered.append(low <= 1 <= high)
+            slopes.append(result.slope)
+    # With a limit of .5 on the estimate, and its error ignored: 89 slopes, .70, .84.
+    assert len(slopes) > 130
+    assert 0.92 < np.mean(covered) < 0.99
+    assert np.median(slopes) > 0.9
+
+
+def test_the_ends_are_where_the_ratio_is_as_far_off_as_its_error():
+    rng = np.random.default_rng(5)
+    x = 2 * rng.standard_normal((12, 1)) + rng.standard_normal((12, 4))
+    y = x.mean(1) + rng.standard_normal(12)
+    line = linear_fit(pandas.DataFrame({"x": x.mean(1), "y": y}), "x", "y")
+    result = attenuation(x, y, line, seed=0)
+    t = stats.t.ppf(0.975, 10)
+    error = (line.slope_interval[1] - line.slope) / t
+    noise = (1 - result.reliability) * np.sqrt(2 / 11 + 2 / 33)
+    for end in result.slope_interval:
+        distance = line.slope - end * result.reliability
+        assert abs(distance) == pytest.approx(t * np.hypot(error, end * noise))
+
+
+def test_the_interval_of_the_reliability_covers_it():
+    covered = []
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        # Variance 1 of models and 4 / 4 of their means' noise: reliability .5.
+        x = rng.standard_normal((10, 1)) + 2 * rng.standard_normal((10, 4))
+        low, high = found(x, rng.standard_normal(10)).reliability_interval
+        covered.append(low <= 0.5 <= high)
+    assert np.mean(covered) == pytest.approx(0.95, abs=0.03)
+
+
 def test_noise_alone_is_not_corrected():
     x = np.random.default_rng(3).standard_normal((12, 4))
     y = np.arange(12.0)
     result = found(x, y)
-    assert result.reliability < 0.5
+    assert result.reliability_interval[0] < 0
     assert np.isnan([result.slope, *result.slope_interval]).all()
 
 

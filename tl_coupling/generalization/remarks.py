@@ -13,7 +13,6 @@ from tl_coupling.generalization.leaving_out import ALPHA, LeaveOneOut
 from tl_coupling.generalization.prompts import PromptCorrelation
 from tl_coupling.generalization.tables import FAMILY
 from tl_coupling.statistics import (
-    LEAST,
     WANTED,
     Attenuation,
     ExponentialFit,
@@ -85,11 +84,16 @@ def on_noise(attenuation: Attenuation | None, line: LinearFit) -> list[str]:
         f"{attenuation.n_prompts} prompts are too few: reliability of the models' "
         f"means {attenuation.reliability:.2f}, {WANTED} needs {n_wanted}"
     )
-    if attenuation.reliability < LEAST:
-        return [f"{size}; below {LEAST} the slope is not corrected for it"]
+    if np.isnan(attenuation.slope):
+        low, high = attenuation.reliability_interval
+        return [
+            f"{size}; its interval, {low:.2f} to {high:.2f}, is too wide to correct the "
+            "slope for it"
+        ]
+    low, high = attenuation.slope_interval
     return [
         f"{size}; corrected for it the slope is {attenuation.slope:.4g} "
-        f"instead of {line.slope:.4g}"
+        f"({low:.4g} to {high:.4g}) instead of {line.slope:.4g}"
     ]
 
 

@@ -3,7 +3,7 @@ of models.
 """
 
 # ruff: noqa: F401
-from tl_coupling.statistics.attenuation import LEAST, WANTED, Attenuation, attenuation
+from tl_coupling.statistics.attenuation import WANTED, Attenuation, attenuation
 from tl_coupling.statistics.differences import (
     Difference,
     holm,

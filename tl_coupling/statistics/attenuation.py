@@ -7,14 +7,13 @@ from math import ceil, comb
 
 import numpy as np
 from jaxtyping import Bool, Float
+from scipy import stats
 
 from tl_coupling.statistics.fits import LinearFit
-from tl_coupling.statistics.intervals import Interval
+from tl_coupling.statistics.intervals import LEVEL, Interval
 
 # Below it prompts are said to be too few.
 WANTED = 0.9
-# Below it the slope would more than double, and is not corrected.
-LEAST = 0.5
 _MOST_SPLITS = 200
 
 
@@ -27,19 +26,27 @@ class Attenuation:
             confirm: the covariance of means over halves of the prompts, mean over
             splits, over the variance of means over all. With every split of complete
             data it is Cronbach's α; noise can bring it below 0.
+        reliability_interval: Feldt's, as if every model was measured on every prompt:
+            `(1 − reliability) / (1 − truth)` has the F distribution. Models in families
+            count as one per family.
         n_prompts, n_wanted: prompts there are; that a reliability of .9 needs (Spearman
             and Brown), `None` where reliability is not above 0.
         slope, slope_interval: corrected: `cov(x, y) / cov(x, x)` across halves, so that
             noise which a loss shares with coupling drops out; of a score it is the
-            slope over the reliability. Its interval is as wide as that of the slope
-            over the reliability, which counts as known. NaN below a reliability of .5.
+            slope over the reliability. Its interval is Fieller's for a ratio, with the
+            error of the reliability in it, and not symmetric. NaN where the interval of
+            the reliability holds 0, or Fieller's has no end. A limit on the estimate
+            itself would choose those that are too high, and bias the slope.
         n_splits: into halves of the prompts; all that there are, or 200 of them.
 
     Source: Spearman 1904; Cronbach 1951, *Coefficient alpha and the internal structure
-    of tests*.
+    of tests*; Feldt 1965, *The approximate sampling distribution of Kuder–Richardson
+    reliability coefficient twenty*; Fieller 1954, *Some problems in interval
+    estimation*. What it covers: `make bench-statistics`.
     """
 
     reliability: float
+    reliability_interval: Interval
     n_prompts: int
     n_wanted: int | None
     slope: float
@@ -87,19 +94,58 @@ def attenuation(
     of_x_and_y = np.mean((x_1 * y_2 + x_2 * y_1)[is_usable]) / 2
     over_all = _centred_means(x, np.ones((1, n_prompts), bool))
     reliability = float(of_x / np.mean(over_all**2))
+    n_groups = line.n_families or len(x)
+    # Degrees of freedom of the models' means, and of the noise.
+    freedoms = (n_groups - 1, (len(x) - 1) * (n_prompts - 1))
+    reliability_interval = _feldt_interval(reliability, freedoms)
     slope = np.nan
-    half_width = np.nan
-    if reliability >= LEAST:
+    slope_interval = (np.nan, np.nan)
+    if reliability_interval[0] > 0:
+        slope_interval = _fieller_interval(
+            float(of_x_and_y / of_x), reliability, freedoms, line
+        )
+    if np.isfinite(slope_interval).all():
         slope = float(of_x_and_y / of_x)
-        half_width = float(np.diff(line.slope_interval)[0] / 2 / reliability)
     return Attenuation(
         reliability=reliability,
+        reliability_interval=reliability_interval,
         n_prompts=n_prompts,
         n_wanted=_n_wanted(n_prompts, reliability),
         slope=slope,
-        slope_interval=(slope - half_width, slope + half_width),
+        slope_interval=slope_interval,
         n_splits=int(is_usable.sum()),
     )
+
+
+def _feldt_interval(reliability: float, freedoms: tuple[int, int]) -> Interval:
+    """Return the interval of a reliability."""
+    upper = (1 + LEVEL) / 2
+    low = 1 - (1 - reliability) * stats.f.ppf(upper, *freedoms)
+    high = 1 - (1 - reliability) * stats.f.ppf(1 - upper, *freedoms)
+    return float(low), float(high)
+
+
+def _fieller_interval(
+    slope: float, reliability: float, freedoms: tuple[int, int], line: LinearFit
+) -> Interval:
+    """Return the slopes b for which `(slope − b) · reliability` is within its error; NaN
+    where they have no end.
+
+    The errors of the line and of the reliability count as independent.
+    """
+    of_line = float(np.diff(line.slope_interval)[0] / 2)
+    t = stats.t.ppf((1 + LEVEL) / 2, line.freedom)
+    # The variance of log F, to first order.
+    spread = np.sqrt(2 / freedoms[0] + 2 / freedoms[1])
+    of_reliability = float(t * (1 - reliability) * spread)
+    # (slope − b)² reliability² = of_line² + b² of_reliability², a quadratic in b.
+    remainder = reliability**2 - of_reliability**2
+    if remainder <= 0:
+        return np.nan, np.nan
+    middle = slope * reliability**2 / remainder
+    discriminant = of_line**2 * remainder + (slope * reliability * of_reliability) ** 2
+    half_width = float(np.sqrt(discriminant) / remainder)
+    return middle - half_width, middle + half_width
 
 
 def _n_wanted(n_prompts: int, reliability: float) -> int | None:
