@@ -46,6 +46,27 @@ def test_steering_is_a_line_for_each_kind_and_the_prediction() -> None:
     assert "4 prompts" in ax.get_title()
 
 
+def test_a_band_that_reaches_0_lies_below_the_axis() -> None:
+    """Of two prompts that differ the t interval has an end below 0."""
+    kl = torch.tensor([[[[0.001, 0.1]]]], dtype=torch.float64).expand(1, 2, 2, 2)
+    result = Steering(
+        kl=kl,
+        surprise=kl,
+        logit_difference=kl,
+        predicted_kl=kl[:, :, 0],
+        amplification=kl[:, 0, 0],
+        alignment=kl[:, 0, 0],
+        kinds=("direction",),
+        scales=(0.01, 0.1),
+        prompts=("a", "b"),
+        provenance=PROVENANCE,
+    )
+    ax = plot_steering(result)
+    mean = float(kl.mean())
+    assert result.to_dataframe()["kl_low"].max() < 0
+    assert mean / 10 < ax.get_ylim()[0] < mean
+
+
 def test_ablation_is_a_row_for_each_kind_with_its_draws() -> None:
     kinds = ("shared", "random", "random", "random", "principal")
     result = Ablation(
@@ -97,3 +118,7 @@ def test_subspace_is_a_line_for_each_side_beside_random_frames() -> None:
     (band,) = ax.collections
     lowest = band.get_paths()[0].vertices[:, 1].min()
     assert lowest == pytest.approx(float(result.null_eigenvalues.min()))
+    read_cosine = float(result.cosines[0].min())
+    random_cosine = float(result.null_cosines.min(1).values.mean())
+    assert f"read {read_cosine:.2f}, written" in ax.get_title()
+    assert f"random {random_cosine:.2f}" in ax.get_title()

@@ -39,8 +39,9 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
     """Draw what steering does to the next token: KL against how far the stream moves.
 
     Lines are means over the directions of a kind, both signs and the prompts; the band
-    of the singular vectors is the 95 % t interval over prompts. The dashed line is
-    their KL as the derivative predicts it.
+    of the singular vectors is the 95 % t interval over prompts; an end at or below 0,
+    which few prompts may have, lies below the axis. The dashed line is their KL as the
+    derivative predicts it.
 
     Args:
         result: what `directions.steer` returned.
@@ -78,6 +79,7 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
             label=_NAMES[str(kind)],
         )
     ax.set(xscale="log", yscale="log")
+    ax.set_ylim(bottom=smallest)
     ax.set_xticks(result.scales, [f"{scale:g}" for scale in result.scales])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set(
@@ -151,7 +153,9 @@ def plot_subspace(result: Subspace, *, ax: Axes | None = None) -> Axes:
 
     The share of blocks and prompts that have each direction in their top k, the most
     shared first. The grey band is that of as many random frames: the range of its
-    draws.
+    draws. The title says how stable the subspaces are: the smallest principal cosine
+    between those of every second prompt and those of the others, beside the mean of
+    random ones.
 
     Args:
         result: what `directions.shared_subspace` returned.
@@ -180,8 +184,21 @@ def plot_subspace(result: Subspace, *, ax: Axes | None = None) -> Axes:
     ax.set_ylim(bottom=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     what = f"Directions that blocks share · k = {result.k}"
-    labels.finish_lines(ax, _heading(what, result.provenance))
+    heading = [_heading(what, result.provenance), *_stability(result)]
+    labels.finish_lines(ax, "\n".join(heading))
     return ax
+
+
+def _stability(result: Subspace) -> list[str]:
+    """Return a line on the halves of the prompts; none for one prompt."""
+    read, written = result.cosines.amin(1).tolist()
+    if np.isnan(read):
+        return []
+    random = float(result.null_cosines.amin(1).mean())
+    return [
+        f"halves of the prompts, smallest cosine: read {read:.2f}, written "
+        f"{written:.2f}, random {random:.2f}"
+    ]
 
 
 def _heading(what: str, provenance: dict[str, object]) -> str:
