@@ -764,6 +764,9 @@ def test_a_missing_task_that_flips_the_slope_is_said_beside_the_common_prompts()
     )
     whole = generalization_study(data, scores, n_resamples=50)
     assert whole.association.linear.slope > 0
+    # The smallest p that 50 permutations can give.
+    assert whole.familywise.p == 1 / 51
+    assert "p ≤ 0.0196 by permutation of the scores" in "".join(whole.remarks)
     assert whole.common_prompts is None
     assert "common prompts" not in "".join([*whole.slopes.index, *whole.remarks])
     data["mean_coupling"][6:, :, 4:] = np.nan

@@ -52,8 +52,11 @@ def on_strength(
     many = _MANY_DROPPED * bootstrap.n_resamples
     if not bootstrap.too_few and bootstrap.n_dropped > many:
         lines.append("many draws are degenerate: the bootstrap intervals mean little")
+    # No permuted scores did as well: with more of them p could be smaller.
+    is_smallest = looks.p <= 1 / (1 + looks.n_permutations)
+    sign = "≤" if is_smallest else "="
     lines.append(
-        f"p = {looks.p:.3g} by permutation of the scores, "
+        f"p {sign} {looks.p:.3g} by permutation of the scores, "
         f"over {len(looks.table)} looks (k, measures, tasks, subsets)"
     )
     if exponential is not None:
