@@ -751,6 +751,60 @@ def test_prompts_that_only_some_models_know_are_said():
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*some prompts were not measured")
+def test_a_missing_task_that_flips_the_slope_is_said_beside_the_common_prompts():
+    rng = np.random.default_rng(2)
+    quality = np.linspace(0, 1, 8)
+    # The last two prompts are of a task on which all models couple more.
+    coupling = 0.2 + 0.1 * quality[:, None] + 0.02 * rng.standard_normal((8, 6))
+    coupling[:, 4:] += 0.5
+    data = survey(coupling)
+    scores = pandas.DataFrame(
+        {"model": data["model"].values, "score": 30 + 20 * quality}
+    )
+    whole = generalization_study(data, scores, n_resamples=50)
+    assert whole.association.linear.slope > 0
+    # The smallest p that 50 permutations can give.
+    assert whole.familywise.p == 1 / 51
+    assert "p ≤ 0.0196 by permutation of the scores" in "".join(whole.remarks)
+    assert whole.common_prompts is None
+    assert "common prompts" not in "".join([*whole.slopes.index, *whole.remarks])
+    data["mean_coupling"][6:, :, 4:] = np.nan
+    result = generalization_study(data, scores, n_resamples=50)
+    r_mixed = np.corrcoef(result.table["coupling"], scores["score"])[0, 1]
+    common = data["mean_coupling"].values[:, 0, :4, 1].mean(1)
+    slope = np.polyfit(common, scores["score"], 1)[0]
+    assert r_mixed < 0 < np.corrcoef(common, scores["score"])[0, 1]
+    assert result.common_prompts.line.slope == pytest.approx(slope)
+    assert result.slopes.loc["all models, common prompts", "slope"] == pytest.approx(
+        slope
+    )
+    (remark,) = [line for line in result.remarks if "different prompts" in line]
+    assert remark.startswith(
+        "means are over different prompts (org/m6, org/m7 lack some of 6)"
+    )
+    assert f"over the 4 that all models have the slope is {slope:.4g}" in remark
+    title = tlc.plots.plot_generalization(result).get_title()
+    assert "mean over 6 prompts (all models have 4 of them)" in " ".join(title.split())
+    assert result.to_dict()["common_prompts"]["n_prompts"] == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*some prompts were not measured")
+def test_losses_and_models_without_a_common_prompt():
+    data = survey(n_models=5)
+    data["mean_coupling"][3, :, 4] = np.nan
+    of_losses = generalization_study(data, n_resamples=50).common_prompts
+    kept = [0, 1, 2, 3, 5]
+    coupling = data["mean_coupling"].values[:, 0, kept, 1].mean(1)
+    loss = data["loss"].values[:, 0, kept].mean(1)
+    assert of_losses.line.slope == pytest.approx(np.polyfit(coupling, loss, 1)[0])
+    data["mean_coupling"][0, :, :3] = np.nan
+    data["mean_coupling"][1, :, 3:] = np.nan
+    result = generalization_study(data, n_resamples=50)
+    assert (result.common_prompts.n_prompts, result.common_prompts.line) == (0, None)
+    assert "the 0 that all models have give no line" in "".join(result.remarks)
+
+
 def test_what_lacks_models_is_left_out_and_said():
     data = survey(n_models=3).drop_vars("d_model")
     data["n_layers"][:] = 12

@@ -4,6 +4,7 @@ Each function returns lines of one kind, or none.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas
@@ -51,8 +52,11 @@ def on_strength(
     many = _MANY_DROPPED * bootstrap.n_resamples
     if not bootstrap.too_few and bootstrap.n_dropped > many:
         lines.append("many draws are degenerate: the bootstrap intervals mean little")
+    # No permuted scores did as well: with more of them p could be smaller.
+    is_smallest = looks.p <= 1 / (1 + looks.n_permutations)
+    sign = "≤" if is_smallest else "="
     lines.append(
-        f"p = {looks.p:.3g} by permutation of the scores, "
+        f"p {sign} {looks.p:.3g} by permutation of the scores, "
         f"over {len(looks.table)} looks (k, measures, tasks, subsets)"
     )
     if exponential is not None:
@@ -61,6 +65,42 @@ def on_strength(
             f"R² = {exponential.r_squared:.3f}, p = {exponential.p:.3g}"
         )
     return lines
+
+
+@dataclass(frozen=True)
+class CommonPrompts:
+    """The line over the prompts that all models were measured on.
+
+    Attributes:
+        n_prompts, models: how many these are; the models that lack some of the others.
+        line: coupling, and a loss, being means over these prompts alone; `None` where
+            there are none, or it cannot be fitted.
+    """
+
+    n_prompts: int
+    models: tuple[str, ...]
+    line: LinearFit | None
+
+
+def on_different_prompts(
+    line: LinearFit, n_prompts: int, common: CommonPrompts | None
+) -> list[str]:
+    """Say that means are over different prompts, and what the common ones give."""
+    if common is None:
+        return []
+    mixed = (
+        f"means are over different prompts ({', '.join(common.models)} lack some of "
+        f"{n_prompts}), and may differ for that alone"
+    )
+    if common.line is None:
+        return [f"{mixed}; the {common.n_prompts} that all models have give no line"]
+    fits = [
+        f"{fit.slope:.4g} (R² = {fit.r_squared:.3f})" for fit in (common.line, line)
+    ]
+    return [
+        f"{mixed}; over the {common.n_prompts} that all models have the slope is "
+        f"{fits[0]} instead of {fits[1]}"
+    ]
 
 
 def on_a_single_family(table: pandas.DataFrame) -> list[str]:

@@ -13,6 +13,7 @@ from tl_coupling.generalization import remarks
 from tl_coupling.generalization.associations import Association
 from tl_coupling.generalization.leaving_out import LeaveOneOut
 from tl_coupling.generalization.prompts import PromptCorrelation
+from tl_coupling.generalization.remarks import CommonPrompts
 from tl_coupling.measures import MeasureName
 from tl_coupling.statistics import (
     Attenuation,
@@ -35,6 +36,8 @@ class Generalization:
         association, exponential, influence: the line, ρ and bootstrap over all models;
             the exponential fit; the line without each model. `None` where there are too
             few models.
+        common_prompts: the line over the prompts that all models were measured on;
+            `None` where these are all prompts.
         attenuation: reliability of the models' means, and the slope corrected for it;
             `None` with one prompt.
         familywise: the p of having looked at every k, measure, task and subset.
@@ -67,6 +70,7 @@ class Generalization:
     association: Association
     exponential: ExponentialFit | None
     influence: LeaveOneOut | None
+    common_prompts: CommonPrompts | None
     attenuation: Attenuation | None
     familywise: Familywise
     covariates: pandas.DataFrame
@@ -103,8 +107,11 @@ class Generalization:
 
         Each has its interval. Over all models the bootstrap's interval stands below
         that of t, if there are enough models, and below it the slope corrected for the
-        noise of having few prompts. Columns `n` (models), `slope`, `low`, `high`,
-        `r_squared` (partial where something is held fixed), `p`, `vif`.
+        noise of having few prompts. Where models were measured on different prompts,
+        the line over those that all have stands there too.
+
+        Columns `n` (models), `slope`, `low`, `high`, `r_squared` (partial where
+        something is held fixed), `p`, `vif`.
         """
         line = self.association.linear
         bootstrap = self.association.bootstrap
@@ -116,6 +123,9 @@ class Generalization:
         if corrected is not None and not math.isnan(corrected.slope):
             row = _SlopeRow(line.n, corrected.slope, *corrected.slope_interval)
             rows.append(("all models, corrected", row))
+        common = self.common_prompts
+        if common is not None and common.line is not None:
+            rows.append(("all models, common prompts", _row_of(common.line)))
         rows += [(name, _row_of(fit)) for name, fit in self.subsets.items()]
         rows += [(f"given {name}", _row_of(fit)) for name, fit in self.partial.items()]
         names = pandas.Index([name for name, _ in rows], name="fit")
@@ -140,6 +150,7 @@ class Generalization:
         }
         return [
             *remarks.on_strength(self.association, self.familywise, self.exponential),
+            *remarks.on_different_prompts(line, self.n_prompts, self.common_prompts),
             *remarks.on_a_single_family(self.table),
             *remarks.on_noise(self.attenuation, line),
             *remarks.on_slopes_inside_families(line, self.partial.get("family")),

@@ -18,7 +18,7 @@ from tl_coupling.generalization.leaving_out import (
     leave_one_out,
 )
 from tl_coupling.generalization.prompts import PromptCorrelation, prompt_correlations
-from tl_coupling.generalization.remarks import is_by_outcome
+from tl_coupling.generalization.remarks import CommonPrompts, is_by_outcome
 from tl_coupling.generalization.result import Generalization
 from tl_coupling.generalization.tables import (
     LAST,
@@ -294,6 +294,7 @@ class Study:
             familywise=self.looks(subsets),
             exponential=self.exponential(),
             influence=self.influence(),
+            common_prompts=self.common_prompts(),
             attenuation=self.attenuation(),
             covariates=covariates,
             partial=self.slopes_given(list(covariates.index)),
@@ -367,6 +368,31 @@ class Study:
         if self.families is None:
             return {}
         return fits_within(*self.columns, families=self.families)
+
+    def common_prompts(self) -> CommonPrompts | None:
+        """Fit the line over the prompts that all models have, if some lack some."""
+        x = self.models.x
+        y = self.models.y
+        is_measured = np.isfinite(x)
+        if is_measured.all():
+            return None
+        is_common = is_measured.all(0)
+        lacks_some = ~is_measured.all(1)
+        line = None
+        if is_common.any():
+            table = self.table.copy()
+            table[self.question.measure] = x[:, is_common].mean(1)
+            if y.ndim == 2:
+                table[self.question.score] = y[:, is_common].mean(1)
+            line = self.attempts.result(
+                "common prompts",
+                lambda: linear_fit(table, *self.columns[1:], families=self.families),
+            )
+        return CommonPrompts(
+            n_prompts=int(is_common.sum()),
+            models=tuple(self.table["model"][lacks_some].astype(str)),
+            line=line,
+        )
 
     def attenuation(self) -> Attenuation | None:
         """Correct the slope for the noise of having few prompts."""

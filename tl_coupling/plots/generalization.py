@@ -432,6 +432,8 @@ def _heading(result: Generalization) -> str:
     n_prompts = result.n_prompts
     title = f"{result.score} against {result.measure.replace('_', ' ')}"
     title += f" · mean over {n_prompts} prompt{'s' if n_prompts > 1 else ''}"
+    if result.common_prompts is not None:
+        title += f" (all models have {result.common_prompts.n_prompts} of them)"
     n_families = result.association.linear.n_families
     return title if n_families is None else f"{title} · {n_families} families"
 
