@@ -1,0 +1,171 @@
+"""The study of trained models: what it does to weights, and how it reads its tables."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pandas
+import pytest
+import statsmodels.formula.api as formulas
+import torch
+
+import real_models
+import tiny
+import tl_coupling as tlc
+
+pytestmark = pytest.mark.on_4_only
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def model(request, tokenizer_folder):
+    return tiny.bridge(tiny.huggingface_model(request.param), tokenizer_folder)
+
+
+@pytest.fixture
+def written(model):
+    """Return what a change makes of what the first block writes, beside what it was."""
+
+    def both(change):
+        before = tlc.trace(model, tiny.TOKENS).residual
+        with real_models.changed(model, change):
+            after = tlc.trace(model, tiny.TOKENS).residual
+        return (before[1] - before[0], after[1] - after[0])
+
+    return both
+
+
+def test_weights_are_as_before_after_a_change_and_after_an_error(model):
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    noise = partial(real_models.add_noise, dose=0.3, seed=0)
+
+    def fails():
+        with real_models.changed(model, noise):
+            changed = model.state_dict()
+            assert any((before[name] != p).any() for name, p in changed.items())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert all((before[name] == p).all() for name, p in model.state_dict().items())
+
+
+def test_noise_has_the_size_that_it_says_in_every_matrix(model):
+    before = {
+        name: p.detach().clone() for name, p in real_models.parameters_of(model).items()
+    }
+    with real_models.changed(model, partial(real_models.add_noise, dose=0.2, seed=1)):
+        added = {
+            name: p.detach() - before[name]
+            for name, p in real_models.parameters_of(model).items()
+        }
+    for name, difference in added.items():
+        if before[name].ndim == 2:
+            ratio = float(difference.std() / before[name].std())
+            assert ratio == pytest.approx(0.2, rel=0.1)
+        else:
+            assert (difference == 0).all()
+
+
+def test_a_louder_block_writes_the_factor_times_as_much_of_attention(model, written):
+    """To an MLP of zeros, so that attention writes alone."""
+    silent = {"mlp.down_proj": 0.0, "post_feedforward_layernorm": -1.0}
+
+    def silence(m):
+        for name, parameter in real_models.parameters_of(m).items():
+            for part, value in silent.items():
+                if part.split(".")[-1] in name:
+                    parameter.fill_(value)
+
+    def louder(m):
+        real_models.make_louder(m, 1.7)
+        silence(m)
+
+    before, after = written(silence)[1], written(louder)[1]
+    torch.testing.assert_close(after, 1.7 * before, rtol=1e-4, atol=1e-5)
+    assert before.norm() > 0.01
+
+
+def test_uniform_gains_keep_their_mean_square(model):
+    offset = real_models.gain_offset(model)
+    kind = model.cfg.architecture
+    assert offset == ("Gemma" in kind)
+
+    def gains():
+        return {
+            name: (p.detach() + offset).clone()
+            for name, p in real_models.parameters_of(model).items()
+            if "layernorm" in name
+        }
+
+    before = gains()
+    with real_models.changed(model, real_models.make_gains_uniform):
+        after = gains()
+    norms_of_a_block = 4 if offset else 2
+    assert len(before) == norms_of_a_block * model.cfg.n_layers
+    for name, gain in after.items():
+        assert len(gain.unique()) == 1
+        square = before[name].square().mean()
+        torch.testing.assert_close(gain.square().mean(), square)
+
+
+def test_sizes_of_dimensions_are_those_of_streams_of_one_length():
+    stream = torch.zeros(2, 3, 4)
+    stream[:, 0] = 1e6
+    stream[:, 1:] = torch.tensor([3.0, 4.0, 0.0, 0.0])
+    longer = 100 * stream
+    sizes = real_models.sizes_of_dimensions([stream, longer])
+    torch.testing.assert_close(sizes, torch.tensor([0.6, 0.8, 0.0, 0.0]))
+
+
+def test_slopes_are_those_of_statsmodels_with_a_constant_for_each_task(capsys):
+    rng = np.random.default_rng(0)
+    task = np.repeat(["a", "b", "c", "d"], 12)
+    length = rng.integers(5, 90, 48)
+    loss = 3 + 0.5 * np.log(length) + (task == "a") + rng.standard_normal(48)
+    coupling = 0.1 - 0.02 * loss + 0.3 * (task == "a") + 0.01 * rng.standard_normal(48)
+    table = pandas.DataFrame(
+        {"task": task, "n_tokens": length, "loss": loss, "coupling": coupling}
+    )
+    real_models.show_prompts({"made-up": table})
+    printed = capsys.readouterr().out
+    for name, formula in {
+        "over all": "coupling ~ loss",
+        "within tasks": "coupling ~ loss + C(task)",
+        "within tasks, length fixed": "coupling ~ loss + np.log(n_tokens) + C(task)",
+    }.items():
+        slope = formulas.ols(formula, table).fit().params["loss"]
+        assert f"  {name}: {slope:+.4f} [" in printed
+
+
+def test_parts_that_are_there_are_not_run_again(
+    folder_model, tmp_path, monkeypatch, capsys
+):
+    for name, few in {
+        "N_OF_TASK": 6,
+        "N_SEEDS": 2,
+        "N_TEXTS": 1,
+        "N_TEXTS_OF_NOISE": 1,
+        "N_TEXTS_OF_LOSS": 1,
+        "DOSES": (0.1, 0.2, 0.3),
+        "LOUDNESS": (2.0,),
+        "KS": (2, 10),
+    }.items():
+        monkeypatch.setattr(real_models, name, few)
+    monkeypatch.setattr(real_models, "distinct_texts", lambda n: ["w1 w2 w3 w4 w5"])
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": f"w{i} w2 w3 w{i + 3}" + " w9" * (i % 5), "task": "ab"[i % 2]}
+        for i in range(1, 15)
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    command = ["real_models", "--models", str(folder_model), "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", [*command, "--prompts", str(prompts)])
+    real_models.main()
+    first = capsys.readouterr().out
+    files = sorted(tmp_path.glob("*.csv"))
+    assert len(files) == 3
+    assert "louder" in first
+    assert "standard units" in first
+    monkeypatch.setattr(tlc, "load_model", None)
+    real_models.main()
+    assert capsys.readouterr().out == first
