@@ -23,8 +23,10 @@
   gates); without each block's first singular pair; and in standard units, in which the
   stream has the same size in all dimensions (`J S` divided by S from the left, S the
   root mean square of each dimension), because a few dimensions may be much larger than
-  the others, and singular vectors depend on the units. Last, with uniform gains in the
-  blocks' norms, which also changes the model: its loss says how much.
+  the others, and singular vectors depend on the units. Any units that differ as much
+  change singular vectors: the same sizes in a random order are the control. Last, with
+  uniform gains in the blocks' norms, which also changes the model: its loss says how
+  much.
 
 `--prompts` is a file as `tl_coupling.load_prompts` takes it, with tasks; without it the
 first part is left out. Other texts are paragraphs of Python's own documentation. Results
@@ -291,12 +293,16 @@ def taken_apart(trace: tlc.Trace, sizes: Float[Tensor, " d_model"]) -> dict[str,
     ).frozen
     J = tlc.block_jacobians(trace, LAYERS, progress=False)
     rest = tlc.comparisons.jacobian_coupling(tlc.measures.without_top(J, 1), k=K)
-    alike = J * sizes / sizes[:, None]
-    in_standard_units = tlc.comparisons.jacobian_coupling(alike, k=K)
-    return {
-        "frozen": above_chance(frozen),
-        "without σ₁": above_chance(rest),
-        "standard units": above_chance(in_standard_units),
+    order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(0))
+    in_units = {
+        name: tlc.comparisons.jacobian_coupling(J * unit / unit[:, None], k=K)
+        for name, unit in {
+            "standard units": sizes,
+            "shuffled units": sizes[order],
+        }.items()
+    }
+    return {"frozen": above_chance(frozen), "without σ₁": above_chance(rest)} | {
+        name: above_chance(coupling) for name, coupling in in_units.items()
     }
 
 

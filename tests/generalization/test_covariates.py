@@ -25,9 +25,9 @@ def test_each_covariate_has_its_points_and_its_line():
     np.testing.assert_array_equal(size.y, table["score"])
     fit = linear_fit(table, "log10(params_billion)", "score", families="family")
     assert size.fit == fit
-    # Models of 16 families; as if all were independent p would be 0.0014.
+    # Models of 16 families; as if all were independent p would be 0.0021.
     assert size.fit.p == pytest.approx(0.076, abs=0.001)
-    assert linear_fit(table, "log10(params_billion)", "score").p < 0.002
+    assert linear_fit(table, "log10(params_billion)", "score").p < 0.003
 
 
 def test_parameters_are_drawn_once():

@@ -96,7 +96,7 @@ def test_the_ends_are_where_the_ratio_is_as_far_off_as_its_error():
     y = x.mean(1) + rng.standard_normal(12)
     line = linear_fit(pandas.DataFrame({"x": x.mean(1), "y": y}), "x", "y")
     result = attenuation(x, y, line, seed=0)
-    t = stats.t.ppf(0.975, 10)
+    t = stats.t.ppf(0.975, line.freedom)
     error = (line.slope_interval[1] - line.slope) / t
     noise = (1 - result.reliability) * np.sqrt(2 / 11 + 2 / 33)
     for end in result.slope_interval:

@@ -238,25 +238,27 @@ def _slopes(result: "Generalization") -> Table:
     for fit in result.slopes.itertuples():
         interval = f"{fit.low:.4g} to {fit.high:.4g}"
         r_squared = _number_or_blank(fit.r_squared)
+        freedom = "" if np.isnan(fit.freedom) else f"{fit.freedom:.1f}"
         p = _number_or_blank(fit.p)
-        rows.append([fit.Index, fit.n, f"{fit.slope:.4g}", interval, r_squared, p])
+        rows.append(
+            [fit.Index, fit.n, f"{fit.slope:.4g}", interval, freedom, r_squared, p]
+        )
     for name, fit in result.covariates.iterrows():
         slope = f"{fit.slope:.4g}"
         r_squared = f"{fit.r_squared:.3g}"
         n = f"{fit.n:.0f}"
-        rows.append([f"{name} alone", n, slope, "", r_squared, f"{fit.p:.3g}"])
+        rows.append([f"{name} alone", n, slope, "", "", r_squared, f"{fit.p:.3g}"])
     drawn = result.association.bootstrap
-    n_families = result.association.linear.n_families
-    families = ""
-    if n_families is not None:
-        families = f" in {n_families} families, cluster-robust"
+    line = result.association.linear
+    families = "" if line.n_families is None else f" in {line.n_families} families"
+    errors = "HC2" if line.n_families is None else "CR2, cluster-robust"
     caption = (
         f"{drawn.n_models} models{families}, {drawn.n_prompts} prompts; "
-        f"{drawn.level:.0%} intervals, t unless “bootstrap”; "
-        "“corrected”: for few prompts; “given”: R² is partial"
+        f"{drawn.level:.0%} t intervals ({errors}; df: Bell and McCaffrey's) unless "
+        "“bootstrap”; “corrected”: for few prompts; “given”: R² is partial"
     )
     title = f"{result.score} against {result.measure} (k = {result.k})"
-    numbers = ["n", "slope", "interval", "R²", "p"]
+    numbers = ["n", "slope", "interval", "df", "R²", "p"]
     return table_of(title, [""], numbers, rows, caption)
 
 

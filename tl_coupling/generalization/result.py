@@ -111,7 +111,8 @@ class Generalization:
         the line over those that all have stands there too.
 
         Columns `n` (models), `slope`, `low`, `high`, `r_squared` (partial where
-        something is held fixed), `p`, `vif`.
+        something is held fixed), `p`, `vif`, `freedom` (degrees of freedom of the
+        interval and of p).
         """
         line = self.association.linear
         bootstrap = self.association.bootstrap
@@ -182,11 +183,20 @@ class _SlopeRow(NamedTuple):
     r_squared: float = math.nan
     p: float = math.nan
     vif: float = math.nan
+    freedom: float = math.nan
 
 
 def _row_of(fit: LinearFit) -> _SlopeRow:
     vif = fit.vif if fit.controls else math.nan
-    return _SlopeRow(fit.n, fit.slope, *fit.slope_interval, fit.r_squared, fit.p, vif)
+    return _SlopeRow(
+        fit.n,
+        fit.slope,
+        *fit.slope_interval,
+        r_squared=fit.r_squared,
+        p=fit.p,
+        vif=vif,
+        freedom=fit.freedom,
+    )
 
 
 def _plain(value: pandas.DataFrame | np.ndarray | np.generic) -> object:

@@ -25,6 +25,9 @@ from tl_coupling.statistics.intervals import (
     t_interval,
 )
 
+# 1 less a leverage that is 1 up to rounding.
+_ROUNDING = 1e-8
+
 # A query over the columns, or true or false for each row.
 Subset: TypeAlias = str | Sequence[bool] | np.ndarray | pandas.Series
 
@@ -46,6 +49,7 @@ class LinearFit:
         freedom, n_families: degrees of freedom of the slope's interval and p; the
             families that these take account of, `None` where models count as
             independent.
+        has_equal_variance: whether interval and p are of errors of equal variance.
 
     Example:
         >>> import pandas
@@ -69,6 +73,7 @@ class LinearFit:
     condition_number: float
     freedom: float
     n_families: int | None = None
+    has_equal_variance: bool = False
     level: float = LEVEL
 
     def predict(self, x: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
@@ -81,8 +86,8 @@ class ExponentialFit:
     """`y ≈ a · exp(b · x)`, least squares on y itself, not on its logarithm.
 
     a is in units of y, b in units of 1/x, with a t interval; R² is `1 − Σ(y − ŷ)² / Σ(y
-    − ȳ)²`; p is two-sided, of b = 0, from the covariance at the solution, or of
-    families cluster-robust, as if the curve were straight there.
+    − ȳ)²`; p is two-sided, of b = 0. Interval and p are those of `linear_fit`, as if
+    the curve were straight at the solution.
     """
 
     x: str
@@ -109,8 +114,15 @@ def linear_fit(
     controls: Sequence[str] = (),
     families: str | None = None,
     within: str | None = None,
+    equal_variance: bool = False,
 ) -> LinearFit:
     """Fit column y to column x by ordinary least squares, with the controls held fixed.
+
+    Standard errors of the slope are HC2's, with the degrees of freedom of Bell and
+    McCaffrey: scores of some models may vary more than those of others, as they do
+    above a floor, and intervals that take the variance to be equal then hold the slope
+    in too few studies. Where a model is fitted whatever its score is (leverage 1),
+    nothing is known of its variance, and the variance is taken to be equal.
 
     Args:
         table: one model per row; rows that lack a value are left out.
@@ -124,6 +136,9 @@ def linear_fit(
             independent.
         within: column whose values have an intercept each (fixed effects): only
             differences inside a family count, and families of one model are left out.
+        equal_variance: whether the errors of independent models have one variance: the
+            t interval and p of textbooks, such as the paper's. Families have no such
+            errors.
 
     Raises:
         ValueError: no such column, one that is not numbers, constant or given twice, or
@@ -164,8 +179,8 @@ def linear_fit(
         result.model.exog,
         result.resid,
         None if families is None else rows[families].to_numpy(int),
-        result.bse,
-        float(result.df_resid),
+        _StandardErrors(result.bse, np.full(len(result.bse), float(result.df_resid))),
+        equal_variance=equal_variance,
     )
     intercept, slope = result.params[:2]
     intercept_error, slope_error = errors.errors[:2]
@@ -188,6 +203,7 @@ def linear_fit(
         condition_number=float(np.linalg.cond(standard)),
         freedom=float(slope_freedom),
         n_families=errors.n_families,
+        has_equal_variance=errors.has_equal_variance,
     )
 
 
@@ -229,9 +245,14 @@ def _r_squared_given(result: Any) -> float:
 
 
 def exponential_fit(
-    table: pandas.DataFrame, x: str, y: str, *, families: str | None = None
+    table: pandas.DataFrame,
+    x: str,
+    y: str,
+    *,
+    families: str | None = None,
+    equal_variance: bool = False,
 ) -> ExponentialFit:
-    """Fit column y to `a · exp(b · x)` by least squares.
+    """Fit column y to `a · exp(b · x)` by least squares; arguments as in `linear_fit`.
 
     Raises:
         ValueError: as in `linear_fit`; the fit does not converge.
@@ -259,8 +280,8 @@ def exponential_fit(
         np.column_stack([curve, a * z * curve]),
         residuals,
         None if families is None else rows[families].to_numpy(int),
-        np.sqrt(np.diag(covariance)),
-        float(len(rows) - 2),
+        _StandardErrors(np.sqrt(np.diag(covariance)), np.full(2, float(len(rows) - 2))),
+        equal_variance=equal_variance,
     )
     error = errors.errors[1]
     freedom = errors.freedom[1]
@@ -465,26 +486,33 @@ class _StandardErrors:
 
     errors: Float[np.ndarray, " n_columns"]
     freedom: Float[np.ndarray, " n_columns"]
-    n_families: int | None
+    n_families: int | None = None
+    has_equal_variance: bool = True
 
 
 def _standard_errors(
     design: Float[np.ndarray, "n n_columns"],
     residuals: Float[np.ndarray, " n"],
     families: np.ndarray | None,
-    errors: Float[np.ndarray, " n_columns"],
-    freedom: float,
+    of_equal_variance: _StandardErrors,
+    *,
+    equal_variance: bool,
 ) -> _StandardErrors:
-    """Return these errors, or cluster-robust ones where some rows are of one family and
-    others are not.
+    """Return errors that are robust to families and to unequal variance, or those of
+    equal variance where these are asked for, or where a row has leverage 1.
+
+    Rows count as independent where all are of one family or each of its own.
     """
-    if families is not None:
-        n_families = len(np.unique(families))
-        if 1 < n_families < len(families):
-            return _StandardErrors(
-                *cluster_robust(design, residuals, families), n_families
-            )
-    return _StandardErrors(errors, np.full(len(errors), freedom), None)
+    n_families = 1 if families is None else len(np.unique(families))
+    if 1 < n_families < len(design):
+        robust = cluster_robust(design, residuals, families)
+        return _StandardErrors(*robust, n_families, has_equal_variance=False)
+    leverage = np.square(np.linalg.qr(design)[0]).sum(1)
+    if equal_variance or leverage.max() > 1 - _ROUNDING:
+        return of_equal_variance
+    each_its_own = np.arange(len(design))
+    robust = cluster_robust(design, residuals, each_its_own)
+    return _StandardErrors(*robust, has_equal_variance=False)
 
 
 def _p(estimate: float, error: float, freedom: float) -> float:

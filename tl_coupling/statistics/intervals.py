@@ -246,7 +246,7 @@ def cluster_robust(
     = (I − X_g B X_gᵀ)^(−1/2)`: CR2, unbiased for independent rows. Degrees of freedom:
     Bell and McCaffrey's, `(Σ λ)² / Σ λ²`, Satterthwaite's for the weighted sum of χ²
     that an element of V then is. They are small with few families, or where few have
-    different x.
+    different x. With each row a family of its own V is HC2.
 
     Why this one: of slopes of 12 and 24 models in families of 4, its 95 % intervals
     cover .95. Those of CR1, and of CR2 with G − 1 degrees of freedom and six families,
@@ -258,15 +258,17 @@ def cluster_robust(
     Methodology 28; Pustejovsky and Tipton 2018, *Small-sample methods for
     cluster-robust variance estimation*, JBES 36. statsmodels has CR1 only.
     """
-    bread = np.linalg.inv(design.T @ design)
-    annihilator = np.eye(len(design)) - design @ bread @ design.T
+    # By QR: the inverse of XᵀX squares the condition number.
+    orthonormal, triangular = np.linalg.qr(design)
+    coefficients_of = np.linalg.solve(triangular, orthonormal.T)
+    annihilator = np.eye(len(design)) - orthonormal @ orthonormal.T
     weights = []
     for family in np.unique(families):
         is_member = families == family
         within = annihilator[np.ix_(is_member, is_member)]
         adjustment = _inverse_root(within)
         weights.append(
-            bread @ design[is_member].T @ adjustment @ annihilator[is_member]
+            coefficients_of[:, is_member] @ adjustment @ annihilator[is_member]
         )
     # `[column family n]`: what a family adds to the error of an estimate, of each error.
     parts = np.stack(weights, 1)
