@@ -2,7 +2,7 @@
 scipy's on hand-made data.
 """
 
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -171,3 +171,27 @@ def test_correlations_want_redundancy_data() -> None:
         )
     with pytest.raises(ValueError, match="`n_resamples` must be at least 1, got 0"):
         redundancy_correlations(made(), n_resamples=0)
+
+
+def test_each_correlation_has_the_p_of_all_orders() -> None:
+    data = made(n_prompts=8, n_layers=7)
+    rho = redundancy_correlations(data, n_resamples=2)
+    means = data.mean("prompt")
+    x = means.coupling_with_others.sel(k=5).values
+    y = (means.loss_dropped - means.loss).values
+    observed = abs(stats.spearmanr(x, y).statistic)
+    shares = [
+        abs(stats.spearmanr(x, y[list(order)]).statistic) >= observed - 1e-9
+        for order in permutations(range(7))
+    ]
+    of_change = rho.sel(change="dropped", blocks="all", k=5)
+    assert float(of_change.coupling_p) == pytest.approx(np.mean(shares))
+    assert 0 < float(of_change.block_influence_p) <= 1
+
+
+def test_what_is_not_defined_has_no_p() -> None:
+    data = made()
+    data["block_influence"][:] = 1.0
+    rho = redundancy_correlations(data, n_resamples=2)
+    assert np.isnan(rho.block_influence).all()
+    assert np.isnan(rho.block_influence_p).all()

@@ -22,7 +22,13 @@ from tl_coupling.jacobians import JacobianOptions
 from tl_coupling.measures import Orientation, random_subspace_null
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
-from tl_coupling.statistics import LEVEL, percentile_interval, rank_correlation_of_rows
+from tl_coupling.statistics import (
+    LEVEL,
+    is_constant,
+    percentile_interval,
+    rank_correlation,
+    rank_correlation_of_rows,
+)
 from tl_coupling.surveys import Settings, as_prompts, loss
 from tl_coupling.traces import Trace, trace
 from tl_coupling.trajectories import direction_cosine
@@ -184,6 +190,8 @@ def redundancy_correlations(
         `bound` ("lower", "upper"):
 
         - `coupling`, `[change blocks k]`, and `block_influence`, `[change blocks]`: ρ;
+        - `coupling_p`, `block_influence_p`: two-sided p of ρ, were the layers in any
+          order: exact up to nine of them, then by a t approximation;
         - `advantage`, `[change blocks k]`: `|ρ|` of coupling minus `|ρ|` of block
           influence;
         - `coupling_interval`, `block_influence_interval`, `advantage_interval`: the
@@ -207,9 +215,10 @@ def redundancy_correlations(
     weights = _weights_of_prompts(n_prompts, n_resamples, seed)
     n_ranked = np.zeros((len(CHANGES), len(_BLOCKS)), int)
     rho = np.zeros((*n_ranked.shape, data.sizes["k"] + 1, len(weights)))
+    p = np.zeros(rho.shape[:-1])
     for i, j in product(range(len(CHANGES)), range(len(_BLOCKS))):
         predictors = change_and_predictors(data, CHANGES[i])
-        n_ranked[i, j], rho[i, j] = _rank_correlations(
+        n_ranked[i, j], rho[i, j], p[i, j] = _rank_correlations(
             *predictors, weights, inner=_BLOCKS[j] == "inner"
         )
     of_coupling = rho[:, :, :-1]
@@ -220,6 +229,8 @@ def redundancy_correlations(
         **_with_interval("coupling", of_coupling, n_prompts),
         **_with_interval("block_influence", of_influence, n_prompts),
         **_with_interval("advantage", advantage, n_prompts),
+        "coupling_p": (("change", "blocks", "k"), p[:, :, :-1]),
+        "block_influence_p": (("change", "blocks"), p[:, :, -1]),
     }
     coordinates = {
         "change": list(CHANGES),
@@ -256,7 +267,7 @@ def _rank_correlations(
     weights: np.ndarray,
     *,
     inner: bool,
-) -> tuple[int, np.ndarray]:
+) -> tuple[int, np.ndarray, list[float]]:
     """Correlate the change in loss with each predictor, in every sample of prompts.
 
     Args:
@@ -267,18 +278,26 @@ def _rank_correlations(
         inner: whether to leave out the first and the last layer or pair.
 
     Returns:
-        how many layers or pairs were ranked, and ρ, `[predictor sample]`: with coupling
-        at each k, then with influence.
+        how many layers or pairs were ranked, ρ, `[predictor sample]`: with coupling at
+        each k, then with influence; and the p of the first sample, by predictor.
     """
     is_ranked = np.isfinite(loss_change).all(0)
     if inner:
         is_ranked[[0, -1]] = False
     means = weights @ loss_change[:, is_ranked]
-    rho = [
-        rank_correlation_of_rows(weights @ predictor[:, is_ranked], means)
-        for predictor in (*coupling, influence)
+    of_predictors = [
+        weights @ predictor[:, is_ranked] for predictor in (*coupling, influence)
     ]
-    return int(is_ranked.sum()), np.stack(rho)
+    rho = [rank_correlation_of_rows(x, means) for x in of_predictors]
+    p = [_p_of_rho(x[0], means[0]) for x in of_predictors]
+    return int(is_ranked.sum()), np.stack(rho), p
+
+
+def _p_of_rho(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the p of Spearman's ρ; NaN where ρ is not defined."""
+    if len(x) < 3 or is_constant(x) or is_constant(y):
+        return float("nan")
+    return rank_correlation(x, y).p
 
 
 def _with_interval(

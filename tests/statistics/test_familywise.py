@@ -129,3 +129,20 @@ def test_what_is_beyond_chance_stays_so_and_the_rest_does_not():
         data, scores, score="none", n_resamples=200
     ).familywise
     assert result.p >= result.smallest_p > 0.05
+
+
+def test_few_models_have_all_orders():
+    """Five models: the p of 120 orders, of which none is drawn twice."""
+    data = survey(n_models=5)
+    scores = pandas.DataFrame(
+        {"model": data["model"].values, "score": np.arange(5) * 1.0}
+    )
+    result = generalization_study(data, scores, k=5, n_resamples=200)
+    looks = result.familywise
+    assert (looks.n_permutations, looks.is_exact) == (119, True)
+    assert looks.p * 120 == pytest.approx(round(looks.p * 120))
+    assert f"p = {looks.p:.3g} by all 120 orders of the scores" in "".join(
+        result.remarks
+    )
+    again = generalization_study(data, scores, k=5, n_resamples=200, seed=1)
+    assert again.familywise.p == looks.p

@@ -13,6 +13,7 @@ from tl_coupling.statistics import (
     block_permutations,
     cluster_robust,
     crossed_mean,
+    orders_of_blocks,
     percentile_interval,
     rank_correlation,
     rank_correlation_of_rows,
@@ -196,6 +197,37 @@ def test_families_stay_together_and_every_order_of_them_is_as_likely():
     }
     assert set(map(tuple, orders.tolist())) == expected
     assert stats.chisquare(counts).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    "families", [[0, 0, 1, 2, 1, 3], [4, 4, 4, 2, 2, 2], [0, 1, 2, 3], [0, 0, 0, 1]]
+)
+def test_few_orders_are_all_taken(families):
+    """Against all n! permutations: those that take families to families."""
+    families = np.array(families)
+    wanted = {
+        order
+        for order in permutations(range(len(families)))
+        if is_of_blocks(families, families[list(order)])
+    }
+    rng = np.random.default_rng(0)
+    orders, is_all = orders_of_blocks(families, len(wanted) - 1, rng)
+    assert is_all
+    assert list(orders[0]) == list(range(len(families)))
+    assert len(orders) == len(wanted)
+    assert set(map(tuple, orders)) == wanted
+    orders, is_all = orders_of_blocks(families, len(wanted) - 2, rng)
+    assert not is_all
+    assert list(orders[0]) == list(range(len(families)))
+    assert len(orders) == len(wanted) - 1
+
+
+def is_of_blocks(families: np.ndarray, taken: np.ndarray) -> bool:
+    """Say whether each family takes the values of one whole family."""
+    sources = [set(taken[families == family]) for family in set(families)]
+    return all(len(source) == 1 for source in sources) and len(
+        set.union(*sources)
+    ) == len(sources)
 
 
 def test_without_families_all_orders_are_drawn():

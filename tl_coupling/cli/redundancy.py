@@ -71,11 +71,12 @@ def _costs(data: "xarray.Dataset", k: int) -> dict[str, list[float]]:
 
 
 def _rhos(correlations: "xarray.Dataset", k: int) -> dict[str, dict[str, float]]:
-    """Return Spearman's ρ by predictor and kind of change."""
+    """Return Spearman's ρ by predictor and kind of change, with p and n."""
     rho = correlations.sel(k=k, blocks="all")
+    columns = [column for name in _PREDICTORS for column in (name, f"{name}_p")] + ["n"]
     return {
-        predictor: dict(zip(CHANGES, rho[predictor].values.tolist(), strict=True))
-        for predictor in _PREDICTORS
+        column: dict(zip(CHANGES, rho[column].values.tolist(), strict=True))
+        for column in columns
     }
 
 
@@ -111,15 +112,15 @@ def _table(
         # Some changes have fewer layers: the last block has none after it to swap with.
         cells = [f"{of[layer]:+.3f}" if layer < len(of) else "" for of in columns]
         rows.append([layer, *cells])
-    rho_texts = [
-        f"{change} {rhos['coupling'][change]:+.2f} "
-        f"({rhos['block_influence'][change]:+.2f})"
-        for change in CHANGES
-    ]
-    caption = (
-        f"mean over {data.sizes['prompt']} prompts, k = {k}\n"
-        f"ρ with coupling (block influence): {', '.join(rho_texts)}"
-    )
+    lines = [f"mean over {data.sizes['prompt']} prompts, k = {k}"]
+    for name in _PREDICTORS:
+        texts = [
+            f"{change} {rhos[name][change]:+.2f} "
+            f"(p {rhos[f'{name}_p'][change]:.2g}, n {rhos['n'][change]})"
+            for change in CHANGES
+        ]
+        lines.append(f"ρ with {name.replace('_', ' ')}: {', '.join(texts)}")
+    caption = "\n".join(lines)
     loss = float(mean["loss"])
     title = f"{data.attrs['model']}: change in loss from {loss:.3f} nats per token"
     return table_of(title, ["layer"], [*costs, "coupling"], rows, caption)

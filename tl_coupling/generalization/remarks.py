@@ -54,9 +54,12 @@ def on_strength(
         lines.append("many draws are degenerate: the bootstrap intervals mean little")
     # No permuted scores did as well: with more of them p could be smaller.
     is_smallest = looks.p <= 1 / (1 + looks.n_permutations)
-    sign = "≤" if is_smallest else "="
+    sign = "≤" if is_smallest and not looks.is_exact else "="
+    which = (
+        f"all {1 + looks.n_permutations} orders" if looks.is_exact else "permutation"
+    )
     lines.append(
-        f"p {sign} {looks.p:.3g} by permutation of the scores, "
+        f"p {sign} {looks.p:.3g} by {which} of the scores, "
         f"over {len(looks.table)} looks (k, measures, tasks, subsets)"
     )
     if exponential is not None:

@@ -41,6 +41,7 @@ from tl_coupling.statistics.intervals import (
     cluster_robust,
     crossed_mean,
     is_constant,
+    orders_of_blocks,
     percentile_interval,
     prediction_interval,
     rank_correlation,

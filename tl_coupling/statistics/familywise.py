@@ -11,7 +11,7 @@ from scipy import stats
 
 from tl_coupling.statistics.expressions import columns_of
 from tl_coupling.statistics.fits import Subset, subset_mask
-from tl_coupling.statistics.intervals import block_permutations
+from tl_coupling.statistics.intervals import orders_of_blocks
 
 ALL_PROMPTS = "all prompts"
 ALL_MODELS = "all models"
@@ -32,13 +32,15 @@ class Familywise:
         table: one row per look: `k`, `measure`, `task`, `subset`, `n` models, `r`, its
             own `p` by the t distribution, and `familywise_p`. NaN where there are too
             few models.
-        n_permutations: the scores as they are count as one more.
+        n_permutations, is_exact: the scores as they are count as one more; whether
+            these are all the orders that there are.
     """
 
     p: float
     smallest_p: float
     table: pandas.DataFrame = field(repr=False)
     n_permutations: int
+    is_exact: bool
 
 
 def familywise(
@@ -61,7 +63,8 @@ def familywise(
     A look is Pearson's r of one k, measure, task and subset; its p by the t
     distribution makes looks at different numbers of models comparable (minP). Scores of
     tasks and losses are permuted together, those of families as in
-    `statistics.block_permutations`; subsets by the score are chosen again from permuted
+    `statistics.block_permutations`, in all orders where there are no more than asked
+    for; subsets by the score are chosen again from permuted
     scores, and a mask goes with the models.
 
     Args:
@@ -77,7 +80,11 @@ def familywise(
 
     Source: Westfall and Young 1993, *Resampling-based multiple testing*.
     """
-    orders = _orders(len(table), families, n_permutations, seed)
+    orders, is_exact = orders_of_blocks(
+        np.arange(len(table)) if families is None else families,
+        n_permutations,
+        np.random.default_rng(seed),
+    )
     columns = ["loss"] if scores is None else list(dict.fromkeys(scores.values()))
     members = {
         name: _members(table, subset, columns, orders)
@@ -113,24 +120,9 @@ def familywise(
         p=float(corrected[(*look, ALL_PROMPTS, ALL_MODELS)]),
         smallest_p=float(corrected.min()),
         table=looked_at,
-        n_permutations=n_permutations,
+        n_permutations=len(orders) - 1,
+        is_exact=is_exact,
     )
-
-
-def _orders(
-    n_models: int,
-    families: Int[np.ndarray, " n"] | None,
-    n_permutations: int,
-    seed: int,
-) -> Int[np.ndarray, "n_orders n"]:
-    """Return whose score each model takes: its own first, then permuted."""
-    models = np.arange(n_models)
-    permuted = block_permutations(
-        models if families is None else families,
-        n_permutations,
-        np.random.default_rng(seed),
-    )
-    return np.vstack([models, permuted])
 
 
 def _corrected(

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import factorial, prod
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -97,8 +98,7 @@ class RankCorrelation:
 
     Up to nine pairs p is exact, the share of all n! orders that correlate as strongly:
     for perfect order of four, 1/12. Above it is scipy's: a t approximation for ρ. Pairs
-    in families have p from permutations that keep the families, see
-    `block_permutations`.
+    in families have p from permutations that keep the families, see `orders_of_blocks`.
     """
 
     n: int
@@ -123,7 +123,8 @@ def rank_correlation(
     Args:
         x, y: paired values.
         families: the number of the family of each pair.
-        n_permutations, seed: of the permutations that keep families.
+        n_permutations, seed: of the permutations that keep families; all of them where
+            there are no more.
     """
     n = len(x)
     spearman = stats.spearmanr(x, y)
@@ -132,7 +133,7 @@ def rank_correlation(
     tau = float(kendall.statistic)
     if families is not None:
         rng = np.random.default_rng(seed)
-        orders = block_permutations(families, n_permutations, rng)
+        orders, _ = orders_of_blocks(families, n_permutations, rng)
     elif 2 <= n <= _MOST_ENUMERATED:
         orders = _all_orders(n)
     else:
@@ -141,18 +142,15 @@ def rank_correlation(
         )
     if np.isnan(rho) or np.isnan(tau):
         return RankCorrelation(n, np.nan, np.nan, np.nan, np.nan)
-    is_all = families is None
-    p = _p_of_rho(x, y, orders, is_all=is_all)
-    tau_p = _p_of_tau(x, y, orders, is_all=is_all)
-    return RankCorrelation(n, rho, p, tau, tau_p)
+    return RankCorrelation(
+        n, rho, _p_of_rho(x, y, orders), tau, _p_of_tau(x, y, orders)
+    )
 
 
 def _p_of_rho(
     x: Float[np.ndarray, " n"],
     y: Float[np.ndarray, " n"],
     orders: Int[np.ndarray, "n_orders n"],
-    *,
-    is_all: bool,
 ) -> float:
     # What permutations do not change is left out of the statistic.
     middle = (len(x) + 1) / 2
@@ -160,15 +158,13 @@ def _p_of_rho(
     ranks_y = stats.rankdata(y) - middle
     permuted = [np.abs(ranks_y[part] @ ranks_x) for part in _parts(orders)]
     observed = float(abs(ranks_x @ ranks_y))
-    return _share(np.concatenate(permuted), observed, is_all=is_all)
+    return _share(np.concatenate(permuted), observed)
 
 
 def _p_of_tau(
     x: Float[np.ndarray, " n"],
     y: Float[np.ndarray, " n"],
     orders: Int[np.ndarray, "n_orders n"],
-    *,
-    is_all: bool,
 ) -> float:
     # What permutations do not change is left out of the statistic.
     i, j = np.triu_indices(len(x), 1)
@@ -179,7 +175,7 @@ def _p_of_tau(
         for part in _parts(orders)
     ]
     observed = float(abs(signs_x[i, j] @ signs_y[i, j]))
-    return _share(np.concatenate(permuted), observed, is_all=is_all)
+    return _share(np.concatenate(permuted), observed)
 
 
 def block_permutations(
@@ -208,6 +204,47 @@ def block_permutations(
     return permuted
 
 
+def orders_of_blocks(
+    families: Int[np.ndarray, " n"], n_permutations: int, rng: np.random.Generator
+) -> tuple[Int[np.ndarray, "n_orders n"], bool]:
+    """Return whose value each model takes: its own in the first row, then permuted as in
+    `block_permutations`; and whether these are all orders that there are.
+
+    All of them where there are no more than so many permutations and the first.
+    """
+    _, sizes = np.unique(families, return_counts=True)
+    of_size = dict(zip(*np.unique(sizes, return_counts=True), strict=True))
+    n_orders = prod(
+        factorial(n_families) * factorial(size) ** n_families
+        for size, n_families in of_size.items()
+    )
+    if n_orders <= 1 + n_permutations:
+        return _all_block_orders(families), True
+    own = np.arange(len(families))
+    return np.vstack([own, block_permutations(families, n_permutations, rng)]), False
+
+
+def _all_block_orders(
+    families: Int[np.ndarray, " n"],
+) -> Int[np.ndarray, "n_orders n"]:
+    names, sizes = np.unique(families, return_counts=True)
+    orders = np.arange(len(families))[None]
+    for size in np.unique(sizes):
+        members = [np.flatnonzero(families == name) for name in names[sizes == size]]
+        # What takes the places of these members, in all ways.
+        within = [list(itertools.permutations(family)) for family in members]
+        taken = [
+            np.concatenate([chosen[family] for family in of_families])
+            for chosen in itertools.product(*within)
+            for of_families in itertools.permutations(range(len(members)))
+        ]
+        # Each way beside each of the families of other sizes.
+        orders = np.repeat(orders, len(taken), axis=0)
+        n_before = len(orders) // len(taken)
+        orders[:, np.concatenate(members)] = np.tile(taken, (n_before, 1))
+    return orders
+
+
 @cache
 def _all_orders(n: int) -> Int[np.ndarray, "n_orders n"]:
     return np.array(list(itertools.permutations(range(n))))
@@ -221,17 +258,11 @@ def _parts(
     return (orders[start : start + step] for start in range(0, len(orders), step))
 
 
-def _share(
-    permuted: Float[np.ndarray, " n_orders"], observed: float, *, is_all: bool
-) -> float:
-    """Return the share of the orders in which a statistic is at least as large.
-
-    Of a sample of orders, the observed one counts as one more.
+def _share(permuted: Float[np.ndarray, " n_orders"], observed: float) -> float:
+    """Return the share of the orders, the observed one among them, in which a statistic
+    is at least as large.
     """
-    n_as_large = int((permuted >= observed * (1 - _SAME)).sum())
-    if is_all:
-        return n_as_large / len(permuted)
-    return (1 + n_as_large) / (1 + len(permuted))
+    return float((permuted >= observed * (1 - _SAME)).mean())
 
 
 def cluster_robust(
