@@ -341,3 +341,24 @@ def test_engines(folder_model, tmp_path, monkeypatch):
         monkeypatch.setenv(name, "1")
     assert engines.main([*map(str, arguments), "--out", str(tmp_path)]) == 0
     assert read(tmp_path, "engines")["engines"]["here"]["identical"]
+
+
+def test_the_pages_say_what_the_committed_studies_cover():
+    root = Path(statistics.__file__).parents[1]
+    results = json.loads((root / "benchmarks/results/statistics.json").read_text())
+    covered = {row["design"]: row["coverage"] for row in results["coverage"]}
+    page = (root / "docs/how-to/statistics.md").read_text()
+    table = page.split("| design |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(table) == 7
+    for line in table:
+        design, *cells = line.strip("| ").split(" | ")
+        names = ("of the study", "bootstrap", "textbook")
+        assert cells == [f"{covered[design][name]:.3f}" for name in names]
+    of_six_or_more = [
+        coverage["of the study"]
+        for design, coverage in covered.items()
+        if int(design.split()[0]) >= 6
+    ]
+    low, high = 100 * min(of_six_or_more), 100 * max(of_six_or_more)
+    findings = (root / "docs/findings.md").read_text()
+    assert f"hold it in {low:.1f} to {high:.1f} % of" in findings

@@ -1,13 +1,16 @@
 """The study of trained models: what it does to weights, and how it reads its tables."""
 
 import json
+import re
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
 import statsmodels.formula.api as formulas
 import torch
+from scipy import stats
 
 import real_models
 import tiny
@@ -135,6 +138,107 @@ def test_slopes_are_those_of_statsmodels_with_a_constant_for_each_task(capsys):
     }.items():
         slope = formulas.ols(formula, table).fit().params["loss"]
         assert f"  {name}: {slope:+.4f} [" in printed
+
+
+RESULTS = Path(real_models.__file__).parent / "results" / "real_models"
+MODELS = ("smollm2-135m", "gemma-3-270m-q4_k_m")
+
+
+def committed(part: str) -> list[pandas.DataFrame]:
+    return [pandas.read_csv(RESULTS / f"{model}-{part}.csv") for model in MODELS]
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (Path(tlc.__file__).parents[1] / "docs" / "findings.md").read_text()
+
+
+def signed(text: str) -> str:
+    """Write a minus as one, and no minus before 0."""
+    return re.sub(r"-(?=0\.0+(?!\d))", "", text).replace("-", "−")
+
+
+@pytest.mark.parametrize(
+    ("label", "model", "token", "column"),
+    [
+        ("", "trained", "last", "k=10"),
+        (", at the middle token", "trained", "middle", "k=10"),
+        ("$k = 2$", "trained", "last", "k=2"),
+        ("$k = 50$", "trained", "last", "k=50"),
+        (", layers one apart", "trained", "last", "neighbours"),
+        (
+            ", without each block's first singular pair",
+            "trained",
+            "last",
+            "without σ₁",
+        ),
+        (
+            ", norm scales, attention patterns and gates held constant",
+            "trained",
+            "last",
+            "frozen",
+        ),
+        (
+            ", every dimension of the stream in units of its own size",
+            "trained",
+            "last",
+            "standard units",
+        ),
+        (
+            ", in units of the sizes of other dimensions",
+            "trained",
+            "last",
+            "shuffled units",
+        ),
+        (", untrained", "untrained", "last", "k=10"),
+        (", uniform gains in the norms", "uniform gains", "last", "k=10"),
+    ],
+)
+def test_the_page_says_what_the_committed_norms_give(page, label, model, token, column):
+    cells = []
+    for table in committed("norms"):
+        chosen = table[(table["model"] == model) & (table["token"] == token)]
+        values = chosen[column].dropna()
+        assert len(values) == 20
+        half = stats.t.ppf(0.975, 19) * values.sem()
+        ends = values.mean() - half, values.mean() + half
+        cells.append(f"{values.mean():.3f} [{ends[0]:.3f}, {ends[1]:.3f}]")
+    label = label if label.startswith("$") else f"$k = 10${label}"
+    assert signed(f"| {label} | {' | '.join(cells)} |") in page
+
+
+def test_the_page_says_what_the_committed_noise_gives(page, capsys):
+    tables = committed("noise")
+    for (change, size), _ in tables[0].groupby(["change", "size"]):
+        cells = []
+        for table in tables:
+            chosen = table[(table["change"] == change) & (table["size"] == size)]
+            means = chosen[["loss", "coupling"]].mean()
+            cells += [f"{means['loss']:.2f}", f"{means['coupling']:.3f}"]
+        label = {"none": "none", "noise": f"noise {size:g}"}.get(
+            change, f"louder × {size:g}"
+        )
+        assert f"| {label} | {' | '.join(cells)} |" in page
+    real_models.show_noise(dict(zip(MODELS, tables, strict=True)))
+    slopes = re.findall(r"at one size of noise: (\S+ \[.+?\])", capsys.readouterr().out)
+    assert len(slopes) == 2
+    text = " ".join(page.split())
+    assert f"{signed(slopes[0])} per nat in SmolLM2" in text
+    assert f"{signed(slopes[1])} in Gemma" in text
+
+
+def test_the_page_says_what_the_committed_prompts_give(page, capsys):
+    real_models.show_prompts(dict(zip(MODELS, committed("prompts"), strict=True)))
+    printed = capsys.readouterr().out
+    labels = {
+        "over all": "nothing",
+        "within tasks": "the task",
+        "within tasks, length fixed": "the task, and the logarithm of the length",
+    }
+    for name, label in labels.items():
+        slopes = re.findall(rf"  {name}: (\S+ \[.+?\])", printed)
+        assert len(slopes) == 2
+        assert signed(f"| {label} | {' | '.join(slopes)} |") in page
 
 
 def test_parts_that_are_there_are_not_run_again(

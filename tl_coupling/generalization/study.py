@@ -123,7 +123,7 @@ def generalization_study(
         >>> scores = pandas.DataFrame({"model": list("abcde"), "score": [30, 35, 41, 43, 52]})
         >>> tlc.generalization.generalization_study(data, scores, n_resamples=100)
         Generalization(score against coupling, k = 10, 5 models, 4 prompts:
-          slope 52 (35.16 to 68.84), R² = 0.970, Spearman's ρ = 1.000, p = 0.0022 (0.03
+          slope 52 (28.61 to 75.39), R² = 0.970, Spearman's ρ = 1.000, p = 0.011 (0.03
           corrected for 1 looks))
     """
     if diagonal is not None:

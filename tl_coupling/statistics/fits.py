@@ -503,10 +503,11 @@ def _standard_errors(
 
     Rows count as independent where all are of one family or each of its own.
     """
-    n_families = 1 if families is None else len(np.unique(families))
-    if 1 < n_families < len(design):
-        robust = cluster_robust(design, residuals, families)
-        return _StandardErrors(*robust, n_families, has_equal_variance=False)
+    if families is not None:
+        n_families = len(np.unique(families))
+        if 1 < n_families < len(design):
+            robust = cluster_robust(design, residuals, families)
+            return _StandardErrors(*robust, n_families, has_equal_variance=False)
     leverage = np.square(np.linalg.qr(design)[0]).sum(1)
     if equal_variance or leverage.max() > 1 - _ROUNDING:
         return of_equal_variance
