@@ -9,13 +9,17 @@ from torch import Tensor
 
 from tl_coupling.arguments import checked, made_by
 from tl_coupling.comparisons import (
+    Carriers,
     CouplingMap,
+    carriers,
     context_coupling,
     depth_coupling,
     free_end,
     neighbours,
     self_coupling,
 )
+from tl_coupling.directions import Decoded, decode
+from tl_coupling.dynamics import Products, products
 from tl_coupling.influence import Influence, cross_token_influence
 from tl_coupling.jacobians import Connection, each_once
 from tl_coupling.measures import Orientation
@@ -29,6 +33,7 @@ __all__ = ["Portrait", "TokenPortrait", "portrait", "token_portrait"]
 End = Literal["input", "output"]
 TokenMap = Literal["self", "fixed input", "fixed output"]
 TOKEN_MAPS: tuple[TokenMap, ...] = get_args(TokenMap)
+_N_DECODED = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +82,8 @@ class Portrait:
         trajectory: the shapes of all tokens' paths and the entropy of the logit lens,
             as `measure_trajectory` gives them without predictions and noise. Plots and
             the report read them from here, so that neither runs the model.
+        carriers, products, decoded: what carries coupling, what the blocks do together,
+            and the tokens of a block's directions; `None` unless asked for.
 
     Example:
         >>> measured = tlc.portrait(trace, k=(4, 8))
@@ -92,6 +99,9 @@ class Portrait:
     tokens: dict[TokenMap, CouplingMap]
     influence: Influence
     trajectory: TrajectoryResult
+    carriers: Carriers | None = None
+    products: Products | None = None
+    decoded: Decoded | None = None
 
     @property
     def entropy(self) -> Float[Tensor, "n_layers_plus_1 n_pos"] | None:
@@ -230,6 +240,9 @@ def portrait(
     other_layer: int | None = None,
     input_position: int = 0,
     orientation: Orientation = "ujv",
+    with_carriers: bool = False,
+    with_products: bool = False,
+    decoded_layer: int | None = None,
     progress: Progress | None = None,
 ) -> Portrait:
     """Measure what `write_report` draws of a prompt: coupling, influence, trajectories.
@@ -245,14 +258,19 @@ def portrait(
         other_layer: of their singular vectors.
         input_position: the fixed input.
         orientation: as in `depth_coupling`.
+        with_carriers: also which heads and MLPs carry coupling, at the smallest k.
+        with_products: also the products of blocks.
+        decoded_layer: the block whose top singular vectors are decoded; none by
+            default.
         progress: as in `depth_coupling`.
 
     Raises:
-        ValueError: no k, k outside `[1, d_model]`, a layer or position out of range.
+        ValueError: no k, k outside `[1, d_model]`, a layer or position out of range; as
+            `carriers`, `dynamics.products` and `directions.decode`.
 
     Warns where the model has no logits, and where a measure is undefined (NaN).
 
-    Cost: `depth_coupling` and `token_portrait`.
+    Cost: `depth_coupling` and `token_portrait`, and those that are asked for.
 
     Example:
         >>> measured = tlc.portrait(trace, k=(4, 8))
@@ -270,6 +288,17 @@ def portrait(
     layer, other_layer = neighbours(trace, layer, other_layer)
     ends: dict[End, int] = {"input": fixed_input, "output": output}
     maps = _maps_that_vary(trace, ends)
+    # The cheapest first: wrong arguments are reported before the long work.
+    decoded = None
+    if decoded_layer is not None:
+        n_decoded = min(_N_DECODED, trace.d_model)
+        decoded = decode(trace, decoded_layer, n_decoded, position=output)
+    carrying = None
+    if with_carriers:
+        carrying = carriers(trace, ks[0], output, orientation, progress=progress)
+    of_blocks = None
+    if with_products:
+        of_blocks = products(trace, position=output, progress=progress)
     with each_once(trace, _read_again(trace, maps, (layer, other_layer), ends)):
         depth = depth_coupling(
             trace, ks[-1], output, orientation=orientation, progress=progress
@@ -296,6 +325,9 @@ def portrait(
         trajectory=measure_trajectory(
             trace, position=output, linear=False, noise=False
         ),
+        carriers=carrying,
+        products=of_blocks,
+        decoded=decoded,
     )
 
 

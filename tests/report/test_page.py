@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 import browser
 import tiny
 import tl_coupling as tlc
+from html_reader import Reader
 from tl_coupling.interactive import visible_token
 from tl_coupling.report import html_report, write_report
 
@@ -65,34 +65,6 @@ def page(
     runs: dict[str, tlc.portraits.Portrait], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     return write_report(tmp_path_factory.mktemp("report") / "report.html", runs)
-
-
-class Reader(HTMLParser):
-    """Elements, text, and whether every element is closed in order."""
-
-    VOID = frozenset({"meta", "img", "br", "link", "input", "hr"})
-
-    def __init__(self, source: str):
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text, self.open = "", [""]
-        self.feed(source)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, self.open[-3:]
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1] not in ("script", "style"):
-            self.text += data
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attrs for name, attrs in self.elements if name == tag]
 
 
 @pytest.fixture(scope="module")

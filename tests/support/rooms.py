@@ -18,9 +18,9 @@ LEVELS = [
     "traces",
     "jacobians",
     "comparisons influence trajectories dynamics",
-    "portraits",
     "surveys",
     "redundancy directions generalization",
+    "portraits",
     "plots interactive report",
     "cli",
 ]

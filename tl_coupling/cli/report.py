@@ -28,6 +28,20 @@ def report(
     comparing: Comparing,
     across: AcrossTokens,
     prompt: OnePrompt,
+    carriers: Annotated[
+        bool, typer.Option(help="Also show which heads and MLPs carry coupling.")
+    ] = False,
+    products: Annotated[
+        bool, typer.Option(help="Also show what the blocks amplify together.")
+    ] = False,
+    directions: Annotated[
+        int | None,
+        typer.Option(
+            help="Also show the tokens that this block's singular vectors promote; "
+            "negative: from the end.",
+            metavar="LAYER",
+        ),
+    ] = None,
     untrained: Untrained = True,
     out: Annotated[
         Path, typer.Option(help="The page to write.", dir_okay=False)
@@ -48,6 +62,9 @@ def report(
       tl-coupling report --model gpt2 --k 10 --k 50 --layer 5 --other-layer 8
       --no-untrained --out gpt2.html
 
+      tl-coupling report --prompt "The capital of France is" --carriers --products
+      --directions -2 --out report.html
+
       tl-coupling report --model google/vit-base-patch16-224 --image cat.jpg --out
       cat.html
     """
@@ -66,6 +83,9 @@ def report(
             trace,
             k=ks,
             orientation=comparing.orientation,
+            with_carriers=carriers,
+            with_products=products,
+            decoded_layer=directions,
             progress=partial(run.bar, "measuring"),
             **across.arguments(single_prompt),
         )

@@ -25,6 +25,7 @@ from tl_coupling.interactive import (
 )
 from tl_coupling.plots import color_scale, patches_of
 from tl_coupling.portraits import Portrait
+from tl_coupling.report.extras import extra_sections
 from tl_coupling.report.parts import (
     figure,
     grid,
@@ -127,6 +128,11 @@ def _in_common(run: Portrait) -> dict[str, object]:
         "layers": run.depth.row_layers,
         "position": run.position,
         "token maps": list(run.tokens),
+        "parts": [
+            name
+            for name in ("carriers", "products", "decoded")
+            if getattr(run, name) is not None
+        ],
     }
 
 
@@ -164,6 +170,7 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
         "tokens": _tokens(runs, first),
         "influence": _influence(runs, first),
         **over_picture(runs),
+        **extra_sections(runs),
         **_trajectories(runs, first),
         "provenance": "".join(map(_provenance, maps, maps.values())),
     }

@@ -1,0 +1,136 @@
+"""The sections of a report that are there only where they were asked for."""
+
+import html
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tiny
+import tl_coupling as tlc
+from html_reader import Reader
+from tl_coupling.report import html_report
+
+pytestmark = pytest.mark.on_3_only
+
+ASKED = {"with_carriers": True, "with_products": True, "decoded_layer": 0}
+SECTIONS = ["what-carries-coupling", "blocks-together", "directions"]
+
+
+@pytest.fixture(scope="module")
+def runs(tokenizer_folder: Path) -> dict[str, tlc.portraits.Portrait]:
+    models = {
+        "trained": tiny.huggingface_model("llama", 0),
+        "untrained": tiny.huggingface_model("llama", 1),
+    }
+    return {
+        name: tlc.portrait(
+            tlc.trace(tiny.bridge(model, tokenizer_folder), tiny.TOKENS),
+            k=(4,),
+            **ASKED,
+        )
+        for name, model in models.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def page(runs: dict[str, tlc.portraits.Portrait]) -> str:
+    return html_report(runs)
+
+
+def section_of(page: str, name: str) -> str:
+    return page.split(f'<section id="{name}">')[1].split("</section>")[0]
+
+
+def test_sections_are_there_where_they_were_asked_for(page, runs):
+    read = Reader(page)
+    assert read.open == [""]
+    ids = [attributes.get("id") for attributes in read.all("section")]
+    assert [name for name in ids if name in SECTIONS] == SECTIONS
+    links = [attributes.get("href") for attributes in read.all("a")]
+    assert {f"#{name}" for name in SECTIONS} <= set(links)
+    plain = {
+        name: replace(run, carriers=None, products=None, decoded=None)
+        for name, run in runs.items()
+    }
+    without = html_report(plain)
+    assert not any(f'id="{name}"' in without for name in SECTIONS)
+    assert not any(f"#{name}" in without for name in SECTIONS)
+
+
+def test_runs_must_have_the_same_sections(runs):
+    first, second = runs.values()
+    with pytest.raises(ValueError, match="same parts, 'b' has \\['carriers', 'prod"):
+        html_report({"a": first, "b": replace(second, decoded=None)})
+
+
+def test_shares_are_those_of_the_results(page, runs):
+    section = section_of(page, "what-carries-coupling")
+    for name, run in runs.items():
+        merged = run.carriers.by_branch()
+        for i, label in enumerate(merged.labels):
+            row = re.search(
+                rf"<tr><th[^>]*>{label}, {name}</th>(.+?)</tr>", section
+            ).group(1)
+            low, high = merged.null_interval(label)
+            assert re.findall("<td>(.+?)</td>", row) == [
+                f"{float(merged.mean('diagonal_share')[i]):.3f}",
+                f"{float(merged.mean('jacobian_share')[i]):.3f}",
+                f"{float(merged.mean()[i]):+.3f}",
+                f"{low:+.3f} to {high:+.3f}",
+            ]
+    assert section.count("<img") == 3
+
+
+def test_products_are_those_of_the_results(page, runs):
+    section = section_of(page, "blocks-together")
+    for run in runs.values():
+        assert f"log σ₁ is {float(run.products.log_largest[-1]):.2f} after 2" in section
+        low, high = run.products.null_interval[-1].tolist()
+        assert f"turned blocks have {low:.2f} to {high:.2f}" in section
+
+
+def test_directions_show_both_ends_of_each(page, runs):
+    decoded = runs["trained"].decoded
+    section = section_of(page, "directions")
+    cards = section.split('<div class="direction">')[1:]
+    assert len(cards) == len(decoded.gains) == 6
+    network = decoded.ways.index("network")
+    for i, card in enumerate(cards):
+        ends = re.findall(r"<dt>writes .</dt><dd>(.+?)</dd>", card)
+        shown = [re.findall("<code>(.*?)</code>", end) for end in ends]
+        assert [list(map(html.unescape, tokens)) for tokens in shown] == [
+            [text.strip() or "␣" for text in decoded.texts_of(network, i, end)[:8]]
+            for end in (0, 1)
+        ]
+        component = int(decoded.reads[i].abs().argmax())
+        largest = f"{decoded.components[component]} {decoded.reads[i, component]:+.2f}"
+        assert f"<dt>reads</dt><dd>{largest}" in card
+        assert f"σ = {float(decoded.gains[i]):.2f}" in card
+
+
+def test_tokens_are_escaped(runs):
+    run = runs["trained"]
+    texts = ("<script>alert(1)</script>",) * len(run.decoded.texts)
+    page = html_report(
+        {"trained": replace(run, decoded=replace(run.decoded, texts=texts))}
+    )
+    assert "<script>alert" not in page
+    assert "script&gt;alert(1)" in section_of(page, "directions")
+
+
+def test_the_command_takes_them(call, folder_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    options = {"model": folder_model, "prompt": "w3 w14 w15", "k": 4, "out": out}
+    call(
+        "report",
+        "--carriers",
+        "--products",
+        "--no-untrained",
+        directions=-1,
+        **options,
+    )
+    page = out.read_text(encoding="utf-8")
+    assert "singular vectors of layer 1 at" in section_of(page, "directions")
+    assert all(f'id="{name}"' in page for name in SECTIONS)
