@@ -158,6 +158,10 @@ def report(app: Sphinx) -> None:
             "report",
             "--prompt",
             PROMPT,
+            "--carriers",
+            "--products",
+            "--directions",
+            "-2",
             "--out",
             str(page),
         ]

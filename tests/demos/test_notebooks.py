@@ -130,6 +130,33 @@ def directions(printed: Printed) -> None:
         assert principal > shared > 2 * random
 
 
+def carriers(printed: Printed) -> None:
+    (difference,) = printed.numbers("their sum differs from the Jacobian by # of")
+    assert difference < 1e-5
+    sizes = {}
+    for label in ("attn_out", "mlp_out", "mlp∘attn"):
+        carried, size, excess, low, high = printed.numbers(
+            f"{label}: # of coupling, # of J, excess # (random # to #)"
+        )
+        assert excess == pytest.approx(carried - size, abs=0.002)
+        sizes[label] = excess, low, high
+    assert sizes["attn_out"][0] > sizes["attn_out"][2]
+    line = "{}: gain # [#, #] nats, # directions carry the product, # if turned"
+    _, low, _, n_directions, n_turned = printed.numbers(line.format("trained"))
+    assert low > 0
+    assert n_directions < n_turned / 2
+    _, low, high, n_directions, n_turned = printed.numbers(line.format("untrained"))
+    assert low < 0 < high
+    assert n_directions == pytest.approx(n_turned, rel=0.05)
+    for layer in (14, 20):
+        share, random, henrici, random_henrici = printed.numbers(
+            f"layer {layer}: # complex (random #), Henrici # (random #)"
+        )
+        assert share > 0.9
+        assert abs(share - random) < 0.05
+        assert henrici < random_henrici
+
+
 def emergence(printed: Printed) -> None:
     line = "step {}: coupling # (null #), loss #, line-shape score #"
     first, middle, last = (printed.numbers(line.format(step)) for step in (0, 32, 256))
@@ -186,6 +213,7 @@ CHECKS: dict[str, Callable[[Printed], None]] = {
         quickstart,
         tokens_and_trajectories,
         directions,
+        carriers,
         emergence,
         generalization,
         vision,
