@@ -107,7 +107,7 @@ ON_THE_CPU = {
     ): "results are on the CPU",
     "torch.zeros(n_layers, dtype=torch.float64)": "numbers beside the matrices",
     "torch.empty(0)": "only its dtype and device are read",
-    "torch.zeros(len(X), dtype=torch.bool)": "part of an error message",
+    "torch.zeros(len(self.rows.X), dtype=torch.bool)": "part of an error message",
     "torch.tensor(numbers, dtype=x.dtype)": "drawn",
     (
         "torch.full((len(influence.layers), run.trace.n_pos), "
