@@ -32,6 +32,8 @@ NOT_RUN = [command for block in BLOCKS if block.needs for command in block.comma
 TEXTS = {
     path: path.read_text()
     for path in (pages.README, *sorted((pages.ROOT / "docs").rglob("*.md")))
+    # What the build of the site writes is no source.
+    if "_made" not in path.parts
 }
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
