@@ -20,6 +20,7 @@ import tl_coupling as tlc
 import vit
 import vit_models
 import vit_report
+from unequal_variance import of_unequal_variance
 from vit_models import TrainingConfig
 
 pytestmark = pytest.mark.on_3_only
@@ -77,15 +78,10 @@ def synthetic() -> vit_report.Study:
 
 
 def least_squares(y: np.ndarray, *columns: np.ndarray) -> tuple[float, float, float]:
-    """Slope of the first column, with its 95 % t interval, by the normal equations."""
-    X = np.column_stack([*columns, np.ones(len(y))])
-    inverse = np.linalg.inv(X.T @ X)
-    coefficients = inverse @ X.T @ y
-    residuals = y - X @ coefficients
-    freedom = len(y) - X.shape[1]
-    half = stats.t.ppf(0.975, freedom) * np.sqrt(
-        residuals @ residuals / freedom * inverse[0, 0]
-    )
+    """Slope of the first column, with its 95 % t interval, HC2."""
+    X = np.column_stack([*columns, np.ones(len(y))]).astype(float)
+    coefficients, errors, freedom = of_unequal_variance(X, y)
+    half = stats.t.ppf(0.975, freedom[0]) * errors[0]
     return coefficients[0], coefficients[0] - half, coefficients[0] + half
 
 
