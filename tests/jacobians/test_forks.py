@@ -192,6 +192,27 @@ def test_an_interrupt_ends_them():
     assert errors.count("Traceback") == 1
 
 
+@pytest.mark.parametrize("where", ["before", "after_in_parent", "after_in_child"])
+def test_an_interrupt_while_it_forks_is_not_lost(where):
+    """Python forgets an exception in what it calls before and after a fork."""
+    program = f"""
+        import os, signal, time, torch
+        from tl_coupling.jacobians.forks import of_each
+        torch.set_num_threads(2)
+
+        def interrupt():
+            os.killpg(0, signal.SIGINT)
+
+        os.register_at_fork({where}=interrupt)
+        list(of_each(time.sleep, [60, 60], 2))
+    """
+    process = started(program)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == 1
+    assert "KeyboardInterrupt" in errors
+
+
 def test_they_end_with_the_process_that_forked_them():
     program = """
         import os, time, torch

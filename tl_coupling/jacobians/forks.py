@@ -11,7 +11,6 @@ of a process in which several have run.
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from tl_coupling.interrupts import hear_interrupts
+from tl_coupling.interrupts import hear_interrupts, ignore_interrupts, interrupts_held
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -125,7 +124,8 @@ class _Fork(Generic[Item, Result]):
         self.process: BaseProcess = context.Process(
             target=_compute, args=(function, item, theirs), daemon=True
         )
-        with warnings.catch_warnings():
+        # Python forgets an exception in what it calls before and after a fork.
+        with interrupts_held(), warnings.catch_warnings():
             # Python 3.12 warns of threads; those of this process hold no lock that a
             # fork takes.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -157,8 +157,7 @@ class _Fork(Generic[Item, Result]):
 
 def _compute(function: Callable[[Item], Result], item: Item, pipe: Connection) -> None:
     """Send the function of an item; what a fork does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ignore_interrupts()
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     # What went wrong is seen where it is computed again.
