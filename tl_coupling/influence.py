@@ -12,7 +12,12 @@ from torch import Tensor
 
 from tl_coupling.arguments import checked, made_by
 from tl_coupling.comparisons import free_end
-from tl_coupling.jacobians import Connection, JacobianOptions, chosen_layers, passing
+from tl_coupling.jacobians import (
+    Connection,
+    JacobianOptions,
+    all_singular_values,
+    chosen_layers,
+)
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import effective_rank, participation_ratio
@@ -112,9 +117,11 @@ def cross_token_influence(
     connections = [
         Connection(layer, t1, t2, t1) for layer in selected_layers for t1 in sources
     ]
-    jacobians = passing(trace, connections, JacobianOptions(progress=progress))
+    values, paths = all_singular_values(
+        trace, connections, JacobianOptions(progress=progress)
+    )
     S = rearrange(
-        jacobians.all_singular_values(),
+        values,
         "(layer source) singular -> layer source singular",
         layer=len(selected_layers),
     )
@@ -126,5 +133,5 @@ def cross_token_influence(
         layers=tuple(selected_layers),
         source_positions=tuple(sources),
         output_position=t2,
-        provenance=trace.provenance | {"paths": jacobians.paths},
+        provenance=trace.provenance | {"paths": paths},
     )

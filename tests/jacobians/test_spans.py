@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import tl_coupling as tlc
 from tl_coupling.jacobians import each_once
 from tl_coupling.jacobians.connections import Connection
 from tl_coupling.jacobians.spans import _of_whole_layers
+from tl_coupling.spectra import SimilarRanks
 
 HERE = os.getpid()
 pytestmark = [
@@ -128,6 +130,36 @@ def test_forks_are_not_used_where_something_would_be_lost(
     pids.clear()
     tlc.depth_coupling(trace, 4)
     assert not pids
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_influence_of_forks_is_that_of_one_by_one(
+    is_held, tokenizer_folder, two_threads, monkeypatch
+):
+    trace = tlc.trace(bridge("gpt_neox", tokenizer_folder), TEXT)
+    known: list[int] = []
+
+    def ranks() -> SimilarRanks:
+        known.append(os.getpid())
+        return SimilarRanks()
+
+    def influence(least_work: int) -> tlc.influence.Influence:
+        name = "tl_coupling.jacobians.spans._LEAST_WORK"
+        monkeypatch.setattr(name, least_work)
+        return tlc.cross_token_influence(trace)
+
+    monkeypatch.setattr("tl_coupling.jacobians.decomposed.SimilarRanks", ranks)
+    expected = influence(2**60)
+    assert known == [HERE]
+    sources = [Connection(1, t, 3, t) for t in range(4)]
+    with each_once(trace, sources) if is_held else nullcontext():
+        if is_held:
+            tlc.context_coupling(trace, 0, 1, fixed="output", position=3, k=4)
+        of_forks = influence(1)
+    assert known == [HERE], "Jacobians were decomposed in this process"
+    for name in tlc.influence.INFLUENCE_MEASURES:
+        torch.testing.assert_close(getattr(of_forks, name), getattr(expected, name))
+    assert of_forks.provenance == expected.provenance
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 10])

@@ -18,6 +18,7 @@ from tl_coupling.jacobians.decomposed import (
     Part,
     Passing,
     Request,
+    all_singular_values,
     decompose,
     decompose_each,
     decompose_sides,

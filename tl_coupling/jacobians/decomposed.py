@@ -22,7 +22,7 @@ from tl_coupling.jacobians.jacobians import MOST_SHARING, jacobians_of
 from tl_coupling.jacobians.memory import Budget, MapSizes
 from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.shelf import Shelf
-from tl_coupling.jacobians.spans import decompose_spans, spans_of
+from tl_coupling.jacobians.spans import decompose_spans, of_each_span, spans_of
 from tl_coupling.spectra import (
     SimilarRanks,
     Spectrum,
@@ -139,11 +139,9 @@ class Passing:
         connections: Sequence[Connection],
         batches: Iterator[Float[Tensor, "n d d"]],
         paths: dict[str, str],
-        is_on_cpu: bool = True,
     ) -> None:
         self.connections = connections
         self.paths = paths
-        self._is_on_cpu = is_on_cpu
         self._batches = batches
 
     def __len__(self) -> int:
@@ -157,20 +155,6 @@ class Passing:
             yield Part(J, S, norms)
             # Not kept while the next are computed.
             del J
-
-    def all_singular_values(self) -> Float[Tensor, "n d"]:
-        """Compute the Jacobians and return all singular values of each.
-
-        Those of one are computed beside the next Jacobian. For neighbours in the list
-        that have about the same rank, such as of one block and one output.
-        """
-        decompose_batch = SimilarRanks()
-        with InBackground(decompose_batch, self._is_on_cpu) as values:
-            for J in self._batches:
-                values.begin(J)
-                # Not kept while the next are computed.
-                del J
-            return torch.cat(values.results())
 
 
 def decompose(
@@ -217,8 +201,52 @@ def passing(
         dtype: what they are converted to before they are decomposed.
     """
     source = _Source([Request(trace, connections)], options, function=function)
+    return Passing(connections, source.singles(dtype), source.paths[0])
+
+
+def all_singular_values(
+    trace: Trace,
+    connections: Sequence[Connection],
+    options: JacobianOptions = DEFAULT_OPTIONS,
+) -> tuple[Float[Tensor, "n d"], dict[str, str]]:
+    """Return all singular values of some Jacobians, and the ways to these.
+
+    The Jacobians are not kept, nor held for other measurements. Several layers are
+    computed at once, each by a fork, or the values of one Jacobian beside the next.
+
+    Args:
+        trace: a traced prompt.
+        connections: whose Jacobians are decomposed. Neighbours in the list should have
+            about the same rank, such as those of one block and one output.
+        options: how Jacobians are computed.
+    """
+    sizes = MapSizes.of(trace, n_rows=1, n_columns=1, k=trace.d_model)
+    spans = spans_of(trace, connections, sizes, options, keeps_held=False)
+    if len(spans) == 1:
+        return _all_singular_values(trace, connections, options)
+    of_forks = JacobianOptions(options.chunk_size, progress=False)
+
+    def computed(span: range) -> tuple[Float[Tensor, "n d"], dict[str, str]]:
+        chosen = connections[span.start : span.stop]
+        return _all_singular_values(trace, chosen, of_forks)
+
+    done = of_each_span(computed, trace, spans, options)
+    values = torch.cat([values for values, _ in done])
+    return values, {name: path for _, paths in done for name, path in paths.items()}
+
+
+def _all_singular_values(
+    trace: Trace, connections: Sequence[Connection], options: JacobianOptions
+) -> tuple[Float[Tensor, "n d"], dict[str, str]]:
+    """Return them with the Jacobians one after the other."""
+    source = _Source([Request(trace, connections)], options)
     is_on_cpu = trace.blocks[0].X.device.type == "cpu"
-    return Passing(connections, source.singles(dtype), source.paths[0], is_on_cpu)
+    with InBackground(SimilarRanks(), is_on_cpu) as values:
+        for J in source.singles():
+            values.begin(J)
+            # Not kept while the next are computed.
+            del J
+        return torch.cat(values.results()), source.paths[0]
 
 
 def decompose_each(

@@ -30,6 +30,11 @@ class Shelf:
             self._file = tempfile.TemporaryFile(prefix="tl_coupling_")  # noqa: SIM115 (it lives as long as the shelf)
             weakref.finalize(self, self._file.close)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the matrices are in memory."""
+        return self._held is not None
+
     def put(self, start: int, matrices: Float[Tensor, "n d d"]) -> None:
         """Put matrices down from an index on."""
         if self._held is not None:

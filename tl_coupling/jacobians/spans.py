@@ -7,7 +7,7 @@ products too small for several threads.
 import mmap
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -30,13 +30,15 @@ _LEAST_WORK = 2**29
 _WORK_OF_SPAN = 2**31
 
 
+Result = TypeVar("Result")
+
+
 class Span(NamedTuple):
     """What is known of the Jacobians of some neighbouring layers, beside themselves."""
 
     spectra: Spectrum
     frobenius_norms: Float[Tensor, " n"]
     paths: dict[str, str]
-    remarks: CollectedRemarks
 
 
 def spans_of(
@@ -44,15 +46,27 @@ def spans_of(
     connections: Sequence[Connection],
     sizes: MapSizes,
     options: JacobianOptions,
+    *,
+    keeps_held: bool = True,
 ) -> list[range]:
     """Return the connections in spans of whole layers, by index.
 
     One where they are not worth a fork, forks are not allowed, or the Jacobians are
     held for other measurements: what a fork holds is lost.
+
+    Args:
+        trace: the traced prompt.
+        connections: whose Jacobians are computed.
+        sizes: of what is computed at once.
+        options: how Jacobians are computed.
+        keeps_held: False where no later measurement reads what would be held from here
+            on. What is held already can be read by forks if it is in memory.
     """
     at_once = 1
     work = len(connections) * trace.d_model**3
-    if work >= _LEAST_WORK and held_of(trace) is None:
+    held = held_of(trace)
+    is_free = held is None or (not keeps_held and held.in_memory)
+    if work >= _LEAST_WORK and is_free:
         at_once = spans_at_once(trace, sizes, options)
     if at_once == 1:
         return [range(len(connections))]
@@ -91,34 +105,58 @@ def decompose_spans(
         decompose: gives the spectra of several Jacobians.
         options: how Jacobians are computed.
     """
-    remarks = trace.blocks[0].remarks
     J = _shared(len(connections), trace.blocks[0].X)
     of_forks = JacobianOptions(options.chunk_size, progress=False)
 
     def computed(span: range) -> Span:
         own = J[span.start : span.stop]
-        with remarks.collected() as collected:
-            chosen = connections[span.start : span.stop]
-            paths = _fill(own, trace, chosen, of_forks)
+        chosen = connections[span.start : span.stop]
+        paths = _fill(own, trace, chosen, of_forks)
         # One by one: rounding depends on how many are summed at once.
         norms = [torch.linalg.matrix_norm(matrix[None]) for matrix in own]
-        return Span(decompose(own), torch.cat(norms), paths, collected)
+        return Span(decompose(own), torch.cat(norms), paths)
 
-    results = of_each(computed, spans, torch.get_num_threads())
-    done: list[Span] = []
-    starts = {span.start for span in spans}
-    loop = with_progress(range(len(connections)), options.progress, "Jacobians")
-    for i in loop:
-        if i in starts:
-            done.append(next(results))
-            remarks.add_collected(done[-1].remarks)
+    done = of_each_span(computed, trace, spans, options)
     of_all = Span(
         Spectrum.cat([span.spectra for span in done]),
         torch.cat([span.frobenius_norms for span in done]),
         {name: path for span in done for name, path in span.paths.items()},
-        CollectedRemarks([], []),
     )
     return J, of_all
+
+
+def of_each_span(
+    function: Callable[[range], Result],
+    trace: Trace,
+    spans: Sequence[range],
+    options: JacobianOptions,
+) -> list[Result]:
+    """Return a function of each span, several computed at once, each by a fork.
+
+    Args:
+        function: of a span; its result is sent by the fork.
+        trace: the traced prompt, whose remarks are noted here, too.
+        spans: of the connections, which are counted by the bar.
+        options: whose bar is shown.
+    """
+    remarks = trace.blocks[0].remarks
+
+    def with_remarks(span: range) -> tuple[Result, CollectedRemarks]:
+        with remarks.collected() as collected:
+            value = function(span)
+        return value, collected
+
+    results = of_each(with_remarks, spans, torch.get_num_threads())
+    done: list[Result] = []
+    starts = {span.start for span in spans}
+    n_connections = spans[-1].stop
+    loop = with_progress(range(n_connections), options.progress, "Jacobians")
+    for i in loop:
+        if i in starts:
+            value, collected = next(results)
+            remarks.add_collected(collected)
+            done.append(value)
+    return done
 
 
 def _fill(
