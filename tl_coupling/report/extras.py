@@ -143,8 +143,9 @@ def _directions(results: Mapping[str, Decoded], first: Portrait) -> str:
         "of a direction is arbitrary, so both ends are given. <em>Reads</em>: the product "
         "of the direction that is read with what each component wrote.</p>"
         "<p>Any list of tokens can be given a meaning. The excess kurtosis of the logits says "
-        f"whether a direction promotes few tokens strongly. {sentence(kurtosis)} Gains that "
-        "differ by less than 1 % are one group: inside it any other directions of the same span would "
+        "whether a direction promotes few tokens strongly. "
+        f"{sentence(kurtosis)} Gains that differ by less than 1 % are one group: inside it "
+        "any other directions of the same span would "
         f"do.</p>{cards}"
     )
 
