@@ -361,4 +361,4 @@ def test_the_pages_say_what_the_committed_studies_cover():
     ]
     low, high = 100 * min(of_six_or_more), 100 * max(of_six_or_more)
     findings = (root / "docs/findings.md").read_text()
-    assert f"hold it in {low:.1f} to {high:.1f} % of" in findings
+    assert f"contain it in {low:.1f} to {high:.1f} % of" in findings

@@ -138,7 +138,7 @@ def test_a_command_ends_within_seconds_in_one_line(
     n = 0 if stage == "loading" else 1
     expected = (
         f"tl-coupling: interrupted: {units} keeps {n} of 8 finished; "
-        "the same again does the rest"
+        "run the same again to do the rest"
     )
     assert (output, errors.strip()) == ("", expected)
     assert driver.returncode == 128 + signals[0]
@@ -221,7 +221,7 @@ def test_an_interrupted_pool_ends_its_workers_and_can_go_on(
         threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(
             KeyboardInterrupt,
-            match=r"results keeps 1 of 6 finished; the same again does the rest",
+            match=r"results keeps 1 of 6 finished; run the same again to do the rest",
         ):
             Folder(folder, {}).run(UNITS, measure_or_hang, executor=pool)
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
@@ -303,7 +303,7 @@ def test_workers_that_cannot_begin_are_said_once(
     from tl_coupling.surveys import executors
 
     monkeypatch.setattr(executors, "_serve", die)
-    guard = r"die before they have begun: .* under `if __name__ == \"__main__\":`"
+    guard = r"died before they began: .* under `if __name__ == \"__main__\":`"
     with pytest.raises(OSError, match=guard), process_pool(1) as pool:
         Folder(tmp_path, {}).run(UNITS, measure_or_hang, executor=pool)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

@@ -70,7 +70,7 @@ def interrupts_of_runs(
             n_finished = len(finished(folder))
             message = (
                 f"interrupted: {folder} keeps {n_finished} of "
-                f"{subject.n_units} finished; the same again does the rest"
+                f"{subject.n_units} finished; run the same again to do the rest"
             )
             # Before it has begun there is nothing to say.
             faults += (

@@ -164,10 +164,10 @@ def test_the_final_norm_is_huggingfaces_or_refused(
     if architecture in WITHOUT_FINAL_NORM:
         with pytest.raises(
             ValueError,
-            match=r"norm behind the last block, this model has none: leave it off$",
+            match=r"norm after the last block, and this model has none: leave it off$",
         ):
             tlc.trace(model, tiny.TOKENS, final_norm=True)
-        with pytest.raises(ValueError, match="norm behind the last block"):
+        with pytest.raises(ValueError, match="norm after the last block"):
             tlc.trace(model, tiny.TOKENS).logits(
                 torch.ones(tiny.D_MODEL), normalised=True
             )

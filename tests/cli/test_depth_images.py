@@ -94,7 +94,7 @@ def test_help_says_which_token_is_measured(call, command: str) -> None:
     [
         (["--prompt", "w3"], "give --prompt or --image, not both"),
         (["--image", "no-such.png"], "there is no image file 'no-such.png'"),
-        (["--image", __file__], "is no image file"),
+        (["--image", __file__], "is not an image file"),
         (["--model", "{text}"], "reads text, not images: give --model a vision model"),
         (["--position", "9"], "`position` must lie in [-9, 8]"),
     ],

@@ -174,11 +174,11 @@ def test_families_by_patterns(call, given, tmp_path):
         ),
         (
             ["--family", "GPT=*gpt*"],
-            "`--family` GPT: no model is like '*gpt*'; there are org/m0, org/m1",
+            "`--family` GPT: no model matches '*gpt*'; there are org/m0, org/m1",
         ),
         (
             ["--family", "a=org/m1", "--family", "b=*"],
-            "`--family` b: org/m1 is of the family a already",
+            "`--family` b: org/m1 is already of the family a",
         ),
         (["--survey", "{tmp}"], "{tmp}"),
         (["--survey", "{tmp}/none.nc"], "no survey at"),

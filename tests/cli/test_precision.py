@@ -399,8 +399,8 @@ def test_other_commands_quantise(
         "depth", *options, "--untrained", "--out", tmp_path / "no", status=2
     ).err
     assert (
-        "`--quantization` is for weights in files, which an "
-        "untrained twin has none of: --no-untrained"
+        "`--quantization` is for weights in files, and an "
+        "untrained twin has none: give --no-untrained"
     ) in errors
     errors = call("depth", *options[:-1], "nf5", status=2).err
     assert "'nf5' is not one of 'nf4', 'int8'" in errors

@@ -39,7 +39,7 @@ def test_the_page_says_what_the_committed_capacities_give() -> None:
     slopes = capacity_report.slopes(table)
     of_all = slopes[slopes["at"] == "all"].set_index(["mark", "of", "size"])
     page = (DOCS / "findings.md").read_text()
-    assert f"all {len(slopes)} hold together" in page
+    assert f"all {len(slopes)} are simultaneous" in page
     for mark in slopes["mark"].unique():
         cells = []
         for factor in ("width", "learning_rate"):

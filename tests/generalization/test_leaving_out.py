@@ -435,7 +435,7 @@ def test_one_family_says_nothing_of_others():
     data, scores = simpson()
     result = generalization_study(data, scores.assign(family="Pythia"), n_resamples=50)
     assert (
-        "all models are of one family, Pythia: nothing is known of others"
+        "all models are of one family, Pythia: nothing is known about others"
         in result.remarks
     )
     assert result.association.linear.n_families is None

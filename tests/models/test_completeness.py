@@ -292,7 +292,7 @@ def test_a_checkpoint_without_a_head_is_measured_without_logits(
     torch.testing.assert_close(trace.residual[:-1], stream[:-1], rtol=1e-5, atol=1e-5)
     assert trace.provenance["head"].startswith("not in the checkpoint (")
     assert any(
-        "there are no logits, entropies and losses" in remark
+        "there are no logits, entropies or losses" in remark
         for remark in trace.provenance["remarks"]
     )
     with pytest.raises(
@@ -313,7 +313,7 @@ def test_a_survey_of_it_has_no_loss_and_says_so(tmp_path: Path) -> None:
     measured = measures(trace, settings, tlc.depth_coupling(trace, k=3))
     assert bool(measured.loss.isnull())
     assert bool(measured.logit_lens_entropy.isnull().all())
-    assert "no logits, entropies and losses" in str(measured.remarks.item())
+    assert "no logits, entropies or losses" in str(measured.remarks.item())
 
 
 def test_a_vit_with_and_without_a_pooler(tmp_path: Path) -> None:

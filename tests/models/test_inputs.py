@@ -123,13 +123,13 @@ def test_a_file_a_picture_and_its_pixels_are_one_input(
         (
             "no such file.png",
             ValueError,
-            "this model reads images, and 'no such file.png' is no image file",
+            "this model reads images, and 'no such file.png' is not an image file",
         ),
-        (__file__, ValueError, "is no image file"),
+        (__file__, ValueError, "is not an image file"),
         (
             tlc.Prompt("a", "a text"),
             ValueError,
-            "this model reads images, and 'a text' is no image file",
+            "this model reads images, and 'a text' is not an image file",
         ),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_model_without_a_processor_takes_pixels_alone(
 ) -> None:
     with pytest.raises(
         ValueError,
-        match="no image processor is saved with this model, so that it takes pixels alone",
+        match="no image processor is saved with this model, so it takes only pixels",
     ):
         tlc.trace(model, picture)
 

@@ -270,7 +270,7 @@ def test_a_broken_file_is_refused_in_one_line(model: nn.Module, tmp_path: Path) 
     with Image.open(tmp_path / "half.png") as image:
         for source in (tmp_path / "half.png", image):
             with pytest.raises(
-                ValueError, match="is no image file that can be read"
+                ValueError, match="is not an image file that can be read"
             ) as caught:
                 tlc.trace(model, source)
             assert "\n" not in str(caught.value)
@@ -279,6 +279,6 @@ def test_a_broken_file_is_refused_in_one_line(model: nn.Module, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["a\0b.png", "\ud800.png"])
 def test_names_that_no_file_has(model: nn.Module, name: str) -> None:
     with pytest.raises(
-        ValueError, match=r"this model reads images, and .* is no image file"
+        ValueError, match=r"this model reads images, and .* is not an image file"
     ):
         tlc.trace(model, name)

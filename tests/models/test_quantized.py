@@ -228,7 +228,7 @@ def test_a_checkpoint_that_was_saved_quantised(kind: str, tmp_path: Path) -> Non
         tlc.load_model(str(tmp_path / "packed"), quantization="nf4")
     with pytest.raises(
         tlc.ModelError,
-        match=rf"are to be quantised or are so \({kind}\): leave one of the two out$",
+        match=rf"are quantised or are to be \({kind}\): leave one of the two out$",
     ):
         tlc.load_model(str(tmp_path / "packed"), memory="stream")
     # Its configuration alone is used.
@@ -442,7 +442,7 @@ def test_what_transformers_does_not_dequantise(
 def test_what_does_not_go_with_quantisation(folder_model: Path) -> None:
     streamed = refused(str(folder_model), quantization="nf4", memory="stream")
     assert streamed.endswith(
-        "are to be quantised or are so (nf4): leave one of the two out"
+        "are quantised or are to be (nf4): leave one of the two out"
     )
     assert (
         refused("some.gguf", quantization="nf4")

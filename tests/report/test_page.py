@@ -227,7 +227,7 @@ def test_the_same_results_give_the_same_page(
 def test_one_token(tokenizer_folder: Path) -> None:
     model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
     page = Reader(html_report({"alone": tlc.portrait(tlc.trace(model, [3]), k=(4,))}))
-    assert "No token stands before the measured one." in page.text
+    assert "There is no token before the measured one." in page.text
     assert "The prompt has one token" in page.text
     assert not [image for image in page.all("img") if "tokens" in str(image["alt"])]
 
@@ -235,7 +235,7 @@ def test_one_token(tokenizer_folder: Path) -> None:
 def test_a_first_and_a_last_token_leave_maps_out(tiny_trace: tlc.Trace) -> None:
     measured = tlc.portrait(tiny_trace, k=(4,), position=0, input_position=-1)
     assert list(measured.tokens) == ["self"]
-    assert "No token stands before the measured one." in html_report({"a": measured})
+    assert "There is no token before the measured one." in html_report({"a": measured})
 
 
 def test_a_report_that_cannot_be_drawn_leaves_the_old_one(tmp_path: Path) -> None:

@@ -626,7 +626,7 @@ def test_a_folder_of_something_else_is_said(tmp_path: Path) -> None:
         open_survey(tmp_path)
     Folder(tmp_path, {"of": "something else"})
     with pytest.raises(
-        ValueError, match="holds results of something else than a survey"
+        ValueError, match="holds results of something other than a survey"
     ):
         open_survey(tmp_path)
 
@@ -743,7 +743,7 @@ def test_units_of_different_versions_open_and_are_named(
     record.write_text(json.dumps(content))
     with pytest.warns(
         UserWarning,
-        match=r"were not all measured alike: device, versions differ, attrs\['provenance_by",
+        match=r"were not all measured alike: device, versions differ; attrs\['provenance_by",
     ):
         opened = open_survey(tmp_path)
     by_unit = json.loads(opened.attrs["provenance_by_unit"])
@@ -808,7 +808,7 @@ def test_the_folder_of_the_command_opens_too(
         ({"prompts_per_unit": 0}, "`prompts_per_unit` must be at least 1, got 0"),
         (
             {"untrained": True, "checkpoints": [1]},
-            "`untrained` does not go with `checkpoints`",
+            "`untrained` cannot be combined with `checkpoints`",
         ),
         ({"models": ["./nowhere"]}, "there is no such folder: ./nowhere"),
         (

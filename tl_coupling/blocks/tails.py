@@ -87,8 +87,8 @@ def final_norm(model: nn.Module, model_input: ModelInput) -> nn.Module:
         states = getattr(raw, "hidden_states", None)
         if norm is None or (states and torch.equal(states[-1], X)):
             raise ValueError(
-                "`final_norm=True` needs a norm behind the last block, this model has "
-                "none: leave it off"
+                "`final_norm=True` needs a norm after the last block, and this model "
+                "has none: leave it off"
             )
         if states and not _close(norm(X), states[-1], X.dtype):
             raise ValueError(

@@ -59,8 +59,8 @@ def carriers(
     The Jacobian of a block is a sum: its heads, its MLP, and the MLP acting on what
     attention adds. So are the coupling matrices A, and each of these components has a
     share of the diagonal of A, beside its share of the Jacobian J itself, which random
-    singular vectors would give. Prints both and the excess of the one over the other,
-    means over pairs of different layers; writes the shares of every head and pair as
+    singular vectors would give. Prints both, and the excess of the first over the second,
+    as means over pairs of different layers; writes the shares of every head and pair as
     netCDF, JSON and pictures. With --untrained, those of the untrained twin as well.
 
     Examples:
@@ -171,7 +171,7 @@ def _table(results: dict[str, Carriers]) -> Table:
     trained = results["trained"]
     title = f"{trained.provenance['model']}: what carries coupling, k = {trained.k}"
     caption = (
-        "means over pairs of different layers; excess: diag A less J\n"
+        "means over pairs of different layers; excess: diag A minus J\n"
         f"null: 95 % of random subspaces\nmost excess: {_strongest_heads(trained)}"
     )
     numbers = ["diag A", "J", "excess", "null"]
@@ -187,4 +187,4 @@ def _strongest_heads(result: Carriers) -> str:
         f"L{row.layer}{row.component} {row.excess:+.3f}"
         for row in strongest.itertuples()
     ]
-    return ", ".join(names) or "no heads are told apart"
+    return ", ".join(names) or "no separate heads"

@@ -165,8 +165,8 @@ class Work:
 
 def _refuse_untrained(option: str) -> None:
     raise ValueError(
-        f"`{option}` is for weights in files, which an untrained twin has none of: "
-        "--no-untrained"
+        f"`{option}` is for weights in files, and an untrained twin has none: "
+        "give --no-untrained"
     )
 
 

@@ -53,10 +53,10 @@ def directions(
 
     Prints, for each of the top k singular vectors of one block's Jacobian, the tokens
     that its write direction promotes through the rest of the network, at both ends, and
-    the components that its read direction answers to. Beside it the excess kurtosis of
-    its logits, with the share of random directions that have at least as much: token
-    lists can always be read. Other prompts of a file are a control, and are steered
-    with --steer; --ablate removes what blocks share.
+    the components that its read direction responds to. Prints beside them the excess
+    kurtosis of its logits, with the share of random directions that have at least as
+    much: any list of tokens can be given a meaning. Other prompts of a file are a
+    control, and are steered with --steer; --ablate removes what blocks share.
 
     Examples:
 
@@ -230,7 +230,7 @@ def _decoded_table(decoded: Decoded) -> Table:
 
 
 def _components(decoded: Decoded, direction: int) -> str:
-    """Return the components that a read direction answers to most."""
+    """Return the components that a read direction responds to most."""
     reads = decoded.reads[direction]
     largest = reads.abs().topk(min(_N_COMPONENTS_SHOWN, len(reads))).indices.tolist()
     return ", ".join(f"{decoded.components[i]} {float(reads[i]):+.2f}" for i in largest)
@@ -250,7 +250,7 @@ def _steering_table(steering: Steering) -> Table:
     ]
     caption = (
         f"KL of the next token in nats, mean over {len(steering.prompts)} prompts\n"
-        "difference: singular vectors less this, 95 % t interval over prompts"
+        "difference: singular vectors minus this, 95 % t interval over prompts"
     )
     numbers = ["ε", "KL", "predicted", "difference"]
     model = steering.provenance["model"]
@@ -272,7 +272,7 @@ def _ablation_table(ablation: Ablation) -> Table:
     caption = (
         f"rank {ablation.rank}, mean over {len(ablation.prompts)} prompts, loss "
         f"{float(ablation.loss.mean()):.2f} nats\n"
-        "intervals: 95 % t over prompts; difference: shared less this"
+        "intervals: 95 % t over prompts; difference: shared minus this"
     )
     numbers = ["removed", "loss", "interval", "difference"]
     title = f"{ablation.provenance['model']}: without what its blocks {ablation.side} in common"

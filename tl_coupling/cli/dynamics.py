@@ -197,7 +197,7 @@ def _table(measured: dict[str, MeasuredDynamics]) -> Table:
         f"{trained.provenance.get('model')}: products of {plural(n_layers, 'block')}"
     )
     caption = (
-        f"gain: log σ₁ less that of blocks turned at random, {n_draws} draws, with the "
+        f"gain: log σ₁ minus that of blocks turned at random, {n_draws} draws, with the "
         "95 % of them\ndirections: participation ratio, of blocks turned at random in "
         "brackets"
     )

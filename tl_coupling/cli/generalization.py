@@ -187,14 +187,14 @@ def _families(
         members = fnmatch.filter(models, pattern)
         if not members:
             raise ValueError(
-                f"`--family` {family}: no model is like {pattern!r}; "
+                f"`--family` {family}: no model matches {pattern!r}; "
                 f"there are {', '.join(models)}"
             )
         if in_two_families := family_of.keys() & members:
             model = min(in_two_families)
             raise ValueError(
-                f"`--family` {family}: {model} is of the family {family_of[model]} "
-                "already"
+                f"`--family` {family}: {model} is already of the family "
+                f"{family_of[model]}"
             )
         family_of |= dict.fromkeys(members, family)
     return family_of

@@ -264,7 +264,7 @@ class Sweep(Measuring, Setup, Choosing):
         bool,
         typer.Option(
             "--dynamics",
-            help="Measure products of blocks too; takes about eight times as long.",
+            help="Also measure products of blocks; takes about eight times as long.",
         ),
     ] = False
     carriers: Annotated[
@@ -272,7 +272,7 @@ class Sweep(Measuring, Setup, Choosing):
         typer.Option(
             "--carriers",
             help=(
-                "Measure what attention and MLPs carry of coupling too; takes about "
+                "Also measure how much of coupling attention and MLPs carry; takes about "
                 "three times as long."
             ),
         ),
@@ -297,7 +297,7 @@ class AcrossTokens:
     """What is compared across tokens; names are those of `token_portrait`."""
 
     layer: Annotated[
-        int | None, typer.Option(help="Layer of J_1 across tokens. [in the middle]")
+        int | None, typer.Option(help="Layer of J_1 across tokens. [the middle one]")
     ] = None
     other_layer: Annotated[
         int | None,

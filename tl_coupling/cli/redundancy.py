@@ -25,10 +25,10 @@ def redundancy(
 ) -> None:
     """Measure what the model can do without: the loss as its blocks are changed.
 
-    Blocks are dropped, swapped, merged and projected, and the model is left early.
+    Drops, swaps, merges and projects blocks, and ends the model early.
     Prints the change in loss that each costs, layer by layer, beside the coupling of
     the block with all others; and whether coupling or block influence predicts it
-    (Spearman's ρ over layers). Prompts need two tokens.
+    (Spearman's ρ over layers). Prompts need at least two tokens.
 
     Examples:
 

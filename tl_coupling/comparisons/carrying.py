@@ -41,7 +41,7 @@ _NORMAL_95 = 1.96
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
 class Carriers(Saved):
-    """What each component of a block's Jacobian carries of its coupling with others.
+    """How much of a block's coupling each component of its Jacobian carries.
 
     Shares are signed, and sum to 1 over the components. A layer that lacks one of the
     components has 0 there.
@@ -106,7 +106,7 @@ class Carriers(Saved):
 
     @property
     def excess(self) -> PerPair:
-        """The diagonal share less the share of the Jacobian.
+        """The share of the diagonal minus the share of the Jacobian.
 
         How much more of coupling a component carries than its size explains. It sums to
         0 over the components, and is 0 in the mean for random singular vectors.
@@ -296,7 +296,7 @@ def carriers(
 
     They are dimensionless, may be negative, and each sums to 1. In random singular
     vectors the first has the mean of the last: what a component carries is its
-    `excess`, the first less the last.
+    `excess`, the first minus the last.
 
     Args:
         trace: a traced prompt.

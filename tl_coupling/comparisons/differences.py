@@ -161,7 +161,7 @@ def compare(
             texts, images or tokens say.
 
     Raises:
-        ValueError: no map; a mean over prompts, which has lost the single prompts; maps
+        ValueError: no map; a mean over prompts, which keeps no single prompts; maps
             of tokens, of different layers or orientations; a k that a map does not
             hold; some prompts in both, others not, or in another order; a prompt twice
             on one side; maps that do not say what they are of, without `paired`.
@@ -248,7 +248,7 @@ class _Side:
                 )
             if isinstance(result, MeanCouplingMap):
                 raise ValueError(
-                    f"`{name}` is a mean over prompts, which has lost the single "
+                    f"`{name}` is a mean over prompts, which keeps no single "
                     "prompts: give the maps of the prompts, in a list"
                 )
             side = side or cls(result, k)
@@ -290,7 +290,7 @@ def _differ_in(name: str, first: object, second: object) -> str:
     message = f"maps to compare must have the same {name}, got {first} and {second}"
     if name.endswith("layers"):
         message += (
-            "; of models of different depth only means can be compared: "
+            "; for models of different depths only means can be compared: "
             "`statistics.paired_difference` of `result.mean(k)` of each prompt"
         )
     return message

@@ -1,4 +1,4 @@
-"""Coupling of Jacobians that are there already, whatever was done to them."""
+"""Coupling of given Jacobians, whatever was done to them."""
 
 from collections.abc import Mapping, Sequence
 

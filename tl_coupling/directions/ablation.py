@@ -106,7 +106,7 @@ class Ablation(Saved):
     def of(
         self, kind: Kind = "shared", effect: Effect = "loss_change"
     ) -> Float[np.ndarray, " n_prompts"]:
-        """Return an effect on each prompt: of a control, its mean over draws.
+        """Return an effect on each prompt; for a control, its mean over draws.
 
         Raises:
             ValueError: a control that could not be drawn.
@@ -115,9 +115,9 @@ class Ablation(Saved):
 
     @checked
     def against(self, control: Control, effect: Effect = "loss_change") -> Difference:
-        """Return the effect of the subspace less that of a control.
+        """Return the effect of the subspace minus that of a control.
 
-        The interval is over prompts: a paired t interval of each prompt's effect less
+        The interval is over prompts: a paired t interval of each prompt's effect minus
         its mean over draws.
         """
         return paired_difference(self.of(control, effect), self.of("shared", effect))

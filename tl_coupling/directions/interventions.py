@@ -163,7 +163,7 @@ def check_belongs(provenance: dict[str, Any], model: nn.Module) -> None:
     if found is not None and found != expected:
         raise ValueError(
             f"these directions belong to {provenance.get('model')!r}, and this model has "
-            "other weights: find them anew in the model that you change"
+            "other weights: find them again in the model that you change"
         )
 
 

@@ -118,10 +118,10 @@ class Steering(Saved):
 
     @checked
     def against(self, control: Control, effect: Effect = "kl") -> Difference:
-        """Return the mean effect less that of a control, at each scale.
+        """Return the mean effect minus that of a control, at each scale.
 
         The interval is over prompts: a paired t interval of each prompt's mean over
-        directions less its mean over draws.
+        directions minus its mean over draws.
         """
         return paired_difference(self.of(control, effect), self.of("direction", effect))
 

@@ -163,7 +163,7 @@ def jacobian_eigenvalues(
     provenance: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Eigenvalues:
-    """Return the eigenvalues of Jacobians that are there already, as `eigenvalues`.
+    """Return the eigenvalues of given Jacobians, as `eigenvalues` does.
 
     Args:
         J: Jacobians of blocks without their skip connections.

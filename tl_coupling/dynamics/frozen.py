@@ -80,7 +80,7 @@ def frozen_bias(
     *,
     function: Function = "block",
 ) -> Float[Tensor, " d_model"]:
-    r"""What a block adds at one token that no token's stream is multiplied into.
+    r"""What a frozen block adds at one token whatever the stream is.
 
     The b of `frozen_jacobian`: what the block's biases come to, with the same things
     held constant. Zero in a block without biases (Llama), up to rounding.

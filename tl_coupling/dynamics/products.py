@@ -96,7 +96,7 @@ class Products(Saved):
 
     @property
     def alignment_gain(self) -> Float[Tensor, " n_layers"]:
-        """log σ₁ of each product, less its mean over conjugated products, in nats.
+        """log σ₁ of each product minus its mean over conjugated products, in nats.
 
         Above 0 where what one block amplifies most is what the next amplify, too.
         """
@@ -104,17 +104,17 @@ class Products(Saved):
 
     @property
     def alignment_gain_interval(self) -> Float[Tensor, "n_layers 2"]:
-        """What the gain is beside the 95 % of conjugated products nearest the mean.
+        """The gain over each end of the 95 % band of conjugated products.
 
-        It leaves out 0 where log σ₁ lies outside of the band in which one more draw
-        would lie with 95 % (t interval of a new draw).
+        It excludes 0 where log σ₁ lies outside the band in which one more draw would
+        lie with 95 % (t interval of a new draw).
         """
         low, high = self.null_interval.unbind(-1)
         return torch.stack([self.log_largest - high, self.log_largest - low], dim=-1)
 
     @property
     def null_interval(self) -> Float[Tensor, "n_layers 2"]:
-        """In which one more conjugated product's log σ₁ lies with 95 %."""
+        """Interval in which one more conjugated product's log σ₁ lies with 95 %."""
         ends = prediction_interval(self.null_log_largest.numpy())
         return torch.from_numpy(ends.T.copy())
 
@@ -127,7 +127,7 @@ class Products(Saved):
 
     @property
     def growth_rates(self) -> Float[Tensor, "n_layers d_model"]:
-        """`log σ_i / l`: growth a block, whose limits are Lyapunov exponents."""
+        """`log σ_i / l`: growth per block, whose limits are Lyapunov exponents."""
         n_blocks = torch.arange(1, len(self.layers) + 1)
         return self.log_singular_values / n_blocks[:, None]
 
@@ -212,7 +212,7 @@ def jacobian_products(
     provenance: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Products:
-    """Measure the product of Jacobians that are there already, as `products`.
+    """Measure the product of given Jacobians, as `products` does.
 
     Args:
         J: Jacobians of blocks without their skip connections, the first to run first.

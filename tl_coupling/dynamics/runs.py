@@ -61,7 +61,7 @@ class ProductMap(Saved):
 
     @property
     def alignment_gain(self) -> Float[Tensor, "n_layers n_layers"]:
-        """log σ₁ less its mean over conjugated products; 0 where l = m, NaN for l > m."""
+        """log σ₁ minus its mean over conjugated products; 0 where l = m, NaN for l > m."""
         return self.log_largest - self.null_log_largest.mean(0)
 
 

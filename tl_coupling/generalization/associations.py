@@ -41,7 +41,7 @@ class Bootstrap:
 
     Attributes:
         r_squared, slope, intercept, rho: of the linear fit, and of Spearman's
-            correlation. R² cannot be negative, so its interval never holds 0; look at
+            correlation. R² cannot be negative, so its interval never contains 0; look at
             the slope or ρ to see whether there is anything to find.
         mean, band_x, band_low, band_high: of x, over models and prompts; pointwise
             interval of the line.

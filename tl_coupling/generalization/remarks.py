@@ -93,7 +93,7 @@ def on_different_prompts(
         return []
     mixed = (
         f"means are over different prompts ({', '.join(common.models)} lack some of "
-        f"{n_prompts}), and may differ for that alone"
+        f"{n_prompts}), and may differ for that reason alone"
     )
     if common.line is None:
         return [f"{mixed}; the {common.n_prompts} that all models have give no line"]
@@ -113,7 +113,7 @@ def on_a_single_family(table: pandas.DataFrame) -> list[str]:
     if table[FAMILY].nunique() != 1:
         return []
     family = table[FAMILY].iloc[0]
-    return [f"all models are of one family, {family}: nothing is known of others"]
+    return [f"all models are of one family, {family}: nothing is known about others"]
 
 
 def on_noise(attenuation: Attenuation | None, line: LinearFit) -> list[str]:
@@ -196,7 +196,7 @@ def on_selection(selected: Sequence[str]) -> list[str]:
         return []
     return [
         f"chosen by the score: {', '.join(selected)}; that pulls slope and R² "
-        "towards 0, and they compare with no others"
+        "towards 0, and they cannot be compared with others"
     ]
 
 

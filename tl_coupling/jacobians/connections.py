@@ -74,7 +74,7 @@ def chosen_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
 
 
 def named_layers(J: Tensor, layers: Sequence[int] | None) -> list[int]:
-    """Return what Jacobians that are there already are called: from 0 on by default.
+    """Return what given Jacobians are called: from 0 on by default.
 
     Raises ValueError unless each has one name, and there is at least one.
     """

@@ -78,7 +78,7 @@ class Decomposed:
         k: int,
         n_triplets: int | None = None,
     ) -> "Decomposed":
-        """Decompose Jacobians that are there already, all together.
+        """Decompose given Jacobians, all together.
 
         Args:
             J: a stack of Jacobians.

@@ -64,7 +64,7 @@ class BlockParts(Saved):
     def __getitem__(self, label: str) -> Float[Tensor, "d_model d_model"]:
         """Return the component of a label. Raises KeyError where there is none."""
         if label not in self.labels:
-            raise KeyError(f"{label!r} is none of {', '.join(self.labels)}")
+            raise KeyError(f"{label!r} is not one of {', '.join(self.labels)}")
         return self.matrices[self.labels.index(label)]
 
     def __repr__(self) -> str:
@@ -169,5 +169,5 @@ def _refusal(layer: int) -> ValueError:
     return ValueError(
         f"layer {layer}: the block has no attention and MLP that can be told apart (one "
         "attention, with TransformerLens' hook_z or as a module of its own, and an MLP "
-        "beside or behind it): take its whole Jacobian from `block_jacobian`"
+        "beside or after it): take its whole Jacobian from `block_jacobian`"
     )

@@ -141,7 +141,7 @@ def plan(
         planned = _Planned.of_name(trace, is_streamed=memory == "stream")
     elif memory is not None:
         raise ValueError(
-            "`memory` is for a model's name: one that is loaded has its own"
+            "`memory` is for a model given by its name: a loaded one has its own"
         )
     else:
         planned = _Planned.of_model(trace)

@@ -126,7 +126,7 @@ def check_depth(name: str, fields: Mapping[str, object]) -> None:
         if is_too_large and _COUNTS_LAYERS.search(field):
             raise ModelError(
                 f"{name!r} says that it has {value:,} layers (`{field}`), wanted fewer "
-                f"than {_TOO_DEEP:,}: its configuration is damaged, or made to harm"
+                f"than {_TOO_DEEP:,}: its configuration is damaged or malicious"
             )
 
 

@@ -107,7 +107,7 @@ class GgufModel:
                     "XDG_CACHE_HOME"
                 ) from error
             warn_caller(
-                f"{problem}: the file is converted anew each time; XDG_CACHE_HOME says "
+                f"{problem}: the file is converted again each time; XDG_CACHE_HOME says "
                 "where caches are"
             )
             self.folder = None
@@ -205,7 +205,7 @@ class GgufModel:
             if isinstance(error, MemoryError) or "can't allocate memory" in message:
                 raise
             advice = (
-                "the file is damaged, or not a GGUF file; load it down again and compare "
+                "the file is damaged, or not a GGUF file; download it again and compare "
                 "its checksum"
             )
             if "not supported" in message:

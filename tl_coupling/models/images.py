@@ -115,8 +115,8 @@ def _image_processor(
     except (OSError, ValueError, ImportError) as error:
         cause = " ".join(str(error).split())[:200]
         raise ValueError(
-            "no image processor is saved with this model, so that it takes pixels "
-            f"alone, [1 channels height width] ({cause})"
+            "no image processor is saved with this model, so it takes only "
+            f"pixels, [1 channels height width] ({cause})"
         ) from None
 
 

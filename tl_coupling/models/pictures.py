@@ -47,7 +47,7 @@ def picture_in(mode: str, source: str | os.PathLike[str] | Image.Image) -> Pictu
     # A name may have a null byte or characters that no file name has.
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"this model reads images, and {name} is no image file ({_one_line(error)})"
+            f"this model reads images, and {name} is not an image file ({_one_line(error)})"
         ) from None
     with file:
         return _in_mode(mode, _opened(file, name), name)
@@ -65,11 +65,11 @@ def _opened(file: BinaryIO, name: str) -> Image.Image:
         ) from None
     except UnidentifiedImageError:
         raise ValueError(
-            f"this model reads images, and {name} is no image file of a kind that PIL knows"
+            f"this model reads images, and {name} is not an image file of a kind that PIL knows"
         ) from None
     except OSError as error:
         raise ValueError(
-            f"this model reads images, and {name} is no image file ({_one_line(error)})"
+            f"this model reads images, and {name} is not an image file ({_one_line(error)})"
         ) from None
 
 
@@ -121,7 +121,7 @@ def _upright(image: Image.Image, name: str) -> tuple[Image.Image, int]:
     # struct.error, …
     except Exception as error:
         raise ValueError(
-            f"{name} is no image file that can be read ({_one_line(error)})"
+            f"{name} is not an image file that can be read ({_one_line(error)})"
         ) from None
 
 

@@ -143,8 +143,8 @@ def refuse_streaming(name: str, quantization: str | None) -> None:
     """
     if quantization is not None:
         raise ModelError(
-            '`memory="stream"` reads weights in floating point, those of '
-            f"{name!r} are to be quantised or are so ({quantization}): leave one of the "
+            '`memory="stream"` reads weights in floating point, but those of '
+            f"{name!r} are quantised or are to be ({quantization}): leave one of the "
             "two out"
         )
 

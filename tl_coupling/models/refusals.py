@@ -72,5 +72,5 @@ def nothing_installed(name: str) -> Iterator[None]:
         warn_caller(
             f"{name!r} is loaded without its image processor, which text does not need; "
             "nothing was installed. If it needs torchvision: `pip install torchvision`, "
-            f"from where your torch {torch.__version__} came from"
+            f"from the index that your torch {torch.__version__} came from"
         )

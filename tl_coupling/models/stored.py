@@ -42,8 +42,8 @@ class Stored(NamedTuple):
         if has_changed:
             raise ModelError(
                 f"{self.file} was changed, replaced or removed after the model was "
-                "loaded, whose weights are read from it as they are needed: load the "
-                "model again, and measure again"
+                "loaded, and its weights are read as they are needed: load the model "
+                "again, and measure again"
             )
 
     def read(self) -> Tensor:

@@ -69,7 +69,7 @@ def _carriers(results: Mapping[str, Carriers]) -> str:
         figure(
             picture,
             "Heat map of each head's excess by layer",
-            f"<strong>Heads, {names}.</strong> Each head's share of coupling less its share "
+            f"<strong>Heads, {names}.</strong> Each head's share of coupling minus its share "
             f"of J: red carries more than its size, blue less. {_strongest_heads(trained)}",
         )
     ]
@@ -86,7 +86,7 @@ def _carriers(results: Mapping[str, Carriers]) -> str:
         "<p>The Jacobian of a block is the sum of those of its heads, its MLP, and the MLP "
         "acting on what attention adds. So is each matrix A: every component has a share of "
         f"its diagonal, here the mean over pairs of different layers at k = {trained.k}, "
-        "beside its share of J. The excess is the one less the other, with the 95 % of "
+        "beside its share of J. The excess is the first minus the second, with the 95 % of "
         f"random subspaces.</p>{table(headings, rows)}{grid(parts)}"
     )
 
@@ -131,7 +131,7 @@ def _directions(results: Mapping[str, Decoded], first: Portrait) -> str:
     decoded = next(iter(results.values()))
     way = decoded.ways.index("network")
     kurtosis = [
-        f"{html.escape(name)}: {float(result.kurtosis[way].mean()):.2f} in the mean, and "
+        f"{html.escape(name)}: {float(result.kurtosis[way].mean()):.2f} on average, and "
         f"{float(result.control_kurtosis[0, way].nanmean()):.2f} for random directions"
         for name, result in results.items()
     ]
@@ -142,9 +142,10 @@ def _directions(results: Mapping[str, Decoded], first: Portrait) -> str:
         "tokens that the direction promotes most through the rest of the network. The sign "
         "of a direction is arbitrary, so both ends are given. <em>Reads</em>: the product "
         "of the direction that is read with what each component wrote.</p>"
-        "<p>Token lists can always be read. The excess kurtosis of the logits says whether a "
-        f"direction promotes few tokens strongly. {sentence(kurtosis)} Gains that differ by "
-        "less than 1 % are one group: inside it any other directions of the same span would "
+        "<p>Any list of tokens can be given a meaning. The excess kurtosis of the logits says "
+        "whether a direction promotes few tokens strongly. "
+        f"{sentence(kurtosis)} Gains that differ by less than 1 % are one group: inside it "
+        "any other directions of the same span would "
         f"do.</p>{cards}"
     )
 
@@ -179,7 +180,7 @@ def _chips(tokens: list[str]) -> str:
 
 
 def _components(decoded: Decoded, direction: int) -> str:
-    """Name the components that a read direction answers to most."""
+    """Name the components that a read direction responds to most."""
     reads = decoded.reads[direction]
     largest = reads.abs().topk(min(_N_COMPONENTS, len(reads))).indices.tolist()
     return ", ".join(f"{decoded.components[i]} {float(reads[i]):+.2f}" for i in largest)

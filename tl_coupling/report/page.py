@@ -185,9 +185,9 @@ def _conclusions(runs: Mapping[str, Portrait], first: Portrait) -> str:
     if strongest is not None:
         token, share = strongest
         conclusions.append(
-            f"Of the other tokens {token} acts most on "
+            f"Among the other tokens, {token} acts most on "
             f"{named_token(first, first.position)}: it has {share:.0%} of their "
-            "influence in the mean over layers."
+            "influence, averaged over layers."
         )
     items = "".join(f"<li>{conclusion}</li>" for conclusion in conclusions)
     return f'<ul class="conclusions">{items}</ul>' if items else ""
@@ -227,7 +227,7 @@ def _where_coupled(first: Portrait) -> str:
     brightest = of_columns.argsort(descending=True)[:3].tolist()
     layers = ", ".join(str(depth.col_layers[i]) for i in sorted(brightest))
     return (
-        f"{pair} Over all Jacobians, the vectors of layers {layers} diagonalise most."
+        f"{pair} On average, the vectors of layers {layers} diagonalise Jacobians best."
     )
 
 
@@ -343,11 +343,12 @@ def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
         "for the singular vectors; the "
         "tokens vary. Row: whose Jacobian J₁. Column: whose singular "
         "vectors. <em>Self</em>: the Jacobian of "
-        "each token's output by its own input. <em>Fixed input</em>: of each token's "
-        "output by the input "
+        "each token's output with respect to its own input. <em>Fixed input</em>: of each "
+        "token's output with respect to the input "
         f"{named_token(first, first.input_position)}. <em>Fixed output</em>: of the "
         f"output {output} "
-        f"by each token's input. Both maps of a kind share one colour scale.</p>{grid(parts)}"
+        f"with respect to each token's input. Both maps of a kind share one colour scale.</p>"
+        f"{grid(parts)}"
     )
 
 
@@ -358,7 +359,7 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
         i for i, position in enumerate(sources) if position != first.position
     ]
     if not other_columns:
-        return "<p>No token stands before the measured one.</p>"
+        return "<p>There is no token before the measured one.</p>"
     shares = {}
     ranks = {}
     strongest_tokens = []
@@ -374,7 +375,7 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
         token, mean_share = strongest
         strongest_tokens.append(
             f"{html.escape(name)}: {token} has the largest share, "
-            f"{mean_share:.0%} in the mean over layers"
+            f"{mean_share:.0%}, averaged over layers"
         )
     names = spaced_tokens(first.trace)
     source_names = [names[sources[i]] for i in other_columns]

@@ -76,7 +76,7 @@ def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
             "below it. <em>Share of influence</em>: how much of what the other "
             f"tokens do to {measured} "
             'comes from this one, as under <a href="#influence">Influence of '
-            "tokens</a>, in the mean over layers; on "
+            "tokens</a>, averaged over layers; on "
             f"one colour scale.{of_self} <em>Line-shape score</em>: how straight the "
             "token's path is, 1 for a straight "
             f"line.</p>\n{grid(_pictures(runs), ' small')}\n</section>"

@@ -35,7 +35,7 @@ class Attenuation:
             noise which a loss shares with coupling drops out; of a score it is the
             slope over the reliability. Its interval is Fieller's for a ratio, with the
             error of the reliability in it, and not symmetric. NaN where the interval of
-            the reliability holds 0, or Fieller's has no end. A limit on the estimate
+            the reliability contains 0, or Fieller's is unbounded. A limit on the estimate
             itself would choose those that are too high, and bias the slope.
         n_splits: into halves of the prompts; all that there are, or 200 of them.
 

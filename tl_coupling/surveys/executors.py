@@ -273,7 +273,7 @@ class ProcessPool(concurrent.futures.Executor):
                 self._own.worker = None
                 if not (self._has_begun or self._is_aborting):
                     raise OSError(
-                        "the workers die before they have begun: a script that uses a "
+                        "the workers died before they began: a script that uses a "
                         "pool of processes must do its own work under "
                         '`if __name__ == "__main__":`, because each worker imports it'
                     ) from None

@@ -73,7 +73,7 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
     results = Folder(path / UNITS if is_of_a_command else path)
     if results.plan.get("kind") != "survey":
         raise ValueError(
-            f"{results.path} holds results of something else than a survey"
+            f"{results.path} holds results of something other than a survey"
         )
     finished = finished_units(results)
     if not finished:
@@ -217,7 +217,7 @@ def _with_differences(
     names = sorted(differing)
     warn_caller(
         f"the units in {folder.path} were not all measured alike: {', '.join(names)} "
-        "differ, attrs['provenance_by_unit'] says how"
+        "differ; attrs['provenance_by_unit'] says how"
     )
     by_unit = {
         unit.key: {name: provenance.get(name) for name in names}

@@ -74,7 +74,7 @@ _Model = tuple[str, str | None]
 @checked
 @dataclass(frozen=True)
 class Survey:
-    """What is measured on what: every model, at every checkpoint, on every prompt.
+    """What a survey measures: every model, at every checkpoint, on every prompt.
 
     Attributes:
         models: hub names, local folders in HuggingFace format, GGUF files or folders of
@@ -87,7 +87,7 @@ class Survey:
             not with checkpoints.
         prompts_per_unit: a unit of work is one model and checkpoint with this many
             prompts, all by default. Small units lose less when cut off and can run in
-            parallel, but each loads its model anew.
+            parallel, but each loads its model again.
         backend, device, dtype, memory: as in `load_model`.
         quantization: as there. Quantised models are named so, "gpt2 (nf4)", and may
             share a folder with others.
@@ -172,8 +172,8 @@ class Survey:
             return
         if self.quantization is not None or self.memory == "stream":
             raise ValueError(
-                '`untrained` goes with neither `quantization` nor `memory="stream"`: '
-                "leave it out"
+                "`untrained` cannot be combined with `quantization` or "
+                '`memory="stream"`: leave it out'
             )
 
     def _check_checkpoints(self, names: list[str]) -> None:
@@ -195,8 +195,8 @@ class Survey:
         are_of_all = not isinstance(self.checkpoints, Mapping | None)
         if self.untrained and are_of_all:
             raise ValueError(
-                "`untrained` does not go with `checkpoints` of all models: leave one "
-                "out, or name models"
+                "`untrained` cannot be combined with `checkpoints` of all models: leave "
+                "one out, or name models"
             )
 
     def units(self) -> list[Unit]:

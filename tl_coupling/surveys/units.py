@@ -292,7 +292,7 @@ class Folder:
             and_prompts = f", and {n_prompts} {noun} of others"
         return (
             f"interrupted: {self.path} keeps {n_finished} of {len(units)} finished"
-            f"{and_prompts}; the same again does the rest"
+            f"{and_prompts}; run the same again to do the rest"
         )
 
 

@@ -274,7 +274,7 @@ class _Recording:
         if lacking:
             remarks.add(
                 "head",
-                f"the model's head is {lacking}: there are no logits, entropies and "
+                f"the model's head is {lacking}: there are no logits, entropies or "
                 "losses",
             )
         return remarks

@@ -132,7 +132,7 @@ class ResidualAlignment(Saved):
         return inverse_singular_value_fit(self.singular_values[:, : self.k])
 
     def summary(self) -> dict[str, float]:
-        """Return one number or two for each property, by name.
+        """Return one or two numbers for each property, by name.
 
         They are means over blocks, over pairs of different blocks, or over the top k.
         """
