@@ -158,6 +158,43 @@ def test_weights_in_half_precision_which_are_called_again_as_they_are() -> None:
     )
 
 
+class Cached(nn.Module):
+    """Attention that takes its cache as transformers 5.24 does: what stands under the
+    older name beside the newer one is ignored.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(D_MODEL, 3 * D_MODEL)
+
+    def forward(self, x: Tensor, cache: Any = None, past_key_values: Any = None) -> Any:
+        queries, keys, values = self.project(x)[:, None].chunk(3, dim=-1)
+        if cache is not None:
+            keys, values = cache.update(keys, values, 0)
+        n_keys, n_rows = keys.shape[2], x.shape[1]
+        allowed = torch.ones(n_keys, n_keys, dtype=torch.bool).tril()[-n_rows:]
+        scores = (queries @ keys.mT).masked_fill(~allowed, -torch.inf)
+        # Not the product that is recognised where a block takes no cache.
+        mixed = (scores.softmax(-1)[..., None] * values[:, :, None]).sum(-2)
+        return x + mixed[:, 0]
+
+
+def test_a_cache_under_its_newer_name_beside_the_older_one() -> None:
+    torch.manual_seed(0)
+    block = Cached().eval()
+    x = torch.randn(1, N_POS, D_MODEL)
+
+    def run() -> Tensor:
+        y: Tensor = block(x, cache=None, past_key_values=None)
+        return y
+
+    trace = tlc.trace_modules([block], run)
+    J, path = jacobian_and_path(trace.blocks[0], 1, 3)
+    assert path.startswith("token_local")
+    expected = torch.func.jacrev(lambda x: block(x[None])[0, 3])(x[0])[:, 1]
+    torch.testing.assert_close(J, expected)
+
+
 class FromTheFirst(nn.Module):
     """Takes the embedding beside the stream, and adds to the stream in place."""
 

@@ -29,10 +29,12 @@ _LAYOUTS: dict[str, Callable[[torch.Size], bool]] = {
     "n 1 d": lambda shape: len(shape) == 3 and shape[1] == 1,
     "n d": lambda shape: len(shape) == 2,
 }
+_USUAL_CACHE_ARGUMENT = "past_key_values"
 # The names under which HuggingFace and TransformerLens blocks take a key/value cache,
-# newest first.
+# newest first: transformers 5.24 ignores the older name beside the newer one.
 _CACHE_ARGUMENTS = (
-    "past_key_values",
+    "cache",
+    _USUAL_CACHE_ARGUMENT,
     "past_key_value",
     "layer_past",
     "past_kv_cache_entry",
@@ -298,7 +300,7 @@ def _cache_argument(
         if name in arguments or name in parameters:
             return name
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return _CACHE_ARGUMENTS[0] if takes_any else None
+    return _USUAL_CACHE_ARGUMENT if takes_any else None
 
 
 def _position_dim(module: nn.Module) -> int:

@@ -167,6 +167,7 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
         "gains": image(gains, "Singular values of the Jacobians against depth"),
         "peaks": sentence(map(_peak, maps, maps.values())),
         "inverse_gains": _inverse_gains(maps) if trace.n_layers > 1 else "",
+        "one_scale": " Maps at one k share one colour scale." if len(runs) > 1 else "",
         "tokens": _tokens(runs, first),
         "influence": _influence(runs, first),
         **over_picture(runs),
@@ -329,6 +330,7 @@ def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
             "<p>The prompt has one token: there are no others to compare it with.</p>"
         )
     own, output = first.tokens["self"], named_token(first, first.position)
+    one_scale = " Both maps of a kind share one colour scale." if len(runs) > 1 else ""
     maps = {
         kind: {name: run.tokens[kind] for name, run in runs.items()}
         for kind in first.tokens
@@ -347,7 +349,7 @@ def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
         "token's output with respect to the input "
         f"{named_token(first, first.input_position)}. <em>Fixed output</em>: of the "
         f"output {output} "
-        f"with respect to each token's input. Both maps of a kind share one colour scale.</p>"
+        f"with respect to each token's input.{one_scale}</p>"
         f"{grid(parts)}"
     )
 
