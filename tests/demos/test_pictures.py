@@ -33,6 +33,27 @@ def test_bars_are_the_committed_changes_in_loss(side: int) -> None:
     assert widths == table[list(pictures.CONTROLS)].tolist()
 
 
+def test_the_page_says_what_removals_from_gemma_cost() -> None:
+    page = (DOCS / "findings.md").read_text()
+    folder = pictures.RESULTS / "shared_directions"
+    tables = [
+        pandas.read_csv(folder / f"gemma-3-270m-q4_k_m-{side}-1.csv").set_index("kind")
+        for side in ("read", "write")
+    ]
+    for kind in tables[0].index:
+        rows = [table.loc[kind] for table in tables]
+        cells = [
+            f"{row['loss_change']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+            for row in rows
+        ]
+        assert f"| {' | '.join(cells)} |".replace("-", "−") in page
+    read, write = tables
+    for row in (read.loc["unshared"], write.loc["unshared"], write.loc["span"]):
+        of_control = row.filter(like="shared_less_this")
+        middle, low, high = (f"{value:.2f}" for value in of_control)
+        assert f"{middle} [{low}, {high}]".replace("-", "−") in page
+
+
 def test_the_page_says_what_the_committed_capacities_give() -> None:
     """The table of slopes at all levels of the other factor."""
     table = pandas.read_csv(pictures.RESULTS / "capacity" / "measured.csv")

@@ -317,7 +317,7 @@ def _inverse_gains(maps: Mapping[str, CouplingMap]) -> str:
     caption = (
         "<strong>1/σ against depth</strong>, with fitted lines. Where R² is near 1 "
         "the gains fall off inversely with "
-        "depth."
+        "depth; where it is near 0 they do not."
     )
     drawn = plots.plot_inverse_singular_values(maps)
     return figure(drawn, "Inverse singular values against depth", caption)
