@@ -101,6 +101,8 @@ def test_quick_prompts_are_not_written(survey, counted, monkeypatch, tmp_path):
     """Writing takes longer than they do."""
     monkeypatch.setattr("tl_coupling.surveys.kept._SECONDS_BETWEEN", 1e9)
     counted.interrupted_at = 3
-    with pytest.raises(KeyboardInterrupt, match="keeps 0 of 1 finished; run the same again"):
+    with pytest.raises(
+        KeyboardInterrupt, match="keeps 0 of 1 finished; run the same again"
+    ):
         tlc.run(survey, tmp_path / "units")
     assert not list((tmp_path / "units").glob("*.prompts"))
