@@ -7,6 +7,7 @@ Annotations are checked, of every function and of what it returns.
 import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -30,6 +31,9 @@ from torch import nn  # noqa: E402
 import tiny  # noqa: E402
 import tl_coupling as tlc  # noqa: E402
 from command_line import typed  # noqa: E402
+
+# A process that a script starts in its background ignores Ctrl-C, and so do its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Threads that wait for each other in operations of a microsecond cost far more than
 # they save.

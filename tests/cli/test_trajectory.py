@@ -91,7 +91,6 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
         "trajectory-untrained.nc",
         "summary.json",
         "trajectories.png",
-        "trajectories-untrained.png",
         "metrics.png",
         "linearisation.png",
         "inverse_singular_values.png",

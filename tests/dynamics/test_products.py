@@ -181,6 +181,30 @@ def test_coupled_blocks_gain_and_unrelated_blocks_do_not():
     assert inside.double().mean() > 0.8
 
 
+def in_band(result: Products) -> bool:
+    low, high = result.null_band.unbind(-1)
+    off_by_rounding = 1e-5
+    return bool(
+        (result.log_largest >= low - off_by_rounding).all()
+        and (result.log_largest <= high + off_by_rounding).all()
+    )
+
+
+def test_a_whole_line_of_unrelated_blocks_stays_in_the_band():
+    """At every depth at once, as a single depth's interval does not promise."""
+    A, _, _ = coupled()
+    assert not in_band(tlc.dynamics.products(affine_trace(A)))
+    whole, at_each_depth = 0, 0
+    for seed in range(40):
+        unrelated = 0.2 * gaussian(8, 12, 12, seed=seed).float()
+        result = tlc.dynamics.jacobian_products(unrelated, seed=seed)
+        whole += in_band(result)
+        low, high = result.alignment_gain_interval.unbind(-1)
+        at_each_depth += bool(((low <= 1e-5) & (high >= -1e-5)).all())
+    assert whole >= 34
+    assert at_each_depth < whole
+
+
 def test_orders_of_two_blocks_are_both_drawn():
     J = 0.5 * gaussian(2, 4, 4, seed=5)
     result = tlc.dynamics.jacobian_products(J, n_draws=20)

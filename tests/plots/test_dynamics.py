@@ -30,7 +30,7 @@ def test_products_stand_beside_their_bands(tiny_trace):
             if band.get_label() == f"{name}, blocks turned at random"
         )
         heights = band.get_paths()[0].vertices[:, 1]
-        ends = shown.null_interval.numpy()
+        ends = shown.null_band.numpy()
         assert heights.min() == pytest.approx(ends.min())
         assert heights.max() == pytest.approx(ends.max())
     of_ratio = by_label(ratio)

@@ -15,8 +15,10 @@ from tl_coupling.statistics import (
     crossed_mean,
     orders_of_blocks,
     percentile_interval,
+    prediction_interval,
     rank_correlation,
     rank_correlation_of_rows,
+    simultaneous_band,
 )
 
 pytestmark = pytest.mark.on_3_only
@@ -276,3 +278,21 @@ def test_the_interval_of_a_mean_is_the_t_interval(n):
     np.testing.assert_allclose(
         percentile_interval(draws), np.quantile(draws, [0.025, 0.975])
     )
+
+
+@pytest.mark.parametrize(("n", "least", "most"), [(20, 0.935, 0.975), (60, 0.93, 0.975)])
+def test_a_band_holds_one_more_whole_curve_in_95_of_100(n, least, most):
+    """Curves whose points go together, as depths of one product do."""
+    rng = np.random.default_rng(0)
+    n_held, n_held_by_pointwise, n_repeats = 0, 0, 1500
+    for _ in range(n_repeats):
+        steps = rng.normal(size=(n + 1, 25))
+        curves = steps.cumsum(1) + 5
+        curves[:, 0] = 3.0
+        *draws, new = curves
+        low, high = simultaneous_band(np.stack(draws))
+        n_held += bool(((new >= low) & (new <= high)).all())
+        low, high = prediction_interval(np.stack(draws))
+        n_held_by_pointwise += bool(((new >= low) & (new <= high)).all())
+    assert least <= n_held / n_repeats <= most
+    assert n_held_by_pointwise / n_repeats < 0.9

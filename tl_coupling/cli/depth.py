@@ -284,7 +284,10 @@ class DepthResults:
         pictures["matrices.png"] = partial(
             tlc.plot_coupling_matrices, trained, untrained=untrained
         )
-        pictures["locality.png"] = partial(tlc.plots.plot_locality, self.maps)
+        # Coupling stands out most where k is small.
+        pictures["locality.png"] = partial(
+            tlc.plots.plot_locality, self.maps, k=min(self.ks)
+        )
         pictures["singular_values.png"] = partial(
             tlc.plots.plot_singular_values, self.maps
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, Run, at_work, with_suffix
+from tl_coupling.cli.console import Pictures, Run, at_work
 from tl_coupling.cli.options import (
     OUT,
     OWN_POSITION,
@@ -123,12 +123,11 @@ def without_model(traced: Trace) -> Trace:
 
 def _pictures(runs: dict[str, MeasuredTrajectory], black: int) -> Pictures:
     """Return the pictures by file name; the token `black` stands out in the paths."""
-    pictures: Pictures = {}
-    for role, measured in runs.items():
-        name = with_suffix("trajectories", role)
-        pictures[f"{name}.png"] = partial(
-            tlc.plot_trajectories, measured.trace, black=black
-        )
+    traces = {role: measured.trace for role, measured in runs.items()}
+    drawn = traces if len(traces) > 1 else traces["trained"]
+    pictures: Pictures = {
+        "trajectories.png": partial(tlc.plot_trajectories, drawn, black=black)
+    }
     results = {role: measured.result for role, measured in runs.items()}
     plots = tlc.plots
     pictures["metrics.png"] = partial(plots.plot_trajectory_metrics, results)
@@ -221,7 +220,7 @@ def _table(results: dict[str, TrajectoryResult]) -> Table:
     ]
     title = f"{trained.provenance['model']}: trajectories"
     caption = (
-        f"mean over {plural(n_pos, 'token')}\n"
+        f"mean over {plural(n_pos, 'token')}, attention sinks included\n"
         "score of a straight line: 1\n"
         f"of random steps: √{n_layers} = {math.sqrt(n_layers):.2f}"
     )

@@ -26,7 +26,7 @@ from tl_coupling.jacobians import (
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import effective_rank, participation_ratio
-from tl_coupling.statistics import prediction_interval
+from tl_coupling.statistics import prediction_interval, simultaneous_band
 from tl_coupling.traces import Trace
 
 # Fewer have no spread.
@@ -116,6 +116,17 @@ class Products(Saved):
     def null_interval(self) -> Float[Tensor, "n_layers 2"]:
         """Interval in which one more conjugated product's log σ₁ lies with 95 %."""
         ends = prediction_interval(self.null_log_largest.numpy())
+        return torch.from_numpy(ends.T.copy())
+
+    @property
+    def null_band(self) -> Float[Tensor, "n_layers 2"]:
+        """Band in which one more conjugated product lies at all depths, with 95 %.
+
+        Depths of one product go together, so the question whether a whole line is
+        unusual needs this band, not `null_interval`, which is for one depth chosen
+        beforehand. See `statistics.intervals.simultaneous_band`; 20 draws or more.
+        """
+        ends = simultaneous_band(self.null_log_largest.numpy())
         return torch.from_numpy(ends.T.copy())
 
     @property

@@ -22,8 +22,8 @@ def plot_products(
     """Draw how much the blocks up to each depth amplify, beside unrelated blocks.
 
     The picture shows whether the blocks amplify the same directions: the line of log σ₁
-    then lies above the band of its colour, which holds 95 % of products of conjugated
-    blocks, and the participation ratio lies below the dashed line, their mean.
+    then leaves the band of its colour, in which 95 % of products of conjugated blocks
+    lie at all depths, and the participation ratio lies below the dashed line, their mean.
 
     Args:
         results: one result, or several by name, such as a model and its untrained twin.
@@ -41,7 +41,7 @@ def plot_products(
     fig = fig or labels.new_figure(8.4, 4.2)
     largest, ratio = fig.subplots(1, 2)
     for name, result, color in labels.in_colors(by_name):
-        low, high = result.null_interval.unbind(-1)
+        low, high = result.null_band.unbind(-1)
         null_ratio = result.null_participation_ratio.mean(0)
         largest.plot(result.layers, result.log_largest, color=color, label=name)
         largest.fill_between(

@@ -204,7 +204,8 @@ def plot_locality(
     labels.draw_null(ax.axhline, random_subspace_null(k))
     ax.set(
         ylim=(0, None),
-        xlabel="distance |l − l′| in layers",
+        # The means at the far end are of few pairs, and so vary most.
+        xlabel="distance |l − l′| in layers (fewer pairs the further)",
         ylabel=f"mean {labels.measure_label('coupling', k)}",
     )
     labels.finish_lines(ax, labels.map_heading(list(maps.values()), k))

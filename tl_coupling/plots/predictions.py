@@ -1,6 +1,6 @@
 """How far linear blocks, noise and inverse singular values explain a trajectory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -15,8 +15,6 @@ from tl_coupling.plots import labels
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import Linearisation, Perturbation, TrajectoryResult
 
-# Relative errors beyond say no more than that a prediction is useless.
-_MOST_ERROR = 100.0
 _BELOW = labels.BELOW | {"borderaxespad": 4}
 _MARKERS = "osD^v"
 
@@ -48,10 +46,9 @@ def plot_linearisation(
 
     The picture shows whether a linearised block predicts the step better than no block
     at all: a solid line has to lie below the dotted one of its colour (relative error,
-    above), or above it (cosine similarity, below). On the left each step starts from
-    the true stream, on the right only the first one does. Relative errors above 100 are
-    clipped, and the title of their panel says how large they become. The axis of one
-    step's errors is linear, and the legend gives their means over the layers.
+    above), or above it (cosine similarity, below). The titles of the upper panels say
+    which is the better one, by its mean over the layers. On the left each step starts
+    from the true stream, on the right only the first one does.
 
     Args:
         results: one linearisation or a result that holds one; or several by name.
@@ -72,10 +69,9 @@ def plot_linearisation(
     for (errors, cosines), (title, predictions) in zip(
         panels.T, _PREDICTIONS.items(), strict=True
     ):
-        largest = _draw_predictions(errors, cosines, by_name, predictions)
-        if largest > _MOST_ERROR:
-            title += f"\nerrors above {_MOST_ERROR:g} clipped; largest: {largest:.0e}"
-        errors.set_title(title, fontsize="medium")
+        _draw_predictions(errors, cosines, by_name, predictions)
+        points = [title, *_points(by_name, predictions)]
+        errors.set_title("\n".join(points), fontsize="medium", parse_math=False)
         errors.axhline(1, color="0.8", linewidth=1, zorder=0)
         cosines.axhline(0, color="0.8", linewidth=1, zorder=0)
         cosines.set_xlabel("after layer")
@@ -84,9 +80,8 @@ def plot_linearisation(
     one_step, compounded = panels[0]
     # Errors of one step lie close together: a logarithmic axis would hide by how much
     # they differ.
-    one_step.set_ylim(0, min(one_step.get_ylim()[1], _MOST_ERROR))
+    one_step.set_ylim(bottom=0)
     compounded.set_yscale("log", nonpositive="mask")
-    compounded.set_ylim(top=min(compounded.get_ylim()[1], _MOST_ERROR))
     one_step.set_ylabel("relative error")
     panels[1, 0].set_ylabel("cosine similarity")
     for cosines in panels[1]:
@@ -108,9 +103,8 @@ def _draw_predictions(
     cosines: Axes,
     by_name: Mapping[str, Linearisation],
     predictions: Mapping[_Prediction, tuple[str, str]],
-) -> float:
-    """Draw each prediction's error and direction; return the largest error."""
-    largest = 0.0
+) -> None:
+    """Draw each prediction's error and direction."""
     for name, result, color in labels.in_colors(by_name):
         for prediction, (line_style, text) in predictions.items():
             if prediction == "closed_form" and result.closed_form is None:
@@ -121,14 +115,27 @@ def _draw_predictions(
                 "linewidth": 1.4,
                 "label": f"{name}: {text}",
             }
-            error = result.relative_error(prediction).cpu().numpy()
-            if prediction in ("one_step", "previous"):
-                look["label"] += f", mean error {error.mean():.2f}"
-            cosine = result.cosine_similarity(prediction).cpu().numpy()
-            largest = max(largest, error.max())
-            errors.plot(error, **look)
-            cosines.plot(cosine, **look)
-    return largest
+            errors.plot(result.relative_error(prediction).cpu().numpy(), **look)
+            cosines.plot(result.cosine_similarity(prediction).cpu().numpy(), **look)
+
+
+def _points(
+    by_name: Mapping[str, Linearisation],
+    predictions: Mapping[_Prediction, tuple[str, str]],
+) -> Iterator[str]:
+    """Yield what is to be seen of each result: linear prediction against no step."""
+    linear, no_step = ("one_step", "previous")
+    if linear not in predictions:
+        linear, no_step = ("product", "input")
+    for name, result in by_name.items():
+        error, plain_error = [
+            float(result.relative_error(prediction).mean())
+            for prediction in (linear, no_step)
+        ]
+        verdict = "better" if error < plain_error else "not better"
+        yield (
+            f"{name}: {verdict} than no step, error {error:.2f} against {plain_error:.2f}"
+        )
 
 
 @checked

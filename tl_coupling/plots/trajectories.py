@@ -29,7 +29,7 @@ _View = Literal["all", "shallow", "deep"]
 def plot_trajectories(
     trace: _Paths | Mapping[str, _Paths],
     *,
-    views: Sequence[_View] = ("all", "shallow", "deep"),
+    views: Sequence[_View] = ("all", "shallow"),
     positions: Sequence[int] | None = None,
     black: int = -1,
     fig: Figure | None = None,
@@ -44,7 +44,8 @@ def plot_trajectories(
         trace: a traced prompt, or its residual stream; or several by name, of models or
             checkpoints: a column each.
         views: a panel for each: "all" depths, the "shallow" half of them, the "deep"
-            half.
+            half. Where streams grow, the deep half looks like all depths, and the
+            shallow half is lost in them: these two are the default.
         positions: which tokens; by default all but the `attention_sinks`, which the
             title names.
         black: which token is drawn in black; the last by default.
@@ -76,11 +77,11 @@ def plot_trajectories(
 
     if is_alone:
         n_rows, n_columns = 1, len(views)
-        height = 3.9
+        height = 4.8
     else:
         n_rows, n_columns = len(views), len(paths_by_name)
-        height = 2.3 * n_rows + 1.2
-    fig = fig or labels.new_figure(2.7 * n_columns + 0.6, height)
+        height = 3.0 * n_rows + 1.2
+    fig = fig or labels.new_figure(3.6 * n_columns + 0.6, height)
     grid = fig.subplots(n_rows, n_columns, squeeze=False)
     panels_by_name = grid if is_alone else grid.T
 

@@ -486,7 +486,7 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
 
 def _paths(runs: Mapping[str, Portrait], first: Portrait) -> str:
     parts = []
-    for span in ("all", "shallow", "deep"):
+    for span in ("all", "shallow"):
         for name, run in runs.items():
             drawn = plots.plot_trajectories(
                 run.trace, views=(span,), black=first.position

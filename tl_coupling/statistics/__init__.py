@@ -47,6 +47,7 @@ from tl_coupling.statistics.intervals import (
     rank_correlation,
     rank_correlation_of_rows,
     resamples,
+    simultaneous_band,
     t_interval,
 )
 

@@ -3,6 +3,7 @@ for what is meant by them.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -338,6 +339,47 @@ def prediction_interval(
     mean = draws.mean(0)
     half_width = stats.t.ppf(_UPPER, n - 1) * np.sqrt(1 + 1 / n) * draws.std(0, ddof=1)
     return np.stack([mean - half_width, mean + half_width])
+
+
+def simultaneous_band(
+    draws: Float[np.ndarray, "draws points"],
+) -> Float[np.ndarray, "2 points"]:
+    """Return the ends of the band in which one more curve lies whole with 95 %.
+
+    `mean ± c s √(1 + 1/n)` at every point. c is what the draws themselves call for: each
+    is compared with the n − 1 others, its largest distance over the points is taken, in
+    standard deviations as above, and c is the largest of these distances, or the
+    ⌈.95 (n + 1)⌉-th where there are more than 20 draws. Of fewer than 19 draws the band
+    holds one more with n/(n + 1), not 95 %. Points where all draws are equal have no
+    width and do not count.
+
+    Points of one curve go together: at a single point 5 % of curves leave the interval
+    of `prediction_interval`, at one point or more of many far more do.
+    """
+    n = len(draws)
+    distances = [_distances(draws[i], np.delete(draws, i, 0)).max() for i in range(n)]
+    rank = min(n, math.ceil(0.95 * (n + 1)))
+    half_width = np.sort(distances)[rank - 1] * _spread_of_new(draws)
+    return np.stack([draws.mean(0) - half_width, draws.mean(0) + half_width])
+
+
+def _distances(
+    curve: Float[np.ndarray, " points"], others: Float[np.ndarray, "draws points"]
+) -> Float[np.ndarray, " points"]:
+    """Return how far a curve lies from the mean of others, in standard deviations."""
+    spread = _spread_of_new(others)
+    distance = np.abs(curve - others.mean(0))
+    return np.divide(distance, spread, out=np.zeros_like(distance), where=spread > 0)
+
+
+def _spread_of_new(
+    draws: Float[np.ndarray, "draws points"],
+) -> Float[np.ndarray, " points"]:
+    """Return the standard deviation of a new draw minus the mean of these."""
+    n = len(draws)
+    spread: Float[np.ndarray, " points"] = draws.std(0, ddof=1) * np.sqrt(1 + 1 / n)
+    # Rounding apart, equal draws have no spread.
+    return np.where(spread > 1e-6 * np.abs(draws).max(0), spread, 0.0)
 
 
 def percentile_interval(
