@@ -47,3 +47,21 @@ def test_one_layer_is_refused_before_any_work(
     refused = call("carriers", *options, "--out", tmp_path / "out", status=2)
     assert "give --layer twice" in " ".join(refused.err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_heads_with_heads_are_measured_where_they_are_asked_for(
+    call, folder_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    options = ["--model", folder_model, "--prompt", "w1 w2 w3 w4", "--k", 4]
+    printed = call("carriers", *options, "--heads", "--out", out).out
+    trace = tlc.trace(tlc.load_model(str(folder_model)), "w1 w2 w3 w4")
+    expected = tlc.comparisons.head_coupling(trace, k=4)
+    saved = tlc.comparisons.HeadCoupling.load(out / "head_coupling.nc")
+    assert saved.coupling.allclose(expected.coupling, atol=1e-4)
+    of_heads = json.loads((out / "summary.json").read_text())["heads"]["trained"]
+    (pair,) = expected.strongest(1)
+    assert of_heads["strongest"][0]["jacobian_of"] == pair.jacobian_of
+    assert of_heads["share_above_null"] == pytest.approx(expected.share_above_null)
+    assert f"{pair.jacobian_of} in {pair.vectors_of}" in " ".join(printed.split())
+    assert (out / "head_pairs.png").exists()

@@ -35,9 +35,10 @@ def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) ->
     done = call(
         "tokens", model=folder_model, prompt=PROMPT, k=[4, 8], untrained=True, out=out
     )
-    pictures = {
-        f"{name}-{ending}.png" for name in MAPS for ending in ("k4", "k8")
-    } | {"self-matrices.png", "influence.png"}
+    pictures = {f"{name}-{ending}.png" for name in MAPS for ending in ("k4", "k8")} | {
+        "self-matrices.png",
+        "influence.png",
+    }
     results = {
         f"{name}{suffix}.nc"
         for name in MAPS | {"influence"}

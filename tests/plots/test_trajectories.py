@@ -326,9 +326,7 @@ def test_linearisation_lines_are_its_errors_and_cosines(tiny_trace: Trace):
             )
     assert error.get_yscale() == "linear"
     assert compounded_error.get_yscale() == "log"
-    for line, prediction in zip(
-        named_lines(error), ("one_step", "previous"), strict=True
-    ):
+    for line in named_lines(error):
         assert str(line.get_label()).startswith("mine: ")
     expected = {
         cosine: ("one_step", "previous"),
@@ -375,7 +373,9 @@ def test_titles_say_whether_the_linear_step_is_better_than_none(tiny_trace: Trac
         plain = float(result.relative_error(no_step).mean())
         _, of_good, of_bad = ax.get_title().splitlines()
         assert of_good == f"good: better than no step, error 0.00 against {plain:.2f}"
-        assert of_bad == f"bad: not better than no step, error 10.00 against {plain:.2f}"
+        assert (
+            of_bad == f"bad: not better than no step, error 10.00 against {plain:.2f}"
+        )
 
 
 def test_parts_of_results_are_drawn_like_themselves(tiny_trace: Trace):

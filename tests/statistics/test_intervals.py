@@ -280,7 +280,9 @@ def test_the_interval_of_a_mean_is_the_t_interval(n):
     )
 
 
-@pytest.mark.parametrize(("n", "least", "most"), [(20, 0.935, 0.975), (60, 0.93, 0.975)])
+@pytest.mark.parametrize(
+    ("n", "least", "most"), [(20, 0.935, 0.975), (60, 0.93, 0.975)]
+)
 def test_a_band_holds_one_more_whole_curve_in_95_of_100(n, least, most):
     """Curves whose points go together, as depths of one product do."""
     rng = np.random.default_rng(0)

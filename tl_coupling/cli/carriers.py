@@ -20,9 +20,10 @@ from tl_coupling.cli.options import (
     own_position,
 )
 from tl_coupling.cli.tables import table_of
-from tl_coupling.comparisons import Carriers, Share
+from tl_coupling.comparisons import Carriers, HeadCoupling, Share
 from tl_coupling.measures import Orientation
 from tl_coupling.prompts import Prompt
+from tl_coupling.saved import Saved
 
 _SHOWN: tuple[Share, ...] = ("diagonal_share", "jacobian_share", "excess")
 _SHARES: tuple[Share, ...] = (*_SHOWN, "energy_share")
@@ -51,6 +52,13 @@ def carriers(
             "some without attention. [all]"
         ),
     ] = None,
+    heads: Annotated[
+        bool,
+        typer.Option(
+            "--heads",
+            help="Also couple every head with every head of other layers.",
+        ),
+    ] = False,
     untrained: Untrained = False,
     out: Out = OUT,
 ) -> None:
@@ -62,25 +70,57 @@ def carriers(
     singular vectors would give. Prints both, and the excess of the first over the second,
     as means over pairs of different layers; writes the shares of every head and pair as
     netCDF, JSON and pictures. With --untrained, those of the untrained twin as well.
+    With --heads, which heads of different layers share axes: the coupling of every pair
+    of heads, beside that of random axes.
 
     Examples:
 
       tl-coupling carriers --prompt "The capital of France is" --untrained --out out
 
       tl-coupling carriers --model gpt2 --k 30 --position 3 --out gpt2
+
+      tl-coupling carriers --model smollm2-135m --heads --untrained --out heads
     """
     if layer and len(set(layer)) < 2:
         raise ValueError(
             "means over pairs of different layers need two: give --layer twice or more"
         )
     measurement = _Measurement(
-        prompt.single_prompt(), k, orientation, position, layer or None
+        prompt.single_prompt(), k, orientation, position, layer or None, heads
     )
     with at_work(out) as work:
-        results = work.measured(setup, untrained, measurement.of_run)
-        work.save({role: {"carriers": result} for role, result in results.items()})
-        work.finish(_summary(results), _pictures(results))
+        runs = work.measured(setup, untrained, measurement.of_run)
+        work.save({role: measured.to_save() for role, measured in runs.items()})
+        results = {role: measured.carriers for role, measured in runs.items()}
+        pairs = {
+            role: measured.heads
+            for role, measured in runs.items()
+            if measured.heads is not None
+        }
+        summary = _summary(results)
+        pictures = _pictures(results)
+        if pairs:
+            summary["heads"] = {role: _of_pairs(of) for role, of in pairs.items()}
+            pictures["head_pairs.png"] = partial(tlc.plots.plot_head_coupling, pairs)
+        work.finish(summary, pictures)
         work.shown.append(_table(results))
+        if pairs:
+            work.shown.append(_pairs_table(pairs))
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What carries coupling in one model, and the coupling of its heads if asked for."""
+
+    carriers: Carriers
+    heads: HeadCoupling | None
+
+    def to_save(self) -> dict[str, Saved]:
+        """Return what is written as netCDF, by name."""
+        files: dict[str, Saved] = {"carriers": self.carriers}
+        if self.heads is not None:
+            files["head_coupling"] = self.heads
+        return files
 
 
 @dataclass(frozen=True)
@@ -92,17 +132,31 @@ class _Measurement:
     orientation: Orientation
     position: int | None
     layers: list[int] | None
+    with_heads: bool
 
-    def of_run(self, run: Run) -> Carriers:
-        """Return the shares of every component."""
-        return tlc.carriers(
-            run.trace(self.prompt),
+    def of_run(self, run: Run) -> _Measured:
+        """Return the shares of every component, and the coupling of heads."""
+        traced = run.trace(self.prompt)
+        position = own_position(self.prompt, self.position)
+        shares = tlc.carriers(
+            traced,
             self.k,
-            own_position(self.prompt, self.position),
+            position,
             self.orientation,
             layers=self.layers,
             progress=partial(run.bar, "layers"),
         )
+        heads = None
+        if self.with_heads:
+            heads = tlc.comparisons.head_coupling(
+                traced,
+                self.k,
+                position,
+                self.orientation,
+                layers=self.layers,
+                progress=partial(run.bar, "heads"),
+            )
+        return _Measured(shares, heads)
 
 
 def _summary(results: dict[str, Carriers]) -> dict[str, object]:
@@ -176,6 +230,41 @@ def _table(results: dict[str, Carriers]) -> Table:
     )
     numbers = ["diag A", "J", "excess", "null"]
     return table_of(title, ["run", "component"], numbers, rows, caption)
+
+
+def _of_pairs(result: HeadCoupling) -> dict[str, object]:
+    """Return what `summary.json` holds of pairs of heads."""
+    return {
+        "mean": float(result.of_different_layers.nanmean()),
+        "null": result.null,
+        "largest_of_null": result.largest_of_null,
+        "share_above_null": result.share_above_null,
+        "strongest": [pair._asdict() for pair in result.strongest()],
+    }
+
+
+def _pairs_table(pairs: dict[str, HeadCoupling]) -> Table:
+    """Return the table of the coupling of heads with heads."""
+    rows: list[list[object]] = [
+        [
+            role,
+            f"{float(result.of_different_layers.nanmean()):.3f}",
+            f"{result.null:.3f}",
+            f"{float(result.of_different_layers.nan_to_num(0).max()):.3f}",
+            f"{result.largest_of_null:.3f}",
+            f"{result.share_above_null:.2%}",
+        ]
+        for role, result in pairs.items()
+    ]
+    trained = pairs["trained"]
+    strongest = ", ".join(
+        f"{pair.jacobian_of} in {pair.vectors_of} {pair.coupling:.2f}"
+        for pair in trained.strongest(_N_HEADS_SHOWN)
+    )
+    numbers = ["mean", "null", "largest", "largest of random axes", "above that"]
+    caption = f"pairs of heads of different layers\nmost coupled: {strongest}"
+    title = f"{trained.provenance['model']}: heads with heads, k = {trained.k}"
+    return table_of(title, ["run"], numbers, rows, caption)
 
 
 def _strongest_heads(result: Carriers) -> str:

@@ -10,6 +10,7 @@ from tl_coupling.comparisons.carrying import Carriers, Share, carriers
 from tl_coupling.comparisons.choices import free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
 from tl_coupling.comparisons.frozen import FrozenCoupling, frozen_coupling
+from tl_coupling.comparisons.heads import HeadCoupling, HeadPair, head_coupling
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.matrices import jacobian_coupling
 from tl_coupling.comparisons.means import MeanCouplingMap
@@ -31,6 +32,7 @@ __all__ = [
     "Comparison",
     "CouplingMap",
     "FrozenCoupling",
+    "HeadCoupling",
     "MeanCouplingMap",
     "PromptCoupling",
     "carriers",
@@ -39,6 +41,7 @@ __all__ = [
     "depth_coupling",
     "depth_couplings",
     "frozen_coupling",
+    "head_coupling",
     "jacobian_coupling",
     "mean_depth_coupling",
     "neighbours",

@@ -9,7 +9,11 @@ figures: for programs that only save them.
 """
 
 # ruff: noqa: F401
-from tl_coupling.plots.carriers import plot_carriers, plot_carriers_by_depth
+from tl_coupling.plots.carriers import (
+    plot_carriers,
+    plot_carriers_by_depth,
+    plot_head_coupling,
+)
 from tl_coupling.plots.differences import plot_comparison
 from tl_coupling.plots.directions import plot_ablation, plot_steering, plot_subspace
 from tl_coupling.plots.dynamics import (

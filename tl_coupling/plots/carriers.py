@@ -1,13 +1,16 @@
 """Draw what carries coupling: each head of each layer, and attention and MLP by depth."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
-from tl_coupling.comparisons import Carriers
+from tl_coupling.comparisons import Carriers, HeadCoupling
 from tl_coupling.plots import labels
 
 # One colour for each branch, in all pictures.
@@ -19,6 +22,7 @@ _NAMES = {
     "skip": "skip connection",
 }
 _MOST_HEADS = 24
+_MOST_NAMED = 5
 
 
 @checked
@@ -129,6 +133,82 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
         **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 4},
     )
     return ax
+
+
+@checked
+def plot_head_coupling(
+    results: HeadCoupling | Mapping[str, HeadCoupling], *, fig: Figure | None = None
+) -> Figure:
+    """Draw which layers have heads that share axes, and how many pairs of heads do.
+
+    On the left, a panel for each result on one scale: the largest coupling of a head of
+    one layer with a head of another. On the right the share of all pairs of heads of
+    different layers that lie above each value of coupling: where a line lies to the
+    right of the grey one, pairs share more than random axes; the most coupled pairs of
+    the first result are named.
+
+    Args:
+        results: what `comparisons.head_coupling` returned, or several by name.
+        fig: the figure to draw in; a new one by default.
+
+    Returns the Figure; its Axes are the maps, the shares, then the colour bar. Raises
+    ValueError for no result, or one of one layer.
+
+    Example:
+        >>> fig = tlc.plots.plot_head_coupling(tlc.comparisons.head_coupling(trace, k=4))
+    """
+    by_name = labels.named(results, HeadCoupling)
+    if any(len(set(result.layers)) < 2 for result in by_name.values()):
+        raise ValueError("pairs of heads of different layers need two layers")
+    fig = fig or labels.new_figure(4.2 * (len(by_name) + 1), 4.4)
+    *maps, shares = fig.subplots(1, len(by_name) + 1)
+    largest = {name: result.by_layer().numpy() for name, result in by_name.items()}
+    most = max(float(np.nanmax(values)) for values in largest.values())
+    colors = labels.color_map(None).with_extremes(bad=labels.UNDEFINED)
+    for ax, (name, result) in zip(maps, by_name.items(), strict=True):
+        image = ax.imshow(largest[name], vmin=0, vmax=most, cmap=colors)
+        layers = list(dict.fromkeys(result.layers))
+        labels.name_ticks(ax.xaxis, layers, labels.MAX_LAYER_TICKS)
+        labels.name_ticks(ax.yaxis, layers, labels.MAX_LAYER_TICKS)
+        ax.set_xlabel("whose singular vectors (layer)")
+        labels.entitle(ax, name)
+    maps[0].set_ylabel("whose Jacobian (layer)")
+    for name, result, color in labels.in_colors(by_name):
+        _draw_shares(shares, result.of_different_layers, color=color, label=name)
+    first = next(iter(by_name.values()))
+    random = first.null_coupling.flatten()
+    _draw_shares(shares, random, label="random axes", **labels.NULL_LINE)
+    named = "\n".join(
+        f"{pair.coupling:.2f}  {pair.jacobian_of} in {pair.vectors_of}"
+        for pair in first.strongest(_MOST_NAMED)
+    )
+    shares.text(
+        0.97,
+        0.97,
+        f"most coupled:\n{named}",
+        transform=shares.transAxes,
+        ha="right",
+        va="top",
+        fontsize="x-small",
+    )
+    shares.set_yscale("log")
+    shares.set(
+        xlabel="coupling", ylabel="share of pairs of heads above", xlim=(0, None)
+    )
+    labels.plain_legend(shares, **labels.BELOW | {"bbox_to_anchor": (0.5, -0.16)})
+    fig.colorbar(image, ax=list(maps), label="largest coupling of two heads")
+    provenances = [result.provenance for result in by_name.values()]
+    positions = [result.position for result in by_name.values()]
+    title = f"Heads of different layers · k = {first.k}"
+    labels.entitle(fig, labels.heading(title, provenances, positions))
+    return fig
+
+
+def _draw_shares(ax: Axes, values: torch.Tensor, **look: Any) -> None:
+    """Draw the share of the values that lie above each of them."""
+    ascending = np.sort(values[values.isfinite()].numpy())
+    above = 1 - np.arange(len(ascending)) / len(ascending)
+    ax.plot(ascending, above, **look)
 
 
 def _head_labels(result: Carriers) -> list[str]:

@@ -124,14 +124,11 @@ def _points(
     predictions: Mapping[_Prediction, tuple[str, str]],
 ) -> Iterator[str]:
     """Yield what is to be seen of each result: linear prediction against no step."""
-    linear, no_step = ("one_step", "previous")
-    if linear not in predictions:
-        linear, no_step = ("product", "input")
+    is_one_step = "one_step" in predictions
     for name, result in by_name.items():
-        error, plain_error = [
-            float(result.relative_error(prediction).mean())
-            for prediction in (linear, no_step)
-        ]
+        linear = result.relative_error("one_step" if is_one_step else "product")
+        no_step = result.relative_error("previous" if is_one_step else "input")
+        error, plain_error = float(linear.mean()), float(no_step.mean())
         verdict = "better" if error < plain_error else "not better"
         yield (
             f"{name}: {verdict} than no step, error {error:.2f} against {plain_error:.2f}"
