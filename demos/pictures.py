@@ -4,7 +4,7 @@ from the committed results of studies.
     python demos/pictures.py --out docs
     python demos/pictures.py --out docs --only ablation paths  # some of them
 
-A minute of one core.
+Three minutes of one core.
 """
 
 import argparse
@@ -72,10 +72,19 @@ def carriers() -> Figure:
 def products() -> Figure:
     """What the blocks amplify together, trained and untrained."""
     results = {
-        name: tlc.dynamics.products(trace, progress=False)
+        name: tlc.dynamics.products(trace, n_draws=60, progress=False)
         for name, trace in traces().items()
     }
     return tlc.plots.plot_products(results)
+
+
+def heads() -> Figure:
+    """Which layers have heads that share axes, trained and untrained."""
+    results = {
+        name: tlc.comparisons.head_coupling(trace, k=K, progress=False)
+        for name, trace in traces().items()
+    }
+    return tlc.plots.plot_head_coupling(results)
 
 
 def ablation() -> Figure:
@@ -154,6 +163,7 @@ def gap() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     "coupling.png": coupling,
     "pictures/carriers.png": carriers,
+    "pictures/heads.png": heads,
     "pictures/products.png": products,
     "pictures/ablation.png": ablation,
     "pictures/paths.png": paths,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas
 import pytest
+import scipy.stats
 
 import capacity_report
 import gap_report
@@ -52,6 +53,33 @@ def test_the_page_says_what_removals_from_gemma_cost() -> None:
         of_control = row.filter(like="shared_less_this")
         middle, low, high = (f"{value:.2f}" for value in of_control)
         assert f"{middle} [{low}, {high}]".replace("-", "−") in page
+
+
+def test_the_page_says_what_the_committed_gains_give() -> None:
+    page = " ".join((DOCS / "findings.md").read_text().split()).replace("−", "-")
+    table = pandas.read_csv(pictures.RESULTS / "gains" / "measured.csv")
+    trained, untrained = (
+        table[table["model"] == f"smollm2-135m@{name}"]
+        for name in ("main", "untrained")
+    )
+    assert len(trained) == len(untrained) == 24
+    by_task = trained.groupby("task")["gain"].mean()
+    for values, said in (
+        (trained["gain"], "+.33 nats (95 % t interval over prompts +.18 to +.47"),
+        (by_task, "over the six tasks +.05 to +.60"),
+        (untrained["gain"], "-.001 [-.014, +.013]"),
+    ):
+        assert said in page
+        mean = values.mean()
+        half = scipy.stats.t.ppf(0.975, len(values) - 1) * values.sem()
+        numbers = re.findall(r"[+-]\.\d+", said)
+        expected = [mean, mean - half, mean + half][-len(numbers) :]
+        assert [float(number) for number in numbers] == pytest.approx(
+            expected, abs=0.006
+        )
+    assert int((trained["low"] > 0).sum()) == 13
+    assert int((trained["high"] < 0).sum()) == 1
+    assert f"gsm8k has {by_task['gsm8k']:.2f}".replace("0.", ".") in page
 
 
 def test_the_page_says_what_the_committed_capacities_give() -> None:

@@ -23,6 +23,7 @@ _NAMES = {
 }
 _MOST_HEADS = 24
 _MOST_NAMED = 5
+_MOST_LAYER_TICKS = 10
 
 
 @checked
@@ -160,7 +161,7 @@ def plot_head_coupling(
     by_name = labels.named(results, HeadCoupling)
     if any(len(set(result.layers)) < 2 for result in by_name.values()):
         raise ValueError("pairs of heads of different layers need two layers")
-    fig = fig or labels.new_figure(4.2 * (len(by_name) + 1), 4.4)
+    fig = fig or labels.new_figure(4.6 * (len(by_name) + 1) + 0.6, 4.6)
     *maps, shares = fig.subplots(1, len(by_name) + 1)
     largest = {name: result.by_layer().numpy() for name, result in by_name.items()}
     most = max(float(np.nanmax(values)) for values in largest.values())
@@ -168,8 +169,8 @@ def plot_head_coupling(
     for ax, (name, result) in zip(maps, by_name.items(), strict=True):
         image = ax.imshow(largest[name], vmin=0, vmax=most, cmap=colors)
         layers = list(dict.fromkeys(result.layers))
-        labels.name_ticks(ax.xaxis, layers, labels.MAX_LAYER_TICKS)
-        labels.name_ticks(ax.yaxis, layers, labels.MAX_LAYER_TICKS)
+        labels.name_ticks(ax.xaxis, layers, _MOST_LAYER_TICKS)
+        labels.name_ticks(ax.yaxis, layers, _MOST_LAYER_TICKS)
         ax.set_xlabel("whose singular vectors (layer)")
         labels.entitle(ax, name)
     maps[0].set_ylabel("whose Jacobian (layer)")
@@ -196,7 +197,9 @@ def plot_head_coupling(
         xlabel="coupling", ylabel="share of pairs of heads above", xlim=(0, None)
     )
     labels.plain_legend(shares, **labels.BELOW | {"bbox_to_anchor": (0.5, -0.16)})
-    fig.colorbar(image, ax=list(maps), label="largest coupling of two heads")
+    fig.colorbar(
+        image, ax=list(maps), label="largest coupling of two heads", shrink=0.7
+    )
     provenances = [result.provenance for result in by_name.values()]
     positions = [result.position for result in by_name.values()]
     title = f"Heads of different layers · k = {first.k}"

@@ -38,7 +38,7 @@ def plot_products(
         >>> fig = tlc.plots.plot_products(tlc.dynamics.products(trace))
     """
     by_name = labels.named(results, Products)
-    fig = fig or labels.new_figure(8.4, 4.2)
+    fig = fig or labels.new_figure(8.4, 4.6)
     largest, ratio = fig.subplots(1, 2)
     for name, result, color in labels.in_colors(by_name):
         low, high = result.null_band.unbind(-1)
@@ -67,8 +67,10 @@ def plot_products(
     for ax in (largest, ratio):
         ax.set_xlabel("product up to layer")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    below = labels.BELOW | {"bbox_to_anchor": (0.5, -0.16)}
-    labels.plain_legend(largest, **below)
+    handles, names = largest.get_legend_handles_labels()
+    labels.plain_legend(
+        fig, handles, names, loc="outside lower center", ncols=2, fontsize="small"
+    )
     labels.entitle(fig, _heading("Products of blocks", by_name))
     return fig
 

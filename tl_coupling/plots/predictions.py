@@ -26,11 +26,11 @@ _Inverted = _WithSingularValues | TrajectoryResult
 _Prediction = Literal["one_step", "product", "closed_form", "previous", "input"]
 # Each prediction's line style and name, by panel.
 _PREDICTIONS: dict[str, dict[_Prediction, tuple[str, str]]] = {
-    "one step from the true stream": {
+    "one step": {
         "one_step": ("-", "(I + J) x"),
         "previous": (":", "x, no step"),
     },
-    "compounded from the input": {
+    "all steps": {
         "product": ("-", "product of (I + J)"),
         "closed_form": ("--", "closed form"),
         "input": (":", "x⁰, no step"),
@@ -70,8 +70,9 @@ def plot_linearisation(
         panels.T, _PREDICTIONS.items(), strict=True
     ):
         _draw_predictions(errors, cosines, by_name, predictions)
-        points = [title, *_points(by_name, predictions)]
-        errors.set_title("\n".join(points), fontsize="medium", parse_math=False)
+        points = [f"{title}: mean error against no step"]
+        points += _points(by_name, predictions)
+        errors.set_title("\n".join(points), fontsize="small", parse_math=False)
         errors.axhline(1, color="0.8", linewidth=1, zorder=0)
         cosines.axhline(0, color="0.8", linewidth=1, zorder=0)
         cosines.set_xlabel("after layer")
@@ -129,10 +130,8 @@ def _points(
         linear = result.relative_error("one_step" if is_one_step else "product")
         no_step = result.relative_error("previous" if is_one_step else "input")
         error, plain_error = float(linear.mean()), float(no_step.mean())
-        verdict = "better" if error < plain_error else "not better"
-        yield (
-            f"{name}: {verdict} than no step, error {error:.2f} against {plain_error:.2f}"
-        )
+        verdict = "better" if error < plain_error else "no better"
+        yield f"{name}: {verdict}, {error:.2f} against {plain_error:.2f}"
 
 
 @checked

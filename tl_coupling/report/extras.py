@@ -121,8 +121,8 @@ def _products(results: Mapping[str, Products]) -> str:
         "<p>The product (I + J) … (I + J) of all blocks up to a layer says what they do to "
         "a small change together. If coupled blocks amplify the same directions, its "
         "largest singular value σ₁ exceeds that of the same blocks, each turned by a random "
-        "rotation of its own (band: 95 % of them), and fewer directions carry the product "
-        f"(dashed: their mean).</p>"
+        "rotation of its own (band: 95 % of their whole lines), and fewer directions carry "
+        "the product (dashed: their mean).</p>"
         f"{figure(drawn, 'log σ₁ and participation ratio of products by layer', caption)}"
     )
 
