@@ -1,8 +1,8 @@
 """Does coupling go with the loss? A ladder of small models trained here, and a real
 model on real prompts.
 
-    python demos/studies/ladder.py --out out/ladder python demos/studies/ladder.py --out
-    out/ladder --prompts prompts.jsonl --per-task 20
+    python demos/studies/ladder.py --out out/ladder
+    python demos/studies/ladder.py --out out/ladder --prompts prompts.jsonl --per-task 20
 
 Small Pythias of several widths, depths, amounts of text and seeds learn the standard
 library's own source; each is scored by its loss on text it has not seen, and a survey
