@@ -3,6 +3,9 @@ holds.
 
     python demos/studies/early_surge.py --out out/surge
 
+Sixteen minutes of two busy cores. Tables and measurements that the findings cite are in
+`demos/studies/results/surge`.
+
 Small Pythias are trained from several seeds and with several widths, depths and
 learning rates, and the coupling of their layers is measured at log-spaced steps. For
 the seeds of the base, further numbers tell explanations apart: is J dominated by a few
@@ -19,9 +22,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 import xarray
 from jaxtyping import Float, Int
@@ -369,6 +374,15 @@ def study_here(
     return together(measurements, study, base)
 
 
+def table_of_runs(data: xarray.Dataset) -> pandas.DataFrame:
+    """Return a row for each run and step that was measured: means over the prompts."""
+    means = data.mean("prompt").reset_coords(["variant", "kind", "seed"])
+    table = means.drop_vars("training").to_dataframe().reset_index()
+    first = ["run", "variant", "kind", "seed", "checkpoint"]
+    columns = [*first, *(name for name in table if name not in first)]
+    return table[columns].dropna(subset=["coupling"]).round(5)
+
+
 def study(arguments: argparse.Namespace) -> None:
     """Train, measure, report, draw."""
     base = small.config_of(arguments)
@@ -383,6 +397,18 @@ def study(arguments: argparse.Namespace) -> None:
             write_atomically(
                 out / "surge.png", partial(draw(data).savefig, dpi=120, format="png")
             )
+        )
+        table = table_of_runs(data)
+        paths.append(
+            write_atomically(
+                out / "measured.csv", lambda path: table.to_csv(path, index=False)
+            )
+        )
+        written = Console(width=180, file=StringIO())
+        report(data, written)
+        text = written.file.getvalue()
+        paths.append(
+            write_atomically(out / "report.txt", lambda path: path.write_text(text))
         )
     # Tables of a dozen steps: better wrapped by a narrow terminal than cut off.
     console = Console(width=max(180, Console().width))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import xarray
@@ -290,7 +291,13 @@ def test_study_trains_measures_reports_and_draws(options, capsys):
     assert json.loads(str(data.training.values[0]))["width"] == 32
     assert data.attrs["null"] == pytest.approx(NULL)
     assert (out / "surge.png").stat().st_size > 10_000
+    table = pandas.read_csv(out / "measured.csv").set_index(["run", "checkpoint"])
+    assert len(table) == int(data.coupling.notnull().any("prompt").sum())
+    of_run = str(base.run.values[0])
+    expected = float(base.coupling.isel(run=0, checkpoint=1).mean())
+    assert table.loc[(of_run, 4), "coupling"] == pytest.approx(expected, abs=1e-5)
     text = capsys.readouterr().out
+    assert "What removes the surge" in (out / "report.txt").read_text()
     assert all(label in text for label, _ in surge_report.PROBES.values())
     assert all(name in text for name in surge_interventions.INTERVENTIONS)
     assert text.count(f"{float(base.coupling.isel(checkpoint=1).mean()):.3f}") >= 3

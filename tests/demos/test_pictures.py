@@ -55,6 +55,45 @@ def test_the_page_says_what_removals_from_gemma_cost() -> None:
         assert f"{middle} [{low}, {high}]".replace("-", "−") in page
 
 
+def test_the_page_says_what_the_committed_surge_gives() -> None:
+    page = " ".join((DOCS / "findings.md").read_text().split())
+    page = page.partition("`make surge` asks why")[2].partition("Measurements and")[0]
+    table = pandas.read_csv(pictures.RESULTS / "surge" / "measured.csv")
+
+    def mean(variant: str, column: str, step: int) -> float:
+        rows = table[(table["variant"] == variant) & (table["checkpoint"] == step)]
+        return float(rows[column].mean())
+
+    of_base = table[table["variant"] == "base"].pivot(
+        index="checkpoint", columns="run", values="coupling"
+    )
+    peaks, ends = of_base.max(), of_base.loc[512]
+    for values in (peaks, ends):
+        said = f"{values.mean():.3f} [{values.min():.3f}, {values.max():.3f}]"
+        assert said.replace("0.", ".") in page
+    said_of = {
+        ("base", "coupling_without_shared_5", 16): "coupling at step 16 is {}",
+        ("base", "coupling", 16): "with them {}",
+        ("base", "coupling_without_shared_5", 4): "{} of",
+        ("base", "coupling", 4): "of {} at step 4",
+        ("base", "coupling_without_shared_map", 16): "{} stays at step 16",
+        ("own feedback", "coupling", 32): "at chance ({} at step 32",
+        ("one wrong feedback", "coupling", 32): "surges as before ({})",
+        ("own coordinates", "coupling", 32): "surges too ({})",
+        ("learning rate 0.0005", "coupling", 256): "learning rate ({}",
+        ("learning rate 0.0005", "coupling", 512): "then {})",
+    }
+    for place, words in said_of.items():
+        assert words.format(f"{mean(*place):.3f}".replace("0.", ".")) in page
+    losses = {
+        "one wrong feedback": "({} nats",
+        "own feedback": "own feedback {}",
+        "base": "true feedback {}",
+    }
+    for variant, words in losses.items():
+        assert words.format(f"{mean(variant, 'loss', 32):.2f}") in page
+
+
 def test_the_page_says_what_the_committed_gains_give() -> None:
     page = " ".join((DOCS / "findings.md").read_text().split()).replace("−", "-")
     table = pandas.read_csv(pictures.RESULTS / "gains" / "measured.csv")

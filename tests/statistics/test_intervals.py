@@ -224,6 +224,18 @@ def test_few_orders_are_all_taken(families):
     assert len(orders) == len(wanted) - 1
 
 
+@pytest.mark.parametrize(("n_families", "size"), [(24, 1), (12, 6), (64, 2)])
+def test_more_orders_than_a_machine_s_integer_holds_are_drawn(
+    n_families: int, size: int
+) -> None:
+    """24! and 720¹² are no 64-bit integers, and 2⁶⁴ is 0 in them."""
+    families = np.repeat(np.arange(n_families), size)
+    orders, is_all = orders_of_blocks(families, 99, np.random.default_rng(0))
+    assert not is_all
+    assert len(orders) == 100
+    assert all(is_of_blocks(families, families[order]) for order in orders)
+
+
 def is_of_blocks(families: np.ndarray, taken: np.ndarray) -> bool:
     """Say whether each family takes the values of one whole family."""
     sources = [set(taken[families == family]) for family in set(families)]

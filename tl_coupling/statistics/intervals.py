@@ -4,6 +4,7 @@ for what is meant by them.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -214,10 +215,11 @@ def orders_of_blocks(
     All of them where there are no more than so many permutations and the first.
     """
     _, sizes = np.unique(families, return_counts=True)
-    of_size = dict(zip(*np.unique(sizes, return_counts=True), strict=True))
+    # Python's integers: NumPy's overflow from 21 families.
+    families_of_size = Counter(sizes.tolist())
     n_orders = prod(
         factorial(n_families) * factorial(size) ** n_families
-        for size, n_families in of_size.items()
+        for size, n_families in families_of_size.items()
     )
     if n_orders <= 1 + n_permutations:
         return _all_block_orders(families), True
