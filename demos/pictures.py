@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas
+import xarray
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -148,6 +149,13 @@ def sizes() -> Figure:
     return tlc.plots.plot_covariates(table[(table["variant"] == "base") & ~of_code])
 
 
+def redundancy() -> Figure:
+    """What dropping, swapping and merging blocks of SmolLM2 costs, by two predictors."""
+    data = xarray.load_dataset(RESULTS / "ladder" / "redundancy-smollm2-135m.nc")
+    correlations = tlc.redundancy.redundancy_correlations(data)
+    return tlc.plots.plot_redundancy(data, correlations, k=K)
+
+
 def capacity() -> Figure:
     """Coupling against the learning rate where held-out losses are equal."""
     table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
@@ -168,6 +176,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pictures/ablation.png": ablation,
     "pictures/paths.png": paths,
     "pictures/sizes.png": sizes,
+    "pictures/redundancy.png": redundancy,
     "pictures/capacity.png": capacity,
     "pictures/gap.png": gap,
 }

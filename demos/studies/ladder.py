@@ -19,7 +19,9 @@ because they differ in size and amount of text. `capacity.py` and `gap.py` compa
 models where their losses are equal.
 
 Models and surveys that are finished are kept: a second run does what is missing of
-them, and the comparisons anew.
+them, and the comparisons anew. All that is printed is kept in `report.txt`, and the
+table of the models in `measured.csv`; those that the findings cite are in
+`demos/studies/results/ladder`.
 """
 
 import argparse
@@ -176,9 +178,9 @@ def survey(planned: tlc.Survey, folder: Path, jobs: int) -> xarray.Dataset:
 @tlc.plots.off_screen()
 def compare(
     data: xarray.Dataset, rungs: Sequence[Rung], arguments: argparse.Namespace
-) -> None:
-    """Coupling against the held-out loss, with subsets of equal width, depth and amount
-    of text.
+) -> str:
+    """Return what coupling against the held-out loss gives, with subsets of equal width,
+    depth and amount of text; keep tables and figures.
     """
     tokens = {
         rung.config.steps: rung.config.steps * rung.config.batch * rung.config.n_ctx
@@ -197,15 +199,10 @@ def compare(
     result = generalization_study(
         data, scores, k=arguments.k[0], score=SCORE, controls=CONTROLS, subsets=subsets
     )
-    print(
-        result,
-        result.slopes.to_string(float_format="{:.3g}".format, na_rep=""),
-        sep="\n",
+    table = result.table.round(5)
+    write_atomically(
+        arguments.out / "measured.csv", lambda path: table.to_csv(path, index=False)
     )
-    print(
-        *(f"left out: {name}: {why}" for name, why in result.left_out.items()), sep="\n"
-    )
-    print(*result.remarks, sep="\n")
     text = json.dumps(result.to_dict(), indent=1)
     write_atomically(
         arguments.out / "generalization.json", lambda path: path.write_text(text)
@@ -216,13 +213,26 @@ def compare(
         tlc.plots.plot_k_sweep,
     ):
         keep(plot(result), arguments.out / f"{plot.__name__.removeprefix('plot_')}.png")
+    # One of a kind says it: what is left out of one model is so of all.
+    left_out = {
+        name.partition(",")[0]: f"left out: {name}: {why}"
+        for name, why in reversed(result.left_out.items())
+    }
+    return "\n".join(
+        [
+            str(result),
+            result.slopes.to_string(float_format="{:.3g}".format, na_rep=""),
+            *left_out.values(),
+            *result.remarks,
+        ]
+    )
 
 
 @tlc.plots.off_screen()
 def redundancy(
     name: str, source: str, prompts: Sequence[Any], k: Sequence[int], out: Path
-) -> None:
-    """Drop, swap and merge the blocks of a model; print the rank correlations; keep the
+) -> str:
+    """Drop, swap and merge the blocks of a model; return the rank correlations; keep the
     data and a figure.
     """
     data = tlc.redundancy.layer_redundancy(
@@ -238,14 +248,13 @@ def redundancy(
             .unstack("bound")
             .add_prefix(f"{predictor} ")
         )
-    print(
-        f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over "
-        "prompts"
-    )
-    print(table.to_string(float_format="{:+.2f}".format))
     keep(
         tlc.plots.plot_redundancy(data, correlations, k=k[0]),
         out / f"redundancy-{name}.png",
+    )
+    return (
+        f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over "
+        f"prompts\n{table.to_string(float_format='{:+.2f}'.format)}"
     )
 
 
@@ -257,12 +266,12 @@ def keep(drawn: Axes | Any, path: Path) -> None:
     )
 
 
-def report_table1() -> None:
-    """Print what the columns of the paper's Table 1 say about its scores: coupling
+def report_of_table1() -> str:
+    """Return what the columns of the paper's Table 1 say about its scores: coupling
     itself is not in it.
     """
     paper = paper_table1()
-    print("the paper's Table 1: score on one column at a time")
+    lines = ["the paper's Table 1: score on one column at a time"]
     for column in (
         "params_billion",
         "log10(params_billion)",
@@ -271,7 +280,7 @@ def report_table1() -> None:
         "training_tokens",
     ):
         fit = linear_fit(paper, column, "score")
-        print(
+        lines.append(
             f"  {column}: slope {fit.slope:.3g}, R² = "
             f"{fit.r_squared:.3f}, p = {fit.p:.2g}, n = {fit.n}"
         )
@@ -282,30 +291,30 @@ def report_table1() -> None:
         f"partial R² = {controlled.r_squared:.3f}, p = {controlled.p:.2g}, VIF = "
         f"{controlled.vif:.1f}"
     )
-    print(f"  log10(params_billion) with depth and width held fixed: {numbers}")
+    lines.append(f"  log10(params_billion) with depth and width held fixed: {numbers}")
+    return "\n".join(lines)
 
 
 @tlc.plots.off_screen()
-def survey_smollm2(arguments: argparse.Namespace) -> None:
-    """Coupling of SmolLM2 on benchmark prompts by task; with a file of prompts, its
-    blocks are changed as well.
+def survey_smollm2(arguments: argparse.Namespace) -> str:
+    """Return the coupling of SmolLM2 on benchmark prompts by task; with a file of
+    prompts, its blocks are changed as well.
     """
+    said = []
     if arguments.prompts is not None:
         of_file = tlc.load_prompts(arguments.prompts)
         prompts = tlc.prompts.prompts_per_task(of_file, arguments.per_task)
-        redundancy(
-            EMBEDDED_MODEL,
-            EMBEDDED_MODEL,
-            tlc.prompts.prompts_per_task(of_file, 2),
-            K_SMOLLM2,
-            arguments.out,
+        changed = tlc.prompts.prompts_per_task(of_file, 2)
+        said.append(
+            redundancy(
+                EMBEDDED_MODEL, EMBEDDED_MODEL, changed, K_SMOLLM2, arguments.out
+            )
         )
     else:
         try:
             prompts = tlc.load_prompts("open_llm_leaderboard", 6 * arguments.per_task)
         except OSError as error:
-            print(f"SmolLM2 is left out: {error}")
-            return
+            return f"SmolLM2 is left out: {error}"
     planned = tlc.Survey(
         [EMBEDDED_MODEL],
         prompts,
@@ -313,8 +322,9 @@ def survey_smollm2(arguments: argparse.Namespace) -> None:
         prompts_per_unit=30,
     )
     means = task_means(survey(planned, arguments.out / "smollm2", arguments.jobs))
-    print(means.to_string(float_format="{:.3f}".format))
     keep(tlc.plots.plot_task_means(means), arguments.out / "smollm2-tasks.png")
+    said.append(means.to_string(float_format="{:.3f}".format))
+    return "\n".join(said)
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -346,12 +356,22 @@ def study(arguments: argparse.Namespace) -> None:
         settings=settings,
         device="cpu",
     )
-    compare(survey(planned, arguments.out / "survey", arguments.jobs), rungs, arguments)
+    data = survey(planned, arguments.out / "survey", arguments.jobs)
     best = min(rungs, key=lambda rung: (-rung.config.n_layers, rung.loss))
-    redundancy(best.name, best.path, prompts[:CHANGED], arguments.k, arguments.out)
-    report_table1()
+    changed = prompts[:CHANGED]
+    parts = [
+        partial(compare, data, rungs, arguments),
+        partial(redundancy, best.name, best.path, changed, arguments.k, arguments.out),
+        report_of_table1,
+    ]
     if arguments.per_task:
-        survey_smollm2(arguments)
+        parts.append(partial(survey_smollm2, arguments))
+    report = ""
+    for part in parts:
+        said = part()
+        print(said, flush=True)
+        report += said + "\n"
+    write_atomically(arguments.out / "report.txt", lambda path: path.write_text(report))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -71,13 +71,22 @@ def test_held_out_loss_is_that_of_the_unigram_model_for_constant_logits(
 
 def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
     assert ladder.main(options) == 0
-    output = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    assert (out / "report.txt").read_text() in "".join(
+        line for line in printed.splitlines(True) if not line.startswith("wrote ")
+    )
+    measured = pandas.read_csv(out / "measured.csv")
+    output = " ".join(printed.split())
     scores = pandas.read_csv(out / "scores.csv")
     assert len(scores) == 8
     assert set(scores["training_tokens"]) == {4 * 16 * 16, 12 * 16 * 16}
     assert scores["held_out_loss"].between(4, 6).all()
     summary = json.loads((out / "generalization.json").read_text())
     assert len(summary["table"]) == 8
+    coupling = {row["model"]: row["coupling"] for row in summary["table"]}
+    assert dict(zip(measured["model"], measured["coupling"], strict=True)) == (
+        pytest.approx(coupling, abs=1e-5)
+    )
     for row in summary["table"]:
         assert row["held_out_loss"] == pytest.approx(
             scores.set_index("model").loc[row["model"], "held_out_loss"]
@@ -148,14 +157,14 @@ def test_bad_input_is_one_line(options, given, message, capsys):
 
 
 def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(
-    monkeypatch, tmp_path, folder_model, capsys
+    monkeypatch, tmp_path, folder_model
 ):
     """A tiny model in place of SmolLM2."""
     monkeypatch.setattr(ladder, "EMBEDDED_MODEL", str(folder_model))
     monkeypatch.setattr(ladder, "K_SMOLLM2", (4, 8))
     changed = []
     monkeypatch.setattr(
-        ladder, "redundancy", lambda *arguments: changed.append(arguments)
+        ladder, "redundancy", lambda *arguments: changed.append(arguments) or "ρ"
     )
     lines = [
         {"id": f"{task}{i}", "prompt": f"w{i} w2 w3", "task": task}
@@ -175,25 +184,21 @@ def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(
         "--jobs",
         "1",
     ]
-    ladder.survey_smollm2(ladder.arguments_of(arguments))
+    said = ladder.survey_smollm2(ladder.arguments_of(arguments))
     assert (tmp_path / "smollm2-tasks.png").stat().st_size > 10_000
-    rows = [
-        line.split()
-        for line in capsys.readouterr().out.splitlines()
-        if folder_model.name in line
-    ]
+    rows = [line.split() for line in said.splitlines() if folder_model.name in line]
     assert [(row[3], row[4]) for row in rows[:2]] == [("a", "3"), ("b", "3")]
     assert sorted(prompt.task for prompt in changed[0][2]) == [*"aabb"]
 
 
-def test_without_a_hub_the_real_model_is_left_out_and_said(monkeypatch, capsys):
+def test_without_a_hub_the_real_model_is_left_out_and_said(monkeypatch):
     def unreachable(name, n):
         assert (name, n) == ("open_llm_leaderboard", 30)
         raise OSError("the hub cannot be reached")
 
     with monkeypatch.context() as without_hub:
         without_hub.setattr(tlc, "load_prompts", unreachable, raising=False)
-        ladder.survey_smollm2(ladder.arguments_of([]))
-    assert "SmolLM2 is left out: the hub cannot be reached" in capsys.readouterr().out
+        said = ladder.survey_smollm2(ladder.arguments_of([]))
+    assert said == "SmolLM2 is left out: the hub cannot be reached"
     with pytest.raises(OSError, match=r"nowhere\.jsonl"):
         ladder.survey_smollm2(ladder.arguments_of(["--prompts", "nowhere.jsonl"]))

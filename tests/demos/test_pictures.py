@@ -8,10 +8,12 @@ from pathlib import Path
 import pandas
 import pytest
 import scipy.stats
+import xarray
 
 import capacity_report
 import gap_report
 import pictures
+import tl_coupling as tlc
 
 pytestmark = pytest.mark.on_4_only
 
@@ -92,6 +94,37 @@ def test_the_page_says_what_the_committed_surge_gives() -> None:
     }
     for variant, words in losses.items():
         assert words.format(f"{mean(variant, 'loss', 32):.2f}") in page
+
+
+def test_the_page_says_what_the_committed_ladder_gives() -> None:
+    page = " ".join((DOCS / "findings.md").read_text().split()).replace("−", "-")
+    report = (pictures.RESULTS / "ladder" / "report.txt").read_text()
+    slope, low, high, r_squared = re.search(
+        r"slope (\S+) \((\S+) to (\S+)\), R² = ([\d.]+)", report
+    ).groups()
+    said = f"+{float(slope):.2f} [{float(low):.2f}, {float(high):.2f}] nats"
+    assert said in page
+    assert f"$R^2$ = {r_squared.lstrip('0')}. With" in page
+    given_all = re.search(r"given log10\(n_parameters\) \+ n_layers.+", report)[0]
+    slope, low, high = (float(cell) for cell in given_all.split()[9:12])
+    assert f"({slope:.2f} [{low:.2f}, {high:.2f}])" in page
+
+    path = pictures.RESULTS / "ladder" / "redundancy-smollm2-135m.nc"
+    correlations = tlc.redundancy.redundancy_correlations(xarray.load_dataset(path))
+    names = ["a block dropped", "neighbours swapped", "neighbours merged"]
+    at_30 = []
+    for change, name in zip(correlations.change.values, names, strict=True):
+        cells = [name]
+        for predictor in ("coupling", "block_influence"):
+            for blocks in ("all", "inner"):
+                of_blocks = correlations.sel(change=change, blocks=blocks, k=10)
+                rho = float(of_blocks[predictor])
+                low, high = of_blocks[f"{predictor}_interval"].values
+                cells.append(f"{rho:+.2f} [{low:+.2f}, {high:+.2f}]")
+        assert f"| {' | '.join(cells)} |" in page
+        of_all = correlations.sel(change=change, blocks="all", k=30)
+        at_30.append(f"{float(of_all.coupling):.2f}")
+    assert f"({', '.join(at_30[:2])} and {at_30[2]})" in page
 
 
 def test_the_page_says_what_the_committed_gains_give() -> None:

@@ -147,6 +147,22 @@ def test_changes_of_one_size_are_all_inside():
         assert not [line for line in ax.lines if line.get_marker() in ("^", "v")]
 
 
+def test_every_point_is_inside_its_panel():
+    """Some pairs of neighbours are coupled more than any layer with all others; what
+    random subspaces give is inside, where it moves no limit.
+    """
+    data = made()
+    of_pairs = np.broadcast_to(np.linspace(0.4, 2.0, 7), data.coupling_of_pair.shape)
+    data = data.assign(
+        coupling_of_pair=(data.coupling_of_pair.dims, of_pairs),
+        null_coupling=("k", [0.6, 0.6]),
+    )
+    for ax in plot_redundancy(data).axes:
+        low, high = ax.get_xlim()
+        places = ax.lines[0].get_xdata()
+        assert low < min(places) <= max(places) < high
+
+
 def test_titles_say_the_correlations():
     data = made()
     rho = redundancy_correlations(data).sel(k=10, change="swapped")

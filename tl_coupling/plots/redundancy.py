@@ -125,7 +125,11 @@ def plot_redundancy(
     is_log = float(data["block_influence"].mean("prompt").min()) > 0
     columns: list[list[Axes]] = [[], [], []]
     for row, name in enumerate(predicted):
-        panels = [fig.add_subplot(grid[row, column]) for column in range(3)]
+        # Shared before anything is drawn, so that all rows count for the limits.
+        panels = [
+            fig.add_subplot(grid[row, place], sharex=column[0] if column else None)
+            for place, column in enumerate(columns)
+        ]
         _, coupling, influence = change_and_predictors(data, name)
         change = changes[name]
         _draw_by_depth(panels[0], change, _name(name, k))
@@ -150,9 +154,6 @@ def plot_redundancy(
     columns[0][-1].set_xlabel("layer, or between two")
     columns[1][-1].set_xlabel(f"{measure}\nwith all others, or of the pair")
     columns[2][-1].set_xlabel("block influence $1 - \\cos$\nor mean of the pair")
-    for column in columns:
-        for ax in column[1:]:
-            ax.sharex(column[0])
     for ax in fig.axes:
         ax.tick_params(labelsize="small")
     title = labels.heading(_TITLE, [json.loads(data.attrs["provenance"])])
