@@ -72,7 +72,8 @@ pictures: .venv/ready
 # Both lines side by side; what hardly depends on the line is marked to run on one of them.
 test: test-tl4 test-tl3
 
-# One thread each, the doctests of `check` as well, which runs beside them in CI: threads that wait for each other cost more than they save.
+# One thread each, the doctests of `check` as well, which run beside them in CI: threads that wait for each other cost
+# more than they save.
 check test-tl4-alone test-tl4-beside test-tl3: export OMP_NUM_THREADS = 1
 
 # Tests that wait for other processes run beside those that compute.

@@ -224,11 +224,11 @@ def test_few_orders_are_all_taken(families):
     assert len(orders) == len(wanted) - 1
 
 
-@pytest.mark.parametrize(("n_families", "size"), [(24, 1), (12, 6), (64, 2)])
+@pytest.mark.parametrize(("n_families", "size"), [(24, 1), (12, 6), (16, 6), (64, 2)])
 def test_more_orders_than_a_machine_s_integer_holds_are_drawn(
     n_families: int, size: int
 ) -> None:
-    """24! and 720¹² are no 64-bit integers, and 2⁶⁴ is 0 in them."""
+    """24! and 720¹² are no 64-bit integers, and 720¹⁶ and 2⁶⁴ are 0 in them."""
     families = np.repeat(np.arange(n_families), size)
     orders, is_all = orders_of_blocks(families, 99, np.random.default_rng(0))
     assert not is_all
