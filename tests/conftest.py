@@ -1,9 +1,11 @@
 """What all tests share: type checks, a hub that is a folder, tiny models, the embedded
 model, reference values.
 
-Annotations are checked, of every function and of what it returns.
+On TransformerLens 4.x, where all tests run, annotations are checked, of every function
+and of what it returns.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -17,7 +19,8 @@ import jaxtyping
 
 import annotations
 
-annotations.install()
+if importlib.metadata.version("transformer-lens").startswith("4."):
+    annotations.install()
 
 # Read when transformers is imported: from here on the hub is this folder, and nothing
 # else.
@@ -31,6 +34,7 @@ from torch import nn  # noqa: E402
 import tiny  # noqa: E402
 import tl_coupling as tlc  # noqa: E402
 from command_line import typed  # noqa: E402
+from tiers import pytest_collection_modifyitems  # noqa: E402, F401  (a hook)
 
 # A process that a script starts in its background ignores Ctrl-C, and so do its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,7 +12,6 @@ from attack.child import BUG, DONE, REFUSED, Child, done
 from attack.subject import Subject, finished
 
 pytestmark = [
-    pytest.mark.on_4_only,
     pytest.mark.skipif(
         sys.platform != "linux", reason="forks, and looks processes up as Linux does"
     ),

@@ -28,8 +28,6 @@ from benchmarks import (
 )
 from tl_coupling.generalization import paper_table1
 
-pytestmark = pytest.mark.on_4_only
-
 
 def read(folder: Path, name: str) -> dict:
     return json.loads((folder / f"{name}.json").read_text())

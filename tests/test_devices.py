@@ -142,7 +142,6 @@ def without_a_device(source: str) -> Iterator[tuple[int, str]]:
     )
 
 
-@pytest.mark.on_4_only
 def test_what_makes_a_tensor_names_its_device():
     found = {
         f"{path.relative_to(PACKAGE)}:{line}: {call}"
@@ -153,7 +152,6 @@ def test_what_makes_a_tensor_names_its_device():
     assert not found, "give it `device=`, or a place in ON_THE_CPU with the reason"
 
 
-@pytest.mark.on_4_only
 def test_a_call_without_a_device_is_found():
     source = (
         "a = torch.arange(3)\nb = torch.zeros(3, device=x.device)\nc "
@@ -163,6 +161,7 @@ def test_a_call_without_a_device_is_found():
     assert [line for line, _ in without_a_device(source)] == [1, 5]
 
 
+@pytest.mark.both_lines
 def test_the_main_path_on_a_second_device():
     """In a process of its own, because torch knows a device for good. What depends on
     the line twice, the rest once.

@@ -19,8 +19,6 @@ from tl_coupling.files import remove_left_overs, write_atomically
 from tl_coupling.surveys import units
 from tl_coupling.surveys.units import Folder, Unit, is_finished, load_unit, run_unit
 
-pytestmark = pytest.mark.on_3_only
-
 UNIT = Unit("unit-1", {"number": 1})
 DAY = 24 * 3600
 

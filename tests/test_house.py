@@ -22,8 +22,6 @@ from rooms import (
     room_of,
 )
 
-pytestmark = pytest.mark.on_4_only
-
 TESTS = Path(__file__).parent
 FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 # There is none today; more than a handful would be a habit.

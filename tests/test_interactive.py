@@ -24,8 +24,6 @@ from tl_coupling.interactive import (
     visible_token,
 )
 
-pytestmark = pytest.mark.on_3_only
-
 HOSTILE = (
     "<s>",
     "</script>",

@@ -22,7 +22,6 @@ from tl_coupling.surveys.survey import Survey, run
 from tl_coupling.surveys.units import Folder, Unit, plan_digest, record
 
 pytestmark = [
-    pytest.mark.on_4_only,
     pytest.mark.skipif(not hasattr(os, "killpg"), reason="no groups of processes here"),
 ]
 

@@ -18,8 +18,6 @@ from scipy import stats
 import tiny
 from tl_coupling.generalization import paper_table1
 
-pytestmark = pytest.mark.on_4_only
-
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "PAPER.md").read_text()
 # What the paper shows, by its numbers or, where its text has none, its labels.

@@ -14,8 +14,6 @@ from tl_coupling.gradients import BlockFunction
 from tl_coupling.jacobians import decomposed, jacobians
 from tl_coupling.trajectories import measure_trajectory
 
-pytestmark = pytest.mark.on_4_only
-
 
 @pytest.mark.parametrize("final_norm", [False, True])
 def test_the_lens_reads_the_models_own_prediction_at_the_end(
@@ -50,6 +48,7 @@ def test_soft_capped_logits(tokenizer_folder: Path) -> None:
     )
 
 
+@pytest.mark.both_lines
 @tiny.needs_hooked_transformer
 def test_the_lens_of_a_hooked_transformer(hub: Path) -> None:
     bridge, hooked = (

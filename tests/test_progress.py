@@ -10,8 +10,6 @@ from tqdm import tqdm
 import tl_coupling as tlc
 from tl_coupling.progress import lines_in_logs, with_progress
 
-pytestmark = pytest.mark.on_4_only
-
 Wraps = Callable[[Any], Any]
 
 

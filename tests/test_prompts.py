@@ -7,8 +7,6 @@ import torch
 
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_4_only
-
 
 def test_ids_tasks_and_blank_lines(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"

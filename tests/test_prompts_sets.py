@@ -20,8 +20,6 @@ from fake_datasets_hub import FakeDatasetsHub, write_dataset
 from fake_hub import output_of
 from tl_coupling.prompts import Prompt, load_prompts
 
-pytestmark = pytest.mark.on_3_only
-
 N_ROWS = 30
 PROSE = (
     "The lobster lives in the eastern Atlantic , and it may weigh as much as six "

@@ -14,8 +14,6 @@ import pytest
 import tl_coupling as tlc
 from public_api import ROOMS, home_of, public_names
 
-pytestmark = pytest.mark.on_4_only
-
 # DESIGN.md's names, of those that are handed out at the top.
 PROMISED = """load_model trace block_jacobian block_jacobians svd coupling_matrix miscoupling normalized_miscoupling
 spectral_miscoupling captured_energy depth_coupling self_coupling context_coupling line_shape_score expodistance

@@ -15,7 +15,6 @@ import tl_coupling as tlc
 
 tomllib = pytest.importorskip("tomllib", reason="new in Python 3.11")
 
-pytestmark = pytest.mark.on_3_only
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

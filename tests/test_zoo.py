@@ -18,6 +18,8 @@ from zoo.measure import Finding
 from zoo.models import buildable
 from zoo.registry import NOT_BUILT
 
+pytestmark = pytest.mark.both_lines
+
 
 def refusal(call) -> Exception:
     with pytest.raises((ValueError, TypeError)) as raised:

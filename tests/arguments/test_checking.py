@@ -24,8 +24,6 @@ from public_api import public_names
 from tl_coupling import comparisons, directions, dynamics, trajectories
 from tl_coupling.arguments import checked, kinds
 
-pytestmark = pytest.mark.on_4_only
-
 MADE = (tlc.CouplingMap, tlc.Prompt, tlc.Settings, tlc.Spectrum, tlc.Survey)
 ASKED = (tlc.CouplingMap, tlc.Spectrum, tlc.influence.Influence)
 ASKED += (trajectories.Linearisation, trajectories.ResidualAlignment)

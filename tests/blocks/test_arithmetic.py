@@ -21,6 +21,8 @@ from tl_coupling.blocks.arithmetic import (
     hear_interrupts,
 )
 
+pytestmark = pytest.mark.both_lines
+
 LAST = 7
 CPU = torch.device("cpu")
 
@@ -187,7 +189,6 @@ def test_the_model_and_the_process_are_as_before_after_an_error_anywhere(
     assert torch.equal(measured(), expected)
 
 
-@pytest.mark.on_3_only
 def test_an_interrupt_at_any_moment_leaves_everything_as_it_was(
     tokenizer_folder: Path,
 ) -> None:

@@ -15,8 +15,6 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.jacobians import jacobian_and_path
 
-pytestmark = pytest.mark.on_4_only
-
 D_MODEL, N_POS, N_LAYERS = 8, 5, 2
 Change = Callable[["Block", Tensor], Tensor]
 

@@ -19,6 +19,8 @@ from tl_coupling.surveys import loss
 from zoo import configs
 from zoo.configs import at_depth
 
+pytestmark = pytest.mark.both_lines
+
 UNGROUPED, BASE = (
     at_depth(configs.BASE, tiny.N_LAYERS),
     at_depth(configs.GROUPED, tiny.N_LAYERS),

@@ -8,8 +8,6 @@ import pytest
 import tl_coupling as tlc
 from tl_coupling.comparisons import Carriers
 
-pytestmark = pytest.mark.on_4_only
-
 
 def test_carriers_prints_and_writes_what_the_library_gives(
     call, folder_model: Path, tmp_path: Path

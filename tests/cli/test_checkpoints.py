@@ -9,8 +9,6 @@ import xarray
 
 import tiny
 
-pytestmark = pytest.mark.on_3_only
-
 STEPS = (0, 16, 256)
 
 

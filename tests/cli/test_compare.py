@@ -9,8 +9,6 @@ import tl_coupling as tlc
 from command_line import typed
 from tl_coupling.comparisons import Comparison
 
-pytestmark = pytest.mark.on_4_only
-
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:

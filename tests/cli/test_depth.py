@@ -20,8 +20,6 @@ import tl_coupling as tlc
 from command_line import typed
 from tl_coupling.measures import MEASURES
 
-pytestmark = pytest.mark.on_4_only
-
 
 def test_depth_writes_results_and_pictures_and_prints_a_table(
     folder_model: Path, tmp_path: Path

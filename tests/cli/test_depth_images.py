@@ -8,8 +8,6 @@ import pytest
 import tl_coupling as tlc
 from vision_models import png_header
 
-pytestmark = pytest.mark.on_3_only
-
 
 @pytest.fixture
 def options(folder_vit: Path, tmp_path: Path) -> dict[str, object]:

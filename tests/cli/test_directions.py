@@ -8,8 +8,6 @@ import pytest
 import tl_coupling as tlc
 from tl_coupling.directions import Ablation, Decoded, Steering
 
-pytestmark = pytest.mark.on_4_only
-
 TEXTS = ["w1 w2 w3 w4", "w5 w6 w7", "w9 w8 w7 w6", "w3 w2 w1"]
 
 

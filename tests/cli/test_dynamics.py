@@ -9,8 +9,6 @@ import pytest
 import tl_coupling as tlc
 from tl_coupling.dynamics import Eigenvalues, ProductMap, Products
 
-pytestmark = pytest.mark.on_3_only
-
 PROMPT = "w3 w14 w15 w92"
 
 

@@ -16,8 +16,6 @@ from tl_coupling.cli import main
 from tl_coupling.generalization import paper_table1
 from unequal_variance import line_of_unequal_variance
 
-pytestmark = pytest.mark.on_3_only
-
 PICTURES = {
     "generalization.png",
     "forest.png",

@@ -21,8 +21,6 @@ from tl_coupling.cli.plain_console import PlainConsole
 from tl_coupling.files import as_cell, of_cell, plain, write_table
 from tl_coupling.generalization import read_scores
 
-pytestmark = pytest.mark.on_4_only
-
 # Clears the screen, names the window, turns text around; markup and emoji of rich;
 # mathematics that does not parse.
 ESCAPES = "\x1b[2J\x1b]0;x\x07\x9b2J\u202e"

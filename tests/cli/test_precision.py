@@ -20,8 +20,6 @@ import tl_coupling as tlc
 from model_folders import save_gguf
 from tl_coupling.surveys import Settings, movements, precision_sweep
 
-pytestmark = pytest.mark.on_3_only
-
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
     reason="bitsandbytes is not installed",

@@ -9,8 +9,6 @@ import xarray
 
 import tiny
 
-pytestmark = pytest.mark.on_4_only
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -6,8 +6,6 @@ import pytest
 
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_3_only
-
 
 def test_the_command_writes_one_page(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "page.html"

@@ -10,8 +10,6 @@ from scipy import stats
 import tiny
 from tl_coupling.surveys import open_survey
 
-pytestmark = pytest.mark.on_3_only
-
 TASKS = ("sums", "riddles")
 
 

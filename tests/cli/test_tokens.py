@@ -10,8 +10,6 @@ import xarray
 import tiny
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_3_only
-
 PROMPT = "w3 w14 w15 w92"
 MAPS = {"self", "fixed-input", "fixed-output"}
 

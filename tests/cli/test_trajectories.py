@@ -9,8 +9,6 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.trajectories import expodistance, line_shape_score
 
-pytestmark = pytest.mark.on_4_only
-
 STEPS = (0, 16)
 PROMPT = "w1 w2 w3 w4"
 

@@ -15,8 +15,6 @@ from torch import nn
 import tiny
 from tl_coupling.trajectories import TrajectoryResult
 
-pytestmark = pytest.mark.on_3_only
-
 PROMPT, TOKENS = "w3 w14 w15 w92", [3, 14, 15, 92]
 
 

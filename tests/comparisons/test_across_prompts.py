@@ -46,6 +46,7 @@ def numpy_pair(J_1: np.ndarray, J_2: np.ndarray, k: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.both_lines
 def test_every_pair_is_numpys(traces, result):
     J = np.stack([tlc.block_jacobians(trace).double().numpy() for trace in traces])
     for k in (2, K):
@@ -66,7 +67,6 @@ def test_every_pair_is_numpys(traces, result):
             assert result.mean(k, measure) == pytest.approx(by_layer.mean(), abs=2e-5)
 
 
-@pytest.mark.on_4_only
 def test_a_prompt_with_itself_shares_all(traces):
     twice = tlc.prompt_coupling([traces[0], traces[0]], layers=-1, k=K)
     assert twice.layers == (tiny.N_LAYERS - 1,)
@@ -77,7 +77,6 @@ def test_a_prompt_with_itself_shares_all(traces):
         )
 
 
-@pytest.mark.on_4_only
 def test_nulls_are_those_of_random_matrices_of_the_same_spectra():
     """Of random Jacobians every measure lies at its null."""
     generator = torch.Generator().manual_seed(0)
@@ -107,7 +106,6 @@ def test_nulls_are_those_of_random_matrices_of_the_same_spectra():
     assert result.null(2, "write_overlap") == result.null(2, "read_overlap")
 
 
-@pytest.mark.on_4_only
 def test_a_saved_result_says_all(result, tmp_path):
     loaded = PromptCoupling.load(result.save(tmp_path / "prompts.nc"))
     assert loaded.prompts == tuple(PROMPTS) == tuple(loaded.provenance["prompts"])
@@ -125,7 +123,6 @@ def test_a_saved_result_says_all(result, tmp_path):
     assert "3 prompts" in repr(loaded)
 
 
-@pytest.mark.on_4_only
 def test_what_cannot_be_compared_is_refused(model, traces):
     with pytest.raises(ValueError, match="at least two prompts, got 1"):
         tlc.prompt_coupling(traces[:1])

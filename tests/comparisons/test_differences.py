@@ -11,8 +11,6 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.comparisons import Comparison, CouplingMap, MeanCouplingMap
 
-pytestmark = pytest.mark.on_4_only
-
 K = 5
 PROMPTS = ["w3 w14 w15 w92", "w65 w35", "w89 w79 w3 w2 w3 w8"]
 OTHERS = ["w46 w26 w43", "w38 w32 w79 w5"]

@@ -9,8 +9,6 @@ import torch
 import tl_coupling as tlc
 from tl_coupling.comparisons import HeadCoupling, head_coupling
 
-pytestmark = pytest.mark.on_4_only
-
 
 def coupling_by_numpy(
     J_1: np.ndarray, J_2: np.ndarray, k: int, orientation: str

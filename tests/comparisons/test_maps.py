@@ -15,8 +15,6 @@ import tl_coupling as tlc
 from coupling_maps import MEASURES, assert_same
 from tl_coupling.comparisons import CouplingMap
 
-pytestmark = pytest.mark.on_3_only
-
 
 @pytest.fixture(scope="module")
 def result(tiny_trace: tlc.Trace) -> CouplingMap:

@@ -17,8 +17,6 @@ import tl_coupling as tlc
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.measures import MEASURES
 
-pytestmark = pytest.mark.on_3_only
-
 K = 5
 PROMPTS = ["w3 w14 w15 w92", "w65 w35", "w89 w79 w3 w2 w3 w8", "w46 w26 w43"]
 

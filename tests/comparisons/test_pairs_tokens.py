@@ -1,5 +1,5 @@
-"""Self and context coupling, and cross-token influence, against a transcription that
-differentiates whole sequences.
+"""Self and context coupling, against a transcription that differentiates whole
+sequences.
 
 The witness is one `torch.autograd.functional.jacobian` of a HuggingFace layer from all
 rows to all rows, cut into `J_{t1 t2}`, with numpy SVDs and a loop over pairs: no hook,
@@ -7,50 +7,22 @@ no cache, no row on its own.
 """
 
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tiny
 import tl_coupling as tlc
+from pair_jacobians import all_jacobians
 from tl_coupling.jacobians import jacobian_and_path, jacobians, jacobians_of_output
 from tl_coupling.models.loading import embedded_folder
 
+pytestmark = pytest.mark.both_lines
+
 N, K = len(tiny.TOKENS), 6
 ARCHITECTURES = sorted(tiny.COMMON)
-
-
-def all_jacobians(
-    hf_model: nn.Module, layer: nn.Module, tokens: list[int]
-) -> np.ndarray:
-    """`J[t1, t2]` of one HuggingFace layer for every pair of tokens, `[n n d d]`."""
-    call: dict[str, Any] = {}
-
-    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call["args"], call["kwargs"] = args, kwargs
-
-    handle = layer.register_forward_pre_hook(keep, with_kwargs=True)
-    with torch.no_grad():
-        hf_model(torch.tensor([tokens]), use_cache=False)
-    handle.remove()
-    first, *others = call["args"] or (call["kwargs"].pop("hidden_states"),)
-
-    def block(X: torch.Tensor) -> torch.Tensor:
-        output = layer(X[None], *others, **call["kwargs"])
-        return (output[0] if isinstance(output, tuple) else output)[0] - X
-
-    X = first[0].detach()
-    J = [
-        torch.autograd.functional.jacobian(
-            lambda X, t=t: block(X)[t], X, vectorize=True
-        )
-        for t in range(len(X))
-    ]
-    return torch.stack(J).permute(2, 0, 1, 3).double().numpy()
 
 
 def naive_map(J_rows: list[np.ndarray], J_cols: list[np.ndarray], k: int) -> np.ndarray:
@@ -230,57 +202,6 @@ def test_a_block_whose_rows_meet_elsewhere_takes_the_full_sequence(tokenizer_fol
         torch.testing.assert_close(J_1, one, rtol=0, atol=1e-5)
 
 
-def test_influence(llama):
-    trace, J = llama
-    result = tlc.cross_token_influence(trace, 5, layers=[1, 0])
-    assert (result.layers, result.source_positions, result.output_position) == (
-        (1, 0),
-        tuple(range(6)),
-        5,
-    )
-    for row, layer in enumerate(result.layers):
-        for t1 in result.source_positions:
-            s = np.linalg.svd(J[layer][t1, 5], compute_uv=False)
-            p = s[s > 1e-12 * s[0]] / s.sum()
-            expected = [
-                np.sqrt((s**2).sum()),
-                s[0],
-                (s**2).sum() ** 2 / (s**4).sum(),
-                np.exp(-(p * np.log(p)).sum()),
-            ]
-            values = [
-                result.frobenius_norm,
-                result.largest_singular_value,
-                result.participation_ratio,
-                result.effective_rank,
-            ]
-            # HuggingFace normalises in float32 (units of 1.2e-7), whatever the model is in.
-            assert [float(value[row, t1]) for value in values] == pytest.approx(
-                expected, rel=3e-7
-            )
-
-
-def test_influence_as_a_dataset(llama, tmp_path):
-    import xarray
-
-    result = tlc.cross_token_influence(llama[0], layers=[1])
-    path = result.save(tmp_path / "influence.nc")
-    with xarray.open_dataset(path) as data:
-        assert data["effective_rank"].dims == ("layer", "source_position")
-        np.testing.assert_array_equal(data["frobenius_norm"], result.frobenius_norm)
-        assert data.attrs["output_position"] == N - 1
-    loaded = tlc.influence.Influence.load(path)
-    assert repr(loaded) == repr(result)
-    for name in tlc.influence.INFLUENCE_MEASURES:
-        assert torch.equal(getattr(loaded, name), getattr(result, name))
-    assert (loaded.layers, loaded.source_positions, loaded.output_position) == (
-        (1,),
-        tuple(range(N)),
-        N - 1,
-    )
-    assert loaded.provenance == result.provenance
-
-
 def test_progress_counts_jacobians(llama):
     seen: list[int] = []
 
@@ -383,7 +304,6 @@ def paris(smollm2):
     )
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize("case", ["self", "input", "output"])
 def test_smollm2_maps_equal_the_transcription(paris, case):
     trace, layers, J = paris

@@ -7,8 +7,6 @@ import torch
 import tl_coupling as tlc
 from tl_coupling.comparisons import part_coupling
 
-pytestmark = pytest.mark.on_4_only
-
 
 def test_matrices_are_those_of_the_parts_own_singular_vectors(tiny_trace):
     result = part_coupling(tiny_trace, "mlp_out", k=5)

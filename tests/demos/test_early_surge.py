@@ -22,8 +22,6 @@ import surge_report
 import tl_coupling as tlc
 from tl_coupling.measures import random_rotations, without_shared, without_top
 
-pytestmark = pytest.mark.on_3_only
-
 N_LAYERS, D, K = 5, 48, 5
 NULL = 1 - math.sqrt(1 - 1 / K)
 

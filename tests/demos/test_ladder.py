@@ -12,8 +12,6 @@ import xarray
 import ladder
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_3_only
-
 SMALL = (
     "--widths 16 32 --depths 2 3 --steps 4 12 --seeds 1 "
     "--vocabulary 300 --n-ctx 16 --passages 3 --k 4 8 --per-task 0"

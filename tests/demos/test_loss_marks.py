@@ -18,8 +18,6 @@ import small_models
 from loss_marks import LossMarks, counting_losses, is_evaluated, mean_loss, windows_of
 from stochastic_depth import DropPath
 
-pytestmark = pytest.mark.on_4_only
-
 
 def test_counting_is_witten_and_bells():
     """Against sums over counters, token by token."""

@@ -23,8 +23,6 @@ import matched_losses
 import small_models
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_4_only
-
 NULL = 1 - np.sqrt(1 - 1 / 4)
 KINDS = list(product((16, 32, 64), (0.001, 0.002, 0.004), range(5)))
 SIZE = "--vocabulary 300 --n-ctx 16 --windows 4 --passages 1 --k 4 --warmup 2 --jobs 1"

@@ -14,8 +14,6 @@ import pytest
 from nbclient import NotebookClient
 from torch import nn
 
-pytestmark = pytest.mark.on_3_only
-
 DEMOS = Path(__file__).parents[2] / "demos"
 NOTEBOOKS = sorted(DEMOS.glob("*.ipynb"))
 

@@ -15,8 +15,6 @@ import gap_report
 import pictures
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_4_only
-
 DOCS = Path(__file__).parents[2] / "docs"
 
 

@@ -16,8 +16,6 @@ import real_models
 import tiny
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_4_only
-
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
 def model(request, tokenizer_folder):

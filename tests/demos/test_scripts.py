@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.on_4_only
-
 DEMOS = Path(__file__).parents[2] / "demos"
 SCRIPTS = sorted(
     path

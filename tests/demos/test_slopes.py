@@ -8,8 +8,6 @@ from statsmodels.stats.outliers_influence import variance_inflation_factor
 
 from slopes import design_of
 
-pytestmark = pytest.mark.on_4_only
-
 
 @pytest.fixture(scope="module")
 def table() -> pandas.DataFrame:

@@ -11,8 +11,6 @@ import torch
 import small_models
 from tl_coupling.surveys.checkpoints import local_checkpoints
 
-pytestmark = pytest.mark.on_4_only
-
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM

@@ -11,8 +11,6 @@ import xarray
 import small_models
 import train_and_trace
 
-pytestmark = pytest.mark.on_3_only
-
 
 def test_rank_correlations_split_at_the_peak():
     coupling, loss = np.array([0.1, 0.3, 0.6, 0.5, 0.4]), np.array([8.0, 7, 6, 5, 4])

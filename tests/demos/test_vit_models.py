@@ -18,8 +18,6 @@ from transformers import AutoImageProcessor, ViTForImageClassification
 import vit_models
 from vit_models import DropPath, Images, TrainingConfig
 
-pytestmark = pytest.mark.on_3_only
-
 CONFIG = TrainingConfig(
     width=16, n_layers=3, n_heads=2, epochs=2, warmup=1, batch=64, stochastic_depth=0.3
 )

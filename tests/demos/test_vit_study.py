@@ -23,8 +23,6 @@ import vit_report
 from unequal_variance import of_unequal_variance
 from vit_models import TrainingConfig
 
-pytestmark = pytest.mark.on_3_only
-
 SMALL = (
     "--width 16 --n-layers 3 --n-heads 2 --epochs 2 --warmup 1 "
     "--train-images 200 --images 3 --patches 2 --k 4 "

@@ -40,6 +40,7 @@ def logits_of(decoded, way):
     return logits
 
 
+@pytest.mark.both_lines
 def test_the_raw_way_is_the_unembedding_of_transformerlens(model, trace, decoded):
     """`SVDInterpreter` multiplies `W_Uᵀ` with columns: the same convention."""
     write = block_directions(trace, 0, K).write
@@ -51,6 +52,7 @@ def test_the_raw_way_is_the_unembedding_of_transformerlens(model, trace, decoded
     )
 
 
+@pytest.mark.both_lines
 @pytest.mark.parametrize("way", ["final_norm", "network"])
 def test_other_ways_are_central_differences_of_logits(model, trace, decoded, way):
     """Of the model's own logits, with the stream moved by a hook of TransformerLens."""
@@ -80,6 +82,7 @@ def test_other_ways_are_central_differences_of_logits(model, trace, decoded, way
         assert float(error) < 1e-3
 
 
+@pytest.mark.both_lines
 @pytest.mark.parametrize("layer", [0, 1])
 def test_components_sum_to_the_stream(trace, layer):
     decoded = tlc.directions.decode(trace, layer, K, n_draws=2)
@@ -95,7 +98,6 @@ def test_components_sum_to_the_stream(trace, layer):
     assert float(decoded.reads[:, -1].abs().max()) < 1e-5
 
 
-@pytest.mark.on_4_only
 def test_heads_are_what_transformerlens_says(model, trace):
     decoded = tlc.directions.decode(trace, 1, K, n_draws=2)
     read = block_directions(trace, 1, K).read
@@ -106,7 +108,6 @@ def test_heads_are_what_transformerlens_says(model, trace):
     torch.testing.assert_close(decoded.reads[:, i], head @ read, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.on_4_only
 def test_statistics_are_those_of_scipy(trace, decoded):
     logits = (block_directions(trace, 0, K).write.mT @ trace.model.W_U.detach()).numpy()
     kurtosis = scipy.stats.kurtosis(logits.astype(float), axis=1)
@@ -116,13 +117,11 @@ def test_statistics_are_those_of_scipy(trace, decoded):
     assert decoded.next_token_rank[0, :, 0].tolist() == place.astype(int).tolist()
 
 
-@pytest.mark.on_4_only
 def test_gains_that_are_close_are_one_group():
     gains = torch.tensor([2.0, 1.99, 1.975, 1.5, 1.0, 0.995])
     assert _groups(gains).tolist() == [0, 0, 0, 1, 2, 2]
 
 
-@pytest.mark.on_4_only
 def test_other_prompts_and_a_lens(model, trace):
     others = [tlc.trace(model, text) for text in ("w1 w2", "w5 w6 w7")]
     lens = tlc.trajectories.product_lens([trace])

@@ -11,6 +11,8 @@ from tl_coupling.directions import Directions
 from tl_coupling.directions.interventions import removal_hooks
 from tl_coupling.directions.removals import Projection
 
+pytestmark = pytest.mark.both_lines
+
 TOKENS = torch.tensor(tiny.TOKENS)
 
 
@@ -100,7 +102,6 @@ def test_reading_less_leaves_the_stream(model, trace):
     )
 
 
-@pytest.mark.on_4_only
 def test_removal_is_an_interchange_with_the_mean(trace):
     """TransformerLens's `SubspaceInterchange`, with the mean as its source."""
     interchange = pytest.importorskip("transformer_lens.tools.analysis.interchange")
@@ -111,7 +112,6 @@ def test_removal_is_an_interchange_with_the_mean(trace):
     torch.testing.assert_close(kept, theirs, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.on_4_only
 def test_vectors_are_normalised_and_that_is_said(trace):
     with pytest.warns(UserWarning, match="lengths 2 to 2 were normalised"):
         directions = Directions(2 * torch.eye(32)[:2], 1, "read", trace.provenance)
@@ -120,7 +120,6 @@ def test_vectors_are_normalised_and_that_is_said(trace):
         Directions(torch.zeros(1, 32), 1, "read", trace.provenance)
 
 
-@pytest.mark.on_4_only
 def test_directions_are_refused_by_other_weights(
     model, trace, tokenizer_folder, tmp_path
 ):
@@ -138,7 +137,6 @@ def test_directions_are_refused_by_other_weights(
 
 
 @tiny.needs_hooked_transformer
-@pytest.mark.on_3_only
 def test_hooked_transformers_take_the_hooks():
     from zoo.models import hooked_transformer
 

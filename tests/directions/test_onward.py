@@ -7,6 +7,8 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.directions.onward import Onward
 
+pytestmark = pytest.mark.both_lines
+
 PROMPTS = ["w3 w14 w15 w92", "w6 w5 w35 w89 w7"]
 # Rotary and learned positions, parallel blocks, grouped queries, sandwich norms, a soft
 # cap; BLOOM's keys have heads and sequences in one axis, and it is run as a whole.

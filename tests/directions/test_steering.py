@@ -19,6 +19,7 @@ def model(tokenizer_folder):
     return tiny.bridge(hf_model, tokenizer_folder)
 
 
+@pytest.mark.both_lines
 def test_measured_over_predicted_tends_to_1(model):
     """Over 8 prompts: |ratio − 1| falls in proportion to ε, both signs together."""
     traced = tlc.trace(model, PROMPTS[0])
@@ -35,6 +36,7 @@ def test_measured_over_predicted_tends_to_1(model):
     assert 1.5 < slope < 2.5
 
 
+@pytest.mark.both_lines
 @pytest.mark.parametrize("side", ["read", "write"])
 def test_logits_change_as_the_derivative_says(model, side):
     """Amplification and alignment hold `Pv` and `g`: central differences by hooks."""
@@ -60,7 +62,6 @@ def test_logits_change_as_the_derivative_says(model, side):
     assert float(error.max()) < 1e-3
 
 
-@pytest.mark.on_4_only
 def test_prediction_is_amplification_times_alignment(model):
     traced = tlc.trace(model, PROMPTS[0])
     directions = tlc.directions.directions_of(traced, 0, k=2)
@@ -72,7 +73,6 @@ def test_prediction_is_amplification_times_alignment(model):
     torch.testing.assert_close(result.predicted_kl[:, 0], product)
 
 
-@pytest.mark.on_4_only
 def test_effects_are_those_of_the_definitions(model):
     """KL, surprise and logit difference of one step, written out."""
     traced = tlc.trace(model, PROMPTS[0])
@@ -92,7 +92,6 @@ def test_effects_are_those_of_the_definitions(model):
     assert float(result.logit_difference[0, 0, 1, 0]) == pytest.approx(margin, rel=1e-6)
 
 
-@pytest.mark.on_4_only
 def test_bad_arguments(model):
     traced = tlc.trace(model, PROMPTS[0])
     directions = tlc.directions.directions_of(traced, 1, k=1)

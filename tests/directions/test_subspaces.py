@@ -10,6 +10,8 @@ from linear_blocks import affine_trace
 from random_matrices import gaussian
 from tl_coupling.directions import Subspace
 
+pytestmark = pytest.mark.both_lines
+
 D = 24
 L = 5
 
@@ -153,7 +155,6 @@ def test_on_a_random_model_the_shared_subspace_is_as_needed_as_others(model, sid
     assert drawn.min() <= shared <= drawn.max()
 
 
-@pytest.mark.on_4_only
 def test_bad_arguments(model, subspace, tokenizer_folder):
     with pytest.raises(ValueError, match="rank"):
         tlc.directions.ablate(model, "w1 w2", subspace, rank=5)

@@ -16,8 +16,6 @@ import tl_coupling as tlc
 from public_api import ROOMS, public_names
 from sphinx_extensions import module
 
-pytestmark = pytest.mark.on_4_only
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NOTEBOOKS = sorted((ROOT / "demos").glob("*.ipynb"))

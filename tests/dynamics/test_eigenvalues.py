@@ -9,8 +9,6 @@ import tl_coupling as tlc
 from linear_blocks import affine_trace
 from random_matrices import gaussian
 
-pytestmark = pytest.mark.on_4_only
-
 
 def test_trace_determinant_and_schurs_form(tiny_trace):
     J = tlc.block_jacobians(tiny_trace).double()

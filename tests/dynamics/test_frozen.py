@@ -19,6 +19,8 @@ from tl_coupling.dynamics import frozen_bias, frozen_jacobian
 from tl_coupling.gradients import DerivativeError, FrozenFunction
 from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
 
+pytestmark = pytest.mark.both_lines
+
 LAST = len(tiny.TOKENS) - 1
 D_HEAD = 8
 

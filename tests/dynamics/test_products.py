@@ -19,8 +19,6 @@ from tl_coupling.dynamics.conjugation import (
 from tl_coupling.dynamics.factored import FactoredProduct
 from tl_coupling.dynamics.products import Products
 
-pytestmark = pytest.mark.on_4_only
-
 D = 8
 
 

@@ -8,8 +8,6 @@ import tl_coupling as tlc
 from fake_survey import survey
 from tl_coupling.generalization import task_means
 
-pytestmark = pytest.mark.on_3_only
-
 
 def test_task_means_are_means_with_intervals_over_prompts():
     rng = np.random.default_rng(0)

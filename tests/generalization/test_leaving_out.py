@@ -24,8 +24,6 @@ from tl_coupling.statistics.fits import (
     subset_fits,
 )
 
-pytestmark = pytest.mark.on_3_only
-
 LABELS = [*"aaaabbbccd", None, " "]
 
 

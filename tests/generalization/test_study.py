@@ -24,8 +24,6 @@ from tl_coupling.generalization import (
 from tl_coupling.generalization.tables import coupling_table, per_prompt
 from unequal_variance import line_of_unequal_variance
 
-pytestmark = pytest.mark.on_3_only
-
 
 def scores_of(data: xarray.Dataset, slope=50.0, noise=1.0, **more) -> pandas.DataFrame:
     """Scores on a line over coupling at the first k and the last checkpoint."""

@@ -12,8 +12,6 @@ from torch.nn import functional
 from random_matrices import gaussian
 from tl_coupling.gradients.freezing import Freezing
 
-pytestmark = pytest.mark.on_4_only
-
 Function = Callable[[Tensor], Tensor]
 X = gaussian(3, 6, seed=1)
 W = gaussian(6, 6, seed=2)

@@ -20,6 +20,8 @@ from tl_coupling.gradients import DerivativeError, StepError
 from tl_coupling.gradients.evaluation import over_seeds
 from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
 
+pytestmark = pytest.mark.both_lines
+
 LAST = 7
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tl_coupling.gradients.slopes import converges, with_moves_ahead
 
-pytestmark = pytest.mark.on_4_only
-
 # How many slopes are judged at once, and how many coordinates move in each.
 N, WIDTH = 400, 32
 

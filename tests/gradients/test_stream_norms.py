@@ -19,8 +19,6 @@ import tl_coupling as tlc
 from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
 from vision_models import NETWORKS, Network, bert, pixels, torch_encoder, vit
 
-pytestmark = pytest.mark.on_4_only
-
 D_MODEL = 8
 TOLERANCE = 1e-5
 # Norms on the branch, before it, behind it, or both; parallel branches; a stream that

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tl_coupling.jacobians.background import InBackground
 
-pytestmark = pytest.mark.on_4_only
-
 
 @pytest.fixture
 def two_threads():

@@ -26,6 +26,8 @@ from tl_coupling.jacobians import (
     passing,
 )
 
+pytestmark = pytest.mark.both_lines
+
 N = len(tiny.TOKENS)
 LAST = N - 1
 K = 4

@@ -7,6 +7,8 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.jacobians import BlockDirections, block_directions
 
+pytestmark = pytest.mark.both_lines
+
 
 @pytest.fixture(scope="module")
 def model(tokenizer_folder):
@@ -48,7 +50,6 @@ def test_hook_points_are_where_the_directions_act(model, layer):
         torch.testing.assert_close(step, expected, atol=2e-3, rtol=1e-2)
 
 
-@pytest.mark.on_4_only
 def test_directions_are_saved_and_refused(model, tmp_path):
     trace = tlc.trace(model, tiny.TOKENS)
     directions = block_directions(trace, 1, k=2)

@@ -27,7 +27,6 @@ from tl_coupling.surveys import Settings, measure_prompts
 
 HERE = os.getpid()
 pytestmark = [
-    pytest.mark.on_4_only,
     pytest.mark.skipif(sys.platform != "linux", reason="forks are used on Linux"),
 ]
 TEXTS = ["w3 w14 w15 w92", "w5 w6 w7", "w9 w2 w6 w5 w35", "w8 w1"]

@@ -11,6 +11,8 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.jacobians import jacobian_and_path
 
+pytestmark = pytest.mark.both_lines
+
 FIRST, MIDDLE, LAST = 0, 4, 7
 # A window of 4 hides position 2 from position 6: there the sliding-window models'
 # Jacobian is exactly zero.

@@ -15,7 +15,7 @@ import torch
 import tiny
 import tl_coupling as tlc
 
-pytestmark = tiny.needs_hooked_transformer
+pytestmark = [pytest.mark.both_lines, tiny.needs_hooked_transformer]
 
 LAST = 7
 PAIRS = [(0, 0), (4, 4), (LAST, LAST), (4, LAST), (0, LAST)]

@@ -15,6 +15,8 @@ from vision_models import N_LAYERS, NETWORKS, NO_ADAPTER, pixels, torch_encoder,
 from zoo.models import original_model
 from zoo.oracle import Oracle
 
+pytestmark = pytest.mark.both_lines
+
 TOLERANCE = 1e-5
 
 

@@ -16,6 +16,8 @@ from torch import nn
 import tiny
 import tl_coupling as tlc
 
+pytestmark = pytest.mark.both_lines
+
 ARCHITECTURES = (
     "bloom",
     "falcon",

@@ -28,8 +28,6 @@ from tl_coupling.jacobians.sizes import in_words, n_bytes
 from tl_coupling.surveys import Settings, measure_prompts
 from tl_coupling.surveys.units import Folder, Unit
 
-pytestmark = pytest.mark.on_3_only
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

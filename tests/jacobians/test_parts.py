@@ -14,6 +14,8 @@ import tiny
 import tl_coupling as tlc
 from zoo.oracle import Oracle
 
+pytestmark = pytest.mark.both_lines
+
 LAYER, LAST = 1, 7
 # Grouped queries, biases, soft caps and norms behind branches, a mixture, branches side
 # by side, attention that TransformerLens does not read, and attention that holds the

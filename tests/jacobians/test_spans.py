@@ -20,7 +20,6 @@ from tl_coupling.spectra import SimilarRanks
 
 HERE = os.getpid()
 pytestmark = [
-    pytest.mark.on_4_only,
     pytest.mark.skipif(sys.platform != "linux", reason="forks are used on Linux"),
 ]
 TEXT = "w3 w14 w15 w92"

@@ -13,8 +13,6 @@ import tl_coupling as tlc
 from random_matrices import haar
 from tl_coupling.spectra import Spectrum
 
-pytestmark = pytest.mark.on_4_only
-
 D = 8
 K = 4
 MEASURES = {

@@ -19,8 +19,6 @@ from tl_coupling.measures import (
     null_name,
 )
 
-pytestmark = pytest.mark.on_4_only
-
 D = 8
 
 

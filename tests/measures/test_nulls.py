@@ -20,8 +20,6 @@ from tl_coupling.measures import (
     rotation_null,
 )
 
-pytestmark = pytest.mark.on_4_only
-
 N_SAMPLES = 40_000
 # Small enough that what the closed forms say differs much from "1".
 NULL_D = 12

@@ -15,8 +15,6 @@ from tl_coupling.measures import (
     random_rotations,
 )
 
-pytestmark = pytest.mark.on_4_only
-
 
 def numpy_overlap(J_1: np.ndarray, J_2: np.ndarray, k: int) -> float:
     """`‖S₁U₁ᵀU₂S₂‖_*` from the matrices: the roots of eigenvalues of `M Mᵀ`."""

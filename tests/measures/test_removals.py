@@ -12,8 +12,6 @@ from random_matrices import haar
 from tl_coupling.comparisons import jacobian_coupling
 from tl_coupling.measures import without_shared, without_top
 
-pytestmark = pytest.mark.on_4_only
-
 N_LAYERS = 5
 D = 48
 K = 5

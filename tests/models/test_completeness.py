@@ -19,6 +19,8 @@ from model_folders import save
 from tl_coupling.surveys import Settings, measures
 from tl_coupling.trajectories import measure_trajectory
 
+pytestmark = pytest.mark.both_lines
+
 State = dict[str, Tensor]
 BACKENDS = ["bridge", pytest.param("hooked", marks=tiny.needs_hooked_transformer)]
 

@@ -19,6 +19,8 @@ from tl_coupling.trajectories import measure_trajectory
 from vision_models import N_LAYERS, pixels, save_vit, vit
 from zoo.oracle import Oracle
 
+pytestmark = pytest.mark.both_lines
+
 PATCHES = [f"{row},{column}" for row in range(4) for column in range(2)]
 
 

@@ -21,6 +21,8 @@ from tl_coupling import models
 from tl_coupling.prompts import Prompt
 from tl_coupling.surveys import Settings, measure_prompts
 
+pytestmark = pytest.mark.both_lines
+
 needs_4 = pytest.mark.skipif(
     tiny.HAS_HOOKED_TRANSFORMER, reason="transformer-lens 3.9 has no adapter for it"
 )

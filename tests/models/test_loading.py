@@ -11,6 +11,8 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling import models
 
+pytestmark = pytest.mark.both_lines
+
 BACKENDS = ["bridge", pytest.param("hooked", marks=tiny.needs_hooked_transformer)]
 
 

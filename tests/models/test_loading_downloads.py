@@ -20,7 +20,7 @@ PYTHIA = "EleutherAI/pythia-14m"
 WEIGHTS = "model.safetensors"
 STEPS = (0, 1, 2, 4)
 BACKENDS = [
-    pytest.param("bridge", marks=pytest.mark.on_4_only),
+    "bridge",
     pytest.param("hooked", marks=tiny.needs_hooked_transformer),
 ]
 
@@ -94,7 +94,6 @@ def sweep_twice(
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-@pytest.mark.on_4_only
 def test_files_come_whole_with_the_headers_of_a_hub(
     server: FakeHub, saved: Path
 ) -> None:
@@ -121,7 +120,6 @@ def test_files_come_whole_with_the_headers_of_a_hub(
     ) == len(STEPS)
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize(
     ("path", "code"),
     [
@@ -139,7 +137,6 @@ def test_what_is_not_there_is_said_as_a_hub_says_it(
     assert (status, headers["X-Error-Code"]) == (404, code)
 
 
-@pytest.mark.on_4_only
 def test_the_api_lists_what_is_there(server: FakeHub) -> None:
     info = json.loads(ask(server, f"/api/models/{PYTHIA}/revision/step2")[2])
     assert info["sha"] == commit_of(PYTHIA, "step2")
@@ -163,7 +160,6 @@ print(hf_hub_download(sys.argv[1], sys.argv[2], revision="step1"))
 """
 
 
-@pytest.mark.on_4_only
 def test_the_hubs_own_client_resumes_what_broke(
     server: FakeHub, saved: Path, tmp_path: Path
 ) -> None:
@@ -173,7 +169,6 @@ def test_the_hubs_own_client_resumes_what_broke(
     assert server.requests.count(f"GET step1/{WEIGHTS}") == 2
 
 
-@pytest.mark.on_4_only
 def test_the_hubs_own_client_checks_sizes_and_nothing_else(
     server: FakeHub, saved: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +187,7 @@ def test_the_hubs_own_client_checks_sizes_and_nothing_else(
     )
 
 
+@pytest.mark.both_lines
 @pytest.mark.parametrize("named", ["steps", "revisions"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
@@ -247,7 +243,6 @@ def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
     assert n_downloads == [1, 3, 2, 2]
 
 
-@pytest.mark.on_4_only
 def test_a_step_that_the_hub_does_not_have_fails_alone(
     server: FakeHub, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:

@@ -23,6 +23,8 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.models import embedded, loading
 
+pytestmark = pytest.mark.both_lines
+
 COMMANDS = {
     "depth": [],
     "tokens": [],
@@ -215,7 +217,6 @@ def test_every_model_goes_to_its_device(
     assert str(model.cfg.device) == "meta"
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize("device", ["gpu", "toaster", "", "cuda:-1"])
 @pytest.mark.usefixtures("as_a_user")
 def test_a_device_that_nobody_knows(folder: Path, device: Any) -> None:
@@ -226,7 +227,6 @@ def test_a_device_that_nobody_knows(folder: Path, device: Any) -> None:
         tlc.load_model(str(folder), device=device)
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize(
     "device", ["xpu", "mps", "hpu", "vulkan", "meta", torch.device("cuda", 99)]
 )
@@ -238,7 +238,6 @@ def test_a_device_that_this_machine_does_not_have(folder: Path, device: Any) -> 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_names_a_device_that_nobody_knows(
     call: Callable, tmp_path: Path, command: str
@@ -314,7 +313,6 @@ def _loads(model: nn.Module) -> bool:
     )
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize(
     "name",
     ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"],
@@ -335,7 +333,6 @@ def test_a_damaged_cache_of_the_embedded_model_is_made_again(
     assert len(list(cache.iterdir())) == 1
 
 
-@pytest.mark.on_4_only
 def test_a_whole_cache_is_left_alone(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +341,6 @@ def test_a_whole_cache_is_left_alone(
     assert _loads(tlc.load_model("smollm2-135m"))
 
 
-@pytest.mark.on_4_only
 def test_what_a_killed_conversion_left_is_removed_when_it_is_old(cache: Path) -> None:
     an_hour_ago = time.time() - 3601
     for name, age in (("tmpold", an_hour_ago), ("tmpnew", time.time())):

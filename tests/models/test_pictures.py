@@ -19,8 +19,6 @@ from tl_coupling.plots.patches import picture_of
 from tl_coupling.report.patches import shown_picture
 from vision_models import png_header, save_vit
 
-pytestmark = pytest.mark.on_4_only
-
 HEIGHT, WIDTH = 16, 8
 ORIENTATION = 0x0112
 # What a viewer does to the stored picture, by its EXIF orientation.

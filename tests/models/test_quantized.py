@@ -20,6 +20,8 @@ from model_folders import save_gguf
 from tl_coupling.models.quantized import dequantised
 from zoo.oracle import Oracle
 
+pytestmark = pytest.mark.both_lines
+
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
     reason="bitsandbytes is not installed",

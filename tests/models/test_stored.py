@@ -12,6 +12,8 @@ from tl_coupling.models import filled, holds_stored_weights
 from tl_coupling.models.model_files import FileState
 from tl_coupling.models.stored import Stored, StoredParameter
 
+pytestmark = pytest.mark.both_lines
+
 CPU = torch.device("cpu")
 
 

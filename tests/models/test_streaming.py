@@ -17,6 +17,8 @@ import tl_coupling as tlc
 from tl_coupling.blocks.streamed import without_blocks
 from tl_coupling.models import facts_of, streaming
 
+pytestmark = pytest.mark.both_lines
+
 # Plain; joint QKV; joint QKV and gate; merged experts; blocks that return tuples.
 ARCHITECTURES = ["llama", "gpt2", "phi3", "mixtral", "falcon"]
 

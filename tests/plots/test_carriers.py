@@ -10,7 +10,7 @@ from made_up_results import PROVENANCE
 from tl_coupling.comparisons import Carriers
 from tl_coupling.plots import plot_carriers, plot_carriers_by_depth
 
-pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 LABELS = ("H0", "H1", "H2", "mlp_out", "mlp∘attn")
 

@@ -9,7 +9,7 @@ from made_up_results import PROVENANCE
 from tl_coupling.directions import Ablation, Steering, Subspace
 from tl_coupling.plots import plot_ablation, plot_steering, plot_subspace
 
-pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

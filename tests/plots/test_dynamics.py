@@ -9,8 +9,6 @@ import tl_coupling as tlc
 from axes import named_lines
 from tl_coupling.plots import plot_eigenvalues, plot_product_map, plot_products
 
-pytestmark = pytest.mark.on_4_only
-
 
 def by_label(ax: Axes) -> dict[str, Line2D]:
     return {str(line.get_label()): line for line in named_lines(ax)}

@@ -35,7 +35,7 @@ def result() -> Generalization:
     )
 
 
-pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
 def lines(ax) -> dict:

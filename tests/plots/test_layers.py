@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from made_up_results import random_map
 from tl_coupling.plots import plot_adjacency, plot_locality, plot_singular_values
 
-pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 # plot_adjacency
 

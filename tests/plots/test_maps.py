@@ -25,7 +25,7 @@ from tl_coupling.plots import (
 from tl_coupling.plots.labels import off_screen
 from tl_coupling.plots.maps import color_scale
 
-pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
 def off_diagonal(values: torch.Tensor, on: float) -> np.ndarray:

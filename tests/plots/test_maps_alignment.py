@@ -10,7 +10,7 @@ from tl_coupling.plots import plot_alignment_matrices
 from tl_coupling.spectra import svd
 from tl_coupling.trajectories import ResidualAlignment
 
-pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 N_LAYERS, D, K = 5, 8, 3
 

@@ -13,7 +13,7 @@ from tl_coupling.comparisons import CouplingMap
 from tl_coupling.influence import Influence
 from tl_coupling.plots import plot_coupling, plot_coupling_matrices, plot_influence
 
-pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 TOKENS = ["<s>", "It", "costs", "$5", "\n", "日本", "$6", "."]
 

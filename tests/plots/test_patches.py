@@ -14,7 +14,7 @@ from tl_coupling.plots import plot_patches
 from tl_coupling.plots.patches import picture_of
 from vision_models import pixels, vit
 
-pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
 @pytest.fixture(scope="module")

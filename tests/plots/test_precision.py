@@ -6,8 +6,6 @@ import xarray
 
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.on_3_only
-
 
 @pytest.fixture
 def data() -> xarray.Dataset:

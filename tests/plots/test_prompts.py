@@ -7,7 +7,7 @@ import torch
 import tl_coupling as tlc
 from tl_coupling.comparisons import PromptCoupling
 
-pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 PROMPTS = ("It costs $5", "or $6 and so on and on, to the end", "a")
 
 

@@ -53,7 +53,7 @@ def plot_redundancy(data: xarray.Dataset, **options) -> Figure:
     return plots.plot_redundancy(data, redundancy_correlations(data), **options)
 
 
-pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
 CHANGES = ("dropped", "swapped", "merged")

@@ -23,7 +23,7 @@ from tl_coupling.plots import (
 )
 from tl_coupling.trajectories import trajectory_pca
 
-pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 DEPTHS = (4, 6, 6, 9)
 

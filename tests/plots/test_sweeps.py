@@ -83,7 +83,7 @@ def seeds(n=3, **changed) -> xarray.Dataset:
     )
 
 
-pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
 def named_lines(ax) -> dict:

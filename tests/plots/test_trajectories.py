@@ -35,7 +35,7 @@ from tl_coupling.trajectories import (
     trajectory_pca,
 )
 
-pytestmark = [pytest.mark.on_3_only, pytest.mark.usefixtures("pyplot_untouched")]
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
 def shapes(

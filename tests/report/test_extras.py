@@ -12,8 +12,6 @@ import tl_coupling as tlc
 from html_reader import Reader
 from tl_coupling.report import html_report
 
-pytestmark = pytest.mark.on_3_only
-
 ASKED = {"with_carriers": True, "with_products": True, "decoded_layer": 0}
 SECTIONS = ["what-carries-coupling", "blocks-together", "directions"]
 

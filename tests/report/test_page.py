@@ -23,8 +23,6 @@ from html_reader import Reader
 from tl_coupling.interactive import visible_token
 from tl_coupling.report import html_report, write_report
 
-pytestmark = pytest.mark.on_3_only
-
 HOSTILE = [
     "<s>",
     "</script>",

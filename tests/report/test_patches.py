@@ -19,8 +19,6 @@ import tl_coupling as tlc
 from tl_coupling.report import html_report, write_report
 from vision_models import NETWORKS, pixels, vit
 
-pytestmark = pytest.mark.on_3_only
-
 NAME = "<b>&amp;.png"
 
 

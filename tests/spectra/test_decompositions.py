@@ -14,8 +14,6 @@ import tl_coupling as tlc
 from random_matrices import as_numpy, matrix
 from tl_coupling.spectra import Spectrum, check_cut
 
-pytestmark = pytest.mark.on_4_only
-
 N = 9
 SIGMA = {
     "distinct": np.linspace(2.0, 0.4, N),

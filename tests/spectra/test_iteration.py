@@ -17,8 +17,6 @@ from tl_coupling.spectra import (
     tail_energy,
 )
 
-pytestmark = pytest.mark.on_4_only
-
 N = 320
 K = 12
 # What the docstring promises of residuals in float32, with room for rounding U, S and

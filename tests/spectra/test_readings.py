@@ -18,8 +18,6 @@ from tl_coupling.spectra import (
     participation_ratio,
 )
 
-pytestmark = pytest.mark.on_4_only
-
 DTYPES = [torch.float32, torch.float64]
 
 

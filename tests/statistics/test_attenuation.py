@@ -10,8 +10,6 @@ from scipy import stats
 from tl_coupling.generalization import linear_fit
 from tl_coupling.statistics.attenuation import Attenuation, attenuation
 
-pytestmark = pytest.mark.on_3_only
-
 
 def found(x: np.ndarray, y: np.ndarray) -> Attenuation:
     table = pandas.DataFrame(

@@ -8,8 +8,6 @@ from statsmodels.stats.weightstats import CompareMeans, DescrStatsW
 
 from tl_coupling.statistics import holm, paired_difference, unpaired_difference
 
-pytestmark = pytest.mark.on_4_only
-
 
 @pytest.fixture
 def samples() -> tuple[np.ndarray, np.ndarray]:

@@ -15,8 +15,6 @@ from tl_coupling.generalization import linear_fit
 from tl_coupling.statistics.expressions import evaluate
 from tl_coupling.statistics.fits import subset_fits
 
-pytestmark = pytest.mark.on_3_only
-
 TABLE = pandas.DataFrame(
     {
         "coupling": [0.31, 0.45, 0.28, np.nan, 0.62, 0.4],

@@ -12,7 +12,6 @@ from tl_coupling.generalization import generalization_study
 from tl_coupling.statistics import block_permutations
 
 pytestmark = [
-    pytest.mark.on_3_only,
     pytest.mark.filterwarnings("ignore:.*some prompts were not measured"),
 ]
 

@@ -14,8 +14,6 @@ from tl_coupling.statistics import rank_correlation
 from tl_coupling.statistics.fits import covariate_fits, exponential_fit, subset_fits
 from unequal_variance import line_of_unequal_variance, of_unequal_variance
 
-pytestmark = pytest.mark.on_3_only
-
 # Anscombe, Graphs in Statistical Analysis, The American Statistician 27 (1973).
 X = [10, 8, 13, 9, 11, 14, 6, 4, 12, 7, 5]
 ANSCOMBE = {

@@ -21,8 +21,6 @@ from tl_coupling.statistics import (
     simultaneous_band,
 )
 
-pytestmark = pytest.mark.on_3_only
-
 FAMILIES = np.array([0, 0, 0, 1, 1, 2, 3, 3])
 
 

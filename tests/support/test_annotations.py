@@ -16,8 +16,6 @@ from annotations import checked
 from tl_coupling.spectra import check_cut
 from tl_coupling.spectra.iteration import Triplets
 
-pytestmark = pytest.mark.on_4_only
-
 
 @checked(typechecker=beartype)
 def product(

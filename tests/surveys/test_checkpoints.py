@@ -79,7 +79,6 @@ def state(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-@pytest.mark.on_4_only
 def test_pythia_steps_are_published_and_those_of_the_emergence_figure_begin_at_128() -> (
     None
 ):
@@ -97,7 +96,6 @@ def test_pythia_steps_are_published_and_those_of_the_emergence_figure_begin_at_1
     assert pythia_steps(first=143_000) == (143_000,)
 
 
-@pytest.mark.on_4_only
 def test_local_checkpoints_are_ordered_by_step(tmp_path: Path) -> None:
     for name in (
         "checkpoint-1000",
@@ -120,7 +118,6 @@ def test_local_checkpoints_are_ordered_by_step(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.on_4_only
 def test_two_folders_of_one_step_and_none_at_all_are_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoints in it; wanted subfolders"):
         local_checkpoints(tmp_path)
@@ -133,6 +130,7 @@ def test_two_folders_of_one_step_and_none_at_all_are_said(tmp_path: Path) -> Non
         local_checkpoints(tmp_path)
 
 
+@pytest.mark.both_lines
 def test_each_checkpoint_of_a_folder_is_measured_as_itself(
     run: Path, undisturbed: xarray.Dataset
 ) -> None:
@@ -153,7 +151,6 @@ def test_each_checkpoint_of_a_folder_is_measured_as_itself(
     assert len({round(loss, 3) for loss in losses}) == 3
 
 
-@pytest.mark.on_4_only
 def test_the_dataset_says_how_it_was_made(
     run: Path, undisturbed: xarray.Dataset
 ) -> None:
@@ -167,6 +164,7 @@ def test_the_dataset_says_how_it_was_made(
     assert "checkpoint" not in provenance
 
 
+@pytest.mark.both_lines
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wanted", [[0, 1000], ["step1000", "main", "step0"]])
 def test_genuine_names_from_the_hubs_cache(hub: Path, backend, wanted) -> None:
@@ -184,7 +182,6 @@ def test_genuine_names_from_the_hubs_cache(hub: Path, backend, wanted) -> None:
     np.testing.assert_allclose(data["loss"][:, 1], losses, rtol=1e-5)
 
 
-@pytest.mark.on_4_only
 def test_results_are_written_and_read_back_the_same(
     run: Path, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
@@ -206,7 +203,6 @@ def test_results_are_written_and_read_back_the_same(
     xarray.testing.assert_equal(part, first.sel(checkpoint=[100, 0]))
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -242,6 +238,7 @@ def test_a_folder_of_another_sweep_is_left_alone(
     assert state(tmp_path) == state_before
 
 
+@pytest.mark.both_lines
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_checkpoint_that_fails_is_left_out_with_a_warning_and_tried_again(
     hub: Path, tmp_path: Path, backend
@@ -281,7 +278,6 @@ def test_a_checkpoint_that_fails_is_left_out_with_a_warning_and_tried_again(
     assert state(tmp_path) == state_before
 
 
-@pytest.mark.on_4_only
 def test_a_folder_that_lost_a_checkpoint_goes_on_and_comes_back(tmp_path: Path) -> None:
     run_folder = save_checkpoints(tmp_path / "run", {"step1": 1, "step2": 2})
     whole = checkpoint_sweep(run_folder, prompts=PROMPTS, settings=SETTINGS)
@@ -301,7 +297,6 @@ def test_a_folder_that_lost_a_checkpoint_goes_on_and_comes_back(tmp_path: Path) 
     xarray.testing.assert_identical(again, whole)
 
 
-@pytest.mark.on_4_only
 def test_a_folder_that_is_not_there_is_said_before_anything_is_tried(
     tmp_path: Path,
 ) -> None:
@@ -310,7 +305,6 @@ def test_a_folder_that_is_not_there_is_said_before_anything_is_tried(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.on_4_only
 def test_without_a_network_only_what_is_cached_is_tried_after_the_first_failure(
     hub: Path, monkeypatch
 ) -> None:
@@ -339,7 +333,6 @@ def test_without_a_network_only_what_is_cached_is_tried_after_the_first_failure(
     assert data["checkpoint"].values.tolist() == [1000]
 
 
-@pytest.mark.on_4_only
 def test_a_sweep_is_a_survey_of_one_model(
     run: Path, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
@@ -353,7 +346,6 @@ def test_a_sweep_is_a_survey_of_one_model(
     xarray.testing.assert_identical(again, opened)
 
 
-@pytest.mark.on_4_only
 def test_a_folder_of_an_older_sweep_is_refused_with_what_to_do(
     run: Path, tmp_path: Path
 ) -> None:
@@ -369,7 +361,6 @@ def test_a_folder_of_an_older_sweep_is_refused_with_what_to_do(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.on_4_only
 def test_checkpoints_that_were_measured_with_other_versions_are_named(
     run: Path, tmp_path: Path
 ) -> None:
@@ -393,6 +384,7 @@ def test_checkpoints_that_were_measured_with_other_versions_are_named(
     assert "versions" not in json.loads(swept.attrs["provenance"])
 
 
+@pytest.mark.both_lines
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -419,7 +411,6 @@ def test_nothing_measured_is_an_error(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.on_4_only
 def test_an_error_in_measuring_names_prompt_and_checkpoint(
     run: Path, tmp_path: Path
 ) -> None:
@@ -433,7 +424,6 @@ def test_an_error_in_measuring_names_prompt_and_checkpoint(
     assert json.loads((tmp_path / "run0@20.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
@@ -461,7 +451,6 @@ def test_checkpoints_that_make_no_sense_are_refused_before_anything_is_loaded(
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.on_4_only
 def test_a_step_that_a_folder_does_not_have_is_said_with_those_it_has(
     run: Path,
 ) -> None:
@@ -473,13 +462,11 @@ def test_a_step_that_a_folder_does_not_have_is_said_with_those_it_has(
         checkpoint_sweep(run, ["step0"], PROMPTS, settings=SETTINGS)
 
 
-@pytest.mark.on_4_only
 def test_prompts_are_checked_before_anything_is_loaded(run: Path) -> None:
     with pytest.raises(ValueError, match="`prompts` is empty"):
         checkpoint_sweep(run, prompts=[], settings=SETTINGS)
 
 
-@pytest.mark.on_4_only
 def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_loaded(
     run: Path, tmp_path: Path
 ) -> None:
@@ -493,7 +480,6 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_loaded(
         )
 
 
-@pytest.mark.on_4_only
 def test_checkpoints_of_another_depth_are_not_filled_up(
     monkeypatch, tmp_path: Path
 ) -> None:
@@ -508,6 +494,7 @@ def test_checkpoints_of_another_depth_are_not_filled_up(
         checkpoint_sweep(tmp_path, prompts=PROMPTS, settings=SETTINGS)
 
 
+@pytest.mark.both_lines
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("failing", [False, True])
 def test_one_model_is_in_memory_at_a_time(
@@ -570,7 +557,6 @@ checkpoint_sweep(run, None, ["w3 w14 w15 w92", "w5 w6 w7"],
 """
 
 
-@pytest.mark.on_4_only
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 @pytest.mark.parametrize(
     ("when", "left_over"), [("between", 0), ("run0@20.nc", 1), ("run0@20.json", 1)]
@@ -603,7 +589,6 @@ def test_a_sweep_that_was_killed_goes_on_to_the_same_bits(
     assert not any(name.startswith(".") for name in after)
 
 
-@pytest.mark.on_4_only
 def test_progress_wraps_the_checkpoints(run: Path) -> None:
     seen: list[object] = []
 
@@ -616,7 +601,6 @@ def test_progress_wraps_the_checkpoints(run: Path) -> None:
     assert seen == [20, 0]
 
 
-@pytest.mark.on_4_only
 def test_an_executor_gives_the_same_values(
     run: Path, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
@@ -627,7 +611,6 @@ def test_an_executor_gives_the_same_values(
     xarray.testing.assert_identical(data, undisturbed)
 
 
-@pytest.mark.on_4_only
 def test_a_local_folder_is_the_same_however_its_path_is_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,8 +27,6 @@ from tl_coupling.surveys.executors import (
 )
 from tl_coupling.surveys.units import Folder, Unit, load_unit, record
 
-pytestmark = pytest.mark.on_4_only
-
 UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(4)]
 
 

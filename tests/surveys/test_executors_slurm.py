@@ -19,8 +19,6 @@ from tl_coupling.prompts import Prompt
 from tl_coupling.surveys import Settings, Survey, open_survey, run
 from tl_coupling.surveys.executors import Preemptible, slurm_executor
 
-pytestmark = pytest.mark.on_4_only
-
 submitit = pytest.importorskip("submitit")
 needs_slurm = pytest.mark.skipif(
     slurm_cluster.why_not() is not None, reason=str(slurm_cluster.why_not())

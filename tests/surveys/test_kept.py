@@ -10,8 +10,6 @@ import xarray
 import tl_coupling as tlc
 from tl_coupling.surveys import Settings, Survey
 
-pytestmark = pytest.mark.on_4_only
-
 TEXTS = ["w3 w14 w15 w92", "w5 w6 w7", "w9 w2 w6 w5 w35", "w8 w1"]
 SETTINGS = Settings(k=(2, 4), n_singular_values=6)
 

@@ -15,15 +15,18 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.surveys import Settings, as_prompts, measure_prompts
 
-pytestmark = pytest.mark.on_3_only
-
 PROMPTS = [
     tlc.Prompt("long", "w3 w14 w15 w92 w65 w35 w89 w79", "recall"),
     tlc.Prompt("short", "w5 w6 w7"),
 ]
 TOKENS = {"long": tiny.TOKENS, "short": [5, 6, 7]}
 SMALL = Settings(k=(2, 4), n_singular_values=6)
-BACKENDS = ["bridge", pytest.param("hooked", marks=tiny.needs_hooked_transformer)]
+BACKENDS = [
+    "bridge",
+    pytest.param(
+        "hooked", marks=[pytest.mark.both_lines, tiny.needs_hooked_transformer]
+    ),
+]
 # HuggingFace turns positions and softmax to float32 on the way, whatever the model's
 # dtype.
 RTOL = 1e-6

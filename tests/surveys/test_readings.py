@@ -22,8 +22,6 @@ from tl_coupling.surveys import (
     with_diagonal,
 )
 
-pytestmark = pytest.mark.on_4_only
-
 PROMPTS = ["w3 w14 w15 w92 w65", "w5 w6 w7"]
 EVERY = tlc.Settings(k=(2, 4), orientation=("ujv", "vju"), measures=tuple(MEASURES))
 RELEASED = {"released_norm": 2, "released_trace": 1}

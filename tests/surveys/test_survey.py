@@ -31,8 +31,6 @@ from tl_coupling.surveys.results import open_survey
 from tl_coupling.surveys.survey import Survey, run
 from tl_coupling.surveys.units import Folder
 
-pytestmark = pytest.mark.on_4_only
-
 PROMPTS = [
     Prompt("sums-0", "w3 w14 w15 w92", "sums"),
     Prompt("sums-1", "w5 w6 w7", "sums"),

@@ -24,8 +24,6 @@ from tl_coupling.surveys.units import (
     record,
 )
 
-pytestmark = pytest.mark.on_4_only
-
 PLAN = {"of": "units"}
 UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(3)]
 

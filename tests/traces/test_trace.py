@@ -13,6 +13,8 @@ from torch import nn
 import tiny
 import tl_coupling as tlc
 
+pytestmark = pytest.mark.both_lines
+
 
 @pytest.fixture
 def model(tokenizer_folder: Path) -> nn.Module:

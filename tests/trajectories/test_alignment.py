@@ -19,8 +19,6 @@ from tl_coupling.spectra import Spectrum, tail_energy
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories import ResidualAlignment, residual_alignment
 
-pytestmark = pytest.mark.on_3_only
-
 MEASURES = ("vector_alignment", "subspace_overlap")
 RANK = 3
 START = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)

@@ -11,8 +11,6 @@ from linear_blocks import D, L, affine_trace, coupled
 from random_matrices import gaussian
 from tl_coupling.trajectories import coupled_gradient, gradient_prediction
 
-pytestmark = pytest.mark.on_4_only
-
 
 def descent(A: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
     """Minus the gradient of `½ ‖x^L − y‖²` at every depth of `x^{l+1} = x^l + A_l x^l`,

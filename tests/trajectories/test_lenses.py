@@ -7,6 +7,8 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.trajectories import entropy_by_depth, product_lens
 
+pytestmark = pytest.mark.both_lines
+
 PROMPTS = ["w3 w14 w15 w92 w7", "w65 w35 w2 w8"]
 N_LAYERS = 3
 
@@ -105,7 +107,6 @@ def test_entropy_is_that_of_their_readout(model):
     ]
 
 
-@pytest.mark.on_4_only
 def test_what_has_no_lens_is_refused(model, tokenizer_folder):
     with pytest.raises(ValueError, match="`traces` is empty"):
         product_lens([])

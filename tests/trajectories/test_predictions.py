@@ -20,8 +20,6 @@ from tl_coupling.gradients import BlockFunction
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories import linearisation, perturbation
 
-pytestmark = pytest.mark.on_3_only
-
 PREDICTIONS = ("one_step", "product", "closed_form", "previous", "input")
 
 

@@ -16,8 +16,6 @@ import tl_coupling as tlc
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories import TrajectoryResult, linearisation, measure_trajectory
 
-pytestmark = pytest.mark.on_3_only
-
 
 def naive_shapes(x: np.ndarray) -> dict[str, list[float]]:
     """The paper's formulas for each token, in numpy."""

@@ -29,8 +29,6 @@ from tl_coupling.trajectories import (
     trajectory_pca,
 )
 
-pytestmark = pytest.mark.on_3_only
-
 PER_TOKEN = (line_shape_score, expodistance, equidistance)
 MEASURES = (*PER_TOKEN, line_shape_score_by_depth, norms, step_lengths)
 

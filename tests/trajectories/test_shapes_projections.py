@@ -15,8 +15,6 @@ from properties import batches, close, few, seeds
 from random_matrices import gaussian
 from tl_coupling.trajectories import logit_lens_entropy, trajectory_pca
 
-pytestmark = pytest.mark.on_3_only
-
 # --- the logit lens
 
 
