@@ -161,6 +161,7 @@ def test_a_call_without_a_device_is_found():
     assert [line for line, _ in without_a_device(source)] == [1, 5]
 
 
+@pytest.mark.long("runs a copy of the main tests in a process")
 @pytest.mark.both_lines
 def test_the_main_path_on_a_second_device():
     """In a process of its own, because torch knows a device for good. What depends on

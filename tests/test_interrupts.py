@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import xarray
 
 from tl_coupling.files import write_atomically
+from tl_coupling.interrupts import hear_interrupts, ignore_interrupts, interrupts_held
 from tl_coupling.surveys.executors import process_pool
 from tl_coupling.surveys.survey import Survey, run
 from tl_coupling.surveys.units import Folder, Unit, plan_digest, record
@@ -24,6 +26,90 @@ from tl_coupling.surveys.units import Folder, Unit, plan_digest, record
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "killpg"), reason="no groups of processes here"),
 ]
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """Collect the signals that reach this process, in place of its own handlers."""
+    heard: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: heard.append(number))
+    yield heard
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_is_held_back_comes_at_the_end(
+    heard: list[int], number: int
+) -> None:
+    handler = signal.getsignal(number)
+    with interrupts_held():
+        signal.raise_signal(number)
+        assert heard == []
+    assert heard == [number]
+    assert signal.getsignal(number) is handler
+    signal.raise_signal(number)
+    assert heard == [number, number]
+
+
+def test_a_second_signal_takes_effect_at_once(heard: list[int]) -> None:
+    with interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert heard == [signal.SIGINT]
+
+
+def test_a_signal_is_heard_once_where_that_is_asked_for(heard: list[int]) -> None:
+    with interrupts_held():
+        hear_interrupts()
+        signal.raise_signal(signal.SIGTERM)
+        hear_interrupts()
+        assert heard == [signal.SIGTERM]
+        hear_interrupts()
+    assert heard == [signal.SIGTERM]
+
+
+def test_signals_are_held_back_for_a_while_only(heard: list[int]) -> None:
+    with interrupts_held(seconds=0.05):
+        signal.raise_signal(signal.SIGINT)
+        assert heard == []
+        wait_until(lambda: heard == [signal.SIGINT], seconds=10)
+
+
+def test_inner_blocks_do_not_release_what_an_outer_one_holds(heard: list[int]) -> None:
+    with interrupts_held():
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+        assert heard == []
+    assert heard == [signal.SIGINT]
+
+
+def test_another_thread_holds_nothing_back(heard: list[int]) -> None:
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+
+    def hold() -> None:
+        with interrupts_held():
+            assert [signal.getsignal(number) for number in SIGNALS] == handlers
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hold).result()
+
+
+def test_what_was_held_back_is_forgotten_where_interrupts_are_ignored(
+    heard: list[int],
+) -> None:
+    with interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+        ignore_interrupts()
+        signal.raise_signal(signal.SIGINT)
+        hear_interrupts()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert heard == []
 
 
 def wait_until(ready: Callable[[], bool], seconds: float = 120) -> None:
@@ -74,6 +160,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long("interrupts processes")
 @pytest.mark.parametrize(
     ("stage", "workers", "signals"),
     [
@@ -151,6 +238,7 @@ def test_a_command_ends_within_seconds_in_one_line(
         assert not list(units.glob(".*"))
 
 
+@pytest.mark.long("interrupts processes")
 def test_a_command_without_units_says_what_it_has_written(
     call, folder_model: Path, tmp_path: Path, monkeypatch
 ) -> None:
@@ -195,6 +283,7 @@ def measure_or_hang(unit: Unit) -> xarray.Dataset:
     return xarray.Dataset({"x": ("i", np.arange(5.0) + unit.subject["number"])})
 
 
+@pytest.mark.long("interrupts worker processes")
 def test_an_interrupted_pool_ends_its_workers_and_can_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +349,7 @@ def poison(unit: Unit) -> xarray.Dataset:
     return xarray.Dataset({"x": ("i", np.arange(5.0))})
 
 
+@pytest.mark.long("kills worker processes")
 def test_a_unit_that_kills_its_worker_is_named_and_the_others_are_done(
     tmp_path: Path,
 ) -> None:
@@ -296,6 +386,7 @@ def die(pipe: object, threads: int) -> None:
     os._exit(3)
 
 
+@pytest.mark.long("starts worker processes")
 def test_workers_that_cannot_begin_are_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

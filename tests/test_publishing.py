@@ -34,7 +34,8 @@ def jobs() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def matrix(job: dict[str, Any]) -> dict[str, list[str]]:
-    return job.get("strategy", {}).get("matrix", {})
+    values = job.get("strategy", {}).get("matrix", {})
+    return {name: of_name for name, of_name in values.items() if name != "exclude"}
 
 
 def targets(job: dict[str, Any]) -> set[str]:
@@ -110,6 +111,8 @@ def test_workflows_call_make_targets_that_are_there() -> None:
         "check",
         "test-tl4",
         "test-tl3",
+        "test-long-tl4",
+        "test-long-tl3",
         "docs",
         "check-docs",
         "check-dist",
@@ -119,6 +122,20 @@ def test_workflows_call_make_targets_that_are_there() -> None:
         for target in called
         if not re.search(rf"^([\w-]+ )*{target}[ :]", MAKEFILE, re.MULTILINE)
     }
+
+
+def test_the_parts_of_the_long_tier_are_all_of_it() -> None:
+    """The last part ignores what the others run, and nothing else."""
+    long_tier = WORKFLOWS["ci.yml"]["jobs"]["test-long"]
+    *parts, rest = matrix(long_tier)["part"]
+    named = " ".join(parts).split()
+    assert all((ROOT / name).exists() for name in named)
+    assert rest.split() == ["tests", *(f"--ignore={name}" for name in named)]
+    for excluded in long_tier["strategy"]["matrix"]["exclude"]:
+        assert excluded["line"] == "tl3"
+        part = ROOT / excluded["part"]
+        for path in [part] if part.is_file() else sorted(part.glob("*.py")):
+            assert "both_lines" not in path.read_text(), path
 
 
 def test_workflows_may_not_do_more_than_they_need() -> None:

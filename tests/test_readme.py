@@ -33,7 +33,25 @@ TEXTS = {
     # What the build of the site writes is no source.
     if "_made" not in path.parts
 }
+# In the fast tier.
+FIRST_PAGE = "docs/start.md"
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def run_pages(folder: Path, *names: str) -> dict[str, str]:
+    """Run the Python of pages in a folder; return what each block prints."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "MPLBACKEND": "agg",
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-m", "pages", *names]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "printed.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +61,37 @@ def folder(smollm2: nn.Module) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "MPLBACKEND": "agg",
-        }
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        command = [sys.executable, "-m", "pages"]
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_pages(folder)
         yield folder
 
 
+def check_output(blocks: list[pages.Block], printed: dict[str, str]) -> None:
+    """Compare word by word; of numbers, what differs between machines is left open."""
+    for block in blocks:
+        expected, got = block.prints or "", printed[f"{block.page}:{block.line}"]
+        assert NUMBER.sub("#", expected) == NUMBER.sub("#", got), (
+            f"{block.page}:{block.line}"
+        )
+        for one, other in zip(
+            NUMBER.findall(expected), NUMBER.findall(got), strict=True
+        ):
+            in_last_place = 10.0 ** -len(one.partition(".")[2])
+            assert math.isclose(
+                float(one), float(other), rel_tol=0.005, abs_tol=1.5 * in_last_place
+            ), got
+
+
+def test_a_page_runs_by_itself_and_prints_what_it_says(
+    smollm2: nn.Module, tmp_path: Path
+) -> None:
+    """The page that README sends its readers to."""
+    of_page = [block for block in PYTHON if block.page == FIRST_PAGE and block.prints]
+    assert of_page
+    check_output(of_page, run_pages(tmp_path, FIRST_PAGE))
+
+
+@pytest.mark.long("runs the Python of all pages")
+@pytest.mark.xdist_group("pages")
 def test_python_runs_from_top_to_bottom(folder: Path) -> None:
     printed = json.loads((folder / "printed.json").read_text())
     assert list(printed) == [f"{block.page}:{block.line}" for block in PYTHON]
@@ -73,23 +108,13 @@ def test_python_runs_from_top_to_bottom(folder: Path) -> None:
     }
 
 
+@pytest.mark.long("runs the Python of all pages")
+@pytest.mark.xdist_group("pages")
 def test_pages_print_what_they_say(folder: Path) -> None:
-    """Word by word; of numbers, what differs between machines is left open."""
     printed = json.loads((folder / "printed.json").read_text())
     with_output = [block for block in PYTHON if block.prints]
     assert len(with_output) > 10
-    for block in with_output:
-        expected, got = block.prints or "", printed[f"{block.page}:{block.line}"]
-        assert NUMBER.sub("#", expected) == NUMBER.sub("#", got), (
-            f"{block.page}:{block.line}"
-        )
-        for one, other in zip(
-            NUMBER.findall(expected), NUMBER.findall(got), strict=True
-        ):
-            in_last_place = 10.0 ** -len(one.partition(".")[2])
-            assert math.isclose(
-                float(one), float(other), rel_tol=0.005, abs_tol=1.5 * in_last_place
-            ), got
+    check_output(with_output, printed)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +137,8 @@ def stand_in(smollm2: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.long("runs the Python of all pages")
+@pytest.mark.xdist_group("pages")
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_command_runs(
     folder: Path,

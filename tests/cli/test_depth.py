@@ -180,6 +180,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_model_is_loaded(
     assert "cannot write to the output folder" in errors
 
 
+@pytest.mark.long("measures SmolLM2 and its twin")
 def test_the_embedded_model_beats_null_and_twin(
     call, smollm2: nn.Module, tmp_path: Path
 ) -> None:

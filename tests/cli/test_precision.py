@@ -67,6 +67,7 @@ def by_hand(model: nn.Module, k: int) -> dict[str, dict[str, Any]]:
     return expected
 
 
+@pytest.mark.long("measures several precisions of a model")
 @needs_bitsandbytes
 def test_how_far_measures_move(
     call, folder_model: Path, prompts: Path, tmp_path: Path

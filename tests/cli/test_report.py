@@ -7,6 +7,7 @@ import pytest
 import tl_coupling as tlc
 
 
+@pytest.mark.long("measures SmolLM2 and its twin, everything")
 def test_the_command_writes_one_page(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "page.html"
     done = call("report", model=folder_model, prompt="w3 w14 w15", k=[4, 8], out=out)

@@ -130,6 +130,7 @@ def test_every_choice_of_one_run(call, options, models: Path, tmp_path: Path) ->
     )
 
 
+@pytest.mark.long("starts worker processes")
 def test_workers_give_the_same_values(call, options, tmp_path: Path) -> None:
     call(*options, "--n", 2)
     of_one_run = open_survey(tmp_path / "out" / "units").load()

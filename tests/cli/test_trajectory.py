@@ -233,6 +233,7 @@ def test_bad_input_is_one_line_status_2_and_nothing_written(
     assert message in refused("trajectory", options, arguments)
 
 
+@pytest.mark.long("measures SmolLM2 and its twin")
 def test_the_embedded_model_is_straighter_than_its_twin(
     call, smollm2: nn.Module, tmp_path: Path
 ) -> None:

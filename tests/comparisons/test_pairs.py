@@ -659,6 +659,7 @@ def test_repr_where_a_layer_was_chosen_twice(deep):
     assert "2×2" in repr(tlc.depth_coupling(deep[0], 2, layers=[1, 1]))
 
 
+@pytest.mark.long("measures SmolLM2")
 def test_the_embedded_model_against_the_authors_algorithm(smollm2, reference):
     trace = tlc.trace(smollm2, reference["prompt"], final_norm=True)
     assert trace.tokens.tolist() == reference["token_ids"]

@@ -304,6 +304,8 @@ def paris(smollm2):
     )
 
 
+@pytest.mark.long("differentiates SmolLM2 between all tokens")
+@pytest.mark.xdist_group("smollm2-pairs")
 @pytest.mark.parametrize("case", ["self", "input", "output"])
 def test_smollm2_maps_equal_the_transcription(paris, case):
     trace, layers, J = paris

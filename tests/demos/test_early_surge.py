@@ -270,6 +270,7 @@ def options(small_text, tmp_path_factory) -> list[str]:
     ]
 
 
+@pytest.mark.long("trains the models of a study")
 def test_study_trains_measures_reports_and_draws(options, capsys):
     assert early_surge.main([*options, "--seeds", "1"]) == 0
     out = Path(options[-1])

@@ -67,6 +67,7 @@ def test_held_out_loss_is_that_of_the_unigram_model_for_constant_logits(
     assert loss == pytest.approx(high - 3 * (windows == 7).mean(), rel=1e-5)
 
 
+@pytest.mark.long("trains the models of a study")
 def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
     assert ladder.main(options) == 0
     printed = capsys.readouterr().out
@@ -123,6 +124,7 @@ def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
     assert "smollm2" not in output
 
 
+@pytest.mark.long("trains the models of a study")
 def test_what_is_finished_is_kept(options, out):
     """Models, and units of the survey, by the time they were written."""
 
@@ -154,6 +156,7 @@ def test_bad_input_is_one_line(options, given, message, capsys):
     assert len([line for line in error.splitlines() if line.startswith("error:")]) == 1
 
 
+@pytest.mark.long("changes every block of SmolLM2")
 def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(
     monkeypatch, tmp_path, folder_model
 ):

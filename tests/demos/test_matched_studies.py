@@ -104,6 +104,7 @@ def test_what_was_planted_is_found_and_looks_are_counted(synthetic):
     }
 
 
+@pytest.mark.long("fits hundreds of made-up studies")
 def test_no_slope_where_coupling_depends_on_the_loss_alone(synthetic):
     """What the study prints if neither width nor rate does anything: in at
     most one in twenty of such studies, a slope whose joint interval leaves out 0.
@@ -236,6 +237,7 @@ def of_gap(
     return out, run(gap, f"{GAP} --below -3", small_text, out)
 
 
+@pytest.mark.long("trains the models of a study")
 def test_the_gap_is_compared_where_training_losses_are_equal(of_gap):
     out, output = of_gap
     table = pandas.read_csv(out / "measured.csv")
@@ -266,6 +268,7 @@ def test_the_gap_is_compared_where_training_losses_are_equal(of_gap):
     assert (out / "gap.png").stat().st_size > 10_000
 
 
+@pytest.mark.long("trains the models of a study")
 def test_what_the_study_could_see_is_said_before_the_other_subsets_are_learned(
     small_text, tmp_path, monkeypatch
 ):
@@ -353,6 +356,7 @@ def test_effects_are_those_planted_within_subsets():
     assert effects.loc["gap on coupling, over all", "slope_low"] < 0
 
 
+@pytest.mark.long("fits hundreds of made-up studies")
 def test_the_gap_has_no_slope_where_coupling_does_not_go_with_it():
     """What the study prints if the claim is false: in at most one in twenty of such
     studies, an interval that leaves out 0, although the share moves the gap.
@@ -444,6 +448,7 @@ def test_a_small_study_is_smaller_and_what_is_given_counts(study):
     assert study.SMALL.keys() <= vars(whole).keys()
 
 
+@pytest.mark.long("trains the models of a study")
 @pytest.mark.parametrize("study", [capacity, gap])
 def test_a_small_study_of_the_library_s_source_works(study, tmp_path):
     with redirect_stdout(StringIO()) as said:

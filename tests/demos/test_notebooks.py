@@ -221,6 +221,7 @@ CHECKS: dict[str, Callable[[Printed], None]] = {
 }
 
 
+@pytest.mark.long("runs a whole notebook")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_says_what_its_text_says(
     path: Path, smollm2: nn.Module, monkeypatch

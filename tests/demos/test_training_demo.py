@@ -47,6 +47,7 @@ def options(small_text, tmp_path_factory) -> list[str]:
     ]
 
 
+@pytest.mark.long("trains a model")
 def test_demo_trains_measures_reports_and_draws(options, capsys):
     assert train_and_trace.main([*options, "--seeds", "2", "--jobs", "1"]) == 0
     out = Path(options[-1])

@@ -252,6 +252,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long("trains the models of a study")
 def test_the_study_measures_what_a_trace_gives(out):
     table = pandas.read_csv(out / "models.csv").set_index("model")
     assert len(table) == 4
@@ -304,6 +305,7 @@ def test_the_study_says_what_it_found_and_what_it_left_out(out):
         assert (out / f"{name}.png").stat().st_size > 20_000
 
 
+@pytest.mark.long("trains the models of a study")
 def test_a_second_run_trains_and_measures_nothing(out, capsys):
     def written() -> dict[Path, int]:
         files = [*(out / "models").rglob("*"), *(out / "measured").rglob("*.nc")]

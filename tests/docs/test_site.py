@@ -28,9 +28,12 @@ from browser import (
 )
 
 SITE = Path(os.environ.get("SITE", "")).resolve()
-pytestmark = pytest.mark.skipif(
-    "SITE" not in os.environ, reason="the site is not built: use `make check-docs`"
-)
+pytestmark = [
+    pytest.mark.long("shows the site in a browser"),
+    pytest.mark.skipif(
+        "SITE" not in os.environ, reason="the site is not built: use `make check-docs`"
+    ),
+]
 
 WIDE, NARROW = 1280, 390
 PAGES = (

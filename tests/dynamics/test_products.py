@@ -188,6 +188,7 @@ def in_band(result: Products) -> bool:
     )
 
 
+@pytest.mark.long("computes hundreds of products")
 def test_a_whole_line_of_unrelated_blocks_stays_in_the_band():
     """At every depth at once, as a single depth's interval does not promise."""
     A, _, _ = coupled()

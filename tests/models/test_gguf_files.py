@@ -172,6 +172,7 @@ def _converted(file: str) -> float:
     return float(stream(Path(file)).double().sum())
 
 
+@pytest.mark.long("starts processes")
 def test_processes_that_convert_at_once(file: Path, cache: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         sums = pool.map(_converted, [str(file)] * 2, chunksize=1)

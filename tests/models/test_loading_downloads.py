@@ -187,6 +187,7 @@ def test_the_hubs_own_client_checks_sizes_and_nothing_else(
     )
 
 
+@pytest.mark.long("downloads over a loopback hub, in processes")
 @pytest.mark.both_lines
 @pytest.mark.parametrize("named", ["steps", "revisions"])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -243,6 +244,7 @@ def test_a_sweep_survives_a_bad_connection_and_a_rerun_completes_it(
     assert n_downloads == [1, 3, 2, 2]
 
 
+@pytest.mark.long("downloads over a loopback hub, in processes")
 def test_a_step_that_the_hub_does_not_have_fails_alone(
     server: FakeHub, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:

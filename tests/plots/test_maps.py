@@ -425,6 +425,7 @@ def test_pyplot_shows_what_is_drawn_without_axes_and_nothing_else(tiny_trace):
     assert len(plt.get_fignums()) == 2
 
 
+@pytest.mark.long("runs a notebook")
 def test_a_notebook_shows_every_figure_once():
     """Also where a cell ends in one, whose value IPython displays as well."""
     nbformat, nbclient = (

@@ -1,5 +1,5 @@
 """The code of README and of the documentation's pages: `python -m pages` runs the
-Python of all pages in this folder.
+Python of all pages in this folder, `python -m pages docs/start.md` that of one.
 
 Each page is a script of its own. Pages run in reading order, and a later one may read
 what an earlier one wrote. A comment above a block, `<!-- needs … -->`, says why it is
@@ -11,6 +11,8 @@ import io
 import json
 import re
 import shlex
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,14 +99,14 @@ def blocks(path: Path) -> list[Block]:
     ]
 
 
-def run() -> None:
-    """Run every page, and write what each block prints, by page and line, to
+def run(pages: Iterable[Path]) -> None:
+    """Run pages, and write what each block prints, by page and line, to
     `printed.json`.
     """
     from matplotlib import pyplot as plt
 
     printed = {}
-    for path in PAGES:
+    for path in pages:
         names: dict[str, object] = {"__name__": "__main__"}
         for block in blocks(path):
             if block.language == "python" and not block.needs:
@@ -123,4 +125,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    run([ROOT / name for name in sys.argv[1:]] or PAGES)

@@ -557,6 +557,7 @@ checkpoint_sweep(run, None, ["w3 w14 w15 w92", "w5 w6 w7"],
 """
 
 
+@pytest.mark.long("kills processes")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 @pytest.mark.parametrize(
     ("when", "left_over"), [("between", 0), ("run0@20.nc", 1), ("run0@20.json", 1)]

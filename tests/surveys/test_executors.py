@@ -63,6 +63,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
+@pytest.mark.long("starts worker processes")
 def test_a_process_pool_gives_the_same_files(alone: Path, folder: Path) -> None:
     with process_pool(2) as executor:
         outcomes = Folder(folder, {}).run(UNITS, measure, executor=executor)
@@ -133,6 +134,7 @@ def test_a_disk_that_cannot_be_written_ends_the_run_and_cancels_the_rest(
     assert len(cancelled) == 3
 
 
+@pytest.mark.long("kills worker processes")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_a_killed_worker_loses_nothing_finished_and_a_rerun_completes(
     alone: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +169,7 @@ def leave_a_child_and_die(mark: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long("kills worker processes")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_a_killed_worker_is_missed_though_a_child_of_it_holds_its_pipe_open(
     tmp_path: Path,
@@ -189,6 +192,7 @@ def half_an_answer(pipe: Connection, threads: int) -> None:
     os.write(pipe.fileno(), (1000).to_bytes(4, "big") + b"half")
 
 
+@pytest.mark.long("kills worker processes")
 @pytest.mark.skipif(os.name != "posix", reason="pipes have another protocol here")
 def test_a_worker_that_dies_amid_its_answer_has_died(
     monkeypatch: pytest.MonkeyPatch,
@@ -267,6 +271,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long("kills worker processes")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_a_killed_driver_loses_nothing_finished_and_a_rerun_completes(
     alone: Path, folder: Path, tmp_path: Path

@@ -66,6 +66,8 @@ def test_without_its_commands_the_error_names_them(
     assert not (tmp_path / "cluster").exists()
 
 
+@pytest.mark.long("starts a cluster")
+@pytest.mark.xdist_group("slurm")
 @needs_slurm
 def test_the_cluster_leaves_no_process_and_no_variable_behind(tmp_path: Path) -> None:
     variables, cluster = dict(os.environ), tmp_path / "cluster"
@@ -92,6 +94,8 @@ def test_the_cluster_leaves_no_process_and_no_variable_behind(tmp_path: Path) ->
 PREEMPTIONS = (["scancel", "--signal=USR2"], ["scontrol", "requeue"])
 
 
+@pytest.mark.long("starts a cluster")
+@pytest.mark.xdist_group("slurm")
 @needs_slurm
 def test_preempted_jobs_go_on_where_they_were(slurm: None, tmp_path: Path) -> None:
     # Defined here, so that its code travels with the job.
@@ -168,6 +172,8 @@ def executor(slurm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     return slurm_executor(tmp_path / "log")
 
 
+@pytest.mark.long("starts a cluster")
+@pytest.mark.xdist_group("slurm")
 @needs_slurm
 def test_a_rerun_of_a_survey_does_what_killed_and_cancelled_jobs_did_not(
     survey: Survey, executor: Any, tmp_path: Path
@@ -210,6 +216,8 @@ def logs(folder: Path) -> str:
     return "".join(path.read_text() for path in (folder / "log").glob("*.out"))
 
 
+@pytest.mark.long("starts a cluster")
+@pytest.mark.xdist_group("slurm")
 @needs_slurm
 def test_an_interrupted_survey_leaves_no_job_behind(
     survey: Survey, executor: Any, tmp_path: Path
@@ -226,6 +234,8 @@ def test_an_interrupted_survey_leaves_no_job_behind(
     wait_until(lambda: not queue(), "the end of the jobs")
 
 
+@pytest.mark.long("starts a cluster")
+@pytest.mark.xdist_group("slurm")
 @needs_slurm
 def test_the_command_hands_its_units_to_the_cluster(
     survey: Survey, executor: Any, call: Any, tmp_path: Path
@@ -250,6 +260,8 @@ def test_the_command_hands_its_units_to_the_cluster(
     assert list((tmp_path / "out" / "jobs").glob("*_submission.sh"))
 
 
+@pytest.mark.long("starts a cluster")
+@pytest.mark.xdist_group("slurm")
 @needs_slurm
 def test_parameters_that_slurm_does_not_take_are_said(
     slurm: None, tmp_path: Path
@@ -262,6 +274,8 @@ def test_parameters_that_slurm_does_not_take_are_said(
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long("starts a cluster")
+@pytest.mark.xdist_group("slurm")
 @needs_slurm
 def test_work_that_slurm_refuses_is_one_line(
     survey: Survey, executor: Any, tmp_path: Path

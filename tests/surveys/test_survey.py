@@ -178,6 +178,7 @@ print(tlc.open_survey(sys.argv[1]).sizes["model"])
 """
 
 
+@pytest.mark.long("starts a process")
 def test_results_open_where_dask_is_not_installed(
     survey: Survey, tmp_path: Path
 ) -> None:
