@@ -28,6 +28,7 @@ def options(model: Path, out: Path) -> list[object]:
     return ["checkpoints", "--model", model, *prompt, "--k", 3, "--k", 8, "--out", out]
 
 
+@pytest.mark.long("runs a sweep twice")
 def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
     output = call(*options(run_folder, tmp_path)).out
     with xarray.open_dataset(tmp_path / "sweep.nc") as file:

@@ -158,10 +158,11 @@ def test_debug_shows_a_traceback_of_bad_usage_and_bad_files(
     assert "Traceback" not in call(*with_paths, status=2).err
 
 
-def test_debug_as_the_value_of_an_option_is_not_the_flag(call, tmp_path: Path) -> None:
-    errors = call(
-        "depth", "--prompt", "--debug", "--k", "0", "--out", tmp_path, status=2
-    ).err
+def test_debug_as_the_value_of_an_option_is_not_the_flag(
+    call, folder_model: Path, tmp_path: Path
+) -> None:
+    options = {"model": folder_model, "k": 0, "out": tmp_path}
+    errors = call("depth", "--prompt", "--debug", status=2, **options).err
     assert "`--k` must be at least 1, got 0" in errors
     assert "Traceback" not in errors
 

@@ -381,6 +381,7 @@ def test_another_tokenizer_is_not_compared(
     )
 
 
+@pytest.mark.long("runs several commands")
 @needs_bitsandbytes
 def test_other_commands_quantise(
     call, folder_model: Path, prompts: Path, tmp_path: Path

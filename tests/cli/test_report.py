@@ -27,6 +27,7 @@ def test_the_command_writes_one_page(call, folder_model: Path, tmp_path: Path) -
     assert "untrained, " not in out.read_text(encoding="utf-8")
 
 
+@pytest.mark.long("measures SmolLM2")
 def test_what_takes_long_is_said_before(
     call, folder_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

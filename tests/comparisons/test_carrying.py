@@ -76,7 +76,7 @@ def test_own_vectors_make_a_diagonal(result: Carriers) -> None:
         )
 
 
-@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+@pytest.mark.parametrize("architecture", tiny.in_tiers(tiny.CONFIGS))
 def test_components_sum_to_the_jacobian_and_shares_to_one(
     architecture: str, tokenizer_folder: Path
 ) -> None:

@@ -159,6 +159,7 @@ def of_capacity(
     return out, run(capacity, CAPACITY, small_text, out)
 
 
+@pytest.mark.long("trains the models of a study")
 def test_models_are_measured_where_their_losses_are_equal(of_capacity, small_text):
     out, output = of_capacity
     table = pandas.read_csv(out / "measured.csv")

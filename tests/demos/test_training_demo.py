@@ -79,6 +79,7 @@ def test_demo_trains_measures_reports_and_draws(options, capsys):
     assert f"{float(data.mean_coupling.isel(checkpoint=0).mean()):.3f}" in text
 
 
+@pytest.mark.long("trains a model")
 def test_demo_keeps_what_is_finished(options, monkeypatch):
     def untouched(*_, **__):
         raise AssertionError("measured again")
@@ -88,6 +89,7 @@ def test_demo_keeps_what_is_finished(options, monkeypatch):
     assert train_and_trace.main([*options, "--seeds", "2", "--jobs", "1"]) == 0
 
 
+@pytest.mark.long("trains a model")
 def test_demo_traces_checkpoints_that_are_there(
     options, small_corpus, small_config, small_text, tmp_path
 ):

@@ -328,6 +328,7 @@ def test_a_second_run_trains_and_measures_nothing(out, capsys):
     )
 
 
+@pytest.mark.long("starts a process")
 def test_the_script_runs_by_itself_and_shows_an_example():
     """From another folder, without the paths of the tests."""
     variables = {

@@ -34,7 +34,7 @@ def assert_close(J: torch.Tensor, expected: torch.Tensor, rel: float = 5e-6) -> 
     assert float((J - expected).norm()) <= rel * max(float(expected.norm()), 0.1)
 
 
-@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+@pytest.mark.parametrize("architecture", tiny.in_tiers(tiny.CONFIGS))
 def test_jacobians_and_products_equal_autograd_over_the_whole_model(
     architecture: str, tokenizer_folder: Path
 ) -> None:
@@ -67,7 +67,9 @@ def test_jacobians_and_products_equal_autograd_over_the_whole_model(
     assert ("token_local_linearised" in paths) == (architecture not in NOT_LINEARISED)
 
 
-@pytest.mark.parametrize("architecture", sorted(tiny.CONFIGS.keys() - NOT_CAUSAL))
+@pytest.mark.parametrize(
+    "architecture", tiny.in_tiers(sorted(tiny.CONFIGS.keys() - NOT_CAUSAL))
+)
 def test_a_later_token_reaches_no_earlier_one(
     architecture: str, tokenizer_folder: Path
 ) -> None:

@@ -37,6 +37,7 @@ def worst_error(trace: tlc.Trace, oracle: Oracle) -> tuple[float, set[str]]:
     return worst, ways
 
 
+@pytest.mark.long("differentiates a network between all patches")
 @pytest.mark.parametrize(
     "name", ["ViTForImageClassification", "DeiTForImageClassification"]
 )

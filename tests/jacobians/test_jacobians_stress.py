@@ -8,6 +8,7 @@ measured, and right.
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,13 +138,15 @@ def stiff(hf_model: nn.Module) -> None:
 STRESSES = (growing, stiff, massive_first_token, huge_embeddings, dominant_direction)
 
 
-def stressed() -> list[tuple[str, Callable[[nn.Module], None]]]:
+def stressed() -> list[Any]:
     """BLOOM normalises its embeddings, so that what is planted there is massive in none
     of its blocks.
     """
-    pairs = itertools.product(ARCHITECTURES, STRESSES)
+    in_long_tier = pytest.mark.long("one of many architectures")
     return [
-        (name, stress) for name, stress in pairs if (name, stress) != ("bloom", stiff)
+        pytest.param(name, stress, marks=[] if name == "llama" else in_long_tier)
+        for name, stress in itertools.product(ARCHITECTURES, STRESSES)
+        if (name, stress) != ("bloom", stiff)
     ]
 
 

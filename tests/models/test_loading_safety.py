@@ -313,6 +313,7 @@ def _loads(model: nn.Module) -> bool:
     )
 
 
+@pytest.mark.long("reads SmolLM2 several times")
 @pytest.mark.parametrize(
     "name",
     ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"],

@@ -4,6 +4,7 @@ no download.
 
 import hashlib
 import importlib.metadata
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ _UNUSUAL = {
 }
 _CLASSES = _COMMON | _UNUSUAL
 COMMON = tuple(_COMMON)
+
+
+def in_tiers(architectures: Iterable[str]) -> list[Any]:
+    """Return parameters of a test: unusual architectures are in the long tier."""
+    in_long_tier = pytest.mark.long("one of many architectures")
+    return [
+        pytest.param(name, marks=in_long_tier) if name in _UNUSUAL else name
+        for name in architectures
+    ]
 
 
 def configs(n_layers: int) -> dict[str, dict[str, Any]]:
