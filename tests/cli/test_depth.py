@@ -21,6 +21,7 @@ from command_line import typed
 from tl_coupling.measures import MEASURES
 
 
+@pytest.mark.long("starts a process")
 def test_depth_writes_results_and_pictures_and_prints_a_table(
     folder_model: Path, tmp_path: Path
 ) -> None:

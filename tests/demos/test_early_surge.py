@@ -4,6 +4,8 @@ interventions, a run of seconds.
 
 import json
 import math
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -270,9 +272,17 @@ def options(small_text, tmp_path_factory) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def printed(options) -> str:
+    """Run the study; return what it prints."""
+    with redirect_stdout(StringIO()) as said:
+        assert early_surge.main([*options, "--seeds", "1"]) == 0
+    return said.getvalue()
+
+
 @pytest.mark.long("trains the models of a study")
-def test_study_trains_measures_reports_and_draws(options, capsys):
-    assert early_surge.main([*options, "--seeds", "1"]) == 0
+@pytest.mark.xdist_group("surge")
+def test_study_trains_measures_reports_and_draws(options, printed):
     out = Path(options[-1])
     data = xarray.load_dataset(out / "surge.nc")
     assert data.checkpoint.values.tolist() == [0, 4]
@@ -295,14 +305,15 @@ def test_study_trains_measures_reports_and_draws(options, capsys):
     of_run = str(base.run.values[0])
     expected = float(base.coupling.isel(run=0, checkpoint=1).mean())
     assert table.loc[(of_run, 4), "coupling"] == pytest.approx(expected, abs=1e-5)
-    text = capsys.readouterr().out
     assert "What removes the surge" in (out / "report.txt").read_text()
-    assert all(label in text for label, _ in surge_report.PROBES.values())
-    assert all(name in text for name in surge_interventions.INTERVENTIONS)
-    assert text.count(f"{float(base.coupling.isel(checkpoint=1).mean()):.3f}") >= 3
+    assert all(label in printed for label, _ in surge_report.PROBES.values())
+    assert all(name in printed for name in surge_interventions.INTERVENTIONS)
+    assert printed.count(f"{float(base.coupling.isel(checkpoint=1).mean()):.3f}") >= 3
 
 
-def test_own_feedback_takes_the_surge_away(options):
+@pytest.mark.long("trains the models of a study")
+@pytest.mark.xdist_group("surge")
+def test_own_feedback_takes_the_surge_away(options, printed):
     data = xarray.load_dataset(Path(options[-1]) / "surge.nc").sel(checkpoint=4)
     coupling = dict(
         zip(
@@ -318,7 +329,9 @@ def test_own_feedback_takes_the_surge_away(options):
     )
 
 
-def test_study_keeps_what_is_finished(options, monkeypatch):
+@pytest.mark.long("trains the models of a study")
+@pytest.mark.xdist_group("surge")
+def test_study_keeps_what_is_finished(options, printed, monkeypatch):
     def untouched(*_, **__):
         raise AssertionError("done again")
 

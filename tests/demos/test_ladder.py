@@ -1,6 +1,8 @@
 """The ladder of small models at a size of a minute, and its pieces."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +69,17 @@ def test_held_out_loss_is_that_of_the_unigram_model_for_constant_logits(
     assert loss == pytest.approx(high - 3 * (windows == 7).mean(), rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def printed(options: list[str]) -> str:
+    """Run the study; return what it prints."""
+    with redirect_stdout(StringIO()) as said:
+        assert ladder.main(options) == 0
+    return said.getvalue()
+
+
 @pytest.mark.long("trains the models of a study")
-def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
-    assert ladder.main(options) == 0
-    printed = capsys.readouterr().out
+@pytest.mark.xdist_group("ladder")
+def test_the_study_trains_scores_surveys_and_compares(options, out, printed):
     assert (out / "report.txt").read_text() in "".join(
         line for line in printed.splitlines(True) if not line.startswith("wrote ")
     )
@@ -125,7 +134,8 @@ def test_the_study_trains_scores_surveys_and_compares(options, out, capsys):
 
 
 @pytest.mark.long("trains the models of a study")
-def test_what_is_finished_is_kept(options, out):
+@pytest.mark.xdist_group("ladder")
+def test_what_is_finished_is_kept(options, out, printed):
     """Models, and units of the survey, by the time they were written."""
 
     def written() -> dict[str, int]:

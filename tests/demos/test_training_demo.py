@@ -1,7 +1,9 @@
 """A small model trained here: the pieces, and the whole demo at a size of seconds."""
 
 import json
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -47,9 +49,17 @@ def options(small_text, tmp_path_factory) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def printed(options) -> str:
+    """Run the demo; return what it prints."""
+    with redirect_stdout(StringIO()) as said:
+        assert train_and_trace.main([*options, "--seeds", "2", "--jobs", "1"]) == 0
+    return said.getvalue()
+
+
 @pytest.mark.long("trains a model")
-def test_demo_trains_measures_reports_and_draws(options, capsys):
-    assert train_and_trace.main([*options, "--seeds", "2", "--jobs", "1"]) == 0
+@pytest.mark.xdist_group("training_demo")
+def test_demo_trains_measures_reports_and_draws(options, printed):
     out = Path(options[-1])
     data = xarray.load_dataset(out / "training.nc")
     assert dict(data.mean_coupling.sizes) == {
@@ -73,14 +83,14 @@ def test_demo_trains_measures_reports_and_draws(options, capsys):
         "trajectories-step0",
         "trajectories-step6",
     } <= figures
-    text = capsys.readouterr().out
-    assert "0.106" in text
-    assert text.count("rank correlation") == 3
-    assert f"{float(data.mean_coupling.isel(checkpoint=0).mean()):.3f}" in text
+    assert "0.106" in printed
+    assert printed.count("rank correlation") == 3
+    assert f"{float(data.mean_coupling.isel(checkpoint=0).mean()):.3f}" in printed
 
 
 @pytest.mark.long("trains a model")
-def test_demo_keeps_what_is_finished(options, monkeypatch):
+@pytest.mark.xdist_group("training_demo")
+def test_demo_keeps_what_is_finished(options, printed, monkeypatch):
     def untouched(*_, **__):
         raise AssertionError("measured again")
 

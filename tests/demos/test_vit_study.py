@@ -253,6 +253,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long("trains the models of a study")
+@pytest.mark.xdist_group("vit")
 def test_the_study_measures_what_a_trace_gives(out):
     table = pandas.read_csv(out / "models.csv").set_index("model")
     assert len(table) == 4
@@ -276,6 +277,8 @@ def test_the_study_measures_what_a_trace_gives(out):
     assert len({round(value, 6) for value in expected}) == 3
 
 
+@pytest.mark.long("trains the models of a study")
+@pytest.mark.xdist_group("vit")
 def test_the_study_says_what_it_found_and_what_it_left_out(out):
     record = json.loads((out / "study.json").read_text())
     assert (
@@ -306,6 +309,7 @@ def test_the_study_says_what_it_found_and_what_it_left_out(out):
 
 
 @pytest.mark.long("trains the models of a study")
+@pytest.mark.xdist_group("vit")
 def test_a_second_run_trains_and_measures_nothing(out, capsys):
     def written() -> dict[Path, int]:
         files = [*(out / "models").rglob("*"), *(out / "measured").rglob("*.nc")]

@@ -255,6 +255,7 @@ def test_every_run_of_blocks_has_its_largest_singular_value():
     )
 
 
+@pytest.mark.long("computes hundreds of products")
 def test_runs_of_conjugated_blocks_have_the_law_of_conjugated_products():
     J = 0.5 * gaussian(3, 6, 6, seed=7)
     trace = affine_trace(J)

@@ -40,6 +40,7 @@ def test_task_means_are_means_with_intervals_over_prompts():
     np.testing.assert_allclose(table["mean"][:3] - table["low"][:3], half, rtol=0.1)
 
 
+@pytest.mark.long("simulates hundreds of studies")
 @pytest.mark.parametrize("n_prompts", [2, 3, 4])
 def test_intervals_over_few_prompts_cover_their_mean(n_prompts: int):
     """95 % of 400 made-up models; percentiles of resamples cover .50, .74 and .86."""

@@ -308,6 +308,7 @@ def test_the_page_in_a_browser_without_a_network(
     assert (tmp_path / "page.png").stat().st_size > 100_000
 
 
+@pytest.mark.long("measures SmolLM2")
 def test_the_embedded_model_on_a_page(
     smollm2: nn.Module, chromium: Any, tmp_path: Path
 ) -> None:

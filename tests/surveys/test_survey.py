@@ -189,6 +189,7 @@ def test_results_open_where_dask_is_not_installed(
     assert (ended.stdout.strip(), ended.returncode) == ("2", 0), ended.stderr[-500:]
 
 
+@pytest.mark.long("starts worker processes")
 def test_a_process_pool_gives_the_same_bits(
     survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_process_pool_gives_the_same_bits(
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
+@pytest.mark.long("starts a dask cluster")
 def test_dask_gives_the_same_bits(
     survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
@@ -235,6 +237,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long("kills processes")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 @pytest.mark.parametrize("victim", ["worker", "driver"])
 def test_a_killed_process_loses_nothing_finished(
@@ -667,6 +670,7 @@ def test_threads_share_a_folder(
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
+@pytest.mark.long("runs many surveys")
 def test_threads_get_the_untrained_twins_that_one_alone_gets(
     models: dict[str, str],
 ) -> None:
