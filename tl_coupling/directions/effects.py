@@ -37,15 +37,6 @@ def log_probabilities(
     return logits[:, positions].to(dtype).log_softmax(-1)
 
 
-def check_takes_hooks(model: nn.Module) -> None:
-    """Raise ValueError for a model without TransformerLens's hooks."""
-    if not hasattr(model, "hooks"):
-        raise ValueError(
-            "interventions need a TransformerBridge or a HookedTransformer, got "
-            f"{type(model).__name__}: `load_model` makes one"
-        )
-
-
 def kl(
     before: Float[Tensor, "... d_vocab"],
     after: Float[Tensor, "n_rows ... d_vocab"],
