@@ -4,6 +4,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_trajectories_that_were_edited_say_so(
     result = tlc.trajectories.measure_trajectory(tiny_trace, linear=False, noise=False)
     path = result.save(tmp_path / "shapes.nc")
     edited(path, lambda data: data["norm"].values.__setitem__((0, 0), 7.0))
-    with pytest.raises(ValueError, match="was changed after `TrajectoryResult.save`"):
+    with pytest.raises(ValueError, match=r"was changed after `Traj"):
         type(result).load(path)
 
 
@@ -111,9 +112,17 @@ def test_a_file_of_an_earlier_version_without_a_digest_is_loaded(path: Path) -> 
 def test_a_file_that_was_only_written_again_is_loaded(path: Path) -> None:
     """As by another version of xarray, or compressed."""
     with xarray.load_dataset(path) as dataset:
-        compressed = dict.fromkeys(dataset.data_vars, {"zlib": True})
+        compressed = {name: {"zlib": True} for name in dataset.data_vars}
     dataset.to_netcdf(path, engine="netcdf4", encoding=compressed)
     assert content(tlc.CouplingMap.load(path)).equals(content(random_map()))
+
+
+def loaded_or_said(path: Path) -> tlc.CouplingMap | str:
+    """Return the result of a file, or the error's text."""
+    try:
+        return tlc.CouplingMap.load(path)
+    except ValueError as error:
+        return str(error)
 
 
 def test_a_damaged_file_is_never_another_result(path: Path) -> None:
@@ -124,11 +133,10 @@ def test_a_damaged_file_is_never_another_result(path: Path) -> None:
         damaged = bytearray(whole)
         damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
-        try:
-            loaded = tlc.CouplingMap.load(path)
-        except ValueError as error:
+        loaded = loaded_or_said(path)
+        if isinstance(loaded, str):
             n_refused += 1
-            assert "\n" not in str(error)
+            assert "\n" not in loaded
         else:
             assert content(loaded).equals(right)
             assert loaded.provenance == random_map().provenance
@@ -145,9 +153,14 @@ class Texts(Saved):
     empty: tuple[int, ...]
     one: tuple[str, ...]
     shift: float
-    provenance: dict
-    DIMS = {"numbers": "text", "flags": "text", "texts": "text", "empty": "nothing"}
-    DIMS |= {"one": "single"}
+    provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        "numbers": "text",
+        "flags": "text",
+        "texts": "text",
+        "empty": "nothing",
+        "one": "single",
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16, torch.float64])

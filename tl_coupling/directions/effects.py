@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from tl_coupling.blocks import own_arithmetic
 from tl_coupling.directions.interventions import Hook
