@@ -19,14 +19,16 @@ def usable_jacobians(
     """Return Jacobians in float32, or in float64 where they came so or are very large.
 
     Raises:
-        ValueError: without entries, with some that are not finite, or too large to be
+        ValueError: none, without entries, with some that are not finite, or too large to be
             multiplied in float64.
     """
     J = J.detach()
     if J.element_size() < torch.float32.itemsize:
         J = J.float()
     check_matrices(J)
-    largest = float(J.abs().amax()) if len(J) else 0.0
+    # Without a copy of all of them.
+    lowest, highest = torch.aminmax(J)
+    largest = max(-float(lowest), float(highest))
     if largest > _LARGEST:
         raise ValueError(
             f"`J` must have entries up to {_LARGEST:g}, which can be multiplied in "

@@ -200,7 +200,12 @@ def jacobian_eigenvalues(
     of_blocks = torch.stack([block.values for block in blocks])
     of_null = torch.stack([block.null_values for block in blocks], dim=1)
     sizes = _sizes(J, names)
-    norms = torch.linalg.matrix_norm(J / sizes[:, None, None])
+    norms = torch.stack(
+        [
+            torch.linalg.matrix_norm(matrix / size)
+            for matrix, size in zip(J, sizes, strict=True)
+        ]
+    )
     return Eigenvalues(
         real=of_blocks.real,
         imaginary=of_blocks.imag,
@@ -226,7 +231,7 @@ def _sizes(
 
     It is 1 but for very large and very small ones. Warns of zeros.
     """
-    largest = J.abs().amax((-2, -1))
+    largest = torch.stack([matrix.abs().max() for matrix in J])
     if zeros := [
         layer for layer, size in zip(layers, largest, strict=True) if not size
     ]:
