@@ -332,17 +332,20 @@ def test_products_of_large_and_small_jacobians_in_float32(scale):
 
 
 @pytest.mark.parametrize("scale", [1e160, 1e250])
-def test_products_of_very_large_jacobians_in_float64(scale):
+def test_products_of_very_large_jacobians_in_float64(scale, monkeypatch):
     J = scale * gaussian(3, 4, 4, seed=2)
     result = tlc.dynamics.jacobian_products(J.clone(), n_draws=3)
     expected = exact_logs([torch.eye(4).double() + matrix for matrix in J])
     assert result.log_singular_values[-1].tolist() == pytest.approx(expected)
     assert (result.alignment_gain.abs() < 5).all()
-    log_scales = math.log(scale) * torch.arange(1, 4)
-    trace_map = tlc.dynamics.product_map(affine_trace(J.clone()), n_draws=1)
-    ours = trace_map.log_largest[:, 0]
-    assert torch.allclose(ours, result.log_largest, rtol=1e-6)
-    assert ((trace_map.null_log_largest[0, :, 0] - log_scales).abs() < 10).all()
+    monkeypatch.setattr(
+        "tl_coupling.dynamics.runs.block_jacobians", lambda *_, **__: J.clone()
+    )
+    of_map = tlc.dynamics.product_map(affine_trace(torch.zeros(3, 4, 4).double()))
+    assert of_map.log_largest[:, 0].tolist() == pytest.approx(
+        result.log_largest.tolist(), rel=1e-6
+    )
+    assert (of_map.alignment_gain[:, 0].abs() < 5).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
@@ -370,7 +373,7 @@ def test_a_product_that_is_zero_in_some_orders_has_no_nan():
     assert (result.alignment_gain[1:] == -math.inf).all()
     of_map = tlc.dynamics.product_map(affine_trace(J), n_draws=1)
     assert of_map.log_largest[1, 0] == of_map.log_largest[2, 0] == -math.inf
-    assert of_map.log_largest[2, 1] == -math.inf
+    assert of_map.log_largest[2, 1] == pytest.approx(0, abs=1e-9)
     assert of_map.log_largest[2, 2] == pytest.approx(math.log(2))
 
 

@@ -216,8 +216,8 @@ def jacobian_eigenvalues(
         complex_share=_complex_share(of_blocks),
         null_complex_share=_complex_share(of_null),
         largest_symmetric=torch.tensor(
-            [block.largest_symmetric for block in blocks]
-        ).double(),
+            [block.largest_symmetric for block in blocks], dtype=torch.float64
+        ),
         layers=tuple(names),
         position=position,
         provenance={**(provenance or {}), "seed": seed, "n_draws": n_draws},
