@@ -362,16 +362,16 @@ def test_a_product_that_is_zero_in_some_orders_has_no_nan():
     step = torch.zeros(3, 3).double()
     step[0, 1] = 1
     other = torch.diag(torch.tensor([1.0, 2.0, 0.0])).double()
-    J = torch.stack([step, step, other]) - torch.eye(3)
+    J = (torch.stack([step, step, other]) - torch.eye(3)).float()
     result = tlc.dynamics.jacobian_products(J, n_draws=8)
     with pytest.warns(UserWarning, match="participation ratio"):
         ratio = result.participation_ratio
     assert (result.log_singular_values[1:] == -math.inf).all()
     assert ratio.isnan().tolist() == [False, True, True]
-    assert set(result.shuffled_log_largest.tolist()) <= {-math.inf, math.log(2)}
+    assert (result.shuffled_log_largest == -math.inf).all()
     assert result.null_log_largest.isfinite().all()
     assert (result.alignment_gain[1:] == -math.inf).all()
-    of_map = tlc.dynamics.product_map(affine_trace(J), n_draws=1)
+    of_map = tlc.dynamics.product_map(affine_trace(J.double()), n_draws=1)
     assert of_map.log_largest[1, 0] == of_map.log_largest[2, 0] == -math.inf
     assert of_map.log_largest[2, 1] == pytest.approx(0, abs=1e-9)
     assert of_map.log_largest[2, 2] == pytest.approx(math.log(2))
@@ -431,7 +431,7 @@ def test_factors_of_all_sizes_and_dtypes_are_multiplied():
     assert multiplied([EYE.numpy()]).dense().tolist() == EYE.tolist()
 
 
-@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, 2**64, 2**128])
+@pytest.mark.parametrize("seed", [2**32, 2**63, 2**64 - 1, 2**64, 2**128])
 def test_seeds_of_any_size_give_draws_of_their_own(tiny_trace, seed):
     ours = tlc.dynamics.product_map(tiny_trace, n_draws=1, seed=seed)
     again = tlc.dynamics.product_map(tiny_trace, n_draws=1, seed=seed)

@@ -29,6 +29,9 @@ Hook = tuple[str, HookFunction]
 Stream = Float[Tensor, "batch n_pos d_model"]
 # Longer or shorter vectors are normalised, and that is said.
 _LENGTH_TOLERANCE = 1e-3
+# In units of rounding, how far from 1 the length of a vector is that was normalised:
+# it stays as it is, so that what is loaded is what was saved.
+_ROUNDING = 8
 
 
 def hook_point(layer: int, side: Side) -> str:
@@ -95,7 +98,9 @@ class Directions(Saved):
                 f"{float(lengths.max()):.3g} were normalised: `scale` says how far they "
                 "move the stream, as a share of its length"
             )
-        object.__setattr__(self, "vectors", vectors / lengths[:, None])
+        rounding = _ROUNDING * torch.finfo(lengths.dtype).eps
+        divisors = lengths.where((lengths - 1).abs() > rounding, 1.0)
+        object.__setattr__(self, "vectors", vectors / divisors[:, None])
 
     @property
     def hook_point(self) -> str:

@@ -10,17 +10,17 @@ from tl_coupling.measures.matrices import finite
 from tl_coupling.measures.moments import evenly
 from tl_coupling.spectra import check_k
 
-# Larger seeds than these overflow in torch.
-_N_SEEDS = 2**64
+# Of larger seeds torch takes the last 32 bits, on a CPU; those of 64 bits overflow.
+_N_SEEDS = 2**32
 
 
 def seeded(seed: int) -> torch.Generator:
     """Return a generator of random numbers; a seed of any size has its own.
 
-    Those of 64 bits or fewer are torch's, longer ones are hashed by numpy.
+    Those of 32 bits or fewer are torch's, longer ones are hashed by numpy.
     """
     if seed >= _N_SEEDS:
-        seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+        seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     return torch.Generator().manual_seed(seed)
 
 
