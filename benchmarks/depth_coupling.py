@@ -389,7 +389,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="T",
         help=(
             "prompt lengths; one that fits the paper's prompt (10 for "
-            "SmolLM2) takes that prompt (default: 10 64 256)"
+            "SmolLM2-135M-Instruct) takes that prompt (default: 10 64 256)"
         ),
     )
     parser.add_argument(

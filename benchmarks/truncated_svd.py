@@ -3,7 +3,7 @@ JᵀJ, and block Krylov spaces.
 
     python -m benchmarks.truncated_svd --d 576 1024 2048 4096 --out benchmarks/results
 
-The 30 Jacobians of SmolLM2 (d = 576), and for every d two matrices with its singular
+The 30 Jacobians of SmolLM2-135M-Instruct (d = 576), and for every d two matrices with its singular
 values, interpolated, between random orthogonal vectors: the spectrum of the layer in
 the middle, and that of the last layer, which is the flattest. All ways are run in turn
 in one process. Errors are those of float64: of the Jacobians' own SVD, or of the

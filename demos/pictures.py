@@ -40,7 +40,7 @@ CONTROLS = {
 
 
 def traces() -> dict[str, tlc.Trace]:
-    """Return traces of SmolLM2 and its untrained twin."""
+    """Return traces of SmolLM2-135M-Instruct and its untrained twin."""
     return {
         name: tlc.trace(
             tlc.load_model("smollm2-135m", untrained=name == "untrained"), PROMPT

@@ -97,6 +97,10 @@ def cross_token_influence(
         layers: a selection of layers, in this order; all by default.
         progress: as in `depth_coupling`.
 
+    A fork of the authors' code takes I from the Jacobian of every pair of tokens, also
+    where there is no skip connection, and calls `(Σσ)²/Σσ²` the participation ratio:
+    its numbers are others.
+
     Raises:
         ValueError: a layer or position out of range, or an empty selection.
 

@@ -1,12 +1,14 @@
-"""Results as netCDF files."""
+"""Results as netCDF files, each with a digest of what it holds."""
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tl_coupling.arguments import AnyPath, checked
@@ -16,6 +18,20 @@ if TYPE_CHECKING:
     import xarray
 
 _Result = TypeVar("_Result", bound="Saved")
+_Loaded = TypeVar("_Loaded")
+# The attribute of a file that says what its content was; earlier versions wrote none.
+_DIGEST = "digest"
+# What xarray, netCDF and the results themselves raise where bytes were changed.
+_OF_DAMAGED_FILES = (
+    OSError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,7 +57,7 @@ class Saved:
             value = getattr(self, field.name)
             dims = self.DIMS.get(field.name, "").split()
             if isinstance(value, Tensor):
-                arrays[field.name] = (dims, value.detach().cpu().numpy())
+                arrays[field.name] = (dims, _as_array(value))
             elif dims:
                 coords[_name_of_coordinate(field.name)] = (dims, list(value))
             elif isinstance(value, dict):
@@ -55,12 +71,16 @@ class Saved:
 
     @checked
     def save(self, path: AnyPath) -> Path:
-        """Write the result as netCDF, whole or not at all."""
+        """Write the result as netCDF, whole or not at all.
+
+        The attribute `digest` is of everything else in the file, so that `load` knows
+        whether it was changed.
+        """
+        dataset = self.to_dataset()
+        dataset.attrs[_DIGEST] = _digest_of(dataset)
         return write_atomically(
             path,
-            lambda unfinished: self.to_dataset().to_netcdf(
-                unfinished, engine="netcdf4"
-            ),
+            lambda unfinished: dataset.to_netcdf(unfinished, engine="netcdf4"),
         )
 
     @classmethod
@@ -69,26 +89,93 @@ class Saved:
 
         Raises:
             OSError: there is no such file.
-            ValueError: it is not a result of this class, or damaged.
+            ValueError: it is not a result of this class, is damaged, or was changed
+                since.
         """
-        return _load(path, cls)
+        return load_result(
+            path, cls.__name__, lambda dataset: _from_dataset(dataset, cls)
+        )
 
 
 @checked
-def _load(path: AnyPath, result_class: Any) -> Any:
-    """Return a result of a class, or of one below it, from a file."""
+def load_result(
+    path: AnyPath, class_name: str, from_dataset: Callable[..., _Loaded]
+) -> _Loaded:
+    """Return what `from_dataset` makes of a file, if it is as it was saved.
+
+    Files without a digest, of earlier versions, are taken as they are.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is not a result of this class, is damaged, or was changed since.
+    """
     import xarray
 
     try:
         dataset = xarray.load_dataset(path, engine="netcdf4")
-        return _from_dataset(dataset, result_class)
+        digest = dataset.attrs.pop(_DIGEST, None)
+        if digest is None or digest == _digest_of(dataset):
+            return from_dataset(dataset)
     except FileNotFoundError:
         raise
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+    except _OF_DAMAGED_FILES as error:
         raise ValueError(
-            f"{path} is not a file that `{result_class.__name__}.save` wrote, "
-            "or is damaged"
+            f"{path} is not a file that `{class_name}.save` wrote, or is damaged"
         ) from error
+    raise ValueError(
+        f"{path} was changed after `{class_name}.save` wrote it: what it holds does not "
+        "have its digest; take another copy, or measure again (edited on purpose: remove "
+        f"its attribute `{_DIGEST}`)"
+    )
+
+
+def _digest_of(dataset: "xarray.Dataset") -> str:
+    """Return the SHA-256 of all names, axes, values and attributes.
+
+    It is the same before a dataset is written and after it is read: of numbers, their
+    widths do not count, of texts, what comes behind a NUL, where netCDF cuts them.
+    """
+    content = hashlib.sha256()
+    for name in sorted(map(str, dataset.variables)):
+        variable = dataset.variables[name]
+        axes = [name, list(map(str, variable.dims)), list(variable.shape)]
+        content.update(json.dumps(axes).encode())
+        content.update(_bytes_of(np.asarray(variable.values)))
+    attributes = {
+        str(name): _plain_values(np.asarray(value))
+        for name, value in dataset.attrs.items()
+    }
+    content.update(json.dumps(attributes, sort_keys=True).encode())
+    return content.hexdigest()
+
+
+def _bytes_of(values: np.ndarray) -> bytes:
+    """Return values as bytes: numbers in 64 bits, others as JSON."""
+    if values.dtype.kind in "biu":
+        return values.astype("<i8").tobytes()
+    if values.dtype.kind == "f":
+        numbers = values.astype("<f8")
+        # Reading may give another of the many bit patterns of NaN.
+        numbers[np.isnan(numbers)] = np.nan
+        return numbers.tobytes()
+    return json.dumps(_plain_values(values)).encode()
+
+
+def _plain_values(values: np.ndarray) -> list[object]:
+    """Return values as Python's own: netCDF gives a list of one back as its item."""
+    return [
+        value.partition("\0")[0] if isinstance(value, str) else value
+        for value in values.ravel().tolist()
+    ]
+
+
+def _as_array(tensor: Tensor) -> np.ndarray:
+    """Return a tensor as an array in a dtype that netCDF has."""
+    tensor = tensor.detach().cpu()
+    is_short = tensor.element_size() < torch.float32.itemsize
+    return (
+        tensor.float() if tensor.is_floating_point() and is_short else tensor
+    ).numpy()
 
 
 def _from_dataset(dataset: "xarray.Dataset", result_class: type[_Result]) -> _Result:

@@ -1,3 +1,3 @@
 """Attacks on runs: killed, interrupted, on full disks, damaged, hostile, rival,
-changing; see `python -m attack`.
+changing, beside each other; see `python -m attack`.
 """

@@ -1,5 +1,5 @@
-"""`python -m attack`: kill, interrupt, starve and damage surveys, and say what came of
-it.
+"""`python -m attack`: kill, interrupt, starve and damage surveys, call functions beside
+each other, and say what came of it.
 """
 
 import argparse
@@ -69,6 +69,7 @@ def main() -> int:
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0
     disable_progress_bar()
+    from attack.calls import changed_arguments, threads
     from attack.changes import (
         changes_under_resident_models,
         changes_under_streamed_models,
@@ -83,6 +84,7 @@ def main() -> int:
     )
     from attack.kills import kills, kills_of_workers
     from attack.plans import orphans_of_an_earlier_plan, racing_plans
+    from attack.saved_files import damaged_results
     from attack.subject import Subject
 
     attacks: dict[str, tuple[Callable[..., Iterator[list[str]]], int]] = {
@@ -98,6 +100,9 @@ def main() -> int:
         "changes under resident models": (changes_under_resident_models, 20),
         "full disks": (full_disks, 40),
         "hostile inputs": (hostile_inputs, 100),
+        "changed arguments": (changed_arguments, 110),
+        "threads": (threads, 60),
+        "damaged saved files": (damaged_results, 180),
     }
     rows, findings = {}, []
     with tempfile.TemporaryDirectory(prefix="tl_coupling_attack_") as root:

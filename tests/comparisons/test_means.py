@@ -216,6 +216,8 @@ def test_save_and_load(mean, tmp_path):
 def test_a_mean_of_an_earlier_version_holds_fewer_measures(mean, tmp_path):
     path = mean.save(tmp_path / "mean.nc")
     with xarray.load_dataset(path) as data:
+        # Which wrote no digest.
+        del data.attrs["digest"]
         data.isel(measure=slice(5)).to_netcdf(path)
     loaded = MeanCouplingMap.load(path)
     assert torch.equal(loaded.spectral_miscoupling(2), mean.spectral_miscoupling(2))
@@ -361,6 +363,8 @@ def test_measures_are_read_by_their_names_in_any_order(mean, tmp_path):
     path = mean.save(tmp_path / "mean.nc")
     with xarray.open_dataset(path, engine="netcdf4") as file:
         swapped = file.load().isel(measure=[4, 3, 2, 1, 0])
+    # As of a version that wrote none.
+    del swapped.attrs["digest"]
     swapped.to_netcdf(tmp_path / "swapped.nc", engine="netcdf4")
     loaded = CouplingMap.load(tmp_path / "swapped.nc")
     for name in swapped["measure"].values:

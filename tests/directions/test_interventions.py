@@ -2,6 +2,9 @@
 what redundancy drops.
 """
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
@@ -149,3 +152,123 @@ def test_hooked_transformers_take_the_hooks():
     X = traced.residual[2]
     moved = X + 0.2 * X.norm(dim=1, keepdim=True) * directions.vectors[0]
     torch.testing.assert_close(logits[0], traced.logits(moved), atol=1e-4, rtol=1e-4)
+
+
+def directions(n=2, d=32, layer=1, dtype=torch.float32):
+    vectors = torch.nn.functional.normalize(frame(n, d=max(n, d))[:d].mT.double())
+    return Directions(vectors.to(dtype), layer, "read", {})
+
+
+REFUSED = {
+    "layer -1": (
+        lambda model: directions(layer=-1),
+        "`layer` must be at least 0, got -1",
+    ),
+    "none": (lambda model: directions()[:0], "`vectors` must hold at least one"),
+    "no width": (
+        lambda model: Directions(torch.ones(2, 0), 1, "read", {}),
+        "`vectors` must hold at least one direction, got shape [2, 0]",
+    ),
+    "no such layer": (
+        lambda model: directions(layer=2).hooks(model, 0.1),
+        "of layer 2, and this model has 2 blocks",
+    ),
+    "another width": (
+        lambda model: directions(d=16).hooks(model, 0.1),
+        "these directions have width 16, and this model has width 32",
+    ),
+    "a width of 1": (
+        lambda model: directions(n=1, d=1).hooks(model, 0.1),
+        "these directions have width 1, and this model has width 32",
+    ),
+    "no model": (lambda model: directions().hooks(None, 0.1), "`model` must be a"),
+    "a name": (lambda model: directions().hooks("gpt2", 0.1), "`model` must be a"),
+    "no hooks": (
+        lambda model: directions().hooks(torch.nn.Identity(), 0.1),
+        "interventions need a TransformerBridge",
+    ),
+    **{
+        f"scale {scale}": (
+            lambda model, scale=scale: directions().hooks(model, scale),
+            "`scale` must be ",
+        )
+        for scale in ("a", None, True, [0.1], np.nan, -np.inf, torch.tensor(np.nan))
+    },
+    **{
+        f"position {position!r}": (
+            lambda model, position=position: directions().hooks(model, 1, position),
+            "`position` must be a whole number or None",
+        )
+        for position in ("a", 1.5, [0])
+    },
+}
+
+
+@pytest.mark.on_4_only
+@pytest.mark.parametrize("name", REFUSED)
+def test_hooks_that_cannot_act_are_refused_in_a_line(model, name):
+    call, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)) as error:
+        call(model)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("n", "n_rows", "position", "message"),
+    [
+        (3, 2, None, "3 directions need a batch of 3 rows, one each, got 2"),
+        (2, 1, None, "2 directions need a batch of 2 rows, one each, got 1"),
+        (2, 3, -1, "2 directions need a batch of 2 rows, one each, got 3"),
+        (2, 2, 99, "`position` must lie in [-8, 7] for a batch of 8 tokens, got 99"),
+        (1, 3, -9, "`position` must lie in [-8, 7] for a batch of 8 tokens, got -9"),
+    ],
+)
+def test_batches_that_hooks_do_not_fit_are_refused_in_a_line(
+    model, n, n_rows, position, message
+):
+    hooks = directions(n).hooks(model, 0.1, position)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        logits_with(model, hooks, n_rows)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.on_4_only
+@pytest.mark.parametrize("scale", [1, np.float32(1), np.array(1.0), torch.tensor(1.0)])
+def test_a_scale_is_any_number_and_a_position_counts_from_both_ends(model, scale):
+    expected = logits_with(model, directions().hooks(model, 1.0, 0), n_rows=2)
+    ours = logits_with(model, directions().hooks(model, scale, -8), n_rows=2)
+    assert torch.equal(ours, expected)
+    assert not torch.equal(ours, logits_with(model, [], n_rows=2))
+
+
+@pytest.mark.on_4_only
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+def test_directions_of_16_bits_are_float32_from_then_on(model, dtype, tmp_path):
+    ours = directions(dtype=dtype)
+    lengths = ours.vectors.norm(dim=1)
+    assert lengths.tolist() == pytest.approx([1, 1], abs=1e-6)
+    loaded = Directions.load(ours.save(tmp_path / "directions.nc"))
+    assert torch.equal(loaded.vectors, ours.vectors)
+    result = tlc.directions.steer(model, "w1 w2", ours, [0.1], n_draws=2)
+    assert result.kl.isfinite().all()
+
+
+@pytest.mark.on_4_only
+def test_a_subspace_of_another_model_is_refused(trace, tokenizer_folder):
+    found = tlc.directions.shared_subspace([trace], rank=2, k=4)
+    unknown = tlc.directions.Subspace(
+        **vars(found) | {"provenance": {"model": "unknown"}}
+    )
+    narrow = tiny.bridge(tiny.huggingface_model("gpt2", n_embd=16), tokenizer_folder)
+    for call in (
+        lambda model: unknown.hooks(model),
+        lambda model: tlc.directions.ablate(model, "w1 w2", unknown),
+    ):
+        with pytest.raises(ValueError, match="width 32, and this model has width 16"):
+            call(narrow)
+        with pytest.raises(ValueError, match="interventions need"):
+            call(torch.nn.Identity())
+    with pytest.raises(TypeError, match="`model` must be a"):
+        unknown.hooks(None)
+    with pytest.raises(ValueError, match='`side` must be "read" or "write"'):
+        unknown.hooks(trace.model, "both")

@@ -99,6 +99,14 @@ def test_bad_arguments(model):
         tlc.directions.steer(model, "w1 w2", directions, position=5)
     with pytest.raises(ValueError, match="scales"):
         tlc.directions.steer(model, "w1 w2", directions, [-0.1])
+    with pytest.raises(ValueError, match="`scales` is empty: wanted at least one"):
+        tlc.directions.steer(model, "w1 w2", directions, [])
+    narrow = tlc.directions.Directions(torch.eye(16)[:2], 1, "read", {})
+    with pytest.raises(ValueError, match="width 16, and this model has width 32"):
+        tlc.directions.steer(model, "w1 w2", narrow)
+    late = tlc.directions.Directions(torch.eye(32)[:2], 2, "read", {})
+    with pytest.raises(ValueError, match="of layer 2, and this model has 2 blocks"):
+        tlc.directions.steer(model, "w1 w2", late)
     result = tlc.directions.steer(model, "w1", directions, [0.1], n_draws=1)
     with pytest.raises(ValueError, match="activations"):
         result.of("activations")

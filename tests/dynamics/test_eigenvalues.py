@@ -68,6 +68,52 @@ def test_arnoldi_finds_the_largest(tiny_trace):
 
 def test_a_zero_jacobian_has_no_departure_from_normality():
     trace = affine_trace(torch.zeros(2, 6, 6).double())
-    result = tlc.dynamics.eigenvalues(trace, n_draws=1)
+    with pytest.warns(UserWarning, match="zero at layers 0, 1: .* is NaN"):
+        result = tlc.dynamics.eigenvalues(trace, n_draws=1)
     assert result.henrici.isnan().all()
     assert (result.values == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("J", "message"),
+    [
+        (torch.full((2, 4, 4), torch.nan), "NaN or infinite"),
+        (torch.full((2, 4, 4), torch.inf), "NaN or infinite"),
+        (torch.ones(2, 0, 0), "at least one row and one column"),
+        (1e305 * torch.ones(2, 4, 4).double(), "`J` must have entries up to"),
+    ],
+)
+def test_jacobians_without_eigenvalues_are_refused_in_a_line(J, message):
+    with pytest.raises(ValueError, match=message) as error:
+        tlc.dynamics.jacobian_eigenvalues(J, n_draws=1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-30, 1e30, 1e200])
+def test_the_departure_from_normality_does_not_depend_on_the_size(scale):
+    J = gaussian(2, 6, 6, seed=3)
+    of_unit = tlc.dynamics.jacobian_eigenvalues(J, n_draws=1)
+    scaled = tlc.dynamics.jacobian_eigenvalues(scale * J, n_draws=1)
+    assert torch.allclose(scaled.henrici, of_unit.henrici)
+    assert torch.allclose(scaled.null_henrici, of_unit.null_henrici)
+    assert torch.allclose(scaled.real / scale, of_unit.real)
+    assert torch.allclose(scaled.largest_symmetric / scale, of_unit.largest_symmetric)
+
+
+def test_jacobians_of_16_bits_and_minus_the_identity_have_eigenvalues():
+    J = gaussian(2, 6, 6, seed=3).half()
+    ours, expected = (tlc.dynamics.jacobian_eigenvalues(M) for M in (J, J.double()))
+    assert torch.equal(ours.values, expected.values)
+    erasing = tlc.dynamics.jacobian_eigenvalues(-torch.eye(6)[None])
+    assert torch.allclose(erasing.real, torch.full((1, 6), -1.0).double())
+    assert float(erasing.henrici[0]) < 1e-7
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_leading_eigenvalues_of_blocks_of_low_rank(rank):
+    left, right = gaussian(12, rank, seed=4), gaussian(rank, 12, seed=5)
+    J = (left @ right)[None]
+    found = tlc.dynamics.leading_eigenvalues(affine_trace(J), 0, 3)
+    expected = np.zeros(3)
+    expected[:rank] = sorted(abs(np.linalg.eigvals((right @ left).numpy())))[::-1]
+    assert found.abs().numpy() == pytest.approx(expected, abs=1e-5)

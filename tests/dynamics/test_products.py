@@ -283,3 +283,158 @@ def test_runs_of_conjugated_blocks_have_the_law_of_conjugated_products():
 def test_bad_input_is_refused(tiny_trace, call, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         call(tiny_trace)
+
+
+def matrix(d, seed):
+    return gaussian(d, d, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("J", "message"),
+    [
+        (-torch.eye(4).expand(2, 4, 4), "layer 0: J is −I"),
+        (torch.stack([0.3 * matrix(4, 1), -torch.eye(4)]), "layer 1: J is −I"),
+        (-torch.ones(1, 1, 1), "layer 0: J is −I"),
+        (torch.full((2, 4, 4), math.nan), "NaN or infinite"),
+        (torch.full((2, 4, 4), math.inf), "NaN or infinite"),
+        (torch.ones(2, 4, 4).index_fill(0, torch.tensor(1), -math.inf), "NaN or inf"),
+        (torch.ones(2, 0, 0), "at least one row and one column"),
+        (1e305 * torch.ones(2, 4, 4).double(), "`J` must have entries up to 1e+300"),
+    ],
+)
+def test_jacobians_without_products_are_refused_in_a_line(J, message):
+    with pytest.raises(ValueError, match=message.replace("+", r"\+")) as error:
+        tlc.dynamics.jacobian_products(J, n_draws=2)
+    assert "\n" not in str(error.value)
+
+
+def test_a_block_that_nothing_passes_is_refused_on_a_trace():
+    trace = affine_trace(torch.stack([0.3 * matrix(6, 1), -torch.eye(6).double()]))
+    for measure in (tlc.dynamics.products, tlc.dynamics.product_map):
+        with pytest.raises(ValueError, match="layer 1: J is −I"):
+            measure(trace, n_draws=2)
+    assert tlc.dynamics.products(trace, layers=[0], n_draws=2).layers == (0,)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e15, 1e30, 1e37])
+def test_products_of_large_and_small_jacobians_in_float32(scale):
+    """Their logarithms are those of mpmath, and every draw is finite."""
+    J = (scale * gaussian(3, 4, 4, seed=2)).float()
+    result = tlc.dynamics.jacobian_products(J, n_draws=3)
+    steps = [torch.eye(4).double() + matrix.double() for matrix in J]
+    for n in range(3):
+        expected = exact_logs(steps[: n + 1])
+        assert result.log_singular_values[n].tolist() == pytest.approx(expected)
+    draws = (result.null_log_largest, result.shuffled_log_largest)
+    assert all(drawn.isfinite().all() for drawn in draws)
+    assert (result.alignment_gain.abs() < 5).all()
+    assert result.participation_ratio.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e160, 1e250])
+def test_products_of_very_large_jacobians_in_float64(scale, monkeypatch):
+    J = scale * gaussian(3, 4, 4, seed=2)
+    result = tlc.dynamics.jacobian_products(J.clone(), n_draws=3)
+    expected = exact_logs([torch.eye(4).double() + matrix for matrix in J])
+    assert result.log_singular_values[-1].tolist() == pytest.approx(expected)
+    assert (result.alignment_gain.abs() < 5).all()
+    monkeypatch.setattr(
+        "tl_coupling.dynamics.runs.block_jacobians", lambda *_, **__: J.clone()
+    )
+    of_map = tlc.dynamics.product_map(affine_trace(torch.zeros(3, 4, 4).double()))
+    assert of_map.log_largest[:, 0].tolist() == pytest.approx(
+        result.log_largest.tolist(), rel=1e-6
+    )
+    assert (of_map.alignment_gain[:, 0].abs() < 5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+def test_jacobians_of_16_bits_have_the_products_of_their_values(dtype):
+    J = (0.3 * gaussian(3, 4, 4, seed=2)).to(dtype)
+    ours = tlc.dynamics.jacobian_products(J, n_draws=3)
+    expected = tlc.dynamics.jacobian_products(J.float(), n_draws=3)
+    for name in Products.DIMS.keys() - {"layers"}:
+        assert torch.equal(getattr(ours, name), getattr(expected, name))
+
+
+def test_a_product_that_is_zero_in_some_orders_has_no_nan():
+    """`E₁₂ E₁₂ = 0`, but `I + J` of every block is not."""
+    step = torch.zeros(3, 3).double()
+    step[0, 1] = 1
+    other = torch.diag(torch.tensor([1.0, 2.0, 0.0])).double()
+    J = (torch.stack([step, step, other]) - torch.eye(3)).float()
+    result = tlc.dynamics.jacobian_products(J, n_draws=8)
+    with pytest.warns(UserWarning, match="participation ratio"):
+        ratio = result.participation_ratio
+    assert (result.log_singular_values[1:] == -math.inf).all()
+    assert ratio.isnan().tolist() == [False, True, True]
+    assert (result.shuffled_log_largest == -math.inf).all()
+    assert result.null_log_largest.isfinite().all()
+    assert (result.alignment_gain[1:] == -math.inf).all()
+    of_map = tlc.dynamics.product_map(affine_trace(J.double()), n_draws=1)
+    assert of_map.log_largest[1, 0] == of_map.log_largest[2, 0] == -math.inf
+    assert of_map.log_largest[2, 1] == pytest.approx(0, abs=1e-9)
+    assert of_map.log_largest[2, 2] == pytest.approx(math.log(2))
+
+
+EYE = torch.eye(3).double()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: FactoredProduct.identity(-1), "`d` must be at least 1, got -1"),
+        (lambda: FactoredProduct.identity(0), "`d` must be at least 1, got 0"),
+        (lambda: FactoredProduct.identity(2.5), "`d` must be a whole number"),
+        (lambda: FactoredProduct.identity(2, "toaster"), "`device` must be a device"),
+        (lambda: multiplied([EYE, torch.eye(4)]), r"as the product has, got \[4 4\]"),
+        (lambda: multiplied([EYE, torch.ones(2, 3)]), r"`M` must have shape \[d d\]"),
+        (lambda: multiplied([EYE, torch.ones(3, 2)]), r"`M` must have shape \[d d\]"),
+        (lambda: multiplied([EYE, torch.ones(3)]), r"`M` must have shape \[d d\]"),
+        (lambda: multiplied([EYE, EYE[None]]), r"`M` must have shape \[d d\]"),
+        (lambda: multiplied([EYE, EYE + 1j]), "`M` must be a floating-point"),
+        (lambda: multiplied([EYE, [[1.0]]]), "`M` must be a floating-point"),
+        (lambda: multiplied([EYE, EYE * math.nan]), "`M` must be finite"),
+        (lambda: multiplied([EYE, EYE * math.inf]), "`M` must be finite"),
+        (lambda: FactoredProduct(EYE, EYE[0], torch.eye(4)), "with d = 3 as in `Q`"),
+        (lambda: FactoredProduct(EYE, torch.zeros(4), EYE), "with d = 3 as in `Q`"),
+        (lambda: FactoredProduct(EYE + 0j, EYE[0], EYE), "`Q` must be a floating"),
+        (lambda: FactoredProduct(EYE * math.nan, EYE[0], EYE), "`Q` must be finite"),
+        (lambda: FactoredProduct(EYE, EYE[0] * math.nan, EYE), "`log_scale` must be"),
+        (lambda: FactoredProduct(EYE, EYE[0] / 0, EYE), "`log_scale` must be finite"),
+        (lambda: multiplied([EYE, 1e300 * EYE, 1e300 * EYE]).dense(), "too large for"),
+    ],
+)
+def test_what_is_no_product_is_refused_in_a_line(call, message):
+    with pytest.raises((TypeError, ValueError), match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_no_error_recommends_to_drop_an_imaginary_part():
+    with pytest.raises(TypeError, match="complex128") as error:
+        multiplied([EYE, EYE + 1j])
+    assert "float()" not in str(error.value)
+
+
+def test_factors_of_all_sizes_and_dtypes_are_multiplied():
+    sizes = [1e-320, 1e-200, 1e200, 1.5e308, 1.0]
+    factors = [size * torch.ones(3, 3).double() for size in sizes]
+    logs = multiplied(factors).log_singular_values()
+    expected = sum(map(math.log, sizes)) + len(sizes) * math.log(3)
+    # A number of 320 digits has four bits.
+    assert float(logs[0]) == pytest.approx(expected, abs=0.1)
+    half = multiplied([EYE.half(), 2 * EYE.float()])
+    assert half.log_singular_values().tolist() == pytest.approx([math.log(2)] * 3)
+    from_float32 = FactoredProduct(EYE.float(), torch.zeros(3), EYE.float()).then(EYE)
+    assert from_float32.Q.dtype == torch.float64
+    assert multiplied([EYE.numpy()]).dense().tolist() == EYE.tolist()
+
+
+@pytest.mark.parametrize("seed", [2**32, 2**63, 2**64 - 1, 2**64, 2**128])
+def test_seeds_of_any_size_give_draws_of_their_own(tiny_trace, seed):
+    ours = tlc.dynamics.product_map(tiny_trace, n_draws=1, seed=seed)
+    again = tlc.dynamics.product_map(tiny_trace, n_draws=1, seed=seed)
+    zero = tlc.dynamics.product_map(tiny_trace, n_draws=1)
+    assert ours.null_log_largest[0, 1, 0] == again.null_log_largest[0, 1, 0]
+    assert ours.null_log_largest[0, 1, 0] != zero.null_log_largest[0, 1, 0]

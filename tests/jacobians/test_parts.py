@@ -115,3 +115,20 @@ def test_result_is_saved_and_knows_its_labels(
         parts["L1H9"]
     with pytest.raises(ValueError, match="labels"):
         tlc.jacobians.BlockParts(parts.matrices, ("a",), 1, 6, {})
+
+
+def test_a_block_that_is_zero_is_said_to_be_zero(tokenizer_folder: Path) -> None:
+    hf_model = tiny.huggingface_model("llama")
+    zero, silent = tiny.layers_of(hf_model)
+    for projection in (zero.self_attn.o_proj, zero.mlp.down_proj):
+        projection.weight.data.zero_()
+    silent.self_attn.o_proj.weight.data.zero_()
+    trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
+    with pytest.raises(
+        ValueError, match="layer 0: the block's Jacobian at token 7 is "
+    ):
+        tlc.block_parts(trace, 0)
+    # Its MLP acts, its attention does not.
+    with pytest.raises(ValueError, match="one attention that writes to the stream"):
+        tlc.block_parts(trace, 1)
+    assert (tlc.dynamics.leading_eigenvalues(trace, 0, 3) == 0).all()

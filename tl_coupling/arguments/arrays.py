@@ -50,7 +50,8 @@ class ArrayKind(Kind):
         value = argument.value
         array = _tensor(value) if self.is_tensor else _array(value)
         if str(array.dtype).removeprefix("torch.") not in self.dtypes:
-            if self.is_tensor and self._is_floating and isinstance(value, Tensor):
+            is_real = isinstance(value, Tensor) and not value.is_complex()
+            if self.is_tensor and self._is_floating and is_real:
                 raise WrongType("convert it with `.float()` or `.double()`")
             raise WrongType
         argument.sizes.update(self._sizes(list(array.shape), argument))

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import AbstractArray
-from torch import nn
+from torch import Tensor, nn
 
 from tl_coupling.arguments.argument import Argument, Kind, WrongType
 from tl_coupling.arguments.arrays import ArrayKind
@@ -66,8 +66,14 @@ class _Simple(Kind):
     is_number: bool = False
 
     def take(self, argument: Argument) -> object:
-        """Return the value, numpy's as Python's; truth values are not numbers."""
+        """Return the value, numpy's as Python's; truth values are not numbers.
+
+        An array of no axes is a number, but not a whole one.
+        """
         value = argument.value
+        is_array = isinstance(value, Tensor | np.ndarray) and not value.ndim
+        if is_array and self.accepted is Real:
+            value = value.item()
         is_truth_value = isinstance(value, bool | np.bool_)
         if not isinstance(value, self.accepted) or (self.is_number and is_truth_value):
             raise WrongType

@@ -27,6 +27,7 @@ from tl_coupling.measures import (
     measure_named,
     nuclear_overlap,
     random_subspace_null,
+    seeded,
 )
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
@@ -190,7 +191,7 @@ class PromptCoupling(Saved):
                 S[:, second, :k],
                 n_draws,
                 d_model=self.d_model,
-                generator=torch.Generator().manual_seed(seed),
+                generator=seeded(seed),
             )
             return reduce(draws, "draw layer pair -> layer", "mean")
         of_rows = random_subspace_null(

@@ -20,6 +20,7 @@ from tl_coupling.measures import (
     diagonal_shares,
     energy_shares,
     random_rotations,
+    seeded,
 )
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
@@ -333,7 +334,7 @@ def carriers(
     right = leading.Vh
     if orientation == "vju":
         left, right = right, left
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     random_frames = random_rotations(
         2, n_draws, trace.d_model, columns=k, generator=generator
     )

@@ -17,6 +17,7 @@ from tl_coupling.measures import (
     normalized_miscoupling,
     random_rotations,
     random_subspace_null,
+    seeded,
 )
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
@@ -216,7 +217,7 @@ def head_coupling(
     Warns of heads with fewer than k singular values (NaN in their columns).
 
     Cost: as `block_parts` of every layer and an SVD of every head; then about `2 n_heads²
-    k rank d_model` flops, twice: half a minute of one core for SmolLM2-135M's 270
+    k rank d_model` flops, twice: half a minute of one core for SmolLM2-135M-Instruct's 270
     heads.
 
     Example:
@@ -243,7 +244,7 @@ def head_coupling(
     else:
         frames = (heads.U[..., :k], heads.V[..., :k])
     n_heads, d_model, _ = heads.U.shape
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     random_frames = random_rotations(
         2, n_heads, d_model, columns=k, generator=generator
     ).to(heads.U)

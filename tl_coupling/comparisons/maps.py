@@ -26,6 +26,7 @@ from tl_coupling.measures import (
     nulls_at_every_k,
     random_subspace_null,
     rotation_null,
+    seeded,
 )
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import check_k
@@ -261,7 +262,7 @@ class CouplingMap(Saved):
         self._nulls(k, measure, within, options)
         of_pairs = measure_named(measure, **options)
         different = ~self.own_pairs().cpu()
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         S_1 = self.singular_values.cpu().double()
         if within == "space":
             norms = self.frobenius_norms.cpu()

@@ -19,15 +19,15 @@ from tl_coupling.arguments import (
 )
 from tl_coupling.directions.draws import frames
 from tl_coupling.directions.effects import (
-    check_takes_hooks,
     kl,
     log_probabilities,
     losses,
     rows_at_once,
 )
-from tl_coupling.directions.interventions import Side, check_belongs, removal_hooks
+from tl_coupling.directions.interventions import Side, removal_hooks
 from tl_coupling.directions.removals import Projection
 from tl_coupling.directions.subspaces import SIDES, Subspace
+from tl_coupling.measures import seeded
 from tl_coupling.models import tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
@@ -231,7 +231,8 @@ def ablate(
 
     Raises:
         ValueError: no prompts, a prompt of one token, layers that the subspace does not
-            have, a rank that it does not have, a model with other weights.
+            have, a rank that it does not have, a model with other weights or of another
+            width.
 
     Cost: for each prompt `2 + 5 · n_draws` passes of the model, in batches; memory for
     `d_model · rank` numbers for each of them and layer.
@@ -245,8 +246,7 @@ def ablate(
     Source: `shared_subspace` for the directions; Geiger et al. 2021 for interventions
     on subspaces.
     """
-    check_takes_hooks(model)
-    check_belongs(subspace.provenance, model)
+    subspace.check_fits(model)
     rank = subspace.rank if rank is None else rank
     if rank > subspace.rank:
         raise ValueError(
@@ -260,7 +260,7 @@ def ablate(
             f"at least one, got {list(chosen)}"
         )
     named_prompts = as_prompts(prompts)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     conditions = _conditions(subspace, chosen, side, rank, n_draws, generator)
     ablated = []
     for prompt in with_progress(named_prompts, progress, "ablation"):

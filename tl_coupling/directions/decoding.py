@@ -13,6 +13,7 @@ from tl_coupling.comparisons import as_trace
 from tl_coupling.directions.downstream import after_last_block, change_of_logits
 from tl_coupling.directions.draws import unit_vectors, within
 from tl_coupling.jacobians import block_directions
+from tl_coupling.measures import seeded
 from tl_coupling.models import JacobianLens
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace
@@ -234,7 +235,7 @@ def decode(
     if lens is not None:
         check_lens(lens, trace)
     found = block_directions(trace, index, k, t)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     write = found.write.mT
     drawn = {
         "random": unit_vectors(n_draws, trace.d_model, generator).to(write),

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from tl_coupling.blocks import own_arithmetic
 from tl_coupling.directions.interventions import Hook
@@ -35,15 +35,6 @@ def log_probabilities(
     with torch.no_grad(), own_arithmetic(model), model.hooks(fwd_hooks=list(hooks)):
         logits = model(batch, return_type="logits")
     return logits[:, positions].to(dtype).log_softmax(-1)
-
-
-def check_takes_hooks(model: nn.Module) -> None:
-    """Raise ValueError for a model without TransformerLens's hooks."""
-    if not hasattr(model, "hooks"):
-        raise ValueError(
-            "interventions need a TransformerBridge or a HookedTransformer, got "
-            f"{type(model).__name__}: `load_model` makes one"
-        )
 
 
 def kl(

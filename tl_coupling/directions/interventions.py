@@ -2,12 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.arguments import Count, checked, made_by, warn_caller
+from tl_coupling.arguments import (
+    Count,
+    Finite,
+    at_least,
+    checked,
+    made_by,
+    warn_caller,
+)
 from tl_coupling.directions.removals import Projection
 from tl_coupling.jacobians import Connection, block_directions
 from tl_coupling.models import weights_digest
@@ -21,6 +29,9 @@ Hook = tuple[str, HookFunction]
 Stream = Float[Tensor, "batch n_pos d_model"]
 # Longer or shorter vectors are normalised, and that is said.
 _LENGTH_TOLERANCE = 1e-3
+# In units of rounding, how far from 1 the length of a vector is that was normalised:
+# it stays as it is, so that what is loaded is what was saved.
+_ROUNDING = 8
 
 
 def hook_point(layer: int, side: Side) -> str:
@@ -37,7 +48,8 @@ def hook_point(layer: int, side: Side) -> str:
 class Directions(Saved):
     """Unit directions in the residual stream of one model, with where they belong.
 
-    Vectors of another length are normalised, with a warning.
+    Vectors of another length are normalised, with a warning; those of 16 bits become
+    float32.
 
     Attributes:
         vectors: `[direction d_model]`, of length 1.
@@ -47,7 +59,7 @@ class Directions(Saved):
             other weights, where `weights_digest` is known.
 
     Raises:
-        ValueError: a vector of length 0 or that is not finite.
+        ValueError: no vectors, one of length 0 or that is not finite, a negative layer.
 
     Example:
         >>> directions = tlc.directions.directions_of(trace, layer=1, k=3)
@@ -59,14 +71,22 @@ class Directions(Saved):
     """
 
     vectors: Float[Tensor, "n_directions d_model"]
-    layer: int
+    layer: Annotated[int, at_least(0)]
     side: Side
     provenance: dict[str, Any]
     DIMS: ClassVar = {"vectors": "direction d_model"}
 
     def __post_init__(self) -> None:
         """Normalise the vectors."""
-        lengths = self.vectors.norm(dim=-1)
+        if 0 in self.vectors.shape:
+            raise ValueError(
+                "`vectors` must hold at least one direction, got shape "
+                f"{list(self.vectors.shape)}"
+            )
+        vectors = self.vectors
+        if vectors.element_size() < torch.float32.itemsize:
+            vectors = vectors.float()
+        lengths = vectors.norm(dim=-1)
         if not bool(lengths.isfinite().all()) or not bool((lengths > 0).all()):
             raise ValueError(
                 "`vectors` must be finite and not 0, got lengths from "
@@ -78,7 +98,9 @@ class Directions(Saved):
                 f"{float(lengths.max()):.3g} were normalised: `scale` says how far they "
                 "move the stream, as a share of its length"
             )
-        object.__setattr__(self, "vectors", self.vectors / lengths[:, None])
+        rounding = _ROUNDING * torch.finfo(lengths.dtype).eps
+        divisors = lengths.where((lengths - 1).abs() > rounding, 1.0)
+        object.__setattr__(self, "vectors", vectors / divisors[:, None])
 
     @property
     def hook_point(self) -> str:
@@ -92,8 +114,9 @@ class Directions(Saved):
         """Return some of the directions, by a slice."""
         return Directions(self.vectors[index], self.layer, self.side, self.provenance)
 
+    @checked
     def hooks(
-        self, model: nn.Module, scale: float, position: int | None = None
+        self, model: nn.Module, scale: Finite, position: int | None = None
     ) -> list[Hook]:
         r"""Return hooks that add the directions to the stream.
 
@@ -101,7 +124,8 @@ class Directions(Saved):
 
         For `model.hooks(fwd_hooks=…)`, on a `TransformerBridge` or `HookedTransformer`,
         also around `model.generate`. One direction is added in every row of a batch; of
-        several, the i-th in the i-th row of a batch of as many.
+        several, the i-th in the i-th row of a batch of as many. A batch of another size,
+        or too short for the position, is refused when the model is run.
 
         Args:
             model: the model that the directions belong to.
@@ -110,10 +134,17 @@ class Directions(Saved):
             position: the token; every one by default.
 
         Raises:
-            ValueError: a model with other weights.
+            ValueError: a model with other weights, of another width, without this layer
+                or without hooks.
         """
-        check_belongs(self.provenance, model)
+        self.check_fits(model)
         return steering_hooks(self.vectors, scale, self.hook_point, position)
+
+    def check_fits(self, model: nn.Module) -> None:
+        """Raise ValueError for a model that these cannot be directions of."""
+        check_takes_hooks(model)
+        check_belongs(self.provenance, model)
+        check_dimensions(model, self.vectors.shape[1], [self.layer])
 
     def __repr__(self) -> str:
         plural = "" if len(self) == 1 else "s"
@@ -154,6 +185,31 @@ def directions_of(
     return Directions(columns.mT, found.layer, side, found.provenance)
 
 
+def check_takes_hooks(model: nn.Module) -> None:
+    """Raise ValueError for a model without TransformerLens's hooks."""
+    if not hasattr(model, "hooks"):
+        raise ValueError(
+            "interventions need a TransformerBridge or a HookedTransformer, got "
+            f"{type(model).__name__}: `load_model` makes one"
+        )
+
+
+def check_dimensions(model: Any, width: int, layers: Sequence[int]) -> None:
+    """Raise ValueError for a model of another width, or without one of the layers."""
+    d_model = model.cfg.d_model
+    if width != d_model:
+        raise ValueError(
+            f"these directions have width {width}, and this model has width {d_model}: "
+            "find them in the model that you change"
+        )
+    n_layers = model.cfg.n_layers
+    if missing := [layer for layer in layers if layer >= n_layers]:
+        raise ValueError(
+            f"these directions are of layer {missing[0]}, and this model has "
+            f"{n_layers} blocks: find them in the model that you change"
+        )
+
+
 def check_belongs(provenance: dict[str, Any], model: nn.Module) -> None:
     """Raise ValueError for a model whose weights are not those that were traced."""
     expected = provenance.get("weights_digest")
@@ -176,6 +232,7 @@ def steering_hooks(
     """Return hooks that add `scale ‖h‖ v` to the stream, as `Directions.hooks` says."""
 
     def add(h: Stream, hook: object) -> Stream:
+        _check_batch(h, len(vectors), position)
         at = slice(None) if position is None else [position]
         moved = h.clone()
         lengths = h[:, at].norm(dim=-1, keepdim=True)
@@ -183,6 +240,21 @@ def steering_hooks(
         return moved
 
     return [(name, add)]
+
+
+def _check_batch(h: Stream, n_directions: int, position: int | None) -> None:
+    """Raise ValueError where a batch has no row for a direction, or no such token."""
+    n_rows, n_pos, _ = h.shape
+    if n_directions not in (1, n_rows):
+        raise ValueError(
+            f"{n_directions} directions need a batch of {n_directions} rows, one each, "
+            f"got {n_rows}: repeat the prompt, or take one direction by a slice"
+        )
+    if position is not None and not -n_pos <= position < n_pos:
+        raise ValueError(
+            f"`position` must lie in [{-n_pos}, {n_pos - 1}] for a batch of {n_pos} "
+            f"tokens, got {position}"
+        )
 
 
 def removal_hooks(removal: Projection, layers: Sequence[int], side: Side) -> list[Hook]:

@@ -15,18 +15,14 @@ from tl_coupling.arguments import Count, Positive, Seed, checked, made_by
 from tl_coupling.directions.downstream import change_of_logits, through
 from tl_coupling.directions.draws import unit_vectors, within
 from tl_coupling.directions.effects import (
-    check_takes_hooks,
     kl,
     log_probabilities,
     rows_at_once,
 )
-from tl_coupling.directions.interventions import (
-    Directions,
-    check_belongs,
-    steering_hooks,
-)
+from tl_coupling.directions.interventions import Directions, steering_hooks
 from tl_coupling.directions.onward import Onward
 from tl_coupling.jacobians import block_jacobians
+from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.saved import Saved
@@ -220,8 +216,8 @@ def steer(
         progress: wraps the loop over prompts.
 
     Raises:
-        ValueError: no prompts, a position out of range, directions of a model with
-            other weights.
+        ValueError: no prompts, no scales, a position out of range, directions of a model
+            with other weights or of another width.
 
     Cost: for each prompt the Jacobians from the layer on, and for every direction, draw,
     scale and sign a pass of the later blocks on the one token, in batches. Of a model
@@ -235,14 +231,15 @@ def steer(
         >>> bool(abs(ratio[0, 0] - 1) < 0.1)
         True
     """
-    check_takes_hooks(model)
-    check_belongs(directions.provenance, model)
+    directions.check_fits(model)
+    if not scales:
+        raise ValueError("`scales` is empty: wanted at least one")
     named_prompts = as_prompts(prompts)
     places = []
     for prompt in with_progress(named_prompts, progress, "tracing"):
         traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)
         places.append(_Place.of(traced, directions, position))
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     vectors, kinds = _with_controls(directions, places, n_draws, generator)
     steered = [
         _steered(model, place, vectors, directions, scales)

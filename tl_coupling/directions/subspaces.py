@@ -15,10 +15,13 @@ from tl_coupling.directions.interventions import (
     Hook,
     Side,
     check_belongs,
+    check_dimensions,
+    check_takes_hooks,
     removal_hooks,
 )
 from tl_coupling.directions.removals import Projection
 from tl_coupling.jacobians import Decomposed, JacobianOptions
+from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace
@@ -115,21 +118,28 @@ class Subspace(Saved):
         """How many directions each side has."""
         return self.bases.shape[2]
 
+    @checked
     def hooks(self, model: nn.Module, side: Side = "write") -> list[Hook]:
         """Return hooks that remove the subspace at every layer, as `ablate` does.
 
         For `model.hooks(fwd_hooks=…)`. Raises ValueError for a model with other
-        weights.
+        weights, of another width, without one of the layers or without hooks.
 
         Example:
             >>> subspace = tlc.directions.shared_subspace([trace], rank=2, k=4)
             >>> with model.hooks(fwd_hooks=subspace.hooks(model, side="read")):
             ...     logits = model(trace.tokens[None])
         """
-        check_belongs(self.provenance, model)
+        self.check_fits(model)
         basis = self.bases[SIDES.index(side)]
         bases = dict.fromkeys(self.layers, basis)
         return removal_hooks(self._projection(bases, side), self.layers, side)
+
+    def check_fits(self, model: nn.Module) -> None:
+        """Raise ValueError for a model that this cannot be a subspace of."""
+        check_takes_hooks(model)
+        check_belongs(self.provenance, model)
+        check_dimensions(model, self.bases.shape[1], self.layers)
 
     def _projection(self, bases: dict[int, Tensor], side: Side) -> Projection:
         means = dict(zip(self.layers, self.mean, strict=True))
@@ -206,7 +216,7 @@ def shared_subspace(
     d = sums.d_model
     if rank > d:
         raise ValueError(f"`rank` must be at most d_model = {d}, got {rank}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     whole = torch.stack(
         [_Shared.of(sums.G.sum(0)[side], rank).basis for side in (0, 1)]
     )

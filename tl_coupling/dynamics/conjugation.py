@@ -63,11 +63,23 @@ def conjugated_grams(
     for layer, values in enumerate(step_values):
         if layer:
             P = values[:, None] * rotated(P, generator)
-        size = P.norm()
-        if size > 0:
-            P = P / size
-            log_divisor += float(size.log())
+        P, log_size = divided(P)
+        log_divisor += log_size
         yield P.mT @ P, log_divisor
+
+
+def divided(P: Float[Tensor, "d n"]) -> tuple[Float[Tensor, "d n"], float]:
+    """Return a matrix divided by its size, and the natural logarithm of that.
+
+    The size is its norm, or its largest entry where squares overflow or vanish; zeros
+    stay zeros, of size −∞.
+    """
+    size = P.norm()
+    if not 0 < size < torch.inf:
+        size = P.abs().max()
+    if size == 0:
+        return P, -math.inf
+    return P / size, math.log(float(size))
 
 
 def largest_eigenvalue(G: Float[Tensor, "d d"], tolerance: float = 1e-4) -> float:

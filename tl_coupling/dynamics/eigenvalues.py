@@ -11,9 +11,11 @@ from jaxtyping import Complex, Float
 from scipy.sparse import linalg as sparse
 from torch import Tensor
 
-from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
+from tl_coupling.dynamics.checks import usable_jacobians
 from tl_coupling.dynamics.conjugation import generator_of, rotated
 from tl_coupling.jacobians import (
+    block_jacobian,
     block_jacobians,
     block_jvp,
     can_fork,
@@ -24,6 +26,9 @@ from tl_coupling.jacobians import (
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace
+
+# Sums of squares neither overflow nor vanish between a size and its inverse.
+_LARGE = 1e100
 
 
 @made_by("dynamics.eigenvalues(trace)")
@@ -175,7 +180,10 @@ def jacobian_eigenvalues(
         progress: as in `eigenvalues`.
 
     Raises:
-        ValueError: no Jacobians, more or fewer layers.
+        ValueError: no Jacobians, without entries or with some that are not finite, more
+            or fewer layers.
+
+    Warns as `eigenvalues`.
 
     Example:
         >>> J = tlc.block_jacobians(trace)
@@ -184,30 +192,56 @@ def jacobian_eigenvalues(
     """
     names = named_layers(J, layers)
     at_once = torch.get_num_threads() if can_fork() else 1
-    matrices = enumerate(J.double().cpu())
+    J = usable_jacobians(J).double().cpu()
     measure = partial(_of_block, n_draws=n_draws, seed=seed)
     blocks = list(
-        with_progress(of_each(measure, matrices, at_once), progress, "eigenvalues")
+        with_progress(of_each(measure, enumerate(J), at_once), progress, "eigenvalues")
     )
     of_blocks = torch.stack([block.values for block in blocks])
     of_null = torch.stack([block.null_values for block in blocks], dim=1)
-    norms = torch.linalg.matrix_norm(J.double().cpu())
+    sizes = _sizes(J, names)
+    norms = torch.stack(
+        [
+            torch.linalg.matrix_norm(matrix / size)
+            for matrix, size in zip(J, sizes, strict=True)
+        ]
+    )
     return Eigenvalues(
         real=of_blocks.real,
         imaginary=of_blocks.imag,
         null_real=of_null[0].real,
         null_imaginary=of_null[0].imag,
-        henrici=_henrici(of_blocks, norms),
-        null_henrici=_henrici(of_null, norms),
+        henrici=_henrici(of_blocks / sizes[:, None], norms),
+        null_henrici=_henrici(of_null / sizes[:, None], norms),
         complex_share=_complex_share(of_blocks),
         null_complex_share=_complex_share(of_null),
         largest_symmetric=torch.tensor(
-            [block.largest_symmetric for block in blocks]
-        ).double(),
+            [block.largest_symmetric for block in blocks], dtype=torch.float64
+        ),
         layers=tuple(names),
         position=position,
         provenance={**(provenance or {}), "seed": seed, "n_draws": n_draws},
     )
+
+
+def _sizes(
+    J: Float[Tensor, "n_layers d d"], layers: Sequence[int]
+) -> Float[Tensor, " n_layers"]:
+    """Return what to divide each J by, so that squares neither overflow nor vanish.
+
+    It is 1 but for very large and very small ones. Warns of zeros.
+    """
+    largest = torch.stack([matrix.abs().max() for matrix in J])
+    if zeros := [
+        layer for layer, size in zip(layers, largest, strict=True) if not size
+    ]:
+        warn_caller(
+            "the Jacobian is zero at "
+            f"layer{'s' * (len(zeros) > 1)} {', '.join(map(str, zeros))}: "
+            "the departure from normality there is NaN"
+        )
+    is_in_range = (largest > 1 / _LARGE) & (largest < _LARGE)
+    return torch.where(is_in_range | (largest == 0), 1.0, largest)
 
 
 class _OfBlock(NamedTuple):
@@ -229,7 +263,7 @@ def _of_block(
         _by_modulus(S[:, None] * rotated(torch.eye(len(S)).double(), generator))
         for _ in range(n_draws)
     ]
-    symmetric = torch.linalg.eigvalsh((matrix + matrix.mT) / 2)
+    symmetric = torch.linalg.eigvalsh(matrix / 2 + matrix.mT / 2)
     return _OfBlock(_by_modulus(matrix), torch.stack(drawn), float(symmetric[-1]))
 
 
@@ -239,8 +273,9 @@ def leading_eigenvalues(
 ) -> Complex[Tensor, " n"]:
     """Return the eigenvalues of largest modulus of one block's Jacobian.
 
-    By Arnoldi's iteration on products with J, which is never built: for wide models,
-    where `eigenvalues` takes long.
+    By Arnoldi's iteration on products with J, which is not built: for wide models,
+    where `eigenvalues` takes long. Where the iteration cannot begin, as where J is zero,
+    J is built.
 
     Args:
         trace: a traced prompt.
@@ -274,9 +309,15 @@ def leading_eigenvalues(
 
     operator = sparse.LinearOperator((d, d), matvec=times, dtype=np.float64)
     start = np.random.default_rng(0).standard_normal(d)
-    found = sparse.eigs(
-        operator, n, which="LM", v0=start, tol=1e-6, return_eigenvectors=False
-    )
+    try:
+        found = sparse.eigs(
+            operator, n, which="LM", v0=start, tol=1e-6, return_eigenvectors=False
+        )
+    except sparse.ArpackNoConvergence:
+        raise
+    except sparse.ArpackError:
+        J = block_jacobian(trace, layer, position=position)
+        return _by_modulus(J.double().cpu())[:n]
     return _sorted(torch.from_numpy(found))
 
 

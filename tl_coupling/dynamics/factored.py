@@ -5,6 +5,7 @@ largest; after 15 blocks of a language model that is part of them. A factored pr
 keeps sizes apart from directions.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,10 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.arguments import checked
+from tl_coupling.arguments import Count, Device, checked
 from tl_coupling.jacobians import block_jacobians
 from tl_coupling.progress import Progress
 from tl_coupling.traces import Trace
+
+# Sums of squares neither overflow nor vanish between a size and its inverse.
+_LARGE = 1e100
 
 
 @checked
@@ -25,6 +29,10 @@ class FactoredProduct:
 
     Q is orthogonal, the scale has the sizes, from large to small, and T is well
     conditioned: each factor keeps its relative accuracy, whatever the sizes.
+
+    Raises:
+        ValueError: factors that do not fit each other, or are not finite; a size may be
+            −∞, that of zero.
 
     Source: the stable products of quantum Monte Carlo, with columns sorted before each
     QR decomposition (Bai, Lee, Li and Xu 2011).
@@ -42,17 +50,42 @@ class FactoredProduct:
     log_scale: Float[Tensor, " d"]
     T: Float[Tensor, "d d"]
 
+    def __post_init__(self) -> None:
+        """Take the factors in float64."""
+        for name in ("Q", "log_scale", "T"):
+            factor = getattr(self, name).double()
+            # Of zero, the logarithm is −∞.
+            known = factor[factor != -torch.inf] if name == "log_scale" else factor
+            if not bool(known.isfinite().all()):
+                raise ValueError(
+                    f"`{name}` must be finite, got NaN or infinite entries"
+                )
+            object.__setattr__(self, name, factor)
+
     @classmethod
-    def identity(
-        cls, d: int, device: torch.device | str | None = None
-    ) -> "FactoredProduct":
-        """Return the product of no matrices."""
+    @checked
+    def identity(cls, d: Count, device: Device | None = None) -> "FactoredProduct":
+        """Return the product of no matrices, of size d."""
         identity = torch.eye(d, dtype=torch.float64, device=device)
         return cls(identity, identity.new_zeros(d), identity)
 
+    @checked
     def then(self, M: Float[Tensor, "d d"]) -> "FactoredProduct":
-        """Return M times this product. Cost: two products and a QR decomposition."""
-        columns = M.double() @ self.Q
+        """Return M times this product. Cost: two products and a QR decomposition.
+
+        Raises:
+            ValueError: M has another size than the product, or is not finite.
+        """
+        d = len(self.Q)
+        if len(M) != d:
+            raise ValueError(
+                f"`M` must have shape [{d} {d}], as the product has, got "
+                f"[{len(M)} {len(M)}]"
+            )
+        if not bool(M.isfinite().all()):
+            raise ValueError("`M` must be finite, got NaN or infinite entries")
+        divisor = _divisor(M)
+        columns = (M.double() / divisor) @ self.Q
         sizes = columns.norm(dim=0).log() + self.log_scale
         order = sizes.argsort(descending=True)
         Q, R = torch.linalg.qr(columns[:, order])
@@ -62,7 +95,7 @@ class FactoredProduct:
         # A row of zeros stays one.
         finite_scale = log_scale.masked_fill(log_scale == -torch.inf, 0.0)
         rows = R.sign() * (log_entries - finite_scale[:, None]).exp()
-        return FactoredProduct(Q, log_scale, rows @ self.T[order])
+        return FactoredProduct(Q, log_scale + math.log(divisor), rows @ self.T[order])
 
     def log_singular_values(self) -> Float[Tensor, " d"]:
         """Return the natural logarithms of the singular values, from large to small.
@@ -79,8 +112,25 @@ class FactoredProduct:
         return torch.linalg.svdvals(graded).log() + largest
 
     def dense(self) -> Float[Tensor, "d d"]:
-        """Return the product as one matrix, with what rounding leaves of it."""
-        return self.Q * self.log_scale.exp() @ self.T
+        """Return the product as one matrix, with what rounding leaves of it.
+
+        Raises:
+            ValueError: its entries are too large for float64.
+        """
+        product = self.Q * self.log_scale.exp() @ self.T
+        if not bool(product.isfinite().all()):
+            raise ValueError(
+                f"the product has entries of about e^{float(self.log_scale.max()):.0f}, "
+                "too large for float64: read `log_singular_values()`"
+            )
+        return product
+
+
+def _divisor(M: Tensor) -> float:
+    """Return 1, or the largest entry of a matrix whose squares overflow or vanish."""
+    largest = float(M.abs().max())
+    is_in_range = 1 / _LARGE < largest < _LARGE
+    return 1.0 if is_in_range or largest == 0 else largest
 
 
 def step_matrix(J: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:

@@ -10,8 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Seed, at_least, checked, made_by
+from tl_coupling.dynamics.checks import check_steps, usable_jacobians
 from tl_coupling.dynamics.conjugation import (
     conjugated_grams,
+    divided,
     generator_of,
     log_largest_singular_value,
 )
@@ -153,8 +155,9 @@ class Products(Saved):
         return effective_rank(self._relative())
 
     def _relative(self) -> Float[Tensor, "n_layers d_model"]:
-        """Singular values divided by the largest, which cannot overflow."""
-        return (self.log_singular_values - self.log_largest[:, None]).exp()
+        """Singular values divided by the largest, which cannot overflow; zeros of zero."""
+        relative = self.log_singular_values - self.log_largest[:, None]
+        return relative.exp().nan_to_num(0.0)
 
 
 @checked
@@ -186,7 +189,8 @@ def products(
         progress: as in `depth_coupling`.
 
     Raises:
-        ValueError: a layer or position out of range, or fewer than two draws.
+        ValueError: a layer or position out of range, fewer than two draws, or a block
+            that nothing passes, with J = −I.
 
     Cost: as `block_jacobians`; for each block about two SVDs without vectors in float64,
     and for each draw four d×d products in float32.
@@ -235,7 +239,8 @@ def jacobian_products(
         progress: as in `products`.
 
     Raises:
-        ValueError: no Jacobians, more or fewer layers, fewer than two draws.
+        ValueError: no Jacobians, without entries or with some that are not finite, J =
+            −I (nothing passes such a block), more or fewer layers, fewer than two draws.
 
     Cost: as `products`, without the Jacobians.
 
@@ -245,6 +250,8 @@ def jacobian_products(
         torch.Size([2])
     """
     names = named_layers(J, layers)
+    J = usable_jacobians(J)
+    check_steps(J, names)
     on_cpu = J.device.type == "cpu"
     at_once = torch.get_num_threads() if on_cpu and can_fork() else 1
     spectra = list(
@@ -331,7 +338,6 @@ class _Null:
         log_divisor = 0.0
         for layer in order:
             P = torch.addmm(P, self.J[layer], P)
-            size = P.norm()
-            P = P / size
-            log_divisor += float(size.log())
+            P, log_size = divided(P)
+            log_divisor += log_size
         return log_largest_singular_value(P.mT @ P) + log_divisor

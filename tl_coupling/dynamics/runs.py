@@ -10,8 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
-from tl_coupling.dynamics.conjugation import log_largest_singular_value, rotated
+from tl_coupling.dynamics.checks import check_steps, usable_jacobians
+from tl_coupling.dynamics.conjugation import (
+    divided,
+    log_largest_singular_value,
+    rotated,
+)
 from tl_coupling.jacobians import block_jacobians, chosen_layers
+from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace
@@ -88,7 +94,8 @@ def product_map(
         progress: as in `depth_coupling`.
 
     Raises:
-        ValueError: a layer or position out of range.
+        ValueError: a layer or position out of range, or a block that nothing passes,
+            with J = −I.
 
     Cost: as `block_jacobians`; then for each of the `L (L + 1) / 2` products, and again
     for each draw, two d×d products; memory for L matrices.
@@ -100,10 +107,11 @@ def product_map(
     selected_layers = chosen_layers(trace, layers)
     t = trace.position_index(position)
     J = block_jacobians(trace, selected_layers, position=t, progress=progress)
-    steps = J.clone()
+    check_steps(J, selected_layers)
+    steps = usable_jacobians(J).clone()
     steps.diagonal(dim1=-2, dim2=-1).add_(1)
     step_values = torch.linalg.svdvals(steps)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     n_layers = len(selected_layers)
     maps = torch.full((n_draws + 1, n_layers, n_layers), torch.nan).double()
     for draw in with_progress(range(n_draws + 1), progress, "products of runs"):
@@ -138,10 +146,9 @@ def _fill(
         else:
             after = conjugated_values[last][:, None] * rotated(before, generator)
         products[: last + 1] = rearrange(after, "d (run e) -> run d e", e=d)
-        sizes = torch.linalg.matrix_norm(products[: last + 1])
-        products[: last + 1] /= sizes[:, None, None]
-        log_divisors[: last + 1] += sizes.double().log().cpu()
         for first in range(last + 1):
-            P = products[first]
+            P, log_size = divided(products[first])
+            products[first] = P
+            log_divisors[first] += log_size
             of_quotient = log_largest_singular_value(P.mT @ P)
             log_largest[last, first] = of_quotient + float(log_divisors[first])

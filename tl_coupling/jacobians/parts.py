@@ -109,7 +109,8 @@ def block_parts(
 
     Raises:
         ValueError: a layer or position out of range, or a block whose attention and MLP
-            cannot be told apart: one without attention (Mamba), or with several.
+            cannot be told apart: one without attention (Mamba), or with several, or
+            whose Jacobian is zero.
 
     Cost: `block_jacobian`, and about as much again; memory for a matrix for each
     component.
@@ -161,13 +162,20 @@ def components_and_path(
         return y, [components.left_product(expected.u)], components
 
     ways = block.ways_to_components(position)
-    refusal = partial(_refusal, block.layer)
+    refusal = partial(_refusal, block, position)
     return cheapest(block, ways, [position], position, compute, refusal)
 
 
-def _refusal(layer: int) -> ValueError:
+def _refusal(block: BlockFunction, position: int) -> ValueError:
+    """Return what to say of a block without components, and why it has none."""
+    if not bool(block.reference(position).rows[position].any()):
+        return ValueError(
+            f"layer {block.layer}: the block's Jacobian at token {position} is zero, so "
+            "that there is nothing to divide among attention and MLP: leave the layer out"
+        )
     return ValueError(
-        f"layer {layer}: the block has no attention and MLP that can be told apart (one "
-        "attention, with TransformerLens' hook_z or as a module of its own, and an MLP "
-        "beside or after it): take its whole Jacobian from `block_jacobian`"
+        f"layer {block.layer}: the block has no attention and MLP that can be told apart "
+        "(one attention that writes to the stream, with TransformerLens' hook_z or as a "
+        "module of its own, and an MLP beside or after it): take its whole Jacobian from "
+        "`block_jacobian`"
     )

@@ -10,7 +10,11 @@ from tl_coupling.measures.alignment import (
     subspace_overlap,
     vector_alignment,
 )
-from tl_coupling.measures.draws import draws_of_random_subspaces, random_rotations
+from tl_coupling.measures.draws import (
+    draws_of_random_subspaces,
+    random_rotations,
+    seeded,
+)
 from tl_coupling.measures.matrices import (
     Norm,
     Orientation,

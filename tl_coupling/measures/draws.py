@@ -1,5 +1,6 @@
 """Coupling matrices with random singular vectors, drawn one by one."""
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -8,6 +9,19 @@ from tl_coupling.arguments import Count, checked
 from tl_coupling.measures.matrices import finite
 from tl_coupling.measures.moments import evenly
 from tl_coupling.spectra import check_k
+
+# Of larger seeds torch takes the last 32 bits, on a CPU; those of 64 bits overflow.
+_N_SEEDS = 2**32
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator of random numbers; a seed of any size has its own.
+
+    Those of 32 bits or fewer are torch's, longer ones are hashed by numpy.
+    """
+    if seed >= _N_SEEDS:
+        seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    return torch.Generator().manual_seed(seed)
 
 
 def random_rotations(

@@ -6,6 +6,7 @@ from tl_coupling.spectra.checks import (
     check_cut,
     check_entries,
     check_k,
+    check_matrices,
     fitting_k,
 )
 from tl_coupling.spectra.decompositions import flops_of_svd, singular_values, svd

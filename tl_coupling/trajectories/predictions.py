@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
 from tl_coupling.jacobians import Connection, JacobianOptions, block_jvp, passing
+from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.spectra import check_k, svd
 from tl_coupling.traces import Trace
@@ -404,7 +405,7 @@ def _noise(
     clean: Float[Tensor, "n_layers_plus_1 d_model"], n_samples: int, seed: int
 ) -> Float[Tensor, "n_samples d_model"]:
     """Return standard normal noise, the same on every device and in every dtype."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     size = (n_samples, clean.shape[1])
     noise = torch.randn(size, dtype=torch.float64, generator=generator)
     return noise.to(clean)

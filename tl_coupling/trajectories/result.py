@@ -11,7 +11,7 @@ from torch import Tensor
 from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.models import JacobianLens
 from tl_coupling.progress import Progress
-from tl_coupling.saved import Saved
+from tl_coupling.saved import Saved, load_result
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.traces import Trace
 from tl_coupling.trajectories import shapes
@@ -152,27 +152,20 @@ class TrajectoryResult(Saved):
         return coordinates
 
     @classmethod
-    @checked
     def load(cls, path: AnyPath) -> "TrajectoryResult":
-        """Read what `save` wrote; ValueError for other or damaged files."""
-        import xarray
+        """Read what `save` wrote; errors as those of other results."""
+        return load_result(path, cls.__name__, cls._from_dataset)
 
-        try:
-            data = xarray.load_dataset(path, engine="netcdf4")
-            provenance = json.loads(data.attrs["provenance"])
-            return cls(
-                **_fields_in(data, cls),
-                window=int(data.attrs["window"]),
-                linearisation=_linearisation_in(data, provenance),
-                perturbation=_perturbation_in(data, provenance),
-                provenance=provenance,
-            )
-        except FileNotFoundError:
-            raise
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"{path} is not a file that `TrajectoryResult.save` wrote, or is damaged"
-            ) from error
+    @classmethod
+    def _from_dataset(cls, data: "xarray.Dataset") -> "TrajectoryResult":
+        provenance = json.loads(data.attrs["provenance"])
+        return cls(
+            **_fields_in(data, cls),
+            window=int(data.attrs["window"]),
+            linearisation=_linearisation_in(data, provenance),
+            perturbation=_perturbation_in(data, provenance),
+            provenance=provenance,
+        )
 
     def __repr__(self) -> str:
         means = ", ".join(
