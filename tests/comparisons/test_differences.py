@@ -202,7 +202,9 @@ def test_several_positions_of_a_prompt_are_paired_by_their_positions(model, hook
     a = at_positions(model, text, [1, 3])
     with model.hooks(fwd_hooks=HOOKS):
         b = at_positions(model, text, [1, 3])
-    with pytest.warns(UserWarning, match="several positions, which are not independent"):
+    with pytest.warns(
+        UserWarning, match="several positions, which are not independent"
+    ):
         comparison = tlc.compare(a, b)
     assert comparison.paired
     expected = stats.ttest_rel([x.mean() for x in b], [x.mean() for x in a])
@@ -223,7 +225,7 @@ def test_a_side_is_of_one_model(model, maps, hooked, tokenizer_folder):
         tokenizer_folder,
     )
     mixed = [maps[0], *maps_of(other, PROMPTS[1:])]
-    with pytest.raises(ValueError, match="`a` must be of one model.* weights_digest"):
+    with pytest.raises(ValueError, match=r"`a` must be of one model.* weights_digest"):
         tlc.compare(mixed, maps)
     with pytest.raises(ValueError, match="`b` must be of one model"):
         tlc.compare(maps, mixed)

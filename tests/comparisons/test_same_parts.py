@@ -46,7 +46,9 @@ def test_vectors_beyond_the_rank_of_a_head_are_said_to_be_arbitrary(tiny_trace):
     for k in (32, 31, 9):
         with pytest.warns(UserWarning, match="arbitrary"):
             part_coupling(tiny_trace, "H2", k=k)
-    with pytest.warns(UserWarning, match=r"k = 32 is above the rank of layer 0, layer 1"):
+    with pytest.warns(
+        UserWarning, match=r"k = 32 is above the rank of layer 0, layer 1"
+    ):
         part_coupling(tiny_trace, "attn_out", k=32)
 
 

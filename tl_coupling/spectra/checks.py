@@ -64,7 +64,8 @@ def _check_rank(S: Float[Tensor, "n n_singular"], names: list[str]) -> None:
 
     The vectors of a single one are known but for their signs.
     """
-    ranks = (S > _rounding(S)[:, None]).sum(-1)
+    is_above = S - _rounding(S)[:, None] > 0
+    ranks = is_above.sum(-1)
     has_too_few = ranks < S.shape[-1] - 1
     if has_too_few.any():
         too_few_names = ", ".join(itertools.compress(names, has_too_few.tolist()))
