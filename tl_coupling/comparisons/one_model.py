@@ -77,11 +77,11 @@ class DifferentPrompts:
 
     def add_traced(self, trace: Trace) -> None:
         """Take a traced prompt, as `add` does."""
-        content = trace.tokens
+        content = trace.pixels
+        if content is None and trace.is_streamed:
+            # Its stream would have to be read from disk first.
+            content = trace.tokens
         if content is None:
-            content = trace.pixels
-        if content is None:
-            # Modules were traced: the stream that enters the first of them.
             content = trace.residual[0]
         self.add(prompt_name(trace), content)
 
