@@ -451,6 +451,21 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
             "`folder` must not be empty",
         ),
         (
+            lambda t: tlc.run(tlc.Survey("gpt2", "w1"), "/nope/\0"),
+            ValueError,
+            "`folder` must be a path without null characters, which no file can have",
+        ),
+        (
+            lambda t: tlc.Survey(["gpt2", "a\0b"], "w1"),
+            ValueError,
+            "`models` must be a path without null characters",
+        ),
+        (
+            lambda t: tlc.load_prompts(Path("a\0b")),
+            ValueError,
+            "`source` must be a path without null characters",
+        ),
+        (
             lambda t: tlc.portrait(t, k=3),
             TypeError,
             "`k` must be a list of whole numbers or None, got 3",

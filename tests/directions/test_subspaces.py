@@ -173,7 +173,7 @@ def test_first_tokens_can_be_left_alone(model, subspace):
 
 @pytest.mark.parametrize("first_position", [5, 6, 99])
 def test_first_position_lies_in_every_prompt(model, subspace, first_position):
-    with pytest.raises(ValueError, match="must be below 5, the number of tokens of pr"):
+    with pytest.raises(ValueError, match=r"must be below \d+, the number of tokens"):
         tlc.directions.ablate(
             model,
             [f"{PROMPTS[3]} {PROMPTS[4]}", PROMPTS[4]],
