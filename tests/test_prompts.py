@@ -15,8 +15,8 @@ def test_ids_tasks_and_blank_lines(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     assert tlc.load_prompts(file) == [
-        tlc.Prompt("7", "é\n?", "arc"),
-        tlc.Prompt("3", "b", None),
+        tlc.Prompt("é\n?", "7", "arc"),
+        tlc.Prompt("b", "3", None),
     ]
 
 
@@ -85,13 +85,25 @@ def test_a_task_is_a_string(tmp_path):
 
 def test_prompts_per_task_of_what_can_be_walked_through_once(as_a_user):
     prompts = [
-        tlc.Prompt("0", "a", "x"),
-        tlc.Prompt("0", "b", "y"),
-        tlc.Prompt("1", "c", "x"),
+        tlc.Prompt("a", "0", "x"),
+        tlc.Prompt("b", "0", "y"),
+        tlc.Prompt("c", "1", "x"),
     ]
     drawn = tlc.prompts.prompts_per_task(prompts, 1)
     assert tlc.prompts.prompts_per_task(iter(prompts), 1) == drawn
     assert sorted(prompt.task for prompt in drawn) == ["x", "y"]
+
+
+def test_the_text_comes_first_and_is_the_id(tmp_path: Path) -> None:
+    prompt = tlc.Prompt("What is 1 + 1?")
+    assert (prompt.text, prompt.id) == ("What is 1 + 1?", "What is 1 + 1?")
+    named = tlc.Prompt("What is 1 + 1?", "sum", "sums")
+    assert (named.text, named.id, named.task) == ("What is 1 + 1?", "sum", "sums")
+    picture = tmp_path / "cat.png"
+    picture.write_bytes(b"not read here")
+    assert tlc.Prompt(image=picture).id == "cat.png"
+    with pytest.raises(ValueError, match=r"\(was 'an id' meant as `id=`\?\)"):
+        tlc.Prompt("an id", image=picture)
 
 
 HALF = "w3 \ud83d w14"
@@ -108,8 +120,8 @@ def test_half_a_character_is_refused_in_one_line(given: dict[str, str]) -> None:
         tlc.Prompt(**given)
     str(caught.value).encode()
     with pytest.raises(ValueError, match="`task` must be text in Unicode"):
-        tlc.Prompt("a", "w3", task=HALF)
-    assert tlc.Prompt("a", "w3 😀").text == "w3 😀"
+        tlc.Prompt("w3", "a", task=HALF)
+    assert tlc.Prompt("w3 😀", "a").text == "w3 😀"
 
 
 def test_a_line_with_half_a_character_names_the_line(tmp_path: Path) -> None:

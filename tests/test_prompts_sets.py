@@ -181,7 +181,7 @@ def expected_id(name: str, i: int) -> str:
 @pytest.mark.parametrize("name", CARDS)
 def test_a_set_is_the_questions_of_its_split_alone(here: None, name: str) -> None:
     expected = [
-        Prompt(expected_id(name, i), a_text(name, i), name, None, difficulty(name, i))
+        Prompt(a_text(name, i), expected_id(name, i), name, None, difficulty(name, i))
         for i in range(N_ROWS)
     ]
     assert load_prompts(name, n=None) == expected
@@ -255,7 +255,7 @@ def test_wikitext_is_passages(write_here: Path) -> None:
     ]
     write_set(write_here, "wikitext", lines)
     assert load_prompts("wikitext", n=None) == [
-        Prompt("wikitext-3", passage.strip(), "wikitext")
+        Prompt(passage.strip(), "wikitext-3", "wikitext")
     ]
 
 
@@ -323,7 +323,7 @@ def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
             for i in range(12)
         )
     )
-    everything = [Prompt(f"x{i}", f"p{i // 2}", "t") for i in range(12)]
+    everything = [Prompt(f"p{i // 2}", f"x{i}", "t") for i in range(12)]
     assert load_prompts(file, n=None) == load_prompts(str(file), n=12) == everything
     drawn = load_prompts(file, n=5, seed=1)
     assert len(drawn) == 5

@@ -273,7 +273,7 @@ def test_the_dataset_says_what_it_is_and_can_be_written(
     tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     _, model = bridged("llama", tokenizer_folder)
-    prompts = [tlc.Prompt("a", "w1 w2 w3", "counting"), tlc.Prompt("b", "w9 w8", None)]
+    prompts = [tlc.Prompt("w1 w2 w3", "a", "counting"), tlc.Prompt("w9 w8", "b", None)]
     seen: list[str] = []
     data = layer_redundancy(
         model,

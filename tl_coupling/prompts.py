@@ -21,7 +21,7 @@ _Item = TypeVar("_Item")
 _FEWEST_WORDS = 20
 
 
-@made_by("Prompt(id, text)")
+@made_by("Prompt(text)")
 @checked
 @dataclass(frozen=True)
 class Prompt:
@@ -29,33 +29,38 @@ class Prompt:
     how difficult it is, if known.
 
     It is a text, `prompt`, or for a vision model the file of an image, `image`, which
-    must stay where it is. ValueError for an empty id or text, both a text and an image,
-    an image that is not there, and lone surrogates.
+    must stay where it is. The id is by default the text, or the name of the file.
+    ValueError for an empty text, both a text and an image, an image that is not there,
+    and lone surrogates.
 
     Example:
-        >>> tlc.Prompt("france", "The capital of France is", task="capitals").text
-        'The capital of France is'
+        >>> prompt = tlc.Prompt("The capital of France is", task="capitals")
+        >>> prompt.text, prompt.id
+        ('The capital of France is', 'The capital of France is')
+        >>> tlc.Prompt("The capital of France is", "france").id
+        'france'
     """
 
-    id: Text
     prompt: Text = ""
+    id: Text = ""
     task: Text | None = None
     image: AnyPath | None = None
     difficulty: Finite | None = None
 
     def __post_init__(self) -> None:
         if not self.id:
-            content = str(self.image or self.prompt)[:80]
-            raise ValueError(
-                f"the id of a prompt is empty: wanted a name for {content!r}"
-            )
+            own_id = self.prompt
+            if self.image is not None:
+                own_id = Path(self.image).name
+            object.__setattr__(self, "id", own_id)
         if self.image is None:
             if not self.prompt:
                 raise ValueError("the prompt is empty: wanted at least one token")
             return
         if self.prompt:
             raise ValueError(
-                f"prompt {self.id!r} is a text or an image, not both: leave one out"
+                f"prompt {self.id!r} is a text or an image, not both: leave one out "
+                f"(was {self.prompt[:80]!r} meant as `id=`?)"
             )
         path = Path(self.image).resolve()
         if not path.is_file():
@@ -230,7 +235,7 @@ def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: Seed = 0) -> list[
     Example:
         >>> tasks = ["sums", "riddles"]
         >>> prompts = [
-        ...     tlc.Prompt(f"{task}-{i}", "1 + 1 =", task)
+        ...     tlc.Prompt("1 + 1 =", f"{task}-{i}", task)
         ...     for task in tasks
         ...     for i in range(9)
         ... ]
@@ -305,11 +310,11 @@ def _prompt_in(line: str, path: Path, number: int) -> Prompt:
         raise ValueError(f'{location}: "task" must be a string or null, got {task!r}')
     try:
         return Prompt(
-            str(fields.get("id", number)),
             text or "",
-            task,
-            image and path.parent / image,
-            fields.get("difficulty"),
+            id=str(fields.get("id", number)),
+            task=task,
+            image=image and path.parent / image,
+            difficulty=fields.get("difficulty"),
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{location}: {error}") from None
@@ -336,7 +341,7 @@ def _from_hub(name: str, source: _HubSet) -> list[Prompt]:
         if not source.is_prompt(text) or text in seen or prompt_id in prompts:
             continue
         seen.add(text)
-        prompts[prompt_id] = Prompt(prompt_id, text, name, difficulty=difficulty)
+        prompts[prompt_id] = Prompt(text, prompt_id, name, difficulty=difficulty)
     return list(prompts.values())
 
 

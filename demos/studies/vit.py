@@ -155,7 +155,7 @@ def prompts_of(images: Images, n: int, folder: Path) -> list[tlc.Prompt]:
     paths = save_images(images.test[places], folder)
     labels = images.test_labels[places]
     return [
-        tlc.Prompt(path.stem, image=str(path), task=f"class {c}")
+        tlc.Prompt(id=path.stem, image=str(path), task=f"class {c}")
         for path, c in zip(paths, labels, strict=True)
     ]
 

@@ -173,7 +173,7 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
         "coupled_gradient": {"S": torch.ones(1, 2), "error": torch.ones(2)},
         "gradient_prediction": {"error": torch.ones(trace.d_model)},
         "inverse_singular_value_fit": {"S": torch.ones(2, 2)},
-        "prompts_per_task": {"prompts": [tlc.Prompt("a", "b")]},
+        "prompts_per_task": {"prompts": [tlc.Prompt("b", "a")]},
         "show_layers_by_token": {"values": torch.ones(1, 1)},
         "plot_alignment_matrices": {
             "result": object.__new__(trajectories.ResidualAlignment)
@@ -449,16 +449,27 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
             "`folder` must not be empty",
         ),
         (
+            lambda t: tlc.run(tlc.Survey("gpt2", "w1"), "/nope/\0"),
+            ValueError,
+            "`folder` must be a path without null characters, which no file can have",
+        ),
+        (
+            lambda t: tlc.Survey(["gpt2", "a\0b"], "w1"),
+            ValueError,
+            "`models` must be a path without null characters",
+        ),
+        (
+            lambda t: tlc.load_prompts(Path("a\0b")),
+            ValueError,
+            "`source` must be a path without null characters",
+        ),
+        (
             lambda t: tlc.portrait(t, k=3),
             TypeError,
             "`k` must be a list of whole numbers or None, got 3",
         ),
-        (lambda t: tlc.Prompt("a", ""), ValueError, "the prompt is empty"),
-        (
-            lambda t: tlc.Prompt("", "a"),
-            ValueError,
-            "the id of a prompt is empty: wanted a name for 'a'",
-        ),
+        (lambda t: tlc.Prompt("", "a"), ValueError, "the prompt is empty"),
+        (lambda t: tlc.Prompt(id="a"), ValueError, "the prompt is empty"),
         (
             lambda t: tlc.surveys.measure_prompts(nn.Linear(2, 2), "a", tlc.Settings()),
             TypeError,
@@ -595,7 +606,7 @@ def test_one_text_and_many_are_prompts(tiny_trace: tlc.Trace) -> None:
     data = tlc.surveys.measure_prompts(tiny_trace.model, ["w1 w2", "w3 w4"], settings)
     assert data["prompt"].values.tolist() == ["0", "1"]
     named = tlc.surveys.measure_prompts(
-        tiny_trace.model, [tlc.Prompt("one", "w3 w4")], settings
+        tiny_trace.model, [tlc.Prompt("w3 w4", "one")], settings
     )
     assert named["mean_coupling"].item() == data["mean_coupling"].sel(prompt="1").item()
 

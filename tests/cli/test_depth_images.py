@@ -138,6 +138,6 @@ def test_a_vision_model_without_an_image(
 def test_a_text_model_does_not_read_the_path_of_an_image(
     folder_model: Path, folder_vit: Path
 ) -> None:
-    prompt = tlc.Prompt("a", image=folder_vit / "image.png")
+    prompt = tlc.Prompt(id="a", image=folder_vit / "image.png")
     with pytest.raises(TypeError, match="this model reads text"):
         tlc.trace(tlc.load_model(str(folder_model)), prompt)

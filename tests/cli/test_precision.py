@@ -160,7 +160,7 @@ def test_how_far_measures_move(
     precision_sweep(
         str(folder_model),
         more,
-        [tlc.Prompt(*id_and_text) for id_and_text in TEXTS.items()],
+        [tlc.Prompt(text, prompt_id) for prompt_id, text in TEXTS.items()],
         **options_of_sweep,
     )
     assert {path: path.stat().st_mtime_ns for path in written_at} == written_at
@@ -407,7 +407,7 @@ def test_other_commands_quantise(
 
     # The same model twice in one survey's folder, and an older survey's units as they
     # were.
-    named = [tlc.Prompt(*id_and_text) for id_and_text in TEXTS.items()]
+    named = [tlc.Prompt(text, prompt_id) for prompt_id, text in TEXTS.items()]
     survey = tlc.Survey({"it": folder_model}, named, settings=Settings(k=(4,)))
     tlc.run(survey, tmp_path / "survey" / "units", progress=False)
     units = {

@@ -68,13 +68,29 @@ def test_every_pair_is_numpys(traces, result):
 
 
 def test_a_prompt_with_itself_shares_all(traces):
-    twice = tlc.prompt_coupling([traces[0], traces[0]], layers=-1, k=K)
-    assert twice.layers == (tiny.N_LAYERS - 1,)
+    result = tlc.prompt_coupling(traces, layers=-1, k=K)
+    assert result.layers == (tiny.N_LAYERS - 1,)
     for measure in ("coupling", "captured_energy", "write_overlap", "read_overlap"):
-        ones = torch.ones(1, 2, 2)
-        torch.testing.assert_close(
-            twice.values(measure=measure), ones, atol=1e-5, rtol=0
-        )
+        of_itself = result.values(measure=measure).diagonal(dim1=1, dim2=2)
+        torch.testing.assert_close(of_itself, torch.ones(1, 3), atol=1e-5, rtol=0)
+
+
+@pytest.mark.on_4_only
+def test_a_prompt_counts_once(model, traces):
+    """However it is given: a mean over different prompts would be too high."""
+    again = tlc.trace(model, traces[0].tokens)
+    for twice in (traces[0], tlc.trace(model, PROMPTS[0]), again):
+        with pytest.raises(ValueError, match=r"is there twice, as 'w3 w14 w15 w92'"):
+            tlc.prompt_coupling([*traces, twice], k=K)
+
+
+@pytest.mark.on_4_only
+def test_prompts_are_of_one_model_traced_in_one_way(model, traces):
+    hook = ("blocks.0.hook_out", lambda stream, hook: 2 * stream)
+    with model.hooks(fwd_hooks=[hook]):
+        hooked = tlc.trace(model, "w1 w2 w3")
+    with pytest.raises(ValueError, match=r"same hooks, got \[\] and \['blocks.0.hook_"):
+        tlc.prompt_coupling([*traces, hooked], k=K)
 
 
 def test_nulls_are_those_of_random_matrices_of_the_same_spectra():

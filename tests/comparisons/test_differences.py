@@ -120,7 +120,10 @@ def test_a_planted_difference_is_found(model):
 
 
 def test_one_map_beside_another_has_no_interval(maps, hooked):
-    comparison = tlc.compare(maps[0], hooked[0])
+    with pytest.warns(UserWarning, match="single samples .* has no interval"):
+        comparison = tlc.compare(maps[0], hooked[0])
+    assert "no interval of a single prompt" in repr(comparison)
+    assert "nan" not in repr(comparison)
     assert comparison.n_prompts == (1, 1)
     assert np.isnan(comparison.interval).all()
     assert not comparison.differing().any()
@@ -185,6 +188,67 @@ def test_two_positions_of_the_same_prompts_are_told_apart(model):
     first, second = comparison.names
     assert first.endswith("(token 0)")
     assert second.endswith("(token 1)")
+
+
+def at_positions(model, text: str, positions: list[int]) -> list[CouplingMap]:
+    trace = tlc.trace(model, text)
+    return [tlc.depth_coupling(trace, K, position) for position in positions]
+
+
+def test_several_positions_of_a_prompt_are_paired_by_their_positions(model, hooked):
+    text = PROMPTS[2]
+    a = at_positions(model, text, [1, 3])
+    with model.hooks(fwd_hooks=HOOKS):
+        b = at_positions(model, text, [1, 3])
+    with pytest.warns(
+        UserWarning, match="several positions, which are not independent"
+    ):
+        comparison = tlc.compare(a, b)
+    assert comparison.paired
+    expected = stats.ttest_rel([x.mean() for x in b], [x.mean() for x in a])
+    assert comparison.mean_p == pytest.approx(expected.pvalue, rel=1e-3)
+
+
+@pytest.mark.parametrize("other", [[3, 1], [0, 2], [1, 2], [1], [1, 3, 4]])
+def test_other_positions_of_a_prompt_are_not_its_pairs(model, other):
+    text = PROMPTS[2]
+    a = at_positions(model, text, [1, 3])
+    with pytest.raises(ValueError, match="in another order or at other positions"):
+        tlc.compare(a, at_positions(model, text, other))
+
+
+def test_a_side_is_of_one_model(model, maps, hooked, tokenizer_folder):
+    other = tiny.bridge(
+        tiny.huggingface_model("gpt_neox", seed=1, num_hidden_layers=3),
+        tokenizer_folder,
+    )
+    mixed = [maps[0], *maps_of(other, PROMPTS[1:])]
+    with pytest.raises(ValueError, match=r"`a` must be of one model.* weights_digest"):
+        tlc.compare(mixed, maps)
+    with pytest.raises(ValueError, match="`b` must be of one model"):
+        tlc.compare(maps, mixed)
+    with pytest.raises(ValueError, match=r"same hooks, got \[\] and \['blocks.0"):
+        tlc.compare([maps[0], *hooked[1:]], maps)
+    normed = [
+        tlc.depth_coupling(tlc.trace(model, text, final_norm=True), K)
+        for text in PROMPTS[1:]
+    ]
+    with pytest.raises(ValueError, match="same final_norm, got False and True"):
+        tlc.compare([maps[0], *normed], maps)
+    # Results of earlier versions, and of streamed models, do not know their weights.
+    provenance = maps[0].provenance | {"weights_digest": None}
+    old = CouplingMap(**vars(maps[0]) | {"provenance": provenance})
+    assert tlc.compare([old, *maps[1:]], hooked).paired
+
+
+def test_a_side_is_of_one_part_of_the_blocks(model):
+    parts = ["mlp_out", "attn_out"]
+    a = [
+        tlc.comparisons.part_coupling(tlc.trace(model, text), part, K)
+        for text, part in zip(PROMPTS, parts, strict=False)
+    ]
+    with pytest.raises(ValueError, match="same part, got 'mlp_out' and 'attn_out'"):
+        tlc.compare(a, a)
 
 
 def test_a_prompt_counts_once(maps):

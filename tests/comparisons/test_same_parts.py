@@ -1,5 +1,7 @@
 """Coupling of one part with the same part of other blocks."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -35,3 +37,22 @@ def test_attention_is_the_sum_of_its_heads(tiny_trace):
 def test_a_part_that_a_block_does_not_have_is_named(tiny_trace):
     with pytest.raises(ValueError, match="got 'H9': layer 0 has attn_out, H0, H1"):
         part_coupling(tiny_trace, "H9", k=2)
+
+
+def test_vectors_beyond_the_rank_of_a_head_are_said_to_be_arbitrary(tiny_trace):
+    """A head of 32 dimensions has 8 singular values: at every k above they are."""
+    for k in (32, 31, 9):
+        with pytest.warns(UserWarning, match="arbitrary"):
+            part_coupling(tiny_trace, "H2", k=k)
+    with pytest.warns(
+        UserWarning, match=r"k = 32 is above the rank of layer 0, layer 1"
+    ):
+        part_coupling(tiny_trace, "attn_out", k=32)
+
+
+def test_what_has_all_its_singular_values_is_not_warned_of(tiny_trace):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        part_coupling(tiny_trace, "H2", k=8)
+        part_coupling(tiny_trace, "mlp_out", k=32)
+        tlc.depth_coupling(tiny_trace, k=32)

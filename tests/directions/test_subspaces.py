@@ -138,10 +138,95 @@ def test_controls_remove_what_they_say(model, subspace):
 
 
 def test_first_tokens_can_be_left_alone(model, subspace):
+    """By hand: what the blocks write is projected from the fourth token on."""
     result = tlc.directions.ablate(
-        model, PROMPTS[3], subspace, first_position=5, n_draws=1
+        model, PROMPTS[3], subspace, first_position=3, n_draws=1
     )
-    assert float(result.of("shared", "kl")[0]) == pytest.approx(0, abs=1e-6)
+    tokens = tlc.trace(model, PROMPTS[3]).tokens[None]
+    B = subspace.write
+    entered = []
+
+    def keep(stream, hook):
+        entered.append(stream.clone())
+        return stream
+
+    def project(stream, hook):
+        step = stream - entered.pop()
+        step[:, 3:] = step[:, 3:] @ B @ B.mT
+        step[:, :3] = 0
+        return stream - step
+
+    hooks = [
+        hook
+        for layer in subspace.layers
+        for hook in (
+            (f"blocks.{layer}.hook_resid_pre", keep),
+            (f"blocks.{layer}.hook_resid_post", project),
+        )
+    ]
+    with torch.no_grad():
+        before = model(tokens)[0].log_softmax(-1)
+        with model.hooks(fwd_hooks=hooks):
+            after = model(tokens)[0].log_softmax(-1)
+    kl = (before.exp() * (before - after)).sum(-1)
+    assert float(kl[:3].abs().max()) < 1e-6
+    assert float(result.of("shared", "kl")[0]) == pytest.approx(float(kl.mean()), 1e-3)
+
+
+@pytest.mark.parametrize("first_position", [5, 6, 99])
+def test_first_position_lies_in_every_prompt(model, subspace, first_position):
+    with pytest.raises(ValueError, match=r"must be below \d+, the number of tokens"):
+        tlc.directions.ablate(
+            model,
+            [f"{PROMPTS[3]} {PROMPTS[4]}", PROMPTS[4]],
+            subspace,
+            first_position=first_position,
+        )
+    last = tlc.directions.ablate(
+        model, PROMPTS[3], subspace, first_position=4, n_draws=1
+    )
+    assert bool(last.removed.isfinite().all())
+
+
+def test_a_layer_counts_once(model, subspace):
+    with pytest.raises(ValueError, match=r"each layer once, got \[0, 0\]"):
+        tlc.directions.ablate(model, PROMPTS[3], subspace, layers=[0, 0])
+    with pytest.raises(ValueError, match=r"each layer once, got \[1, 1\]"):
+        tlc.directions.shared_subspace(
+            [tlc.trace(model, PROMPTS[3])], rank=2, k=2, layers=[1, -1]
+        )
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [PROMPTS[3], PROMPTS[4], PROMPTS[3]],
+        [tlc.Prompt(PROMPTS[3], "a"), tlc.Prompt(PROMPTS[3], "b")],
+        [PROMPTS[3], PROMPTS[3].replace(" ", "  ")],
+    ],
+)
+def test_a_prompt_counts_once(model, subspace, prompts):
+    """Else the interval has no width and p is 0."""
+    with pytest.raises(ValueError, match="one prompt is there twice, as "):
+        tlc.directions.ablate(model, prompts, subspace)
+    with pytest.raises(ValueError, match="one prompt is there twice, as "):
+        tlc.directions.steer(
+            model,
+            prompts,
+            tlc.directions.directions_of(tlc.trace(model, PROMPTS[0]), 1, k=1),
+        )
+
+
+def test_traces_are_of_one_model_traced_in_one_way(model):
+    trace = tlc.trace(model, PROMPTS[0])
+    normed = tlc.trace(model, PROMPTS[1], final_norm=True)
+    for traces in ([trace, normed], [normed, trace]):
+        with pytest.raises(ValueError, match="same final_norm, got "):
+            tlc.directions.shared_subspace(traces, rank=2, k=2)
+    with pytest.raises(ValueError, match="one prompt is there twice"):
+        tlc.directions.shared_subspace([trace, trace], rank=2, k=2)
+    of_normed = tlc.directions.shared_subspace([normed], rank=2, k=2)
+    assert of_normed.provenance["final_norm"] is True
 
 
 @pytest.mark.parametrize("side", ["read", "write"])

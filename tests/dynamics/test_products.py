@@ -204,6 +204,18 @@ def test_a_whole_line_of_unrelated_blocks_stays_in_the_band():
     assert at_each_depth < whole
 
 
+def test_two_draws_give_no_band(tiny_trace):
+    result = tlc.dynamics.products(tiny_trace, n_draws=2)
+    low, high = result.null_interval.unbind(-1)
+    assert bool((low[1:] < high[1:]).all())
+    with pytest.raises(ValueError, match="at least 3 draws, got 2: ask for 19 or more"):
+        _ = result.null_band
+    few = tlc.dynamics.products(tiny_trace, n_draws=3)
+    with pytest.warns(UserWarning, match="one more line with 75%, not 95%"):
+        low, high = few.null_band.unbind(-1)
+    assert float(high[-1] - low[-1]) > 0
+
+
 def test_orders_of_two_blocks_are_both_drawn():
     J = 0.5 * gaussian(2, 4, 4, seed=5)
     result = tlc.dynamics.jacobian_products(J, n_draws=20)

@@ -744,48 +744,79 @@ def test_prompts_that_only_some_models_know_are_said():
     data["mean_coupling"][:, :, 5] = np.nan
     assert generalization_study(data, n_resamples=50).n_prompts == 5
     data["mean_coupling"][3, :, 4] = np.nan
-    with pytest.warns(UserWarning, match="org/m3: some prompts were not measured"):
+    with pytest.warns(UserWarning, match="org/m3: some prompts .* the 4 of 5 that all"):
         result = generalization_study(data, n_resamples=50)
     assert result.table["coupling"][3] == pytest.approx(
         data["mean_coupling"].values[3, 0, :4, 1].mean()
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*some prompts were not measured")
-def test_a_missing_task_that_flips_the_slope_is_said_beside_the_common_prompts():
+def survey_of_a_task_that_couples_more() -> tuple[xarray.Dataset, pandas.DataFrame]:
+    """Better models couple more, and all of them on the last two of six prompts."""
     rng = np.random.default_rng(2)
     quality = np.linspace(0, 1, 8)
-    # The last two prompts are of a task on which all models couple more.
     coupling = 0.2 + 0.1 * quality[:, None] + 0.02 * rng.standard_normal((8, 6))
     coupling[:, 4:] += 0.5
     data = survey(coupling)
+    data["task"] = ("prompt", ["arc", "arc", "arc", "arc", "mmlu", "mmlu"])
     scores = pandas.DataFrame(
         {"model": data["model"].values, "score": 30 + 20 * quality}
     )
+    return data, scores
+
+
+@pytest.mark.filterwarnings("ignore:.*some prompts were not measured")
+def test_a_missing_task_does_not_flip_the_slope():
+    """Models are compared on what all have; means over different prompts are a remark."""
+    data, scores = survey_of_a_task_that_couples_more()
     whole = generalization_study(data, scores, n_resamples=50)
     assert whole.association.linear.slope > 0
     # The smallest p that 50 permutations can give.
     assert whole.familywise.p == 1 / 51
     assert "p ≤ 0.0196 by permutation of the scores" in "".join(whole.remarks)
     assert whole.common_prompts is None
-    assert "common prompts" not in "".join([*whole.slopes.index, *whole.remarks])
+    assert "different prompts" not in "".join([*whole.slopes.index, *whole.remarks])
     data["mean_coupling"][6:, :, 4:] = np.nan
     result = generalization_study(data, scores, n_resamples=50)
-    r_mixed = np.corrcoef(result.table["coupling"], scores["score"])[0, 1]
+    mixed = np.nanmean(data["mean_coupling"].values[:, 0, :, 1], 1)
     common = data["mean_coupling"].values[:, 0, :4, 1].mean(1)
-    slope = np.polyfit(common, scores["score"], 1)[0]
-    assert r_mixed < 0 < np.corrcoef(common, scores["score"])[0, 1]
-    assert result.common_prompts.line.slope == pytest.approx(slope)
-    assert result.slopes.loc["all models, common prompts", "slope"] == pytest.approx(
-        slope
+    theirs = stats.linregress(common, scores["score"])
+    mixed_slope = np.polyfit(mixed, scores["score"], 1)[0]
+    assert mixed_slope < 0 < theirs.slope
+    line = result.association.linear
+    assert line.slope == pytest.approx(theirs.slope)
+    assert line.r_squared == pytest.approx(theirs.rvalue**2)
+    rho = stats.spearmanr(common, scores["score"]).statistic
+    assert result.association.spearman.rho == pytest.approx(rho)
+    np.testing.assert_allclose(result.table["coupling"], common)
+    assert result.n_prompts == result.association.bootstrap.n_prompts == 4
+    low, high = result.association.bootstrap.slope
+    assert low < theirs.slope < high
+    assert result.by_k[10].linear.slope == pytest.approx(theirs.slope)
+    assert result.by_task["arc"].linear.slope == pytest.approx(theirs.slope)
+    assert result.by_task["mmlu"].linear.n == 6
+    looks = result.familywise.table.set_index(["k", "measure", "task", "subset"])
+    main = looks.loc[(10, "coupling", "all prompts", "all models")]
+    assert main["r"] == pytest.approx(theirs.rvalue)
+    of_task = looks.loc[(10, "coupling", "mmlu", "all models")]
+    assert of_task["n"] == 6
+    assert result.familywise.p == 1 / 51
+
+    assert result.common_prompts.mixed_line.slope == pytest.approx(mixed_slope)
+    assert result.common_prompts.line.slope == pytest.approx(theirs.slope)
+    assert result.slopes.loc["all models", "slope"] == pytest.approx(theirs.slope)
+    assert result.slopes.loc["all models, different prompts", "slope"] == pytest.approx(
+        mixed_slope
     )
     (remark,) = [line for line in result.remarks if "different prompts" in line]
     assert remark.startswith(
-        "means are over different prompts (org/m6, org/m7 lack some of 6)"
+        "org/m6, org/m7 lack some of 6 prompts: models are compared on the 4 that all"
     )
-    assert f"over the 4 that all models have the slope is {slope:.4g}" in remark
+    assert f"would give the slope {mixed_slope:.4g}" in remark
     title = tlc.plots.plot_generalization(result).get_title()
-    assert "mean over 6 prompts (all models have 4 of them)" in " ".join(title.split())
+    assert "mean over 4 prompts (of 6; some models lack the others)" in " ".join(
+        title.split()
+    )
     assert result.to_dict()["common_prompts"]["n_prompts"] == 4
 
 
@@ -793,16 +824,63 @@ def test_a_missing_task_that_flips_the_slope_is_said_beside_the_common_prompts()
 def test_losses_and_models_without_a_common_prompt():
     data = survey(n_models=5)
     data["mean_coupling"][3, :, 4] = np.nan
-    of_losses = generalization_study(data, n_resamples=50).common_prompts
+    of_losses = generalization_study(data, n_resamples=50)
     kept = [0, 1, 2, 3, 5]
     coupling = data["mean_coupling"].values[:, 0, kept, 1].mean(1)
     loss = data["loss"].values[:, 0, kept].mean(1)
-    assert of_losses.line.slope == pytest.approx(np.polyfit(coupling, loss, 1)[0])
+    slope = np.polyfit(coupling, loss, 1)[0]
+    assert of_losses.association.linear.slope == pytest.approx(slope)
+    looks = of_losses.familywise.table.set_index(["k", "measure", "task", "subset"])
+    r = looks.loc[(10, "coupling", "all prompts", "all models"), "r"]
+    assert r == pytest.approx(np.corrcoef(coupling, loss)[0, 1])
     data["mean_coupling"][0, :, :3] = np.nan
     data["mean_coupling"][1, :, 3:] = np.nan
     result = generalization_study(data, n_resamples=50)
     assert (result.common_prompts.n_prompts, result.common_prompts.line) == (0, None)
-    assert "the 0 that all models have give no line" in "".join(result.remarks)
+    assert "and none was measured in all models), and may" in "".join(result.remarks)
+    mixed = np.nanmean(data["mean_coupling"].values[:, 0, :, 1], 1)
+    np.testing.assert_allclose(result.table["coupling"], mixed)
+
+
+@pytest.mark.parametrize(
+    "controls",
+    [
+        ["2*n_layers", "n_layers"],
+        ["n_layers", "-n_layers"],
+        ["d_model", "3 - d_model / 7"],
+        ["log10(n_parameters)", "log10(1000 * n_parameters)"],
+        ["n_layers", "d_model", "n_layers + d_model"],
+        ["n_layers", "d_model", "d_model * 4"],
+    ],
+)
+def test_controls_that_repeat_each_other_are_refused(controls):
+    data = survey()
+    with pytest.raises(ValueError, match="`controls` must not repeat each other: "):
+        generalization_study(data, scores_of(data), controls=controls, n_resamples=9)
+
+
+def test_controls_that_only_go_together_are_not_refused():
+    data = survey()
+    data["d_model"] = 64 * data["n_layers"] + [[3], [0], [0], [0], [0], [0], [0], [1]]
+    controls = ["n_layers", "d_model", "n_layers**2", "log10(n_parameters)"]
+    study = generalization_study(
+        data, scores_of(data), controls=controls, n_resamples=9
+    )
+    assert list(study.covariates.index) == controls
+    # Fewer models than could tell the controls apart are a lack of models.
+    few = survey(n_models=4)
+    left_out = generalization_study(
+        few, scores_of(few), controls=controls[:3], n_resamples=9
+    ).left_out
+    assert "models" in left_out["given n_layers + d_model + n_layers**2"]
+
+
+@pytest.mark.parametrize("dim", ["model", "checkpoint", "prompt", "k"])
+def test_what_two_surveys_share_counts_once(dim):
+    data = survey()
+    twice = xarray.concat([data, data], dim, data_vars="minimal")
+    with pytest.raises(ValueError, match=f"labels along `{dim}` twice "):
+        generalization_study(twice, scores_of(data), n_resamples=9)
 
 
 def test_what_lacks_models_is_left_out_and_said():

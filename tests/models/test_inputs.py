@@ -84,7 +84,7 @@ def test_a_file_a_picture_and_its_pixels_are_one_input(
         picture,
         str(picture),
         Image.open(picture),
-        tlc.Prompt("a", image=picture),
+        tlc.Prompt(id="a", image=picture),
         by_hand,
         by_hand[None],
     ]
@@ -129,7 +129,7 @@ def test_a_file_a_picture_and_its_pixels_are_one_input(
         ),
         (__file__, ValueError, "is not an image file"),
         (
-            tlc.Prompt("a", "a text"),
+            tlc.Prompt("a text", "a"),
             ValueError,
             "this model reads images, and 'a text' is not an image file",
         ),
@@ -323,7 +323,7 @@ def test_a_text_that_names_an_image_is_no_prompt_of_a_survey(
 def test_an_image_for_a_model_of_text_is_said(picture: Path, tmp_path: Path) -> None:
     tiny.save_tokenizer(tmp_path)
     model = tiny.bridge(tiny.huggingface_model("gpt2"), tmp_path)
-    prompts = [tlc.Prompt("a", "w1 w2 w3"), tlc.Prompt("b", image=picture)]
+    prompts = [tlc.Prompt("w1 w2 w3", "a"), tlc.Prompt(id="b", image=picture)]
     with pytest.raises(
         ValueError,
         match=r"^prompt 'b' is an image, and this model reads text: give Prompt",
@@ -339,7 +339,7 @@ def test_an_image_that_changes_during_a_run_is_an_error(
     Image.new("RGB", (8, 16), "grey").save(image)
     survey = tlc.Survey(
         {"vit": folder},
-        [tlc.Prompt("a", image=image)],
+        [tlc.Prompt(id="a", image=image)],
         settings=tlc.Settings(k=(4,), position=0),
     )
     load_model = tlc.load_model
@@ -372,7 +372,7 @@ def test_an_image_that_changes_during_a_run_is_an_error(
 )
 def test_a_prompt_is_a_text_or_an_image(fields, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tlc.Prompt("a", **fields)
+        tlc.Prompt(id="a", **fields)
 
 
 @pytest.mark.parametrize(

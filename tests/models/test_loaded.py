@@ -269,7 +269,7 @@ def test_long_prompts_are_not_refused_where_there_is_no_limit(
         raise Reached
 
     monkeypatch.setattr(measurements, "trace", reached)
-    prompts = [Prompt("long", " ".join(["w7"] * 2100))]
+    prompts = [Prompt(" ".join(["w7"] * 2100), "long")]
     with pytest.raises(Reached):
         measure_prompts(tlc.load_model(str(saved("mamba"))), prompts, Settings(k=(2,)))
     with pytest.raises(

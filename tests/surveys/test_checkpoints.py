@@ -164,6 +164,30 @@ def test_the_dataset_says_how_it_was_made(
     assert "checkpoint" not in provenance
 
 
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+def test_the_same_weights_twice_are_said(tmp_path: Path, memory: str) -> None:
+    """As EleutherAI/pythia-2.8b had them under 76 branches."""
+    folder = save_checkpoints(
+        tmp_path / "m", {"step0": 1, "step10": 2, "step1000": 1, "step2000": 1}
+    )
+    arguments = {
+        "settings": SETTINGS,
+        "memory": memory,
+        "folder": tmp_path / "out",
+        "progress": False,
+    }
+    message = "m@0, m@1000, m@2000 have the same weights: one model was measured 3 ti"
+    with pytest.warns(UserWarning, match=message):
+        data = checkpoint_sweep(folder, None, PROMPTS, **arguments)
+    digests = json.loads(data.attrs["weights_digests"])
+    assert list(digests) == ["m@0", "m@10", "m@1000", "m@2000"]
+    if memory == "resident":
+        assert digests["m@0"] == digests["m@1000"] != digests["m@10"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint_sweep(folder, [0, 10], PROMPTS, **arguments)
+
+
 @pytest.mark.both_lines
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wanted", [[0, 1000], ["step1000", "main", "step0"]])

@@ -156,7 +156,7 @@ def survey(tmp_path_factory: pytest.TempPathFactory) -> Survey:
         tiny.huggingface_model(architecture, seed).save_pretrained(folder)
         tiny.save_tokenizer(folder)
         models[f"{architecture}-{seed}"] = str(folder)
-    prompts = [Prompt("a", "w3 w14 w15 w92", "sums"), Prompt("b", "w5 w6 w7")]
+    prompts = [Prompt("w3 w14 w15 w92", "a", "sums"), Prompt("w5 w6 w7", "b")]
     return Survey(models, prompts, settings=Settings(k=(2, 4)))
 
 

@@ -16,8 +16,8 @@ import tl_coupling as tlc
 from tl_coupling.surveys import Settings, as_prompts, measure_prompts
 
 PROMPTS = [
-    tlc.Prompt("long", "w3 w14 w15 w92 w65 w35 w89 w79", "recall"),
-    tlc.Prompt("short", "w5 w6 w7"),
+    tlc.Prompt("w3 w14 w15 w92 w65 w35 w89 w79", "long", "recall"),
+    tlc.Prompt("w5 w6 w7", "short"),
 ]
 TOKENS = {"long": tiny.TOKENS, "short": [5, 6, 7]}
 SMALL = Settings(k=(2, 4), n_singular_values=6)
@@ -302,7 +302,7 @@ def test_windows_fit_the_depth(
 
 
 def test_one_token_has_no_loss_but_everything_else(model) -> None:
-    data = measure_prompts(model, [*PROMPTS, tlc.Prompt("one", "w9")], SMALL)
+    data = measure_prompts(model, [*PROMPTS, tlc.Prompt("w9", "one")], SMALL)
     of = data.sel(prompt="one")
     assert np.isnan(of["loss"])
     assert not any(of[name].isnull().any() for name in of.data_vars if name != "loss")
@@ -340,7 +340,7 @@ def test_prompts_that_are_too_long_are_named_before_any_is_measured(
         lambda *_, **__: pytest.fail("measured"),
     )
     many = [
-        tlc.Prompt(f"p{i}", " ".join(["w3"] * (20 + 20 * (i % 2)))) for i in range(14)
+        tlc.Prompt(" ".join(["w3"] * (20 + 20 * (i % 2))), f"p{i}") for i in range(14)
     ]
     with pytest.raises(
         ValueError,
@@ -362,12 +362,12 @@ def test_progress_wraps_the_prompts(model) -> None:
 
 
 def test_texts_become_numbered_prompts() -> None:
-    assert as_prompts("one text") == [tlc.Prompt("0", "one text")]
+    assert as_prompts("one text") == [tlc.Prompt("one text", "0")]
     assert as_prompts(PROMPTS[0]) == [PROMPTS[0]]
     assert as_prompts(["a", PROMPTS[1], "c"]) == [
-        tlc.Prompt("0", "a"),
+        tlc.Prompt("a", "0"),
         PROMPTS[1],
-        tlc.Prompt("2", "c"),
+        tlc.Prompt("c", "2"),
     ]
 
 
@@ -375,8 +375,8 @@ def test_texts_become_numbered_prompts() -> None:
     ("prompts", "message"),
     [
         ([], "empty"),
-        ([tlc.Prompt("x", "a"), tlc.Prompt("x", "b")], "ids"),
-        (["a", tlc.Prompt("0", "b")], "ids"),
+        ([tlc.Prompt("a", "x"), tlc.Prompt("b", "x")], "ids"),
+        (["a", tlc.Prompt("b", "0")], "ids"),
     ],
 )
 def test_prompts_that_cannot_be_told_apart_are_refused(prompts, message: str) -> None:

@@ -32,9 +32,9 @@ from tl_coupling.surveys.survey import Survey, run
 from tl_coupling.surveys.units import Folder
 
 PROMPTS = [
-    Prompt("sums-0", "w3 w14 w15 w92", "sums"),
-    Prompt("sums-1", "w5 w6 w7", "sums"),
-    Prompt("riddles-0", "w9 w8 w7 w6 w5", "riddles"),
+    Prompt("w3 w14 w15 w92", "sums-0", "sums"),
+    Prompt("w5 w6 w7", "sums-1", "sums"),
+    Prompt("w9 w8 w7 w6 w5", "riddles-0", "riddles"),
 ]
 SETTINGS = Settings(k=(2, 4), n_singular_values=6)
 

@@ -72,7 +72,7 @@ def test_ids_text_and_batches_of_one_give_the_same_trace(model: nn.Module) -> No
     ]
     traces = [
         tlc.trace(model, p)
-        for p in (text, tlc.Prompt("an id", text), *ids, np.array([tiny.TOKENS]))
+        for p in (text, tlc.Prompt(text, "an id"), *ids, np.array([tiny.TOKENS]))
     ]
     assert all(torch.equal(t.residual, traces[0].residual) for t in traces)
     assert traces[0].str_tokens == tuple(text.split())
@@ -146,7 +146,7 @@ def test_prompts_that_cannot_be_traced(
     ("prompt", "got"),
     [
         (["w1 w2", "w3"], r"\['w1 w2', 'w3'\]"),
-        ([tlc.Prompt("a", "w1"), tlc.Prompt("b", "w2")], "a list"),
+        ([tlc.Prompt("w1", "a"), tlc.Prompt("w2", "b")], "a list"),
         ([[1, 2], [3, 4]], "a list"),
         ([1.0, 2.0], r"\[1.0, 2.0\]"),
         (7, "7"),

@@ -54,10 +54,16 @@ def _of_whole_characters(text: str) -> None:
         raise ValueError(f"{start}{reason}which no file can hold") from None
 
 
+def _without_null(text: str | os.PathLike[str]) -> bool:
+    return "\0" not in os.fspath(text)
+
+
 # Not of paths: a file may have a name that is not UTF-8.
 Text = Annotated[str, _of_whole_characters]
 AnyPath = Annotated[
-    str | os.PathLike[str], _rule(lambda path: bool(os.fspath(path)), "not be empty")
+    str | os.PathLike[str],
+    _rule(lambda path: bool(os.fspath(path)), "not be empty"),
+    _rule(_without_null, "be a path without null characters, which no file can have"),
 ]
 Count = Annotated[int, at_least(1)]
 Seed = Annotated[int, at_least(0)]

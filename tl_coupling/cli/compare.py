@@ -170,14 +170,19 @@ def _table(comparisons: dict[int, Comparison]) -> Table:
         low, high = comparison.interval
         first, second = comparison.means.tolist()
         n_pairs = int((~comparison.own_pairs).sum())
+        interval = f"{low:+.3f} to {high:+.3f}"
+        degrees_of_freedom = f"{comparison.degrees_of_freedom:.1f}"
+        if min(comparison.n_prompts) < 2:
+            interval = "one prompt: none"
+            degrees_of_freedom = "none"
         rows.append(
             [
                 k,
                 f"{first:.3f}",
                 f"{second:.3f}",
                 f"{comparison.mean_difference:+.3f}",
-                f"{low:+.3f} to {high:+.3f}",
-                f"{comparison.degrees_of_freedom:.1f}",
+                interval,
+                degrees_of_freedom,
                 f"{int(comparison.differing().sum())} of {n_pairs}",
                 f"{comparison.nulls.mean():.3f}",
             ]

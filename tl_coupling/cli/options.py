@@ -344,10 +344,10 @@ class OnePrompt:
         """
         if self.image is None:
             text = PAPER_PROMPT if self.prompt is None else self.prompt
-            return Prompt("prompt", text)
+            return Prompt(text, "prompt")
         if self.prompt is not None:
             raise ValueError("give --prompt or --image, not both")
-        return Prompt(self.image.name, image=self.image)
+        return Prompt(image=self.image)
 
 
 @dataclass(frozen=True)

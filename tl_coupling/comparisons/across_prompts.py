@@ -10,6 +10,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.comparisons.one_model import (
+    DifferentPrompts,
+    check_one_model,
+    prompt_name,
+)
 from tl_coupling.comparisons.pairs import as_trace
 from tl_coupling.jacobians import (
     Connection,
@@ -45,16 +50,6 @@ _SAVED_MEASURES: tuple[PromptMeasure, ...] = (
     "coupling",
     "write_overlap",
     "read_overlap",
-)
-# What the prompts' traces must have in common.
-_OF_MODEL = (
-    "model",
-    "checkpoint",
-    "untrained",
-    "architecture",
-    "weight_processing",
-    "weights_digest",
-    "final_norm",
 )
 
 
@@ -299,8 +294,8 @@ def prompt_coupling(
         a `PromptCoupling`.
 
     Raises:
-        ValueError: fewer than two prompts; prompts of different models, or traced in
-            different ways; k, a layer or a position out of range.
+        ValueError: fewer than two prompts; a prompt twice; prompts of different models,
+            or traced in different ways; k, a layer or a position out of range.
         TypeError: something that is not a trace.
 
     Warnings as in `depth_coupling`.
@@ -337,11 +332,11 @@ def prompt_coupling(
         frobenius_norms=torch.stack([of_layer.norms for of_layer in of_layers]),
         d_model=traced[0].d_model,
         layers=tuple(selected_layers),
-        prompts=tuple(_name(trace) for trace in traced),
+        prompts=tuple(prompt_name(trace) for trace in traced),
         positions=tuple(positions),
         provenance={
             **common,
-            "prompts": [_name(trace) for trace in traced],
+            "prompts": [prompt_name(trace) for trace in traced],
             "str_tokens_at_position": [
                 trace.str_tokens[t] for trace, t in zip(traced, positions, strict=True)
             ],
@@ -400,7 +395,8 @@ def _compared(decomposed: Sequence[Decomposed], k: int) -> _OfLayer:
 def _in_common(traces: Sequence[Trace]) -> dict[str, Any]:
     """Return what the provenances of all traces say alike.
 
-    Raises ValueError for fewer than two, and unless all are of one model.
+    Raises ValueError for fewer than two, one twice, and unless all are of one model,
+    traced in one way.
     """
     if len(traces) < 2:
         raise ValueError(
@@ -408,22 +404,12 @@ def _in_common(traces: Sequence[Trace]) -> dict[str, Any]:
             "across prompts compares them"
         )
     first = traces[0].provenance
-    for trace in traces[1:]:
-        for name in _OF_MODEL:
-            if trace.provenance.get(name) != first.get(name):
-                raise ValueError(
-                    f"`traces` must have the same {name}, "
-                    f"got {first.get(name)!r} and {trace.provenance.get(name)!r}"
-                )
+    prompts = DifferentPrompts()
+    for trace in traces:
+        check_one_model(first, trace.provenance, "traces")
+        prompts.add_traced(trace)
     return {
         name: fact
         for name, fact in first.items()
         if all(trace.provenance.get(name) == fact for trace in traces)
     }
-
-
-def _name(trace: Trace) -> str:
-    """Return the prompt's text; of token ids their texts, of an image its name."""
-    image = trace.provenance.get("image") or {}
-    name = trace.provenance.get("prompt") or image.get("name")
-    return name or "".join(trace.str_tokens)

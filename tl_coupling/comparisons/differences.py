@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_coupling.arguments import Count, checked, made_by
+from tl_coupling.arguments import Count, checked, made_by, warn_caller
 from tl_coupling.comparisons.maps import CouplingMap, PerPair
 from tl_coupling.comparisons.means import MeanCouplingMap
+from tl_coupling.comparisons.one_model import check_one_model
 from tl_coupling.measures import AnyMeasure, MeasureName, measure_named
 from tl_coupling.saved import Saved
 from tl_coupling.statistics import (
@@ -125,11 +126,14 @@ class Comparison(Saved):
         first, second = self.names
         low, high = self.interval
         how = "paired" if self.paired else "unpaired"
+        interval = f"95 % [{low:.3f}, {high:.3f}]"
+        if min(self.n_prompts) < 2:
+            interval = "no interval of a single prompt"
         return (
             f"Comparison({second!r} − {first!r}, k={self.k}, "
             f"{how}, n_prompts={self.n_prompts}: mean {self.measure} "
             f"{self.means[1]:.3f} − {self.means[0]:.3f} = {self.mean_difference:.3f}, "
-            f"95 % [{low:.3f}, {high:.3f}])"
+            f"{interval})"
         )
 
 
@@ -147,7 +151,8 @@ def compare(
 
     Differences are b − a, of each pair of layers and of the mean over pairs. Where both
     are of the same prompts, in the same order, they are paired: the interval is that of
-    the mean of one difference for each prompt. Where no prompt is in both, the
+    the mean of one difference for each prompt. Prompts that are there at several
+    positions are paired by their positions, too. Where no prompt is in both, the
     interval is Welch's. Intervals are over prompts: they say what other prompts like
     these would give, of these two models.
 
@@ -162,9 +167,14 @@ def compare(
 
     Raises:
         ValueError: no map; a mean over prompts, which keeps no single prompts; maps
-            of tokens, of different layers or orientations; a k that a map does not
-            hold; some prompts in both, others not, or in another order; a prompt twice
-            on one side; maps that do not say what they are of, without `paired`.
+            of tokens, of different layers or orientations; maps of several models, or
+            traced in several ways, on one side; a k that a map does not hold; some
+            prompts in both, others not, in another order or at other positions; a
+            prompt twice on one side; maps that do not say what they are of, without
+            `paired`.
+
+    Warns: where a side has one prompt, of which there is no interval (NaN); where
+    prompts are there at several positions, which are not independent.
 
     Cost: that of the measure, for each map.
 
@@ -185,6 +195,11 @@ def compare(
         if values[0] != values[1]:
             raise ValueError(_differ_in(name, *values))
     is_paired = _are_paired(first, second, paired)
+    if first.has_several_positions or second.has_several_positions:
+        warn_caller(
+            "some prompts are there at several positions, which are not independent: "
+            "intervals take each of them for a prompt, and may be too narrow"
+        )
     difference_of = paired_difference if is_paired else unpaired_difference
     of_pairs = difference_of(np.stack(first.values), np.stack(second.values))
     of_means = difference_of(np.array(first.means), np.array(second.means))
@@ -252,6 +267,7 @@ class _Side:
                     "prompts: give the maps of the prompts, in a list"
                 )
             side = side or cls(result, k)
+            check_one_model(side.provenance, result.provenance, name)
             side.add(result, name, measure)
         if side is None:
             raise ValueError(f"`{name}` is empty: wanted {_SEVERAL_MAPS}")
@@ -260,8 +276,15 @@ class _Side:
         return side
 
     @property
-    def _prompts_and_positions(self) -> list[tuple[object, int]]:
+    def prompts_and_positions(self) -> list[tuple[object, int]]:
+        """Which token each map is of."""
         return list(zip(self.prompts, self.positions, strict=True))
+
+    @property
+    def has_several_positions(self) -> bool:
+        """Whether a prompt is there at more than one position."""
+        known = [prompt for prompt in self.prompts if prompt is not None]
+        return any(known.count(prompt) > 1 for prompt in known)
 
     def add(self, result: CouplingMap, name: str, measure: AnyMeasure) -> None:
         """Take the map of one more prompt."""
@@ -272,7 +295,7 @@ class _Side:
         # A single layer meets itself alone.
         off_diagonal = not self.own_pairs.all()
         prompt, position = _prompt_of(result), result.row_positions[0]
-        if prompt is not None and (prompt, position) in self._prompts_and_positions:
+        if prompt is not None and (prompt, position) in self.prompts_and_positions:
             raise ValueError(
                 f"`{name}` has the prompt {prompt!r} twice: give each once, or the "
                 "interval would be too narrow"
@@ -326,14 +349,19 @@ def _are_paired(first: _Side, second: _Side, paired: bool | None) -> bool:
             "these maps do not say what prompt they are of: say whether they are "
             "`paired`"
         )
-    if first.prompts == second.prompts:
+    are_same = first.prompts == second.prompts
+    if first.has_several_positions or second.has_several_positions:
+        # A prompt's text does not tell which of its maps is meant.
+        are_same = first.prompts_and_positions == second.prompts_and_positions
+    if are_same:
         return True
     in_both = [prompt for prompt in first.prompts if prompt in second.prompts]
     if in_both:
         raise ValueError(
             f"`a` and `b` share {len(in_both)} of {len(first.prompts)} and "
-            f"{len(second.prompts)} prompts, or have them in another order: give the "
-            "same prompts in the same order, or sets without a common prompt"
+            f"{len(second.prompts)} prompts, or have them in another order or at other "
+            "positions: give the same prompts and positions in the same order, or sets "
+            "without a common prompt"
         )
     return False
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tl_coupling.arguments import (
@@ -17,6 +17,7 @@ from tl_coupling.arguments import (
     made_by,
     warn_caller,
 )
+from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.draws import frames
 from tl_coupling.directions.effects import (
     kl,
@@ -24,7 +25,11 @@ from tl_coupling.directions.effects import (
     losses,
     rows_at_once,
 )
-from tl_coupling.directions.interventions import Side, removal_hooks
+from tl_coupling.directions.interventions import (
+    Side,
+    check_layers_differ,
+    removal_hooks,
+)
 from tl_coupling.directions.removals import Projection
 from tl_coupling.directions.subspaces import SIDES, Subspace
 from tl_coupling.measures import seeded
@@ -230,9 +235,10 @@ def ablate(
         progress: wraps the loop over prompts.
 
     Raises:
-        ValueError: no prompts, a prompt of one token, layers that the subspace does not
-            have, a rank that it does not have, a model with other weights or of another
-            width.
+        ValueError: no prompts, a prompt of one token, without a token from
+            `first_position` on, or there twice; layers that the subspace does not have,
+            or one twice; a rank that it does not have; a model with other weights or of
+            another width.
 
     Cost: for each prompt `2 + 5 · n_draws` passes of the model, in batches; memory for
     `d_model · rank` numbers for each of them and layer.
@@ -259,20 +265,18 @@ def ablate(
             f"`layers` must be among those of the subspace, {list(subspace.layers)}, "
             f"at least one, got {list(chosen)}"
         )
-    named_prompts = as_prompts(prompts)
+    check_layers_differ(chosen)
+    tokens_of_prompts = _tokenized(
+        model, as_prompts(prompts), prepend_bos, first_position
+    )
     generator = seeded(seed)
     conditions = _conditions(subspace, chosen, side, rank, n_draws, generator)
-    ablated = []
-    for prompt in with_progress(named_prompts, progress, "ablation"):
-        tokens, _ = tokenize(model, prompt.prompt, prepend_bos)
-        if len(tokens) < 2:
-            raise ValueError(
-                f"prompt {prompt.id!r}: wanted at least 2 tokens, to predict one from "
-                f"the other, got {len(tokens)}"
-            )
-        ablated.append(
-            _ablated(model, tokens, conditions, chosen, side, first_position)
+    ablated = [
+        _ablated(model, tokens, conditions, chosen, side, first_position)
+        for tokens in with_progress(
+            list(tokens_of_prompts.values()), progress, "ablation"
         )
+    ]
     return Ablation(
         loss=torch.stack([of_prompt.loss for of_prompt in ablated]),
         loss_change=torch.stack([of_prompt.loss_change for of_prompt in ablated], -1),
@@ -280,7 +284,7 @@ def ablate(
         removed=torch.stack([of_prompt.removed for of_prompt in ablated], -1),
         kinds=conditions.kinds,
         layers=chosen,
-        prompts=tuple(prompt.id for prompt in named_prompts),
+        prompts=tuple(tokens_of_prompts),
         side=side,
         rank=rank,
         provenance={
@@ -290,6 +294,35 @@ def ablate(
             "seed_of_draws": seed,
         },
     )
+
+
+def _tokenized(
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    prepend_bos: bool | None,
+    first_position: int,
+) -> dict[str, Int[Tensor, " n_pos"]]:
+    """Return the tokens of each prompt, by its id.
+
+    Raises ValueError for one that is too short, and for two that are the same.
+    """
+    tokens_by_id: dict[str, Tensor] = {}
+    different = DifferentPrompts()
+    for prompt in prompts:
+        tokens, _ = tokenize(model, prompt.prompt, prepend_bos)
+        if len(tokens) < 2:
+            raise ValueError(
+                f"prompt {prompt.id!r}: wanted at least 2 tokens, to predict one from "
+                f"the other, got {len(tokens)}"
+            )
+        if first_position >= len(tokens):
+            raise ValueError(
+                f"`first_position` must be below {len(tokens)}, the number of tokens of "
+                f"prompt {prompt.id!r}, got {first_position}: nothing would be removed"
+            )
+        different.add(prompt.id, tokens)
+        tokens_by_id[prompt.id] = tokens
+    return tokens_by_id
 
 
 class _Conditions(NamedTuple):

@@ -223,6 +223,12 @@ def check_belongs(provenance: dict[str, Any], model: nn.Module) -> None:
         )
 
 
+def check_layers_differ(layers: Sequence[int]) -> None:
+    """Raise ValueError where a layer is there twice."""
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"`layers` must name each layer once, got {list(layers)}")
+
+
 def steering_hooks(
     vectors: Float[Tensor, "n_directions d_model"],
     scale: float,

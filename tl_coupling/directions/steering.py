@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Positive, Seed, checked, made_by
+from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.downstream import change_of_logits, through
 from tl_coupling.directions.draws import unit_vectors, within
 from tl_coupling.directions.effects import (
@@ -216,8 +217,8 @@ def steer(
         progress: wraps the loop over prompts.
 
     Raises:
-        ValueError: no prompts, no scales, a position out of range, directions of a model
-            with other weights or of another width.
+        ValueError: no prompts, one twice, no scales, a position out of range, directions
+            of a model with other weights or of another width.
 
     Cost: for each prompt the Jacobians from the layer on, and for every direction, draw,
     scale and sign a pass of the later blocks on the one token, in batches. Of a model
@@ -235,9 +236,11 @@ def steer(
     if not scales:
         raise ValueError("`scales` is empty: wanted at least one")
     named_prompts = as_prompts(prompts)
+    different = DifferentPrompts()
     places = []
     for prompt in with_progress(named_prompts, progress, "tracing"):
         traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)
+        different.add_traced(traced)
         places.append(_Place.of(traced, directions, position))
     generator = seeded(seed)
     vectors, kinds = _with_controls(directions, places, n_draws, generator)

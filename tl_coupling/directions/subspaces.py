@@ -1,7 +1,7 @@
 """The subspaces that blocks share, and the ones to compare them with."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -9,13 +9,20 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
-from tl_coupling.comparisons import as_trace, decomposed_layers, depth_maps
+from tl_coupling.comparisons import (
+    DifferentPrompts,
+    as_trace,
+    check_one_model,
+    decomposed_layers,
+    depth_maps,
+)
 from tl_coupling.directions.draws import frames
 from tl_coupling.directions.interventions import (
     Hook,
     Side,
     check_belongs,
     check_dimensions,
+    check_layers_differ,
     check_takes_hooks,
     removal_hooks,
 )
@@ -192,9 +199,9 @@ def shared_subspace(
         progress: wraps the loop over prompts.
 
     Raises:
-        ValueError: no prompts, prompts of several models, rank or k out of range, or
-            blocks that normalise the stream themselves (BERT): what they add is not in
-            the stream.
+        ValueError: no prompts, one twice, prompts of several models or traced in
+            several ways, a layer twice, rank or k out of range, or blocks that
+            normalise the stream themselves (BERT): what they add is not in the stream.
 
     Cost: a depth coupling for each prompt, 2 L eigendecompositions of d×d matrices, and
     for each draw and side one of a matrix of rank `n k`; memory for `4 L d²` numbers.
@@ -275,6 +282,7 @@ class _Sums:
         streams: what each block read and wrote at all tokens but the first.
         n_prompts: how many there were.
         weight: sum of the weights of all blocks.
+        prompts: those that were added.
     """
 
     layers: list[int]
@@ -284,6 +292,7 @@ class _Sums:
     streams: list[Float[Tensor, "2 n_layers n_tokens d"]]
     n_prompts: int = 0
     weight: float = 0.0
+    prompts: DifferentPrompts = field(default_factory=DifferentPrompts)
 
     @classmethod
     def empty(cls, traced: Trace, layers: Sequence[int] | None) -> "_Sums":
@@ -291,6 +300,7 @@ class _Sums:
         indices = [traced.layer_index(layer) for layer in chosen]
         if not indices:
             raise ValueError("`layers` is empty: wanted at least one layer")
+        check_layers_differ(indices)
         d = traced.d_model
         return cls(
             indices,
@@ -327,9 +337,8 @@ class _Sums:
         self.weight += float(of_layers.sum())
 
     def _check(self, traced: Trace) -> None:
-        digest = traced.provenance.get("weights_digest")
-        if digest != self.provenance.get("weights_digest"):
-            raise ValueError("`traces` must be of one model, got several")
+        check_one_model(self.provenance, traced.provenance, "traces")
+        self.prompts.add_traced(traced)
         for layer in self.layers:
             if traced.blocks[layer].remark_on_norms():
                 raise ValueError(

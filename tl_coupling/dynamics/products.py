@@ -127,6 +127,7 @@ class Products(Saved):
         Depths of one product go together, so the question whether a whole line is
         unusual needs this band, not `null_interval`, which is for one depth chosen
         beforehand. See `statistics.intervals.simultaneous_band`; 20 draws or more.
+        Raises ValueError for two, which give no band.
         """
         ends = simultaneous_band(self.null_log_largest.numpy())
         return torch.from_numpy(ends.T.copy())

@@ -72,36 +72,43 @@ def on_strength(
 
 @dataclass(frozen=True)
 class CommonPrompts:
-    """The line over the prompts that all models were measured on.
+    """The prompts that all models were measured on, where some models lack others.
 
     Attributes:
         n_prompts, models: how many these are; the models that lack some of the others.
-        line: coupling, and a loss, being means over these prompts alone; `None` where
-            there are none, or it cannot be fitted.
+        n_all: how many prompts there are with the others.
+        line: coupling, and a loss, being means over these prompts alone: that of the
+            study; `None` where there are none.
+        mixed_line: the means of each model being over all prompts that it has, so that
+            they may differ for that reason alone; `None` where it cannot be fitted.
     """
 
     n_prompts: int
     models: tuple[str, ...]
+    n_all: int
     line: LinearFit | None
+    mixed_line: LinearFit | None
 
 
-def on_different_prompts(
-    line: LinearFit, n_prompts: int, common: CommonPrompts | None
-) -> list[str]:
-    """Say that means are over different prompts, and what the common ones give."""
+def on_different_prompts(common: CommonPrompts | None) -> list[str]:
+    """Say that models were measured on different prompts, and which are compared."""
     if common is None:
         return []
-    mixed = (
-        f"means are over different prompts ({', '.join(common.models)} lack some of "
-        f"{n_prompts}), and may differ for that reason alone"
-    )
+    lacking = f"{', '.join(common.models)} lack some of {common.n_all} prompts"
     if common.line is None:
-        return [f"{mixed}; the {common.n_prompts} that all models have give no line"]
+        return [
+            f"means are over different prompts ({lacking}, and none was measured in all "
+            "models), and may differ for that reason alone"
+        ]
+    start = f"{lacking}: models are compared on the {common.n_prompts} that all have"
+    if common.mixed_line is None:
+        return [start]
     fits = [
-        f"{fit.slope:.4g} (R² = {fit.r_squared:.3f})" for fit in (common.line, line)
+        f"{fit.slope:.4g} (R² = {fit.r_squared:.3f})"
+        for fit in (common.mixed_line, common.line)
     ]
     return [
-        f"{mixed}; over the {common.n_prompts} that all models have the slope is "
+        f"{start}; means over different prompts, all of each model, would give the slope "
         f"{fits[0]} instead of {fits[1]}"
     ]
 

@@ -32,12 +32,12 @@ class Generalization:
         measure, k, score: what is compared; `score` is "loss" where the survey's own
             loss takes the place of one.
         table, n_prompts: one row per model that has both; over how many prompts its
-            coupling is a mean.
+            coupling is a mean: those that all models have.
         association, exponential, influence: the line, ρ and bootstrap over all models;
             the exponential fit; the line without each model. `None` where there are too
             few models.
-        common_prompts: the line over the prompts that all models were measured on;
-            `None` where these are all prompts.
+        common_prompts: which prompts all models were measured on, and the line that
+            means over different prompts would give; `None` where these are all prompts.
         attenuation: reliability of the models' means, and the slope corrected for it;
             `None` with one prompt.
         familywise: the p of having looked at every k, measure, task and subset.
@@ -108,7 +108,8 @@ class Generalization:
         Each has its interval. Over all models the bootstrap's interval stands below
         that of t, if there are enough models, and below it the slope corrected for the
         noise of having few prompts. Where models were measured on different prompts,
-        the line over those that all have stands there too.
+        all this is over those that all have, and the line of means over those of each
+        stands there too.
 
         Columns `n` (models), `slope`, `low`, `high`, `r_squared` (partial where
         something is held fixed), `p`, `vif`, `freedom` (degrees of freedom of the
@@ -125,8 +126,8 @@ class Generalization:
             row = _SlopeRow(line.n, corrected.slope, *corrected.slope_interval)
             rows.append(("all models, corrected", row))
         common = self.common_prompts
-        if common is not None and common.line is not None:
-            rows.append(("all models, common prompts", _row_of(common.line)))
+        if common is not None and common.mixed_line is not None:
+            rows.append(("all models, different prompts", _row_of(common.mixed_line)))
         rows += [(name, _row_of(fit)) for name, fit in self.subsets.items()]
         rows += [(f"given {name}", _row_of(fit)) for name, fit in self.partial.items()]
         names = pandas.Index([name for name, _ in rows], name="fit")
@@ -151,7 +152,7 @@ class Generalization:
         }
         return [
             *remarks.on_strength(self.association, self.familywise, self.exponential),
-            *remarks.on_different_prompts(line, self.n_prompts, self.common_prompts),
+            *remarks.on_different_prompts(self.common_prompts),
             *remarks.on_a_single_family(self.table),
             *remarks.on_noise(self.attenuation, line),
             *remarks.on_slopes_inside_families(line, self.partial.get("family")),

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import pandas
 import xarray
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from tl_coupling.arguments import Count, Seed, checked
 from tl_coupling.generalization.associations import Association, resampled
@@ -24,6 +24,7 @@ from tl_coupling.generalization.tables import (
     LAST,
     MeasuredModels,
     checked_scores,
+    common_prompts,
     in_rows,
     measured,
     needed,
@@ -40,6 +41,7 @@ from tl_coupling.statistics import (
     LinearFit,
     Subset,
     attenuation,
+    check_not_repeated,
     complete_rows,
     covariate_fits,
     exponential_fit,
@@ -78,6 +80,9 @@ def generalization_study(
 ) -> Generalization:
     """Compare coupling with a score across models, and with what else could explain it.
 
+    Models are compared on the prompts that all of them have: means over different
+    prompts differ for that reason alone.
+
     Args:
         data: a survey: what `run` or `measure_prompts` gives, along `model` and
             `checkpoint`.
@@ -94,9 +99,9 @@ def generalization_study(
         checkpoint: of all models; by default the last of the survey, models that were
             not measured there being left out and named; "last" for each model's own
             last, and "untrained" for the untrained twins.
-        controls: covariates, as in `linear_fit`; by default depth, width and the
-            logarithms of parameters and training tokens, those that are known and
-            differ.
+        controls: covariates, as in `linear_fit`, none of which follows from the others;
+            by default depth, width and the logarithms of parameters and training tokens,
+            those that are known and differ.
         subsets: by name, a query over the table such as `"score > 45 and n_layers <=
             32"`, or a mask over its rows.
         families: by model, such as "Pythia"; by default the column `family` of the
@@ -108,8 +113,9 @@ def generalization_study(
 
     Raises:
         ValueError: fewer than three models that have both; coupling or score the same
-            for all; arguments that name what is not there. Statistics that only lack
-            models are in `left_out` instead.
+            for all; arguments that name what is not there; controls that repeat each
+            other; a model, prompt or k that is in the survey twice. Statistics that only
+            lack models are in `left_out` instead.
 
     Cost: one bootstrap for each k, task and model, and `n_resamples` correlations at
     every k, measure, task and subset.
@@ -324,8 +330,9 @@ class Study:
                 raise ValueError(
                     f"`controls` must be different columns, got {list(controls)}"
                 )
-            # An unknown name is the caller's mistake, not a lack of models.
-            complete_rows(table, controls)
+            # An unknown name is the caller's mistake, not a lack of models; and so are
+            # two for one thing.
+            check_not_repeated(complete_rows(table, controls), "controls")
 
         def beside_coupling(names: Sequence[str]) -> pandas.DataFrame:
             return covariate_fits(
@@ -370,28 +377,21 @@ class Study:
         return fits_within(*self.columns, families=self.families)
 
     def common_prompts(self) -> CommonPrompts | None:
-        """Fit the line over the prompts that all models have, if some lack some."""
-        x = self.models.x
-        y = self.models.y
-        is_measured = np.isfinite(x)
-        if is_measured.all():
+        """Fit the line of means over different prompts, if some models lack some."""
+        mixed = self.models.mixed
+        if mixed is None:
             return None
-        is_common = is_measured.all(0)
-        lacks_some = ~is_measured.all(1)
-        line = None
-        if is_common.any():
-            table = self.table.copy()
-            table[self.question.measure] = x[:, is_common].mean(1)
-            if y.ndim == 2:
-                table[self.question.score] = y[:, is_common].mean(1)
-            line = self.attempts.result(
-                "common prompts",
-                lambda: linear_fit(table, *self.columns[1:], families=self.families),
-            )
+        table, _ = with_families(mixed.table, self.question.families)
+        mixed_line = self.attempts.result(
+            "different prompts",
+            lambda: linear_fit(table, *self.columns[1:], families=self.families),
+        )
         return CommonPrompts(
-            n_prompts=int(is_common.sum()),
-            models=tuple(self.table["model"][lacks_some].astype(str)),
-            line=line,
+            n_prompts=mixed.n_common,
+            models=mixed.models,
+            n_all=mixed.n_prompts,
+            line=self.main.linear if mixed.n_common else None,
+            mixed_line=mixed_line,
         )
 
     def attenuation(self) -> Attenuation | None:
@@ -434,14 +434,19 @@ class Study:
         """Return the p of having looked at every k, measure, task and subset."""
         question = self.question
         data = question.data
-        prompts = {task: data["task"].values.astype(str) == task for task in self.tasks}
-        prompts[ALL_PROMPTS] = np.ones(data.sizes["prompt"], bool)
+        rows = in_rows(data, data)
+        prompts = {
+            task: self._common_of(rows, data["task"].values.astype(str) == task)
+            for task in self.tasks
+        }
+        every_prompt = np.ones(data.sizes["prompt"], bool)
+        prompts[ALL_PROMPTS] = self._common_of(rows, every_prompt)
         scores = None
         if not isinstance(question.scores, str):
             scores = {task: self.score_on(task) for task in self.tasks}
             scores[ALL_PROMPTS] = question.score
         return familywise(
-            in_rows(data, data),
+            rows,
             {name: mean_name(name) for name in measured_in(data.data_vars)},
             self.models.table,
             prompts,
@@ -452,6 +457,19 @@ class Study:
             n_permutations=question.n_resamples,
             seed=question.seed,
         )
+
+    def _common_of(
+        self, rows: xarray.Dataset, prompts: Bool[np.ndarray, " n_prompts"]
+    ) -> Bool[np.ndarray, " n_prompts"]:
+        """Return which of some prompts all models have, at the k of the study."""
+        means = rows[mean_name(self.question.measure)].sel(k=self.question.k)
+        x = means.transpose("row", "prompt").values[self.models.table.index]
+        # Prompts that no model has are no reason to leave out the others.
+        has_any = np.isfinite(x).any(0)
+        selected = np.flatnonzero(prompts & has_any)
+        is_taken = prompts & ~has_any
+        is_taken[selected[common_prompts(x[:, selected])]] = True
+        return is_taken
 
     def family_codes(self) -> Int[np.ndarray, " n_models"] | None:
         """Return the number of the family of each model; `None` where models count as

@@ -13,7 +13,7 @@ from importlib.resources import files
 import numpy as np
 import pandas
 import xarray
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.files import of_cell
@@ -165,8 +165,28 @@ def _finite_numbers(scores: pandas.DataFrame, score: str) -> pandas.Series:
 
 
 @dataclass(frozen=True, eq=False)
+class MixedMeans:
+    """Means of models over different prompts, each over all that it was measured on.
+
+    Attributes:
+        table: as of `MeasuredModels`.
+        n_prompts: how many prompts any of the models has.
+        n_common: how many of them all models have.
+        models: those that lack some.
+    """
+
+    table: pandas.DataFrame
+    n_prompts: int
+    n_common: int
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class MeasuredModels:
-    """Models that have both coupling and score, at one checkpoint.
+    """Models that have both coupling and score, at one checkpoint, over the prompts that
+    all of them have.
+
+    Where they have none in common, means are over those of each.
 
     Attributes:
         table: one row per model, with columns of the measure and of the score; the
@@ -174,12 +194,31 @@ class MeasuredModels:
         x: coupling on each prompt; NaN where it was not measured.
         y: the score, or the loss on each prompt.
         left_out: which models lack what.
+        mixed: means over all prompts of each model; `None` where all models have the
+            same.
     """
 
     table: pandas.DataFrame
     x: Float[np.ndarray, "n_models n_prompts"]
     y: Float[np.ndarray, " n_models"] | Float[np.ndarray, "n_models n_prompts"]
     left_out: dict[str, str]
+    mixed: MixedMeans | None
+
+
+def common_prompts(
+    x: Float[np.ndarray, "n_models n_prompts"],
+) -> Bool[np.ndarray, " n_prompts"]:
+    """Say which prompts all models have, of those models that have any at all.
+
+    NaN stands where a model was not measured. Where there is no such prompt, all of
+    them are returned.
+    """
+    is_measured = np.isfinite(x)
+    has_any = is_measured.any(1)
+    is_common = is_measured[has_any].all(0)
+    if not is_common.any():
+        return np.ones_like(is_common)
+    return is_common
 
 
 def measured(
@@ -192,8 +231,9 @@ def measured(
     """Return coupling and score of each model of `per_prompt` at one checkpoint.
 
     Checkpoints of one model are not independent, so that only one of them counts: as in
-    `at_one_checkpoint`, and for "last" the last at which a model has both values. Warns
-    where models were measured on different prompts.
+    `at_one_checkpoint`, and for "last" the last at which a model has both values. Where
+    models were measured on different prompts, those that all have are taken, with a
+    warning.
     """
     of_all_checkpoints = coupling_table(survey, scores, measure=measure, score=score)
     scored = of_all_checkpoints.dropna(subset=[score])
@@ -220,18 +260,33 @@ def measured(
             f"got {_names(rows, left_out)}"
         )
     x = survey["x"].values[rows.index]
+    mixed = None
     has_gaps = np.isnan(x).any(1)
     if has_gaps.any():
-        # Once for one set of models, whichever k or task is looked at.
-        warnings.warn(
-            f"{', '.join(rows['model'][has_gaps])}: some prompts were not measured, "
-            "and their means are over the others",
-            stacklevel=1,
-        )
+        n_common = int(np.isfinite(x).all(0).sum())
+        models = tuple(rows["model"][has_gaps])
+        mixed = MixedMeans(rows, x.shape[1], n_common, models)
+        _warn_of_gaps(mixed)
+        survey = survey.isel(prompt=np.flatnonzero(common_prompts(x)))
+        x = survey["x"].values[rows.index]
+        table = coupling_table(survey, scores, measure=measure, score=score)
+        rows = table.loc[rows.index]
     y = rows[score].to_numpy(float)
     if isinstance(scores, str):
         y = survey["loss"].values[rows.index]
-    return MeasuredModels(rows, x, y, left_out)
+    return MeasuredModels(rows, x, y, left_out, mixed)
+
+
+def _warn_of_gaps(mixed: MixedMeans) -> None:
+    """Say that some models lack prompts, and which prompts are taken."""
+    taken = f"means are over the {mixed.n_common} of {mixed.n_prompts} that all have"
+    if not mixed.n_common:
+        taken = "none was measured in all models, so means are over those of each"
+    # Once for one set of models, whichever k or task is looked at.
+    warnings.warn(
+        f"{', '.join(mixed.models)}: some prompts were not measured; {taken}",
+        stacklevel=1,
+    )
 
 
 def _names(rows: pandas.DataFrame, left_out: Mapping[str, str]) -> str:
@@ -310,6 +365,7 @@ def needed(
     Maps of pairs of layers are not read.
     """
     data = one_orientation(data)
+    _check_names(data)
     variable = mean_name(measure)
     if variable not in data or not {"k", "prompt"} <= set(data[variable].dims):
         raise ValueError(
@@ -326,6 +382,21 @@ def needed(
     ]
     coordinates = [name for name in names if name in data.coords]
     return data.reset_coords(coordinates)[names].load()
+
+
+def _check_names(data: xarray.Dataset) -> None:
+    """Raise ValueError where a model, checkpoint, prompt or k is in a survey twice."""
+    for dim in ("model", "checkpoint", "prompt", "k"):
+        if dim not in data.indexes:
+            continue
+        names = data.indexes[dim]
+        if not names.is_unique:
+            twice = ", ".join(dict.fromkeys(map(str, names[names.duplicated()])))
+            raise ValueError(
+                f"the survey has some of its labels along `{dim}` twice ({twice}), as "
+                "two surveys have that were joined: each would count as two; give one "
+                "survey, or names that differ"
+            )
 
 
 def per_prompt(

@@ -433,7 +433,7 @@ def _heading(result: Generalization) -> str:
     title = f"{result.score} against {result.measure.replace('_', ' ')}"
     title += f" · mean over {n_prompts} prompt{'s' if n_prompts > 1 else ''}"
     if result.common_prompts is not None:
-        title += f" (all models have {result.common_prompts.n_prompts} of them)"
+        title += f" (of {result.common_prompts.n_all}; some models lack the others)"
     n_families = result.association.linear.n_families
     return title if n_families is None else f"{title} · {n_families} families"
 

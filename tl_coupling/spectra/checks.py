@@ -1,5 +1,7 @@
 """What must hold of k, of matrices and of singular values; the k that is taken."""
 
+import itertools
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -35,7 +37,8 @@ def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> Non
     """Warn where `σ_k ≈ σ_{k+1}`, so that rounding decides what the top k are.
 
     Rounding turns the top-k subspace by about `ε σ_1 / (σ_k − σ_{k+1})`; the warning is
-    where that is above 1/10.
+    where that is above 1/10. Where all singular values are taken, nothing is cut, but
+    the vectors of two that are 0 may be turned into each other.
 
     Args:
         S: singular values of n matrices, largest first.
@@ -43,18 +46,40 @@ def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> Non
         names: of the matrices, for the warning.
     """
     if k >= S.shape[-1]:
+        _check_rank(S, names)
         return
     gap = S[:, k - 1] - S[:, k]
-    is_close = gap <= 10 * torch.finfo(S.dtype).eps * S[:, 0]
+    is_close = gap <= _rounding(S)
     if is_close.any():
-        close_names = [
-            name for name, close in zip(names, is_close.tolist(), strict=True) if close
-        ]
+        close_names = ", ".join(itertools.compress(names, is_close.tolist()))
         warn_caller(
-            f"σ_{k} and σ_{k + 1} are equal to rounding in {', '.join(close_names)}: "
+            f"σ_{k} and σ_{k + 1} are equal to rounding in {close_names}: "
             f"the top-{k} subspace there is arbitrary, and so is the coupling cut at "
             "this k; try another k"
         )
+
+
+def _check_rank(S: Float[Tensor, "n n_singular"], names: list[str]) -> None:
+    """Warn where more than one singular value is 0 to rounding.
+
+    The vectors of a single one are known but for their signs.
+    """
+    is_above = S - _rounding(S)[:, None] > 0
+    ranks = is_above.sum(-1)
+    has_too_few = ranks < S.shape[-1] - 1
+    if has_too_few.any():
+        too_few_names = ", ".join(itertools.compress(names, has_too_few.tolist()))
+        rank = int(ranks.min())
+        warn_caller(
+            f"k = {S.shape[-1]} is above the rank of {too_few_names} (at least {rank}): "
+            "singular vectors beyond it are arbitrary, and so is the coupling at this "
+            f"k; ask for at most {max(1, rank)}"
+        )
+
+
+def _rounding(S: Float[Tensor, "n n_singular"]) -> Float[Tensor, " n"]:
+    """Return below what singular values, and their differences, say nothing."""
+    return 10 * torch.finfo(S.dtype).eps * S[:, 0]
 
 
 def check_matrices(J: Tensor) -> None:

@@ -21,6 +21,7 @@ from tl_coupling.statistics.fits import (
     ExponentialFit,
     LinearFit,
     Subset,
+    check_not_repeated,
     complete_rows,
     covariate_fits,
     exponential_fit,

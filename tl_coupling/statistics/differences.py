@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from scipy import stats
 
-from tl_coupling.arguments import checked
+from tl_coupling.arguments import checked, warn_caller
 from tl_coupling.statistics.intervals import LEVEL
 
 
@@ -22,6 +22,8 @@ class Difference(NamedTuple):
         low, high: ends of the 95 % interval; NaN of a single sample.
         p: two-sided, of no difference; NaN of a single sample.
         degrees_of_freedom: of the t distribution.
+
+    A single sample is warned of.
     """
 
     first: Float[np.ndarray, "..."]
@@ -95,6 +97,10 @@ def _difference(
     estimate = np.asarray(means[1] - means[0])
     nothing = np.full(estimate.shape, np.nan)
     if min(len(first), len(second)) < 2:
+        warn_caller(
+            "the difference of single samples (one prompt, for example) has no interval "
+            "and no p (NaN): give at least two"
+        )
         return Difference(*means, estimate, nothing, nothing, nothing, nothing)
     # No spread at all, such as of a model beside itself, is no reason to warn.
     with np.errstate(all="ignore"), warnings.catch_warnings():

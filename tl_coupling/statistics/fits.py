@@ -4,6 +4,7 @@ scipy do the statistics.
 
 import contextlib
 import importlib.util
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -405,6 +406,30 @@ def complete_rows(table: pandas.DataFrame, names: Sequence[str]) -> pandas.DataF
     for name in names:
         check_size(rows[name].to_numpy(), repr(name))
     return rows
+
+
+def check_not_repeated(rows: pandas.DataFrame, name: str) -> None:
+    """Raise ValueError where columns repeat each other, as "z" and "2 * z" do.
+
+    Columns that are the same in all rows say nothing, and are not looked at.
+
+    Args:
+        rows: without missing values.
+        name: the argument that holds the columns, for the error.
+    """
+    varied = [column for column in rows if not is_constant(rows[column].to_numpy())]
+    if len(rows) < 3 or len(varied) < 2:
+        return
+    values = rows[varied].to_numpy(float)
+    standard = (values - values.mean(0)) / values.std(0)
+    pairs = list(itertools.combinations(range(len(varied)), 2))
+    # More columns than the rows can tell apart are a lack of models.
+    together = [range(len(varied))] if len(rows) > len(varied) + 1 else []
+    for places in [*pairs, *together]:
+        try:
+            _check_independent(standard[:, list(places)], [varied[i] for i in places])
+        except ValueError as error:
+            raise ValueError(f"`{name}` must not repeat each other: {error}") from None
 
 
 def fits_within(

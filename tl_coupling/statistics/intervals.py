@@ -14,6 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 
+from tl_coupling.arguments import warn_caller
+
 Interval = tuple[float, float]
 
 LEVEL = 0.95
@@ -22,6 +24,10 @@ _UPPER = (1 + LEVEL) / 2
 _MOST_ENUMERATED = 9
 _MOST_PAIRS = 4_000_000
 _DRAWS_AT_A_TIME = 500
+# Draws of a band: each is compared with the spread of the others; with these
+# n/(n + 1) is 95 %.
+_FEWEST_OF_BAND = 3
+_FEWEST_OF_FULL_BAND = 19
 # Equal up to rounding.
 _SAME = 1e-9
 # Fourth powers of what is fitted must neither overflow nor vanish: influence takes
@@ -352,13 +358,26 @@ def simultaneous_band(
     is compared with the n − 1 others, its largest distance over the points is taken, in
     standard deviations as above, and c is the largest of these distances, or the
     ⌈.95 (n + 1)⌉-th where there are more than 20 draws. Of fewer than 19 draws the band
-    holds one more with n/(n + 1), not 95 %. Points where all draws are equal have no
-    width and do not count.
+    holds one more with n/(n + 1), not 95 %, which is warned of. Points where all draws
+    are equal have no width and do not count.
 
     Points of one curve go together: at a single point 5 % of curves leave the interval
     of `prediction_interval`, at one point or more of many far more do.
+
+    Raises ValueError for fewer than three draws: one alone has no spread with which the
+    other could be compared.
     """
     n = len(draws)
+    if n < _FEWEST_OF_BAND:
+        raise ValueError(
+            f"a band in which whole lines stay needs at least {_FEWEST_OF_BAND} draws, "
+            f"got {n}: ask for {_FEWEST_OF_FULL_BAND} or more"
+        )
+    if n < _FEWEST_OF_FULL_BAND:
+        warn_caller(
+            f"the band of {n} draws holds one more line with {n / (n + 1):.0%}, not "
+            f"{LEVEL:.0%}: ask for {_FEWEST_OF_FULL_BAND} draws or more"
+        )
     distances = [_distances(draws[i], np.delete(draws, i, 0)).max() for i in range(n)]
     rank = min(n, math.ceil(0.95 * (n + 1)))
     half_width = np.sort(distances)[rank - 1] * _spread_of_new(draws)

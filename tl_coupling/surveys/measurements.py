@@ -199,12 +199,12 @@ def _check_kinds(model: nn.Module, prompts: Sequence[Prompt]) -> None:
         if reads_images and prompt.image is None:
             raise ValueError(
                 f"prompt {prompt.id!r} is a text, {prompt.prompt[:80]!r}, "
-                "and this model reads images: give Prompt(id, image=FILE)"
+                "and this model reads images: give Prompt(image=FILE)"
             )
         if prompt.image is not None and not reads_images:
             raise ValueError(
                 f"prompt {prompt.id!r} is an image, and this model reads text: "
-                "give Prompt(id, text), or a vision model"
+                "give Prompt(text), or a vision model"
             )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.surveys.checkpoints import Checkpoint, step_order
 from tl_coupling.surveys.records import (
+    FILES,
     PLAN,
     Record,
     Unit,
@@ -35,6 +36,9 @@ COSTS = ("seconds", "peak_memory")
 FACTS = {"n_layers": "n_layers", "d_model": "d_model", "n_parameters": "n_params"}
 # The same for all units, unless they were measured in different runs.
 _SAME_FOR_ALL = {"device", "versions"}
+# What units of one model may lack: those of earlier versions, and streamed models.
+_WEIGHTS = "weights_digest"
+_WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 # What the record of a survey's unit says of it.
 _OF_A_SURVEY = {"model", "checkpoint", "source", "prompts"}
 # A model and a checkpoint: the units of its prompts make one piece of data.
@@ -57,7 +61,9 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
         text. `attrs["failed"]`: errors of units, a JSON object; `attrs["provenance"]`:
         what holds for all; `attrs["provenance_by_unit"]`: what differs between units
         though it should not, such as versions after an upgrade between two runs, with a
-        warning.
+        warning; `attrs["weights_digests"]`: what tells the weights of each unit from
+        others, a JSON object, with a warning where two models or checkpoints have the
+        same.
 
     ValueError where it is no folder of a survey, or one of an older version, or nothing
     in it is finished, or dask is missing and the results are larger than memory. Cost:
@@ -159,6 +165,9 @@ def joined_units(folder: Folder, units: Sequence[Unit]) -> "xarray.Dataset":
     # Which checkpoint it was is a coordinate.
     common.pop("checkpoint", None)
     data = data.assign_attrs(models=json.dumps(sources), provenance=json.dumps(common))
+    digests = {unit.key: provenances[unit].get(_WEIGHTS) for unit in units}
+    data = data.assign_attrs(weights_digests=json.dumps(digests))
+    _warn_of_same_weights(cells, provenances, records)
     return _with_differences(data, folder, cells, provenances)
 
 
@@ -212,6 +221,9 @@ def _with_differences(
         common_keys = _common(of_cell).keys()
         for provenance in of_cell:
             differing |= provenance.keys() - common_keys
+        digests = {provenance.get(_WEIGHTS) for provenance in of_cell}
+        if None in digests:
+            differing -= {_WEIGHTS}
     if not differing:
         return data
     names = sorted(differing)
@@ -224,6 +236,41 @@ def _with_differences(
         for unit, provenance in provenances.items()
     }
     return data.assign_attrs(provenance_by_unit=json.dumps(by_unit))
+
+
+def _warn_of_same_weights(
+    cells: Mapping[Cell, Sequence[Unit]],
+    provenances: Mapping[Unit, Provenance],
+    records: Mapping[str, Record],
+) -> None:
+    """Warn where models or checkpoints from different sources have the same weights.
+
+    A model that was given several names on purpose has one source.
+    """
+    names_by_weights: dict[object, list[str]] = {}
+    sources_by_weights: dict[object, set[str]] = {}
+    for (model, checkpoint), (first, *_) in cells.items():
+        weights = provenances[first].get(_WEIGHTS) or _weight_files(records[first.key])
+        if not weights:
+            continue
+        names_by_weights.setdefault(weights, []).append(f"{model}@{checkpoint}")
+        source = json.dumps(first.subject["source"], sort_keys=True)
+        sources_by_weights.setdefault(weights, set()).add(source)
+    for weights, names in names_by_weights.items():
+        if len(sources_by_weights[weights]) > 1:
+            warn_caller(
+                f"{', '.join(names)} have the same weights: one model was measured "
+                f"{len(names)} times; see whether each of these folders or revisions "
+                "holds weights of its own"
+            )
+
+
+def _weight_files(content: Record) -> tuple[str | int, ...]:
+    """Return the checksums of the files of a local model's weights, if known."""
+    files = content.get(FILES) or {}
+    return tuple(
+        files[name][0] for name in sorted(files) if name.endswith(_WEIGHT_FILES)
+    )
 
 
 def _concat(pieces: "list[xarray.Dataset]", dim: str) -> "xarray.Dataset":

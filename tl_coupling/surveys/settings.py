@@ -129,7 +129,7 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
     """
     texts_or_prompts = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
     with_ids = [
-        prompt if isinstance(prompt, Prompt) else Prompt(str(number), prompt)
+        prompt if isinstance(prompt, Prompt) else Prompt(prompt, str(number))
         for number, prompt in enumerate(texts_or_prompts)
     ]
     if not with_ids:

@@ -50,8 +50,6 @@ _OF_ONE_PROMPT = {
     "remarks",
     "svd",
 }
-# Entries of the whole files of a model.
-_OF_ITS_FILES = {"weights_digest"}
 
 
 def loss(traced: Trace) -> float:
@@ -163,7 +161,7 @@ def _of_all_prompts(result: CouplingMap) -> dict[str, object]:
     provenance = {
         key: value
         for key, value in result.provenance.items()
-        if key not in _OF_ONE_PROMPT | _OF_ITS_FILES
+        if key not in _OF_ONE_PROMPT
     }
     if image := result.provenance.get("image"):
         provenance["preprocessing"] = image["preprocessing"]

@@ -42,8 +42,10 @@ def product_lens(
     for one token t of each prompt p, at every layer l but the last: the derivative of
     the stream that leaves the last block by the stream that leaves block l, at the same
     token. In a causal model that is exact, because no path leads from a token to itself
-    by another. TransformerLens's `JacobianLens.fit` sums the effects on all later
-    tokens, and takes the mean over tokens: on one token, both are the same.
+    by another. TransformerLens's `JacobianLens.fit` sums the effects of a token on
+    itself and on all later tokens that it does not leave out, and takes the mean over
+    tokens: both are the same where a single token is left, as in a prompt of n tokens
+    with `skip_first_positions=n - 2`, whose last it leaves out.
 
     The lens is TransformerLens's own class: `lens.readout(model, prompt)`, `lens.save`
     and its interventions work. Its metadata say that the `estimator` is another, so
