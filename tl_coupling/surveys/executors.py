@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from tl_coupling.arguments import AnyPath, Count, checked, others_measuring
+from tl_coupling.arguments import AnyPath, Count, checked
 
 # Often at first, then rarely: on a network drive every look costs.
 _FIRST_POLL_SECONDS = 0.05
@@ -117,9 +117,7 @@ def submitted(
             raise OSError(
                 f"the work could not be submitted ({type(error).__name__}: {reason})"
             ) from error
-        # Workers may be threads of this process.
-        with others_measuring():
-            yield AsTheyFinish(futures)
+        yield AsTheyFinish(futures)
     except BaseException as error:
         is_interrupt = not isinstance(error, Exception)
         if is_interrupt and isinstance(executor, ProcessPool):
