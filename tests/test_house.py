@@ -29,7 +29,6 @@ MOST_REACH_INS = 5
 
 # Rooms of one level, side by side, do not know each other but for these.
 WITHIN_A_LEVEL = {
-    ("files", "interrupts"),
     ("saved", "arguments"),
     ("saved", "files"),
     ("measures", "spectra"),

@@ -63,13 +63,13 @@ def interrupts_held(seconds: float | None = None) -> Iterator[None]:
             timer.start()
 
     try:
-        with _none_delivered():
+        with none_delivered():
             _pending = pending
             for number in pending.handlers:
                 signal.signal(number, hold)
         yield
     finally:
-        with _none_delivered():
+        with none_delivered():
             _pending = _Pending()
             for number, handler in pending.handlers.items():
                 signal.signal(number, handler)
@@ -94,7 +94,7 @@ def ignore_interrupts() -> None:
 
 
 @contextmanager
-def _none_delivered() -> Iterator[None]:
+def none_delivered() -> Iterator[None]:
     """Let no signal come between a few statements; on Windows it may."""
     if not hasattr(signal, "pthread_sigmask"):
         yield

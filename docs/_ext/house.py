@@ -36,7 +36,7 @@ MIDDLES = {
     "models": 527,
     "prompts": 406,
     "arguments": 455,
-    "interrupts": 173,
+    "interrupts": 364,
     "progress": 574,
     "files": 273,
     "saved": 351,

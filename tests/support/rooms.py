@@ -10,7 +10,8 @@ PACKAGE = Path(tlc.__file__).parent
 # From the bottom up: a room imports rooms of lower levels, and of its own level as long
 # as there is no cycle.
 LEVELS = [
-    "arguments interrupts progress files saved",
+    "interrupts",
+    "arguments progress files saved",
     "models prompts",
     "spectra measures statistics",
     "blocks",

@@ -1,5 +1,5 @@
-"""Checks of the arguments of public functions, with errors of one line; warnings that
-point at the caller's line.
+"""What every public call begins with: checks of its arguments, with errors of one line,
+and the arithmetic in which it computes; warnings that point at the caller's line.
 """
 
 from tl_coupling.arguments.annotations import (
@@ -16,6 +16,12 @@ from tl_coupling.arguments.annotations import (
 from tl_coupling.arguments.caller import warn_caller
 from tl_coupling.arguments.checking import check_text, checked
 from tl_coupling.arguments.kinds import made_by
+from tl_coupling.arguments.measuring import (
+    defaults_of_model,
+    join_measuring,
+    measuring,
+    others_measuring,
+)
 
 __all__ = [
     "AnyPath",
@@ -29,6 +35,10 @@ __all__ = [
     "at_least",
     "check_text",
     "checked",
+    "defaults_of_model",
+    "join_measuring",
     "made_by",
+    "measuring",
+    "others_measuring",
     "warn_caller",
 ]

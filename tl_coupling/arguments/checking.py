@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 from tl_coupling.arguments.annotations import Text
 from tl_coupling.arguments.argument import Argument, Kind, Sizes, WrongType
 from tl_coupling.arguments.kinds import kind_of
+from tl_coupling.arguments.measuring import measuring
 from tl_coupling.arguments.words import described
 
 _Public = TypeVar("_Public", bound=Callable[..., object])
 
 
 def checked(public: _Public) -> _Public:
-    """Check the arguments of a function against their annotations.
+    """Check the arguments of a function against their annotations; compute `measuring`.
 
     Of a dataclass, those from which an instance is made are checked. What is clear is
     converted: numpy's numbers to Python's, numpy arrays to tensors, lists to arrays or
@@ -38,8 +39,9 @@ def checked(public: _Public) -> _Public:
 
     @functools.wraps(public)
     def with_checks(*args: object, **kwargs: object) -> object:
-        taken = signature().taken(args, kwargs)
-        return public(*taken.args, **taken.kwargs)
+        with measuring():
+            taken = signature().taken(args, kwargs)
+            return public(*taken.args, **taken.kwargs)
 
     # What `help` and Jupyter show: types, without the rules on their values.
     with_checks.__signature__ = _without_rules(inspect.signature(public))  # type: ignore[attr-defined]

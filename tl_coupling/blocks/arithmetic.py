@@ -6,7 +6,6 @@ model: one measurement has them at a time, in whichever thread it runs. Ctrl-C t
 effect between its steps, where every change is undone on the way out.
 """
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tl_coupling.arguments import defaults_of_model, measuring
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
 from tl_coupling.models import (
     Change,
@@ -29,7 +29,6 @@ from tl_coupling.models import (
     looks_up,
 )
 
-_measuring = threading.RLock()
 # What the measuring thread has entered and not yet left: device, dtype, and the modules'
 # ids.
 _entered: list[tuple[object, ...]] = []
@@ -101,13 +100,13 @@ def exact_arithmetic(
     modules: Sequence[nn.Module] = (),
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Compute without gradients for parameters, autocast and TF32, with attention in
-    plain operations, and with the modules in `dtype`.
+    """Compute without gradients for parameters, with attention in plain operations, and
+    with the modules in `dtype`, as `measuring`.
 
     One thread at a time; Ctrl-C takes effect on entering, on leaving, and in
     `hear_interrupts`.
     """
-    with _measuring:
+    with measuring():
         state = (device, dtype, *map(id, modules))
         if state in _entered:
             hear_interrupts()
@@ -115,14 +114,11 @@ def exact_arithmetic(
             return
         with interrupts_held(), ExitStack() as stack:
             hear_interrupts()
-            for kind in {"cpu", device.type} - {"meta"}:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            # An inference tensor could not be differentiated later.
-            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            changes = () if dtype is None else _computing_in(modules, dtype)
-            stack.enter_context(attributes_set(chain(_full_precision(), changes)))
+            if dtype is not None:
+                stack.enter_context(attributes_set(_computing_in(modules, dtype)))
+                stack.enter_context(defaults_of_model(None, dtype))
             _entered.append(state)
             stack.callback(_entered.pop)
             yield
@@ -154,6 +150,7 @@ def own_arithmetic(
             stack.enter_context(_filled_when_called(module, dtype))
         experts = _eager_experts(module, dtype or weight.dtype)
         stack.enter_context(attributes_set(experts))
+        stack.enter_context(defaults_of_model(weight.device, weight.dtype))
         yield
 
 
@@ -215,22 +212,6 @@ def _parts_to_fill(model: Any) -> list[nn.Module]:
         elif holds_stored_weights(module) or not is_streamed:
             parts[module] = None
     return list(parts)
-
-
-def _full_precision() -> list[Change]:
-    backends: Any = torch.backends
-    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
-    if not hasattr(cuda.matmul, "fp32_precision"):  # torch before 2.9
-        return [(cuda.matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
-    operations = (
-        cudnn.conv,
-        cudnn.rnn,
-        mkldnn.conv,
-        mkldnn.rnn,
-        mkldnn.matmul,
-        cuda.matmul,
-    )
-    return [(operation, "fp32_precision", "ieee") for operation in operations]
 
 
 def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[Change]:

@@ -135,7 +135,8 @@ def _divisor(M: Tensor) -> float:
 
 def step_matrix(J: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     """Return `I + J` in float64: what a block does to the stream."""
-    step = J.double()
+    # A copy: in float64 `double` gives the tensor itself.
+    step = J.to(torch.float64, copy=True)
     step.diagonal().add_(1)
     return step
 
@@ -174,5 +175,5 @@ def block_product(
     J = block_jacobians(trace, layers, position=position, progress=progress)
     product = FactoredProduct.identity(trace.d_model, J.device)
     for matrix in J:
-        product = product.then(step_matrix(matrix.clone()))
+        product = product.then(step_matrix(matrix))
     return product

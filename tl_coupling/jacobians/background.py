@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from tl_coupling.arguments import join_measuring
+
 Result = TypeVar("Result")
 
 
@@ -42,7 +44,7 @@ class InBackground(Generic[Result]):
         if self._has_thread:
             n_in_background = self._n_threads // 2
             self._pool = ThreadPoolExecutor(
-                1, initializer=torch.set_num_threads, initargs=(n_in_background,)
+                1, initializer=_begin_thread, initargs=(n_in_background,)
             )
             torch.set_num_threads(self._n_threads - n_in_background)
             self._open.callback(torch.set_num_threads, self._n_threads)
@@ -74,3 +76,9 @@ class InBackground(Generic[Result]):
         while self._begun:
             self._results.append(self._begun.popleft().result())
         return self._results
+
+
+def _begin_thread(n_threads: int) -> None:
+    """Let the pool's thread compute with so many, in the turn of the program's."""
+    torch.set_num_threads(n_threads)
+    join_measuring()

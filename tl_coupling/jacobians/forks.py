@@ -25,6 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from tl_coupling.arguments import measuring
 from tl_coupling.interrupts import hear_interrupts, ignore_interrupts, interrupts_held
 
 Item = TypeVar("Item")
@@ -124,8 +125,9 @@ class _Fork(Generic[Item, Result]):
         self.process: BaseProcess = context.Process(
             target=_compute, args=(function, item, theirs), daemon=True
         )
-        # Python forgets an exception in what it calls before and after a fork.
-        with interrupts_held(), warnings.catch_warnings():
+        # Python forgets an exception in what it calls before and after a fork. A fork has
+        # no other threads: none of them may be measuring, and hold what it needs.
+        with measuring(), interrupts_held(), warnings.catch_warnings():
             # Python 3.12 warns of threads; those of this process hold no lock that a
             # fork takes.
             warnings.simplefilter("ignore", DeprecationWarning)

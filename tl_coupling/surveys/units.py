@@ -15,7 +15,7 @@ from textwrap import shorten
 from typing import Any, Literal, Protocol
 from urllib.parse import unquote
 
-from tl_coupling.arguments import AnyPath
+from tl_coupling.arguments import AnyPath, others_measuring
 from tl_coupling.files import remove_left_overs, write_atomically
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.surveys.executors import Executor, submitted
@@ -259,7 +259,11 @@ class Folder:
             for unit in units
             if unit not in outcomes
         }
-        with submitted(executor, _run_elsewhere, work) as ended:
+        # Workers may be threads of this process.
+        with (
+            others_measuring(),
+            submitted(executor, _run_elsewhere, work) as ended,
+        ):
             for unit in with_progress(ended, progress, "units"):
                 try:
                     status, error_text = ended.futures[unit].result()

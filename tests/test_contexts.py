@@ -1,0 +1,237 @@
+"""Every public function within its caller's contexts: it gives what it gives outside,
+to the bit, and leaves the contexts, its arguments and the random numbers as they were.
+
+What is called is the example in its docstring, which `test_public_names` demands of
+each: a function that is added is swept as well.
+"""
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+import tl_coupling as tlc
+from fingerprints import fingerprint
+from public_api import public_names
+from test_public_names import examples
+
+pytestmark = [
+    pytest.mark.on_4_only,
+    pytest.mark.filterwarnings("ignore"),  # Of examples, which are run elsewhere.
+]
+
+FUNCTIONS = {name: f for name, f in public_names().items() if inspect.isfunction(f)}
+CLASSES = {
+    value for value in public_names().values() if inspect.isclass(value)
+}
+# What they give says something else each time, and why.
+CHANGING = {
+    "tl_coupling.plan": "of the memory that is free",
+}
+
+
+class Call(NamedTuple):
+    """A call that an example makes, and what it gave."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+class Watched:
+    """A module whose functions are the same, and note each call of one of them."""
+
+    def __init__(self, module: Any, function: Callable[..., Any], calls: list[Call]):
+        self.module, self.function, self.calls = module, function, calls
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.module, name)
+        if inspect.ismodule(value):
+            return Watched(value, self.function, self.calls)
+        return self.noted if value is self.function else value
+
+    def noted(self, *args: Any, **kwargs: Any) -> Any:
+        before = fingerprint(tensors_of((args, kwargs)))
+        result = self.function(*args, **kwargs)
+        assert fingerprint(tensors_of((args, kwargs))) == before, "it wrote to these"
+        self.calls.append(Call(args, kwargs, result))
+        return result
+
+
+@pytest.fixture
+def calls_of(
+    _example_folder: Path,
+    _example_names: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    as_a_user: None,
+) -> Iterator[Callable[[str], list[Call]]]:
+    """Provide the calls of a function in its example."""
+    import matplotlib.pyplot as plt
+
+    monkeypatch.chdir(_example_folder)
+
+    def run(name: str) -> list[Call]:
+        calls: list[Call] = []
+        names = dict(_example_names)
+        names["tlc"] = Watched(tlc, FUNCTIONS[name], calls)
+        for example in examples(FUNCTIONS[name]):
+            exec(example.source, names)
+        assert calls, f"the example of {name} does not call it"
+        return calls
+
+    yield run
+    plt.close("all")
+
+
+def tensors_of(value: Any) -> list[Any]:
+    """Return the tensors and arrays in arguments, also those of models and results."""
+    if isinstance(value, Tensor | np.ndarray):
+        return [value]
+    if isinstance(value, torch.nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, dict):
+        return [tensor for entry in value.values() for tensor in tensors_of(entry)]
+    if isinstance(value, list | tuple):
+        return [tensor for entry in value for tensor in tensors_of(entry)]
+    if type(value).__module__.startswith("tl_coupling"):
+        return tensors_of(vars(value)) if hasattr(value, "__dict__") else []
+    if hasattr(value, "variables"):
+        return [variable.values for variable in value.variables.values()]
+    return []
+
+
+def state() -> tuple[Any, ...]:
+    """Return what a caller may have set."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.mkldnn.matmul.fp32_precision,
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,
+        torch.get_rng_state().numpy().tobytes(),
+        torch.get_num_threads(),
+    )
+
+
+@contextlib.contextmanager
+def reduced_precision() -> Iterator[None]:
+    original = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(original)
+
+
+@contextlib.contextmanager
+def other_defaults() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+CONTEXTS = {
+    "autocast, TF32": reduced_precision,
+    "default dtype and device": other_defaults,
+    "inference": torch.inference_mode,
+}
+
+
+def readings(result: Any) -> dict[str, Any]:
+    """Return what the properties and methods of a result give that take no argument."""
+    if not type(result).__module__.startswith("tl_coupling"):
+        return {}
+    given = {}
+    for name, member in inspect.getmembers_static(type(result)):
+        if name.startswith("_") or name in ("save", "load", "abort", "shutdown"):
+            continue
+        is_read = isinstance(member, property | cached_property)
+        if not is_read and not is_called_plainly(member):
+            continue
+        try:
+            value = getattr(result, name)
+            given[name] = fingerprint(value if is_read else value())
+        except (ValueError, TypeError) as error:
+            given[name] = str(error)
+    return given
+
+
+def is_called_plainly(member: Any) -> bool:
+    """Say whether it is a method that takes nothing but its object."""
+    if not inspect.isfunction(member):
+        return False
+    _, *parameters = inspect.signature(member).parameters.values()
+    return all(p.default is not p.empty for p in parameters)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS.keys() - CHANGING)
+def test_it_gives_the_same_in_every_context(
+    name: str, calls_of: Callable[[str], list[Call]]
+) -> None:
+    for args, kwargs, result in calls_of(name):
+        expected = fingerprint(result), readings(result)
+        arguments = fingerprint(tensors_of((args, kwargs)))
+        for context, entered in CONTEXTS.items():
+            with entered():
+                original = state()
+                again = FUNCTIONS[name](*args, **kwargs)
+                assert state() == original, context
+                read = readings(again)
+            assert fingerprint(again) == expected[0], context
+            differing = {key for key in read if read[key] != expected[1].get(key)}
+            assert not differing, context
+            assert fingerprint(tensors_of((args, kwargs))) == arguments, context
+
+
+def in_float64(value: Any, trace_again: Callable[[tlc.Trace], tlc.Trace]) -> Any:
+    """Return arguments with float64 in place of other floating-point tensors."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        return value.astype(float)
+    if isinstance(value, tlc.Trace):
+        return trace_again(value)
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(in_float64(entry, trace_again) for entry in value)
+    if isinstance(value, dict):
+        return {key: in_float64(entry, trace_again) for key, entry in value.items()}
+    return copy.copy(value) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("name", FUNCTIONS.keys() - CHANGING)
+def test_it_does_not_write_to_arguments_in_float64(
+    name: str, calls_of: Callable[[str], list[Call]]
+) -> None:
+    """`double()` of a tensor in float64 is that tensor."""
+
+    def trace_again(trace: tlc.Trace) -> tlc.Trace:
+        prompt = trace.pixels if trace.tokens is None else trace.tokens
+        return tlc.trace(
+            trace.model, prompt, final_norm=trace.final_norm, dtype=torch.float64
+        )
+
+    for args, kwargs, _ in calls_of(name):
+        args, kwargs = in_float64((args, kwargs), trace_again)
+        before = fingerprint(tensors_of((args, kwargs)))
+        # Some take float32 only, and say so.
+        with contextlib.suppress(TypeError, ValueError):
+            FUNCTIONS[name](*args, **kwargs)
+        assert fingerprint(tensors_of((args, kwargs))) == before

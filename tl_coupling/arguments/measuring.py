@@ -1,0 +1,168 @@
+"""The state in which every public call computes, whatever its caller's contexts.
+
+Autocast, TF32, torch's default dtype and default device would change numbers without a
+word. Some of these belong to the process, as do the levels of forward differentiation
+and, in `blocks`, weights, hooks and attention kernels. So one thread measures at a time.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from tl_coupling.interrupts import none_delivered
+
+_turn = threading.RLock()
+# Those whose autocast torch knows by name, beside devices that others add.
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+# Names of reduced precision, and that of float32 as it is.
+_REDUCED = ("tf32", "bf16")
+_FULL = "ieee"
+_CPU = torch.device("cpu")
+
+
+class _OfThread(threading.local):
+    """Whether the thread is measuring, and what new tensors are elsewhere in it."""
+
+    is_measuring = False
+    default_device = _CPU
+    default_dtype = torch.float32
+
+
+_own = _OfThread()
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Compute as torch does where nothing was set, one thread at a time.
+
+    Autocast, TF32 and inference mode are off; new tensors are float32 and on the CPU.
+    Whether gradients are recorded is left to the caller. In a thread that is measuring
+    already, nothing changes.
+    """
+    if _own.is_measuring:
+        yield
+        return
+    with _turn, ExitStack() as undo:
+        with none_delivered():
+            undo.callback(setattr, _own, "is_measuring", False)
+            _own.is_measuring = True
+            _switch_autocast_off(undo)
+            _switch_reduced_precision_off(undo)
+            _reset_defaults(undo)
+        try:
+            yield
+        finally:
+            with none_delivered():
+                undo.close()
+
+
+@contextmanager
+def others_measuring() -> Iterator[None]:
+    """Give up this thread's turn in this context: it waits for other threads."""
+    if not _own.is_measuring:
+        yield
+        return
+    _turn.release()
+    try:
+        yield
+    finally:
+        _turn.acquire()
+
+
+def join_measuring() -> None:
+    """Count this thread, for as long as it lives, to the one that waits for it."""
+    _own.is_measuring = True
+
+
+@contextmanager
+def defaults_of_model(
+    device: torch.device | None, dtype: torch.dtype | None
+) -> Iterator[None]:
+    """Restore the user's default device or dtype in this context if it is this one.
+
+    A model's own code may count on it.
+    """
+    with ExitStack() as undo:
+        if _own.default_dtype == dtype:
+            _set_default_dtype(dtype, undo)
+        if _own.default_device == device:
+            _set_default_device(device, undo)
+        yield
+
+
+def _switch_autocast_off(undo: ExitStack) -> None:
+    """Leave autocast of every device, and inference mode: its tensors could not be
+    differentiated later.
+    """
+    added = torch._C._get_privateuse1_backend_name()
+    for device in (*_AUTOCAST_DEVICES, added):
+        if torch.is_autocast_enabled(device):
+            undo.enter_context(torch.autocast(device, enabled=False))
+    if torch.is_inference_mode_enabled():
+        undo.enter_context(torch.inference_mode(False))
+        undo.enter_context(torch.no_grad())
+
+
+def _switch_reduced_precision_off(undo: ExitStack) -> None:
+    """Compute products and convolutions of float32 in float32."""
+    backends: Any = torch.backends
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    if not hasattr(cuda.matmul, "fp32_precision"):  # torch before 2.9
+        for switch in (cuda.matmul, cudnn):
+            undo.callback(setattr, switch, "allow_tf32", switch.allow_tf32)
+            switch.allow_tf32 = False
+        return
+    for operation in (
+        cudnn.conv,
+        cudnn.rnn,
+        mkldnn.conv,
+        mkldnn.rnn,
+        mkldnn.matmul,
+        cuda.matmul,
+    ):
+        precision = operation.fp32_precision
+        if precision in _REDUCED:
+            undo.callback(_restore_precision, operation, precision)
+            operation.fp32_precision = _FULL
+
+
+def _restore_precision(operation: Any, precision: str) -> None:
+    """Let an operation have the precision that it had, of its own if it must be.
+
+    One that follows `torch.backends.fp32_precision` should do so afterwards.
+    """
+    operation.fp32_precision = "none"
+    if operation.fp32_precision != precision:
+        operation.fp32_precision = precision
+
+
+def _reset_defaults(undo: ExitStack) -> None:
+    """Make new tensors float32 and on the CPU; remember what they were."""
+    for name, value in (
+        ("default_dtype", torch.get_default_dtype()),
+        ("default_device", torch.get_default_device()),
+    ):
+        undo.callback(setattr, _own, name, getattr(_own, name))
+        setattr(_own, name, value)
+    _set_default_dtype(torch.float32, undo)
+    _set_default_device(_CPU, undo)
+
+
+def _set_default_dtype(dtype: torch.dtype, undo: ExitStack) -> None:
+    """Make new tensors have a dtype until `undo`."""
+    default_dtype = torch.get_default_dtype()
+    if default_dtype != dtype:
+        undo.callback(torch.set_default_dtype, default_dtype)
+        torch.set_default_dtype(dtype)
+
+
+def _set_default_device(device: torch.device, undo: ExitStack) -> None:
+    """Put new tensors on a device until `undo`.
+
+    Not where they are there already: every call of torch would cost more.
+    """
+    if torch.get_default_device() != device:
+        undo.enter_context(device)
