@@ -3,11 +3,13 @@ point at the caller's line.
 """
 
 from tl_coupling.arguments.annotations import (
+    FLOAT_DTYPES,
     AnyPath,
     Count,
     Device,
     Finite,
     FloatDtype,
+    NamedFloatDtype,
     Positive,
     Seed,
     Text,
@@ -18,11 +20,13 @@ from tl_coupling.arguments.checking import check_text, checked
 from tl_coupling.arguments.kinds import made_by
 
 __all__ = [
+    "FLOAT_DTYPES",
     "AnyPath",
     "Count",
     "Device",
     "Finite",
     "FloatDtype",
+    "NamedFloatDtype",
     "Positive",
     "Seed",
     "Text",
