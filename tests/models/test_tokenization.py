@@ -67,7 +67,7 @@ def test_a_folder_without_a_tokenizer_takes_ids(
     for text in ("What is the capital of France?", ""):
         with pytest.raises(
             ValueError,
-            match="this model has no tokenizer: give the prompt as token ids$",
+            match=r"this model has no tokenizer: give the prompt as token ids$",
         ):
             tlc.trace(model, text)
 
@@ -137,13 +137,12 @@ def test_an_end_that_is_written_is_taken_once_where_tokens_see_it(
     save_prepending_tokenizer(tmp_path, "<s> $A w99")
     model = tlc.load_model(str(tmp_path))
     assert tlc.trace(model, "w7 w8").tokens.tolist() == [0, 7, 8, 99]
-    with pytest.warns(UserWarning) as warned:
+    with (
+        pytest.warns(UserWarning, match="the text begins with '<s>' already"),
+        pytest.warns(UserWarning, match="the text ends with 'w99' already"),
+    ):
         trace = tlc.trace(model, "<s> w7 w8 w99")
     assert trace.tokens.tolist() == [0, 7, 8, 99]
-    assert [str(warning.message)[:14] for warning in warned] == [
-        "the text begin",
-        "the text ends ",
-    ]
 
 
 @pytest.mark.parametrize("tensors", [None, "pt"])

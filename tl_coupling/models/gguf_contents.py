@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from tl_coupling.models.errors import ModelError
 
@@ -26,7 +25,6 @@ _HARMLESS_BEGINNINGS = {
     "imatrix.": "which texts the quantisation was tuned on",
     "split.": "of which files this is one; what the others hold is missed as weights",
     "mradermacher.": "notes of somebody who quantises models",
-    "prov.": "notes on where the file comes from",
 }
 # Keys of an architecture, and why no number depends on them.
 _HARMLESS = {
@@ -256,7 +254,7 @@ class CompletedConfig:
         if width is not None and self.contents.settings.get("block_count") == width:
             n_heads = self.contents.settings["attention.head_count"]
             d_model = self.contents.settings["embedding_length"]
-            self.fields["query_pre_attn_scalar"] = d_model / n_heads
+            self.fields["query_pre_attn_scalar"] = d_model // n_heads
 
     def _place(self, setting: str) -> bool:
         """Say whether the configuration says what a key does, or can be told so."""
@@ -323,11 +321,13 @@ class CompletedConfig:
         return bool(width == self.contents.settings.get("attention.key_length_swa"))
 
     def _place_scale(self, scale: float) -> bool:
-        if not scale:
+        if scale == 0:
             return True
         if self._has("query_pre_attn_scalar"):
-            self.fields["query_pre_attn_scalar"] = scale**-2
-            return True
+            # A whole number in transformers.
+            divisor = round(scale**-2)
+            self.fields["query_pre_attn_scalar"] = divisor
+            return math.isclose(divisor, scale**-2, rel_tol=1e-5)
         if self._has("attention_multiplier"):
             self.fields["attention_multiplier"] = scale
             return True

@@ -70,7 +70,8 @@ def load_model(
         backend: `"hooked"` is HookedTransformer (TransformerLens 3 only), the others
             TransformerBridge.
         device: CUDA if there is one, else the CPU, unless given.
-        dtype: of the weights, or its name: `"bfloat16"`. Jacobians are computed in float32 or float64 in any case.
+        dtype: of the weights, or its name, such as `"bfloat16"`. Jacobians are computed
+            in float32 or float64 in any case.
         memory: `"stream"` leaves the weights in their safetensors files. Of a model
             loaded so only one block at a time is in memory, in float32 or float64, in
             which the model is then also run. The files must stay as they are: one that
