@@ -94,6 +94,8 @@ def test_a_damaged_tokenizer_is_no_missing_one(tmp_path: Path) -> None:
 def test_a_text_of_unknown_tokens_is_remarked_on(prepending: nn.Module) -> None:
     with pytest.warns(UserWarning, match="2 of the text's 3 tokens are '<s>'"):
         trace = tlc.trace(prepending, "Quelle w7 heure")
+    # The first unknown word has the id of the BOS token, and is none.
+    assert trace.tokens.tolist() == [0, 0, 7, 0]
     (remark,) = trace.provenance["remarks"]
     assert "which this model's tokenizer gives for what it does not know" in remark
     known = tlc.trace(prepending, "w7 w8 heure")

@@ -189,8 +189,10 @@ class GgufContents:
     def shown(self, setting: str) -> str:
         """Return a key of the architecture and its value, for an error message."""
         value = self.settings[setting]
-        # Most are kept in 32 bits.
-        shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+        if isinstance(value, float):
+            # Most are kept in 32 bits.
+            value = float(f"{value:.6g}")
+        shown = str(value)
         return f"{self.architecture}.{setting} = {shown[:_MOST_SHOWN]}"
 
 

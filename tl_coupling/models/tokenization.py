@@ -14,6 +14,10 @@ from tl_coupling.models.facts import facts_of
 from tl_coupling.models.loaded import config_of, context_length, is_bridge
 
 _GIVE_IDS = "give the prompt as token ids"
+_ALREADY = (
+    "the text {} with {!r} already, so that the tokenizer's was not added: give token "
+    "ids for both"
+)
 # Of what tokenizers are made: vocabularies by their many names, and code.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -95,22 +99,23 @@ def tokens_of(
     if not _reads_both_ways(model):
         suffix = []
     # What is there twice is taken once: a chat template writes it, and the tokenizer
-    # adds it.
-    if prefix and text[: len(prefix)] == prefix:
+    # adds it. Ids alone do not tell: an unknown word may have that of the BOS token.
+    beginning = _written(prefix, tokenizer)
+    if text[: len(prefix)] == prefix != [] and prompt.lstrip().startswith(beginning):
         text = text[len(prefix) :]
-        remarks.append(
-            f"the text begins with {tokenizer.decode(prefix)!r} already, so that the "
-            "tokenizer's was not added: give token ids for both"
-        )
-    if suffix and text[-len(suffix) :] == suffix:
+        remarks.append(_ALREADY.format("begins", beginning))
+    end = _written(suffix, tokenizer)
+    if text[-len(suffix) :] == suffix != [] and prompt.rstrip().endswith(end):
         text = text[: -len(suffix)]
-        remarks.append(
-            f"the text ends with {tokenizer.decode(suffix)!r} already, so that the "
-            "tokenizer's was not added: give token ids for both"
-        )
+        remarks.append(_ALREADY.format("ends", end))
     ids = torch.tensor([*prefix, *text, *suffix], dtype=torch.long)
     provenance = {"prepend_bos": bool(prefix), "append_eos": bool(suffix)}
     return Tokens(ids, provenance, tuple(remarks))
+
+
+def _written(ids: list[int], tokenizer: Any) -> str:
+    """Return special tokens as a text would hold them."""
+    return "".join(tokenizer.convert_ids_to_tokens(ids))
 
 
 def knows_text(tokenizer: Any) -> bool:
@@ -137,7 +142,7 @@ def knows_text(tokenizer: Any) -> bool:
 
 def lacks_tokenizer(source: str) -> bool:
     """Say whether a model is a folder without any file of which a tokenizer is made,
-    and transformers fails to make one of nothing.
+    and transformers makes none, or one without words, of nothing.
     """
     from transformers import AutoTokenizer
 
@@ -147,11 +152,11 @@ def lacks_tokenizer(source: str) -> bool:
         return False
     try:
         # Some read bytes or characters, and need no files.
-        AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     # Of which kind depends on the architecture.
     except Exception:
         return True
-    return False
+    return not knows_text(tokenizer)
 
 
 def without_words() -> Any:
