@@ -249,7 +249,7 @@ def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput
     return TokenIds(tokens.ids[None], provenance, tokens.remarks)
 
 
-def _of_batch(model: Any, batch: Mapping[str, Any]) -> Any:
+def _of_batch(model: Any, batch: Mapping[str, Any]) -> Tensor:
     """Return the token ids or the pixels of what a tokenizer or processor returns.
 
     Raises:
@@ -262,13 +262,20 @@ def _of_batch(model: Any, batch: Mapping[str, Any]) -> Any:
             f"`prompt` must hold {wanted!r}, as a tokenizer or processor returns it for "
             f"this model; got {sorted(map(str, batch))}"
         )
+    names = (wanted, "attention_mask", "token_type_ids")
+    try:
+        given = {
+            name: torch.as_tensor(batch[name])
+            for name in names
+            if batch.get(name) is not None
+        }
+    except ValueError:
+        raise ValueError(
+            "`prompt` must be one prompt, got several of different lengths: tokenize "
+            "one text at a time"
+        ) from None
     if reads_pixels(model):
-        return torch.as_tensor(batch[wanted])
-    given = {
-        name: torch.as_tensor(batch[name])
-        for name in ("attention_mask", "token_type_ids")
-        if batch.get(name) is not None
-    }
+        return given[wanted]
     if not bool(given.get("attention_mask", torch.ones(1)).all()):
         raise ValueError(
             "`prompt` must be unpadded: its attention mask leaves tokens out; tokenize "
@@ -280,4 +287,4 @@ def _of_batch(model: Any, batch: Mapping[str, Any]) -> Any:
             "which the model would not be told of; give its token ids to have them read "
             "as one"
         )
-    return batch[wanted]
+    return given[wanted]

@@ -165,7 +165,8 @@ def without_words() -> Any:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    # With a BOS token, TransformerLens would load it anew, to have it prepended.
+    special = {"eos_token": "</s>", "unk_token": "<unk>"}
     vocabulary = {token: i for i, token in enumerate(special.values())}
     words = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
