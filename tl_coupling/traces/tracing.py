@@ -31,16 +31,18 @@ from tl_coupling.traces.sweeps import Sweep
 from tl_coupling.traces.trace import StreamedTrace, Trace
 
 _ONE_INPUT = "trace prompts one at a time; token ids are whole numbers"
-_Input = (
-    str | os.PathLike[str] | Prompt | Image.Image | Sequence[int] | Mapping[str, Any]
-)
+_Input = str | os.PathLike[str] | Prompt | Image.Image | Sequence[int]
 
 
 @checked
 def trace(
     model: Annotated[nn.Module, check_one_stream],
     prompt: Annotated[
-        _Input | Int[Tensor, "*batch n_pos"] | Float[Tensor, "*pixels"], _ONE_INPUT
+        _Input
+        | Int[Tensor, "*batch n_pos"]
+        | Float[Tensor, "*pixels"]
+        | Mapping[str, Any],
+        _ONE_INPUT,
     ],
     *,
     prepend_bos: bool | None = None,
