@@ -30,9 +30,7 @@ pytestmark = [
 ]
 
 FUNCTIONS = {name: f for name, f in public_names().items() if inspect.isfunction(f)}
-CLASSES = {
-    value for value in public_names().values() if inspect.isclass(value)
-}
+CLASSES = {value for value in public_names().values() if inspect.isclass(value)}
 # What they give says something else each time, and why.
 CHANGING = {
     "tl_coupling.plan": "of the memory that is free",

@@ -161,6 +161,4 @@ def test_a_default_dtype_that_is_not_the_models_changes_nothing(
 ) -> None:
     traced = tlc.trace(tiny_trace.model, tiny.TOKENS)
     assert torch.equal(traced.residual, tiny_trace.residual)
-    assert torch.equal(
-        tlc.block_jacobians(traced), tlc.block_jacobians(tiny_trace)
-    )
+    assert torch.equal(tlc.block_jacobians(traced), tlc.block_jacobians(tiny_trace))

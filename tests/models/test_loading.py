@@ -195,3 +195,42 @@ def test_bos_follows_the_tokenizer_on_hooked_transformer_too(hub: Path) -> None:
     assert tlc.trace(
         tlc.load_model("gpt2", backend="hooked"), "w7 w8"
     ).tokens.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float64", "float32"])
+def test_a_dtype_by_its_name(hub: Path, name: str) -> None:
+    by_name = tlc.load_model("gpt2", dtype=name)
+    assert by_name.W_E.dtype == getattr(torch, name)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", torch.int8])
+def test_a_dtype_that_no_weights_have(hub: Path, dtype: object) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r'`dtype` must be a floating-point dtype such as .*"bfloat16".*, got ',
+    ):
+        tlc.load_model("gpt2", dtype=dtype)
+
+
+def test_a_mistyped_folder_is_said_before_the_hub_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("socket.socket.connect", asked)
+    monkeypatch.setattr("socket.getaddrinfo", asked)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    (tmp_path / "weights.bin").touch()
+    for name, problem in (
+        (str(tmp_path / "nope"), "there is no such folder"),
+        ("./nope", "there is no such folder"),
+        ("../nope/", "there is no such folder"),
+        ("~/nope", "there is no such folder"),
+        ("models/width16/step3", "there is no such folder"),
+        (str(tmp_path / "weights.bin"), "it is a file"),
+    ):
+        with pytest.raises(tlc.ModelError) as caught:
+            tlc.load_model(name)
+        assert str(caught.value).startswith(f"could not load {name!r}: {problem}; ")
+        assert "\n" not in str(caught.value)

@@ -3,6 +3,7 @@ devices, memory, the cache.
 """
 
 import builtins
+import importlib.util
 import os
 import pickle
 import re
@@ -177,8 +178,13 @@ def test_weights_in_a_pickle_of_nothing_but_tensors_are_read(folder: Path) -> No
 def test_adapters_and_chat_templates_do_no_harm(
     folder: Path, witness: Path, untrained: bool
 ) -> None:
-    model_folders.poison_adapter(folder, witness)
     model_folders.poison_chat_template(folder, witness)
+    tlc.trace(tlc.load_model(str(folder)), "w7 w8")
+    model_folders.poison_adapter(folder, witness)
+    if not untrained and importlib.util.find_spec("peft") is None:
+        with pytest.raises(tlc.ModelError, match="needs peft"):
+            tlc.load_model(str(folder))
+        untrained = True
     model = tlc.load_model(str(folder), untrained=untrained)
     tlc.trace(model, "w7 w8")
     assert not witness.exists()

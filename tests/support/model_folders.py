@@ -205,16 +205,20 @@ def save_gguf(
     architecture: str = "llama",
     block_count: int | None = None,
     renamed: tuple[str, str] = ("", ""),
+    settings: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+    **changes: Any,
 ) -> nn.Module:
     """Return a Llama as llama.cpp keeps it, in Q8_0 (blocks of 32, a scale each); the
     same with its dequantised weights.
 
-    The file may say that it has another number of layers, and tensors have a part of
-    their name replaced.
+    The file may say that it has another number of layers, tensors may have a part of
+    their name replaced, and it may hold further keys and tensors. `changes` are those
+    of the Llama's configuration.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
-    plain: Any = tiny.huggingface_model("llama", intermediate_size=64)
+    plain: Any = tiny.huggingface_model("llama", intermediate_size=64, **changes)
     config, kind = plain.config, GGMLQuantizationType.Q8_0
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -251,7 +255,7 @@ def save_gguf(
         # llama.cpp rotates neighbouring entries of a head, HuggingFace the two halves.
         if n_heads := next((n for part, n in heads.items() if part in name), None):
             weight = (
-                weight.reshape(n_heads, 2, -1, weight.shape[1])
+                weight.reshape(n_heads, 2, -1, *weight.shape[1:])
                 .swapaxes(1, 2)
                 .reshape(weight.shape)
             )
@@ -266,6 +270,17 @@ def save_gguf(
             )
         else:
             writer.add_tensor(name, weight)
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    for key, value in (settings or {}).items():
+        add[type(value)](key, value)
+    for name, tensor in (tensors or {}).items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

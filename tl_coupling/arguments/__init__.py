@@ -3,11 +3,13 @@ and the arithmetic in which it computes; warnings that point at the caller's lin
 """
 
 from tl_coupling.arguments.annotations import (
+    FLOAT_DTYPES,
     AnyPath,
     Count,
     Device,
     Finite,
     FloatDtype,
+    NamedFloatDtype,
     Positive,
     Seed,
     Text,
@@ -24,11 +26,13 @@ from tl_coupling.arguments.measuring import (
 )
 
 __all__ = [
+    "FLOAT_DTYPES",
     "AnyPath",
     "Count",
     "Device",
     "Finite",
     "FloatDtype",
+    "NamedFloatDtype",
     "Positive",
     "Seed",
     "Text",

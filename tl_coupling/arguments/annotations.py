@@ -12,6 +12,13 @@ from typing import Annotated, TypeVar
 import torch
 
 _Value = TypeVar("_Value")
+# By the names that the command line takes.
+FLOAT_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def _rule(
@@ -58,6 +65,19 @@ def _without_null(text: str | os.PathLike[str]) -> bool:
     return "\0" not in os.fspath(text)
 
 
+def _float_dtype(dtype: torch.dtype | str) -> None:
+    """Raise ValueError unless this is a floating-point dtype, or one's name."""
+    is_float = dtype in FLOAT_DTYPES
+    if isinstance(dtype, torch.dtype):
+        is_float = dtype.is_floating_point
+    if not is_float:
+        named = ", ".join(f'"{name}"' for name in FLOAT_DTYPES)
+        raise ValueError(
+            "must be a floating-point dtype such as torch.float32, or one of "
+            f"{named}, got {dtype!r}"
+        )
+
+
 # Not of paths: a file may have a name that is not UTF-8.
 Text = Annotated[str, _of_whole_characters]
 AnyPath = Annotated[
@@ -75,6 +95,7 @@ FloatDtype = Annotated[
         "be a floating-point dtype such as torch.float32",
     ),
 ]
+NamedFloatDtype = Annotated[torch.dtype | str, _float_dtype]
 Finite = Annotated[float, _rule(math.isfinite, "be finite")]
 Positive = Annotated[
     float, _rule(lambda number: 0 < number < math.inf, "be above 0 and finite")

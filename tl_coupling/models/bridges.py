@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tl_coupling.models import quantized
+from tl_coupling.models.adapters import adapter_beside
 from tl_coupling.models.completeness import load_whole, number_of_weights
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs, facts_of
@@ -16,6 +17,7 @@ from tl_coupling.models.gguf_files import GgufModel
 from tl_coupling.models.load_request import LoadRequest
 from tl_coupling.models.loaded import kind_of_config, reads_pixels
 from tl_coupling.models.streaming import hollow_cuts, hollow_model
+from tl_coupling.models.tokenization import lacks_tokenizer, without_words
 from tl_coupling.models.untrained import fresh_model
 
 
@@ -68,6 +70,9 @@ class _BridgeLoading:
         """Build the bridge."""
         if self._request.is_file:
             self._open_gguf(GgufModel(self._source))
+        elif lacks_tokenizer(self._source):
+            # TransformerLens would fail to make one.
+            self._ready = {"tokenizer": without_words()}
         try:
             bridge = self._boot()
         except (NotImplementedError, RuntimeError):
@@ -138,6 +143,11 @@ class _BridgeLoading:
             untrained = fresh_model(auto, config, torch_dtype, trusted, attention)
             self._of_weights.update(number_of_weights(untrained))
             return untrained
+        adapter = adapter_beside(
+            name, source, options.get("revision"), self._request.is_streamed
+        )
+        if adapter is not None:
+            self._of_weights["adapter"] = adapter
         options["config"] = config
         options["dtype"] = torch_dtype
         if self._request.is_streamed:

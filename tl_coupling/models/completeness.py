@@ -33,12 +33,18 @@ _COUNTS_LAYERS = re.compile(r"(^|_)(layers?|blocks?|block_count)$")
 
 
 class LoadedWeights(NamedTuple):
-    """A HuggingFace model, and the names of its head's weights that its checkpoint
-    lacks: they are random.
+    """A HuggingFace model.
+
+    Attributes:
+        model: the model.
+        missing_of_head: the names of its head's weights that its checkpoint lacks: they
+            are random.
+        unexpected: what its checkpoint holds besides.
     """
 
     model: nn.Module
     missing_of_head: tuple[str, ...]
+    unexpected: tuple[str, ...] = ()
 
     @property
     def facts(self) -> LoadedAs:
@@ -73,7 +79,8 @@ def load_whole(
         del model
         options["key_mapping"] = {_WRAPPERS: ""}
         model, report = from_pretrained(*arguments, **options)
-    return LoadedWeights(model, _check(name, model, report))
+    missing_of_head = _check(name, model, report)
+    return LoadedWeights(model, missing_of_head, tuple(report["unexpected_keys"]))
 
 
 def _are_wrapped(keys: Collection[str]) -> bool:

@@ -13,7 +13,8 @@ from tl_coupling.models.stored import holds_stored_weights
 class LoadedAs(TypedDict, total=False):
     """How a model was loaded, as its provenance says it; empty for other models.
 
-    `head` says why a head is random, of which the checkpoint lacks weights.
+    `head` says why a head is random, of which the checkpoint lacks weights; `adapter`
+    which adapter was applied to the weights.
     """
 
     model: str
@@ -27,6 +28,7 @@ class LoadedAs(TypedDict, total=False):
     seed: int
     trust_remote_code: bool
     memory: str
+    adapter: str
 
 
 class BlockOutputs(NamedTuple):

@@ -26,6 +26,11 @@ from tl_coupling.arguments import warn_caller
 from tl_coupling.models.cache import cache_root, is_whole, write_copy
 from tl_coupling.models.completeness import LoadedWeights, check_depth, load_whole
 from tl_coupling.models.errors import ModelError
+from tl_coupling.models.gguf_contents import (
+    CompletedConfig,
+    GgufContents,
+    check_tensors,
+)
 from tl_coupling.models.loaded import version
 from tl_coupling.models.quantized import needs_package, without_quantization
 from tl_coupling.progress import with_progress
@@ -37,6 +42,9 @@ _ARRAY = 9
 _LAYER = re.compile(r"blk\.(\d+)\.")
 # Bytes read at a time.
 _CHUNK = 2**24
+# Changes when the same file is read as another model, so that earlier copies are made
+# again: 2 places scaled rotations and other keys that transformers skips.
+_READING = 2
 
 
 def is_gguf(name: str) -> bool:
@@ -58,11 +66,12 @@ class GgufModel:
                 "or folder"
             )
         needs_package(repr(name), "gguf")
-        made_by = f"transformers-{version('transformers')}"
+        made_by = f"transformers-{version('transformers')}-{_READING}"
         self.folder: Path | None = (
             cache_root() / f"gguf-{_checksum(self.path)}-{made_by}-float32"
         )
         self.loaded: LoadedWeights | None = None
+        self.contents: GgufContents | None = None
         self.config: Any = None
         self.tokenizer: Any = None
 
@@ -142,17 +151,12 @@ class GgufModel:
         """Raise ModelError on a depth that nobody builds, and on layers beyond it,
         which transformers leaves out.
         """
-        import gguf
-
-        reader: Any = gguf.GGUFReader(self.path)
-        field = reader.fields["general.architecture"]
-        architecture = bytes(field.parts[field.data[0]]).decode()
-        field = reader.fields.get(f"{architecture}.block_count")
-        if field is None:
+        self.contents = GgufContents.of(self.name, self.path)
+        n_layers = self.contents.settings.get("block_count")
+        if n_layers is None:
             return
-        n_layers = int(field.parts[field.data[0]][0])
         check_depth(self.name, {"block_count": n_layers})
-        matches = [_LAYER.match(tensor.name) for tensor in reader.tensors]
+        matches = map(_LAYER.match, self.contents.tensors)
         layers = [int(match[1]) for match in matches if match]
         deepest = max(layers, default=-1)
         if deepest >= n_layers:
@@ -163,9 +167,14 @@ class GgufModel:
             )
 
     def _read_config(self) -> None:
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-        self.config = AutoConfig.from_pretrained(**self._file)
+        assert self.contents is not None
+        fields, _ = PretrainedConfig.get_config_dict(**self._file)
+        if fields["model_type"] in CONFIG_MAPPING:
+            self.config = CompletedConfig(self.contents, fields).config()
+        else:
+            self.config = AutoConfig.from_pretrained(**self._file)
 
     def _read_tokenizer(self) -> None:
         from transformers import AutoTokenizer
@@ -182,6 +191,8 @@ class GgufModel:
         }
         load = AutoModelForCausalLM.from_pretrained
         self.loaded = load_whole(self.name, load, **self._file, **options)
+        assert self.contents is not None
+        check_tensors(self.contents, self.loaded.model, self.loaded.unexpected)
         _plain(self.loaded.model)
 
     def _save(self, folder: Path) -> None:

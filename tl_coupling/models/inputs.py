@@ -3,16 +3,18 @@ it, what its tokens are called, and how logits are read.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
 
 from tl_coupling.models.images import described_type, image_provenance
 from tl_coupling.models.loaded import is_bridge, reads_pixels
-from tl_coupling.models.tokenization import check_tokens, str_tokens, tokenize
+from tl_coupling.models.tokenization import check_tokens, str_tokens, tokens_of
 
 # Rows of a residual stream in one run of what follows the blocks: so many that reading
 # the unembedding does not take longer than multiplying with it.
@@ -223,12 +225,14 @@ class Pixels:
 
 def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput:
     """Return the input of a model that a prompt means: text or token ids, or for a
-    vision model an image.
+    vision model an image; or what a tokenizer or processor returns.
 
     Raises:
         TypeError: what the model does not read.
         ValueError: what is no image, an empty prompt, or one longer than the context.
     """
+    if isinstance(prompt, Mapping):
+        prompt = _of_batch(model, prompt)
     if reads_pixels(model):
         image, provenance = image_provenance(model, prompt)
         return Pixels(image.pixels, provenance, image.remarks)
@@ -238,8 +242,49 @@ def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput
             "this model reads text: wanted text or token ids, whole numbers; got "
             f"{described_type(prompt)}"
         )
-    tokens, special_tokens = tokenize(model, prompt, prepend_bos)
-    check_tokens(model, tokens)
+    tokens = tokens_of(model, prompt, prepend_bos)
+    check_tokens(model, tokens.ids)
     text = prompt if isinstance(prompt, str) else None
-    provenance = {**special_tokens, "prompt": text, "tokens": tokens.tolist()}
-    return TokenIds(tokens[None], provenance)
+    provenance = {**tokens.provenance, "prompt": text, "tokens": tokens.ids.tolist()}
+    return TokenIds(tokens.ids[None], provenance, tokens.remarks)
+
+
+def _of_batch(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    """Return the token ids or the pixels of what a tokenizer or processor returns.
+
+    Raises:
+        ValueError: it has neither, tokens that are padding, or those of a second
+            segment, which the model would not be told of.
+    """
+    wanted = "pixel_values" if reads_pixels(model) else "input_ids"
+    if wanted not in batch:
+        raise ValueError(
+            f"`prompt` must hold {wanted!r}, as a tokenizer or processor returns it for "
+            f"this model; got {sorted(map(str, batch))}"
+        )
+    names = (wanted, "attention_mask", "token_type_ids")
+    try:
+        given = {
+            name: torch.as_tensor(batch[name])
+            for name in names
+            if batch.get(name) is not None
+        }
+    except ValueError:
+        raise ValueError(
+            "`prompt` must be one prompt, got several of different lengths: tokenize "
+            "one text at a time"
+        ) from None
+    if reads_pixels(model):
+        return given[wanted]
+    if not bool(given.get("attention_mask", torch.ones(1)).all()):
+        raise ValueError(
+            "`prompt` must be unpadded: its attention mask leaves tokens out; tokenize "
+            "one text at a time, without padding"
+        )
+    if bool(given.get("token_type_ids", torch.zeros(1)).any()):
+        raise ValueError(
+            "`prompt` must be one segment: its `token_type_ids` say that there are two, "
+            "which the model would not be told of; give its token ids to have them read "
+            "as one"
+        )
+    return given[wanted]

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_coupling.arguments import FloatDtype, Text, checked, made_by
+from tl_coupling.arguments import (
+    FLOAT_DTYPES,
+    NamedFloatDtype,
+    Text,
+    checked,
+    made_by,
+)
+from tl_coupling.models.adapters import refuse_lone_adapter
 from tl_coupling.models.advice import advice, one_line
 from tl_coupling.models.bridges import load_bridge
 from tl_coupling.models.devices import present_device
@@ -21,7 +28,12 @@ from tl_coupling.models.hooked import load_hooked
 from tl_coupling.models.load_request import Backend, LoadRequest, Memory
 from tl_coupling.models.loaded import describe_kind
 from tl_coupling.models.quantized import Quantization
-from tl_coupling.models.refusals import nothing_installed, refuse_depth
+from tl_coupling.models.refusals import (
+    nothing_installed,
+    refuse_depth,
+    refuse_no_folder,
+)
+from tl_coupling.models.tokenization import knows_text
 
 # torch's class cannot say it itself.
 made_by("load_model(name)")(nn.Module)
@@ -35,7 +47,7 @@ def load_model(
     untrained: bool = False,
     backend: Backend = "auto",
     device: str | torch.device | None = None,
-    dtype: FloatDtype = torch.float32,
+    dtype: NamedFloatDtype = torch.float32,
     memory: Memory = "resident",
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
@@ -58,7 +70,8 @@ def load_model(
         backend: `"hooked"` is HookedTransformer (TransformerLens 3 only), the others
             TransformerBridge.
         device: CUDA if there is one, else the CPU, unless given.
-        dtype: of the weights. Jacobians are computed in float32 or float64 in any case.
+        dtype: of the weights, or its name, such as `"bfloat16"`. Jacobians are computed
+            in float32 or float64 in any case.
         memory: `"stream"` leaves the weights in their safetensors files. Of a model
             loaded so only one block at a time is in memory, in float32 or float64, in
             which the model is then also run. The files must stay as they are: one that
@@ -77,8 +90,10 @@ def load_model(
     Raises:
         ModelError: an unknown name, no network and nothing cached, a missing package or
             device, a damaged file, weights that cannot be dequantised, weights that the
-            checkpoint lacks (those of its head apart), a model that needs
-            `trust_remote_code`, or one without a single residual stream over tokens.
+            checkpoint lacks (those of its head apart), a GGUF file that holds more than
+            transformers has a place for, an adapter without peft or without its base
+            model, a model that needs `trust_remote_code`, or one without a single
+            residual stream over tokens.
         MemoryError, torch.OutOfMemoryError: the model is too large for this machine.
 
     Warns:
@@ -100,7 +115,7 @@ def load_model(
         checkpoint=checkpoint,
         untrained=untrained,
         backend=backend,
-        dtype=dtype,
+        dtype=FLOAT_DTYPES[dtype] if isinstance(dtype, str) else dtype,
         memory=memory,
         quantization=quantization,
         trust_remote_code=trust_remote_code,
@@ -121,6 +136,9 @@ def load_model(
     kind = describe_kind(model)
     if kind:
         raise ModelError(f"{name!r} is {kind}")
+    if not knows_text(getattr(model, "tokenizer", None)):
+        # It would turn every text into nothing, or into unknown tokens.
+        model.tokenizer = None  # type: ignore[assignment]
     facts = facts_of(model)
     facts.loaded_as = request.loaded_as(facts.loaded_as)
     return model.eval()
@@ -131,6 +149,8 @@ def _loaded(request: LoadRequest, device: torch.device) -> nn.Module:
     with torch.random.fork_rng(devices=[]), nothing_installed(request.name):
         source = _source(request.name)
         if not request.is_file:
+            refuse_no_folder(source)
+            refuse_lone_adapter(request.name, source)
             refuse_depth(request.name, source, request.revision)
         load = load_hooked if request.backend == "hooked" else load_bridge
         return load(request, source, device)
@@ -155,6 +175,7 @@ def empty_model(name: str) -> nn.Module:
 
     try:
         source = _source(name)
+        refuse_no_folder(source)
         refuse_depth(name, source, None)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         architecture = transformers.determine_architecture_from_hf_config(config)

@@ -26,6 +26,10 @@ Quantization = Literal["nf4", "int8"]
 _INSTALL = {
     "bitsandbytes": 'pip install "tl-coupling[quantized]"',
     "gguf": "pip install gguf",
+    "peft": (
+        "pip install peft, or measure the base model, without `adapter_config.json` in "
+        "its folder"
+    ),
 }
 
 

@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,27 @@ from tl_coupling.models.completeness import check_depth
 from tl_coupling.models.errors import ModelError
 
 _installing = threading.RLock()
+
+
+def refuse_no_folder(source: str) -> None:
+    """Raise ModelError on a folder that is not there, before the hub is asked for a
+    model of that name: what cannot be a name on it must be a folder.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if Path(source).is_dir():
+        return
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        problem = "there is no such folder"
+        if Path(source).exists():
+            problem = "it is a file"
+        raise ModelError(
+            f"could not load {source!r}: {problem}; wanted a local folder in HuggingFace "
+            "format, a GGUF file, a hub name (`owner/name`), or 'smollm2-135m'"
+        ) from None
 
 
 def refuse_depth(name: str, source: str, revision: str | None) -> None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -13,6 +14,34 @@ from tl_coupling.models.facts import facts_of
 from tl_coupling.models.loaded import config_of, context_length, is_bridge
 
 _GIVE_IDS = "give the prompt as token ids"
+_ALREADY = (
+    "the text {} with {!r} already, so that the tokenizer's was not added: give token "
+    "ids for both"
+)
+# Of what tokenizers are made: vocabularies by their many names, and code.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "*.model",
+    "vocab*",
+    "*vocab",
+    "merges*",
+    "*.tiktoken",
+    "tekken.json",
+    "bpe.codes",
+    "*.py",
+)
+# No tokenizer of text has so few pieces, and no more of these are special.
+_MOST_SPECIAL = 2000
+
+
+class Tokens(NamedTuple):
+    """One prompt's token ids, how they were made, JSON-able, and what a user would not
+    expect of it.
+    """
+
+    ids: Int[Tensor, " n_pos"]
+    provenance: dict[str, object]
+    remarks: tuple[str, ...] = ()
 
 
 def tokenize(
@@ -22,7 +51,8 @@ def tokenize(
     are.
 
     Text begins with what the tokenizer prepends by itself (`prepend_bos=None`), nothing
-    (`False`), or at least a BOS token (`True`). What a tokenizer appends (`</s>`) is
+    (`False`), or at least a BOS token (`True`). Text that begins with it already, as
+    chat templates write it, gets no second one. What a tokenizer appends (`</s>`) is
     left off, so that the last position is the last token of the text. Models that read
     both ways (BERT) keep it: their other tokens see the `[SEP]`, and were trained to.
 
@@ -35,19 +65,28 @@ def tokenize(
         >>> tokens
         tensor([ 0,  3, 14, 15])
     """
+    tokens = tokens_of(model, prompt, prepend_bos)
+    return tokens.ids, tokens.provenance
+
+
+def tokens_of(
+    model: Any, prompt: str | Sequence[int] | Tensor, prepend_bos: bool | None
+) -> Tokens:
+    """Return the same with remarks: on a BOS token that the text has already, and on a
+    tokenizer that does not know the text.
+    """
     if not isinstance(prompt, str):
         unknown = "token ids given"
-        return _ids_of_one_prompt(prompt), {
-            "prepend_bos": unknown,
-            "append_eos": unknown,
-        }
+        provenance: dict[str, object] = {"prepend_bos": unknown, "append_eos": unknown}
+        return Tokens(_ids_of_one_prompt(prompt), provenance)
     tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
+    if not knows_text(tokenizer):
         raise ValueError(f"this model has no tokenizer: {_GIVE_IDS}")
     if not prompt:
         raise ValueError("the prompt is empty: wanted at least one token")
     check_text(prompt, "prompt")
     text = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    remarks = _remark_on_unknown(text, tokenizer)
     prefix, suffix = _special_tokens_around(text, prompt, _own_tokenizer(model))
     if prepend_bos is False:
         prefix = []
@@ -59,8 +98,91 @@ def tokenize(
         prefix = [tokenizer.bos_token_id]
     if not _reads_both_ways(model):
         suffix = []
+    # What is there twice is taken once: a chat template writes it, and the tokenizer
+    # adds it. Ids alone do not tell: an unknown word may have that of the BOS token.
+    beginning = _written(prefix, tokenizer)
+    if text[: len(prefix)] == prefix != [] and prompt.lstrip().startswith(beginning):
+        text = text[len(prefix) :]
+        remarks.append(_ALREADY.format("begins", beginning))
+    end = _written(suffix, tokenizer)
+    if text[-len(suffix) :] == suffix != [] and prompt.rstrip().endswith(end):
+        text = text[: -len(suffix)]
+        remarks.append(_ALREADY.format("ends", end))
     ids = torch.tensor([*prefix, *text, *suffix], dtype=torch.long)
-    return ids, {"prepend_bos": bool(prefix), "append_eos": bool(suffix)}
+    provenance = {"prepend_bos": bool(prefix), "append_eos": bool(suffix)}
+    return Tokens(ids, provenance, tuple(remarks))
+
+
+def _written(ids: list[int], tokenizer: Any) -> str:
+    """Return special tokens as a text would hold them."""
+    return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+
+def knows_text(tokenizer: Any) -> bool:
+    """Say whether a tokenizer has words, or pieces of words.
+
+    Of a folder without a tokenizer's files transformers makes, for some architectures,
+    one of special tokens alone.
+    """
+    if tokenizer is None:
+        return False
+    # Known at once, unlike the vocabulary.
+    n_pieces = getattr(tokenizer, "vocab_size", None)
+    if isinstance(n_pieces, int) and n_pieces > _MOST_SPECIAL:
+        return True
+    try:
+        vocabulary = set(tokenizer.get_vocab())
+        special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    except (AttributeError, NotImplementedError):
+        # One of another make, which need not list its vocabulary.
+        return True
+    # SentencePiece's mark of a space may be left.
+    return len(vocabulary - special) > 1
+
+
+def lacks_tokenizer(source: str) -> bool:
+    """Say whether a model is a folder without any file of which a tokenizer is made,
+    and transformers makes none, or one without words, of nothing.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(source)
+    files = (path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern))
+    if not folder.is_dir() or any(files):
+        return False
+    try:
+        # Some read bytes or characters, and need no files.
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    # Of which kind depends on the architecture.
+    except Exception:
+        return True
+    return not knows_text(tokenizer)
+
+
+def without_words() -> Any:
+    """Return a tokenizer that has no words, to stand for none."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    # With a BOS token, TransformerLens would load it anew, to have it prepended.
+    special = {"eos_token": "</s>", "unk_token": "<unk>"}
+    vocabulary = {token: i for i, token in enumerate(special.values())}
+    words = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def _remark_on_unknown(text: list[int], tokenizer: Any) -> list[str]:
+    """Return a remark where the tokenizer does not know most of a text."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    n_unknown = 0 if unknown is None else text.count(unknown)
+    if 2 * n_unknown <= len(text):
+        return []
+    return [
+        f"{n_unknown} of the text's {len(text)} tokens are "
+        f"{tokenizer.unk_token!r}, which this model's tokenizer gives for what it does "
+        "not know: the tokenizer may be another model's, or not whole"
+    ]
 
 
 def _ids_of_one_prompt(ids: Sequence[int] | Tensor) -> Int[Tensor, " n_pos"]:
@@ -158,7 +280,7 @@ def check_tokens(model: Any, tokens: Int[Tensor, " n_pos"]) -> None:
 def str_tokens(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> tuple[str, ...]:
     """Return each token as text; its id where the model has no tokenizer."""
     tokenizer: Any = getattr(model, "tokenizer", None)
-    if tokenizer is None:
+    if not knows_text(tokenizer):
         return tuple(map(str, tokens.tolist()))
     return tuple(
         tokenizer.decode([token], clean_up_tokenization_spaces=False)

@@ -3,10 +3,10 @@ how every block was called.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -38,7 +38,11 @@ _Input = str | os.PathLike[str] | Prompt | Image.Image | Sequence[int]
 def trace(
     model: Annotated[nn.Module, check_one_stream],
     prompt: Annotated[
-        _Input | Int[Tensor, "*batch n_pos"] | Float[Tensor, "*pixels"], _ONE_INPUT
+        _Input
+        | Int[Tensor, "*batch n_pos"]
+        | Float[Tensor, "*pixels"]
+        | Mapping[str, Any],
+        _ONE_INPUT,
     ],
     *,
     prepend_bos: bool | None = None,
@@ -63,7 +67,8 @@ def trace(
             is: processed weights (`center_writing_weights`) raise a warning, because
             they change the residual stream.
         prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`), taken as they
-            are. One prompt, unpadded. For a vision model an image: pixels (`[1 channels
+            are; or what a tokenizer returns (`BatchEncoding`). One prompt, unpadded. For
+            a vision model an image: pixels (`[1 channels
             height width]`, taken as they are), a PIL image or a file, which the
             processor saved with the model prepares. Its patches are the tokens, after
             the class token. An image of at most 2²⁶ pixels (8,192 × 8,192) is turned
