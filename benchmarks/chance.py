@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.stages import random_model
-from tl_coupling import block_parts, carriers, mean_of_maps, trace
-from tl_coupling.comparisons import jacobian_coupling
+from tl_coupling import block_parts, carriers, trace
+from tl_coupling.comparisons import MeanCouplingMap, jacobian_coupling
 
 D_MODEL = 48
 VOCAB = 200
@@ -24,7 +24,6 @@ N_PROMPTS = 12
 KS = (2, 10)
 N_LAYERS = (2, 6)
 LEAST = 0.95
-# Of carriers: the interval depends on what it is drawn from, seed by seed.
 CARRIED_KS = (1, 2, 4, 10)
 CARRIED_LAYERS = (3, 6)
 # A mean of coverages of 95 % intervals, each of a pool of its own.
@@ -119,8 +118,8 @@ def mean_coupling(J: np.ndarray, k: int) -> float:
 
 def null_coverage(n_models: int) -> Iterator[dict[str, Any]]:
     """Yield how often the mean coupling of untrained models is in `null_interval`: on
-    one prompt, and in the mean over twelve; each with the shift of its middle, in
-    widths, between models.
+    one prompt, and in the mean over twelve; each with how far its middle moves
+    between models and seeds, in widths.
     """
     for n_layers in N_LAYERS:
         for kind, config in configs(n_layers).items():
@@ -142,7 +141,7 @@ def null_coverage(n_models: int) -> Iterator[dict[str, Any]]:
                 }
                 for n_prompts, result in (
                     (1, maps[0]),
-                    (N_PROMPTS, mean_of_maps(maps)),
+                    (N_PROMPTS, MeanCouplingMap.over(maps)),
                 ):
                     for k in KS:
                         low, high = result.null_interval(k, seed=seed)
@@ -157,7 +156,7 @@ def null_coverage(n_models: int) -> Iterator[dict[str, Any]]:
                     f"{n_prompts} × k = {k}": float(np.mean(inside[n_prompts, k]))
                     for n_prompts, k in inside
                 },
-                "error of the middle": max(
+                "error_of_middle": max(
                     float(np.std(middles[case]) / np.mean(widths[case]))
                     for case in middles
                 ),

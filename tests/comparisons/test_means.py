@@ -259,7 +259,7 @@ def test_the_interval_holds_means_over_prompts_of_one_set_of_frames(n_layers):
             coupling = 1 - off / np.linalg.norm(A, axis=(-2, -1))
             means.append(coupling[~np.eye(n_layers, dtype=bool)].mean())
         if seed < 3:
-            low, high = tlc.mean_of_maps(maps).null_interval(k, seed=seed)
+            low, high = MeanCouplingMap.over(maps).null_interval(k, seed=seed)
         inside.append(low < np.mean(means) < high)
     assert np.mean(inside) > 0.92
 

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.comparisons.nulls import sums_of_draws
 from tl_coupling.comparisons.pairs import decomposed_layers
 from tl_coupling.gradients import Components
 from tl_coupling.jacobians import JacobianOptions, MemoryLimit, components_and_path
@@ -38,7 +39,6 @@ _BRANCHES = ("attn_out", "mlp_out", "mlp∘attn", "skip")
 # a ratio of two numbers, without a mean.
 _FEWEST_DRAWS = 200
 _DRAWN_COLUMNS = 2000
-_N_MEANS = 4000
 # Numbers in memory at once.
 _AT_ONCE = 2**22
 
@@ -182,7 +182,9 @@ class Carriers(Saved):
         # What a column would add to the mean, if its vectors were those of the draw.
         weights = is_counted.double() / is_counted.sum()
         of_cols = einsum(of_rows.nan_to_num(), weights, "row draw, row col -> draw col")
-        means = _means_of_cols(of_cols)
+        generator = torch.Generator().manual_seed(0)
+        means = sums_of_draws(of_cols, generator)
+        means = means - _errors_of_the_middle(of_cols.sum(1), len(means), generator)
         ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2]).to(means)
         low, high = means.quantile(ends).tolist()
         return low, high
@@ -423,23 +425,16 @@ def _shares(
     )
 
 
-def _means_of_cols(of_cols: Float[Tensor, "n_draws n_cols"]) -> Float[Tensor, " n"]:
-    """Draw means over columns thousands of times, less the error of their middle.
-
-    Args:
-        of_cols: what each column adds to the mean if it has the vectors of a draw.
-    """
-    n_draws, n_cols = of_cols.shape
-    generator = torch.Generator().manual_seed(0)
-    of_draws = of_cols.sum(1)
-    cols = torch.arange(n_cols)
-    means = []
-    for n in torch.arange(_N_MEANS).split(max(1, _AT_ONCE // max(n_draws, n_cols))):
-        drawn = torch.randint(n_draws, (len(n), n_cols), generator=generator)
-        again = torch.randint(n_draws, (len(n), n_draws), generator=generator)
-        error = of_draws[again].mean(1) - of_draws.mean()
-        means.append(of_cols[drawn, cols].sum(1) - error)
-    return torch.cat(means)
+def _errors_of_the_middle(
+    of_draws: Float[Tensor, " n_draws"], n: int, generator: torch.Generator
+) -> Float[Tensor, " n"]:
+    """Draw as many draws again, n times, and say how far their mean is from the first."""
+    n_draws = len(of_draws)
+    errors = []
+    for some in torch.arange(n).split(max(1, _AT_ONCE // n_draws)):
+        again = torch.randint(n_draws, (len(some), n_draws), generator=generator)
+        errors.append(of_draws[again].mean(1) - of_draws.mean())
+    return torch.cat(errors)
 
 
 def _all_labels(of_layers: Iterable[Sequence[str]]) -> tuple[str, ...]:

@@ -24,7 +24,9 @@ from tl_coupling.measures import (
     random_rotations,
 )
 
-_N_MEANS = 8000
+_N_SUMS = 8000
+# Numbers in memory at once.
+_AT_ONCE = 2**22
 # With their middle known, draws leave unknown how far the ends are from it. For a normal
 # mean over many columns that is a share `1 / √(8 n)` of the width, and a quantile of one
 # column alone has about two times the error of four columns.
@@ -163,10 +165,30 @@ def means_of_draws(
             "nothing is left to chance"
         )
     weights = n_counted[is_used] / n_counted[is_used].sum()
-    cols = drawn_col[is_used]
-    n_independent = 1 if together else len(cols)
-    means = []
-    for _ in range(_N_MEANS):
-        draw_of_col = torch.randint(len(draws), (n_independent,), generator=generator)
-        means.append((draws[draw_of_col, cols] * weights).sum())
-    return torch.stack(means)
+    of_cols = draws[:, drawn_col[is_used]] * weights
+    return sums_of_draws(of_cols, generator, together=together)
+
+
+def sums_of_draws(
+    of_cols: Float[Tensor, "n n_cols"],
+    generator: torch.Generator,
+    *,
+    together: bool = False,
+) -> Float[Tensor, " n_sums"]:
+    """Add up a draw of each column, thousands of times.
+
+    Args:
+        of_cols: what each column adds, for every draw.
+        generator: of the random numbers.
+        together: whether all columns have the same draw; independent ones if not.
+    """
+    n_draws, n_cols = of_cols.shape
+    n_independent = 1 if together else n_cols
+    cols = torch.arange(n_cols)
+    sums = []
+    for some in torch.arange(_N_SUMS).split(max(1, _AT_ONCE // n_cols)):
+        draw_of_col = torch.randint(
+            n_draws, (len(some), n_independent), generator=generator
+        )
+        sums.append(of_cols[draw_of_col, cols].sum(1))
+    return torch.cat(sums)
