@@ -562,7 +562,7 @@ def main(arguments: list[str] | None = None) -> int:
         results |= {
             "n_untrained": options.untrained,
             "untrained": list(chance.null_coverage(options.untrained)),
-            "carried": list(chance.carried_coverage(n_seeds=5, n_means=400)),
+            "carried": list(chance.carried_coverage(n_seeds=5, n_means=1000)),
         }
     shown.print(*tables(results))
     if options.out:

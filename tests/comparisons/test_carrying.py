@@ -109,7 +109,7 @@ def test_random_vectors_give_the_share_of_the_jacobian(tiny_trace: tlc.Trace) ->
     # A is not quite Gaussian in 32 dimensions.
     assert bool((excess.mean(1).abs() < 4 * standard_error + 2e-3).all())
     low, high = result.null_interval("H1")
-    assert -0.13 < low < 0 < high < 0.13
+    assert -0.2 < low < 0 < high < 0.2
     again = tlc.carriers(tiny_trace, k=10, n_draws=400)
     assert again.null_share.equal(result.null_share)
     other = tlc.carriers(tiny_trace, k=10, n_draws=400, seed=1)
@@ -148,7 +148,7 @@ def test_the_interval_of_the_null_holds_means_in_random_vectors(
     means = excess[is_different].mean(0)[:, 0]
     layers = tuple(range(n_layers))
     inside = []
-    for _ in range(8):
+    for _ in range(4):
         null_share, _ = shares(max(200, 2000 // k))
         pairs = torch.from_numpy(of_J)[:, None].expand(-1, n_layers, -1)
         result = Carriers(

@@ -112,9 +112,9 @@ class Measure(ABC):
         """Return its root mean square over random A with these moments."""
 
     def root_mean_square(
-        self, values: Float[Tensor, "n *batch"]
-    ) -> Float[Tensor, "*batch"]:
-        """Return of n drawn values what `null` is of all that could be drawn."""
+        self, values: Float[Tensor, "n_draws ..."]
+    ) -> Float[Tensor, "..."]:
+        """Return of drawn values what `null` is of all that could be drawn."""
         return values.square().mean(0).sqrt()
 
     def null_of_any_jacobian(self, k: int) -> Float[Tensor, ""]:
@@ -175,8 +175,8 @@ class Coupling(NormalizedMiscoupling):
         return 1 - super().null(moments)
 
     def root_mean_square(
-        self, values: Float[Tensor, "n *batch"]
-    ) -> Float[Tensor, "*batch"]:
+        self, values: Float[Tensor, "n_draws ..."]
+    ) -> Float[Tensor, "..."]:
         """Return `1 − √(mean m̃²)`."""
         return 1 - super().root_mean_square(1 - values)
 
