@@ -8,8 +8,10 @@ of x and of e, with the intra-class correlation as its variance, is the same for
 models of a family. Of models alone e also has a variance of .2 + x² (scores at a floor
 vary less), or Student's t with three degrees of freedom. Wanted of the interval that a
 study gives: .93 to .97 wherever it is marked. Familywise error: scores that have
-nothing to do with coupling, looked at with every k, measure, task and subset. Nothing
-here is tuned: each design is in the table, and seeds are numbers of studies.
+nothing to do with coupling, looked at with every k, measure, task and subset. Chance:
+untrained models in the intervals of their nulls, and shares of coupling in random
+vectors. Nothing here is tuned: each design is in the table, and seeds are numbers of
+studies.
 
 Exits with status 1 if what is wanted is missed.
 """
@@ -27,7 +29,7 @@ import xarray
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import related_models
+from benchmarks import chance, related_models
 from benchmarks.timing import console, environment, write
 from tl_coupling.generalization import linear_fit
 from tl_coupling.generalization.associations import resampled
@@ -412,7 +414,36 @@ def tables(results: dict[str, Any]) -> list[Table]:
             method,
             *("" if share is None else f"{share:.3f}{width}" for share, width in pairs),
         )
-    return [covered, other_methods, false, corrected]
+    shown = [covered, other_methods, false, corrected]
+    # Older results lack both.
+    if "untrained" in results:
+        shown += _tables_of_chance(results)
+    return shown
+
+
+def _tables_of_chance(results: dict[str, Any]) -> list[Table]:
+    untrained = Table(
+        "",
+        title="mean coupling of untrained models within `null_interval`",
+        caption=f"wanted at least {chance.LEAST} · {results['n_untrained']} models",
+    )
+    cases = list(results["untrained"][0]["coverage"])
+    for case in cases:
+        untrained.add_column(case, justify="right")
+    untrained.add_column("error of the middle, in widths", justify="right")
+    for row in results["untrained"]:
+        cells = [f"{row['coverage'][case]:.3f}" for case in cases]
+        untrained.add_row(row["design"], *cells, f"{row['error_of_middle']:.3f}")
+    carried = Table(
+        "",
+        "coverage",
+        "of one seed and component, at least",
+        title="mean excess in random vectors within `Carriers.null_interval`",
+        caption=f"wanted at least {chance.LEAST_CARRIED}",
+    )
+    for row in results["carried"]:
+        carried.add_row(row["design"], f"{row['coverage']:.3f}", f"{row['least']:.3f}")
+    return [untrained, carried]
 
 
 def _table(
@@ -457,10 +488,22 @@ def missed(results: dict[str, Any]) -> list[str]:
         for row in results["familywise"]
         if row["is_wanted"]
     )
-    return lines + [
+    lines += [
         f"{of}: {share:.3f} false positives, at most {MOST_FALSE}"
         for of, share in false
         if share > MOST_FALSE
+    ]
+    lines += [
+        f"{row['design']}, {case}: coverage {share:.3f}, at least {chance.LEAST}"
+        for row in results.get("untrained", [])
+        for case, share in row["coverage"].items()
+        if share < chance.LEAST
+    ]
+    return lines + [
+        f"carriers, {row['design']}: coverage {row['coverage']:.3f}, "
+        f"at least {chance.LEAST_CARRIED}"
+        for row in results.get("carried", [])
+        if row["coverage"] < chance.LEAST_CARRIED
     ]
 
 
@@ -482,6 +525,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="studies of each design, for familywise error",
     )
     parser.add_argument("--permutations", type=int, default=99)
+    parser.add_argument(
+        "--untrained",
+        type=int,
+        default=40,
+        help="untrained models of each kind and depth; 0 leaves chance out",
+    )
     parser.add_argument("--out", type=Path, help="folder for statistics.json")
     options = parser.parse_args(arguments)
     shown = console()
@@ -509,6 +558,12 @@ def main(arguments: list[str] | None = None) -> int:
         ],
         "attenuation": list(attenuations(max(1, options.resampled // 5))),
     }
+    if options.untrained:
+        results |= {
+            "n_untrained": options.untrained,
+            "untrained": list(chance.null_coverage(options.untrained)),
+            "carried": list(chance.carried_coverage(n_seeds=5, n_means=1000)),
+        }
     shown.print(*tables(results))
     if options.out:
         shown.print(f"wrote {write(options.out, 'statistics', results)}")

@@ -12,9 +12,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPTNeoXConfig
 
+import tl_coupling as tlc
 from benchmarks import (
     across_tokens,
     beside_coupling,
+    chance,
     depth_coupling,
     engines,
     expected,
@@ -26,6 +28,7 @@ from benchmarks import (
     statistics,
     table,
 )
+from benchmarks.stages import random_model
 from tl_coupling.generalization import paper_table1
 
 
@@ -246,6 +249,8 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
         4,
         "--permutations",
         19,
+        "--untrained",
+        0,
     ]
     # With so few studies what is wanted may be missed: it is said then.
     status = statistics.main([*map(str, arguments), "--out", str(tmp_path)])
@@ -294,6 +299,37 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
     ]
     assert [miss.split(":")[0] for miss in statistics.missed(wrong)] == ["d", "e"]
     assert "coverage of the 95 %" in capsys.readouterr().out
+
+
+def test_what_chance_gives_is_counted(monkeypatch):
+    """The Jacobians of the benchmark are those of the package, by a way of its own."""
+    for name, value in (
+        ("N_LAYERS", (2,)),
+        ("N_PROMPTS", 2),
+        ("CARRIED_LAYERS", (3,)),
+        ("CARRIED_KS", (2,)),
+    ):
+        monkeypatch.setattr(chance, name, value)
+    untrained = list(chance.null_coverage(1))
+    assert len(untrained) == 4
+    assert {len(row["coverage"]) for row in untrained} == {4}
+    (carried,) = chance.carried_coverage(n_seeds=1, n_means=60)
+    assert carried["least"] > 0.8
+    config = chance.configs(2)["GPTNeoXForCausalLM"]
+    config.architectures = ["GPTNeoXForCausalLM"]
+    model = random_model(config, "neox", torch.device("cpu"))
+    tokens = torch.arange(1, 9)[None]
+    expected = chance.block_jacobians(chance.untrained(config, 0), tokens)
+    measured = tlc.block_jacobians(tlc.trace(model, tokens))
+    assert torch.allclose(measured, expected, atol=1e-5 * float(expected.abs().max()))
+    results = {
+        "coverage": [],
+        "familywise": [],
+        "untrained": [{"design": "f", "coverage": {"1 × k = 2": 0.9}}],
+        "carried": [{"design": "g", "coverage": 0.9}],
+    }
+    starts = [line.split(":")[0] for line in statistics.missed(results)]
+    assert starts == ["f, 1 × k = 2", "carriers, g"]
 
 
 def test_across_tokens(folder_model, tmp_path, monkeypatch):

@@ -18,14 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import tiny
 import tl_coupling as tlc
 from fingerprints import fingerprint
 from public_api import public_names
 from test_public_names import examples
 
 pytestmark = [
-    pytest.mark.on_4_only,
     pytest.mark.filterwarnings("ignore"),  # Of examples, which are run elsewhere.
 ]
 

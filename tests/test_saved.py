@@ -15,7 +15,7 @@ import tl_coupling as tlc
 from made_up_results import random_map
 from tl_coupling.saved import Saved
 
-pytestmark = [pytest.mark.on_4_only, pytest.mark.usefixtures("as_a_user")]
+pytestmark = pytest.mark.usefixtures("as_a_user")
 
 RESULTS: dict[str, Callable[[tlc.Trace], Saved]] = {
     "a map": lambda trace: tlc.depth_coupling(trace, k=3),

@@ -14,8 +14,6 @@ from fingerprints import fingerprint
 from random_matrices import gaussian
 from tl_coupling.arguments import checked, measuring, others_measuring
 
-pytestmark = pytest.mark.on_4_only
-
 
 class Residual(nn.Linear):
     """A block that adds a linear function."""

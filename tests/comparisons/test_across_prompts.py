@@ -75,7 +75,6 @@ def test_a_prompt_with_itself_shares_all(traces):
         torch.testing.assert_close(of_itself, torch.ones(1, 3), atol=1e-5, rtol=0)
 
 
-@pytest.mark.on_4_only
 def test_a_prompt_counts_once(model, traces):
     """However it is given: a mean over different prompts would be too high."""
     again = tlc.trace(model, traces[0].tokens)
@@ -84,7 +83,6 @@ def test_a_prompt_counts_once(model, traces):
             tlc.prompt_coupling([*traces, twice], k=K)
 
 
-@pytest.mark.on_4_only
 def test_prompts_are_of_one_model_traced_in_one_way(model, traces):
     hook = ("blocks.0.hook_out", lambda stream, hook: 2 * stream)
     with model.hooks(fwd_hooks=[hook]):

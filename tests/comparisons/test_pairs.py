@@ -452,6 +452,36 @@ def test_an_interval_of_the_null_holds_what_is_drawn(deep):
     assert widths[1] < 0.8
 
 
+@pytest.mark.parametrize(
+    ("within", "measure"),
+    [("space", "coupling"), ("space", "released_norm"), ("pairs", "coupling")],
+)
+def test_an_interval_of_the_null_hardly_depends_on_its_draws(deep, within, measure):
+    """By default its ends are known to a twentieth of the width, its middle better."""
+    result = tlc.comparisons.jacobian_coupling(torch.from_numpy(deep[1][LAST]), 4)
+    ends = np.array(
+        [
+            result.null_interval(4, measure, within=within, seed=seed)
+            for seed in range(4)
+        ]
+    )
+    width = np.diff(ends).mean()
+    assert ends.std(0, ddof=1).max() < width / 20
+
+
+@pytest.mark.parametrize(("k", "mean"), [(2, 1 / 3), (10, 0.05155)])
+def test_an_interval_of_the_null_lies_around_the_mean_of_random_subspaces(k, mean):
+    """Of forty layers with slow spectra it is narrow, and lies around the mean, not the
+    root mean square.
+    """
+    rng = np.random.default_rng(0)
+    spectrum = np.geomspace(1, 0.7, 100)
+    J = np.stack([haar(100, rng) * spectrum @ haar(100, rng) for _ in range(40)])
+    result = tlc.comparisons.jacobian_coupling(torch.from_numpy(J), k)
+    low, high = result.null_interval(k)
+    assert (low + high) / 2 == pytest.approx(mean, abs=(high - low) / 20)
+
+
 def test_undefined_pairs_are_counted_and_left_out_of_the_mean(deep):
     J = torch.from_numpy(deep[1][LAST]).clone()
     J[1] = 0

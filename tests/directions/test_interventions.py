@@ -204,7 +204,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize("name", REFUSED)
 def test_hooks_that_cannot_act_are_refused_in_a_line(model, name):
     call, message = REFUSED[name]
@@ -232,7 +231,6 @@ def test_batches_that_hooks_do_not_fit_are_refused_in_a_line(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize("scale", [1, np.float32(1), np.array(1.0), torch.tensor(1.0)])
 def test_a_scale_is_any_number_and_a_position_counts_from_both_ends(model, scale):
     expected = logits_with(model, directions().hooks(model, 1.0, 0), n_rows=2)
@@ -241,7 +239,6 @@ def test_a_scale_is_any_number_and_a_position_counts_from_both_ends(model, scale
     assert not torch.equal(ours, logits_with(model, [], n_rows=2))
 
 
-@pytest.mark.on_4_only
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
 def test_directions_of_16_bits_are_float32_from_then_on(model, dtype, tmp_path):
     ours = directions(dtype=dtype)
@@ -253,7 +250,6 @@ def test_directions_of_16_bits_are_float32_from_then_on(model, dtype, tmp_path):
     assert result.kl.isfinite().all()
 
 
-@pytest.mark.on_4_only
 def test_a_subspace_of_another_model_is_refused(trace, tokenizer_folder):
     found = tlc.directions.shared_subspace([trace], rank=2, k=4)
     unknown = tlc.directions.Subspace(

@@ -118,6 +118,23 @@ def test_null_against_sampled_random_subspaces(name, frames):
             assert null * (1 - 4e-3) < approximate <= null * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 10, 300])
+def test_the_mean_coupling_of_gaussian_matrices(k):
+    """The diagonal's share is Beta-distributed: its mean by quadrature, and by drawing."""
+    mean = tlc.measures.mean_random_coupling(k)
+    if k == 1:
+        assert mean == 1
+        return
+    share = stats.beta(k / 2, k * (k - 1) / 2)
+    assert mean == pytest.approx(share.expect(lambda x: 1 - np.sqrt(1 - x)), rel=1e-6)
+    if k <= 10:
+        A = np.random.default_rng(0).standard_normal((20_000, k, k))
+        off = np.linalg.norm(A * (1 - np.eye(k)), axis=(1, 2))
+        drawn = 1 - off / np.linalg.norm(A, axis=(1, 2))
+        error = drawn.std() / math.sqrt(len(drawn))
+        assert mean == pytest.approx(drawn.mean(), abs=4 * error)
+
+
 @pytest.mark.parametrize("d", [2, 12, 576])
 @pytest.mark.parametrize("knows_all", [True, False])
 def test_null_of_flat_and_of_rank_one_in_closed_form(d, knows_all):

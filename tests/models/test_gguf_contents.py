@@ -17,7 +17,6 @@ import tl_coupling as tlc
 
 # transformers reads these files, in one version for both lines of TransformerLens.
 pytestmark = [
-    pytest.mark.on_4_only,
     pytest.mark.skipif(
         importlib.util.find_spec("gguf") is None, reason="gguf is not installed"
     ),

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from einops import rearrange
+from einops import einsum, rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.comparisons.nulls import sums_of_draws
 from tl_coupling.comparisons.pairs import decomposed_layers
 from tl_coupling.gradients import Components
 from tl_coupling.jacobians import JacobianOptions, MemoryLimit, components_and_path
@@ -24,7 +25,7 @@ from tl_coupling.measures import (
 )
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
-from tl_coupling.statistics import Interval
+from tl_coupling.statistics import LEVEL, Interval
 from tl_coupling.traces import Trace
 
 if TYPE_CHECKING:
@@ -34,8 +35,13 @@ PerPair = Float[Tensor, "n_rows n_cols component"]
 Share = Literal["excess", "diagonal_share", "energy_share", "jacobian_share"]
 # The order of components, behind the heads.
 _BRANCHES = ("attn_out", "mlp_out", "mlp∘attn", "skip")
-# Of a normal distribution, how many standard deviations 95 % lie within.
-_NORMAL_95 = 1.96
+# Of the random frames that the null is drawn from, if the caller does not say how many:
+# so many, and more where a share varies more, which is where k is small. At k = 1 it is
+# a ratio of two numbers, without a mean.
+_FEWEST_DRAWS = 200
+_DRAWN_COLUMNS = 2000
+# Numbers in memory at once.
+_AT_ONCE = 2**22
 
 
 @made_by("carriers(trace)")
@@ -144,12 +150,18 @@ class Carriers(Saved):
     def null_interval(self, label: str) -> Interval:
         """Return where 95 % of a component's mean excess lies with random vectors.
 
-        From the draws: the mean over the rows of each is what a column would give, and
-        columns are independent; their mean is taken to be normal. The interval holds
-        what the draws leave unknown of its middle too: more of them make it narrower.
+        The Jacobians and their components are held fixed; each column has random
+        vectors of its own, which are the same for all rows. So a mean is drawn as the
+        measured one is taken: a draw for each column, over the rows that are other
+        layers. Of thousands of such means the interval has the quantiles, as a share is
+        a ratio, and far from normal for a small k: at k = 1 it has no mean, at k = 2 no
+        variance. What the draws leave unknown of the middle is in it: from each mean
+        that is drawn the error of another sample of as many draws is taken, and more of
+        them make the interval narrower.
 
         Raises:
-            ValueError: a label that is none of the components, fewer than two draws.
+            ValueError: a label that is none of the components; fewer than two draws, or
+                fewer than two layers.
 
         Example:
             >>> low, high = tlc.carriers(trace, k=4).null_interval("mlp_out")
@@ -165,14 +177,18 @@ class Carriers(Saved):
             raise ValueError(
                 f"an interval needs two draws or more, there is {n_draws}: `n_draws`"
             )
-        excess = self.null_share - self.jacobian_share[:, :1]
-        of_draws = excess[..., self.labels.index(label)].double().nanmean(0)
-        variance_of_mean = float(of_draws.var()) * (
-            1 / len(self.col_layers) + 1 / n_draws
-        )
-        width = _NORMAL_95 * variance_of_mean**0.5
-        middle = float(of_draws.mean())
-        return middle - width, middle + width
+        excess = (self.null_share - self.jacobian_share[:, :1]).double().cpu()
+        of_rows = excess[..., self.labels.index(label)]
+        is_counted = self._different_layers().cpu() & ~of_rows.isnan().any(1)[:, None]
+        # What a column would add to the mean, if its vectors were those of the draw.
+        weights = is_counted.double() / is_counted.sum()
+        of_cols = einsum(of_rows.nan_to_num(), weights, "row draw, row col -> draw col")
+        generator = torch.Generator().manual_seed(0)
+        means = sums_of_draws(of_cols, generator)
+        means = means - _errors_of_the_middle(of_cols.sum(1), len(means), generator)
+        ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2]).to(means)
+        low, high = means.quantile(ends).tolist()
+        return low, high
 
     @checked
     def by_branch(self) -> "Carriers":
@@ -271,7 +287,7 @@ def carriers(
     orientation: Orientation = "ujv",
     *,
     layers: Sequence[int] | None = None,
-    n_draws: Count = 50,
+    n_draws: Count | None = None,
     seed: Seed = 0,
     chunk_size: Count | None = None,
     max_memory: MemoryLimit | None = None,
@@ -306,7 +322,8 @@ def carriers(
         orientation: as in `depth_coupling`.
         layers: a selection of layers, in this order; all by default. A model with
             layers without attention needs one.
-        n_draws: how many random frames the null is drawn from.
+        n_draws: how many random frames the null is drawn from: by default 200, and 2000
+            vectors in all where k is below 10.
         seed: of the draws.
         chunk_size, max_memory, progress: as in `depth_coupling`.
 
@@ -335,6 +352,7 @@ def carriers(
     if orientation == "vju":
         left, right = right, left
     generator = seeded(seed)
+    n_draws = n_draws or max(_FEWEST_DRAWS, _DRAWN_COLUMNS // k)
     random_frames = random_rotations(
         2, n_draws, trace.d_model, columns=k, generator=generator
     )
@@ -406,6 +424,18 @@ def _shares(
         energy_shares(A_c, A),
         components.inner_products(J) / J.square().sum(),
     )
+
+
+def _errors_of_the_middle(
+    of_draws: Float[Tensor, " n_draws"], n: int, generator: torch.Generator
+) -> Float[Tensor, " n"]:
+    """Draw as many draws again, n times, and say how far their mean is from the first."""
+    n_draws = len(of_draws)
+    errors = []
+    for some in torch.arange(n).split(max(1, _AT_ONCE // n_draws)):
+        again = torch.randint(n_draws, (len(some), n_draws), generator=generator)
+        errors.append(of_draws[again].mean(1) - of_draws.mean())
+    return torch.cat(errors)
 
 
 def _all_labels(of_layers: Iterable[Sequence[str]]) -> tuple[str, ...]:

@@ -12,7 +12,9 @@ from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
 from tl_coupling.comparisons.nulls import (
     draws_in_space,
     draws_in_spans,
+    draws_needed,
     means_of_draws,
+    rise_together,
 )
 from tl_coupling.measures import (
     MEASURES,
@@ -232,21 +234,25 @@ class CouplingMap(Saved):
         *,
         off_diagonal: bool = True,
         within: Null = "space",
-        n_draws: Count = 100,
+        n_draws: Count | None = None,
         seed: Seed = 0,
         **options: Any,
     ) -> Interval:
         """Return where 95 % of `mean` would lie if J_2's singular vectors were random.
 
-        By drawing them; each column has its own. Pairs of one column share its vectors:
-        within J_2's spans they are rotated together. In the whole space what they have
-        in common is not known from the spectra of the J_1, so the values of a column
-        are taken to rise and fall together: the interval is then as wide as it can be,
-        or wider.
+        The Jacobians J_1 are held fixed. The vectors of J_2 are drawn, those of each
+        column by themselves, and the draws moved to where the closed form says that
+        they lie: they say how much the mean spreads, and the mean of what was drawn is
+        not in it. Pairs of one column share its vectors: within J_2's spans they are
+        rotated together. In the whole space what they have in common is not known from
+        the spectra of the J_1, so the values of a column are taken to rise and fall
+        together, and so are the prompts of a mean: the frames of one model may be the
+        same on all. Of two layers, so are the two columns, which compare the same
+        frames. The interval is then as wide as it can be, or wider.
 
         Args:
-            n_draws: for each column; these are combined anew thousands of times. With
-                more, which take longer, the ends of the interval are better known.
+            n_draws: for each column; these are combined anew thousands of times. By
+                default as many as leave the ends known to a twentieth of the width.
             k, measure, off_diagonal, within, options: as in `null`.
 
         Raises ValueError where every pair compares a connection with itself.
@@ -259,23 +265,42 @@ class CouplingMap(Saved):
         """
         k = self._k(k)
         # Refuses what a mean over prompts does not hold.
-        self._nulls(k, measure, within, options)
+        nulls = self._nulls(k, measure, within, options)
         of_pairs = measure_named(measure, **options)
         different = ~self.own_pairs().cpu()
         generator = seeded(seed)
         S_1 = self.singular_values.cpu().double()
+        n_draws = n_draws or draws_needed(different.shape[1], within)
+        together = False
         if within == "space":
             norms = self.frobenius_norms.cpu()
             draws = draws_in_space(
-                of_pairs, k, n_draws, self.d_model, S_1, norms, generator
+                of_pairs,
+                k,
+                n_draws,
+                self.d_model,
+                S_1,
+                norms,
+                nulls[:, 0].double(),
+                generator,
             )
+            rows = list(zip(self.row_layers, self.row_positions, strict=True))
+            cols = list(zip(self.col_layers, self.col_positions, strict=True))
+            together = rise_together(rows, cols, different)
         else:
             A = self.at(k).cpu().double()
             paired = within == "pairs"
             draws = draws_in_spans(
-                of_pairs, A, S_1, different, n_draws, generator, paired=paired
+                of_pairs,
+                A,
+                S_1,
+                nulls.double(),
+                different,
+                n_draws,
+                generator,
+                paired=paired,
             )
-        means = means_of_draws(draws, different, self.n_prompts, generator)
+        means = means_of_draws(draws, different, generator, together=together)
         if not off_diagonal:
             values = self.values(k, measure, **options).cpu()
             own_values = values[~different].double()

@@ -46,8 +46,9 @@ class MeanCouplingMap(CouplingMap):
     its default options; `spread` and `spread_of_mean` give standard deviations (n − 1
     in the denominator; NaN for one prompt). What is undefined for one prompt is
     undefined (NaN) in the mean. `null_interval` takes the spectra to be their means,
-    and the subspaces of each prompt to be others. `CouplingMap.load` reads such a map
-    too.
+    and the values of all prompts to rise and fall together, as they do where a model's
+    singular vectors are the same on all: it is that of one prompt. `CouplingMap.load`
+    reads such a map too.
 
     Attributes:
         matrices: mean of `|A|`, `[n_rows n_cols k k]` (the signs of singular vectors

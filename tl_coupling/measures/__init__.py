@@ -38,6 +38,7 @@ from tl_coupling.measures.measure import (
 )
 from tl_coupling.measures.nulls import (
     Null,
+    mean_random_coupling,
     nulls_at_every_k,
     random_subspace_null,
     rotation_null,
@@ -52,6 +53,7 @@ __all__ = [
     "coupling_matrix",
     "draws_of_nuclear_overlap",
     "draws_of_random_subspaces",
+    "mean_random_coupling",
     "measure_of",
     "miscoupling",
     "normalized_miscoupling",

@@ -111,6 +111,12 @@ class Measure(ABC):
     def null(self, moments: Moments) -> Float[Tensor, "*batch"]:
         """Return its root mean square over random A with these moments."""
 
+    def root_mean_square(
+        self, values: Float[Tensor, "n_draws ..."]
+    ) -> Float[Tensor, "..."]:
+        """Return of drawn values what `null` is of all that could be drawn."""
+        return values.square().mean(0).sqrt()
+
     def null_of_any_jacobian(self, k: int) -> Float[Tensor, ""]:
         """Return the null of random frames of a measure for which J_1 does not matter.
 
@@ -167,6 +173,12 @@ class Coupling(NormalizedMiscoupling):
     def null(self, moments: Moments) -> Tensor:
         """Return `1 − √E[m̃²]`."""
         return 1 - super().null(moments)
+
+    def root_mean_square(
+        self, values: Float[Tensor, "n_draws ..."]
+    ) -> Float[Tensor, "..."]:
+        """Return `1 − √(mean m̃²)`."""
+        return 1 - super().root_mean_square(1 - values)
 
     def null_of_any_jacobian(self, k: int) -> Tensor:
         """Return `1 − √(1 − 1/k)`."""

@@ -14,10 +14,12 @@ explained by what it keeps.
 
 Closed forms are root mean squares, which for m̃ lie above the mean: of `1 − √(1 − 1/k)`
 the mean coupling of random subspaces is 1.138 times at k = 2, 1.061 times at k = 3 and
-1.005 times at k = 10, where A is Gaussian, as for a flat spectrum in many dimensions.
-`draws_of_random_subspaces` gives means and quantiles as well.
+1.005 times at k = 10, where A is Gaussian, as for a flat spectrum in many dimensions
+(`mean_random_coupling`). `draws_of_random_subspaces` gives means and quantiles of any
+other spectrum.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -101,6 +103,36 @@ def random_subspace_null(
     if measured.absolute:
         entry = mean_absolute_entry(S_1.double(), norm, d_model)
     return measured.null(moments_in_space(s, d_model, norm, entry))
+
+
+@checked
+def mean_random_coupling(k: Count) -> float:
+    r"""Return the mean coupling of random subspaces, where A is Gaussian.
+
+    That is what a mean of couplings is compared with; `random_subspace_null` is a root
+    mean square, further from it the smaller k is. With independent normal entries, as
+    for a flat spectrum in many dimensions, the diagonal's share of `‖A‖_F²` is
+    Beta-distributed with `k/2` and `b = k(k − 1)/2`, and so
+
+    .. math::
+
+        \mathbb{E}[1 - \tilde m] = 1 - \frac{\Gamma(b + 1/2)\, \Gamma(k^2/2)}
+        {\Gamma(b)\, \Gamma((k^2 + 1)/2)} .
+
+    Raises:
+        ValueError: k below 1.
+
+    Example:
+        >>> [round(tlc.measures.mean_random_coupling(k), 4) for k in (1, 2, 10)]
+        [1.0, 0.3333, 0.0516]
+    """
+    if k == 1:
+        return 1.0
+    off_diagonal = k * (k - 1) / 2
+    size = k * k / 2
+    log_ratio = math.lgamma(off_diagonal + 0.5) - math.lgamma(off_diagonal)
+    log_ratio += math.lgamma(size) - math.lgamma(size + 0.5)
+    return -math.expm1(log_ratio)
 
 
 def nulls_at_every_k(
