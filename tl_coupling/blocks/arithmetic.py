@@ -6,10 +6,11 @@ model: one measurement has them at a time, in whichever thread it runs. Ctrl-C t
 effect between its steps, where every change is undone on the way out.
 """
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -101,8 +102,8 @@ def exact_arithmetic(
     modules: Sequence[nn.Module] = (),
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Compute without gradients for parameters, autocast and TF32, with attention in
-    plain operations, and with the modules in `dtype`.
+    """Compute without gradients for parameters, autocast, TF32 and compiled code, with
+    attention in plain operations, and with the modules in `dtype`.
 
     One thread at a time; Ctrl-C takes effect on entering, on leaving, and in
     `hear_interrupts`.
@@ -121,7 +122,9 @@ def exact_arithmetic(
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(_not_compiled())
             changes = () if dtype is None else _computing_in(modules, dtype)
+            stack.callback(_forget_graphs, modules)
             stack.enter_context(attributes_set(chain(_full_precision(), changes)))
             _entered.append(state)
             stack.callback(_entered.pop)
@@ -217,6 +220,24 @@ def _parts_to_fill(model: Any) -> list[nn.Module]:
     return list(parts)
 
 
+def _forget_graphs(modules: Sequence[nn.Module]) -> None:
+    """Detach buffers that modules have changed in place while they were differentiated."""
+    for module in modules:
+        for buffer in module.buffers():
+            if buffer.grad_fn is not None:
+                buffer.detach_()
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Run what `torch.compile` compiled as it was written."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and later
+    # Its import takes seconds, and whatever compiled has done it.
+    if set_stance is None or "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = set_stance("force_eager")
+    return stance
+
+
 def _full_precision() -> list[Change]:
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
@@ -234,8 +255,8 @@ def _full_precision() -> list[Change]:
 
 
 def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[Change]:
-    """Yield changes that make modules compute in `dtype`; HookedTransformer's norms cast
-    to `cfg.dtype`.
+    """Yield changes that make modules compute in `dtype`, with weights as constants;
+    HookedTransformer's norms cast to `cfg.dtype`.
 
     Not by `torch.func.functional_call`: a bridge reaches one module under two names,
     and would keep foreign weights.
@@ -247,6 +268,9 @@ def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is None or not tensor.is_floating_point():
                 continue
+            # Not of a weight that is computed from others.
+            if tensor.requires_grad and tensor.is_leaf:
+                yield tensor, "requires_grad", False
             if tensor.dtype != dtype:
                 yield tensor, "data", tensor.data.to(dtype)
         cfg = vars(part).get("cfg")
