@@ -1,6 +1,7 @@
 """Hooks of the user's on a model, by the names that TransformerLens knows them by."""
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -24,13 +25,31 @@ def backward_hooks_of_user(model: nn.Module) -> list[str]:
     return _named(model, _has_backward_hook)
 
 
-def names_of_hook_points(model: Any) -> dict[int, str]:
-    """Return the name of each hook point of a model, by its id.
-
-    Where there are several, it is HookedTransformer's, which comes after a bridge's own.
+def names_of_hook_points(model: nn.Module) -> dict[int, str]:
+    """Return the names of a bridge's hook points, by id: HookedTransformer's, for those
+    that have one beside the bridge's own.
     """
-    hook_points: Mapping[str, nn.Module] = getattr(model, "hook_dict", {})
-    return {id(point): name for name, point in hook_points.items()}
+    names: dict[int, str] = {}
+    for part in model.modules():
+        aliases: Mapping[str, str | list[str]] = getattr(part, "hook_aliases", {})
+        for alias, target in aliases.items():
+            for path in [target] if isinstance(target, str) else target:
+                point = _attribute_at(part, path)
+                name = getattr(point, "name", None)
+                if name is not None:
+                    names[id(point)] = name.removesuffix(path) + alias
+                    break
+    return names
+
+
+def _attribute_at(part: nn.Module, path: str) -> object:
+    """Return what a component has there; bridges of other kinds refuse, each with an
+    error of its own.
+    """
+    try:
+        return attrgetter(path)(part)
+    except Exception:
+        return None
 
 
 def path_of_user(path: str) -> str:

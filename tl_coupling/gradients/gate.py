@@ -232,7 +232,9 @@ class Gate:
         seed = torch.zeros_like(Y)
         seed[t] = u
         try:
-            (rows,) = forward.pull_back(seed)
+            # A checkpoint runs the block again.
+            with forward.around():
+                (rows,) = forward.pull_back(seed)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -353,8 +355,8 @@ class Gate:
             )
         if forward.stop is not None:
             return (
-                f"It stops or changes gradients (`{forward.stop}`), as the error term of an SAE "
-                "does: let them through, or take away what calls it"
+                f"It stops or changes gradients (`{forward.stop}`), as the error term "
+                "of an SAE does: let them through, or take away what calls it"
             )
         masked = self.rows.call.masked_rows() & set(
             is_wrong.nonzero().flatten().tolist()
