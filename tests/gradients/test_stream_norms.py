@@ -372,3 +372,61 @@ def test_a_norm_that_is_replaced_after_the_first_measurement_is_noticed() -> Non
     network.blocks[1].norm1 = nn.LayerNorm(network.blocks[1].norm1.weight.numel())
     with pytest.raises(tlc.gradients.StepError, match="block 1"):
         tlc.depth_coupling(trace, k=4, position=2)
+
+
+class Guarded(nn.Module):
+    """A block whose stream is kept within what a dtype can hold: in a function, or by a
+    module, as T5's and OpenAI's blocks do in float16.
+    """
+
+    def __init__(self, guard: Callable[[Tensor], Tensor], post_norm: bool) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(D_MODEL), nn.Linear(D_MODEL, D_MODEL)
+        self.guard, self.post_norm = guard, post_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.post_norm:
+            return self.guard(self.norm(x + self.f(x).tanh()))
+        return self.guard(x + self.f(self.norm(x)).tanh())
+
+
+GUARDS = {
+    "clamp": lambda x: x.clamp(-65504, 65504),
+    "module": nn.Hardtanh(-65504, 65504),
+    "soft cap": lambda x: 1000 * (x / 1000).tanh(),
+    "of bfloat16": lambda x: x.clamp(-3e38, 3e38),
+}
+
+
+@pytest.mark.parametrize("size", [0.01, 1, 50])
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_guard_is_no_norm(guard: str, size: float) -> None:
+    blocks = [Guarded(GUARDS[guard], post_norm=False) for _ in range(2)]
+    network = nn.Sequential(*blocks)
+    x = size * torch.randn(1, 3, D_MODEL, generator=torch.Generator().manual_seed(0))
+    trace = tlc.trace_modules(blocks, lambda: network(x))
+    assert_plain(trace)
+    expected = torch.func.jacrev(lambda row: blocks[0](row) - row)(x[0, -1])
+    torch.testing.assert_close(
+        tlc.block_jacobian(trace, 0), expected, atol=1e-5, rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize("guard", ["clamp", "module", "of bfloat16"])
+def test_a_guard_behind_a_norm_hides_it_from_no_one(guard: str) -> None:
+    blocks = [Guarded(GUARDS[guard], post_norm=True) for _ in range(2)]
+    x = torch.randn(1, 3, D_MODEL, generator=torch.Generator().manual_seed(0))
+    trace = traced(Network(nn.Sequential(*blocks), "", {"input": x}))
+    assert_every_pair(trace, 1, lambda X: blocks[1].f(X).tanh())
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 1, 100])
+@pytest.mark.parametrize("gain", [1e-2, 1, 30])
+def test_a_norm_is_one_at_every_size(size: float, gain: float) -> None:
+    """Also of a stream so small that ε matters."""
+    blocks = [Guarded(nn.Identity(), post_norm=True) for _ in range(2)]
+    for block in blocks:
+        nn.init.constant_(block.norm.weight, gain)
+    x = size * torch.randn(1, 3, D_MODEL, generator=torch.Generator().manual_seed(0))
+    trace = traced(Network(nn.Sequential(*blocks), "", {"input": x}))
+    assert all(block.branches() is not block for block in trace.blocks)

@@ -363,3 +363,32 @@ def test_logits_want_a_finite_stream(tiny_trace: tlc.Trace) -> None:
         ValueError, match="`x` must be finite, got NaN or infinite entries"
     ):
         tiny_trace.logits(torch.full((32,), torch.nan))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("architecture", "is_causal"),
+    [("llama", True), ("gpt2", True), ("mixtral", True), ("bert", False)],
+)
+def test_causality_does_not_depend_on_rounding(
+    architecture: str, is_causal: bool, dtype: torch.dtype, tokenizer_folder: Path
+) -> None:
+    original = tiny.huggingface_model(architecture, dtype=dtype)
+    trace = tlc.trace(tiny.bridge(original, tokenizer_folder), tiny.TOKENS)
+    assert trace.is_causal is is_causal
+
+
+def test_hooks_have_the_names_that_were_typed(model: nn.Module) -> None:
+    names = [
+        "hook_embed",
+        "blocks.0.hook_resid_pre",
+        "blocks.0.attn.hook_q",
+        "blocks.0.attn.hook_z",
+        "blocks.0.hook_resid_post",
+        "blocks.1.hook_mlp_out",
+        "ln_final.hook_scale",
+    ]
+    for name in names:
+        model.add_hook(name, lambda z, hook: z)
+    assert sorted(tlc.trace(model, tiny.TOKENS).provenance["hooks"]) == sorted(names)
+    model.reset_hooks()

@@ -6,9 +6,10 @@ model: one measurement has them at a time, in whichever thread it runs. Ctrl-C t
 effect between its steps, where every change is undone on the way out.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -100,8 +101,8 @@ def exact_arithmetic(
     modules: Sequence[nn.Module] = (),
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Compute without gradients for parameters, with attention in plain operations, and
-    with the modules in `dtype`, as `measuring`.
+    """Compute without gradients for parameters and compiled code, with attention in plain
+    operations, and with the modules in `dtype`, as `measuring`.
 
     One thread at a time; Ctrl-C takes effect on entering, on leaving, and in
     `hear_interrupts`.
@@ -116,6 +117,8 @@ def exact_arithmetic(
             hear_interrupts()
             stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(_not_compiled())
+            stack.callback(_forget_graphs, modules)
             if dtype is not None:
                 stack.enter_context(attributes_set(_computing_in(modules, dtype)))
                 stack.enter_context(defaults_of_model(None, dtype))
@@ -214,9 +217,27 @@ def _parts_to_fill(model: Any) -> list[nn.Module]:
     return list(parts)
 
 
+def _forget_graphs(modules: Sequence[nn.Module]) -> None:
+    """Detach buffers that modules have changed in place while they were differentiated."""
+    for module in modules:
+        for buffer in module.buffers():
+            if buffer.grad_fn is not None:
+                buffer.detach_()
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Run what `torch.compile` compiled as it was written."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and later
+    # Its import takes seconds, and whatever compiled has done it.
+    if set_stance is None or "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = set_stance("force_eager")
+    return stance
+
+
 def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[Change]:
-    """Yield changes that make modules compute in `dtype`; HookedTransformer's norms cast
-    to `cfg.dtype`.
+    """Yield changes that make modules compute in `dtype`, with weights as constants;
+    HookedTransformer's norms cast to `cfg.dtype`.
 
     Not by `torch.func.functional_call`: a bridge reaches one module under two names,
     and would keep foreign weights.
@@ -228,6 +249,9 @@ def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is None or not tensor.is_floating_point():
                 continue
+            # Not of a weight that is computed from others.
+            if tensor.requires_grad and tensor.is_leaf:
+                yield tensor, "requires_grad", False
             if tensor.dtype != dtype:
                 yield tensor, "data", tensor.data.to(dtype)
         cfg = vars(part).get("cfg")

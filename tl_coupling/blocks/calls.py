@@ -102,6 +102,7 @@ class BlockCall:
     takes_use_cache: bool
     position_dim: int  # Of keys and values.
     layout: str = "1 n d"
+    dropped_cache: str | None = None  # The argument that held keys and values.
 
     @classmethod
     def captured(
@@ -124,7 +125,10 @@ class BlockCall:
         arguments = {
             name: map_tensors(value, apart) for name, value in arguments.items()
         }
+        dropped_cache = None
         for name in arguments.keys() & set(_CACHE_ARGUMENTS):
+            if _holds_keys(arguments[name], module):
+                dropped_cache = name
             arguments[name] = None
         if "use_cache" in arguments:
             arguments["use_cache"] = False
@@ -135,8 +139,25 @@ class BlockCall:
             takes_use_cache="use_cache" in parameters or "use_cache" in arguments,
             position_dim=_position_dim(module),
             layout=_layout(residual),
+            dropped_cache=dropped_cache,
         )
         return call, residual
+
+    def masked_rows(self) -> set[int]:
+        """Return the rows from which the attention mask hides every key.
+
+        Such a mask adds the lowest number to all scores, or is False.
+        """
+        rows: set[int] = set()
+        for name, mask in self.arguments.items():
+            if "mask" not in name or not isinstance(mask, Tensor) or mask.ndim != 4:
+                continue
+            lowest = False
+            if mask.is_floating_point():
+                lowest = torch.finfo(mask.dtype).min / 2
+            hides_all = (mask <= lowest).all(-1).flatten(0, 1).any(0)
+            rows |= set(hides_all.nonzero().flatten().tolist())
+        return rows
 
     def holds(self, residual: Tensor) -> bool:
         """Say whether this is a residual stream of one sequence in the layout of the
@@ -288,6 +309,24 @@ class BlockCall:
                 arguments["use_cache"] = True
         with context.entered(n_rows):
             return hidden_states(self.module(stream, **arguments))
+
+
+def _holds_keys(cache: Any, module: nn.Module) -> bool:
+    """Say whether a cache holds keys and values, before the block has added its own, or
+    places for them (static ones).
+    """
+    if cache is None:
+        return False
+    if getattr(cache, "is_compileable", False):
+        return True
+    past_keys = getattr(cache, "past_keys", None)
+    if isinstance(past_keys, Tensor):
+        return past_keys.numel() > 0
+    if hasattr(cache, "get_seq_length"):
+        layers = [getattr(part, "layer_idx", None) for part in module.modules()]
+        layer = next((index for index in layers if isinstance(index, int)), 0)
+        return int(cache.get_seq_length(layer)) > 0
+    return True
 
 
 def _cache_argument(

@@ -9,7 +9,7 @@ Every derivative is checked against the function itself.
 # ruff: noqa: F401
 from tl_coupling.gradients.components import Components
 from tl_coupling.gradients.errors import DerivativeError, StepError
-from tl_coupling.gradients.evaluation import chunk_that_fits, vjp
+from tl_coupling.gradients.evaluation import chunk_that_fits, reverse_mode, vjp
 from tl_coupling.gradients.frozen import FrozenFunction
 from tl_coupling.gradients.function import BlockFunction
 from tl_coupling.gradients.remarks import CollectedRemarks, Remarks

@@ -1,50 +1,81 @@
 """Reverse mode through a function, with as many seeds at a time as fit into memory."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from tl_coupling.blocks import BlockError, is_out_of_memory, map_tensors
 from tl_coupling.interrupts import hear_interrupts
 
-_Output = TypeVar("_Output", bound=Tensor | tuple[Tensor, ...])
-# From a vector in the space of a function's output, or a tuple of them, to the
-# gradients of the inputs.
-PullBack = Callable[[Tensor | tuple[Tensor, ...]], tuple[Tensor, ...]]
+Output = TypeVar("Output", bound=Tensor | tuple[Tensor, ...])
 
 # Entries of the widest activation for one chunk of seeds (float32: 64 MiB); it sets the
 # default chunk size.
 _CHUNK_BUDGET = 2**24
 
 
-def vjp(function: Callable[..., _Output], *inputs: Tensor) -> tuple[_Output, PullBack]:
-    """Return a function's output and its pull-back, as `torch.func.vjp` does.
+class PullBack:
+    """From a vector in the space of a function's output, or a tuple of them, to the
+    gradients of its inputs.
 
-    Where a custom autograd Function rules out torch.func (BLOOM's GELU), plain autograd
-    takes its place.
+    By torch.func. Where that fails, by plain autograd from then on: torch.func knows no
+    numpy, no buffers changed in place, no saved-tensor hooks (gradient checkpointing)
+    and no custom autograd Functions without `setup_context` (BLOOM's GELU).
     """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[Tensor, ...],
+        pull: Callable[..., tuple[Tensor, ...]],
+        is_plain: bool = False,
+    ) -> None:
+        self._function = function
+        self._inputs = inputs
+        self._pull = pull
+        self._is_plain = is_plain
+
+    def __call__(self, u: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the gradients of the inputs."""
+        try:
+            return self._pull(u)
+        except Exception as error:
+            if self._is_plain or _is_final(error):
+                raise
+        self._is_plain = True
+        self._pull = _plain_vjp(self._function, self._inputs)[1]
+        return self._pull(u)
+
+    def of_seeds(self, seeds: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the gradients of every seed, stacked.
+
+        The seeds are rows of a tensor, or of a tuple of them. Where vmap fails, they
+        are pulled back one after the other.
+        """
+        try:
+            return torch.func.vmap(self._pull)(seeds)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+        rows = seeds if isinstance(seeds, Tensor) else zip(*seeds, strict=True)
+        gradients = [self(row) for row in rows]
+        return tuple(map(torch.stack, zip(*gradients, strict=True)))
+
+
+def vjp(function: Callable[..., Output], *inputs: Tensor) -> tuple[Output, PullBack]:
+    """Return a function's output and its pull-back, as `torch.func.vjp` does."""
     try:
-        return torch.func.vjp(function, *inputs)  # type: ignore[return-value]
-    except RuntimeError as error:
-        if "setup_context" not in str(error):
+        output, pull = torch.func.vjp(function, *inputs)
+    except Exception as error:
+        # A foreign block may raise anything.
+        if _is_final(error):
             raise
-    with torch.enable_grad():
-        leaves = [x.detach().clone().requires_grad_() for x in inputs]
-        output = function(*leaves)
-
-    def pull_back(u: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        gradients = torch.autograd.grad(
-            output, leaves, u, retain_graph=True, allow_unused=True
-        )
-        return tuple(
-            torch.zeros_like(x) if gradient is None else gradient
-            for x, gradient in zip(leaves, gradients, strict=True)
-        )
-
-    return map_tensors(output, Tensor.detach), pull_back
+        output, pull = _plain_vjp(function, inputs)
+        return output, PullBack(function, inputs, pull, is_plain=True)
+    return output, PullBack(function, inputs, pull)
 
 
 def vjp_with_aux(
@@ -53,16 +84,73 @@ def vjp_with_aux(
     """Return a function's output, its pull-back, and what else it returns.
 
     Raises:
-        BlockError: a custom autograd Function forbids torch.func.
+        BlockError: torch.func fails.
     """
     try:
         result: Any = torch.func.vjp(function, *inputs, has_aux=True)
-    except RuntimeError as error:
-        if "setup_context" in str(error):
-            raise BlockError("a custom autograd Function forbids torch.func") from None
-        raise
-    output, pull_back, aux = result
-    return output, pull_back, aux
+    except Exception as error:
+        if _is_final(error):
+            raise
+        raise BlockError("torch.func fails on the block") from None
+    output, pull, aux = result
+    return output, PullBack(lambda *x: function(*x)[0], inputs, pull), aux
+
+
+def _is_final(error: Exception) -> bool:
+    """Say whether an error would come again, whatever differentiates."""
+    return isinstance(error, BlockError) or is_out_of_memory(error)
+
+
+def _plain_vjp(
+    function: Callable[..., Any], inputs: tuple[Tensor, ...]
+) -> tuple[Any, Callable[..., tuple[Tensor, ...]]]:
+    """Return a function's output and its pull-back by plain autograd.
+
+    What is needed for the gradients is copied: a block may change it in place.
+    """
+    saved = torch.autograd.graph.saved_tensors_hooks(_copied, _as_it_is)
+    with torch.enable_grad(), saved:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        output = function(*leaves)
+
+    def pull_back(u: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        try:
+            gradients = torch.autograd.grad(
+                output, leaves, u, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            gradients = _accumulated_gradients(output, leaves, u)
+        return tuple(
+            torch.zeros_like(x) if gradient is None else gradient
+            for x, gradient in zip(leaves, gradients, strict=True)
+        )
+
+    return map_tensors(output, Tensor.detach), pull_back
+
+
+def _copied(saved: Tensor) -> Tensor:
+    """Return a copy of what autograd keeps, unless it is a weight."""
+    owner = saved if saved._base is None else saved._base
+    return saved if isinstance(owner, nn.Parameter) else saved.detach().clone()
+
+
+def _as_it_is(saved: Tensor) -> Tensor:
+    return saved
+
+
+def _accumulated_gradients(
+    output: Any, leaves: Sequence[Tensor], u: Tensor | tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of leaves as `backward` leaves them there, which checkpoints
+    that re-enter autograd demand.
+    """
+    torch.autograd.backward(output, u, retain_graph=True)
+    gradients = tuple(x.grad for x in leaves)
+    for x in leaves:
+        x.grad = None
+    return gradients
 
 
 def over_seeds(
@@ -121,7 +209,7 @@ def reverse_mode(
 
     def pull(rows: slice, identity: Tensor) -> None:
         chunk = identity if seeds is None else seeds[rows]
-        gradients = for_seeds(pull_back, chunk)
+        gradients = pull_back.of_seeds(chunk)
         for i, rows_of_J in enumerate(of_each_input(*gradients)):
             if i == len(jacobians):
                 # Its width is known when its first rows are.
@@ -131,21 +219,3 @@ def reverse_mode(
 
     over_seeds(pull, of_rows, chunk_size or chunk_that_fits(width, len(y)))
     return y, jacobians
-
-
-def for_seeds(
-    pull_back: PullBack, seeds: Tensor | tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """Return the gradients of every seed, stacked.
-
-    The seeds are rows of a tensor, or of a tuple of them. Where vmap fails, they are
-    pulled back one after the other.
-    """
-    try:
-        return torch.func.vmap(pull_back)(seeds)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        rows = seeds if isinstance(seeds, Tensor) else zip(*seeds, strict=True)
-        gradients = [pull_back(row) for row in rows]
-        return tuple(map(torch.stack, zip(*gradients, strict=True)))

@@ -93,31 +93,10 @@ class FrozenRows(BlockRows):
         """Enter the context in which the block is evaluated, its coefficients constant."""
         with super().evaluation(), ExitStack() as stack:
             if not self.entered:
-                stack.enter_context(self._without_gradients_of_weights())
                 stack.enter_context(self.freezing)
                 self.entered.append(True)
                 stack.callback(self.entered.clear)
             yield
-
-    @contextmanager
-    def _without_gradients_of_weights(self) -> Iterator[None]:
-        """Let no weight require gradients, so that only the stream does."""
-        modules = [self.call.module]
-        if self.norm is not None:
-            modules.append(self.norm)
-        weights = [
-            weight
-            for module in modules
-            for weight in module.parameters()
-            if weight.requires_grad
-        ]
-        try:
-            for weight in weights:
-                weight.requires_grad_(False)
-            yield
-        finally:
-            for weight in weights:
-                weight.requires_grad_(True)
 
     @cached_property
     def constants(self) -> list[Tensor]:

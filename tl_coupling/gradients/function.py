@@ -4,14 +4,14 @@ How its Jacobians are evaluated is in `ways`, how they are checked in `gate`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks import BlockCall, BlockError, RecordedCall
+from tl_coupling.blocks import BlockCall, RecordedCall, is_out_of_memory
 from tl_coupling.gradients.errors import StepError
 from tl_coupling.gradients.gate import Gate, Reference
 from tl_coupling.gradients.remarks import Remarks
@@ -102,8 +102,13 @@ class BlockFunction:
         contexts = [on_one_row, nullcontext]
         with self.evaluation():
             for around in contexts:
-                with suppress(BlockError), around():
-                    return normalises(self.call, self.X)
+                try:
+                    with around():
+                        return normalises(self.call, self.X)
+                except Exception as error:
+                    # A foreign block may raise anything, which the gate says.
+                    if is_out_of_memory(error):
+                        raise
         return False
 
     def branches(self) -> "BlockFunction":

@@ -15,7 +15,7 @@ passes more (a few more where a block is stiff):
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +28,8 @@ from torch import Tensor
 from tl_coupling.blocks import (
     BlockError,
     RecordedCall,
+    backward_hooks_of_user,
+    hooks_of_user,
     is_out_of_memory,
     own_arithmetic,
 )
@@ -54,6 +56,10 @@ _CAUSES = (
     "Likely causes: weights or hooks changed after `trace`, the block draws random "
     "numbers, or it keeps a state from call to call"
 )
+_NO_SLOPE = (
+    "Functions that round, and integer layers, have none: load the model without "
+    "quantization, or remove the rounding"
+)
 
 
 class Reference(NamedTuple):
@@ -71,14 +77,16 @@ class Reference(NamedTuple):
 class _Pass(NamedTuple):
     """One forward pass of the block, differentiated.
 
-    `around` makes the context in which it ran, and `stairs` is a function without a
-    slope that it called. Keys and values are known where the block gives them.
+    `around` makes the context in which it ran, `stairs` is a function without a slope
+    that it called, and `stop` one that stopped a gradient. Keys and values are known
+    where the block gives them.
     """
 
     Y: Float[Tensor, "n_pos d_model"]
     pull_back: PullBack
     around: Callable[[], AbstractContextManager[None]]
     stairs: str | None
+    stop: str | None
     keys_and_values: tuple[Tensor, ...] | None
 
 
@@ -156,7 +164,7 @@ class Gate:
         """Return the error where the full sequence no longer agrees with itself."""
         return StepError(
             f"block {self.layer} gave another value or derivative when it was called "
-            f"again. {_CAUSES}. Trace the prompt again"
+            f"again. {self._causes()}. Trace the prompt again{self._active_hooks()}"
         )
 
     def _checked_references(self, positions: list[int]) -> dict[int, Reference]:
@@ -164,7 +172,7 @@ class Gate:
         forward = self._forward(positions)
         self._check_step(forward.Y, positions)
         if forward.stairs:
-            raise self._no_derivative(f"it calls `{forward.stairs}`")
+            raise self._no_derivative(f"it calls `{forward.stairs}`. {_NO_SLOPE}")
         references = {t: self._pulled_back(forward, t) for t in positions}
         self._check_slopes(forward, references)
         return references
@@ -180,18 +188,30 @@ class Gate:
             mlp_on_rows, self.rows.call.module, positions, len(self.rows.X)
         )
         forward: _Pass | None = None
+        failure: Exception | None = None
         for differentiate, around in (
             (self._recorded_pass, on_rows),
             (self._plain_pass, on_rows),
             (self._plain_pass, nullcontext),
         ):
-            with suppress(BlockError), around(), Stairs() as stairs:
-                Y, pull_back, keys_and_values = differentiate()
-                forward = _Pass(Y, pull_back, around, stairs.called, keys_and_values)
-                if not bool(self._is_another_step(Y)[positions].any()):
-                    break
+            try:
+                with around(), Stairs() as stairs:
+                    Y, pull_back, keys_and_values = differentiate()
+            except BlockError:
+                continue
+            except Exception as error:
+                # A foreign block may raise anything.
+                if is_out_of_memory(error):
+                    raise
+                failure = error
+                continue
+            forward = _Pass(
+                Y, pull_back, around, stairs.called, stairs.stop, keys_and_values
+            )
+            if not bool(self._is_another_step(Y)[positions].any()):
+                break
         if forward is None:
-            raise self.changed()
+            raise self.changed() if failure is None else self._failed(failure)
         if forward.keys_and_values is not None:
             self.rows.remember(forward.keys_and_values)
         return forward
@@ -211,7 +231,15 @@ class Gate:
         u = torch.randn(Y.shape[1], generator=generator, dtype=torch.float64).to(Y)
         seed = torch.zeros_like(Y)
         seed[t] = u
-        return Reference(Y[t], u, forward.pull_back(seed)[0])
+        try:
+            # A checkpoint runs the block again.
+            with forward.around():
+                (rows,) = forward.pull_back(seed)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise self._failed(error) from error
+        return Reference(Y[t], u, rows)
 
     # The step
 
@@ -221,7 +249,12 @@ class Gate:
         It does to the last bit but one.
         """
         with own_arithmetic(recorded.call.module):
-            Y = recorded.call(recorded.X)
+            try:
+                Y = recorded.call(recorded.X)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise self._failed(error) from error
             difference = (Y - recorded.Y).float().norm(dim=1)
         eps = torch.finfo(self._own_dtype).eps
         tolerance = eps * recorded.Y.float().norm(dim=1)
@@ -282,8 +315,8 @@ class Gate:
             raise StepError(
                 f"block {self.layer} is not the function that was traced: at "
                 f"{_in_words(is_wrong)} what it adds to the residual stream differs by "
-                f"{percent} from the traced step. {_CAUSES}. Trace the prompt again and "
-                "measure it under the same conditions"
+                f"{percent} from the traced step. {self._causes()}. Trace the prompt "
+                f"again and measure it under the same conditions{self._active_hooks()}"
             )
 
     # The slope
@@ -296,7 +329,11 @@ class Gate:
         speaks against the derivative, two others must both speak for it.
         """
         is_right = self._converges(forward, references, direction=0)
-        if not bool(is_right.all()):
+        if forward.stop is not None:
+            # A gradient that was stopped may be a small part of the slope.
+            for i in (1, 2):
+                is_right &= self._converges(forward, references, direction=i)
+        elif not bool(is_right.all()):
             is_right |= torch.stack(
                 [self._converges(forward, references, direction=i) for i in (1, 2)]
             ).all(0)
@@ -305,8 +342,31 @@ class Gate:
         is_wrong = torch.zeros(len(self.rows.X), dtype=torch.bool)
         is_wrong[list(references)] = ~is_right.cpu()
         raise self._no_derivative(
-            f"at {_in_words(is_wrong)} its slope is not the one that autograd gives"
+            f"at {_in_words(is_wrong)} its slope is not the one that autograd gives. "
+            f"{self._cause_of_slope(forward, is_wrong)}"
         )
+
+    def _cause_of_slope(self, forward: _Pass, is_wrong: Bool[Tensor, " n_pos"]) -> str:
+        """Say why autograd gives another slope, and what to do."""
+        block = self.rows.call.module
+        if names := backward_hooks_of_user(block):
+            return (
+                f"Backward hooks change its gradients ({', '.join(names)}): remove them"
+            )
+        if forward.stop is not None:
+            return (
+                f"It stops or changes gradients (`{forward.stop}`), as the error term "
+                "of an SAE does: let them through, or take away what calls it"
+            )
+        masked = self.rows.call.masked_rows() & set(
+            is_wrong.nonzero().flatten().tolist()
+        )
+        if masked:
+            return (
+                "The attention mask hides every key from there, as it does at a pad "
+                "token at the start: leave such tokens out of the prompt"
+            )
+        return _NO_SLOPE
 
     def _converges(
         self, forward: _Pass, references: dict[int, Reference], direction: int
@@ -344,9 +404,11 @@ class Gate:
             deviation = with_moves_ahead(partial(deviations, of_each))
             return converges(deviation, scale, rounded_size)
 
-        is_right = judged(self._of_each)
-        if bool(is_right.all()):
-            return is_right
+        # Over several streams together, what was stopped may be a constant.
+        if forward.stop is None:
+            is_right = judged(self._of_each)
+            if bool(is_right.all()):
+                return is_right
         # Several streams by one call may not be what each is by itself.
         return judged(self._one_by_one)
 
@@ -379,12 +441,48 @@ class Gate:
     ) -> Float[Tensor, "n_streams n_pos d_model"]:
         return torch.stack([self.rows.of_all(stream) for stream in streams])
 
+    # Refusals
+
     def _no_derivative(self, reason: str) -> DerivativeError:
         return DerivativeError(
-            f"block {self.layer} has no derivative that could be measured: {reason}. "
-            "Functions that round, and integer layers, have none: load the model "
-            "without quantization, or remove the rounding"
+            f"block {self.layer} has no derivative that could be measured: {reason}"
+            f"{self._active_hooks()}"
         )
+
+    def _failed(self, error: Exception) -> DerivativeError | StepError:
+        """Return the error where the block raises one as it is differentiated, or as it
+        is called again.
+        """
+        message = " ".join(str(error).split())[:300]
+        raised = f"({type(error).__name__}: {message})"
+        try:
+            self.rows.of_all(self.rows.X)
+        except Exception as of_call:
+            if is_out_of_memory(of_call):
+                raise
+            return StepError(
+                f"block {self.layer} fails when it is called again as it was traced "
+                f"{raised}. {self._causes()}{self._active_hooks()}"
+            )
+        return DerivativeError(
+            f"block {self.layer} cannot be differentiated: it runs, but not within "
+            f"autograd {raised}. Take away what fails there{self._active_hooks()}"
+        )
+
+    def _causes(self) -> str:
+        """Say why a block is not the function that was traced."""
+        dropped = self.rows.call.dropped_cache
+        if dropped is None:
+            return _CAUSES
+        return (
+            f"It was called with a key/value cache (`{dropped}`), which a trace leaves "
+            "out: run the whole sequence without it (`use_cache=False`), prefix included"
+        )
+
+    def _active_hooks(self) -> str:
+        """List the hooks within the block, in a sentence of their own."""
+        names = hooks_of_user(self.rows.call.module)
+        return f". Active hooks: {', '.join(names)}" if names else ""
 
 
 def _in_words(is_meant: Bool[Tensor, " n_pos"]) -> str:

@@ -29,7 +29,7 @@ from tl_coupling.blocks import (
     hidden_states,
     is_out_of_memory,
 )
-from tl_coupling.gradients.evaluation import PullBack, for_seeds, reverse_mode, vjp
+from tl_coupling.gradients.evaluation import PullBack, reverse_mode, vjp
 
 # How well a norm is reproduced where it is recognised.
 _NORM_TOLERANCE = 1e-5
@@ -318,7 +318,7 @@ def _head_gradients(
     seeds = seeds.reshape(group * d_head, -1)
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(len(z), generator=generator, dtype=torch.float64).to(z)
-    of_q, of_k, of_v = for_seeds(pull_back, torch.cat([seeds, mixed[None]]))
+    of_q, of_k, of_v = pull_back.of_seeds(torch.cat([seeds, mixed[None]]))
     # Of each seed, the gradient of the head that it reads.
     of_heads = of_q[:-1].reshape(group, d_head, n_shared, group, -1)
     G_q = of_heads.diagonal(dim1=0, dim2=3).permute(1, 3, 0, 2)

@@ -1,4 +1,5 @@
-"""Functions without a slope, told by their names.
+"""Functions without a slope, and those that hide theirs from autograd, told by their
+names.
 
 Where the steps of a staircase are wider than the moves of the slope check, it looks
 constant there, and only its name reveals it.
@@ -7,6 +8,7 @@ constant there, and only its name reveals it.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
@@ -22,15 +24,28 @@ _STAIRS = {
 }
 # They round where they give whole numbers.
 _CASTS = {"to", "type", "long", "int", "short", "char"}
+# They give the values of a tensor without its gradient, or change that.
+_STOPS = {
+    "detach",
+    "detach_",
+    "item",
+    "tolist",
+    "numpy",
+    "__float__",
+    "register_hook",
+}
 
 
 class Stairs(TorchFunctionMode):
-    """Context that notes a function with slope zero, if one is differentiated in it.
+    """Context that notes a function with slope zero, if one is differentiated in it,
+    and what stops a gradient.
 
-    `called` is the name of the last one, or None.
+    `called` is the name of the last such function, or None; `stop` what stopped a
+    gradient last.
     """
 
     called: str | None = None
+    stop: str | None = None
 
     def __torch_function__(
         self,
@@ -41,6 +56,8 @@ class Stairs(TorchFunctionMode):
     ) -> object:
         """Call the function, and note its name if it has slope zero."""
         output = func(*args, **(kwargs or {}))
+        if stop := _stop(func, args, output):
+            self.stop = stop
         if (name := _stairs_name(func, output)) and _is_differentiated(args[0]):
             self.called = name
         return output
@@ -55,6 +72,20 @@ def _stairs_name(func: Callable[..., Any], output: object) -> str | None:
     if name in _STAIRS or (name in _CASTS and is_whole):
         return name
     return None
+
+
+def _stop(func: Callable[..., Any], args: Sequence[Any], output: object) -> str | None:
+    """Return what keeps a differentiated tensor's gradient from an output."""
+    if not any(map(_is_differentiated, args)):
+        return None
+    name: str = getattr(func, "__name__", "")
+    if name in _STOPS:
+        return name
+    if not isinstance(output, Tensor) or output.requires_grad:
+        return None
+    if name == "__get__" and output.is_floating_point():
+        return "data"
+    return None if torch.is_grad_enabled() else "no_grad"
 
 
 def _is_differentiated(value: object) -> bool:

@@ -30,6 +30,11 @@ from tl_coupling.blocks import BlockCall, BlockError, map_tensors
 FAR = 2.0**30
 # How large the output of what normalises is at most, in units of the input.
 _LARGEST = 2.0**20
+# A guard (`clamp(-65504, 65504)`) is as small far out, but not at sizes that a model
+# meets: with an input this many times as large as its usual output, and that output as
+# large as this share of the input.
+_NEAR = 64
+_KEPT = 0.25
 # The relative difference up to which two outputs are equal.
 _EQUAL = 1e-5
 
@@ -83,8 +88,10 @@ class StreamNorms:
 
 
 def normalises(call: BlockCall, X: Float[Tensor, "n_pos d_model"]) -> bool:
-    """Say whether a block normalises the stream, by one forward pass of it."""
-    return stays_small(call(FAR * X), X)
+    """Say whether a block normalises the stream, by one forward pass of it; two more
+    where its output is small far out.
+    """
+    return _stays_small(lambda scale: call(scale * X), X)
 
 
 def stream_norms(call: BlockCall, X: Float[Tensor, "n_pos d_model"]) -> StreamNorms:
@@ -120,10 +127,19 @@ def _is_stream_norm(
     """Say whether a module normalises, and nothing passes by it."""
     if observed.output.numel() != X.numel():
         return False
-    of_far = _moved_out(norm.module, observed.args, observed.kwargs)
-    return stays_small(of_far, observed.input) and _nothing_passes_by(
+    moved_out = partial(_moved_out, norm.module, observed.args, observed.kwargs)
+    return _stays_small(moved_out, observed.input) and _nothing_passes_by(
         norm, observed.output, call, X
     )
+
+
+def _stays_small(output_at: Callable[[float], Tensor], x: Tensor) -> bool:
+    """Say whether what a function makes of x, at any scale of x, is small beside it."""
+    if not stays_small(output_at(FAR), x):
+        return False
+    usual = output_at(1.0).norm()
+    scale = _NEAR * max(1.0, float(usual / x.norm()))
+    return bool(output_at(scale).norm() <= _KEPT * scale * x.norm())
 
 
 def stays_small(of_far: Tensor, x: Tensor) -> bool:
@@ -132,10 +148,10 @@ def stays_small(of_far: Tensor, x: Tensor) -> bool:
 
 
 def _moved_out(
-    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], scale: float
 ) -> Tensor:
-    """Return what a module gives where its inputs are moved far out."""
-    far_args, far_kwargs = map_tensors([args, kwargs], lambda x: FAR * x)
+    """Return what a module gives where its inputs are moved out."""
+    far_args, far_kwargs = map_tensors([args, kwargs], lambda x: scale * x)
     output: Tensor = module(*far_args, **far_kwargs)
     return output
 
@@ -170,16 +186,19 @@ def _grows_between(
     """
     modules = [norm.module for norm in norms]
     starts = [X, *(observed[norm].output for norm in norms)]
-    for i, start in enumerate(starts):
+
+    def output_at(i: int, scale: float) -> Tensor:
+        """Return what reaches the next norm, or leaves the block."""
         # Either the stream that enters is moved out, or what a norm gives.
-        stream = FAR * X if i == 0 else X.clone()
-        moved_out = {} if i == 0 else {norms[i - 1]: partial(torch.mul, FAR)}
+        stream = scale * X if i == 0 else X.clone()
+        moved_out = {} if i == 0 else {norms[i - 1]: partial(torch.mul, scale)}
         with _observing(modules, moved_out) as seen:
             output = call(stream)
-        of_far = output if i == len(norms) else seen[norms[i]].input
-        if stays_small(of_far, start):
-            return False
-    return True
+        return output if i == len(norms) else seen[norms[i]].input
+
+    return not any(
+        _stays_small(partial(output_at, i), start) for i, start in enumerate(starts)
+    )
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from tl_coupling.gradients.components import (
     hooked_components,
     linearised_components,
 )
-from tl_coupling.gradients.evaluation import PullBack, for_seeds, reverse_mode, vjp
+from tl_coupling.gradients.evaluation import PullBack, reverse_mode, vjp
 from tl_coupling.gradients.linearisation import Linearisation
 from tl_coupling.gradients.rows import BlockRows
 
@@ -301,7 +301,7 @@ class _ContextRows:
                 of_row = tuple(
                     gradient.narrow(axis, place, 1) for gradient in gradients
                 )
-                yield for_seeds(pull_back, of_row)[0]
+                yield pull_back.of_seeds(of_row)[0]
 
         return of_rows
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tl_coupling.blocks import hooks_of_user
 from tl_coupling.gradients import chunk_that_fits
 from tl_coupling.jacobians.forks import can_fork
 from tl_coupling.jacobians.options import JacobianOptions
 from tl_coupling.jacobians.sizes import in_words, n_bytes
 from tl_coupling.models import facts_of
-from tl_coupling.traces import Trace, hooks_of_user
+from tl_coupling.traces import Trace
 
 # Copies of the widest activation of a chunk, and of a matrix in its SVD, that are in
 # memory at once: measured.

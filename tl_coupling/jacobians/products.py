@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
-from tl_coupling.gradients import BlockFunction, Path, RowFunction, vjp
+from tl_coupling.blocks import is_out_of_memory
+from tl_coupling.gradients import BlockFunction, Path, RowFunction, reverse_mode, vjp
 from tl_coupling.jacobians.connections import connected
 from tl_coupling.jacobians.ways import Tried, cheapest
 from tl_coupling.traces import Trace
@@ -58,8 +59,9 @@ def block_jvp(
     """Return the product `J^l_{t1 t2} v`, without forming J.
 
     What the output at t2 does when token t1 moves in the direction v. By forward mode,
-    or by differentiating the backward pass where a block does not support it. Arguments
-    and errors as in `block_jacobian`; v is `vector`, which must be finite.
+    or by differentiating the backward pass where a block does not support it; from J
+    where it supports neither. Arguments and errors as in `block_jacobian`; v is
+    `vector`, which must be finite.
 
     Example:
         >>> v = torch.ones(trace.d_model)
@@ -72,10 +74,25 @@ def block_jvp(
     )
     x, v = t1_to_t2.x, t1_to_t2.vector
     with t1_to_t2.block.evaluation():
-        try:
-            return torch.func.jvp(t1_to_t2.function, (x,), (v,))[1]
-        except (RuntimeError, NotImplementedError):
-            return torch.autograd.functional.jvp(t1_to_t2.function, x, v)[1]
+        for jvp in (_forward_mode, _twice_backward):
+            try:
+                return jvp(t1_to_t2.function, x, v)
+            except Exception as error:
+                # A foreign block may raise anything.
+                if is_out_of_memory(error):
+                    raise
+        _, (J,) = reverse_mode(t1_to_t2.function, (x,), lambda J: [J], 4)
+        return J @ v
+
+
+def _forward_mode(function: RowFunction, x: Tensor, v: Tensor) -> Tensor:
+    tangent: Tensor = torch.func.jvp(function, (x,), (v,))[1]
+    return tangent
+
+
+def _twice_backward(function: RowFunction, x: Tensor, v: Tensor) -> Tensor:
+    tangent: Tensor = torch.autograd.functional.jvp(function, x, v)[1]
+    return tangent
 
 
 class _Differentiated(NamedTuple):

@@ -2,8 +2,6 @@
 it.
 """
 
-# ruff: noqa: F401
-from tl_coupling.traces.recording import hooks_of_user
 from tl_coupling.traces.trace import Trace
 from tl_coupling.traces.tracing import trace, trace_modules
 

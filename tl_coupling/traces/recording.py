@@ -1,6 +1,5 @@
 """One forward pass of a TransformerLens model, up to its unembedding."""
 
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -15,9 +14,6 @@ from tl_coupling.blocks import (
     tails,
 )
 from tl_coupling.models import ModelInput
-
-# Hooks of these packages are how a model computes, and no intervention of the user's.
-_PACKAGES_OF_MODELS = ("transformer_lens", "transformers", "accelerate", "torch")
 
 
 class _BlocksDone(Exception):
@@ -68,27 +64,3 @@ def _run(model: Any, model_input: ModelInput) -> None:
             f"{message}): try {model_input.when_it_fails}, or another version of "
             "TransformerLens"
         ) from error
-
-
-def hooks_of_user(model: nn.Module) -> list[str]:
-    """Return the names of hook points and modules with a forward hook of the user's,
-    which is part of what is measured.
-    """
-    return [
-        name
-        for name, module in model.named_modules()
-        if getattr(module, "fwd_hooks", None) or any(map(_is_of_user, _hooks(module)))
-    ]
-
-
-def _hooks(module: nn.Module) -> tuple[Callable[..., object], ...]:
-    return (
-        *module._forward_hooks.values(),
-        *module._forward_pre_hooks.values(),
-    )
-
-
-def _is_of_user(hook: Callable[..., object]) -> bool:
-    function = getattr(hook, "func", hook)  # Of a `functools.partial`.
-    package = str(getattr(function, "__module__", "")).split(".")[0]
-    return package not in _PACKAGES_OF_MODELS

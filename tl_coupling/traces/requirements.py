@@ -3,7 +3,8 @@ same in every call.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tl_coupling.models import describe_kind
 
@@ -35,6 +36,13 @@ def check_computes_the_same(model: nn.Module) -> None:
                 f"must be modules in Python, {part} is compiled by torch.jit: give what "
                 "it was made from"
             )
+        for weight_name, weight in module._parameters.items():
+            if _is_packed(weight):
+                raise ValueError(
+                    f"must have weights as plain tensors, `{weight_name}` of {part} is "
+                    f"a {type(weight).__name__} (torchao and others pack them so): load "
+                    "the model without quantization"
+                )
         if not module.training:
             continue
         setting = _random_setting(module)
@@ -48,6 +56,12 @@ def check_computes_the_same(model: nn.Module) -> None:
                 f"must be the same in every call, {part} is a {type(module).__name__} "
                 "in train mode, which changes its running statistics: call .eval()"
             )
+
+
+def _is_packed(weight: Tensor | None) -> bool:
+    """Say whether a weight is a foreign class that holds other tensors."""
+    is_foreign = not type(weight).__module__.startswith("torch.")
+    return is_foreign and is_traceable_wrapper_subclass(weight)
 
 
 def _random_setting(module: nn.Module) -> str | None:

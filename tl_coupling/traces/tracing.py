@@ -14,7 +14,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tl_coupling.arguments import FloatDtype, Text, checked
-from tl_coupling.blocks import Passage, exact_arithmetic, own_arithmetic, tails
+from tl_coupling.blocks import (
+    Passage,
+    exact_arithmetic,
+    hooks_of_user,
+    own_arithmetic,
+    tails,
+)
 from tl_coupling.gradients import BlockFunction, Remarks
 from tl_coupling.models import (
     ModelInput,
@@ -25,7 +31,7 @@ from tl_coupling.models import (
     model_input,
 )
 from tl_coupling.prompts import Prompt
-from tl_coupling.traces.recording import hooks_of_user, recorded_passage
+from tl_coupling.traces.recording import recorded_passage
 from tl_coupling.traces.requirements import check_computes_the_same, check_one_stream
 from tl_coupling.traces.sweeps import Sweep
 from tl_coupling.traces.trace import StreamedTrace, Trace
