@@ -5,7 +5,7 @@ follow the eigenvectors of the blocks?
     python demos/studies/paths.py --out out/paths --table  # only prints
 
 The paper's claims on trajectories (its sections 5.5 and 6.1), on 40 texts instead of
-one, for SmolLM2-135M and its untrained twin, which stands on the same texts:
+one, for SmolLM2-135M-Instruct and its untrained twin, which stands on the same texts:
 
 - *shapes*: line-shape score, expodistance and equidistance of every token. The first
   token stands apart, because attention sinks into it and its stream grows in one step.

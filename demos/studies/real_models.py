@@ -32,7 +32,7 @@
 first part is left out. Other texts are paragraphs of Python's own documentation. Results
 are one file for each model and part; what is there is not run again. Those that the
 findings cite are in `demos/studies/results/real_models`. About an hour of one core for
-SmolLM2-135M and Gemma-3-270M together; `SMALL=1`: a minute.
+SmolLM2-135M-Instruct and Gemma-3-270M together; `SMALL=1`: a minute.
 """
 
 import argparse

@@ -29,7 +29,7 @@ drawn as the stream varies. Directions come from another text than those steered
 Texts are paragraphs of Python's own documentation, which every Python brings. Results
 are one file for each model and step; what is there is not run again. Those that the
 findings cite are in `demos/studies/results/shared_directions`. About an hour of one core
-for SmolLM2-135M; `SMALL=1`: a minute.
+for SmolLM2-135M-Instruct; `SMALL=1`: a minute.
 """
 
 import argparse
