@@ -8,6 +8,7 @@ import subprocess
 import zipfile
 from dataclasses import asdict, replace
 from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
-from real import measure, page, weights
+from real import contents, measure, page, run, weights
 from real.measure import Outcome
 from real.oracle import ExactOracle, in_float64
 from real.registry import MODELS, Part, RealModel
@@ -60,6 +61,11 @@ def test_the_registry_is_consistent() -> None:
         )
         members = [part.member for part in model.parts]
         assert len(set(members)) == len(members)
+        # Parts are joined in this order.
+        assert members == sorted(members)
+        for part in model.parts:
+            name = part.requirement.split("==")[0].replace("-", "_")
+            assert name.startswith(part.member.split("/")[0])
         assert model.is_archive or model.file.endswith(".gguf")
 
 
@@ -221,6 +227,76 @@ def test_another_value_than_the_released_algorithms_is_seen() -> None:
     off[10]["ujv_norm"][1, 2] = torch.nan
     measure.compare_with_released(off, theirs, outcome)
     assert len(outcome.wrong) == 2
+
+
+@pytest.fixture
+def gguf_of_rotated_llama(tmp_path: Path) -> Path:
+    """A file as converters write it: rows in another order, norm scales plus 1, a head,
+    and biases that no layer of the model has.
+    """
+    from gguf import GGUFWriter
+
+    path = tmp_path / "tiny.gguf"
+    writer = GGUFWriter(path, "llama")
+    model = tiny.huggingface_model("llama").base_model
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flip(0) + float(parameter.ndim == 1)
+        writer.add_tensor(f"blk.0.{name}", values.numpy())
+    writer.add_tensor("output.weight", torch.rand(5, 4).numpy())
+    writer.add_tensor("blk.0.attn_q.bias", torch.rand(32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_tensor_that_the_loader_left_out_is_seen(
+    gguf_of_rotated_llama: Path,
+) -> None:
+    model = tiny.huggingface_model("llama").base_model
+    n_matched, sentences = contents.tensors_not_in_model(gguf_of_rotated_llama, model)
+    assert n_matched == len(list(model.parameters()))
+    assert sentences == ["blk.0.attn_q.bias of the file is not in the model"]
+
+
+def test_a_weight_that_is_not_in_the_file_is_seen(gguf_of_rotated_llama: Path) -> None:
+    model = tiny.huggingface_model("llama").base_model
+    model.layers[0].mlp.up_proj.weight.data *= 1.001
+    model.layers[1].self_attn.q_proj.bias = nn.Parameter(torch.rand(32))
+    _, sentences = contents.tensors_not_in_model(gguf_of_rotated_llama, model)
+    assert set(sentences) == {
+        "blk.0.attn_q.bias of the file is not in the model",
+        "blk.0.layers.0.mlp.up_proj.weight of the file is not in the model",
+        "layers.0.mlp.up_proj.weight of the model is not in the file",
+        "layers.1.self_attn.q_proj.bias of the model is not in the file",
+    }
+
+
+def test_the_support_matrix_names_what_was_measured_with_what(tiny_pair) -> None:
+    outcome = compared(*tiny_pair)
+    outcome.sha256 = "ab" * 32
+    provenance = tiny_pair[0].provenance
+    measure.describe_run(provenance, outcome)
+    section = page.section([asdict(outcome)])
+    [row] = [line for line in section.splitlines() if outcome.weights_digest in line]
+    assert provenance["weights_digest"] == outcome.weights_digest
+    assert re.search(
+        r"\| correct \| \de-0[67] \| 20\d\d-\d\d-\d\d \| cpu, float32 ", row
+    )
+    for package in ("transformer-lens", "transformers", "torch", "gguf"):
+        assert f"{package} {metadata.version(package)}" in row
+    assert f"| {outcome.sha256} |" in section
+    outcome.wrong.append("layer 1")
+    outcome.autograd_error = 0.25
+    assert "| wrong | 2e-01 |" in page.section([asdict(outcome)])
+
+
+def test_a_model_that_cannot_be_had_is_no_correct_one(tmp_path: Path) -> None:
+    model = made_up(tmp_path, (b"first", b"second"))
+    refused = run.outcome_of(replace(model, sha256="0" * 64), tmp_path)
+    assert page.failed([refused])
+    assert "| made-up | refused | – |" in page.section([refused])
 
 
 def test_the_section_takes_the_place_of_the_old_one() -> None:

@@ -9,9 +9,9 @@ library's own source; each is scored by its loss on text it has not seen, and a 
 measures the coupling of its layers on held-out passages. Then coupling is compared with
 the loss, and blocks are dropped, swapped and merged to see whether coupled ones are
 redundant. The paper's Table 1 is regressed on its own columns: what size alone says
-about the score there. Last, SmolLM2-135M-Instruct is surveyed on benchmark prompts: those of
-`--prompts`, whose blocks are then changed as well, or six test sets from the hub where
-it can be reached.
+about the score there. Last, SmolLM2-135M-Instruct is surveyed on benchmark prompts:
+those of `--prompts`, whose blocks are then changed as well, or six test sets from the
+hub where it can be reached.
 
 This is no test of the paper's claim: all models are past the early surge of coupling,
 the longest training sees half of one batch of Pythia's, and models differ in their loss

@@ -3,9 +3,9 @@
     python demos/studies/prompt_axes.py
 
 Six prompts without a common subject, in English, code and German. At the last token of
-each, every block of SmolLM2-135M-Instruct is decomposed, and compared with the same block on the
-other prompts. An untrained twin stands beside it: norms alone give blocks of any prompt
-something in common.
+each, every block of SmolLM2-135M-Instruct is decomposed, and compared with the same
+block on the other prompts. An untrained twin stands beside it: norms alone give blocks
+of any prompt something in common.
 
 About five minutes on two cores.
 """

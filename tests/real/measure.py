@@ -5,8 +5,9 @@ what HuggingFace says of them.
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import tl_coupling as tlc
 from benchmarks import released_algorithm as released
 from benchmarks.depth_coupling import Maps, released_measures
 from benchmarks.timing import resident
+from real.contents import tensors_not_in_model
 from real.oracle import Exact, ExactOracle, in_float64
 from real.prompts import PROMPTS, shortened
 from real.registry import RealModel
@@ -26,6 +28,7 @@ from real.weights import checked_file, unpacked_folder
 from tl_coupling.files import write_atomically
 from tl_coupling.jacobians import jacobian_and_path
 from tl_coupling.models import EMBEDDED_MODEL, embedded_folder
+from tl_coupling.models.loaded import version
 from tl_coupling.plots.maps import color_scale
 
 # Of a J measured in float32, relative to what float64 gives: random products of it, by
@@ -61,6 +64,14 @@ class Outcome:
     name: str
     licence: str
     source: str
+    # Of the file that was measured.
+    sha256: str = ""
+    # The day, in UTC; the others from the provenance, as a user's own results name them.
+    measured_on: str = ""
+    weights_digest: str = ""
+    device: str = ""
+    dtype: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
     n_layers: int = 0
     d_model: int = 0
     prompt_lengths: list[int] = field(default_factory=list)
@@ -68,6 +79,8 @@ class Outcome:
     ways: dict[str, int] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    # Of a GGUF file: how many of its tensors are in HuggingFace's model.
+    n_tensors: int = 0
     # The largest relative errors, and of the released algorithm the largest difference
     # by k.
     autograd_error: float = 0.0
@@ -96,7 +109,7 @@ def measure(model: RealModel, cache: Path, figures: Path | None = None) -> Outco
     Raises:
         WeightsError, ModelError: its weights cannot be had or loaded.
     """
-    outcome = Outcome(model.name, model.licence, model.source)
+    outcome = Outcome(model.name, model.licence, model.source, model.sha256)
     clock = Clock(outcome.seconds)
     source = _source(model, cache)
     clock.stop("fetch")
@@ -110,6 +123,7 @@ def measure(model: RealModel, cache: Path, figures: Path | None = None) -> Outco
     outcome.d_model = traces[0].d_model
     outcome.prompt_lengths = [trace.n_pos for trace in traces]
     outcome.stream = _stream_of(traces)
+    describe_run(traces[0].provenance, outcome)
     measured = [list(measured_jacobians(trace, outcome)) for trace in traces]
     clock.stop("jacobians")
     trained = _coupling_of(traces, "trained", outcome)
@@ -141,6 +155,11 @@ def measure(model: RealModel, cache: Path, figures: Path | None = None) -> Outco
             figures / f"{model.name}.png",
         )
     original = _huggingface(source)
+    path = checked_file(model, cache)
+    if not model.is_archive:
+        outcome.n_tensors, sentences = tensors_not_in_model(path, original)
+        outcome.wrong += sentences
+    clock.stop("tensors of the file")
     compare_with_released(ours, released_by_huggingface(original, tokens[0]), outcome)
     clock.stop("released algorithm")
     exact = in_float64(copy.deepcopy(original), model.blocks)
@@ -152,6 +171,16 @@ def measure(model: RealModel, cache: Path, figures: Path | None = None) -> Outco
         compare_with_exact(measured[n], oracle, f"{len(ids)} tokens", outcome)
     clock.stop("float64")
     return outcome
+
+
+def describe_run(provenance: Mapping[str, Any], outcome: Outcome) -> None:
+    """Put down what was measured where, and when."""
+    outcome.measured_on = datetime.now(timezone.utc).date().isoformat()
+    outcome.weights_digest = provenance["weights_digest"]
+    outcome.device = provenance["device"]
+    outcome.dtype = provenance["dtype"]
+    # The GGUF reader's too, which results do not name.
+    outcome.versions = {**provenance["versions"], "gguf": version("gguf")}
 
 
 def measured_jacobians(

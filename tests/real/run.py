@@ -46,7 +46,9 @@ def outcome_of(model: RealModel, cache: Path) -> dict[str, Any]:
 def _not_measured(model: RealModel, reason: str) -> dict[str, Any]:
     from real.measure import Outcome
 
-    return asdict(Outcome(model.name, model.licence, model.source, refused=[reason]))
+    return asdict(
+        Outcome(model.name, model.licence, model.source, model.sha256, refused=[reason])
+    )
 
 
 def _quiet() -> None:

