@@ -100,14 +100,15 @@ def test_contexts_are_as_before_after_an_error() -> None:
             before = state()
             with pytest.raises(ValueError, match="`k`"):
                 tlc.svd(gaussian(3, 3, seed=0), k=7)
-            with pytest.raises(KeyboardInterrupt), measuring():
-                assert state() == (
-                    False,
-                    torch.float32,
-                    torch.device("cpu"),
-                    False,
-                )
+            within = []
+
+            def interrupted() -> None:
+                within.append(state())
                 raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt), measuring():
+                interrupted()
+            assert within == [(False, torch.float32, torch.device("cpu"), False)]
             assert state() == before
             assert torch.get_float32_matmul_precision() == "medium"
     finally:
