@@ -178,7 +178,7 @@ def is_called_plainly(member: Any) -> bool:
     return all(p.default is not p.empty for p in parameters)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS.keys() - CHANGING)
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - CHANGING))
 def test_it_gives_the_same_in_every_context(
     name: str, calls_of: Callable[[str], list[Call]]
 ) -> None:
@@ -212,7 +212,7 @@ def in_float64(value: Any, trace_again: Callable[[tlc.Trace], tlc.Trace]) -> Any
     return copy.copy(value) if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize("name", FUNCTIONS.keys() - CHANGING)
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - CHANGING))
 def test_it_does_not_write_to_arguments_in_float64(
     name: str, calls_of: Callable[[str], list[Call]]
 ) -> None:

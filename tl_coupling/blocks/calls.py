@@ -152,7 +152,7 @@ class BlockCall:
         for name, mask in self.arguments.items():
             if "mask" not in name or not isinstance(mask, Tensor) or mask.ndim != 4:
                 continue
-            lowest = False
+            lowest: bool | float = False
             if mask.is_floating_point():
                 lowest = torch.finfo(mask.dtype).min / 2
             hides_all = (mask <= lowest).all(-1).flatten(0, 1).any(0)

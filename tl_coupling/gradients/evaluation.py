@@ -60,7 +60,9 @@ class PullBack:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-        rows = seeds if isinstance(seeds, Tensor) else zip(*seeds, strict=True)
+        rows: Iterable[Any] = (
+            seeds if isinstance(seeds, Tensor) else zip(*seeds, strict=True)
+        )
         gradients = [self(row) for row in rows]
         return tuple(map(torch.stack, zip(*gradients, strict=True)))
 
@@ -68,7 +70,7 @@ class PullBack:
 def vjp(function: Callable[..., Output], *inputs: Tensor) -> tuple[Output, PullBack]:
     """Return a function's output and its pull-back, as `torch.func.vjp` does."""
     try:
-        output, pull = torch.func.vjp(function, *inputs)
+        output, pull = torch.func.vjp(function, *inputs)  # type: ignore[misc]
     except Exception as error:
         # A foreign block may raise anything.
         if _is_final(error):
@@ -115,7 +117,7 @@ def _plain_vjp(
 
     def pull_back(u: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         try:
-            gradients = torch.autograd.grad(
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
                 output, leaves, u, retain_graph=True, allow_unused=True
             )
         except RuntimeError as error:

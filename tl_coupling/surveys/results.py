@@ -267,7 +267,7 @@ def _warn_of_same_weights(
 
 def _weight_files(content: Record) -> tuple[str | int, ...]:
     """Return the checksums of the files of a local model's weights, if known."""
-    files = content.get(FILES) or {}
+    files: Any = content.get(FILES) or {}
     return tuple(
         files[name][0] for name in sorted(files) if name.endswith(_WEIGHT_FILES)
     )
