@@ -92,6 +92,7 @@ def test_contexts_are_as_before_after_an_error() -> None:
             torch.is_inference_mode_enabled(),
         )
 
+    J = gaussian(3, 3, seed=0)
     original_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     torch.set_default_dtype(torch.float16)
@@ -99,7 +100,7 @@ def test_contexts_are_as_before_after_an_error() -> None:
         with torch.autocast("cpu"), torch.device("meta"), torch.inference_mode():
             before = state()
             with pytest.raises(ValueError, match="`k`"):
-                tlc.svd(gaussian(3, 3, seed=0), k=7)
+                tlc.svd(J, k=7)
             within = []
 
             def interrupted() -> None:
@@ -121,6 +122,9 @@ def test_operations_still_follow_the_precision_of_the_process() -> None:
     if not hasattr(backends, "fp32_precision"):
         pytest.skip("torch before 2.9 has no such setting")
     original = backends.fp32_precision
+    # Their own settings: what was set of all is theirs no longer when it is taken back.
+    operations = (backends.cudnn.conv, backends.cudnn.rnn)
+    own = [operation.fp32_precision for operation in operations]
     try:
         backends.fp32_precision = "tf32"
         tlc.svd(gaussian(3, 3, seed=0))
@@ -129,6 +133,8 @@ def test_operations_still_follow_the_precision_of_the_process() -> None:
         assert backends.cudnn.conv.fp32_precision == "ieee"
     finally:
         backends.fp32_precision = original
+        for operation, precision in zip(operations, own, strict=True):
+            operation.fp32_precision = precision
 
 
 def test_a_measure_can_be_differentiated_within_autocast() -> None:
