@@ -55,7 +55,7 @@ def test_the_command_saves_draws_and_prints_what_the_functions_give(
 def test_eigenvalues_and_runs_may_be_left_out(
     call, folder_model: Path, tmp_path: Path
 ) -> None:
-    options = {"model": folder_model, "prompt": PROMPT, "draws": 2}
+    options = {"model": folder_model, "prompt": PROMPT, "draws": 3}
     call("dynamics", "--no-eigenvalues", out=tmp_path, **options)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"products.nc", "products.png", "summary.json"}

@@ -305,7 +305,7 @@ def test_a_text_that_names_an_image_is_no_prompt_of_a_survey(
     settings = tlc.Settings(k=(4,), position=0)
     message = (
         r"prompt '0' is a text, '.*image\.png', and this model reads images: give "
-        r"Prompt\(id, image=FILE\)"
+        r"Prompt\(image=FILE\)"
     )
     with pytest.raises(ValueError, match=message):
         tlc.surveys.measure_prompts(tlc.load_model(str(folder)), str(picture), settings)

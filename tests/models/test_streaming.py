@@ -199,7 +199,7 @@ def test_hooks_are_part_of_what_is_measured(streamed: nn.Module) -> None:
     plain = tlc.trace(streamed, tiny.TOKENS).residual
     streamed.blocks[1].hook_in.add_hook(lambda x, hook: 2 * x)
     trace = tlc.trace(streamed, tiny.TOKENS)
-    assert trace.provenance["hooks"] == ["blocks.1.hook_in"]
+    assert trace.provenance["hooks"] == ["blocks.1.hook_resid_pre"]
     assert torch.equal(trace.residual[1], plain[1])
     assert not torch.equal(trace.residual[2], plain[2])
 

@@ -390,6 +390,7 @@ class CouplingMap(Saved):
         place = layers.index(layer)
         return values[place] if of == "jacobian" else values[:, place]
 
+    @checked
     def to_dataset(self) -> "xarray.Dataset":
         """Return the result as an `xarray.Dataset`: what `save` writes.
 

@@ -142,8 +142,11 @@ class Products(Saved):
     @property
     def growth_rates(self) -> Float[Tensor, "n_layers d_model"]:
         """`log σ_i / l`: growth per block, whose limits are Lyapunov exponents."""
-        n_blocks = torch.arange(1, len(self.layers) + 1)
-        return self.log_singular_values / n_blocks[:, None]
+        log_singular_values = self.log_singular_values
+        n_blocks = torch.arange(
+            1, len(self.layers) + 1, device=log_singular_values.device
+        )
+        return log_singular_values / n_blocks[:, None]
 
     @property
     def participation_ratio(self) -> Float[Tensor, " n_layers"]:

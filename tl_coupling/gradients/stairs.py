@@ -25,6 +25,9 @@ _STAIRS = {
 # They round where they give whole numbers.
 _CASTS = {"to", "type", "long", "int", "short", "char"}
 # They give the values of a tensor without its gradient, or change that.
+# A computation without gradients. It may be beside the step: norms of TransformerLens's
+# bridges compute for their hooks what the model computes by itself.
+NO_GRAD = "no_grad"
 _STOPS = {
     "detach",
     "detach_",
@@ -41,7 +44,7 @@ class Stairs(TorchFunctionMode):
     and what stops a gradient.
 
     `called` is the name of the last such function, or None; `stop` what stopped a
-    gradient last.
+    gradient first: `NO_GRAD` only where nothing else did.
     """
 
     called: str | None = None
@@ -56,7 +59,8 @@ class Stairs(TorchFunctionMode):
     ) -> object:
         """Call the function, and note its name if it has slope zero."""
         output = func(*args, **(kwargs or {}))
-        if stop := _stop(func, args, output):
+        stop = _stop(func, args, output)
+        if stop and self.stop in (None, NO_GRAD):
             self.stop = stop
         if (name := _stairs_name(func, output)) and _is_differentiated(args[0]):
             self.called = name
@@ -85,7 +89,7 @@ def _stop(func: Callable[..., Any], args: Sequence[Any], output: object) -> str 
         return None
     if name == "__get__" and output.is_floating_point():
         return "data"
-    return None if torch.is_grad_enabled() else "no_grad"
+    return None if torch.is_grad_enabled() else NO_GRAD
 
 
 def _is_differentiated(value: object) -> bool:

@@ -36,7 +36,7 @@ def refuse_no_folder(source: str) -> None:
         if Path(source).exists():
             problem = "it is a file"
         raise ModelError(
-            f"could not load {source!r}: {problem}; wanted a local folder in HuggingFace "
+            f"could not load '{source}': {problem}; wanted a local folder in HuggingFace "
             "format, a GGUF file, a hub name (`owner/name`), or 'smollm2-135m'"
         ) from None
 
