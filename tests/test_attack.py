@@ -52,6 +52,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return Subject(tmp_path_factory.mktemp("attack"))
 
 
+@pytest.mark.long("runs a survey and damages it")
 def test_a_wrong_value_and_a_unit_computed_again_are_found(subject: Subject) -> None:
     folder = subject.new_folder()
     subject.run(folder)

@@ -301,6 +301,7 @@ def test_studies_whose_truth_is_known(tmp_path, monkeypatch, capsys):
     assert "coverage of the 95 %" in capsys.readouterr().out
 
 
+@pytest.mark.long("simulates hundreds of maps")
 def test_what_chance_gives_is_counted(monkeypatch):
     """The Jacobians of the benchmark are those of the package, by a way of its own."""
     for name, value in (

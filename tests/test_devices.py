@@ -78,9 +78,15 @@ ON_THE_CPU = {
     (
         "torch.randn(*batch, d, columns or d, generator=generator, dtype=torch.float64)"
     ): "drawn on the CPU, as nulls are",
+    "torch.arange(n)": "nulls are drawn on the CPU",
+    "torch.arange(_N_SUMS)": "nulls are drawn on the CPU",
     (
-        "torch.randint(len(draws), (len(cols),), generator=generator)"
+        "torch.randint(n_draws, (len(some), n_draws), generator=generator)"
     ): "nulls are drawn on the CPU",
+    (
+        "torch.randint(n_draws, (len(some), n_independent), generator=generator)"
+    ): "nulls are drawn on the CPU",
+    "torch.as_tensor(batch[name])": "token ids go to the model when it runs",
     "torch.arange(n_cols)": "nulls are drawn on the CPU",
     "torch.as_tensor(np.asarray(values, float))": "a comparison is held on the CPU",
     "torch.tensor(triplets.steps)": "a single number goes with any device",
@@ -93,10 +99,10 @@ ON_THE_CPU = {
         "torch.zeros(n_steps, n_steps, dtype=torch.float64)"
     ): "Lanczos' small matrix is decomposed on the CPU",
     (
-        "torch.tensor([block.largest_symmetric for block in blocks])"
+        "torch.tensor("
+        "[block.largest_symmetric for block in blocks], dtype=torch.float64)"
     ): "eigenvalues are computed on the CPU",
     "torch.eye(len(S))": "eigenvalues are computed on the CPU",
-    "torch.arange(1, len(self.layers) + 1)": "results are on the CPU",
     (
         "torch.tensor([draw.shuffled for draw in draws], dtype=torch.float64)"
     ): "results are on the CPU",
@@ -106,6 +112,7 @@ ON_THE_CPU = {
         "torch.full((n_draws + 1, n_layers, n_layers), torch.nan)"
     ): "results are on the CPU",
     "torch.zeros(n_layers, dtype=torch.float64)": "numbers beside the matrices",
+    "torch.ones(1)": "a single number goes with any device",
     "torch.empty(0)": "only its dtype and device are read",
     "torch.zeros(len(self.rows.X), dtype=torch.bool)": "part of an error message",
     "torch.tensor(numbers, dtype=x.dtype)": "drawn",

@@ -120,6 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long("runs every command of a page")
 def test_every_command_runs_and_prints(
     folder: Path, call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -412,6 +412,7 @@ for name in names:
 """
 
 
+@pytest.mark.long("starts processes")
 def test_the_genuine_call_downloads_once(sets: Path, tmp_path: Path) -> None:
     """Over HTTP, from a hub on this machine that has one set and lacks another; then
     from the cache.

@@ -312,6 +312,7 @@ def test_the_section_takes_the_place_of_the_old_one() -> None:
     )
 
 
+@pytest.mark.long("measures SmolLM2 in float64")
 def test_layers_of_the_embedded_model_are_right(smollm2: nn.Module) -> None:
     from transformers import AutoModel
 

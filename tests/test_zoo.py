@@ -69,6 +69,7 @@ def test_only_a_sentence_of_the_library_that_names_the_model_is_a_refusal(
         assert measure.judge("LlamaForCausalLM", ours).verdict == "unclear"
 
 
+@pytest.mark.long("starts processes")
 def test_a_crash_and_a_hang_end_one_architecture_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

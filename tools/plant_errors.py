@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tl_coupling"
@@ -74,19 +74,28 @@ def changed_nodes(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         unread += ast.iter_child_nodes(node)
-        changed = copy.deepcopy(node)
-        if (
-            isinstance(changed, ast.BinOp | ast.BoolOp)
-            and type(changed.op) in OPPOSITES
-        ):
-            changed.op = OPPOSITES[type(changed.op)]()  # type: ignore[assignment]
-        elif isinstance(changed, ast.Compare) and type(changed.ops[0]) in OPPOSITES:
-            changed.ops[0] = OPPOSITES[type(changed.ops[0])]()  # type: ignore[call-overload]
-        elif isinstance(changed, ast.Constant) and type(changed.value) in (int, float):
-            changed.value += 1  # type: ignore[operator]
-        else:
-            continue
-        yield node, changed  # type: ignore[misc]
+        changed = _changed(node)
+        if changed is not None:
+            yield node, changed  # type: ignore[misc]
+
+
+def _changed(node: ast.AST) -> ast.expr | None:
+    """Return a copy of an expression with its operator or number changed."""
+    changed: Any
+    match node:
+        case ast.BinOp(op=operator) | ast.BoolOp(op=operator):
+            if type(operator) not in OPPOSITES:
+                return None
+            changed = copy.deepcopy(node)
+            changed.op = OPPOSITES[type(operator)]()
+        case ast.Compare(ops=[operator, *_]) if type(operator) in OPPOSITES:
+            changed = copy.deepcopy(node)
+            changed.ops[0] = OPPOSITES[type(operator)]()
+        case ast.Constant(value=number) if type(number) in (int, float):
+            changed = ast.Constant(number + 1)
+        case _:
+            return None
+    return changed
 
 
 def planted_errors(path: Path) -> list[PlantedError]:

@@ -222,6 +222,7 @@ def test_a_table_of_formulas_is_read_again(tmp_path: Path) -> None:
     assert read.to_dict("list") == table.to_dict("list")
 
 
+@pytest.mark.long("runs every command")
 def test_no_command_writes_a_formula(call, folder_model: Path, tmp_path: Path) -> None:
     """Labels, names of precisions, and of columns, models and families in scores."""
     options = {"model": folder_model, "prompt": "w1 w2 w3", "k": 4}

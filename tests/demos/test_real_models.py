@@ -239,6 +239,7 @@ def test_the_page_says_what_the_committed_prompts_give(page, capsys):
         assert signed(f"| {label} | {' | '.join(slopes)} |") in page
 
 
+@pytest.mark.long("measures models of a study")
 def test_parts_that_are_there_are_not_run_again(
     folder_model, tmp_path, monkeypatch, capsys
 ):

@@ -371,6 +371,7 @@ print(json.dumps([resident(peak=True) - before, tlc.plan(trace, k=10).peak / 2**
 """
 
 
+@pytest.mark.long("streams a large model")
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(),
     reason="needs Linux to measure a peak of memory",
@@ -434,6 +435,7 @@ Folder(folder, {"what": "prompts"}).run(units, measure, progress=False)
 """
 
 
+@pytest.mark.long("kills processes")
 def test_a_survey_of_a_streamed_model_that_is_killed_resumes(
     folder_model: Path, tmp_path: Path
 ) -> None:

@@ -290,6 +290,7 @@ def test_the_interval_of_a_mean_is_the_t_interval(n):
     )
 
 
+@pytest.mark.long("simulates hundreds of curves")
 @pytest.mark.parametrize(
     ("n", "least", "most"), [(20, 0.935, 0.975), (60, 0.93, 0.975)]
 )

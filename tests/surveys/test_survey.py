@@ -497,6 +497,7 @@ def change_tokens(folder: Path) -> None:
 CHANGED = r"'{}' in .*own was changed, replaced or removed after this run began: restore it and run again, or measure"
 
 
+@pytest.mark.long("runs many surveys")
 @pytest.mark.parametrize(
     ("change", "name"),
     [

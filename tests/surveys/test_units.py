@@ -537,6 +537,7 @@ def write_under(limit: int, folder: Path) -> list[str]:
     return ended.stdout.splitlines()
 
 
+@pytest.mark.long("fills a disk")
 @pytest.mark.skipif(
     sys.platform != "linux", reason="limits the size of files as Linux does"
 )
@@ -563,6 +564,7 @@ def test_a_full_disk_is_one_clear_error_and_a_rerun_completes(tmp_path: Path) ->
     )
 
 
+@pytest.mark.long("fills a disk")
 @pytest.mark.skipif(
     sys.platform != "linux", reason="limits the size of files as Linux does"
 )
