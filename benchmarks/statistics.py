@@ -528,7 +528,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--untrained",
         type=int,
-        default=40,
+        default=20,
         help="untrained models of each kind and depth; 0 leaves chance out",
     )
     parser.add_argument("--out", type=Path, help="folder for statistics.json")
