@@ -61,9 +61,8 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
         text. `attrs["failed"]`: errors of units, a JSON object; `attrs["provenance"]`:
         what holds for all; `attrs["provenance_by_unit"]`: what differs between units
         though it should not, such as versions after an upgrade between two runs, with a
-        warning; `attrs["weights_digests"]`: what tells the weights of each unit from
-        others, a JSON object, with a warning where two models or checkpoints have the
-        same.
+        warning; `attrs["weights_digests"]`: what tells the weights of each model and
+        checkpoint from others, a JSON object, with a warning where two have the same.
 
     ValueError where it is no folder of a survey, or one of an older version, or nothing
     in it is finished, or dask is missing and the results are larger than memory. Cost:
@@ -165,7 +164,10 @@ def joined_units(folder: Folder, units: Sequence[Unit]) -> "xarray.Dataset":
     # Which checkpoint it was is a coordinate.
     common.pop("checkpoint", None)
     data = data.assign_attrs(models=json.dumps(sources), provenance=json.dumps(common))
-    digests = {unit.key: provenances[unit].get(_WEIGHTS) for unit in units}
+    digests = {
+        f"{model}@{checkpoint}": provenances[first].get(_WEIGHTS)
+        for (model, checkpoint), (first, *_) in cells.items()
+    }
     data = data.assign_attrs(weights_digests=json.dumps(digests))
     _warn_of_same_weights(cells, provenances, records)
     return _with_differences(data, folder, cells, provenances)
