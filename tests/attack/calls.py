@@ -23,6 +23,7 @@ _DTYPES = (torch.float32, torch.float64)
 # Threads that change places this often meet each other in the middle of things.
 _SWITCH_SECONDS = 1e-5
 _N_THREADS = 3
+_N_REPEATS = 3
 # A thread that takes longer hangs.
 _THREAD_SECONDS = 100.0
 
@@ -77,15 +78,17 @@ def _check_arguments(call: Call) -> None:
 def _check_threads(calls: list[Call]) -> None:
     """Run each alone, then all at once, and compare the results."""
     alone = [_content(call()) for call in calls]
-    together: list[dict[str, bytes] | BaseException] = [{} for _ in calls]
+    together: list[list[dict[str, bytes]]] = [[] for _ in calls]
+    errors: list[BaseException] = []
     start = threading.Barrier(len(calls))
 
     def run(i: int) -> None:
         start.wait()
         try:
-            together[i] = _content(calls[i]())
+            for _ in range(_N_REPEATS):
+                together[i].append(_content(calls[i]()))
         except BaseException as error:
-            together[i] = error
+            errors.append(error)
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     running = [
@@ -97,11 +100,12 @@ def _check_threads(calls: list[Call]) -> None:
         thread.join(_THREAD_SECONDS)
         if thread.is_alive():
             raise RuntimeError("a thread hangs")
-    for expected, found in zip(alone, together, strict=True):
-        if isinstance(found, BaseException):
-            # Alone it had a result: whatever it says now, it is a bug.
-            raise RuntimeError(f"beside others: {found!r}") from found
-        _check_equal(found, expected, "a result is not that of the call alone")
+    if errors:
+        # Alone each had a result: whatever it says now, it is a bug.
+        raise RuntimeError(f"beside others: {errors[0]!r}") from errors[0]
+    for expected, results in zip(alone, together, strict=True):
+        for result in results:
+            _check_equal(result, expected, "a result is not that of the call alone")
 
 
 def _check_equal(
@@ -220,10 +224,10 @@ _OF_TENSORS: dict[
         tlc.captured_energy,
         lambda t: {"A": t(2, _K, _K), "S_1": t.sizes(2, _D)},
     ),
-    "without_top": (tlc.measures.without_top, lambda t: {"J": t(3, _D, _D), "n": 1}),
+    "without_top": (tlc.measures.without_top, lambda t: {"J": t(3, _D, _D), "r": 1}),
     "without_shared": (
         tlc.measures.without_shared,
-        lambda t: {"J": t(3, _D, _D), "rank": 1},
+        lambda t: {"J": t(3, _D, _D), "r": 1},
     ),
     "jacobian_coupling": (
         tlc.comparisons.jacobian_coupling,
@@ -346,7 +350,12 @@ _OF_TRACES: dict[
         tlc.trajectories.measure_trajectory,
         lambda t: {"trace": t, "progress": False},
     ),
-    "logit_lens_entropy": (tlc.trajectories.logit_lens_entropy, _of_trace),
+    "entropy_by_depth": (tlc.trajectories.entropy_by_depth, _of_trace),
+    "perturbation": (
+        tlc.trajectories.perturbation,
+        lambda t: {"trace": t, "n_samples": 2},
+    ),
+    "linearisation": (tlc.trajectories.linearisation, _of_trace),
     "residual_alignment": (
         tlc.trajectories.residual_alignment,
         lambda t: {"trace": t, "n_classes": 2},
