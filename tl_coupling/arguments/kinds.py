@@ -71,9 +71,8 @@ class _Simple(Kind):
         An array of no axes is a number, but not a whole one.
         """
         value = argument.value
-        is_array = isinstance(value, Tensor | np.ndarray) and not value.ndim
-        if is_array and self.accepted is Real:
-            value = value.item()
+        if self.accepted is Real and isinstance(value, Tensor | np.ndarray):
+            value = value.item() if not value.ndim else value
         is_truth_value = isinstance(value, bool | np.bool_)
         if not isinstance(value, self.accepted) or (self.is_number and is_truth_value):
             raise WrongType
