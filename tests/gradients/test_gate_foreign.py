@@ -311,7 +311,7 @@ def test_a_pad_token_in_eager_mode_is_named() -> None:
     trace = tlc.trace_modules(
         list(tiny.layers_of(model)), lambda: model(ids, attention_mask=is_text)
     )
-    with pytest.raises(DerivativeError, match="at token 0 .*mask hides every key"):
+    with pytest.raises(DerivativeError, match=r"at token 0 .*mask hides every key"):
         tlc.block_jacobian(trace, 1, position=0)
     assert tlc.block_jacobian(trace, 1).isfinite().all()
 

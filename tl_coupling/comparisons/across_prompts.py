@@ -53,6 +53,7 @@ _OF_MODEL = (
     "architecture",
     "weight_processing",
     "weights_digest",
+    "spliced",
     "final_norm",
 )
 
